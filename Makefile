@@ -1,0 +1,71 @@
+# Every target sets up what it needs (.venv, system packages, the native module) and does nothing twice.
+#   make demo PYTHON=python3.12     another interpreter for .venv
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+PYTHON ?= python3
+PY := .venv/bin/python
+DEV := build/dev
+export PYTHON
+export PATH := $(PATH):$(HOME)/.cargo/bin
+export BAGUA_BUILD_DIR := $(DEV)
+export BAGUA_CMAKE_ARGS := -DBAGUA_WARNINGS_AS_ERRORS=ON
+
+# Folders are named too: their time changes when a file is added or removed.
+NATIVE_SOURCES := CMakeLists.txt setup.py pyproject.toml $(shell find csrc rust_core -path rust_core/target -prune -o \
+  \( -type d -o -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.rs' -o -name 'Cargo.*' \) -print)
+NATIVE := $(DEV)/native.stamp
+ifeq ($(wildcard bagua/_C*.so),)
+.PHONY: $(NATIVE)
+endif
+
+.PHONY: help demo test lint format bench sanitize build setup setup-tests clean
+
+help: ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
+
+demo: build ## train a CNN on two ranks with bytegrad, and beside it with torch DDP
+	@bash scripts/demo.sh
+
+test: setup-tests build ## Rust, C++ and Python tests
+	cargo test --quiet --offline --locked --manifest-path rust_core/Cargo.toml --target-dir build/rust
+	cmake -S . -B $(DEV) -DBAGUA_BUILD_TESTS=ON >$(DEV)/configure.log
+	cmake --build $(DEV) --target bagua_tests
+	timeout 600 $(DEV)/bagua_tests --gtest_brief=1
+	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+lint: setup ## ruff, clang-format, cargo fmt, clippy
+	@bash scripts/lint.sh
+
+format: setup ## let the formatters rewrite what they can
+	$(PY) -m ruff check --quiet --fix . || true
+	$(PY) -m ruff format --quiet .
+	find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | xargs .venv/bin/clang-format -i
+	cargo fmt --manifest-path rust_core/Cargo.toml
+
+bench: build ## every script in benchmarks/
+	@for script in $$(grep -l '__name__ == "__main__"' benchmarks/*.py); do \
+	  echo "== $$script"; $(PY) $$script; \
+	done
+
+sanitize: setup-tests ## the C++ tests under the thread and the address sanitizer
+	@bash scripts/sanitize.sh
+
+build: setup $(NATIVE) ## bagua._C, in place
+
+$(NATIVE): $(NATIVE_SOURCES) | setup
+	$(PY) setup.py --quiet build_ext --inplace
+	@touch $@
+
+setup: ## .venv with all Python packages; system packages when root
+	@bash scripts/setup.sh
+
+setup-tests: setup
+	@bash scripts/setup.sh --tests
+
+clean: ## remove what was built; .venv stays
+	rm -rf build dist *.egg-info bagua/_C*.so rust_core/target .pytest_cache .ruff_cache .hypothesis
+	find bagua tests examples benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,88 @@
+"""Bagua: data-parallel training for networks that are slower than the accelerators behind them.
+
+>>> import bagua
+>>> sorted(bagua.algorithms.available())
+['bytegrad', 'gradient_allreduce']
+"""
+
+from . import algorithms, codecs
+from ._C import __version__
+from .communication import (
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    broadcast_object,
+    destroy_process_group,
+    empty,
+    gather,
+    get_default_group,
+    get_local_rank,
+    get_local_world_size,
+    get_node_rank,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    is_initialized,
+    new_group,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    send,
+)
+from .data_parallel import DistributedDataParallel, with_bagua
+from .errors import (
+    Aborted,
+    BaguaError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidArgument,
+    RemoteError,
+    TransportError,
+)
+from .group import ProcessGroup, ReduceOp, Work
+
+__all__ = [
+    "Aborted",
+    "BaguaError",
+    "DeadlineExceeded",
+    "DistributedDataParallel",
+    "InternalError",
+    "InvalidArgument",
+    "ProcessGroup",
+    "ReduceOp",
+    "RemoteError",
+    "TransportError",
+    "Work",
+    "__version__",
+    "algorithms",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "codecs",
+    "destroy_process_group",
+    "empty",
+    "gather",
+    "get_default_group",
+    "get_local_rank",
+    "get_local_world_size",
+    "get_node_rank",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "is_initialized",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+    "with_bagua",
+]

@@ -1,0 +1,135 @@
+"""Do all ranks wrap the same model in the same way? Compared once per with_bagua, before anything is changed.
+
+Beside the data path. Invariant: if the ranks disagree, or one of them cannot go on, every rank raises;
+none is left waiting. Only digests travel unless they differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from bagua.bucket import check_parameter
+from bagua.errors import InvalidArgument
+from bagua.group import ProcessGroup
+
+Prepared = TypeVar("Prepared")
+
+
+def agree(group: ProcessGroup, prepare: Callable[[], tuple[Prepared, dict[str, Any]]], remedy: str) -> Prepared:
+    """Runs ``prepare`` and compares the description it returns, plain data by section, with the other ranks'.
+
+    Args:
+        remedy: the end of the message where descriptions differ, such as "pass the same model on all ranks".
+
+    Returns:
+        The other half of what ``prepare`` returned.
+
+    Raises:
+        InvalidArgument: on every rank, naming the first difference with both sides, or what another
+            rank's ``prepare`` raised. The rank whose ``prepare`` raised sees its own exception.
+    """
+    prepared, described, failure = None, {}, None
+    try:
+        prepared, described = prepare()
+    except Exception as error:  # told to the others first, raised below
+        failure = error
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    digest = hashlib.sha256(repr(list(described.items())).encode()).hexdigest()
+    everyone = group.all_gather_object((told, digest))
+    if failure is not None:
+        raise failure
+    for rank, (told, _) in enumerate(everyone):
+        if told is not None:
+            raise InvalidArgument(f"rank {rank} raised {told}", rank=rank)
+    if len({digest for _, digest in everyone}) > 1:
+        raise _disagreement(group.all_gather_object(described), remedy)
+    return prepared
+
+
+def _disagreement(everyone: Sequence[dict[str, Any]], remedy: str) -> InvalidArgument:
+    for rank, other in enumerate(everyone):
+        difference = _first_difference(everyone[0], other)
+        if difference is not None:
+            section, ours, theirs = difference
+            return InvalidArgument(
+                f"the ranks disagree about {section}: rank 0 has {ours}, rank {rank} has {theirs}; {remedy}",
+                rank=rank,
+            )
+    raise AssertionError("digests differ, descriptions do not")
+
+
+def _first_difference(original: dict[str, Any], other: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    for section, value in original.items():
+        if other.get(section, "none") != value:
+            return section, value, other.get(section, "none")
+    for section, value in other.items():
+        if section not in original:
+            return section, "none", value
+    if list(original) != list(other):  # equal entries in another order: parameters would be matched wrongly
+        place = next(i for i, (ours, theirs) in enumerate(zip(original, other, strict=True)) if ours != theirs)
+        return f"the order of registration, entry {place}", list(original)[place], list(other)[place]
+    return None
+
+
+def describe_model(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+    """What must be equal on all ranks of a model and its optimizers, section to value.
+
+    Example:
+        >>> describe_model(torch.nn.Linear(2, 1, bias=False), [])
+        {"parameter 'weight'": '(1, 2) torch.float32 on cpu requires_grad=True'}
+    """
+    described = {}
+    for name, parameter in model.named_parameters():
+        kind = f"{parameter.dtype} on {parameter.device.type} requires_grad={parameter.requires_grad}"
+        described[f"parameter {name!r}"] = f"{tuple(parameter.shape)} {kind}"
+    for name, buffer in model.named_buffers():
+        described[f"buffer {name!r}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+    for index, optimizer in enumerate(optimizers):
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        described[f"optimizer {index}"] = f"{type(optimizer).__name__} with parameter groups of {sizes}"
+    return described
+
+
+def check_model(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], taken_parameter_ids: Iterable[int]
+) -> None:
+    """Raises InvalidArgument for what cannot be synchronised: the cases that need no look at the other ranks."""
+    taken = set(taken_parameter_ids)
+    uninitialized = (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, uninitialized):
+            raise InvalidArgument(f"{name!r} has no shape yet: call the model once before with_bagua (lazy modules)")
+    for name, module in model.named_modules():
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            raise InvalidArgument(
+                f"module {name!r} ({type(module).__name__}) gives sparse gradients; bagua sends dense ones: "
+                "construct it with sparse=False"
+            )
+    trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise InvalidArgument("no parameter of the model requires a gradient; there is nothing to synchronise")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            check_parameter(name, parameter)
+        if id(parameter) in taken:
+            raise InvalidArgument(
+                f"parameter {name!r} is synchronised by another model that was wrapped before; wrap the outermost "
+                "module only, or call .bagua.remove() on the other one first"
+            )
+    for index, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InvalidArgument(f"optimizers[{index}] is a {type(optimizer).__name__}, expected a torch optimizer")
+        if not any(id(p) in trainable for group in optimizer.param_groups for p in group["params"]):
+            raise InvalidArgument(f"optimizers[{index}] ({type(optimizer).__name__}) steps no parameter of this model")
+
+
+def check_types(settings: dict[str, tuple[Any, type]]) -> None:
+    """Raises InvalidArgument for a setting whose value is not of its type, and for numbers below 1."""
+    for name, (value, expected) in settings.items():
+        if type(value) is not expected or (expected is int and value < 1):
+            wanted = "an integer of at least 1" if expected is int else f"a {expected.__name__}"
+            raise InvalidArgument(f"{name} is {value!r}, expected {wanted}")

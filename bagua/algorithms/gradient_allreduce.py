@@ -1,0 +1,36 @@
+"""gradient_allreduce: every gradient becomes its mean over all ranks, at full precision.
+
+Data path: policy. One all_reduce per bucket, during backward. Per rank and step 2 (n-1)/n times the
+gradient bytes travel. The primitive C_FP_S of the paper (arXiv 2107.01499); what torch DDP does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from bagua.algorithms.base import Algorithm, Declaration
+from bagua.algorithms.registry import register
+from bagua.bucket import Bucket
+from bagua.group import ProcessGroup, ReduceOp, Work
+
+
+@register
+@dataclasses.dataclass(kw_only=True)
+class GradientAllReduce(Algorithm):
+    """g <- mean over ranks of g.
+
+    Args:
+        average: divide the sum by the number of ranks. Without it gradients must be cleared between
+            two synchronising backwards (accumulate inside no_sync): a sum that is summed again counts n times.
+
+    Example:
+        >>> model = bagua.with_bagua(model, [optimizer], algorithm="gradient_allreduce")    # doctest: +SKIP
+    """
+
+    average: bool = True
+
+    def declare(self, bucket: Bucket) -> Declaration:
+        return Declaration("all_reduce")
+
+    def communicate(self, bucket: Bucket, group: ProcessGroup) -> Work | None:
+        return group.all_reduce(bucket.flat, ReduceOp.AVG if self.average else ReduceOp.SUM, label=bucket.label)

@@ -1,0 +1,224 @@
+"""Gradient memory: where every gradient lies, and the buckets that travel as one message each.
+
+Data path: gradient ready -> **bucket** -> scheduler -> algorithm -> engine.
+
+Invariants: one allocation, shared with the ranks of this host, holds all buckets. Its size depends
+on the parameters alone, because the planner pads every tensor by itself, so a new plan re-slices the
+same memory and costs none. A view has the shape and dtype of its parameter, and its strides where
+the parameter is dense. Padding is zero whenever a bucket is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bagua import _C
+from bagua.errors import InvalidArgument
+from bagua.group import ProcessGroup
+
+DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
+FIRST_BUCKET_BYTES = 1024 * 1024
+ALIGN_BYTES = 64
+GRADIENT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Member:
+    """One parameter's place in a bucket. ``view`` is the part of ``bucket.flat`` that is its gradient."""
+
+    index: int
+    name: str
+    parameter: torch.nn.Parameter
+    view: torch.Tensor
+
+
+class Bucket:
+    """Gradients of one dtype that lie side by side and are communicated as one message.
+
+    Attributes:
+        index: place in the launch order, equal on all ranks.
+        label: ``"bucket 3"``, the name in error messages and in the timeline.
+        kind: what ``Algorithm.bucket_class`` returned for its parameters.
+        flat: 1-D tensor of ``numel`` elements in shared memory, padding included.
+        members: its parameters in the order in which they are expected to become ready.
+        declaration: what the algorithm said it sends for this bucket (``Algorithm.declare``).
+
+    Example:
+        >>> for bucket in model.bagua.buckets:                                  # doctest: +SKIP
+        ...     print(bucket.label, bucket.num_bytes, bucket.names, bucket.declaration)
+    """
+
+    def __init__(self, index: int, kind: Hashable, flat: torch.Tensor, members: Sequence[Member], gaps: list) -> None:
+        self.index = index
+        self.label = f"bucket {index}"
+        self.kind = kind
+        self.flat = flat
+        self.members = tuple(members)
+        self.declaration: Any = None
+        self._gaps = gaps
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The one dtype of all its gradients."""
+        return self.flat.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of ``flat``, padding included."""
+        return self.flat.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of ``flat`` in bytes."""
+        return self.flat.numel() * self.flat.element_size()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its parameters."""
+        return tuple(member.name for member in self.members)
+
+    def zero_padding(self) -> None:
+        """Clears the elements between gradients: a codec leaves its rounding there, and would widen later blocks."""
+        for gap in self._gaps:
+            gap.zero_()
+
+    def __repr__(self) -> str:
+        return f"Bucket({self.label!r}, {self.dtype}, numel={self.numel}, names={list(self.names)})"
+
+
+def check_parameter(name: str, parameter: torch.Tensor) -> None:
+    """Raises InvalidArgument if the gradients of ``parameter`` cannot be reduced in this release."""
+    if parameter.device.type != "cpu":
+        raise InvalidArgument(
+            f"parameter {name!r} is on {parameter.device}; this release of bagua trains models on the CPU: "
+            "move the model there with model.cpu() before it is wrapped"
+        )
+    if parameter.dtype not in GRADIENT_DTYPES:
+        raise InvalidArgument(
+            f"parameter {name!r} has dtype {parameter.dtype}; gradients of {', '.join(map(str, GRADIENT_DTYPES))} "
+            "can be reduced"
+        )
+
+
+class GradientStorage:
+    """The gradient memory of one model, sliced into buckets by a plan.
+
+    Args:
+        named_parameters: (name, parameter), each once, all of them fit for ``check_parameter``.
+        group: allocates the memory; every rank makes the same call.
+        bucket_bytes: cap of a bucket.
+        bucket_class: ``Algorithm.bucket_class``; parameters of different classes share no bucket.
+        order: expected ready order as indices into ``named_parameters``; the default is last to first.
+        memory: the memory of an earlier storage of the same parameters, used again.
+
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        group: ProcessGroup,
+        *,
+        bucket_bytes: int,
+        bucket_class: Callable[[torch.nn.Parameter], Hashable],
+        order: Sequence[int] | None = None,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        self.names = [name for name, _ in named_parameters]
+        self.parameters = [parameter for _, parameter in named_parameters]
+        self.buckets: tuple[Bucket, ...] = ()
+        self.views: list[torch.Tensor] = []
+        self.order: list[int] = []
+        self._bucket_bytes = bucket_bytes
+        self._classes, self._keys = _fold_keys(named_parameters, bucket_class)
+        num_bytes = sum(_padded_bytes(parameter) for parameter in self.parameters)
+        fits = memory is not None and memory.numel() == num_bytes
+        self.memory = memory if fits else group.empty(num_bytes, torch.uint8)
+        self.lay_out(list(reversed(range(len(self.names)))) if order is None else order)
+
+    def lay_out(self, order: Sequence[int]) -> None:
+        """Slices the memory anew for the ready order ``order``; gradients that lie in it move with their views.
+
+        Only gradients that are live (``parameter.grad`` is not None) need memory while they move.
+        """
+        self.order = list(order)
+        self.plan = self._make_plan(self.order)
+        self.buckets = self._slice(self.plan)
+        members = sorted((m for bucket in self.buckets for m in bucket.members), key=lambda member: member.index)
+        self.views = [member.view for member in members]
+        live = [(member, member.parameter.grad) for member in members if self._holds(member.parameter.grad)]
+        live = [(member, _park(grad, member.view)) for member, grad in live]  # all parked before the first is written
+        for member, grad in live:
+            if grad is not None:
+                member.view.copy_(grad)
+            member.parameter.grad = member.view
+        for bucket in self.buckets:
+            bucket.zero_padding()
+
+    def _make_plan(self, order: Sequence[int]) -> Any:
+        numels = [parameter.numel() for parameter in self.parameters]
+        item_bytes = [parameter.element_size() for parameter in self.parameters]
+        first_bucket_bytes = min(FIRST_BUCKET_BYTES, self._bucket_bytes)
+        return _C.BucketPlan(
+            numels, item_bytes, self._keys, list(order), first_bucket_bytes, self._bucket_bytes, ALIGN_BYTES
+        )
+
+    def _slice(self, plan: Any) -> tuple[Bucket, ...]:
+        buckets = []
+        begin = 0
+        for index, planned in enumerate(plan.buckets):
+            dtype, kind = self._classes[planned.key]
+            end = begin + planned.numel * planned.item_bytes
+            flat = self.memory[begin:end].view(dtype)
+            members = []
+            gaps = []
+            filled_numel = 0
+            for tensor, offset_numel, numel in planned.members:
+                if filled_numel < offset_numel:
+                    gaps.append(flat[filled_numel:offset_numel])
+                filled_numel = offset_numel + numel
+                view = _shaped_like(flat[offset_numel:filled_numel], self.parameters[tensor])
+                members.append(Member(tensor, self.names[tensor], self.parameters[tensor], view))
+            if filled_numel < planned.numel:
+                gaps.append(flat[filled_numel:])
+            buckets.append(Bucket(index, kind, flat, members, gaps))
+            begin = end
+        return tuple(buckets)
+
+    def _holds(self, grad: torch.Tensor | None) -> bool:
+        if grad is None or grad.layout is not torch.strided:
+            return False
+        return grad.untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr()
+
+
+def _padded_bytes(parameter: torch.Tensor) -> int:
+    num_bytes = parameter.numel() * parameter.element_size()
+    return num_bytes + -num_bytes % ALIGN_BYTES
+
+
+def _park(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:
+    """A copy of ``grad``, or None where it already lies where ``view`` does."""
+    return None if grad.data_ptr() == view.data_ptr() else grad.clone()
+
+
+def _fold_keys(
+    named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+    bucket_class: Callable[[torch.nn.Parameter], Hashable],
+) -> tuple[list[tuple[torch.dtype, Hashable]], list[int]]:
+    """Numbers the (dtype, class) pairs in order of appearance, so that all ranks number them alike."""
+    numbers: dict[tuple[torch.dtype, Hashable], int] = {}
+    keys = []
+    for _, parameter in named_parameters:
+        keys.append(numbers.setdefault((parameter.dtype, bucket_class(parameter)), len(numbers)))
+    return list(numbers), keys
+
+
+def _shaped_like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """``flat`` with the shape of ``parameter`` and, if that is dense, its strides: the layout autograd gives a grad."""
+    dense_stride = torch.empty_like(parameter, device="meta").stride()
+    if dense_stride == parameter.stride():
+        return flat.as_strided(parameter.shape, dense_stride)
+    return flat.view(parameter.shape)

@@ -1,0 +1,106 @@
+"""What every codec offers to Python: sizes, encode, decode and its error bound. The maths is in csrc/codecs.
+
+A codec maps float32, float16 or bfloat16 to bytes, block by block; scale and codes of a block stand
+together. Finite input gives finite output within the bound. A NaN or Inf makes its block decode to
+NaN, never to ordinary numbers. A codec is stateless.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from bagua import _C
+from bagua.errors import InvalidArgument
+from bagua.group import dtype_code
+
+
+class Codec:
+    """One codec. Subclasses set ``name`` (by their file stem) and state their error bound.
+
+    Example:
+        >>> import bagua, torch
+        >>> codec = bagua.codecs.get("minmax_uint8")
+        >>> x = torch.linspace(-1, 1, 5000)
+        >>> bytes_ = codec.encode(x)
+        >>> bytes_.numel() == codec.wire_bytes(5000, torch.float32)
+        True
+        >>> bool(((codec.decode(bytes_, 5000, torch.float32) - x).abs() <= codec.error_bound(x)).all())
+        True
+    """
+
+    name: ClassVar[str] = ""
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float16, torch.bfloat16)
+
+    @property
+    def block_numel(self) -> int:
+        """Elements per block; only the last block of a message may be shorter."""
+        return _C.codec_block_numel(self.name)
+
+    def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes of an encoded message of ``numel`` elements of ``dtype``: a function of these two alone."""
+        self._check_dtype(dtype)
+        return _C.codec_wire_bytes(self.name, numel, dtype_code(dtype))
+
+    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The message for ``tensor``: 1-D uint8 of ``wire_bytes`` elements.
+
+        Args:
+            tensor: any shape, contiguous, on the CPU, of one of ``dtypes``.
+
+        Raises:
+            InvalidArgument: another dtype or device, or not contiguous.
+        """
+        self._check_dtype(tensor.dtype)
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise InvalidArgument(
+                f"codec {self.name!r} encodes contiguous CPU tensors, got one on {tensor.device} "
+                f"with strides {tuple(tensor.stride())}; pass tensor.cpu().contiguous()"
+            )
+        encoded = torch.empty(self.wire_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8)
+        _C.codec_encode(self.name, tensor.data_ptr(), dtype_code(tensor.dtype), tensor.numel(), encoded.data_ptr())
+        return encoded
+
+    def decode(self, encoded: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The 1-D tensor of ``numel`` elements of ``dtype`` that ``encoded`` stands for.
+
+        Args:
+            encoded: what ``encode`` returned for a tensor of ``numel`` elements of the same dtype.
+
+        Raises:
+            InvalidArgument: ``encoded`` is not uint8, contiguous, on the CPU and ``wire_bytes(numel, dtype)`` long.
+        """
+        expected_bytes = self.wire_bytes(numel, dtype)
+        is_message = encoded.dtype == torch.uint8 and encoded.is_contiguous() and encoded.device.type == "cpu"
+        if not is_message or encoded.numel() != expected_bytes:
+            raise InvalidArgument(
+                f"a {self.name!r} message of {numel} elements of {dtype} is a contiguous CPU tensor of "
+                f"{expected_bytes} uint8, got {encoded.numel()} {encoded.dtype} on {encoded.device}"
+            )
+        decoded = torch.empty(numel, dtype=dtype)
+        _C.codec_decode(self.name, encoded.data_ptr(), dtype_code(dtype), numel, decoded.data_ptr())
+        return decoded
+
+    def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Largest |decode(encode(tensor)) - tensor| per element for finite input: float64, shape of ``tensor``."""
+        raise NotImplementedError(f"{type(self).__name__}.error_bound")
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        if dtype not in self.dtypes:
+            raise InvalidArgument(
+                f"codec {self.name!r} does not encode {dtype}; it encodes {', '.join(map(str, self.dtypes))}"
+            )
+
+
+def half_ulp(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Half the distance of neighbouring values of ``dtype`` at each element's magnitude: float64, same shape.
+
+    Example:
+        >>> half_ulp(torch.tensor([1.0, 0.0]), torch.float16).tolist() == [2.0**-11, 2.0**-25]
+        True
+    """
+    info = torch.finfo(dtype)
+    magnitude = tensor.to(torch.float64).abs().clamp(min=info.smallest_normal)
+    _, exponent = torch.frexp(magnitude)  # magnitude = m * 2**exponent, m in [0.5, 1)
+    return torch.ldexp(torch.full_like(magnitude, info.eps / 2), exponent - 1)

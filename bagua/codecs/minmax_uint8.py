@@ -1,0 +1,33 @@
+"""minmax_uint8: 255 steps between the smallest and the largest value of each block of 2048.
+
+Wire size: a byte per element and the block's scale. The step is relative to the block's range, with
+no absolute epsilon, so tiny gradients keep all 256 levels. Constant blocks are exact.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bagua.codecs.base import Codec
+from bagua.codecs.registry import register
+
+
+@register
+class MinMaxUInt8(Codec):
+    """Rounds to the nearest of 256 values that divide [min, max] of the block evenly.
+
+    Error: (max - min) / 510 of the element's block, and the rounding of the result to its dtype.
+    """
+
+    def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
+        values = tensor.detach().reshape(-1).to(torch.float64)
+        bound = torch.empty_like(values)
+        if not values.numel():
+            return bound.reshape(tensor.shape)
+        for block, block_bound in zip(values.split(self.block_numel), bound.split(self.block_numel), strict=True):
+            low, high = float(block.min()), float(block.max())
+            largest = max(abs(low), abs(high))
+            arithmetic = 0.0 if low == high else torch.finfo(torch.float32).eps * 2 * largest
+            rounding = 0.0 if low == high or tensor.dtype == torch.float32 else torch.finfo(tensor.dtype).eps * largest
+            block_bound.fill_((high - low) / 510 + arithmetic + rounding)
+        return bound.reshape(tensor.shape)

@@ -1,0 +1,142 @@
+"""The only reader of os.environ.
+
+Two groups of variables: those that torchrun sets (RANK, WORLD_SIZE, ...), and bagua's own (BAGUA_*), which tune the
+transports. A BAGUA_ variable that nothing reads is an error, because a misspelt setting that silently does nothing
+costs its user days.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import InvalidArgument
+
+__all__ = ["LaunchEnvironment", "Settings", "is_launched", "launch_environment", "settings"]
+
+# Read when the package is built or by the test suite, not here.
+_READ_ELSEWHERE = {"BAGUA_CUDA", "BAGUA_SANITIZE", "BAGUA_BUILD_DIR"}
+
+_LAUNCH_HELP = (
+    "start the program with `bagua run --nproc-per-node N script.py` or `torchrun --nproc-per-node N script.py`"
+)
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """What torchrun tells a process about itself."""
+
+    rank: int
+    world_size: int
+    local_rank: int | None  # None: not started by torchrun; the rank's position on its host is used
+    node_rank: int
+    master_addr: str
+    master_port: int
+    use_agent_store: bool
+    restart_count: int
+    single_host: bool  # all ranks were started on this host, as far as the launcher tells
+
+
+@dataclass(frozen=True)
+class Settings:
+    """bagua's own variables, with their defaults."""
+
+    interface: str | None  # BAGUA_SOCKET_IFNAME: network interface (or address) to listen on, e.g. "eth0"
+    tcp_streams: int  # BAGUA_TCP_STREAMS: TCP connections per peer
+    shm_ring_bytes: int  # BAGUA_SHM_RING_BYTES: per direction and peer of the same host
+    spin_us: float | None  # BAGUA_SPIN_US: how long a waiting worker polls before it sleeps; None: by core count
+    shared_memory: bool  # BAGUA_SHARED_MEMORY=0: TCP even between ranks of one host
+    auth_token: str | None  # BAGUA_AUTH_TOKEN: as the argument auth_token of init_process_group
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
+    text = environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        raise InvalidArgument(f"{name}={text!r} is not an integer; give a value in {low}..{high}") from None
+    if not low <= value <= high:
+        raise InvalidArgument(f"{name}={value} is out of range; give a value in {low}..{high}")
+    return value
+
+
+def launch_environment(
+    rank: int | None = None,
+    world_size: int | None = None,
+    needs_master: bool = True,
+    environ: Mapping[str, str] | None = None,
+) -> LaunchEnvironment:
+    """Read torchrun's variables; arguments that are given win over the environment.
+
+    Args:
+        rank, world_size: as given to init_process_group, or None.
+        needs_master: whether MASTER_ADDR and MASTER_PORT must be there (not when the caller brings a store).
+
+    Raises:
+        InvalidArgument: a variable is missing or makes no sense; all missing ones are named.
+    """
+    env = os.environ if environ is None else environ
+    needed = [name for name, given in (("RANK", rank), ("WORLD_SIZE", world_size)) if given is None]
+    needed += ["MASTER_ADDR", "MASTER_PORT"] if needs_master else []
+    missing = [name for name in needed if not env.get(name)]
+    if missing:
+        raise InvalidArgument(
+            f"the environment has no {', '.join(missing)}, which init_process_group needs; {_LAUNCH_HELP}, "
+            "or pass store=, rank= and world_size="
+        )
+    world_size = _integer(env, "WORLD_SIZE", 1, 1, 1 << 20) if world_size is None else world_size
+    rank = _integer(env, "RANK", 0, 0, 1 << 20) if rank is None else rank
+    if not 0 <= rank < world_size:
+        raise InvalidArgument(f"rank {rank} is not in 0..{world_size - 1} (world_size is {world_size})")
+    return LaunchEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_integer(env, "LOCAL_RANK", 0, 0, 1 << 20) if "LOCAL_RANK" in env else None,
+        node_rank=_integer(env, "GROUP_RANK", 0, 0, 1 << 20),
+        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_integer(env, "MASTER_PORT", 0, 0, 65535),
+        use_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        restart_count=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0, 0, 1 << 30),
+        single_host=_integer(env, "LOCAL_WORLD_SIZE", 1, 1, 1 << 20) == world_size,
+    )
+
+
+def is_launched(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a launcher has told this process its rank."""
+    env = os.environ if environ is None else environ
+    return "RANK" in env and "WORLD_SIZE" in env
+
+
+def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str] | None = None) -> Settings:
+    """Read bagua's own variables; `changes` win over the environment.
+
+    Raises:
+        InvalidArgument: a value is out of range, or a BAGUA_ variable is not one of those below.
+    """
+    env = {**(os.environ if environ is None else environ), **(changes or {})}
+    known = {
+        "BAGUA_SOCKET_IFNAME",
+        "BAGUA_TCP_STREAMS",
+        "BAGUA_SHM_RING_BYTES",
+        "BAGUA_SPIN_US",
+        "BAGUA_SHARED_MEMORY",
+        "BAGUA_AUTH_TOKEN",
+    }
+    unknown = sorted(name for name in env if name.startswith("BAGUA_") and name not in known | _READ_ELSEWHERE)
+    if unknown:
+        raise InvalidArgument(f"{unknown[0]} is not a setting of bagua; the settings are {', '.join(sorted(known))}")
+    ring_bytes = _integer(env, "BAGUA_SHM_RING_BYTES", 1 << 20, 1 << 12, 1 << 30)
+    if ring_bytes & (ring_bytes - 1):
+        raise InvalidArgument(f"BAGUA_SHM_RING_BYTES={ring_bytes} is not a power of two")
+    spin_us = _integer(env, "BAGUA_SPIN_US", -1, 0, 1_000_000) if "BAGUA_SPIN_US" in env else None
+    return Settings(
+        interface=env.get("BAGUA_SOCKET_IFNAME"),
+        tcp_streams=_integer(env, "BAGUA_TCP_STREAMS", 2, 1, 64),
+        shm_ring_bytes=ring_bytes,
+        spin_us=spin_us,
+        shared_memory=_integer(env, "BAGUA_SHARED_MEMORY", 1, 0, 1) == 1,
+        auth_token=env.get("BAGUA_AUTH_TOKEN"),
+    )

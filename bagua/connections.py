@@ -1,0 +1,309 @@
+"""Opens, authenticates and hands over the connections between ranks; the core moves the bytes from there.
+
+One Endpoint per process: a TCP listener, an abstract Unix listener (nothing is left behind after kill -9) and the
+thread that serves them (accepting.py). Of two ranks the higher one dials (dialing.py; the core knows this rule too:
+Mesh::awaits_dial). A connection for a group that this rank has not made yet waits until it does.
+
+Same host:    one Unix socket (the control link); the dialer passes the descriptors of a pair of rings and of its
+              doorbell, the acceptor answers with its own doorbell.
+Other hosts:  one TCP connection for control and `tcp_streams` for data, which belong together by a random link id.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+from . import _C
+from .accepting import Acceptor
+from .config import Settings
+from .dialing import Patience, dial_tcp, dial_unix, is_gone
+from .errors import Aborted, BaguaError, DeadlineExceeded, TransportError
+from .fork_guard import close_in_child
+from .interfaces import InterfaceAddress
+from .rendezvous import RankRecord
+
+__all__ = ["Endpoint"]
+
+logger = logging.getLogger("bagua")
+
+_POLL_SECONDS = 0.05
+# A listener is there before its rank is known to others, so one that refuses belongs to a process that has ended.
+_REFUSED_SECONDS = 0.5
+
+
+@dataclass
+class _Arrival:
+    """What an authenticated peer has brought so far for one group."""
+
+    link: str
+    streams: int
+    ring_bytes: int
+    sockets: dict[int, socket.socket] = field(default_factory=dict)  # TCP: 0 is control, then the data streams
+    descriptors: list[int] = field(default_factory=list)  # Unix: rings, doorbell
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.sockets) == (1 if self.descriptors else 1 + self.streams)
+
+    def close(self) -> None:
+        for sock in self.sockets.values():
+            sock.close()
+        for fd in self.descriptors:
+            os.close(fd)
+
+
+@dataclass
+class _Registered:
+    """A group that takes connections."""
+
+    core: _C.Group
+    ranks: list[int]  # global ranks by group rank
+
+
+class Endpoint:
+    """The listening sockets of this process and the way to the other ranks.
+
+    Args:
+        settings: transport settings.
+        address: where to listen for TCP.
+    """
+
+    def __init__(self, settings: Settings, address: InterfaceAddress):
+        self.settings = settings
+        self.address = address
+        self.records: list[RankRecord] = []
+        self.secret = b""
+        self._groups: dict[str, _Registered] = {}
+        self._arrivals: dict[tuple[str, int], _Arrival] = {}  # (group, dialer's global rank)
+        self._changed = threading.Condition()  # guards the two above and announces attachments
+        self._acceptor: Acceptor | None = None
+        self._listeners: list[socket.socket] = []
+        tcp = self._listen(address.family, _bindable(address))
+        self.port: int = tcp.getsockname()[1]
+        self.unix_name = f"bagua-{os.getpid()}-{secrets.token_hex(8)}" if settings.shared_memory else ""
+        if self.unix_name:
+            self._listen(socket.AF_UNIX, "\0" + self.unix_name)
+
+    def _listen(self, family: int, address: object) -> socket.socket:
+        listener = close_in_child(socket.socket(family, socket.SOCK_STREAM))
+        self._listeners.append(listener)
+        listener.bind(address)
+        listener.listen(1024)
+        return listener
+
+    def start(self, records: list[RankRecord], secret: bytes) -> None:
+        """Begin to accept; called once, when the rank table and the secret are known."""
+        self.records, self.secret = records, secret
+        self._acceptor = Acceptor(self._listeners, secret, self._arrived)
+
+    def close(self) -> None:
+        """Stop accepting and close everything that was not handed to a group."""
+        if self._acceptor is not None:
+            self._acceptor.close()
+        for listener in self._listeners:
+            listener.close()
+        with self._changed:
+            for arrival in self._arrivals.values():
+                arrival.close()
+            self._arrivals.clear()
+
+    # ---- groups
+
+    def open_core(self, name: str, ranks: list[int], rank: int) -> _C.Group:
+        """The core of a group of the global ranks `ranks`, of which this process is `rank` (global).
+
+        Its channels are made on first use; from now on peers can connect to it.
+        """
+        same_host = [peer == rank or self.share_memory(rank, peer) for peer in ranks]
+        spin_us = self.settings.spin_us
+        if spin_us is None:
+            # Polling pays while every rank of this host can have a core of its own; otherwise it takes the peer's.
+            spin_us = 50.0 if sum(same_host) <= len(os.sched_getaffinity(0)) else 2.0
+
+        def connect(peer: int, timeout_s: float) -> None:
+            self._connect(name, rank, ranks[peer], timeout_s)
+
+        core = _C.Group(name, ranks.index(rank), len(ranks), spin_us, same_host, connect)
+        with self._changed:
+            self._groups[name] = _Registered(core, ranks)
+            for group, peer in [key for key in self._arrivals if key[0] == name]:
+                self._attach_if_complete(group, peer)
+        return core
+
+    def close_core(self, name: str, core: _C.Group) -> None:
+        """End the core's worker and say goodbye to the peers."""
+        with self._changed:
+            self._groups.pop(name, None)
+            self._changed.notify_all()
+        core.close()
+
+    def share_memory(self, rank: int, peer: int) -> bool:
+        """Whether two ranks (global) are on one host and both have shared memory switched on."""
+        mine, theirs = self.records[rank], self.records[peer]
+        return mine.host == theirs.host and bool(mine.unix_name) and bool(theirs.unix_name)
+
+    def _connect(self, name: str, rank: int, peer: int, timeout_s: float) -> None:
+        """Make sure that the group has a channel to `peer`; `rank` and `peer` are global.
+
+        Called by the thread that runs the group's operation: its worker, or the one that called.
+
+        Raises:
+            DeadlineExceeded: the peer cannot be reached, or (when it has to dial) has not come.
+            TransportError: its process has ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        registered = self._groups.get(name)
+        if registered is None:
+            raise Aborted(f"the group '{name}' was destroyed")
+        group_peer = registered.ranks.index(peer)
+
+        def still_wanted() -> None:
+            registered.core.check()
+            if name not in self._groups:
+                raise Aborted(
+                    f"the group '{name}' was destroyed while it waited for rank {group_peer}", rank=group_peer
+                )
+
+        if rank > peer:
+            self._dial_until(name, registered.core, rank, peer, group_peer, timeout_s, Patience(deadline, still_wanted))
+            return
+        looked_at = time.monotonic()
+        with self._changed:
+            while not registered.core.is_attached(group_peer):
+                still_wanted()
+                now = time.monotonic()
+                if self.share_memory(rank, peer) and now - looked_at > _REFUSED_SECONDS:
+                    looked_at = now
+                    if is_gone(self.records[peer]):
+                        raise self._gone(group_peer, peer)
+                if now > deadline:
+                    raise DeadlineExceeded(
+                        f"rank {group_peer} has not connected to the group '{name}' within {timeout_s:.3g} s: it has "
+                        "not called an operation of this group that needs this rank, or it cannot reach "
+                        f"{self.address.address}:{self.port}",
+                        rank=group_peer,
+                    )
+                self._changed.wait(_POLL_SECONDS)
+
+    def _gone(self, group_peer: int, peer: int) -> TransportError:
+        record = self.records[peer]
+        return TransportError(
+            f"rank {group_peer} (process {record.pid}) listens no more at {record.address}:{record.port}: "
+            "its process has ended or destroyed its groups; see its log",
+            rank=group_peer,
+        )
+
+    # ---- dialing
+
+    def _dial_until(
+        self, name: str, core: _C.Group, rank: int, peer: int, group_peer: int, timeout_s: float, patience: Patience
+    ) -> None:
+        record = self.records[peer]
+        dial = self._dial_unix if self.share_memory(rank, peer) else self._dial_tcp
+        refused_since: float | None = None
+        while True:
+            try:
+                dial(name, core, rank, peer, group_peer, patience)
+                return
+            except (OSError, TransportError) as error:
+                patience.still_wanted()
+                now = time.monotonic()
+                refused_since = (refused_since or now) if isinstance(error, ConnectionRefusedError) else None
+                if refused_since is not None and now - refused_since > _REFUSED_SECONDS:
+                    raise self._gone(group_peer, peer) from error
+                if now > patience.deadline - _POLL_SECONDS:
+                    remedy = (
+                        "check that its process runs and that no firewall is in the way, or choose the interface with "
+                        "BAGUA_SOCKET_IFNAME"
+                    )
+                    raise DeadlineExceeded(
+                        f"cannot connect to rank {group_peer} at {record.address}:{record.port} within "
+                        f"{timeout_s:.3g} s: {error}" + ("" if isinstance(error, BaguaError) else f"; {remedy}"),
+                        rank=group_peer,
+                    ) from error
+            time.sleep(_POLL_SECONDS)
+
+    def _about(self, name: str, rank: int, peer: int, link: str, index: int) -> dict:
+        return {
+            "group": name,
+            "from": rank,
+            "to": peer,
+            "link": link,
+            "index": index,
+            "streams": self.settings.tcp_streams,
+            "ring_bytes": self.settings.shm_ring_bytes,
+        }
+
+    def _dial_unix(self, name: str, core: _C.Group, rank: int, peer: int, group_peer: int, patience: Patience) -> None:
+        ring_bytes = self.settings.shm_ring_bytes
+        about = self._about(name, rank, peer, secrets.token_hex(8), 0)
+        rings = os.memfd_create("bagua-rings", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(rings, _C.shm_segment_bytes(ring_bytes))
+            sock, doorbell = dial_unix(self.records[peer], self.secret, about, [rings, core.doorbell_fd()], patience)
+        except BaseException:
+            os.close(rings)
+            raise
+        core.attach_shm(group_peer, sock.detach(), rings, ring_bytes, True, doorbell)
+
+    def _dial_tcp(self, name: str, core: _C.Group, rank: int, peer: int, group_peer: int, patience: Patience) -> None:
+        link = secrets.token_hex(8)
+        abouts = [self._about(name, rank, peer, link, index) for index in range(1 + self.settings.tcp_streams)]
+        sockets = dial_tcp(self.records[peer], self.secret, abouts, patience)
+        control, *data = [sock.detach() for sock in sockets]
+        core.attach_tcp(group_peer, control, data)
+
+    # ---- accepting: on the acceptor's thread, and in open_core for what came before the group
+
+    def _arrived(self, sock: socket.socket, about: dict, descriptors: list[int]) -> None:
+        group, peer = about["group"], about["from"]
+        with self._changed:
+            arrival = self._arrivals.get((group, peer))
+            if arrival is None or arrival.link != about["link"]:
+                if arrival is not None:
+                    arrival.close()  # the dialer gave that attempt up
+                arrival = _Arrival(about["link"], about["streams"], about["ring_bytes"])
+                self._arrivals[group, peer] = arrival
+            arrival.sockets[about["index"]] = sock
+            arrival.descriptors = descriptors
+            self._attach_if_complete(group, peer)
+
+    def _attach_if_complete(self, group: str, peer: int) -> None:
+        registered = self._groups.get(group)
+        if registered is None or not self._arrivals[group, peer].is_complete:
+            return
+        arrival = self._arrivals.pop((group, peer))
+        try:
+            self._attach(registered, registered.ranks.index(peer), arrival)
+        except (OSError, ValueError, BaguaError) as error:
+            logger.warning("the connection of rank %d to group '%s' failed: %s", peer, group, error)
+        finally:
+            arrival.close()
+        self._changed.notify_all()
+
+    def _attach(self, registered: _Registered, group_peer: int, arrival: _Arrival) -> None:
+        """Answer the dialer and hand the connection to the core; what stays in `arrival` the caller closes."""
+        core = registered.core
+        if core.is_attached(group_peer):
+            raise TransportError(f"rank {group_peer} is connected already")
+        control = arrival.sockets[0]
+        if arrival.descriptors:
+            socket.send_fds(control, [b"D"], [core.doorbell_fd()])
+            rings, doorbell = arrival.descriptors
+            arrival.descriptors = []
+            core.attach_shm(group_peer, control.detach(), rings, arrival.ring_bytes, False, doorbell)
+        else:
+            control.sendall(b"A")
+            data = [arrival.sockets[index].detach() for index in range(1, 1 + arrival.streams)]
+            core.attach_tcp(group_peer, control.detach(), data)
+
+
+def _bindable(address: InterfaceAddress) -> tuple:
+    host = address.address
+    return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][4]

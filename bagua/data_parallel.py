@@ -1,0 +1,313 @@
+"""with_bagua and DistributedDataParallel: the only file that installs hooks, all of them torch's public ones.
+
+Data path: autograd, the module and the optimizer -> **hooks** -> ``step.py``. Invariants: a parameter's
+hook carries its index, fixed at wrap, so no name is looked up in training; hooks of parameters and
+optimizers hold the step weakly, so that a dropped model is freed with its gradient memory; a copy or a
+pickle of the model carries no working hooks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from bagua import algorithms
+from bagua.agreement import agree, check_model, check_types, describe_model
+from bagua.algorithms import Algorithm
+from bagua.bucket import DEFAULT_BUCKET_BYTES, GradientStorage
+from bagua.communication import get_default_group
+from bagua.errors import InvalidArgument
+from bagua.group import ProcessGroup
+from bagua.handle import BaguaHandle, handle_of, other_parameter_ids
+from bagua.replicas import BufferBroadcast, broadcast_model, broadcast_optimizer
+from bagua.step import Step
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+def with_bagua(
+    model: torch.nn.Module,
+    optimizers: Optimizers = (),
+    *,
+    algorithm: str | Algorithm = "gradient_allreduce",
+    group: ProcessGroup | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    find_unused_parameters: bool = False,
+    broadcast_buffers: bool = True,
+    **options: Any,
+) -> torch.nn.Module:
+    """Makes ``model`` train in step with the same model on the other ranks; collective.
+
+    Parameters, buffers and optimizer state become equal to rank 0's. From then on gradients are
+    synchronised when ``backward()`` returns. The module itself is returned, its state_dict keys are
+    unchanged, and ``model.bagua`` is a :class:`bagua.handle.BaguaHandle`. Calling it again on the same
+    model changes the algorithm and its options, and uses the same memory.
+
+    Args:
+        model: a module whose parameters are on the CPU. Train it through ``model(...)``: the forwards of
+            the root module are what broadcasts buffers.
+        optimizers: those that step its parameters. Their state starts equal, and a step that would write
+            NaN is refused where the algorithm uses a codec. Without them such NaN raise in backward.
+        algorithm: a name from ``bagua.algorithms.available()``, or an instance.
+        group: the ranks to train with; all by default.
+        bucket_bytes: gradients travel in messages of at most this size (a larger tensor is one message).
+        find_unused_parameters: a backward may leave parameters out. Costs one small message per step.
+        broadcast_buffers: rank 0's buffers are sent before each training forward outside no_sync.
+        options: the algorithm's own.
+
+    Raises:
+        InvalidArgument: ranks disagree about model or options (every rank raises it, with both sides);
+            unknown algorithm or option; a parameter that cannot be synchronised.
+
+    Example:
+        >>> bagua.init_process_group()                                            # doctest: +SKIP
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)               # doctest: +SKIP
+        >>> model = bagua.with_bagua(model, optimizer, algorithm="bytegrad")      # doctest: +SKIP
+        >>> loss(model(x), y).backward(); optimizer.step()                        # doctest: +SKIP
+    """
+    group = get_default_group() if group is None else group
+    optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+    earlier = handle_of(model)
+    settings = {
+        "bucket_bytes": (bucket_bytes, int),
+        "find_unused_parameters": (find_unused_parameters, bool),
+        "broadcast_buffers": (broadcast_buffers, bool),
+    }
+
+    def prepare() -> tuple[Algorithm, dict[str, Any]]:
+        chosen = _make_algorithm(algorithm, options)
+        check_types(settings)
+        check_model(model, optimizers, other_parameter_ids(earlier))
+        return chosen, {
+            "the number of with_bagua calls on this model": _num_wraps(earlier),
+            "algorithm": chosen.name,
+            **{f"option {name!r}": repr(value) for name, value in chosen.options().items()},
+            **{name: value for name, (value, _) in settings.items()},
+            **describe_model(model, optimizers),
+        }
+
+    chosen = agree(group, prepare, "pass the same model, optimizers, algorithm and options on all ranks")
+    broadcast_model(model, group)
+    for optimizer in optimizers:
+        broadcast_optimizer(optimizer, group)
+    step = Step(
+        _make_storage(model, group, chosen, bucket_bytes, earlier),
+        chosen,
+        group,
+        has_optimizers=bool(optimizers),
+        buffers=BufferBroadcast(model, group) if broadcast_buffers else None,
+        find_unused_parameters=find_unused_parameters,
+        frozen=[(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad],
+        earlier=earlier.step if earlier is not None else None,
+    )
+    num_wraps = _num_wraps(earlier)
+    if earlier is not None:
+        earlier.remove()
+    model.bagua = BaguaHandle(model, step, _install_hooks(model, step, optimizers), num_wraps)
+    return model
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Takes the place of ``torch.nn.parallel.DistributedDataParallel``: only the import changes.
+
+    The wrapped module is ``.module``, state_dict keys begin with ``module.``, and ``no_sync()`` is a method.
+    Unlike torch's, gradients are always views of the buckets (``gradient_as_bucket_view``), buffers are
+    broadcast before training forwards only, and a parameter without gradient is an error at the end of
+    that backward. An argument that cannot be honoured raises.
+
+    Args:
+        module: the module to train, with its parameters on the CPU.
+        broadcast_buffers: rank 0's buffers are sent before each training forward outside no_sync.
+        process_group: a bagua group; all ranks by default.
+        bucket_cap_mb: cap of a bucket in MiB, 25 by default.
+        find_unused_parameters: a backward may leave parameters out.
+        gradient_as_bucket_view: either value; gradients are views in any case, which costs no copy.
+        algorithm, optimizers, options: as in :func:`bagua.with_bagua`.
+
+    Raises:
+        InvalidArgument: as ``with_bagua``, and for arguments that bagua cannot honour.
+
+    Example:
+        >>> model = bagua.DistributedDataParallel(model, algorithm="bytegrad")    # doctest: +SKIP
+        >>> with model.no_sync():                                                 # doctest: +SKIP
+        ...     loss(model(x), y).backward()
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: list[int] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        *,
+        algorithm: str | Algorithm = "gradient_allreduce",
+        optimizers: Optimizers = (),
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        _refuse("device_ids", device_ids, bool(device_ids), "this release trains on the CPU: leave it out")
+        _refuse("output_device", output_device, output_device is not None, "outputs stay where the module puts them")
+        _refuse("dim", dim, dim != 0, "inputs are not scattered, each rank brings its own")
+        _refuse("init_sync", init_sync, not init_sync, "all ranks start equal to rank 0")
+        _refuse("check_reduction", check_reduction, check_reduction, "it is always checked: leave it out")
+        _refuse("static_graph", static_graph, static_graph, "the graph may change from step to step: leave it out")
+        _refuse(
+            "process_group",
+            type(process_group).__name__,
+            process_group is not None and not isinstance(process_group, ProcessGroup),
+            "pass a group made by bagua.new_group",
+        )
+        bucket_bytes = DEFAULT_BUCKET_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * 1024 * 1024)
+        self.module = with_bagua(
+            module,
+            optimizers,
+            algorithm=algorithm,
+            group=process_group,
+            bucket_bytes=bucket_bytes,
+            find_unused_parameters=find_unused_parameters,
+            broadcast_buffers=broadcast_buffers,
+            **options,
+        )
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward."""
+        return self.module(*inputs, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """As ``model.bagua.no_sync()``: backwards inside stay local."""
+        return self.bagua.no_sync()
+
+    @property
+    def bagua(self) -> BaguaHandle:
+        """The handle of the wrapped module."""
+        return self.module.bagua
+
+
+def _num_wraps(earlier: BaguaHandle | None) -> int:
+    return 1 if earlier is None else earlier.num_wraps + 1
+
+
+def _make_algorithm(algorithm: str | Algorithm, options: dict[str, Any]) -> Algorithm:
+    if isinstance(algorithm, str):
+        return algorithms.create(algorithm, options)
+    if not isinstance(algorithm, Algorithm):
+        raise InvalidArgument(
+            f"algorithm is a {type(algorithm).__name__}, expected a bagua.algorithms.Algorithm or one of the names "
+            f"{', '.join(algorithms.available())}"
+        )
+    if options:
+        raise InvalidArgument(
+            f"options {sorted(options)} were given with an instance of {algorithm.name!r}, which has its own already"
+        )
+    return algorithm
+
+
+def _make_storage(
+    model: torch.nn.Module, group: ProcessGroup, algorithm: Algorithm, bucket_bytes: int, earlier: BaguaHandle | None
+) -> GradientStorage:
+    old = earlier.step.storage if earlier is not None else None
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    is_same_model = old is not None and [id(p) for _, p in trainable] == [id(p) for p in old.parameters]
+    return GradientStorage(
+        trainable,
+        group,
+        bucket_bytes=bucket_bytes,
+        bucket_class=algorithm.bucket_class,
+        order=earlier.step.order if is_same_model else None,
+        memory=old.memory if old is not None and earlier.group is group else None,
+    )
+
+
+def _install_hooks(model: torch.nn.Module, step: Step, optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+    hooks: list[Any] = [
+        model.register_forward_pre_hook(_ModuleHook(step, _before_forward)),
+        model.register_forward_hook(_ModuleHook(step, _after_forward)),
+    ]
+    step_ref = weakref.ref(step)
+    for index, parameter in enumerate(step.storage.parameters):
+        hooks.append(parameter.register_post_accumulate_grad_hook(_gradient_hook(step_ref, index)))
+    for optimizer in optimizers:
+        hooks.append(optimizer.register_step_pre_hook(_before_step_hook(step_ref)))
+        hooks.append(optimizer.register_step_post_hook(_after_step_hook(step_ref)))
+    return hooks
+
+
+def _gradient_hook(step_ref: weakref.ref[Step], index: int) -> Callable[[torch.Tensor], None]:
+    def gradient_is_ready(parameter: torch.Tensor) -> None:
+        step = step_ref()
+        if step is not None:
+            step.gradient_ready(index, parameter)
+
+    return gradient_is_ready
+
+
+def _before_step_hook(step_ref: weakref.ref[Step]) -> Callable[..., None]:
+    def before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        step = step_ref()
+        if step is not None:
+            step.before_optimizer_step(optimizer, args, kwargs)
+
+    return before_step
+
+
+def _after_step_hook(step_ref: weakref.ref[Step]) -> Callable[..., None]:
+    def after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        step = step_ref()
+        if step is not None:
+            step.after_optimizer_step(optimizer)
+
+    return after_step
+
+
+class _ModuleHook:
+    """A module hook; in a copy or a pickle of the module it does nothing."""
+
+    def __init__(self, step: Step | None = None, action: Callable[..., None] | None = None) -> None:
+        self._step, self._action = step, action
+
+    def __call__(self, module: torch.nn.Module, *call: Any) -> None:
+        if self._action is not None:
+            self._action(self._step, module, *call)
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return _ModuleHook, ()
+
+
+def _before_forward(step: Step, module: torch.nn.Module, args: tuple) -> None:
+    step.before_forward(module.training)
+
+
+def _after_forward(step: Step, module: torch.nn.Module, args: tuple, output: Any) -> None:
+    """Lets the outputs tell when backward begins, so that its end is that of the outermost backward.
+
+    A checkpoint with use_reentrant=True runs a backward inside backward, whose end is not the end.
+    """
+    if torch.is_grad_enabled():
+        for tensor in _tensors_in(output):
+            if tensor.grad_fn is not None:  # a leaf would keep the hook for ever
+                tensor.register_hook(step.backward_begins)
+
+
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (Mapping, list, tuple)):
+        for value in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors_in(value)
+
+
+def _refuse(name: str, value: Any, is_refused: bool, reason: str) -> None:
+    if is_refused:
+        raise InvalidArgument(f"DistributedDataParallel: {name}={value!r} cannot be honoured; {reason}")

@@ -1,0 +1,78 @@
+"""The exception tree. The same classes exist in three languages (csrc/common/error.h, rust_core/src/error.rs);
+the binding layer translates them one to one.
+
+A message carries the value, what was expected and what to do. `rank` is the rank at fault (None when none is),
+`operation` the collective that was running, `bucket` the gradient bucket it served.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "Aborted",
+    "BaguaError",
+    "DeadlineExceeded",
+    "InternalError",
+    "InvalidArgument",
+    "RemoteError",
+    "TransportError",
+]
+
+
+class BaguaError(Exception):
+    """Base of everything that bagua raises on purpose.
+
+    Args:
+        message: the value, what was expected, what to do.
+        rank: rank (of the group concerned) that is at fault, if one is.
+        operation: the collective or verb that was running, e.g. "all_reduce".
+        bucket: label of the bucket that the operation served, e.g. "bucket 3".
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        rank: int | None = None,
+        operation: str | None = None,
+        bucket: str | None = None,
+    ):
+        super().__init__(message)
+        self.rank = rank
+        self.operation = operation
+        self.bucket = bucket
+
+    @property
+    def peer(self) -> int | None:
+        """The rank at fault, by the name that TransportError documents."""
+        return self.rank
+
+    def __reduce__(self):
+        return _rebuild, (type(self), str(self), self.rank, self.operation, self.bucket)
+
+
+def _rebuild(cls, message, rank, operation, bucket):
+    return cls(message, rank=rank, operation=operation, bucket=bucket)
+
+
+class InvalidArgument(BaguaError, ValueError):
+    """The caller's mistake: a value, a missing variable, or ranks that disagree. Nothing was lost."""
+
+
+class TransportError(BaguaError, ConnectionError):
+    """A connection or a shared segment failed, mostly because the process of `peer` died."""
+
+
+class DeadlineExceeded(BaguaError, TimeoutError):
+    """A rank did not do its part in time; the message says which one and what it is doing instead."""
+
+
+class Aborted(BaguaError):
+    """The group was destroyed while the operation was pending."""
+
+
+class RemoteError(BaguaError):
+    """Another rank failed first; the message is its cause."""
+
+
+class InternalError(BaguaError, RuntimeError):
+    """A bug in bagua. Please report it with the message."""

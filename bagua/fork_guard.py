@@ -1,0 +1,28 @@
+"""Sockets that a forked child must not keep; the Python half of csrc/transport/fork_guard.h.
+
+A DataLoader worker inherits every socket of its rank. As long as it has one, the peers do not see that the rank died.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+
+__all__ = ["close_in_child"]
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_in_child(sock: socket.socket) -> socket.socket:
+    """Have `sock` closed in every forked child, as long as it is a socket of Python; returns it."""
+    _sockets.add(sock)
+    return sock
+
+
+def _close_all() -> None:
+    for sock in list(_sockets):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_all)

@@ -1,0 +1,363 @@
+"""ProcessGroup: some ranks, their transports, and the collectives on tensors as methods.
+
+A group owns one core (`_C.Group`: worker thread, channels to its peers, made on first use) for collectives and a second
+one for send and recv, so that a message between two ranks never stands in the way of a collective. Tensors cross into
+the core as addresses; this file checks them, keeps them alive and stages the ones that are not contiguous.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+
+from . import _C
+from .errors import BaguaError, InvalidArgument
+from .reduction import ReduceOp, check_codec, check_op, dtype_code
+from .work import Work, to_seconds
+
+__all__ = ["ProcessGroup", "ReduceOp", "Work", "dtype_code"]
+
+
+class Network(Protocol):
+    """What connects the ranks: connections.Endpoint between processes, bagua.testing's between threads."""
+
+    def open_core(self, name: str, ranks: list[int], rank: int) -> _C.Group: ...
+
+    def close_core(self, name: str, core: _C.Group) -> None: ...
+
+    def share_memory(self, rank: int, peer: int) -> bool: ...
+
+
+class ProcessGroup:
+    """Ranks that communicate.
+
+    Made by init_process_group and new_group, not by hand. Ranks in the arguments of the methods are ranks of the
+    group; the functions of bagua.communication translate from global ranks.
+
+    Attributes:
+        rank: this process's rank in the group, -1 when it is not a member.
+        size: number of ranks.
+        ranks: their global ranks.
+        name: the same on all ranks.
+        timeout: deadline of each operation.
+    """
+
+    def __init__(self, network: Network, name: str, ranks: Sequence[int], global_rank: int, timeout: timedelta | float):
+        self.name = name
+        self.ranks = list(ranks)
+        self.size = len(self.ranks)
+        self._timeout_s = to_seconds(timeout)
+        self.timeout = timedelta(seconds=self._timeout_s)
+        self._network = network
+        self._global_rank = global_rank
+        self.rank = self.ranks.index(global_rank) if global_rank in self.ranks else -1
+        self._lanes: dict[str, _C.Group] = {}
+        self._closed = False
+        self._pid = os.getpid()
+        if self.rank >= 0:
+            self.local_ranks = [r for r in range(self.size) if r == self.rank or self._shares_memory(r)]
+            self._core = self._open_lane("")
+            # Before its first use, so that a peer that sends first finds it; else two ranks may wait for a third that
+            # waits for one of them.
+            self._p2p_core = self._open_lane("/p2p") if self.size > 1 else self._core
+
+    def __repr__(self) -> str:
+        return f"ProcessGroup({self.name!r}, rank={self.rank}, size={self.size})"
+
+    # ---- set-up
+
+    def _shares_memory(self, peer: int) -> bool:
+        return self._network.share_memory(self._global_rank, self.ranks[peer])
+
+    def _open_lane(self, suffix: str) -> _C.Group:
+        self._lanes[suffix] = self._network.open_core(self.name + suffix, self.ranks, self._global_rank)
+        return self._lanes[suffix]
+
+    def close(self) -> None:
+        """End the worker threads and say goodbye to the peers. Idempotent."""
+        self._closed = True
+        for suffix, core in self._lanes.items():
+            self._network.close_core(self.name + suffix, core)
+
+    # ---- state
+
+    def check(self) -> None:
+        """Raise the first cause when an operation of the group has failed on any rank.
+
+        Raises:
+            InvalidArgument: this process is not a member, or a forked child of one, or the group was destroyed.
+        """
+        if self.rank < 0:
+            raise InvalidArgument(
+                f"rank {self._global_rank} is not a member of the group '{self.name}' (ranks {self.ranks}); "
+                "only members may call its operations"
+            )
+        if self._pid != os.getpid():
+            raise InvalidArgument(
+                f"this process is a forked child of rank {self._global_rank} (process {self._pid}) and no rank itself; "
+                "call bagua in the parent"
+            )
+        if self._closed:
+            raise InvalidArgument(f"the group '{self.name}' was destroyed; call init_process_group or new_group again")
+        self._core.check()
+
+    def poison(self, exception: BaguaError) -> None:
+        """Make every later call on every connected rank raise `exception` as the first cause."""
+        for core in self._lanes.values():
+            core.poison(exception)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has sent (through sockets, rings or shared memory) since the group was made."""
+        return sum(core.bytes_sent for core in self._lanes.values())
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload bytes that this rank has received."""
+        return sum(core.bytes_received for core in self._lanes.values())
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Scratch memory that the group keeps between operations."""
+        return sum(core.workspace_bytes for core in self._lanes.values())
+
+    def events(self, clear: bool = False) -> list[_C.Event]:
+        """What the worker did when, oldest first: spans (ticket, kind, begin_ns, end_ns, bytes), steady clock."""
+        return self._core.events(clear)
+
+    # ---- memory
+
+    def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A zeroed 1-D CPU tensor in memory that the ranks of this host share.
+
+        Collectives on it are copy-free: peers reduce straight from and into it. Private memory when no other rank of
+        the group is on this host.
+        """
+        item_bytes = torch.empty((), dtype=dtype).element_size()
+        if numel < 0:
+            raise InvalidArgument(f"numel {numel} is negative")
+        if numel == 0 or len(self.local_ranks) == 1:
+            return torch.zeros(numel, dtype=dtype)
+        return torch.frombuffer(_C.SharedMemory(numel * item_bytes), dtype=dtype, count=numel)
+
+    # ---- operations
+
+    def _prepare(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """The tensor itself when the core can work on it, otherwise a contiguous copy. Checks device and type."""
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgument(f"{what} is a {type(tensor).__name__}; give a torch.Tensor")
+        if tensor.device.type != "cpu":
+            raise InvalidArgument(f"{what} is on {tensor.device}; this release communicates CPU tensors")
+        if tensor.layout != torch.strided:
+            raise InvalidArgument(f"{what} has layout {tensor.layout}; convert it with .to_dense() first")
+        dtype_code(tensor.dtype)
+        return tensor.detach().contiguous()
+
+    def _work(self, core_work: _C.Work, keep: object, label: str = "", finish=None) -> Work:
+        # The deadline counts from the start of the operation, which may be queued behind others.
+        return Work(core_work, keep, 1000.0 * self._timeout_s, label, finish)
+
+    def _in_place(self, tensor: torch.Tensor, staged: torch.Tensor):
+        if staged.data_ptr() == tensor.data_ptr():
+            return None
+        return lambda: tensor.detach().copy_(staged)
+
+    def _check_root(self, root: int, name: str) -> int:
+        if not 0 <= root < self.size:
+            raise InvalidArgument(f"{name} {root} is not a rank of the group '{self.name}' (0..{self.size - 1})")
+        return root
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        codec: str | None = None,
+        label: str = "",
+        blocking: bool = False,
+    ) -> Work:
+        """tensor <- op over ranks of tensor, in place; see bagua.all_reduce."""
+        self.check()
+        data = self._prepare(tensor, "tensor")
+        op = check_op(op, data.dtype)
+        check_codec(codec, op, data.dtype)
+        work = self._core.all_reduce(
+            data.data_ptr(), data.numel(), dtype_code(data.dtype), int(op), codec, self._timeout_s, blocking
+        )
+        return self._work(work, (tensor, data), label, self._in_place(tensor, data))
+
+    def reduce(self, tensor, dst: int, op: ReduceOp = ReduceOp.SUM, *, blocking: bool = False) -> Work:
+        """tensor of rank `dst` <- op over ranks of tensor; the others' tensors end undefined."""
+        self.check()
+        data = self._prepare(tensor, "tensor")
+        op = check_op(op, data.dtype)
+        self._check_root(dst, "dst")
+        work = self._core.reduce(
+            data.data_ptr(), data.numel(), dtype_code(data.dtype), int(op), dst, self._timeout_s, blocking
+        )
+        finish = self._in_place(tensor, data) if dst == self.rank else None
+        return self._work(work, (tensor, data), finish=finish)
+
+    def reduce_scatter(self, output, input, op: ReduceOp = ReduceOp.SUM, *, blocking: bool = False) -> Work:
+        """output <- op over ranks of the rank-th block of their input; input is `size` blocks of output's size."""
+        self.check()
+        source, into = self._prepare(input, "input"), self._prepare(output, "output")
+        op = check_op(op, into.dtype)
+        self._check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output")
+        work = self._core.reduce_scatter(
+            source.data_ptr(), into.data_ptr(), into.numel(), dtype_code(into.dtype), int(op), self._timeout_s, blocking
+        )
+        return self._work(work, (source, into), finish=self._in_place(output, into))
+
+    def _check_pair(self, first, second, have: int, want: int, name: str, other: str) -> None:
+        if first.dtype != second.dtype:
+            raise InvalidArgument(f"input is {first.dtype} but output is {second.dtype}; give them one type")
+        if have != want:
+            raise InvalidArgument(f"{name} has {have} elements, but {other} has {want} (group size {self.size})")
+
+    def all_gather(self, output, input, *, blocking: bool = False) -> Work:
+        """output[r] <- input of rank r; output is `size` blocks of input's size."""
+        self.check()
+        source, into = self._prepare(input, "input"), self._prepare(output, "output")
+        self._check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input")
+        work = self._core.all_gather(
+            source.data_ptr(), into.data_ptr(), source.nbytes, dtype_code(source.dtype), self._timeout_s, blocking
+        )
+        return self._work(work, (source, into), finish=self._in_place(output, into))
+
+    def gather(self, output, input, dst: int, *, blocking: bool = False) -> Work:
+        """output of rank `dst` [r] <- input of rank r; the other ranks pass output=None."""
+        self.check()
+        self._check_root(dst, "dst")
+        source = self._prepare(input, "input")
+        into, finish = None, None
+        if self.rank == dst:
+            into = self._prepare(output, "output")
+            self._check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input")
+            finish = self._in_place(output, into)
+        work = self._core.gather(
+            source.data_ptr(),
+            into.data_ptr() if into is not None else 0,
+            source.nbytes,
+            dtype_code(source.dtype),
+            dst,
+            self._timeout_s,
+            blocking,
+        )
+        return self._work(work, (source, into), finish=finish)
+
+    def scatter(self, output, input, src: int, *, blocking: bool = False) -> Work:
+        """output <- input of rank `src` [rank]; the other ranks pass input=None."""
+        self.check()
+        self._check_root(src, "src")
+        into = self._prepare(output, "output")
+        source = None
+        if self.rank == src:
+            source = self._prepare(input, "input")
+            self._check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output")
+        work = self._core.scatter(
+            source.data_ptr() if source is not None else 0,
+            into.data_ptr(),
+            into.nbytes,
+            dtype_code(into.dtype),
+            src,
+            self._timeout_s,
+            blocking,
+        )
+        return self._work(work, (source, into), finish=self._in_place(output, into))
+
+    def all_to_all(self, output, input, output_splits=None, input_splits=None, *, blocking: bool = False) -> Work:
+        """Block r of input goes to rank r, block r of output comes from rank r; splits count rows of dimension 0."""
+        self.check()
+        source, into = self._prepare(input, "input"), self._prepare(output, "output")
+        if source.dtype != into.dtype:
+            raise InvalidArgument(f"input is {source.dtype} but output is {into.dtype}; give them one type")
+        work = self._core.all_to_all(
+            source.data_ptr(),
+            self._split_bytes(source, input_splits, "input"),
+            into.data_ptr(),
+            self._split_bytes(into, output_splits, "output"),
+            dtype_code(source.dtype),
+            self._timeout_s,
+            blocking,
+        )
+        return self._work(work, (source, into), finish=self._in_place(output, into))
+
+    def _split_bytes(self, tensor: torch.Tensor, splits: Sequence[int] | None, name: str) -> list[int]:
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if splits is None:
+            if rows % self.size:
+                raise InvalidArgument(f"{name} has {rows} rows, not a multiple of {self.size}; give {name}_splits")
+            splits = [rows // self.size] * self.size
+        splits = [int(split) for split in splits]
+        if len(splits) != self.size or sum(splits) != rows or min(splits) < 0:
+            raise InvalidArgument(
+                f"{name}_splits {splits} must be {self.size} non-negative numbers that add up to {rows}"
+            )
+        row_bytes = tensor.nbytes // rows if rows else 0
+        return [split * row_bytes for split in splits]
+
+    def broadcast(self, tensor, src: int, *, label: str = "", blocking: bool = False) -> Work:
+        """tensor <- tensor of rank `src`, in place."""
+        self.check()
+        data = self._prepare(tensor, "tensor")
+        self._check_root(src, "src")
+        work = self._core.broadcast(
+            data.data_ptr(), data.nbytes, dtype_code(data.dtype), src, self._timeout_s, blocking
+        )
+        finish = self._in_place(tensor, data) if src != self.rank else None
+        return self._work(work, (tensor, data), label, finish)
+
+    def barrier(self, *, blocking: bool = False) -> Work:
+        """Completes when every rank has called it."""
+        self.check()
+        return self._work(self._core.barrier(self._timeout_s, blocking), None)
+
+    def send(self, tensor, dst: int) -> Work:
+        """Sends to rank `dst`, which must call recv with the same size and type."""
+        self._check_peer(dst, "dst")
+        data = self._prepare(tensor, "tensor")
+        work = self._p2p_core.send(data.data_ptr(), data.nbytes, dtype_code(data.dtype), dst, self._timeout_s)
+        return self._work(work, (tensor, data))
+
+    def recv(self, tensor, src: int) -> Work:
+        """tensor <- what rank `src` sends."""
+        self._check_peer(src, "src")
+        data = self._prepare(tensor, "tensor")
+        work = self._p2p_core.recv(data.data_ptr(), data.nbytes, dtype_code(data.dtype), src, self._timeout_s)
+        return self._work(work, (tensor, data), finish=self._in_place(tensor, data))
+
+    def _check_peer(self, peer: int, name: str) -> None:
+        self.check()
+        if self._check_root(peer, name) == self.rank:
+            raise InvalidArgument(f"{name} {peer} is this rank itself; a rank cannot send to itself")
+
+    # ---- Python objects
+
+    def broadcast_object(self, obj: object, src: int = 0) -> object:
+        """The object of rank `src`, pickled; only among ranks that trust each other."""
+        payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if self.rank == src else None
+        size = torch.tensor([len(payload) if payload is not None else 0])
+        self.broadcast(size, src, blocking=True).wait()
+        if payload is None:
+            payload = torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast(payload, src, blocking=True).wait()
+        return obj if self.rank == src else pickle.loads(payload.numpy().tobytes())
+
+    def all_gather_object(self, obj: object) -> list:
+        """The objects of all ranks, by rank, pickled; only among ranks that trust each other."""
+        payload = bytearray(pickle.dumps(obj))
+        sizes = torch.empty(self.size, dtype=torch.int64)
+        self.all_gather(sizes, torch.tensor([len(payload)]), blocking=True).wait()
+        longest = int(sizes.max())
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(payload)] = torch.frombuffer(payload, dtype=torch.uint8)
+        everything = torch.empty(self.size * longest, dtype=torch.uint8)
+        self.all_gather(everything, mine, blocking=True).wait()
+        rows = everything.view(self.size, longest)
+        return [pickle.loads(rows[rank, : int(sizes[rank])].numpy().tobytes()) for rank in range(self.size)]

@@ -1,0 +1,174 @@
+"""``model.bagua``: the user's side of a wrapped model.
+
+Beside the data path. Invariant: it is no Module, Parameter or buffer, so a wrapped model's state_dict is
+the plain model's; a copy or a pickle of the model gets a handle that says that it is a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bagua.agreement import agree
+from bagua.algorithms import Algorithm
+from bagua.bucket import Bucket
+from bagua.errors import InvalidArgument
+from bagua.group import ProcessGroup
+from bagua.step import Step
+from bagua.timeline import Timeline
+
+_STATE_VERSION = 1
+_attached: weakref.WeakSet[BaguaHandle] = weakref.WeakSet()
+
+
+class BaguaHandle:
+    """What bagua knows about a model that ``with_bagua`` has wrapped.
+
+    Example:
+        >>> model = bagua.with_bagua(model, optimizer, algorithm="bytegrad")      # doctest: +SKIP
+        >>> model.bagua.algorithm, len(model.bagua.buckets)                       # doctest: +SKIP
+    """
+
+    def __init__(self, model: torch.nn.Module, step: Step, hooks: Sequence[Any], num_wraps: int) -> None:
+        self.num_wraps = num_wraps
+        self.step = step
+        self._model = weakref.ref(model)
+        self._hooks = list(hooks)
+        _attached.add(self)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm, with its options as attributes."""
+        return self.step.algorithm
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks that train together."""
+        return self.step.group
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The gradient buckets in launch order. They are laid out anew once, after the first step."""
+        return self.step.storage.buckets
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside stay local: their gradients add up until the first backward outside.
+
+        It is the place of ``backward()`` that counts; have the forward inside too, which saves the
+        broadcast of the buffers.
+
+        Example:
+            >>> with model.bagua.no_sync():                                       # doctest: +SKIP
+            ...     loss(model(x1), y1).backward()
+            >>> loss(model(x2), y2).backward()  # synchronises the sum of both     # doctest: +SKIP
+        """
+        if not self._hooks:
+            raise InvalidArgument("model.bagua.remove() was called: this model is no longer synchronised")
+        before = self.step.synchronises
+        self.step.synchronises = False
+        try:
+            yield
+        finally:
+            self.step.synchronises = before
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs besides the states of model and optimizers: plain data, no communication.
+
+        The order of the gradients is part of it, because the place of a gradient in its bucket decides
+        how its sum is rounded; with it a resumed run continues bit for bit.
+        """
+        order = self.step.order
+        names = self.step.storage.names
+        return {
+            "version": _STATE_VERSION,
+            "algorithm": self.algorithm.name,
+            "num_steps": self.step.num_steps,
+            "ready_order": None if order is None else [names[index] for index in order],
+            "state": self.algorithm.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what ``state_dict`` returned; collective.
+
+        Raises:
+            InvalidArgument: it belongs to another algorithm or model, or the ranks load different states.
+        """
+
+        def prepare() -> tuple[None, dict[str, Any]]:
+            _check_state(state, self)
+            return None, {"num_steps": state["num_steps"], "ready_order": state["ready_order"]}
+
+        agree(self.group, prepare, "load the same checkpoint on all ranks")
+        self.algorithm.load_state_dict(state["state"])
+        self.step.num_steps = state["num_steps"]
+        index_of = {name: index for index, name in enumerate(self.step.storage.names)}
+        order = state["ready_order"]
+        self.step.restore_order(None if order is None else [index_of[name] for name in order])
+
+    def timeline(self) -> Timeline:
+        """What happened when on this rank: steps, spans and a summary."""
+        return self.step.recorder.snapshot(self.group.events(), self.buckets)
+
+    def remove(self) -> None:
+        """Ends the synchronisation on this rank; weights and gradients stay as they are. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        _attached.discard(self)
+        model = self._model()
+        if model is not None and vars(model).get("bagua") is self:
+            del model.bagua
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return _CopiedHandle, ()
+
+
+class _CopiedHandle:
+    """``bagua`` of a copied or unpickled model, which is an ordinary module."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise InvalidArgument(
+            f"model.bagua.{name}: this model is a copy of one that was wrapped and is not synchronised itself; "
+            "call bagua.with_bagua on it"
+        )
+
+
+def handle_of(model: torch.nn.Module) -> BaguaHandle | None:
+    """The handle of a wrapped model, None for one that is not wrapped.
+
+    Raises:
+        InvalidArgument: the model uses the name ``bagua`` for something else.
+    """
+    handle = getattr(model, "bagua", None)
+    if handle is None or isinstance(handle, _CopiedHandle):
+        return None
+    if not isinstance(handle, BaguaHandle):
+        raise InvalidArgument(f"the model has an attribute `bagua` of its own ({type(handle).__name__}); rename it")
+    return handle
+
+
+def other_parameter_ids(handle: BaguaHandle | None) -> set[int]:
+    """The ids of the parameters that are synchronised by handles other than ``handle``."""
+    return {id(parameter) for other in _attached if other is not handle for parameter in other.step.storage.parameters}
+
+
+def _check_state(state: Mapping[str, Any], handle: BaguaHandle) -> None:
+    expected = set(handle.state_dict())
+    if not isinstance(state, Mapping) or set(state) != expected or state["version"] != _STATE_VERSION:
+        raise InvalidArgument(f"this is no state of version {_STATE_VERSION} from model.bagua.state_dict()")
+    if state["algorithm"] != handle.algorithm.name:
+        raise InvalidArgument(
+            f"the state is of algorithm {state['algorithm']!r}, the model runs {handle.algorithm.name!r}; "
+            "wrap it with the algorithm of the checkpoint, load, and then change with with_bagua"
+        )
+    order = state["ready_order"]
+    if order is not None and sorted(order) != sorted(handle.step.storage.names):
+        difference = sorted(set(order) ^ set(handle.step.storage.names))
+        raise InvalidArgument(f"the state is of a model with other trainable parameters: {difference[:4]}")

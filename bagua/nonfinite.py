@@ -1,0 +1,89 @@
+"""Refuses to write NaN into the weights when a rank's gradient was NaN or Inf under a codec.
+
+Beside the data path, at its end: ``step.py`` asks after backward and before an optimizer step. A codec
+turns a block with NaN or Inf into NaN on all ranks, so looking at one element of each block finds it,
+and all ranks decide alike without a message. With an optimizer passed to with_bagua the error is raised
+when that optimizer is really stepped, so that a GradScaler can skip the step; without one, or inside an
+optimizer's closure, it is raised at the end of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bagua import codecs
+from bagua.bucket import Bucket
+from bagua.errors import InvalidArgument
+from bagua.group import ProcessGroup
+
+
+class NonFiniteGuard:
+    """Watches the buckets of one model that travel under a codec.
+
+    Args:
+        has_optimizers: whether ``check_step`` will be called before weights change.
+    """
+
+    def __init__(self, has_optimizers: bool) -> None:
+        self._has_optimizers = has_optimizers
+        self._is_in_closure = False
+        self._probes: list[tuple[Bucket, torch.Tensor]] = []
+        self._suspects: list[Bucket] = []  # buckets with NaN after the last synchronising backward
+
+    def watch(self, buckets: Sequence[Bucket], group: ProcessGroup) -> None:
+        """Takes the buckets of a new layout. A single rank sends nothing, so nothing is quantised."""
+        coded = [bucket for bucket in buckets if bucket.declaration.codec is not None and bucket.numel]
+        self._probes = [
+            (bucket, bucket.flat[:: codecs.get(bucket.declaration.codec).block_numel])
+            for bucket in (coded if group.size > 1 else ())
+        ]
+
+    def check_backward(self) -> None:
+        """All gradients are synchronised; raises InvalidArgument if no later check can."""
+        self._suspects = [bucket for bucket, probe in self._probes if bool(probe.amin().isnan())]
+        if self._suspects and (self._is_in_closure or not self._has_optimizers):
+            raise self._error(self._suspects)
+
+    def check_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """``optimizer.step(*args, **kwargs)`` is about to run (``args[0]`` is the optimizer).
+
+        Raises:
+            InvalidArgument: a gradient that it would use is NaN; names buckets, parameters and codec.
+        """
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self._is_in_closure = closure is not None  # its backwards run after this check
+        if not self._suspects:
+            return
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        bad = [bucket for bucket in self._suspects if _has_nonfinite_gradient(bucket, own)]
+        if bad:
+            raise self._error(bad)
+
+    def leave_step(self) -> None:
+        """The optimizer step has returned."""
+        self._is_in_closure = False
+
+    def _error(self, buckets: Sequence[Bucket]) -> InvalidArgument:
+        told = "; ".join(f"{b.label} ({', '.join(b.names)}) under codec {b.declaration.codec!r}" for b in buckets)
+        remedy = "skip the step with zero_grad(), as torch.amp.GradScaler does"
+        if not self._has_optimizers:
+            remedy += "; for a GradScaler to do so, pass the optimizer to with_bagua"
+        return InvalidArgument(
+            f"a gradient is NaN or Inf on some rank, which a codec cannot average: {told}. No rank has changed a "
+            f"weight; {remedy}",
+            bucket=buckets[0].label,
+        )
+
+
+def is_skipped_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether GradScaler makes this step do nothing: it steps fused optimizers anyway, with ``found_inf`` set."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf > 0)
+
+
+def _has_nonfinite_gradient(bucket: Bucket, parameter_ids: set[int]) -> bool:
+    grads = [m.parameter.grad for m in bucket.members if id(m.parameter) in parameter_ids]
+    return any(grad is not None and not bool(grad.isfinite().all()) for grad in grads)

@@ -1,0 +1,81 @@
+"""Which reductions are defined: operators, element types and codecs, as the core numbers and names them."""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+
+from . import _C
+from .errors import InvalidArgument
+
+__all__ = ["ReduceOp", "check_codec", "check_op", "dtype_code"]
+
+
+class ReduceOp(enum.IntEnum):
+    """How the values of the ranks are combined; the names of torch.distributed.ReduceOp."""
+
+    SUM = 0
+    AVG = 1
+    PRODUCT = 2
+    MIN = 3
+    MAX = 4
+    BAND = 5
+    BOR = 6
+    BXOR = 7
+
+
+_DTYPE_CODES = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.int8: 4,
+    torch.uint8: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.bool: 8,
+}
+_CODEC_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """The number by which the core knows an element type (csrc/common/dtype.h).
+
+    Raises:
+        InvalidArgument: the core does not know the type; the types it knows are listed.
+    """
+    try:
+        return _DTYPE_CODES[dtype]
+    except KeyError:
+        known = ", ".join(str(d).removeprefix("torch.") for d in _DTYPE_CODES)
+        raise InvalidArgument(f"{dtype} cannot be sent; the types are {known}") from None
+
+
+def check_op(op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
+    """`op` as our ReduceOp (torch.distributed's is taken too). Raises InvalidArgument where it has no meaning."""
+    try:
+        op = ReduceOp[op.name] if hasattr(op, "name") else ReduceOp(op)
+    except (KeyError, ValueError):
+        raise InvalidArgument(f"op {op!r} is not one of {', '.join(o.name for o in ReduceOp)}") from None
+    floating = dtype.is_floating_point
+    bitwise = op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+    if (bitwise and floating) or (op is ReduceOp.AVG and not floating):
+        need = "an integer or bool" if bitwise else "a floating-point"
+        raise InvalidArgument(f"{op.name} has no meaning for {dtype}; use {need} tensor or another op")
+    if dtype is torch.bool and op in (ReduceOp.SUM, ReduceOp.PRODUCT):
+        raise InvalidArgument(f"{op.name} has no meaning for torch.bool; use BOR or BAND, or convert to an integer")
+    return op
+
+
+def check_codec(codec: str | None, op: ReduceOp, dtype: torch.dtype) -> None:
+    """Raises InvalidArgument when the codec is unknown or can't serve this reduction."""
+    if codec is None:
+        return
+    names = _C.registered_codecs()
+    if codec not in names:
+        raise InvalidArgument(f"codec {codec!r} is unknown; the codecs are {', '.join(names)}")
+    if dtype not in _CODEC_DTYPES:
+        raise InvalidArgument(f"codec {codec!r} cannot encode {dtype}; it encodes float32, float16 and bfloat16")
+    if op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise InvalidArgument(f"codec {codec!r} cannot be combined with {op.name}; use SUM or AVG")

@@ -1,0 +1,307 @@
+"""One training step, from top to bottom: the path of a gradient from autograd to the optimizer.
+
+    before_forward        rank 0's buffers, the algorithm's hook, a new bucket layout if one is agreed
+    backward_begins       autograd has reached the model's output: the end of this backward is awaited
+    gradient_ready        the gradient moves into its bucket, the scheduler says what may be launched
+    _launch               the algorithm starts a bucket's communication; backward goes on meanwhile
+    _finish               backward's computation is over: late buckets, then wait for all of them
+    before_optimizer_step refuse a step that would write NaN into the weights
+
+Invariants: outside backward no communication is in flight, and gradients are synchronised when
+``backward()`` returns. All ranks launch the same buckets in the same order. A step that cannot be
+completed poisons the group, so that the other ranks raise this cause too instead of waiting.
+A backward inside no_sync stays local; every other backward synchronises.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bagua import _C
+from bagua.algorithms.base import Algorithm
+from bagua.bucket import Bucket, GradientStorage
+from bagua.errors import Aborted, BaguaError, InvalidArgument
+from bagua.group import ProcessGroup, Work
+from bagua.nonfinite import NonFiniteGuard, is_skipped_by_scaler
+from bagua.replicas import BufferBroadcast
+from bagua.timeline import Recorder
+from bagua.unused import UnusedParameters
+
+
+class Step:
+    """The state of the step under way, kept from step to step without allocating.
+
+    Args:
+        storage: the gradients' buckets.
+        algorithm: decides what a bucket sends.
+        group: the ranks that train together.
+        has_optimizers: whether ``before_optimizer_step`` will be called.
+        buffers: what to broadcast before a training forward, or None.
+        find_unused_parameters: whether a backward may leave parameters out.
+        frozen: name and parameter of those that are not in ``storage``, and must not begin to train.
+        earlier: the step of an earlier wrap of the same model, whose count and ready order go on.
+    """
+
+    def __init__(
+        self,
+        storage: GradientStorage,
+        algorithm: Algorithm,
+        group: ProcessGroup,
+        *,
+        has_optimizers: bool,
+        buffers: BufferBroadcast | None,
+        find_unused_parameters: bool,
+        frozen: Sequence[tuple[str, torch.nn.Parameter]],
+        earlier: Step | None = None,
+    ) -> None:
+        self.storage, self.algorithm, self.group = storage, algorithm, group
+        self.num_steps = 0 if earlier is None else earlier.num_steps  # synchronising backwards
+        self._is_order_known = earlier is not None and earlier.order == storage.order
+        self.synchronises = True  # False inside no_sync
+        self.recorder = Recorder()
+        self._buffers, self._frozen = buffers, tuple(frozen)
+        self._guard = NonFiniteGuard(has_optimizers)
+        self._next_order: list[int] | None = None  # agreed at the end of the first step, applied before the next
+        self._is_open = False  # between the first gradient of a synchronising backward and its end
+        self._pending: list[tuple[Bucket, Work]] = []
+        self._begin_ns = 0
+        self._bytes_sent = group.bytes_sent
+        self._unused = UnusedParameters(storage, group) if find_unused_parameters else None
+        self._adopt_layout()
+
+    # --- forward -------------------------------------------------------------------------------
+
+    def before_forward(self, is_training: bool) -> None:
+        """A forward of the model begins; without gradients (evaluation) it is none of our business."""
+        if not torch.is_grad_enabled() or self._is_open:  # open: a checkpoint computes it again in backward
+            return
+        self.group.check()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise InvalidArgument(
+                    f"parameter {name!r} was frozen when the model was wrapped; call with_bagua again"
+                )
+        self._lay_out_if_agreed()
+        if not self.synchronises:
+            return
+        self.algorithm.before_forward(self.storage.buckets, self.group)
+        if is_training and self._buffers is not None:
+            begin_ns = time.monotonic_ns()
+            self._buffers.run()
+            self.recorder.add_forward_wait(time.monotonic_ns() - begin_ns)
+
+    # --- backward ------------------------------------------------------------------------------
+
+    def backward_begins(self, output_grad: torch.Tensor) -> None:
+        """Autograd has reached an output of the model. Parameters may stay out: it can be autograd.grad()."""
+        if self.synchronises and not self._is_open:
+            self._open()
+
+    def gradient_ready(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """``parameter.grad`` is complete. Called by autograd, once per parameter and backward."""
+        if self.synchronises and not self._is_open:
+            self._open()
+        grad = parameter.grad
+        if grad is None:
+            if not self._is_open or self._unused is not None:
+                return  # autograd calls it undefined; as good as unused
+            self._fill_with_zeros(index, parameter)
+        elif grad is not self._views[index]:
+            self._move_into_bucket(index, parameter, grad)
+        if self._unused is not None:
+            self._unused.is_used[index] = 1
+        if self._is_open:
+            try:
+                first, last = self._mark_ready(index)
+            except BaguaError as error:
+                raise self._fail(self._twice(index)) from error
+            if first != last:
+                self._launch(first, last)
+
+    def _open(self) -> None:
+        self._lay_out_if_agreed()
+        self._scheduler.begin_step()
+        self._pending.clear()
+        self._begin_ns = time.monotonic_ns()
+        self._is_open = True
+        # The one place that asks the engine to tell when backward ends. The engine drops the callback
+        # without calling it when backward raises, and _EndOfBackward notices.
+        torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self))
+
+    def _fill_with_zeros(self, index: int, parameter: torch.nn.Parameter) -> None:
+        self._views[index].zero_()
+        if self.group.size > 1:  # another rank may have a gradient
+            parameter.grad = self._views[index]
+
+    def _move_into_bucket(self, index: int, parameter: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        name = self.storage.names[index]
+        if grad.layout is not torch.strided:
+            raise self._fail(
+                InvalidArgument(f"parameter {name!r} has a {grad.layout} gradient; bagua sends dense ones")
+            )
+        if grad.requires_grad:
+            if not self.synchronises:
+                return  # local, so the graph that create_graph=True asked for stays whole
+            raise self._fail(
+                InvalidArgument(
+                    f"backward(create_graph=True) would lose the graph of {name!r}.grad when it is averaged; "
+                    "use torch.autograd.grad for higher-order terms, or no_sync()"
+                )
+            )
+        view = self._views[index]
+        view.copy_(grad)
+        parameter.grad = view
+
+    def _launch(self, first: int, last: int) -> None:
+        for bucket in self.storage.buckets[first:last]:
+            if bucket.declaration.codec is not None:
+                bucket.zero_padding()
+            work = self.algorithm.communicate(bucket, self.group)
+            if work is not None:
+                self._pending.append((bucket, work))
+                self.recorder.add_work(work.ticket, bucket.label)
+
+    # --- end of backward -----------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        self._is_open = False
+        wait_ns = time.monotonic_ns()
+        missing = self._scheduler.missing()
+        if len(missing) == len(self._views):
+            return  # autograd.grad() passed through the model: no parameter took part
+        if missing and self._unused is None:
+            raise self._fail(self._never_ready(missing))
+        kept = self._unused.fill_in(missing) if self._unused is not None else []
+        self._launch(*self._scheduler.finish())
+        for _, work in self._pending:
+            work.wait()
+        for view, value in kept:
+            view.copy_(value)
+        self.algorithm.after_backward(self.storage.buckets, self.group)
+        if not self._is_order_known:
+            self._agree_on_order()
+        self.num_steps += 1
+        self._record(wait_ns)
+        self._pending.clear()
+        self._guard.check_backward()
+
+    def _abort(self) -> None:
+        """Backward raised before its end: other ranks must not wait for what will never be sent."""
+        self._is_open = False
+        if self.group.size > 1:
+            self._fail(
+                Aborted(
+                    f"backward of rank {self.group.rank} raised after it had started {len(self._pending)} of "
+                    f"{len(self.storage.buckets)} buckets, so the ranks are no longer in the same step; start the "
+                    "process group anew",
+                    rank=self.group.rank,
+                )
+            )
+
+    def _agree_on_order(self) -> None:
+        """All ranks take the order in which rank 0's gradients became ready."""
+        order = torch.tensor(self._scheduler.observed_order(), dtype=torch.int64)
+        self.group.broadcast(order, 0, label="ready order", blocking=True).wait()
+        self._next_order = order.tolist()
+        self._is_order_known = True
+
+    def _record(self, wait_ns: int) -> None:
+        sent = self.group.bytes_sent
+        self.recorder.add_step(
+            self._begin_ns, wait_ns, time.monotonic_ns(), sent - self._bytes_sent, len(self.storage.buckets)
+        )
+        self._bytes_sent = sent
+
+    # --- layout --------------------------------------------------------------------------------
+
+    @property
+    def order(self) -> list[int] | None:
+        """The agreed ready order; None before the first step, while the order is that of registration, reversed."""
+        return (self._next_order or self.storage.order) if self._is_order_known else None
+
+    def restore_order(self, order: Sequence[int] | None) -> None:
+        """Goes on with the ready order of a checkpoint."""
+        self._is_order_known = order is not None
+        self._lay_out(list(reversed(range(len(self._views)))) if order is None else order)
+
+    def _lay_out_if_agreed(self) -> None:
+        if self._next_order is not None:
+            self._lay_out(self._next_order)
+
+    def _lay_out(self, order: Sequence[int]) -> None:
+        self._next_order = None
+        if list(order) != self.storage.order:
+            self.storage.lay_out(order)
+            self._adopt_layout()
+
+    def _adopt_layout(self) -> None:
+        self._views = self.storage.views
+        self._scheduler = _C.ReadyOrderScheduler(self.storage.plan)
+        self._mark_ready = self._scheduler.mark_ready
+        for bucket in self.storage.buckets:
+            bucket.declaration = self.algorithm.declare(bucket)
+        self._guard.watch(self.storage.buckets, self.group)
+
+    # --- optimizer -----------------------------------------------------------------------------
+
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict) -> None:
+        """``optimizer.step`` was called; raises instead of letting it write NaN into the weights."""
+        self.group.check()
+        if not is_skipped_by_scaler(optimizer):
+            self._guard.check_step(optimizer, args, kwargs)
+            self.algorithm.before_optimizer_step(optimizer, self.storage.buckets, self.group)
+
+    def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer.step`` has returned."""
+        self._guard.leave_step()
+        if not is_skipped_by_scaler(optimizer):
+            self.algorithm.after_optimizer_step(optimizer, self.storage.buckets, self.group)
+
+    # --- errors --------------------------------------------------------------------------------
+
+    def _fail(self, error: BaguaError) -> BaguaError:
+        if self.group.size > 1:
+            self.group.poison(error)
+        return error
+
+    def _twice(self, index: int) -> InvalidArgument:
+        return InvalidArgument(
+            f"parameter {self.storage.names[index]!r} became ready twice in one backward, after its gradient may have "
+            "been sent; this happens when it is used in two checkpoint() calls: pass use_reentrant=False to them"
+        )
+
+    def _never_ready(self, missing: list[int]) -> InvalidArgument:
+        names = [self.storage.names[index] for index in missing]
+        shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        return InvalidArgument(
+            f"rank {self.group.rank}: backward has ended and {len(names)} of {len(self._views)} parameters have no "
+            f"gradient: {shown}. They took no part in the loss, or were frozen after the model was wrapped; pass "
+            "find_unused_parameters=True, or set requires_grad=False before with_bagua",
+            rank=self.group.rank,
+        )
+
+
+class _EndOfBackward:
+    """Called by the autograd engine when backward ends; dropped uncalled when it raises."""
+
+    __slots__ = ("_is_called", "_step")
+
+    def __init__(self, step: Step) -> None:
+        self._step = weakref.ref(step)
+        self._is_called = False
+
+    def __call__(self) -> None:
+        self._is_called = True
+        step = self._step()
+        if step is not None:
+            step._finish()
+
+    def __del__(self) -> None:
+        step = None if self._is_called else self._step()
+        if step is not None:
+            step._abort()

@@ -1,0 +1,137 @@
+"""Things that go wrong, on purpose: processes that die or stop, ranks that fail at a step, strangers at the port."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Action = Literal["raise", "kill", "stop", "exit"]
+
+
+class InjectedFault(RuntimeError):
+    """What ``fail_at(..., action="raise")`` raises."""
+
+
+def kill(pid: int | None = None) -> None:
+    """Ends a process (this one by default) with SIGKILL: no handler runs, nothing is flushed."""
+    os.kill(os.getpid() if pid is None else pid, signal.SIGKILL)
+
+
+def stop(pid: int | None = None) -> None:
+    """Stops a process (this one by default) with SIGSTOP: it is there and connected, and does nothing."""
+    os.kill(os.getpid() if pid is None else pid, signal.SIGSTOP)
+
+
+def cont(pid: int) -> None:
+    """Lets a stopped process go on."""
+    os.kill(pid, signal.SIGCONT)
+
+
+@dataclass(frozen=True)
+class FailAt:
+    """Calls are free of effect except on one rank at one step; made by :func:`fail_at`."""
+
+    rank: int
+    step: int
+    action: Action
+
+    def __call__(self, rank: int, step: int) -> None:
+        """To be called by every rank in every step."""
+        if (rank, step) != (self.rank, self.step):
+            return
+        if self.action == "raise":
+            raise InjectedFault(f"injected: rank {rank} fails at step {step}")
+        if self.action == "kill":
+            kill()
+        elif self.action == "stop":
+            stop()
+        else:
+            os._exit(1)
+
+
+def fail_at(rank: int, step: int, action: Action = "raise") -> FailAt:
+    """A fault for a training loop: ``fault(rank, step)`` in every step, an effect on ``rank`` at ``step`` only.
+
+    Args:
+        action: "raise" InjectedFault, "kill" or "stop" the rank's process, or "exit" with status 1 without
+            any clean-up.
+
+    Example:
+        >>> fault = fail_at(rank=1, step=3)
+        >>> fault(0, 3), fault(1, 2)
+        (None, None)
+        >>> fault(1, 3)
+        Traceback (most recent call last):
+        ...
+        bagua.testing.faults.InjectedFault: injected: rank 1 fails at step 3
+    """
+    actions = ("raise", "kill", "stop", "exit")
+    if action not in actions:
+        raise ValueError(f"action is {action!r}, expected one of {', '.join(actions)}")
+    return FailAt(rank, step, action)
+
+
+class Garbage(NamedTuple):
+    """What :func:`send_garbage` did."""
+
+    connected: int
+    refused: int
+    sent_bytes: int
+
+
+def send_garbage(
+    host: str,
+    port: int,
+    connections: int,
+    seed: int,
+    *,
+    max_bytes: int = 4096,
+    timeout: float = 2.0,
+    hold: float = 0.5,
+) -> Garbage:
+    """Connects as a stranger again and again: random bytes, half a message, nothing at all, a silent guest.
+
+    A fifth of the connections are closed without a byte, a fifth stay open and silent until the end (64 at
+    most), the rest send up to ``max_bytes`` random bytes. What the listener answers is read by nobody.
+
+    Args:
+        seed: the same seed sends the same bytes in the same order.
+        timeout: seconds for each connection.
+        hold: seconds that the silent guests stay after the last connection.
+    """
+    rng = random.Random(seed)
+    connected = refused = sent_bytes = 0
+    guests: list[socket.socket] = []
+    try:
+        for _ in range(connections):
+            kind = rng.randrange(5)
+            data = rng.randbytes(rng.randint(1, max_bytes))
+            try:
+                stranger = socket.create_connection((host, port), timeout=timeout)
+            except OSError:
+                refused += 1
+                continue
+            connected += 1
+            if kind == 0:
+                guests.append(stranger)
+                if len(guests) > 64:
+                    guests.pop(0).close()
+                continue
+            with stranger:
+                if kind == 1:
+                    continue
+                try:
+                    stranger.sendall(data)
+                    sent_bytes += len(data)
+                except OSError:  # the listener hung up first, as it may
+                    pass
+        time.sleep(hold)
+    finally:
+        for guest in guests:
+            guest.close()
+    return Garbage(connected, refused, sent_bytes)

@@ -1,0 +1,130 @@
+"""The process that forks ranks: it has imported torch and bagua once, so that a new rank costs milliseconds.
+
+Data path of a test: ranks.py (the test's process) -> this server -> worker.py (a rank). One nursery per test
+process, started when first used. It runs no user code and starts no thread, so a fork of it is as good as a
+fresh process that has just finished its imports.
+
+Protocol, on a Unix socket of packets: the request is one byte with five descriptors (the rank's connection,
+its exit pipe, stdout, stderr, a file for stack dumps). The rank's pid goes into the exit pipe at once, its
+wait status when it has ended. When the socket closes the nursery ends, and the kernel ends its ranks with it.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import struct
+import warnings
+from typing import NamedTuple
+
+NUM_DESCRIPTORS = 5
+_NUMBER = "<i"
+PRELOADED = ("numpy", "torch", "torch.distributed", "bagua", "pytest")
+
+
+class RankDescriptors(NamedTuple):
+    connection: int
+    exit_pipe: int
+    stdout: int
+    stderr: int
+    dump: int
+
+
+def request(server: socket.socket, descriptors: RankDescriptors) -> None:
+    """Asks the nursery behind `server` for one more rank; the caller keeps and closes its own copies."""
+    socket.send_fds(server, [b"f"], descriptors)
+
+
+def serve(descriptor: int, preload: list[str]) -> RankDescriptors | None:
+    """Serves until the other end closes. Returns twice, like fork: None here, descriptors in each rank."""
+    for name in preload:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()  # a collection in a rank would otherwise touch, and so copy, all that it shares with us
+
+    server = socket.socket(fileno=descriptor)
+    wake_read, wake_write = socket.socketpair()
+    wake_read.setblocking(False)
+    wake_write.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write.fileno())
+    exit_pipes: dict[int, int] = {}  # pid -> write end
+
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        selector.register(wake_read, selectors.EVENT_READ)
+        while True:
+            ready = {key.fileobj for key, _ in selector.select()}
+            if wake_read in ready:
+                wake_read.recv(4096)
+                _reap(exit_pipes)
+            if server not in ready:
+                continue
+            received = _receive(server)
+            if received is None:
+                return None
+            pid = _fork()
+            if pid == 0:
+                break
+            _tell(received.exit_pipe, pid)
+            exit_pipes[pid] = received.exit_pipe
+            for unused in set(received) - {received.exit_pipe}:
+                os.close(unused)
+
+    # A new rank: none of the nursery's descriptors may stay open in it, or others would miss their end of file.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for held in (server, wake_read, wake_write):
+        held.close()
+    for pipe in (received.exit_pipe, *exit_pipes.values()):
+        os.close(pipe)
+    return received
+
+
+def _receive(server: socket.socket) -> RankDescriptors | None:
+    size = array.array("i", [0] * NUM_DESCRIPTORS)
+    message, ancillary, _, _ = server.recvmsg(1, socket.CMSG_SPACE(size.itemsize * NUM_DESCRIPTORS))
+    if not message:
+        return None
+    descriptors = array.array("i")
+    for _, _, data in ancillary:
+        descriptors.frombytes(data)
+    for received in descriptors:
+        os.set_inheritable(received, False)
+    return RankDescriptors(*descriptors)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: a BLAS pool that handles forks itself
+        return os.fork()
+
+
+def _reap(exit_pipes: dict[int, int]) -> None:
+    while exit_pipes:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        pipe = exit_pipes.pop(pid)
+        _tell(pipe, os.waitstatus_to_exitcode(status))
+        os.close(pipe)
+
+
+def read_number(pipe: int) -> int:
+    """The next number of an exit pipe: the pid, then the exit code (negative for a signal)."""
+    data = os.read(pipe, struct.calcsize(_NUMBER))
+    if not data:
+        raise RuntimeError("the process that starts the ranks has ended; its output tells why")
+    (number,) = struct.unpack(_NUMBER, data)
+    return number
+
+
+def _tell(pipe: int, value: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # a test that gave up does not read any more
+        os.write(pipe, struct.pack(_NUMBER, value))

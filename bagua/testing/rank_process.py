@@ -1,0 +1,157 @@
+"""The test's end of one rank: the process, its connection, its exit status, its stack dumps."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+
+from bagua.testing import nursery, worker
+
+EXIT_LIMIT_S = 20.0
+_START_LIMIT_S = 120.0
+_DUMP_LIMIT_S = 2.0
+
+
+class RankProcess:
+    """A process that runs worker.rank_main. Its stdout and stderr are this process's."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        ours, theirs = socket.socketpair()
+        exit_read, exit_write = os.pipe()
+        self._dump = os.memfd_create("stacks")
+        self._code: int | None = None
+        self.connection = Connection(ours.detach())
+        self.exit_pipe = Connection(exit_read, writable=False)
+        with theirs:
+            _Nursery.shared().fork(nursery.RankDescriptors(theirs.fileno(), exit_write, 1, 2, self._dump))
+        os.close(exit_write)
+        if not self.exit_pipe.poll(_START_LIMIT_S):
+            raise RuntimeError(f"rank {rank} was not started within {_START_LIMIT_S:.0f} s")
+        self.pid = nursery.read_number(self.exit_pipe.fileno())
+
+    def receive(self) -> worker.Outcome | None:
+        """The answer to the last task; None when the rank is dead."""
+        try:
+            return worker.Outcome(*self.connection.recv()) if self.connection.poll() else None
+        except (EOFError, OSError):
+            return None
+
+    def wait_exit(self, timeout: float) -> int | None:
+        """Exit status, negative for a signal; None when the rank is still there."""
+        if self._code is None and self.exit_pipe.poll(max(0.0, timeout)):
+            self._code = nursery.read_number(self.exit_pipe.fileno())
+        return self._code
+
+    def is_stopped(self) -> bool:
+        """True after SIGSTOP."""
+        try:
+            with open(f"/proc/{self.pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return False
+
+    def signal(self, number: int) -> None:
+        """Sends a signal, unless the process has ended."""
+        if self.wait_exit(0) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def dump_bytes(self) -> int:
+        """How much the rank has written of its stacks."""
+        return os.fstat(self._dump).st_size
+
+    def read_dump(self) -> str:
+        """The stacks, after a fatal signal or worker.STACK_SIGNAL."""
+        return os.pread(self._dump, self.dump_bytes(), 0).decode(errors="replace")
+
+    def close(self) -> None:
+        """After the process was told to end or was killed: waits for that, frees this end."""
+        self.connection.close()
+        self.wait_exit(EXIT_LIMIT_S)
+        self.exit_pipe.close()
+        os.close(self._dump)
+
+
+def dump_stacks(ranks: list[RankProcess]) -> str:
+    """The stack of every thread of the given ranks."""
+    before = [rank.dump_bytes() for rank in ranks]
+    for rank in ranks:
+        rank.signal(worker.STACK_SIGNAL)
+    deadline = time.monotonic() + _DUMP_LIMIT_S
+    sizes = None
+    while time.monotonic() < deadline:
+        # Done when every dump has begun and none has grown since the last look.
+        previous, sizes = sizes, [rank.dump_bytes() for rank in ranks]
+        if sizes == previous and all(size > start for size, start in zip(sizes, before, strict=True)):
+            break
+        time.sleep(0.05)
+    return "\n".join(f"--- rank {rank.rank} (process {rank.pid})\n{_stack_of(rank)}" for rank in ranks)
+
+
+def _stack_of(rank: RankProcess) -> str:
+    code = rank.wait_exit(0)
+    if code is not None:
+        return f"    has ended with exit code {code}\n{rank.read_dump()}"
+    if rank.is_stopped():
+        return "    is stopped (SIGSTOP), so it cannot show its stack"
+    return rank.read_dump() or "    gave no stack"
+
+
+class _Nursery:
+    """The client of this process's nursery."""
+
+    _shared: _Nursery | None = None
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self._server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        preload = [name for name in nursery.PRELOADED if name != "pytest" or name in sys.modules]
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}\n"
+            "from bagua.testing import nursery, worker\n"
+            f"descriptors = nursery.serve({theirs.fileno()}, {preload!r})\n"
+            "if descriptors: worker.rank_main(descriptors)"
+        )
+        # One thread each for the numerical libraries, as torchrun does; they read it when they are loaded.
+        environ = {"OMP_NUM_THREADS": "1", **os.environ}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                env=environ,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the test, which then ends the ranks
+            )
+        atexit.register(self.close)
+
+    def fork(self, descriptors: nursery.RankDescriptors) -> None:
+        """Starts a rank that owns copies of the descriptors."""
+        nursery.request(self._server, descriptors)
+
+    def is_usable(self) -> bool:
+        """False in a fork of the process that started it, and when it has died."""
+        return self.owner == os.getpid() and self._process.poll() is None
+
+    def close(self) -> None:
+        """Ends the nursery, and the kernel its ranks."""
+        if self.owner == os.getpid():
+            self._server.close()
+            try:
+                self._process.wait(EXIT_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._process.send_signal(signal.SIGKILL)
+                self._process.wait()
+
+    @classmethod
+    def shared(cls) -> _Nursery:
+        if cls._shared is None or not cls._shared.is_usable():
+            cls._shared = cls()
+        return cls._shared

@@ -1,0 +1,211 @@
+"""How much memory does wrapping a model cost at its peak, beside DDP(gradient_as_bucket_view=True), and does it grow?
+
+Square layers with 400 MB of gradients, 2 ranks, SGD without state, a few steps with zero_grad's default. Counted is
+PSS, in which a page that k processes share counts 1/k for each, so that gradient memory in shared segments counts
+once. All numbers are per rank (mean) and beyond what was there when the model was built. The peak is the highest of
+the readings that the parent takes of all ranks, every 20 ms or so; VmHWM, the kernel's own high-water mark, misses
+nothing but counts shared pages once per process. "codes" is the size of all encoded buckets. malloc is told to hand
+freed tensors back to the system at once; otherwise autograd's own gradients, kept or not, hide what is measured.
+
+    python benchmarks/memory.py [--megabytes 400] [--steps 8] [--tcp] [--quick]
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from pathlib import Path
+
+import models
+import ranks
+import report
+from contenders import destroy, initialise
+
+PLAIN, DDP, FULL, CODED = "no wrapping", "DDP gloo", "gradient_allreduce", "bytegrad"
+WAYS = (DDP, PLAIN, FULL, CODED)
+ALLOWED_OVER_DDP = 0.05  # of the gradient bytes
+ALLOWED_GROWTH_BYTES = 500_000  # what a reading itself moves
+_EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc; setting it also keeps it from adapting
+
+
+def measure(way: str, num_bytes: int, num_steps: int) -> dict:
+    """On a rank: marks (name, time, PSS), the high-water mark since the model was built, sizes."""
+    import torch
+
+    import bagua
+
+    initialise()
+    torch.manual_seed(0)
+    module = models.WideLayers(num_bytes)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    marks = []
+
+    def mark(name: str) -> None:
+        bagua.barrier()
+        marks.append((name, time.monotonic(), pss_bytes("self")))
+        bagua.barrier()
+
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    resident = _status_bytes("VmHWM")
+    mark("built")
+    model = module
+    if way == DDP:
+        model = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+    elif way != PLAIN:
+        model = bagua.with_bagua(module, optimizer, algorithm=way)
+    mark("wrapped")
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        module.loss(model, bagua.get_rank(), step, batch=8).backward()
+        optimizer.step()
+        mark(f"step {step}")
+    if way != PLAIN:
+        _verify_equal(module)
+    result = {"marks": marks, "high_water": _status_bytes("VmHWM") - resident}
+    result["gradient_bytes"] = models.gradient_bytes(module)
+    result["code_bytes"] = _code_bytes(model) if way == CODED else 0
+    destroy()
+    return result
+
+
+def pss_bytes(pid: int | str) -> int:
+    """Proportional set size of a process without mapped files, that is libraries; 0 when it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+
+def _code_bytes(model) -> int:
+    import bagua
+
+    sizes = [
+        bagua.codecs.get(bucket.declaration.codec).wire_bytes(bucket.numel, bucket.dtype)
+        for bucket in model.bagua.buckets
+        if bucket.declaration.codec is not None
+    ]
+    return sum(sizes)
+
+
+def _verify_equal(module) -> None:
+    import torch
+
+    import bagua
+
+    last = list(module.parameters())[-2].detach()
+    first = last.clone()
+    bagua.broadcast(first, 0)
+    if not torch.equal(first, last) or not bool(last.isfinite().all()):
+        raise RuntimeError(f"after training the weights of rank {bagua.get_rank()} differ from those of rank 0")
+
+
+class Watch:
+    """Readings of the ranks from outside while they run."""
+
+    def __init__(self) -> None:
+        self.readings: list[tuple[float, int]] = []
+
+    def __call__(self, pids: list[int]) -> None:
+        self.readings.append((time.monotonic(), sum(pss_bytes(pid) for pid in pids)))
+
+    def peak(self, begin: float, end: float) -> int:
+        """The highest reading between two times."""
+        return max((total for at, total in self.readings if begin <= at <= end), default=0)
+
+
+def run_once(way: str, args, num_steps: int) -> dict:
+    """One world; bytes per rank beyond the built model."""
+    watch = Watch()
+    per_rank = ranks.run(
+        args.ranks,
+        {"way": way, "num_bytes": int(args.megabytes * 1e6), "num_steps": num_steps},
+        env={**_EXACT, **({"BAGUA_SHARED_MEMORY": "0"} if args.tcp else {})},
+        watch=watch,
+    )
+    totals = [sum(of_rank["marks"][i][2] for of_rank in per_rank) for i in range(len(per_rank[0]["marks"]))]
+    times = [max(of_rank["marks"][i][1] for of_rank in per_rank) for i in range(len(totals))]
+    peak = max(watch.peak(times[0], times[-1]), *totals)
+    settled = totals[3:]  # after the second step: the buckets have been laid out anew
+    mean = 1 / args.ranks
+    return {
+        "peak": (peak - totals[0]) * mean,
+        "wrapped": (totals[1] - totals[0]) * mean,
+        "settled": (totals[-1] - totals[0]) * mean,
+        "growth": (max(settled) - settled[0]) * mean,
+        "high_water": max(of_rank["high_water"] for of_rank in per_rank),
+        "gradient_bytes": per_rank[0]["gradient_bytes"],
+        "code_bytes": per_rank[0]["code_bytes"],
+    }
+
+
+def rows_of(runs: dict[str, list[dict]]) -> list[report.Row]:
+    """Peaks, compared to DDP's."""
+    rows: list[report.Row] = []
+    for way in WAYS:
+        row = report.Row(way, [run["peak"] for run in runs[way]], rows[0] if rows else None)
+        row.cells = {
+            f"{name} MB": f"{statistics.median(run[key] for run in runs[way]) / 1e6:.1f}"
+            for name, key in (
+                ("wrapped", "wrapped"),
+                ("settled", "settled"),
+                ("growth", "growth"),
+                ("VmHWM", "high_water"),
+            )
+        }
+        rows.append(row)
+    return rows
+
+
+def verdicts(rows: list[report.Row], gradient_bytes: int, code_bytes: int) -> list[str]:
+    """The three bars, with what was reached."""
+    peak = {row.case: row.p50 for row in rows}
+    over = (peak[FULL] - peak[DDP]) / gradient_bytes
+    extra = peak[CODED] - peak[FULL]
+    growth = max(float(row.cells["growth MB"]) for row in rows if row.case in (FULL, CODED)) * 1e6
+
+    def spell(is_met: bool) -> str:
+        return "met" if is_met else "MISSED"
+
+    return [
+        f"gradient_allreduce's peak is DDP's {over * 100:+.1f} % of the gradient bytes; "
+        f"bar +{ALLOWED_OVER_DDP * 100:.0f} %: {spell(over <= ALLOWED_OVER_DDP)}.",
+        f"bytegrad's peak is gradient_allreduce's {extra / 1e6:+.1f} MB; bar: the codes, {code_bytes / 1e6:.1f} MB: "
+        f"{spell(extra <= code_bytes)}.",
+        f"Growth after the second step: {growth / 1e6:.1f} MB at most; bar {ALLOWED_GROWTH_BYTES / 1e6:.1f} MB (what a "
+        f"reading itself moves): {spell(growth <= ALLOWED_GROWTH_BYTES)}.",
+    ]
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--megabytes", type=float, default=400, help="of gradients")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--tcp", action="store_true", help="TCP over loopback instead of shared memory")
+    args = parser.parse_args()
+    setup = {"transport": "tcp over loopback" if args.tcp else "shared memory"}
+    result = report.Report(__file__, "memory of wrapping and training, beside DDP", args, setup)
+    runs: dict[str, list[dict]] = {way: [] for way in WAYS}
+    for _, way in itertools.product(range(1 if args.quick else 3), WAYS):
+        runs[way].append(run_once(way, args, args.steps))
+    rows = rows_of(runs)
+    gradient_bytes, code_bytes = runs[CODED][0]["gradient_bytes"], runs[CODED][0]["code_bytes"]
+    title = f"Peak per rank beyond the built model, {args.ranks} ranks, {gradient_bytes / 1e6:.0f} MB of gradients"
+    notes = verdicts(rows, gradient_bytes, code_bytes)
+    result.add(report.Table(title, rows, unit="MB", ratio="relative", notes=notes))
+    figure, axes = report.subplots(1)
+    report.bars(axes[0], rows, "peak beyond the built model", "MB per rank", 1e-6)
+    axes[0].axvline(gradient_bytes / 1e6, color="tab:red", ls=":", label="gradient bytes")
+    axes[0].legend(loc="lower right", fontsize=8)
+    result.write(figure)
+
+
+if __name__ == "__main__":
+    ranks.main(measure, main)

@@ -1,0 +1,59 @@
+"""Models of a given number of parameters and their data, for the benchmarks of training."""
+
+from __future__ import annotations
+
+import torch
+
+VOCABULARY = 256
+
+
+class ByteTransformer(torch.nn.Module):
+    """A byte-level causal transformer; the defaults have 25.6 million parameters."""
+
+    def __init__(self, width: int = 512, num_layers: int = 8, context: int = 64) -> None:
+        super().__init__()
+        self.context = context
+        self.embed = torch.nn.Embedding(VOCABULARY, width)
+        self.position = torch.nn.Parameter(torch.randn(context, width) * 0.02)
+        layer = torch.nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = torch.nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        hidden = self.embed(tokens) + self.position[: tokens.shape[1]]
+        return self.head(self.layers(hidden, mask=mask, is_causal=True))
+
+    def loss(self, model: torch.nn.Module, rank: int, step: int, batch: int) -> torch.Tensor:
+        """Cross-entropy of `model` (this module, wrapped or not) on data that differ for every rank and step."""
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        tokens = torch.randint(VOCABULARY, (batch, self.context + 1), generator=generator)
+        logits = model(tokens[:, :-1])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class WideLayers(torch.nn.Module):
+    """Square linear layers, almost only weights: `num_bytes` of float32 parameters, little to compute."""
+
+    def __init__(self, num_bytes: int, width: int = 2048) -> None:
+        super().__init__()
+        self.width = width
+        count = max(1, round(num_bytes / (4 * width * width)))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(count))
+        self.skipped: int | None = None  # a layer that takes no part in the output
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index != self.skipped:
+                x = torch.relu(layer(x))
+        return x
+
+    def loss(self, model: torch.nn.Module, rank: int, step: int, batch: int) -> torch.Tensor:
+        """Mean square of the outputs, for inputs that differ for every rank and step."""
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        return model(torch.randn(batch, self.width, generator=generator)).square().mean()
+
+
+def gradient_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all gradients."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

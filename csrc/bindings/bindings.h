@@ -1,0 +1,14 @@
+// One function per file of this room; module.cc calls them all. The only room that includes pybind11.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace bagua {
+
+void bind_errors(pybind11::module_& m);
+void bind_memory(pybind11::module_& m);
+void bind_codecs(pybind11::module_& m);
+void bind_group(pybind11::module_& m);
+void bind_order(pybind11::module_& m);
+
+}  // namespace bagua

@@ -1,0 +1,42 @@
+// Codecs on raw memory; bagua/codecs adds shapes, checks and tensors.
+#include "csrc/bindings/bindings.h"
+#include "csrc/bindings/convert.h"
+#include "csrc/codecs/codec.h"
+
+#include <pybind11/stl.h>
+
+namespace py = pybind11;
+
+namespace bagua {
+
+void bind_codecs(py::module_& m) {
+  m.def("registered_codecs", &registered_codecs);
+  m.def("codec_block_numel", [](const std::string& name) { return get_codec(name).block_numel(); });
+  m.def("codec_wire_bytes", [](const std::string& name, size_t numel, int dtype) {
+    return get_codec(name).wire_bytes(numel, dtype_from(dtype));
+  });
+  m.def(
+      "codec_encode",
+      [](const std::string& name, uintptr_t source, int dtype, size_t numel, uintptr_t bytes) {
+        const Codec& codec = get_codec(name);
+        const DType type = dtype_from(dtype);
+        py::gil_scoped_release release;
+        return codec.encode(pointer(source), type, numel, static_cast<uint8_t*>(pointer(bytes)), Stream{});
+      },
+      "Returns the number of blocks that held a NaN or an Inf.");
+  m.def("codec_decode", [](const std::string& name, uintptr_t bytes, int dtype, size_t numel, uintptr_t destination) {
+    const Codec& codec = get_codec(name);
+    const DType type = dtype_from(dtype);
+    py::gil_scoped_release release;
+    codec.decode(static_cast<const uint8_t*>(pointer(bytes)), type, numel, pointer(destination), Stream{});
+  });
+  m.def("codec_decode_add", [](const std::string& name, uintptr_t bytes, int dtype, size_t numel, uintptr_t sum) {
+    const Codec& codec = get_codec(name);
+    const DType type = dtype_from(dtype);
+    py::gil_scoped_release release;
+    codec.decode_add(static_cast<const uint8_t*>(pointer(bytes)), type, numel, static_cast<float*>(pointer(sum)),
+                     Stream{});
+  });
+}
+
+}  // namespace bagua

@@ -1,0 +1,44 @@
+// Memory that the ranks of this host share, as a Python buffer.
+#include "csrc/bindings/bindings.h"
+#include "csrc/transport/segment.h"
+
+namespace py = pybind11;
+
+namespace bagua {
+namespace {
+
+// Owns one segment of the registry; freed when the last view of it is gone.
+class SharedMemory {
+ public:
+  explicit SharedMemory(size_t bytes) : bytes_(bytes), data_(SegmentRegistry::instance().create(bytes)) {}
+  ~SharedMemory() {
+    if (generation_ == process_generation()) SegmentRegistry::instance().release(data_);  // else it is the parent's
+  }
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+  size_t bytes() const { return bytes_; }
+  void* data() const { return data_; }
+
+ private:
+  const uint32_t generation_ = process_generation();
+  size_t bytes_;
+  void* data_;
+};
+
+}  // namespace
+
+void bind_memory(py::module_& m) {
+  py::class_<SharedMemory>(m, "SharedMemory", py::buffer_protocol(),
+                           "`bytes` zeroed bytes that peers of this host can map; a writable buffer.")
+      .def(py::init<size_t>(), py::arg("bytes"))
+      .def_property_readonly("address", [](const SharedMemory& m) { return reinterpret_cast<uintptr_t>(m.data()); })
+      .def_buffer([](SharedMemory& memory) {
+        return py::buffer_info(static_cast<uint8_t*>(memory.data()), static_cast<py::ssize_t>(memory.bytes()));
+      });
+  m.def("is_shared", [](uintptr_t address, size_t bytes) {
+    return SegmentRegistry::instance().find(reinterpret_cast<void*>(address), bytes).has_value();
+  });
+}
+
+}  // namespace bagua

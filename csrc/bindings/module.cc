@@ -1,0 +1,17 @@
+// The extension module bagua._C: the C++ core and, through its C ABI, the Rust core.
+#include "csrc/bindings/bindings.h"
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The compiled core of bagua. Private: the public interface is the package bagua.";
+  m.attr("__version__") = BAGUA_VERSION;
+#ifdef BAGUA_WITH_CUDA
+  m.attr("has_cuda") = true;
+#else
+  m.attr("has_cuda") = false;
+#endif
+  bagua::bind_errors(m);
+  bagua::bind_memory(m);
+  bagua::bind_codecs(m);
+  bagua::bind_order(m);
+  bagua::bind_group(m);
+}

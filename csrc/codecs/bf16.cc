@@ -1,0 +1,17 @@
+// Codec "bf16": two bytes per element, the upper half of an f32, rounded to nearest even. Error at most
+// half an ulp of bf16; the range is f32's, so only the last half ulp below its end saturates (half_codec.h).
+#include "csrc/codecs/half_codec.h"
+
+namespace bagua {
+namespace {
+
+class Bf16 final : public HalfCodec {
+ public:
+  Bf16() : HalfCodec(DType::kBF16) {}
+  std::string_view name() const override { return "bf16"; }
+};
+
+[[maybe_unused]] const bool registered = register_codec("bf16", [] { return std::make_unique<Bf16>(); });
+
+}  // namespace
+}  // namespace bagua

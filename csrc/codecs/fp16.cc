@@ -1,0 +1,17 @@
+// Codec "fp16": two bytes per element, IEEE half, rounded to nearest even. Error at most half an ulp of
+// f16 up to 65504; beyond, values saturate at +-65504 (half_codec.h).
+#include "csrc/codecs/half_codec.h"
+
+namespace bagua {
+namespace {
+
+class Fp16 final : public HalfCodec {
+ public:
+  Fp16() : HalfCodec(DType::kF16) {}
+  std::string_view name() const override { return "fp16"; }
+};
+
+[[maybe_unused]] const bool registered = register_codec("fp16", [] { return std::make_unique<Fp16>(); });
+
+}  // namespace
+}  // namespace bagua

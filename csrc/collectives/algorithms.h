@@ -1,0 +1,55 @@
+// The algorithms behind collectives.h, for its dispatching functions and for tests that force one of them.
+// Each is defined in the file of its name. All run between Mesh::begin and Mesh::end on groups of two or
+// more ranks, with arguments that the dispatcher has checked. What the parameters mean is in collectives.h.
+#pragma once
+
+#include <string_view>
+
+#include "csrc/collectives/collectives.h"
+
+namespace bagua::collectives {
+
+// Who uses which slot of Context::workspace. An algorithm may assume that the ones it calls (exchange_buffers,
+// barrier) touch only kTables.
+enum WorkspaceSlot : int {
+  kReceived = 0,       // raw chunks that have arrived and are not yet reduced
+  kSentCodes = 1,      // compressed: contributions for the owners of other stripes
+  kReceivedCodes = 2,  // compressed: contributions to the own stripe, by rank
+  kResultCodes = 3,    // compressed: reduced chunks of all stripes, by rank
+  kAccumulator = 4,    // f32 sums; reduced chunks on their way to a root
+  kTables = 5,         // addresses and pointers, one per rank
+};
+
+// Throws InvalidArgument where the operator has no meaning for the type.
+void require_defined(std::string_view collective, ReduceOp op, DType dtype);
+
+// The raw pointer arithmetic of this folder: element `index` of an array whose items have `item` bytes.
+inline uint8_t* at(void* data, size_t index, size_t item) { return static_cast<uint8_t*>(data) + index * item; }
+inline const uint8_t* at(const void* data, size_t index, size_t item) {
+  return static_cast<const uint8_t*>(data) + index * item;
+}
+
+void recursive_doubling_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
+void ring_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
+void two_shot_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
+size_t compressed_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec);
+// Need Mesh::all_share_memory(). `direct` falls back to `staged` where some rank's buffer is ordinary memory.
+void direct_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
+void staged_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
+
+void stripes_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);
+void ring_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);
+void pairwise_all_gather(Context& context, const void* input, void* output, size_t bytes);
+void ring_all_gather(Context& context, const void* input, void* output, size_t bytes);
+void tree_broadcast(Context& context, void* data, size_t bytes, int root);
+void chain_broadcast(Context& context, void* data, size_t bytes, int root);
+void tree_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);
+void stripes_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);
+
+// Need Mesh::all_share_memory(). False on all ranks, with nothing done, where a buffer that the peers would
+// have to read is ordinary memory.
+bool direct_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);
+bool direct_all_gather(Context& context, const void* input, void* output, size_t bytes);
+bool direct_broadcast(Context& context, void* data, size_t bytes, int root);
+
+}  // namespace bagua::collectives

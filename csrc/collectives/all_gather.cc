@@ -1,0 +1,44 @@
+// all_gather: the choice, and the one-step algorithm: every rank sends its block to every other one.
+// 1 step, (n-1) * b bytes sent per rank, a connection to every rank, no workspace.
+#include <cstring>
+
+#include "csrc/collectives/algorithms.h"
+#include "csrc/collectives/posted_requests.h"
+#include "csrc/collectives/selector.h"
+
+namespace bagua::collectives {
+
+void pairwise_all_gather(Context& context, const void* input, void* output, size_t bytes) {
+  if (bytes == 0) return;
+  const auto size = static_cast<size_t>(context.mesh.size());
+  const auto rank = static_cast<size_t>(context.mesh.rank());
+  PostedRequests requests(context.mesh, 2 * size);
+  for (size_t step = 1; step < size; ++step) {
+    const size_t from = (rank + size - step) % size, to = (rank + step) % size;
+    requests.recv(from, static_cast<int>(from), at(output, from * bytes, 1), bytes);
+    requests.send(size + to, static_cast<int>(to), input, bytes);
+  }
+  uint8_t* mine = at(output, rank * bytes, 1);
+  if (mine != input) std::memcpy(mine, input, bytes);
+  requests.wait_all();
+}
+
+void all_gather(Context& context, const void* input, void* output, size_t bytes) {
+  const int size = context.mesh.size();
+  if (bytes == 0) return;
+  if (size == 1) {
+    if (output != input) std::memcpy(output, input, bytes);
+    return;
+  }
+  bool shared_memory = asks_for_shared_memory(bytes) && context.mesh.all_share_memory();
+  if (select_all_gather(bytes, size, shared_memory) == AllGatherAlgorithm::kDirect) {
+    if (direct_all_gather(context, input, output, bytes)) return;
+    shared_memory = false;
+  }
+  switch (select_all_gather(bytes, size, shared_memory)) {
+    case AllGatherAlgorithm::kRing: ring_all_gather(context, input, output, bytes); break;
+    default: pairwise_all_gather(context, input, output, bytes); break;
+  }
+}
+
+}  // namespace bagua::collectives

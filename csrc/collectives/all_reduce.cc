@@ -1,0 +1,48 @@
+// all_reduce: checks, then the algorithm that selector.h names.
+#include "csrc/collectives/algorithms.h"
+#include "csrc/collectives/selector.h"
+
+namespace bagua::collectives {
+
+void require_defined(std::string_view collective, ReduceOp op, DType dtype) {
+  if (is_defined(op, dtype)) return;
+  const std::string name(collective);
+  std::string message =
+      name + ": " + std::string(reduce_op_name(op)) + " is not defined for " + std::string(dtype_name(dtype));
+  message += op == ReduceOp::kAvg ? "; use SUM and divide, or a floating type"
+                                  : "; bitwise operators need integers or bool, SUM and PRODUCT any type but bool";
+  throw Error(ErrorKind::kInvalidArgument, message, -1, name);
+}
+
+namespace {
+
+void require_compressible(ReduceOp op, DType dtype, const Codec& codec) {
+  const bool is_sum = op == ReduceOp::kSum || op == ReduceOp::kAvg;
+  if (is_sum && is_floating(dtype) && dtype != DType::kF64) return;
+  throw Error(ErrorKind::kInvalidArgument,
+              "all_reduce with codec '" + std::string(codec.name()) + "' got " + std::string(reduce_op_name(op)) +
+                  " of " + std::string(dtype_name(dtype)) +
+                  "; codecs do SUM and AVG of float32, float16 and bfloat16: use one of these, or no codec",
+              -1, "all_reduce");
+}
+
+}  // namespace
+
+size_t all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec* codec) {
+  require_defined("all_reduce", op, dtype);
+  if (codec != nullptr) require_compressible(op, dtype, *codec);
+  const int size = context.mesh.size();
+  if (size == 1 || numel == 0) return 0;
+  if (codec != nullptr) return compressed_all_reduce(context, data, numel, dtype, op, *codec);
+  const size_t bytes = numel * item_bytes(dtype);
+  const bool shared_memory = asks_for_shared_memory(bytes) && context.mesh.all_share_memory();
+  switch (select_all_reduce(bytes, dtype, size, shared_memory)) {
+    case AllReduceAlgorithm::kRecursiveDoubling: recursive_doubling_all_reduce(context, data, numel, dtype, op); break;
+    case AllReduceAlgorithm::kRing: ring_all_reduce(context, data, numel, dtype, op); break;
+    case AllReduceAlgorithm::kTwoShot: two_shot_all_reduce(context, data, numel, dtype, op); break;
+    case AllReduceAlgorithm::kDirect: direct_all_reduce(context, data, numel, dtype, op); break;
+  }
+  return 0;
+}
+
+}  // namespace bagua::collectives

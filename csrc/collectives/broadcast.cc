@@ -1,0 +1,71 @@
+// broadcast: the choice, and its two algorithms over messages.
+//
+// Tree (small): a binomial tree from the root; log2 n steps, the root sends log2 n * B bytes.
+// Chain (large): root -> root+1 -> ... in chunks, each passed on as soon as it has arrived; n-2 + chunks
+// steps, B bytes sent per rank. No workspace: everything arrives in its final place.
+#include "csrc/collectives/algorithms.h"
+#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/posted_requests.h"
+#include "csrc/collectives/selector.h"
+
+namespace bagua::collectives {
+
+void tree_broadcast(Context& context, void* data, size_t bytes, int root) {
+  if (bytes == 0) return;
+  Mesh& mesh = context.mesh;
+  const int size = mesh.size();
+  const int relative = (mesh.rank() - root + size) % size;
+  int distance = 1;
+  while (distance < size && (relative & distance) == 0) distance *= 2;
+  if (relative != 0) mesh.recv((mesh.rank() - distance + size) % size, data, bytes);
+  // The farthest subtree, which is the largest, first; all sends are under way together.
+  PostedRequests requests(mesh, 32);
+  size_t num_sends = 0;
+  for (distance /= 2; distance > 0; distance /= 2) {
+    if (relative + distance < size) requests.send(num_sends++, (mesh.rank() + distance) % size, data, bytes);
+  }
+  requests.wait_all();
+}
+
+void chain_broadcast(Context& context, void* data, size_t bytes, int root) {
+  if (bytes == 0) return;
+  Mesh& mesh = context.mesh;
+  const int size = mesh.size();
+  const int relative = (mesh.rank() - root + size) % size;
+  const int left = (mesh.rank() + size - 1) % size, right = (mesh.rank() + 1) % size;
+  const bool receives = relative > 0, sends = relative < size - 1;
+  const Chunks chunks = chain_chunks(bytes);
+  constexpr size_t kWindow = kChainLookahead + 1;
+  PostedRequests requests(mesh, 2 * kWindow);
+  for (size_t k = 0; k < chunks.count + kChainLookahead; ++k) {
+    if (k < chunks.count && receives) {
+      const Piece chunk = chunk_of({0, bytes}, chunks.numel, k);
+      requests.recv(2 * (k % kWindow), left, at(data, chunk.begin, 1), chunk.numel);
+    }
+    if (k < kChainLookahead) continue;
+    const size_t arriving = k - kChainLookahead;
+    requests.wait(2 * (arriving % kWindow));
+    if (!sends) continue;
+    const size_t slot = 2 * (arriving % kWindow) + 1;
+    requests.wait(slot);
+    const Piece chunk = chunk_of({0, bytes}, chunks.numel, arriving);
+    requests.send(slot, right, at(data, chunk.begin, 1), chunk.numel);
+  }
+  requests.wait_all();
+}
+
+void broadcast(Context& context, void* data, size_t bytes, int root) {
+  const int size = context.mesh.size();
+  if (size == 1 || bytes == 0) return;
+  bool shared_memory = asks_for_shared_memory(bytes) && context.mesh.all_share_memory();
+  if (select_broadcast(bytes, size, shared_memory) == BroadcastAlgorithm::kDirect) {
+    if (direct_broadcast(context, data, bytes, root)) return;
+    shared_memory = false;
+  }
+  switch (select_broadcast(bytes, size, shared_memory)) {
+    case BroadcastAlgorithm::kChain: chain_broadcast(context, data, bytes, root); break;
+    default: tree_broadcast(context, data, bytes, root); break;
+  }
+}
+
+}  // namespace bagua::collectives

@@ -1,0 +1,53 @@
+// The collectives of one group, as its worker thread runs them. One algorithm per file; selector.cc picks.
+//
+// Each call is made by all ranks with matching arguments, between Mesh::begin and Mesh::end (the engine
+// does that), blocks until this rank's part is done, and throws Error. After a throw the caller must call
+// Mesh::cancel before it frees the buffers. Sizes are 64-bit. numel 0 is legal everywhere.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "csrc/codecs/codec.h"
+#include "csrc/common/dtype.h"
+#include "csrc/common/event_log.h"
+#include "csrc/common/stream.h"
+#include "csrc/common/workspace.h"
+#include "csrc/transport/mesh.h"
+
+namespace bagua {
+
+// What a collective works with besides its arguments.
+struct Context {
+  Mesh& mesh;
+  Workspace& workspace;
+  EventLog& events;
+  Stream stream;
+};
+
+namespace collectives {
+
+// data[i] <- op over ranks of data[i], in place. With a codec: the two-shot compressed all-reduce, SUM
+// and AVG of f32, f16, bf16 only; returns the number of blocks (of this rank's input and its reduced stripe) that held
+// a NaN or Inf. World size 1 leaves data as it is (codec or not).
+size_t all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec* codec);
+
+// output (numel elements) <- op over ranks of the rank-th of size blocks of numel elements of their input.
+void reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);
+
+// output[r * bytes ...] <- input of rank r. output may contain input at its own place.
+void all_gather(Context& context, const void* input, void* output, size_t bytes);
+
+// Splits in bytes, one per rank; input_splits[r] of this rank equals output_splits[rank] of rank r.
+void all_to_all(Context& context, const void* input, const std::vector<size_t>& input_splits, void* output,
+                const std::vector<size_t>& output_splits);
+
+void broadcast(Context& context, void* data, size_t bytes, int root);
+void reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);
+void gather(Context& context, const void* input, void* output, size_t bytes, int root);
+void scatter(Context& context, const void* input, void* output, size_t bytes, int root);
+void barrier(Context& context);
+
+}  // namespace collectives
+}  // namespace bagua

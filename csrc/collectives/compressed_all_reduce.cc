@@ -1,0 +1,183 @@
+// Compressed two-shot all_reduce: C_LP_S of the paper, x <- Q(sum_j Q(x_j)), arXiv 2107.01499.
+//
+// encode -> all-to-all of stripes -> decode and add in f32 in rank order (AVG: times 1/n in f32) -> encode the
+// own stripe -> all-gather -> decode. 2 steps, 2(n-1)/n * C bytes sent per rank, C the size of the codes.
+// Consistency: the own contribution passes through the codec too, and everybody, the owner of a stripe
+// too, takes the decoded value, so all ranks end bit-equal.
+//
+// Stripes and chunks are cut at multiples of the codec's block, so the result does not depend on the
+// chunking. Rounds of one chunk per stripe (rounds.h): while round k travels, round k+1 is encoded. The
+// workspace is six chunks of codes per rank and one f32 chunk, however large the tensor.
+#include <cstring>
+
+#include "csrc/collectives/algorithms.h"
+#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/posted_requests.h"
+#include "csrc/collectives/rounds.h"
+#include "csrc/collectives/selector.h"
+#include "csrc/kernels/cast.h"
+#include "csrc/kernels/reduce.h"
+
+namespace bagua::collectives {
+namespace {
+
+class CompressedAllReduce {
+ public:
+  CompressedAllReduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec)
+      : context_(context),
+        codec_(codec),
+        data_(data),
+        numel_(numel),
+        dtype_(dtype),
+        op_(op),
+        size_(static_cast<size_t>(context.mesh.size())),
+        rank_(static_cast<size_t>(context.mesh.rank())),
+        chunks_(codec_chunks(piece_of(numel, size_, 0, codec.block_numel()).numel, codec.block_numel(),
+                             context.mesh.size())),
+        contribution_bytes_(codec.wire_bytes(chunks_.numel, dtype)),
+        result_bytes_(codec.wire_bytes(chunks_.numel, DType::kF32)),
+        requests_(context.mesh, kRoundsInFlight * kNumLanes * size_) {
+    Workspace& workspace = context.workspace;
+    const size_t rounds = std::min(kRoundsInFlight, chunks_.count);
+    sent_ = workspace.get(kSentCodes, rounds * size_ * contribution_bytes_);
+    received_ = workspace.get(kReceivedCodes, rounds * size_ * contribution_bytes_);
+    results_ = workspace.get(kResultCodes, rounds * size_ * result_bytes_);
+    sums_ = reinterpret_cast<float*>(workspace.get(kAccumulator, chunks_.numel * sizeof(float)));
+  }
+
+  size_t run() {
+    run_rounds(chunks_.count, *this);
+    return num_nonfinite_blocks_;
+  }
+
+  void post_contributions(size_t k);
+  void reduce(size_t k);
+  void post_results(size_t k);
+  void take_results(size_t k);
+
+ private:
+  enum Lane : size_t { kSendContribution = 0, kRecvContribution, kSendResult, kRecvResult, kNumLanes };
+
+  Piece chunk(size_t rank, size_t k) const {
+    return chunk_of(piece_of(numel_, size_, rank, codec_.block_numel()), chunks_.numel, k);
+  }
+  size_t slot(size_t k, Lane lane, size_t peer) const {
+    return (k % kRoundsInFlight * kNumLanes + lane) * size_ + peer;
+  }
+  uint8_t* codes(uint8_t* base, size_t k, size_t peer, size_t bytes) const {
+    return base + (k % kRoundsInFlight * size_ + peer) * bytes;
+  }
+  uint8_t* sent(size_t k, size_t to) const { return codes(sent_, k, to, contribution_bytes_); }
+  uint8_t* received(size_t k, size_t from) const { return codes(received_, k, from, contribution_bytes_); }
+  uint8_t* result(size_t k, size_t owner) const { return codes(results_, k, owner, result_bytes_); }
+  size_t wire_bytes(size_t numel, DType dtype) const { return numel == 0 ? 0 : codec_.wire_bytes(numel, dtype); }
+
+  void encode_contribution(size_t k, size_t owner, uint8_t* bytes);
+  void wait(size_t k, Lane sends, Lane receives, size_t bytes);
+
+  Context& context_;
+  const Codec& codec_;
+  void* const data_;
+  const size_t numel_;
+  const DType dtype_;
+  const ReduceOp op_;
+  const size_t size_;
+  const size_t rank_;
+  const Chunks chunks_;
+  const size_t contribution_bytes_;  // of one chunk
+  const size_t result_bytes_;        // of one chunk; results are encoded from f32
+  uint8_t* sent_;
+  uint8_t* received_;  // the own contribution too, at the own rank
+  uint8_t* results_;   // the own result too
+  float* sums_;
+  size_t num_nonfinite_blocks_ = 0;
+  PostedRequests requests_;
+};
+
+void CompressedAllReduce::encode_contribution(size_t k, size_t owner, uint8_t* bytes) {
+  const Piece piece = chunk(owner, k);
+  if (piece.numel == 0) return;
+  const EventSpan span(context_.events, EventKind::kEncode, piece.numel * item_bytes(dtype_));
+  const void* values = at(data_, piece.begin, item_bytes(dtype_));
+  num_nonfinite_blocks_ += codec_.encode(values, dtype_, piece.numel, bytes, context_.stream);
+}
+
+// `bytes` is what arrives, for the timeline.
+void CompressedAllReduce::wait(size_t k, Lane sends, Lane receives, size_t bytes) {
+  const EventSpan span(context_.events, EventKind::kWire, bytes);
+  requests_.wait_range(slot(k, sends, 0), slot(k, receives, 0) + size_);
+}
+
+void CompressedAllReduce::post_contributions(size_t k) {
+  const size_t my_bytes = wire_bytes(chunk(rank_, k).numel, dtype_);
+  for (size_t step = 1; step < size_; ++step) {
+    const size_t from = (rank_ + size_ - step) % size_;
+    requests_.recv(slot(k, kRecvContribution, from), static_cast<int>(from), received(k, from), my_bytes);
+  }
+  // Each stripe leaves as soon as it is encoded; the own one, which nobody waits for, comes last.
+  for (size_t step = 1; step < size_; ++step) {
+    const size_t to = (rank_ + step) % size_;
+    encode_contribution(k, to, sent(k, to));
+    requests_.send(slot(k, kSendContribution, to), static_cast<int>(to), sent(k, to),
+                   wire_bytes(chunk(to, k).numel, dtype_));
+  }
+  encode_contribution(k, rank_, received(k, rank_));
+}
+
+void CompressedAllReduce::reduce(size_t k) {
+  const size_t numel = chunk(rank_, k).numel;
+  wait(k, kSendContribution, kRecvContribution, (size_ - 1) * wire_bytes(numel, dtype_));
+  if (numel == 0) return;
+  {
+    const EventSpan span(context_.events, EventKind::kDecode, size_ * wire_bytes(numel, dtype_));
+    std::memset(sums_, 0, numel * sizeof(float));
+    for (size_t r = 0; r < size_; ++r) {
+      codec_.decode_add(received(k, r), dtype_, numel, sums_, context_.stream);
+    }
+    if (op_ == ReduceOp::kAvg) {
+      kernels::scale(DType::kF32, sums_, 1.0 / context_.mesh.size(), numel, context_.stream);
+    }
+  }
+  const EventSpan span(context_.events, EventKind::kEncode, numel * sizeof(float));
+  num_nonfinite_blocks_ += codec_.encode(sums_, DType::kF32, numel, result(k, rank_), context_.stream);
+}
+
+void CompressedAllReduce::post_results(size_t k) {
+  const size_t my_bytes = wire_bytes(chunk(rank_, k).numel, DType::kF32);
+  for (size_t step = 1; step < size_; ++step) {
+    const size_t from = (rank_ + size_ - step) % size_;
+    requests_.recv(slot(k, kRecvResult, from), static_cast<int>(from), result(k, from),
+                   wire_bytes(chunk(from, k).numel, DType::kF32));
+    const size_t to = (rank_ + step) % size_;
+    requests_.send(slot(k, kSendResult, to), static_cast<int>(to), result(k, rank_), my_bytes);
+  }
+}
+
+void CompressedAllReduce::take_results(size_t k) {
+  size_t bytes = 0;
+  for (size_t owner = 0; owner < size_; ++owner) {
+    if (owner != rank_) bytes += wire_bytes(chunk(owner, k).numel, DType::kF32);
+  }
+  wait(k, kSendResult, kRecvResult, bytes);
+  for (size_t owner = 0; owner < size_; ++owner) {
+    const Piece piece = chunk(owner, k);
+    if (piece.numel == 0) continue;
+    const EventSpan span(context_.events, EventKind::kDecode, wire_bytes(piece.numel, DType::kF32));
+    void* values = at(data_, piece.begin, item_bytes(dtype_));
+    if (dtype_ == DType::kF32) {
+      codec_.decode(result(k, owner), DType::kF32, piece.numel, values, context_.stream);
+    } else {
+      // The f32 sums of the last round have been encoded, so their memory is free.
+      codec_.decode(result(k, owner), DType::kF32, piece.numel, sums_, context_.stream);
+      kernels::cast(DType::kF32, sums_, dtype_, values, piece.numel, context_.stream);
+    }
+  }
+}
+
+}  // namespace
+
+size_t compressed_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec) {
+  return CompressedAllReduce(context, data, numel, dtype, op, codec).run();
+}
+
+}  // namespace bagua::collectives

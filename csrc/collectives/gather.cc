@@ -1,0 +1,32 @@
+// gather: every rank sends its block straight to the root, which receives a bounded number at a time.
+// 1 step per window; b bytes sent per rank, (n-1) * b received by the root; no workspace.
+#include <cstring>
+
+#include "csrc/collectives/algorithms.h"
+#include "csrc/collectives/posted_requests.h"
+#include "csrc/collectives/selector.h"
+
+namespace bagua::collectives {
+
+void gather(Context& context, const void* input, void* output, size_t bytes, int root) {
+  Mesh& mesh = context.mesh;
+  if (bytes == 0) return;
+  if (mesh.rank() != root) {
+    mesh.send(root, input, bytes);
+    return;
+  }
+  PostedRequests requests(mesh, kPairwiseWindow);
+  for (int peer = 0; peer < mesh.size(); ++peer) {
+    uint8_t* place = at(output, static_cast<size_t>(peer) * bytes, 1);
+    if (peer == root) {
+      if (place != input) std::memcpy(place, input, bytes);
+      continue;
+    }
+    const size_t slot = static_cast<size_t>(peer) % kPairwiseWindow;
+    requests.wait(slot);
+    requests.recv(slot, peer, place, bytes);
+  }
+  requests.wait_all();
+}
+
+}  // namespace bagua::collectives

@@ -1,0 +1,71 @@
+// reduce: checks and choice, and its two algorithms. Ranks other than the root keep their data.
+//
+// Tree (small): a binomial tree towards the root; log2 n steps, at most one message of B bytes sent per rank.
+// f16 and bf16 travel and add as f32 and are rounded once, at the root.
+// Stripes (large): an all-to-all of stripes, then every owner sends its result to the root; 2 steps,
+// (n-1)/n * B + B/n bytes sent per rank. Workspace: two chunks per rank.
+#include <cstring>
+
+#include "csrc/collectives/posted_requests.h"
+#include "csrc/collectives/stripes.h"
+#include "csrc/kernels/cast.h"
+#include "csrc/kernels/reduce.h"
+
+namespace bagua::collectives {
+
+void tree_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root) {
+  if (numel == 0) return;
+  Mesh& mesh = context.mesh;
+  const bool is_half = dtype == DType::kF16 || dtype == DType::kBF16;
+  const DType wire = is_half ? DType::kF32 : dtype;
+  const size_t bytes = numel * item_bytes(wire);
+  uint8_t* values = context.workspace.get(kAccumulator, bytes);
+  uint8_t* received = context.workspace.get(kReceived, bytes);
+  if (is_half) {
+    kernels::cast(dtype, data, wire, values, numel, context.stream);
+  } else {
+    std::memcpy(values, data, bytes);
+  }
+  const int size = mesh.size();
+  const int relative = (mesh.rank() - root + size) % size;
+  for (int distance = 1; distance < size; distance *= 2) {
+    if (relative & distance) {
+      mesh.send((mesh.rank() - distance + size) % size, values, bytes);
+      return;
+    }
+    if (relative + distance >= size) continue;
+    mesh.recv((mesh.rank() + distance) % size, received, bytes);
+    const ReduceOp combine = op == ReduceOp::kAvg ? ReduceOp::kSum : op;
+    kernels::reduce_into(combine, wire, values, received, numel, context.stream);
+  }
+  if (op == ReduceOp::kAvg) kernels::scale(wire, values, 1.0 / size, numel, context.stream);
+  if (is_half) {
+    kernels::cast(wire, values, dtype, data, numel, context.stream);
+  } else {
+    std::memcpy(data, values, bytes);
+  }
+}
+
+void stripes_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root) {
+  StripesOptions options;
+  options.input = data;
+  options.numel = numel;
+  options.dtype = dtype;
+  options.op = op;
+  options.results = context.mesh.rank() == root ? data : nullptr;
+  options.receivers = StripesOptions::Receivers::kRoot;
+  options.root = root;
+  StripeReduction(context, options).run();
+}
+
+void reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root) {
+  require_defined("reduce", op, dtype);
+  const int size = context.mesh.size();
+  if (size == 1 || numel == 0) return;
+  switch (select_reduce(numel * item_bytes(dtype), size)) {
+    case ReduceAlgorithm::kTree: tree_reduce(context, data, numel, dtype, op, root); break;
+    case ReduceAlgorithm::kStripes: stripes_reduce(context, data, numel, dtype, op, root); break;
+  }
+}
+
+}  // namespace bagua::collectives

@@ -1,0 +1,41 @@
+// reduce_scatter: checks and choice, and the one-shot algorithm by stripes: an all-to-all of the blocks, then
+// one reduction in rank order (f16 and bf16 in f32, rounded once). 1 step, (n-1) * b bytes sent per rank for
+// blocks of b bytes, a connection to every rank. Workspace: two chunks per rank.
+#include <cstring>
+
+#include "csrc/collectives/stripes.h"
+
+namespace bagua::collectives {
+
+void stripes_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op) {
+  StripesOptions options;
+  options.input = input;
+  options.numel = numel * static_cast<size_t>(context.mesh.size());
+  options.dtype = dtype;
+  options.op = op;
+  options.own_result = output;
+  options.receivers = StripesOptions::Receivers::kNobody;
+  StripeReduction(context, options).run();
+}
+
+void reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op) {
+  require_defined("reduce_scatter", op, dtype);
+  if (numel == 0) return;
+  const int size = context.mesh.size();
+  const size_t bytes = numel * item_bytes(dtype);
+  if (size == 1) {
+    std::memcpy(output, input, bytes);
+    return;
+  }
+  bool shared_memory = asks_for_shared_memory(bytes) && context.mesh.all_share_memory();
+  if (select_reduce_scatter(bytes, dtype, size, shared_memory) == ReduceScatterAlgorithm::kDirect) {
+    if (direct_reduce_scatter(context, input, output, numel, dtype, op)) return;
+    shared_memory = false;
+  }
+  switch (select_reduce_scatter(bytes, dtype, size, shared_memory)) {
+    case ReduceScatterAlgorithm::kRing: ring_reduce_scatter(context, input, output, numel, dtype, op); break;
+    default: stripes_reduce_scatter(context, input, output, numel, dtype, op); break;
+  }
+}
+
+}  // namespace bagua::collectives

@@ -1,0 +1,45 @@
+// Ring all_gather: large blocks between hosts, or many ranks.
+//
+// Every block travels once around the ring, straight into its place in `output`, and is passed on from
+// there: n-1 steps, (n-1) * b bytes sent per rank, two connections per rank, no workspace.
+#include <cstring>
+
+#include "csrc/collectives/algorithms.h"
+#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/ring.h"
+#include "csrc/collectives/selector.h"
+
+namespace bagua::collectives {
+namespace {
+
+struct AllGatherStages {
+  const Mesh& mesh;
+  void* output;
+  size_t block_bytes;
+  Chunks chunks;
+
+  MutableBytes place(size_t distance_left, size_t k) const {
+    const Piece chunk = chunk_of({0, block_bytes}, chunks.numel, k % chunks.count);
+    return {at(output, ring_block(mesh, distance_left) * block_bytes + chunk.begin, 1), chunk.numel};
+  }
+  MutableBytes receive_into(size_t k) const { return place(k / chunks.count + 1, k); }
+  ConstBytes send_from(size_t k) const {
+    const MutableBytes from = place(k / chunks.count, k);
+    return {from.data, from.bytes};
+  }
+  void received(size_t) const {}
+};
+
+}  // namespace
+
+void ring_all_gather(Context& context, const void* input, void* output, size_t bytes) {
+  if (bytes == 0) return;
+  uint8_t* mine = at(output, static_cast<size_t>(context.mesh.rank()) * bytes, 1);
+  if (mine != input) std::memcpy(mine, input, bytes);
+  const Chunks chunks = ring_chunks(bytes, 1);
+  AllGatherStages stages{context.mesh, output, bytes, chunks};
+  run_ring(context.mesh, static_cast<size_t>(context.mesh.size() - 1) * chunks.count,
+           std::min(kRingLookahead, chunks.count - 1), stages);
+}
+
+}  // namespace bagua::collectives

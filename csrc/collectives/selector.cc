@@ -1,0 +1,102 @@
+// Thresholds and chunk sizes; see selector.h.
+#include "csrc/collectives/selector.h"
+
+#include <algorithm>
+
+#include "csrc/collectives/pieces.h"
+
+namespace bagua::collectives {
+namespace {
+
+constexpr size_t KiB = 1024;
+constexpr size_t MiB = 1024 * KiB;
+
+// Up to here an all_reduce costs latency, not bandwidth: recursive doubling has log2 n steps where the
+// others have at least two plus a barrier.
+constexpr size_t kSmallAllReduceBytes = 16 * KiB;
+// Up to here one exchange of whole blocks beats a pipeline of n-1 steps.
+constexpr size_t kSmallBlockBytes = 64 * KiB;
+// A tree moves the tensor log2 n times over the root's link, a chain once.
+constexpr size_t kSmallBroadcastBytes = 64 * KiB;
+constexpr size_t kSmallReduceBytes = 16 * KiB;
+// From here on reading a peer's memory beats a message, whose cost is one more copy but no exchange of addresses.
+constexpr size_t kDirectCopyBytes = 16 * KiB;
+// More ranks than this exchange blocks around the ring even if small: a connection to every rank costs more.
+constexpr int kMaxPairwiseRanks = 16;
+
+// Chunks are large enough that a message's fixed cost (a few microseconds) disappears and small enough that
+// sender, wire and receiver overlap within the second-level cache.
+constexpr size_t kMinRingChunkBytes = 32 * KiB, kMaxRingChunkBytes = 512 * KiB;
+constexpr size_t kMinStripeChunkBytes = 16 * KiB, kMaxStripeChunkBytes = 512 * KiB;
+constexpr size_t kStripeWorkspaceBytes = 4 * MiB;
+constexpr size_t kMinCodecChunkNumel = 8 * KiB, kMaxCodecChunkNumel = 128 * KiB;
+// The codes under way are about six chunks for every rank: at 8 bits 3 MiB at most, however large the tensor.
+constexpr size_t kCodecRoundNumel = 512 * KiB;
+constexpr size_t kMinStagedChunkBytes = 64 * KiB;
+
+// About `wanted` equal chunks, within the limits.
+Chunks plan(size_t numel, size_t wanted, size_t min_numel, size_t max_numel, size_t granule) {
+  if (numel == 0) return {};
+  const size_t target = std::clamp(divide_up(numel, wanted), min_numel, std::max(min_numel, max_numel));
+  const size_t count = divide_up(numel, round_up(target, granule));
+  const size_t chunk = round_up(divide_up(numel, count), granule);
+  return {chunk, divide_up(numel, chunk)};
+}
+
+}  // namespace
+
+bool asks_for_shared_memory(size_t bytes) { return bytes > std::min(kSmallAllReduceBytes, kDirectCopyBytes); }
+
+AllReduceAlgorithm select_all_reduce(size_t bytes, DType dtype, int, bool shared_memory) {
+  if (bytes <= kSmallAllReduceBytes) return AllReduceAlgorithm::kRecursiveDoubling;
+  if (shared_memory) return AllReduceAlgorithm::kDirect;
+  // A ring rounds at every hop; two shots add in f32 and round once for the same bytes.
+  const bool is_half = dtype == DType::kF16 || dtype == DType::kBF16;
+  return is_half ? AllReduceAlgorithm::kTwoShot : AllReduceAlgorithm::kRing;
+}
+
+ReduceScatterAlgorithm select_reduce_scatter(size_t block_bytes, DType dtype, int size, bool shared_memory) {
+  if (shared_memory && block_bytes > kDirectCopyBytes) return ReduceScatterAlgorithm::kDirect;
+  if (dtype == DType::kF16 || dtype == DType::kBF16) return ReduceScatterAlgorithm::kStripes;
+  const bool pairwise = size == 2 || (block_bytes <= kSmallBlockBytes && size <= kMaxPairwiseRanks);
+  return pairwise ? ReduceScatterAlgorithm::kStripes : ReduceScatterAlgorithm::kRing;
+}
+
+AllGatherAlgorithm select_all_gather(size_t block_bytes, int size, bool shared_memory) {
+  if (shared_memory && block_bytes > kDirectCopyBytes) return AllGatherAlgorithm::kDirect;
+  const bool pairwise = size == 2 || (block_bytes <= kSmallBlockBytes && size <= kMaxPairwiseRanks);
+  return pairwise ? AllGatherAlgorithm::kPairwise : AllGatherAlgorithm::kRing;
+}
+
+BroadcastAlgorithm select_broadcast(size_t bytes, int size, bool shared_memory) {
+  if (shared_memory && bytes > kDirectCopyBytes) return BroadcastAlgorithm::kDirect;
+  return size == 2 || bytes <= kSmallBroadcastBytes ? BroadcastAlgorithm::kTree : BroadcastAlgorithm::kChain;
+}
+
+ReduceAlgorithm select_reduce(size_t bytes, int) {
+  return bytes <= kSmallReduceBytes ? ReduceAlgorithm::kTree : ReduceAlgorithm::kStripes;
+}
+
+Chunks ring_chunks(size_t block_numel, size_t item) {
+  return plan(block_numel, kRingLookahead + 1, kMinRingChunkBytes / item, kMaxRingChunkBytes / item, 64 / item);
+}
+
+Chunks stripe_chunks(size_t stripe_numel, size_t item, int size) {
+  const size_t fair = kStripeWorkspaceBytes / (2 * static_cast<size_t>(size));
+  const size_t most = std::clamp(fair, kMinStripeChunkBytes, kMaxStripeChunkBytes);
+  return plan(stripe_numel, 4, kMinStripeChunkBytes / item, most / item, 64 / item);
+}
+
+Chunks chain_chunks(size_t bytes) { return plan(bytes, 8, kMinRingChunkBytes, kMaxRingChunkBytes, 64); }
+
+Chunks codec_chunks(size_t stripe_numel, size_t block_numel, int size) {
+  const size_t fair = kCodecRoundNumel / static_cast<size_t>(size);
+  const size_t most = std::clamp(fair, kMinCodecChunkNumel, kMaxCodecChunkNumel);
+  return plan(stripe_numel, 8, kMinCodecChunkNumel, most, block_numel);
+}
+
+Chunks staged_chunks(size_t numel, size_t item, int) {
+  return plan(numel, 4, kMinStagedChunkBytes / item, kMaxStagedChunkBytes / item, 64 / item);
+}
+
+}  // namespace bagua::collectives

@@ -1,0 +1,52 @@
+// Which algorithm runs, and in what chunks: the only place with thresholds. Pure functions of what all
+// ranks know alike, so that all ranks choose alike.
+#pragma once
+
+#include <cstddef>
+
+#include "csrc/common/dtype.h"
+
+namespace bagua::collectives {
+
+enum class AllReduceAlgorithm { kRecursiveDoubling, kRing, kTwoShot, kDirect };
+enum class ReduceScatterAlgorithm { kStripes, kRing, kDirect };
+enum class AllGatherAlgorithm { kPairwise, kRing, kDirect };
+enum class BroadcastAlgorithm { kTree, kChain, kDirect };
+enum class ReduceAlgorithm { kTree, kStripes };
+
+// `bytes` is the whole tensor. False means that the answer does not depend on shared memory, which spares
+// small operations the question (it may connect to every rank).
+bool asks_for_shared_memory(size_t bytes);
+
+AllReduceAlgorithm select_all_reduce(size_t bytes, DType dtype, int size, bool shared_memory);
+// `block_bytes` is one rank's output.
+ReduceScatterAlgorithm select_reduce_scatter(size_t block_bytes, DType dtype, int size, bool shared_memory);
+// `block_bytes` is one rank's input.
+AllGatherAlgorithm select_all_gather(size_t block_bytes, int size, bool shared_memory);
+BroadcastAlgorithm select_broadcast(size_t bytes, int size, bool shared_memory);
+ReduceAlgorithm select_reduce(size_t bytes, int size);
+
+// Chunks of a piece: `count` of `numel` elements each, the last ones short or empty; count 0 for nothing.
+struct Chunks {
+  size_t numel = 0;
+  size_t count = 0;
+};
+// `block_numel` is the largest block; elements of `item` bytes.
+Chunks ring_chunks(size_t block_numel, size_t item);
+Chunks stripe_chunks(size_t stripe_numel, size_t item, int size);
+Chunks chain_chunks(size_t bytes);
+// Cut at multiples of the codec's block, so that the bytes do not depend on the cutting.
+Chunks codec_chunks(size_t stripe_numel, size_t block_numel, int size);
+// Of the whole tensor, not of a stripe.
+Chunks staged_chunks(size_t numel, size_t item, int size);
+
+// How many chunks beyond the current one a ring or a chain has under way.
+inline constexpr size_t kRingLookahead = 3;
+inline constexpr size_t kChainLookahead = 3;
+// Steps of all_to_all, gather and scatter that are under way together.
+inline constexpr size_t kPairwiseWindow = 8;
+// Staged all_reduce: how many chunks later a stage runs than the one before it (see its file).
+inline constexpr size_t kStagedLag = 1;
+inline constexpr size_t kMaxStagedChunkBytes = 512 << 10;
+
+}  // namespace bagua::collectives

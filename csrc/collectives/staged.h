@@ -1,0 +1,13 @@
+// The staged all_reduce's memory, for direct_all_reduce.cc, which offers it when buffers are not shared.
+#pragma once
+
+#include "csrc/collectives/shared_buffers.h"
+
+namespace bagua::collectives {
+
+// What every rank offers as staging, the same for all tensors: a mesh's staging block then never moves.
+size_t staging_bytes(const Mesh& mesh);
+void staged_all_reduce_in(Context& context, const SharedBuffers& shared, void* data, size_t numel, DType dtype,
+                          ReduceOp op);
+
+}  // namespace bagua::collectives

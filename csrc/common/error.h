@@ -1,0 +1,38 @@
+// The exception tree of the core. One kind per class of bagua/errors.py; the binding layer translates
+// them one to one, and tests/structure compares the two lists.
+//
+// A message carries the value, what was expected and what to do. `rank` is the rank that is at fault
+// (-1 when none is), `operation` the collective or verb that was running.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace bagua {
+
+enum class ErrorKind {
+  kInvalidArgument,   // the caller's mistake; nothing was sent
+  kTransport,         // a connection or a shared segment failed
+  kDeadlineExceeded,  // a peer did not do its part in time
+  kAborted,           // the group was destroyed or poisoned locally
+  kRemote,            // another rank reported the first cause
+  kInternal,          // a bug in bagua
+};
+
+class Error : public std::runtime_error {
+ public:
+  Error(ErrorKind kind, const std::string& message, int rank = -1, std::string operation = "")
+      : std::runtime_error(message), kind_(kind), rank_(rank), operation_(std::move(operation)) {}
+
+  ErrorKind kind() const { return kind_; }
+  int rank() const { return rank_; }
+  const std::string& operation() const { return operation_; }
+
+ private:
+  ErrorKind kind_;
+  int rank_;
+  std::string operation_;
+};
+
+}  // namespace bagua

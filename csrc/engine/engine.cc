@@ -1,0 +1,294 @@
+// The worker's loop; see engine.h.
+#include "csrc/engine/engine.h"
+
+#include <exception>
+#include <utility>
+
+#include <pthread.h>
+
+namespace bagua {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+
+// An idle worker looks around this often even if nobody rings; it costs nothing measurable.
+constexpr nanoseconds kIdleSleep = milliseconds(500);
+// With operations in flight their deadlines have to be looked at.
+constexpr nanoseconds kInFlightSleep = milliseconds(20);
+
+}  // namespace
+
+Engine::Engine(std::unique_ptr<Mesh> mesh) : mesh_(std::move(mesh)) {
+  worker_ = std::thread([this] { loop(); });
+  pthread_setname_np(worker_.native_handle(), ("bagua-" + mesh_->name()).substr(0, 15).c_str());
+}
+
+Engine::~Engine() { close(); }
+
+Engine::Task Engine::make_task_locked(Operation operation, uint64_t bytes, Timeout timeout) {
+  Task task;
+  if (operation.kind != OperationKind::kPointToPoint) operation.sequence = next_sequence_++;
+  task.work = std::make_shared<Work>(next_ticket_++);
+  task.operation = operation;
+  task.bytes = bytes;
+  task.timeout = timeout;
+  task.submitted_ns = EventLog::now_ns();
+  num_pending_.fetch_add(1, std::memory_order_relaxed);
+  return task;
+}
+
+std::shared_ptr<Work> Engine::submit(Operation operation, uint64_t bytes, Timeout timeout, Run run) {
+  std::shared_ptr<Work> work;
+  {
+    std::lock_guard lock(mutex_);
+    Task task = make_task_locked(operation, bytes, timeout);
+    task.run = std::move(run);
+    work = task.work;
+    queue_.push_back(std::move(task));
+  }
+  mesh_->doorbell().ring();
+  return work;
+}
+
+std::shared_ptr<Work> Engine::run_inline(Operation operation, uint64_t bytes, Timeout timeout, Run run,
+                                         Mesh::Interrupt interrupt) {
+  Task task;
+  {
+    std::unique_lock lock(mutex_);
+    if (running_ || stopping_ || !queue_.empty()) {
+      lock.unlock();
+      return submit(operation, bytes, timeout, std::move(run));
+    }
+    task = make_task_locked(operation, bytes, timeout);
+    task.run = std::move(run);
+    task.interrupt = std::move(interrupt);
+    running_ = true;
+  }
+  execute(task);
+  bool more;
+  {
+    std::lock_guard lock(mutex_);
+    running_ = false;
+    more = !queue_.empty() || stopping_;
+  }
+  if (more) mesh_->doorbell().ring();
+  return task.work;
+}
+
+std::shared_ptr<Work> Engine::submit_point_to_point(bool is_send, int peer, void* data, uint64_t bytes,
+                                                    Operation operation, Timeout timeout) {
+  std::shared_ptr<Work> work;
+  {
+    std::lock_guard lock(mutex_);
+    Task task = make_task_locked(operation, bytes, timeout);
+    task.peer = peer;
+    task.is_send = is_send;
+    task.data = data;
+    work = task.work;
+    queue_.push_back(std::move(task));
+  }
+  mesh_->doorbell().ring();
+  return work;
+}
+
+std::shared_ptr<Work> Engine::submit_send(int peer, const void* data, uint64_t bytes, Operation operation,
+                                          Timeout timeout) {
+  // const_cast: a send only reads through the pointer.
+  return submit_point_to_point(true, peer, const_cast<void*>(data), bytes, operation, timeout);
+}
+
+std::shared_ptr<Work> Engine::submit_recv(int peer, void* data, uint64_t bytes, Operation operation, Timeout timeout) {
+  return submit_point_to_point(false, peer, data, bytes, operation, timeout);
+}
+
+// Takes the next task together with the token; false when there is none, or another thread holds the token.
+bool Engine::take(Task& task) {
+  std::lock_guard lock(mutex_);
+  const bool holds_token = !in_flight_.empty();
+  if (queue_.empty() || (running_ && !holds_token)) return false;
+  task = std::move(queue_.front());
+  queue_.pop_front();
+  running_ = true;
+  return true;
+}
+
+// With nothing in flight the token goes back; otherwise the worker keeps it, since only it may make progress.
+void Engine::release_token() {
+  std::lock_guard lock(mutex_);
+  running_ = !in_flight_.empty();
+}
+
+void Engine::loop() {
+  Task task;
+  const auto settled = [this] {
+    if (in_flight_.empty() || !settle_in_flight()) return false;
+    release_token();
+    return true;
+  };
+  for (;;) {
+    if (take(task)) {
+      if (task.run) {
+        execute(task);
+      } else {
+        in_flight_.emplace_back(task, Deadline::after(task.timeout));
+        ++num_unposted_;
+        settle_in_flight();
+      }
+      task = Task{};
+      release_token();
+      continue;
+    }
+    if (settled()) continue;
+    const uint32_t epoch = mesh_->doorbell().prepare();
+    bool finished, has_task;
+    {
+      std::lock_guard lock(mutex_);
+      finished = stopping_ && queue_.empty() && !running_;
+      has_task = !queue_.empty() && (!running_ || !in_flight_.empty());
+    }
+    if (finished || has_task || settled()) {
+      mesh_->doorbell().cancel();
+      if (finished) return;
+      continue;
+    }
+    mesh_->doorbell().sleep(epoch, in_flight_.empty() ? kIdleSleep : kInFlightSleep);
+  }
+}
+
+void Engine::execute(Task& task) {
+  const int64_t begin_ns = EventLog::now_ns();
+  events_.set_ticket(task.work->ticket());
+  events_.add(EventKind::kQueued, task.submitted_ns, begin_ns, task.bytes);
+  try {
+    Context context{*mesh_, workspace_, events_, Stream{}};
+    mesh_->begin(task.operation, Deadline::after(task.timeout), task.interrupt);
+    const uint64_t nonfinite_blocks = task.run(context);
+    mesh_->end();
+    events_.add(EventKind::kOperation, begin_ns, EventLog::now_ns(), task.bytes);
+    workspace_bytes_.store(workspace_.total_bytes(), std::memory_order_relaxed);
+    complete(task, nonfinite_blocks);
+  } catch (...) {
+    const Error cause = poison_with_current_exception();
+    fail_in_flight(cause);
+    fail(task, cause);
+  }
+}
+
+void Engine::complete(Task& task, uint64_t nonfinite_blocks) {
+  num_pending_.fetch_sub(1, std::memory_order_relaxed);
+  task.work->complete(nonfinite_blocks);
+}
+
+void Engine::fail(Task& task, const Error& cause) {
+  num_pending_.fetch_sub(1, std::memory_order_relaxed);
+  task.work->fail(cause);
+}
+
+// Poisons the mesh, makes sure that no posted buffer is touched any more, and returns the first cause.
+Error Engine::poison_with_current_exception() {
+  try {
+    throw;
+  } catch (const Error& error) {
+    mesh_->poison(error);
+  } catch (const std::exception& error) {
+    mesh_->poison(Error(ErrorKind::kInternal, std::string("unexpected failure in the core: ") + error.what()));
+  }
+  mesh_->cancel();
+  mesh_->end();
+  try {
+    mesh_->throw_if_poisoned();
+  } catch (const Error& cause) {
+    return cause;
+  }
+  return Error(ErrorKind::kInternal, "a poisoned mesh has no cause");
+}
+
+// Posts what can be posted without waiting for a peer to connect; true if anything was. A peer that connects during
+// the pass counts from the next one on, so that its messages keep their order.
+bool Engine::post_in_flight() {
+  if (num_unposted_ == 0) return false;
+  awaits_dial_.resize(static_cast<size_t>(mesh_->size()));
+  for (int peer = 0; peer < mesh_->size(); ++peer) {
+    awaits_dial_[static_cast<size_t>(peer)] = mesh_->awaits_dial(peer);
+  }
+  bool posted = false;
+  for (InFlight& operation : in_flight_) {
+    if (operation.is_posted || awaits_dial_[static_cast<size_t>(operation.task.peer)]) continue;
+    post(operation);
+    posted = true;
+  }
+  return posted;
+}
+
+void Engine::post(InFlight& operation) {
+  const Task& task = operation.task;
+  mesh_->begin(task.operation, operation.deadline);
+  if (task.is_send) {
+    mesh_->post_send(task.peer, task.data, task.bytes, &operation.request);
+  } else {
+    mesh_->post_recv(task.peer, task.data, task.bytes, &operation.request);
+  }
+  mesh_->end();
+  operation.is_posted = true;
+  --num_unposted_;
+}
+
+// Posts what can be posted and completes what has arrived; true if anything was. Fails everything when the mesh is
+// poisoned or a deadline has passed.
+bool Engine::settle_in_flight() {
+  try {
+    bool settled = post_in_flight();
+    settled = mesh_->progress() || settled;
+    for (auto it = in_flight_.begin(); it != in_flight_.end();) {
+      if (it->request.done.load(std::memory_order_acquire)) {
+        complete(it->task, 0);
+        it = in_flight_.erase(it);
+        settled = true;
+        continue;
+      }
+      if (it->deadline.expired()) {
+        // Either raises, naming the peer and what it is doing.
+        if (!it->is_posted) post(*it);
+        mesh_->begin(it->task.operation, it->deadline);
+        mesh_->wait(it->request);
+        mesh_->end();
+      }
+      ++it;
+    }
+    return settled;
+  } catch (...) {
+    fail_in_flight(poison_with_current_exception());
+    return true;
+  }
+}
+
+void Engine::fail_in_flight(const Error& cause) {
+  if (in_flight_.empty()) return;  // always so on a thread that runs inline: it may look, not touch
+  for (auto& operation : in_flight_) fail(operation.task, cause);
+  in_flight_.clear();
+  num_unposted_ = 0;
+}
+
+void Engine::close() {
+  if (is_inherited()) return;
+  std::lock_guard closing(close_mutex_);
+  if (!worker_.joinable()) return;
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  const size_t pending = num_pending_.load(std::memory_order_relaxed);
+  if (pending != 0) {
+    mesh_->poison(Error(ErrorKind::kAborted,
+                        "rank " + std::to_string(mesh_->rank()) + " destroyed the group '" + mesh_->name() + "' with " +
+                            std::to_string(pending) + (pending == 1 ? " operation" : " operations") +
+                            " pending; wait for them first",
+                        mesh_->rank()));
+  }
+  mesh_->doorbell().ring();
+  worker_.join();
+  mesh_->close();
+}
+
+}  // namespace bagua

@@ -1,0 +1,114 @@
+// Engine: runs the operations of one group, one after the other in submission order, on its worker thread
+// ("bagua-<group>"), and turns what goes wrong into the first cause that every later call raises.
+//
+// A blocking call on an idle engine runs on the calling thread instead (run_inline): two thread switches
+// less. Whoever runs an operation holds the `running_` token; only the holder touches the mesh's verbs.
+// Point-to-point operations are posted in order per peer and complete when they can, so that two ranks may both
+// send before they receive, and one whose peer has not connected yet holds up no other.
+#pragma once
+
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "csrc/collectives/collectives.h"
+#include "csrc/common/event_log.h"
+#include "csrc/common/workspace.h"
+#include "csrc/engine/work.h"
+#include "csrc/transport/fork_guard.h"
+#include "csrc/transport/mesh.h"
+
+namespace bagua {
+
+class Engine {
+ public:
+  using Run = std::function<uint64_t(Context&)>;  // returns the number of non-finite blocks
+  using Timeout = std::chrono::nanoseconds;
+
+  explicit Engine(std::unique_ptr<Mesh> mesh);
+  ~Engine();
+
+  Mesh& mesh() { return *mesh_; }
+  EventLog& events() { return events_; }
+  uint64_t workspace_bytes() const { return workspace_bytes_.load(std::memory_order_relaxed); }
+
+  // Queues a collective; `operation.sequence` is filled in here. `bytes` is for the event log.
+  std::shared_ptr<Work> submit(Operation operation, uint64_t bytes, Timeout timeout, Run run);
+  // The same for a caller that will wait for it at once; the work it returns may be completed already. If it runs on
+  // the calling thread, `interrupt` is called there now and then (Mesh::Interrupt).
+  std::shared_ptr<Work> run_inline(Operation operation, uint64_t bytes, Timeout timeout, Run run,
+                                   Mesh::Interrupt interrupt = {});
+  std::shared_ptr<Work> submit_send(int peer, const void* data, uint64_t bytes, Operation operation, Timeout timeout);
+  std::shared_ptr<Work> submit_recv(int peer, void* data, uint64_t bytes, Operation operation, Timeout timeout);
+
+  // Ends the worker; what is still queued fails with Aborted. Says goodbye to the peers. Idempotent. In a forked child,
+  // which has no worker, it does nothing; there an Engine must not be destroyed (fork_guard.h).
+  void close();
+  bool is_inherited() const { return generation_ != process_generation(); }
+
+ private:
+  struct Task {
+    std::shared_ptr<Work> work;
+    Operation operation;
+    uint64_t bytes = 0;
+    Timeout timeout{};
+    Run run;  // empty for point-to-point
+    Mesh::Interrupt interrupt;
+    int peer = -1;
+    bool is_send = false;
+    void* data = nullptr;
+    int64_t submitted_ns = 0;
+  };
+  // A point-to-point operation, from its turn in the queue to its end.
+  struct InFlight {
+    InFlight(Task task_, Deadline deadline_) : task(std::move(task_)), deadline(deadline_) {}
+    Task task;
+    Deadline deadline;
+    bool is_posted = false;
+    Request request;
+  };
+  Task make_task_locked(Operation operation, uint64_t bytes, Timeout timeout);
+  std::shared_ptr<Work> enqueue(Task task);
+  std::shared_ptr<Work> submit_point_to_point(bool is_send, int peer, void* data, uint64_t bytes, Operation operation,
+                                              Timeout timeout);
+  void loop();
+  bool take(Task& task);
+  void release_token();
+  void execute(Task& task);
+  void complete(Task& task, uint64_t nonfinite_blocks);
+  void fail(Task& task, const Error& cause);
+  bool post_in_flight();
+  void post(InFlight& operation);
+  bool settle_in_flight();
+  void fail_in_flight(const Error& cause);
+  Error poison_with_current_exception();
+
+  const uint32_t generation_ = process_generation();
+  std::unique_ptr<Mesh> mesh_;
+  Workspace workspace_;  // holder of the token
+  EventLog events_;
+  std::atomic<uint64_t> workspace_bytes_{0};
+  std::list<InFlight> in_flight_;  // worker thread, as the next two
+  size_t num_unposted_ = 0;
+  std::vector<char> awaits_dial_;  // by peer, in one pass of post_in_flight
+
+  // Submitted and not ended. Lowered before the waiter of an operation wakes up, so that it finds none if it closes.
+  std::atomic<size_t> num_pending_{0};
+  std::mutex mutex_;  // guards the five below
+  std::deque<Task> queue_;
+  bool running_ = false;
+  bool stopping_ = false;
+  uint32_t next_sequence_ = 1;
+  uint64_t next_ticket_ = 1;
+
+  std::mutex close_mutex_;  // makes close() idempotent across threads
+  std::thread worker_;      // joined by close()
+};
+
+}  // namespace bagua

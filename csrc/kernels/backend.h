@@ -1,0 +1,51 @@
+// The seam between the public kernels (one header per operation) and the two backends. dispatch.cc checks
+// the arguments and calls cpu:: for a CPU stream, cuda:: for any other. cpu/*.cc defines the first set;
+// cuda/*.cu, or no_cuda/*.cc in a build without CUDA, the second. The contracts are in the public headers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "csrc/common/dtype.h"
+#include "csrc/common/stream.h"
+
+namespace bagua::kernels {
+
+namespace cpu {
+
+void reduce_into(ReduceOp op, DType dtype, void* acc, const void* source, size_t numel);
+void reduce_many(ReduceOp op, DType dtype, const void* const* sources, int num_sources, void* const* destinations,
+                 int num_destinations, size_t numel);
+void scale(DType dtype, void* data, double factor, size_t numel);
+
+void cast(DType from, const void* source, DType to, void* destination, size_t numel);
+void cast_add(DType from, const void* source, float* accumulator, size_t numel);
+void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel,
+                     uint64_t* num_nonfinite);
+
+void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks);
+void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination);
+void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator);
+
+}  // namespace cpu
+
+namespace cuda {
+
+void reduce_into(ReduceOp op, DType dtype, void* acc, const void* source, size_t numel, Stream stream);
+void reduce_many(ReduceOp op, DType dtype, const void* const* sources, int num_sources, void* const* destinations,
+                 int num_destinations, size_t numel, Stream stream);
+void scale(DType dtype, void* data, double factor, size_t numel, Stream stream);
+
+void cast(DType from, const void* source, DType to, void* destination, size_t numel, Stream stream);
+void cast_add(DType from, const void* source, float* accumulator, size_t numel, Stream stream);
+void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel, uint64_t* num_nonfinite,
+                     Stream stream);
+
+void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
+                         Stream stream);
+void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream);
+void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
+
+}  // namespace cuda
+
+}  // namespace bagua::kernels

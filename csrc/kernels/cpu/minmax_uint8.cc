@@ -1,0 +1,183 @@
+// CPU form of the min-max quantiser (contract and formula: minmax_uint8.h). One block is 8 KB of f32 and
+// stays in L1 between the pass that finds min and max and the pass that writes codes; f16 and bf16 go
+// through an f32 block on the stack.
+//
+// Min and max are found on the integer image of the floats that orders like them: the reduction then
+// vectorises without relaxed floating point, does not depend on the order of the comparisons, and NaN and
+// Inf lie outside the images of the finite numbers, so the same two values detect them.
+#include "csrc/kernels/minmax_uint8.h"
+
+#include <bit>
+#include <cstring>
+#include <limits>
+
+#include "csrc/kernels/backend.h"
+#include "csrc/kernels/cpu/half.h"
+
+namespace bagua::kernels::cpu {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "the header is stored as it lies in memory");
+
+constexpr size_t kBlockNumel = kMinmaxUint8BlockNumel;
+constexpr size_t kHeaderBytes = kMinmaxUint8HeaderBytes;
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+struct Header {
+  float min, max;
+};
+static_assert(sizeof(Header) == kHeaderBytes);
+
+// An involution between float bits and integers with the same order, -0.0 below 0.0.
+BAGUA_INLINE int32_t ordered(int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
+
+struct Steps {
+  float scale, unscale;  // s and 1 / s of the contract
+  float low;             // min * s
+  float step, inverse_step;
+};
+
+BAGUA_INLINE Steps steps_of(Header header) {
+  const double range = static_cast<double>(header.max) - static_cast<double>(header.min);
+  const bool is_tiny = range > 0.0 && range < 0x1p-100;  // not a constant block, whose numbers may be huge
+  const float scale = is_tiny ? 0x1p100f : range >= 0x1p126 ? 0x1p-4f : 1.0f;
+  const double scaled_range = range * static_cast<double>(scale);
+  Steps steps;
+  steps.scale = scale;
+  steps.unscale = 1.0f / scale;
+  steps.low = header.min * scale;
+  steps.step = static_cast<float>(scaled_range / 255.0);
+  steps.inverse_step = range == 0.0 ? 0.0f : static_cast<float>(255.0 / scaled_range);
+  return steps;
+}
+
+// Adding 1.5 * 2^23 rounds to the nearest even integer, which then is the low part of the sum's bits. The
+// clamp is on integers because the compiler may make a branch of a comparison of floats.
+BAGUA_INLINE uint8_t code_of(float value, const Steps& steps) {
+  constexpr float kRounder = 0x1.8p23f;
+  const float position = (value * steps.scale - steps.low) * steps.inverse_step;
+  const int32_t code = std::bit_cast<int32_t>(position + kRounder) - std::bit_cast<int32_t>(kRounder);
+  return static_cast<uint8_t>(code < 255 ? code : 255);
+}
+
+BAGUA_INLINE float value_of(uint8_t code, const Steps& steps, float max) {
+  const float value = (steps.low + static_cast<float>(static_cast<int32_t>(code)) * steps.step) * steps.unscale;
+  return std::bit_cast<float>(select(code == 255, std::bit_cast<uint32_t>(max), std::bit_cast<uint32_t>(value)));
+}
+
+// Returns whether the block is finite.
+BAGUA_MULTIVERSION bool encode_block(const float* __restrict source, size_t numel, uint8_t* __restrict bytes) {
+  int32_t low = std::numeric_limits<int32_t>::max();
+  int32_t high = std::numeric_limits<int32_t>::min();
+  for (size_t i = 0; i < numel; ++i) {
+    const int32_t key = ordered(std::bit_cast<int32_t>(source[i]));
+    low = key < low ? key : low;
+    high = key > high ? key : high;
+  }
+  constexpr int32_t kInf = static_cast<int32_t>(kF32Inf);
+  const bool finite = high < kInf && low > -kInf - 1;  // -kInf - 1 is the image of -Inf
+  uint8_t* __restrict codes = bytes + kHeaderBytes;
+  if (!finite) {
+    const Header header{kNan, kNan};
+    std::memcpy(bytes, &header, kHeaderBytes);
+    std::memset(codes, 0, numel);
+    return false;
+  }
+  const Header header{std::bit_cast<float>(ordered(low)), std::bit_cast<float>(ordered(high))};
+  std::memcpy(bytes, &header, kHeaderBytes);
+  const Steps steps = steps_of(header);
+  for (size_t i = 0; i < numel; ++i) codes[i] = code_of(source[i], steps);
+  return true;
+}
+
+enum class Store { kAssign, kAdd };
+
+// A block whose elements are all one number: NaN where the header marks it, min where min == max.
+template <Store kStore>
+BAGUA_INLINE void fill_block(float value, size_t numel, float* __restrict destination) {
+  for (size_t i = 0; i < numel; ++i) {
+    if constexpr (kStore == Store::kAssign) destination[i] = value;
+    if constexpr (kStore == Store::kAdd) destination[i] += value;
+  }
+}
+
+template <Store kStore>
+BAGUA_INLINE void decode_block(const uint8_t* __restrict bytes, size_t numel, float* __restrict destination) {
+  Header header;
+  std::memcpy(&header, bytes, kHeaderBytes);
+  // False for a NaN in either bound, and for an Inf, which only a damaged message holds.
+  const bool finite = header.min - header.min == 0.0f && header.max - header.max == 0.0f;
+  if (!finite) return fill_block<kStore>(kNan, numel, destination);
+  if (header.min == header.max) return fill_block<kStore>(header.min, numel, destination);
+  const Steps steps = steps_of(header);
+  const uint8_t* __restrict codes = bytes + kHeaderBytes;
+  for (size_t i = 0; i < numel; ++i) {
+    const float value = value_of(codes[i], steps, header.max);
+    if constexpr (kStore == Store::kAssign) destination[i] = value;
+    if constexpr (kStore == Store::kAdd) destination[i] += value;
+  }
+}
+
+BAGUA_MULTIVERSION void decode_block_assign(const uint8_t* bytes, size_t numel, float* destination) {
+  decode_block<Store::kAssign>(bytes, numel, destination);
+}
+
+BAGUA_MULTIVERSION void decode_block_add(const uint8_t* bytes, size_t numel, float* destination) {
+  decode_block<Store::kAdd>(bytes, numel, destination);
+}
+
+// Calls body(first element, elements, the block's bytes) for every block.
+template <typename Body>
+BAGUA_INLINE void for_each_block(size_t numel, Body body) {
+  for (size_t begin = 0; begin < numel; begin += kBlockNumel) {
+    const size_t count = numel - begin < kBlockNumel ? numel - begin : kBlockNumel;
+    body(begin, count, begin / kBlockNumel * (kBlockNumel + kHeaderBytes));
+  }
+}
+
+}  // namespace
+
+void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes,
+                         uint64_t* num_nonfinite_blocks) {
+  uint64_t num_nonfinite = 0;
+  if (dtype == DType::kF32) {
+    const float* values = static_cast<const float*>(source);
+    for_each_block(numel, [&](size_t begin, size_t count, size_t offset_bytes) {
+      num_nonfinite += !encode_block(values + begin, count, bytes + offset_bytes);
+    });
+  } else {
+    const unaligned_u16* halves = static_cast<const unaligned_u16*>(source);
+    const auto widen = dtype == DType::kF16 ? widen_f16 : widen_bf16;
+    alignas(64) float block[kBlockNumel];
+    for_each_block(numel, [&](size_t begin, size_t count, size_t offset_bytes) {
+      widen(halves + begin, block, count);
+      num_nonfinite += !encode_block(block, count, bytes + offset_bytes);
+    });
+  }
+  if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
+}
+
+void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination) {
+  if (dtype == DType::kF32) {
+    float* values = static_cast<float*>(destination);
+    for_each_block(numel, [&](size_t begin, size_t count, size_t offset_bytes) {
+      decode_block_assign(bytes + offset_bytes, count, values + begin);
+    });
+    return;
+  }
+  unaligned_u16* halves = static_cast<unaligned_u16*>(destination);
+  const auto narrow = dtype == DType::kF16 ? narrow_f16 : narrow_bf16;
+  alignas(64) float block[kBlockNumel];
+  for_each_block(numel, [&](size_t begin, size_t count, size_t offset_bytes) {
+    decode_block_assign(bytes + offset_bytes, count, block);
+    narrow(block, halves + begin, count);
+  });
+}
+
+void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator) {
+  for_each_block(numel, [&](size_t begin, size_t count, size_t offset_bytes) {
+    decode_block_add(bytes + offset_bytes, count, accumulator + begin);
+  });
+}
+
+}  // namespace bagua::kernels::cpu

@@ -1,0 +1,99 @@
+// The public kernels: check the arguments once for both backends, then call cpu:: for a CPU stream and
+// cuda:: for any other (backend.h). Nothing is computed here.
+#include <string>
+
+#include "csrc/common/error.h"
+#include "csrc/kernels/backend.h"
+#include "csrc/kernels/cast.h"
+#include "csrc/kernels/minmax_uint8.h"
+#include "csrc/kernels/reduce.h"
+#include "csrc/kernels/saturating_cast.h"
+
+namespace bagua::kernels {
+namespace {
+
+[[noreturn]] void reject(const std::string& message) { throw Error(ErrorKind::kInvalidArgument, message); }
+
+bool is_half(DType dtype) { return dtype == DType::kF16 || dtype == DType::kBF16; }
+
+void check_one_of(bool is_member, const char* kernel, const char* argument, DType dtype, const char* expected) {
+  if (is_member) return;
+  reject(std::string(kernel) + ": " + argument + " is " + std::string(dtype_name(dtype)) + ", expected one of " +
+         expected + "; convert the tensor first");
+}
+
+void check_codec_dtype(const char* kernel, DType dtype) {
+  check_one_of(dtype == DType::kF32 || is_half(dtype), kernel, "dtype", dtype, "float32, float16, bfloat16");
+}
+
+void check_defined(const char* kernel, ReduceOp op, DType dtype) {
+  if (is_defined(op, dtype)) return;
+  const char* advice = is_floating(dtype)      ? "use SUM, AVG, PRODUCT, MIN or MAX"
+                       : dtype == DType::kBool ? "use MIN, MAX, BAND, BOR or BXOR, or convert to an integer type"
+                                               : "use SUM and divide, or convert to a floating type";
+  reject(std::string(kernel) + ": " + std::string(reduce_op_name(op)) + " is not defined for " +
+         std::string(dtype_name(dtype)) + "; " + advice);
+}
+
+}  // namespace
+
+void reduce_into(ReduceOp op, DType dtype, void* acc, const void* source, size_t numel, Stream stream) {
+  check_defined("reduce_into", op, dtype);
+  if (stream.is_cpu()) return cpu::reduce_into(op, dtype, acc, source, numel);
+  cuda::reduce_into(op, dtype, acc, source, numel, stream);
+}
+
+void reduce_many(ReduceOp op, DType dtype, const void* const* sources, int num_sources, void* const* destinations,
+                 int num_destinations, size_t numel, Stream stream) {
+  check_defined("reduce_many", op, dtype);
+  if (num_sources < 1) reject("reduce_many: num_sources is " + std::to_string(num_sources) + ", expected 1 or more");
+  if (stream.is_cpu()) return cpu::reduce_many(op, dtype, sources, num_sources, destinations, num_destinations, numel);
+  cuda::reduce_many(op, dtype, sources, num_sources, destinations, num_destinations, numel, stream);
+}
+
+void scale(DType dtype, void* data, double factor, size_t numel, Stream stream) {
+  check_one_of(is_floating(dtype), "scale", "dtype", dtype, "float32, float64, float16, bfloat16");
+  if (stream.is_cpu()) return cpu::scale(dtype, data, factor, numel);
+  cuda::scale(dtype, data, factor, numel, stream);
+}
+
+void cast(DType from, const void* source, DType to, void* destination, size_t numel, Stream stream) {
+  check_one_of(is_floating(from), "cast", "from", from, "float32, float64, float16, bfloat16");
+  check_one_of(is_floating(to), "cast", "to", to, "float32, float64, float16, bfloat16");
+  if (stream.is_cpu()) return cpu::cast(from, source, to, destination, numel);
+  cuda::cast(from, source, to, destination, numel, stream);
+}
+
+void cast_add(DType from, const void* source, float* accumulator, size_t numel, Stream stream) {
+  check_one_of(from == DType::kF32 || is_half(from), "cast_add", "from", from, "float32, float16, bfloat16");
+  if (stream.is_cpu()) return cpu::cast_add(from, source, accumulator, numel);
+  cuda::cast_add(from, source, accumulator, numel, stream);
+}
+
+void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel, uint64_t* num_nonfinite,
+                     Stream stream) {
+  check_codec_dtype("saturating_cast", from);
+  check_one_of(is_half(to), "saturating_cast", "to", to, "float16, bfloat16");
+  if (stream.is_cpu()) return cpu::saturating_cast(from, source, to, destination, numel, num_nonfinite);
+  cuda::saturating_cast(from, source, to, destination, numel, num_nonfinite, stream);
+}
+
+void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
+                         Stream stream) {
+  check_codec_dtype("minmax_uint8_encode", dtype);
+  if (stream.is_cpu()) return cpu::minmax_uint8_encode(dtype, source, numel, bytes, num_nonfinite_blocks);
+  cuda::minmax_uint8_encode(dtype, source, numel, bytes, num_nonfinite_blocks, stream);
+}
+
+void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
+  check_codec_dtype("minmax_uint8_decode", dtype);
+  if (stream.is_cpu()) return cpu::minmax_uint8_decode(dtype, bytes, numel, destination);
+  cuda::minmax_uint8_decode(dtype, bytes, numel, destination, stream);
+}
+
+void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
+  if (stream.is_cpu()) return cpu::minmax_uint8_decode_add(bytes, numel, accumulator);
+  cuda::minmax_uint8_decode_add(bytes, numel, accumulator, stream);
+}
+
+}  // namespace bagua::kernels

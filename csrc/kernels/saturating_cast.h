@@ -1,0 +1,22 @@
+// Contract of the conversion that the 16-bit codecs use: as `cast`, but finite stays finite and whatever
+// is not finite becomes NaN, so that a receiver never mistakes one for the other.
+//
+// Rounds to nearest even; a finite value beyond the largest finite one of `to` becomes that one, with its
+// sign; NaN and Inf become the canonical quiet NaN (0x7e00 in f16, 0x7fc0 in bf16) and are counted. The
+// 16-bit side has any alignment, f32 is aligned to the element; no overlap; numel 0 is legal.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "csrc/common/dtype.h"
+#include "csrc/common/stream.h"
+
+namespace bagua::kernels {
+
+// from in {f32, f16, bf16}, to in {f16, bf16}. Unless `num_nonfinite` is null, adds to it the number of
+// elements that were NaN or Inf; it lives where the stream runs (device memory on CUDA).
+void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel, uint64_t* num_nonfinite,
+                     Stream stream);
+
+}  // namespace bagua::kernels

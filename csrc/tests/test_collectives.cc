@@ -1,0 +1,209 @@
+// The reducing collectives against double oracles: every algorithm, group size, type, operator and length.
+#include <gtest/gtest.h>
+
+#include "csrc/collectives/algorithms.h"
+#include "csrc/tests/test_collectives_values.h"
+#include "csrc/tests/test_world.h"
+
+namespace bagua::testing {
+namespace {
+
+using collectives::all_reduce;
+
+struct AllReduce {
+  const char* name;
+  void (*run)(Context&, void*, size_t, DType, ReduceOp);
+  bool for_halves;
+};
+
+void selected(Context& context, void* data, size_t numel, DType dtype, ReduceOp op) {
+  all_reduce(context, data, numel, dtype, op, nullptr);
+}
+
+const AllReduce kAllReduces[] = {
+    {"selected", selected, true},
+    {"recursive_doubling", collectives::recursive_doubling_all_reduce, true},
+    {"ring", collectives::ring_all_reduce, false},
+    {"two_shot", collectives::two_shot_all_reduce, true},
+    {"direct", collectives::direct_all_reduce, true},
+    {"staged", collectives::staged_all_reduce, true},
+};
+
+bool is_half(DType dtype) { return dtype == DType::kF16 || dtype == DType::kBF16; }
+
+// Checks elements first, first + stride, ... of `got`, which holds the reduction of elements offset... of the fixture.
+void check(const std::string& algorithm, const Case& c, const Bytes& got, size_t size, size_t offset, size_t first,
+           size_t stride) {
+  for (size_t i = first; i < c.numel; i += stride) {
+    const double want = expected(c.dtype, c.op, size, offset + i);
+    const double have = load(c.dtype, got, i);
+    if (std::fabs(have - want) <= tolerance(c.dtype, c.op) * std::fabs(want)) continue;
+    require(false, algorithm + ": " + name_of(c) + " over " + std::to_string(size) + " ranks: element " +
+                       std::to_string(i) + " is " + std::to_string(have) + ", expected " + std::to_string(want));
+  }
+}
+
+class Reductions : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Sizes, Reductions, ::testing::Values(1, 2, 3, 4, 5, 8));
+
+TEST_P(Reductions, AllReduceEqualsTheOracleOnEveryRank) {
+  const auto size = static_cast<size_t>(GetParam());
+  const std::vector<Case> cases = all_cases();
+  for (const AllReduce& algorithm : kAllReduces) {
+    if (size == 1 && algorithm.run != selected) continue;  // algorithms.h asks for two or more ranks
+    SCOPED_TRACE(algorithm.name);
+    std::vector<std::vector<uint64_t>> hashes(size, std::vector<uint64_t>(cases.size()));
+    run_world(GetParam(), [&](Context& context, int rank) {
+      const auto r = static_cast<size_t>(rank);
+      for (size_t n = 0; n < cases.size(); ++n) {
+        const Case& c = cases[n];
+        if (is_half(c.dtype) && !algorithm.for_halves) continue;
+        Bytes data = values(c.dtype, c.op, size, r, c.numel);
+        perform(operation(OperationKind::kAllReduce, c.dtype, c.numel, c.op),
+                [&] { algorithm.run(context, data.data(), c.numel, c.dtype, c.op); });
+        // Each rank checks its share; equal hashes make it everybody's.
+        check(algorithm.name, c, data, size, 0, r, size);
+        hashes[r][n] = hash_of(data);
+      }
+    });
+    for (size_t r = 1; r < size; ++r) {
+      for (size_t n = 0; n < cases.size(); ++n) {
+        EXPECT_EQ(hashes[0][n], hashes[r][n]) << name_of(cases[n]) << " rank " << r;
+      }
+    }
+  }
+}
+
+// Values whose sums round, zeros of both signs, infinities, and NaNs of different payloads.
+Bytes awkward_values(DType dtype, size_t rank, size_t numel) {
+  Bytes array(numel * item_bytes(dtype));
+  uint64_t state = 0x9e3779b97f4a7c15ull * (rank + 1);
+  for (uint8_t& byte : array) {
+    state = state * 6364136223846793005ull + 1442695040888963407ull;
+    byte = static_cast<uint8_t>(state >> 56);
+  }
+  for (size_t i = 0; i < numel; i += 7) store(dtype, array, i, 0.0);
+  for (size_t i = rank; i < numel; i += 7) array[(i + 1) * item_bytes(dtype) - 1] |= 0x80;
+  return array;
+}
+
+TEST_P(Reductions, AllReduceEndsBitEqualWhateverTheValues) {
+  const auto size = static_cast<size_t>(GetParam());
+  for (const AllReduce& algorithm : kAllReduces) {
+    if (size == 1 && algorithm.run != selected) continue;
+    SCOPED_TRACE(algorithm.name);
+    std::vector<std::vector<Bytes>> results(size);
+    run_world(GetParam(), [&](Context& context, int rank) {
+      for (const DType dtype : {DType::kF32, DType::kF64, DType::kF16, DType::kBF16}) {
+        for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax}) {
+          for (const size_t numel : {size_t{1}, size_t{1025}, size_t{20011}}) {
+            Bytes data = awkward_values(dtype, static_cast<size_t>(rank), numel);
+            perform(operation(OperationKind::kAllReduce, dtype, numel, op),
+                    [&] { algorithm.run(context, data.data(), numel, dtype, op); });
+            results[static_cast<size_t>(rank)].push_back(std::move(data));
+          }
+        }
+      }
+    });
+    for (size_t r = 1; r < size; ++r) EXPECT_TRUE(results[0] == results[r]) << "rank " << r;
+  }
+}
+
+struct ReduceScatter {
+  const char* name;
+  void (*run)(Context&, const void*, void*, size_t, DType, ReduceOp);
+  bool for_halves;
+};
+
+void direct(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op) {
+  require(collectives::direct_reduce_scatter(context, input, output, numel, dtype, op), "local memory is shared");
+}
+
+const ReduceScatter kReduceScatters[] = {
+    {"selected", collectives::reduce_scatter, true},
+    {"stripes", collectives::stripes_reduce_scatter, true},
+    {"ring", collectives::ring_reduce_scatter, false},
+    {"direct", direct, true},
+};
+
+TEST_P(Reductions, ReduceScatterEqualsTheOracle) {
+  const auto size = static_cast<size_t>(GetParam());
+  for (const ReduceScatter& algorithm : kReduceScatters) {
+    if (size == 1 && algorithm.run != collectives::reduce_scatter) continue;
+    SCOPED_TRACE(algorithm.name);
+    run_world(GetParam(), [&](Context& context, int rank) {
+      const auto r = static_cast<size_t>(rank);
+      for (Case c : all_cases()) {
+        if (is_half(c.dtype) && !algorithm.for_halves) continue;
+        if (c.numel > 2000) c.numel = c.numel / size + 1;  // the input is `size` times as large
+        const Bytes input = values(c.dtype, c.op, size, r, size * c.numel);
+        const Bytes before = input;
+        Bytes output(c.numel * item_bytes(c.dtype));
+        perform(operation(OperationKind::kReduceScatter, c.dtype, c.numel, c.op),
+                [&] { algorithm.run(context, input.data(), output.data(), c.numel, c.dtype, c.op); });
+        check(algorithm.name, c, output, size, r * c.numel, 0, c.numel > 2000 ? 3 : 1);
+        require(input == before, "the input has changed");
+      }
+    });
+  }
+}
+
+TEST_P(Reductions, ReduceEqualsTheOracleAtTheRootAndLeavesTheOthersAlone) {
+  const auto size = static_cast<size_t>(GetParam());
+  for (const auto run : {collectives::reduce, collectives::tree_reduce, collectives::stripes_reduce}) {
+    if (size == 1 && run != collectives::reduce) continue;
+    run_world(GetParam(), [&](Context& context, int rank) {
+      const auto r = static_cast<size_t>(rank);
+      int root = 0;
+      for (const Case& c : all_cases()) {
+        root = (root + 1) % static_cast<int>(size);
+        const Bytes before = values(c.dtype, c.op, size, r, c.numel);
+        Bytes data = before;
+        perform(operation(OperationKind::kReduce, c.dtype, c.numel, c.op, root),
+                [&] { run(context, data.data(), c.numel, c.dtype, c.op, root); });
+        if (rank == root) check("reduce", c, data, size, 0, 0, c.numel > 2000 ? 3 : 1);
+        require(rank == root || data == before, "data of a rank other than the root has changed");
+      }
+    });
+  }
+}
+
+TEST(Reductions, WhatIsNotDefinedIsRefusedByName) {
+  run_world(2, [](Context& context, int) {
+    int64_t data[4] = {};
+    const auto refuses = [&](auto call, const std::string& what) {
+      try {
+        call();
+      } catch (const Error& error) {
+        require(error.kind() == ErrorKind::kInvalidArgument, "wrong kind");
+        require(std::string(error.what()).find(what) != std::string::npos, error.what());
+        return;
+      }
+      require(false, "not refused: " + what);
+    };
+    using namespace collectives;
+    refuses([&] { all_reduce(context, data, 4, DType::kI64, ReduceOp::kAvg, nullptr); },
+            "all_reduce: AVG is not defined for int64");
+    refuses([&] { reduce(context, data, 4, DType::kBool, ReduceOp::kSum, 0); }, "reduce: SUM is not defined for bool");
+    refuses([&] { reduce_scatter(context, data, data, 1, DType::kF32, ReduceOp::kBand); },
+            "reduce_scatter: BAND is not defined for float32");
+  });
+}
+
+TEST(Reductions, NothingIsAllocatedInTheWorkspaceAfterTheFirstTime) {
+  run_world(3, [](Context& context, int) {
+    for (const AllReduce& algorithm : kAllReduces) {
+      size_t after_first = 0;
+      for (int i = 0; i < 3; ++i) {
+        std::vector<float> data(300000, 1.0f);
+        perform(operation(OperationKind::kAllReduce, DType::kF32, data.size()),
+                [&] { algorithm.run(context, data.data(), data.size(), DType::kF32, ReduceOp::kSum); });
+        if (i == 0) after_first = context.workspace.total_bytes();
+        require(context.workspace.total_bytes() == after_first, algorithm.name);
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace bagua::testing

@@ -1,0 +1,95 @@
+// Cutting and choosing: pieces and chunks cover everything once, in bounds, and what is chosen is legal.
+#include <gtest/gtest.h>
+
+#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/selector.h"
+
+namespace bagua::collectives {
+namespace {
+
+const size_t kNumels[] = {0, 1, 2, 7, 31, 64, 1023, 1025, 4096, (1 << 16) + 1, 1 << 20, size_t{3} << 32};
+
+TEST(Pieces, CoverEverythingOnceCutAtTheGranule) {
+  for (const size_t numel : kNumels) {
+    for (const size_t count : {1, 2, 3, 5, 8, 1000}) {
+      for (const size_t granule : {1, 16, 2048}) {
+        size_t next = 0;
+        for (size_t i = 0; i < count; ++i) {
+          const Piece piece = piece_of(numel, count, i, granule);
+          EXPECT_EQ(piece.begin, next);
+          EXPECT_TRUE(piece.begin % granule == 0 || piece.begin == numel);
+          EXPECT_LE(piece.numel, piece_of(numel, count, 0, granule).numel);
+          next += piece.numel;
+        }
+        EXPECT_EQ(next, numel);
+      }
+    }
+  }
+}
+
+TEST(Pieces, ChunksCoverAPieceOnce) {
+  for (const size_t numel : kNumels) {
+    for (const int size : {2, 3, 8, 100}) {
+      for (const Chunks chunks :
+           {ring_chunks(numel, 4), ring_chunks(numel, 1), stripe_chunks(numel, 2, size),
+            codec_chunks(numel, 2048, size), staged_chunks(numel, 8, size), chain_chunks(numel)}) {
+        EXPECT_GE(chunks.numel * chunks.count, numel);
+        EXPECT_TRUE(numel == 0 || chunks.numel * (chunks.count - 1) < numel);
+        EXPECT_EQ(chunks.count == 0, numel == 0);
+        const Piece last = chunk_of({10, numel}, chunks.numel, chunks.count == 0 ? 0 : chunks.count - 1);
+        EXPECT_EQ(last.begin + last.numel, 10 + numel);
+        EXPECT_EQ(chunk_of({10, numel}, chunks.numel, chunks.count).numel, 0u);
+      }
+    }
+  }
+}
+
+TEST(Pieces, ChunksKeepTheirBounds) {
+  for (const size_t numel : kNumels) {
+    for (const int size : {2, 3, 8, 100}) {
+      EXPECT_EQ(codec_chunks(numel, 2048, size).numel % 2048, 0u);
+      EXPECT_LE(staged_chunks(numel, 4, size).numel * 4, kMaxStagedChunkBytes);
+      EXPECT_LE(staged_chunks(numel, 1, size).numel, kMaxStagedChunkBytes);
+    }
+  }
+}
+
+TEST(Selector, HalvesNeverTakeTheRing) {
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    for (const size_t bytes : kNumels) {
+      for (const int size : {2, 3, 64}) {
+        EXPECT_NE(select_all_reduce(bytes, dtype, size, false), AllReduceAlgorithm::kRing);
+        EXPECT_NE(select_reduce_scatter(bytes, dtype, size, false), ReduceScatterAlgorithm::kRing);
+      }
+    }
+  }
+}
+
+TEST(Selector, DirectNeedsSharedMemoryAndTheQuestionHasBeenAsked) {
+  for (const size_t bytes : kNumels) {
+    for (const int size : {2, 3, 64}) {
+      EXPECT_NE(select_all_reduce(bytes, DType::kF32, size, false), AllReduceAlgorithm::kDirect);
+      EXPECT_NE(select_reduce_scatter(bytes, DType::kF32, size, false), ReduceScatterAlgorithm::kDirect);
+      EXPECT_NE(select_all_gather(bytes, size, false), AllGatherAlgorithm::kDirect);
+      EXPECT_NE(select_broadcast(bytes, size, false), BroadcastAlgorithm::kDirect);
+      if (asks_for_shared_memory(bytes)) continue;
+      EXPECT_NE(select_all_reduce(bytes, DType::kF32, size, true), AllReduceAlgorithm::kDirect);
+      EXPECT_NE(select_reduce_scatter(bytes, DType::kF32, size, true), ReduceScatterAlgorithm::kDirect);
+      EXPECT_NE(select_all_gather(bytes, size, true), AllGatherAlgorithm::kDirect);
+      EXPECT_NE(select_broadcast(bytes, size, true), BroadcastAlgorithm::kDirect);
+    }
+  }
+}
+
+TEST(Selector, LargeTensorsUseSharedMemoryWhereThereIsSome) {
+  const size_t bytes = 100 << 20;
+  EXPECT_EQ(select_all_reduce(bytes, DType::kF32, 2, true), AllReduceAlgorithm::kDirect);
+  EXPECT_EQ(select_all_reduce(bytes, DType::kF32, 4, false), AllReduceAlgorithm::kRing);
+  EXPECT_EQ(select_all_reduce(bytes, DType::kF16, 4, false), AllReduceAlgorithm::kTwoShot);
+  EXPECT_EQ(select_all_reduce(64, DType::kF32, 4, true), AllReduceAlgorithm::kRecursiveDoubling);
+  EXPECT_EQ(select_broadcast(bytes, 4, false), BroadcastAlgorithm::kChain);
+  EXPECT_EQ(select_reduce(bytes, 4), ReduceAlgorithm::kStripes);
+}
+
+}  // namespace
+}  // namespace bagua::collectives

@@ -1,0 +1,130 @@
+// The CPU kernels compiled once more for one pinned instruction set, compared bit for bit with the ones
+// that the loader chose. Each test_kernels_clone_*.cc defines BAGUA_MULTIVERSION, gives the namespace
+// cpu another name, and includes this file: so every clone runs on one machine, and an FMA in one of them
+// (a missing -ffp-contract=off) or a form that rounds differently is found.
+#pragma once
+
+#if !defined(BAGUA_MULTIVERSION) || !defined(cpu) || !defined(BAGUA_CLONE)
+#error "define BAGUA_MULTIVERSION, cpu and BAGUA_CLONE first"
+#endif
+
+#include "csrc/kernels/cast.h"
+#include "csrc/kernels/cpu/cast.cc"
+#include "csrc/kernels/cpu/half.cc"
+#include "csrc/kernels/cpu/minmax_uint8.cc"
+#include "csrc/kernels/cpu/reduce.cc"
+#include "csrc/kernels/cpu/saturating_cast.cc"
+#include "csrc/tests/test_kernels_oracle.h"
+
+namespace bagua::testing {
+
+inline bool machine_runs_clone() {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+  return std::string(BAGUA_CLONE) == "baseline" ||
+         (std::string(BAGUA_CLONE) == "v3" ? __builtin_cpu_supports("x86-64-v3") : __builtin_cpu_supports("x86-64-v4"));
+#else
+  return std::string(BAGUA_CLONE) == "baseline";
+#endif
+}
+
+#define BAGUA_SKIP_IF_CLONE_CANNOT_RUN() \
+  if (!machine_runs_clone()) GTEST_SKIP() << "this CPU has no " BAGUA_CLONE
+
+constexpr size_t kCloneNumel = 3 * 2048 + 33;  // full blocks and a tail that no vector fits
+
+// Any bit pattern but NaN, whose payload after an addition may be either operand's.
+inline void fill_bits(DType dtype, uint8_t* data, size_t numel, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  for (size_t i = 0; i < numel; ++i) {
+    do store_integer(dtype, data, i, static_cast<int64_t>(random() & (dtype == DType::kBool ? 1 : ~uint64_t{0})));
+    while (is_floating(dtype) && std::isnan(load_real(dtype, data, i)));
+  }
+}
+
+// Results may be NaN (Inf - Inf): then both are.
+inline void expect_same(DType dtype, Array& got, Array& expected, const std::string& what) {
+  const size_t numel = got.size_bytes() / item_bytes(dtype);
+  for (size_t i = 0; i < numel; ++i) {
+    const size_t at = i * item_bytes(dtype);
+    if (is_floating(dtype) && std::isnan(load_real(dtype, got.data(), i)) &&
+        std::isnan(load_real(dtype, expected.data(), i))) {
+      continue;
+    }
+    ASSERT_TRUE(same_bits(got.data() + at, expected.data() + at, item_bytes(dtype))) << what << " at " << i;
+  }
+}
+
+TEST(BAGUA_CLONE_SUITE, Reduce) {
+  BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
+  for (int t = 0; t < kNumDTypes; ++t) {
+    for (int o = 0; o < kNumReduceOps; ++o) {
+      const DType dtype = static_cast<DType>(t);
+      const ReduceOp op = static_cast<ReduceOp>(o);
+      if (!is_defined(op, dtype)) continue;
+      const size_t num_bytes = kCloneNumel * item_bytes(dtype);
+      Array a(num_bytes, 0), b(num_bytes, 0), c(num_bytes, 0), got(num_bytes, 0), expected(num_bytes, 0);
+      fill_bits(dtype, a.data(), kCloneNumel, 1);
+      fill_bits(dtype, b.data(), kCloneNumel, 2);
+      fill_bits(dtype, c.data(), kCloneNumel, 3);
+      const void* sources[] = {a.data(), b.data(), c.data()};
+      void* out[] = {got.data()};
+      void* reference[] = {expected.data()};
+      for (int num_sources : {2, 3}) {
+        kernels::cpu::reduce_many(op, dtype, sources, num_sources, out, 1, kCloneNumel);
+        kernels::reduce_many(op, dtype, sources, num_sources, reference, 1, kCloneNumel, Stream{});
+        expect_same(dtype, got, expected, std::string(reduce_op_name(op)) + " " + std::string(dtype_name(dtype)));
+      }
+      if (!is_floating(dtype)) continue;
+      kernels::cpu::scale(dtype, got.data(), 0.7, kCloneNumel);
+      kernels::scale(dtype, expected.data(), 0.7, kCloneNumel, Stream{});
+      expect_same(dtype, got, expected, "scale " + std::string(dtype_name(dtype)));
+    }
+  }
+}
+
+TEST(BAGUA_CLONE_SUITE, Cast) {
+  BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
+  for (int from = 0; from < 4; ++from) {
+    for (int to = 0; to < 4; ++to) {
+      const DType source_type = static_cast<DType>(from), type = static_cast<DType>(to);
+      Array source(65536 * item_bytes(source_type), 0);
+      Array got(65536 * item_bytes(type), 0), expected(65536 * item_bytes(type), 0);
+      std::mt19937_64 random(4);
+      for (size_t i = 0; i < 65536; ++i) {
+        store_integer(source_type, source.data(), i, static_cast<int64_t>(item_bytes(source_type) == 2 ? i : random()));
+      }
+      kernels::cpu::cast(source_type, source.data(), type, got.data(), 65536);
+      kernels::cast(source_type, source.data(), type, expected.data(), 65536, Stream{});
+      EXPECT_TRUE(same_bits(got.data(), expected.data(), got.size_bytes())) << from << " to " << to;
+      if (source_type == DType::kF64 || item_bytes(type) != 2) continue;
+      uint64_t num_nonfinite = 0, expected_num_nonfinite = 0;
+      kernels::cpu::saturating_cast(source_type, source.data(), type, got.data(), 65536, &num_nonfinite);
+      kernels::saturating_cast(source_type, source.data(), type, expected.data(), 65536, &expected_num_nonfinite,
+                               Stream{});
+      EXPECT_TRUE(same_bits(got.data(), expected.data(), got.size_bytes())) << from << " saturating to " << to;
+      EXPECT_EQ(num_nonfinite, expected_num_nonfinite);
+    }
+  }
+}
+
+TEST(BAGUA_CLONE_SUITE, MinmaxUint8) {
+  BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
+  constexpr size_t kNumBytes = kernels::minmax_uint8_wire_bytes(kCloneNumel);
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    Array source(kCloneNumel * 4, 0), got(kNumBytes, 1), expected(kNumBytes, 0);
+    fill_random(DType::kF32, source.data(), kCloneNumel, seed);
+    if (seed % 3 == 1) kernels::scale(DType::kF32, source.data(), 1e-41, kCloneNumel, Stream{});
+    if (seed % 3 == 2) kernels::scale(DType::kF32, source.data(), 1e36, kCloneNumel, Stream{});
+    kernels::cpu::minmax_uint8_encode(DType::kF32, source.data(), kCloneNumel, got.data(), nullptr);
+    kernels::minmax_uint8_encode(DType::kF32, source.data(), kCloneNumel, expected.data(), nullptr, Stream{});
+    ASSERT_TRUE(same_bits(got.data(), expected.data(), kNumBytes)) << "seed " << seed;
+    Array sum(kCloneNumel * 4, 0), expected_sum(kCloneNumel * 4, 0);
+    sum.assign(source);
+    expected_sum.assign(source);
+    kernels::cpu::minmax_uint8_decode_add(got.data(), kCloneNumel, sum.as<float>());
+    kernels::minmax_uint8_decode_add(expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
+    ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << "seed " << seed;
+  }
+}
+
+}  // namespace bagua::testing

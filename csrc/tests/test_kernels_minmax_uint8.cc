@@ -1,0 +1,274 @@
+// The min-max quantiser: bit for bit against the formula of its header written as a scalar loop, codes and
+// error against f64 arithmetic on real numbers, and the blocks that broke others: constant, tiny,
+// subnormal, huge, NaN, Inf, -0.0.
+#include "csrc/kernels/minmax_uint8.h"
+
+#include <algorithm>
+
+#include "csrc/kernels/cast.h"
+#include "csrc/tests/test_kernels_oracle.h"
+
+namespace bagua {
+namespace {
+
+using kernels::kMinmaxUint8BlockNumel;
+using kernels::minmax_uint8_wire_bytes;
+using testing::Array;
+using testing::fill_random;
+using testing::kLargeSize;
+using testing::kSmallSizes;
+using testing::load_real;
+using testing::same_bits;
+using testing::store_real;
+
+constexpr Stream kCpu{};
+constexpr size_t kHeaderBytes = kernels::kMinmaxUint8HeaderBytes;
+
+struct Bounds {
+  float min, max;
+};
+
+float scale_of(double range) { return range > 0 && range < 0x1p-100 ? 0x1p100f : range >= 0x1p126 ? 0x1p-4f : 1.0f; }
+
+bool less_with_signed_zero(float a, float b) { return a < b || (a == b && std::signbit(a) && !std::signbit(b)); }
+
+// One block by the formula of the header; appends to `bytes`.
+void encode_block(const float* values, size_t numel, std::vector<uint8_t>& bytes) {
+  const bool finite = std::all_of(values, values + numel, [](float value) { return std::isfinite(value); });
+  Bounds bounds{std::bit_cast<float>(0x7fc00000u), std::bit_cast<float>(0x7fc00000u)};
+  if (finite) {
+    bounds = {*std::min_element(values, values + numel, less_with_signed_zero),
+              *std::max_element(values, values + numel, less_with_signed_zero)};
+  }
+  bytes.resize(bytes.size() + kHeaderBytes);
+  std::memcpy(bytes.data() + bytes.size() - kHeaderBytes, &bounds, kHeaderBytes);
+  const double range = static_cast<double>(bounds.max) - static_cast<double>(bounds.min);
+  const float s = scale_of(range);
+  const float inverse_step = static_cast<float>(255.0 / (range * static_cast<double>(s)));
+  for (size_t i = 0; i < numel; ++i) {
+    const float position = (values[i] * s - bounds.min * s) * inverse_step;
+    const bool has_steps = finite && range > 0;
+    bytes.push_back(has_steps ? static_cast<uint8_t>(std::fmin(255.0f, std::nearbyint(position))) : 0);
+  }
+}
+
+std::vector<uint8_t> encode_oracle(const std::vector<float>& values) {
+  std::vector<uint8_t> bytes;
+  for (size_t begin = 0; begin < values.size(); begin += kMinmaxUint8BlockNumel) {
+    encode_block(values.data() + begin, std::min(kMinmaxUint8BlockNumel, values.size() - begin), bytes);
+  }
+  return bytes;
+}
+
+std::vector<float> decode_oracle(const std::vector<uint8_t>& bytes, size_t numel) {
+  std::vector<float> values;
+  for (size_t i = 0; i < numel; ++i) {
+    const size_t block = i / kMinmaxUint8BlockNumel;
+    const uint8_t* header = bytes.data() + block * (kMinmaxUint8BlockNumel + kHeaderBytes);
+    Bounds bounds;
+    std::memcpy(&bounds, header, kHeaderBytes);
+    const uint8_t code = header[kHeaderBytes + i % kMinmaxUint8BlockNumel];
+    const double range = static_cast<double>(bounds.max) - static_cast<double>(bounds.min);
+    const float s = scale_of(range);
+    const float step = static_cast<float>(range * static_cast<double>(s) / 255.0);
+    const float value = (bounds.min * s + static_cast<float>(code) * step) / s;
+    values.push_back(bounds.min == bounds.max ? bounds.min : code == 255 ? bounds.max : value);
+  }
+  return values;
+}
+
+std::vector<float> random_values(size_t numel, uint64_t seed) {
+  std::vector<float> values(numel);
+  fill_random(DType::kF32, values.data(), numel, seed);
+  return values;
+}
+
+// Encodes and decodes at the given misalignments; checks bytes and values against the scalar formula.
+std::vector<float> check_round_trip(const std::vector<float>& values, size_t byte_skew = 0, size_t float_skew = 0,
+                                    uint64_t expected_nonfinite_blocks = 0) {
+  const size_t numel = values.size(), num_bytes = minmax_uint8_wire_bytes(numel);
+  Array source(numel * 4, 4 * float_skew), wire(num_bytes, byte_skew), decoded(numel * 4, 4 * float_skew);
+  if (numel > 0) std::memcpy(source.data(), values.data(), numel * 4);
+  uint64_t num_nonfinite_blocks = 0;
+  kernels::minmax_uint8_encode(DType::kF32, source.data(), numel, wire.data(), &num_nonfinite_blocks, kCpu);
+  EXPECT_EQ(num_nonfinite_blocks, expected_nonfinite_blocks);
+  const std::vector<uint8_t> expected = encode_oracle(values);
+  EXPECT_EQ(expected.size(), num_bytes);
+  EXPECT_TRUE(same_bits(wire.data(), expected.data(), num_bytes));
+  wire.expect_canary();
+
+  kernels::minmax_uint8_decode(DType::kF32, wire.data(), numel, decoded.data(), kCpu);
+  decoded.expect_canary();
+  const std::vector<float> expected_values = decode_oracle(expected, numel);
+  std::vector<float> result(decoded.as<float>(), decoded.as<float>() + numel);
+  EXPECT_TRUE(same_bits(result.data(), expected_values.data(), numel * 4));
+
+  Array accumulator(numel * 4, 4 * float_skew);
+  fill_random(DType::kF32, accumulator.data(), numel, 20);
+  std::vector<float> expected_sum(accumulator.as<float>(), accumulator.as<float>() + numel);
+  for (size_t i = 0; i < numel; ++i) expected_sum[i] += expected_values[i];
+  kernels::minmax_uint8_decode_add(wire.data(), numel, accumulator.as<float>(), kCpu);
+  EXPECT_TRUE(same_bits(accumulator.data(), expected_sum.data(), numel * 4));
+  accumulator.expect_canary();
+  return result;
+}
+
+// |x - decoded| <= (max - min) / 510 per block, plus rounding: of the position (255 * 2^-22 of a step) and
+// of the decoded value (its last place).
+void expect_bound(const std::vector<float>& values, const std::vector<float>& decoded) {
+  for (size_t begin = 0; begin < values.size(); begin += kMinmaxUint8BlockNumel) {
+    const size_t end = std::min(values.size(), begin + kMinmaxUint8BlockNumel);
+    const auto [low, high] = std::minmax_element(values.begin() + static_cast<ptrdiff_t>(begin),
+                                                 values.begin() + static_cast<ptrdiff_t>(end));
+    const double range = static_cast<double>(*high) - static_cast<double>(*low);
+    const double largest = std::max(std::fabs(static_cast<double>(*low)), std::fabs(static_cast<double>(*high)));
+    const double bound = range / 510 * (1 + 1e-4) + std::max(largest * 0x1p-23, 0x1p-149);
+    for (size_t i = begin; i < end; ++i) {
+      const double error = std::fabs(static_cast<double>(values[i]) - static_cast<double>(decoded[i]));
+      ASSERT_LE(error, bound) << i << " " << values[i] << " " << decoded[i];
+      ASSERT_TRUE(std::isfinite(decoded[i]));
+      const bool is_end = values[i] == *low || values[i] == *high;
+      const bool may_lose_bits = range >= 0x1p126 && std::fabs(values[i]) < 0x1p-122;  // see the header
+      ASSERT_TRUE(!is_end || values[i] == decoded[i] || may_lose_bits) << values[i] << " is an end and must be exact";
+    }
+  }
+}
+
+TEST(MinmaxUint8, EverySizeAndAlignment) {
+  for (size_t numel : kSmallSizes) {
+    for (size_t byte_skew : {0, 1, 2, 3, 7}) {
+      for (size_t float_skew : {0, 1, 3}) {
+        const std::vector<float> values = random_values(numel, numel);
+        expect_bound(values, check_round_trip(values, byte_skew, float_skew));
+      }
+    }
+  }
+  const std::vector<float> values = random_values(kLargeSize, 21);
+  expect_bound(values, check_round_trip(values, 1, 1));
+}
+
+// The code is the nearest even integer of the real position; f32 arithmetic may decide otherwise only
+// within its rounding error of a tie.
+TEST(MinmaxUint8, CodesEqualRealArithmetic) {
+  const std::vector<float> values = random_values(100 * kMinmaxUint8BlockNumel, 22);
+  const std::vector<uint8_t> bytes = encode_oracle(values);
+  for (size_t begin = 0; begin < values.size(); begin += kMinmaxUint8BlockNumel) {
+    const float* block = values.data() + begin;
+    const size_t header_bytes = (begin / kMinmaxUint8BlockNumel + 1) * kHeaderBytes;  // up to and with this block's
+    const uint8_t* codes = bytes.data() + begin + header_bytes;
+    const double low = *std::min_element(block, block + kMinmaxUint8BlockNumel);
+    const double high = *std::max_element(block, block + kMinmaxUint8BlockNumel);
+    for (size_t i = 0; i < kMinmaxUint8BlockNumel; ++i) {
+      const double position = (block[i] - low) / (high - low) * 255;
+      ASSERT_LE(std::fabs(position - codes[i]), 0.5 + 1e-4);
+    }
+  }
+}
+
+// Codes 0..255 of exact steps come back as themselves: all 256 levels are used, none wraps.
+TEST(MinmaxUint8, UsesAllLevelsAtEveryMagnitude) {
+  for (int exponent = -149; exponent <= 119; ++exponent) {
+    std::vector<float> values(256);
+    for (int i = 0; i < 256; ++i) values[static_cast<size_t>(i)] = std::ldexp(static_cast<float>(i), exponent);
+    EXPECT_EQ(check_round_trip(values), values) << exponent;
+    std::vector<uint8_t> bytes(minmax_uint8_wire_bytes(256));
+    kernels::minmax_uint8_encode(DType::kF32, values.data(), 256, bytes.data(), nullptr, kCpu);
+    for (size_t i = 0; i < 256; ++i) ASSERT_EQ(bytes[kHeaderBytes + i], i);
+  }
+}
+
+TEST(MinmaxUint8, ConstantBlocksAreExact) {
+  constexpr float kMax = std::numeric_limits<float>::max();
+  for (float value : {0.0f, -0.0f, 1.0f, -3.3f, 1e-30f, 0x1p-149f, -0x1p-149f, 0x1p-126f, kMax, -kMax}) {
+    const std::vector<float> values(2500, value);
+    EXPECT_TRUE(same_bits(check_round_trip(values).data(), values.data(), 4 * values.size())) << value;
+  }
+}
+
+TEST(MinmaxUint8, TinySubnormalAndHugeRanges) {
+  constexpr float kMax = std::numeric_limits<float>::max();
+  const Bounds cases[] = {{0.0f, 1e-30f},    {-1e-30f, 1e-30f},       {1.0f, 1.0000001f},   {1.0f, 1.0000005f},
+                          {0.0f, 0x1p-149f}, {-0x1p-149f, 0.0f},      {0.0f, 0x1p-140f},    {0x1p-126f, 0x1.1p-126f},
+                          {-3e38f, 3e38f},   {-kMax, kMax},           {0.0f, kMax},         {-kMax, 0.0f},
+                          {kMax / 2, kMax},  {0x1p-101f, 0x1p-100f},  {0.0f, 0x1p-100f},    {0.0f, 0x1.fffffep-101f},
+                          {0.0f, 0x1p126f},  {0.0f, 0x1.fffffep125f}, {1e30f, 1.00001e30f}, {-1e-44f, 1e38f}};
+  std::mt19937 random(23);
+  std::uniform_real_distribution<double> uniform(0, 1);
+  for (const Bounds& bounds : cases) {
+    SCOPED_TRACE(std::to_string(bounds.min) + " " + std::to_string(bounds.max));
+    std::vector<float> values(2048 + 77);
+    for (float& value : values) {
+      const double t = uniform(random);
+      value = static_cast<float>(bounds.min * (1 - t) + bounds.max * t);
+    }
+    values[5] = values[2050] = bounds.min;
+    values[9] = values[2060] = bounds.max;
+    expect_bound(values, check_round_trip(values, 1, 1));
+  }
+}
+
+// Random bit patterns, a finite block each: magnitudes from 1e-45 to 3e38 beside each other.
+TEST(MinmaxUint8, RandomBitPatterns) {
+  std::mt19937 random(24);
+  for (int round = 0; round < 50; ++round) {
+    std::vector<float> values(1 + random() % 3000);
+    const uint32_t mask = round % 2 ? 0xffffffffu : 0x80ffffffu;  // half of the rounds are all subnormal or close
+    for (float& value : values) {
+      do value = std::bit_cast<float>(static_cast<uint32_t>(random()) & mask);
+      while (!std::isfinite(value));
+    }
+    expect_bound(values, check_round_trip(values, static_cast<size_t>(round) % 5, 0));
+  }
+}
+
+TEST(MinmaxUint8, NanAndInfMarkTheirBlockOnly) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  const float specials[] = {std::nanf(""), -std::nanf(""), std::bit_cast<float>(0x7f800001u), kInf, -kInf};
+  for (float special : specials) {
+    for (size_t at : {0, 1, 2047, 2048, 4095, 4096, 4999}) {
+      std::vector<float> values = random_values(5000, 25);
+      const std::vector<float> clean = values;
+      values[at] = special;
+      const size_t numel = values.size();
+      std::vector<uint8_t> bytes(minmax_uint8_wire_bytes(numel));
+      uint64_t num_nonfinite_blocks = 0;
+      kernels::minmax_uint8_encode(DType::kF32, values.data(), numel, bytes.data(), &num_nonfinite_blocks, kCpu);
+      EXPECT_EQ(num_nonfinite_blocks, 1u);
+      EXPECT_EQ(bytes, encode_oracle(values));
+      std::vector<float> decoded(numel), sum(numel, 1.0f);
+      kernels::minmax_uint8_decode(DType::kF32, bytes.data(), numel, decoded.data(), kCpu);
+      kernels::minmax_uint8_decode_add(bytes.data(), numel, sum.data(), kCpu);
+      const std::vector<float> expected = decode_oracle(encode_oracle(clean), numel);
+      for (size_t i = 0; i < numel; ++i) {
+        const bool marked = i / kMinmaxUint8BlockNumel == at / kMinmaxUint8BlockNumel;
+        ASSERT_EQ(std::isnan(decoded[i]), marked);
+        ASSERT_EQ(std::isnan(sum[i]), marked);
+        ASSERT_TRUE(marked || decoded[i] == expected[i]);
+      }
+    }
+  }
+}
+
+TEST(MinmaxUint8, HalvesAreTheirF32ValuesAndRoundOnce) {
+  for (DType dtype : {DType::kF16, DType::kBF16}) {
+    for (size_t numel : kSmallSizes) {
+      Array source(numel * 2, 1), decoded(numel * 2, 3);
+      fill_random(dtype, source.data(), numel, 26);
+      std::vector<float> wide(numel);
+      kernels::cast(dtype, source.data(), DType::kF32, wide.data(), numel, kCpu);
+      const std::vector<uint8_t> expected = encode_oracle(wide);
+      std::vector<uint8_t> bytes(expected.size());
+      kernels::minmax_uint8_encode(dtype, source.data(), numel, bytes.data(), nullptr, kCpu);
+      EXPECT_EQ(bytes, expected);
+      const std::vector<float> values = decode_oracle(expected, numel);
+      std::vector<uint16_t> expected_halves(numel);
+      for (size_t i = 0; i < numel; ++i) store_real(dtype, expected_halves.data(), i, values[i]);
+      kernels::minmax_uint8_decode(dtype, bytes.data(), numel, decoded.data(), kCpu);
+      EXPECT_TRUE(same_bits(decoded.data(), expected_halves.data(), numel * 2));
+      decoded.expect_canary();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace bagua

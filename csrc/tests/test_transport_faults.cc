@@ -1,0 +1,281 @@
+// What a waiting rank is told: departures with and without a goodbye, deadlines with the culprit's name, first
+// causes of others, interrupts.
+#include "csrc/tests/test_transport_pairs.h"
+
+namespace bagua::testing {
+namespace {
+
+class Faults : public ::testing::TestWithParam<Kind> {};
+
+INSTANTIATE_TEST_SUITE_P(Transports, Faults, ::testing::Values(kShm, kTcp), kind_name);
+
+double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+// What rank `rank` is told when it receives from `peer` within `timeout`.
+std::optional<Error> error_of_recv(Mesh& mesh, int peer, Clock::duration timeout, uint32_t sequence = 1) {
+  return error_of([&] {
+    uint8_t byte;
+    mesh.begin(stamp(sequence), Deadline::after(timeout));
+    mesh.recv(peer, &byte, 1);
+  });
+}
+
+TEST_P(Faults, APeerThatLeavesIsNamedAtOnce) {
+  auto meshes = make_meshes(2, GetParam());
+  std::thread leaver([&] {
+    std::this_thread::sleep_for(50ms);
+    meshes[1]->close();
+  });
+  const auto begin = Clock::now();
+  const auto error = error_of_recv(*meshes[0], 1, 30s);
+  leaver.join();
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->kind(), ErrorKind::kTransport);
+  EXPECT_EQ(error->rank(), 1);
+  EXPECT_CONTAINS(std::string(error->what()),
+                  "rank 1 left the group 'test' while this rank waits for it in all_reduce #1");
+  EXPECT_LT(seconds_since(begin), 5);
+}
+
+TEST_P(Faults, ADeadPeerIsNamedAtOnce) {
+  auto meshes = make_meshes(2, GetParam());
+  std::thread killer([&] {
+    std::this_thread::sleep_for(50ms);
+    meshes[1].reset();  // its sockets close, and nobody has said goodbye
+  });
+  const auto begin = Clock::now();
+  const auto error = error_of_recv(*meshes[0], 1, 30s);
+  killer.join();
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->kind(), ErrorKind::kTransport);
+  EXPECT_EQ(error->rank(), 1);
+  EXPECT_CONTAINS(std::string(error->what()), "rank 1 closed its connection without a goodbye: its process died");
+  EXPECT_LT(seconds_since(begin), 5);
+}
+
+TEST_P(Faults, WhatALeavingPeerSentBeforeStillArrives) {
+  auto meshes = make_meshes(2, GetParam());
+  const size_t bytes = 600'000;  // fits into the ring and into the sockets' buffers
+  std::mt19937 rng(5);
+  const Bytes out = random_bytes(rng, bytes);
+  meshes[1]->begin(stamp(1), Deadline::after(30s));
+  meshes[1]->send(0, out.data(), bytes);
+  meshes[1]->end();
+  meshes[1]->close();
+  std::this_thread::sleep_for(500ms);  // longer than a departure's grace
+  Bytes in(bytes);
+  meshes[0]->begin(stamp(1), Deadline::after(30s));
+  meshes[0]->recv(1, in.data(), bytes);
+  meshes[0]->end();
+  EXPECT_TRUE(in == out);
+}
+
+// ---- deadlines
+
+TEST_P(Faults, ALatePeerIsNamedWithWhatItDidLast) {
+  auto meshes = make_meshes(2, GetParam());
+  const auto first = error_of_recv(*meshes[0], 1, 50ms);
+  ASSERT_TRUE(first);
+  EXPECT_EQ(first->kind(), ErrorKind::kDeadlineExceeded);
+  EXPECT_EQ(first->rank(), 1);
+  EXPECT_CONTAINS(std::string(first->what()),
+                  "all_reduce #1 of 1 uint8 (SUM) of group 'test' did not end within 0.05 s: rank 1 has not called it; "
+                  "and has finished none before, and it is not in a collective now");
+  meshes[1]->begin(stamp(8, 99, OperationKind::kBroadcast), Deadline::after(1s));
+  meshes[1]->end();
+  const auto second = error_of_recv(*meshes[0], 1, 50ms);
+  ASSERT_TRUE(second);
+  EXPECT_CONTAINS(std::string(second->what()), "its last was broadcast #8 of 99 uint8");
+}
+
+TEST_P(Faults, APeerInAnotherOperationIsNamedWithIt) {
+  auto meshes = make_meshes(2, GetParam());
+  meshes[1]->begin(stamp(3, 5, OperationKind::kAllGather), Deadline::after(1s));
+  const auto error = error_of_recv(*meshes[0], 1, 50ms);
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->rank(), 1);
+  EXPECT_CONTAINS(std::string(error->what()), "rank 1 is in all_gather #3 of 5 uint8");
+}
+
+TEST_P(Faults, TheEndOfAChainIsNamed) {
+  auto meshes = make_meshes(3, GetParam());
+  // 0 waits for 1, which waits for 2, which does nothing. Rank 1's deadline is the later one.
+  const auto failures = run_threads({[&] {
+                                       uint8_t byte;
+                                       meshes[0]->begin(stamp(1), Deadline::after(200ms));
+                                       meshes[0]->recv(1, &byte, 1);
+                                     },
+                                     [&] {
+                                       uint8_t byte;
+                                       meshes[1]->begin(stamp(1), Deadline::after(5s));
+                                       meshes[1]->recv(2, &byte, 1);
+                                     },
+                                     [&] {
+                                       std::this_thread::sleep_for(1500ms);
+                                       meshes[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
+                                     }});
+  const auto error = error_of(failures[0]);
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->kind(), ErrorKind::kDeadlineExceeded);
+  EXPECT_EQ(error->rank(), 2);
+  EXPECT_CONTAINS(std::string(error->what()), "rank 1 waits for rank 2");
+}
+
+TEST_P(Faults, TheCauseThatTheNextInTheChainFindsWins) {
+  auto meshes = make_meshes(3, GetParam());
+  const auto wait_and_tell = [&](size_t rank, int peer, Clock::duration timeout) {
+    uint8_t byte;
+    try {
+      meshes[rank]->begin(stamp(1), Deadline::after(timeout));
+      meshes[rank]->recv(peer, &byte, 1);
+    } catch (const Error& error) {
+      meshes[rank]->poison(error);
+      throw;
+    }
+  };
+  const auto failures = run_threads({[&] { wait_and_tell(0, 1, 300ms); }, [&] { wait_and_tell(1, 2, 300ms); }});
+  for (const auto& failure : failures) {
+    const auto error = error_of(failure);
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->rank(), 2);
+    EXPECT_CONTAINS(std::string(error->what()), "rank 2 has not called it; and has finished none before");
+  }
+}
+
+TEST(FaultsOfOneEnd, APeerThatDoesNotAnswerIsStopped) {
+  Mesh mesh(0, 2, "test", 20us);
+  const auto control = unix_pair();
+  const int rings = memfd_create("test-rings", MFD_CLOEXEC);
+  ASSERT_EQ(ftruncate(rings, static_cast<off_t>(ShmChannel::segment_bytes(4096))), 0);
+  auto link = std::make_shared<ControlLink>(control[0], 1);
+  mesh.attach(1, std::make_unique<ShmChannel>(1, rings, 4096, true, dup(mesh.doorbell().fd()), link), link);
+  const auto begin = Clock::now();
+  const auto error = error_of_recv(mesh, 1, 100ms);
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->kind(), ErrorKind::kDeadlineExceeded);
+  EXPECT_EQ(error->rank(), 1);
+  EXPECT_CONTAINS(std::string(error->what()),
+                  "rank 1 does not answer: its process is stopped or its host is unreachable");
+  EXPECT_LT(seconds_since(begin), 3);
+  ::close(control[1]);
+}
+
+TEST(FaultsOfOneEnd, WhoWaitsForADialIsNamedByOthersAsWaiting) {
+  Mesh mesh(0, 3, "test", 20us);
+  std::optional<PeerStatus> meanwhile;
+  mesh.set_connector([&](int peer, Deadline) {
+    meanwhile = mesh.status();
+    throw Error(ErrorKind::kDeadlineExceeded, "nobody dialled", peer);
+  });
+  EXPECT_TRUE(mesh.awaits_dial(2));
+  const auto error = error_of_recv(mesh, 2, 1s, 4);
+  ASSERT_TRUE(error && meanwhile);
+  EXPECT_EQ(error->rank(), 2);
+  EXPECT_EQ(meanwhile->waiting_for, 2);
+  EXPECT_EQ(meanwhile->operation, stamp(4));
+}
+
+// ---- first causes
+
+TEST_P(Faults, TheFirstCauseReachesEverybodyAndStays) {
+  auto meshes = make_meshes(3, GetParam());
+  std::thread poisoner([&] {
+    std::this_thread::sleep_for(50ms);
+    meshes[2]->poison(Error(ErrorKind::kInvalidArgument, "bucket 3 holds a NaN", 2, "all_reduce"));
+    meshes[2]->poison(Error(ErrorKind::kInternal, "a consequence"));
+  });
+  const auto begin = Clock::now();
+  const auto failures = run_threads({[&] {
+                                       uint8_t byte;
+                                       meshes[0]->begin(stamp(1), Deadline::after(30s));
+                                       meshes[0]->recv(1, &byte, 1);
+                                     },
+                                     [&] {
+                                       uint8_t byte;
+                                       meshes[1]->begin(stamp(1), Deadline::after(30s));
+                                       meshes[1]->recv(0, &byte, 1);
+                                     }});
+  poisoner.join();
+  EXPECT_LT(seconds_since(begin), 5);
+  for (const auto& failure : failures) {
+    const auto error = error_of(failure);
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->kind(), ErrorKind::kRemote);
+    EXPECT_EQ(error->rank(), 2);
+    EXPECT_EQ(error->operation(), "all_reduce");
+    EXPECT_EQ(std::string(error->what()), "rank 2 reported: bucket 3 holds a NaN");
+  }
+  for (auto& mesh : meshes) {
+    const auto again = error_of([&] { mesh->begin(stamp(2), Deadline::after(1s)); });
+    ASSERT_TRUE(again);
+    EXPECT_CONTAINS(std::string(again->what()), "bucket 3 holds a NaN");
+  }
+}
+
+TEST_P(Faults, ACauseTravelsOverRanksThatAreConnectedOnlyByOthers) {
+  Meshes meshes;
+  for (int rank = 0; rank < 4; ++rank) meshes.push_back(std::make_unique<Mesh>(rank, 4, "test", 20us));
+  for (size_t rank = 0; rank < 3; ++rank) connect_pair(*meshes[rank], *meshes[rank + 1], GetParam());
+  meshes[3]->poison(Error(ErrorKind::kTransport, "rank 9 is gone", 9));
+  ASSERT_TRUE(eventually([&] { return meshes[0]->is_poisoned(); }));
+  const auto error = error_of([&] { meshes[0]->throw_if_poisoned(); });
+  EXPECT_EQ(error->rank(), 9);
+  EXPECT_EQ(std::string(error->what()), "rank 3 reported: rank 9 is gone");
+}
+
+TEST_P(Faults, WhoConnectsToAFailedGroupIsToldWhy) {
+  Mesh first(0, 2, "test", 20us), second(1, 2, "test", 20us);
+  first.poison(Error(ErrorKind::kAborted, "it was too late", 0));
+  connect_pair(first, second, GetParam());
+  ASSERT_TRUE(eventually([&] { return second.is_poisoned(); }));
+  EXPECT_EQ(std::string(error_of([&] { second.throw_if_poisoned(); })->what()), "rank 0 reported: it was too late");
+}
+
+TEST_P(Faults, ABrokenConnectionYieldsToTheCauseOnTheControlLink) {
+  for (int repetition = 0; repetition < 20; ++repetition) {
+    auto meshes = make_meshes(2, GetParam());
+    std::thread leaver([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(repetition % 4));
+      meshes[1]->poison(Error(ErrorKind::kInvalidArgument, "the real cause", 1));
+      meshes[1]->close();  // the data connections break at once
+      meshes[1].reset();
+    });
+    const auto error = error_of_recv(*meshes[0], 1, 30s);
+    leaver.join();
+    ASSERT_TRUE(error);
+    EXPECT_EQ(std::string(error->what()), "rank 1 reported: the real cause");
+  }
+}
+
+// ---- interrupts
+
+TEST_P(Faults, AnInterruptEndsAWait) {
+  auto meshes = make_meshes(2, GetParam());
+  std::atomic<int> calls{0};
+  const auto begin = Clock::now();
+  const auto error = error_of([&] {
+    uint8_t byte;
+    meshes[0]->begin(stamp(1), Deadline::after(30s), [&] {
+      if (++calls == 3) throw Error(ErrorKind::kAborted, "Ctrl-C");
+    });
+    meshes[0]->recv(1, &byte, 1);
+  });
+  ASSERT_TRUE(error);
+  EXPECT_EQ(std::string(error->what()), "Ctrl-C");
+  EXPECT_LT(seconds_since(begin), 5);
+  meshes[0]->end();
+  // The next operation has no interrupt unless it asks for one.
+  error_of_recv(*meshes[0], 1, 300ms);
+  EXPECT_EQ(calls.load(), 3);
+}
+
+TEST_P(Faults, AttachingTwiceIsRefused) {
+  auto meshes = make_meshes(2, GetParam());
+  const auto error = error_of([&] { connect_pair(*meshes[0], *meshes[1], GetParam()); });
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->kind(), ErrorKind::kInternal);
+  EXPECT_CONTAINS(std::string(error->what()), "is connected twice");
+}
+
+}  // namespace
+}  // namespace bagua::testing

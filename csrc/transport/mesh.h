@@ -1,0 +1,137 @@
+// Mesh: the ranks of one group as its worker thread sees them. Owns the channels, waits for requests,
+// keeps the deadline, and remembers the first cause of a failure (poisoning).
+//
+// Threads: every method is for the worker thread except those marked [any thread]. The doorbell is the
+// single place where the worker sleeps; whoever makes something happen for it rings (shared-memory peers
+// through the mapped page, the reactor and the submitting threads directly).
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "csrc/common/deadline.h"
+#include "csrc/common/error.h"
+#include "csrc/transport/doorbell.h"
+#include "csrc/transport/transport.h"
+
+namespace bagua {
+
+class ControlLink;
+
+class Mesh {
+ public:
+  // Called on the worker thread when a peer is first used; must call attach(peer, ...) before it returns,
+  // or throw. Opening and authenticating connections is Python's business.
+  using Connector = std::function<void(int peer, Deadline deadline)>;
+  // Called now and then while an operation waits; what it throws ends the operation. For Ctrl-C.
+  using Interrupt = std::function<void()>;
+
+  Mesh(int rank, int size, std::string name, std::chrono::microseconds spin);
+  ~Mesh();
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  const std::string& name() const { return name_; }
+
+  // Brackets one operation: messages posted in between carry `operation`, waits end at `deadline`.
+  void begin(const Operation& operation, Deadline deadline, Interrupt interrupt = {});
+  void end();
+  const Operation& operation() const { return operation_; }
+
+  // Of two ranks the higher one dials, so a group's lower rank can only wait until the other wants to talk. True while
+  // it does: posting to this peer would block.
+  bool awaits_dial(int peer) const { return peer > rank_ && connector_ && !is_attached(peer); }
+
+  // Message verbs. `Request` must outlive its completion; see transport.h.
+  void post_send(int peer, const void* data, size_t bytes, Request* request);
+  void post_recv(int peer, void* data, size_t bytes, Request* request);
+  void wait(Request& request);
+  template <typename Requests>
+  void wait_all(Requests& requests) {
+    for (Request& request : requests) wait(request);
+  }
+  // Blocking conveniences.
+  void send(int peer, const void* data, size_t bytes);
+  void recv(int peer, void* data, size_t bytes);
+  void send_recv(int to, const void* data, size_t bytes, int from, void* into, size_t into_bytes);
+
+  // Shared memory. True when every other rank can address this rank's shared memory and the reverse.
+  bool all_share_memory();
+  // The address by which peers can map [data, data + bytes), if it lies in shared memory.
+  std::optional<Address> address_of(const void* data, size_t bytes) const;
+  void* resolve(int peer, const Address& address, size_t bytes);
+  // Persistent memory of at least `bytes` that the peers can map; the same block every time (grown).
+  void* staging(size_t bytes);
+
+  // Moves what can be moved on all channels; true if anything moved. Throws the first cause.
+  bool progress();
+  Doorbell& doorbell() { return *doorbell_; }
+
+  void set_connector(Connector connector) { connector_ = std::move(connector); }
+  void set_same_host(std::vector<bool> same_host) { same_host_ = std::move(same_host); }
+  void attach(int peer, std::unique_ptr<Channel> channel, std::shared_ptr<ControlLink> control);  // [any thread]
+  bool is_attached(int peer) const;                                                               // [any thread]
+
+  // The first cause wins; later ones are dropped. Tells the connected peers, wakes the worker. [any thread]
+  void poison(const Error& cause, bool tell_peers = true);
+  bool is_poisoned() const { return poisoned_.load(std::memory_order_acquire); }  // [any thread]
+  void throw_if_poisoned() const;                                                 // [any thread]
+  // Forgets every posted request of every channel, so that their memory can be freed.
+  void cancel();
+  // Says goodbye to the peers and closes; after it only the destructor may be called.
+  void close();
+
+  // For collectives that move bytes through shared memory instead of messages.
+  void count_moved(uint64_t sent, uint64_t received) {
+    bytes_sent_.fetch_add(sent, std::memory_order_relaxed);
+    bytes_received_.fetch_add(received, std::memory_order_relaxed);
+  }
+  uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }          // [any thread]
+  uint64_t bytes_received() const { return bytes_received_.load(std::memory_order_relaxed); }  // [any thread]
+
+  // What this rank is doing now, answered to a peer that asks why it is kept waiting. [any thread]
+  PeerStatus status() const;
+
+ private:
+  struct Peer;
+  Channel& channel(int peer);
+  template <typename Ready>
+  void wait_until(int peer, Ready ready);
+  void advance(int peer, Channel& channel, bool& moved);
+  void check_interrupt();
+  bool sleep_until_answer(const Peer& peer, std::chrono::nanoseconds limit);
+  [[noreturn]] void deadline_exceeded(int peer);
+  [[noreturn]] void departed(int peer);
+
+  const int rank_;
+  const int size_;
+  const std::string name_;
+  const std::chrono::microseconds spin_;
+  std::unique_ptr<Doorbell> doorbell_;
+  std::vector<std::unique_ptr<Peer>> peers_;  // by rank; the own entry stays empty
+  std::vector<bool> same_host_;               // empty when unknown: then connected channels decide
+  Connector connector_;
+
+  Operation operation_;
+  std::optional<Deadline> deadline_;
+  Interrupt interrupt_;
+  Deadline::Clock::time_point last_interrupt_check_;
+  void* staging_ = nullptr;
+  size_t staging_bytes_ = 0;
+
+  std::atomic<bool> poisoned_{false};
+  std::atomic<uint64_t> bytes_sent_{0};
+  std::atomic<uint64_t> bytes_received_{0};
+  mutable std::mutex mutex_;  // guards cause_, status_, and the fields of peers_ that are not atomic
+  std::optional<Error> cause_;
+  PeerStatus status_;
+};
+
+}  // namespace bagua

@@ -1,0 +1,208 @@
+// How the worker waits: spins, sleeps on the doorbell, and when the deadline has passed finds out whom to
+// name; see mesh.h.
+#include <algorithm>
+#include <cstdio>
+
+#include "csrc/transport/control_link.h"
+#include "csrc/transport/mesh.h"
+#include "csrc/transport/mesh_peer.h"
+
+namespace bagua {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+
+// Nobody sleeps longer than this without looking at the deadline and at the poison.
+constexpr nanoseconds kMaxSleep = milliseconds(100);
+// After a peer's goodbye, how long what it sent before may take to arrive.
+constexpr nanoseconds kDepartureGrace = milliseconds(300);
+// When a connection breaks, how long the reason may take to arrive on the control link.
+constexpr nanoseconds kCauseGrace = milliseconds(300);
+// Looking for a signal takes Python's lock, so it is not done at every wake-up.
+constexpr nanoseconds kInterruptInterval = milliseconds(50);
+
+inline void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", seconds);
+  return text;
+}
+
+}  // namespace
+
+// Spins, then sleeps on the doorbell, until ready() or an error. `peer` is whom to blame.
+template <typename Ready>
+void Mesh::wait_until(int peer, Ready ready) {
+  {
+    std::lock_guard lock(mutex_);
+    status_.waiting_for = peer;
+  }
+  auto spin_until = Deadline::Clock::now() + spin_;
+  Deadline::Clock::time_point quiet_since{};  // since a departed peer's bytes have stopped to come; 0: not departed
+  for (;;) {
+    const bool moved = progress();
+    if (ready()) return;
+    if (moved) {
+      if (deadline_->expired()) deadline_exceeded(peer);
+      spin_until = Deadline::Clock::now() + spin_;
+      quiet_since = {};
+      continue;
+    }
+    if (Deadline::Clock::now() < spin_until) {
+      for (int i = 0; i < 32; ++i) pause_cpu();
+      continue;
+    }
+    const uint32_t epoch = doorbell_->prepare();
+    bool again = true;
+    try {
+      again = progress() || ready();
+    } catch (...) {
+      doorbell_->cancel();
+      throw;
+    }
+    if (again) {
+      doorbell_->cancel();
+      continue;
+    }
+    doorbell_->sleep(epoch, std::min(kMaxSleep, deadline_->remaining() + nanoseconds(1)));
+    check_interrupt();
+    if (deadline_->expired()) deadline_exceeded(peer);
+    const Peer& p = *peers_[static_cast<size_t>(peer)];
+    if (p.departed.load(std::memory_order_acquire) && !p.channel.load(std::memory_order_acquire)->reports_end()) {
+      const auto now = Deadline::Clock::now();
+      if (quiet_since == Deadline::Clock::time_point{}) quiet_since = now;
+      if (now - quiet_since > kDepartureGrace) departed(peer);
+    }
+  }
+}
+
+void Mesh::wait(Request& request) {
+  if (request.done.load(std::memory_order_acquire)) return;
+  wait_until(request.peer, [&] { return request.done.load(std::memory_order_acquire); });
+}
+
+void* Mesh::resolve(int peer, const Address& address, size_t bytes) {
+  Channel& c = channel(peer);
+  void* data = c.resolve(address, bytes);
+  if (data != nullptr) return data;
+  wait_until(peer, [&] {
+    data = c.resolve(address, bytes);
+    return data != nullptr;
+  });
+  return data;
+}
+
+bool Mesh::progress() {
+  if (is_poisoned()) throw_if_poisoned();
+  bool moved = false;
+  for (int peer = 0; peer < size_; ++peer) {
+    Channel* c = peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire);
+    if (c != nullptr) advance(peer, *c, moved);
+  }
+  return moved;
+}
+
+// A broken connection is often only the consequence of something that its peer has told, or is about to tell, on the
+// control link (it failed for another reason, or left): then that is the cause.
+void Mesh::advance(int peer, Channel& channel, bool& moved) {
+  try {
+    if (channel.progress()) moved = true;
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kTransport) throw;
+    const Deadline grace = Deadline::after(kCauseGrace);
+    while (!grace.expired() && !is_poisoned()) {
+      if (peers_[static_cast<size_t>(peer)]->departed.load(std::memory_order_acquire)) departed(peer);
+      const uint32_t epoch = doorbell_->prepare();
+      doorbell_->sleep(epoch, milliseconds(5));
+    }
+    throw_if_poisoned();
+    throw;
+  }
+}
+
+void Mesh::check_interrupt() {
+  if (!interrupt_) return;
+  const auto now = Deadline::Clock::now();
+  if (now - last_interrupt_check_ < kInterruptInterval) return;
+  last_interrupt_check_ = now;
+  interrupt_();
+}
+
+void Mesh::departed(int peer) {
+  throw Error(ErrorKind::kTransport,
+              "rank " + std::to_string(peer) + " left the group '" + name_ + "' while this rank waits for it in " +
+                  describe(operation_) + "; it destroyed the group, ended its program or raised: see its log",
+              peer, std::string(operation_name(operation_.kind)));
+}
+
+// Waits for the peer's answer to ask_status, or for somebody's first cause (then throws it).
+bool Mesh::sleep_until_answer(const Peer& peer, nanoseconds limit) {
+  const Deadline grace = Deadline::after(limit);
+  while (!grace.expired()) {
+    throw_if_poisoned();
+    check_interrupt();
+    {
+      std::lock_guard lock(mutex_);
+      if (peer.answer) return true;
+    }
+    const uint32_t epoch = doorbell_->prepare();
+    doorbell_->sleep(epoch, std::min<nanoseconds>(milliseconds(10), grace.remaining() + nanoseconds(1)));
+  }
+  return false;
+}
+
+// Finds out whom to name before it raises: the peer may be dead (no answer), late (it has not called this operation),
+// or itself a victim (it waits for another rank, which then names the culprit within its own deadline).
+void Mesh::deadline_exceeded(int peer) {
+  const std::string operation_text = describe(operation_);
+  const std::string verb(operation_name(operation_.kind));
+  const double allowed = deadline_->allowed_seconds();
+  const auto grace = nanoseconds(static_cast<int64_t>(std::clamp(allowed * 0.2, 0.2, 2.0) * 1e9));
+  const auto raise = [&](int culprit, const std::string& what) {
+    throw Error(ErrorKind::kDeadlineExceeded,
+                operation_text + " of group '" + name_ + "' did not end within " + seconds_text(allowed) + ": " + what +
+                    " (a longer timeout can be given to init_process_group)",
+                culprit, verb);
+  };
+  Peer& p = *peers_[static_cast<size_t>(peer)];
+  std::shared_ptr<ControlLink> control;
+  {
+    std::lock_guard lock(mutex_);
+    p.answer.reset();
+    control = p.control;
+  }
+  const std::string who = "rank " + std::to_string(peer);
+  if (!control) raise(peer, who + " did not do its part");
+  control->ask_status();
+  if (!sleep_until_answer(p, grace)) {
+    raise(peer, who + " does not answer: its process is stopped or its host is unreachable");
+  }
+  PeerStatus status;
+  {
+    std::lock_guard lock(mutex_);
+    status = *p.answer;
+    p.answer.reset();
+  }
+  if (status.operation == operation_ && status.waiting_for >= 0 && status.waiting_for != rank_) {
+    sleep_until_answer(p, nanoseconds(static_cast<int64_t>(std::clamp(allowed * 0.4, 0.3, 5.0) * 1e9)));
+    raise(status.waiting_for, who + " waits for rank " + std::to_string(status.waiting_for));
+  }
+  const std::string last = status.last_finished.kind == OperationKind::kNone
+                               ? "and has finished none before"
+                               : "its last was " + describe(status.last_finished);
+  if (status.operation.kind == OperationKind::kNone) {
+    raise(peer, who + " has not called it; " + last + ", and it is not in a collective now");
+  }
+  raise(peer, who + " is in " + describe(status.operation) + ", " + last);
+  throw Error(ErrorKind::kInternal, "unreachable");
+}
+
+}  // namespace bagua

@@ -1,0 +1,121 @@
+// The contract between the collectives and whatever moves their bytes.
+//
+// A Channel carries messages to and from one peer of one group. Messages of one direction arrive in the
+// order in which they were posted, and both ends know every size beforehand: a receive is posted with
+// its exact size into its final memory. Channels never block; Mesh (mesh.h) waits. Only the group's
+// worker thread posts and makes progress; a channel may complete requests from a thread of its own.
+//
+// Every message is stamped with the Operation it belongs to, and the receiver compares the stamp with its
+// own: two ranks that call different collectives get an error that shows both sides.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "csrc/common/dtype.h"
+
+namespace bagua {
+
+enum class OperationKind : uint8_t {
+  kNone = 0,
+  kAllReduce,
+  kReduce,
+  kReduceScatter,
+  kAllGather,
+  kGather,
+  kScatter,
+  kAllToAll,
+  kBroadcast,
+  kBarrier,
+  kPointToPoint,
+};
+
+std::string_view operation_name(OperationKind kind);
+
+// What a rank believes it is doing; 24 bytes on the wire in front of every message.
+struct Operation {
+  uint32_t sequence = 0;  // counts the collectives of the group; 0 for point-to-point
+  OperationKind kind = OperationKind::kNone;
+  ReduceOp reduce_op = ReduceOp::kSum;
+  DType dtype = DType::kU8;
+  uint8_t codec = 0;  // 0 none, otherwise 1 + index in the sorted list of registered codecs
+  uint64_t numel = 0;
+  int32_t root = -1;
+  uint32_t reserved = 0;
+
+  bool operator==(const Operation&) const = default;
+};
+static_assert(sizeof(Operation) == 24);
+
+// What a rank is doing, as told to a peer that asks why it is kept waiting.
+struct PeerStatus {
+  Operation operation;      // kNone when idle
+  Operation last_finished;  // kNone before the first
+  int32_t waiting_for = -1;
+  uint32_t reserved = 0;
+};
+
+// "all_reduce #12 of 1024 float32 (SUM)"
+std::string describe(const Operation& operation);
+
+// One posted send or receive. The caller keeps it, and the memory it names, alive until it is done or
+// until Mesh::cancel has returned; after either, no thread touches them.
+struct Request {
+  std::atomic<bool> done{false};
+  std::atomic<uint32_t> remaining{0};  // fragments still under way; the channel's own business
+  int peer = -1;
+};
+
+// In front of every message on the wire and in every ring; 32 bytes, little-endian.
+struct MessageHeader {
+  Operation operation;
+  uint64_t bytes = 0;
+};
+static_assert(sizeof(MessageHeader) == 32);
+
+// Throws InvalidArgument with both sides when a peer's message is not the one this rank expects.
+void check_header(const MessageHeader& received, const MessageHeader& expected, int peer);
+
+// Memory that other ranks of this host can map: which segment of its owner, and where in it.
+struct Address {
+  uint64_t segment = 0;
+  uint64_t offset = 0;
+};
+
+class Channel {
+ public:
+  virtual ~Channel() = default;
+
+  // Both return at once; `request->done` turns true when the memory may be reused (send) or holds the
+  // message (receive). Zero bytes is legal and still synchronises.
+  virtual void post_send(const Operation& operation, const void* data, size_t bytes, Request* request) = 0;
+  virtual void post_recv(const Operation& operation, void* data, size_t bytes, Request* request) = 0;
+
+  // Moves what can be moved without blocking; true if anything moved. Throws Error when the peer is gone
+  // or sent something that does not match.
+  virtual bool progress() = 0;
+
+  // Forgets all posted requests; after it returns their memory is not touched any more.
+  virtual void cancel() = 0;
+
+  // After a peer's goodbye: whether progress() throws once everything that it sent before has been received. Without,
+  // what it sent is there at the time of the goodbye.
+  virtual bool reports_end() const { return false; }
+
+  // True for ranks that are threads of one process: every pointer is an Address (segment 0).
+  virtual bool addresses_any_memory() const { return false; }
+  // Shared memory: can the peer's memory be addressed from here at all, and if so where.
+  virtual bool shares_memory() const { return false; }
+  // Pointer, valid in this process, to `bytes` bytes that the peer named by `address`; nullptr while the
+  // mapping is being fetched (ask again after progress()).
+  virtual void* resolve(const Address&, size_t) { return nullptr; }
+
+  // "shm", "tcp", "local": for doctor, timeline and error messages
+  virtual const char* kind() const = 0;
+};
+
+}  // namespace bagua

@@ -1,0 +1,238 @@
+//! The bucket planner: tensor sizes and an expected ready order in, bucket layout out.
+//!
+//! Data path: gradient sizes -> **plan** -> memory (`bagua/bucket.py`) and schedule (`scheduler`).
+//!
+//! Invariants: a pure function, so ranks that pass the same arguments get the same plan; each
+//! tensor lies in exactly one bucket; tensors of different keys never share a bucket; every offset
+//! and every bucket size is a multiple of `align_bytes`; only a bucket with a single member is
+//! larger than its cap. The small first bucket is torch DDP's idea (`reducer.cpp`,
+//! `compute_bucket_assignment_by_size`); there a bucket closes after passing its cap, here before.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::error::Error;
+
+/// What the planner needs to know of one tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// Number of elements; 0 is legal.
+    pub numel: u64,
+    /// Size of one element in bytes.
+    pub item_bytes: u32,
+    /// Opaque class: dtype, device and the algorithm's own class, folded together by the caller.
+    pub key: u64,
+}
+
+/// Size limits of the plan, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PlanOptions {
+    /// Cap of the first bucket to close, smaller so that communication starts early. It never
+    /// raises the cap: the smaller of this and `bucket_bytes` holds.
+    pub first_bucket_bytes: u64,
+    /// Cap of every other bucket, padding included.
+    pub bucket_bytes: u64,
+    /// Power of two and a multiple of every item size; tensors start at multiples of it.
+    pub align_bytes: u64,
+}
+
+/// The place of one tensor inside its bucket, in elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Member {
+    /// Index into the tensors that were planned.
+    pub tensor: usize,
+    /// First element inside the bucket; a tensor without elements may sit at the bucket's end.
+    pub offset_numel: u64,
+    /// Number of elements, padding not included.
+    pub numel: u64,
+}
+
+/// One bucket: contiguous storage that is communicated as a whole.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlannedBucket {
+    /// The key that all its members share.
+    pub key: u64,
+    /// Size of one element in bytes.
+    pub item_bytes: u32,
+    /// Number of elements, padding included; 0 if no member has elements.
+    pub numel: u64,
+    /// Its members, at least one, in the order in which they are expected to become ready.
+    pub members: Vec<Member>,
+}
+
+/// The result of [`plan`]: buckets in launch order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BucketPlan {
+    pub(crate) buckets: Vec<PlannedBucket>,
+    pub(crate) order: Vec<usize>,
+}
+
+impl BucketPlan {
+    /// The buckets in launch order: by the place in `order` of their last member.
+    pub fn buckets(&self) -> &[PlannedBucket] {
+        &self.buckets
+    }
+
+    /// The expected ready order that the plan was made for, a permutation of the tensor indices.
+    pub fn order(&self) -> &[usize] {
+        &self.order
+    }
+}
+
+/// Lays `tensors` out in buckets, walking them in `order` (expected to be ready first, first).
+///
+/// One bucket per key is open at a time. It closes when the next tensor of its key would take it
+/// past its cap; a tensor that alone is larger than the cap closes its bucket at once. The cap is
+/// `first_bucket_bytes` until any bucket has closed, `bucket_bytes` after that.
+///
+/// # Errors
+/// `order` is not a permutation; `align_bytes` is not a power of two or not a multiple of an item
+/// size; a cap or an item size is 0; item sizes differ within a key; a size passes 64 bits.
+///
+/// # Example
+/// ```
+/// use bagua_rust::planner::{plan, PlanOptions, TensorSpec};
+/// let f32s = |numel| TensorSpec { numel, item_bytes: 4, key: 0 };
+/// let options = PlanOptions { first_bucket_bytes: 64, bucket_bytes: 256, align_bytes: 64 };
+/// let plan = plan(&[f32s(20), f32s(10), f32s(3)], &[2, 1, 0], options).unwrap();
+/// let tensors: Vec<Vec<usize>> = plan
+///     .buckets()
+///     .iter()
+///     .map(|bucket| bucket.members.iter().map(|member| member.tensor).collect())
+///     .collect();
+/// assert_eq!(tensors, [vec![2], vec![1, 0]]); // the small first bucket leaves early
+/// assert_eq!(plan.buckets()[1].members[1].offset_numel, 16); // 64 bytes
+/// assert_eq!(plan.buckets()[1].numel, 16 + 32);
+/// ```
+pub fn plan(tensors: &[TensorSpec], order: &[u64], options: PlanOptions) -> Result<BucketPlan, Error> {
+    check_options(options)?;
+    check_tensors(tensors, options.align_bytes)?;
+    let order = check_order(order, tensors.len())?;
+
+    let mut open: BTreeMap<u64, OpenBucket> = BTreeMap::new();
+    let mut closed: Vec<OpenBucket> = Vec::new();
+    let cap_bytes = |num_closed: usize| match num_closed {
+        0 => options.first_bucket_bytes.min(options.bucket_bytes),
+        _ => options.bucket_bytes,
+    };
+    for (position, &tensor) in order.iter().enumerate() {
+        let spec = &tensors[tensor];
+        let add_bytes = padded_bytes(tensor, spec, options.align_bytes)?;
+        let is_past_cap =
+            open.get(&spec.key).map_or(false, |bucket| !bucket.fits(add_bytes, cap_bytes(closed.len())));
+        if is_past_cap {
+            closed.extend(open.remove(&spec.key));
+        }
+        let bucket = open.entry(spec.key).or_insert_with(|| OpenBucket::new(spec));
+        bucket.push(tensor, spec.numel, add_bytes, position);
+        if bucket.size_bytes > cap_bytes(closed.len()) {
+            closed.extend(open.remove(&spec.key));
+        }
+    }
+    closed.extend(open.into_values());
+    closed.sort_by_key(|bucket| bucket.last_position); // distinct: a position is in one bucket
+    let buckets = closed.into_iter().map(OpenBucket::close).collect();
+    Ok(BucketPlan { buckets, order })
+}
+
+struct OpenBucket {
+    key: u64,
+    item_bytes: u32,
+    size_bytes: u64, // a multiple of align_bytes
+    last_position: usize,
+    members: Vec<Member>,
+}
+
+impl OpenBucket {
+    fn new(spec: &TensorSpec) -> Self {
+        OpenBucket {
+            key: spec.key,
+            item_bytes: spec.item_bytes,
+            size_bytes: 0,
+            last_position: 0,
+            members: Vec::new(),
+        }
+    }
+
+    fn fits(&self, add_bytes: u64, cap_bytes: u64) -> bool {
+        // A sum that passes 64 bits passes every cap, so it is not an error here.
+        self.size_bytes.checked_add(add_bytes).map_or(false, |size_bytes| size_bytes <= cap_bytes)
+    }
+
+    fn push(&mut self, tensor: usize, numel: u64, add_bytes: u64, position: usize) {
+        // Exact: size_bytes is a multiple of align_bytes, which is a multiple of item_bytes.
+        let offset_numel = self.size_bytes / u64::from(self.item_bytes);
+        self.members.push(Member { tensor, offset_numel, numel });
+        self.size_bytes += add_bytes; // no overflow: the bucket is empty or `fits` said yes
+        self.last_position = position;
+    }
+
+    fn close(self) -> PlannedBucket {
+        PlannedBucket {
+            key: self.key,
+            item_bytes: self.item_bytes,
+            numel: self.size_bytes / u64::from(self.item_bytes), // exact, as in `push`
+            members: self.members,
+        }
+    }
+}
+
+fn padded_bytes(tensor: usize, spec: &TensorSpec, align_bytes: u64) -> Result<u64, Error> {
+    let mask = align_bytes - 1; // align_bytes is a power of two
+    spec.numel
+        .checked_mul(u64::from(spec.item_bytes))
+        .and_then(|size_bytes| size_bytes.checked_add(mask))
+        .map(|size_bytes| size_bytes & !mask)
+        .ok_or(Error::TensorTooLarge { tensor, numel: spec.numel, item_bytes: spec.item_bytes })
+}
+
+fn check_options(options: PlanOptions) -> Result<(), Error> {
+    if options.first_bucket_bytes == 0 {
+        return Err(Error::ZeroBucketBytes { option: "first_bucket_bytes" });
+    }
+    if options.bucket_bytes == 0 {
+        return Err(Error::ZeroBucketBytes { option: "bucket_bytes" });
+    }
+    if !options.align_bytes.is_power_of_two() {
+        return Err(Error::AlignmentNotPowerOfTwo { align_bytes: options.align_bytes });
+    }
+    Ok(())
+}
+
+fn check_tensors(tensors: &[TensorSpec], align_bytes: u64) -> Result<(), Error> {
+    let mut item_bytes_of_key: HashMap<u64, u32> = HashMap::new();
+    for (tensor, spec) in tensors.iter().enumerate() {
+        let item_bytes = spec.item_bytes;
+        if item_bytes == 0 {
+            return Err(Error::ZeroItemBytes { tensor });
+        }
+        if align_bytes % u64::from(item_bytes) != 0 {
+            return Err(Error::AlignmentNotMultiple { align_bytes, tensor, item_bytes });
+        }
+        let expected = *item_bytes_of_key.entry(spec.key).or_insert(item_bytes);
+        if expected != item_bytes {
+            return Err(Error::MixedItemBytes { tensor, item_bytes, key: spec.key, expected });
+        }
+    }
+    Ok(())
+}
+
+/// `order` as indices, or the error that says where it stops being a permutation.
+fn check_order(order: &[u64], num_tensors: usize) -> Result<Vec<usize>, Error> {
+    if order.len() != num_tensors {
+        return Err(Error::OrderLength { order_len: order.len(), num_tensors });
+    }
+    let mut is_seen = vec![false; num_tensors];
+    let mut indices = Vec::with_capacity(num_tensors);
+    for (position, &entry) in order.iter().enumerate() {
+        let tensor = usize::try_from(entry)
+            .ok()
+            .filter(|&tensor| tensor < num_tensors)
+            .ok_or(Error::OrderIndex { position, tensor: entry, num_tensors })?;
+        if is_seen[tensor] {
+            return Err(Error::OrderRepeats { position, tensor });
+        }
+        is_seen[tensor] = true;
+        indices.push(tensor);
+    }
+    Ok(indices)
+}

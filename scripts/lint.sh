@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Every formatter and linter, all of them even when one fails; `make format` mends what a formatter can.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+status=0
+
+check() {
+  echo "lint: $*"
+  "$@" || status=1
+}
+
+check .venv/bin/python -m ruff check --quiet .
+check .venv/bin/python -m ruff format --quiet --check .
+
+# The clang-format of .venv, pinned in constraints.txt: other versions format differently.
+mapfile -t sources < <(find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | sort)
+echo "lint: clang-format on ${#sources[@]} files of csrc"
+.venv/bin/clang-format --dry-run --Werror "${sources[@]}" || status=1
+
+if cargo fmt --version >/dev/null 2>&1; then
+  check cargo fmt --manifest-path rust_core/Cargo.toml --check
+else
+  echo "lint: SKIPPED cargo fmt: not installed (Debian: apt-get install rustfmt)"
+fi
+if cargo clippy --version >/dev/null 2>&1; then
+  check cargo clippy --quiet --offline --locked --all-targets --manifest-path rust_core/Cargo.toml \
+    --target-dir build/rust -- -D warnings
+else
+  echo "lint: SKIPPED cargo clippy: not installed (Debian: apt-get install rust-clippy)"
+fi
+
+[ $status -eq 0 ] && echo "lint: clean"
+exit $status

@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Set-up for the Makefile: system packages, .venv, Python packages, bagua itself in editable form without
+# the native module (make builds that). Prints nothing and takes a moment when all is there already.
+#
+#   scripts/setup.sh           what running and linting need
+#   scripts/setup.sh --tests   GoogleTest too
+#
+# System packages are installed only as root; otherwise the command to run is printed. Nothing that is
+# there already is touched: a cargo from rustup, a newer cmake, an existing .venv.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+
+fail() {
+  printf '\nset-up: %b\n\n' "$1" >&2
+  exit 1
+}
+
+have() { command -v "$1" >/dev/null 2>&1; }
+
+command -v "$PYTHON" >/dev/null 2>&1 || fail "$PYTHON was not found; bagua needs Python 3.10 or later."
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+  fail "$PYTHON is $("$PYTHON" -V 2>&1); bagua needs Python 3.10 or later. Name another one: make PYTHON=python3.12 ..."
+
+# ---- system packages ------------------------------------------------------------------------------------
+packages=()
+have c++ || have g++ || packages+=(g++)
+have cmake || packages+=(cmake)
+have ninja || packages+=(ninja-build)
+have cargo || packages+=(cargo)
+if [ ! -x .venv/bin/python ]; then
+  "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null || packages+=(python3-venv)
+fi
+"$PYTHON" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
+  packages+=(python3-dev)
+if [ "${1:-}" = --tests ] && ! echo '#include <gtest/gtest.h>' | c++ -x c++ -E - >/dev/null 2>&1; then
+  packages+=(libgtest-dev)
+fi
+
+if [ ${#packages[@]} -gt 0 ]; then
+  have apt-get || fail "missing: ${packages[*]} (the names of Debian's packages). Install them and run make again."
+  if [ "$(id -u)" -ne 0 ]; then
+    fail "system packages are missing. Run this, then make again:\n
+    sudo apt-get update && sudo apt-get install -y --no-install-recommends ${packages[*]}"
+  fi
+  echo "set-up: installing system packages: ${packages[*]}"
+  export DEBIAN_FRONTEND=noninteractive
+  mkdir -p build
+  {
+    apt-get -o DPkg::Lock::Timeout=300 update &&
+      apt-get -o DPkg::Lock::Timeout=300 install -y --no-install-recommends "${packages[@]}"
+  } >build/apt.log 2>&1 </dev/null || {
+    tail -n 20 build/apt.log >&2
+    fail "apt-get failed (all of its output: build/apt.log)."
+  }
+fi
+
+# ---- .venv ----------------------------------------------------------------------------------------------
+if ! .venv/bin/python -c '' 2>/dev/null; then
+  echo "set-up: creating .venv with $("$PYTHON" -V)"
+  "$PYTHON" -m venv --clear .venv || fail "$PYTHON -m venv failed. On Debian: apt-get install -y python3-venv"
+fi
+
+# The stamp holds what the installed packages depend on, the folder too: a copied .venv points to the old one.
+wanted=$({ pwd && .venv/bin/python -V && cat pyproject.toml constraints.txt setup.py; } | sha256sum)
+if [ "$(cat .venv/bagua.stamp 2>/dev/null)" != "$wanted" ]; then
+  echo "set-up: installing Python packages into .venv (the first time a few minutes: PyTorch is large)"
+  pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt)
+  "${pip[@]}" setuptools pybind11 || fail "pip failed; its output is above."
+  BAGUA_SKIP_NATIVE=1 "${pip[@]}" --no-build-isolation --editable '.[dev]' || fail "pip failed; its output is above."
+  echo "$wanted" >.venv/bagua.stamp
+fi

@@ -1,0 +1,117 @@
+"""bytegrad beside its oracle: the two-shot compressed mean in plain loops, and what it leaves uncompressed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bagua
+from tests.conformance.training import assert_equal_on_all_ranks, process_group
+
+BLOCK = 2048
+
+
+def _quantise(values):
+    """minmax_uint8 in float64, element by element: 255 steps between the block's min and max."""
+    result = []
+    for begin in range(0, len(values), BLOCK):
+        block = values[begin : begin + BLOCK]
+        low, high = min(block), max(block)
+        step = (high - low) / 255
+        for value in block:
+            result.append(low + step * round((value - low) / step) if step else value)
+    return result
+
+
+def _two_shot(rank, world_size, rows, codec):
+    with process_group():
+        model = torch.nn.Linear(BLOCK, rows, bias=False)
+        model = bagua.with_bagua(model, algorithm="bytegrad", codec=codec, min_compressed_bytes=0)
+        generator = torch.Generator().manual_seed(3)
+        per_rank = [torch.randn(rows, BLOCK, generator=generator) * 10.0**-r for r in range(world_size)]
+        (model.weight * per_rank[rank]).sum().backward()
+        actual = model.weight.grad
+        mean = sum(grad.double() for grad in per_rank) / world_size
+        bound = sum(bagua.codecs.get(codec).error_bound(grad) for grad in per_rank) / world_size
+        bound += (
+            bagua.codecs.get(codec).error_bound(
+                (mean.abs() + bound).float() if codec != "minmax_uint8" else mean.float()
+            )
+            + 1e-6
+        )
+        # The second quantisation sees a range that the first may have widened by its own error.
+        assert bool(((actual.double() - mean).abs() <= 1.05 * bound).all())
+        assert_equal_on_all_ranks({"grad": actual})
+        if codec == "minmax_uint8":
+            first = [torch.tensor(_quantise(grad.flatten().tolist())) for grad in per_rank]
+            summed = sum(first) / world_size
+            expected = torch.tensor(_quantise(summed.tolist())).reshape(rows, BLOCK)
+            # Rounding differs from float64 where a value lies on the edge between two codes: one step, rarely.
+            step = (summed.max() - summed.min()) / 255
+            off = (actual - expected).abs()
+            assert float(off.max()) <= 1.01 * float(step)
+            assert float((off > 1e-5).double().mean()) < 0.01
+
+
+@pytest.mark.parametrize("codec", bagua.codecs.available())
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_equals_the_oracle(pool2, rows, codec):
+    pool2.run(_two_shot, args=(rows, codec))
+
+
+def test_equals_the_oracle_on_four_ranks(pool4):
+    pool4.run(_two_shot, args=(8, "minmax_uint8"))
+
+
+class Padded(torch.nn.Module):
+    """Odd sizes, so that its bucket has padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = torch.nn.ParameterList([torch.zeros(3, 7 + i) for i in range(5)])
+
+
+def _padding(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(Padded(), algorithm="bytegrad", min_compressed_bytes=0)
+        for step in range(4):
+            model.zero_grad()
+            scale = 1000.0 * 0.001**step  # ever smaller: leftovers in the padding would swamp them
+            sum((p * (scale * (rank + 2))).sum() for p in model.parts).backward()
+            for parameter in model.parts:
+                torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 2.5 * scale), rtol=0.02, atol=0)
+
+
+def test_padding_does_not_widen_a_block(pool2):
+    pool2.run(_padding)
+
+
+def _declared(rank, world_size):
+    with process_group():
+        model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 2), torch.nn.Linear(2, 2).double())
+        model = bagua.with_bagua(model, algorithm="bytegrad", bucket_bytes=33_000)
+        model(torch.ones(1, 64)) if False else None
+        return {name: str(bucket.declaration) for bucket in model.bagua.buckets for name in bucket.names}
+
+
+def test_what_travels_at_full_precision_is_declared(pool2):
+    declared = pool2.run(_declared)[0]
+    assert declared["0.weight"] == "all_reduce, minmax_uint8"
+    assert declared["1.weight"] == "all_reduce, full precision (1024 bytes, below 16384)"
+    assert declared["0.bias"] == declared["1.bias"] == "all_reduce, full precision (1-D parameters)"
+    assert "codec minmax_uint8 does not encode torch.float64" in declared["2.weight"]
+
+
+def _bytes(rank, world_size, algorithm):
+    with process_group():
+        model = bagua.with_bagua(torch.nn.Linear(1024, 1024), algorithm=algorithm)
+        for _ in range(3):
+            model(torch.ones(2, 1024)).sum().backward()
+        return model.bagua.timeline().steps[-1].bytes_sent
+
+
+def test_sends_about_a_quarter_of_the_bytes(pool2):
+    full = pool2.run(_bytes, args=("gradient_allreduce",))[0]
+    coded = pool2.run(_bytes, args=("bytegrad",))[0]
+    assert full == pytest.approx(4 * (1024 * 1024 + 1024), rel=0.01)
+    assert coded < 0.27 * full

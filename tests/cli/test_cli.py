@@ -1,0 +1,110 @@
+"""The `bagua` command: its subcommands, their exit statuses, and what it says about anything else."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from bagua import cli, doctor
+
+
+def test_without_arguments_it_lists_the_commands(capsys):
+    for argv in ([], ["-h"], ["--help"]):
+        assert cli.main(argv) == 0
+        output = capsys.readouterr().out
+        assert output.startswith("usage: bagua COMMAND")
+        assert all(re.search(rf"^  {name} ", output, re.MULTILINE) for name in cli._COMMANDS)
+
+
+def test_an_unknown_command(capsys):
+    assert cli.main(["trian"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "bagua: 'trian' is not a command; the commands are run, doctor\n"
+    assert captured.out == ""
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_doctor_alone(no_launcher, capsys):
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    titles = [line.split()[0] for line in lines]
+    assert titles[:2] == ["bagua", "machine"]
+    assert {"cpu", "core", "codecs", "transports", "interface", "peers"} <= set(titles)
+    assert any(line.split()[:3] == ["interface", "lo", "127.0.0.1"] for line in lines)
+    assert "minmax_uint8" in next(line for line in lines if line.startswith("codecs"))
+    assert next(line for line in lines if line.startswith("transports")).split()[1:3] == ["shm", "tcp"]
+
+
+def test_doctor_shows_the_settings(no_launcher, capsys):
+    no_launcher.setenv("BAGUA_SHARED_MEMORY", "0")
+    no_launcher.setenv("BAGUA_TCP_STREAMS", "5")
+    no_launcher.setenv("BAGUA_SOCKET_IFNAME", "lo")
+    assert doctor.main([]) == 0
+    output = capsys.readouterr().out
+    assert "transports     tcp (5 streams per peer)" in output
+    assert re.search(r"interface +lo +127\.0\.0\.1 +<- BAGUA_SOCKET_IFNAME", output)
+
+
+def test_doctor_finds_a_bad_setting(no_launcher, capsys):
+    no_launcher.setenv("BAGUA_TCP_STREAM", "5")
+    assert doctor.main([]) == 1
+    assert "settings       FAILED: BAGUA_TCP_STREAM is not a setting of bagua" in capsys.readouterr().err
+
+
+def test_doctor_refuses_unknown_options(no_launcher, capsys):
+    with pytest.raises(SystemExit) as caught:
+        doctor.main(["--fast"])
+    assert caught.value.code == 2 and "--fast" in capsys.readouterr().err
+
+
+def run_command(*arguments, env=None, timeout=90):
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", "bagua.cli", *arguments],
+        env={**environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def test_doctor_measures_between_ranks():
+    done = run_command("doctor", "--nproc-per-node", "2")
+    assert done.returncode == 0, done.stderr
+    assert "rank peer  over    one way        rate" in done.stdout
+    assert re.search(r"^ +0 +1  shm +[\d.]+ us +[\d.]+ GB/s$", done.stdout, re.MULTILINE), done.stdout
+    assert done.stdout.count("machine") == 1, "one rank reports for all"
+
+
+def test_doctor_measures_as_a_rank(no_launcher, capfd):
+    """Every pair, with the transport that carries it, on two imitated nodes."""
+    from bagua.testing import spawn
+
+    statuses = spawn(doctor_as_rank, 3, nodes=[2, 1], env={"BAGUA_SOCKET_IFNAME": "lo"})
+    assert statuses == [0, 0, 0]
+    rows = re.findall(r"^ +(\d) +(\d)  (\w+) ", capfd.readouterr().out, re.MULTILINE)
+    assert rows == [("0", "1", "shm"), ("0", "2", "tcp"), ("1", "2", "tcp")]
+
+
+def doctor_as_rank(rank, world_size):
+    return doctor.main([])
+
+
+def test_doctor_reports_ranks_that_do_not_meet(capfd):
+    from bagua.testing import spawn
+
+    assert spawn(doctor_with_own_token, 2) == [1, 1]
+    assert "peers          FAILED: the ranks disagree about auth_token" in capfd.readouterr().err
+
+
+def doctor_with_own_token(rank, world_size):
+    os.environ["BAGUA_AUTH_TOKEN"] = f"token {rank}"
+    return doctor.main([])

@@ -1,0 +1,97 @@
+"""What collectives must give, in plain loops over ranks. Every rank and element has a value of its own."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from bagua import ReduceOp
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
+DTYPES = (*FLOATS, *INTEGERS, torch.bool)
+
+_ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+
+
+def ops_of(dtype: torch.dtype) -> tuple[ReduceOp, ...]:
+    """The operators that have a meaning for a type."""
+    if dtype.is_floating_point:
+        return (*_ARITHMETIC, ReduceOp.AVG)
+    if dtype is torch.bool:
+        return (ReduceOp.MIN, ReduceOp.MAX, *_BITWISE)
+    return (*_ARITHMETIC, *_BITWISE)
+
+
+@functools.lru_cache(maxsize=64)
+def values(rank: int, world_size: int, numel: int, dtype: torch.dtype, small: bool = False) -> torch.Tensor:
+    """x[rank][i] = i * world_size + rank, made small enough for narrow types. Not to be changed (cached).
+
+    `small` keeps the product over ranks exact in f32; whole numbers of a narrow type wrap around, as they should.
+    """
+    x = torch.arange(numel, dtype=torch.int64) * world_size + rank
+    if dtype is torch.bool:
+        return x % 3 == 0
+    if dtype.is_floating_point:
+        if small:
+            x = x % 7 + 1
+        # The sum of four is a whole number that the type can hold.
+        return (x % {torch.float16: 61, torch.bfloat16: 61, torch.float32: 4194301}.get(dtype, 1 << 50)).to(dtype)
+    return (x * 2654435761).to(dtype)
+
+
+def reduced(inputs: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """The reduction over ranks, exact or in f64, rounded once to the type of the inputs."""
+    dtype = inputs[0].dtype
+    if dtype is torch.bool:
+        return _fold([x.to(torch.int64) for x in inputs], op).to(torch.bool)
+    if not dtype.is_floating_point:
+        return _fold([x.to(torch.int64) for x in inputs], op).to(dtype)
+    total = _fold([x.to(torch.float64) for x in inputs], op)
+    if op is ReduceOp.AVG:
+        total /= len(inputs)
+    return total.to(dtype)
+
+
+def _fold(inputs: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    total = inputs[0].clone()
+    for x in inputs[1:]:
+        if op in (ReduceOp.SUM, ReduceOp.AVG):
+            total += x
+        elif op is ReduceOp.PRODUCT:
+            total *= x
+        elif op is ReduceOp.MIN:
+            total = torch.minimum(total, x)
+        elif op is ReduceOp.MAX:
+            total = torch.maximum(total, x)
+        elif op is ReduceOp.BAND:
+            total &= x
+        elif op is ReduceOp.BOR:
+            total |= x
+        else:
+            total ^= x
+    return total
+
+
+def assert_reduced(actual: torch.Tensor, inputs: list[torch.Tensor], op: ReduceOp, what: str) -> None:
+    """Exact; AVG, which divides, within one unit in the last place."""
+    expected = reduced(inputs, op)
+    if op is not ReduceOp.AVG:
+        assert_same(actual, expected, what)
+        return
+    bound = torch.finfo(expected.dtype).eps * expected.double().abs()
+    wrong = (actual.double() - expected.double()).abs() > bound
+    assert not wrong.any(), _difference(actual, expected, wrong, what)
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, f"{what}: {actual.shape} {actual.dtype}"
+    if not torch.equal(actual, expected):
+        raise AssertionError(_difference(actual, expected, actual != expected, what))
+
+
+def _difference(actual: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, what: str) -> str:
+    at = tuple(wrong.nonzero()[0].tolist())
+    return f"{what}: {int(wrong.sum())} of {wrong.numel()} wrong, first at {at}: {actual[at]}, expected {expected[at]}"

@@ -1,0 +1,232 @@
+"""Every registered algorithm: the ranks' models start equal and stay equal."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+
+import bagua
+from bagua.errors import InvalidArgument
+from tests.conformance.training import (
+    assert_equal_on_all_ranks,
+    batch,
+    grads_of,
+    loss_of,
+    make_net,
+    process_group,
+)
+
+pytestmark = pytest.mark.parametrize("algorithm", bagua.algorithms.available())
+
+
+def _hundred_steps(rank, world_size, algorithm):
+    with process_group():
+        model = make_net(seed=rank)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.003)
+        model = bagua.with_bagua(model, optimizer, algorithm=algorithm, bucket_bytes=100_000)
+        memory = {bucket.flat.untyped_storage().data_ptr() for bucket in model.bagua.buckets}
+        first_loss = None
+        for step in range(100):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(rank, step % 4))
+            loss.backward()
+            optimizer.step()
+            first_loss = first_loss if first_loss is not None else float(loss)
+        assert_equal_on_all_ranks(dict(model.named_parameters()))
+        for index, state in enumerate(optimizer.state.values()):
+            assert_equal_on_all_ranks({f"{index} {k}": v.clone() for k, v in state.items()})
+        assert {bucket.flat.untyped_storage().data_ptr() for bucket in model.bagua.buckets} == memory
+        assert len(memory) == 1
+        assert float(loss) < 0.5 * first_loss
+        return model.bagua.timeline()
+
+
+def test_ranks_are_bit_identical_after_100_steps(pool2, algorithm):
+    timeline = pool2.run(_hundred_steps, args=(algorithm,))[0]
+    assert timeline.summary()["steps"] == 100 == len(timeline.steps)
+    assert timeline.summary()["bytes_sent"] == sum(step.bytes_sent for step in timeline.steps) > 0
+    assert timeline.summary()["exposed_s"] > 0
+    assert {span.label.split()[0] for span in timeline.spans} == {"bucket"}
+    assert all(span.begin_ns <= span.end_ns for span in timeline.spans)
+
+
+def test_four_ranks_are_bit_identical_after_100_steps(pool4, algorithm):
+    pool4.run(_hundred_steps, args=(algorithm,))
+
+
+def _start(rank, world_size, algorithm):
+    with process_group():
+        model = make_net(seed=rank)
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1 * (rank + 1))
+        lazy = torch.optim.SGD([model.scale], lr=0.1, momentum=0.5)
+        for _ in range(2 + rank):  # state of its own on every rank
+            loss_of(model, batch(rank, 7)).backward()
+            optimizer.step()
+            if rank == 0:
+                lazy.step()  # only rank 0 has momentum yet
+            optimizer.zero_grad()
+        keys = list(model.state_dict())
+        bagua.with_bagua(model, [optimizer, lazy], algorithm=algorithm)
+        assert list(model.state_dict()) == keys
+        assert_equal_on_all_ranks(model.state_dict())
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        for state in optimizer.state_dict()["state"].values():
+            assert float(state["step"]) == 2
+            assert_equal_on_all_ranks({key: value.clone() for key, value in state.items()})
+        assert_equal_on_all_ranks({"momentum": lazy.state[model.scale]["momentum_buffer"]})
+        assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_parameters_buffers_and_optimizers_start_as_on_rank_0(pool2, algorithm):
+    pool2.run(_start, args=(algorithm,))
+
+
+def _buffers(rank, world_size, algorithm):
+    with process_group():
+        model = bagua.with_bagua(make_net(), algorithm=algorithm)
+        norm = model.norm
+        loss_of(model, batch(rank, 0)).backward()
+        own = norm.running_mean.clone()
+        model.eval()
+        model(batch(rank, 1)[0])
+        with torch.no_grad():
+            model.train()
+            model(batch(rank, 0)[0])  # statistics move on, nothing is sent
+        moved = norm.running_mean.clone()
+        assert not torch.equal(moved, own)
+        norm.num_batches_tracked.fill_(100 + rank)
+        norm.eval()  # keeps the statistics still while the forward below broadcasts them
+        with model.bagua.no_sync():
+            model(batch(rank, 1)[0])
+        assert torch.equal(norm.running_mean, moved)
+        model(batch(rank, 1)[0])
+        assert int(norm.num_batches_tracked) == 100
+        assert_equal_on_all_ranks(dict(model.named_buffers()))
+        if rank == 0:
+            assert torch.equal(norm.running_mean, moved)
+        bagua.with_bagua(model, algorithm=algorithm, broadcast_buffers=False)
+        norm.running_mean.fill_(float(rank))
+        model(batch(rank, 1)[0])
+        assert float(norm.running_mean[0]) == rank
+
+
+def test_buffers_follow_rank_0_in_training_forwards(pool2, algorithm):
+    pool2.run(_buffers, args=(algorithm,))
+
+
+def _switch(rank, world_size, algorithm):
+    with process_group():
+        model = make_net(seed=rank)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+        keys = list(model.state_dict())
+        memory = None
+        for step, name in enumerate(["gradient_allreduce", algorithm, *bagua.algorithms.available()]):
+            live = grads_of(model)
+            bagua.with_bagua(model, optimizer, algorithm=name, bucket_bytes=50_000 * (step + 1))
+            for key, grad in grads_of(model).items():
+                assert torch.equal(grad, live[key])  # live gradients moved to the new buckets
+            memory = memory or model.bagua.buckets[0].flat.untyped_storage().data_ptr()
+            assert model.bagua.buckets[0].flat.untyped_storage().data_ptr() == memory
+            assert model.bagua.algorithm.name == name
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            loss_of(model, batch(rank, step)).backward()
+            optimizer.step()
+            assert model.bagua.state_dict()["num_steps"] == step + 1
+            assert len(model._forward_pre_hooks) == 1
+            assert_equal_on_all_ranks(dict(model.named_parameters()))
+        handle = model.bagua
+        handle.remove()
+        handle.remove()
+        assert not hasattr(model, "bagua")
+        assert list(model.state_dict()) == keys
+        model.zero_grad()
+        loss_of(model, batch(rank, 50)).backward()  # local now
+        local = {name: grad + 0 for name, grad in grads_of(model).items()}
+        first = {name: grad.clone() for name, grad in local.items()}
+        for grad in first.values():
+            bagua.broadcast(grad, 0)
+        assert rank == 0 or not all(torch.equal(first[name], local[name]) for name in first)
+
+
+def test_switching_the_algorithm_in_mid_training(pool2, algorithm):
+    pool2.run(_switch, args=(algorithm,))
+
+
+def _several_models(rank, world_size, algorithm):
+    with process_group():
+        models = [bagua.with_bagua(make_net(seed=i + 10 * rank), algorithm=algorithm) for i in range(3)]
+        for step in range(2):
+            for model in models:
+                model.zero_grad()
+            sum(loss_of(model, batch(rank, step)) for model in models).backward()  # one backward through all
+            for model in reversed(models):
+                assert_equal_on_all_ranks(grads_of(model))
+        assert [model.bagua.timeline().summary()["steps"] for model in models] == [2, 2, 2]
+
+
+def test_several_models_in_one_process(pool2, algorithm):
+    pool2.run(_several_models, args=(algorithm,))
+
+
+def _copies(rank, world_size, algorithm):
+    with process_group():
+        model = bagua.with_bagua(make_net(), algorithm=algorithm)
+        loss_of(model, batch(rank, 0)).backward()
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert list(twin.state_dict()) == list(model.state_dict())
+            assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), model.parameters(), strict=True))
+            if rank == 0:  # not synchronised: the other rank takes no part
+                loss_of(twin, batch(0, 1)).backward()
+            with pytest.raises(InvalidArgument, match="copy of one that was wrapped"):
+                twin.bagua.no_sync()
+            twin.zero_grad()
+            bagua.with_bagua(twin, algorithm=algorithm)
+            loss_of(twin, batch(rank, 1)).backward()
+            assert_equal_on_all_ranks(grads_of(twin))
+        assert model.bagua.timeline().summary()["steps"] == 1
+
+
+def test_deepcopy_and_pickle_are_plain_models(pool2, algorithm):
+    pool2.run(_copies, args=(algorithm,))
+
+
+def _resume(rank, world_size, algorithm):
+    def start(model):
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        return bagua.with_bagua(model, optimizer, algorithm=algorithm, bucket_bytes=70_000), optimizer
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, batch(rank, step)).backward()
+            optimizer.step()
+
+    with process_group():
+        for stop in (0, 1, 4):
+            model, optimizer = start(make_net())
+            train(model, optimizer, range(stop))
+            file = io.BytesIO()
+            torch.save([model.state_dict(), optimizer.state_dict(), model.bagua.state_dict()], file)
+            train(model, optimizer, range(stop, 8))
+            file.seek(0)
+            saved = torch.load(file, weights_only=True)
+            resumed, resumed_optimizer = start(make_net(seed=5))
+            if stop == 4:
+                train(resumed, resumed_optimizer, range(3))  # it has a layout and a count of its own by now
+            resumed.load_state_dict(saved[0])
+            resumed_optimizer.load_state_dict(saved[1])
+            resumed.bagua.load_state_dict(saved[2])
+            train(resumed, resumed_optimizer, range(stop, 8))
+            for key, value in model.state_dict().items():
+                assert torch.equal(value, resumed.state_dict()[key]), (stop, key)
+            assert resumed.bagua.state_dict() == model.bagua.state_dict()
+
+
+def test_resuming_from_a_checkpoint_equals_never_having_stopped(pool2, algorithm):
+    pool2.run(_resume, args=(algorithm,))

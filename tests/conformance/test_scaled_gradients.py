@@ -1,0 +1,143 @@
+"""Every registered algorithm under AMP's GradScaler, and NaN or Inf without it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bagua
+from bagua.errors import InvalidArgument
+from tests.conformance.training import assert_equal_on_all_ranks, batch, grads_of, loss_of, make_net, process_group
+
+pytestmark = pytest.mark.parametrize("algorithm", bagua.algorithms.available())
+
+
+def _poisoned_loss(model, rank, step, value):
+    """Rank 1's gradients of ``wide`` are ``value``."""
+    loss = loss_of(model, batch(rank, step))
+    return loss + value * model.wide.weight.sum() if rank == 1 else loss
+
+
+def _scaler(rank, world_size, algorithm, fused, unscale):
+    with process_group():
+        model = make_net()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=0.01, fused=fused)
+        model = bagua.with_bagua(model, optimizer, algorithm=algorithm)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        for step in range(4):
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            optimizer.zero_grad()
+            bad = step in (1, 2)
+            scaler.scale(
+                _poisoned_loss(model, rank, step, float("inf" if step == 1 else "nan") if bad else 0.0)
+            ).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            is_unchanged = all(torch.equal(before[name], p) for name, p in model.named_parameters())
+            assert is_unchanged == bad
+            assert_equal_on_all_ranks(dict(model.named_parameters()))
+        assert scaler.get_scale() == 256.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_all_ranks_skip_the_step_that_a_scaler_skips(pool2, algorithm, fused, unscale):
+    pool2.run(_scaler, args=(algorithm, fused, unscale))
+
+
+def _refused(rank, world_size, algorithm, value):
+    with process_group():
+        model = make_net()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        mine = torch.optim.SGD(parameters, lr=0.01)
+        model = bagua.with_bagua(model, mine, algorithm=algorithm)
+        has_codec = any(bucket.declaration.codec for bucket in model.bagua.buckets)
+        for _ in range(2):
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            mine.zero_grad()
+            _poisoned_loss(model, rank, 0, value).backward()
+            if not has_codec:  # as plain PyTorch: NaN goes into the weights
+                return "plain"
+            with pytest.raises(
+                InvalidArgument, match=r"NaN or Inf.*bucket \d+ \(.*wide\.weight.*under codec"
+            ) as caught:
+                mine.step()
+            assert caught.value.bucket.startswith("bucket ")
+            assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+            mine.zero_grad()  # the ranks go on
+            loss_of(model, batch(rank, 1)).backward()
+            mine.step()
+            assert_equal_on_all_ranks(dict(model.named_parameters()))
+        return "refused"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_step_with_nan_under_a_codec_is_refused_on_all_ranks(pool2, algorithm, value):
+    expected = "plain" if algorithm == "gradient_allreduce" else "refused"
+    assert pool2.run(_refused, args=(algorithm, value)) == [expected] * 2
+
+
+def _other_places(rank, world_size, algorithm):
+    with process_group():
+        model = bagua.with_bagua(make_net(), algorithm=algorithm)
+        if not any(bucket.declaration.codec for bucket in model.bagua.buckets):
+            return
+        with pytest.raises(InvalidArgument, match="pass the optimizer to with_bagua"):  # nobody else would tell
+            _poisoned_loss(model, rank, 0, float("nan")).backward()
+        model.zero_grad()
+        loss_of(model, batch(rank, 0)).backward()
+        assert_equal_on_all_ranks(grads_of(model))
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        bagua.with_bagua(model, optimizer, algorithm=algorithm)
+        before = model.scale.detach().clone()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = _poisoned_loss(model, rank, 0, float("nan"))
+            loss.backward()
+            return loss
+
+        with pytest.raises(InvalidArgument, match="NaN or Inf"):
+            optimizer.step(closure)
+        assert torch.equal(before, model.scale)
+        bystander = torch.optim.SGD([model.scale], lr=0.01)  # steps no parameter that is NaN
+        bagua.with_bagua(model, [bystander, optimizer], algorithm=algorithm)
+        _poisoned_loss(model, rank, 0, float("nan")).backward()
+        bystander.step()
+        with pytest.raises(InvalidArgument, match="NaN or Inf"):
+            optimizer.step()
+
+
+def test_nan_without_an_optimizer_and_in_a_closure(pool2, algorithm):
+    pool2.run(_other_places, args=(algorithm,))
+
+
+def _hooks_of_an_algorithm(rank, world_size, algorithm):
+    with process_group():
+        calls = []
+        model = make_net()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, fused=True)
+        model = bagua.with_bagua(model, optimizer, algorithm=algorithm)
+        for name in ("before_forward", "after_backward", "before_optimizer_step", "after_optimizer_step"):
+            setattr(model.bagua.algorithm, name, lambda *args, name=name: calls.append(name))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        with model.bagua.no_sync():
+            scaler.scale(loss_of(model, batch(rank, 0))).backward()
+        assert calls == []
+        scaler.scale(loss_of(model, batch(rank, 0))).backward()
+        assert calls == ["before_forward", "after_backward"]
+        scaler.step(optimizer)
+        scaler.update()
+        assert calls[2:] == ["before_optimizer_step", "after_optimizer_step"]
+        optimizer.zero_grad()
+        scaler.scale(_poisoned_loss(model, rank, 0, float("inf"))).backward()
+        scaler.step(optimizer)
+        assert calls[4:] == ["before_forward", "after_backward"]  # a skipped step is none
+
+
+def test_hooks_are_called_in_order_and_not_for_skipped_steps(pool2, algorithm):
+    pool2.run(_hooks_of_an_algorithm, args=(algorithm,))

@@ -1,0 +1,103 @@
+"""Every registered algorithm with one rank equals plain PyTorch, bit for bit, for any optimizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bagua
+from tests.conformance.training import batch, loss_of, make_net, process_group
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.001, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
+}
+
+
+@pytest.fixture(scope="module")
+def pool1():
+    from bagua.testing import Pool
+
+    with Pool(1) as pool:
+        yield pool
+
+
+def _train(model, make_optimizer, wrap, set_to_none):
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = make_optimizer([p for p in trainable if p.is_contiguous()])  # torch's LBFGS takes no others
+    second = torch.optim.SGD([p for p in trainable if not p.is_contiguous()], lr=0.01)
+    model = wrap(model, [optimizer, second])
+    for step in range(6):
+
+        def closure(step=step):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss = loss_of(model, batch(0, step))
+            loss.backward()
+            return loss
+
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(closure)
+        else:
+            closure()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            second.step()
+            if step % 2:
+                second.zero_grad(set_to_none=set_to_none)
+    return model.state_dict()
+
+
+def _equals_plain_torch(rank, world_size, algorithm, name, set_to_none):
+    expected = _train(make_net(), OPTIMIZERS[name], lambda model, _: model, set_to_none)
+    with process_group():
+
+        def wrap(model, optimizers):
+            return bagua.with_bagua(model, optimizers, algorithm=algorithm, bucket_bytes=64 * 1024)
+
+        actual = _train(make_net(), OPTIMIZERS[name], wrap, set_to_none)
+    assert list(actual) == list(expected)
+    for key, value in expected.items():
+        assert torch.equal(actual[key], value), key
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("algorithm", bagua.algorithms.available())
+def test_equals_plain_torch(pool1, algorithm, name):
+    pool1.run(_equals_plain_torch, args=(algorithm, name, True))
+    pool1.run(_equals_plain_torch, args=(algorithm, name, False))
+
+
+def _recovers(rank, world_size, algorithm):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("on purpose")
+
+    with process_group():
+        model = bagua.with_bagua(make_net(), algorithm=algorithm, bucket_bytes=1024)
+        narrow = model.narrow.forward
+        model.narrow.forward = lambda x: narrow(Fails.apply(x))
+        with pytest.raises(RuntimeError, match="on purpose"):
+            loss_of(model, batch(0, 0)).backward()
+        model.narrow.forward = narrow
+        model.zero_grad()
+        model.load_state_dict(make_net().state_dict())
+        loss_of(model, batch(0, 0)).backward()
+        plain = make_net()
+        loss_of(plain, batch(0, 0)).backward()
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad), name
+
+
+@pytest.mark.parametrize("algorithm", bagua.algorithms.available())
+def test_a_backward_that_raised_is_forgotten(pool1, algorithm):
+    pool1.run(_recovers, args=(algorithm,))

@@ -1,0 +1,119 @@
+"""What the conformance tests share: a model with every kind of parameter, its data, and the oracle in plain loops."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+
+import bagua
+
+TIMEOUT_S = 15.0
+
+
+@contextlib.contextmanager
+def process_group(timeout_s: float = TIMEOUT_S) -> Iterator[None]:
+    """bagua initialised for the time of the block."""
+    bagua.init_process_group(timeout=timedelta(seconds=timeout_s))
+    try:
+        yield
+    finally:
+        bagua.destroy_process_group()
+
+
+class Net(torch.nn.Module):
+    """A parameter of the root, a tied one, a frozen one, a channels_last one, BatchNorm buffers, two dtypes.
+
+    ``wide`` is large enough (128 KiB) for algorithms that leave small tensors alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(16))
+        self.wide = torch.nn.Linear(16, 2048)
+        self.norm = torch.nn.BatchNorm1d(2048)
+        self.narrow = torch.nn.Linear(2048, 16)
+        self.again = torch.nn.Linear(16, 2048)
+        self.again.weight = self.wide.weight  # tied
+        self.frozen = torch.nn.Parameter(torch.full((16,), 0.5), requires_grad=False)
+        self.conv = torch.nn.Conv2d(4, 8, 3, padding=1).to(memory_format=torch.channels_last)
+        self.exact = torch.nn.Linear(16, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.wide(x * self.scale)) + self.again(x)
+        y = self.narrow(torch.tanh(hidden)) + self.frozen
+        image = self.conv(y.reshape(-1, 4, 2, 2)).mean(dim=(1, 2, 3))
+        return self.exact(y.double()).float().sum(1) + image
+
+
+def make_net(seed: int = 0, kind: type[torch.nn.Module] = Net) -> torch.nn.Module:
+    """The same weights for the same seed."""
+    torch.manual_seed(seed)
+    return kind()
+
+
+def batch(rank: int, step: int, numel: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets that differ for every rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank + 1)
+    return torch.randn(numel, 16, generator=generator), torch.randn(numel, generator=generator)
+
+
+def loss_of(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Mean squared error."""
+    x, y = data
+    return (model(x) - y).square().mean()
+
+
+def grads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all gradients that are there."""
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def plain_grads(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients of one rank, by torch alone."""
+    model = copy.deepcopy(model)
+    loss_of(model, data).backward()
+    return grads_of(model)
+
+
+def mean_in_loops(per_rank: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The oracle: the mean over ranks, element by element rank after rank, in float64."""
+    mean = {}
+    for name in per_rank[0]:
+        total = torch.zeros_like(per_rank[0][name], dtype=torch.float64)
+        for grads in per_rank:
+            total += grads[name].double()
+        mean[name] = total / len(per_rank)
+    return mean
+
+
+def assert_near(
+    model: torch.nn.Module, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], times: int = 1
+) -> None:
+    """Equal within float rounding, or within ``times`` two-shot quantisations where a bucket declares a codec.
+
+    Two quantisations to 255 steps of a range of at most 2 M are off by at most 2 * (2 M / 510), M the
+    largest gradient of the bucket; the f16 and bf16 codecs are finer.
+    """
+    assert actual.keys() == expected.keys()
+    for bucket in model.bagua.buckets:
+        largest = max([float(expected[name].abs().max()) for name in bucket.names if expected[name].numel()], default=0)
+        for name in bucket.names:
+            tolerance = 1e-5 * max(largest, 1e-3)
+            if bucket.declaration.codec is not None:
+                tolerance = times * 6 * largest / 255  # M of a single rank exceeds that of the mean
+            error = float((actual[name].double() - expected[name].double()).abs().max()) if actual[name].numel() else 0
+            assert error <= tolerance, f"{name}: off by {error}, allowed {tolerance} ({bucket.declaration})"
+
+
+def assert_equal_on_all_ranks(tensors: dict[str, torch.Tensor]) -> None:
+    """Bit by bit."""
+    mine = {name: t.detach().contiguous().view(-1).view(torch.uint8) for name, t in tensors.items() if t.numel()}
+    for name, value in mine.items():
+        first = value.clone()
+        bagua.broadcast(first, 0)
+        assert torch.equal(first, value), f"{name} differs between rank 0 and rank {bagua.get_rank()}"
+    bagua.barrier()

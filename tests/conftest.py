@@ -1,0 +1,31 @@
+"""Shared by all tests: warm pools of ranks, and the `needs` marker."""
+
+import importlib.util
+
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for marker in item.iter_markers("needs"):
+            missing = [name for name in marker.args if importlib.util.find_spec(name) is None]
+            if missing:
+                item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(missing)}, which cannot be imported"))
+
+
+@pytest.fixture(scope="session")
+def pool2():
+    """Two warm ranks, shared by all tests that leave no process group and no global state behind."""
+    from bagua.testing import Pool
+
+    with Pool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def pool4():
+    """Four of them."""
+    from bagua.testing import Pool
+
+    with Pool(4) as pool:
+        yield pool

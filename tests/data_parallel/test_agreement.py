@@ -1,0 +1,158 @@
+"""Ranks that wrap different things: every rank raises, with both sides, and the group lives on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bagua
+from bagua.errors import BaguaError, InvalidArgument
+from tests.conformance.training import process_group
+
+
+def _linear(numel=4, **kwargs):
+    return torch.nn.Linear(numel, 2, **kwargs)
+
+
+def _frozen():
+    model = _linear()
+    model.bias.requires_grad_(False)
+    return model
+
+
+def _buffered():
+    model = _linear()
+    model.register_buffer("extra", torch.zeros(3))
+    return model
+
+
+def _other_order():
+    model = torch.nn.Linear(4, 2, bias=False)
+    bias = torch.nn.Parameter(torch.zeros(2))
+    weight = model.weight
+    del model.weight
+    model.bias = bias
+    model.weight = weight
+    return model
+
+
+def _sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# What rank 1 does differently from with_bagua(_linear(), algorithm="bytegrad"), and what every rank must read.
+DIFFERENCES = {
+    "shape": (lambda: _linear(5), {}, r"parameter 'weight'.*rank 0 has \(2, 4\).*rank 1 has \(2, 5\)"),
+    "dtype": (lambda: _linear(dtype=torch.float64), {}, "parameter 'weight'.*float32.*rank 1 has.*float64"),
+    "absent": (lambda: _linear(bias=False), {}, "parameter 'bias'.*rank 1 has none"),
+    "frozen": (_frozen, {}, "parameter 'bias'.*requires_grad=True.*requires_grad=False"),
+    "buffer": (_buffered, {}, r"buffer 'extra'.*rank 0 has none, rank 1 has \(3,\) torch.float32"),
+    "order": (_other_order, {}, "the order of registration, entry .*rank 0 has parameter 'weight'"),
+    "algorithm": (_linear, {"algorithm": "gradient_allreduce"}, "algorithm: rank 0 has bytegrad, rank 1 has gradient"),
+    "option": (_linear, {"codec": "bf16"}, "option 'codec': rank 0 has 'minmax_uint8', rank 1 has 'bf16'"),
+    "bucket_bytes": (_linear, {"bucket_bytes": 999}, "bucket_bytes: rank 0 has 26214400, rank 1 has 999"),
+    "unused": (_linear, {"find_unused_parameters": True}, "find_unused_parameters: rank 0 has False, rank 1 has True"),
+    "optimizer": (_linear, {"optimizers": _sgd}, "optimizer 0: rank 0 has none, rank 1 has SGD"),
+    "unknown algorithm": (
+        _linear,
+        {"algorithm": "bitegrad"},
+        "unknown algorithm 'bitegrad'; available: bytegrad, grad",
+    ),
+    "unknown option": (
+        _linear,
+        {"codek": "bf16"},
+        "unknown option 'codek'.*its options: codec .*average.*default True",
+    ),
+    "unknown codec": (_linear, {"codec": "bf17"}, "unknown codec 'bf17'; available: bf16, fp16, minmax_uint8"),
+    "type of an option": (_linear, {"average": 1}, r"option average is 1 \(int\), expected bool"),
+    "value": (_linear, {"bucket_bytes": 0}, "bucket_bytes is 0, expected an integer of at least 1"),
+    "nothing": (lambda: torch.nn.ReLU(), {}, "no parameter of the model requires a gradient"),
+    "sparse": (lambda: torch.nn.Embedding(3, 2, sparse=True), {}, r"'' \(Embedding\) gives sparse gradients"),
+    "lazy": (lambda: torch.nn.LazyLinear(2), {}, "'weight' has no shape yet"),
+    "complex": (lambda: _linear(dtype=torch.complex64), {}, "parameter 'weight' has dtype torch.complex64"),
+    "device": (lambda: _linear(device="meta"), {}, "parameter 'weight' is on meta"),
+    "no optimizer": (
+        _linear,
+        {"optimizers": lambda model: [3]},
+        r"optimizers\[0\] is a int, expected a torch optimizer",
+    ),
+    "foreign": (
+        _linear,
+        {"optimizers": lambda _: _sgd(_linear())},
+        r"optimizers\[0\] \(SGD\) steps no parameter of this",
+    ),
+}
+
+
+def _disagree(rank, world_size):
+    messages = {}
+    with process_group():
+        for name, (make, options, _) in DIFFERENCES.items():
+            model = make() if rank == 1 else _linear()
+            options = dict(options) if rank == 1 else {}
+            make_optimizers = options.pop("optimizers", lambda model: ())
+            with pytest.raises(BaguaError) as caught:
+                bagua.with_bagua(model, make_optimizers(model), **{"algorithm": "bytegrad", **options})
+            assert isinstance(caught.value, InvalidArgument)
+            assert not hasattr(model, "bagua")
+            messages[name] = str(caught.value)
+        model = bagua.with_bagua(_linear())  # nothing is broken
+        model(torch.ones(1, 4)).sum().backward()
+    return messages
+
+
+def test_every_rank_names_the_difference(pool2):
+    first, second = pool2.run(_disagree)
+    import re
+
+    for name, (_, _, pattern) in DIFFERENCES.items():
+        for message in (first[name], second[name]):
+            assert re.search(pattern, message), f"{name}: {message}"
+
+
+def _wrapped_twice(rank, world_size):
+    with process_group():
+        inner = torch.nn.Linear(2, 2)
+        outer = torch.nn.Sequential(inner, torch.nn.ReLU())
+        bagua.with_bagua(inner)
+        with pytest.raises(InvalidArgument, match=r"parameter '0\.weight' is synchronised by another model"):
+            bagua.with_bagua(outer)
+        inner.bagua.remove()
+        bagua.with_bagua(outer)
+        named = torch.nn.Linear(2, 2)
+        named.bagua = 3
+        with pytest.raises(InvalidArgument, match="attribute `bagua` of its own"):
+            bagua.with_bagua(named)
+        with pytest.raises(InvalidArgument, match="no longer synchronised"):
+            handle = outer.bagua
+            handle.remove()
+            handle.no_sync().__enter__()
+
+
+def test_a_parameter_has_one_owner(pool2):
+    pool2.run(_wrapped_twice)
+
+
+def _load_errors(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(_linear(), algorithm="bytegrad")
+        state = model.bagua.state_dict()
+        bad = {
+            "of algorithm 'other'": {**state, "algorithm": "other"},
+            "no state of version": {"a": 1},
+            "other trainable parameters": {**state, "ready_order": ["weight", "bios"]},
+            "ranks disagree about num_steps": {**state, "num_steps": rank},
+        }
+        for pattern, value in bad.items():
+            with pytest.raises(InvalidArgument, match=pattern):
+                model.bagua.load_state_dict(value)
+        model.bagua.load_state_dict(state)
+
+
+def test_states_that_do_not_fit(pool2):
+    pool2.run(_load_errors)
+
+
+def test_without_a_process_group():
+    with pytest.raises(bagua.BaguaError, match="init_process_group"):
+        bagua.with_bagua(_linear())

@@ -1,0 +1,212 @@
+"""A backward that cannot end well: what the rank itself sees, and what the others see, in time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import bagua
+from bagua.errors import BaguaError, InvalidArgument
+from tests.conformance.training import batch, grads_of, loss_of, make_net, process_group
+
+
+class Fails(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("on purpose")
+
+
+def _raises_in_the_middle(rank, world_size, everywhere):
+    with process_group():
+        model = make_net()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        bagua.with_bagua(model, optimizer, bucket_bytes=1024)
+        loss_of(model, batch(rank, 0)).backward()
+        bagua.barrier()
+        if rank == 1 or everywhere:
+            narrow = model.narrow.forward
+            model.narrow.forward = lambda x: narrow(Fails.apply(x))
+        begin = time.monotonic()
+        # Where it raises everywhere, the later rank may hear of the earlier one first.
+        error = ArithmeticError if rank == 1 and not everywhere else (ArithmeticError, BaguaError)
+        with pytest.raises(error) as caught:
+            loss_of(model, batch(rank, 1)).backward()
+        assert time.monotonic() - begin < 5
+        model.narrow.forward = torch.nn.Linear.forward.__get__(model.narrow)
+        calls = (lambda: model(batch(rank, 2)[0]), lambda: optimizer.step(), lambda: bagua.barrier())
+        for call in calls:
+            with pytest.raises(BaguaError, match="raised after it had started"):
+                call()
+        model.eval()
+        with torch.no_grad():
+            model(batch(rank, 2)[0])  # what needs no other rank still works
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_backward_raises_in_the_middle(pool2, everywhere):
+    other, own = pool2.run(_raises_in_the_middle, args=(everywhere,))
+    if not everywhere:
+        assert own == "on purpose"
+        assert "backward of rank 1 raised after it had started" in other
+
+
+def _twice(rank, world_size):
+    from torch.utils.checkpoint import checkpoint
+
+    class Shared(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = torch.nn.Linear(4, 4)
+
+        def forward(self, x, use_reentrant):
+            x = checkpoint(self.part, x, use_reentrant=use_reentrant)
+            return checkpoint(self.part, x, use_reentrant=use_reentrant)
+
+    with process_group():
+        model = bagua.with_bagua(Shared())
+        x = torch.ones(2, 4, requires_grad=True)
+        model(x, False).sum().backward()
+        bagua.barrier()
+        with pytest.raises(BaguaError, match=r"'part\.(weight|bias)' became ready twice.*use_reentrant=False"):
+            model(x, True).sum().backward()
+
+
+def test_a_parameter_that_becomes_ready_twice(pool2):
+    pool2.run(_twice)
+
+
+def _sparse(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(torch.nn.Embedding(10, 4))
+        indices = torch.tensor([1, 2])
+        with pytest.raises(BaguaError, match=r"'weight' has a torch.sparse_coo gradient"):
+            torch.nn.functional.embedding(indices, model.weight, sparse=True).sum().backward()
+
+
+def test_a_sparse_gradient_in_a_hook(pool2):
+    pool2.run(_sparse)
+
+
+def _create_graph(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(torch.nn.Linear(3, 1))
+        x = torch.full((2, 3), 1.0 + rank)
+        with model.bagua.no_sync():
+            model(x).square().sum().backward(create_graph=True)
+            model.weight.grad.sum().backward()  # the graph of a local gradient is whole
+        model.zero_grad()
+        model(x).sum().backward()
+        assert float(model.weight.grad[0, 0]) == 3.0
+        model.zero_grad()
+        bagua.barrier()  # what follows poisons the group, also for a rank that is still in the step before
+        with pytest.raises(BaguaError, match="create_graph=True"):
+            model(x).square().sum().backward(create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_create_graph(pool2):
+    pool2.run(_create_graph)
+
+
+def _rank_dies(rank, world_size):
+    import os
+    import signal
+
+    with process_group(timeout_s=8):
+        model = bagua.with_bagua(make_net(), bucket_bytes=1024)
+        loss_of(model, batch(rank, 0)).backward()
+        if rank == 1:
+            model.wide.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        begin = time.monotonic()
+        with pytest.raises(BaguaError, match="rank 1"):
+            loss_of(model, batch(rank, 1)).backward()
+        return time.monotonic() - begin
+
+
+def test_a_rank_that_dies_in_mid_step_is_named():
+    import signal
+
+    from bagua.testing import spawn
+
+    survivor, _ = spawn(_rank_dies, 2, expect_exit={1: signal.SIGKILL})
+    assert survivor < 8
+
+
+def _rank_stays_away(rank, world_size):
+    with process_group(timeout_s=1.5):
+        model = bagua.with_bagua(make_net())
+        loss_of(model, batch(rank, 0)).backward()
+        if rank == 1:
+            time.sleep(4)
+        begin = time.monotonic()
+        with pytest.raises(BaguaError) as caught:
+            loss_of(model, batch(rank, 1)).backward()
+        return time.monotonic() - begin, str(caught.value)
+
+
+def test_a_rank_that_misses_a_step_is_named(pool2):
+    (waited, message), (late, _) = pool2.run(_rank_stays_away)
+    assert "rank 1" in message
+    assert waited < 3.5
+    assert late < 1.5
+
+
+def _changed_buffer(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(make_net())
+        model.norm.register_buffer("running_mean", torch.zeros(3))
+        with pytest.raises(InvalidArgument, match=r"buffer 'norm.running_mean' was \(2048,\).*is now \(3,\)"):
+            model(batch(rank, 0)[0])
+        model.norm.running_mean = torch.full((2048,), float(rank))  # a new tensor is fine
+        model(batch(rank, 0)[0])
+        assert float(model.norm.running_mean[0]) < 0.9
+
+
+def test_a_buffer_that_is_replaced(pool2):
+    pool2.run(_changed_buffer)
+
+
+def _bypassed_forward(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(make_net(), bucket_bytes=1024)
+        for step in range(2):
+            model.zero_grad()
+            (model.forward(batch(rank, step)[0]) ** 2).sum().backward()  # no module hook runs
+            grads = grads_of(model)
+            for name, grad in grads.items():
+                first = grad.clone()
+                bagua.broadcast(first, 0)
+                assert torch.equal(first, grad), name
+        with model.bagua.no_sync():
+            (model.forward(batch(rank, 7)[0]) ** 2).sum().backward()
+        assert model.bagua.timeline().summary()["steps"] == 2
+
+
+def test_a_forward_that_bypasses_the_hooks_is_synchronised_all_the_same(pool2):
+    pool2.run(_bypassed_forward)
+
+
+def _is_freed(rank, world_size):
+    import gc
+    import weakref
+
+    with process_group():
+        model = bagua.with_bagua(make_net())
+        loss_of(model, batch(rank, 0)).backward()
+        watched = [weakref.ref(model), weakref.ref(model.bagua.buckets[0].flat)]
+        del model
+        gc.collect()
+        assert [ref() for ref in watched] == [None, None]
+
+
+def test_a_dropped_model_is_freed_with_its_memory(pool2):
+    pool2.run(_is_freed)

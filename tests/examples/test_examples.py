@@ -1,0 +1,70 @@
+"""The examples run as their documentation says, and end with a result that can be read by machines."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bagua
+
+ROOT = Path(__file__).parents[2]
+MODULES = {"bagua": ["-m", "bagua.run"], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}
+
+
+def run(launcher: str, script: str, *options: str) -> dict:
+    """The JSON of the last line of ``examples/script`` on two ranks."""
+    command = [sys.executable, *MODULES[launcher], "--nproc-per-node", "2", str(ROOT / "examples" / script), *options]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.needs("sklearn", "tqdm")
+def test_digits_reaches_its_accuracy_with_bytegrad():
+    result = run("bagua", "digits.py", "--algorithm", "bytegrad", "--epochs", "6")
+    assert result["test_accuracy"] >= 0.97
+    assert result["ranks"] == 2
+    assert result["sent_per_rank_mb"] > 1
+    assert 0 < result["exposed_communication_s"] < result["train_s"]
+
+
+@pytest.mark.needs("sklearn", "tqdm")
+@pytest.mark.parametrize("algorithm", [*bagua.algorithms.available(), "ddp"])
+def test_digits_runs_under_torchrun(algorithm):
+    result = run("torchrun", "digits.py", "--algorithm", algorithm, "--epochs", "1")
+    assert result["algorithm"] == algorithm
+    assert result["test_accuracy"] > 0.3
+    assert (result["compute_s"] is None) == (algorithm == "ddp")
+
+
+@pytest.mark.needs("tqdm")
+@pytest.mark.parametrize("algorithm", [*bagua.algorithms.available(), "ddp"])
+def test_byte_lm_learns(algorithm, tmp_path):
+    curve = tmp_path / "loss.csv"
+    options = (
+        "--algorithm",
+        algorithm,
+        "--epochs",
+        "2",
+        "--steps",
+        "15",
+        "--batch-size",
+        "8",
+        "--loss-csv",
+        str(curve),
+    )
+    result = run("bagua", "byte_lm.py", *options)
+    assert result["validation_loss"] < 3.5  # ln 256 = 5.55 before training
+    with curve.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(1, 31))
+    assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"]) - 1
+    assert float(rows[-1]["validation_loss"]) == pytest.approx(result["validation_loss"])
+    assert rows[0]["validation_loss"] == ""

@@ -1,0 +1,101 @@
+"""The environment: what is missing or makes no sense is named, with what to do."""
+
+import pytest
+
+from bagua.config import is_launched, launch_environment, settings
+from bagua.errors import InvalidArgument
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+
+
+def without(*names):
+    return {name: value for name, value in TORCHRUN.items() if name not in names}
+
+
+def test_torchruns_environment():
+    launch = launch_environment(environ=TORCHRUN)
+    assert (launch.rank, launch.world_size, launch.local_rank, launch.node_rank) == (3, 8, 1, 1)
+    assert (launch.master_addr, launch.master_port, launch.use_agent_store) == ("10.0.0.1", 29500, True)
+    assert (launch.restart_count, launch.single_host) == (2, False)
+    assert launch_environment(environ={**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}).single_host
+
+
+def test_arguments_win_over_the_environment():
+    launch = launch_environment(rank=0, world_size=2, environ=TORCHRUN)
+    assert (launch.rank, launch.world_size) == (0, 2)
+    launch = launch_environment(rank=0, world_size=2, needs_master=False, environ={})
+    assert (launch.rank, launch.world_size, launch.local_rank, launch.restart_count) == (0, 2, None, 0)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.parametrize("empty", [False, True], ids=["missing", "empty"])
+def test_a_missing_variable_is_named(name, empty):
+    environ = {**TORCHRUN, name: ""} if empty else without(name)
+    with pytest.raises(InvalidArgument, match=f"the environment has no {name}, .*torchrun --nproc-per-node"):
+        launch_environment(environ=environ)
+
+
+def test_all_missing_variables_are_named_at_once():
+    with pytest.raises(InvalidArgument, match="no RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, which"):
+        launch_environment(environ={})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": "8"}, r"rank 8 is not in 0\.\.7 \(world_size is 8\)"),
+        ({"RANK": "-1"}, "RANK=-1 is out of range"),
+        ({"RANK": "one"}, "RANK='one' is not an integer"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is out of range"),
+        ({"MASTER_PORT": "70000"}, r"MASTER_PORT=70000 is out of range; give a value in 0\.\.65535"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x' is not an integer"),
+    ],
+    ids=str,
+)
+def test_nonsense_is_named(changes, message):
+    with pytest.raises(InvalidArgument, match=message):
+        launch_environment(environ={**TORCHRUN, **changes})
+
+
+def test_is_launched():
+    assert is_launched(TORCHRUN)
+    assert not is_launched(without("RANK")) and not is_launched({})
+
+
+def test_settings_and_their_defaults():
+    default = settings({})
+    assert default.shared_memory and default.interface is None and default.spin_us is None
+    assert default.auth_token is None
+    changed = settings({"BAGUA_SHARED_MEMORY": "0", "BAGUA_SPIN_US": "0", "BAGUA_SOCKET_IFNAME": "eth7"})
+    assert (changed.shared_memory, changed.spin_us, changed.interface) == (False, 0, "eth7")
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"BAGUA_TCP_STREAM": "4"}, "BAGUA_TCP_STREAM is not a setting of bagua; the settings are .*BAGUA_TCP_STREAMS"),
+        ({"BAGUA_TCP_STREAMS": "0"}, r"BAGUA_TCP_STREAMS=0 is out of range; give a value in 1\.\.64"),
+        ({"BAGUA_TCP_STREAMS": "many"}, "BAGUA_TCP_STREAMS='many' is not an integer"),
+        ({"BAGUA_SHM_RING_BYTES": "5000"}, "BAGUA_SHM_RING_BYTES=5000 is not a power of two"),
+        ({"BAGUA_SHARED_MEMORY": "yes"}, "BAGUA_SHARED_MEMORY='yes' is not an integer"),
+        ({"BAGUA_SPIN_US": "-5"}, "BAGUA_SPIN_US=-5 is out of range"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_nothing_reads_or_that_makes_no_sense(environ, message):
+    with pytest.raises(InvalidArgument, match=message):
+        settings(environ)
+
+
+def test_variables_of_others_are_none_of_our_business():
+    settings({"BAGUA": "1", "TORCH_BAGUA_X": "1", "BAGUA_CUDA": "0"})

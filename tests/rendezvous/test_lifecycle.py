@@ -1,0 +1,138 @@
+"""init and destroy: again and again, beside torch.distributed in either order, over IPv6, with stores of the user."""
+
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua
+from bagua.testing import free_port, spawn
+
+
+def total(rank):
+    x = torch.tensor([10.0**rank])
+    bagua.all_reduce(x)
+    return x.item()
+
+
+def init_again_and_again(rank, world_size):
+    counts = []
+    for _ in range(12):
+        bagua.init_process_group(timeout=30.0)
+        assert total(rank) == 11
+        bagua.destroy_process_group()
+        counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    return counts
+
+
+@pytest.mark.parametrize("env", [{}, {"BAGUA_SHARED_MEMORY": "0"}], ids=["shm", "tcp"])
+def test_init_again_and_again_in_one_process(env):
+    for counts in spawn(init_again_and_again, 2, env=env):
+        # A store's connection may be closed a moment later.
+        assert max(counts[4:]) <= (counts[3][0] + 1, counts[3][1]), f"descriptors, threads: {counts}"
+
+
+def beside_torch(rank, world_size, order):
+    """`order` names what to start; everything works together, and what is left works after the other has ended."""
+    x = torch.ones(3)
+    starts = {"bagua": lambda: bagua.init_process_group(timeout=30.0), "torch": lambda: dist.init_process_group("gloo")}
+    for name in order:
+        starts[name]()
+    assert total(rank) == 11
+    dist.all_reduce(x)
+    assert (x == world_size).all()
+    if order[0] == "torch":
+        dist.destroy_process_group()
+        assert total(rank) == 11
+        bagua.destroy_process_group()
+    else:
+        bagua.destroy_process_group()
+        dist.all_reduce(x)
+        assert (x == world_size**2).all()
+        dist.destroy_process_group()
+    bagua.init_process_group(timeout=30.0)
+    assert total(rank) == 11
+    bagua.destroy_process_group()
+
+
+@pytest.mark.parametrize("order", [("torch", "bagua"), ("bagua", "torch")], ids="-".join)
+@pytest.mark.parametrize("holder", ["agent", "rank 0"])
+def test_beside_torch_distributed_on_the_same_port(order, holder):
+    env = {}
+    if holder == "rank 0":
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
+    spawn(beside_torch, 2, args=(order,), env=env)
+
+
+def with_a_store(rank, world_size, path):
+    for _ in range(2):
+        bagua.init_process_group(store=dist.FileStore(path, world_size), rank=rank, world_size=world_size, timeout=30.0)
+        assert total(rank) == 11
+        bagua.destroy_process_group()
+
+
+def test_a_store_of_the_user_needs_no_environment(tmp_path):
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+    def run(rank, world_size):
+        for name in names:
+            os.environ.pop(name, None)
+        with_a_store(rank, world_size, str(tmp_path / "store"))
+
+    spawn(run, 2)
+
+
+def listeners_of_this_process():
+    """(address, port) in hex, of the TCP sockets that this process listens on."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    found = set()
+    for name in ("tcp", "tcp6"):
+        with open(f"/proc/self/net/{name}") as table:
+            for line in list(table)[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                    found.add((name, fields[1].split(":")[0]))
+    return found
+
+
+def where_it_listens(rank, world_size):
+    bagua.init_process_group(timeout=30.0)
+    assert total(rank) == 11
+    found = listeners_of_this_process()
+    bagua.destroy_process_group()
+    assert not listeners_of_this_process()
+    return found
+
+
+def test_on_one_host_only_the_loopback_interface_listens():
+    assert spawn(where_it_listens, 2) == [{("tcp", "0100007F")}] * 2
+
+
+def has_ipv6():
+    return os.path.exists("/proc/net/if_inet6") and " lo\n" in open("/proc/net/if_inet6").read()
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this host's loopback interface has no IPv6 address")
+def test_ipv6():
+    env = {"BAGUA_SOCKET_IFNAME": "::1", "BAGUA_SHARED_MEMORY": "0"}
+    assert spawn(where_it_listens, 2, env=env) == [{("tcp6", "00000000000000000000000001000000")}] * 2
+
+
+def ends_without_destroy(rank, world_size):
+    bagua.init_process_group(timeout=30.0)
+    x = torch.ones(2)
+    bagua.all_reduce(x)
+    group = bagua.get_default_group()  # a reference that lives as long as the interpreter
+    globals()["kept"] = (group, bagua.all_reduce(x, async_op=True), bagua.empty(1000))
+    kept[1].wait()  # noqa: F821
+
+
+def test_a_program_may_end_without_destroy():
+    spawn(ends_without_destroy, 2)

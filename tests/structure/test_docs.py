@@ -1,0 +1,129 @@
+"""Every path and command that a .md file names exists."""
+
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+IGNORED_FOLDERS = {".git", ".venv", "build", "dist", "target", "node_modules", ".pytest_cache", ".hypothesis"}
+GENERATED = {"build", "dist", ".venv"}  # paths into these appear when something is built
+READERS_FILES = {"train.py"}  # the reader's own script in examples of use
+SUFFIXES = r"\.(py|h|cc|cu|rs|md|toml|txt|sh|in|yml|json|png|supp)"
+
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
+
+
+def documents():
+    return sorted(
+        path for path in ROOT.rglob("*.md") if not IGNORED_FOLDERS & set(path.relative_to(ROOT).parts)
+    )  # fmt: skip
+
+
+def spans_and_commands(text):
+    """Inline code, and the command lines of shell blocks (`$ ` prompts and comments removed)."""
+    commands = []
+    for language, body in FENCE.findall(text):
+        if language in ("sh", "bash", "console", "shell"):
+            body = body.replace("\\\n", " ")
+            lines = (line.strip().removeprefix("$ ").split(" #")[0].strip() for line in body.splitlines())
+            commands += [line for line in lines if line and not line.startswith("#")]
+    return SPAN.findall(FENCE.sub("", text)), commands
+
+
+def looks_like_a_path(token):
+    if not re.fullmatch(r"[\w./<>*-]+", token) or token.startswith(("-", "/", "http")):
+        return False
+    return re.search(SUFFIXES + "$", token) is not None or (
+        "/" in token and (ROOT / token.split("/")[0]).is_dir() and token.split("/")[0] != ""
+    )
+
+
+def path_exists(token, document):
+    token = token.rstrip("/")
+    if token in READERS_FILES or token.split("/")[0] in GENERATED:
+        return True
+    pattern = re.sub(r"<[^>]*>", "*", token)
+    bases = (ROOT, document.parent)
+    if "/" not in pattern:  # a bare file name, as in `bytegrad.py`: anywhere in the tree
+        bases = (*bases, *(p for p in ROOT.iterdir() if p.is_dir() and p.name not in IGNORED_FOLDERS))
+        return any(next(base.rglob(pattern) if base != ROOT else base.glob(pattern), None) for base in bases)
+    return any(next(base.glob(pattern), None) is not None for base in bases)
+
+
+@cache
+def make_targets():
+    return set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@cache
+def bagua_commands():
+    done = subprocess.run(
+        [sys.executable, "-m", "bagua.cli", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    return set(re.findall(r"^\s{2,}([a-z]+)\s", done.stdout, re.MULTILINE))
+
+
+def wrong_with(command):
+    """What does not exist in a command line, or None. Programs that are not ours are taken as they are."""
+    words = command.split()
+    while words and re.fullmatch(r"\w+=\S*", words[0]):
+        words.pop(0)
+    if not words:
+        return None
+    program, *arguments = words
+    program = program.removeprefix(".venv/bin/")
+    plain = [word for word in arguments if not word.startswith("-")]
+    if program == "make":
+        missing = [word for word in plain if "=" not in word and word not in make_targets()]
+        return f"no such make target: {missing}" if missing else None
+    if program == "bagua":
+        return None if not plain or plain[0] in bagua_commands() else f"no such command: bagua {plain[0]}"
+    if program in ("python", "python3") and arguments[:2] == ["-m", "bagua.testing"]:
+        return "bagua.testing is not a program"
+    if program in ("python", "python3", "torchrun", "bash"):
+        scripts = [word for word in plain if re.search(r"\.(py|sh)$", word)]
+        missing = [word for word in scripts if word not in READERS_FILES and not (ROOT / word).exists()]
+        return f"no such file: {missing}" if missing else None
+    return None
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_paths_exist(document):
+    text = document.read_text()
+    spans, commands = spans_and_commands(text)
+    tokens = [word for span in (*spans, *commands) for word in span.split()] + LINK.findall(text)
+    missing = [token for token in tokens if looks_like_a_path(token) and not path_exists(token, document)]
+    assert not missing, f"{document.name} names what does not exist: {missing}"
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_exist(document):
+    spans, commands = spans_and_commands(document.read_text())
+    commands += [span for span in spans if span.split()[0] in ("make", "bagua", "python")]
+    wrong = {command: problem for command in commands if (problem := wrong_with(command))}
+    assert not wrong
+
+
+def test_every_public_name_in_the_readme_exists():
+    import bagua
+
+    text = (ROOT / "README.md").read_text()
+    for name in sorted(set(re.findall(r"\bbagua\.([A-Za-z_]+(?:\.[A-Za-z_]+)*)\(", text))):
+        target = bagua
+        for part in name.split("."):
+            assert hasattr(target, part), f"README.md names bagua.{name}, which does not exist"
+            target = getattr(target, part)
+
+
+def test_the_version_is_that_of_pyproject():
+    import bagua
+
+    version = re.search(r'^version = "([^"]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    assert bagua.__version__ == version
+    assert re.search(rf"^## \[({re.escape(version)}|Unreleased)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)

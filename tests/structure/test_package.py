@@ -1,0 +1,63 @@
+"""The sdist holds what a build needs, the wheel what a user needs, and neither anything else."""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.needs("setuptools", "pybind11")]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """(sdist, wheel): the wheel is built from the sdist, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("dist")
+    call = f"import setuptools.build_meta as b; print(b.build_sdist({str(folder)!r}))"
+    subprocess.run([sys.executable, "-c", call], cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (sdist,) = folder.glob("*.tar.gz")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(sdist)],
+        cwd=folder,
+        check=True,
+        timeout=800,
+    )
+    (wheel,) = folder.glob("*.whl")
+    return sdist, wheel
+
+
+def test_the_sdist_holds_every_source(built):
+    with tarfile.open(built[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = subprocess.run(
+        ["git", "ls-files", "bagua", "csrc", "rust_core", "tests", "examples", "scripts", "CMakeLists.txt", "LICENSE"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    assert set(tracked) <= names
+    assert not [name for name in names if name.endswith((".so", ".pyc")) or "/target/" in name]
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(built):
+    with zipfile.ZipFile(built[1]) as archive:
+        names = archive.namelist()
+    packages = {name.split("/")[0] for name in names}
+    assert packages == {"bagua", next(name for name in packages if name.endswith(".dist-info"))}
+    assert any(name.startswith("bagua/_C.") and name.endswith(".so") for name in names)
+    assert {"bagua/__init__.py", "bagua/testing/__init__.py"} <= set(names)
+    assert not [name for name in names if name.endswith((".h", ".cc", ".rs"))]
+
+
+def test_the_wheel_works_where_nothing_else_of_bagua_is(built, tmp_path):
+    target = tmp_path / "site"
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(target), str(built[1])],
+        check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    program = f"import sys; sys.path.insert(0, {str(target)!r}); import bagua; print(bagua.__file__, bagua.__version__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert str(target) in done.stdout
