@@ -11,8 +11,6 @@ PY := .venv/bin/python
 DEV := build/dev
 export PYTHON
 export PATH := $(PATH):$(HOME)/.cargo/bin
-export BAGUA_BUILD_DIR := $(DEV)
-export BAGUA_CMAKE_ARGS := -DBAGUA_WARNINGS_AS_ERRORS=ON
 
 # Folders are named too: their time changes when a file is added or removed.
 NATIVE_SOURCES := CMakeLists.txt setup.py pyproject.toml $(shell find csrc rust_core -path rust_core/target -prune -o \
@@ -57,7 +55,7 @@ sanitize: setup-tests ## the C++ tests under the thread and the address sanitize
 build: setup $(NATIVE) ## bagua._C, in place
 
 $(NATIVE): $(NATIVE_SOURCES) | setup
-	$(PY) setup.py --quiet build_ext --inplace
+	BAGUA_BUILD_DIR=$(DEV) BAGUA_CMAKE_ARGS=-DBAGUA_WARNINGS_AS_ERRORS=ON $(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 
 setup: ## .venv with all Python packages; system packages when root

@@ -99,7 +99,8 @@ SCRIPT = """
     bagua.all_reduce(x)
     kind = "shm" if len(bagua.get_default_group().local_ranks) == 2 else "tcp"
     spin = os.environ.get("BAGUA_SPIN_US")
-    print(f"rank {bagua.get_rank()} sum {x[0].item():g} {kind} {sys.argv[1:]} {spin}", flush=True)
+    line = f"rank {bagua.get_rank()} sum {x[0].item():g} {kind} {sys.argv[1:]} {spin}\\n"
+    print(line, end="", flush=True)  # one write even where Python does not buffer: the ranks share the pipe
     sys.exit(int(sys.argv[1]) if bagua.get_rank() == 0 else 0)
 """
 

@@ -1,5 +1,8 @@
 """The environment: what is missing or makes no sense is named, with what to do."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from bagua.config import is_launched, launch_environment, settings
@@ -99,3 +102,10 @@ def test_a_setting_that_nothing_reads_or_that_makes_no_sense(environ, message):
 
 def test_variables_of_others_are_none_of_our_business():
     settings({"BAGUA": "1", "TORCH_BAGUA_X": "1", "BAGUA_CUDA": "0"})
+
+
+def test_variables_of_the_build_may_still_be_there():
+    setup = Path(__file__).resolve().parents[2] / "setup.py"
+    read = set(re.findall(r'environ\.get\("(BAGUA_\w+)"', setup.read_text()))
+    assert "BAGUA_CMAKE_ARGS" in read
+    assert settings(dict.fromkeys(read, "anything")) == settings({})

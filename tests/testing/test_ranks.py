@@ -267,7 +267,7 @@ def test_the_address_of_one_rank_is_not_that_of_another():
 
 def test_output_of_ranks_is_output_of_the_test(capfd):
     def shout(rank, world_size):
-        print(f"rank {rank} says hello")
+        print(f"rank {rank} says hello\n", end="")  # one write: the ranks share the file
 
     spawn(shout, 2)
     assert sorted(capfd.readouterr().out.splitlines()) == ["rank 0 says hello", "rank 1 says hello"]
