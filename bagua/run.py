@@ -64,6 +64,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     one_node = args.nnodes in ("1", "1:1")
     if one_node and all(getattr(args, name) == parser.get_default(name) for name in _RENDEZVOUS_OPTIONS):
         args.standalone = True
+    if args.standalone and args.local_addr is None:
+        # torchrun would publish this host's name, and its ranks would look it up for minutes where nothing resolves it.
+        args.local_addr = "127.0.0.1"
     return args, environ
 
 

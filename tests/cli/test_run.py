@@ -92,6 +92,12 @@ def test_one_node_is_standalone_unless_told_otherwise(monkeypatch):
         assert not parse([*options, "train.py"])[0].standalone
 
 
+def test_ranks_of_one_node_need_no_name_lookup():
+    assert parse(["train.py"])[0].local_addr == "127.0.0.1"
+    assert parse(["--standalone", "--local-addr", "host", "train.py"])[0].local_addr == "host"
+    assert parse(["--nnodes", "2", "train.py"])[0].local_addr is None
+
+
 SCRIPT = """
     import os, sys, torch, bagua
     bagua.init_process_group(timeout=30.0)
