@@ -30,9 +30,8 @@ class Report:
         self._num_epochs += 1
         begin = time.perf_counter()
         name = f"epoch {self._num_epochs}"
-        yield from tqdm(
-            batches, total=num_steps, desc=name, unit="step", mininterval=0.5, leave=False, disable=not self._is_shown
-        )
+        hidden = None if self._is_shown else True  # None: shown on a terminal only, not in a log file
+        yield from tqdm(batches, total=num_steps, desc=name, unit="step", leave=False, disable=hidden)
         self._train_s += time.perf_counter() - begin
 
     def epoch(self, **values: float) -> None:

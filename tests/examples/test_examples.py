@@ -14,7 +14,8 @@ import pytest
 import bagua
 
 ROOT = Path(__file__).parents[2]
-MODULES = {"bagua": ["-m", "bagua.run"], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]  # no look-up of a host name
+MODULES = {"bagua": ["-m", "bagua.run"], "torchrun": TORCHRUN}
 
 
 def run(launcher: str, script: str, *options: str) -> dict:
