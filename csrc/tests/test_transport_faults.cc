@@ -72,6 +72,23 @@ TEST_P(Faults, WhatALeavingPeerSentBeforeStillArrives) {
 
 // ---- deadlines
 
+// Over tcp the cause travels on a connection of its own and may overtake the message.
+TEST(FaultsOfOneEnd, WhatAFailedPeerSentBeforeStillCounts) {
+  auto meshes = make_meshes(2, kShm);
+  const uint8_t out = 42;
+  uint8_t in = 0;
+  meshes[0]->begin(stamp(1), Deadline::after(30s));
+  meshes[1]->begin(stamp(1), Deadline::after(30s));
+  meshes[1]->send(0, &out, 1);
+  meshes[1]->end();
+  meshes[1]->poison(Error(ErrorKind::kAborted, "failed after it had sent", 1));
+  while (!meshes[0]->is_poisoned()) std::this_thread::sleep_for(1ms);
+  meshes[0]->recv(1, &in, 1);
+  meshes[0]->end();
+  EXPECT_EQ(in, out);
+  EXPECT_CONTAINS(std::string(error_of_recv(*meshes[0], 1, 30s, 2)->what()), "failed after it had sent");
+}
+
 TEST_P(Faults, ALatePeerIsNamedWithWhatItDidLast) {
   auto meshes = make_meshes(2, GetParam());
   const auto first = error_of_recv(*meshes[0], 1, 50ms);

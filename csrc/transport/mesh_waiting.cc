@@ -100,13 +100,16 @@ void* Mesh::resolve(int peer, const Address& address, size_t bytes) {
   return data;
 }
 
+// The poison counts once nothing moves any more: what peers sent before one of them failed (or told of a failure) is
+// taken, so an operation in which all have done their part ends well, whatever its peers do next.
 bool Mesh::progress() {
-  if (is_poisoned()) throw_if_poisoned();
+  const bool poisoned = is_poisoned();  // before the look at the channels, which then hold all that came before it
   bool moved = false;
   for (int peer = 0; peer < size_; ++peer) {
     Channel* c = peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire);
     if (c != nullptr) advance(peer, *c, moved);
   }
+  if (poisoned && !moved) throw_if_poisoned();
   return moved;
 }
 

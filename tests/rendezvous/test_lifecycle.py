@@ -67,8 +67,9 @@ def test_beside_torch_distributed_on_the_same_port(order, holder):
 
 
 def with_a_store(rank, world_size, path):
+    store = dist.FileStore(path, world_size)  # one for both: the last rank to drop its own removes the file
     for _ in range(2):
-        bagua.init_process_group(store=dist.FileStore(path, world_size), rank=rank, world_size=world_size, timeout=30.0)
+        bagua.init_process_group(store=store, rank=rank, world_size=world_size, timeout=30.0)
         assert total(rank) == 11
         bagua.destroy_process_group()
 
