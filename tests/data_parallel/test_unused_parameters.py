@@ -59,6 +59,7 @@ def _frozen_late(rank, world_size):
     with process_group():
         model = bagua.with_bagua(Branches())
         model.branches[0].requires_grad_(False)
+        bagua.barrier()  # both are wrapped before either fails
         with pytest.raises(BaguaError, match=r"'branches\.0'.*frozen after"):
             model(0, 1, 2).backward()
 
