@@ -143,11 +143,11 @@ def test_a_rank_that_dies_in_mid_step_is_named():
 
 
 def _rank_stays_away(rank, world_size):
-    with process_group(timeout_s=1.5):
+    with process_group(timeout_s=2.5):
         model = bagua.with_bagua(make_net())
         loss_of(model, batch(rank, 0)).backward()
         if rank == 1:
-            time.sleep(4)
+            time.sleep(6)
         begin = time.monotonic()
         with pytest.raises(BaguaError) as caught:
             loss_of(model, batch(rank, 1)).backward()
@@ -157,8 +157,8 @@ def _rank_stays_away(rank, world_size):
 def test_a_rank_that_misses_a_step_is_named(pool2):
     (waited, message), (late, _) = pool2.run(_rank_stays_away)
     assert "rank 1" in message
-    assert waited < 3.5
-    assert late < 1.5
+    assert waited < 5  # twice the timeout
+    assert late < 2.5
 
 
 def _changed_buffer(rank, world_size):
