@@ -90,17 +90,17 @@ def _tcp_store(launch: LaunchEnvironment, is_server: bool, timeout: timedelta) -
 
     def make() -> None:
         try:
-            made.append(
-                dist.TCPStore(
-                    launch.master_addr,
-                    launch.master_port,
-                    launch.world_size,
-                    is_server,
-                    timeout=timeout,
-                    wait_for_workers=False,
-                    multi_tenant=True,
-                )
+            store = dist.TCPStore(
+                launch.master_addr,
+                launch.master_port,
+                launch.world_size,
+                is_server,
+                timeout=timeout,
+                wait_for_workers=False,
+                multi_tenant=True,
             )
+            store.check(["bagua"])  # older torch connects to anything that listens; this needs an answer
+            made.append(store)
         except Exception as error:
             made.append(error)
 
