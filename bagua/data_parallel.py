@@ -51,11 +51,12 @@ def with_bagua(
         model: a module whose parameters are on the CPU. Train it through ``model(...)``: the forwards of
             the root module are what broadcasts buffers.
         optimizers: those that step its parameters. Their state starts equal, and a step that would write
-            NaN is refused where the algorithm uses a codec. Without them such NaN raise in backward.
+            NaN is refused where the algorithm uses a codec. NaN in other parameters raise in backward.
         algorithm: a name from ``bagua.algorithms.available()``, or an instance.
         group: the ranks to train with; all by default.
         bucket_bytes: gradients travel in messages of at most this size (a larger tensor is one message).
-        find_unused_parameters: a backward may leave parameters out. Costs one small message per step.
+        find_unused_parameters: a backward may leave parameters out, even all. Costs one small message per step. Then
+            whatever runs backward from the model's output takes part, ``torch.autograd.grad`` too: all ranks do it.
         broadcast_buffers: rank 0's buffers are sent before each training forward outside no_sync.
         options: the algorithm's own.
 
@@ -98,7 +99,7 @@ def with_bagua(
         _make_storage(model, group, chosen, bucket_bytes, earlier),
         chosen,
         group,
-        has_optimizers=bool(optimizers),
+        optimizers=optimizers,
         buffers=BufferBroadcast(model, group) if broadcast_buffers else None,
         find_unused_parameters=find_unused_parameters,
         frozen=[(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad],

@@ -86,17 +86,20 @@ class ProcessGroup:
 
     # ---- state
 
+    def _check_member(self) -> None:
+        if self.rank < 0:
+            raise InvalidArgument(
+                f"rank {self._global_rank} is not a member of the group '{self.name}' (ranks {self.ranks}); "
+                "only members may call its operations"
+            )
+
     def check(self) -> None:
         """Raise the first cause when an operation of the group has failed on any rank.
 
         Raises:
             InvalidArgument: this process is not a member, or a forked child of one, or the group was destroyed.
         """
-        if self.rank < 0:
-            raise InvalidArgument(
-                f"rank {self._global_rank} is not a member of the group '{self.name}' (ranks {self.ranks}); "
-                "only members may call its operations"
-            )
+        self._check_member()
         if self._pid != os.getpid():
             raise InvalidArgument(
                 f"this process is a forked child of rank {self._global_rank} (process {self._pid}) and no rank itself; "
@@ -104,7 +107,8 @@ class ProcessGroup:
             )
         if self._closed:
             raise InvalidArgument(f"the group '{self.name}' was destroyed; call init_process_group or new_group again")
-        self._core.check()
+        for core in self._lanes.values():
+            core.check()
 
     def poison(self, exception: BaguaError) -> None:
         """Make every later call on every connected rank raise `exception` as the first cause."""
@@ -128,6 +132,7 @@ class ProcessGroup:
 
     def events(self, clear: bool = False) -> list[_C.Event]:
         """What the worker did when, oldest first: spans (ticket, kind, begin_ns, end_ns, bytes), steady clock."""
+        self._check_member()
         return self._core.events(clear)
 
     # ---- memory
@@ -138,6 +143,7 @@ class ProcessGroup:
         Collectives on it are copy-free: peers reduce straight from and into it. Private memory when no other rank of
         the group is on this host.
         """
+        self._check_member()
         item_bytes = torch.empty((), dtype=dtype).element_size()
         if numel < 0:
             raise InvalidArgument(f"numel {numel} is negative")

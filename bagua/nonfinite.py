@@ -2,13 +2,14 @@
 
 Beside the data path, at its end: ``step.py`` asks after backward and before an optimizer step. A codec
 turns a block with NaN or Inf into NaN on all ranks, so looking at one element of each block finds it,
-and all ranks decide alike without a message. With an optimizer passed to with_bagua the error is raised
-when that optimizer is really stepped, so that a GradScaler can skip the step; without one, or inside an
-optimizer's closure, it is raised at the end of backward.
+and all ranks decide alike without a message. For the parameters of an optimizer passed to with_bagua the
+error is raised when that optimizer is really stepped, so that a GradScaler can skip the step; for others,
+or inside an optimizer's closure, it is raised at the end of backward.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,11 +25,11 @@ class NonFiniteGuard:
     """Watches the buckets of one model that travel under a codec.
 
     Args:
-        has_optimizers: whether ``check_step`` will be called before weights change.
+        optimizers: those for which ``check_step`` will be called before they change weights.
     """
 
-    def __init__(self, has_optimizers: bool) -> None:
-        self._has_optimizers = has_optimizers
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._is_in_closure = False
         self._probes: list[tuple[Bucket, torch.Tensor]] = []
         self._suspects: list[Bucket] = []  # buckets with NaN after the last synchronising backward
@@ -44,8 +45,16 @@ class NonFiniteGuard:
     def check_backward(self) -> None:
         """All gradients are synchronised; raises InvalidArgument if no later check can."""
         self._suspects = [bucket for bucket, probe in self._probes if bool(probe.amin().isnan())]
-        if self._suspects and (self._is_in_closure or not self._has_optimizers):
+        if not self._suspects:
+            return
+        if self._is_in_closure:
             raise self._error(self._suspects)
+        checked = set().union(*(_parameter_ids(ref()) for ref in self._optimizers))
+        unchecked = [
+            b for b in self._suspects if _has_nonfinite_gradient(b, {id(m.parameter) for m in b.members} - checked)
+        ]
+        if unchecked:
+            raise self._error(unchecked, "; for a GradScaler to do so, pass the optimizer to with_bagua")
 
     def check_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """``optimizer.step(*args, **kwargs)`` is about to run (``args[0]`` is the optimizer).
@@ -57,8 +66,7 @@ class NonFiniteGuard:
         self._is_in_closure = closure is not None  # its backwards run after this check
         if not self._suspects:
             return
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        bad = [bucket for bucket in self._suspects if _has_nonfinite_gradient(bucket, own)]
+        bad = [bucket for bucket in self._suspects if _has_nonfinite_gradient(bucket, _parameter_ids(optimizer))]
         if bad:
             raise self._error(bad)
 
@@ -66,14 +74,11 @@ class NonFiniteGuard:
         """The optimizer step has returned."""
         self._is_in_closure = False
 
-    def _error(self, buckets: Sequence[Bucket]) -> InvalidArgument:
+    def _error(self, buckets: Sequence[Bucket], more: str = "") -> InvalidArgument:
         told = "; ".join(f"{b.label} ({', '.join(b.names)}) under codec {b.declaration.codec!r}" for b in buckets)
-        remedy = "skip the step with zero_grad(), as torch.amp.GradScaler does"
-        if not self._has_optimizers:
-            remedy += "; for a GradScaler to do so, pass the optimizer to with_bagua"
         return InvalidArgument(
             f"a gradient is NaN or Inf on some rank, which a codec cannot average: {told}. No rank has changed a "
-            f"weight; {remedy}",
+            f"weight; skip the step with zero_grad(), as torch.amp.GradScaler does{more}",
             bucket=buckets[0].label,
         )
 
@@ -82,6 +87,11 @@ def is_skipped_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether GradScaler makes this step do nothing: it steps fused optimizers anyway, with ``found_inf`` set."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf > 0)
+
+
+def _parameter_ids(optimizer: torch.optim.Optimizer | None) -> set[int]:
+    groups = () if optimizer is None else optimizer.param_groups
+    return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 def _has_nonfinite_gradient(bucket: Bucket, parameter_ids: set[int]) -> bool:

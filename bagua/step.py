@@ -40,7 +40,7 @@ class Step:
         storage: the gradients' buckets.
         algorithm: decides what a bucket sends.
         group: the ranks that train together.
-        has_optimizers: whether ``before_optimizer_step`` will be called.
+        optimizers: those for which ``before_optimizer_step`` will be called.
         buffers: what to broadcast before a training forward, or None.
         find_unused_parameters: whether a backward may leave parameters out.
         frozen: name and parameter of those that are not in ``storage``, and must not begin to train.
@@ -53,7 +53,7 @@ class Step:
         algorithm: Algorithm,
         group: ProcessGroup,
         *,
-        has_optimizers: bool,
+        optimizers: Sequence[torch.optim.Optimizer],
         buffers: BufferBroadcast | None,
         find_unused_parameters: bool,
         frozen: Sequence[tuple[str, torch.nn.Parameter]],
@@ -65,7 +65,7 @@ class Step:
         self.synchronises = True  # False inside no_sync
         self.recorder = Recorder()
         self._buffers, self._frozen = buffers, tuple(frozen)
-        self._guard = NonFiniteGuard(has_optimizers)
+        self._guard = NonFiniteGuard(optimizers)
         self._next_order: list[int] | None = None  # agreed at the end of the first step, applied before the next
         self._is_open = False  # between the first gradient of a synchronising backward and its end
         self._pending: list[tuple[Bucket, Work]] = []
@@ -172,16 +172,20 @@ class Step:
         self._is_open = False
         wait_ns = time.monotonic_ns()
         missing = self._scheduler.missing()
-        if len(missing) == len(self._views):
-            return  # autograd.grad() passed through the model: no parameter took part
-        if missing and self._unused is None:
-            raise self._fail(self._never_ready(missing))
-        kept = self._unused.fill_in(missing) if self._unused is not None else []
+        if self._unused is None:
+            if len(missing) == len(self._views):
+                return  # autograd.grad() passed through the model: no parameter took part
+            if missing:
+                raise self._fail(self._never_ready(missing))
+        else:
+            self._unused.fill_in(missing)
         self._launch(*self._scheduler.finish())
+        agreeing = self._unused.start_agreeing() if self._unused is not None else None
         for _, work in self._pending:
             work.wait()
-        for view, value in kept:
-            view.copy_(value)
+        if agreeing is not None:
+            agreeing.wait()
+            self._unused.settle()
         self.algorithm.after_backward(self.storage.buckets, self.group)
         if not self._is_order_known:
             self._agree_on_order()

@@ -1,7 +1,7 @@
 """find_unused_parameters: what a parameter contributes that this rank's backward left out.
 
-Data path: end of backward, between the last gradient and the last buckets. Invariant: every rank sends
-the same buckets and one small message about use, whatever its own backward used.
+Data path: end of backward, around the last buckets. Invariant: every rank sends the same buckets and behind
+them one small message about use, whatever its own backward used: which buckets are already under way differs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from bagua.bucket import GradientStorage
-from bagua.group import ProcessGroup, ReduceOp
+from bagua.group import ProcessGroup, ReduceOp, Work
 
 
 class UnusedParameters:
@@ -24,29 +24,38 @@ class UnusedParameters:
     def __init__(self, storage: GradientStorage, group: ProcessGroup) -> None:
         self.is_used = bytearray(len(storage.parameters))
         self._storage, self._group = storage, group
+        self._used = torch.empty(0, dtype=torch.uint8)
+        self._missing: Sequence[int] = ()
+        self._kept: dict[int, torch.Tensor] = {}  # of missing parameters: what their views held
 
-    def fill_in(self, missing: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def fill_in(self, missing: Sequence[int]) -> None:
         """Prepares the buckets for the parameters that are ``missing`` from this backward.
 
-        A gradient that an earlier no_sync backward left still counts; otherwise zeros do. A parameter
-        that no rank has used keeps its gradient as it was.
-
-        Returns:
-            (view, value) pairs to put back when communication has ended.
+        A gradient that an earlier no_sync backward left still counts; otherwise zeros do.
         """
-        used = torch.frombuffer(bytearray(self.is_used), dtype=torch.uint8)
-        self._group.all_reduce(used, ReduceOp.MAX, label="used parameters", blocking=True).wait()
-        self.is_used[:] = bytes(len(self.is_used))
-        is_used_anywhere = used.tolist()
-        kept = []
+        self._missing, self._kept = missing, {}
         for index in missing:
             parameter, view = self._storage.parameters[index], self._storage.views[index]
-            if not is_used_anywhere[index] and parameter.grad is view:
-                kept.append((view, view.clone()))
-            elif not is_used_anywhere[index] or parameter.grad is None:
+            if parameter.grad is None:
                 view.zero_()
-            elif parameter.grad is not view:
+            elif parameter.grad is view:
+                self._kept[index] = view.clone()
+            else:
                 view.copy_(parameter.grad)
+
+    def start_agreeing(self) -> Work:
+        """Sends what this rank has used. All ranks call it at the same place: behind the last bucket."""
+        self._used = torch.frombuffer(bytearray(self.is_used), dtype=torch.uint8)
+        self.is_used[:] = bytes(len(self.is_used))
+        return self._group.all_reduce(self._used, ReduceOp.MAX, label="used parameters")
+
+    def settle(self) -> None:
+        """All communication has ended: a parameter that no rank has used keeps its gradient as it was."""
+        is_used_anywhere = self._used.tolist()
+        for index in self._missing:
+            view = self._storage.views[index]
             if is_used_anywhere[index]:
-                parameter.grad = view
-        return kept
+                self._storage.parameters[index].grad = view
+            elif index in self._kept:
+                view.copy_(self._kept[index])
+        self._kept = {}

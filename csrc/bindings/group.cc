@@ -39,6 +39,15 @@ struct InlineCall {
 };
 thread_local InlineCall* inline_call = nullptr;
 
+// The operation in the middle of which a signal handler runs cannot go on before the handler returns.
+void refuse_inside_handler() {
+  if (inline_call == nullptr) return;
+  throw Error(ErrorKind::kInvalidArgument,
+              "a signal handler waits for an operation, but it runs in the middle of another one on the same thread; let "
+              "it set a flag, and look at the flag between operations",
+              inline_call->rank);
+}
+
 // Runs the handlers of signals that have come. On threads other than Python's main one it does nothing.
 void check_signals() {
   py::gil_scoped_acquire acquire;
@@ -110,6 +119,7 @@ class Group {
       py::gil_scoped_release release;
       return engine_->submit(operation, bytes, seconds(timeout_s), std::move(run));
     }
+    refuse_inside_handler();
     InlineCall call{mesh().rank(), std::nullopt};
     std::shared_ptr<Work> work;
     {
@@ -152,6 +162,7 @@ void bind_work(py::module_& m) {
       .def(
           "wait",
           [](Work& work, double timeout_s) {
+            if (!work.is_completed()) refuse_inside_handler();
             // In slices, so that Ctrl-C works.
             const Deadline deadline = Deadline::after(seconds(timeout_s));
             for (;;) {

@@ -38,10 +38,18 @@ Engine::Task Engine::make_task_locked(Operation operation, uint64_t bytes, Timeo
   return task;
 }
 
+// The worker may be gone already: nobody would complete it.
+std::shared_ptr<Work> Engine::refuse_locked() {
+  auto work = std::make_shared<Work>(next_ticket_++);
+  work->fail(Error(ErrorKind::kAborted, "the group '" + mesh_->name() + "' is being destroyed", mesh_->rank()));
+  return work;
+}
+
 std::shared_ptr<Work> Engine::submit(Operation operation, uint64_t bytes, Timeout timeout, Run run) {
   std::shared_ptr<Work> work;
   {
     std::lock_guard lock(mutex_);
+    if (stopping_) return refuse_locked();
     Task task = make_task_locked(operation, bytes, timeout);
     task.run = std::move(run);
     work = task.work;
@@ -81,6 +89,7 @@ std::shared_ptr<Work> Engine::submit_point_to_point(bool is_send, int peer, void
   std::shared_ptr<Work> work;
   {
     std::lock_guard lock(mutex_);
+    if (stopping_) return refuse_locked();
     Task task = make_task_locked(operation, bytes, timeout);
     task.peer = peer;
     task.is_send = is_send;
@@ -162,7 +171,7 @@ void Engine::execute(Task& task) {
   events_.add(EventKind::kQueued, task.submitted_ns, begin_ns, task.bytes);
   try {
     Context context{*mesh_, workspace_, events_, Stream{}};
-    mesh_->begin(task.operation, Deadline::after(task.timeout), task.interrupt);
+    mesh_->begin(task.operation, Deadline::after(task.timeout), task.interrupt, context.stream);
     const uint64_t nonfinite_blocks = task.run(context);
     mesh_->end();
     events_.add(EventKind::kOperation, begin_ns, EventLog::now_ns(), task.bytes);
@@ -247,8 +256,8 @@ bool Engine::settle_in_flight() {
         settled = true;
         continue;
       }
-      if (it->deadline.expired()) {
-        // Either raises, naming the peer and what it is doing.
+      if (it->deadline.expired() || mesh_->has_departed(it->task.peer)) {
+        // Raises, naming the peer and what it is doing; or what the peer sent before it left is still on its way.
         if (!it->is_posted) post(*it);
         mesh_->begin(it->task.operation, it->deadline);
         mesh_->wait(it->request);

@@ -362,6 +362,18 @@ TEST_P(EngineOver, CloseWaitsForAnInlineOperationOfAnotherThread) {
   EXPECT_EQ(error_of(work)->kind(), ErrorKind::kAborted);
 }
 
+TEST_P(EngineOver, WhatComesAfterTheEndFailsAtOnce) {
+  auto engines = make_engines(2, GetParam());
+  for (auto& engine : engines) engine->close();
+  uint8_t byte = 0;
+  for (const auto& work :
+       {engines[0]->submit(collective(), 1, 30s, shift()), engines[0]->run_inline(collective(), 1, 30s, shift()),
+        engines[0]->submit_send(1, &byte, 1, message(), 30s), engines[0]->submit_recv(1, &byte, 1, message(), 30s)}) {
+    EXPECT_TRUE(work->is_completed());
+    EXPECT_EQ(error_of(work)->kind(), ErrorKind::kAborted);
+  }
+}
+
 TEST(Work, WaitersOfAllThreadsWakeUp) {
   for (int repetition = 0; repetition < 100; ++repetition) {
     Work work(1);

@@ -20,11 +20,12 @@ Mesh::~Mesh() {
   if (staging_ != nullptr) SegmentRegistry::instance().release(staging_);
 }
 
-void Mesh::begin(const Operation& operation, Deadline deadline, Interrupt interrupt) {
+void Mesh::begin(const Operation& operation, Deadline deadline, Interrupt interrupt, Stream stream) {
   throw_if_poisoned();
   operation_ = operation;
   deadline_ = deadline;
   interrupt_ = std::move(interrupt);
+  stream_ = stream;
   last_interrupt_check_ = Deadline::Clock::now();
   std::lock_guard lock(mutex_);
   status_.operation = operation;
@@ -41,17 +42,25 @@ void Mesh::end() {
   status_.waiting_for = -1;
 }
 
-void Mesh::post_send(int peer, const void* data, size_t bytes, Request* request) {
+Channel& Mesh::channel_for(Request* request, int peer) {
+  Channel& found = channel(peer);
+  if (!stream_.is_cpu() && !found.moves_device_memory()) {
+    throw Error(ErrorKind::kInternal,
+                std::string("the ") + found.kind() + " transport moves host memory; device memory must be staged", peer);
+  }
   request->peer = peer;
+  request->stream = stream_;
   request->done.store(false, std::memory_order_relaxed);
-  channel(peer).post_send(operation_, data, bytes, request);
+  return found;
+}
+
+void Mesh::post_send(int peer, const void* data, size_t bytes, Request* request) {
+  channel_for(request, peer).post_send(operation_, data, bytes, request);
   bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
 }
 
 void Mesh::post_recv(int peer, void* data, size_t bytes, Request* request) {
-  request->peer = peer;
-  request->done.store(false, std::memory_order_relaxed);
-  channel(peer).post_recv(operation_, data, bytes, request);
+  channel_for(request, peer).post_recv(operation_, data, bytes, request);
   bytes_received_.fetch_add(bytes, std::memory_order_relaxed);
 }
 
@@ -196,6 +205,13 @@ void Mesh::attach(int peer, std::unique_ptr<Channel> channel, std::shared_ptr<Co
     control->send_abort(*cause);
   }
   doorbell_->ring();
+}
+
+bool Mesh::has_departed(int peer) const {
+  const Peer& p = *peers_[static_cast<size_t>(peer)];
+  if (!p.departed.load(std::memory_order_acquire)) return false;
+  const Channel* c = p.channel.load(std::memory_order_acquire);
+  return c != nullptr && !c->reports_end();
 }
 
 bool Mesh::is_attached(int peer) const {

@@ -40,8 +40,9 @@ class Mesh {
   int size() const { return size_; }
   const std::string& name() const { return name_; }
 
-  // Brackets one operation: messages posted in between carry `operation`, waits end at `deadline`.
-  void begin(const Operation& operation, Deadline deadline, Interrupt interrupt = {});
+  // Brackets one operation: messages posted in between carry `operation` and move in the order of `stream`, waits end
+  // at `deadline`.
+  void begin(const Operation& operation, Deadline deadline, Interrupt interrupt = {}, Stream stream = {});
   void end();
   const Operation& operation() const { return operation_; }
 
@@ -77,6 +78,8 @@ class Mesh {
   void set_connector(Connector connector) { connector_ = std::move(connector); }
   void set_same_host(std::vector<bool> same_host) { same_host_ = std::move(same_host); }
   void attach(int peer, std::unique_ptr<Channel> channel, std::shared_ptr<ControlLink> control);  // [any thread]
+  // A peer that said goodbye, and whose channel will not tell that nothing more comes: a wait for it finds out.
+  bool has_departed(int peer) const;
   bool is_attached(int peer) const;                                                               // [any thread]
 
   // The first cause wins; later ones are dropped. Tells the connected peers, wakes the worker. [any thread]
@@ -102,6 +105,7 @@ class Mesh {
  private:
   struct Peer;
   Channel& channel(int peer);
+  Channel& channel_for(Request* request, int peer);
   template <typename Ready>
   void wait_until(int peer, Ready ready);
   void advance(int peer, Channel& channel, bool& moved);
@@ -122,6 +126,7 @@ class Mesh {
   Operation operation_;
   std::optional<Deadline> deadline_;
   Interrupt interrupt_;
+  Stream stream_;
   Deadline::Clock::time_point last_interrupt_check_;
   void* staging_ = nullptr;
   size_t staging_bytes_ = 0;

@@ -75,8 +75,7 @@ void Mesh::wait_until(int peer, Ready ready) {
     doorbell_->sleep(epoch, std::min(kMaxSleep, deadline_->remaining() + nanoseconds(1)));
     check_interrupt();
     if (deadline_->expired()) deadline_exceeded(peer);
-    const Peer& p = *peers_[static_cast<size_t>(peer)];
-    if (p.departed.load(std::memory_order_acquire) && !p.channel.load(std::memory_order_acquire)->reports_end()) {
+    if (has_departed(peer)) {
       const auto now = Deadline::Clock::now();
       if (quiet_since == Deadline::Clock::time_point{}) quiet_since = now;
       if (now - quiet_since > kDepartureGrace) departed(peer);
@@ -165,6 +164,7 @@ bool Mesh::sleep_until_answer(const Peer& peer, nanoseconds limit) {
 // Finds out whom to name before it raises: the peer may be dead (no answer), late (it has not called this operation),
 // or itself a victim (it waits for another rank, which then names the culprit within its own deadline).
 void Mesh::deadline_exceeded(int peer) {
+  if (has_departed(peer)) departed(peer);
   const std::string operation_text = describe(operation_);
   const std::string verb(operation_name(operation_.kind));
   const double allowed = deadline_->allowed_seconds();

@@ -17,6 +17,7 @@
 #include <string_view>
 
 #include "csrc/common/dtype.h"
+#include "csrc/common/stream.h"
 
 namespace bagua {
 
@@ -68,6 +69,7 @@ struct Request {
   std::atomic<bool> done{false};
   std::atomic<uint32_t> remaining{0};  // fragments still under way; the channel's own business
   int peer = -1;
+  Stream stream;  // what orders the memory; for channels that move device memory
 };
 
 // In front of every message on the wire and in every ring; 32 bytes, little-endian.
@@ -113,6 +115,10 @@ class Channel {
   // Pointer, valid in this process, to `bytes` bytes that the peer named by `address`; nullptr while the
   // mapping is being fetched (ask again after progress()).
   virtual void* resolve(const Address&, size_t) { return nullptr; }
+
+  // Whether `data` may lie on a device: then the bytes move in the order of `request->stream`. Otherwise whoever posts
+  // stages them through host memory, and the stream is null.
+  virtual bool moves_device_memory() const { return false; }
 
   // "shm", "tcp", "local": for doctor, timeline and error messages
   virtual const char* kind() const = 0;

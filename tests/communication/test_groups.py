@@ -80,6 +80,8 @@ def check_non_member(rank, world_size):
         lambda: bagua.barrier(group=group),
         lambda: bagua.broadcast(x, 0, group=group),
         lambda: bagua.send(x, 0, group=group),
+        lambda: bagua.empty(4, group=group),
+        lambda: group.events(),
         lambda: bagua.broadcast_object("x", 0, group=group),
         lambda: bagua.all_gather_object("x", group=group),
     ]

@@ -145,6 +145,8 @@ def check_mismatch(rank, world_size):
     assert time.monotonic() - begin < 10
     with pytest.raises(bagua.BaguaError, match="float32"):
         group.send(torch.ones(1), 1 - rank).wait()
+    with pytest.raises(bagua.BaguaError, match="float32"):  # the first cause, for collectives too
+        bagua.all_reduce(torch.ones(1))
 
 
 @in_worlds([shm(2), tcp(2)])

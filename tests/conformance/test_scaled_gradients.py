@@ -112,6 +112,24 @@ def _other_places(rank, world_size, algorithm):
             optimizer.step()
 
 
+def _one_optimizer_left_out(rank, world_size, algorithm):
+    with process_group():
+        model = make_net()
+        others = [p for p in model.parameters() if p.requires_grad and p is not model.scale]
+        bagua.with_bagua(model, torch.optim.SGD([model.scale], lr=0.01), algorithm=algorithm)
+        if not any(bucket.declaration.codec for bucket in model.bagua.buckets):
+            return
+        forgotten = torch.optim.SGD(others, lr=0.01)
+        with pytest.raises(InvalidArgument, match="NaN or Inf.*pass the optimizer to with_bagua"):
+            _poisoned_loss(model, rank, 0, float("inf")).backward()
+            forgotten.step()
+        assert all(bool(p.isfinite().all()) for p in others)
+
+
+def test_nan_in_parameters_of_an_optimizer_that_was_not_passed(pool2, algorithm):
+    pool2.run(_one_optimizer_left_out, args=(algorithm,))
+
+
 def test_nan_without_an_optimizer_and_in_a_closure(pool2, algorithm):
     pool2.run(_other_places, args=(algorithm,))
 

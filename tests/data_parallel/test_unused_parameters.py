@@ -101,6 +101,54 @@ def test_unused_parameters_count_as_zero(pool2, algorithm, set_to_none):
     pool2.run(_finds_them, args=(algorithm, set_to_none))
 
 
+def _leaves_out_differently(rank, world_size, algorithm, bucket_bytes):
+    with process_group():
+        model = bagua.with_bagua(
+            Branches(), algorithm=algorithm, find_unused_parameters=True, bucket_bytes=bucket_bytes
+        )
+        for used_by_0, used_by_1 in [((0, 1, 2), (0,)), ((2,), (0, 1)), ((0, 1, 2), ()), ((), (1,))] * 2:
+            model(*(used_by_0 if rank == 0 else used_by_1)).backward()
+            for i, grad in enumerate(_grads(model)):
+                count = (i in used_by_0) + (i in used_by_1)
+                assert grad == (count * 10**i / 2 if count else None)
+            model.zero_grad()
+
+
+@ALGORITHMS
+@pytest.mark.parametrize("bucket_bytes", [16, 32, 1 << 20])  # a parameter, two, all in a bucket
+def test_ranks_that_leave_out_different_parameters(pool2, algorithm, bucket_bytes):
+    pool2.run(_leaves_out_differently, args=(algorithm, bucket_bytes))
+
+
+class Routed(torch.nn.Module):
+    """A residual block whose rank may route nothing to its only expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.expert = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x, is_routed):
+        return (x + self.expert * x if is_routed else x).sum()
+
+
+def _uses_nothing(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(Routed(), find_unused_parameters=True)
+        for step in range(4):
+            x = torch.full((3,), step + 1.0, requires_grad=True)
+            model(x, is_routed=rank == 0 or step % 2).backward()
+            expected = step + 1.0 if step % 2 else (step + 1.0) / 2
+            assert model.expert.grad.tolist() == [expected] * 3
+            model.zero_grad()
+        x = torch.ones(3, requires_grad=True)
+        torch.autograd.grad(model(x, is_routed=True), x)
+        assert model.expert.grad is None
+
+
+def test_a_rank_that_uses_no_parameter_stays_in_step(pool2):
+    pool2.run(_uses_nothing)
+
+
 def _keeps_what_nobody_used(rank, world_size):
     with process_group():
         model = bagua.with_bagua(Branches(), find_unused_parameters=True)

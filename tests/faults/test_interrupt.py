@@ -134,6 +134,32 @@ def handlers(rank, world_size):
         return watch(bagua.barrier)
 
 
+def waits_in_a_handler(rank, world_size, name):
+    with process_group(TIMEOUT_S):
+        bagua.barrier()
+        other = bagua.new_group([0, 1])
+        if rank == 0:
+            calls = {
+                "same group": bagua.barrier,
+                "another group": lambda: bagua.barrier(group=other),
+                "later": lambda: bagua.barrier(group=other, async_op=True).wait(),
+            }
+            signal.signal(signal.SIGUSR2, lambda *_: calls[name]())
+            signal_after(0.3, signal.SIGUSR2)
+            begin = time.monotonic()
+            with pytest.raises(bagua.InvalidArgument, match="a signal handler waits for an operation.*set a flag"):
+                bagua.all_reduce(torch.ones(10))
+            assert time.monotonic() - begin < 0.3 + PROMPTLY_S
+            return None
+        time.sleep(1.0)
+        return watch(bagua.barrier)
+
+
+@pytest.mark.parametrize("name", ["same group", "another group", "later"])
+def test_a_handler_that_waits_is_refused(name):
+    assert spawn_in(shm(2), waits_in_a_handler, name)[1].rank == 0
+
+
 @in_worlds([shm(2), tcp(2)])
 def test_handlers_run_and_may_raise(world):
     seen = spawn_in(world, handlers)[1]

@@ -147,6 +147,26 @@ def test_a_rank_that_leaves_while_others_wait(world, how, tmp_path):
         assert seen.at - noted_time(path) < 5, seen
 
 
+def leave_a_receiver(rank, world_size, path):
+    with process_group(20.0):
+        x = torch.zeros(4)
+        if rank == 1:
+            bagua.send(torch.ones(4), 0)
+            note_time(path)
+            return None  # says goodbye
+        bagua.recv(x, 1)  # what it sent before still comes
+        assert x.tolist() == [1.0] * 4
+        return watch(lambda: bagua.recv(x, 1))
+
+
+@in_worlds([shm(2), tcp(2)])
+def test_a_rank_that_leaves_a_receiver(world, tmp_path):
+    path = str(tmp_path / "left")
+    seen, _ = spawn_in(world, leave_a_receiver, path)
+    assert seen.rank == 1 and "rank 1 left the group 'world" in seen.message, seen
+    assert seen.at - noted_time(path) < 5, seen
+
+
 def raises_in_the_middle(rank, world_size):
     bagua.init_process_group(timeout=20.0)
     try:
