@@ -20,7 +20,7 @@ ifeq ($(wildcard bagua/_C*.so),)
 .PHONY: $(NATIVE)
 endif
 
-.PHONY: help demo test lint format bench sanitize build setup setup-tests clean
+.PHONY: help demo test lint format bench sanitize build setup setup-tests setup-lint clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -35,10 +35,10 @@ test: setup-tests build ## Rust, C++ and Python tests
 	timeout 600 $(DEV)/bagua_tests --gtest_brief=1
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
-lint: setup ## ruff, clang-format, cargo fmt, clippy
+lint: setup-lint ## ruff, clang-format, cargo fmt, clippy
 	@bash scripts/lint.sh
 
-format: setup ## let the formatters rewrite what they can
+format: setup-lint ## let the formatters rewrite what they can
 	$(PY) -m ruff check --quiet --fix . || true
 	$(PY) -m ruff format --quiet .
 	find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | xargs .venv/bin/clang-format -i
@@ -63,6 +63,9 @@ setup: ## .venv with all Python packages; system packages when root
 
 setup-tests: setup
 	@bash scripts/setup.sh --tests
+
+setup-lint: setup
+	@bash scripts/setup.sh --lint
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info bagua/_C*.so rust_core/target .pytest_cache .ruff_cache .hypothesis

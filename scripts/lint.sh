@@ -17,17 +17,9 @@ mapfile -t sources < <(find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | s
 echo "lint: clang-format on ${#sources[@]} files of csrc"
 .venv/bin/clang-format --dry-run --Werror "${sources[@]}" || status=1
 
-if cargo fmt --version >/dev/null 2>&1; then
-  check cargo fmt --manifest-path rust_core/Cargo.toml --check
-else
-  echo "lint: SKIPPED cargo fmt: not installed (Debian: apt-get install rustfmt)"
-fi
-if cargo clippy --version >/dev/null 2>&1; then
-  check cargo clippy --quiet --offline --locked --all-targets --manifest-path rust_core/Cargo.toml \
-    --target-dir build/rust -- -D warnings
-else
-  echo "lint: SKIPPED cargo clippy: not installed (Debian: apt-get install rust-clippy)"
-fi
+check cargo fmt --manifest-path rust_core/Cargo.toml --check
+check cargo clippy --quiet --offline --locked --all-targets --manifest-path rust_core/Cargo.toml \
+  --target-dir build/rust -- -D warnings
 
 [ $status -eq 0 ] && echo "lint: clean"
 exit $status

@@ -2,8 +2,9 @@
 # Set-up for the Makefile: system packages, .venv, Python packages, bagua itself in editable form without
 # the native module (make builds that). Prints nothing and takes a moment when all is there already.
 #
-#   scripts/setup.sh           what running and linting need
+#   scripts/setup.sh           what running needs
 #   scripts/setup.sh --tests   GoogleTest too
+#   scripts/setup.sh --lint    rustfmt and clippy too
 #
 # System packages are installed only as root; otherwise the command to run is printed. Nothing that is
 # there already is touched: a cargo from rustup, a newer cmake, an existing .venv.
@@ -35,6 +36,10 @@ fi
   packages+=(python3-dev)
 if [ "${1:-}" = --tests ] && ! echo '#include <gtest/gtest.h>' | c++ -x c++ -E - >/dev/null 2>&1; then
   packages+=(libgtest-dev)
+fi
+if [ "${1:-}" = --lint ]; then
+  cargo fmt --version >/dev/null 2>&1 || packages+=(rustfmt)
+  cargo clippy --version >/dev/null 2>&1 || packages+=(rust-clippy)
 fi
 
 if [ ${#packages[@]} -gt 0 ]; then

@@ -71,6 +71,34 @@ class Codec:
         Raises:
             InvalidArgument: ``encoded`` is not uint8, contiguous, on the CPU and ``wire_bytes(numel, dtype)`` long.
         """
+        self._check_message(encoded, numel, dtype)
+        decoded = torch.empty(numel, dtype=dtype)
+        _C.codec_decode(self.name, encoded.data_ptr(), dtype_code(dtype), numel, decoded.data_ptr())
+        return decoded
+
+    def decode_add(self, encoded: torch.Tensor, total: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
+        """``total += decode(encoded, total.numel(), dtype)``, in one pass and in float32.
+
+        Args:
+            encoded: what ``encode`` returned for a tensor of ``total.numel()`` elements of ``dtype``.
+            total: float32, contiguous, on the CPU; changed in place.
+
+        Raises:
+            InvalidArgument: either is not so.
+        """
+        if total.dtype != torch.float32 or not total.is_contiguous() or total.device.type != "cpu":
+            raise InvalidArgument(
+                f"decode_add adds to a contiguous CPU tensor of torch.float32, got {total.dtype} on {total.device} "
+                f"with strides {tuple(total.stride())}"
+            )
+        self._check_message(encoded, total.numel(), dtype)
+        _C.codec_decode_add(self.name, encoded.data_ptr(), dtype_code(dtype), total.numel(), total.data_ptr())
+
+    def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Largest |decode(encode(tensor)) - tensor| per element for finite input: float64, shape of ``tensor``."""
+        raise NotImplementedError(f"{type(self).__name__}.error_bound")
+
+    def _check_message(self, encoded: torch.Tensor, numel: int, dtype: torch.dtype) -> None:
         expected_bytes = self.wire_bytes(numel, dtype)
         is_message = encoded.dtype == torch.uint8 and encoded.is_contiguous() and encoded.device.type == "cpu"
         if not is_message or encoded.numel() != expected_bytes:
@@ -78,13 +106,6 @@ class Codec:
                 f"a {self.name!r} message of {numel} elements of {dtype} is a contiguous CPU tensor of "
                 f"{expected_bytes} uint8, got {encoded.numel()} {encoded.dtype} on {encoded.device}"
             )
-        decoded = torch.empty(numel, dtype=dtype)
-        _C.codec_decode(self.name, encoded.data_ptr(), dtype_code(dtype), numel, decoded.data_ptr())
-        return decoded
-
-    def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Largest |decode(encode(tensor)) - tensor| per element for finite input: float64, shape of ``tensor``."""
-        raise NotImplementedError(f"{type(self).__name__}.error_bound")
 
     def _check_dtype(self, dtype: torch.dtype) -> None:
         if dtype not in self.dtypes:

@@ -42,10 +42,11 @@ thread_local InlineCall* inline_call = nullptr;
 // The operation in the middle of which a signal handler runs cannot go on before the handler returns.
 void refuse_inside_handler() {
   if (inline_call == nullptr) return;
-  throw Error(ErrorKind::kInvalidArgument,
-              "a signal handler waits for an operation, but it runs in the middle of another one on the same thread; let "
-              "it set a flag, and look at the flag between operations",
-              inline_call->rank);
+  throw Error(
+      ErrorKind::kInvalidArgument,
+      "a signal handler waits for an operation, but it runs in the middle of another one on the same thread; let "
+      "it set a flag, and look at the flag between operations",
+      inline_call->rank);
 }
 
 // Runs the handlers of signals that have come. On threads other than Python's main one it does nothing.
@@ -330,7 +331,6 @@ void bind_group(py::module_& m) {
            py::arg("ring_bytes"), py::arg("is_dialer"), py::arg("doorbell_fd"))
       .def("attach_tcp", &Group::attach_tcp, py::arg("peer"), py::arg("control_fd"), py::arg("data_fds"))
       .def("is_attached", [](Group& g, int peer) { return g.mesh().is_attached(peer); })
-      .def("is_poisoned", [](Group& g) { return g.mesh().is_poisoned(); })
       .def("check", [](Group& g) { g.mesh().throw_if_poisoned(); })
       .def("poison",
            [](Group& g, const py::object& exception) {

@@ -32,7 +32,6 @@ void bind_memory(py::module_& m) {
   py::class_<SharedMemory>(m, "SharedMemory", py::buffer_protocol(),
                            "`bytes` zeroed bytes that peers of this host can map; a writable buffer.")
       .def(py::init<size_t>(), py::arg("bytes"))
-      .def_property_readonly("address", [](const SharedMemory& m) { return reinterpret_cast<uintptr_t>(m.data()); })
       .def_buffer([](SharedMemory& memory) {
         return py::buffer_info(static_cast<uint8_t*>(memory.data()), static_cast<py::ssize_t>(memory.bytes()));
       });

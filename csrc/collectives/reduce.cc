@@ -62,7 +62,7 @@ void reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op
   require_defined("reduce", op, dtype);
   const int size = context.mesh.size();
   if (size == 1 || numel == 0) return;
-  switch (select_reduce(numel * item_bytes(dtype), size)) {
+  switch (select_reduce(numel * item_bytes(dtype))) {
     case ReduceAlgorithm::kTree: tree_reduce(context, data, numel, dtype, op, root); break;
     case ReduceAlgorithm::kStripes: stripes_reduce(context, data, numel, dtype, op, root); break;
   }

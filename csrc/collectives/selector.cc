@@ -47,7 +47,7 @@ Chunks plan(size_t numel, size_t wanted, size_t min_numel, size_t max_numel, siz
 
 bool asks_for_shared_memory(size_t bytes) { return bytes > std::min(kSmallAllReduceBytes, kDirectCopyBytes); }
 
-AllReduceAlgorithm select_all_reduce(size_t bytes, DType dtype, int, bool shared_memory) {
+AllReduceAlgorithm select_all_reduce(size_t bytes, DType dtype, bool shared_memory) {
   if (bytes <= kSmallAllReduceBytes) return AllReduceAlgorithm::kRecursiveDoubling;
   if (shared_memory) return AllReduceAlgorithm::kDirect;
   // A ring rounds at every hop; two shots add in f32 and round once for the same bytes.
@@ -73,7 +73,7 @@ BroadcastAlgorithm select_broadcast(size_t bytes, int size, bool shared_memory) 
   return size == 2 || bytes <= kSmallBroadcastBytes ? BroadcastAlgorithm::kTree : BroadcastAlgorithm::kChain;
 }
 
-ReduceAlgorithm select_reduce(size_t bytes, int) {
+ReduceAlgorithm select_reduce(size_t bytes) {
   return bytes <= kSmallReduceBytes ? ReduceAlgorithm::kTree : ReduceAlgorithm::kStripes;
 }
 
@@ -95,7 +95,7 @@ Chunks codec_chunks(size_t stripe_numel, size_t block_numel, int size) {
   return plan(stripe_numel, 8, kMinCodecChunkNumel, most, block_numel);
 }
 
-Chunks staged_chunks(size_t numel, size_t item, int) {
+Chunks staged_chunks(size_t numel, size_t item) {
   return plan(numel, 4, kMinStagedChunkBytes / item, kMaxStagedChunkBytes / item, 64 / item);
 }
 

@@ -18,13 +18,13 @@ enum class ReduceAlgorithm { kTree, kStripes };
 // small operations the question (it may connect to every rank).
 bool asks_for_shared_memory(size_t bytes);
 
-AllReduceAlgorithm select_all_reduce(size_t bytes, DType dtype, int size, bool shared_memory);
+AllReduceAlgorithm select_all_reduce(size_t bytes, DType dtype, bool shared_memory);
 // `block_bytes` is one rank's output.
 ReduceScatterAlgorithm select_reduce_scatter(size_t block_bytes, DType dtype, int size, bool shared_memory);
 // `block_bytes` is one rank's input.
 AllGatherAlgorithm select_all_gather(size_t block_bytes, int size, bool shared_memory);
 BroadcastAlgorithm select_broadcast(size_t bytes, int size, bool shared_memory);
-ReduceAlgorithm select_reduce(size_t bytes, int size);
+ReduceAlgorithm select_reduce(size_t bytes);
 
 // Chunks of a piece: `count` of `numel` elements each, the last ones short or empty; count 0 for nothing.
 struct Chunks {
@@ -38,7 +38,7 @@ Chunks chain_chunks(size_t bytes);
 // Cut at multiples of the codec's block, so that the bytes do not depend on the cutting.
 Chunks codec_chunks(size_t stripe_numel, size_t block_numel, int size);
 // Of the whole tensor, not of a stripe.
-Chunks staged_chunks(size_t numel, size_t item, int size);
+Chunks staged_chunks(size_t numel, size_t item);
 
 // How many chunks beyond the current one a ring or a chain has under way.
 inline constexpr size_t kRingLookahead = 3;

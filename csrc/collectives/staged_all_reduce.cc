@@ -41,7 +41,7 @@ class StagedAllReduce {
         item_(item_bytes(dtype)),
         size_(static_cast<size_t>(context.mesh.size())),
         rank_(static_cast<size_t>(context.mesh.rank())),
-        chunks_(staged_chunks(numel, item_, context.mesh.size())),
+        chunks_(staged_chunks(numel, item_)),
         stripe_stride_(piece_of(chunks_.numel, size_, 0, 64 / item_).numel),
         notes_(context.mesh, (kLag + 1) * 2 * size_) {}
 

@@ -30,9 +30,8 @@ TEST(Pieces, CoverEverythingOnceCutAtTheGranule) {
 TEST(Pieces, ChunksCoverAPieceOnce) {
   for (const size_t numel : kNumels) {
     for (const int size : {2, 3, 8, 100}) {
-      for (const Chunks chunks :
-           {ring_chunks(numel, 4), ring_chunks(numel, 1), stripe_chunks(numel, 2, size),
-            codec_chunks(numel, 2048, size), staged_chunks(numel, 8, size), chain_chunks(numel)}) {
+      for (const Chunks chunks : {ring_chunks(numel, 4), ring_chunks(numel, 1), stripe_chunks(numel, 2, size),
+                                  codec_chunks(numel, 2048, size), staged_chunks(numel, 8), chain_chunks(numel)}) {
         EXPECT_GE(chunks.numel * chunks.count, numel);
         EXPECT_TRUE(numel == 0 || chunks.numel * (chunks.count - 1) < numel);
         EXPECT_EQ(chunks.count == 0, numel == 0);
@@ -48,8 +47,8 @@ TEST(Pieces, ChunksKeepTheirBounds) {
   for (const size_t numel : kNumels) {
     for (const int size : {2, 3, 8, 100}) {
       EXPECT_EQ(codec_chunks(numel, 2048, size).numel % 2048, 0u);
-      EXPECT_LE(staged_chunks(numel, 4, size).numel * 4, kMaxStagedChunkBytes);
-      EXPECT_LE(staged_chunks(numel, 1, size).numel, kMaxStagedChunkBytes);
+      EXPECT_LE(staged_chunks(numel, 4).numel * 4, kMaxStagedChunkBytes);
+      EXPECT_LE(staged_chunks(numel, 1).numel, kMaxStagedChunkBytes);
     }
   }
 }
@@ -58,7 +57,7 @@ TEST(Selector, HalvesNeverTakeTheRing) {
   for (const DType dtype : {DType::kF16, DType::kBF16}) {
     for (const size_t bytes : kNumels) {
       for (const int size : {2, 3, 64}) {
-        EXPECT_NE(select_all_reduce(bytes, dtype, size, false), AllReduceAlgorithm::kRing);
+        EXPECT_NE(select_all_reduce(bytes, dtype, false), AllReduceAlgorithm::kRing);
         EXPECT_NE(select_reduce_scatter(bytes, dtype, size, false), ReduceScatterAlgorithm::kRing);
       }
     }
@@ -68,12 +67,12 @@ TEST(Selector, HalvesNeverTakeTheRing) {
 TEST(Selector, DirectNeedsSharedMemoryAndTheQuestionHasBeenAsked) {
   for (const size_t bytes : kNumels) {
     for (const int size : {2, 3, 64}) {
-      EXPECT_NE(select_all_reduce(bytes, DType::kF32, size, false), AllReduceAlgorithm::kDirect);
+      EXPECT_NE(select_all_reduce(bytes, DType::kF32, false), AllReduceAlgorithm::kDirect);
       EXPECT_NE(select_reduce_scatter(bytes, DType::kF32, size, false), ReduceScatterAlgorithm::kDirect);
       EXPECT_NE(select_all_gather(bytes, size, false), AllGatherAlgorithm::kDirect);
       EXPECT_NE(select_broadcast(bytes, size, false), BroadcastAlgorithm::kDirect);
       if (asks_for_shared_memory(bytes)) continue;
-      EXPECT_NE(select_all_reduce(bytes, DType::kF32, size, true), AllReduceAlgorithm::kDirect);
+      EXPECT_NE(select_all_reduce(bytes, DType::kF32, true), AllReduceAlgorithm::kDirect);
       EXPECT_NE(select_reduce_scatter(bytes, DType::kF32, size, true), ReduceScatterAlgorithm::kDirect);
       EXPECT_NE(select_all_gather(bytes, size, true), AllGatherAlgorithm::kDirect);
       EXPECT_NE(select_broadcast(bytes, size, true), BroadcastAlgorithm::kDirect);
@@ -83,12 +82,12 @@ TEST(Selector, DirectNeedsSharedMemoryAndTheQuestionHasBeenAsked) {
 
 TEST(Selector, LargeTensorsUseSharedMemoryWhereThereIsSome) {
   const size_t bytes = 100 << 20;
-  EXPECT_EQ(select_all_reduce(bytes, DType::kF32, 2, true), AllReduceAlgorithm::kDirect);
-  EXPECT_EQ(select_all_reduce(bytes, DType::kF32, 4, false), AllReduceAlgorithm::kRing);
-  EXPECT_EQ(select_all_reduce(bytes, DType::kF16, 4, false), AllReduceAlgorithm::kTwoShot);
-  EXPECT_EQ(select_all_reduce(64, DType::kF32, 4, true), AllReduceAlgorithm::kRecursiveDoubling);
+  EXPECT_EQ(select_all_reduce(bytes, DType::kF32, true), AllReduceAlgorithm::kDirect);
+  EXPECT_EQ(select_all_reduce(bytes, DType::kF32, false), AllReduceAlgorithm::kRing);
+  EXPECT_EQ(select_all_reduce(bytes, DType::kF16, false), AllReduceAlgorithm::kTwoShot);
+  EXPECT_EQ(select_all_reduce(64, DType::kF32, true), AllReduceAlgorithm::kRecursiveDoubling);
   EXPECT_EQ(select_broadcast(bytes, 4, false), BroadcastAlgorithm::kChain);
-  EXPECT_EQ(select_reduce(bytes, 4), ReduceAlgorithm::kStripes);
+  EXPECT_EQ(select_reduce(bytes), ReduceAlgorithm::kStripes);
 }
 
 }  // namespace

@@ -46,7 +46,8 @@ Channel& Mesh::channel_for(Request* request, int peer) {
   Channel& found = channel(peer);
   if (!stream_.is_cpu() && !found.moves_device_memory()) {
     throw Error(ErrorKind::kInternal,
-                std::string("the ") + found.kind() + " transport moves host memory; device memory must be staged", peer);
+                std::string("the ") + found.kind() + " transport moves host memory; device memory must be staged",
+                peer);
   }
   request->peer = peer;
   request->stream = stream_;

@@ -129,7 +129,6 @@ def test_a_script_runs_on_two_ranks(script):
     assert lines == [f"rank {rank} sum 2 tcp ['0', '--more'] 0" for rank in range(2)]
 
 
-@pytest.mark.slow
 def test_a_script_that_fails_fails_the_launcher(script):
     done = bagua_run("--nproc-per-node", "2", script, "3")
     assert done.returncode != 0

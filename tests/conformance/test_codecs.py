@@ -51,6 +51,18 @@ def test_nan_and_inf_make_their_block_nan(codec, value):
     assert bool((decoded[2 * codec.block_numel :] == 1).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_decode_add_adds_in_float32(codec, dtype):
+    for x in _samples(dtype):
+        encoded = codec.encode(x)
+        total = torch.linspace(-1, 1, x.numel())
+        expected = total.double() + x.double()
+        codec.decode_add(encoded, total, dtype)
+        # Beside the codec's own error half an ulp of the sum.
+        bound = codec.error_bound(x) + expected.abs() * 2.0**-23 + 2.0**-149
+        assert bool(((total.double() - expected).abs() <= bound).all())
+
+
 def test_what_cannot_be_encoded(codec):
     with pytest.raises(InvalidArgument, match=r"does not encode torch.float64; it encodes torch.float32"):
         codec.encode(torch.ones(3, dtype=torch.float64))
@@ -58,3 +70,7 @@ def test_what_cannot_be_encoded(codec):
         codec.encode(torch.ones(4, 4).t())
     with pytest.raises(InvalidArgument, match=r"elements of torch.float32 is a contiguous CPU tensor of"):
         codec.decode(torch.zeros(3, dtype=torch.uint8), 100, torch.float32)
+    with pytest.raises(InvalidArgument, match=r"elements of torch.float32 is a contiguous CPU tensor of"):
+        codec.decode_add(torch.zeros(3, dtype=torch.uint8), torch.zeros(100))
+    with pytest.raises(InvalidArgument, match=r"adds to a contiguous CPU tensor of torch.float32, got torch.float16"):
+        codec.decode_add(codec.encode(torch.ones(4)), torch.zeros(4, dtype=torch.float16))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.needs("setuptools", "pybind11")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.needs("setuptools", "pybind11")]
 
 
 @pytest.fixture(scope="module")
