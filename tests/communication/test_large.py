@@ -1,0 +1,48 @@
+"""More than 2^31 elements: counts and offsets are 64 bits wide all the way down. Takes 8 GB."""
+
+import pytest
+import torch
+
+import bagua
+from tests.communication.worlds import in_worlds, shm, tcp
+
+pytestmark = pytest.mark.slow
+NUMEL = (1 << 31) + 66
+PLACES = [0, (1 << 31) - 1, 1 << 31, NUMEL - 1]
+
+
+def marked(value):
+    x = torch.zeros(NUMEL, dtype=torch.uint8)
+    x[PLACES] = value
+    return x
+
+
+def check(x, value):
+    assert x[PLACES].tolist() == [value] * len(PLACES)
+    assert int(x.count_nonzero()) == len(PLACES)
+
+
+def check_large(rank, world_size):
+    x = marked(rank + 1)
+    bagua.all_reduce(x)
+    check(x, 3)
+    if rank == 1:
+        x.zero_()
+    bagua.broadcast(x, 0)
+    check(x, 3)
+    if rank == 0:
+        bagua.send(x, 1)
+    else:
+        x.zero_()
+        bagua.recv(x, 0)
+    check(x, 3)
+    half = NUMEL // 2
+    mine = x[rank * half : (rank + 1) * half].clone()
+    bagua.all_gather(x.zero_(), mine)
+    check(x, 3)
+
+
+@pytest.mark.timeout(600)
+@in_worlds([shm(2), tcp(2)])
+def test_more_than_2_to_31_elements(pools, world):
+    pools.run(world, check_large, timeout=300)
