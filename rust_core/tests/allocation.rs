@@ -3,6 +3,8 @@
 //!
 //! The counter is per thread, so the test harness's own thread does not disturb it.
 
+#![allow(clippy::declare_interior_mutable_const)] // clippy 1.63 means what thread_local! expands to
+
 use bagua_rust::abi_types::{BaguaBucketRange, BaguaPlanOptions, BaguaRustError, BaguaTensorSpec};
 use bagua_rust::ffi::*;
 use bagua_rust::planner::{plan, PlanOptions, TensorSpec};

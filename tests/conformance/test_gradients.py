@@ -265,10 +265,16 @@ def _gradient_penalty(rank, world_size, algorithm):
         model = bagua.with_bagua(make_net(), algorithm=algorithm, find_unused_parameters=True)
         x, _ = batch(rank, 0)
         x.requires_grad_()
-        # autograd.grad() reaches the model's output, but no parameter's gradient: nothing is synchronised.
+        # autograd.grad() reaches the model's output, but no parameter's gradient: none changes.
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        assert model.bagua.timeline().summary()["steps"] == 0
+        assert all(parameter.grad is None for parameter in model.parameters())
         slope.square().sum().backward()
+        assert_equal_on_all_ranks(grads_of(model))
+        bagua.with_bagua(model, algorithm=algorithm)  # where no parameter may be left out, it does not even communicate
+        model.zero_grad()
+        torch.autograd.grad(model(x).sum(), x)
+        assert model.bagua.timeline().summary()["steps"] == 0
+        loss_of(model, batch(rank, 0)).backward()
         assert model.bagua.timeline().summary()["steps"] == 1
         assert_equal_on_all_ranks(grads_of(model))
 
