@@ -29,9 +29,6 @@ void Mesh::begin(const Operation& operation, Deadline deadline, Interrupt interr
   last_interrupt_check_ = Deadline::Clock::now();
   std::lock_guard lock(mutex_);
   status_.operation = operation;
-  for (auto& peer : peers_) {
-    if (peer->control) peer->control->unmap_released();
-  }
 }
 
 void Mesh::end() {
@@ -40,6 +37,10 @@ void Mesh::end() {
   if (operation_.sequence != 0) status_.last_finished = operation_;
   status_.operation = operation_ = Operation{};
   status_.waiting_for = -1;
+  // What peers have freed while the operation ran; outside of operations on_released does it at once.
+  for (auto& peer : peers_) {
+    if (peer->control) peer->control->unmap_released();
+  }
 }
 
 Channel& Mesh::channel_for(Request* request, int peer) {
