@@ -1,7 +1,7 @@
 """The process-wide state (default group) and the MPI-style collectives as functions; names follow torch.distributed.
 
-Ranks in arguments (src, dst) are global ranks, as in torch.distributed. Collectives work in place unless an output is
-named. With `async_op=True` they return a Work at once, otherwise they return None when this rank's part is done.
+Tensors are torch tensors or NumPy arrays, of any shape and strides. Ranks in arguments (src, dst) are global ranks, as
+in torch.distributed. Collectives work in place unless an output is named. With `async_op=True` they return a Work at once, otherwise they return None when this rank's part is done.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ __all__ = [
     "broadcast_object",
     "destroy_process_group",
     "empty",
+    "from_torch_group",
     "gather",
     "get_default_group",
     "get_local_rank",
@@ -42,6 +43,7 @@ __all__ = [
     "get_world_size",
     "init_process_group",
     "is_initialized",
+    "neighbor_average",
     "new_group",
     "recv",
     "reduce",
@@ -66,6 +68,7 @@ class _World:
         self.launch = launch
         self.store = store  # kept: rank 0's is the server
         self.groups = [group]
+        self.num_new_groups = 0  # equal on all ranks, since all call new_group alike
 
 
 _world: _World | None = None
@@ -221,17 +224,49 @@ def new_group(ranks: Sequence[int] | None = None, *, timeout: timedelta | float 
         raise InvalidArgument(
             f"ranks {ranks} must be one or more different numbers in 0..{world.group.size - 1}, each once"
         )
+    world.num_new_groups += 1
     # The count is equal on all ranks because all call it in the same order; the ranks make a mistake visible.
-    name = (
-        f"group{len(world.groups)}:{','.join(map(str, ranks))}"
-        if len(ranks) <= 8
-        else (f"group{len(world.groups)}:{ranks[0]}..{ranks[-1]}({len(ranks)})")
-    )
+    members = ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}..{ranks[-1]}({len(ranks)})"
+    name = f"group{world.num_new_groups}:{members}"
     group = ProcessGroup(
         world.endpoint, name, ranks, world.group.rank, world.group.timeout if timeout is None else timeout
     )
     world.groups.append(group)
     return group
+
+
+def from_torch_group(group: dist.ProcessGroup, *, timeout: timedelta | float | None = None) -> ProcessGroup:
+    """The group of the same ranks as a torch.distributed group's. Its members call it, and may call it again.
+
+    Args:
+        group: of a torch.distributed in which every process has the rank that it has here.
+        timeout: deadline of its operations; by default the world's.
+
+    Returns:
+        The group; the same one whenever it is asked for again. Its bytes go bagua's way, not torch's.
+
+    Raises:
+        InvalidArgument: this process is not a member, or torch's ranks are not bagua's.
+    """
+    world = _require_world()
+    if not isinstance(group, dist.ProcessGroup):
+        raise InvalidArgument(f"from_torch_group got {group!r}; on ranks that are not members there is no group to convert")
+    if (dist.get_rank(), dist.get_world_size()) != (world.group.rank, world.group.size):
+        raise InvalidArgument(
+            f"torch.distributed calls this process rank {dist.get_rank()} of {dist.get_world_size()}, bagua rank "
+            f"{world.group.rank} of {world.group.size}; initialise both with the same ranks"
+        )
+    ranks = dist.get_process_group_ranks(group)
+    # torch names its groups alike on all members.
+    name = f"torch:{group.group_name}:{len(ranks)} from {min(ranks)}"
+    for known in world.groups:
+        if known.name == name:
+            return known
+    converted = ProcessGroup(
+        world.endpoint, name, ranks, world.group.rank, world.group.timeout if timeout is None else timeout
+    )
+    world.groups.append(converted)
+    return converted
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:
@@ -297,7 +332,9 @@ def _group_rank(group: ProcessGroup, rank: int, name: str) -> int:
     return group.ranks.index(rank)
 
 
-def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, *, codec: str | None = None) -> Work | None:
+def all_reduce(
+    tensor, op=ReduceOp.SUM, group=None, async_op=False, *, codec: str | None = None, hierarchical: bool = False
+) -> Work | None:
     """tensor <- op over ranks of tensor.
 
     Args:
@@ -305,12 +342,41 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, *, codec: st
         op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
         codec: name of a codec ("fp16", "bf16", "minmax_uint8") for the two-shot compressed all-reduce: what travels is
             encoded, sums are in f32, and all ranks end bit-identical. SUM and AVG of f32, f16 and bf16.
+        hierarchical: reduce inside each node at full precision, then among one rank per node (with the codec, if
+            any), then broadcast inside each node. Right for nodes with different numbers of ranks. Pays where the
+            network is slower than the node.
 
     Raises:
         InvalidArgument: type, op or codec do not fit, or the ranks called different operations.
         DeadlineExceeded, TransportError, RemoteError: a rank is late, dead, or failed first; the message names it.
     """
-    return _finish(_resolve(group).all_reduce(tensor, op, codec=codec, blocking=not async_op), async_op)
+    work = _resolve(group).all_reduce(tensor, op, codec=codec, hierarchical=hierarchical, blocking=not async_op)
+    return _finish(work, async_op)
+
+
+def neighbor_average(
+    tensor, topology: str = "ring", step: int = 0, codec: str | None = None, group=None, async_op: bool = False
+) -> Work | None:
+    """tensor <- weighted average of this rank's and its neighbours' tensors: decentralised communication.
+
+    All topologies keep the mean over ranks (they are doubly stochastic).
+
+    Args:
+        tensor: floating point, same shape and type on all ranks.
+        topology: "ring" (left, self, right: 1/3 each), "shift_one" (pairs that change with each step), "exponential"
+            (takes from the rank 2^(step mod ceil(log2 n)) places before; exact mean after log2 n steps for n a power of
+            two) or "all" (the mean over all ranks).
+        step: the same on all ranks: how many averagings came before. Only shift_one and exponential depend on it.
+        codec: name of a codec for what travels; the own values stay as they are. f32, f16 and bf16.
+
+    Raises:
+        InvalidArgument: topology, step, type or codec do not fit, or the ranks called different operations.
+        DeadlineExceeded, TransportError, RemoteError: a rank is late, dead, or failed first; the message names it.
+
+    Source: the primitives D_FP_S and D_LP_S of arXiv 2107.01499.
+    """
+    work = _resolve(group).neighbor_average(tensor, topology, step, codec=codec, blocking=not async_op)
+    return _finish(work, async_op)
 
 
 def reduce(tensor, dst: int, op=ReduceOp.SUM, group=None, async_op=False) -> Work | None:
@@ -319,10 +385,11 @@ def reduce(tensor, dst: int, op=ReduceOp.SUM, group=None, async_op=False) -> Wor
     return _finish(group.reduce(tensor, _group_rank(group, dst, "dst"), op, blocking=not async_op), async_op)
 
 
-def broadcast(tensor, src: int, group=None, async_op=False) -> Work | None:
-    """tensor <- tensor of rank `src`."""
+def broadcast(tensor, src: int, group=None, async_op=False, *, codec: str | None = None) -> Work | None:
+    """tensor <- tensor of rank `src`; with a codec the decoded values, on rank `src` too: all ranks end bit-identical."""
     group = _resolve(group)
-    return _finish(group.broadcast(tensor, _group_rank(group, src, "src"), blocking=not async_op), async_op)
+    src = _group_rank(group, src, "src")
+    return _finish(group.broadcast(tensor, src, codec=codec, blocking=not async_op), async_op)
 
 
 def barrier(group=None, async_op=False) -> Work | None:
@@ -330,9 +397,12 @@ def barrier(group=None, async_op=False) -> Work | None:
     return _finish(_resolve(group).barrier(blocking=not async_op), async_op)
 
 
-def all_gather(output, input, group=None, async_op=False) -> Work | None:
-    """output <- the inputs of all ranks, one after the other by rank. output has `size` times input's elements."""
-    return _finish(_resolve(group).all_gather(output, input, blocking=not async_op), async_op)
+def all_gather(output, input, group=None, async_op=False, *, codec: str | None = None) -> Work | None:
+    """output <- the inputs of all ranks, one after the other by rank. output has `size` times input's elements.
+
+    With a codec the decoded values, the own ones too: all ranks end bit-identical.
+    """
+    return _finish(_resolve(group).all_gather(output, input, codec=codec, blocking=not async_op), async_op)
 
 
 def gather(output, input, dst: int, group=None, async_op=False) -> Work | None:
@@ -347,18 +417,27 @@ def scatter(output, input, src: int, group=None, async_op=False) -> Work | None:
     return _finish(group.scatter(output, input, _group_rank(group, src, "src"), blocking=not async_op), async_op)
 
 
-def reduce_scatter(output, input, op=ReduceOp.SUM, group=None, async_op=False) -> Work | None:
-    """output <- op over ranks of this rank's block of input. input has `size` times output's elements."""
-    return _finish(_resolve(group).reduce_scatter(output, input, op, blocking=not async_op), async_op)
+def reduce_scatter(
+    output, input, op=ReduceOp.SUM, group=None, async_op=False, *, codec: str | None = None
+) -> Work | None:
+    """output <- op over ranks of this rank's block of input. input has `size` times output's elements.
+
+    With a codec what travels is encoded once, the own block too; sums are in f32 and rounded once. SUM and AVG.
+    """
+    return _finish(_resolve(group).reduce_scatter(output, input, op, codec=codec, blocking=not async_op), async_op)
 
 
-def all_to_all(output, input, output_splits=None, input_splits=None, group=None, async_op=False) -> Work | None:
+def all_to_all(
+    output, input, output_splits=None, input_splits=None, group=None, async_op=False, *, codec: str | None = None
+) -> Work | None:
     """Block r of input goes to rank r; block r of output comes from rank r.
 
     Args:
         output_splits, input_splits: rows (of dimension 0) per rank; equal blocks by default.
+        codec: name of a codec; every block, the own one too, is encoded and decoded once.
     """
-    work = _resolve(group).all_to_all(output, input, output_splits, input_splits, blocking=not async_op)
+    group = _resolve(group)
+    work = group.all_to_all(output, input, output_splits, input_splits, codec=codec, blocking=not async_op)
     return _finish(work, async_op)
 
 

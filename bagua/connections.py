@@ -148,6 +148,10 @@ class Endpoint:
         mine, theirs = self.records[rank], self.records[peer]
         return mine.host == theirs.host and bool(mine.unix_name) and bool(theirs.unix_name)
 
+    def same_node(self, rank: int, peer: int) -> bool:
+        """Whether two ranks (global) are on one host."""
+        return self.records[rank].host == self.records[peer].host
+
     def _connect(self, name: str, rank: int, peer: int, timeout_s: float) -> None:
         """Make sure that the group has a channel to `peer`; `rank` and `peer` are global.
 

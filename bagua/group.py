@@ -17,7 +17,9 @@ import torch
 
 from . import _C
 from .errors import BaguaError, InvalidArgument
-from .reduction import ReduceOp, check_codec, check_op, dtype_code
+from .nodes import NodeLanes, Nodes
+from .reduction import ReduceOp, check_codec, check_op, check_topology, dtype_code
+from .tensors import Array, prepare
 from .work import Work, to_seconds
 
 __all__ = ["ProcessGroup", "ReduceOp", "Work", "dtype_code"]
@@ -31,6 +33,8 @@ class Network(Protocol):
     def close_core(self, name: str, core: _C.Group) -> None: ...
 
     def share_memory(self, rank: int, peer: int) -> bool: ...
+
+    def same_node(self, rank: int, peer: int) -> bool: ...
 
 
 class ProcessGroup:
@@ -57,6 +61,7 @@ class ProcessGroup:
         self._global_rank = global_rank
         self.rank = self.ranks.index(global_rank) if global_rank in self.ranks else -1
         self._lanes: dict[str, _C.Group] = {}
+        self._node_lanes: NodeLanes | None = None
         self._closed = False
         self._pid = os.getpid()
         if self.rank >= 0:
@@ -74,9 +79,16 @@ class ProcessGroup:
     def _shares_memory(self, peer: int) -> bool:
         return self._network.share_memory(self._global_rank, self.ranks[peer])
 
-    def _open_lane(self, suffix: str) -> _C.Group:
-        self._lanes[suffix] = self._network.open_core(self.name + suffix, self.ranks, self._global_rank)
+    def _open_lane(self, suffix: str, members: Sequence[int] | None = None) -> _C.Group:
+        """A core among `members` (group ranks), by default all."""
+        ranks = self.ranks if members is None else [self.ranks[member] for member in members]
+        self._lanes[suffix] = self._network.open_core(self.name + suffix, ranks, self._global_rank)
         return self._lanes[suffix]
+
+    @property
+    def nodes(self) -> Nodes:
+        """The ranks of the group by node."""
+        return Nodes.of(self.size, lambda a, b: self._network.same_node(self.ranks[a], self.ranks[b]))
 
     def close(self) -> None:
         """End the worker threads and say goodbye to the peers. Idempotent."""
@@ -153,25 +165,9 @@ class ProcessGroup:
 
     # ---- operations
 
-    def _prepare(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        """The tensor itself when the core can work on it, otherwise a contiguous copy. Checks device and type."""
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidArgument(f"{what} is a {type(tensor).__name__}; give a torch.Tensor")
-        if tensor.device.type != "cpu":
-            raise InvalidArgument(f"{what} is on {tensor.device}; this release communicates CPU tensors")
-        if tensor.layout != torch.strided:
-            raise InvalidArgument(f"{what} has layout {tensor.layout}; convert it with .to_dense() first")
-        dtype_code(tensor.dtype)
-        return tensor.detach().contiguous()
-
     def _work(self, core_work: _C.Work, keep: object, label: str = "", finish=None) -> Work:
         # The deadline counts from the start of the operation, which may be queued behind others.
         return Work(core_work, keep, 1000.0 * self._timeout_s, label, finish)
-
-    def _in_place(self, tensor: torch.Tensor, staged: torch.Tensor):
-        if staged.data_ptr() == tensor.data_ptr():
-            return None
-        return lambda: tensor.detach().copy_(staged)
 
     def _check_root(self, root: int, name: str) -> int:
         if not 0 <= root < self.size:
@@ -180,45 +176,86 @@ class ProcessGroup:
 
     def all_reduce(
         self,
-        tensor: torch.Tensor,
+        tensor: Array,
         op: ReduceOp = ReduceOp.SUM,
         *,
         codec: str | None = None,
+        hierarchical: bool = False,
         label: str = "",
         blocking: bool = False,
     ) -> Work:
         """tensor <- op over ranks of tensor, in place; see bagua.all_reduce."""
         self.check()
-        data = self._prepare(tensor, "tensor")
+        data, give_back = prepare(tensor, "tensor")
         op = check_op(op, data.dtype)
-        check_codec(codec, op, data.dtype)
-        work = self._core.all_reduce(
-            data.data_ptr(), data.numel(), dtype_code(data.dtype), int(op), codec, self._timeout_s, blocking
-        )
-        return self._work(work, (tensor, data), label, self._in_place(tensor, data))
+        check_codec(codec, data.dtype, op)
+        arguments = (data.data_ptr(), data.numel(), dtype_code(data.dtype), int(op), codec, self._timeout_s, blocking)
+        if hierarchical:
+            if self._node_lanes is None:
+                self._node_lanes = NodeLanes.open(self.nodes, self.rank, self._open_lane)
+            lanes = self._node_lanes
+            work = self._core.hierarchical_all_reduce(lanes.node, lanes.leaders, lanes.num_nodes, *arguments)
+        else:
+            work = self._core.all_reduce(*arguments)
+        return self._work(work, (tensor, data), label, give_back)
 
-    def reduce(self, tensor, dst: int, op: ReduceOp = ReduceOp.SUM, *, blocking: bool = False) -> Work:
+    def neighbor_average(
+        self,
+        tensor: Array,
+        topology: str = "ring",
+        step: int = 0,
+        *,
+        codec: str | None = None,
+        label: str = "",
+        blocking: bool = False,
+    ) -> Work:
+        """tensor <- weighted average of the neighbours' tensors, in place; see bagua.neighbor_average."""
+        self.check()
+        data, give_back = prepare(tensor, "tensor")
+        number = check_topology(topology, step, data.dtype)
+        check_codec(codec, data.dtype)
+        work = self._core.neighbor_average(
+            data.data_ptr(), data.numel(), dtype_code(data.dtype), number, step, codec, self._timeout_s, blocking
+        )
+        return self._work(work, (tensor, data), label, give_back)
+
+    def reduce(self, tensor: Array, dst: int, op: ReduceOp = ReduceOp.SUM, *, blocking: bool = False) -> Work:
         """tensor of rank `dst` <- op over ranks of tensor; the others' tensors end undefined."""
         self.check()
-        data = self._prepare(tensor, "tensor")
-        op = check_op(op, data.dtype)
         self._check_root(dst, "dst")
+        data, give_back = prepare(tensor, "tensor", is_written=dst == self.rank)
+        op = check_op(op, data.dtype)
         work = self._core.reduce(
             data.data_ptr(), data.numel(), dtype_code(data.dtype), int(op), dst, self._timeout_s, blocking
         )
-        finish = self._in_place(tensor, data) if dst == self.rank else None
-        return self._work(work, (tensor, data), finish=finish)
+        return self._work(work, (tensor, data), finish=give_back)
 
-    def reduce_scatter(self, output, input, op: ReduceOp = ReduceOp.SUM, *, blocking: bool = False) -> Work:
+    def reduce_scatter(
+        self,
+        output: Array,
+        input: Array,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        codec: str | None = None,
+        blocking: bool = False,
+    ) -> Work:
         """output <- op over ranks of the rank-th block of their input; input is `size` blocks of output's size."""
         self.check()
-        source, into = self._prepare(input, "input"), self._prepare(output, "output")
+        source, (into, give_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
         op = check_op(op, into.dtype)
+        check_codec(codec, into.dtype, op)
         self._check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output")
         work = self._core.reduce_scatter(
-            source.data_ptr(), into.data_ptr(), into.numel(), dtype_code(into.dtype), int(op), self._timeout_s, blocking
+            source.data_ptr(),
+            into.data_ptr(),
+            into.numel(),
+            dtype_code(into.dtype),
+            int(op),
+            codec,
+            self._timeout_s,
+            blocking,
         )
-        return self._work(work, (source, into), finish=self._in_place(output, into))
+        return self._work(work, (source, into), finish=give_back)
 
     def _check_pair(self, first, second, have: int, want: int, name: str, other: str) -> None:
         if first.dtype != second.dtype:
@@ -226,26 +263,32 @@ class ProcessGroup:
         if have != want:
             raise InvalidArgument(f"{name} has {have} elements, but {other} has {want} (group size {self.size})")
 
-    def all_gather(self, output, input, *, blocking: bool = False) -> Work:
+    def all_gather(self, output: Array, input: Array, *, codec: str | None = None, blocking: bool = False) -> Work:
         """output[r] <- input of rank r; output is `size` blocks of input's size."""
         self.check()
-        source, into = self._prepare(input, "input"), self._prepare(output, "output")
+        source, (into, give_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
+        check_codec(codec, source.dtype)
         self._check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input")
         work = self._core.all_gather(
-            source.data_ptr(), into.data_ptr(), source.nbytes, dtype_code(source.dtype), self._timeout_s, blocking
+            source.data_ptr(),
+            into.data_ptr(),
+            source.nbytes,
+            dtype_code(source.dtype),
+            codec,
+            self._timeout_s,
+            blocking,
         )
-        return self._work(work, (source, into), finish=self._in_place(output, into))
+        return self._work(work, (source, into), finish=give_back)
 
-    def gather(self, output, input, dst: int, *, blocking: bool = False) -> Work:
+    def gather(self, output: Array | None, input: Array, dst: int, *, blocking: bool = False) -> Work:
         """output of rank `dst` [r] <- input of rank r; the other ranks pass output=None."""
         self.check()
         self._check_root(dst, "dst")
-        source = self._prepare(input, "input")
-        into, finish = None, None
+        source = prepare(input, "input", is_written=False).data
+        into, give_back = None, None
         if self.rank == dst:
-            into = self._prepare(output, "output")
+            into, give_back = prepare(output, "output")
             self._check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input")
-            finish = self._in_place(output, into)
         work = self._core.gather(
             source.data_ptr(),
             into.data_ptr() if into is not None else 0,
@@ -255,16 +298,16 @@ class ProcessGroup:
             self._timeout_s,
             blocking,
         )
-        return self._work(work, (source, into), finish=finish)
+        return self._work(work, (source, into), finish=give_back)
 
-    def scatter(self, output, input, src: int, *, blocking: bool = False) -> Work:
+    def scatter(self, output: Array, input: Array | None, src: int, *, blocking: bool = False) -> Work:
         """output <- input of rank `src` [rank]; the other ranks pass input=None."""
         self.check()
         self._check_root(src, "src")
-        into = self._prepare(output, "output")
+        into, give_back = prepare(output, "output")
         source = None
         if self.rank == src:
-            source = self._prepare(input, "input")
+            source = prepare(input, "input", is_written=False).data
             self._check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output")
         work = self._core.scatter(
             source.data_ptr() if source is not None else 0,
@@ -275,26 +318,37 @@ class ProcessGroup:
             self._timeout_s,
             blocking,
         )
-        return self._work(work, (source, into), finish=self._in_place(output, into))
+        return self._work(work, (source, into), finish=give_back)
 
-    def all_to_all(self, output, input, output_splits=None, input_splits=None, *, blocking: bool = False) -> Work:
+    def all_to_all(
+        self,
+        output: Array,
+        input: Array,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        *,
+        codec: str | None = None,
+        blocking: bool = False,
+    ) -> Work:
         """Block r of input goes to rank r, block r of output comes from rank r; splits count rows of dimension 0."""
         self.check()
-        source, into = self._prepare(input, "input"), self._prepare(output, "output")
+        source, (into, give_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
+        check_codec(codec, source.dtype)
         if source.dtype != into.dtype:
             raise InvalidArgument(f"input is {source.dtype} but output is {into.dtype}; give them one type")
         work = self._core.all_to_all(
             source.data_ptr(),
-            self._split_bytes(source, input_splits, "input"),
+            self._split_numels(source, input_splits, "input"),
             into.data_ptr(),
-            self._split_bytes(into, output_splits, "output"),
+            self._split_numels(into, output_splits, "output"),
             dtype_code(source.dtype),
+            codec,
             self._timeout_s,
             blocking,
         )
-        return self._work(work, (source, into), finish=self._in_place(output, into))
+        return self._work(work, (source, into), finish=give_back)
 
-    def _split_bytes(self, tensor: torch.Tensor, splits: Sequence[int] | None, name: str) -> list[int]:
+    def _split_numels(self, tensor: torch.Tensor, splits: Sequence[int] | None, name: str) -> list[int]:
         rows = tensor.shape[0] if tensor.dim() else 1
         if splits is None:
             if rows % self.size:
@@ -305,38 +359,41 @@ class ProcessGroup:
             raise InvalidArgument(
                 f"{name}_splits {splits} must be {self.size} non-negative numbers that add up to {rows}"
             )
-        row_bytes = tensor.nbytes // rows if rows else 0
-        return [split * row_bytes for split in splits]
+        row_numel = tensor.numel() // rows if rows else 0
+        return [split * row_numel for split in splits]
 
-    def broadcast(self, tensor, src: int, *, label: str = "", blocking: bool = False) -> Work:
+    def broadcast(
+        self, tensor: Array, src: int, *, codec: str | None = None, label: str = "", blocking: bool = False
+    ) -> Work:
         """tensor <- tensor of rank `src`, in place."""
         self.check()
-        data = self._prepare(tensor, "tensor")
         self._check_root(src, "src")
+        # With a codec the source's own values become the decoded ones.
+        data, give_back = prepare(tensor, "tensor", is_written=src != self.rank or codec is not None)
+        check_codec(codec, data.dtype)
         work = self._core.broadcast(
-            data.data_ptr(), data.nbytes, dtype_code(data.dtype), src, self._timeout_s, blocking
+            data.data_ptr(), data.nbytes, dtype_code(data.dtype), src, codec, self._timeout_s, blocking
         )
-        finish = self._in_place(tensor, data) if src != self.rank else None
-        return self._work(work, (tensor, data), label, finish)
+        return self._work(work, (tensor, data), label, give_back)
 
     def barrier(self, *, blocking: bool = False) -> Work:
         """Completes when every rank has called it."""
         self.check()
         return self._work(self._core.barrier(self._timeout_s, blocking), None)
 
-    def send(self, tensor, dst: int) -> Work:
+    def send(self, tensor: Array, dst: int) -> Work:
         """Sends to rank `dst`, which must call recv with the same size and type."""
         self._check_peer(dst, "dst")
-        data = self._prepare(tensor, "tensor")
+        data = prepare(tensor, "tensor", is_written=False).data
         work = self._p2p_core.send(data.data_ptr(), data.nbytes, dtype_code(data.dtype), dst, self._timeout_s)
         return self._work(work, (tensor, data))
 
-    def recv(self, tensor, src: int) -> Work:
+    def recv(self, tensor: Array, src: int) -> Work:
         """tensor <- what rank `src` sends."""
         self._check_peer(src, "src")
-        data = self._prepare(tensor, "tensor")
+        data, give_back = prepare(tensor, "tensor")
         work = self._p2p_core.recv(data.data_ptr(), data.nbytes, dtype_code(data.dtype), src, self._timeout_s)
-        return self._work(work, (tensor, data), finish=self._in_place(tensor, data))
+        return self._work(work, (tensor, data), finish=give_back)
 
     def _check_peer(self, peer: int, name: str) -> None:
         self.check()

@@ -1,4 +1,4 @@
-"""Which reductions are defined: operators, element types and codecs, as the core numbers and names them."""
+"""Which operations are defined: operators, element types, codecs and topologies, as the core numbers and names them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from . import _C
 from .errors import InvalidArgument
 
-__all__ = ["ReduceOp", "check_codec", "check_op", "dtype_code"]
+__all__ = ["ReduceOp", "check_codec", "check_op", "check_topology", "dtype_code"]
 
 
 class ReduceOp(enum.IntEnum):
@@ -68,8 +68,8 @@ def check_op(op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
     return op
 
 
-def check_codec(codec: str | None, op: ReduceOp, dtype: torch.dtype) -> None:
-    """Raises InvalidArgument when the codec is unknown or can't serve this reduction."""
+def check_codec(codec: str | None, dtype: torch.dtype, op: ReduceOp = ReduceOp.SUM) -> None:
+    """Raises InvalidArgument when the codec is unknown or can't serve this type and operator."""
     if codec is None:
         return
     names = _C.registered_codecs()
@@ -79,3 +79,15 @@ def check_codec(codec: str | None, op: ReduceOp, dtype: torch.dtype) -> None:
         raise InvalidArgument(f"codec {codec!r} cannot encode {dtype}; it encodes float32, float16 and bfloat16")
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise InvalidArgument(f"codec {codec!r} cannot be combined with {op.name}; use SUM or AVG")
+
+
+def check_topology(topology: str, step: int, dtype: torch.dtype) -> int:
+    """The number of a topology (rust_core/src/topology.rs). Raises InvalidArgument for what cannot be averaged."""
+    names = _C.topologies()
+    if topology not in names:
+        raise InvalidArgument(f"topology {topology!r} is unknown; the topologies are {', '.join(sorted(names))}")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
+        raise InvalidArgument(f"step {step!r} is not a non-negative integer; count the averagings: 0, 1, 2, ...")
+    if not dtype.is_floating_point:
+        raise InvalidArgument(f"{dtype} has no averages; convert the tensor to a floating-point type")
+    return names.index(topology)

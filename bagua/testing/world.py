@@ -7,7 +7,7 @@ and torch is not imported again, so a world of four costs about a millisecond.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,15 +23,17 @@ _SPIN_US = 20.0
 class _LocalNetwork:
     """Connects the threads of one world: the first rank that opens a core makes it for all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Sequence[int] | None) -> None:
+        self._nodes = nodes
         self._lock = threading.Lock()  # guards _cores
         self._cores: dict[str, list[_C.Group]] = {}
 
     def open_core(self, name: str, ranks: list[int], rank: int) -> _C.Group:
+        key = f"{name} of {ranks}"  # the nodes' lanes of one group have one name
         with self._lock:
-            if name not in self._cores:
-                self._cores[name] = _C.local_world(name, len(ranks), _SPIN_US)
-            return self._cores[name][ranks.index(rank)]
+            if key not in self._cores:
+                self._cores[key] = _C.local_world(name, len(ranks), _SPIN_US)
+            return self._cores[key][ranks.index(rank)]
 
     def close_core(self, name: str, core: _C.Group) -> None:
         core.close()
@@ -39,9 +41,16 @@ class _LocalNetwork:
     def share_memory(self, rank: int, peer: int) -> bool:
         return True
 
+    def same_node(self, rank: int, peer: int) -> bool:
+        return self._nodes is None or self._nodes[rank] == self._nodes[peer]
+
 
 def world(
-    size: int, fn: Callable[..., Any], *args: Any, timeout: timedelta | float = timedelta(seconds=20)
+    size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: timedelta | float = timedelta(seconds=20),
+    nodes: Sequence[int] | None = None,
 ) -> list[Any]:
     """Run ``fn(group, *args)`` on `size` threads, each with its own rank of one ProcessGroup.
 
@@ -49,6 +58,7 @@ def world(
         size: number of ranks.
         fn: called with the rank's ProcessGroup; must not use the process-wide state of bagua.communication.
         timeout: deadline of each operation.
+        nodes: the node of each rank, for hierarchical operations; by default all are on one.
 
     Returns:
         What the ranks returned, by rank.
@@ -65,7 +75,7 @@ def world(
         >>> world(3, total)
         [3.0, 3.0, 3.0]
     """
-    network = _LocalNetwork()
+    network = _LocalNetwork(nodes)
     timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     groups = [ProcessGroup(network, "world", range(size), rank, timeout) for rank in range(size)]
     results: list[Any] = [None] * size

@@ -10,5 +10,6 @@ void bind_memory(pybind11::module_& m);
 void bind_codecs(pybind11::module_& m);
 void bind_group(pybind11::module_& m);
 void bind_order(pybind11::module_& m);
+void bind_topology(pybind11::module_& m);
 
 }  // namespace bagua

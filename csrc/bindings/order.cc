@@ -16,9 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "bagua_rust.h"
 #include "csrc/bindings/bindings.h"
-#include "csrc/common/error.h"
+#include "csrc/bindings/call_rust.h"
 
 namespace py = pybind11;
 
@@ -32,17 +31,6 @@ static_assert(sizeof(BaguaPlanOptions) == 24 && offsetof(BaguaPlanOptions, align
 static_assert(sizeof(BaguaBucketInfo) == 32 && offsetof(BaguaBucketInfo, item_bytes) == 24);
 static_assert(sizeof(BaguaBucketMember) == 24 && offsetof(BaguaBucketMember, numel) == 16);
 static_assert(sizeof(BaguaBucketRange) == 16 && offsetof(BaguaBucketRange, last) == 8);
-
-// Runs one function of the C ABI; its error argument is appended here.
-template <typename Function, typename... Arguments>
-void call_rust(const char* operation, Function function, Arguments... arguments) {
-  BaguaRustError error;
-  const int32_t status = function(arguments..., &error);
-  if (status == BAGUA_RUST_OK) return;
-  const bool is_callers_mistake = status < BAGUA_RUST_INTERNAL && status != BAGUA_RUST_NULL_POINTER;
-  throw Error(is_callers_mistake ? ErrorKind::kInvalidArgument : ErrorKind::kInternal, error.message,
-              /*rank=*/-1, operation);
-}
 
 // Freeing a handle that is not null cannot fail.
 struct FreeHandle {

@@ -13,8 +13,8 @@ namespace bagua::collectives {
 // barrier) touch only kTables.
 enum WorkspaceSlot : int {
   kReceived = 0,       // raw chunks that have arrived and are not yet reduced
-  kSentCodes = 1,      // compressed: contributions for the owners of other stripes
-  kReceivedCodes = 2,  // compressed: contributions to the own stripe, by rank
+  kSentCodes = 1,      // compressed and exchange: what goes to the peers
+  kReceivedCodes = 2,  // compressed and exchange: what has come from them
   kResultCodes = 3,    // compressed: reduced chunks of all stripes, by rank
   kAccumulator = 4,    // f32 sums; reduced chunks on their way to a root
   kTables = 5,         // addresses and pointers, one per rank
@@ -22,6 +22,10 @@ enum WorkspaceSlot : int {
 
 // Throws InvalidArgument where the operator has no meaning for the type.
 void require_defined(std::string_view collective, ReduceOp op, DType dtype);
+// Throws InvalidArgument where the codec cannot encode the type, or the operator is not a sum.
+void require_compressible(std::string_view collective, const Codec& codec, DType dtype, ReduceOp op = ReduceOp::kSum);
+// Throws InvalidArgument unless both have an entry per rank and agree about what this rank sends itself.
+void require_splits(const Mesh& mesh, const std::vector<size_t>& input_splits, const std::vector<size_t>& output_splits);
 
 // The raw pointer arithmetic of this folder: element `index` of an array whose items have `item` bytes.
 inline uint8_t* at(void* data, size_t index, size_t item) { return static_cast<uint8_t*>(data) + index * item; }

@@ -14,23 +14,20 @@ void require_defined(std::string_view collective, ReduceOp op, DType dtype) {
   throw Error(ErrorKind::kInvalidArgument, message, -1, name);
 }
 
-namespace {
-
-void require_compressible(ReduceOp op, DType dtype, const Codec& codec) {
+void require_compressible(std::string_view collective, const Codec& codec, DType dtype, ReduceOp op) {
   const bool is_sum = op == ReduceOp::kSum || op == ReduceOp::kAvg;
   if (is_sum && is_floating(dtype) && dtype != DType::kF64) return;
+  const std::string name(collective);
   throw Error(ErrorKind::kInvalidArgument,
-              "all_reduce with codec '" + std::string(codec.name()) + "' got " + std::string(reduce_op_name(op)) +
-                  " of " + std::string(dtype_name(dtype)) +
+              name + " with codec '" + std::string(codec.name()) + "' got " + std::string(reduce_op_name(op)) + " of " +
+                  std::string(dtype_name(dtype)) +
                   "; codecs do SUM and AVG of float32, float16 and bfloat16: use one of these, or no codec",
-              -1, "all_reduce");
+              -1, name);
 }
-
-}  // namespace
 
 size_t all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec* codec) {
   require_defined("all_reduce", op, dtype);
-  if (codec != nullptr) require_compressible(op, dtype, *codec);
+  if (codec != nullptr) require_compressible("all_reduce", *codec, dtype, op);
   const int size = context.mesh.size();
   if (size == 1 || numel == 0) return 0;
   if (codec != nullptr) return compressed_all_reduce(context, data, numel, dtype, op, *codec);

@@ -16,7 +16,7 @@ size_t offset_of(const std::vector<size_t>& splits, size_t rank) {
   return offset;
 }
 
-void require_splits(const std::vector<size_t>& splits, int size, const char* name) {
+void require_length(const std::vector<size_t>& splits, int size, const char* name) {
   if (splits.size() == static_cast<size_t>(size)) return;
   throw Error(ErrorKind::kInvalidArgument,
               "all_to_all: " + std::string(name) + " has " + std::to_string(splits.size()) +
@@ -26,19 +26,24 @@ void require_splits(const std::vector<size_t>& splits, int size, const char* nam
 
 }  // namespace
 
+void require_splits(const Mesh& mesh, const std::vector<size_t>& input_splits,
+                    const std::vector<size_t>& output_splits) {
+  require_length(input_splits, mesh.size(), "input_splits");
+  require_length(output_splits, mesh.size(), "output_splits");
+  const auto rank = static_cast<size_t>(mesh.rank());
+  if (input_splits[rank] == output_splits[rank]) return;
+  throw Error(ErrorKind::kInvalidArgument,
+              "all_to_all: this rank's part for itself is " + std::to_string(input_splits[rank]) +
+                  " in the input and " + std::to_string(output_splits[rank]) + " in the output",
+              mesh.rank(), "all_to_all");
+}
+
 void all_to_all(Context& context, const void* input, const std::vector<size_t>& input_splits, void* output,
                 const std::vector<size_t>& output_splits) {
   Mesh& mesh = context.mesh;
-  require_splits(input_splits, mesh.size(), "input_splits");
-  require_splits(output_splits, mesh.size(), "output_splits");
+  require_splits(mesh, input_splits, output_splits);
   const auto size = static_cast<size_t>(mesh.size());
   const auto rank = static_cast<size_t>(mesh.rank());
-  if (input_splits[rank] != output_splits[rank]) {
-    throw Error(ErrorKind::kInvalidArgument,
-                "all_to_all: this rank sends itself " + std::to_string(input_splits[rank]) + " bytes and expects " +
-                    std::to_string(output_splits[rank]),
-                mesh.rank(), "all_to_all");
-  }
   PostedRequests requests(mesh, 2 * kPairwiseWindow);
   for (size_t step = 1; step < size; ++step) {
     const size_t slot = 2 * (step % kPairwiseWindow);

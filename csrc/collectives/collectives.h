@@ -43,11 +43,35 @@ void all_gather(Context& context, const void* input, void* output, size_t bytes)
 void all_to_all(Context& context, const void* input, const std::vector<size_t>& input_splits, void* output,
                 const std::vector<size_t>& output_splits);
 
+// data <- sum over `neighbors` of weight * their data, in place; floating types. `neighbors` are ascending by rank and
+// include this one; rank i lists j as a source where j lists i as a target. With a codec the others' values pass
+// through it (f32, f16, bf16). Returns the number of blocks of this rank's data that held a NaN or Inf.
+struct Neighbor {
+  int rank;
+  double weight;
+  bool is_source;
+  bool is_target;
+};
+size_t neighbor_average(Context& context, void* data, size_t numel, DType dtype, const std::vector<Neighbor>& neighbors,
+                        const Codec* codec);
+
 void broadcast(Context& context, void* data, size_t bytes, int root);
 void reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);
 void gather(Context& context, const void* input, void* output, size_t bytes, int root);
 void scatter(Context& context, const void* input, void* output, size_t bytes, int root);
 void barrier(Context& context);
+
+// The same with what travels passed through a codec (f32, f16, bf16; SUM and AVG), and with it the own values: what a
+// rank ends with does not depend on where it stands, and broadcast and all_gather leave all ranks bit-equal. numel as
+// above, splits in elements. World size 1 moves the data as it is. Each returns the number of blocks of this rank's
+// input that held a NaN or Inf.
+size_t compressed_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype,
+                                 ReduceOp op, const Codec& codec);
+size_t compressed_all_gather(Context& context, const void* input, void* output, size_t numel, DType dtype,
+                             const Codec& codec);
+size_t compressed_all_to_all(Context& context, const void* input, const std::vector<size_t>& input_splits, void* output,
+                             const std::vector<size_t>& output_splits, DType dtype, const Codec& codec);
+size_t compressed_broadcast(Context& context, void* data, size_t numel, DType dtype, int root, const Codec& codec);
 
 }  // namespace collectives
 }  // namespace bagua

@@ -90,9 +90,16 @@ Chunks stripe_chunks(size_t stripe_numel, size_t item, int size) {
 Chunks chain_chunks(size_t bytes) { return plan(bytes, 8, kMinRingChunkBytes, kMaxRingChunkBytes, 64); }
 
 Chunks codec_chunks(size_t stripe_numel, size_t block_numel, int size) {
+  return plan(stripe_numel, 8, kMinCodecChunkNumel, exchange_chunk_numel(1, size), block_numel);
+}
+
+Chunks codec_chain_chunks(size_t numel, size_t block_numel) {
+  return plan(numel, 8, kMinCodecChunkNumel, kMaxCodecChunkNumel, block_numel);
+}
+
+size_t exchange_chunk_numel(size_t block_numel, int size) {
   const size_t fair = kCodecRoundNumel / static_cast<size_t>(size);
-  const size_t most = std::clamp(fair, kMinCodecChunkNumel, kMaxCodecChunkNumel);
-  return plan(stripe_numel, 8, kMinCodecChunkNumel, most, block_numel);
+  return round_up(std::clamp(fair, kMinCodecChunkNumel, kMaxCodecChunkNumel), block_numel);
 }
 
 Chunks staged_chunks(size_t numel, size_t item) {

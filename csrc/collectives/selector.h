@@ -37,6 +37,10 @@ Chunks stripe_chunks(size_t stripe_numel, size_t item, int size);
 Chunks chain_chunks(size_t bytes);
 // Cut at multiples of the codec's block, so that the bytes do not depend on the cutting.
 Chunks codec_chunks(size_t stripe_numel, size_t block_numel, int size);
+// The same of a whole tensor that is passed along a chain.
+Chunks codec_chain_chunks(size_t numel, size_t block_numel);
+// Depends on nothing that differs between two ranks that exchange pieces.
+size_t exchange_chunk_numel(size_t block_numel, int size);
 // Of the whole tensor, not of a stripe.
 Chunks staged_chunks(size_t numel, size_t item);
 

@@ -17,6 +17,8 @@ void reduce_into(ReduceOp op, DType dtype, void* acc, const void* source, size_t
 void reduce_many(ReduceOp op, DType dtype, const void* const* sources, int num_sources, void* const* destinations,
                  int num_destinations, size_t numel);
 void scale(DType dtype, void* data, double factor, size_t numel);
+void weighted_sum(DType dtype, const void* const* sources, const double* weights, int num_sources, void* destination,
+                  size_t numel);
 
 void cast(DType from, const void* source, DType to, void* destination, size_t numel);
 void cast_add(DType from, const void* source, float* accumulator, size_t numel);
@@ -35,6 +37,8 @@ void reduce_into(ReduceOp op, DType dtype, void* acc, const void* source, size_t
 void reduce_many(ReduceOp op, DType dtype, const void* const* sources, int num_sources, void* const* destinations,
                  int num_destinations, size_t numel, Stream stream);
 void scale(DType dtype, void* data, double factor, size_t numel, Stream stream);
+void weighted_sum(DType dtype, const void* const* sources, const double* weights, int num_sources, void* destination,
+                  size_t numel, Stream stream);
 
 void cast(DType from, const void* source, DType to, void* destination, size_t numel, Stream stream);
 void cast_add(DType from, const void* source, float* accumulator, size_t numel, Stream stream);

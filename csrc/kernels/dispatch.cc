@@ -8,6 +8,7 @@
 #include "csrc/kernels/minmax_uint8.h"
 #include "csrc/kernels/reduce.h"
 #include "csrc/kernels/saturating_cast.h"
+#include "csrc/kernels/weighted_sum.h"
 
 namespace bagua::kernels {
 namespace {
@@ -55,6 +56,14 @@ void scale(DType dtype, void* data, double factor, size_t numel, Stream stream) 
   check_one_of(is_floating(dtype), "scale", "dtype", dtype, "float32, float64, float16, bfloat16");
   if (stream.is_cpu()) return cpu::scale(dtype, data, factor, numel);
   cuda::scale(dtype, data, factor, numel, stream);
+}
+
+void weighted_sum(DType dtype, const void* const* sources, const double* weights, int num_sources, void* destination,
+                  size_t numel, Stream stream) {
+  check_one_of(is_floating(dtype), "weighted_sum", "dtype", dtype, "float32, float64, float16, bfloat16");
+  if (num_sources < 1) reject("weighted_sum: num_sources is " + std::to_string(num_sources) + ", expected 1 or more");
+  if (stream.is_cpu()) return cpu::weighted_sum(dtype, sources, weights, num_sources, destination, numel);
+  cuda::weighted_sum(dtype, sources, weights, num_sources, destination, numel, stream);
 }
 
 void cast(DType from, const void* source, DType to, void* destination, size_t numel, Stream stream) {

@@ -86,6 +86,11 @@ class Mesh {
   void poison(const Error& cause, bool tell_peers = true);
   bool is_poisoned() const { return poisoned_.load(std::memory_order_acquire); }  // [any thread]
   void throw_if_poisoned() const;                                                 // [any thread]
+  // For an operation that waits elsewhere: throws the first cause, or what the interrupt throws.
+  void check() {
+    throw_if_poisoned();
+    check_interrupt();
+  }
   // Forgets every posted request of every channel, so that their memory can be freed.
   void cancel();
   // Says goodbye to the peers and closes; after it only the destructor may be called.

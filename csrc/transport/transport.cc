@@ -18,6 +18,7 @@ std::string_view operation_name(OperationKind kind) {
     case OperationKind::kBroadcast: return "broadcast";
     case OperationKind::kBarrier: return "barrier";
     case OperationKind::kPointToPoint: return "send/recv";
+    case OperationKind::kNeighborAverage: return "neighbor_average";
   }
   return "an unknown operation";
 }
@@ -35,7 +36,11 @@ std::string describe(const Operation& operation) {
     text += " (" + std::string(reduce_op_name(operation.reduce_op)) + ")";
   }
   if (operation.codec != 0) text += " with codec " + std::to_string(operation.codec);
+  if (operation.kind == OperationKind::kNeighborAverage) {
+    return text + " in topology " + std::to_string(operation.root) + " at step " + std::to_string(operation.variant);
+  }
   if (operation.root >= 0) text += " at rank " + std::to_string(operation.root);
+  if (operation.variant != 0) text += ", hierarchical";
   return text;
 }
 

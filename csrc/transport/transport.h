@@ -33,6 +33,7 @@ enum class OperationKind : uint8_t {
   kBroadcast,
   kBarrier,
   kPointToPoint,
+  kNeighborAverage,
 };
 
 std::string_view operation_name(OperationKind kind);
@@ -45,8 +46,8 @@ struct Operation {
   DType dtype = DType::kU8;
   uint8_t codec = 0;  // 0 none, otherwise 1 + index in the sorted list of registered codecs
   uint64_t numel = 0;
-  int32_t root = -1;
-  uint32_t reserved = 0;
+  int32_t root = -1;     // neighbor_average: the number of the topology
+  uint32_t variant = 0;  // what else must agree: neighbor_average's step, 1 for a hierarchical all_reduce
 
   bool operator==(const Operation&) const = default;
 };

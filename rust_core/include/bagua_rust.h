@@ -1,4 +1,5 @@
-/* The C ABI of bagua's ordering core (rust_core/src/ffi.rs): the bucket planner and the scheduler.
+/* The C ABI of bagua's ordering core (rust_core/src/ffi.rs): the bucket planner, the scheduler and the
+ * topologies.
  *
  * Every function returns 0 or a BaguaRustCode, and writes the same number and a message to `error`.
  * No pointer may be null unless its description says so; a null one is BAGUA_RUST_NULL_POINTER (if
@@ -29,6 +30,8 @@ typedef enum BaguaRustCode {
   BAGUA_RUST_ALREADY_READY = 9,        /* the tensor was marked ready before in this step */
   BAGUA_RUST_STEP_NOT_STARTED = 10,    /* no step is under way */
   BAGUA_RUST_BUFFER_TOO_SMALL = 11,    /* the output array is too short */
+  BAGUA_RUST_TOPOLOGY_OUT_OF_RANGE = 12, /* no topology of that number */
+  BAGUA_RUST_RANK_OUT_OF_RANGE = 13,   /* the rank is not below the number of ranks */
   BAGUA_RUST_INTERNAL = 100            /* a panic was caught; free the handle */
 } BaguaRustCode;
 
@@ -66,6 +69,13 @@ typedef struct BaguaBucketRange {
   uint64_t first; /* buckets first, first + 1, ..., last - 1, in this order; none if first == last */
   uint64_t last;
 } BaguaBucketRange;
+
+typedef struct BaguaNeighbor {
+  uint64_t rank;
+  double weight;      /* of its values in this rank's average; 0 if they are not received */
+  uint32_t is_source; /* 1 if its values are received; 0 for the own rank */
+  uint32_t is_target; /* 1 if it is sent this rank's values; 0 for the own rank */
+} BaguaNeighbor;
 
 typedef struct BaguaPlan BaguaPlan;           /* immutable */
 typedef struct BaguaScheduler BaguaScheduler; /* the steps of one wrapped model */
@@ -123,6 +133,18 @@ int32_t bagua_scheduler_missing(const BaguaScheduler* scheduler, uint64_t* out_t
  * finish was called. out_tensors may be null if there are no tensors. Errors: BUFFER_TOO_SMALL. */
 int32_t bagua_scheduler_observed_order(const BaguaScheduler* scheduler, uint64_t* out_tensors, uint64_t capacity,
                                        BaguaRustError* error);
+
+/* Writes the name of a topology, NUL-terminated. Topologies are numbered 0, 1, ...; the first number that is
+ * TOPOLOGY_OUT_OF_RANGE is how many there are. Errors: TOPOLOGY_OUT_OF_RANGE, BUFFER_TOO_SMALL. */
+int32_t bagua_topology_name(uint32_t topology, char* out_name, uint64_t capacity, BaguaRustError* error);
+
+/* Writes the ranks that `rank` of `size` ranks averages with at `step`, ascending and with the own one, to
+ * out_neighbors, and their number to *out_num. Their weights add up to 1, and so do over all ranks the weights given
+ * to one rank. `capacity` of `size` always suffices. Pure.
+ * Errors: TOPOLOGY_OUT_OF_RANGE, RANK_OUT_OF_RANGE, BUFFER_TOO_SMALL, and *out_num is the capacity needed. */
+int32_t bagua_topology_neighbors(uint32_t topology, uint64_t size, uint64_t rank, uint64_t step,
+                                 BaguaNeighbor* out_neighbors, uint64_t capacity, uint64_t* out_num,
+                                 BaguaRustError* error);
 
 #ifdef __cplusplus
 }

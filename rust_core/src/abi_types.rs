@@ -13,6 +13,7 @@ use std::os::raw::c_char;
 
 use crate::error::Error;
 use crate::planner::{Member, PlanOptions, PlannedBucket, TensorSpec};
+use crate::topology::Neighbor;
 
 /// Bytes of [`BaguaRustError::message`], the terminating NUL included.
 pub const MESSAGE_BYTES: usize = 256;
@@ -140,6 +141,27 @@ impl From<Range<usize>> for BaguaBucketRange {
     }
 }
 
+/// [`Neighbor`] of a topology.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct BaguaNeighbor {
+    pub rank: u64,
+    pub weight: f64,
+    pub is_source: u32,
+    pub is_target: u32,
+}
+
+impl From<&Neighbor> for BaguaNeighbor {
+    fn from(neighbor: &Neighbor) -> Self {
+        BaguaNeighbor {
+            rank: neighbor.rank as u64, // widens
+            weight: neighbor.weight,
+            is_source: neighbor.is_source.into(),
+            is_target: neighbor.is_target.into(),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -153,6 +175,7 @@ mod tests {
         assert_eq!((size_of::<BaguaBucketInfo>(), align_of::<BaguaBucketInfo>()), (32, 8));
         assert_eq!((size_of::<BaguaBucketMember>(), align_of::<BaguaBucketMember>()), (24, 8));
         assert_eq!((size_of::<BaguaBucketRange>(), align_of::<BaguaBucketRange>()), (16, 8));
+        assert_eq!((size_of::<BaguaNeighbor>(), align_of::<BaguaNeighbor>()), (24, 8));
     }
 
     #[test]

@@ -35,6 +35,10 @@ pub enum ErrorCode {
     StepNotStarted = 10,
     /// The caller's array is too short for the answer.
     BufferTooSmall = 11,
+    /// There is no topology of that number.
+    TopologyOutOfRange = 12,
+    /// The rank is not below the number of ranks.
+    RankOutOfRange = 13,
     /// A panic was caught: a bug in this library.
     Internal = 100,
 }
@@ -60,6 +64,8 @@ pub enum Error {
     AlreadyReady { tensor: usize },
     StepNotStarted { operation: &'static str },
     BufferTooSmall { argument: &'static str, capacity: u64, required: usize },
+    TopologyOutOfRange { topology: u32, num_topologies: usize },
+    RankOutOfRange { rank: u64, size: u64 },
     Internal { panic: String },
 }
 
@@ -82,6 +88,8 @@ impl Error {
             Error::AlreadyReady { .. } => ErrorCode::AlreadyReady,
             Error::StepNotStarted { .. } => ErrorCode::StepNotStarted,
             Error::BufferTooSmall { .. } => ErrorCode::BufferTooSmall,
+            Error::TopologyOutOfRange { .. } => ErrorCode::TopologyOutOfRange,
+            Error::RankOutOfRange { .. } => ErrorCode::RankOutOfRange,
             Error::Internal { .. } => ErrorCode::Internal,
         }
     }
@@ -123,6 +131,10 @@ impl fmt::Display for Error {
                 "{operation} outside a step; expected between begin_step and finish; call begin_step first"),
             Error::BufferTooSmall { argument, capacity, required } => write!(f,
                 "{argument} has room for {capacity} entries; expected at least {required}; pass a longer array"),
+            Error::TopologyOutOfRange { topology, num_topologies } => write!(f,
+                "topology number is {topology}; expected below {num_topologies}; ask for the names, whose places are the numbers"),
+            Error::RankOutOfRange { rank, size } => write!(f,
+                "rank is {rank} of {size} ranks; expected 0 <= rank < size; pass the group's rank and size"),
             Error::Internal { panic } => write!(f,
                 "panic in the ordering core: {panic}; expected none, this is a bug in bagua; free the handle and report it"),
         }

@@ -1,9 +1,10 @@
-//! The C ABI of the planner and the scheduler; `include/bagua_rust.h` documents each function.
+//! The C ABI of the planner, the scheduler and the topologies; `include/bagua_rust.h` documents
+//! each function.
 //!
-//! Data path: `csrc/bindings/order.cc` -> **here** -> `planner`, `scheduler`.
+//! Data path: `csrc/bindings/order.cc` -> **here** -> `planner`, `scheduler`, `topology`.
 //!
 //! Invariants: the only file with `unsafe`; a null pointer or a panic becomes an error code; on an
-//! error no output is written but `error` and, by `bagua_scheduler_missing`, `out_num`.
+//! error no output is written but `error` and, `out_num` (see the header).
 //!
 //! Proof shared by the `unsafe` blocks: the header makes the caller promise that a non-null pointer
 //! is aligned, valid for the length passed with it and not used from another thread during the
@@ -18,11 +19,13 @@ use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::slice;
 
 use crate::abi_types::{
-    BaguaBucketInfo, BaguaBucketMember, BaguaBucketRange, BaguaPlanOptions, BaguaRustError, BaguaTensorSpec,
+    BaguaBucketInfo, BaguaBucketMember, BaguaBucketRange, BaguaNeighbor, BaguaPlanOptions, BaguaRustError,
+    BaguaTensorSpec,
 };
 use crate::error::{Error, ErrorCode};
 use crate::planner::{plan, BucketPlan, PlanOptions, PlannedBucket, TensorSpec};
 use crate::scheduler::ReadyOrderScheduler;
+use crate::topology::{Topology, TOPOLOGIES};
 
 /// Opaque handle of a plan.
 pub struct BaguaPlan(BucketPlan);
@@ -210,6 +213,58 @@ pub unsafe extern "C" fn bagua_scheduler_observed_order(
         out.iter_mut().zip(observed).for_each(|(slot, &tensor)| *slot = MaybeUninit::new(tensor as u64));
         Ok(())
     })
+}
+
+#[no_mangle]
+pub unsafe extern "C" fn bagua_topology_name(
+    topology: u32,
+    out_name: *mut u8,
+    capacity: u64,
+    error: *mut BaguaRustError,
+) -> i32 {
+    guard(error, || {
+        let name = topology_at(topology)?.name();
+        // SAFETY: the header's promise.
+        let out = unsafe { output(out_name, capacity, name.len() + 1, "out_name") }?;
+        let with_nul = name.bytes().chain(std::iter::once(0));
+        out.iter_mut().zip(with_nul).for_each(|(slot, byte)| *slot = MaybeUninit::new(byte));
+        Ok(())
+    })
+}
+
+#[no_mangle]
+pub unsafe extern "C" fn bagua_topology_neighbors(
+    topology: u32,
+    size: u64,
+    rank: u64,
+    step: u64,
+    out_neighbors: *mut BaguaNeighbor,
+    capacity: u64,
+    out_num: *mut u64,
+    error: *mut BaguaRustError,
+) -> i32 {
+    guard(error, || {
+        let topology = topology_at(topology)?;
+        let out_of_range = Error::RankOutOfRange { rank, size };
+        let (size, rank) = match (usize::try_from(size), usize::try_from(rank)) {
+            (Ok(size), Ok(rank)) => (size, rank),
+            _ => return Err(out_of_range),
+        };
+        let neighbors = topology.neighbors(size, rank, step)?;
+        // SAFETY: the header's promise, for both.
+        let out_num = unsafe { slot(out_num, "out_num") }?;
+        out_num.write(neighbors.len() as u64);
+        let out = unsafe { output(out_neighbors, capacity, neighbors.len(), "out_neighbors") }?;
+        out.iter_mut().zip(&neighbors).for_each(|(slot, neighbor)| *slot = MaybeUninit::new(neighbor.into()));
+        Ok(())
+    })
+}
+
+fn topology_at(topology: u32) -> Result<Topology, Error> {
+    usize::try_from(topology)
+        .ok()
+        .and_then(|index| TOPOLOGIES.get(index).copied())
+        .ok_or(Error::TopologyOutOfRange { topology, num_topologies: TOPOLOGIES.len() })
 }
 
 fn bucket_at(plan: &BaguaPlan, bucket: u64) -> Result<&PlannedBucket, Error> {

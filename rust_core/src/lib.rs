@@ -2,7 +2,8 @@
 //!
 //! Data path: [`planner`] turns tensor sizes and the order in which they are expected to become
 //! ready into buckets; [`scheduler`] turns ready events into the buckets that may be launched, in
-//! the same order on every rank; [`ffi`] is the C ABI through which the extension module uses both.
+//! the same order on every rank; [`topology`] says who averages with whom; [`ffi`] is the C ABI through
+//! which the extension module uses them.
 //!
 //! Invariants: no tensor pointer, no socket, no thread, no clock, no source of randomness; no
 //! `unsafe` outside [`ffi`]; std only. The code that runs in training is the code under test.
@@ -15,3 +16,4 @@ pub mod error;
 pub mod ffi;
 pub mod planner;
 pub mod scheduler;
+pub mod topology;

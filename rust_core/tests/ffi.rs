@@ -7,6 +7,7 @@
 use bagua_rust::abi_types::*;
 use bagua_rust::error::ErrorCode;
 use bagua_rust::ffi::*;
+use bagua_rust::topology::TOPOLOGIES;
 use std::ptr::{null, null_mut};
 
 const OPTIONS: BaguaPlanOptions =
@@ -183,6 +184,8 @@ fn null_pointers_are_refused() {
     let (mut no_plan, mut no_scheduler, mut num) = (null_mut(), null_mut(), 0);
     let (mut info, mut range, mut tensors) = (BaguaBucketInfo::default(), BaguaBucketRange::default(), [0; 5]);
     let mut member = [BaguaBucketMember::default(); 5];
+    let mut neighbor = [BaguaNeighbor::default(); 4];
+    let neighbors = neighbor.as_mut_ptr();
     let (members, out, mut error) = (member.as_mut_ptr(), tensors.as_mut_ptr(), no_error());
     let e: *mut BaguaRustError = &mut error;
     // SAFETY: pointers are live and valid, or null, which is the subject.
@@ -213,6 +216,9 @@ fn null_pointers_are_refused() {
             ("out_num", bagua_scheduler_missing(scheduler, out, 5, null_mut(), e), (*e).text()),
             ("scheduler", bagua_scheduler_observed_order(null(), out, 5, e), (*e).text()),
             ("out_tensors", bagua_scheduler_observed_order(scheduler, null_mut(), 5, e), (*e).text()),
+            ("out_name", bagua_topology_name(0, null_mut(), 32, e), (*e).text()),
+            ("out_neighbors", bagua_topology_neighbors(0, 4, 1, 0, null_mut(), 4, &mut num, e), (*e).text()),
+            ("out_num", bagua_topology_neighbors(0, 4, 1, 0, neighbors, 4, null_mut(), e), (*e).text()),
         ]
     };
     for (argument, status, text) in statuses {
@@ -236,6 +242,7 @@ fn a_null_error_is_refused_by_every_function() {
     let (mut no_plan, mut no_scheduler, mut num) = (null_mut(), null_mut(), 0);
     let (mut info, mut range, mut tensors) = (BaguaBucketInfo::default(), BaguaBucketRange::default(), [0; 5]);
     let mut members = [BaguaBucketMember::default(); 5];
+    let (mut name, mut neighbors) = ([0; 32], [BaguaNeighbor::default(); 4]);
     // SAFETY: pointers are live and valid, but for the null error; `free` must not free.
     let statuses = unsafe {
         [
@@ -251,9 +258,11 @@ fn a_null_error_is_refused_by_every_function() {
             bagua_scheduler_finish(scheduler, &mut range, null_mut()),
             bagua_scheduler_missing(scheduler, tensors.as_mut_ptr(), 5, &mut num, null_mut()),
             bagua_scheduler_observed_order(scheduler, tensors.as_mut_ptr(), 5, null_mut()),
+            bagua_topology_name(0, name.as_mut_ptr(), 32, null_mut()),
+            bagua_topology_neighbors(0, 4, 1, 0, neighbors.as_mut_ptr(), 4, &mut num, null_mut()),
         ]
     };
-    assert_eq!(statuses, [ErrorCode::NullPointer as i32; 12]);
+    assert_eq!(statuses, [ErrorCode::NullPointer as i32; 14]);
     assert!(no_plan.is_null() && no_scheduler.is_null());
 }
 
@@ -274,4 +283,46 @@ fn no_tensors_need_no_arrays_and_impossible_lengths_are_refused() {
             bagua_plan_new(specs.as_ptr(), u64::MAX, ORDER.as_ptr(), 5, &OPTIONS, &mut plan, &mut error);
         expect(ErrorCode::Overflow, status, &error);
     }
+}
+
+#[test]
+fn neighbourhoods_cross_the_boundary_unchanged() {
+    let (mut error, mut num, mut name) = (no_error(), 0, [0; 32]);
+    let mut neighbors = [BaguaNeighbor::default(); 6];
+    for (index, topology) in TOPOLOGIES.iter().enumerate() {
+        // SAFETY: valid pointers, capacities are the arrays' lengths.
+        unsafe {
+            expect_ok(bagua_topology_name(index as u32, name.as_mut_ptr(), 32, &mut error), &error);
+            let (out, out_num) = (neighbors.as_mut_ptr(), &mut num);
+            expect_ok(bagua_topology_neighbors(index as u32, 6, 4, 7, out, 6, out_num, &mut error), &error);
+        }
+        let nul = name.iter().position(|&byte| byte == 0).unwrap();
+        assert_eq!(&name[..nul], topology.name().as_bytes());
+        let expected: Vec<BaguaNeighbor> =
+            topology.neighbors(6, 4, 7).unwrap().iter().map(BaguaNeighbor::from).collect();
+        assert_eq!(&neighbors[..num as usize], expected);
+    }
+}
+
+#[test]
+fn misuse_of_topologies_has_its_own_codes() {
+    let (mut error, mut num, mut name) = (no_error(), 0u64, [0; 3]);
+    let mut neighbors = [BaguaNeighbor::default(); 2];
+    let unknown = TOPOLOGIES.len() as u32;
+    // SAFETY: valid pointers, capacities within the arrays' lengths.
+    unsafe {
+        let status = bagua_topology_name(unknown, name.as_mut_ptr(), 3, &mut error);
+        expect(ErrorCode::TopologyOutOfRange, status, &error);
+        let status = bagua_topology_name(0, name.as_mut_ptr(), 3, &mut error);
+        expect(ErrorCode::BufferTooSmall, status, &error);
+        let (out, out_num): (_, *mut u64) = (neighbors.as_mut_ptr(), &mut num);
+        let status = bagua_topology_neighbors(unknown, 4, 0, 0, out, 2, out_num, &mut error);
+        expect(ErrorCode::TopologyOutOfRange, status, &error);
+        let status = bagua_topology_neighbors(0, 4, 4, 0, out, 2, out_num, &mut error);
+        let text = expect(ErrorCode::RankOutOfRange, status, &error);
+        assert!(text.starts_with("rank is 4 of 4 ranks; expected"), "{text}");
+        let status = bagua_topology_neighbors(0, 4, 0, 0, out, 2, out_num, &mut error);
+        expect(ErrorCode::BufferTooSmall, status, &error);
+    }
+    assert_eq!((num, name), (4, [0; 3]));
 }

@@ -18,7 +18,7 @@ STDLIB = frozenset(sys.stdlib_module_names)
 ERRORS = {"errors"}
 CONFIG = {"errors", "config"}
 CONNECTING = {"interfaces", "handshake", "rendezvous", "fork_guard", "dialing", "accepting", "connections"}
-GROUP = CONFIG | {"_C", "reduction", "work", "group"}
+GROUP = CONFIG | {"_C", "reduction", "work", "tensors", "nodes", "group"}
 BUCKETS = GROUP | {"codecs", "bucket"}
 STEPPING = BUCKETS | {"communication", "agreement", "nonfinite", "replicas", "timeline", "unused"}
 
@@ -35,6 +35,8 @@ MAY_IMPORT = {
     "connections": CONFIG | CONNECTING | {"_C"},
     "reduction": CONFIG | {"_C"},
     "work": CONFIG | {"_C"},
+    "tensors": CONFIG | {"reduction"},
+    "nodes": {"_C"},
     "group": GROUP,
     "codecs": GROUP | {"codecs"},
     "bucket": BUCKETS,

@@ -1,0 +1,70 @@
+"""Which ranks of a group share a node, and who leads each: what hierarchical collectives are made of.
+
+Beside the data path. Invariant: a pure function of facts that all ranks have (who is on which host), so all ranks
+agree without a message. A node is a host as the rendezvous sees it; nodes may have different numbers of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from . import _C
+
+__all__ = ["NodeLanes", "Nodes"]
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The ranks of a group by node.
+
+    Attributes:
+        members: group ranks of each node, ascending; nodes in the order of their lowest ranks, which lead them.
+
+    Example:
+        >>> Nodes.of(5, lambda rank, peer: (rank < 2) == (peer < 2))
+        Nodes(members=((0, 1), (2, 3, 4)))
+    """
+
+    members: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, size: int, same_node: Callable[[int, int], bool]) -> Nodes:
+        """Sort `size` ranks into nodes by who is on one node with whom."""
+        members: list[list[int]] = []
+        for rank in range(size):
+            node = next((node for node in members if same_node(node[0], rank)), None)
+            if node is None:
+                members.append([rank])
+            else:
+                node.append(rank)
+        return cls(tuple(tuple(node) for node in members))
+
+    @property
+    def leaders(self) -> list[int]:
+        """The lowest rank of each node."""
+        return [node[0] for node in self.members]
+
+    def node_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the node that `rank` is on."""
+        return next(node for node in self.members if rank in node)
+
+
+@dataclass(frozen=True)
+class NodeLanes:
+    """The two cores that a hierarchical operation drives besides the group's own."""
+
+    node: _C.Group  # the ranks of this node
+    leaders: _C.Group | None  # None where this rank does not lead, or there is one node only
+    num_nodes: int
+
+    @classmethod
+    def open(cls, nodes: Nodes, rank: int, open_lane: Callable[[str, list[int]], _C.Group]) -> NodeLanes:
+        """Open them for `rank` by `open_lane(suffix, group ranks)`."""
+        leaders = nodes.leaders
+        joins = rank in leaders and len(leaders) > 1
+        return cls(
+            node=open_lane("/node", list(nodes.node_of(rank))),
+            leaders=open_lane("/leaders", leaders) if joins else None,
+            num_nodes=len(leaders),
+        )

@@ -1,0 +1,70 @@
+"""What collectives accept: torch tensors and NumPy arrays, checked and made ready for the core.
+
+Data path: communication -> group -> **here** -> core. Invariant: the core gets contiguous CPU memory of a type that it
+knows; whatever else a caller brings is copied, and copied back when the operation has ended, or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .errors import InvalidArgument
+from .reduction import dtype_code
+
+__all__ = ["Array", "Prepared", "prepare"]
+
+Array = torch.Tensor | np.ndarray
+
+
+class Prepared(NamedTuple):
+    """A caller's tensor as the core sees it."""
+
+    data: torch.Tensor  # contiguous, on the CPU
+    give_back: Callable[[], None] | None  # puts the result where the caller looks for it; None: it is there already
+
+
+def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
+    """The memory of `tensor`, or of a contiguous copy of it.
+
+    Args:
+        tensor: any shape and strides, 0-dim and empty ones too.
+        what: its name in error messages.
+        is_written: whether the operation writes to it; a read-only array will not do then.
+
+    Raises:
+        InvalidArgument: no tensor, not on the CPU, sparse, read-only, or of a type that the core does not know.
+    """
+    if isinstance(tensor, np.ndarray):
+        return _prepare_array(tensor, what, is_written)
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgument(f"{what} is a {type(tensor).__name__}; give a torch.Tensor or a numpy.ndarray")
+    if tensor.device.type != "cpu":
+        raise InvalidArgument(f"{what} is on {tensor.device}; this release communicates CPU tensors")
+    if tensor.layout != torch.strided:
+        raise InvalidArgument(f"{what} has layout {tensor.layout}; convert it with .to_dense() first")
+    dtype_code(tensor.dtype)
+    detached = tensor.detach()
+    data = detached.contiguous()
+    if not is_written or data.data_ptr() == detached.data_ptr():
+        return Prepared(data, None)
+    return Prepared(data, lambda: detached.copy_(data))
+
+
+def _prepare_array(array: np.ndarray, what: str, is_written: bool) -> Prepared:
+    if is_written and not array.flags.writeable:
+        raise InvalidArgument(f"{what} is a read-only array, but the result is written to it; pass a copy")
+    try:
+        if array.flags.c_contiguous and array.flags.writeable:
+            data = torch.from_numpy(array)
+        else:
+            data = torch.from_numpy(array.copy(order="C"))  # torch takes no negative strides and warns of read-only ones
+    except TypeError as error:
+        raise InvalidArgument(f"{what} is an array of {array.dtype}, which cannot be sent: {error}") from None
+    dtype_code(data.dtype)
+    if not is_written or data.data_ptr() == array.ctypes.data:
+        return Prepared(data, None)
+    return Prepared(data, lambda: np.copyto(array, data.numpy()))

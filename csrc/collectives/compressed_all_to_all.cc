@@ -1,0 +1,38 @@
+// Compressed all_to_all: every block is encoded by its sender and decoded by its receiver, the own one too, so
+// that a value does not depend on where its sender and receiver run. 1 step; the codes of n-1 blocks sent per rank.
+#include <cstring>
+
+#include "csrc/collectives/exchange.h"
+
+namespace bagua::collectives {
+
+size_t compressed_all_to_all(Context& context, const void* input, const std::vector<size_t>& input_splits, void* output,
+                             const std::vector<size_t>& output_splits, DType dtype, const Codec& codec) {
+  require_compressible("all_to_all", codec, dtype);
+  const int size = context.mesh.size();
+  const size_t item = item_bytes(dtype);
+  require_splits(context.mesh, input_splits, output_splits);
+  if (size == 1) {
+    std::memcpy(output, input, input_splits[0] * item);
+    return 0;
+  }
+  ExchangeOptions options{input, dtype, &codec, {}, {}};
+  size_t input_begin = 0, output_begin = 0;
+  for (int r = 0; r < size; ++r) {
+    const size_t outgoing = input_splits[static_cast<size_t>(r)], incoming = output_splits[static_cast<size_t>(r)];
+    options.targets.push_back({r, {input_begin, outgoing}});
+    options.sources.push_back({r, {output_begin, incoming}});
+    input_begin += outgoing;
+    output_begin += incoming;
+  }
+  return PairwiseExchange(context, std::move(options)).run([&](size_t, const auto& arrivals) {
+    for (const auto& arrival : arrivals) {
+      const Piece piece = arrival.piece;
+      if (piece.numel == 0) continue;
+      const EventSpan span(context.events, EventKind::kDecode, codec.wire_bytes(piece.numel, dtype));
+      codec.decode(arrival.bytes, dtype, piece.numel, at(output, piece.begin, item), context.stream);
+    }
+  });
+}
+
+}  // namespace bagua::collectives

@@ -1,0 +1,101 @@
+// Posting, coding and waiting of a pairwise exchange; see exchange.h.
+#include "csrc/collectives/exchange.h"
+
+#include <algorithm>
+
+#include "csrc/collectives/selector.h"
+
+namespace bagua::collectives {
+
+PairwiseExchange::PairwiseExchange(Context& context, ExchangeOptions options)
+    : context_(context),
+      options_(std::move(options)),
+      num_sent_(options_.codec == nullptr ? 0 : options_.same_for_all ? 1 : options_.targets.size()),
+      chunk_numel_(exchange_chunk_numel(options_.codec == nullptr ? 1 : options_.codec->block_numel(),
+                                        context.mesh.size())),
+      requests_(context.mesh, kInFlight * (options_.targets.size() + options_.sources.size())) {
+  size_t longest = 0;
+  for (const Part& part : options_.targets) longest = std::max(longest, part.piece.numel);
+  for (const Part& part : options_.sources) longest = std::max(longest, part.piece.numel);
+  num_rounds_ = divide_up(longest, chunk_numel_);
+  slot_bytes_ = wire_bytes(std::min(longest, chunk_numel_));
+  const size_t in_flight = std::min(kInFlight, num_rounds_);
+  sent_ = context.workspace.get(kSentCodes, in_flight * num_sent_ * slot_bytes_);
+  received_ = context.workspace.get(kReceivedCodes, in_flight * options_.sources.size() * slot_bytes_);
+}
+
+size_t PairwiseExchange::wire_bytes(size_t numel) const {
+  if (numel == 0) return 0;
+  const Codec* codec = options_.codec;
+  return codec != nullptr ? codec->wire_bytes(numel, options_.dtype) : numel * item_bytes(options_.dtype);
+}
+
+uint8_t* PairwiseExchange::sent(size_t k, size_t target) const {
+  const size_t index = options_.same_for_all ? 0 : target;
+  return sent_ + (k % kInFlight * num_sent_ + index) * slot_bytes_;
+}
+
+uint8_t* PairwiseExchange::received(size_t k, size_t source) const {
+  return received_ + (k % kInFlight * options_.sources.size() + source) * slot_bytes_;
+}
+
+// Receives come first.
+size_t PairwiseExchange::request(size_t k, size_t index) const {
+  return k % kInFlight * (options_.sources.size() + options_.targets.size()) + index;
+}
+
+void PairwiseExchange::post(size_t k) {
+  const size_t num_sources = options_.sources.size();
+  for (size_t s = 0; s < num_sources; ++s) {
+    const Part& source = options_.sources[s];
+    if (is_own(source)) continue;
+    requests_.recv(request(k, s), source.rank, received(k, s), wire_bytes(chunk(source, k).numel));
+  }
+  if (options_.same_for_all && num_sent_ > 0) encode(chunk(options_.targets[0], k), sent(k, 0));
+  for (size_t t = 0; t < options_.targets.size(); ++t) {
+    const Part& target = options_.targets[t];
+    const void* bytes = outgoing(k, t);
+    if (is_own(target)) continue;
+    requests_.send(request(k, num_sources + t), target.rank, bytes, wire_bytes(chunk(target, k).numel));
+  }
+}
+
+// What the target is sent; encodes it unless that has been done.
+const void* PairwiseExchange::outgoing(size_t k, size_t target) {
+  const Piece piece = chunk(options_.targets[target], k);
+  if (options_.codec == nullptr) return at(options_.input, piece.begin, item_bytes(options_.dtype));
+  if (!options_.same_for_all) encode(piece, sent(k, target));
+  return sent(k, target);
+}
+
+void PairwiseExchange::encode(Piece piece, uint8_t* bytes) {
+  if (piece.numel == 0) return;
+  const size_t item = item_bytes(options_.dtype);
+  const EventSpan span(context_.events, EventKind::kEncode, piece.numel * item);
+  const void* values = at(options_.input, piece.begin, item);
+  num_nonfinite_blocks_ += options_.codec->encode(values, options_.dtype, piece.numel, bytes, context_.stream);
+}
+
+void PairwiseExchange::wait(size_t k) {
+  size_t bytes = 0;
+  for (const Part& source : options_.sources) bytes += is_own(source) ? 0 : wire_bytes(chunk(source, k).numel);
+  const EventSpan span(context_.events, EventKind::kWire, bytes);
+  requests_.wait_range(request(k, 0), request(k, options_.sources.size() + options_.targets.size()));
+}
+
+const std::vector<PairwiseExchange::Arrival>& PairwiseExchange::arrivals(size_t k) {
+  arrivals_.clear();
+  for (size_t s = 0; s < options_.sources.size(); ++s) {
+    const Part& source = options_.sources[s];
+    const uint8_t* bytes = received(k, s);
+    if (is_own(source)) {
+      size_t t = 0;
+      while (!is_own(options_.targets[t])) ++t;
+      bytes = sent(k, t);
+    }
+    arrivals_.push_back({source.rank, chunk(source, k), bytes});
+  }
+  return arrivals_;
+}
+
+}  // namespace bagua::collectives

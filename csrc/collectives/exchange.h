@@ -1,0 +1,88 @@
+// PairwiseExchange: every rank sends a part of its values to some ranks and receives parts from some, chunk
+// by chunk, encoded or as they are. What the compressed collectives and neighbor_average have in common.
+//
+// Round k posts chunk k to and from every peer, encoding it, then takes in what round k-1 has brought, so
+// that coding and travelling overlap. Chunks are cut at multiples of the codec's block, by a size that
+// depends on the group only: both ends of a message cut alike, and the bytes do not depend on the cutting.
+// Workspace: two chunks per peer, however large the tensor.
+#pragma once
+
+#include <vector>
+
+#include "csrc/collectives/algorithms.h"
+#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/posted_requests.h"
+
+namespace bagua::collectives {
+
+struct ExchangeOptions {
+  struct Part {
+    int rank;
+    Piece piece;
+  };
+  const void* input = nullptr;
+  DType dtype = DType::kF32;
+  const Codec* codec = nullptr;  // null: values travel as they are, straight from `input`
+  // Elements `piece` of `input` go to `rank`; that many come from `rank`. With a codec the own rank may be in both:
+  // its part then passes through the codec too, but through no channel.
+  std::vector<Part> targets;
+  std::vector<Part> sources;
+  bool same_for_all = false;  // all targets get the same piece, which is encoded once
+};
+
+class PairwiseExchange {
+ public:
+  struct Arrival {
+    int rank;
+    Piece piece;           // the chunk, inside the source's piece
+    const uint8_t* bytes;  // valid until the next round
+  };
+
+  PairwiseExchange(Context& context, ExchangeOptions options);
+
+  // Calls `take(chunk index, arrivals)` round by round, the arrivals in the order of the sources, some possibly empty.
+  // By then that chunk of `input` has left and may be overwritten. Returns how many blocks of `input` held a NaN or
+  // an Inf.
+  template <typename Take>
+  size_t run(Take take) {
+    if (num_rounds_ > 0) post(0);
+    for (size_t k = 0; k < num_rounds_; ++k) {
+      if (k + 1 < num_rounds_) post(k + 1);
+      wait(k);
+      take(k, arrivals(k));
+    }
+    return num_nonfinite_blocks_;
+  }
+
+  size_t chunk_numel() const { return chunk_numel_; }
+
+ private:
+  static constexpr size_t kInFlight = 2;
+  using Part = ExchangeOptions::Part;
+
+  bool is_own(const Part& part) const { return part.rank == context_.mesh.rank(); }
+  Piece chunk(const Part& part, size_t k) const { return chunk_of(part.piece, chunk_numel_, k); }
+  size_t wire_bytes(size_t numel) const;
+  uint8_t* sent(size_t k, size_t target) const;
+  uint8_t* received(size_t k, size_t source) const;
+  size_t request(size_t k, size_t index) const;
+  void post(size_t k);
+  const void* outgoing(size_t k, size_t target);
+  void encode(Piece chunk, uint8_t* bytes);
+  void wait(size_t k);
+  const std::vector<Arrival>& arrivals(size_t k);
+
+  Context& context_;
+  const ExchangeOptions options_;
+  const size_t num_sent_;  // buffers for outgoing codes
+  const size_t chunk_numel_;
+  size_t num_rounds_ = 0;
+  size_t slot_bytes_ = 0;  // of one chunk's buffer
+  uint8_t* sent_ = nullptr;
+  uint8_t* received_ = nullptr;
+  size_t num_nonfinite_blocks_ = 0;
+  std::vector<Arrival> arrivals_;
+  PostedRequests requests_;
+};
+
+}  // namespace bagua::collectives

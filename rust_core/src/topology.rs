@@ -1,0 +1,127 @@
+//! Who averages with whom in decentralised communication, and with which weights.
+//!
+//! Data path: algorithm -> topology, step -> **neighbourhood** -> `collectives/neighbor_average`.
+//!
+//! Invariants: a topology is a matrix W per step, `W[i][j]` being the weight with which rank i takes
+//! rank j's values. Every W is doubly stochastic (entries >= 0, rows and columns add up to 1), so an
+//! averaging keeps the mean over ranks. Rank i sends to j exactly where j takes from i. Pure: all
+//! ranks that pass the same size and step agree without a message.
+
+use crate::error::Error;
+
+/// The topologies, by the names that users pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Topology {
+    /// Everybody with everybody, weight 1/n.
+    All,
+    /// Left and right neighbour and self, 1/3 each; two ranks: 1/2 each.
+    Ring,
+    /// Disjoint pairs, 1/2 each, another pairing at each step, so that every rank meets many others.
+    /// Even n: rank i < n/2 meets ((s + i) mod n/2) + n/2 at step s (the pairing of the original
+    /// Bagua); after n/2 steps it has met the whole other half. Odd n: ranks with i + j = s mod n
+    /// meet, as in a round-robin tournament, and the one with 2i = s mod n keeps its values; after n
+    /// steps everybody has met everybody once.
+    ShiftOne,
+    /// At step s each rank takes from the one 2^(s mod ceil(log2 n)) places before it, 1/2 each, and
+    /// sends to the one as far after it. If n is a power of two, log2 n steps give the exact mean.
+    /// Source: the one-peer exponential graph of arXiv 2110.13363.
+    Exponential,
+}
+
+/// All topologies; their places are their numbers on the C ABI.
+pub const TOPOLOGIES: [Topology; 4] =
+    [Topology::All, Topology::Ring, Topology::ShiftOne, Topology::Exponential];
+
+/// One rank of a neighbourhood.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Neighbor {
+    /// Its rank in the group.
+    pub rank: usize,
+    /// The weight of its values in this rank's average; 0 if they are not received.
+    pub weight: f64,
+    /// Whether its values are received. Never so for the own rank.
+    pub is_source: bool,
+    /// Whether it is sent this rank's values. Never so for the own rank.
+    pub is_target: bool,
+}
+
+impl Topology {
+    /// The name that users pass.
+    pub fn name(self) -> &'static str {
+        match self {
+            Topology::All => "all",
+            Topology::Ring => "ring",
+            Topology::ShiftOne => "shift_one",
+            Topology::Exponential => "exponential",
+        }
+    }
+
+    /// The ranks, ascending and with the own one, that `rank` of `size` ranks averages with at `step`. Their
+    /// weights add up to 1.
+    ///
+    /// # Errors
+    /// `size` is 0, or `rank` is not below it.
+    ///
+    /// # Example
+    /// ```
+    /// use bagua_rust::topology::Topology;
+    /// let partner = |step| Topology::ShiftOne.neighbors(4, 0, step).unwrap()[1].rank;
+    /// assert_eq!([partner(0), partner(1), partner(2)], [2, 3, 2]);
+    /// ```
+    pub fn neighbors(self, size: usize, rank: usize, step: u64) -> Result<Vec<Neighbor>, Error> {
+        if rank >= size {
+            return Err(Error::RankOutOfRange { rank: rank as u64, size: size as u64 });
+        }
+        Ok(match self {
+            Topology::All => average(rank, 0..size),
+            Topology::Ring => average(rank, [(rank + size - 1) % size, rank, (rank + 1) % size]),
+            Topology::ShiftOne => average(rank, [rank, shift_one_partner(size, rank, step)]),
+            Topology::Exponential => exponential(size, rank, step),
+        })
+    }
+}
+
+/// The same weight for each different rank of `members`, all of which send to one another.
+fn average(own: usize, members: impl IntoIterator<Item = usize>) -> Vec<Neighbor> {
+    let mut ranks: Vec<usize> = members.into_iter().collect();
+    ranks.sort_unstable();
+    ranks.dedup();
+    let weight = 1.0 / ranks.len() as f64;
+    let other = |rank: usize| rank != own;
+    ranks
+        .into_iter()
+        .map(|rank| Neighbor { rank, weight, is_source: other(rank), is_target: other(rank) })
+        .collect()
+}
+
+fn shift_one_partner(size: usize, rank: usize, step: u64) -> usize {
+    let reduced = |modulus: usize| (step % modulus as u64) as usize; // below modulus, which is a usize
+    if size % 2 == 1 {
+        return (reduced(size) + size - rank) % size;
+    }
+    let half = size / 2;
+    if rank < half {
+        (reduced(half) + rank) % half + half
+    } else {
+        (rank - reduced(half)) % half
+    }
+}
+
+fn exponential(size: usize, rank: usize, step: u64) -> Vec<Neighbor> {
+    let num_distances = u64::from(size.next_power_of_two().trailing_zeros());
+    if num_distances == 0 {
+        return average(rank, [rank]);
+    }
+    let distance = 1 << (step % num_distances); // below size
+    let source = (rank + size - distance) % size;
+    let target = (rank + distance) % size;
+    let mut neighbors = vec![
+        Neighbor { rank, weight: 0.5, is_source: false, is_target: false },
+        Neighbor { rank: source, weight: 0.5, is_source: true, is_target: source == target },
+    ];
+    if source != target {
+        neighbors.push(Neighbor { rank: target, weight: 0.0, is_source: false, is_target: true });
+    }
+    neighbors.sort_unstable_by_key(|neighbor| neighbor.rank);
+    neighbors
+}
