@@ -194,7 +194,7 @@ class ProcessGroup:
             if self._node_lanes is None:
                 self._node_lanes = NodeLanes.open(self.nodes, self.rank, self._open_lane)
             lanes = self._node_lanes
-            work = self._core.hierarchical_all_reduce(lanes.node, lanes.leaders, lanes.num_nodes, *arguments)
+            work = self._core.hierarchical_all_reduce(lanes.node, lanes.leaders, *arguments)
         else:
             work = self._core.all_reduce(*arguments)
         return self._work(work, (tensor, data), label, give_back)

@@ -56,7 +56,6 @@ class NodeLanes:
 
     node: _C.Group  # the ranks of this node
     leaders: _C.Group | None  # None where this rank does not lead, or there is one node only
-    num_nodes: int
 
     @classmethod
     def open(cls, nodes: Nodes, rank: int, open_lane: Callable[[str, list[int]], _C.Group]) -> NodeLanes:
@@ -66,5 +65,4 @@ class NodeLanes:
         return cls(
             node=open_lane("/node", list(nodes.node_of(rank))),
             leaders=open_lane("/leaders", leaders) if joins else None,
-            num_nodes=len(leaders),
         )

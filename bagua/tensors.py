@@ -62,7 +62,7 @@ def _prepare_array(array: np.ndarray, what: str, is_written: bool) -> Prepared:
             data = torch.from_numpy(array)
         else:
             data = torch.from_numpy(array.copy(order="C"))  # torch takes no negative strides and warns of read-only ones
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{what} is an array of {array.dtype}, which cannot be sent: {error}") from None
     dtype_code(data.dtype)
     if not is_written or data.data_ptr() == array.ctypes.data:

@@ -44,19 +44,19 @@ uint64_t run_stages(Context& context, const Hierarchy& hierarchy, void* data, si
   Stages stages(context, hierarchy, numel, dtype, timeout);
   const bool averages = op == ReduceOp::kAvg;
   const bool is_half = dtype == DType::kF16 || dtype == DType::kBF16;
-  const ReduceOp combine = averages && !is_half ? ReduceOp::kSum : op;
-  stages.run(node, OperationKind::kReduce, combine, [&](Context& inner) -> uint64_t {
-    collectives::reduce(inner, data, numel, dtype, combine, 0);
+  const ReduceOp inside = averages && !is_half ? ReduceOp::kSum : op;
+  stages.run(node, OperationKind::kReduce, inside, [&](Context& inner) -> uint64_t {
+    collectives::reduce(inner, data, numel, dtype, inside, 0);
     return 0;
   });
   uint64_t nonfinite_blocks = 0;
   if (node.mesh().rank() == 0) {
     const double num_ranks = context.mesh.size();
-    const double weight = node.mesh().size() * hierarchy.num_nodes / num_ranks;  // 1 where nodes are equal
-    if (averages && is_half && weight != 1) kernels::scale(dtype, data, weight, numel, context.stream);
     if (hierarchy.leaders != nullptr) {
-      nonfinite_blocks = stages.run(*hierarchy.leaders, OperationKind::kAllReduce, combine, [&](Context& inner) {
-        return collectives::all_reduce(inner, data, numel, dtype, combine, codec);
+      if (averages && is_half) kernels::scale(dtype, data, node.mesh().size() / num_ranks, numel, context.stream);
+      const ReduceOp between = averages ? ReduceOp::kSum : op;
+      nonfinite_blocks = stages.run(*hierarchy.leaders, OperationKind::kAllReduce, between, [&](Context& inner) {
+        return collectives::all_reduce(inner, data, numel, dtype, between, codec);
       });
     }
     if (averages && !is_half) kernels::scale(dtype, data, 1.0 / num_ranks, numel, context.stream);

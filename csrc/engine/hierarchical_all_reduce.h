@@ -6,7 +6,7 @@
 // A failure in any of the three fails all three, and so reaches every rank.
 //
 // Nodes may have different numbers of ranks: sums are added and divided by the number of ranks at the end, never
-// means by the number of nodes. f16 and bf16 averages, whose sums may overflow, are node means weighted by ranks.
+// means by the number of nodes. f16 and bf16 averages, whose sums may overflow, add node means weighted by ranks.
 // Steps: reduce + all_reduce + broadcast. Bytes sent between nodes per leader: those of the leaders' all_reduce.
 // Source: section 3.3 of arXiv 2107.01499.
 #pragma once
@@ -18,7 +18,6 @@ namespace bagua {
 struct Hierarchy {
   Engine* node = nullptr;     // ranks of this node, by rank in the whole group; rank 0 leads
   Engine* leaders = nullptr;  // one rank per node; null on the other ranks, and where there is one node
-  int num_nodes = 1;
 };
 
 // What `whole` is to run; the engines must outlive it.

@@ -14,6 +14,7 @@
 #include "csrc/kernels/cpu/minmax_uint8.cc"
 #include "csrc/kernels/cpu/reduce.cc"
 #include "csrc/kernels/cpu/saturating_cast.cc"
+#include "csrc/kernels/cpu/weighted_sum.cc"
 #include "csrc/tests/test_kernels_oracle.h"
 
 namespace bagua::testing {
@@ -79,6 +80,22 @@ TEST(BAGUA_CLONE_SUITE, Reduce) {
       kernels::scale(dtype, expected.data(), 0.7, kCloneNumel, Stream{});
       expect_same(dtype, got, expected, "scale " + std::string(dtype_name(dtype)));
     }
+  }
+}
+
+TEST(BAGUA_CLONE_SUITE, WeightedSum) {
+  BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
+  for (DType dtype : {DType::kF32, DType::kF64, DType::kF16, DType::kBF16}) {
+    const size_t num_bytes = kCloneNumel * item_bytes(dtype);
+    Array a(num_bytes, 0), b(num_bytes, 0), c(num_bytes, 0), got(num_bytes, 0), expected(num_bytes, 0);
+    fill_bits(dtype, a.data(), kCloneNumel, 1);
+    fill_bits(dtype, b.data(), kCloneNumel, 2);
+    fill_bits(dtype, c.data(), kCloneNumel, 3);
+    const void* sources[] = {a.data(), b.data(), c.data()};
+    const double weights[] = {1.0 / 3, 0.25, 0.7};
+    kernels::cpu::weighted_sum(dtype, sources, weights, 3, got.data(), kCloneNumel);
+    kernels::weighted_sum(dtype, sources, weights, 3, expected.data(), kCloneNumel, Stream{});
+    expect_same(dtype, got, expected, "weighted_sum " + std::string(dtype_name(dtype)));
   }
 }
 

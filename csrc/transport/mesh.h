@@ -115,6 +115,8 @@ class Mesh {
   void wait_until(int peer, Ready ready);
   void advance(int peer, Channel& channel, bool& moved);
   void check_interrupt();
+  void ask(int peer);
+  void compare_answer(int peer);
   bool sleep_until_answer(const Peer& peer, std::chrono::nanoseconds limit);
   [[noreturn]] void deadline_exceeded(int peer);
   [[noreturn]] void departed(int peer);

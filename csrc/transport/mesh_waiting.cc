@@ -19,6 +19,10 @@ constexpr nanoseconds kMaxSleep = milliseconds(100);
 constexpr nanoseconds kDepartureGrace = milliseconds(300);
 // When a connection breaks, how long the reason may take to arrive on the control link.
 constexpr nanoseconds kCauseGrace = milliseconds(300);
+// Ranks that call different things may all wait for one another, and no message ever shows it. So who has waited for
+// this long asks the peer what it is doing; later questions come at doubling intervals.
+constexpr nanoseconds kFirstQuestion = milliseconds(500);
+constexpr nanoseconds kLongestQuestionInterval = milliseconds(8000);
 // Looking for a signal takes Python's lock, so it is not done at every wake-up.
 constexpr nanoseconds kInterruptInterval = milliseconds(50);
 
@@ -47,6 +51,8 @@ void Mesh::wait_until(int peer, Ready ready) {
   }
   auto spin_until = Deadline::Clock::now() + spin_;
   Deadline::Clock::time_point quiet_since{};  // since a departed peer's bytes have stopped to come; 0: not departed
+  nanoseconds question_interval = kFirstQuestion;
+  auto next_question = Deadline::Clock::now() + question_interval;
   for (;;) {
     const bool moved = progress();
     if (ready()) return;
@@ -54,6 +60,7 @@ void Mesh::wait_until(int peer, Ready ready) {
       if (deadline_->expired()) deadline_exceeded(peer);
       spin_until = Deadline::Clock::now() + spin_;
       quiet_since = {};
+      next_question = Deadline::Clock::now() + question_interval;
       continue;
     }
     if (Deadline::Clock::now() < spin_until) {
@@ -75,6 +82,12 @@ void Mesh::wait_until(int peer, Ready ready) {
     doorbell_->sleep(epoch, std::min(kMaxSleep, deadline_->remaining() + nanoseconds(1)));
     check_interrupt();
     if (deadline_->expired()) deadline_exceeded(peer);
+    compare_answer(peer);
+    if (Deadline::Clock::now() > next_question) {
+      ask(peer);
+      question_interval = std::min(2 * question_interval, kLongestQuestionInterval);
+      next_question = Deadline::Clock::now() + question_interval;
+    }
     if (has_departed(peer)) {
       const auto now = Deadline::Clock::now();
       if (quiet_since == Deadline::Clock::time_point{}) quiet_since = now;
@@ -145,6 +158,31 @@ void Mesh::departed(int peer) {
               peer, std::string(operation_name(operation_.kind)));
 }
 
+void Mesh::ask(int peer) {
+  std::shared_ptr<ControlLink> control;
+  {
+    std::lock_guard lock(mutex_);
+    Peer& p = *peers_[static_cast<size_t>(peer)];
+    p.answer.reset();
+    control = p.control;
+  }
+  if (control) control->ask_status();
+}
+
+// Point-to-point operations have no order among the ranks to compare.
+void Mesh::compare_answer(int peer) {
+  if (operation_.sequence == 0) return;
+  std::optional<PeerStatus> answer;
+  {
+    std::lock_guard lock(mutex_);
+    answer.swap(peers_[static_cast<size_t>(peer)]->answer);
+  }
+  if (!answer) return;
+  for (const Operation& theirs : {answer->operation, answer->last_finished}) {
+    if (theirs.sequence == operation_.sequence && theirs != operation_) throw_mismatch(theirs, operation_, peer);
+  }
+}
+
 // Waits for the peer's answer to ask_status, or for somebody's first cause (then throws it).
 bool Mesh::sleep_until_answer(const Peer& peer, nanoseconds limit) {
   const Deadline grace = Deadline::after(limit);
@@ -176,15 +214,12 @@ void Mesh::deadline_exceeded(int peer) {
                 culprit, verb);
   };
   Peer& p = *peers_[static_cast<size_t>(peer)];
-  std::shared_ptr<ControlLink> control;
+  const std::string who = "rank " + std::to_string(peer);
   {
     std::lock_guard lock(mutex_);
-    p.answer.reset();
-    control = p.control;
+    if (!p.control) raise(peer, who + " did not do its part");
   }
-  const std::string who = "rank " + std::to_string(peer);
-  if (!control) raise(peer, who + " did not do its part");
-  control->ask_status();
+  ask(peer);
   if (!sleep_until_answer(p, grace)) {
     raise(peer, who + " does not answer: its process is stopped or its host is unreachable");
   }

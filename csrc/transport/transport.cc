@@ -44,16 +44,30 @@ std::string describe(const Operation& operation) {
   return text;
 }
 
+namespace {
+
+[[noreturn]] void throw_different(const std::string& difference, const Operation& mine, int peer) {
+  throw Error(ErrorKind::kInvalidArgument,
+              difference +
+                  "; all ranks of a group must make the same calls in the same order with the same sizes and types",
+              peer, std::string(operation_name(mine.kind)));
+}
+
+}  // namespace
+
+void throw_mismatch(const Operation& theirs, const Operation& mine, int peer) {
+  throw_different("rank " + std::to_string(peer) + " called " + describe(theirs) + " while this rank called " +
+                      describe(mine),
+                  mine, peer);
+}
+
 void check_header(const MessageHeader& received, const MessageHeader& expected, int peer) {
-  if (received.operation == expected.operation && received.bytes == expected.bytes) return;
-  std::string message = "rank " + std::to_string(peer) + " called " + describe(received.operation) +
-                        " while this rank called " + describe(expected.operation);
-  if (received.operation == expected.operation) {
-    message = "in " + describe(expected.operation) + " rank " + std::to_string(peer) + " sent " +
-              std::to_string(received.bytes) + " bytes where this rank expected " + std::to_string(expected.bytes);
-  }
-  message += "; all ranks of a group must make the same calls in the same order with the same sizes and types";
-  throw Error(ErrorKind::kInvalidArgument, message, peer, std::string(operation_name(expected.operation.kind)));
+  if (received.operation != expected.operation) throw_mismatch(received.operation, expected.operation, peer);
+  if (received.bytes == expected.bytes) return;
+  throw_different("in " + describe(expected.operation) + " rank " + std::to_string(peer) + " sent " +
+                      std::to_string(received.bytes) + " bytes where this rank expected " +
+                      std::to_string(expected.bytes),
+                  expected.operation, peer);
 }
 
 }  // namespace bagua

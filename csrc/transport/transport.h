@@ -80,7 +80,9 @@ struct MessageHeader {
 };
 static_assert(sizeof(MessageHeader) == 32);
 
-// Throws InvalidArgument with both sides when a peer's message is not the one this rank expects.
+// The InvalidArgument, showing both sides, of two ranks that are in different operations.
+[[noreturn]] void throw_mismatch(const Operation& theirs, const Operation& mine, int peer);
+// Throws it when a peer's message is not the one this rank expects.
 void check_header(const MessageHeader& received, const MessageHeader& expected, int peer);
 
 // Memory that other ranks of this host can map: which segment of its owner, and where in it.

@@ -1,0 +1,156 @@
+"""NumPy arrays in every collective: in place, whatever their strides; and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+import bagua
+from bagua.testing import world as thread_world
+
+DTYPES = ("float32", "float64", "float16", "int8", "uint8", "int32", "int64", "bool")
+
+
+def views(dtype):
+    """Arrays of 12 elements with all kinds of strides, each with the array that owns its memory."""
+    base = np.arange(48).reshape(6, 8).astype(dtype)
+    yield base[:3, :4].copy(), None
+    for view in (base[::2, :4], base[:3, ::-2], base.T[:4, ::2], base.reshape(-1)[::4], base[3:, 4:]):
+        yield view, base
+
+
+def check_strides(group):
+    for dtype in DTYPES:
+        op, combine = (bagua.ReduceOp.BOR, np.bitwise_or) if dtype == "bool" else (bagua.ReduceOp.SUM, np.add)
+        for x, base in views(dtype):
+            is_inside = None if base is None else mark(base, x)
+            untouched = None if base is None else base[~is_inside].copy()
+            inputs = [(x + r).astype(dtype) for r in range(group.size)]
+            x[...] = inputs[group.rank]
+            group.all_reduce(x, op).wait()
+            expected = inputs[0]
+            for other in inputs[1:]:
+                expected = combine(expected, other)
+            np.testing.assert_array_equal(x, expected)
+            if base is not None:
+                np.testing.assert_array_equal(base[~is_inside], untouched)
+
+
+def mark(base, view):
+    """Which elements of `base` its view shows."""
+    before = base.copy()
+    base[...] = 0
+    view[...] = 1
+    is_inside = base == 1
+    base[...] = before
+    return is_inside
+
+
+def test_strides():
+    thread_world(3, check_strides)
+
+
+def check_every_collective(group):
+    n, rank = group.size, group.rank
+    mine = np.arange(4, dtype=np.float32) + 10 * rank
+    everybody = np.concatenate([np.arange(4, dtype=np.float32) + 10 * r for r in range(n)])
+
+    out = np.empty(4 * n, dtype=np.float32)
+    group.all_gather(out, mine).wait()
+    np.testing.assert_array_equal(out, everybody)
+
+    out = np.empty(4 * n, dtype=np.float32) if rank == 1 else None
+    group.gather(out, mine, 1).wait()
+    if rank == 1:
+        np.testing.assert_array_equal(out, everybody)
+
+    out = np.empty((2, 2), dtype=np.float32)
+    group.scatter(out, everybody if rank == 0 else None, 0).wait()
+    np.testing.assert_array_equal(out.reshape(-1), mine)
+
+    out = np.empty(4, dtype=np.float32)
+    group.reduce_scatter(out, everybody).wait()
+    np.testing.assert_array_equal(out, n * mine)
+
+    out = np.empty(4 * n, dtype=np.float32)
+    group.all_to_all(out, np.repeat(mine[:1], 4 * n)).wait()
+    np.testing.assert_array_equal(out, np.repeat(10.0 * np.arange(n), 4))
+
+    x = mine.copy()
+    group.broadcast(x, n - 1).wait()
+    np.testing.assert_array_equal(x, everybody[-4:])
+
+    x = mine.copy()
+    group.reduce(x, 0).wait()
+    if rank == 0:
+        np.testing.assert_array_equal(x, everybody.reshape(n, 4).sum(axis=0))
+
+    x = mine.copy()
+    group.neighbor_average(x, "all").wait()
+    np.testing.assert_allclose(x, everybody.reshape(n, 4).mean(axis=0), rtol=1e-6)
+
+    if rank == 0:
+        group.send(mine, 1).wait()
+    elif rank == 1:
+        x = np.empty(8, dtype=np.float32)[::2]
+        group.recv(x, 0).wait()
+        np.testing.assert_array_equal(x, everybody[:4])
+
+    scalar = np.array(float(rank))
+    group.all_reduce(scalar).wait()
+    assert scalar.shape == () and scalar == n * (n - 1) / 2
+    empty = np.empty((0, 3), dtype=np.float32)
+    group.all_reduce(empty).wait()
+
+
+def test_every_collective():
+    thread_world(3, check_every_collective)
+
+
+def check_read_only(group):
+    """What is only read may be read-only; what is written may not."""
+    x = np.full(3, float(group.rank))
+    x.flags.writeable = False
+    out = np.empty(3 * group.size)
+    group.all_gather(out, x).wait()
+    np.testing.assert_array_equal(out, np.repeat(np.arange(float(group.size)), 3))
+    y = np.full(3, 7.0)
+    y.flags.writeable = group.rank != 1
+    group.broadcast(y, 1).wait()
+    with pytest.raises(bagua.InvalidArgument, match="tensor is a read-only array"):
+        group.all_reduce(x)
+    with pytest.raises(bagua.InvalidArgument, match="output is a read-only array"):
+        group.all_gather(x, out)
+
+
+def test_read_only_arrays(recwarn):
+    thread_world(2, check_read_only)
+    assert not recwarn.list
+
+
+def check_refused(group):
+    for array in (
+        np.zeros(3, dtype=">f4"),
+        np.array(["a"]),
+        np.zeros(3, dtype=object),
+        np.zeros(3, dtype=np.complex64),
+        np.zeros(3, dtype=np.uint16),
+        np.zeros(3, dtype=[("a", "f4")]),
+    ):
+        with pytest.raises(bagua.InvalidArgument, match="cannot be sent"):
+            group.all_reduce(array)
+    with pytest.raises(bagua.InvalidArgument, match=r"is a float; give a torch.Tensor or a numpy.ndarray"):
+        group.all_reduce(1.0)
+
+
+def test_what_is_refused():
+    thread_world(2, check_refused)
+
+
+def check_mixed(group):
+    out, x = torch.empty(2 * group.size), np.full(2, float(group.rank), dtype=np.float32)
+    group.all_gather(out, x).wait()
+    assert out.tolist() == [float(r) for r in range(group.size) for _ in range(2)]
+
+
+def test_arrays_and_tensors_in_one_call():
+    thread_world(2, check_mixed)

@@ -1,0 +1,149 @@
+"""all_reduce(hierarchical=True): right for nodes of equal and unequal size, over threads and processes."""
+
+import pytest
+import torch
+
+import bagua
+from bagua import ReduceOp
+from bagua.nodes import Nodes
+from bagua.testing import world as thread_world
+from tests.communication.oracles import DTYPES, FLOATS, assert_same, ops_of, reduced, values
+from tests.communication.worlds import in_worlds, mixed, shm, tcp
+
+# The node of each rank.
+LAYOUTS = ([0], [0, 0, 0], [0, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 1, 1], [0, 1, 0, 1, 0], [2, 0, 1, 0, 0, 2, 1])
+
+
+def check_reductions(group):
+    for dtype in DTYPES:
+        for numel in (0, 1, 33, 70_001):
+            for op in ops_of(dtype):
+                inputs = [values(r, group.size, numel, dtype, small=True) for r in range(group.size)]
+                x = inputs[group.rank].clone()
+                group.all_reduce(x, op, hierarchical=True).wait()
+                what = f"{op.name} {dtype} {numel} on {group.nodes.members}"
+                expected = reduced(inputs, op)
+                if op is ReduceOp.AVG:
+                    # A half-precision average is a node average, weighted, averaged again: three roundings.
+                    allowed = (4 if dtype.itemsize == 2 else 1) * torch.finfo(dtype).eps * expected.double().abs()
+                    assert ((x.double() - expected.double()).abs() <= allowed).all(), what
+                elif not (op is ReduceOp.PRODUCT and dtype.itemsize == 2 and dtype.is_floating_point):
+                    assert_same(x, expected, what)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_reductions(layout):
+    thread_world(len(layout), check_reductions, nodes=layout)
+
+
+def check_ranks_are_equal(group):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for codec in (None, *bagua.codecs.available()):
+            for op in (ReduceOp.SUM, ReduceOp.AVG):
+                x = torch.randn(50_000, generator=torch.Generator().manual_seed(group.rank)).to(dtype)
+                group.all_reduce(x, op, codec=codec, hierarchical=True).wait()
+                everybody = torch.empty(group.size * len(x), dtype=dtype)
+                group.all_gather(everybody, x).wait()
+                for other in everybody.view(group.size, -1):
+                    assert torch.equal(other, x), f"{dtype} {codec} {op.name}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[3:], ids=str)
+def test_all_ranks_end_with_the_same_bits(layout):
+    thread_world(len(layout), check_ranks_are_equal, nodes=layout)
+
+
+def check_unequal_nodes_are_weighted_by_ranks(group):
+    """One rank alone with 12, three with 0: the mean over ranks is 3, the mean of the nodes' means would be 6."""
+    for dtype in FLOATS:
+        for codec in (None, "minmax_uint8") if dtype is not torch.float64 else (None,):
+            x = torch.full((5,), 12.0 if group.rank == 3 else 0.0, dtype=dtype)
+            group.all_reduce(x, ReduceOp.AVG, codec=codec, hierarchical=True).wait()
+            assert (x == 3).all(), f"{dtype} {codec}: {x}"
+
+
+def test_unequal_nodes_are_weighted_by_ranks():
+    thread_world(4, check_unequal_nodes_are_weighted_by_ranks, nodes=[0, 0, 0, 1])
+
+
+def check_half_average_does_not_overflow(group):
+    x = torch.full((100,), 60_000.0, dtype=torch.float16)
+    group.all_reduce(x, ReduceOp.AVG, hierarchical=True).wait()
+    assert (x == 60_000).all()
+
+
+def test_the_average_of_large_halves_does_not_overflow():
+    thread_world(5, check_half_average_does_not_overflow, nodes=[0, 0, 0, 1, 1])
+
+
+def check_bytes(group):
+    """Between nodes one tensor per node travels, compressed where a codec is named."""
+    x = torch.ones(100_000)
+    group.all_reduce(x, hierarchical=True).wait()
+    leaders = group._lanes.get("/leaders")
+    assert (leaders is not None) == (group.rank in (0, 2))
+    if leaders is not None:
+        assert 400_000 <= leaders.bytes_sent < 400_100  # and where the buffers lie
+        before = leaders.bytes_sent
+    group.all_reduce(x, codec="minmax_uint8", hierarchical=True).wait()
+    if leaders is not None:
+        assert leaders.bytes_sent - before < 101_000
+
+
+def test_bytes_between_nodes():
+    thread_world(5, check_bytes, nodes=[0, 0, 1, 1, 1])
+
+
+def check_asynchronous(group):
+    tensors = [torch.full((1000 * (i + 1),), float(group.rank + i)) for i in range(12)]
+    works = [group.all_reduce(x, hierarchical=i % 2 == 0) for i, x in enumerate(tensors)]
+    for i, (work, x) in reversed(list(enumerate(zip(works, tensors, strict=True)))):
+        work.wait()
+        assert (x == sum(r + i for r in range(group.size))).all()
+
+
+def test_asynchronous_and_mixed_with_flat_ones():
+    thread_world(5, check_asynchronous, nodes=[0, 0, 1, 1, 1])
+
+
+def check_between_processes(rank, world_size):
+    group = bagua.get_default_group()
+    check_reductions(group)
+    check_ranks_are_equal(group)
+    part = bagua.new_group(range(1, world_size))
+    if rank > 0:
+        x = torch.full((70_000,), float(rank))
+        bagua.all_reduce(x, group=part, hierarchical=True)
+        assert (x == sum(range(1, world_size))).all()
+    x = bagua.empty(300_000)
+    x.fill_(rank)
+    bagua.all_reduce(x, ReduceOp.AVG, hierarchical=True)
+    assert (x == sum(range(world_size)) / world_size).all()
+
+
+@in_worlds([shm(2), tcp(3), mixed(4)])
+def test_between_processes(pools, world):
+    pools.run(world, check_between_processes)
+
+
+def check_mismatch(rank, world_size):
+    x = torch.ones(10)
+    with pytest.raises(bagua.BaguaError) as caught:
+        for _ in range(2):
+            bagua.all_reduce(x, hierarchical=rank == 1)
+        bagua.barrier()
+    assert "all_reduce #1 of 10 float32 (SUM), hierarchical" in str(caught.value)
+    assert "all ranks of a group must make the same calls" in str(caught.value)
+
+
+@in_worlds([shm(2), tcp(2), mixed(4)])
+def test_flat_on_one_rank_and_hierarchical_on_another(pools, world):
+    pools.run(world, check_mismatch, timeout=20)
+
+
+def test_nodes():
+    hosts = "abacb"
+    nodes = Nodes.of(5, lambda a, b: hosts[a] == hosts[b])
+    assert nodes.members == ((0, 2), (1, 4), (3,))
+    assert nodes.leaders == [0, 1, 3]
+    assert nodes.node_of(4) == (1, 4)

@@ -1,0 +1,74 @@
+"""from_torch_group: the ranks of a torch.distributed group, without a word from those that are not in it."""
+
+import itertools
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua
+from bagua.testing import spawn
+
+
+def initialise(rank, world_size, path):
+    store = dist.FileStore(str(path), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+    bagua.init_process_group(store=dist.PrefixStore("bagua", store), rank=rank, world_size=world_size, timeout=30)
+    return store  # kept by the caller: the file goes with it
+
+
+def end():
+    bagua.barrier()
+    bagua.destroy_process_group()
+    dist.destroy_process_group()
+
+
+def total(x, group):
+    x = torch.tensor([float(x)])
+    bagua.all_reduce(x, group=group)
+    return x.item()
+
+
+def check_groups(rank, world_size, path):
+    store = initialise(rank, world_size, path)
+    world = bagua.from_torch_group(dist.group.WORLD)
+    assert world.ranks == list(range(world_size))
+    assert total(10**rank, world) == sum(10**r for r in range(world_size))
+    assert bagua.from_torch_group(dist.group.WORLD) is world
+    for ranks in itertools.combinations(range(world_size), 2):
+        torch_group = dist.new_group(list(ranks))
+        if rank not in ranks:
+            with pytest.raises(bagua.InvalidArgument, match="that are not members there is no group to convert"):
+                bagua.from_torch_group(torch_group)
+            continue
+        group = bagua.from_torch_group(torch_group, timeout=20)
+        assert group.ranks == list(ranks) and group.timeout == timedelta(seconds=20)
+        assert total(10**rank, group) == sum(10**r for r in ranks)
+    # Two groups of the same ranks are two groups; bagua's own are counted apart from torch's.
+    again = [bagua.from_torch_group(dist.new_group([0, 1])) for _ in range(2) if rank < 2]
+    mine = bagua.new_group([0, 1])
+    if rank < 2:
+        assert again[0] is not again[1]
+        assert [total(rank, group) for group in (*again, mine)] == [1, 1, 1]
+    end()
+    del store
+
+
+def test_groups(tmp_path):
+    spawn(check_groups, 3, args=(tmp_path / "store",))
+
+
+def check_other_ranks(rank, world_size, path):
+    store = dist.FileStore(str(path), world_size)
+    dist.init_process_group("gloo", store=store, rank=world_size - 1 - rank, world_size=world_size)
+    with pytest.raises(bagua.InvalidArgument, match="bagua is not initialised"):
+        bagua.from_torch_group(dist.group.WORLD)
+    bagua.init_process_group(store=dist.PrefixStore("bagua", store), rank=rank, world_size=world_size, timeout=30)
+    with pytest.raises(bagua.InvalidArgument, match=r"calls this process rank \d of 2, bagua rank \d of 2"):
+        bagua.from_torch_group(dist.group.WORLD)
+    end()
+
+
+def test_other_ranks_are_refused(tmp_path):
+    spawn(check_other_ranks, 2, args=(tmp_path / "store",))
