@@ -29,3 +29,12 @@ def pool4():
 
     with Pool(4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def pool_of_two_nodes():
+    """Four, two on each of two imitated nodes; BAGUA_SOCKET_IFNAME=lo connects them."""
+    from bagua.testing import Pool
+
+    with Pool(4, nodes=2) as pool:
+        yield pool

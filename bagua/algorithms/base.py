@@ -25,15 +25,17 @@ class Declaration:
     Attributes:
         operation: the collective, such as ``"all_reduce"``.
         codec: name of the codec of what travels, None for full precision.
+        hierarchical: inside the nodes at full precision first, then between them.
         reason: why this bucket is treated differently from what the options ask, or "".
     """
 
     operation: str
     codec: str | None = None
     reason: str = ""
+    hierarchical: bool = False
 
     def __str__(self) -> str:
-        text = f"{self.operation}, {self.codec or 'full precision'}"
+        text = f"{'hierarchical ' if self.hierarchical else ''}{self.operation}, {self.codec or 'full precision'}"
         return f"{text} ({self.reason})" if self.reason else text
 
 

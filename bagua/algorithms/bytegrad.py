@@ -35,6 +35,7 @@ class ByteGrad(Algorithm):
     Args:
         codec: any of ``bagua.codecs.available()``.
         average: divide the sum by the number of ranks, see gradient_allreduce.
+        hierarchical: reduce inside each node at full precision first; only what travels between nodes is encoded.
         min_compressed_bytes: buckets below it cost the latency of a message, which a codec cannot shorten. Measured
             (benchmarks/tcp_hosts.py, 1 Gbit/s between hosts): coded becomes faster between 16 and 32 KB.
 
@@ -44,6 +45,7 @@ class ByteGrad(Algorithm):
 
     codec: str = "minmax_uint8"
     average: bool = True
+    hierarchical: bool = False
     min_compressed_bytes: int = 16 * 1024
 
     def __post_init__(self) -> None:
@@ -59,13 +61,16 @@ class ByteGrad(Algorithm):
 
     def declare(self, bucket: Bucket) -> Declaration:
         if bucket.kind == _NO_CODEC:
-            return Declaration("all_reduce", reason=f"codec {self.codec} does not encode {bucket.dtype}")
-        if bucket.kind == _ONE_DIMENSIONAL:
-            return Declaration("all_reduce", reason="1-D parameters")
-        if bucket.num_bytes < self.min_compressed_bytes:
-            return Declaration("all_reduce", reason=f"{bucket.num_bytes} bytes, below {self.min_compressed_bytes}")
-        return Declaration("all_reduce", codec=self.codec)
+            codec, reason = None, f"codec {self.codec} does not encode {bucket.dtype}"
+        elif bucket.kind == _ONE_DIMENSIONAL:
+            codec, reason = None, "1-D parameters"
+        elif bucket.num_bytes < self.min_compressed_bytes:
+            codec, reason = None, f"{bucket.num_bytes} bytes, below {self.min_compressed_bytes}"
+        else:
+            codec, reason = self.codec, ""
+        return Declaration("all_reduce", codec, reason, self.hierarchical)
 
     def communicate(self, bucket: Bucket, group: ProcessGroup) -> Work | None:
         op = ReduceOp.AVG if self.average else ReduceOp.SUM
-        return group.all_reduce(bucket.flat, op, codec=bucket.declaration.codec, label=bucket.label)
+        codec = bucket.declaration.codec
+        return group.all_reduce(bucket.flat, op, codec=codec, hierarchical=self.hierarchical, label=bucket.label)

@@ -22,15 +22,19 @@ class GradientAllReduce(Algorithm):
     Args:
         average: divide the sum by the number of ranks. Without it gradients must be cleared between
             two synchronising backwards (accumulate inside no_sync): a sum that is summed again counts n times.
+        hierarchical: reduce inside each node first, so that the network carries one tensor per node instead of one
+            per rank.
 
     Example:
         >>> model = bagua.with_bagua(model, [optimizer], algorithm="gradient_allreduce")    # doctest: +SKIP
     """
 
     average: bool = True
+    hierarchical: bool = False
 
     def declare(self, bucket: Bucket) -> Declaration:
-        return Declaration("all_reduce")
+        return Declaration("all_reduce", hierarchical=self.hierarchical)
 
     def communicate(self, bucket: Bucket, group: ProcessGroup) -> Work | None:
-        return group.all_reduce(bucket.flat, ReduceOp.AVG if self.average else ReduceOp.SUM, label=bucket.label)
+        op = ReduceOp.AVG if self.average else ReduceOp.SUM
+        return group.all_reduce(bucket.flat, op, hierarchical=self.hierarchical, label=bucket.label)

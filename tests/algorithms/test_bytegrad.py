@@ -115,3 +115,27 @@ def test_sends_about_a_quarter_of_the_bytes(pool2):
     coded = pool2.run(_bytes, args=("bytegrad",))[0]
     assert full == pytest.approx(4 * (1024 * 1024 + 1024), rel=0.01)
     assert coded < 0.27 * full
+
+
+def _hierarchical(rank, world_size, codec):
+    """Inside the two nodes at full precision: only the two node sums are encoded, and their mean."""
+    with process_group():
+        model = torch.nn.Linear(BLOCK, 8, bias=False)
+        model = bagua.with_bagua(model, algorithm="bytegrad", codec=codec, hierarchical=True)
+        generator = torch.Generator().manual_seed(3)
+        per_rank = [torch.randn(8, BLOCK, generator=generator) for _ in range(world_size)]
+        (model.weight * per_rank[rank]).sum().backward()
+        actual = model.weight.grad
+        node_sums = [sum(per_rank[r] for r in members) for members in bagua.get_default_group().nodes.members]
+        assert len(node_sums) == 2
+        error_bound, total = bagua.codecs.get(codec).error_bound, sum(per_rank)
+        first = sum(error_bound(node_sum) for node_sum in node_sums)
+        second = 1.05 * error_bound(total if codec == "minmax_uint8" else (total.abs() + first).float())
+        assert bool(((actual - total / world_size).abs() <= (first + second) / world_size + 1e-6).all())
+        assert_equal_on_all_ranks({"grad": actual})
+        assert str(model.bagua.buckets[0].declaration) == f"hierarchical all_reduce, {codec}"
+
+
+@pytest.mark.parametrize("codec", bagua.codecs.available())
+def test_hierarchical(pool_of_two_nodes, codec):
+    pool_of_two_nodes.run(_hierarchical, args=(codec,), env={"BAGUA_SOCKET_IFNAME": "lo"})

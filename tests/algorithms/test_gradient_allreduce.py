@@ -17,10 +17,10 @@ def _gradient(rank, world_size):
     return torch.tensor(values).view(ROWS, COLUMNS)
 
 
-def _reduced(rank, world_size, average):
+def _reduced(rank, world_size, average, hierarchical=False):
     with process_group():
         model = torch.nn.Linear(COLUMNS, ROWS, bias=False)
-        model = bagua.with_bagua(model, algorithm="gradient_allreduce", average=average)
+        model = bagua.with_bagua(model, algorithm="gradient_allreduce", average=average, hierarchical=hierarchical)
         (model.weight * _gradient(rank, world_size)).sum().backward()
         expected = []
         for i in range(ROWS * COLUMNS):
@@ -30,6 +30,7 @@ def _reduced(rank, world_size, average):
         assert_equal_on_all_ranks({"grad": model.weight.grad})
         (bucket,) = model.bagua.buckets
         assert bucket.declaration.codec is None
+        assert str(bucket.declaration) == ("hierarchical " if hierarchical else "") + "all_reduce, full precision"
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -40,6 +41,11 @@ def test_equals_the_oracle(pool2, average):
 @pytest.mark.parametrize("average", [True, False])
 def test_equals_the_oracle_on_four_ranks(pool4, average):
     pool4.run(_reduced, args=(average,))
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_hierarchical_equals_the_oracle(pool_of_two_nodes, average):
+    pool_of_two_nodes.run(_reduced, args=(average, True), env={"BAGUA_SOCKET_IFNAME": "lo"})
 
 
 def test_an_option_of_another_type_is_refused():

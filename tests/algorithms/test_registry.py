@@ -35,8 +35,8 @@ def test_errors_list_what_is_valid():
         get("sgd")
     with pytest.raises(InvalidArgument, match="unknown codec 'int4'; available: bf16, fp16, minmax_uint8"):
         bagua.codecs.get("int4")
-    with pytest.raises(InvalidArgument, match=r"unknown option 'hierarchical' for.*its options: average .default True"):
-        create("gradient_allreduce", {"hierarchical": False})
+    with pytest.raises(InvalidArgument, match=r"unknown option 'hierarchy' for.*its options: average .default True"):
+        create("gradient_allreduce", {"hierarchy": 2})
     with pytest.raises(InvalidArgument, match=r"option codec is 8 .int., expected str"):
         create("bytegrad", {"codec": 8})
     with pytest.raises(InvalidArgument, match="min_compressed_bytes is -1"):
