@@ -9,7 +9,7 @@
 namespace bagua::kernels::cpu {
 namespace {
 
-constexpr size_t kBlockNumel = 1024;
+constexpr size_t kSumsNumel = 1024;
 
 BAGUA_MULTIVERSION void multiply(const float* source, double weight, double* sums, size_t numel) {
   for (size_t i = 0; i < numel; ++i) sums[i] = weight * static_cast<double>(source[i]);
@@ -33,9 +33,9 @@ BAGUA_MULTIVERSION void round_to(const double* sums, double* destination, size_t
 // A block of every source has been read before the destination's is written, so it may be one of them.
 template <typename T>
 void weighted_sum_as(const void* const* sources, const double* weights, int num_sources, T* destination, size_t numel) {
-  alignas(64) double sums[kBlockNumel];
-  for (size_t begin = 0; begin < numel; begin += kBlockNumel) {
-    const size_t count = std::min(kBlockNumel, numel - begin);
+  alignas(64) double sums[kSumsNumel];
+  for (size_t begin = 0; begin < numel; begin += kSumsNumel) {
+    const size_t count = std::min(kSumsNumel, numel - begin);
     multiply(static_cast<const T*>(sources[0]) + begin, weights[0], sums, count);
     for (int s = 1; s < num_sources; ++s) {
       multiply_add(static_cast<const T*>(sources[s]) + begin, weights[s], sums, count);
@@ -48,10 +48,10 @@ void weighted_sum_half(DType dtype, const void* const* sources, const double* we
                        void* destination, size_t numel) {
   const auto widen = dtype == DType::kF16 ? widen_f16 : widen_bf16;
   const auto narrow = dtype == DType::kF16 ? narrow_f16 : narrow_bf16;
-  alignas(64) double sums[kBlockNumel];
-  alignas(64) float values[kBlockNumel];
-  for (size_t begin = 0; begin < numel; begin += kBlockNumel) {
-    const size_t count = std::min(kBlockNumel, numel - begin);
+  alignas(64) double sums[kSumsNumel];
+  alignas(64) float values[kSumsNumel];
+  for (size_t begin = 0; begin < numel; begin += kSumsNumel) {
+    const size_t count = std::min(kSumsNumel, numel - begin);
     for (int s = 0; s < num_sources; ++s) {
       widen(static_cast<const unaligned_u16*>(sources[s]) + begin, values, count);
       if (s == 0) {
