@@ -36,6 +36,19 @@ class Member:
     view: torch.Tensor
 
 
+def fill(view: torch.Tensor, grad: torch.Tensor) -> None:
+    """view <- grad, past the caches where both lie alike: what reads the bucket next is communication, later.
+
+    Args:
+        view: of a Member, so dense.
+        grad: of the same shape and dtype, any strides.
+    """
+    if grad.stride() == view.stride() and not grad.is_neg():
+        _C.copy_to_cold(view.data_ptr(), grad.data_ptr(), view.nbytes)
+    else:
+        view.copy_(grad)
+
+
 class Bucket:
     """Gradients of one dtype that lie side by side and are communicated as one message.
 

@@ -24,7 +24,7 @@ import torch
 
 from bagua import _C
 from bagua.algorithms.base import Algorithm
-from bagua.bucket import Bucket, GradientStorage
+from bagua.bucket import Bucket, GradientStorage, fill
 from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.group import ProcessGroup, Work
 from bagua.nonfinite import NonFiniteGuard, is_skipped_by_scaler
@@ -154,7 +154,7 @@ class Step:
                 )
             )
         view = self._views[index]
-        view.copy_(grad)
+        fill(view, grad)
         parameter.grad = view
 
     def _launch(self, first: int, last: int) -> None:

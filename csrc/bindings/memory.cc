@@ -1,5 +1,7 @@
-// Memory that the ranks of this host share, as a Python buffer.
+// Memory that the ranks of this host share, as a Python buffer, and copies into memory.
 #include "csrc/bindings/bindings.h"
+#include "csrc/bindings/convert.h"
+#include "csrc/kernels/copy_to_cold.h"
 #include "csrc/transport/segment.h"
 
 namespace py = pybind11;
@@ -35,8 +37,15 @@ void bind_memory(py::module_& m) {
       .def_buffer([](SharedMemory& memory) {
         return py::buffer_info(static_cast<uint8_t*>(memory.data()), static_cast<py::ssize_t>(memory.bytes()));
       });
+  m.def(
+      "copy_to_cold",
+      [](uintptr_t destination, uintptr_t source, size_t bytes) {
+        py::gil_scoped_release release;
+        kernels::copy_to_cold(pointer(destination), pointer(source), bytes, Stream{});
+      },
+      py::arg("destination"), py::arg("source"), py::arg("bytes"));
   m.def("is_shared", [](uintptr_t address, size_t bytes) {
-    return SegmentRegistry::instance().find(reinterpret_cast<void*>(address), bytes).has_value();
+    return SegmentRegistry::instance().find(pointer(address), bytes).has_value();
   });
 }
 

@@ -52,6 +52,7 @@ void stripes_reduce(Context& context, void* data, size_t numel, DType dtype, Red
 
 // Need Mesh::all_share_memory(). False on all ranks, with nothing done, where a buffer that the peers would
 // have to read is ordinary memory.
+bool direct_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);
 bool direct_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);
 bool direct_all_gather(Context& context, const void* input, void* output, size_t bytes);
 bool direct_broadcast(Context& context, void* data, size_t bytes, int root);

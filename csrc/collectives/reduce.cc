@@ -1,4 +1,4 @@
-// reduce: checks and choice, and its two algorithms. Ranks other than the root keep their data.
+// reduce: checks and choice, and its two algorithms over messages. Ranks other than the root keep their data.
 //
 // Tree (small): a binomial tree towards the root; log2 n steps, at most one message of B bytes sent per rank.
 // f16 and bf16 travel and add as f32 and are rounded once, at the root.
@@ -62,9 +62,15 @@ void reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op
   require_defined("reduce", op, dtype);
   const int size = context.mesh.size();
   if (size == 1 || numel == 0) return;
-  switch (select_reduce(numel * item_bytes(dtype))) {
+  const size_t bytes = numel * item_bytes(dtype);
+  bool shared_memory = asks_for_shared_memory(bytes) && context.mesh.all_share_memory();
+  if (select_reduce(bytes, shared_memory) == ReduceAlgorithm::kDirect) {
+    if (direct_reduce(context, data, numel, dtype, op, root)) return;
+    shared_memory = false;
+  }
+  switch (select_reduce(bytes, shared_memory)) {
     case ReduceAlgorithm::kTree: tree_reduce(context, data, numel, dtype, op, root); break;
-    case ReduceAlgorithm::kStripes: stripes_reduce(context, data, numel, dtype, op, root); break;
+    default: stripes_reduce(context, data, numel, dtype, op, root); break;
   }
 }
 

@@ -73,7 +73,8 @@ BroadcastAlgorithm select_broadcast(size_t bytes, int size, bool shared_memory) 
   return size == 2 || bytes <= kSmallBroadcastBytes ? BroadcastAlgorithm::kTree : BroadcastAlgorithm::kChain;
 }
 
-ReduceAlgorithm select_reduce(size_t bytes) {
+ReduceAlgorithm select_reduce(size_t bytes, bool shared_memory) {
+  if (shared_memory && bytes > kDirectCopyBytes) return ReduceAlgorithm::kDirect;
   return bytes <= kSmallReduceBytes ? ReduceAlgorithm::kTree : ReduceAlgorithm::kStripes;
 }
 

@@ -12,7 +12,7 @@ enum class AllReduceAlgorithm { kRecursiveDoubling, kRing, kTwoShot, kDirect };
 enum class ReduceScatterAlgorithm { kStripes, kRing, kDirect };
 enum class AllGatherAlgorithm { kPairwise, kRing, kDirect };
 enum class BroadcastAlgorithm { kTree, kChain, kDirect };
-enum class ReduceAlgorithm { kTree, kStripes };
+enum class ReduceAlgorithm { kTree, kStripes, kDirect };
 
 // `bytes` is the whole tensor. False means that the answer does not depend on shared memory, which spares
 // small operations the question (it may connect to every rank).
@@ -24,7 +24,7 @@ ReduceScatterAlgorithm select_reduce_scatter(size_t block_bytes, DType dtype, in
 // `block_bytes` is one rank's input.
 AllGatherAlgorithm select_all_gather(size_t block_bytes, int size, bool shared_memory);
 BroadcastAlgorithm select_broadcast(size_t bytes, int size, bool shared_memory);
-ReduceAlgorithm select_reduce(size_t bytes);
+ReduceAlgorithm select_reduce(size_t bytes, bool shared_memory);
 
 // Chunks of a piece: `count` of `numel` elements each, the last ones short or empty; count 0 for nothing.
 struct Chunks {

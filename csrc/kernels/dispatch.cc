@@ -5,6 +5,7 @@
 #include "csrc/common/error.h"
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cast.h"
+#include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/minmax_uint8.h"
 #include "csrc/kernels/reduce.h"
 #include "csrc/kernels/saturating_cast.h"
@@ -64,6 +65,11 @@ void weighted_sum(DType dtype, const void* const* sources, const double* weights
   if (num_sources < 1) reject("weighted_sum: num_sources is " + std::to_string(num_sources) + ", expected 1 or more");
   if (stream.is_cpu()) return cpu::weighted_sum(dtype, sources, weights, num_sources, destination, numel);
   cuda::weighted_sum(dtype, sources, weights, num_sources, destination, numel, stream);
+}
+
+void copy_to_cold(void* destination, const void* source, size_t bytes, Stream stream) {
+  if (stream.is_cpu()) return cpu::copy_to_cold(destination, source, bytes);
+  cuda::copy_to_cold(destination, source, bytes, stream);
 }
 
 void cast(DType from, const void* source, DType to, void* destination, size_t numel, Stream stream) {

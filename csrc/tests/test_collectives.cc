@@ -148,9 +148,13 @@ TEST_P(Reductions, ReduceScatterEqualsTheOracle) {
   }
 }
 
+void direct_to(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root) {
+  require(collectives::direct_reduce(context, data, numel, dtype, op, root), "local memory is shared");
+}
+
 TEST_P(Reductions, ReduceEqualsTheOracleAtTheRootAndLeavesTheOthersAlone) {
   const auto size = static_cast<size_t>(GetParam());
-  for (const auto run : {collectives::reduce, collectives::tree_reduce, collectives::stripes_reduce}) {
+  for (const auto run : {collectives::reduce, collectives::tree_reduce, collectives::stripes_reduce, direct_to}) {
     if (size == 1 && run != collectives::reduce) continue;
     run_world(GetParam(), [&](Context& context, int rank) {
       const auto r = static_cast<size_t>(rank);

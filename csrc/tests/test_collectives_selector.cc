@@ -31,7 +31,8 @@ TEST(Pieces, ChunksCoverAPieceOnce) {
   for (const size_t numel : kNumels) {
     for (const int size : {2, 3, 8, 100}) {
       for (const Chunks chunks : {ring_chunks(numel, 4), ring_chunks(numel, 1), stripe_chunks(numel, 2, size),
-                                  codec_chunks(numel, 2048, size), staged_chunks(numel, 8), chain_chunks(numel)}) {
+                                  codec_chunks(numel, 2048, size), codec_chain_chunks(numel, 2048),
+                                  staged_chunks(numel, 8), chain_chunks(numel)}) {
         EXPECT_GE(chunks.numel * chunks.count, numel);
         EXPECT_TRUE(numel == 0 || chunks.numel * (chunks.count - 1) < numel);
         EXPECT_EQ(chunks.count == 0, numel == 0);
@@ -47,6 +48,8 @@ TEST(Pieces, ChunksKeepTheirBounds) {
   for (const size_t numel : kNumels) {
     for (const int size : {2, 3, 8, 100}) {
       EXPECT_EQ(codec_chunks(numel, 2048, size).numel % 2048, 0u);
+      EXPECT_EQ(codec_chain_chunks(numel, 2048).numel % 2048, 0u);
+      EXPECT_EQ(exchange_chunk_numel(2048, size) % 2048, 0u);
       EXPECT_LE(staged_chunks(numel, 4).numel * 4, kMaxStagedChunkBytes);
       EXPECT_LE(staged_chunks(numel, 1).numel, kMaxStagedChunkBytes);
     }
@@ -71,11 +74,13 @@ TEST(Selector, DirectNeedsSharedMemoryAndTheQuestionHasBeenAsked) {
       EXPECT_NE(select_reduce_scatter(bytes, DType::kF32, size, false), ReduceScatterAlgorithm::kDirect);
       EXPECT_NE(select_all_gather(bytes, size, false), AllGatherAlgorithm::kDirect);
       EXPECT_NE(select_broadcast(bytes, size, false), BroadcastAlgorithm::kDirect);
+      EXPECT_NE(select_reduce(bytes, false), ReduceAlgorithm::kDirect);
       if (asks_for_shared_memory(bytes)) continue;
       EXPECT_NE(select_all_reduce(bytes, DType::kF32, true), AllReduceAlgorithm::kDirect);
       EXPECT_NE(select_reduce_scatter(bytes, DType::kF32, size, true), ReduceScatterAlgorithm::kDirect);
       EXPECT_NE(select_all_gather(bytes, size, true), AllGatherAlgorithm::kDirect);
       EXPECT_NE(select_broadcast(bytes, size, true), BroadcastAlgorithm::kDirect);
+      EXPECT_NE(select_reduce(bytes, true), ReduceAlgorithm::kDirect);
     }
   }
 }
@@ -87,7 +92,9 @@ TEST(Selector, LargeTensorsUseSharedMemoryWhereThereIsSome) {
   EXPECT_EQ(select_all_reduce(bytes, DType::kF16, false), AllReduceAlgorithm::kTwoShot);
   EXPECT_EQ(select_all_reduce(64, DType::kF32, true), AllReduceAlgorithm::kRecursiveDoubling);
   EXPECT_EQ(select_broadcast(bytes, 4, false), BroadcastAlgorithm::kChain);
-  EXPECT_EQ(select_reduce(bytes), ReduceAlgorithm::kStripes);
+  EXPECT_EQ(select_reduce(bytes, false), ReduceAlgorithm::kStripes);
+  EXPECT_EQ(select_reduce(bytes, true), ReduceAlgorithm::kDirect);
+  EXPECT_EQ(select_reduce(64, true), ReduceAlgorithm::kTree);
 }
 
 }  // namespace
