@@ -117,6 +117,7 @@ def init_process_group(
         raise InvalidArgument(f"backend {backend!r} is unknown; the backends are {', '.join(_BACKENDS)}")
     timeout = timedelta(seconds=to_seconds(timeout))
     settings = config.settings()
+    thresholds = _describe_thresholds(settings.thresholds)
     launch = config.launch_environment(rank, world_size, needs_master=store is None)
     is_server = store is None and launch.rank == 0 and not launch.use_agent_store
     store = rendezvous.open_store(launch, timeout) if store is None else store
@@ -131,6 +132,7 @@ def init_process_group(
             version=_C.__version__,
             protocol=rendezvous.PROTOCOL,
             backend=backend,
+            thresholds=thresholds,
             host=rendezvous.host_identity(launch.node_rank),
             node_rank=launch.node_rank,
             address=address.address,
@@ -156,6 +158,15 @@ def init_process_group(
         endpoint.port,
         address.interface,
     )
+
+
+def _describe_thresholds(changes: dict[str, int]) -> str:
+    """How the selector's thresholds differ from the defaults, as the ranks compare it."""
+    known = _C.default_thresholds()
+    for name in changes:
+        if name not in known:
+            raise InvalidArgument(f"BAGUA_THRESHOLDS names {name!r}; the thresholds are {', '.join(sorted(known))}")
+    return ",".join(f"{name}={value}" for name, value in sorted(changes.items())) or "the defaults"
 
 
 def destroy_process_group() -> None:

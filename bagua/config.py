@@ -48,6 +48,9 @@ class Settings:
     spin_us: float | None  # BAGUA_SPIN_US: how long a waiting worker polls before it sleeps; None: by core count
     shared_memory: bool  # BAGUA_SHARED_MEMORY=0: TCP even between ranks of one host
     auth_token: str | None  # BAGUA_AUTH_TOKEN: as the argument auth_token of init_process_group
+    # BAGUA_THRESHOLDS, such as "direct_bytes=0,pairwise_bytes=4096": where one algorithm of a collective takes over from
+    # another, instead of the measured defaults (csrc/collectives/thresholds.h names them; docs/collectives.md)
+    thresholds: dict[str, int]
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
@@ -124,6 +127,7 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
         "BAGUA_SPIN_US",
         "BAGUA_SHARED_MEMORY",
         "BAGUA_AUTH_TOKEN",
+        "BAGUA_THRESHOLDS",
     }
     unknown = sorted(name for name in env if name.startswith("BAGUA_") and name not in known | _READ_BY_THE_BUILD)
     if unknown:
@@ -139,4 +143,15 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
         spin_us=spin_us,
         shared_memory=_integer(env, "BAGUA_SHARED_MEMORY", 1, 0, 1) == 1,
         auth_token=env.get("BAGUA_AUTH_TOKEN"),
+        thresholds=_thresholds(env.get("BAGUA_THRESHOLDS", "")),
     )
+
+
+def _thresholds(text: str) -> dict[str, int]:
+    chosen = {}
+    for entry in filter(None, text.split(",")):
+        name, equals, value = entry.partition("=")
+        if not equals or not value.strip().isdecimal():
+            raise InvalidArgument(f"BAGUA_THRESHOLDS has {entry!r}; give name=bytes, separated by commas")
+        chosen[name.strip()] = int(value)
+    return chosen

@@ -129,7 +129,8 @@ class Endpoint:
         def connect(peer: int, timeout_s: float) -> None:
             self._connect(name, rank, ranks[peer], timeout_s)
 
-        core = _C.Group(name, ranks.index(rank), len(ranks), spin_us, same_host, connect)
+        thresholds = self.settings.thresholds
+        core = _C.Group(name, ranks.index(rank), len(ranks), spin_us, same_host, thresholds, connect)
         with self._changed:
             self._groups[name] = _Registered(core, ranks)
             for group, peer in [key for key in self._arrivals if key[0] == name]:

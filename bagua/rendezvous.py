@@ -42,6 +42,7 @@ class RankRecord:
     version: str
     protocol: int
     backend: str
+    thresholds: str  # of the selector: ranks choose algorithms without a message
     host: str  # equal for ranks that can share memory
     node_rank: int
     address: str  # of the TCP listener; IPv4 or IPv6, never truncated
@@ -195,6 +196,7 @@ _COMPARED = (
     ("protocol", "wire protocol", "install the same version of bagua everywhere"),
     ("version", "bagua version", "install the same version of bagua everywhere"),
     ("backend", "backend", "pass the same backend= on all ranks"),
+    ("thresholds", "thresholds", "set the same BAGUA_THRESHOLDS on all ranks"),
     ("token_proof", "auth_token", "pass the same auth_token= (or BAGUA_AUTH_TOKEN) on all ranks"),
 )
 

@@ -1,6 +1,7 @@
 // One process group: its mesh, its engine, and the collectives as calls on addresses. bagua/group.py
 // keeps the tensors alive and checks shapes and types; nothing here validates what it already did.
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -86,11 +87,13 @@ uint8_t codec_id(const std::string& name) {
 class Group {
  public:
   Group(const std::string& name, int rank, int size, double spin_us, std::vector<bool> same_host,
-        py::function connector) {
+        const std::map<std::string, size_t>& thresholds, py::function connector) {
+    collectives::Thresholds chosen;
+    for (const auto& [threshold, bytes] : thresholds) chosen.set(threshold, bytes);
     auto mesh = std::make_unique<Mesh>(rank, size, name, std::chrono::microseconds(static_cast<int64_t>(spin_us)));
     mesh->set_same_host(std::move(same_host));
     mesh->set_connector(wrap_connector(std::move(connector)));
-    engine_ = std::make_unique<Engine>(std::move(mesh));
+    engine_ = std::make_unique<Engine>(std::move(mesh), chosen);
   }
   explicit Group(std::unique_ptr<Mesh> mesh) : engine_(std::make_unique<Engine>(std::move(mesh))) {}
   ~Group() {
@@ -382,11 +385,14 @@ void bind_group(py::module_& m) {
       },
       py::arg("name"), py::arg("size"), py::arg("spin_us"),
       "Connected groups of ranks 0..size-1 that are threads of this process, for tests.");
+  m.def("default_thresholds", [] { return collectives::Thresholds{}.by_name(); });
   m.def("shm_segment_bytes", &ShmChannel::segment_bytes, "Bytes of the memfd for a pair of rings of `ring_bytes`.");
   py::class_<Group> group(m, "Group");
   group
-      .def(py::init<const std::string&, int, int, double, std::vector<bool>, py::function>(), py::arg("name"),
-           py::arg("rank"), py::arg("size"), py::arg("spin_us"), py::arg("same_host"), py::arg("connector"))
+      .def(py::init<const std::string&, int, int, double, std::vector<bool>, const std::map<std::string, size_t>&,
+                    py::function>(),
+           py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("spin_us"), py::arg("same_host"),
+           py::arg("thresholds"), py::arg("connector"))
       .def("doorbell_fd", [](Group& g) { return g.mesh().doorbell().fd(); })
       .def("attach_shm", &Group::attach_shm, py::arg("peer"), py::arg("control_fd"), py::arg("ring_fd"),
            py::arg("ring_bytes"), py::arg("is_dialer"), py::arg("doorbell_fd"))

@@ -30,12 +30,12 @@ void all_gather(Context& context, const void* input, void* output, size_t bytes)
     if (output != input) std::memcpy(output, input, bytes);
     return;
   }
-  bool shared_memory = asks_for_shared_memory(bytes) && context.mesh.all_share_memory();
-  if (select_all_gather(bytes, size, shared_memory) == AllGatherAlgorithm::kDirect) {
+  bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.mesh.all_share_memory();
+  if (select_all_gather(context.thresholds, bytes, size, shared_memory) == AllGatherAlgorithm::kDirect) {
     if (direct_all_gather(context, input, output, bytes)) return;
     shared_memory = false;
   }
-  switch (select_all_gather(bytes, size, shared_memory)) {
+  switch (select_all_gather(context.thresholds, bytes, size, shared_memory)) {
     case AllGatherAlgorithm::kRing: ring_all_gather(context, input, output, bytes); break;
     default: pairwise_all_gather(context, input, output, bytes); break;
   }

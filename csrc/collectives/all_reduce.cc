@@ -32,8 +32,8 @@ size_t all_reduce(Context& context, void* data, size_t numel, DType dtype, Reduc
   if (size == 1 || numel == 0) return 0;
   if (codec != nullptr) return compressed_all_reduce(context, data, numel, dtype, op, *codec);
   const size_t bytes = numel * item_bytes(dtype);
-  const bool shared_memory = asks_for_shared_memory(bytes) && context.mesh.all_share_memory();
-  switch (select_all_reduce(bytes, dtype, shared_memory)) {
+  const bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.mesh.all_share_memory();
+  switch (select_all_reduce(context.thresholds, bytes, dtype, shared_memory)) {
     case AllReduceAlgorithm::kRecursiveDoubling: recursive_doubling_all_reduce(context, data, numel, dtype, op); break;
     case AllReduceAlgorithm::kRing: ring_all_reduce(context, data, numel, dtype, op); break;
     case AllReduceAlgorithm::kTwoShot: two_shot_all_reduce(context, data, numel, dtype, op); break;

@@ -57,12 +57,12 @@ void chain_broadcast(Context& context, void* data, size_t bytes, int root) {
 void broadcast(Context& context, void* data, size_t bytes, int root) {
   const int size = context.mesh.size();
   if (size == 1 || bytes == 0) return;
-  bool shared_memory = asks_for_shared_memory(bytes) && context.mesh.all_share_memory();
-  if (select_broadcast(bytes, size, shared_memory) == BroadcastAlgorithm::kDirect) {
+  bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.mesh.all_share_memory();
+  if (select_broadcast(context.thresholds, bytes, size, shared_memory) == BroadcastAlgorithm::kDirect) {
     if (direct_broadcast(context, data, bytes, root)) return;
     shared_memory = false;
   }
-  switch (select_broadcast(bytes, size, shared_memory)) {
+  switch (select_broadcast(context.thresholds, bytes, size, shared_memory)) {
     case BroadcastAlgorithm::kChain: chain_broadcast(context, data, bytes, root); break;
     default: tree_broadcast(context, data, bytes, root); break;
   }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "csrc/codecs/codec.h"
+#include "csrc/collectives/thresholds.h"
 #include "csrc/common/dtype.h"
 #include "csrc/common/event_log.h"
 #include "csrc/common/stream.h"
@@ -24,6 +25,7 @@ struct Context {
   Workspace& workspace;
   EventLog& events;
   Stream stream;
+  const collectives::Thresholds& thresholds;
 };
 
 namespace collectives {

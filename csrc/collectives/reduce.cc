@@ -63,12 +63,12 @@ void reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op
   const int size = context.mesh.size();
   if (size == 1 || numel == 0) return;
   const size_t bytes = numel * item_bytes(dtype);
-  bool shared_memory = asks_for_shared_memory(bytes) && context.mesh.all_share_memory();
-  if (select_reduce(bytes, shared_memory) == ReduceAlgorithm::kDirect) {
+  bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.mesh.all_share_memory();
+  if (select_reduce(context.thresholds, bytes, shared_memory) == ReduceAlgorithm::kDirect) {
     if (direct_reduce(context, data, numel, dtype, op, root)) return;
     shared_memory = false;
   }
-  switch (select_reduce(bytes, shared_memory)) {
+  switch (select_reduce(context.thresholds, bytes, shared_memory)) {
     case ReduceAlgorithm::kTree: tree_reduce(context, data, numel, dtype, op, root); break;
     default: stripes_reduce(context, data, numel, dtype, op, root); break;
   }

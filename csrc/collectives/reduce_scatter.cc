@@ -27,12 +27,12 @@ void reduce_scatter(Context& context, const void* input, void* output, size_t nu
     std::memcpy(output, input, bytes);
     return;
   }
-  bool shared_memory = asks_for_shared_memory(bytes) && context.mesh.all_share_memory();
-  if (select_reduce_scatter(bytes, dtype, size, shared_memory) == ReduceScatterAlgorithm::kDirect) {
+  bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.mesh.all_share_memory();
+  if (select_reduce_scatter(context.thresholds, bytes, dtype, size, shared_memory) == ReduceScatterAlgorithm::kDirect) {
     if (direct_reduce_scatter(context, input, output, numel, dtype, op)) return;
     shared_memory = false;
   }
-  switch (select_reduce_scatter(bytes, dtype, size, shared_memory)) {
+  switch (select_reduce_scatter(context.thresholds, bytes, dtype, size, shared_memory)) {
     case ReduceScatterAlgorithm::kRing: ring_reduce_scatter(context, input, output, numel, dtype, op); break;
     default: stripes_reduce_scatter(context, input, output, numel, dtype, op); break;
   }

@@ -1,4 +1,4 @@
-// Thresholds and chunk sizes; see selector.h.
+// Choices and chunk sizes; see selector.h.
 #include "csrc/collectives/selector.h"
 
 #include <algorithm>
@@ -11,16 +11,6 @@ namespace {
 constexpr size_t KiB = 1024;
 constexpr size_t MiB = 1024 * KiB;
 
-// Up to here an all_reduce costs latency, not bandwidth: recursive doubling has log2 n steps where the
-// others have at least two plus a barrier.
-constexpr size_t kSmallAllReduceBytes = 16 * KiB;
-// Up to here one exchange of whole blocks beats a pipeline of n-1 steps.
-constexpr size_t kSmallBlockBytes = 64 * KiB;
-// A tree moves the tensor log2 n times over the root's link, a chain once.
-constexpr size_t kSmallBroadcastBytes = 64 * KiB;
-constexpr size_t kSmallReduceBytes = 16 * KiB;
-// From here on reading a peer's memory beats a message, whose cost is one more copy but no exchange of addresses.
-constexpr size_t kDirectCopyBytes = 16 * KiB;
 // More ranks than this exchange blocks around the ring even if small: a connection to every rank costs more.
 constexpr int kMaxPairwiseRanks = 16;
 
@@ -45,37 +35,39 @@ Chunks plan(size_t numel, size_t wanted, size_t min_numel, size_t max_numel, siz
 
 }  // namespace
 
-bool asks_for_shared_memory(size_t bytes) { return bytes > std::min(kSmallAllReduceBytes, kDirectCopyBytes); }
+bool asks_for_shared_memory(const Thresholds& thresholds, size_t bytes) {
+  return bytes > std::min(thresholds.recursive_doubling_bytes, thresholds.direct_bytes);
+}
 
-AllReduceAlgorithm select_all_reduce(size_t bytes, DType dtype, bool shared_memory) {
-  if (bytes <= kSmallAllReduceBytes) return AllReduceAlgorithm::kRecursiveDoubling;
+AllReduceAlgorithm select_all_reduce(const Thresholds& thresholds, size_t bytes, DType dtype, bool shared_memory) {
+  if (bytes <= thresholds.recursive_doubling_bytes) return AllReduceAlgorithm::kRecursiveDoubling;
   if (shared_memory) return AllReduceAlgorithm::kDirect;
   // A ring rounds at every hop; two shots add in f32 and round once for the same bytes.
   const bool is_half = dtype == DType::kF16 || dtype == DType::kBF16;
   return is_half ? AllReduceAlgorithm::kTwoShot : AllReduceAlgorithm::kRing;
 }
 
-ReduceScatterAlgorithm select_reduce_scatter(size_t block_bytes, DType dtype, int size, bool shared_memory) {
-  if (shared_memory && block_bytes > kDirectCopyBytes) return ReduceScatterAlgorithm::kDirect;
+ReduceScatterAlgorithm select_reduce_scatter(const Thresholds& thresholds, size_t block_bytes, DType dtype, int size, bool shared_memory) {
+  if (shared_memory && block_bytes > thresholds.direct_bytes) return ReduceScatterAlgorithm::kDirect;
   if (dtype == DType::kF16 || dtype == DType::kBF16) return ReduceScatterAlgorithm::kStripes;
-  const bool pairwise = size == 2 || (block_bytes <= kSmallBlockBytes && size <= kMaxPairwiseRanks);
+  const bool pairwise = size == 2 || (block_bytes <= thresholds.pairwise_bytes && size <= kMaxPairwiseRanks);
   return pairwise ? ReduceScatterAlgorithm::kStripes : ReduceScatterAlgorithm::kRing;
 }
 
-AllGatherAlgorithm select_all_gather(size_t block_bytes, int size, bool shared_memory) {
-  if (shared_memory && block_bytes > kDirectCopyBytes) return AllGatherAlgorithm::kDirect;
-  const bool pairwise = size == 2 || (block_bytes <= kSmallBlockBytes && size <= kMaxPairwiseRanks);
+AllGatherAlgorithm select_all_gather(const Thresholds& thresholds, size_t block_bytes, int size, bool shared_memory) {
+  if (shared_memory && block_bytes > thresholds.direct_bytes) return AllGatherAlgorithm::kDirect;
+  const bool pairwise = size == 2 || (block_bytes <= thresholds.pairwise_bytes && size <= kMaxPairwiseRanks);
   return pairwise ? AllGatherAlgorithm::kPairwise : AllGatherAlgorithm::kRing;
 }
 
-BroadcastAlgorithm select_broadcast(size_t bytes, int size, bool shared_memory) {
-  if (shared_memory && bytes > kDirectCopyBytes) return BroadcastAlgorithm::kDirect;
-  return size == 2 || bytes <= kSmallBroadcastBytes ? BroadcastAlgorithm::kTree : BroadcastAlgorithm::kChain;
+BroadcastAlgorithm select_broadcast(const Thresholds& thresholds, size_t bytes, int size, bool shared_memory) {
+  if (shared_memory && bytes > thresholds.direct_bytes) return BroadcastAlgorithm::kDirect;
+  return size == 2 || bytes <= thresholds.broadcast_tree_bytes ? BroadcastAlgorithm::kTree : BroadcastAlgorithm::kChain;
 }
 
-ReduceAlgorithm select_reduce(size_t bytes, bool shared_memory) {
-  if (shared_memory && bytes > kDirectCopyBytes) return ReduceAlgorithm::kDirect;
-  return bytes <= kSmallReduceBytes ? ReduceAlgorithm::kTree : ReduceAlgorithm::kStripes;
+ReduceAlgorithm select_reduce(const Thresholds& thresholds, size_t bytes, bool shared_memory) {
+  if (shared_memory && bytes > thresholds.direct_bytes) return ReduceAlgorithm::kDirect;
+  return bytes <= thresholds.reduce_tree_bytes ? ReduceAlgorithm::kTree : ReduceAlgorithm::kStripes;
 }
 
 Chunks ring_chunks(size_t block_numel, size_t item) {

@@ -1,9 +1,10 @@
-// Which algorithm runs, and in what chunks: the only place with thresholds. Pure functions of what all
-// ranks know alike, so that all ranks choose alike.
+// Which algorithm runs (by the thresholds.h), and in what chunks. Pure functions of what all ranks know alike, so that
+// all ranks choose alike.
 #pragma once
 
 #include <cstddef>
 
+#include "csrc/collectives/thresholds.h"
 #include "csrc/common/dtype.h"
 
 namespace bagua::collectives {
@@ -16,15 +17,16 @@ enum class ReduceAlgorithm { kTree, kStripes, kDirect };
 
 // `bytes` is the whole tensor. False means that the answer does not depend on shared memory, which spares
 // small operations the question (it may connect to every rank).
-bool asks_for_shared_memory(size_t bytes);
+bool asks_for_shared_memory(const Thresholds& thresholds, size_t bytes);
 
-AllReduceAlgorithm select_all_reduce(size_t bytes, DType dtype, bool shared_memory);
+AllReduceAlgorithm select_all_reduce(const Thresholds& thresholds, size_t bytes, DType dtype, bool shared_memory);
 // `block_bytes` is one rank's output.
-ReduceScatterAlgorithm select_reduce_scatter(size_t block_bytes, DType dtype, int size, bool shared_memory);
+ReduceScatterAlgorithm select_reduce_scatter(const Thresholds& thresholds, size_t block_bytes, DType dtype, int size,
+                                             bool shared_memory);
 // `block_bytes` is one rank's input.
-AllGatherAlgorithm select_all_gather(size_t block_bytes, int size, bool shared_memory);
-BroadcastAlgorithm select_broadcast(size_t bytes, int size, bool shared_memory);
-ReduceAlgorithm select_reduce(size_t bytes, bool shared_memory);
+AllGatherAlgorithm select_all_gather(const Thresholds& thresholds, size_t block_bytes, int size, bool shared_memory);
+BroadcastAlgorithm select_broadcast(const Thresholds& thresholds, size_t bytes, int size, bool shared_memory);
+ReduceAlgorithm select_reduce(const Thresholds& thresholds, size_t bytes, bool shared_memory);
 
 // Chunks of a piece: `count` of `numel` elements each, the last ones short or empty; count 0 for nothing.
 struct Chunks {

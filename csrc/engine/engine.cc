@@ -19,7 +19,8 @@ constexpr nanoseconds kInFlightSleep = milliseconds(20);
 
 }  // namespace
 
-Engine::Engine(std::unique_ptr<Mesh> mesh) : mesh_(std::move(mesh)) {
+Engine::Engine(std::unique_ptr<Mesh> mesh, const collectives::Thresholds& thresholds)
+    : mesh_(std::move(mesh)), thresholds_(thresholds) {
   worker_ = std::thread([this] { loop(); });
   pthread_setname_np(worker_.native_handle(), ("bagua-" + mesh_->name()).substr(0, 15).c_str());
 }
@@ -170,7 +171,7 @@ void Engine::execute(Task& task) {
   events_.set_ticket(task.work->ticket());
   events_.add(EventKind::kQueued, task.submitted_ns, begin_ns, task.bytes);
   try {
-    Context context{*mesh_, workspace_, events_, Stream{}};
+    Context context{*mesh_, workspace_, events_, Stream{}, thresholds_};
     mesh_->begin(task.operation, Deadline::after(task.timeout), task.interrupt, context.stream);
     const uint64_t nonfinite_blocks = task.run(context);
     mesh_->end();

@@ -31,7 +31,7 @@ class Engine {
   using Run = std::function<uint64_t(Context&)>;  // returns the number of non-finite blocks
   using Timeout = std::chrono::nanoseconds;
 
-  explicit Engine(std::unique_ptr<Mesh> mesh);
+  explicit Engine(std::unique_ptr<Mesh> mesh, const collectives::Thresholds& thresholds = {});
   ~Engine();
 
   Mesh& mesh() { return *mesh_; }
@@ -92,6 +92,7 @@ class Engine {
 
   const uint32_t generation_ = process_generation();
   std::unique_ptr<Mesh> mesh_;
+  const collectives::Thresholds thresholds_;
   Workspace workspace_;  // holder of the token
   EventLog events_;
   std::atomic<uint64_t> workspace_bytes_{0};

@@ -3,10 +3,12 @@
 
 #include "csrc/collectives/pieces.h"
 #include "csrc/collectives/selector.h"
+#include "csrc/common/error.h"
 
 namespace bagua::collectives {
 namespace {
 
+constexpr Thresholds kDefaults;
 const size_t kNumels[] = {0, 1, 2, 7, 31, 64, 1023, 1025, 4096, (1 << 16) + 1, 1 << 20, size_t{3} << 32};
 
 TEST(Pieces, CoverEverythingOnceCutAtTheGranule) {
@@ -60,8 +62,8 @@ TEST(Selector, HalvesNeverTakeTheRing) {
   for (const DType dtype : {DType::kF16, DType::kBF16}) {
     for (const size_t bytes : kNumels) {
       for (const int size : {2, 3, 64}) {
-        EXPECT_NE(select_all_reduce(bytes, dtype, false), AllReduceAlgorithm::kRing);
-        EXPECT_NE(select_reduce_scatter(bytes, dtype, size, false), ReduceScatterAlgorithm::kRing);
+        EXPECT_NE(select_all_reduce(kDefaults, bytes, dtype, false), AllReduceAlgorithm::kRing);
+        EXPECT_NE(select_reduce_scatter(kDefaults, bytes, dtype, size, false), ReduceScatterAlgorithm::kRing);
       }
     }
   }
@@ -70,31 +72,47 @@ TEST(Selector, HalvesNeverTakeTheRing) {
 TEST(Selector, DirectNeedsSharedMemoryAndTheQuestionHasBeenAsked) {
   for (const size_t bytes : kNumels) {
     for (const int size : {2, 3, 64}) {
-      EXPECT_NE(select_all_reduce(bytes, DType::kF32, false), AllReduceAlgorithm::kDirect);
-      EXPECT_NE(select_reduce_scatter(bytes, DType::kF32, size, false), ReduceScatterAlgorithm::kDirect);
-      EXPECT_NE(select_all_gather(bytes, size, false), AllGatherAlgorithm::kDirect);
-      EXPECT_NE(select_broadcast(bytes, size, false), BroadcastAlgorithm::kDirect);
-      EXPECT_NE(select_reduce(bytes, false), ReduceAlgorithm::kDirect);
-      if (asks_for_shared_memory(bytes)) continue;
-      EXPECT_NE(select_all_reduce(bytes, DType::kF32, true), AllReduceAlgorithm::kDirect);
-      EXPECT_NE(select_reduce_scatter(bytes, DType::kF32, size, true), ReduceScatterAlgorithm::kDirect);
-      EXPECT_NE(select_all_gather(bytes, size, true), AllGatherAlgorithm::kDirect);
-      EXPECT_NE(select_broadcast(bytes, size, true), BroadcastAlgorithm::kDirect);
-      EXPECT_NE(select_reduce(bytes, true), ReduceAlgorithm::kDirect);
+      EXPECT_NE(select_all_reduce(kDefaults, bytes, DType::kF32, false), AllReduceAlgorithm::kDirect);
+      EXPECT_NE(select_reduce_scatter(kDefaults, bytes, DType::kF32, size, false), ReduceScatterAlgorithm::kDirect);
+      EXPECT_NE(select_all_gather(kDefaults, bytes, size, false), AllGatherAlgorithm::kDirect);
+      EXPECT_NE(select_broadcast(kDefaults, bytes, size, false), BroadcastAlgorithm::kDirect);
+      EXPECT_NE(select_reduce(kDefaults, bytes, false), ReduceAlgorithm::kDirect);
+      if (asks_for_shared_memory(kDefaults, bytes)) continue;
+      EXPECT_NE(select_all_reduce(kDefaults, bytes, DType::kF32, true), AllReduceAlgorithm::kDirect);
+      EXPECT_NE(select_reduce_scatter(kDefaults, bytes, DType::kF32, size, true), ReduceScatterAlgorithm::kDirect);
+      EXPECT_NE(select_all_gather(kDefaults, bytes, size, true), AllGatherAlgorithm::kDirect);
+      EXPECT_NE(select_broadcast(kDefaults, bytes, size, true), BroadcastAlgorithm::kDirect);
+      EXPECT_NE(select_reduce(kDefaults, bytes, true), ReduceAlgorithm::kDirect);
     }
   }
 }
 
 TEST(Selector, LargeTensorsUseSharedMemoryWhereThereIsSome) {
   const size_t bytes = 100 << 20;
-  EXPECT_EQ(select_all_reduce(bytes, DType::kF32, true), AllReduceAlgorithm::kDirect);
-  EXPECT_EQ(select_all_reduce(bytes, DType::kF32, false), AllReduceAlgorithm::kRing);
-  EXPECT_EQ(select_all_reduce(bytes, DType::kF16, false), AllReduceAlgorithm::kTwoShot);
-  EXPECT_EQ(select_all_reduce(64, DType::kF32, true), AllReduceAlgorithm::kRecursiveDoubling);
-  EXPECT_EQ(select_broadcast(bytes, 4, false), BroadcastAlgorithm::kChain);
-  EXPECT_EQ(select_reduce(bytes, false), ReduceAlgorithm::kStripes);
-  EXPECT_EQ(select_reduce(bytes, true), ReduceAlgorithm::kDirect);
-  EXPECT_EQ(select_reduce(64, true), ReduceAlgorithm::kTree);
+  EXPECT_EQ(select_all_reduce(kDefaults, bytes, DType::kF32, true), AllReduceAlgorithm::kDirect);
+  EXPECT_EQ(select_all_reduce(kDefaults, bytes, DType::kF32, false), AllReduceAlgorithm::kRing);
+  EXPECT_EQ(select_all_reduce(kDefaults, bytes, DType::kF16, false), AllReduceAlgorithm::kTwoShot);
+  EXPECT_EQ(select_all_reduce(kDefaults, 64, DType::kF32, true), AllReduceAlgorithm::kRecursiveDoubling);
+  EXPECT_EQ(select_broadcast(kDefaults, bytes, 4, false), BroadcastAlgorithm::kChain);
+  EXPECT_EQ(select_reduce(kDefaults, bytes, false), ReduceAlgorithm::kStripes);
+  EXPECT_EQ(select_reduce(kDefaults, bytes, true), ReduceAlgorithm::kDirect);
+  EXPECT_EQ(select_reduce(kDefaults, 64, true), ReduceAlgorithm::kTree);
+}
+
+TEST(Selector, ThresholdsAreSetByName) {
+  Thresholds thresholds;
+  EXPECT_EQ(thresholds.by_name().size(), sizeof(Thresholds) / sizeof(size_t)) << "one has no name";
+  thresholds.set("recursive_doubling_bytes", 0);
+  EXPECT_EQ(thresholds.by_name().at("recursive_doubling_bytes"), 0u);
+  EXPECT_EQ(select_all_reduce(thresholds, 64, DType::kF32, false), AllReduceAlgorithm::kRing);
+  EXPECT_TRUE(asks_for_shared_memory(thresholds, 1));
+  try {
+    thresholds.set("ring_bytes", 1);
+    FAIL() << "not refused";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kInvalidArgument);
+    EXPECT_NE(std::string(error.what()).find("the thresholds are recursive_doubling_bytes, "), std::string::npos);
+  }
 }
 
 }  // namespace

@@ -43,7 +43,8 @@ struct Rank {
   Mesh& mesh;
   Workspace workspace;
   EventLog events;
-  Context context{mesh, workspace, events, Stream{}};
+  collectives::Thresholds thresholds;
+  Context context{mesh, workspace, events, Stream{}, thresholds};
   uint32_t sequence = 0;
   std::chrono::milliseconds operation_timeout;
 };
@@ -106,7 +107,7 @@ class World {
 
  private:
   void run_rank(size_t r) {
-    Rank rank{.mesh = *meshes_[r], .workspace = {}, .events = {}, .operation_timeout = options_.operation_timeout};
+    Rank rank{.mesh = *meshes_[r], .workspace = {}, .events = {}, .thresholds = {}, .operation_timeout = options_.operation_timeout};
     current_rank = &rank;
     try {
       function_(rank.context, static_cast<int>(r));

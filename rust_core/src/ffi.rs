@@ -103,9 +103,7 @@ pub unsafe extern "C" fn bagua_plan_bucket_members(
         // SAFETY: the header's promise, for both.
         let planned = bucket_at(unsafe { shared(plan, "plan") }?, bucket)?;
         let out = unsafe { output(out_members, capacity, planned.members.len(), "out_members") }?;
-        out.iter_mut()
-            .zip(&planned.members)
-            .for_each(|(slot, member)| *slot = MaybeUninit::new(member.into()));
+        out.iter_mut().zip(&planned.members).for_each(|(slot, m)| *slot = MaybeUninit::new(m.into()));
         Ok(())
     })
 }
@@ -192,9 +190,7 @@ pub unsafe extern "C" fn bagua_scheduler_missing(
         let num_missing = scheduler.missing().count();
         out_num.write(num_missing as u64);
         let out = unsafe { output(out_tensors, capacity, num_missing, "out_tensors") }?;
-        out.iter_mut()
-            .zip(scheduler.missing())
-            .for_each(|(slot, tensor)| *slot = MaybeUninit::new(tensor as u64));
+        out.iter_mut().zip(scheduler.missing()).for_each(|(slot, t)| *slot = MaybeUninit::new(t as u64));
         Ok(())
     })
 }
@@ -245,12 +241,8 @@ pub unsafe extern "C" fn bagua_topology_neighbors(
 ) -> i32 {
     guard(error, || {
         let topology = topology_at(topology)?;
-        let out_of_range = Error::RankOutOfRange { rank, size };
-        let (size, rank) = match (usize::try_from(size), usize::try_from(rank)) {
-            (Ok(size), Ok(rank)) => (size, rank),
-            _ => return Err(out_of_range),
-        };
-        let neighbors = topology.neighbors(size, rank, step)?;
+        let index = |value| usize::try_from(value).map_err(|_| Error::RankOutOfRange { rank, size });
+        let neighbors = topology.neighbors(index(size)?, index(rank)?, step)?;
         // SAFETY: the header's promise, for both.
         let out_num = unsafe { slot(out_num, "out_num") }?;
         out_num.write(neighbors.len() as u64);
@@ -261,18 +253,14 @@ pub unsafe extern "C" fn bagua_topology_neighbors(
 }
 
 fn topology_at(topology: u32) -> Result<Topology, Error> {
-    usize::try_from(topology)
-        .ok()
-        .and_then(|index| TOPOLOGIES.get(index).copied())
-        .ok_or(Error::TopologyOutOfRange { topology, num_topologies: TOPOLOGIES.len() })
+    let found = TOPOLOGIES.get(topology as usize).copied(); // widens
+    found.ok_or(Error::TopologyOutOfRange { topology, num_topologies: TOPOLOGIES.len() })
 }
 
 fn bucket_at(plan: &BaguaPlan, bucket: u64) -> Result<&PlannedBucket, Error> {
     let buckets = plan.0.buckets();
-    usize::try_from(bucket)
-        .ok()
-        .and_then(|index| buckets.get(index))
-        .ok_or(Error::BucketOutOfRange { bucket, num_buckets: buckets.len() })
+    let found = usize::try_from(bucket).ok().and_then(|index| buckets.get(index));
+    found.ok_or(Error::BucketOutOfRange { bucket, num_buckets: buckets.len() })
 }
 
 /// Runs `body` and reports how it ended. `error` is the last argument of an exported function, so

@@ -52,9 +52,13 @@ def failures_of(world_size, changes, timeout=60.0, env=None):
         ({"env": {"WORLD_SIZE": "4"}}, "about world_size: rank 0 has 3, rank 2 has 4; start all ranks with the same"),
         ({"version": "9.9"}, f"about bagua version: rank 0 has '{_C.__version__}', rank 2 has '9.9'; install the same"),
         ({"arguments": {"backend": "native"}}, "about backend: rank 0 has 'auto', rank 2 has 'native'; pass the same"),
+        (
+            {"env": {"BAGUA_THRESHOLDS": "direct_bytes=7"}},
+            "about thresholds: rank 0 has 'the defaults', rank 2 has 'direct_bytes=7'; set the same BAGUA_THRESHOLDS",
+        ),
         ({"arguments": {"auth_token": "x"}}, "about auth_token: rank 2's token is not rank 0's; pass the same"),
     ],
-    ids=["world_size", "version", "backend", "token"],
+    ids=["world_size", "version", "backend", "thresholds", "token"],
 )
 @pytest.mark.parametrize("agent_store", ["True", "False"], ids=["agent's store", "rank 0's store"])
 def test_ranks_that_disagree(change, message, agent_store):
@@ -102,6 +106,8 @@ def test_a_bad_setting_is_refused_before_anything_is_opened():
         assert seconds < SLACK_S
     for kind, text, _ in failures_of(2, {}, env={"BAGUA_SOCKET_IFNAME": "nope0"}):
         assert kind == "InvalidArgument" and "interface 'nope0' has no address on this host; there are lo (127" in text
+    for kind, text, _ in failures_of(1, {}, env={"BAGUA_THRESHOLDS": "ring_bytes=1"}):
+        assert kind == "InvalidArgument" and "names 'ring_bytes'; the thresholds are broadcast_tree_bytes, " in text
     for kind, text, _ in failures_of(1, {0: {"arguments": {"backend": "mpi"}}}):
         assert kind == "InvalidArgument" and "backend 'mpi' is unknown; the backends are auto, native" in text
 

@@ -80,6 +80,8 @@ def test_settings_and_their_defaults():
     assert default.shared_memory and default.interface is None and default.spin_us is None
     assert default.auth_token is None
     changed = settings({"BAGUA_SHARED_MEMORY": "0", "BAGUA_SPIN_US": "0", "BAGUA_SOCKET_IFNAME": "eth7"})
+    assert default.thresholds == {}
+    assert settings({"BAGUA_THRESHOLDS": "a=1, b=20"}).thresholds == {"a": 1, "b": 20}
     assert (changed.shared_memory, changed.spin_us, changed.interface) == (False, 0, "eth7")
 
 
@@ -92,6 +94,8 @@ def test_settings_and_their_defaults():
         ({"BAGUA_SHM_RING_BYTES": "5000"}, "BAGUA_SHM_RING_BYTES=5000 is not a power of two"),
         ({"BAGUA_SHARED_MEMORY": "yes"}, "BAGUA_SHARED_MEMORY='yes' is not an integer"),
         ({"BAGUA_SPIN_US": "-5"}, "BAGUA_SPIN_US=-5 is out of range"),
+        ({"BAGUA_THRESHOLDS": "direct_bytes"}, "BAGUA_THRESHOLDS has 'direct_bytes'; give name=bytes, separated by"),
+        ({"BAGUA_THRESHOLDS": "a=1,b=-2"}, "BAGUA_THRESHOLDS has 'b=-2'"),
     ],
     ids=str,
 )

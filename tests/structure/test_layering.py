@@ -165,7 +165,7 @@ MAY_INCLUDE = {
     "transport": {"common"},
     "transport/*": {"common", "transport"},
     "collectives": {"common", "kernels", "transport", "codecs/codec.h"},
-    "engine": {"common", "transport", "collectives", "codecs/codec.h"},
+    "engine": {"common", "kernels", "transport", "collectives", "codecs/codec.h"},
 }
 EVERYTHING = {"bindings", "tests"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
