@@ -36,6 +36,7 @@ std::string describe(const Operation& operation) {
   }
   if (operation.codec != 0) text += " with codec " + std::to_string(operation.codec);
   if (operation.root >= 0) text += " at rank " + std::to_string(operation.root);
+  if (operation.tag != 0) text += " with tag " + std::to_string(operation.tag);
   return text;
 }
 

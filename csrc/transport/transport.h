@@ -46,7 +46,7 @@ struct Operation {
   uint8_t codec = 0;  // 0 none, otherwise 1 + index in the sorted list of registered codecs
   uint64_t numel = 0;
   int32_t root = -1;
-  uint32_t reserved = 0;
+  uint32_t tag = 0;  // of a point-to-point message; it does not reorder, it must be equal on both sides
 
   bool operator==(const Operation&) const = default;
 };
