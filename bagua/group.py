@@ -94,8 +94,10 @@ class ProcessGroup:
         return child
 
     def close(self) -> None:
-        """End the worker threads and say goodbye to the peers. Idempotent."""
+        """End the worker threads and say goodbye to the peers. Idempotent; a forked child only forgets the group."""
         self._closed = True
+        if self._pid != os.getpid():
+            return
         for child in list(self._subgroups):
             child.close()
         if self._parent is not None and self in self._parent._subgroups:
@@ -186,7 +188,7 @@ class ProcessGroup:
         if tensor.layout != torch.strided:
             raise InvalidArgument(f"{what} has layout {tensor.layout}; convert it with .to_dense() first")
         dtype_code(tensor.dtype)
-        return tensor.detach().contiguous()
+        return tensor.detach().resolve_neg().contiguous()  # a lazy negative's memory holds other values
 
     def _work(self, core_work: _C.Work, keep: object, label: str = "", finish=None) -> Work:
         # The deadline counts from the start of the operation, which may be queued behind others.

@@ -21,14 +21,12 @@ def as_carrier(tensor: torch.Tensor) -> torch.Tensor:
     """A view of the same memory in a type that the core can move; complex128 gets one dimension more.
 
     Raises:
-        InvalidArgument: the tensor is a lazy conjugate or negative, whose memory holds other values.
+        InvalidArgument: the tensor is a lazy conjugate, whose memory holds other values.
     """
-    if tensor.is_conj() or tensor.is_neg():
-        raise InvalidArgument(
-            "the tensor is a lazy view (x.conj(), or x.conj().imag); call .resolve_conj().resolve_neg() on it first"
-        )
     if is_known(tensor.dtype) or tensor.layout != torch.strided:  # the group refuses other layouts
         return tensor
+    if tensor.is_conj():
+        raise InvalidArgument("the tensor is a lazy conjugate (x.conj()); call .resolve_conj() on it first")
     if tensor.dtype is torch.complex128:
         return torch.view_as_real(tensor.detach())
     return tensor.detach().view(_CARRIERS[tensor.element_size()])
@@ -47,17 +45,34 @@ def one(items: Sequence, name: str):
 
 
 def concatenate(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """All elements, one tensor after the other."""
+    """All elements, one tensor after the other.
+
+    Raises:
+        InvalidArgument: the tensors are of different types.
+    """
+    tensors = list(tensors)
+    _check_one_type(tensors)
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def copy_out(source: torch.Tensor, parts: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """What fills `parts`, one after the other, from the elements of `source`; called when these have arrived."""
+    """What fills `parts`, one after the other, from the elements of `source`; called when these have arrived.
+
+    Raises:
+        InvalidArgument: the parts are of different types.
+    """
+    carriers = [as_carrier(part).detach() for part in parts]
+    _check_one_type([source, *carriers])
 
     def copy() -> None:
-        carriers = [as_carrier(part) for part in parts]
         pieces = source.split([carrier.numel() for carrier in carriers])
         for carrier, piece in zip(carriers, pieces, strict=True):
-            carrier.detach().copy_(piece.view(carrier.shape))
+            carrier.copy_(piece.view(carrier.shape))
 
     return copy
+
+
+def _check_one_type(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.dtype != tensors[0].dtype:
+            raise InvalidArgument(f"the list has tensors of {tensors[0].dtype} and {tensor.dtype}; give them one type")

@@ -127,9 +127,7 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     def reduce(self, tensors, opts=_REDUCE) -> TorchWork:
         tensor = one(tensors, "tensors")
-        # On other ranks than the root torch's users keep their tensor; ours may be used as scratch.
-        data = tensor if self.group.rank == opts.rootRank else tensor.detach().clone()
-        work = self.group.reduce(data, opts.rootRank, opts.reduceOp.op, blocking=_is_blocking(opts))
+        work = self.group.reduce(tensor, opts.rootRank, opts.reduceOp.op, blocking=_is_blocking(opts))
         return TorchWork([work], [tensor])
 
     def reduce_scatter(self, outputs, inputs, opts=_REDUCE_SCATTER) -> TorchWork:
@@ -164,21 +162,29 @@ class TorchProcessGroup(dist.ProcessGroup):
         )
 
     def allgather(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
-        return self.allgather_coalesced([one(outputs, "output_tensors")], [one(inputs, "input_tensors")], opts)
+        return self._allgather([one(outputs, "output_tensors")], [one(inputs, "input_tensors")], opts)
 
-    def allgather_coalesced(self, output_lists, inputs, opts=_ALLGATHER) -> TorchWork:
+    def allgather_coalesced(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
+        """outputs[r][i] <- inputs[i] of rank r."""
+        self._check_count(outputs, "output_tensor_lists")
+        return self._allgather(list(zip(*outputs, strict=True)), inputs, opts)
+
+    def _allgather(self, outputs, inputs, opts) -> TorchWork:
+        """outputs[i][r] <- inputs[i] of rank r."""
         blocking = _is_blocking(opts)
         works, results = [], []
-        # torch's lists are by rank, then by tensor when coalesced; with one tensor it is a single list by rank.
-        for parts, tensor in zip(output_lists, inputs, strict=True):
+        for parts, tensor in zip(outputs, inputs, strict=True):
             self._check_parts(parts, tensor, "tensor_list", "tensor")
-            source = as_carrier(tensor)
-            gathered = torch.empty(self.group.size * source.numel(), dtype=source.dtype)
-            work = self.group.all_gather(gathered, source, blocking=blocking)
+            gathered = self._room_for_all(tensor)
+            work = self.group.all_gather(gathered, as_carrier(tensor), blocking=blocking)
             work.finish_with(copy_out(gathered, parts))
             works.append(work)
             results += parts
         return TorchWork(works, results)
+
+    def _room_for_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        carrier = as_carrier(tensor)
+        return torch.empty(self.group.size * carrier.numel(), dtype=carrier.dtype)
 
     def all_gather_single(self, output, input, opts=_ALLGATHER) -> TorchWork:
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -201,10 +207,8 @@ class TorchProcessGroup(dist.ProcessGroup):
             return self._gather(None, tensor, [], opts)
         parts = one(outputs, "output_tensors")
         self._check_parts(parts, tensor, "gather_list", "tensor")
-        source = as_carrier(tensor)
-        gathered = torch.empty(self.group.size * source.numel(), dtype=source.dtype)
-        work = self._gather(gathered, tensor, list(parts), opts, copy_out(gathered, parts))
-        return work
+        gathered = self._room_for_all(tensor)
+        return self._gather(gathered, tensor, list(parts), opts, copy_out(gathered, parts))
 
     def gather_single(self, output, input, opts=_GATHER) -> TorchWork:
         if self.group.rank != opts.rootRank:
@@ -231,13 +235,13 @@ class TorchProcessGroup(dist.ProcessGroup):
     def alltoall(self, outputs, inputs, opts=_ALLTOALL) -> TorchWork:
         self._check_count(outputs, "output_tensor_list")
         self._check_count(inputs, "input_tensor_list")
-        source = concatenate(as_carrier(tensor) for tensor in inputs)
-        carriers = [as_carrier(tensor) for tensor in outputs]
-        into = torch.empty(sum(tensor.numel() for tensor in carriers), dtype=carriers[0].dtype)
-        output_splits = [tensor.numel() for tensor in carriers]
-        input_splits = [as_carrier(tensor).numel() for tensor in inputs]
-        work = self.group.all_to_all(into, source, output_splits, input_splits, blocking=_is_blocking(opts))
-        work.finish_with(copy_out(into, outputs))
+        sources, carriers = [as_carrier(tensor) for tensor in inputs], [as_carrier(tensor) for tensor in outputs]
+        into = torch.empty(sum(carrier.numel() for carrier in carriers), dtype=carriers[0].dtype)
+        output_splits = [carrier.numel() for carrier in carriers]
+        input_splits = [source.numel() for source in sources]
+        finish, blocking = copy_out(into, carriers), _is_blocking(opts)
+        work = self.group.all_to_all(into, concatenate(sources), output_splits, input_splits, blocking=blocking)
+        work.finish_with(finish)
         return TorchWork([work], list(outputs))
 
     def all_to_all_single(self, output, input, output_splits, input_splits, opts=_ALLTOALL) -> TorchWork:

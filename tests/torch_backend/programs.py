@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import bagua
 
 TIMEOUT = timedelta(seconds=30)
+needs_torch = pytest.mark.skipif(torch.__version__ < (2, 9), reason="the backend needs torch 2.9 or later")
 
 
 def start(backend: str = "bagua", timeout: timedelta = TIMEOUT) -> None:

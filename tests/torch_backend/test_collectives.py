@@ -5,7 +5,9 @@ import torch
 import torch.distributed as dist
 
 import bagua
-from tests.torch_backend.programs import compare, run, values
+from tests.torch_backend.programs import compare, needs_torch, run, values
+
+pytestmark = needs_torch
 
 REDUCED = [
     torch.float32,
@@ -150,6 +152,11 @@ def slices(rank, world_size):
         expected = values(rank, world_size, 24).view(4, 6)
         expected[::2, 1::2] = sum(values(r, world_size, 24).view(4, 6)[::2, 1::2] for r in range(world_size))
         assert torch.equal(whole, expected)
+    lazy = torch.tensor([1.0 + 2.0j]).conj().imag  # its memory holds 2, its value is -2
+    assert lazy.is_neg()
+    x = lazy if rank == 0 else torch.zeros(1)
+    dist.broadcast(x, src=0)
+    assert x.item() == -2
     odd = values(rank, world_size, 12, torch.int16)[1::2]
     dist.broadcast(odd, src=1)
     assert torch.equal(odd, values(1, world_size, 12, torch.int16)[1::2])
@@ -207,11 +214,14 @@ def coalesced(rank, world_size):
         for out, numel in zip(outs, (3, 100), strict=True):
             dist.all_gather_into_tensor(out, values(rank, world_size, numel))
     manager.wait()
+    lists = [[torch.zeros(3), torch.zeros(2, 2)] for _ in range(world_size)]
+    dist.all_gather_coalesced(lists, [values(rank, world_size, 3), values(rank, world_size, 4).view(2, 2)])
+    assert all(torch.equal(lists[r][0], values(r, world_size, 3)) for r in range(world_size))
     shards = [torch.zeros(5), torch.zeros(2)]
     with dist._coalescing_manager():
         for shard in shards:
             dist.reduce_scatter_tensor(shard, values(rank, world_size, shard.numel() * world_size))
-    return [*xs, *outs, *shards]
+    return [*xs, *outs, *shards, lists]
 
 
 def test_coalesced(pool):
@@ -229,10 +239,11 @@ def test_average_which_gloo_does_not_have(pool):
 
 
 def reduce_keeps_the_others(rank, world_size):
-    x = values(rank, world_size, 1000)
-    dist.reduce(x, dst=0)
-    total = sum(values(r, world_size, 1000) for r in range(world_size))
-    assert torch.equal(x, total if rank == 0 else values(rank, world_size, 1000))
+    for numel in (10, 1000, 300_000):
+        x = values(rank, world_size, numel)
+        dist.reduce(x, dst=0)
+        total = sum(values(r, world_size, numel) for r in range(world_size))
+        assert torch.equal(x, total if rank == 0 else values(rank, world_size, numel))
 
 
 def test_reduce_leaves_the_tensors_of_the_others_alone(pool):
@@ -270,7 +281,10 @@ def refusals(rank, world_size):
         (lambda: dist.all_gather([torch.ones(r + 1) for r in range(world_size)], x), "tensor_list\\[0\\]"),
         (lambda: dist.all_gather([x], x), "one for each"),
         (lambda: dist.recv(x), "src="),
-        (lambda: dist.distributed_c10d._get_default_group().allreduce(x), "a list of one"),
+        (lambda: dist.group.WORLD.alltoall([x, x], [x, x.double()]), "float32 and torch.float64"),
+        (lambda: dist.group.WORLD.alltoall([x, x.double()], [x, x]), "float32 and torch.float64"),
+        (lambda: dist.group.WORLD.broadcast([torch.ones(3, dtype=torch.complex64).conj()]), "resolve_conj"),
+        (lambda: dist.group.WORLD.allreduce(x), "a list of one"),
     ]
     for call, expected in cases:
         with pytest.raises(bagua.InvalidArgument, match=expected):

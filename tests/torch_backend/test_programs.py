@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.torch_backend.programs import compare, on_both, run, values
+from tests.torch_backend.programs import compare, needs_torch, on_both, run, values
+
+pytestmark = needs_torch
 
 
 @pytest.fixture(params=[2, 4])

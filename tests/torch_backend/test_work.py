@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 import bagua
 from bagua.testing import Pool, kill
-from tests.torch_backend.programs import run, start, values
+from tests.torch_backend.programs import needs_torch, run, start, values
+
+pytestmark = needs_torch
 
 
 def futures(rank, world_size):

@@ -1,7 +1,6 @@
 """Who opens and closes bagua's world, and how torch's groups are made on top of it."""
 
-import subprocess
-import sys
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 import bagua
-from tests.torch_backend.programs import TIMEOUT, run, start, values
+from tests.torch_backend.programs import TIMEOUT, needs_torch, run, start, values
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = needs_torch
 
 
 def total(world_size, ranks, numel=10):
@@ -52,9 +52,12 @@ def share(rank, world_size):
     bagua.destroy_process_group()
     with pytest.raises(bagua.InvalidArgument, match="destroyed"):
         dist.barrier()
+    dist.destroy_process_group()
+    start()
+    bagua.destroy_process_group()
     bagua.init_process_group(timeout=TIMEOUT)
     dist.destroy_process_group()
-    assert bagua.is_initialized()  # not the world that the destroyed groups belonged to
+    assert bagua.is_initialized()  # not the world that torch had opened
     bagua.destroy_process_group()
 
 
@@ -86,6 +89,14 @@ def subgroups(rank, world_size):
     for work, x, expected in reversed(works):
         work.wait()
         assert torch.equal(x, expected)
+    twins = [dist.new_group(timeout=TIMEOUT) for _ in range(2)]  # of the same ranks, and yet two
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(3), group=twins[0], async_op=True)
+        dist.barrier(twins[1])
+        work.wait()
+    else:
+        dist.barrier(twins[1])
+        dist.all_reduce(torch.ones(3), group=twins[0])
     pair = [0, 1] if rank < 2 else [2, 3]
     for _ in range(2):  # torch makes the same name again
         local = dist.new_group(pair, use_local_synchronization=True, timeout=TIMEOUT)
@@ -119,6 +130,11 @@ def unsorted_group(rank, world_size):
     x = torch.tensor([float(rank)])
     dist.broadcast(x, src=3, group=group)
     assert x == 3
+    right, left = order[order.index(rank) - 3], order[order.index(rank) - 1]
+    work = dist.isend(torch.tensor([float(rank)]), right, group=group)
+    dist.recv(x, left, group=group)
+    work.wait()
+    assert x == left
 
 
 @pytest.mark.skipif("sort_ranks" not in dist.new_group.__code__.co_varnames and
@@ -187,48 +203,24 @@ def test_the_timeout_is_torchs(pool2, set_later):
     pool2.run(deadline, args=(set_later,))
 
 
-def test_an_older_torch_is_refused(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.8.1"))
-    with pytest.raises(bagua.InvalidArgument, match="needs torch 2.9"):
-        dist.init_process_group("bagua", store=dist.HashStore(), rank=0, world_size=1)
-    assert not dist.is_initialized()
+def forked(rank, world_size):
+    """A forked child (a DataLoader worker) is told so, and may destroy the groups without harm to its parent."""
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.all_reduce(torch.ones(3))
+        except bagua.InvalidArgument as error:
+            dist.destroy_process_group()
+            os._exit(0 if "forked child" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert x[0] == world_size and bagua.is_initialized()
 
 
-def test_registering_twice_changes_nothing():
-    before = dict(dist.Backend._plugins)
-    bagua.torch_backend.register()
-    assert dist.Backend._plugins == before and "bagua" in dist.Backend.backend_list
-
-
-def test_the_entry_point_registers_the_backend(tmp_path):
-    """torch 2.14 finds it in the metadata of the installed package; for older torch we load it as that does."""
-    _, _, declared = (
-        (ROOT / "pyproject.toml").read_text().partition('[project.entry-points."torch.distributed.backends"]')
-    )
-    name, _, value = declared.split("\n")[1].replace('"', "").partition(" = ")
-    assert name == "bagua"
-    installed = tmp_path / "bagua-0.0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: bagua\nVersion: 0.0\n")
-    (installed / "entry_points.txt").write_text(f"[torch.distributed.backends]\n{name} = {value}\n")
-    program = (
-        "import sys, torch.distributed as dist\n"
-        f"sys.path[:0] = {[str(tmp_path), str(ROOT)]!r}\n"
-        "if not hasattr(dist.Backend, '_ensure_backend_registered'):\n"
-        "    from importlib.metadata import entry_points\n"
-        "    [found] = [e for e in entry_points(group='torch.distributed.backends') if e.value == "
-        + repr(value)
-        + "]\n"
-        "    found.load()()\n"
-        "else:\n"
-        "    assert 'bagua' not in sys.modules\n"
-        "dist.init_process_group('bagua', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "dist.barrier()\n"
-        "dist.destroy_process_group()\n"
-        "print('done', sys.modules['bagua'].__file__)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.stdout == f"done {bagua.__file__}\n", done.stderr
+def test_a_forked_child_is_no_rank(pool2):
+    run(pool2, forked)
 
 
 README_FENCE = "```python\nimport torch.distributed as dist\n"
