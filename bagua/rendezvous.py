@@ -26,7 +26,7 @@ from .errors import BaguaError, DeadlineExceeded, InvalidArgument, RemoteError, 
 __all__ = ["PROTOCOL", "RankRecord", "exchange_records", "host_identity", "open_store", "publish_fault"]
 
 # Raised whenever bytes on a wire or in a ring change their meaning.
-PROTOCOL = 1
+PROTOCOL = 2
 
 _POLL_SECONDS = 0.05
 # Beyond the timeout, so that torch's own message can come first.
