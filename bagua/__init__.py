@@ -5,7 +5,7 @@
 ['bytegrad', 'gradient_allreduce']
 """
 
-from . import algorithms, codecs
+from . import algorithms, codecs, torch_backend
 from ._C import __version__
 from .communication import (
     all_gather,
@@ -88,5 +88,6 @@ __all__ = [
     "reduce_scatter",
     "scatter",
     "send",
+    "torch_backend",
     "with_bagua",
 ]

@@ -1,8 +1,8 @@
 """Opens, authenticates and hands over the connections between ranks; the core moves the bytes from there.
 
 One Endpoint per process: a TCP listener, an abstract Unix listener (nothing is left behind after kill -9) and the
-thread that serves them (accepting.py). Of two ranks the higher one dials (dialing.py; the core knows this rule too:
-Mesh::awaits_dial). A connection for a group that this rank has not made yet waits until it does.
+thread that serves them (accepting.py). Of two ranks of a group the higher one dials (dialing.py; the core knows this
+rule too: Mesh::awaits_dial). A connection for a group that this rank has not made yet waits until it does.
 
 Same host:    one Unix socket (the control link); the dialer passes the descriptors of a pair of rings and of its
               doorbell, the acceptor answers with its own doorbell.
@@ -175,7 +175,7 @@ class Endpoint:
                     f"the group '{name}' was destroyed while it waited for rank {group_peer}", rank=group_peer
                 )
 
-        if rank > peer:
+        if registered.ranks.index(rank) > group_peer:
             self._dial_until(name, registered.core, rank, peer, group_peer, timeout_s, Patience(deadline, still_wanted))
             return
         looked_at = time.monotonic()

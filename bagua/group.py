@@ -55,13 +55,14 @@ class ProcessGroup:
         self.name = name
         self.ranks = list(ranks)
         self.size = len(self.ranks)
-        self._timeout_s = to_seconds(timeout)
-        self.timeout = timedelta(seconds=self._timeout_s)
+        self.set_timeout(timeout)
         self._network = network
         self._global_rank = global_rank
         self.rank = self.ranks.index(global_rank) if global_rank in self.ranks else -1
         self._lanes: dict[str, _C.Group] = {}
         self._node_lanes: NodeLanes | None = None
+        self._parent: ProcessGroup | None = None
+        self._subgroups: list[ProcessGroup] = []
         self._closed = False
         self._pid = os.getpid()
         if self.rank >= 0:
@@ -90,13 +91,38 @@ class ProcessGroup:
         """The ranks of the group by node."""
         return Nodes.of(self.size, lambda a, b: self._network.same_node(self.ranks[a], self.ranks[b]))
 
+    def subgroup(self, name: str, ranks: Sequence[int], timeout: timedelta | float) -> ProcessGroup:
+        """A group of some ranks of this one, made by its members alone and closed with this one at the latest.
+
+        Args:
+            name: the same on all members, and unlike that of any other open group of the same ranks.
+            ranks: ranks of this group, among them this process's; the same order on all members.
+        """
+        self.check()
+        ranks = [self.ranks[rank] for rank in ranks]
+        child = ProcessGroup(self._network, f"{self.name}/{name}", ranks, self._global_rank, timeout)
+        child._parent = self
+        self._subgroups.append(child)
+        return child
+
     def close(self) -> None:
-        """End the worker threads and say goodbye to the peers. Idempotent."""
+        """End the worker threads and say goodbye to the peers. Idempotent; a forked child only forgets the group."""
         self._closed = True
+        if self._pid != os.getpid():
+            return
+        for child in list(self._subgroups):
+            child.close()
+        if self._parent is not None and self in self._parent._subgroups:
+            self._parent._subgroups.remove(self)
         for suffix, core in self._lanes.items():
             self._network.close_core(self.name + suffix, core)
 
     # ---- state
+
+    def set_timeout(self, timeout: timedelta | float) -> None:
+        """Another deadline for the operations that are started from now on; the ranks need not agree about it."""
+        self._timeout_s = to_seconds(timeout)
+        self.timeout = timedelta(seconds=self._timeout_s)
 
     def _check_member(self) -> None:
         if self.rank < 0:
@@ -376,23 +402,24 @@ class ProcessGroup:
         )
         return self._work(work, (tensor, data), label, give_back)
 
-    def barrier(self, *, blocking: bool = False) -> Work:
-        """Completes when every rank has called it."""
+    def barrier(self, *, timeout: timedelta | float | None = None, blocking: bool = False) -> Work:
+        """Completes when every rank has called it; `timeout` in place of the group's."""
         self.check()
-        return self._work(self._core.barrier(self._timeout_s, blocking), None)
+        timeout_s = self._timeout_s if timeout is None else to_seconds(timeout)
+        return self._work(self._core.barrier(timeout_s, blocking), None)
 
-    def send(self, tensor: Array, dst: int) -> Work:
-        """Sends to rank `dst`, which must call recv with the same size and type."""
+    def send(self, tensor: Array, dst: int, *, tag: int = 0) -> Work:
+        """Sends to rank `dst`, which must call recv with the same size, type and tag (which never reorders)."""
         self._check_peer(dst, "dst")
         data = prepare(tensor, "tensor", is_written=False).data
-        work = self._p2p_core.send(data.data_ptr(), data.nbytes, dtype_code(data.dtype), dst, self._timeout_s)
+        work = self._p2p_core.send(data.data_ptr(), data.nbytes, dtype_code(data.dtype), dst, tag, self._timeout_s)
         return self._work(work, (tensor, data))
 
-    def recv(self, tensor: Array, src: int) -> Work:
+    def recv(self, tensor: Array, src: int, *, tag: int = 0) -> Work:
         """tensor <- what rank `src` sends."""
         self._check_peer(src, "src")
         data, give_back = prepare(tensor, "tensor")
-        work = self._p2p_core.recv(data.data_ptr(), data.nbytes, dtype_code(data.dtype), src, self._timeout_s)
+        work = self._p2p_core.recv(data.data_ptr(), data.nbytes, dtype_code(data.dtype), src, tag, self._timeout_s)
         return self._work(work, (tensor, data), finish=give_back)
 
     def _check_peer(self, peer: int, name: str) -> None:

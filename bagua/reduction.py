@@ -9,7 +9,7 @@ import torch
 from . import _C
 from .errors import InvalidArgument
 
-__all__ = ["ReduceOp", "check_codec", "check_op", "check_topology", "dtype_code"]
+__all__ = ["ReduceOp", "check_codec", "check_op", "check_topology", "dtype_code", "is_known"]
 
 
 class ReduceOp(enum.IntEnum):
@@ -37,6 +37,11 @@ _DTYPE_CODES = {
     torch.bool: 8,
 }
 _CODEC_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def is_known(dtype: torch.dtype) -> bool:
+    """Whether the core knows an element type: can reduce it, and not only move its bytes."""
+    return dtype in _DTYPE_CODES
 
 
 def dtype_code(dtype: torch.dtype) -> int:

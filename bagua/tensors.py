@@ -48,7 +48,7 @@ def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
         raise InvalidArgument(f"{what} has layout {tensor.layout}; convert it with .to_dense() first")
     dtype_code(tensor.dtype)
     detached = tensor.detach()
-    data = detached.contiguous()
+    data = detached.resolve_neg().contiguous()  # a lazy negative's memory holds other values
     if not is_written or data.data_ptr() == detached.data_ptr():
         return Prepared(data, None)
     return Prepared(data, lambda: detached.copy_(data))

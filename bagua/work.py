@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -37,14 +38,15 @@ class Work:
     returned. They are kept alive as long as the core needs them, even if the Work is dropped.
     """
 
-    __slots__ = ("_core", "_finish", "_keep", "_limit_s", "label")
+    __slots__ = ("_core", "_finish", "_finishing", "_keep", "_limit_s", "label")
 
     def __init__(self, core: _C.Work, keep: object, limit_s: float, label: str, finish: Callable[[], None] | None):
         self._core = core
         self._keep = keep
         self._limit_s = limit_s
         self.label = label
-        self._finish = finish
+        self._finish = finish  # copies a staged result back; None when there is nothing (left) to do
+        self._finishing = threading.Lock() if finish is not None else None  # guards _finish; held until it is done
         if _abandoned:
             _forget_completed()
 
@@ -92,7 +94,25 @@ class Work:
             raise
         if not ended:
             raise DeadlineExceeded(f"the operation {self.label or self.ticket} is still running after {limit_s:g} s")
-        if self._finish is not None:
-            self._finish, finish = None, self._finish
-            finish()
+        if self._finishing is not None:
+            with self._finishing:
+                self._finish, finish = None, self._finish
+                if finish is not None:
+                    finish()
         self._keep = None
+
+    def finish_with(self, step: Callable[[], None]) -> None:
+        """Have wait() run `step` once, when the result is in place; to be called by who made the Work, at once."""
+        first = self._finish
+        self._finish = step if first is None else lambda: (first(), step())
+        self._finishing = self._finishing or threading.Lock()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback()` once, when the operation has ended, well or not.
+
+        It is called at once, on this thread, when that is so already; otherwise by the thread that ends the operation.
+        There it must not start or wait for an operation (InvalidArgument), and it holds up the operations that follow.
+        wait() on this Work is allowed: it copies a staged result back and raises what the operation raised. What the
+        callback itself raises goes to sys.unraisablehook.
+        """
+        self._core.add_done_callback(callback)

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -52,6 +53,16 @@ void refuse_inside_handler() {
       inline_call->rank);
 }
 
+// Set while a thread that ends operations calls back; what it would wait for, it would have to do itself.
+thread_local bool inside_callback = false;
+
+void refuse_inside_callback() {
+  if (!inside_callback) return;
+  throw Error(ErrorKind::kInvalidArgument,
+              "a callback of an operation (a step behind get_future().then, mostly) starts or waits for an operation, "
+              "but it runs on the thread that ends them; wait for the future instead, and go on from there");
+}
+
 // Runs the handlers of signals that have come. On threads other than Python's main one it does nothing.
 void check_signals() {
   py::gil_scoped_acquire acquire;
@@ -62,12 +73,33 @@ bool is_bagua_error(const py::object& exception) {
   return py::isinstance(exception, py::module_::import("bagua.errors").attr("BaguaError"));
 }
 
-// Calls Python from the thread that runs the operation. The function object is destroyed under the GIL.
-Mesh::Connector wrap_connector(py::function function) {
-  std::shared_ptr<py::function> held(new py::function(std::move(function)), [](py::function* f) {
+// For C++ to keep: the function object is destroyed under the GIL, on whatever thread.
+std::shared_ptr<py::function> hold(py::function function) {
+  return {new py::function(std::move(function)), [](py::function* f) {
+            py::gil_scoped_acquire acquire;
+            delete f;
+          }};
+}
+
+// Calls Python from the thread that ends the operation. Nobody is there to catch what it raises: sys.unraisablehook.
+std::function<void()> wrap_callback(py::function function) {
+  const auto held = hold(std::move(function));
+  return [held, adder = std::this_thread::get_id()] {
     py::gil_scoped_acquire acquire;
-    delete f;
-  });
+    // On the thread that adds it to an operation that has ended already, it may do what that thread may.
+    const bool before = std::exchange(inside_callback, inside_callback || std::this_thread::get_id() != adder);
+    try {
+      (*held)();
+    } catch (py::error_already_set& raised) {
+      raised.discard_as_unraisable("a callback of an operation");
+    }
+    inside_callback = before;
+  };
+}
+
+// Calls Python from the thread that runs the operation.
+Mesh::Connector wrap_connector(py::function function) {
+  const auto held = hold(std::move(function));
   return [held](int peer, Deadline deadline) {
     py::gil_scoped_acquire acquire;
     try {
@@ -121,6 +153,7 @@ class Group {
   // Runs now, on this thread, when `blocking` and the engine is idle; otherwise queues.
   std::shared_ptr<Work> run(const Operation& operation, uint64_t bytes, double timeout_s, bool blocking,
                             Engine::Run run) {
+    refuse_inside_callback();
     if (!blocking) {
       py::gil_scoped_release release;
       return engine_->submit(operation, bytes, seconds(timeout_s), std::move(run));
@@ -166,6 +199,12 @@ std::vector<size_t> in_bytes(std::vector<size_t> splits, DType dtype) {
   return splits;
 }
 
+Operation make_message(size_t bytes, int dtype, uint32_t tag) {
+  Operation operation = make_operation(OperationKind::kPointToPoint, numel_of(bytes, dtype), dtype_from(dtype));
+  operation.variant = tag;
+  return operation;
+}
+
 void bind_work(py::module_& m) {
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def_property_readonly("ticket", &Work::ticket)
@@ -180,7 +219,10 @@ void bind_work(py::module_& m) {
       .def(
           "wait",
           [](Work& work, double timeout_s) {
-            if (!work.is_completed()) refuse_inside_handler();
+            if (!work.is_completed()) {
+              refuse_inside_handler();
+              refuse_inside_callback();
+            }
             // In slices, so that Ctrl-C works.
             const Deadline deadline = Deadline::after(seconds(timeout_s));
             for (;;) {
@@ -197,7 +239,12 @@ void bind_work(py::module_& m) {
             if (const auto error = work.error()) throw Error(*error);
             return true;
           },
-          py::arg("timeout_s"), "False when the timeout passed first; raises what the operation raised.");
+          py::arg("timeout_s"), "False when the timeout passed first; raises what the operation raised.")
+      .def(
+          "add_done_callback",
+          [](Work& work, py::function callback) { work.add_done_callback(wrap_callback(std::move(callback))); },
+          py::arg("callback"),
+          "Calls `callback()` once: now when the operation has ended, otherwise on the thread that ends it.");
 }
 
 void bind_events(py::module_& m) {
@@ -355,17 +402,15 @@ void bind_movements(py::class_<Group>& group) {
                    return 0;
                  });
   });
-  group.def("send", [](Group& g, uintptr_t data, size_t bytes, int dtype, int peer, double timeout_s) {
+  group.def("send", [](Group& g, uintptr_t data, size_t bytes, int dtype, int peer, uint32_t tag, double timeout_s) {
+    refuse_inside_callback();
     py::gil_scoped_release release;
-    return g.engine().submit_send(
-        peer, pointer(data), bytes,
-        make_operation(OperationKind::kPointToPoint, numel_of(bytes, dtype), dtype_from(dtype)), seconds(timeout_s));
+    return g.engine().submit_send(peer, pointer(data), bytes, make_message(bytes, dtype, tag), seconds(timeout_s));
   });
-  group.def("recv", [](Group& g, uintptr_t data, size_t bytes, int dtype, int peer, double timeout_s) {
+  group.def("recv", [](Group& g, uintptr_t data, size_t bytes, int dtype, int peer, uint32_t tag, double timeout_s) {
+    refuse_inside_callback();
     py::gil_scoped_release release;
-    return g.engine().submit_recv(
-        peer, pointer(data), bytes,
-        make_operation(OperationKind::kPointToPoint, numel_of(bytes, dtype), dtype_from(dtype)), seconds(timeout_s));
+    return g.engine().submit_recv(peer, pointer(data), bytes, make_message(bytes, dtype, tag), seconds(timeout_s));
   });
 }
 

@@ -282,6 +282,12 @@ void Engine::fail_in_flight(const Error& cause) {
 
 void Engine::close() {
   if (is_inherited()) return;
+  if (std::this_thread::get_id() == worker_.get_id()) {
+    throw Error(ErrorKind::kInvalidArgument,
+                "a callback of an operation destroys the group '" + mesh_->name() +
+                    "', whose thread calls it; destroy it from another one",
+                mesh_->rank());
+  }
   std::lock_guard closing(close_mutex_);
   if (!worker_.joinable()) return;
   {

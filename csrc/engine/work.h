@@ -1,13 +1,16 @@
 // Work: the handle of one submitted operation. Completed exactly once, by the thread that ran it; any
-// thread may wait.
+// thread may wait, or leave a callback that the completing thread calls.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "csrc/common/error.h"
 
@@ -37,6 +40,20 @@ class Work {
   // Blocks of this rank's input or reduced stripe that held a NaN or an Inf under a codec.
   uint64_t nonfinite_blocks() const { return nonfinite_blocks_.load(std::memory_order_relaxed); }
 
+  // Calls `callback` once: now, on this thread, when the operation has ended; otherwise when it ends, on the thread
+  // that ends it, after the waiters were woken. It must not throw. It is destroyed after its call, or with a Work that
+  // never ended (in a forked child).
+  void add_done_callback(std::function<void()> callback) {
+    {
+      std::lock_guard lock(mutex_);
+      if (!is_completed()) {
+        callbacks_.push_back(std::move(callback));
+        return;
+      }
+    }
+    callback();
+  }
+
   void complete(uint64_t nonfinite_blocks) {
     nonfinite_blocks_.store(nonfinite_blocks, std::memory_order_relaxed);
     finish(std::nullopt);
@@ -45,20 +62,24 @@ class Work {
 
  private:
   void finish(std::optional<Error> error) {
+    std::vector<std::function<void()>> callbacks;
     {
       std::lock_guard lock(mutex_);
       error_ = std::move(error);
       completed_.store(true, std::memory_order_release);
+      callbacks.swap(callbacks_);
     }
     changed_.notify_all();
+    for (auto& callback : callbacks) callback();  // without the lock: a callback may ask for error()
   }
 
   const uint64_t ticket_;
   std::atomic<bool> completed_{false};
   std::atomic<uint64_t> nonfinite_blocks_{0};
-  mutable std::mutex mutex_;  // guards error_
+  mutable std::mutex mutex_;  // guards error_ and callbacks_
   std::condition_variable changed_;
   std::optional<Error> error_;
+  std::vector<std::function<void()>> callbacks_;
 };
 
 }  // namespace bagua

@@ -40,7 +40,10 @@ std::string describe(const Operation& operation) {
     return text + " in topology " + std::to_string(operation.root) + " at step " + std::to_string(operation.variant);
   }
   if (operation.root >= 0) text += " at rank " + std::to_string(operation.root);
-  if (operation.variant != 0) text += ", hierarchical";
+  if (operation.variant != 0) {
+    const bool is_message = operation.kind == OperationKind::kPointToPoint;
+    text += is_message ? " with tag " + std::to_string(operation.variant) : ", hierarchical";
+  }
   return text;
 }
 

@@ -49,6 +49,7 @@ MAY_IMPORT = {
     "step": STEPPING | {"algorithms", "step"},
     "handle": STEPPING | {"algorithms", "step", "handle"},
     "data_parallel": STEPPING | {"algorithms", "step", "handle", "data_parallel"},
+    "torch_backend": GROUP - {"_C"} | {"communication", "torch_backend"},
     "federated": ERRORS | {"group", "communication", "federated"},
     "run": CONFIG,
     "doctor": STEPPING | CONNECTING | {"run"},

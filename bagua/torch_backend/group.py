@@ -1,0 +1,286 @@
+"""TorchProcessGroup: a group of torch.distributed whose collectives are those of a bagua ProcessGroup.
+
+The method names are those that torch calls: its Python API on the object itself, its C++ (DDP's reducer, functional
+collectives) through the trampolines of torch's PyProcessGroup. Newer torch has second names for some of them; both are
+here. Ranks are ranks of the group. An operation that torch will wait for at once runs on the calling thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from ..errors import InvalidArgument
+from ..group import ProcessGroup
+from .carrier import as_carrier, concatenate, copy_out, one
+from .work import TorchWork
+
+__all__ = ["TorchProcessGroup"]
+
+_CPU = torch.device("cpu")
+# What a call without options means to torch; never changed.
+_ALLREDUCE = c10d.AllreduceOptions()
+_ALLREDUCE_COALESCED = c10d.AllreduceCoalescedOptions()
+_REDUCE = c10d.ReduceOptions()
+_REDUCE_SCATTER = c10d.ReduceScatterOptions()
+_BROADCAST = c10d.BroadcastOptions()
+_ALLGATHER = c10d.AllgatherOptions()
+_GATHER = c10d.GatherOptions()
+_SCATTER = c10d.ScatterOptions()
+_ALLTOALL = c10d.AllToAllOptions()
+_BARRIER = c10d.BarrierOptions()
+
+
+def _is_blocking(opts) -> bool:
+    """Whether torch waits for the operation as soon as it has been started."""
+    if opts.timeout.total_seconds() >= 0:
+        raise InvalidArgument(
+            f"a timeout of {opts.timeout} for one operation is not possible with the backend 'bagua'; give the group "
+            "its timeout when it is made, or wait with one"
+        )
+    return not opts.asyncOp
+
+
+class TorchProcessGroup(dist.ProcessGroup):
+    """A group of torch.distributed with the backend "bagua"; made by init_process_group and new_group, not by hand.
+
+    Args:
+        group: the group of bagua that does the work; CPU tensors.
+        store: torch's store of this group.
+        name: torch's name of this group.
+        on_close: called once with this object when it was shut down.
+
+    Attributes:
+        group: as given, for calls that torch.distributed does not have (a codec, shared memory).
+    """
+
+    def __init__(
+        self, group: ProcessGroup, store: dist.Store, name: str, on_close: Callable[[TorchProcessGroup], None]
+    ):
+        super().__init__(group.rank, group.size)
+        self.group = group
+        self._store = store
+        self._torch_name = name
+        self._description = ""
+        self._on_close: Callable[[TorchProcessGroup], None] | None = on_close
+
+    # ---- what torch asks about a group
+
+    def getBackendName(self) -> str:
+        return "bagua"
+
+    def getGroupName(self) -> str:
+        return self._torch_name
+
+    def setGroupName(self, name: str) -> None:
+        self._torch_name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def _get_backend(self, device: torch.device) -> object:
+        """Where torch asks for abilities of a backend: the group itself; for other devices there is none."""
+        return self if device.type == "cpu" else super()._get_backend(device)
+
+    get_backend = _get_backend
+    supports_coalescing = supports_splitting = supports_time_estimate = supports_reconfigure = supports_window = False
+
+    def supports_tensor_alloc(self, _device: torch.device) -> bool:
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Another deadline for the operations from now on."""
+        self.group.set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        """End the group; pending operations fail with Aborted. Idempotent."""
+        on_close, self._on_close = self._on_close, None
+        self.group.close()
+        if on_close is not None:
+            on_close(self)
+
+    abort = shutdown
+
+    # ---- reductions
+
+    def allreduce(self, tensors, opts=_ALLREDUCE) -> TorchWork:
+        tensor = one(tensors, "tensors")
+        return TorchWork([self.group.all_reduce(tensor, opts.reduceOp.op, blocking=_is_blocking(opts))], [tensor])
+
+    def allreduce_coalesced(self, tensors, opts=_ALLREDUCE_COALESCED) -> TorchWork:
+        op, blocking = opts.reduceOp.op, _is_blocking(opts)
+        return TorchWork([self.group.all_reduce(tensor, op, blocking=blocking) for tensor in tensors], list(tensors))
+
+    def reduce(self, tensors, opts=_REDUCE) -> TorchWork:
+        tensor = one(tensors, "tensors")
+        work = self.group.reduce(tensor, opts.rootRank, opts.reduceOp.op, blocking=_is_blocking(opts))
+        return TorchWork([work], [tensor])
+
+    def reduce_scatter(self, outputs, inputs, opts=_REDUCE_SCATTER) -> TorchWork:
+        output, parts = one(outputs, "output_tensors"), one(inputs, "input_tensors")
+        self._check_parts(parts, output, "input_list", "output")
+        return self._reduce_scatter([output], [concatenate(parts)], opts)
+
+    def reduce_scatter_single(self, output, input, opts=_REDUCE_SCATTER) -> TorchWork:
+        return self._reduce_scatter([output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=_REDUCE_SCATTER) -> TorchWork:
+        return self._reduce_scatter(outputs, inputs, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter(self, outputs, inputs, opts) -> TorchWork:
+        op, blocking = opts.reduceOp.op, _is_blocking(opts)
+        works = [
+            self.group.reduce_scatter(output, input, op, blocking=blocking)
+            for output, input in zip(outputs, inputs, strict=True)
+        ]
+        return TorchWork(works, list(outputs))
+
+    # ---- movements, of any type
+
+    def broadcast(self, tensors, opts=_BROADCAST) -> TorchWork:
+        tensor = one(tensors, "tensors")
+        return TorchWork(
+            [self.group.broadcast(as_carrier(tensor), opts.rootRank, blocking=_is_blocking(opts))], [tensor]
+        )
+
+    def allgather(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
+        return self._allgather([one(outputs, "output_tensors")], [one(inputs, "input_tensors")], opts)
+
+    def allgather_coalesced(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
+        """outputs[r][i] <- inputs[i] of rank r."""
+        self._check_count(outputs, "output_tensor_lists")
+        return self._allgather(list(zip(*outputs, strict=True)), inputs, opts)
+
+    def _allgather(self, outputs, inputs, opts) -> TorchWork:
+        """outputs[i][r] <- inputs[i] of rank r."""
+        blocking = _is_blocking(opts)
+        works, results = [], []
+        for parts, tensor in zip(outputs, inputs, strict=True):
+            self._check_parts(parts, tensor, "tensor_list", "tensor")
+            gathered = self._room_for_all(tensor)
+            work = self.group.all_gather(gathered, as_carrier(tensor), blocking=blocking)
+            work.finish_with(copy_out(gathered, parts))
+            works.append(work)
+            results += parts
+        return TorchWork(works, results)
+
+    def _room_for_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        carrier = as_carrier(tensor)
+        return torch.empty(self.group.size * carrier.numel(), dtype=carrier.dtype)
+
+    def all_gather_single(self, output, input, opts=_ALLGATHER) -> TorchWork:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
+        blocking = _is_blocking(opts)
+        works = [
+            self.group.all_gather(as_carrier(output), as_carrier(input), blocking=blocking)
+            for output, input in zip(outputs, inputs, strict=True)
+        ]
+        return TorchWork(works, list(outputs))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs, inputs, opts=_GATHER) -> TorchWork:
+        tensor = one(inputs, "input_tensors")
+        if self.group.rank != opts.rootRank:
+            return self._gather(None, tensor, [], opts)
+        parts = one(outputs, "output_tensors")
+        self._check_parts(parts, tensor, "gather_list", "tensor")
+        gathered = self._room_for_all(tensor)
+        return self._gather(gathered, tensor, list(parts), opts, copy_out(gathered, parts))
+
+    def gather_single(self, output, input, opts=_GATHER) -> TorchWork:
+        if self.group.rank != opts.rootRank:
+            return self._gather(None, input, [], opts)
+        return self._gather(as_carrier(output), input, [output], opts)
+
+    gather_into_tensor = gather_single
+
+    def _gather(self, output, input, result, opts, finish: Callable[[], None] | None = None) -> TorchWork:
+        work = self.group.gather(output, as_carrier(input), opts.rootRank, blocking=_is_blocking(opts))
+        if finish is not None:
+            work.finish_with(finish)
+        return TorchWork([work], result)
+
+    def scatter(self, outputs, inputs, opts=_SCATTER) -> TorchWork:
+        output, source = one(outputs, "output_tensors"), None
+        if self.group.rank == opts.rootRank:
+            parts = one(inputs, "input_tensors")
+            self._check_parts(parts, output, "scatter_list", "tensor")
+            source = concatenate(as_carrier(part) for part in parts)
+        work = self.group.scatter(as_carrier(output), source, opts.rootRank, blocking=_is_blocking(opts))
+        return TorchWork([work], [output])
+
+    def alltoall(self, outputs, inputs, opts=_ALLTOALL) -> TorchWork:
+        self._check_count(outputs, "output_tensor_list")
+        self._check_count(inputs, "input_tensor_list")
+        sources, carriers = [as_carrier(tensor) for tensor in inputs], [as_carrier(tensor) for tensor in outputs]
+        into = torch.empty(sum(carrier.numel() for carrier in carriers), dtype=carriers[0].dtype)
+        output_splits = [carrier.numel() for carrier in carriers]
+        input_splits = [source.numel() for source in sources]
+        finish, blocking = copy_out(into, carriers), _is_blocking(opts)
+        work = self.group.all_to_all(into, concatenate(sources), output_splits, input_splits, blocking=blocking)
+        work.finish_with(finish)
+        return TorchWork([work], list(outputs))
+
+    def all_to_all_single(self, output, input, output_splits, input_splits, opts=_ALLTOALL) -> TorchWork:
+        work = self.group.all_to_all(
+            as_carrier(output), as_carrier(input), output_splits or None, input_splits or None,
+            blocking=_is_blocking(opts),
+        )  # fmt: skip
+        return TorchWork([work], [output])
+
+    alltoall_base = all_to_all_single
+
+    # ---- between two ranks
+
+    def send(self, tensors, dst: int, tag: int = 0) -> TorchWork:
+        tensor = one(tensors, "tensors")
+        return TorchWork([self.group.send(as_carrier(tensor), dst, tag=tag)], [tensor])
+
+    def recv(self, tensors, src: int, tag: int = 0) -> TorchWork:
+        tensor = one(tensors, "tensors")
+        return TorchWork([self.group.recv(as_carrier(tensor), src, tag=tag)], [tensor], source=src)
+
+    def recv_anysource(self, tensors, tag: int = 0) -> TorchWork:
+        raise InvalidArgument("the backend 'bagua' cannot receive from any rank that sends; name the sender with src=")
+
+    def barrier(self, opts=_BARRIER) -> TorchWork:
+        timeout = opts.timeout if opts.timeout.total_seconds() >= 0 else None
+        return TorchWork([self.group.barrier(timeout=timeout, blocking=not opts.asyncOp)], [])
+
+    # ---- checks
+
+    def _check_count(self, parts: Sequence[torch.Tensor], name: str) -> None:
+        if len(parts) != self.group.size:
+            raise InvalidArgument(f"{name} has {len(parts)} tensors; give one for each of the {self.group.size} ranks")
+
+    def _check_parts(self, parts: Sequence[torch.Tensor], tensor: torch.Tensor, name: str, other: str) -> None:
+        self._check_count(parts, name)
+        for rank, part in enumerate(parts):
+            if part.shape != tensor.shape or part.dtype != tensor.dtype:
+                raise InvalidArgument(
+                    f"{name}[{rank}] is {part.dtype} of shape {tuple(part.shape)}, but {other} is {tensor.dtype} of "
+                    f"shape {tuple(tensor.shape)}; all ranks give tensors of one type and shape"
+                )

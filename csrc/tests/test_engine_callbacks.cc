@@ -1,0 +1,79 @@
+// Callbacks of a Work: once, on the thread that ends the operation, after a failure too.
+#include <atomic>
+#include <thread>
+
+#include "csrc/engine/engine.h"
+#include "csrc/tests/test_transport_pairs.h"
+
+namespace bagua::testing {
+namespace {
+
+using namespace std::chrono_literals;
+
+TEST(WorkCallbacks, AreCalledOnceByTheThreadThatCompletes) {
+  Work work(1);
+  std::vector<std::thread::id> called;
+  work.add_done_callback([&] {
+    EXPECT_TRUE(work.is_completed());
+    called.push_back(std::this_thread::get_id());
+  });
+  EXPECT_TRUE(called.empty());
+  std::thread worker([&] { work.complete(0); });
+  const auto id = worker.get_id();
+  worker.join();
+  ASSERT_EQ(called, std::vector{id});
+  work.add_done_callback([&] { called.push_back(std::this_thread::get_id()); });
+  EXPECT_EQ(called, (std::vector{id, std::this_thread::get_id()}));
+}
+
+TEST(WorkCallbacks, SeeTheFailureAndMayAddMore) {
+  Work work(1);
+  int calls = 0;
+  work.add_done_callback([&] {
+    EXPECT_EQ(work.error()->kind(), ErrorKind::kAborted);
+    work.add_done_callback([&] { ++calls; });
+    ++calls;
+  });
+  work.fail(Error(ErrorKind::kAborted, "on purpose"));
+  EXPECT_EQ(calls, 2);
+}
+
+TEST(WorkCallbacks, NoneIsLostWhenAddedWhileTheOperationEnds) {
+  for (int round = 0; round < 2000; ++round) {
+    Work work(1);
+    std::atomic<int> calls{0};
+    std::thread worker([&] { work.complete(0); });
+    for (int i = 0; i < 3; ++i) work.add_done_callback([&] { calls.fetch_add(1); });
+    worker.join();
+    ASSERT_EQ(calls.load(), 3);
+  }
+}
+
+TEST(WorkCallbacks, RunOnTheWorkerWhichTheyCannotEnd) {
+  auto meshes = make_meshes(2, kLocal);
+  Engine first(std::move(meshes[0])), second(std::move(meshes[1]));
+  std::atomic<bool> refused{false};
+  // Rank 0 waits in its first operation until rank 1 takes part, so that the callback is there before the end.
+  const Engine::Run meet = [](Context& context) -> uint64_t {
+    uint8_t byte = 0;
+    const int peer = 1 - context.mesh.rank();
+    context.mesh.send_recv(peer, &byte, 1, peer, &byte, 1);
+    return 0;
+  };
+  auto work = first.submit(stamp(0, 1), 1, 30s, meet);
+  work->add_done_callback([&] {
+    try {
+      first.close();
+    } catch (const Error& error) {
+      refused = error.kind() == ErrorKind::kInvalidArgument;
+    }
+  });
+  auto other = second.submit(stamp(0, 1), 1, 30s, meet);
+  ASSERT_TRUE(work->wait_for(30s));
+  ASSERT_TRUE(other->wait_for(30s));
+  first.close();  // joins the worker, and so its callbacks
+  EXPECT_TRUE(refused);
+}
+
+}  // namespace
+}  // namespace bagua::testing

@@ -1,0 +1,59 @@
+"""The name "bagua" in torch's registry of backends, and the versions of torch that it is for."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua
+from tests.torch_backend.programs import needs_torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_an_older_torch_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.8.1"))
+    with pytest.raises(bagua.InvalidArgument, match="needs torch 2.9"):
+        dist.init_process_group("bagua", store=dist.HashStore(), rank=0, world_size=1)
+    assert not dist.is_initialized()
+
+
+def test_registering_twice_changes_nothing():
+    before = dict(dist.Backend._plugins)
+    bagua.torch_backend.register()
+    assert dist.Backend._plugins == before and "bagua" in dist.Backend.backend_list
+
+
+@needs_torch
+def test_the_entry_point_registers_the_backend(tmp_path):
+    """torch 2.14 finds it in the metadata of the installed package; for older torch we load it as that does."""
+    _, _, declared = (
+        (ROOT / "pyproject.toml").read_text().partition('[project.entry-points."torch.distributed.backends"]')
+    )
+    name, _, value = declared.split("\n")[1].replace('"', "").partition(" = ")
+    assert name == "bagua"
+    installed = tmp_path / "bagua-0.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: bagua\nVersion: 0.0\n")
+    (installed / "entry_points.txt").write_text(f"[torch.distributed.backends]\n{name} = {value}\n")
+    program = (
+        "import sys, torch.distributed as dist\n"
+        f"sys.path[:0] = {[str(tmp_path), str(ROOT)]!r}\n"
+        "if not hasattr(dist.Backend, '_ensure_backend_registered'):\n"
+        "    from importlib.metadata import entry_points\n"
+        "    [found] = [e for e in entry_points(group='torch.distributed.backends') if e.value == "
+        + repr(value)
+        + "]\n"
+        "    found.load()()\n"
+        "else:\n"
+        "    assert 'bagua' not in sys.modules\n"
+        "dist.init_process_group('bagua', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.barrier()\n"
+        "dist.destroy_process_group()\n"
+        "print('done', sys.modules['bagua'].__file__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"done {bagua.__file__}\n", done.stderr

@@ -1,0 +1,181 @@
+"""The handle: futures without a thread per operation, their exceptions, and the rules for callbacks."""
+
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua
+from bagua.testing import Pool, kill
+from tests.torch_backend.programs import needs_torch, run, start, values
+
+pytestmark = needs_torch
+
+
+def futures(rank, world_size):
+    threads = threading.active_count()
+    works, tensors = [], []
+    for i in range(50):
+        x = values(rank, world_size, 24).view(4, 6)[:, ::2] if i % 2 else values(rank, world_size, 100) + i
+        works.append(dist.all_reduce(x, async_op=True))
+        tensors.append(x)
+    results = [work.get_future().then(lambda future: future.value()[0].sum()) for work in works]
+    assert works[0].get_future() is not None and threading.active_count() == threads
+    for i, result in enumerate(torch.futures.wait_all(results)):
+        ranks = range(world_size)
+        if i % 2:
+            assert result == sum(values(r, world_size, 24).view(4, 6)[:, ::2].sum() for r in ranks)
+        else:
+            assert result == sum((values(r, world_size, 100) + i).sum() for r in ranks)
+        assert torch.equal(works[i].result()[0], tensors[i])
+
+
+def test_futures(pool2):
+    run(pool2, futures)
+
+
+def ended(rank, world_size):
+    """An operation that had ended before anybody asked for its future."""
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    while not work.is_completed():
+        time.sleep(0.001)
+    ran_on = []
+    work.get_future().add_done_callback(lambda _: ran_on.append(threading.current_thread()))
+    assert ran_on == [threading.main_thread()]
+    work.synchronize()
+    assert work.wait() and work.is_success()
+
+
+def test_a_future_of_what_has_ended(pool2):
+    run(pool2, ended)
+
+
+def several(rank, world_size):
+    """The future of coalesced operations completes after the last of them."""
+    group = dist.group.WORLD
+    xs = [values(rank, world_size, numel) for numel in (200_000, 3, 7)]
+    work = group.allreduce_coalesced(xs)
+    for x, y in zip(work.get_future().wait(), xs, strict=True):
+        assert torch.equal(x, sum(values(r, world_size, len(x)) for r in range(world_size))) and x is y
+
+
+def test_the_future_of_several_operations(pool2):
+    run(pool2, several)
+
+
+def late(rank, world_size):
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        assert not work.is_completed() and work.exception() is None
+        with pytest.raises(bagua.DeadlineExceeded, match="still running"):
+            work.wait(timedelta(seconds=0.05))
+        bagua.barrier()
+        assert work.wait(timedelta(seconds=20))
+    else:
+        bagua.barrier()
+        dist.all_reduce(torch.ones(3))
+
+
+def test_wait_with_a_timeout(pool2):
+    run(pool2, late)
+
+
+def callbacks(rank, world_size):
+    """On the thread that ends operations a callback may look and compute, but start and wait for nothing."""
+    refused, done = [], threading.Event()
+
+    def step(future):
+        try:
+            dist.all_reduce(torch.ones(3))
+        except bagua.InvalidArgument as error:
+            refused.append(str(error))
+        done.set()
+        return future.value()
+
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        work.get_future().then(step)
+        bagua.barrier()
+        assert done.wait(20)
+        assert "a callback of an operation" in refused[0]
+    else:
+        bagua.barrier()
+        dist.all_reduce(torch.ones(3))
+    dist.barrier()
+
+
+def test_a_callback_cannot_start_an_operation(pool2):
+    run(pool2, callbacks)
+
+
+def loud(rank, world_size):
+    """What a callback of ours raises is not lost; what destroys the group from there is refused."""
+    group, seen, done = bagua.get_default_group(), [], threading.Event()
+    before, sys.unraisablehook = sys.unraisablehook, lambda unraisable: seen.append(unraisable.exc_value)
+    if rank == 0:
+        work = group.all_reduce(torch.ones(3))
+        work.add_done_callback(lambda: 1 / 0)
+        work.add_done_callback(group.close)
+        work.add_done_callback(done.set)
+        dist.barrier()
+        assert done.wait(20)
+        sys.unraisablehook = before
+        assert isinstance(seen[0], ZeroDivisionError)
+        assert isinstance(seen[1], bagua.InvalidArgument) and "from another one" in str(seen[1])
+    else:
+        dist.barrier()
+        group.all_reduce(torch.ones(3)).wait()
+    sys.unraisablehook = before
+
+
+def test_what_a_callback_raises_is_reported(pool2):
+    run(pool2, loud)
+
+
+VICTIM, TIMEOUT_S, NOTICED_S = 1, 20.0, 8.0
+
+
+def survive(rank, world_size):
+    """Each way of waiting ends with an error that names the rank that died."""
+    start(timeout=timedelta(seconds=TIMEOUT_S))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    groups = [dist.new_group() for _ in range(4)]
+    for group in groups:
+        dist.barrier(group)
+    if rank == VICTIM:
+        time.sleep(0.3)
+        kill()
+    future = dist.all_reduce(torch.ones(10), group=groups[0], async_op=True).get_future()
+    functional = torch.distributed._functional_collectives.all_reduce(torch.ones(3), "sum", groups[1])
+    polled = dist.all_reduce(torch.ones(10), group=groups[2], async_op=True)
+    begin = time.monotonic()
+    messages = []
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.ones(2, 4)).sum().backward()
+    messages.append(str(raised.value))
+    for call in (lambda: dist.all_reduce(torch.ones(1000), group=groups[3]), lambda: functional + 0):
+        with pytest.raises(bagua.BaguaError) as raised:
+            call()
+        assert raised.value.rank == VICTIM
+        messages.append(str(raised.value))
+    with pytest.raises(RuntimeError) as raised:
+        future.wait()
+    messages.append(str(raised.value))
+    while not polled.is_completed():
+        time.sleep(0.01)
+    assert polled.exception().rank == VICTIM and not polled.is_success()
+    assert time.monotonic() - begin < NOTICED_S
+    dist.destroy_process_group()
+    return messages
+
+
+def test_a_killed_rank_is_named():
+    with Pool(3) as pool:
+        for messages in pool.run(survive, expect_exit={VICTIM: signal.SIGKILL}):
+            for message in messages or ():
+                assert f"rank {VICTIM} " in message, messages
