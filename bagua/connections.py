@@ -115,8 +115,10 @@ class Endpoint:
 
     # ---- groups
 
-    def open_core(self, name: str, ranks: list[int], rank: int) -> _C.Group:
+    def open_core(self, name: str, ranks: list[int], rank: int, driver: _C.Group | None = None) -> _C.Group:
         """The core of a group of the global ranks `ranks`, of which this process is `rank` (global).
+
+        What it waits for is not wanted any more when `driver`, whose operations are made of its, has failed.
 
         Its channels are made on first use; from now on peers can connect to it.
         """

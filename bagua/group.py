@@ -1,8 +1,7 @@
 """ProcessGroup: some ranks, their transports, and the collectives on tensors as methods.
 
-A group owns one core (`_C.Group`: worker thread, channels to its peers, made on first use) for collectives and a second
-one for send and recv, so that a message between two ranks never stands in the way of a collective. Tensors cross into
-the core as addresses; this file checks them, keeps them alive and stages the ones that are not contiguous.
+Tensors cross into the core as addresses: tensors.py checks them and stages those that the core cannot work on, this file
+checks how they fit together, and the Work keeps them alive. lanes.py holds the cores, several per group.
 """
 
 from __future__ import annotations
@@ -11,30 +10,18 @@ import os
 import pickle
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 
 from . import _C
 from .errors import BaguaError, InvalidArgument
-from .nodes import NodeLanes, Nodes
+from .lanes import Lanes, Network
+from .nodes import Nodes
 from .reduction import ReduceOp, check_codec, check_op, check_topology, dtype_code
 from .tensors import Array, prepare
 from .work import Work, to_seconds
 
 __all__ = ["ProcessGroup", "ReduceOp", "Work", "dtype_code"]
-
-
-class Network(Protocol):
-    """What connects the ranks: connections.Endpoint between processes, bagua.testing's between threads."""
-
-    def open_core(self, name: str, ranks: list[int], rank: int) -> _C.Group: ...
-
-    def close_core(self, name: str, core: _C.Group) -> None: ...
-
-    def share_memory(self, rank: int, peer: int) -> bool: ...
-
-    def same_node(self, rank: int, peer: int) -> bool: ...
 
 
 class ProcessGroup:
@@ -59,18 +46,14 @@ class ProcessGroup:
         self._network = network
         self._global_rank = global_rank
         self.rank = self.ranks.index(global_rank) if global_rank in self.ranks else -1
-        self._lanes: dict[str, _C.Group] = {}
-        self._node_lanes: NodeLanes | None = None
         self._parent: ProcessGroup | None = None
         self._subgroups: list[ProcessGroup] = []
         self._closed = False
         self._pid = os.getpid()
         if self.rank >= 0:
             self.local_ranks = [r for r in range(self.size) if r == self.rank or self._shares_memory(r)]
-            self._core = self._open_lane("")
-            # Before its first use, so that a peer that sends first finds it; else two ranks may wait for a third that
-            # waits for one of them.
-            self._p2p_core = self._open_lane("/p2p") if self.size > 1 else self._core
+            self._lanes = Lanes(network, name, self.ranks, self.rank)
+            self._core, self._p2p_core = self._lanes.collectives, self._lanes.messages
 
     def __repr__(self) -> str:
         return f"ProcessGroup({self.name!r}, rank={self.rank}, size={self.size})"
@@ -80,16 +63,11 @@ class ProcessGroup:
     def _shares_memory(self, peer: int) -> bool:
         return self._network.share_memory(self._global_rank, self.ranks[peer])
 
-    def _open_lane(self, suffix: str, members: Sequence[int] | None = None) -> _C.Group:
-        """A core among `members` (group ranks), by default all."""
-        ranks = self.ranks if members is None else [self.ranks[member] for member in members]
-        self._lanes[suffix] = self._network.open_core(self.name + suffix, ranks, self._global_rank)
-        return self._lanes[suffix]
-
     @property
     def nodes(self) -> Nodes:
         """The ranks of the group by node."""
-        return Nodes.of(self.size, lambda a, b: self._network.same_node(self.ranks[a], self.ranks[b]))
+        self._check_member()
+        return self._lanes.nodes
 
     def subgroup(self, name: str, ranks: Sequence[int], timeout: timedelta | float) -> ProcessGroup:
         """A group of some ranks of this one, made by its members alone and closed with this one at the latest.
@@ -114,8 +92,8 @@ class ProcessGroup:
             child.close()
         if self._parent is not None and self in self._parent._subgroups:
             self._parent._subgroups.remove(self)
-        for suffix, core in self._lanes.items():
-            self._network.close_core(self.name + suffix, core)
+        if self.rank >= 0:
+            self._lanes.close()
 
     # ---- state
 
@@ -145,28 +123,27 @@ class ProcessGroup:
             )
         if self._closed:
             raise InvalidArgument(f"the group '{self.name}' was destroyed; call init_process_group or new_group again")
-        for core in self._lanes.values():
-            core.check()
+        self._lanes.check()
 
     def poison(self, exception: BaguaError) -> None:
         """Make every later call on every connected rank raise `exception` as the first cause."""
-        for core in self._lanes.values():
-            core.poison(exception)
+        if self.rank >= 0:
+            self._lanes.poison(exception)
 
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has sent (through sockets, rings or shared memory) since the group was made."""
-        return sum(core.bytes_sent for core in self._lanes.values())
+        return self._lanes.total(lambda core: core.bytes_sent) if self.rank >= 0 else 0
 
     @property
     def bytes_received(self) -> int:
         """Payload bytes that this rank has received."""
-        return sum(core.bytes_received for core in self._lanes.values())
+        return self._lanes.total(lambda core: core.bytes_received) if self.rank >= 0 else 0
 
     @property
     def workspace_bytes(self) -> int:
         """Scratch memory that the group keeps between operations."""
-        return sum(core.workspace_bytes for core in self._lanes.values())
+        return self._lanes.total(lambda core: core.workspace_bytes) if self.rank >= 0 else 0
 
     def events(self, clear: bool = False) -> list[_C.Event]:
         """What the worker did when, oldest first: spans (ticket, kind, begin_ns, end_ns, bytes), steady clock."""
@@ -217,10 +194,7 @@ class ProcessGroup:
         check_codec(codec, data.dtype, op)
         arguments = (data.data_ptr(), data.numel(), dtype_code(data.dtype), int(op), codec, self._timeout_s, blocking)
         if hierarchical:
-            if self._node_lanes is None:
-                self._node_lanes = NodeLanes.open(self.nodes, self.rank, self._open_lane)
-            lanes = self._node_lanes
-            work = self._core.hierarchical_all_reduce(lanes.node, lanes.leaders, *arguments)
+            work = self._core.hierarchical_all_reduce(*self._lanes.hierarchy, *arguments)
         else:
             work = self._core.all_reduce(*arguments)
         return self._work(work, (tensor, data), label, give_back)

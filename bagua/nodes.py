@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import _C
-
-__all__ = ["NodeLanes", "Nodes"]
+__all__ = ["Nodes"]
 
 
 @dataclass(frozen=True)
@@ -48,21 +46,3 @@ class Nodes:
     def node_of(self, rank: int) -> tuple[int, ...]:
         """The ranks of the node that `rank` is on."""
         return next(node for node in self.members if rank in node)
-
-
-@dataclass(frozen=True)
-class NodeLanes:
-    """The two cores that a hierarchical operation drives besides the group's own."""
-
-    node: _C.Group  # the ranks of this node
-    leaders: _C.Group | None  # None where this rank does not lead, or there is one node only
-
-    @classmethod
-    def open(cls, nodes: Nodes, rank: int, open_lane: Callable[[str, list[int]], _C.Group]) -> NodeLanes:
-        """Open them for `rank` by `open_lane(suffix, group ranks)`."""
-        leaders = nodes.leaders
-        joins = rank in leaders and len(leaders) > 1
-        return cls(
-            node=open_lane("/node", list(nodes.node_of(rank))),
-            leaders=open_lane("/leaders", leaders) if joins else None,
-        )

@@ -28,7 +28,7 @@ class _LocalNetwork:
         self._lock = threading.Lock()  # guards _cores
         self._cores: dict[str, list[_C.Group]] = {}
 
-    def open_core(self, name: str, ranks: list[int], rank: int) -> _C.Group:
+    def open_core(self, name: str, ranks: list[int], rank: int, driver: _C.Group | None = None) -> _C.Group:
         key = f"{name} of {ranks}"  # the nodes' lanes of one group have one name
         with self._lock:
             if key not in self._cores:

@@ -80,7 +80,7 @@ def check_bytes(group):
     """Between nodes one tensor per node travels, compressed where a codec is named."""
     x = torch.ones(100_000)
     group.all_reduce(x, hierarchical=True).wait()
-    leaders = group._lanes.get("/leaders")
+    leaders = group._lanes.hierarchy.leaders
     assert (leaders is not None) == (group.rank in (0, 2))
     if leaders is not None:
         assert 400_000 <= leaders.bytes_sent < 400_100  # and where the buffers lie

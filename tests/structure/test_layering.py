@@ -18,7 +18,7 @@ STDLIB = frozenset(sys.stdlib_module_names)
 ERRORS = {"errors"}
 CONFIG = {"errors", "config"}
 CONNECTING = {"interfaces", "handshake", "rendezvous", "fork_guard", "dialing", "accepting", "connections"}
-GROUP = CONFIG | {"_C", "reduction", "work", "tensors", "nodes", "group"}
+GROUP = CONFIG | {"_C", "reduction", "work", "tensors", "nodes", "lanes", "group"}
 BUCKETS = GROUP | {"codecs", "bucket"}
 STEPPING = BUCKETS | {"communication", "agreement", "nonfinite", "replicas", "timeline", "unused"}
 
@@ -36,7 +36,8 @@ MAY_IMPORT = {
     "reduction": CONFIG | {"_C"},
     "work": CONFIG | {"_C"},
     "tensors": CONFIG | {"reduction"},
-    "nodes": {"_C"},
+    "nodes": set(),
+    "lanes": CONFIG | {"_C", "nodes"},
     "group": GROUP,
     "codecs": GROUP | {"codecs"},
     "bucket": BUCKETS,
