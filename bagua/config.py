@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from .errors import InvalidArgument
 
-__all__ = ["LaunchEnvironment", "Settings", "is_launched", "launch_environment", "settings"]
+__all__ = ["BACKENDS", "LaunchEnvironment", "Settings", "is_launched", "launch_environment", "settings"]
+
+BACKENDS = ("auto", "native", "torch")
 
 # Read by setup.py (a structure test compares), so an environment that built the package may still hold them.
 _READ_BY_THE_BUILD = {"BAGUA_BUILD_DIR", "BAGUA_CMAKE_ARGS", "BAGUA_CUDA", "BAGUA_SKIP_NATIVE"}
@@ -48,6 +50,7 @@ class Settings:
     spin_us: float | None  # BAGUA_SPIN_US: how long a waiting worker polls before it sleeps; None: by core count
     shared_memory: bool  # BAGUA_SHARED_MEMORY=0: TCP even between ranks of one host
     auth_token: str | None  # BAGUA_AUTH_TOKEN: as the argument auth_token of init_process_group
+    backend: str  # BAGUA_BACKEND: as the argument backend of init_process_group where the program gives none
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
@@ -124,6 +127,7 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
         "BAGUA_SPIN_US",
         "BAGUA_SHARED_MEMORY",
         "BAGUA_AUTH_TOKEN",
+        "BAGUA_BACKEND",
     }
     unknown = sorted(name for name in env if name.startswith("BAGUA_") and name not in known | _READ_BY_THE_BUILD)
     if unknown:
@@ -131,6 +135,9 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
     ring_bytes = _integer(env, "BAGUA_SHM_RING_BYTES", 1 << 20, 1 << 12, 1 << 30)
     if ring_bytes & (ring_bytes - 1):
         raise InvalidArgument(f"BAGUA_SHM_RING_BYTES={ring_bytes} is not a power of two")
+    backend = env.get("BAGUA_BACKEND", "auto")
+    if backend not in BACKENDS:
+        raise InvalidArgument(f"BAGUA_BACKEND={backend!r} is unknown; the backends are {', '.join(BACKENDS)}")
     spin_us = _integer(env, "BAGUA_SPIN_US", -1, 0, 1_000_000) if "BAGUA_SPIN_US" in env else None
     return Settings(
         interface=env.get("BAGUA_SOCKET_IFNAME"),
@@ -139,4 +146,5 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
         spin_us=spin_us,
         shared_memory=_integer(env, "BAGUA_SHARED_MEMORY", 1, 0, 1) == 1,
         auth_token=env.get("BAGUA_AUTH_TOKEN"),
+        backend=backend,
     )
