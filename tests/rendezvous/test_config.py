@@ -78,9 +78,10 @@ def test_is_launched():
 def test_settings_and_their_defaults():
     default = settings({})
     assert default.shared_memory and default.interface is None and default.spin_us is None
-    assert default.auth_token is None
+    assert default.auth_token is None and default.backend == "auto"
     changed = settings({"BAGUA_SHARED_MEMORY": "0", "BAGUA_SPIN_US": "0", "BAGUA_SOCKET_IFNAME": "eth7"})
     assert (changed.shared_memory, changed.spin_us, changed.interface) == (False, 0, "eth7")
+    assert settings({"BAGUA_BACKEND": "torch"}).backend == "torch"
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,7 @@ def test_settings_and_their_defaults():
         ({"BAGUA_SHM_RING_BYTES": "5000"}, "BAGUA_SHM_RING_BYTES=5000 is not a power of two"),
         ({"BAGUA_SHARED_MEMORY": "yes"}, "BAGUA_SHARED_MEMORY='yes' is not an integer"),
         ({"BAGUA_SPIN_US": "-5"}, "BAGUA_SPIN_US=-5 is out of range"),
+        ({"BAGUA_BACKEND": "nccl"}, "BAGUA_BACKEND='nccl' is unknown; the backends are auto, native, torch"),
     ],
     ids=str,
 )

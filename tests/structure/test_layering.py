@@ -18,6 +18,7 @@ STDLIB = frozenset(sys.stdlib_module_names)
 ERRORS = {"errors"}
 CONFIG = {"errors", "config"}
 CONNECTING = {"interfaces", "handshake", "rendezvous", "fork_guard", "dialing", "accepting", "connections"}
+TORCH = {"torch_pump", "torch_transport"}
 GROUP = CONFIG | {"_C", "reduction", "work", "group"}
 BUCKETS = GROUP | {"codecs", "bucket"}
 STEPPING = BUCKETS | {"communication", "agreement", "nonfinite", "replicas", "timeline", "unused"}
@@ -32,13 +33,15 @@ MAY_IMPORT = {
     "fork_guard": set(),
     "dialing": CONFIG | CONNECTING,
     "accepting": CONFIG | CONNECTING,
-    "connections": CONFIG | CONNECTING | {"_C"},
+    "torch_pump": ERRORS | {"_C"},
+    "torch_transport": CONFIG | TORCH | {"_C"},
+    "connections": CONFIG | CONNECTING | TORCH | {"_C"},
     "reduction": CONFIG | {"_C"},
     "work": CONFIG | {"_C"},
     "group": GROUP,
     "codecs": GROUP | {"codecs"},
     "bucket": BUCKETS,
-    "communication": BUCKETS | CONNECTING | {"communication"},
+    "communication": BUCKETS | CONNECTING | TORCH | {"communication"},
     "algorithms": (BUCKETS | {"algorithms"}) - {"_C"},
     "agreement": STEPPING,
     "nonfinite": STEPPING,
