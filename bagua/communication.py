@@ -21,6 +21,7 @@ from .connections import Endpoint
 from .errors import BaguaError, InvalidArgument
 from .group import ProcessGroup, ReduceOp, Work
 from .interfaces import choose_address
+from .torch_transport import TorchTransport
 from .work import to_seconds
 
 __all__ = [
@@ -54,7 +55,6 @@ __all__ = [
 
 logger = logging.getLogger("bagua")
 
-_BACKENDS = ("auto", "native")
 # How long rank 0, when it gives up, leaves the store open for the others to read why.
 _FAULT_SECONDS = 1.0
 
@@ -90,7 +90,9 @@ def init_process_group(
     """Meet the other ranks and make the default group. Collective; all ranks pass the same arguments.
 
     Args:
-        backend: "auto" or "native" (shared memory on a host, TCP between hosts).
+        backend: "native" (shared memory on a host, TCP between hosts); "torch": the default group of torch.distributed
+            moves the bytes (gloo, MPI, ...), or a gloo group made for it if there is none; destroy bagua's groups
+            before torch's. "auto" is what BAGUA_BACKEND says, or native.
         store: a torch.distributed store to meet in; by default the one that torchrun's environment describes.
         rank, world_size: by default RANK and WORLD_SIZE from the environment.
         timeout: deadline of the rendezvous and of every operation of the group; a number is seconds.
@@ -98,7 +100,8 @@ def init_process_group(
 
     Raises:
         InvalidArgument: a variable is missing, or the ranks disagree (world size, version, token, ...); on every rank
-            (RemoteError on a rank that had not come to the disputed record yet).
+            (RemoteError on a rank that had not come to the disputed record yet). With "torch": the default group has
+            other ranks, or does not move CPU tensors.
         TransportError: MASTER_PORT is in use, or rank 0 cannot be reached.
         DeadlineExceeded: a rank did not come within the timeout; it is named.
 
@@ -113,25 +116,27 @@ def init_process_group(
     if _world is not None:
         raise InvalidArgument("init_process_group was called before; call destroy_process_group first")
     _num_inits += 1  # before anything can fail, so that ranks that try again count alike
-    if backend not in _BACKENDS:
-        raise InvalidArgument(f"backend {backend!r} is unknown; the backends are {', '.join(_BACKENDS)}")
+    if backend not in config.BACKENDS:
+        raise InvalidArgument(f"backend {backend!r} is unknown; the backends are {', '.join(config.BACKENDS)}")
     timeout = timedelta(seconds=to_seconds(timeout))
     settings = config.settings()
     thresholds = _describe_thresholds(settings.thresholds)
+    backend = settings.backend if backend == "auto" else backend
     launch = config.launch_environment(rank, world_size, needs_master=store is None)
+    through_torch = TorchTransport(launch, timeout) if backend == "torch" else None
     is_server = store is None and launch.rank == 0 and not launch.use_agent_store
     store = rendezvous.open_store(launch, timeout) if store is None else store
     scoped = dist.PrefixStore(f"bagua/init{_num_inits}", store)
     # Without a second process of this job there is nobody else to listen to; torchrun tells how many share the host.
     address = choose_address(settings.interface, launch.single_host, launch.master_addr)
-    endpoint = Endpoint(settings, address)
+    endpoint = Endpoint(settings, address, through_torch)
     try:
         mine = rendezvous.RankRecord(
             rank=launch.rank,
             world_size=launch.world_size,
             version=_C.__version__,
             protocol=rendezvous.PROTOCOL,
-            backend=backend,
+            backend=through_torch.description if through_torch else backend,
             thresholds=thresholds,
             host=rendezvous.host_identity(launch.node_rank),
             node_rank=launch.node_rank,
@@ -142,6 +147,8 @@ def init_process_group(
             token_proof="",
         )
         records, secret = rendezvous.exchange_records(scoped, mine, auth_token or settings.auth_token, timeout)
+        if through_torch:
+            through_torch.start(scoped, address.address)
         endpoint.start(records, secret)
         group = ProcessGroup(endpoint, "world", range(launch.world_size), launch.rank, timeout)
     except BaseException as error:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from .errors import InvalidArgument
 
-__all__ = ["LaunchEnvironment", "Settings", "is_launched", "launch_environment", "settings"]
+__all__ = ["BACKENDS", "LaunchEnvironment", "Settings", "is_launched", "launch_environment", "settings"]
+
+BACKENDS = ("auto", "native", "torch")
 
 # Read by setup.py (a structure test compares), so an environment that built the package may still hold them.
 _READ_BY_THE_BUILD = {"BAGUA_BUILD_DIR", "BAGUA_CMAKE_ARGS", "BAGUA_CUDA", "BAGUA_SKIP_NATIVE"}
@@ -51,6 +53,7 @@ class Settings:
     # BAGUA_THRESHOLDS, such as "direct_bytes=0,pairwise_bytes=4096": where one algorithm of a collective takes over from
     # another, instead of the measured defaults (csrc/collectives/thresholds.h names them; docs/collectives.md)
     thresholds: dict[str, int]
+    backend: str  # BAGUA_BACKEND: as the argument backend of init_process_group where the program gives none
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
@@ -128,6 +131,7 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
         "BAGUA_SHARED_MEMORY",
         "BAGUA_AUTH_TOKEN",
         "BAGUA_THRESHOLDS",
+        "BAGUA_BACKEND",
     }
     unknown = sorted(name for name in env if name.startswith("BAGUA_") and name not in known | _READ_BY_THE_BUILD)
     if unknown:
@@ -135,6 +139,9 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
     ring_bytes = _integer(env, "BAGUA_SHM_RING_BYTES", 1 << 20, 1 << 12, 1 << 30)
     if ring_bytes & (ring_bytes - 1):
         raise InvalidArgument(f"BAGUA_SHM_RING_BYTES={ring_bytes} is not a power of two")
+    backend = env.get("BAGUA_BACKEND", "auto")
+    if backend not in BACKENDS:
+        raise InvalidArgument(f"BAGUA_BACKEND={backend!r} is unknown; the backends are {', '.join(BACKENDS)}")
     spin_us = _integer(env, "BAGUA_SPIN_US", -1, 0, 1_000_000) if "BAGUA_SPIN_US" in env else None
     return Settings(
         interface=env.get("BAGUA_SOCKET_IFNAME"),
@@ -144,6 +151,7 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
         shared_memory=_integer(env, "BAGUA_SHARED_MEMORY", 1, 0, 1) == 1,
         auth_token=env.get("BAGUA_AUTH_TOKEN"),
         thresholds=_thresholds(env.get("BAGUA_THRESHOLDS", "")),
+        backend=backend,
     )
 
 

@@ -7,6 +7,7 @@ rule too: Mesh::awaits_dial). A connection for a group that this rank has not ma
 Same host:    one Unix socket (the control link); the dialer passes the descriptors of a pair of rings and of its
               doorbell, the acceptor answers with its own doorbell.
 Other hosts:  one TCP connection for control and `tcp_streams` for data, which belong together by a random link id.
+torch:        one TCP connection for control, on any host; torch moves the data (torch_transport.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import secrets
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from . import _C
 from .accepting import Acceptor
@@ -27,6 +28,7 @@ from .errors import Aborted, BaguaError, DeadlineExceeded, TransportError
 from .fork_guard import close_in_child
 from .interfaces import InterfaceAddress
 from .rendezvous import RankRecord
+from .torch_transport import TorchTransport
 
 __all__ = ["Endpoint"]
 
@@ -44,6 +46,7 @@ class _Arrival:
     link: str
     streams: int
     ring_bytes: int
+    tag: int
     sockets: dict[int, socket.socket] = field(default_factory=dict)  # TCP: 0 is control, then the data streams
     descriptors: list[int] = field(default_factory=list)  # Unix: rings, doorbell
 
@@ -72,10 +75,14 @@ class Endpoint:
     Args:
         settings: transport settings.
         address: where to listen for TCP.
+        torch_transport: what moves the data of all ranks, if torch does.
     """
 
-    def __init__(self, settings: Settings, address: InterfaceAddress):
+    def __init__(self, settings: Settings, address: InterfaceAddress, torch_transport: TorchTransport | None = None):
+        if torch_transport is not None:
+            settings = replace(settings, shared_memory=False, tcp_streams=0)
         self.settings = settings
+        self._torch = torch_transport
         self.address = address
         self.records: list[RankRecord] = []
         self.secret = b""
@@ -112,6 +119,8 @@ class Endpoint:
             for arrival in self._arrivals.values():
                 arrival.close()
             self._arrivals.clear()
+        if self._torch is not None:
+            self._torch.close()
 
     # ---- groups
 
@@ -144,7 +153,13 @@ class Endpoint:
         with self._changed:
             self._groups.pop(name, None)
             self._changed.notify_all()
-        core.close()
+        try:
+            if self._torch is not None:
+                self._torch.flush(name, core)
+        finally:
+            core.close()
+            if self._torch is not None:
+                self._torch.join(name)
 
     def share_memory(self, rank: int, peer: int) -> bool:
         """Whether two ranks (global) are on one host and both have shared memory switched on."""
@@ -236,7 +251,7 @@ class Endpoint:
                     ) from error
             time.sleep(_POLL_SECONDS)
 
-    def _about(self, name: str, rank: int, peer: int, link: str, index: int) -> dict:
+    def _about(self, name: str, rank: int, peer: int, link: str, index: int, tag: int = 0) -> dict:
         return {
             "group": name,
             "from": rank,
@@ -245,6 +260,7 @@ class Endpoint:
             "index": index,
             "streams": self.settings.tcp_streams,
             "ring_bytes": self.settings.shm_ring_bytes,
+            "tag": tag,
         }
 
     def _dial_unix(self, name: str, core: _C.Group, rank: int, peer: int, group_peer: int, patience: Patience) -> None:
@@ -261,10 +277,19 @@ class Endpoint:
 
     def _dial_tcp(self, name: str, core: _C.Group, rank: int, peer: int, group_peer: int, patience: Patience) -> None:
         link = secrets.token_hex(8)
-        abouts = [self._about(name, rank, peer, link, index) for index in range(1 + self.settings.tcp_streams)]
+        tag = self._torch.next_tag() if self._torch is not None else 0
+        abouts = [self._about(name, rank, peer, link, index, tag) for index in range(1 + self.settings.tcp_streams)]
         sockets = dial_tcp(self.records[peer], self.secret, abouts, patience)
         control, *data = [sock.detach() for sock in sockets]
-        core.attach_tcp(group_peer, control, data)
+        self._attach_data(name, core, group_peer, peer, control, data, tag)
+
+    def _attach_data(
+        self, name: str, core: _C.Group, group_peer: int, peer: int, control: int, data: list[int], tag: int
+    ) -> None:
+        if self._torch is not None:
+            self._torch.attach(name, core, group_peer, peer, control, tag)
+        else:
+            core.attach_tcp(group_peer, control, data)
 
     # ---- accepting: on the acceptor's thread, and in open_core for what came before the group
 
@@ -275,7 +300,7 @@ class Endpoint:
             if arrival is None or arrival.link != about["link"]:
                 if arrival is not None:
                     arrival.close()  # the dialer gave that attempt up
-                arrival = _Arrival(about["link"], about["streams"], about["ring_bytes"])
+                arrival = _Arrival(about["link"], about["streams"], about["ring_bytes"], about["tag"])
                 self._arrivals[group, peer] = arrival
             arrival.sockets[about["index"]] = sock
             arrival.descriptors = descriptors
@@ -287,16 +312,16 @@ class Endpoint:
             return
         arrival = self._arrivals.pop((group, peer))
         try:
-            self._attach(registered, registered.ranks.index(peer), arrival)
+            self._attach(group, registered, peer, arrival)
         except (OSError, ValueError, BaguaError) as error:
             logger.warning("the connection of rank %d to group '%s' failed: %s", peer, group, error)
         finally:
             arrival.close()
         self._changed.notify_all()
 
-    def _attach(self, registered: _Registered, group_peer: int, arrival: _Arrival) -> None:
+    def _attach(self, name: str, registered: _Registered, peer: int, arrival: _Arrival) -> None:
         """Answer the dialer and hand the connection to the core; what stays in `arrival` the caller closes."""
-        core = registered.core
+        core, group_peer = registered.core, registered.ranks.index(peer)
         if core.is_attached(group_peer):
             raise TransportError(f"rank {group_peer} is connected already")
         control = arrival.sockets[0]
@@ -308,7 +333,7 @@ class Endpoint:
         else:
             control.sendall(b"A")
             data = [arrival.sockets[index].detach() for index in range(1, 1 + arrival.streams)]
-            core.attach_tcp(group_peer, control.detach(), data)
+            self._attach_data(name, core, group_peer, peer, control.detach(), data, arrival.tag)
 
 
 def _bindable(address: InterfaceAddress) -> tuple:

@@ -34,6 +34,12 @@ def _cpu_features() -> list[str]:
     return [flag for flag in _CPU_FLAGS if flag in words]
 
 
+def _transports(settings: config.Settings) -> str:
+    if settings.backend == "torch":
+        return "torch (BAGUA_BACKEND)"
+    return f"{'shm ' if settings.shared_memory else ''}tcp ({settings.tcp_streams} streams per peer)"
+
+
 def report_host() -> str:
     """What is built and what this host offers, as text."""
     settings = config.settings()
@@ -43,7 +49,7 @@ def report_host() -> str:
         f"cpu features   {' '.join(_cpu_features()) or 'none that the kernels use'}",
         f"core           CUDA {'built in' if _C.has_cuda else 'not built in (CPU tensors only)'}",
         f"codecs         {' '.join(_C.registered_codecs())}",
-        f"transports     {'shm ' if settings.shared_memory else ''}tcp ({settings.tcp_streams} streams per peer)",
+        f"transports     {_transports(settings)}",
     ]
     for address in interface_addresses():
         chosen = "  <- BAGUA_SOCKET_IFNAME" if settings.interface == address.interface else ""
@@ -75,18 +81,19 @@ def _measure_pair(peer: int, first: bool) -> tuple[float, float]:
 def _report_peers() -> None:
     rank, size = communication.get_rank(), communication.get_world_size()
     group = communication.get_default_group()
+    between_hosts = "torch" if config.settings().backend == "torch" else "tcp"
     rows = []
     for first in range(size):
         for second in range(first + 1, size):
             if rank in (first, second):
                 latency, rate = _measure_pair(second if rank == first else first, rank == first)
                 if rank == first:
-                    kind = "shm" if second in group.local_ranks else "tcp"
-                    rows.append(f"{first:>4} {second:>4}  {kind:<4} {latency:>10.1f} us {rate:>8.2f} GB/s")
+                    kind = "shm" if second in group.local_ranks else between_hosts
+                    rows.append(f"{first:>4} {second:>4}  {kind:<5} {latency:>10.1f} us {rate:>8.2f} GB/s")
             communication.barrier()
     gathered = communication.all_gather_object(rows)
     if rank == 0:
-        print("rank peer  over    one way        rate")
+        print("rank peer  over     one way        rate")
         for line in (line for lines in gathered for line in lines):
             print(line)
 

@@ -22,6 +22,7 @@
 #include "csrc/transport/local/local_channel.h"
 #include "csrc/transport/shm/shm_channel.h"
 #include "csrc/transport/tcp/tcp_channel.h"
+#include "csrc/transport/torch/torch_channel.h"
 
 namespace py = pybind11;
 
@@ -148,6 +149,13 @@ class Group {
   void attach_tcp(int peer, int control_fd, const std::vector<int>& data_fds) {
     auto control = std::make_shared<ControlLink>(control_fd, peer);
     mesh().attach(peer, std::make_unique<TcpChannel>(peer, data_fds, mesh().doorbell()), std::move(control));
+  }
+  // The caller moves the frames of the link that it gets.
+  std::shared_ptr<TorchLink> attach_torch(int peer, int control_fd) {
+    auto control = std::make_shared<ControlLink>(control_fd, peer);
+    auto link = std::make_shared<TorchLink>(peer, mesh().doorbell());
+    mesh().attach(peer, std::make_unique<TorchChannel>(link), std::move(control));
+    return link;
   }
 
   // Runs now, on this thread, when `blocking` and the engine is idle; otherwise queues.
@@ -442,7 +450,12 @@ void bind_group(py::module_& m) {
       .def("attach_shm", &Group::attach_shm, py::arg("peer"), py::arg("control_fd"), py::arg("ring_fd"),
            py::arg("ring_bytes"), py::arg("is_dialer"), py::arg("doorbell_fd"))
       .def("attach_tcp", &Group::attach_tcp, py::arg("peer"), py::arg("control_fd"), py::arg("data_fds"))
+      .def("attach_torch", &Group::attach_torch, py::arg("peer"), py::arg("control_fd"))
       .def("is_attached", [](Group& g, int peer) { return g.mesh().is_attached(peer); })
+      .def(
+          "has_departed", [](Group& g, int peer) { return g.mesh().has_departed(peer); }, py::arg("peer"))
+      .def(
+          "is_idle", [](Group& g) { return g.engine().is_idle(); }, "Whether every operation has ended.")
       .def("check", [](Group& g) { g.mesh().throw_if_poisoned(); })
       .def("poison",
            [](Group& g, const py::object& exception) {

@@ -14,5 +14,6 @@ PYBIND11_MODULE(_C, m) {
   bagua::bind_codecs(m);
   bagua::bind_order(m);
   bagua::bind_topology(m);
+  bagua::bind_torch_link(m);
   bagua::bind_group(m);
 }

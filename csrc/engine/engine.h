@@ -37,6 +37,8 @@ class Engine {
   Mesh& mesh() { return *mesh_; }
   EventLog& events() { return events_; }
   uint64_t workspace_bytes() const { return workspace_bytes_.load(std::memory_order_relaxed); }
+  // Whether every operation that was submitted has ended. [any thread]
+  bool is_idle() const { return num_pending_.load(std::memory_order_relaxed) == 0; }
 
   // Queues a collective; `operation.sequence` is filled in here. `bytes` is for the event log.
   std::shared_ptr<Work> submit(Operation operation, uint64_t bytes, Timeout timeout, Run run);

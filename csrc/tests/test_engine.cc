@@ -45,7 +45,7 @@ Engine::Run shift(std::vector<int>* log = nullptr, int id = 0) {
 
 class EngineOver : public ::testing::TestWithParam<Kind> {};
 
-INSTANTIATE_TEST_SUITE_P(Transports, EngineOver, ::testing::Values(kShm, kTcp, kLocal), kind_name);
+INSTANTIATE_TEST_SUITE_P(Transports, EngineOver, ::testing::Values(kShm, kTcp, kTorch, kLocal), kind_name);
 
 TEST_P(EngineOver, OperationsRunInTheOrderOfTheirSubmission) {
   auto engines = make_engines(3, GetParam());

@@ -10,7 +10,7 @@ namespace {
 class Messages : public ::testing::TestWithParam<Kind> {};
 
 INSTANTIATE_TEST_SUITE_P(Transports, Messages,
-                         ::testing::Values(kShm, kShmSmallRing, kTcp, kTcpOneStream, kTcpFiveStreams, kLocal),
+                         ::testing::Values(kShm, kShmSmallRing, kTcp, kTcpOneStream, kTcpFiveStreams, kTorch, kLocal),
                          kind_name);
 
 // What one rank sends: both ends can compute it.

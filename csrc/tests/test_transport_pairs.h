@@ -1,5 +1,6 @@
 // Two or more ranks as threads of one process over real channels: shared-memory rings, TCP over the loopback
-// interface, or the local transport. For tests of the transports and of the engine.
+// interface, torch's links with a stand-in for torch, or the local transport. For tests of the transports and of the
+// engine.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,11 +22,13 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "csrc/tests/test_transport_pump.h"
 #include "csrc/transport/control_link.h"
 #include "csrc/transport/local/local_channel.h"
 #include "csrc/transport/mesh.h"
 #include "csrc/transport/shm/shm_channel.h"
 #include "csrc/transport/tcp/tcp_channel.h"
+#include "csrc/transport/torch/torch_channel.h"
 
 namespace bagua::testing {
 
@@ -92,13 +95,24 @@ inline void connect_tcp(Mesh& a, Mesh& b, size_t num_streams) {
            std::make_shared<ControlLink>(controls[1], a.rank()));
 }
 
+inline void connect_torch(Mesh& a, Mesh& b) {
+  const auto controls = tcp_pair();
+  auto at_a = std::make_shared<TorchLink>(b.rank(), a.doorbell());
+  auto at_b = std::make_shared<TorchLink>(a.rank(), b.doorbell());
+  a.attach(b.rank(), std::make_unique<TorchChannel>(at_a), std::make_shared<ControlLink>(controls[0], b.rank()));
+  b.attach(a.rank(), std::make_unique<TorchChannel>(at_b), std::make_shared<ControlLink>(controls[1], a.rank()));
+  Pumps::instance().carry(at_a, at_b);
+  Pumps::instance().carry(at_b, at_a);
+}
+
 // One way to connect ranks.
 struct Kind {
   const char* name;
   size_t ring_bytes = 0;
   size_t num_streams = 0;
+  bool through_torch = false;
 
-  bool has_control() const { return ring_bytes != 0 || num_streams != 0; }
+  bool has_control() const { return ring_bytes != 0 || num_streams != 0 || through_torch; }
 };
 inline void PrintTo(const Kind& kind, std::ostream* out) { *out << kind.name; }
 inline std::string kind_name(const ::testing::TestParamInfo<Kind>& info) { return info.param.name; }
@@ -108,11 +122,14 @@ inline constexpr Kind kShmSmallRing{.name = "shm_small_ring", .ring_bytes = 4 <<
 inline constexpr Kind kTcp{.name = "tcp", .num_streams = 2};
 inline constexpr Kind kTcpOneStream{.name = "tcp_one_stream", .num_streams = 1};
 inline constexpr Kind kTcpFiveStreams{.name = "tcp_five_streams", .num_streams = 5};
+inline constexpr Kind kTorch{.name = "torch", .through_torch = true};
 inline constexpr Kind kLocal{.name = "local"};
 
 inline void connect_pair(Mesh& a, Mesh& b, const Kind& kind) {
   if (kind.ring_bytes != 0) {
     connect_shm(b, a, kind.ring_bytes);
+  } else if (kind.through_torch) {
+    connect_torch(a, b);
   } else {
     connect_tcp(a, b, kind.num_streams);
   }

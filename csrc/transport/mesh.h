@@ -79,8 +79,8 @@ class Mesh {
   void set_same_host(std::vector<bool> same_host) { same_host_ = std::move(same_host); }
   void attach(int peer, std::unique_ptr<Channel> channel, std::shared_ptr<ControlLink> control);  // [any thread]
   // A peer that said goodbye, and whose channel will not tell that nothing more comes: a wait for it finds out.
-  bool has_departed(int peer) const;
-  bool is_attached(int peer) const;  // [any thread]
+  bool has_departed(int peer) const;  // [any thread], before close()
+  bool is_attached(int peer) const;   // [any thread]
 
   // The first cause wins; later ones are dropped. Tells the connected peers, wakes the worker. [any thread]
   void poison(const Error& cause, bool tell_peers = true);

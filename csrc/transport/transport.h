@@ -123,7 +123,7 @@ class Channel {
   // stages them through host memory, and the stream is null.
   virtual bool moves_device_memory() const { return false; }
 
-  // "shm", "tcp", "local": for doctor, timeline and error messages
+  // "shm", "tcp", "torch", "local": for doctor, timeline and error messages
   virtual const char* kind() const = 0;
 };
 

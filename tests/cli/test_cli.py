@@ -79,7 +79,7 @@ def run_command(*arguments, env=None, timeout=90):
 def test_doctor_measures_between_ranks():
     done = run_command("doctor", "--nproc-per-node", "2")
     assert done.returncode == 0, done.stderr
-    assert "rank peer  over    one way        rate" in done.stdout
+    assert "rank peer  over     one way        rate" in done.stdout
     assert re.search(r"^ +0 +1  shm +[\d.]+ us +[\d.]+ GB/s$", done.stdout, re.MULTILINE), done.stdout
     assert done.stdout.count("machine") == 1, "one rank reports for all"
 
@@ -92,6 +92,16 @@ def test_doctor_measures_as_a_rank(no_launcher, capfd):
     assert statuses == [0, 0, 0]
     rows = re.findall(r"^ +(\d) +(\d)  (\w+) ", capfd.readouterr().out, re.MULTILINE)
     assert rows == [("0", "1", "shm"), ("0", "2", "tcp"), ("1", "2", "tcp")]
+
+
+def test_doctor_names_torch_where_it_carries_everything(no_launcher, capfd):
+    from bagua.testing import spawn
+
+    no_launcher.setenv("BAGUA_BACKEND", "torch")
+    assert spawn(doctor_as_rank, 2) == [0, 0]
+    output = capfd.readouterr().out
+    assert "transports     torch (BAGUA_BACKEND)" in output
+    assert re.findall(r"^ +(\d) +(\d)  (\w+) ", output, re.MULTILINE) == [("0", "1", "torch")]
 
 
 def doctor_as_rank(rank, world_size):

@@ -36,13 +36,18 @@ def tcp(size: int) -> WorldKind:
     return WorldKind(f"tcp{size}", size, env={"BAGUA_SHARED_MEMORY": "0"})
 
 
+def through_torch(size: int) -> WorldKind:
+    """A gloo group of torch.distributed moves the bytes."""
+    return WorldKind(f"torch{size}", size, env={"BAGUA_BACKEND": "torch"})
+
+
 def mixed(size: int) -> WorldKind:
     """Two nodes: shared memory within them, TCP (over the loopback interface) between them."""
     return WorldKind(f"mixed{size}", size, nodes=2, env={"BAGUA_SOCKET_IFNAME": "lo"})
 
 
-ALL_WORLDS = [shm(1), shm(2), shm(3), shm(4), tcp(2), tcp(3), tcp(4), mixed(4)]
-FEW_WORLDS = [shm(2), shm(3), tcp(2), mixed(4)]
+ALL_WORLDS = [shm(1), shm(2), shm(3), shm(4), tcp(2), tcp(3), tcp(4), mixed(4), through_torch(3)]
+FEW_WORLDS = [shm(2), shm(3), tcp(2), mixed(4), through_torch(2)]
 
 
 def in_worlds(worlds: list[WorldKind]) -> pytest.MarkDecorator:

@@ -40,8 +40,9 @@ def _mean_of_ranks(rank, world_size, algorithm):
         return codecs
 
 
-def test_gradient_is_the_mean_over_ranks(pool2, algorithm):
-    codecs = pool2.run(_mean_of_ranks, args=(algorithm,))[0]
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_gradient_is_the_mean_over_ranks(pool2, algorithm, backend):
+    codecs = pool2.run(_mean_of_ranks, args=(algorithm,), env={"BAGUA_BACKEND": backend})[0]
     assert (codecs == {None}) == (algorithm == "gradient_allreduce")
 
 

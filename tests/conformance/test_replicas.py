@@ -44,8 +44,9 @@ def _hundred_steps(rank, world_size, algorithm):
         return model.bagua.timeline()
 
 
-def test_ranks_are_bit_identical_after_100_steps(pool2, algorithm):
-    timeline = pool2.run(_hundred_steps, args=(algorithm,))[0]
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_ranks_are_bit_identical_after_100_steps(pool2, algorithm, backend):
+    timeline = pool2.run(_hundred_steps, args=(algorithm,), env={"BAGUA_BACKEND": backend})[0]
     assert timeline.summary()["steps"] == 100 == len(timeline.steps)
     assert timeline.summary()["bytes_sent"] == sum(step.bytes_sent for step in timeline.steps) > 0
     assert timeline.summary()["exposed_s"] > 0

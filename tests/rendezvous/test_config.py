@@ -78,11 +78,12 @@ def test_is_launched():
 def test_settings_and_their_defaults():
     default = settings({})
     assert default.shared_memory and default.interface is None and default.spin_us is None
-    assert default.auth_token is None
+    assert default.auth_token is None and default.backend == "auto"
     changed = settings({"BAGUA_SHARED_MEMORY": "0", "BAGUA_SPIN_US": "0", "BAGUA_SOCKET_IFNAME": "eth7"})
     assert default.thresholds == {}
     assert settings({"BAGUA_THRESHOLDS": "a=1, b=20"}).thresholds == {"a": 1, "b": 20}
     assert (changed.shared_memory, changed.spin_us, changed.interface) == (False, 0, "eth7")
+    assert settings({"BAGUA_BACKEND": "torch"}).backend == "torch"
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,7 @@ def test_settings_and_their_defaults():
         ({"BAGUA_SPIN_US": "-5"}, "BAGUA_SPIN_US=-5 is out of range"),
         ({"BAGUA_THRESHOLDS": "direct_bytes"}, "BAGUA_THRESHOLDS has 'direct_bytes'; give name=bytes, separated by"),
         ({"BAGUA_THRESHOLDS": "a=1,b=-2"}, "BAGUA_THRESHOLDS has 'b=-2'"),
+        ({"BAGUA_BACKEND": "nccl"}, "BAGUA_BACKEND='nccl' is unknown; the backends are auto, native, torch"),
     ],
     ids=str,
 )

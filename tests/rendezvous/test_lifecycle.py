@@ -27,7 +27,9 @@ def init_again_and_again(rank, world_size):
     return counts
 
 
-@pytest.mark.parametrize("env", [{}, {"BAGUA_SHARED_MEMORY": "0"}], ids=["shm", "tcp"])
+@pytest.mark.parametrize(
+    "env", [{}, {"BAGUA_SHARED_MEMORY": "0"}, {"BAGUA_BACKEND": "torch"}], ids=["shm", "tcp", "torch"]
+)
 def test_init_again_and_again_in_one_process(env):
     for counts in spawn(init_again_and_again, 2, env=env):
         # A store's connection may be closed a moment later.
@@ -135,5 +137,6 @@ def ends_without_destroy(rank, world_size):
     kept[1].wait()  # noqa: F821
 
 
-def test_a_program_may_end_without_destroy():
-    spawn(ends_without_destroy, 2)
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_program_may_end_without_destroy(backend):
+    spawn(ends_without_destroy, 2, env={"BAGUA_BACKEND": backend})

@@ -18,6 +18,7 @@ STDLIB = frozenset(sys.stdlib_module_names)
 ERRORS = {"errors"}
 CONFIG = {"errors", "config"}
 CONNECTING = {"interfaces", "handshake", "rendezvous", "fork_guard", "dialing", "accepting", "connections"}
+TORCH = {"torch_pump", "torch_transport"}
 GROUP = CONFIG | {"_C", "reduction", "work", "tensors", "nodes", "lanes", "group"}
 BUCKETS = GROUP | {"codecs", "bucket"}
 STEPPING = BUCKETS | {"communication", "agreement", "nonfinite", "replicas", "timeline", "unused"}
@@ -32,7 +33,9 @@ MAY_IMPORT = {
     "fork_guard": set(),
     "dialing": CONFIG | CONNECTING,
     "accepting": CONFIG | CONNECTING,
-    "connections": CONFIG | CONNECTING | {"_C"},
+    "torch_pump": ERRORS | {"_C"},
+    "torch_transport": CONFIG | TORCH | {"_C"},
+    "connections": CONFIG | CONNECTING | TORCH | {"_C"},
     "reduction": CONFIG | {"_C"},
     "work": CONFIG | {"_C"},
     "tensors": CONFIG | {"reduction"},
@@ -41,7 +44,7 @@ MAY_IMPORT = {
     "group": GROUP,
     "codecs": GROUP | {"codecs"},
     "bucket": BUCKETS,
-    "communication": BUCKETS | CONNECTING | {"communication"},
+    "communication": BUCKETS | CONNECTING | TORCH | {"communication"},
     "algorithms": (BUCKETS | {"algorithms"}) - {"_C"},
     "agreement": STEPPING,
     "nonfinite": STEPPING,
