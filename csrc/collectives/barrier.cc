@@ -1,17 +1,41 @@
-// Dissemination barrier: in round s every rank sends a note to rank + 2^s and waits for one from rank - 2^s.
-// ceil(log2 n) steps, no bytes. Source: Hensgen, Finkel, Manber, "Two algorithms for barrier
-// synchronization", 1988.
+// barrier: among few ranks everybody sends everybody a note, 1 step, so that nobody is woken twice (on a host with
+// more ranks than cores, waking up is what costs); among more a dissemination: in round s every rank sends a note to rank
+// + 2^s and waits for one from rank - 2^s, ceil(log2 n) steps. No bytes. Source of the latter: Hensgen, Finkel, Manber,
+// "Two algorithms for barrier synchronization", 1988.
 #include "csrc/collectives/collectives.h"
+#include "csrc/collectives/posted_requests.h"
+#include "csrc/collectives/selector.h"
 
 namespace bagua::collectives {
+namespace {
 
-void barrier(Context& context) {
-  Mesh& mesh = context.mesh;
+void pairwise_barrier(Mesh& mesh) {
+  const auto size = static_cast<size_t>(mesh.size()), rank = static_cast<size_t>(mesh.rank());
+  PostedRequests notes(mesh, 2 * size);
+  for (size_t step = 1; step < size; ++step) {
+    const size_t from = (rank + size - step) % size, to = (rank + step) % size;
+    notes.recv_note(from, static_cast<int>(from));
+    notes.send_note(size + to, static_cast<int>(to));
+  }
+  notes.wait_all();
+}
+
+void dissemination_barrier(Mesh& mesh) {
   const int size = mesh.size();
   for (int distance = 1; distance < size; distance *= 2) {
     const int to = (mesh.rank() + distance) % size;
     const int from = (mesh.rank() + size - distance) % size;
     mesh.send_recv(to, nullptr, 0, from, nullptr, 0);
+  }
+}
+
+}  // namespace
+
+void barrier(Context& context) {
+  if (context.mesh.size() <= kMaxPairwiseBarrierRanks) {
+    pairwise_barrier(context.mesh);
+  } else {
+    dissemination_barrier(context.mesh);
   }
 }
 

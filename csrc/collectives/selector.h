@@ -49,6 +49,8 @@ Chunks staged_chunks(size_t numel, size_t item);
 // How many chunks beyond the current one a ring or a chain has under way.
 inline constexpr size_t kRingLookahead = 3;
 inline constexpr size_t kChainLookahead = 3;
+// Up to this many ranks a barrier is one step.
+inline constexpr int kMaxPairwiseBarrierRanks = 8;
 // Steps of all_to_all, gather and scatter that are under way together.
 inline constexpr size_t kPairwiseWindow = 8;
 // Staged all_reduce: how many chunks later a stage runs than the one before it (see its file).
