@@ -54,7 +54,7 @@ inline constexpr int kMaxPairwiseBarrierRanks = 8;
 // Steps of all_to_all, gather and scatter that are under way together.
 inline constexpr size_t kPairwiseWindow = 8;
 // Staged all_reduce: how many chunks later a stage runs than the one before it (see its file).
-inline constexpr size_t kStagedLag = 1;
+inline constexpr size_t kStagedLag = 2;
 inline constexpr size_t kMaxStagedChunkBytes = 512 << 10;
 
 }  // namespace bagua::collectives
