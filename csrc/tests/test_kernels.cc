@@ -161,6 +161,10 @@ TEST(ReduceMany, OneToFiveSourcesInPlaceAndElsewhere) {
 }
 
 TEST(ReduceMany, Large) {
+  for (int num_sources : {2, 3, 4, 5}) {
+    check_reduce_many(ReduceOp::kSum, DType::kF32, kLargeSize, num_sources, num_sources, 0);
+    check_reduce_many(ReduceOp::kSum, DType::kF32, 10001, num_sources, 0, 3);
+  }
   check_reduce_many(ReduceOp::kAvg, DType::kF32, kLargeSize, 2, 2, 0);
   check_reduce_many(ReduceOp::kAvg, DType::kF32, kLargeSize, 3, 3, 0);
   check_reduce_many(ReduceOp::kSum, DType::kBF16, kLargeSize, 2, 2, 0);
