@@ -18,12 +18,13 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from . import _C
 from .accepting import Acceptor
 from .config import Settings
-from .dialing import Patience, dial_tcp, dial_unix, is_gone
+from .dialing import Patience, ask, dial_tcp, dial_unix, is_gone
 from .errors import Aborted, BaguaError, DeadlineExceeded, TransportError
 from .fork_guard import close_in_child
 from .interfaces import InterfaceAddress
@@ -37,6 +38,11 @@ logger = logging.getLogger("bagua")
 _POLL_SECONDS = 0.05
 # A listener is there before its rank is known to others, so one that refuses belongs to a process that has ended.
 _REFUSED_SECONDS = 0.5
+# Who has waited for a connection for this long asks the peer what it is doing: it may be in another operation, in which
+# neither will ever connect. Later questions come at doubling intervals. (Mesh::ask does so over connections.)
+_FIRST_QUESTION_SECONDS = 0.5
+_LONGEST_QUESTION_INTERVAL_SECONDS = 8.0
+_ANSWER_SECONDS = 1.0
 
 
 @dataclass
@@ -67,6 +73,13 @@ class _Registered:
 
     core: _C.Group
     ranks: list[int]  # global ranks by group rank
+    driver: _C.Group | None  # whose operations this core's are part of
+
+    def check(self) -> None:
+        """Raise what has ended the group's operations."""
+        self.core.check()
+        if self.driver is not None:
+            self.driver.check()
 
 
 class Endpoint:
@@ -127,9 +140,8 @@ class Endpoint:
     def open_core(self, name: str, ranks: list[int], rank: int, driver: _C.Group | None = None) -> _C.Group:
         """The core of a group of the global ranks `ranks`, of which this process is `rank` (global).
 
-        What it waits for is not wanted any more when `driver`, whose operations are made of its, has failed.
-
-        Its channels are made on first use; from now on peers can connect to it.
+        Its channels are made on first use; from now on peers can connect to it. What it waits for is not wanted any
+        more when `driver`, whose operations its operations are part of, has failed.
         """
         same_host = [peer == rank or self.share_memory(rank, peer) for peer in ranks]
         spin_us = self.settings.spin_us
@@ -143,7 +155,7 @@ class Endpoint:
         thresholds = self.settings.thresholds
         core = _C.Group(name, ranks.index(rank), len(ranks), spin_us, same_host, thresholds, connect)
         with self._changed:
-            self._groups[name] = _Registered(core, ranks)
+            self._groups[name] = _Registered(core, ranks, driver)
             for group, peer in [key for key in self._arrivals if key[0] == name]:
                 self._attach_if_complete(group, peer)
         return core
@@ -186,7 +198,7 @@ class Endpoint:
         group_peer = registered.ranks.index(peer)
 
         def still_wanted() -> None:
-            registered.core.check()
+            registered.check()
             if name not in self._groups:
                 raise Aborted(
                     f"the group '{name}' was destroyed while it waited for rank {group_peer}", rank=group_peer
@@ -196,22 +208,59 @@ class Endpoint:
             self._dial_until(name, registered.core, rank, peer, group_peer, timeout_s, Patience(deadline, still_wanted))
             return
         looked_at = time.monotonic()
+        interval = _FIRST_QUESTION_SECONDS
+        next_question = looked_at + interval
+        while not self._wait_for_attachment(registered.core, group_peer):
+            still_wanted()
+            now = time.monotonic()
+            if self.share_memory(rank, peer) and now - looked_at > _REFUSED_SECONDS:
+                looked_at = now
+                if is_gone(self.records[peer]):
+                    raise self._gone(group_peer, peer)
+            if now > deadline:
+                raise DeadlineExceeded(
+                    f"rank {group_peer} has not connected to the group '{name}' within {timeout_s:.3g} s: it has "
+                    "not called an operation of this group that needs this rank, or it cannot reach "
+                    f"{self.address.address}:{self.port}",
+                    rank=group_peer,
+                )
+            if now > next_question:
+                self._compare_status(name, registered, rank, peer, still_wanted)
+                interval = min(2 * interval, _LONGEST_QUESTION_INTERVAL_SECONDS)
+                next_question = time.monotonic() + interval
+
+    def _wait_for_attachment(self, core: _C.Group, group_peer: int) -> bool:
+        """Whether the peer has connected; waits a moment if not."""
         with self._changed:
-            while not registered.core.is_attached(group_peer):
-                still_wanted()
-                now = time.monotonic()
-                if self.share_memory(rank, peer) and now - looked_at > _REFUSED_SECONDS:
-                    looked_at = now
-                    if is_gone(self.records[peer]):
-                        raise self._gone(group_peer, peer)
-                if now > deadline:
-                    raise DeadlineExceeded(
-                        f"rank {group_peer} has not connected to the group '{name}' within {timeout_s:.3g} s: it has "
-                        "not called an operation of this group that needs this rank, or it cannot reach "
-                        f"{self.address.address}:{self.port}",
-                        rank=group_peer,
-                    )
-                self._changed.wait(_POLL_SECONDS)
+            if core.is_attached(group_peer):
+                return True
+            self._changed.wait(_POLL_SECONDS)
+            return core.is_attached(group_peer)
+
+    def _compare_status(
+        self, name: str, registered: _Registered, rank: int, peer: int, still_wanted: Callable[[], None]
+    ) -> None:
+        """Ask a rank what it is doing, and tell it what this one does. Raises InvalidArgument if they differ."""
+        about = {**self._about(name, rank, peer, "", 0), "status": registered.core.status().hex()}
+        patience = Patience(time.monotonic() + _ANSWER_SECONDS, still_wanted)
+        try:
+            status = ask(self.records[peer], self.secret, about, patience)
+        except (OSError, TransportError):
+            return  # it is busy, stopped or gone: the deadline tells
+        registered.core.check_status(registered.ranks.index(peer), status)
+
+    def _answer(self, sock: socket.socket, about: dict) -> None:
+        """The other side of _compare_status, on the acceptor's thread."""
+        with sock:
+            registered = self._groups.get(about["group"])
+            status = b"" if registered is None else registered.core.status()
+            sock.sendall(bytes([len(status)]) + status)
+        if registered is None:
+            return
+        try:
+            registered.core.check_status(registered.ranks.index(about["from"]), bytes.fromhex(about["status"]))
+        except BaguaError as error:
+            registered.core.poison(error)
 
     def _gone(self, group_peer: int, peer: int) -> TransportError:
         record = self.records[peer]
@@ -294,6 +343,9 @@ class Endpoint:
     # ---- accepting: on the acceptor's thread, and in open_core for what came before the group
 
     def _arrived(self, sock: socket.socket, about: dict, descriptors: list[int]) -> None:
+        if "status" in about:
+            self._answer(sock, about)
+            return
         group, peer = about["group"], about["from"]
         with self._changed:
             arrival = self._arrivals.get((group, peer))

@@ -19,7 +19,7 @@ from .fork_guard import close_in_child
 from .handshake import dial
 from .rendezvous import RankRecord
 
-__all__ = ["Patience", "dial_tcp", "dial_unix", "is_gone"]
+__all__ = ["Patience", "ask", "dial_tcp", "dial_unix", "is_gone"]
 
 _SLICE_SECONDS = 0.05
 
@@ -78,6 +78,13 @@ def dial_tcp(record: RankRecord, secret: bytes, abouts: list[dict], patience: Pa
             sock.close()
         raise
     return sockets
+
+
+def ask(record: RankRecord, secret: bytes, about: dict, patience: Patience) -> bytes:
+    """What a rank answers to a question, over a connection of its own: one byte of length, and that many."""
+    family, _, _, _, address = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
+    with _proven(family, address, secret, about, patience) as sock:
+        return _receive(sock, _receive(sock, 1, patience)[0], patience)
 
 
 def is_gone(record: RankRecord) -> bool:

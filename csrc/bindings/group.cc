@@ -1,6 +1,7 @@
 // One process group: its mesh, its engine, and the collectives as calls on addresses. bagua/group.py
 // keeps the tensors alive and checks shapes and types; nothing here validates what it already did.
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <optional>
@@ -457,6 +458,22 @@ void bind_group(py::module_& m) {
       .def(
           "is_idle", [](Group& g) { return g.engine().is_idle(); }, "Whether every operation has ended.")
       .def("check", [](Group& g) { g.mesh().throw_if_poisoned(); })
+      .def(
+          "status",
+          [](Group& g) {
+            const PeerStatus status = g.mesh().status();
+            return py::bytes(reinterpret_cast<const char*>(&status), sizeof status);
+          },
+          "What this rank is doing, for check_status on another one.")
+      .def(
+          "check_status",
+          [](Group& g, int peer, const std::string& bytes) {
+            PeerStatus theirs;
+            if (bytes.size() != sizeof theirs) return;  // a peer that has no such group
+            std::memcpy(&theirs, bytes.data(), sizeof theirs);
+            check_status(theirs, g.mesh().status(), peer);
+          },
+          py::arg("peer"), py::arg("status"), "Raises InvalidArgument if the peer is in another operation.")
       .def("poison",
            [](Group& g, const py::object& exception) {
              const Error cause = from_python(exception);

@@ -169,18 +169,15 @@ void Mesh::ask(int peer) {
   if (control) control->ask_status();
 }
 
-// Point-to-point operations have no order among the ranks to compare.
 void Mesh::compare_answer(int peer) {
-  if (operation_.sequence == 0) return;
   std::optional<PeerStatus> answer;
+  PeerStatus mine;
   {
     std::lock_guard lock(mutex_);
     answer.swap(peers_[static_cast<size_t>(peer)]->answer);
+    mine = status_;
   }
-  if (!answer) return;
-  for (const Operation& theirs : {answer->operation, answer->last_finished}) {
-    if (theirs.sequence == operation_.sequence && theirs != operation_) throw_mismatch(theirs, operation_, peer);
-  }
+  if (answer) check_status(*answer, mine, peer);
 }
 
 // Waits for the peer's answer to ask_status, or for somebody's first cause (then throws it).

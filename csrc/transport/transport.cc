@@ -64,6 +64,15 @@ void throw_mismatch(const Operation& theirs, const Operation& mine, int peer) {
                   mine, peer);
 }
 
+void check_status(const PeerStatus& theirs, const PeerStatus& mine, int peer) {
+  for (const Operation& own : {mine.operation, mine.last_finished}) {
+    if (own.sequence == 0) continue;  // idle, or point-to-point, where ranks have no common order
+    for (const Operation& other : {theirs.operation, theirs.last_finished}) {
+      if (other.sequence == own.sequence && other != own) throw_mismatch(other, own, peer);
+    }
+  }
+}
+
 void check_header(const MessageHeader& received, const MessageHeader& expected, int peer) {
   if (received.operation != expected.operation) throw_mismatch(received.operation, expected.operation, peer);
   if (received.bytes == expected.bytes) return;

@@ -82,6 +82,8 @@ static_assert(sizeof(MessageHeader) == 32);
 
 // The InvalidArgument, showing both sides, of two ranks that are in different operations.
 [[noreturn]] void throw_mismatch(const Operation& theirs, const Operation& mine, int peer);
+// Throws it when a peer is doing, or has just done, another operation than this rank under the same number.
+void check_status(const PeerStatus& theirs, const PeerStatus& mine, int peer);
 // Throws it when a peer's message is not the one this rank expects.
 void check_header(const MessageHeader& received, const MessageHeader& expected, int peer);
 

@@ -7,7 +7,7 @@ import torch
 
 import bagua
 from bagua import ReduceOp
-from tests.communication.worlds import Pools, in_worlds
+from tests.communication.worlds import Pools, in_worlds, shm, tcp
 from tests.faults.scenarios import WORLDS
 
 TIMEOUT_S = 20.0
@@ -138,3 +138,39 @@ def swap(rank, world_size):
 def test_order(pools, world):
     for text in pools.run(world, swap):
         assert "all_reduce #2 of 10 float32" in text and "broadcast #2 of 20 float32" in text
+
+
+def wait_in_a_circle(rank, world_size, is_connected):
+    """Every rank waits for the next one to begin, and no message ever travels."""
+    group = connected_group() if is_connected else bagua.new_group(timeout=TIMEOUT_S)
+    bagua.barrier()
+    begin = time.monotonic()
+    with pytest.raises(bagua.BaguaError) as caught:
+        group.broadcast(ones(10), (rank + 1) % world_size).wait()
+    seconds = time.monotonic() - begin
+    bagua.barrier()  # of the default group: who leaves early is asked in vain
+    return str(caught.value), seconds
+
+
+@pytest.mark.parametrize("is_connected", [True, False], ids=["connected", "not connected"])
+@in_worlds(WORLDS)
+def test_ranks_that_all_wait(pools, world, is_connected):
+    for text, seconds in pools.run(world, wait_in_a_circle, is_connected):
+        assert text.count("of 10 float32 at rank") == 2, text
+        assert seconds < TIMEOUT_S / 3, f"{seconds:.1f} s"
+
+
+def finish_without_a_word(rank, world_size):
+    """Each rank sends to the other and receives nothing, so both end well; the next call shows it."""
+    group = connected_group()
+    other = 1 - rank
+    group.gather(None, ones(10), other).wait()
+    with pytest.raises(bagua.BaguaError) as caught:
+        group.barrier().wait()
+        group.barrier().wait()
+    return str(caught.value)
+
+
+def test_ranks_that_only_send(pools):
+    for text in pools.run(tcp(2), finish_without_a_word) + pools.run(shm(2), finish_without_a_word):
+        assert "gather #2 of 10 float32 at rank" in text and "barrier #3" in text
