@@ -15,20 +15,9 @@ from .communication import (
     barrier,
     broadcast,
     broadcast_object,
-    destroy_process_group,
     empty,
-    from_torch_group,
     gather,
-    get_default_group,
-    get_local_rank,
-    get_local_world_size,
-    get_node_rank,
-    get_rank,
-    get_world_size,
-    init_process_group,
-    is_initialized,
     neighbor_average,
-    new_group,
     recv,
     reduce,
     reduce_scatter,
@@ -46,6 +35,19 @@ from .errors import (
     TransportError,
 )
 from .group import ProcessGroup, ReduceOp, Work
+from .world import (
+    destroy_process_group,
+    from_torch_group,
+    get_default_group,
+    get_local_rank,
+    get_local_world_size,
+    get_node_rank,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    is_initialized,
+    new_group,
+)
 
 __all__ = [
     "Aborted",

@@ -50,8 +50,8 @@ class Settings:
     spin_us: float | None  # BAGUA_SPIN_US: how long a waiting worker polls before it sleeps; None: by core count
     shared_memory: bool  # BAGUA_SHARED_MEMORY=0: TCP even between ranks of one host
     auth_token: str | None  # BAGUA_AUTH_TOKEN: as the argument auth_token of init_process_group
-    # BAGUA_THRESHOLDS, such as "direct_bytes=0,pairwise_bytes=4096": where one algorithm of a collective takes over from
-    # another, instead of the measured defaults (csrc/collectives/thresholds.h names them; docs/collectives.md)
+    # BAGUA_THRESHOLDS, such as "direct_bytes=0,pairwise_bytes=4096": where one algorithm of a collective takes over
+    # from another, instead of the measured defaults (csrc/collectives/thresholds.h names them; docs/collectives.md)
     thresholds: dict[str, int]
     backend: str  # BAGUA_BACKEND: as the argument backend of init_process_group where the program gives none
 

@@ -19,12 +19,12 @@ from bagua import algorithms
 from bagua.agreement import agree, check_model, check_types, describe_model
 from bagua.algorithms import Algorithm
 from bagua.bucket import DEFAULT_BUCKET_BYTES, GradientStorage
-from bagua.communication import get_default_group
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup
 from bagua.handle import BaguaHandle, handle_of, other_parameter_ids
 from bagua.replicas import BufferBroadcast, broadcast_model, broadcast_optimizer
 from bagua.step import Step
+from bagua.world import get_default_group
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 

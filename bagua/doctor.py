@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import _C, communication, config
+from . import _C, communication, config, world
 from .errors import BaguaError
 from .interfaces import interface_addresses
 from .run import main as launch
@@ -79,8 +79,8 @@ def _measure_pair(peer: int, first: bool) -> tuple[float, float]:
 
 
 def _report_peers() -> None:
-    rank, size = communication.get_rank(), communication.get_world_size()
-    group = communication.get_default_group()
+    rank, size = world.get_rank(), world.get_world_size()
+    group = world.get_default_group()
     between_hosts = "torch" if config.settings().backend == "torch" else "tcp"
     rows = []
     for first in range(size):
@@ -117,13 +117,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("peers          none (add --nproc-per-node 2, or run it under `bagua run`)")
         return 0
     try:
-        communication.init_process_group()
+        world.init_process_group()
         _report_peers()
     except BaguaError as error:
         print(f"peers          FAILED: {error}", file=sys.stderr)
         return 1
     finally:
-        communication.destroy_process_group()
+        world.destroy_process_group()
     return 0
 
 

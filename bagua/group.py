@@ -1,19 +1,18 @@
 """ProcessGroup: some ranks, their transports, and the collectives on tensors as methods.
 
-Tensors cross into the core as addresses: tensors.py checks them and stages those that the core cannot work on, this file
-checks how they fit together, and the Work keeps them alive. lanes.py holds the cores, several per group.
+Tensors cross into the core as addresses: tensors.py checks them and stages those that the core cannot work on, this
+file checks how they fit together, and the Work keeps them alive. lanes.py holds the cores, several per group.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 
-from . import _C
+from . import _C, objects
 from .errors import BaguaError, InvalidArgument
 from .lanes import Lanes, Network
 from .nodes import Nodes
@@ -245,15 +244,9 @@ class ProcessGroup:
         op = check_op(op, into.dtype)
         check_codec(codec, into.dtype, op)
         self._check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output")
+        kind = dtype_code(into.dtype)
         work = self._core.reduce_scatter(
-            source.data_ptr(),
-            into.data_ptr(),
-            into.numel(),
-            dtype_code(into.dtype),
-            int(op),
-            codec,
-            self._timeout_s,
-            blocking,
+            source.data_ptr(), into.data_ptr(), into.numel(), kind, int(op), codec, self._timeout_s, blocking
         )
         return self._work(work, (source, into), finish=give_back)
 
@@ -269,14 +262,9 @@ class ProcessGroup:
         source, (into, give_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
         check_codec(codec, source.dtype)
         self._check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input")
+        kind = dtype_code(source.dtype)
         work = self._core.all_gather(
-            source.data_ptr(),
-            into.data_ptr(),
-            source.nbytes,
-            dtype_code(source.dtype),
-            codec,
-            self._timeout_s,
-            blocking,
+            source.data_ptr(), into.data_ptr(), source.nbytes, kind, codec, self._timeout_s, blocking
         )
         return self._work(work, (source, into), finish=give_back)
 
@@ -289,15 +277,8 @@ class ProcessGroup:
         if self.rank == dst:
             into, give_back = prepare(output, "output")
             self._check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input")
-        work = self._core.gather(
-            source.data_ptr(),
-            into.data_ptr() if into is not None else 0,
-            source.nbytes,
-            dtype_code(source.dtype),
-            dst,
-            self._timeout_s,
-            blocking,
-        )
+        place, kind = 0 if into is None else into.data_ptr(), dtype_code(source.dtype)
+        work = self._core.gather(source.data_ptr(), place, source.nbytes, kind, dst, self._timeout_s, blocking)
         return self._work(work, (source, into), finish=give_back)
 
     def scatter(self, output: Array, input: Array | None, src: int, *, blocking: bool = False) -> Work:
@@ -309,15 +290,8 @@ class ProcessGroup:
         if self.rank == src:
             source = prepare(input, "input", is_written=False).data
             self._check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output")
-        work = self._core.scatter(
-            source.data_ptr() if source is not None else 0,
-            into.data_ptr(),
-            into.nbytes,
-            dtype_code(into.dtype),
-            src,
-            self._timeout_s,
-            blocking,
-        )
+        origin, kind = 0 if source is None else source.data_ptr(), dtype_code(into.dtype)
+        work = self._core.scatter(origin, into.data_ptr(), into.nbytes, kind, src, self._timeout_s, blocking)
         return self._work(work, (source, into), finish=give_back)
 
     def all_to_all(
@@ -405,23 +379,8 @@ class ProcessGroup:
 
     def broadcast_object(self, obj: object, src: int = 0) -> object:
         """The object of rank `src`, pickled; only among ranks that trust each other."""
-        payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if self.rank == src else None
-        size = torch.tensor([len(payload) if payload is not None else 0])
-        self.broadcast(size, src, blocking=True).wait()
-        if payload is None:
-            payload = torch.empty(int(size), dtype=torch.uint8)
-        self.broadcast(payload, src, blocking=True).wait()
-        return obj if self.rank == src else pickle.loads(payload.numpy().tobytes())
+        return objects.broadcast(self, obj, src)
 
     def all_gather_object(self, obj: object) -> list:
         """The objects of all ranks, by rank, pickled; only among ranks that trust each other."""
-        payload = bytearray(pickle.dumps(obj))
-        sizes = torch.empty(self.size, dtype=torch.int64)
-        self.all_gather(sizes, torch.tensor([len(payload)]), blocking=True).wait()
-        longest = int(sizes.max())
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(payload)] = torch.frombuffer(payload, dtype=torch.uint8)
-        everything = torch.empty(self.size * longest, dtype=torch.uint8)
-        self.all_gather(everything, mine, blocking=True).wait()
-        rows = everything.view(self.size, longest)
-        return [pickle.loads(rows[rank, : int(sizes[rank])].numpy().tobytes()) for rank in range(self.size)]
+        return objects.all_gather(self, obj)

@@ -61,7 +61,9 @@ def _prepare_array(array: np.ndarray, what: str, is_written: bool) -> Prepared:
         if array.flags.c_contiguous and array.flags.writeable:
             data = torch.from_numpy(array)
         else:
-            data = torch.from_numpy(array.copy(order="C"))  # torch takes no negative strides and warns of read-only ones
+            data = torch.from_numpy(
+                array.copy(order="C")
+            )  # torch takes no negative strides and warns of read-only ones
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{what} is an array of {array.dtype}, which cannot be sent: {error}") from None
     dtype_code(data.dtype)

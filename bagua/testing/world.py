@@ -56,7 +56,7 @@ def world(
 
     Args:
         size: number of ranks.
-        fn: called with the rank's ProcessGroup; must not use the process-wide state of bagua.communication.
+        fn: called with the rank's ProcessGroup; must not use the process-wide state of bagua.world.
         timeout: deadline of each operation.
         nodes: the node of each rank, for hierarchical operations; by default all are on one.
 

@@ -15,7 +15,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from .. import communication
+from .. import world
 from ..errors import InvalidArgument
 from ..group import ProcessGroup
 from .group import TorchProcessGroup
@@ -52,11 +52,11 @@ def create(options, backend_options: object | None) -> TorchProcessGroup:
         raise InvalidArgument(f"the backend 'bagua' takes no options, but pg_options is {backend_options!r}")
     # torch leaves the list empty for the default group.
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    world = _share_world(options, ranks)
+    everybody = _share_world(options, ranks)
     # Not by options.group_id: with use_local_synchronization it depends on how many other groups a rank is in.
     name = f"torch-{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
     _uses[name] += 1
-    group = world.subgroup(f"{name}-{_uses[name]}", ranks, options.timeout)
+    group = everybody.subgroup(f"{name}-{_uses[name]}", ranks, options.timeout)
     made = TorchProcessGroup(group, options.store, options.group_id, _forget)
     _open.add(made)
     return made
@@ -68,21 +68,21 @@ def _share_world(options, ranks: list[int]) -> ProcessGroup:
     is_default = not options.global_ranks_in_group
     rank = options.group_rank if is_default else dist.get_rank()
     size = options.group_size if is_default else dist.get_world_size()
-    if communication.is_initialized():
-        world = communication.get_default_group()
-        if (world.rank, world.size) != (rank, size):
+    if world.is_initialized():
+        group = world.get_default_group()
+        if (group.rank, group.size) != (rank, size):
             raise InvalidArgument(
-                f"bagua is initialised as rank {world.rank} of {world.size}, torch.distributed as rank {rank} of "
+                f"bagua is initialised as rank {group.rank} of {group.size}, torch.distributed as rank {rank} of "
                 f"{size}; they must be the same"
             )
-        return world
+        return group
     if len(ranks) != size:
         raise InvalidArgument(
             f"a group of the ranks {ranks} needs the connections of all {size}; call bagua.init_process_group() on "
             'all ranks first, or init_process_group("bagua")'
         )
-    communication.init_process_group(store=options.store, rank=rank, world_size=size, timeout=options.timeout)
-    _opened = communication.get_default_group()
+    world.init_process_group(store=options.store, rank=rank, world_size=size, timeout=options.timeout)
+    _opened = world.get_default_group()
     _uses.clear()
     return _opened
 
@@ -95,8 +95,8 @@ def _forget(group: TorchProcessGroup) -> None:
         return
     opened, _opened = _opened, None
     # Not a world that the program has made since it destroyed this one.
-    if communication.is_initialized() and communication.get_default_group() is opened:
-        communication.destroy_process_group()
+    if world.is_initialized() and world.get_default_group() is opened:
+        world.destroy_process_group()
 
 
 def _leave_in_child() -> None:

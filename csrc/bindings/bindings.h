@@ -9,6 +9,8 @@ void bind_errors(pybind11::module_& m);
 void bind_memory(pybind11::module_& m);
 void bind_codecs(pybind11::module_& m);
 void bind_torch_link(pybind11::module_& m);
+void bind_work(pybind11::module_& m);
+void bind_events(pybind11::module_& m);
 void bind_group(pybind11::module_& m);
 void bind_order(pybind11::module_& m);
 void bind_topology(pybind11::module_& m);

@@ -15,5 +15,7 @@ PYBIND11_MODULE(_C, m) {
   bagua::bind_order(m);
   bagua::bind_topology(m);
   bagua::bind_torch_link(m);
+  bagua::bind_work(m);
+  bagua::bind_events(m);
   bagua::bind_group(m);
 }

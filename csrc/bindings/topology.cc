@@ -43,7 +43,8 @@ std::vector<collectives::Neighbor> topology_neighbors(int topology, int size, in
 }
 
 void bind_topology(py::module_& m) {
-  m.def("topologies", &topologies, "The names of the topologies of neighbor_average; a place is the topology's number.");
+  m.def("topologies", &topologies,
+        "The names of the topologies of neighbor_average; a place is the topology's number.");
   m.def(
       "topology_weights",
       [](int topology, int size, int rank, uint64_t step) {

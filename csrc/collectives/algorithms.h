@@ -25,7 +25,8 @@ void require_defined(std::string_view collective, ReduceOp op, DType dtype);
 // Throws InvalidArgument where the codec cannot encode the type, or the operator is not a sum.
 void require_compressible(std::string_view collective, const Codec& codec, DType dtype, ReduceOp op = ReduceOp::kSum);
 // Throws InvalidArgument unless both have an entry per rank and agree about what this rank sends itself.
-void require_splits(const Mesh& mesh, const std::vector<size_t>& input_splits, const std::vector<size_t>& output_splits);
+void require_splits(const Mesh& mesh, const std::vector<size_t>& input_splits,
+                    const std::vector<size_t>& output_splits);
 
 // The raw pointer arithmetic of this folder: element `index` of an array whose items have `item` bytes.
 inline uint8_t* at(void* data, size_t index, size_t item) { return static_cast<uint8_t*>(data) + index * item; }

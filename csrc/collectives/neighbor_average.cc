@@ -35,8 +35,8 @@ class NeighborAverage {
     // Decoded values of every source and the widened own ones.
     const size_t chunk_numel = std::min(numel, exchange_.chunk_numel());
     if (codec != nullptr) {
-      decoded_ = reinterpret_cast<float*>(
-          context.workspace.get(kAccumulator, weights_.size() * chunk_numel * sizeof(float)));
+      decoded_ =
+          reinterpret_cast<float*>(context.workspace.get(kAccumulator, weights_.size() * chunk_numel * sizeof(float)));
     }
   }
 

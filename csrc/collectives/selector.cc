@@ -47,7 +47,8 @@ AllReduceAlgorithm select_all_reduce(const Thresholds& thresholds, size_t bytes,
   return is_half ? AllReduceAlgorithm::kTwoShot : AllReduceAlgorithm::kRing;
 }
 
-ReduceScatterAlgorithm select_reduce_scatter(const Thresholds& thresholds, size_t block_bytes, DType dtype, int size, bool shared_memory) {
+ReduceScatterAlgorithm select_reduce_scatter(const Thresholds& thresholds, size_t block_bytes, DType dtype, int size,
+                                             bool shared_memory) {
   if (shared_memory && block_bytes > thresholds.direct_bytes) return ReduceScatterAlgorithm::kDirect;
   if (dtype == DType::kF16 || dtype == DType::kBF16) return ReduceScatterAlgorithm::kStripes;
   const bool pairwise = size == 2 || (block_bytes <= thresholds.pairwise_bytes && size <= kMaxPairwiseRanks);

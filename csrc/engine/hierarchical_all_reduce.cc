@@ -9,11 +9,7 @@ namespace {
 class Stages {
  public:
   Stages(Context& context, const Hierarchy& hierarchy, size_t numel, DType dtype, Engine::Timeout timeout)
-      : context_(context),
-        hierarchy_(hierarchy),
-        numel_(numel),
-        dtype_(dtype),
-        deadline_(Deadline::after(timeout)) {}
+      : context_(context), hierarchy_(hierarchy), numel_(numel), dtype_(dtype), deadline_(Deadline::after(timeout)) {}
 
   uint64_t run(Engine& engine, OperationKind kind, ReduceOp op, const Engine::Run& stage) {
     Operation operation;

@@ -17,7 +17,17 @@ namespace {
 constexpr size_t kSize = 4;
 constexpr size_t kMostUnderWay = 8;
 
-enum class Call { kAllReduce, kReduce, kReduceScatter, kAllGather, kAllToAll, kBroadcast, kNeighbors, kMessage, kNumCalls };
+enum class Call {
+  kAllReduce,
+  kReduce,
+  kReduceScatter,
+  kAllGather,
+  kAllToAll,
+  kBroadcast,
+  kNeighbors,
+  kMessage,
+  kNumCalls
+};
 
 struct Plan {
   Call call;
@@ -104,7 +114,9 @@ size_t blocks_in(const Plan& plan) {
   return plan.call == Call::kReduceScatter || plan.call == Call::kAllToAll ? kSize : 1;
 }
 size_t blocks_out(const Plan& plan) {
-  return plan.call == Call::kAllGather || plan.call == Call::kAllToAll ? kSize : plan.call == Call::kReduceScatter ? 1 : 0;
+  return plan.call == Call::kAllGather || plan.call == Call::kAllToAll ? kSize
+         : plan.call == Call::kReduceScatter                           ? 1
+                                                                       : 0;
 }
 
 uint64_t run_call(Context& context, const Plan& plan, void* in, void* out) {
@@ -142,8 +154,9 @@ uint64_t run_call(Context& context, const Plan& plan, void* in, void* out) {
 }
 
 OperationKind kind_of(Call call) {
-  constexpr OperationKind kinds[] = {OperationKind::kAllReduce, OperationKind::kReduce,    OperationKind::kReduceScatter,
-                                     OperationKind::kAllGather, OperationKind::kAllToAll,  OperationKind::kBroadcast,
+  constexpr OperationKind kinds[] = {OperationKind::kAllReduce,       OperationKind::kReduce,
+                                     OperationKind::kReduceScatter,   OperationKind::kAllGather,
+                                     OperationKind::kAllToAll,        OperationKind::kBroadcast,
                                      OperationKind::kNeighborAverage, OperationKind::kPointToPoint};
   return kinds[static_cast<size_t>(call)];
 }
@@ -169,8 +182,8 @@ UnderWay start(const Plan& plan, Engine& collectives, Engine& messages, size_t r
     return started;
   }
   const auto run = [=](Context& context) { return run_call(context, plan, in, out); };
-  started.work = plan.is_inline ? collectives.run_inline(operation, 0, 60s, run)
-                                : collectives.submit(operation, 0, 60s, run);
+  started.work =
+      plan.is_inline ? collectives.run_inline(operation, 0, 60s, run) : collectives.submit(operation, 0, 60s, run);
   return started;
 }
 

@@ -19,7 +19,8 @@ TEST(CopyToCold, CopiesEveryByte) {
         fill_random(DType::kU8, source.data(), bytes, bytes + to);
         std::memset(destination.data(), 7, bytes + to);
         kernels::copy_to_cold(destination.data() + to, source.data(), bytes, Stream{});
-        EXPECT_TRUE(testing::same_bits(destination.data() + to, source.data(), bytes)) << bytes << " " << to << " " << from;
+        EXPECT_TRUE(testing::same_bits(destination.data() + to, source.data(), bytes))
+            << bytes << " " << to << " " << from;
         for (size_t i = 0; i < to; ++i) ASSERT_EQ(destination.data()[i], 7);
         destination.expect_canary();
       }

@@ -74,7 +74,8 @@ TEST(WeightedSum, TheAverageOfEqualValuesIsThatValue) {
       const std::vector<const void*> sources(static_cast<size_t>(n), values.data());
       const std::vector<double> weights(static_cast<size_t>(n), 1.0 / n);
       kernels::weighted_sum(dtype, sources.data(), weights.data(), n, result.data(), kNumel, kCpu);
-      EXPECT_TRUE(same_bits(result.data(), values.data(), kNumel * item_bytes(dtype))) << dtype_name(dtype) << " of " << n;
+      EXPECT_TRUE(same_bits(result.data(), values.data(), kNumel * item_bytes(dtype)))
+          << dtype_name(dtype) << " of " << n;
     }
   }
 }

@@ -107,7 +107,11 @@ class World {
 
  private:
   void run_rank(size_t r) {
-    Rank rank{.mesh = *meshes_[r], .workspace = {}, .events = {}, .thresholds = {}, .operation_timeout = options_.operation_timeout};
+    Rank rank{.mesh = *meshes_[r],
+              .workspace = {},
+              .events = {},
+              .thresholds = {},
+              .operation_timeout = options_.operation_timeout};
     current_rank = &rank;
     try {
       function_(rank.context, static_cast<int>(r));

@@ -50,18 +50,18 @@ std::string describe(const Operation& operation) {
 namespace {
 
 [[noreturn]] void throw_different(const std::string& difference, const Operation& mine, int peer) {
-  throw Error(ErrorKind::kInvalidArgument,
-              difference +
-                  "; all ranks of a group must make the same calls in the same order with the same sizes and types",
-              peer, std::string(operation_name(mine.kind)));
+  throw Error(
+      ErrorKind::kInvalidArgument,
+      difference + "; all ranks of a group must make the same calls in the same order with the same sizes and types",
+      peer, std::string(operation_name(mine.kind)));
 }
 
 }  // namespace
 
 void throw_mismatch(const Operation& theirs, const Operation& mine, int peer) {
-  throw_different("rank " + std::to_string(peer) + " called " + describe(theirs) + " while this rank called " +
-                      describe(mine),
-                  mine, peer);
+  throw_different(
+      "rank " + std::to_string(peer) + " called " + describe(theirs) + " while this rank called " + describe(mine),
+      mine, peer);
 }
 
 void check_status(const PeerStatus& theirs, const PeerStatus& mine, int peer) {

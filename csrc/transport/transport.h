@@ -46,8 +46,9 @@ struct Operation {
   DType dtype = DType::kU8;
   uint8_t codec = 0;  // 0 none, otherwise 1 + index in the sorted list of registered codecs
   uint64_t numel = 0;
-  int32_t root = -1;     // neighbor_average: the number of the topology
-  uint32_t variant = 0;  // what else must agree: a message's tag, neighbor_average's step, 1 for a hierarchical all_reduce
+  int32_t root = -1;  // neighbor_average: the number of the topology
+  uint32_t variant =
+      0;  // what else must agree: a message's tag, neighbor_average's step, 1 for a hierarchical all_reduce
 
   bool operator==(const Operation&) const = default;
 };

@@ -285,9 +285,7 @@ def _send_recv(call, group, rank, memory):
         return Started(bagua.send(x, call.peer, group=group, async_op=True), [x], lambda: None)
     if rank == call.peer:
         x = memory.take(call, torch.zeros_like(values))
-        return Started(
-            bagua.recv(x, call.root, group=group, async_op=True), [x], lambda: expect(call, x, values)
-        )
+        return Started(bagua.recv(x, call.root, group=group, async_op=True), [x], lambda: expect(call, x, values))
     return Started(None, [], lambda: None)
 
 

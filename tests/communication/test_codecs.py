@@ -1,5 +1,5 @@
-"""Collectives with every registered codec: all_reduce ends with the same bits on all ranks and within the bound that the
-codec states; the others are bit-equal to encoding and decoding in plain loops.
+"""Collectives with every registered codec. all_reduce: the same bits on all ranks, within the codec's bound.
+The others: bit-equal to encoding and decoding in plain loops.
 """
 
 import functools

@@ -31,7 +31,7 @@ def job(rank, world_size, directory, num_steps):
     logging.getLogger("bagua").addHandler(handler)
     bagua.init_process_group(timeout=TIMEOUT_S)
     try:
-        endpoint = bagua.communication._world.endpoint
+        endpoint = bagua.world._world.endpoint
         step(rank, world_size)
         descriptors = len(os.listdir("/proc/self/fd"))
         publish(directory, rank, f"{endpoint.port} {endpoint.unix_name}")
@@ -109,7 +109,7 @@ def connect_late(rank, world_size, directory):
     """Connects to the other rank only after the strangers are there, by a new group that has no connection yet."""
     bagua.init_process_group(timeout=TIMEOUT_S)
     try:
-        endpoint = bagua.communication._world.endpoint
+        endpoint = bagua.world._world.endpoint
         publish(directory, rank, f"{endpoint.port} {endpoint.unix_name}")
         while not os.path.exists(f"{directory}/stop"):
             time.sleep(0.01)
@@ -144,7 +144,7 @@ def idle(rank, world_size, directory):
     """Waits for the end; the accepting thread works without the main one."""
     bagua.init_process_group(timeout=TIMEOUT_S)
     try:
-        endpoint = bagua.communication._world.endpoint
+        endpoint = bagua.world._world.endpoint
         publish(directory, rank, f"{endpoint.port} {endpoint.unix_name}")
         while not os.path.exists(f"{directory}/stop"):
             time.sleep(0.01)

@@ -19,9 +19,9 @@ ERRORS = {"errors"}
 CONFIG = {"errors", "config"}
 CONNECTING = {"interfaces", "handshake", "rendezvous", "fork_guard", "dialing", "accepting", "connections"}
 TORCH = {"torch_pump", "torch_transport"}
-GROUP = CONFIG | {"_C", "reduction", "work", "tensors", "nodes", "lanes", "group"}
+GROUP = CONFIG | {"_C", "reduction", "work", "tensors", "nodes", "lanes", "objects", "group"}
 BUCKETS = GROUP | {"codecs", "bucket"}
-STEPPING = BUCKETS | {"communication", "agreement", "nonfinite", "replicas", "timeline", "unused"}
+STEPPING = BUCKETS | {"world", "communication", "agreement", "nonfinite", "replicas", "timeline", "unused"}
 
 MAY_IMPORT = {
     "errors": set(),
@@ -40,11 +40,13 @@ MAY_IMPORT = {
     "work": CONFIG | {"_C"},
     "tensors": CONFIG | {"reduction"},
     "nodes": set(),
+    "objects": set(),
     "lanes": CONFIG | {"_C", "nodes"},
     "group": GROUP,
     "codecs": GROUP | {"codecs"},
     "bucket": BUCKETS,
-    "communication": BUCKETS | CONNECTING | TORCH | {"communication"},
+    "world": BUCKETS | CONNECTING | TORCH | {"world"},
+    "communication": BUCKETS | {"world", "communication"},
     "algorithms": (BUCKETS | {"algorithms"}) - {"_C"},
     "agreement": STEPPING,
     "nonfinite": STEPPING,
@@ -53,7 +55,7 @@ MAY_IMPORT = {
     "step": STEPPING | {"algorithms", "step"},
     "handle": STEPPING | {"algorithms", "step", "handle"},
     "data_parallel": STEPPING | {"algorithms", "step", "handle", "data_parallel"},
-    "torch_backend": GROUP - {"_C"} | {"communication", "torch_backend"},
+    "torch_backend": GROUP - {"_C"} | {"world", "torch_backend"},
     "federated": ERRORS | {"group", "communication", "federated"},
     "run": CONFIG,
     "doctor": STEPPING | CONNECTING | {"run"},

@@ -1,0 +1,215 @@
+// The collectives and messages of a Group, as calls on addresses.
+#include "csrc/collectives/collectives.h"
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <pybind11/stl.h>
+
+#include "csrc/bindings/calls.h"
+#include "csrc/bindings/convert.h"
+#include "csrc/bindings/group.h"
+#include "csrc/bindings/topology.h"
+#include "csrc/codecs/codec.h"
+#include "csrc/engine/hierarchical_all_reduce.h"
+
+namespace bagua {
+namespace {
+
+uint8_t codec_id(const std::string& name) {
+  const auto names = registered_codecs();  // sorted, so equal on all ranks of one version
+  return static_cast<uint8_t>(1 + (std::find(names.begin(), names.end(), name) - names.begin()));
+}
+
+Operation make_operation(OperationKind kind, uint64_t numel, DType dtype, ReduceOp op = ReduceOp::kSum, int root = -1) {
+  Operation operation;
+  operation.kind = kind;
+  operation.reduce_op = op;
+  operation.dtype = dtype;
+  operation.numel = numel;
+  operation.root = root;
+  return operation;
+}
+
+// Enters the codec into the operation and returns it; null for none.
+const Codec* use_codec(Operation& operation, const std::optional<std::string>& codec) {
+  if (!codec) return nullptr;
+  operation.codec = codec_id(*codec);
+  return &get_codec(*codec);
+}
+
+uint64_t numel_of(size_t bytes, int dtype_code) { return bytes / item_bytes(dtype_from(dtype_code)); }
+
+std::vector<size_t> in_bytes(std::vector<size_t> splits, DType dtype) {
+  for (size_t& split : splits) split *= item_bytes(dtype);
+  return splits;
+}
+
+Operation make_message(size_t bytes, int dtype, uint32_t tag) {
+  Operation operation = make_operation(OperationKind::kPointToPoint, numel_of(bytes, dtype), dtype_from(dtype));
+  operation.variant = tag;
+  return operation;
+}
+
+void bind_reductions(py::class_<Group>& group) {
+  group.def(
+      "all_reduce",
+      [](Group& g, uintptr_t data, size_t numel, int dtype_code, int op_code, const std::optional<std::string>& codec,
+         double timeout_s, bool blocking) {
+        const DType dtype = dtype_from(dtype_code);
+        const auto op = static_cast<ReduceOp>(op_code);
+        Operation operation = make_operation(OperationKind::kAllReduce, numel, dtype, op);
+        const Codec* used = use_codec(operation, codec);
+        return g.run(operation, numel * item_bytes(dtype), timeout_s, blocking, [=](Context& context) {
+          return collectives::all_reduce(context, pointer(data), numel, dtype, op, used);
+        });
+      },
+      py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"), py::arg("codec"), py::arg("timeout_s"),
+      py::arg("blocking"));
+  group.def(
+      "hierarchical_all_reduce",
+      [](Group& g, Group& node, Group* leaders, uintptr_t data, size_t numel, int dtype_code, int op_code,
+         const std::optional<std::string>& codec, double timeout_s, bool blocking) {
+        const DType dtype = dtype_from(dtype_code);
+        const auto op = static_cast<ReduceOp>(op_code);
+        Operation operation = make_operation(OperationKind::kAllReduce, numel, dtype, op);
+        operation.variant = 1;
+        const Codec* used = use_codec(operation, codec);
+        const Hierarchy hierarchy{&node.engine(), leaders != nullptr ? &leaders->engine() : nullptr};
+        return g.run(operation, numel * item_bytes(dtype), timeout_s, blocking,
+                     hierarchical_all_reduce(hierarchy, pointer(data), numel, dtype, op, used, seconds(timeout_s)));
+      },
+      py::arg("node"), py::arg("leaders").none(true), py::arg("data"), py::arg("numel"), py::arg("dtype"),
+      py::arg("op"), py::arg("codec"), py::arg("timeout_s"), py::arg("blocking"));
+  group.def("reduce", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int op_code, int root,
+                         double timeout_s, bool blocking) {
+    const DType dtype = dtype_from(dtype_code);
+    const auto op = static_cast<ReduceOp>(op_code);
+    return g.run(make_operation(OperationKind::kReduce, numel, dtype, op, root), numel * item_bytes(dtype), timeout_s,
+                 blocking, [=](Context& context) -> uint64_t {
+                   collectives::reduce(context, pointer(data), numel, dtype, op, root);
+                   return 0;
+                 });
+  });
+  group.def("reduce_scatter", [](Group& g, uintptr_t input, uintptr_t output, size_t numel, int dtype_code, int op_code,
+                                 const std::optional<std::string>& codec, double timeout_s, bool blocking) {
+    const DType dtype = dtype_from(dtype_code);
+    const auto op = static_cast<ReduceOp>(op_code);
+    Operation operation = make_operation(OperationKind::kReduceScatter, numel, dtype, op);
+    const Codec* used = use_codec(operation, codec);
+    return g.run(operation, numel * item_bytes(dtype), timeout_s, blocking, [=](Context& context) -> uint64_t {
+      if (used != nullptr) {
+        return collectives::compressed_reduce_scatter(context, pointer(input), pointer(output), numel, dtype, op,
+                                                      *used);
+      }
+      collectives::reduce_scatter(context, pointer(input), pointer(output), numel, dtype, op);
+      return 0;
+    });
+  });
+  group.def("neighbor_average", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int topology, uint64_t step,
+                                   const std::optional<std::string>& codec, double timeout_s, bool blocking) {
+    const DType dtype = dtype_from(dtype_code);
+    Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
+    operation.variant = static_cast<uint32_t>(step);  // the low bits tell different steps apart
+    const Codec* used = use_codec(operation, codec);
+    const auto neighbors = topology_neighbors(topology, g.mesh().size(), g.mesh().rank(), step);
+    return g.run(operation, numel * item_bytes(dtype), timeout_s, blocking, [=](Context& context) {
+      return collectives::neighbor_average(context, pointer(data), numel, dtype, neighbors, used);
+    });
+  });
+}
+
+void bind_movements(py::class_<Group>& group) {
+  group.def("all_gather", [](Group& g, uintptr_t input, uintptr_t output, size_t bytes, int dtype_code,
+                             const std::optional<std::string>& codec, double timeout_s, bool blocking) {
+    const DType dtype = dtype_from(dtype_code);
+    const size_t numel = numel_of(bytes, dtype_code);
+    Operation operation = make_operation(OperationKind::kAllGather, numel, dtype);
+    const Codec* used = use_codec(operation, codec);
+    return g.run(operation, bytes, timeout_s, blocking, [=](Context& context) -> uint64_t {
+      if (used != nullptr) {
+        return collectives::compressed_all_gather(context, pointer(input), pointer(output), numel, dtype, *used);
+      }
+      collectives::all_gather(context, pointer(input), pointer(output), bytes);
+      return 0;
+    });
+  });
+  group.def("all_to_all", [](Group& g, uintptr_t input, std::vector<size_t> input_splits, uintptr_t output,
+                             std::vector<size_t> output_splits, int dtype_code, const std::optional<std::string>& codec,
+                             double timeout_s, bool blocking) {
+    const DType dtype = dtype_from(dtype_code);
+    Operation operation = make_operation(OperationKind::kAllToAll, 0, dtype);
+    const Codec* used = use_codec(operation, codec);
+    size_t bytes = 0;
+    for (size_t split : input_splits) bytes += split * item_bytes(dtype);
+    return g.run(operation, bytes, timeout_s, blocking, [=](Context& context) -> uint64_t {
+      if (used != nullptr) {
+        return collectives::compressed_all_to_all(context, pointer(input), input_splits, pointer(output), output_splits,
+                                                  dtype, *used);
+      }
+      collectives::all_to_all(context, pointer(input), in_bytes(input_splits, dtype), pointer(output),
+                              in_bytes(output_splits, dtype));
+      return 0;
+    });
+  });
+  group.def("broadcast", [](Group& g, uintptr_t data, size_t bytes, int dtype_code, int root,
+                            const std::optional<std::string>& codec, double timeout_s, bool blocking) {
+    const DType dtype = dtype_from(dtype_code);
+    const size_t numel = numel_of(bytes, dtype_code);
+    Operation operation = make_operation(OperationKind::kBroadcast, numel, dtype, ReduceOp::kSum, root);
+    const Codec* used = use_codec(operation, codec);
+    return g.run(operation, bytes, timeout_s, blocking, [=](Context& context) -> uint64_t {
+      if (used != nullptr) {
+        return collectives::compressed_broadcast(context, pointer(data), numel, dtype, root, *used);
+      }
+      collectives::broadcast(context, pointer(data), bytes, root);
+      return 0;
+    });
+  });
+  group.def("gather", [](Group& g, uintptr_t input, uintptr_t output, size_t bytes, int dtype, int root,
+                         double timeout_s, bool blocking) {
+    return g.run(
+        make_operation(OperationKind::kGather, numel_of(bytes, dtype), dtype_from(dtype), ReduceOp::kSum, root), bytes,
+        timeout_s, blocking, [=](Context& context) -> uint64_t {
+          collectives::gather(context, pointer(input), pointer(output), bytes, root);
+          return 0;
+        });
+  });
+  group.def("scatter", [](Group& g, uintptr_t input, uintptr_t output, size_t bytes, int dtype, int root,
+                          double timeout_s, bool blocking) {
+    return g.run(
+        make_operation(OperationKind::kScatter, numel_of(bytes, dtype), dtype_from(dtype), ReduceOp::kSum, root), bytes,
+        timeout_s, blocking, [=](Context& context) -> uint64_t {
+          collectives::scatter(context, pointer(input), pointer(output), bytes, root);
+          return 0;
+        });
+  });
+  group.def("barrier", [](Group& g, double timeout_s, bool blocking) {
+    return g.run(make_operation(OperationKind::kBarrier, 0, DType::kU8), 0, timeout_s, blocking,
+                 [](Context& context) -> uint64_t {
+                   collectives::barrier(context);
+                   return 0;
+                 });
+  });
+  group.def("send", [](Group& g, uintptr_t data, size_t bytes, int dtype, int peer, uint32_t tag, double timeout_s) {
+    refuse_inside_callback();
+    py::gil_scoped_release release;
+    return g.engine().submit_send(peer, pointer(data), bytes, make_message(bytes, dtype, tag), seconds(timeout_s));
+  });
+  group.def("recv", [](Group& g, uintptr_t data, size_t bytes, int dtype, int peer, uint32_t tag, double timeout_s) {
+    refuse_inside_callback();
+    py::gil_scoped_release release;
+    return g.engine().submit_recv(peer, pointer(data), bytes, make_message(bytes, dtype, tag), seconds(timeout_s));
+  });
+}
+
+}  // namespace
+
+void bind_collectives(py::class_<Group>& group) {
+  bind_reductions(group);
+  bind_movements(group);
+}
+
+}  // namespace bagua

@@ -1,0 +1,43 @@
+// One process group as Python holds it: its mesh and its engine.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <pybind11/pybind11.h>
+
+#include "csrc/engine/engine.h"
+#include "csrc/transport/torch/torch_link.h"
+
+namespace bagua {
+
+class Group {
+ public:
+  Group(const std::string& name, int rank, int size, double spin_us, std::vector<bool> same_host,
+        const std::map<std::string, size_t>& thresholds, pybind11::function connector);
+  explicit Group(std::unique_ptr<Mesh> mesh);
+  ~Group();
+
+  Engine& engine() { return *engine_; }
+  Mesh& mesh() { return engine_->mesh(); }
+
+  // They own the descriptors from here on.
+  void attach_shm(int peer, int control_fd, int ring_fd, size_t ring_bytes, bool is_dialer, int doorbell_fd);
+  void attach_tcp(int peer, int control_fd, const std::vector<int>& data_fds);
+  // The caller moves the frames of the link that it gets.
+  std::shared_ptr<TorchLink> attach_torch(int peer, int control_fd);
+
+  // Runs now, on this thread, when `blocking` and the engine is idle; otherwise queues. Needs the GIL.
+  std::shared_ptr<Work> run(const Operation& operation, uint64_t bytes, double timeout_s, bool blocking,
+                            Engine::Run run);
+
+ private:
+  std::unique_ptr<Engine> engine_;
+};
+
+// Adds the collectives and messages to the class (collectives.cc).
+void bind_collectives(pybind11::class_<Group>& group);
+
+}  // namespace bagua

@@ -1,0 +1,71 @@
+// Work and the engine's events for Python.
+#include "csrc/engine/work.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "csrc/bindings/bindings.h"
+#include "csrc/bindings/calls.h"
+#include "csrc/bindings/convert.h"
+#include "csrc/common/deadline.h"
+#include "csrc/common/event_log.h"
+
+namespace bagua {
+
+void bind_work(py::module_& m) {
+  py::class_<Work, std::shared_ptr<Work>>(m, "Work")
+      .def_property_readonly("ticket", &Work::ticket)
+      .def_property_readonly("nonfinite_blocks", &Work::nonfinite_blocks)
+      .def("is_completed", &Work::is_completed)
+      .def("error",
+           [](const Work& work) -> py::object {
+             if (!work.is_completed()) return py::none();
+             const auto error = work.error();
+             return error ? to_python(*error) : py::object(py::none());
+           })
+      .def(
+          "wait",
+          [](Work& work, double timeout_s) {
+            if (!work.is_completed()) {
+              refuse_inside_handler();
+              refuse_inside_callback();
+            }
+            // In slices, so that Ctrl-C works.
+            const Deadline deadline = Deadline::after(seconds(timeout_s));
+            for (;;) {
+              bool completed;
+              {
+                py::gil_scoped_release release;
+                completed = work.wait_for(
+                    std::min<std::chrono::nanoseconds>(std::chrono::milliseconds(100), deadline.remaining()));
+              }
+              if (completed) break;
+              if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+              if (deadline.expired()) return false;
+            }
+            if (const auto error = work.error()) throw Error(*error);
+            return true;
+          },
+          py::arg("timeout_s"), "False when the timeout passed first; raises what the operation raised.")
+      .def(
+          "add_done_callback",
+          [](Work& work, py::function callback) { work.add_done_callback(wrap_callback(std::move(callback))); },
+          py::arg("callback"),
+          "Calls `callback()` once: now when the operation has ended, otherwise on the thread that ends it.");
+}
+
+void bind_events(py::module_& m) {
+  py::class_<Event>(m, "Event")
+      .def_readonly("ticket", &Event::ticket)
+      .def_property_readonly("kind",
+                             [](const Event& event) {
+                               constexpr const char* names[] = {"queued", "operation", "encode",
+                                                                "wire",   "decode",    "reduce"};
+                               return names[static_cast<size_t>(event.kind)];
+                             })
+      .def_readonly("begin_ns", &Event::begin_ns)
+      .def_readonly("end_ns", &Event::end_ns)
+      .def_readonly("bytes", &Event::bytes);
+}
+
+}  // namespace bagua
