@@ -54,6 +54,7 @@ class _World:
         self.store = store  # kept: rank 0's is the server
         self.groups = [group]
         self.num_new_groups = 0  # equal on all ranks, since all call new_group alike
+        self.converted: dict[str, ProcessGroup] = {}  # by the name of the torch group
 
 
 _world: _World | None = None
@@ -230,8 +231,7 @@ def new_group(ranks: Sequence[int] | None = None, *, timeout: timedelta | float 
         )
     world.num_new_groups += 1
     # The count is equal on all ranks because all call it in the same order; the ranks make a mistake visible.
-    members = ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}..{ranks[-1]}({len(ranks)})"
-    name = f"group{world.num_new_groups}:{members}"
+    name = f"group{world.num_new_groups}:{_spell(ranks)}"
     group = ProcessGroup(
         world.endpoint, name, ranks, world.group.rank, world.group.timeout if timeout is None else timeout
     )
@@ -241,6 +241,8 @@ def new_group(ranks: Sequence[int] | None = None, *, timeout: timedelta | float 
 
 def from_torch_group(group: dist.ProcessGroup, *, timeout: timedelta | float | None = None) -> ProcessGroup:
     """The group of the same ranks as a torch.distributed group's. Its members call it, and may call it again.
+
+    Several groups of the same ranks are converted in the same order on all of them.
 
     Args:
         group: of a torch.distributed in which every process has the rank that it has here.
@@ -262,17 +264,24 @@ def from_torch_group(group: dist.ProcessGroup, *, timeout: timedelta | float | N
             f"torch.distributed calls this process rank {dist.get_rank()} of {dist.get_world_size()}, bagua rank "
             f"{world.group.rank} of {world.group.size}; initialise both with the same ranks"
         )
+    known = world.converted.get(group.group_name)
+    if known is not None:
+        return known
     ranks = dist.get_process_group_ranks(group)
-    # torch names its groups alike on all members.
-    name = f"torch:{group.group_name}:{len(ranks)} from {min(ranks)}"
-    for known in world.groups:
-        if known.name == name:
-            return known
+    # Not by torch's name, which members may number differently (new_group with use_local_synchronization).
+    number = 1 + sum(other.ranks == ranks for other in world.converted.values())
+    name = f"torch{number}:{_spell(ranks)}"
     converted = ProcessGroup(
         world.endpoint, name, ranks, world.group.rank, world.group.timeout if timeout is None else timeout
     )
+    world.converted[group.group_name] = converted
     world.groups.append(converted)
     return converted
+
+
+def _spell(ranks: Sequence[int]) -> str:
+    """All of them if they are few, otherwise enough to see a mistake."""
+    return ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}..{ranks[-1]}({len(ranks)})"
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:

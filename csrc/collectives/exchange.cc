@@ -10,9 +10,9 @@ namespace bagua::collectives {
 PairwiseExchange::PairwiseExchange(Context& context, ExchangeOptions options)
     : context_(context),
       options_(std::move(options)),
-      num_sent_(options_.codec == nullptr ? 0
-                : options_.same_for_all   ? 1
-                                          : options_.targets.size()),
+      num_sent_(options_.codec == nullptr || options_.targets.empty() ? 0
+                : options_.same_for_all                               ? 1
+                                                                      : options_.targets.size()),
       chunk_numel_(
           exchange_chunk_numel(options_.codec == nullptr ? 1 : options_.codec->block_numel(), context.mesh.size())),
       requests_(context.mesh, kInFlight * (options_.targets.size() + options_.sources.size())) {

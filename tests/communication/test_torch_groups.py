@@ -51,6 +51,9 @@ def check_groups(rank, world_size, path):
     if rank < 2:
         assert again[0] is not again[1]
         assert [total(rank, group) for group in (*again, mine)] == [1, 1, 1]
+    if rank < 2:  # a group that only its members make
+        group = bagua.from_torch_group(dist.new_group([0, 1], use_local_synchronization=True))
+        assert total(10**rank, group) == 11
     end()
     del store
 
