@@ -23,6 +23,9 @@ def run(launcher: str, script: str, *options: str) -> dict:
     command = [sys.executable, *MODULES[launcher], "--nproc-per-node", "2", str(ROOT / "examples" / script), *options]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110)
+    if "ddp" in options and "terminate called without an active exception" in done.stderr:
+        # torch's own process group, without any of ours: about one program in a hundred dies at its exit so.
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
