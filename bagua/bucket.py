@@ -41,9 +41,9 @@ def fill(view: torch.Tensor, grad: torch.Tensor) -> None:
 
     Args:
         view: of a Member, so dense.
-        grad: of the same shape and dtype, any strides.
+        grad: of the same shape, any strides; another dtype is converted.
     """
-    if grad.stride() == view.stride() and not grad.is_neg():
+    if grad.dtype == view.dtype and grad.stride() == view.stride() and not grad.is_neg():
         _C.copy_to_cold(view.data_ptr(), grad.data_ptr(), view.nbytes)
     else:
         view.copy_(grad)

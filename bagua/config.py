@@ -161,5 +161,7 @@ def _thresholds(text: str) -> dict[str, int]:
         name, equals, value = entry.partition("=")
         if not equals or not value.strip().isdecimal():
             raise InvalidArgument(f"BAGUA_THRESHOLDS has {entry!r}; give name=bytes, separated by commas")
+        if int(value) >= 2**63 or name.strip() in chosen:
+            raise InvalidArgument(f"BAGUA_THRESHOLDS has {entry!r}; give each name once, and less than 2^63 bytes")
         chosen[name.strip()] = int(value)
     return chosen

@@ -85,9 +85,13 @@ class Lanes:
         return self._hierarchy
 
     def check(self) -> None:
-        """Raise the first cause when an operation has failed on any rank."""
-        for core in self._cores.values():
-            core.check()
+        """Raise the first cause when an operation has failed on any rank; who is connected to another lane learns it."""
+        try:
+            for core in self._cores.values():
+                core.check()
+        except BaguaError as error:
+            self.poison(error)
+            raise
 
     def poison(self, exception: BaguaError) -> None:
         """Make every later call on every connected rank raise `exception` as the first cause."""

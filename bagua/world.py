@@ -10,6 +10,8 @@ import atexit
 import logging
 import os
 import time
+import weakref
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -54,7 +56,9 @@ class _World:
         self.store = store  # kept: rank 0's is the server
         self.groups = [group]
         self.num_new_groups = 0  # equal on all ranks, since all call new_group alike
-        self.converted: dict[str, ProcessGroup] = {}  # by the name of the torch group
+        # By the torch group itself: torch uses a name again when it is initialised again.
+        self.converted: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+        self.num_converted: Counter[tuple[int, ...]] = Counter()  # by their ranks
 
 
 _world: _World | None = None
@@ -264,17 +268,17 @@ def from_torch_group(group: dist.ProcessGroup, *, timeout: timedelta | float | N
             f"torch.distributed calls this process rank {dist.get_rank()} of {dist.get_world_size()}, bagua rank "
             f"{world.group.rank} of {world.group.size}; initialise both with the same ranks"
         )
-    known = world.converted.get(group.group_name)
+    known = world.converted.get(group)
     if known is not None:
         return known
     ranks = dist.get_process_group_ranks(group)
     # Not by torch's name, which members may number differently (new_group with use_local_synchronization).
-    number = 1 + sum(other.ranks == ranks for other in world.converted.values())
-    name = f"torch{number}:{_spell(ranks)}"
+    world.num_converted[tuple(ranks)] += 1
+    name = f"torch{world.num_converted[tuple(ranks)]}:{_spell(ranks)}"
     converted = ProcessGroup(
         world.endpoint, name, ranks, world.group.rank, world.group.timeout if timeout is None else timeout
     )
-    world.converted[group.group_name] = converted
+    world.converted[group] = converted
     world.groups.append(converted)
     return converted
 

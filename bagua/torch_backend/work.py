@@ -104,6 +104,8 @@ class TorchWork(dist.Work):
 
     def _complete_after(self, index: int, ended: torch.futures.Future) -> None:
         """Completes `ended` when all works from `index` on have ended; the callbacks keep this object alive."""
+        while index < len(self._works) and self._works[index].is_completed():
+            index += 1
         if index == len(self._works):
             ended.set_result(None)
             return

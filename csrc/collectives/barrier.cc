@@ -1,8 +1,7 @@
-// barrier: among few ranks everybody sends everybody a note, 1 step, so that nobody is woken twice (on a host with
-// more ranks than cores, waking up is what costs); among more a dissemination: in round s every rank sends a note to
-// rank
-// + 2^s and waits for one from rank - 2^s, ceil(log2 n) steps. No bytes. Source of the latter: Hensgen, Finkel, Manber,
-// "Two algorithms for barrier synchronization", 1988.
+// barrier. Among few ranks everybody sends everybody a note, 1 step, so that nobody is woken twice: on a host with
+// more ranks than cores, waking up is what costs. Among more a dissemination: in round s every rank sends a note to
+// rank + 2^s and waits for one from rank - 2^s, ceil(log2 n) steps. No bytes. Source of the latter: Hensgen, Finkel,
+// Manber, "Two algorithms for barrier synchronization", 1988.
 #include "csrc/collectives/collectives.h"
 #include "csrc/collectives/posted_requests.h"
 #include "csrc/collectives/selector.h"

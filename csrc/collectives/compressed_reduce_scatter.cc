@@ -17,7 +17,7 @@ size_t compressed_reduce_scatter(Context& context, const void* input, void* outp
   const int size = context.mesh.size();
   if (numel == 0) return 0;
   if (size == 1) {
-    std::memcpy(output, input, numel * item_bytes(dtype));
+    if (output != input) std::memcpy(output, input, numel * item_bytes(dtype));
     return 0;
   }
   ExchangeOptions options{input, dtype, &codec, {}, {}};

@@ -3,7 +3,7 @@
 //
 // 1 step; the tensor (its codes) to every target, in chunks (exchange.h). Neighbours are added in the order of
 // their ranks, in f64, and rounded once (kernels/weighted_sum.h). Where everybody averages with everybody at full
-// precision it is an all_reduce, whose bytes do not grow with n.
+// precision it is an all_reduce, whose bytes do not grow with n, and which adds f32 in f32.
 //
 // Who the neighbours are is decided elsewhere (rust_core/src/topology.rs): this file only takes their weights.
 #include <cstring>

@@ -24,7 +24,7 @@ void reduce_scatter(Context& context, const void* input, void* output, size_t nu
   const int size = context.mesh.size();
   const size_t bytes = numel * item_bytes(dtype);
   if (size == 1) {
-    std::memcpy(output, input, bytes);
+    if (output != input) std::memcpy(output, input, bytes);
     return;
   }
   bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.mesh.all_share_memory();

@@ -15,8 +15,8 @@ enum class AllGatherAlgorithm { kPairwise, kRing, kDirect };
 enum class BroadcastAlgorithm { kTree, kChain, kDirect };
 enum class ReduceAlgorithm { kTree, kStripes, kDirect };
 
-// `bytes` is the whole tensor. False means that the answer does not depend on shared memory, which spares
-// small operations the question (it may connect to every rank).
+// `bytes` is what the selection that follows counts. False means that the answer does not depend on shared memory,
+// which spares small operations the question (it may connect to every rank).
 bool asks_for_shared_memory(const Thresholds& thresholds, size_t bytes);
 
 AllReduceAlgorithm select_all_reduce(const Thresholds& thresholds, size_t bytes, DType dtype, bool shared_memory);

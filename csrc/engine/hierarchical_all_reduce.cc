@@ -41,6 +41,8 @@ uint64_t run_stages(Context& context, const Hierarchy& hierarchy, void* data, si
   const bool averages = op == ReduceOp::kAvg;
   const bool is_half = dtype == DType::kF16 || dtype == DType::kBF16;
   const ReduceOp inside = averages && !is_half ? ReduceOp::kSum : op;
+  // Sums of f32 go into a codec divided: one of 16 bits has not their range.
+  const bool divides_first = averages && !is_half && codec != nullptr;
   stages.run(node, OperationKind::kReduce, inside, [&](Context& inner) -> uint64_t {
     collectives::reduce(inner, data, numel, dtype, inside, 0);
     return 0;
@@ -48,6 +50,7 @@ uint64_t run_stages(Context& context, const Hierarchy& hierarchy, void* data, si
   uint64_t nonfinite_blocks = 0;
   if (node.mesh().rank() == 0) {
     const double num_ranks = context.mesh.size();
+    if (divides_first) kernels::scale(dtype, data, 1.0 / num_ranks, numel, context.stream);
     if (hierarchy.leaders != nullptr) {
       if (averages && is_half) kernels::scale(dtype, data, node.mesh().size() / num_ranks, numel, context.stream);
       const ReduceOp between = averages ? ReduceOp::kSum : op;
@@ -55,7 +58,7 @@ uint64_t run_stages(Context& context, const Hierarchy& hierarchy, void* data, si
         return collectives::all_reduce(inner, data, numel, dtype, between, codec);
       });
     }
-    if (averages && !is_half) kernels::scale(dtype, data, 1.0 / num_ranks, numel, context.stream);
+    if (averages && !is_half && !divides_first) kernels::scale(dtype, data, 1.0 / num_ranks, numel, context.stream);
   }
   stages.run(node, OperationKind::kBroadcast, ReduceOp::kSum, [&](Context& inner) -> uint64_t {
     collectives::broadcast(inner, data, numel * item_bytes(dtype), 0);

@@ -72,6 +72,18 @@ def check_half_average_does_not_overflow(group):
     assert (x == 60_000).all()
 
 
+def check_sums_beyond_a_codecs_range(group):
+    for codec in bagua.codecs.available():
+        x = torch.full((3000,), 20_000.0)
+        group.all_reduce(x, ReduceOp.AVG, codec=codec, hierarchical=True).wait()
+        assert (x - 20_000).abs().max() <= 20_000 / 255, f"{codec}: {x[0]}"
+
+
+def test_averages_whose_sums_are_beyond_a_codecs_range():
+    thread_world(4, check_sums_beyond_a_codecs_range, nodes=[0, 0, 1, 1])
+    thread_world(5, check_sums_beyond_a_codecs_range, nodes=[0, 0, 0, 0, 1])
+
+
 def test_the_average_of_large_halves_does_not_overflow():
     thread_world(5, check_half_average_does_not_overflow, nodes=[0, 0, 0, 1, 1])
 

@@ -97,6 +97,8 @@ def test_settings_and_their_defaults():
         ({"BAGUA_SPIN_US": "-5"}, "BAGUA_SPIN_US=-5 is out of range"),
         ({"BAGUA_THRESHOLDS": "direct_bytes"}, "BAGUA_THRESHOLDS has 'direct_bytes'; give name=bytes, separated by"),
         ({"BAGUA_THRESHOLDS": "a=1,b=-2"}, "BAGUA_THRESHOLDS has 'b=-2'"),
+        ({"BAGUA_THRESHOLDS": "a=1,a=2"}, "BAGUA_THRESHOLDS has 'a=2'; give each name once"),
+        ({"BAGUA_THRESHOLDS": "a=99999999999999999999"}, "give each name once, and less than 2.63 bytes"),
         ({"BAGUA_BACKEND": "nccl"}, "BAGUA_BACKEND='nccl' is unknown; the backends are auto, native, torch"),
     ],
     ids=str,
