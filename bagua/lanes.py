@@ -85,7 +85,7 @@ class Lanes:
         return self._hierarchy
 
     def check(self) -> None:
-        """Raise the first cause when an operation has failed on any rank; who is connected to another lane learns it."""
+        """Raise the first cause when an operation has failed on any rank, and tell the peers of all lanes."""
         try:
             for core in self._cores.values():
                 core.check()
