@@ -45,17 +45,6 @@ std::vector<collectives::Neighbor> topology_neighbors(int topology, int size, in
 void bind_topology(py::module_& m) {
   m.def("topologies", &topologies,
         "The names of the topologies of neighbor_average; a place is the topology's number.");
-  m.def(
-      "topology_weights",
-      [](int topology, int size, int rank, uint64_t step) {
-        std::vector<double> weights(static_cast<size_t>(size), 0.0);
-        for (const auto& neighbor : topology_neighbors(topology, size, rank, step)) {
-          weights[static_cast<size_t>(neighbor.rank)] = neighbor.weight;
-        }
-        return weights;
-      },
-      py::arg("topology"), py::arg("size"), py::arg("rank"), py::arg("step"),
-      "Row `rank` of the averaging matrix: the weight of each rank's values.");
 }
 
 }  // namespace bagua

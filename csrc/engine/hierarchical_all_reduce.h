@@ -3,7 +3,7 @@
 //
 // Runs as one operation of the whole group's engine, which drives the engines of two smaller groups: the ranks
 // of this node, the lowest of which leads, and the leaders. Only it submits to them, so their order is its order.
-// A failure in any of the three fails all three, and so reaches every rank.
+// A failure in any of the three during an operation fails all three; its ranks are those of the smaller group.
 //
 // Nodes may have different numbers of ranks: sums are added and divided by the number of ranks at the end, never
 // means by the number of nodes. f16 and bf16 averages, whose sums may overflow, add node means weighted by ranks.

@@ -95,3 +95,25 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None
 def _difference(actual: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, what: str) -> str:
     at = tuple(wrong.nonzero()[0].tolist())
     return f"{what}: {int(wrong.sum())} of {wrong.numel()} wrong, first at {at}: {actual[at]}, expected {expected[at]}"
+
+
+def neighbor_weights(topology, n, i, s):
+    """Row i of neighbor_average's matrix among n ranks at step s, from the definitions."""
+    row = [0.0] * n
+    if topology == "all":
+        return [1.0 / n] * n
+    if topology == "ring":
+        for j in {(i - 1) % n, i, (i + 1) % n}:
+            row[j] = 1.0 / len({(i - 1) % n, i, (i + 1) % n})
+    elif topology == "shift_one":
+        if n % 2 == 0:
+            partner = (s + i) % (n // 2) + n // 2 if i < n // 2 else (i - n // 2 - s) % (n // 2)
+        else:
+            partner = (s - i) % n  # a round-robin tournament: who would meet itself rests
+        row[i] += 0.5
+        row[partner] += 0.5
+    else:
+        num_distances = (n - 1).bit_length()
+        row[i] += 0.5
+        row[(i - 2 ** (s % num_distances)) % n if num_distances else i] += 0.5
+    return row

@@ -14,7 +14,7 @@ import torch
 
 import bagua
 from bagua import ReduceOp
-from tests.communication.oracles import DTYPES, ops_of, reduced
+from tests.communication.oracles import DTYPES, neighbor_weights, ops_of, reduced
 
 KINDS = (
     "all_reduce",
@@ -265,13 +265,9 @@ def _neighbor_average(call, group, rank, memory):
     x = memory.take(call, inputs[place])
     work = bagua.neighbor_average(x, call.topology, call.index, **_options(call, group))
     exact = torch.zeros(call.numel, dtype=torch.float64)
-    for weight, y in zip(bagua._C.topology_weights(_number(call.topology), n, place, call.index), inputs, strict=True):
+    for weight, y in zip(neighbor_weights(call.topology, n, place, call.index), inputs, strict=True):
         exact += weight * y.double()
     return Started(work, [x], lambda: expect(call, x, exact, codec_bound(call, inputs, 1) + 1e-12))
-
-
-def _number(topology):
-    return bagua._C.topologies().index(topology)
 
 
 def _barrier(call, group, rank, memory):

@@ -7,34 +7,13 @@ import torch
 
 import bagua
 from bagua.testing import world as thread_world
+from tests.communication.oracles import neighbor_weights
 from tests.communication.worlds import in_worlds, mixed, shm, tcp
 
 TOPOLOGIES = ("all", "ring", "shift_one", "exponential")
 STEPS = (0, 1, 2, 5, 1000)
 SIZES = (0, 1, 33, 2049, 300_001)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-def weights(topology, n, i, s):
-    """Row i of the averaging matrix at step s, from the definitions."""
-    row = [0.0] * n
-    if topology == "all":
-        return [1.0 / n] * n
-    if topology == "ring":
-        for j in {(i - 1) % n, i, (i + 1) % n}:
-            row[j] = 1.0 / len({(i - 1) % n, i, (i + 1) % n})
-    elif topology == "shift_one":
-        if n % 2 == 0:
-            partner = (s + i) % (n // 2) + n // 2 if i < n // 2 else (i - n // 2 - s) % (n // 2)
-        else:
-            partner = (s - i) % n  # a round-robin tournament: who would meet itself rests
-        row[i] += 0.5
-        row[partner] += 0.5
-    else:
-        num_distances = (n - 1).bit_length()
-        row[i] += 0.5
-        row[(i - 2 ** (s % num_distances)) % n if num_distances else i] += 0.5
-    return row
 
 
 @functools.lru_cache(maxsize=256)
@@ -45,7 +24,7 @@ def values(rank, numel, dtype):
 
 
 def expected_average(topology, n, i, s, numel, dtype, codec=None):
-    row = weights(topology, n, i, s)
+    row = neighbor_weights(topology, n, i, s)
     total = torch.zeros(numel, dtype=torch.float64)
     for j in range(n):
         if row[j] == 0:
@@ -71,7 +50,7 @@ def check_full_precision(group):
                     scale = sum(values(r, numel, dtype).double().abs() for r in range(group.size))
                     allowed = torch.finfo(dtype).eps * (exact.abs() + scale)
                     assert ((x.double() - exact).abs() <= allowed).all(), what
-                    is_mean_of_all = len({*weights(topology, group.size, group.rank, step)}) == 1
+                    is_mean_of_all = len({*neighbor_weights(topology, group.size, group.rank, step)}) == 1
                     if not is_mean_of_all and dtype is not torch.float64:
                         assert torch.equal(x, exact.float().to(dtype)), f"{what}: rounded more than once"
 

@@ -24,7 +24,7 @@ def run(launcher: str, script: str, *options: str) -> dict:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110)
     if "ddp" in options and "terminate called without an active exception" in done.stderr:
-        # torch's own process group, without any of ours: about one program in a hundred dies at its exit so.
+        # The baseline, in which bagua makes no group: seen twice at its exit, after the result; not explained.
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
