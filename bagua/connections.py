@@ -18,16 +18,16 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from . import _C
 from .accepting import Acceptor
 from .config import Settings
-from .dialing import Patience, ask, dial_tcp, dial_unix, is_gone
+from .dialing import Patience, dial_tcp, dial_unix, is_gone
 from .errors import Aborted, BaguaError, DeadlineExceeded, TransportError
 from .fork_guard import close_in_child
 from .interfaces import InterfaceAddress
+from .questions import Questions, Registered
 from .rendezvous import RankRecord
 from .torch_transport import TorchTransport
 
@@ -42,7 +42,6 @@ _REFUSED_SECONDS = 0.5
 # neither will ever connect. Later questions come at doubling intervals. (Mesh::ask does so over connections.)
 _FIRST_QUESTION_SECONDS = 0.5
 _LONGEST_QUESTION_INTERVAL_SECONDS = 8.0
-_ANSWER_SECONDS = 1.0
 
 
 @dataclass
@@ -67,21 +66,6 @@ class _Arrival:
             os.close(fd)
 
 
-@dataclass
-class _Registered:
-    """A group that takes connections."""
-
-    core: _C.Group
-    ranks: list[int]  # global ranks by group rank
-    driver: _C.Group | None  # whose operations this core's are part of
-
-    def check(self) -> None:
-        """Raise what has ended the group's operations."""
-        self.core.check()
-        if self.driver is not None:
-            self.driver.check()
-
-
 class Endpoint:
     """The listening sockets of this process and the way to the other ranks.
 
@@ -99,7 +83,7 @@ class Endpoint:
         self.address = address
         self.records: list[RankRecord] = []
         self.secret = b""
-        self._groups: dict[str, _Registered] = {}
+        self._groups: dict[str, Registered] = {}
         self._arrivals: dict[tuple[str, int], _Arrival] = {}  # (group, dialer's global rank)
         self._changed = threading.Condition()  # guards the two above and announces attachments
         self._acceptor: Acceptor | None = None
@@ -120,6 +104,7 @@ class Endpoint:
     def start(self, records: list[RankRecord], secret: bytes) -> None:
         """Begin to accept; called once, when the rank table and the secret are known."""
         self.records, self.secret = records, secret
+        self._questions = Questions(records, secret, self._groups)
         self._acceptor = Acceptor(self._listeners, secret, self._arrived)
 
     def close(self) -> None:
@@ -137,11 +122,10 @@ class Endpoint:
 
     # ---- groups
 
-    def open_core(self, name: str, ranks: list[int], rank: int, driver: _C.Group | None = None) -> _C.Group:
+    def open_core(self, name: str, ranks: list[int], rank: int) -> _C.Group:
         """The core of a group of the global ranks `ranks`, of which this process is `rank` (global).
 
-        Its channels are made on first use; from now on peers can connect to it. What it waits for is not wanted any
-        more when `driver`, whose operations its operations are part of, has failed.
+        Its channels are made on first use; from now on peers can connect to it.
         """
         same_host = [peer == rank or self.share_memory(rank, peer) for peer in ranks]
         spin_us = self.settings.spin_us
@@ -155,13 +139,14 @@ class Endpoint:
         thresholds = self.settings.thresholds
         core = _C.Group(name, ranks.index(rank), len(ranks), spin_us, same_host, thresholds, connect)
         with self._changed:
-            self._groups[name] = _Registered(core, ranks, driver)
+            self._groups[name] = Registered(core, ranks)
             for group, peer in [key for key in self._arrivals if key[0] == name]:
                 self._attach_if_complete(group, peer)
         return core
 
-    def close_core(self, name: str, core: _C.Group) -> None:
-        """End the core's worker and say goodbye to the peers."""
+    def close_core(self, name: str, rank: int, core: _C.Group) -> None:
+        """End the core's worker and say goodbye to the peers; if it has failed, tell why."""
+        self._questions.report(name, rank)
         with self._changed:
             self._groups.pop(name, None)
             self._changed.notify_all()
@@ -191,43 +176,54 @@ class Endpoint:
             DeadlineExceeded: the peer cannot be reached, or (when it has to dial) has not come.
             TransportError: its process has ended.
         """
-        deadline = time.monotonic() + timeout_s
         registered = self._groups.get(name)
         if registered is None:
             raise Aborted(f"the group '{name}' was destroyed")
         group_peer = registered.ranks.index(peer)
 
         def still_wanted() -> None:
-            registered.check()
+            registered.core.check()
             if name not in self._groups:
                 raise Aborted(
                     f"the group '{name}' was destroyed while it waited for rank {group_peer}", rank=group_peer
                 )
 
-        if registered.ranks.index(rank) > group_peer:
-            self._dial_until(name, registered.core, rank, peer, group_peer, timeout_s, Patience(deadline, still_wanted))
-            return
-        looked_at = time.monotonic()
+        patience = Patience(time.monotonic() + timeout_s, still_wanted)
+        connect = self._dial_until if registered.ranks.index(rank) > group_peer else self._await_dial
+        connect(name, registered, rank, peer, timeout_s, patience)
+
+    def _await_dial(
+        self, name: str, registered: Registered, rank: int, peer: int, timeout_s: float, patience: Patience
+    ) -> None:
+        group_peer = registered.ranks.index(peer)
+        has_refused = False
         interval = _FIRST_QUESTION_SECONDS
-        next_question = looked_at + interval
+        next_look = next_question = time.monotonic() + interval
         while not self._wait_for_attachment(registered.core, group_peer):
-            still_wanted()
+            patience.still_wanted()
             now = time.monotonic()
-            if self.share_memory(rank, peer) and now - looked_at > _REFUSED_SECONDS:
-                looked_at = now
-                if is_gone(self.records[peer]):
-                    raise self._gone(group_peer, peer)
-            if now > deadline:
+            if now > patience.deadline:
                 raise DeadlineExceeded(
                     f"rank {group_peer} has not connected to the group '{name}' within {timeout_s:.3g} s: it has "
                     "not called an operation of this group that needs this rank, or it cannot reach "
                     f"{self.address.address}:{self.port}",
                     rank=group_peer,
                 )
-            if now > next_question:
-                self._compare_status(name, registered, rank, peer, still_wanted)
-                interval = min(2 * interval, _LONGEST_QUESTION_INTERVAL_SECONDS)
-                next_question = time.monotonic() + interval
+            if now < next_look:
+                continue
+            next_look = now + _REFUSED_SECONDS
+            try:
+                if self.share_memory(rank, peer) and is_gone(self.records[peer]):
+                    raise ConnectionRefusedError
+                if now >= next_question:
+                    self._questions.compare(name, registered, rank, peer, patience.still_wanted)
+                    interval = min(2 * interval, _LONGEST_QUESTION_INTERVAL_SECONDS)
+                    next_question = time.monotonic() + interval
+            except ConnectionRefusedError as error:
+                # The second time in vain: the reason, if there is one, would have come meanwhile (Questions.report).
+                if has_refused:
+                    raise self._gone(group_peer, peer) from error
+                has_refused = True
 
     def _wait_for_attachment(self, core: _C.Group, group_peer: int) -> bool:
         """Whether the peer has connected; waits a moment if not."""
@@ -236,31 +232,6 @@ class Endpoint:
                 return True
             self._changed.wait(_POLL_SECONDS)
             return core.is_attached(group_peer)
-
-    def _compare_status(
-        self, name: str, registered: _Registered, rank: int, peer: int, still_wanted: Callable[[], None]
-    ) -> None:
-        """Ask a rank what it is doing, and tell it what this one does. Raises InvalidArgument if they differ."""
-        about = {**self._about(name, rank, peer, "", 0), "status": registered.core.status().hex()}
-        patience = Patience(time.monotonic() + _ANSWER_SECONDS, still_wanted)
-        try:
-            status = ask(self.records[peer], self.secret, about, patience)
-        except (OSError, TransportError):
-            return  # it is busy, stopped or gone: the deadline tells
-        registered.core.check_status(registered.ranks.index(peer), status)
-
-    def _answer(self, sock: socket.socket, about: dict) -> None:
-        """The other side of _compare_status, on the acceptor's thread."""
-        with sock:
-            registered = self._groups.get(about["group"])
-            status = b"" if registered is None else registered.core.status()
-            sock.sendall(bytes([len(status)]) + status)
-        if registered is None:
-            return
-        try:
-            registered.core.check_status(registered.ranks.index(about["from"]), bytes.fromhex(about["status"]))
-        except BaguaError as error:
-            registered.core.poison(error)
 
     def _gone(self, group_peer: int, peer: int) -> TransportError:
         record = self.records[peer]
@@ -273,14 +244,14 @@ class Endpoint:
     # ---- dialing
 
     def _dial_until(
-        self, name: str, core: _C.Group, rank: int, peer: int, group_peer: int, timeout_s: float, patience: Patience
+        self, name: str, registered: Registered, rank: int, peer: int, timeout_s: float, patience: Patience
     ) -> None:
-        record = self.records[peer]
+        record, group_peer = self.records[peer], registered.ranks.index(peer)
         dial = self._dial_unix if self.share_memory(rank, peer) else self._dial_tcp
         refused_since: float | None = None
         while True:
             try:
-                dial(name, core, rank, peer, group_peer, patience)
+                dial(name, registered.core, rank, peer, group_peer, patience)
                 return
             except (OSError, TransportError) as error:
                 patience.still_wanted()
@@ -343,8 +314,8 @@ class Endpoint:
     # ---- accepting: on the acceptor's thread, and in open_core for what came before the group
 
     def _arrived(self, sock: socket.socket, about: dict, descriptors: list[int]) -> None:
-        if "status" in about:
-            self._answer(sock, about)
+        if self._questions.is_one(about):
+            self._questions.take(sock, about)
             return
         group, peer = about["group"], about["from"]
         with self._changed:
@@ -371,7 +342,7 @@ class Endpoint:
             arrival.close()
         self._changed.notify_all()
 
-    def _attach(self, name: str, registered: _Registered, peer: int, arrival: _Arrival) -> None:
+    def _attach(self, name: str, registered: Registered, peer: int, arrival: _Arrival) -> None:
         """Answer the dialer and hand the connection to the core; what stays in `arrival` the caller closes."""
         core, group_peer = registered.core, registered.ranks.index(peer)
         if core.is_attached(group_peer):

@@ -19,7 +19,7 @@ from .fork_guard import close_in_child
 from .handshake import dial
 from .rendezvous import RankRecord
 
-__all__ = ["Patience", "ask", "dial_tcp", "dial_unix", "is_gone"]
+__all__ = ["Patience", "ask", "dial_tcp", "dial_unix", "is_gone", "tell"]
 
 _SLICE_SECONDS = 0.05
 
@@ -64,11 +64,10 @@ def dial_unix(
 
 def dial_tcp(record: RankRecord, secret: bytes, abouts: list[dict], patience: Patience) -> list[socket.socket]:
     """Connections to a rank, one for each of `abouts`, of which the first carries the answer."""
-    family, _, _, _, address = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
     sockets: list[socket.socket] = []
     try:
         for about in abouts:
-            sockets.append(_proven(family, address, secret, about, patience))
+            sockets.append(_proven_tcp(record, secret, about, patience))
             sockets[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _wait_for_answer(sockets[0], abouts[0]["group"], patience)
         if sockets[0].recv(1) != b"A":
@@ -80,11 +79,15 @@ def dial_tcp(record: RankRecord, secret: bytes, abouts: list[dict], patience: Pa
     return sockets
 
 
+def tell(record: RankRecord, secret: bytes, about: dict, patience: Patience) -> None:
+    """Leave a message with a rank."""
+    _proven_tcp(record, secret, about, patience).close()
+
+
 def ask(record: RankRecord, secret: bytes, about: dict, patience: Patience) -> bytes:
-    """What a rank answers to a question, over a connection of its own: one byte of length, and that many."""
-    family, _, _, _, address = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
-    with _proven(family, address, secret, about, patience) as sock:
-        return _receive(sock, _receive(sock, 1, patience)[0], patience)
+    """What a rank answers to a question, over a connection of its own: four bytes of length, and that many."""
+    with _proven_tcp(record, secret, about, patience) as sock:
+        return _receive(sock, int.from_bytes(_receive(sock, 4, patience), "little"), patience)
 
 
 def is_gone(record: RankRecord) -> bool:
@@ -92,6 +95,11 @@ def is_gone(record: RankRecord) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         return probe.connect_ex("\0" + record.unix_name) == errno.ECONNREFUSED
+
+
+def _proven_tcp(record: RankRecord, secret: bytes, about: dict, patience: Patience) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
+    return _proven(family, address, secret, about, patience)
 
 
 def _proven(family: int, address: object, secret: bytes, about: dict, patience: Patience) -> socket.socket:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 
@@ -62,11 +63,11 @@ class ProcessGroup:
     def _shares_memory(self, peer: int) -> bool:
         return self._network.share_memory(self._global_rank, self.ranks[peer])
 
-    @property
+    @cached_property
     def nodes(self) -> Nodes:
         """The ranks of the group by node."""
-        self._check_member()
-        return self._lanes.nodes
+        ranks, network = self.ranks, self._network
+        return Nodes.of(self.size, lambda a, b: network.same_node(ranks[a], ranks[b]))
 
     def subgroup(self, name: str, ranks: Sequence[int], timeout: timedelta | float) -> ProcessGroup:
         """A group of some ranks of this one, made by its members alone and closed with this one at the latest.
@@ -193,7 +194,8 @@ class ProcessGroup:
         check_codec(codec, data.dtype, op)
         arguments = (data.data_ptr(), data.numel(), dtype_code(data.dtype), int(op), codec, self._timeout_s, blocking)
         if hierarchical:
-            work = self._core.hierarchical_all_reduce(*self._lanes.hierarchy, *arguments)
+            nodes = self.nodes
+            work = self._core.hierarchical_all_reduce(nodes.node_of(self.rank), nodes.leaders, *arguments)
         else:
             work = self._core.all_reduce(*arguments)
         return self._work(work, (tensor, data), label, give_back)

@@ -1,39 +1,31 @@
 """The cores of one group on one of its members: worker threads and connections, one set per kind of traffic.
 
 Data path: group -> **here** -> core. Collectives, and send and recv, have a core each, so that a message between two
-ranks never stands in the way of a collective. Two more, made on first use, carry the stages of hierarchical operations:
-among the ranks of a node, and among the nodes' leaders; only the first core drives them.
+ranks never stands in the way of a collective.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from . import _C
 from .errors import BaguaError
-from .nodes import Nodes
 
-__all__ = ["Hierarchy", "Lanes", "Network"]
+__all__ = ["Lanes", "Network"]
 
 
 class Network(Protocol):
     """What connects the ranks: connections.Endpoint between processes, bagua.testing's between threads."""
 
-    def open_core(self, name: str, ranks: list[int], rank: int, driver: _C.Group | None = None) -> _C.Group: ...
+    def open_core(self, name: str, ranks: list[int], rank: int) -> _C.Group: ...
 
-    def close_core(self, name: str, core: _C.Group) -> None: ...
+    def close_core(self, name: str, rank: int, core: _C.Group) -> None: ...
 
     def share_memory(self, rank: int, peer: int) -> bool: ...
 
     def same_node(self, rank: int, peer: int) -> bool: ...
-
-
-class Hierarchy(NamedTuple):
-    """The cores of a hierarchical operation's stages."""
-
-    node: _C.Group  # the ranks of this node
-    leaders: _C.Group | None  # None where this rank does not lead, or there is one node only
 
 
 class Lanes:
@@ -50,39 +42,17 @@ class Lanes:
     """
 
     def __init__(self, network: Network, name: str, ranks: Sequence[int], rank: int):
-        self._network, self._name, self._ranks, self._rank = network, name, list(ranks), rank
+        self._network, self._name, self._rank = network, name, ranks[rank]
         self._cores: dict[str, _C.Group] = {}
-        self._hierarchy: Hierarchy | None = None
-        everybody = range(len(ranks))
-        self.collectives = self._open("", everybody)
+
+        def open_core(suffix: str) -> _C.Group:
+            core = self._cores[suffix] = network.open_core(name + suffix, list(ranks), ranks[rank])
+            return core
+
+        self.collectives = open_core("")
         # Before its first use, so that a peer that sends first finds it; else two ranks may wait for a third that waits
         # for one of them.
-        self.messages = self._open("/p2p", everybody) if len(ranks) > 1 else self.collectives
-
-    def _open(self, suffix: str, members: Sequence[int], driver: _C.Group | None = None) -> _C.Group:
-        ranks = [self._ranks[member] for member in members]
-        core = self._network.open_core(self._name + suffix, ranks, self._ranks[self._rank], driver)
-        self._cores[suffix] = core
-        return core
-
-    @property
-    def nodes(self) -> Nodes:
-        """The ranks of the group by node."""
-        ranks, network = self._ranks, self._network
-        return Nodes.of(len(ranks), lambda a, b: network.same_node(ranks[a], ranks[b]))
-
-    @property
-    def hierarchy(self) -> Hierarchy:
-        """The cores of the stages; opened when they are first asked for."""
-        if self._hierarchy is None:
-            nodes = self.nodes
-            leaders = nodes.leaders
-            joins = self._rank in leaders and len(leaders) > 1
-            self._hierarchy = Hierarchy(
-                self._open("/node", nodes.node_of(self._rank), self.collectives),
-                self._open("/leaders", leaders, self.collectives) if joins else None,
-            )
-        return self._hierarchy
+        self.messages = open_core("/p2p") if len(ranks) > 1 else self.collectives
 
     def check(self) -> None:
         """Raise the first cause when an operation has failed on any rank, and tell the peers of all lanes."""
@@ -104,5 +74,7 @@ class Lanes:
 
     def close(self) -> None:
         """End the worker threads and say goodbye to the peers."""
+        with contextlib.suppress(BaguaError):
+            self.check()  # what one lane knows, the peers of all should
         for suffix, core in self._cores.items():
-            self._network.close_core(self._name + suffix, core)
+            self._network.close_core(self._name + suffix, self._rank, core)

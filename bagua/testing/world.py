@@ -26,16 +26,16 @@ class _LocalNetwork:
     def __init__(self, nodes: Sequence[int] | None) -> None:
         self._nodes = nodes
         self._lock = threading.Lock()  # guards _cores
-        self._cores: dict[str, list[_C.Group]] = {}
+        self._cores: dict[tuple, list[_C.Group]] = {}
 
-    def open_core(self, name: str, ranks: list[int], rank: int, driver: _C.Group | None = None) -> _C.Group:
-        key = f"{name} of {ranks}"  # the nodes' lanes of one group have one name
+    def open_core(self, name: str, ranks: list[int], rank: int) -> _C.Group:
+        key = (name, *ranks)  # subgroups of different ranks may have one name
         with self._lock:
             if key not in self._cores:
                 self._cores[key] = _C.local_world(name, len(ranks), _SPIN_US)
             return self._cores[key][ranks.index(rank)]
 
-    def close_core(self, name: str, core: _C.Group) -> None:
+    def close_core(self, name: str, rank: int, core: _C.Group) -> None:
         core.close()
 
     def share_memory(self, rank: int, peer: int) -> bool:

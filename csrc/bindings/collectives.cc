@@ -13,7 +13,6 @@
 #include "csrc/bindings/group.h"
 #include "csrc/bindings/topology.h"
 #include "csrc/codecs/codec.h"
-#include "csrc/engine/hierarchical_all_reduce.h"
 
 namespace bagua {
 namespace {
@@ -70,19 +69,21 @@ void bind_reductions(py::class_<Group>& group) {
       py::arg("blocking"));
   group.def(
       "hierarchical_all_reduce",
-      [](Group& g, Group& node, Group* leaders, uintptr_t data, size_t numel, int dtype_code, int op_code,
-         const std::optional<std::string>& codec, double timeout_s, bool blocking) {
+      [](Group& g, const std::vector<int>& node, const std::vector<int>& leaders, uintptr_t data, size_t numel,
+         int dtype_code, int op_code, const std::optional<std::string>& codec, double timeout_s, bool blocking) {
         const DType dtype = dtype_from(dtype_code);
         const auto op = static_cast<ReduceOp>(op_code);
         Operation operation = make_operation(OperationKind::kAllReduce, numel, dtype, op);
         operation.variant = 1;
         const Codec* used = use_codec(operation, codec);
-        const Hierarchy hierarchy{&node.engine(), leaders != nullptr ? &leaders->engine() : nullptr};
         return g.run(operation, numel * item_bytes(dtype), timeout_s, blocking,
-                     hierarchical_all_reduce(hierarchy, pointer(data), numel, dtype, op, used, seconds(timeout_s)));
+                     [=, hierarchy = collectives::Hierarchy{node, leaders}](Context& context) {
+                       return collectives::hierarchical_all_reduce(context, hierarchy, pointer(data), numel, dtype, op,
+                                                                   used);
+                     });
       },
-      py::arg("node"), py::arg("leaders").none(true), py::arg("data"), py::arg("numel"), py::arg("dtype"),
-      py::arg("op"), py::arg("codec"), py::arg("timeout_s"), py::arg("blocking"));
+      py::arg("node"), py::arg("leaders"), py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
+      py::arg("codec"), py::arg("timeout_s"), py::arg("blocking"));
   group.def("reduce", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int op_code, int root,
                          double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);

@@ -25,7 +25,7 @@ void require_defined(std::string_view collective, ReduceOp op, DType dtype);
 // Throws InvalidArgument where the codec cannot encode the type, or the operator is not a sum.
 void require_compressible(std::string_view collective, const Codec& codec, DType dtype, ReduceOp op = ReduceOp::kSum);
 // Throws InvalidArgument unless both have an entry per rank and agree about what this rank sends itself.
-void require_splits(const Mesh& mesh, const std::vector<size_t>& input_splits,
+void require_splits(const Team& team, const std::vector<size_t>& input_splits,
                     const std::vector<size_t>& output_splits);
 
 // The raw pointer arithmetic of this folder: element `index` of an array whose items have `item` bytes.
@@ -38,7 +38,7 @@ void recursive_doubling_all_reduce(Context& context, void* data, size_t numel, D
 void ring_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 void two_shot_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 size_t compressed_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec);
-// Need Mesh::all_share_memory(). `direct` falls back to `staged` where some rank's buffer is ordinary memory.
+// Need Team::all_share_memory(). `direct` falls back to `staged` where some rank's buffer is ordinary memory.
 void direct_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 void staged_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 
@@ -51,7 +51,7 @@ void chain_broadcast(Context& context, void* data, size_t bytes, int root);
 void tree_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);
 void stripes_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);
 
-// Need Mesh::all_share_memory(). False on all ranks, with nothing done, where a buffer that the peers would
+// Need Team::all_share_memory(). False on all ranks, with nothing done, where a buffer that the peers would
 // have to read is ordinary memory.
 bool direct_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);
 bool direct_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);

@@ -28,11 +28,11 @@ void require_compressible(std::string_view collective, const Codec& codec, DType
 size_t all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec* codec) {
   require_defined("all_reduce", op, dtype);
   if (codec != nullptr) require_compressible("all_reduce", *codec, dtype, op);
-  const int size = context.mesh.size();
+  const int size = context.team.size();
   if (size == 1 || numel == 0) return 0;
   if (codec != nullptr) return compressed_all_reduce(context, data, numel, dtype, op, *codec);
   const size_t bytes = numel * item_bytes(dtype);
-  const bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.mesh.all_share_memory();
+  const bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.team.all_share_memory();
   switch (select_all_reduce(context.thresholds, bytes, dtype, shared_memory)) {
     case AllReduceAlgorithm::kRecursiveDoubling: recursive_doubling_all_reduce(context, data, numel, dtype, op); break;
     case AllReduceAlgorithm::kRing: ring_all_reduce(context, data, numel, dtype, op); break;

@@ -9,9 +9,9 @@
 namespace bagua::collectives {
 namespace {
 
-void pairwise_barrier(Mesh& mesh) {
-  const auto size = static_cast<size_t>(mesh.size()), rank = static_cast<size_t>(mesh.rank());
-  PostedRequests notes(mesh, 2 * size);
+void pairwise_barrier(const Team& team) {
+  const auto size = static_cast<size_t>(team.size()), rank = static_cast<size_t>(team.rank());
+  PostedRequests notes(team, 2 * size);
   for (size_t step = 1; step < size; ++step) {
     const size_t from = (rank + size - step) % size, to = (rank + step) % size;
     notes.recv_note(from, static_cast<int>(from));
@@ -20,22 +20,22 @@ void pairwise_barrier(Mesh& mesh) {
   notes.wait_all();
 }
 
-void dissemination_barrier(Mesh& mesh) {
-  const int size = mesh.size();
+void dissemination_barrier(const Team& team) {
+  const int size = team.size();
   for (int distance = 1; distance < size; distance *= 2) {
-    const int to = (mesh.rank() + distance) % size;
-    const int from = (mesh.rank() + size - distance) % size;
-    mesh.send_recv(to, nullptr, 0, from, nullptr, 0);
+    const int to = (team.rank() + distance) % size;
+    const int from = (team.rank() + size - distance) % size;
+    team.send_recv(to, nullptr, 0, from, nullptr, 0);
   }
 }
 
 }  // namespace
 
 void barrier(Context& context) {
-  if (context.mesh.size() <= kMaxPairwiseBarrierRanks) {
-    pairwise_barrier(context.mesh);
+  if (context.team.size() <= kMaxPairwiseBarrierRanks) {
+    pairwise_barrier(context.team);
   } else {
-    dissemination_barrier(context.mesh);
+    dissemination_barrier(context.team);
   }
 }
 

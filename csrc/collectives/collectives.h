@@ -15,13 +15,13 @@
 #include "csrc/common/event_log.h"
 #include "csrc/common/stream.h"
 #include "csrc/common/workspace.h"
-#include "csrc/transport/mesh.h"
+#include "csrc/transport/team.h"
 
 namespace bagua {
 
 // What a collective works with besides its arguments.
 struct Context {
-  Mesh& mesh;
+  Team team;
   Workspace& workspace;
   EventLog& events;
   Stream stream;
@@ -34,6 +34,15 @@ namespace collectives {
 // and AVG of f32, f16, bf16 only; returns the number of blocks (of this rank's input and its reduced stripe) that held
 // a NaN or Inf. World size 1 leaves data as it is (codec or not).
 size_t all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec* codec);
+
+// The same in three stages: inside the nodes, among the lowest ranks of all nodes, which lead them, inside the nodes.
+// Counts non-finite blocks on the leaders only.
+struct Hierarchy {
+  std::vector<int> node;     // the ranks of this rank's node, ascending
+  std::vector<int> leaders;  // the lowest rank of every node, ascending
+};
+size_t hierarchical_all_reduce(Context& context, const Hierarchy& hierarchy, void* data, size_t numel, DType dtype,
+                               ReduceOp op, const Codec* codec);
 
 // output (numel elements) <- op over ranks of the rank-th of size blocks of numel elements of their input.
 void reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);

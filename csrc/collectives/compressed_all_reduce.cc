@@ -30,13 +30,13 @@ class CompressedAllReduce {
         numel_(numel),
         dtype_(dtype),
         op_(op),
-        size_(static_cast<size_t>(context.mesh.size())),
-        rank_(static_cast<size_t>(context.mesh.rank())),
+        size_(static_cast<size_t>(context.team.size())),
+        rank_(static_cast<size_t>(context.team.rank())),
         chunks_(codec_chunks(piece_of(numel, size_, 0, codec.block_numel()).numel, codec.block_numel(),
-                             context.mesh.size())),
+                             context.team.size())),
         contribution_bytes_(codec.wire_bytes(chunks_.numel, dtype)),
         result_bytes_(codec.wire_bytes(chunks_.numel, DType::kF32)),
-        requests_(context.mesh, kRoundsInFlight * kNumLanes * size_) {
+        requests_(context.team, kRoundsInFlight * kNumLanes * size_) {
     Workspace& workspace = context.workspace;
     const size_t rounds = std::min(kRoundsInFlight, chunks_.count);
     sent_ = workspace.get(kSentCodes, rounds * size_ * contribution_bytes_);
@@ -135,7 +135,7 @@ void CompressedAllReduce::reduce(size_t k) {
       codec_.decode_add(received(k, r), dtype_, numel, sums_, context_.stream);
     }
     if (op_ == ReduceOp::kAvg) {
-      kernels::scale(DType::kF32, sums_, 1.0 / context_.mesh.size(), numel, context_.stream);
+      kernels::scale(DType::kF32, sums_, 1.0 / context_.team.size(), numel, context_.stream);
     }
   }
   const EventSpan span(context_.events, EventKind::kEncode, numel * sizeof(float));

@@ -15,28 +15,28 @@ struct RootNote {
   uint64_t is_shared = 0;
 };
 
-bool serve(Mesh& mesh, const void* data, size_t bytes) {
+bool serve(const Team& team, const void* data, size_t bytes) {
   RootNote note;
-  if (const auto address = mesh.address_of(data, bytes)) note = {*address, 1};
-  const auto size = static_cast<size_t>(mesh.size());
-  PostedRequests requests(mesh, 2 * size);
-  for (int peer = 0; peer < mesh.size(); ++peer) {
-    if (peer == mesh.rank()) continue;
+  if (const auto address = team.address_of(data, bytes)) note = {*address, 1};
+  const auto size = static_cast<size_t>(team.size());
+  PostedRequests requests(team, 2 * size);
+  for (int peer = 0; peer < team.size(); ++peer) {
+    if (peer == team.rank()) continue;
     requests.send(static_cast<size_t>(peer), peer, &note, sizeof note);
     if (note.is_shared != 0) requests.recv_note(size + static_cast<size_t>(peer), peer);
   }
   requests.wait_all();
-  if (note.is_shared != 0) mesh.count_moved((size - 1) * bytes, 0);
+  if (note.is_shared != 0) team.count_moved((size - 1) * bytes, 0);
   return note.is_shared != 0;
 }
 
-bool fetch(Mesh& mesh, void* data, size_t bytes, int root) {
+bool fetch(const Team& team, void* data, size_t bytes, int root) {
   RootNote note;
-  mesh.recv(root, &note, sizeof note);
+  team.recv(root, &note, sizeof note);
   if (note.is_shared == 0) return false;
-  std::memcpy(data, mesh.resolve(root, note.address, bytes), bytes);
-  mesh.count_moved(0, bytes);
-  mesh.send(root, nullptr, 0);
+  std::memcpy(data, team.resolve(root, note.address, bytes), bytes);
+  team.count_moved(0, bytes);
+  team.send(root, nullptr, 0);
   return true;
 }
 
@@ -44,8 +44,8 @@ bool fetch(Mesh& mesh, void* data, size_t bytes, int root) {
 
 bool direct_broadcast(Context& context, void* data, size_t bytes, int root) {
   if (bytes == 0) return true;
-  if (context.mesh.rank() == root) return serve(context.mesh, data, bytes);
-  return fetch(context.mesh, data, bytes, root);
+  if (context.team.rank() == root) return serve(context.team, data, bytes);
+  return fetch(context.team, data, bytes, root);
 }
 
 }  // namespace bagua::collectives

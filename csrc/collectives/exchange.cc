@@ -14,8 +14,8 @@ PairwiseExchange::PairwiseExchange(Context& context, ExchangeOptions options)
                 : options_.same_for_all                               ? 1
                                                                       : options_.targets.size()),
       chunk_numel_(
-          exchange_chunk_numel(options_.codec == nullptr ? 1 : options_.codec->block_numel(), context.mesh.size())),
-      requests_(context.mesh, kInFlight * (options_.targets.size() + options_.sources.size())) {
+          exchange_chunk_numel(options_.codec == nullptr ? 1 : options_.codec->block_numel(), context.team.size())),
+      requests_(context.team, kInFlight * (options_.targets.size() + options_.sources.size())) {
   size_t longest = 0;
   for (const Part& part : options_.targets) longest = std::max(longest, part.piece.numel);
   for (const Part& part : options_.sources) longest = std::max(longest, part.piece.numel);

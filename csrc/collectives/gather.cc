@@ -9,14 +9,14 @@
 namespace bagua::collectives {
 
 void gather(Context& context, const void* input, void* output, size_t bytes, int root) {
-  Mesh& mesh = context.mesh;
+  const Team& team = context.team;
   if (bytes == 0) return;
-  if (mesh.rank() != root) {
-    mesh.send(root, input, bytes);
+  if (team.rank() != root) {
+    team.send(root, input, bytes);
     return;
   }
-  PostedRequests requests(mesh, kPairwiseWindow);
-  for (int peer = 0; peer < mesh.size(); ++peer) {
+  PostedRequests requests(team, kPairwiseWindow);
+  for (int peer = 0; peer < team.size(); ++peer) {
     uint8_t* place = at(output, static_cast<size_t>(peer) * bytes, 1);
     if (peer == root) {
       if (place != input) std::memcpy(place, input, bytes);

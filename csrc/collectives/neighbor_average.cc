@@ -29,7 +29,7 @@ class NeighborAverage {
         exchange_(context, options(neighbors)) {
     for (const Neighbor& neighbor : neighbors) {
       if (neighbor.weight == 0 && !neighbor.is_source) continue;  // only sent to
-      is_own_.push_back(neighbor.rank == context.mesh.rank());
+      is_own_.push_back(neighbor.rank == context.team.rank());
       weights_.push_back(neighbor.weight);
     }
     // Decoded values of every source and the widened own ones.
@@ -120,7 +120,7 @@ size_t neighbor_average(Context& context, void* data, size_t numel, DType dtype,
                         const Codec* codec) {
   require_average(dtype);
   if (codec != nullptr) require_compressible("neighbor_average", *codec, dtype);
-  const int size = context.mesh.size();
+  const int size = context.team.size();
   if (size == 1 || numel == 0) return 0;
   if (codec == nullptr && is_mean_of_all(neighbors, size)) {
     return all_reduce(context, data, numel, dtype, ReduceOp::kAvg, nullptr);

@@ -10,13 +10,13 @@
 #include <exception>
 #include <memory>
 
-#include "csrc/transport/mesh.h"
+#include "csrc/transport/team.h"
 
 namespace bagua::collectives {
 
 class PostedRequests {
  public:
-  PostedRequests(Mesh& mesh, size_t num_slots) : mesh_(mesh), num_slots_(num_slots), requests_(inline_) {
+  PostedRequests(const Team& team, size_t num_slots) : team_(team), num_slots_(num_slots), requests_(inline_) {
     if (num_slots > kNumInline) {
       large_ = std::make_unique<Request[]>(num_slots);
       requests_ = large_.get();
@@ -26,22 +26,22 @@ class PostedRequests {
   ~PostedRequests() {
     if (all_done()) return;
     assert(std::uncaught_exceptions() > 0 && "an algorithm returned before its messages were done");
-    mesh_.cancel();
+    team_.cancel();
   }
   PostedRequests(const PostedRequests&) = delete;
   PostedRequests& operator=(const PostedRequests&) = delete;
 
   void send(size_t slot, int peer, const void* data, size_t bytes) {
-    if (bytes > 0) mesh_.post_send(peer, data, bytes, claim(slot));
+    if (bytes > 0) team_.post_send(peer, data, bytes, claim(slot));
   }
   void recv(size_t slot, int peer, void* data, size_t bytes) {
-    if (bytes > 0) mesh_.post_recv(peer, data, bytes, claim(slot));
+    if (bytes > 0) team_.post_recv(peer, data, bytes, claim(slot));
   }
-  void send_note(size_t slot, int peer) { mesh_.post_send(peer, nullptr, 0, claim(slot)); }
-  void recv_note(size_t slot, int peer) { mesh_.post_recv(peer, nullptr, 0, claim(slot)); }
+  void send_note(size_t slot, int peer) { team_.post_send(peer, nullptr, 0, claim(slot)); }
+  void recv_note(size_t slot, int peer) { team_.post_recv(peer, nullptr, 0, claim(slot)); }
 
   void wait(size_t slot) {
-    if (!requests_[slot].done.load(std::memory_order_acquire)) mesh_.wait(requests_[slot]);
+    if (!requests_[slot].done.load(std::memory_order_acquire)) team_.wait(requests_[slot]);
   }
   void wait_range(size_t begin, size_t end) {
     for (size_t slot = begin; slot < end; ++slot) wait(slot);
@@ -62,7 +62,7 @@ class PostedRequests {
     return true;
   }
 
-  Mesh& mesh_;
+  const Team& team_;
   const size_t num_slots_;
   Request inline_[kNumInline];
   std::unique_ptr<Request[]> large_;

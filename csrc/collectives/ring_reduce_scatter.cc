@@ -28,7 +28,7 @@ struct ReduceScatterStages {
   uint8_t* slot(size_t k) const { return at(received_chunks, k % window * chunks.numel, item()); }
   Piece chunk(size_t k) const { return chunk_of({0, numel}, chunks.numel, k % chunks.count); }
   const uint8_t* contribution(size_t distance_left, size_t k) const {
-    return at(input, ring_block(context.mesh, distance_left) * numel + chunk(k).begin, item());
+    return at(input, ring_block(context.team, distance_left) * numel + chunk(k).begin, item());
   }
 
   MutableBytes receive_into(size_t k) const { return {slot(k), chunk(k).numel * item()}; }
@@ -42,9 +42,9 @@ struct ReduceScatterStages {
     // SUM, not AVG, of the two: the division comes once, after the last contribution.
     const ReduceOp combine = op == ReduceOp::kAvg ? ReduceOp::kSum : op;
     kernels::reduce_many(combine, dtype, sources, 2, &sum, 1, chunk(k).numel, context.stream);
-    const bool is_complete = step(k) + 2 == static_cast<size_t>(context.mesh.size());
+    const bool is_complete = step(k) + 2 == static_cast<size_t>(context.team.size());
     if (is_complete && op == ReduceOp::kAvg) {
-      kernels::scale(dtype, sum, 1.0 / context.mesh.size(), chunk(k).numel, context.stream);
+      kernels::scale(dtype, sum, 1.0 / context.team.size(), chunk(k).numel, context.stream);
     }
   }
 };
@@ -57,7 +57,7 @@ void ring_reduce_scatter(Context& context, const void* input, void* output, size
   const size_t lookahead = std::min(kRingLookahead, chunks.count - 1);
   uint8_t* slots = context.workspace.get(kReceived, (lookahead + 1) * chunks.numel * item_bytes(dtype));
   ReduceScatterStages stages{context, input, output, numel, dtype, op, chunks, lookahead + 1, slots};
-  run_ring(context.mesh, static_cast<size_t>(context.mesh.size() - 1) * chunks.count, lookahead, stages);
+  run_ring(context.team, static_cast<size_t>(context.team.size() - 1) * chunks.count, lookahead, stages);
 }
 
 }  // namespace bagua::collectives

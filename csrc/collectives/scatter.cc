@@ -9,14 +9,14 @@
 namespace bagua::collectives {
 
 void scatter(Context& context, const void* input, void* output, size_t bytes, int root) {
-  Mesh& mesh = context.mesh;
+  const Team& team = context.team;
   if (bytes == 0) return;
-  if (mesh.rank() != root) {
-    mesh.recv(root, output, bytes);
+  if (team.rank() != root) {
+    team.recv(root, output, bytes);
     return;
   }
-  PostedRequests requests(mesh, kPairwiseWindow);
-  for (int peer = 0; peer < mesh.size(); ++peer) {
+  PostedRequests requests(team, kPairwiseWindow);
+  for (int peer = 0; peer < team.size(); ++peer) {
     const uint8_t* block = at(input, static_cast<size_t>(peer) * bytes, 1);
     if (peer == root) {
       if (output != block) std::memcpy(output, block, bytes);

@@ -144,7 +144,7 @@ uint64_t run_call(Context& context, const Plan& plan, void* in, void* out) {
       broadcast(context, in, bytes, root);
       return 0;
     case Call::kNeighbors: {
-      const int rank = context.mesh.rank(), partner = rank ^ 1;
+      const int rank = context.team.rank(), partner = rank ^ 1;
       std::vector<Neighbor> pair{{rank, 0.5, false, false}, {partner, 0.5, true, true}};
       if (partner < rank) std::swap(pair[0], pair[1]);
       return neighbor_average(context, in, numel, dtype, pair, codec);

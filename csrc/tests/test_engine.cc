@@ -32,11 +32,11 @@ std::optional<Error> error_of(const std::shared_ptr<Work>& work) {
 // Sends one byte to the right and receives one from the left.
 Engine::Run shift(std::vector<int>* log = nullptr, int id = 0) {
   return [log, id](Context& context) -> uint64_t {
-    Mesh& mesh = context.mesh;
-    const int size = mesh.size(), right = (mesh.rank() + 1) % size, left = (mesh.rank() + size - 1) % size;
-    const auto out = static_cast<uint8_t>(10 * id + mesh.rank());
+    const Team& team = context.team;
+    const int size = team.size(), right = (team.rank() + 1) % size, left = (team.rank() + size - 1) % size;
+    const auto out = static_cast<uint8_t>(10 * id + team.rank());
     uint8_t in = 0;
-    mesh.send_recv(right, &out, 1, left, &in, 1);
+    team.send_recv(right, &out, 1, left, &in, 1);
     EXPECT_EQ(in, static_cast<uint8_t>(10 * id + left));
     if (log != nullptr) log->push_back(id);
     return static_cast<uint64_t>(id);
@@ -111,9 +111,9 @@ TEST(Engine, ThreadsTakeTurns) {
   std::atomic<int> inside{0};
   std::atomic<int> num_run{0};
   std::set<uint32_t> sequences;  // guarded by the turns
-  const Engine::Run run = [&](Context& context) -> uint64_t {
+  const Engine::Run run = [&](Context&) -> uint64_t {
     EXPECT_EQ(inside.fetch_add(1), 0);
-    EXPECT_TRUE(sequences.insert(context.mesh.operation().sequence).second);
+    EXPECT_TRUE(sequences.insert(engine.mesh().operation().sequence).second);
     ++num_run;
     inside.fetch_sub(1);
     return 0;

@@ -56,8 +56,8 @@ TEST(WorkCallbacks, RunOnTheWorkerWhichTheyCannotEnd) {
   // Rank 0 waits in its first operation until rank 1 takes part, so that the callback is there before the end.
   const Engine::Run meet = [](Context& context) -> uint64_t {
     uint8_t byte = 0;
-    const int peer = 1 - context.mesh.rank();
-    context.mesh.send_recv(peer, &byte, 1, peer, &byte, 1);
+    const int peer = 1 - context.team.rank();
+    context.team.send_recv(peer, &byte, 1, peer, &byte, 1);
     return 0;
   };
   auto work = first.submit(stamp(0, 1), 1, 30s, meet);

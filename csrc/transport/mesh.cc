@@ -121,13 +121,9 @@ Channel& Mesh::channel(int peer) {
   return *found;
 }
 
-bool Mesh::all_share_memory() {
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_) continue;
-    if (!same_host_.empty() && !same_host_[static_cast<size_t>(peer)]) return false;
-    if (!channel(peer).shares_memory()) return false;
-  }
-  return true;
+bool Mesh::shares_memory(int peer) {
+  if (!same_host_.empty() && !same_host_[static_cast<size_t>(peer)]) return false;
+  return channel(peer).shares_memory();
 }
 
 std::optional<Address> Mesh::address_of(const void* data, size_t bytes) const {

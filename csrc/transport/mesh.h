@@ -63,8 +63,8 @@ class Mesh {
   void recv(int peer, void* data, size_t bytes);
   void send_recv(int to, const void* data, size_t bytes, int from, void* into, size_t into_bytes);
 
-  // Shared memory. True when every other rank can address this rank's shared memory and the reverse.
-  bool all_share_memory();
+  // Shared memory. True when this rank and the peer can address one another's.
+  bool shares_memory(int peer);
   // The address by which peers can map [data, data + bytes), if it lies in shared memory.
   std::optional<Address> address_of(const void* data, size_t bytes) const;
   void* resolve(int peer, const Address& address, size_t bytes);
@@ -86,11 +86,6 @@ class Mesh {
   void poison(const Error& cause, bool tell_peers = true);
   bool is_poisoned() const { return poisoned_.load(std::memory_order_acquire); }  // [any thread]
   void throw_if_poisoned() const;                                                 // [any thread]
-  // For an operation that waits elsewhere: throws the first cause, or what the interrupt throws.
-  void check() {
-    throw_if_poisoned();
-    check_interrupt();
-  }
   // Forgets every posted request of every channel, so that their memory can be freed.
   void cancel();
   // Says goodbye to the peers and closes; after it only the destructor may be called.

@@ -88,22 +88,25 @@ def test_the_average_of_large_halves_does_not_overflow():
     thread_world(5, check_half_average_does_not_overflow, nodes=[0, 0, 0, 1, 1])
 
 
-def check_bytes(group):
-    """Between nodes one tensor per node travels, compressed where a codec is named."""
+def check_bytes(group, codec):
+    """What a rank sends to others, beside what it would send if the nodes were groups of their own."""
     x = torch.ones(100_000)
-    group.all_reduce(x, hierarchical=True).wait()
-    leaders = group._lanes.hierarchy.leaders
-    assert (leaders is not None) == (group.rank in (0, 2))
-    if leaders is not None:
-        assert 400_000 <= leaders.bytes_sent < 400_100  # and where the buffers lie
-        before = leaders.bytes_sent
-    group.all_reduce(x, codec="minmax_uint8", hierarchical=True).wait()
-    if leaders is not None:
-        assert leaders.bytes_sent - before < 101_000
+    before = group.bytes_sent
+    group.all_reduce(x, codec=codec, hierarchical=True).wait()
+    hierarchical = group.bytes_sent - before
+    node = group.subgroup(f"node {group.nodes.node_of(group.rank)}", group.nodes.node_of(group.rank), 20)
+    node.reduce(x, 0).wait()
+    node.broadcast(x, 0).wait()
+    return hierarchical - node.bytes_sent
 
 
 def test_bytes_between_nodes():
-    thread_world(5, check_bytes, nodes=[0, 0, 1, 1, 1])
+    """Between nodes one tensor per node travels, compressed where a codec is named."""
+    for codec, numel_bytes in ((None, 4), ("bf16", 2), ("minmax_uint8", 1)):
+        between = thread_world(5, check_bytes, codec, nodes=[0, 0, 1, 1, 1])
+        for rank, sent in enumerate(between):
+            expected = numel_bytes * 100_000 if rank in (0, 2) else 0
+            assert expected <= sent <= 1.01 * expected, f"{codec}: {between}"  # and where the buffers lie
 
 
 def check_asynchronous(group):
@@ -144,8 +147,8 @@ def check_mismatch(rank, world_size):
         for _ in range(2):
             bagua.all_reduce(x, hierarchical=rank == 1)
         bagua.barrier()
-    assert "all_reduce #1 of 10 float32 (SUM), hierarchical" in str(caught.value)
-    assert "all ranks of a group must make the same calls" in str(caught.value)
+    assert "all_reduce #1 of 10 float32 (SUM), hierarchical" in str(caught.value), str(caught.value)
+    assert "all ranks of a group must make the same calls" in str(caught.value), str(caught.value)
 
 
 @in_worlds([shm(2), tcp(2), mixed(4)])

@@ -17,7 +17,7 @@ STDLIB = frozenset(sys.stdlib_module_names)
 # Top-level names of bagua -> the names of bagua they may import. Groups stand for what is below them.
 ERRORS = {"errors"}
 CONFIG = {"errors", "config"}
-CONNECTING = {"interfaces", "handshake", "rendezvous", "fork_guard", "dialing", "accepting", "connections"}
+CONNECTING = {"interfaces", "handshake", "rendezvous", "fork_guard", "dialing", "accepting", "questions", "connections"}
 TORCH = {"torch_pump", "torch_transport"}
 GROUP = CONFIG | {"_C", "reduction", "work", "tensors", "nodes", "lanes", "objects", "group"}
 BUCKETS = GROUP | {"codecs", "bucket"}
@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "fork_guard": set(),
     "dialing": CONFIG | CONNECTING,
     "accepting": CONFIG | CONNECTING,
+    "questions": CONFIG | CONNECTING | {"_C"},
     "torch_pump": ERRORS | {"_C"},
     "torch_transport": CONFIG | TORCH | {"_C"},
     "connections": CONFIG | CONNECTING | TORCH | {"_C"},
@@ -41,7 +42,7 @@ MAY_IMPORT = {
     "tensors": CONFIG | {"reduction"},
     "nodes": set(),
     "objects": set(),
-    "lanes": CONFIG | {"_C", "nodes"},
+    "lanes": CONFIG | {"_C"},
     "group": GROUP,
     "codecs": GROUP | {"codecs"},
     "bucket": BUCKETS,

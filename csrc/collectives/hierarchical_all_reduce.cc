@@ -1,0 +1,46 @@
+// Hierarchical all_reduce: inside every node at full precision, then among the nodes' leaders (with the codec, if
+// any), then inside every node again. What crosses the network is one tensor per node instead of one per rank.
+//
+// Nodes may have different numbers of ranks: sums are added and divided by the number of ranks at the end, never
+// means by the number of nodes. f16 and bf16 averages, whose sums may overflow, add node means weighted by ranks.
+// Steps: reduce + all_reduce + broadcast. Bytes sent between nodes per leader: those of the leaders' all_reduce.
+// Source: section 3.3 of arXiv 2107.01499.
+#include "csrc/collectives/algorithms.h"
+#include "csrc/kernels/reduce.h"
+
+namespace bagua::collectives {
+namespace {
+
+// The same, among some of the ranks.
+Context among(Context& context, const std::vector<int>& members) {
+  return {Team(context.team, members), context.workspace, context.events, context.stream, context.thresholds};
+}
+
+}  // namespace
+
+size_t hierarchical_all_reduce(Context& context, const Hierarchy& hierarchy, void* data, size_t numel, DType dtype,
+                               ReduceOp op, const Codec* codec) {
+  const bool averages = op == ReduceOp::kAvg;
+  const bool is_half = dtype == DType::kF16 || dtype == DType::kBF16;
+  const ReduceOp inside = averages && !is_half ? ReduceOp::kSum : op;
+  // Sums of f32 go into a codec divided: one of 16 bits has not their range.
+  const bool divides_first = averages && !is_half && codec != nullptr;
+  const double num_ranks = context.team.size();
+  size_t num_nonfinite_blocks = 0;
+
+  Context node = among(context, hierarchy.node);
+  reduce(node, data, numel, dtype, inside, 0);
+  if (node.team.rank() == 0) {
+    if (divides_first) kernels::scale(dtype, data, 1.0 / num_ranks, numel, context.stream);
+    if (averages && is_half && hierarchy.leaders.size() > 1) {
+      kernels::scale(dtype, data, node.team.size() / num_ranks, numel, context.stream);
+    }
+    Context leaders = among(context, hierarchy.leaders);
+    num_nonfinite_blocks = all_reduce(leaders, data, numel, dtype, averages ? ReduceOp::kSum : op, codec);
+    if (averages && !is_half && !divides_first) kernels::scale(dtype, data, 1.0 / num_ranks, numel, context.stream);
+  }
+  broadcast(node, data, numel * item_bytes(dtype), 0);
+  return num_nonfinite_blocks;
+}
+
+}  // namespace bagua::collectives
