@@ -21,7 +21,7 @@ class WorldKind:
 
     name: str
     size: int
-    nodes: int = 1
+    nodes: int | tuple[int, ...] = 1
     env: dict[str, str] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Pools:
     """Warm ranks by size and number of nodes; a pool's ranks can serve every transport."""
 
     def __init__(self) -> None:
-        self._pools: dict[tuple[int, int], Pool] = {}
+        self._pools: dict[tuple, Pool] = {}
 
     def run(self, world: WorldKind, fn, *args, **options):
         """`fn(rank, world_size, *args)` on every rank of the world, with bagua's group made and destroyed around it."""

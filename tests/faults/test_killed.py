@@ -85,9 +85,9 @@ def die_before_first_contact(rank, world_size, path, victim):
         return watch(bagua.barrier)
 
 
-@pytest.mark.parametrize(("world", "victim"), [(shm(3), 0), (shm(3), 2), (tcp(3), 0)], ids=str)
+@pytest.mark.parametrize(("world", "victim"), [(shm(3), 0), (shm(3), 2), (tcp(3), 0), (tcp(3), 2)], ids=str)
 def test_a_death_before_the_first_contact(world, victim, tmp_path):
-    """The ranks that dial are refused; the ones that wait to be dialled look whether the other is still there."""
+    """The ranks that dial are refused; so are the questions of those that wait to be dialled."""
     path = str(tmp_path / "died")
     results = spawn_in(world, die_before_first_contact, path, victim, expect_exit={victim: signal.SIGKILL})
     for rank, seen in enumerate(results):
@@ -123,8 +123,7 @@ def die_with_messages_under_way(rank, world_size, path):
 def test_pending_receives_from_a_dead_rank(world, tmp_path):
     path = str(tmp_path / "died")
     results = spawn_in(world, die_with_messages_under_way, path, expect_exit={VICTIM: signal.SIGKILL})
-    # Rank 2 may never have been connected to it; then it is the deadline, and still the right name.
-    assert results[0] < NOTICED_S and results[2] < 2 * TIMEOUT_S
+    assert results[0] < NOTICED_S and results[2] < NOTICED_S
 
 
 def two_die(rank, world_size, path):
