@@ -74,7 +74,7 @@ def all_reduce(
             encoded, sums are in f32, and all ranks end bit-identical. SUM and AVG of f32, f16 and bf16.
         hierarchical: reduce inside each node at full precision, then among one rank per node (with the codec, if
             any), then broadcast inside each node. Right for nodes with different numbers of ranks. Pays where the
-            network is slower than the node.
+            network is slower than the node; where all ranks are on one node nothing is encoded.
 
     Raises:
         InvalidArgument: type, op or codec do not fit, or the ranks called different operations.

@@ -20,7 +20,7 @@ from .rendezvous import RankRecord
 __all__ = ["Questions", "Registered"]
 
 _ANSWER_SECONDS = 1.0
-_REPORT_SECONDS = 1.0
+_REPORT_SECONDS = 0.3  # to all; who listens answers at once
 # A message travels in the first message of a connection, which is small.
 _MAX_TEXT = 2000
 
@@ -95,7 +95,7 @@ class Questions:
         distances = [1 << k for k in range((size - 1).bit_length())]
         targets = {(place + sign * distance) % size for distance in distances for sign in (1, -1)}
         patience = _patience(_REPORT_SECONDS, lambda: None)
-        for target in sorted(targets - {place}):
+        for target in sorted(targets - {place, cause["rank"]}):
             if registered.core.is_attached(target):
                 continue
             try:

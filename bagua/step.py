@@ -15,6 +15,7 @@ A backward inside no_sync stays local; every other backward synchronises.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import weakref
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from bagua import _C
-from bagua.algorithms.base import Algorithm
+from bagua.algorithms.base import Algorithm, Declaration
 from bagua.bucket import Bucket, GradientStorage, fill
 from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.group import ProcessGroup, Work
@@ -248,8 +249,15 @@ class Step:
         self._scheduler = _C.ReadyOrderScheduler(self.storage.plan)
         self._mark_ready = self._scheduler.mark_ready
         for bucket in self.storage.buckets:
-            bucket.declaration = self.algorithm.declare(bucket)
+            bucket.declaration = self._declare(bucket)
         self._guard.watch(self.storage.buckets, self.group)
+
+    def _declare(self, bucket: Bucket) -> Declaration:
+        """What the algorithm declares; where all ranks are on one node there is nothing hierarchical about it."""
+        declared = self.algorithm.declare(bucket)
+        if declared.hierarchical and len(self.group.nodes.members) == 1:
+            return dataclasses.replace(declared, codec=None, hierarchical=False, reason=declared.reason or "one node")
+        return declared
 
     # --- optimizer -----------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ knows; whatever else a caller brings is copied, and copied back when the operati
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,10 +33,11 @@ def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
     Args:
         tensor: any shape and strides, 0-dim and empty ones too.
         what: its name in error messages.
-        is_written: whether the operation writes to it; a read-only array will not do then.
+        is_written: whether the operation writes to it; a read-only array or an expanded tensor will not do then.
 
     Raises:
-        InvalidArgument: no tensor, not on the CPU, sparse, read-only, or of a type that the core does not know.
+        InvalidArgument: no tensor, not on the CPU, sparse, read-only, expanded, or of a type that the core does not
+            know.
     """
     if isinstance(tensor, np.ndarray):
         return _prepare_array(tensor, what, is_written)
@@ -47,6 +48,7 @@ def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
     if tensor.layout != torch.strided:
         raise InvalidArgument(f"{what} has layout {tensor.layout}; convert it with .to_dense() first")
     dtype_code(tensor.dtype)
+    _check_overlap(tensor.shape, tensor.stride(), what, is_written)
     detached = tensor.detach()
     data = detached.resolve_neg().contiguous()  # a lazy negative's memory holds other values
     if not is_written or data.data_ptr() == detached.data_ptr():
@@ -57,16 +59,22 @@ def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
 def _prepare_array(array: np.ndarray, what: str, is_written: bool) -> Prepared:
     if is_written and not array.flags.writeable:
         raise InvalidArgument(f"{what} is a read-only array, but the result is written to it; pass a copy")
+    _check_overlap(array.shape, array.strides, what, is_written)
+    is_plain = array.flags.c_contiguous and array.flags.writeable  # torch takes no negative strides, warns of read-only
     try:
-        if array.flags.c_contiguous and array.flags.writeable:
-            data = torch.from_numpy(array)
-        else:
-            data = torch.from_numpy(
-                array.copy(order="C")
-            )  # torch takes no negative strides and warns of read-only ones
+        data = torch.from_numpy(array if is_plain else array.copy(order="C"))
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{what} is an array of {array.dtype}, which cannot be sent: {error}") from None
     dtype_code(data.dtype)
     if not is_written or data.data_ptr() == array.ctypes.data:
         return Prepared(data, None)
     return Prepared(data, lambda: np.copyto(array, data.numpy()))
+
+
+def _check_overlap(shape: Sequence[int], strides: Sequence[int], what: str, is_written: bool) -> None:
+    overlaps = any(length > 1 and stride == 0 for length, stride in zip(shape, strides, strict=True))
+    if is_written and overlaps and 0 not in shape:
+        raise InvalidArgument(
+            f"{what} of shape {tuple(shape)} is expanded: several of its elements are one place in memory, and the "
+            "result has no room there; pass a copy (.clone(), numpy.array)"
+        )

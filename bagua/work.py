@@ -61,7 +61,10 @@ class Work:
 
     @property
     def nonfinite_blocks(self) -> int:
-        """Blocks of this rank's input or reduced stripe that held a NaN or an Inf under a codec. Once completed."""
+        """Blocks of this rank's input or reduced stripe that held a NaN or an Inf under a codec. Once completed.
+
+        In a hierarchical operation only the ranks that lead their nodes encode, and count.
+        """
         return self._core.nonfinite_blocks
 
     def is_completed(self) -> bool:
@@ -96,9 +99,9 @@ class Work:
             raise DeadlineExceeded(f"the operation {self.label or self.ticket} is still running after {limit_s:g} s")
         if self._finishing is not None:
             with self._finishing:
-                self._finish, finish = None, self._finish
-                if finish is not None:
-                    finish()
+                if self._finish is not None:
+                    self._finish()  # if it raises, the next wait() does not look like success either
+                    self._finish = None
         self._keep = None
 
     def finish_with(self, step: Callable[[], None]) -> None:

@@ -29,9 +29,18 @@ struct InlineCall {
     throw Error(ErrorKind::kAborted,
                 "rank " + std::to_string(rank) + " was interrupted in the middle of an operation: " + name, rank);
   }
+  class Scope;
 };
 // The one of this thread, if it is in the middle of one.
 extern thread_local InlineCall* inline_call;
+
+class InlineCall::Scope {
+ public:
+  explicit Scope(InlineCall* call) { inline_call = call; }
+  ~Scope() { inline_call = nullptr; }
+  Scope(const Scope&) = delete;
+  Scope& operator=(const Scope&) = delete;
+};
 
 // Throws where a signal handler that runs in the middle of an operation waits for another one.
 void refuse_inside_handler();

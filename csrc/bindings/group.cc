@@ -71,9 +71,8 @@ std::shared_ptr<Work> Group::run(const Operation& operation, uint64_t bytes, dou
   std::shared_ptr<Work> work;
   {
     py::gil_scoped_release release;
-    inline_call = &call;
+    const InlineCall::Scope scope(&call);
     work = engine_->run_inline(operation, bytes, seconds(timeout_s), std::move(run), check_signals);
-    inline_call = nullptr;
   }
   if (call.raised) throw std::move(*call.raised);
   return work;

@@ -3,6 +3,7 @@
 //
 // Nodes may have different numbers of ranks: sums are added and divided by the number of ranks at the end, never
 // means by the number of nodes. f16 and bf16 averages, whose sums may overflow, add node means weighted by ranks.
+// Where all ranks are on one node nothing is encoded.
 // Steps: reduce + all_reduce + broadcast. Bytes sent between nodes per leader: those of the leaders' all_reduce.
 // Source: section 3.3 of arXiv 2107.01499.
 #include "csrc/collectives/algorithms.h"
@@ -20,6 +21,7 @@ Context among(Context& context, const std::vector<int>& members) {
 
 size_t hierarchical_all_reduce(Context& context, const Hierarchy& hierarchy, void* data, size_t numel, DType dtype,
                                ReduceOp op, const Codec* codec) {
+  if (hierarchy.leaders.size() == 1) return all_reduce(context, data, numel, dtype, op, nullptr);
   const bool averages = op == ReduceOp::kAvg;
   const bool is_half = dtype == DType::kF16 || dtype == DType::kBF16;
   const ReduceOp inside = averages && !is_half ? ReduceOp::kSum : op;
@@ -32,9 +34,7 @@ size_t hierarchical_all_reduce(Context& context, const Hierarchy& hierarchy, voi
   reduce(node, data, numel, dtype, inside, 0);
   if (node.team.rank() == 0) {
     if (divides_first) kernels::scale(dtype, data, 1.0 / num_ranks, numel, context.stream);
-    if (averages && is_half && hierarchy.leaders.size() > 1) {
-      kernels::scale(dtype, data, node.team.size() / num_ranks, numel, context.stream);
-    }
+    if (averages && is_half) kernels::scale(dtype, data, node.team.size() / num_ranks, numel, context.stream);
     Context leaders = among(context, hierarchy.leaders);
     num_nonfinite_blocks = all_reduce(leaders, data, numel, dtype, averages ? ReduceOp::kSum : op, codec);
     if (averages && !is_half && !divides_first) kernels::scale(dtype, data, 1.0 / num_ranks, numel, context.stream);

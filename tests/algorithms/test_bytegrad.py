@@ -139,3 +139,22 @@ def _hierarchical(rank, world_size, codec):
 @pytest.mark.parametrize("codec", bagua.codecs.available())
 def test_hierarchical(pool_of_two_nodes, codec):
     pool_of_two_nodes.run(_hierarchical, args=(codec,), env={"BAGUA_SOCKET_IFNAME": "lo"})
+
+
+def _hierarchical_on_one_node(rank, world_size):
+    """Nothing is encoded, so a NaN is an ordinary one, wherever it stands, as without a codec."""
+    with process_group():
+        model = torch.nn.Linear(BLOCK, 8, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model = bagua.with_bagua(model, [optimizer], algorithm="bytegrad", hierarchical=True)
+        assert str(model.bagua.buckets[0].declaration) == "all_reduce, full precision (one node)"
+        per_rank = [torch.randn(8, BLOCK, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
+        per_rank[0][0, 0] = per_rank[1][3, 5] = float("nan")
+        (model.weight * per_rank[rank]).sum().backward()
+        assert torch.equal(model.weight.grad.isnan(), sum(per_rank).isnan())
+        assert torch.allclose(model.weight.grad, sum(per_rank) / world_size, equal_nan=True)
+        optimizer.step()
+
+
+def test_hierarchical_on_one_node(pool2):
+    pool2.run(_hierarchical_on_one_node)

@@ -154,3 +154,23 @@ def check_mixed(group):
 
 def test_arrays_and_tensors_in_one_call():
     thread_world(2, check_mixed)
+
+
+def check_expanded(group):
+    """What is only read may be expanded; what is written has no room for its values."""
+    row = torch.arange(4.0)
+    output = torch.empty(6 * group.size, 2)
+    group.all_gather(output[: 4 * group.size].view(-1), row.expand(2, 4)).wait()
+    for expanded in (torch.zeros(1).expand(5), np.lib.stride_tricks.as_strided(np.zeros(3, "f4"), (4, 3), (0, 4))):
+        sent = group.bytes_sent
+        with pytest.raises(bagua.InvalidArgument, match="tensor of shape .* is expanded.*pass a copy"):
+            group.all_reduce(expanded)
+        assert group.bytes_sent == sent
+    with pytest.raises(bagua.InvalidArgument, match="output of shape .* is expanded"):
+        group.all_gather(torch.zeros(1).expand(group.size), torch.ones(1))
+    group.all_reduce(torch.zeros(0, 1).expand(0, 7)).wait()  # nothing to write
+    group.barrier().wait()
+
+
+def test_expanded_tensors():
+    thread_world(2, check_expanded)

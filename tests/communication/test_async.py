@@ -10,6 +10,7 @@ import torch
 
 import bagua
 from bagua import ReduceOp
+from bagua.testing import world as thread_world
 from bagua.work import _abandoned
 from tests.communication.oracles import DTYPES, assert_reduced, assert_same, ops_of, values
 from tests.communication.worlds import FEW_WORLDS, in_worlds, shm
@@ -181,3 +182,24 @@ def check_threads(rank, world_size):
 
 def test_threads_with_groups_of_their_own(pools):
     pools.run(shm(2), check_threads)
+
+
+def check_a_failed_copy_back(group):
+    """A result that could not be put where it belongs never looks like success, however often one asks."""
+    target = torch.zeros(3, 4)
+    work = group.all_reduce(target.t())
+    attempts = []
+
+    def fail():
+        attempts.append(len(attempts))
+        raise MemoryError("no room")
+
+    work.finish_with(fail)
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            work.wait()
+    assert attempts == [0, 1]
+
+
+def test_a_failed_copy_back():
+    thread_world(2, check_a_failed_copy_back)
