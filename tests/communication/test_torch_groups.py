@@ -75,3 +75,33 @@ def check_other_ranks(rank, world_size, path):
 
 def test_other_ranks_are_refused(tmp_path):
     spawn(check_other_ranks, 2, args=(tmp_path / "store",))
+
+
+def check_torch_begins_again(rank, world_size, path):
+    """torch's new groups may have the names, or the addresses, of old ones."""
+    store = dist.FileStore(str(path), world_size)
+    bagua.init_process_group(store=dist.PrefixStore("bagua", store), rank=rank, world_size=world_size, timeout=30)
+    converted = []
+    for turn in range(3):
+        prefix = dist.PrefixStore(f"torch{turn}", store)
+        dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world_size)
+        ranks = [0, 1] if turn != 1 else [1, 2]
+        part = dist.new_group(ranks)
+        groups = [dist.group.WORLD, part] if rank in ranks else [dist.group.WORLD]
+        for group in groups:
+            mine = bagua.from_torch_group(group)
+            assert mine.ranks == dist.get_process_group_ranks(group)
+            assert not any(mine is other for other in converted)
+            converted.append(mine)
+            assert total(10**rank, mine) == sum(10**r for r in mine.ranks)
+        dist.barrier()
+        del group, groups, part
+        dist.destroy_process_group()
+    for group in converted:  # they outlive torch's
+        assert total(1, group) == group.size
+    bagua.barrier()
+    bagua.destroy_process_group()
+
+
+def test_torch_begins_again(tmp_path):
+    spawn(check_torch_begins_again, 3, args=(tmp_path / "store",))

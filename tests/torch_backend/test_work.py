@@ -68,6 +68,20 @@ def test_the_future_of_several_operations(pool2):
     run(pool2, several)
 
 
+def very_many(rank, world_size):
+    """More operations behind one future than Python may nest calls."""
+    num_works = 2 * sys.getrecursionlimit()
+    xs = [torch.full((3,), float(rank + i)) for i in range(num_works)]
+    work = dist.group.WORLD.allreduce_coalesced(xs)
+    assert len(work.get_future().wait()) == num_works
+    for i, x in enumerate(xs):
+        assert x.tolist() == 3 * [float(sum(r + i for r in range(world_size)))]
+
+
+def test_the_future_of_very_many_operations(pool2):
+    run(pool2, very_many)
+
+
 def late(rank, world_size):
     if rank == 0:
         work = dist.all_reduce(torch.ones(3), async_op=True)

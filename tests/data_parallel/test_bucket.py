@@ -1,0 +1,35 @@
+"""fill: gradients enter a bucket, whatever their type and layout."""
+
+import pytest
+import torch
+
+from bagua.bucket import fill
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 64, 1000, 70_001])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
+def test_types(grad_dtype, dtype, numel):
+    """Neighbours in the bucket stay as they are; conversion rounds as torch's does."""
+    flat = torch.full((numel + 20,), 7.0, dtype=dtype)
+    grad = torch.randn(numel, dtype=torch.float64).to(grad_dtype)
+    fill(flat[10 : 10 + numel], grad)
+    assert torch.equal(flat[10 : 10 + numel], grad.to(dtype))
+    assert (flat[:10] == 7).all() and (flat[10 + numel :] == 7).all()
+
+
+def test_layouts():
+    channels_last = torch.randn(4, 3, 5, 2).to(memory_format=torch.channels_last)
+    grads = {
+        "alike": channels_last,
+        "transposed": torch.randn(4, 3, 2, 5).transpose(2, 3),
+        "expanded": torch.randn(1, 3, 1, 1).expand(4, 3, 5, 2),
+        "every other": torch.randn(8, 3, 5, 2)[::2],
+        "lazily negative": torch._neg_view(channels_last),
+    }
+    for name, grad in grads.items():
+        view = torch.zeros(4 * 3 * 5 * 2).as_strided((4, 3, 5, 2), channels_last.stride())
+        fill(view, grad)
+        assert torch.equal(view, grad), name
