@@ -14,14 +14,14 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from .errors import TransportError
 from .fork_guard import close_in_child
 from .handshake import accept
 
-__all__ = ["Acceptor"]
+__all__ = ["Acceptor", "Arrival", "close_all"]
 
 logger = logging.getLogger("bagua")
 
@@ -29,6 +29,33 @@ logger = logging.getLogger("bagua")
 _HANDSHAKE_SECONDS = 10.0
 _MAX_STRANGERS = 128
 _NO_DESCRIPTORS_PAUSE_SECONDS = 0.1
+
+
+@dataclass
+class Arrival:
+    """What an authenticated peer has brought so far for one group."""
+
+    link: str
+    streams: int
+    ring_bytes: int
+    tag: int
+    sockets: dict[int, socket.socket] = field(default_factory=dict)  # TCP: 0 is control, then the data streams
+    descriptors: list[int] = field(default_factory=list)  # Unix: rings, doorbell
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.sockets) == (1 if self.descriptors else 1 + self.streams)
+
+    def close(self) -> None:
+        close_all(self.sockets.values(), self.descriptors)
+
+
+def close_all(sockets: Iterable[socket.socket], descriptors: Iterable[int]) -> None:
+    """What an authenticated peer has brought, when nobody wants it."""
+    for sock in sockets:
+        sock.close()
+    for fd in descriptors:
+        os.close(fd)
 
 
 @dataclass

@@ -12,19 +12,21 @@ torch:        one TCP connection for control, on any host; torch moves the data 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import socket
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import NoReturn
 
 from . import _C
-from .accepting import Acceptor
+from .accepting import Acceptor, Arrival, close_all
 from .config import Settings
-from .dialing import Patience, dial_tcp, dial_unix, is_gone
-from .errors import Aborted, BaguaError, DeadlineExceeded, TransportError
+from .dialing import ALL_MAKE_GROUPS, Patience, dial_tcp, dial_unix, is_gone
+from .errors import Aborted, BaguaError, TransportError
 from .fork_guard import close_in_child
 from .interfaces import InterfaceAddress
 from .questions import Questions, Registered
@@ -42,28 +44,6 @@ _REFUSED_SECONDS = 0.5
 # neither will ever connect. Later questions come at doubling intervals. (Mesh::ask does so over connections.)
 _FIRST_QUESTION_SECONDS = 0.5
 _LONGEST_QUESTION_INTERVAL_SECONDS = 8.0
-
-
-@dataclass
-class _Arrival:
-    """What an authenticated peer has brought so far for one group."""
-
-    link: str
-    streams: int
-    ring_bytes: int
-    tag: int
-    sockets: dict[int, socket.socket] = field(default_factory=dict)  # TCP: 0 is control, then the data streams
-    descriptors: list[int] = field(default_factory=list)  # Unix: rings, doorbell
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.sockets) == (1 if self.descriptors else 1 + self.streams)
-
-    def close(self) -> None:
-        for sock in self.sockets.values():
-            sock.close()
-        for fd in self.descriptors:
-            os.close(fd)
 
 
 class Endpoint:
@@ -84,9 +64,10 @@ class Endpoint:
         self.records: list[RankRecord] = []
         self.secret = b""
         self._groups: dict[str, Registered] = {}
-        self._arrivals: dict[tuple[str, int], _Arrival] = {}  # (group, dialer's global rank)
+        self._arrivals: dict[tuple[str, int], Arrival] = {}  # (group, dialer's global rank)
         self._changed = threading.Condition()  # guards the two above and announces attachments
         self._acceptor: Acceptor | None = None
+        self._questions = Questions([], b"", self._groups)
         self._listeners: list[socket.socket] = []
         tcp = self._listen(address.family, _bindable(address))
         self.port: int = tcp.getsockname()[1]
@@ -140,13 +121,13 @@ class Endpoint:
         core = _C.Group(name, ranks.index(rank), len(ranks), spin_us, same_host, thresholds, connect)
         with self._changed:
             self._groups[name] = Registered(core, ranks)
+            self._questions.begin(name)
             for group, peer in [key for key in self._arrivals if key[0] == name]:
                 self._attach_if_complete(group, peer)
         return core
 
-    def close_core(self, name: str, rank: int, core: _C.Group) -> None:
-        """End the core's worker and say goodbye to the peers; if it has failed, tell why."""
-        self._questions.report(name, rank)
+    def close_core(self, name: str, core: _C.Group) -> None:
+        """End the core's worker and say goodbye to the peers."""
         with self._changed:
             self._groups.pop(name, None)
             self._changed.notify_all()
@@ -157,6 +138,13 @@ class Endpoint:
             core.close()
             if self._torch is not None:
                 self._torch.join(name)
+
+    def report(self, names: list[str], rank: int) -> None:
+        """Before the cores of these names are closed: if one has failed, tell why to ranks that are not connected."""
+        self._questions.report(names, rank)
+        with self._changed:
+            for group, peer in [key for key in self._arrivals if self._questions.has_ended(key[0])]:
+                self._arrivals.pop((group, peer)).close()
 
     def share_memory(self, rank: int, peer: int) -> bool:
         """Whether two ranks (global) are on one host and both have shared memory switched on."""
@@ -203,12 +191,7 @@ class Endpoint:
             patience.still_wanted()
             now = time.monotonic()
             if now > patience.deadline:
-                raise DeadlineExceeded(
-                    f"rank {group_peer} has not connected to the group '{name}' within {timeout_s:.3g} s: it has "
-                    "not called an operation of this group that needs this rank, or it cannot reach "
-                    f"{self.address.address}:{self.port}",
-                    rank=group_peer,
-                )
+                self._raise_late(name, registered, rank, peer, timeout_s, patience)
             if now < next_look:
                 continue
             next_look = now + _REFUSED_SECONDS
@@ -216,7 +199,7 @@ class Endpoint:
                 if self.share_memory(rank, peer) and is_gone(self.records[peer]):
                     raise ConnectionRefusedError
                 if now >= next_question:
-                    self._questions.compare(name, registered, rank, peer, patience.still_wanted)
+                    self._questions.ask(name, registered, rank, peer, patience.still_wanted)
                     interval = min(2 * interval, _LONGEST_QUESTION_INTERVAL_SECONDS)
                     next_question = time.monotonic() + interval
             except ConnectionRefusedError as error:
@@ -224,6 +207,28 @@ class Endpoint:
                 if has_refused:
                     raise self._gone(group_peer, peer) from error
                 has_refused = True
+
+    def _raise_late(
+        self, name: str, registered: Registered, rank: int, peer: int, timeout_s: float, patience: Patience
+    ) -> NoReturn:
+        """Find out whom to name for a connection that has not come (as Mesh::deadline_exceeded does over one)."""
+        core, group_peer = registered.core, registered.ranks.index(peer)
+        try:
+            grace = core.answer_grace_seconds(timeout_s)
+            status = self._questions.ask(name, registered, rank, peer, patience.still_wanted, grace)
+        except ConnectionRefusedError as error:
+            raise self._gone(group_peer, peer) from error
+        if status == b"":
+            core.throw_late(group_peer, f"rank {group_peer} has not made the group; {ALL_MAKE_GROUPS}", timeout_s)
+        culprit, is_victim, what = core.lateness(group_peer, status)
+        if is_victim:
+            end = time.monotonic() + core.victim_grace_seconds(timeout_s)
+            while time.monotonic() < end:
+                patience.still_wanted()
+                time.sleep(_POLL_SECONDS)
+        elif status is not None:
+            what += f"; or it cannot reach this rank at {self.address.address}:{self.port}"
+        core.throw_late(culprit, what, timeout_s)
 
     def _wait_for_attachment(self, core: _C.Group, group_peer: int) -> bool:
         """Whether the peer has connected; waits a moment if not."""
@@ -237,7 +242,8 @@ class Endpoint:
         record = self.records[peer]
         return TransportError(
             f"rank {group_peer} (process {record.pid}) listens no more at {record.address}:{record.port}: "
-            "its process has ended or destroyed its groups; see its log",
+            "its process has ended or destroyed its groups (see its log), or a firewall refuses connections, of which "
+            "every rank must take some",
             rank=group_peer,
         )
 
@@ -255,6 +261,9 @@ class Endpoint:
                 return
             except (OSError, TransportError) as error:
                 patience.still_wanted()
+                if isinstance(error, TransportError):  # it listens, but does not want this connection (any more)
+                    with contextlib.suppress(ConnectionRefusedError):
+                        self._questions.ask(name, registered, rank, peer, patience.still_wanted)
                 now = time.monotonic()
                 refused_since = (refused_since or now) if isinstance(error, ConnectionRefusedError) else None
                 if refused_since is not None and now - refused_since > _REFUSED_SECONDS:
@@ -264,11 +273,10 @@ class Endpoint:
                         "check that its process runs and that no firewall is in the way, or choose the interface with "
                         "BAGUA_SOCKET_IFNAME"
                     )
-                    raise DeadlineExceeded(
-                        f"cannot connect to rank {group_peer} at {record.address}:{record.port} within "
-                        f"{timeout_s:.3g} s: {error}" + ("" if isinstance(error, BaguaError) else f"; {remedy}"),
-                        rank=group_peer,
-                    ) from error
+                    what = f"cannot connect to rank {group_peer} at {record.address}:{record.port}: {error}"
+                    registered.core.throw_late(
+                        group_peer, what if isinstance(error, BaguaError) else f"{what}; {remedy}", timeout_s
+                    )
             time.sleep(_POLL_SECONDS)
 
     def _about(self, name: str, rank: int, peer: int, link: str, index: int, tag: int = 0) -> dict:
@@ -315,15 +323,19 @@ class Endpoint:
 
     def _arrived(self, sock: socket.socket, about: dict, descriptors: list[int]) -> None:
         if self._questions.is_one(about):
+            close_all([], descriptors)
             self._questions.take(sock, about)
             return
         group, peer = about["group"], about["from"]
+        if self._questions.has_ended(group):
+            close_all([sock], descriptors)
+            return
         with self._changed:
             arrival = self._arrivals.get((group, peer))
             if arrival is None or arrival.link != about["link"]:
                 if arrival is not None:
                     arrival.close()  # the dialer gave that attempt up
-                arrival = _Arrival(about["link"], about["streams"], about["ring_bytes"], about["tag"])
+                arrival = Arrival(about["link"], about["streams"], about["ring_bytes"], about["tag"])
                 self._arrivals[group, peer] = arrival
             arrival.sockets[about["index"]] = sock
             arrival.descriptors = descriptors
@@ -342,7 +354,7 @@ class Endpoint:
             arrival.close()
         self._changed.notify_all()
 
-    def _attach(self, name: str, registered: Registered, peer: int, arrival: _Arrival) -> None:
+    def _attach(self, name: str, registered: Registered, peer: int, arrival: Arrival) -> None:
         """Answer the dialer and hand the connection to the core; what stays in `arrival` the caller closes."""
         core, group_peer = registered.core, registered.ranks.index(peer)
         if core.is_attached(group_peer):

@@ -11,7 +11,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .errors import TransportError
@@ -19,9 +19,10 @@ from .fork_guard import close_in_child
 from .handshake import dial
 from .rendezvous import RankRecord
 
-__all__ = ["Patience", "ask", "dial_tcp", "dial_unix", "is_gone", "tell"]
+__all__ = ["ALL_MAKE_GROUPS", "Patience", "ask", "dial_tcp", "dial_unix", "is_gone", "tell"]
 
 _SLICE_SECONDS = 0.05
+ALL_MAKE_GROUPS = "all ranks call new_group, in the same order"
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,65 @@ def dial_tcp(record: RankRecord, secret: bytes, abouts: list[dict], patience: Pa
     return sockets
 
 
-def tell(record: RankRecord, secret: bytes, about: dict, patience: Patience) -> None:
-    """Leave a message with a rank."""
-    _proven_tcp(record, secret, about, patience).close()
+def tell(records: Sequence[RankRecord], secret: bytes, about: dict, seconds: float) -> int:
+    """Leave a message with several ranks at once; returns how many have not taken it in time."""
+    deadline = time.monotonic() + seconds
+    poller = select.poll()
+    under_way: dict[int, tuple[socket.socket, _Telling]] = {}
+    for record in records:
+        family, _, _, _, address = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
+        sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
+        sock.setblocking(False)
+        sock.connect_ex(address)  # how it ends shows when it is used
+        under_way[sock.fileno()] = (sock, _Telling(sock, secret, about))
+        poller.register(sock, select.POLLOUT)
+    num_told = 0
+    try:
+        while under_way and (left := deadline - time.monotonic()) > 0:
+            for fd, _ in poller.poll(1000 * left):
+                sock, telling = under_way[fd]
+                try:
+                    if not telling.advance():
+                        poller.modify(fd, select.POLLIN)
+                        continue
+                    num_told += 1
+                except (OSError, TransportError):
+                    pass  # nobody there
+                poller.unregister(fd)
+                del under_way[fd]
+                sock.close()
+    finally:
+        for sock, _ in under_way.values():
+            sock.close()
+    return len(records) - num_told
+
+
+class _Telling:
+    """The handshake of one connection, as far as it has come."""
+
+    def __init__(self, sock: socket.socket, secret: bytes, about: dict):
+        self._sock = sock
+        self._handshake = dial(secret, about, sock.sendall)
+        self._needed: int | None = None  # None: not connected yet
+        self._received = b""
+
+    def advance(self) -> bool:
+        """Go on, now that the socket is ready; whether the message has been taken."""
+        if self._needed is None:
+            self._needed = next(self._handshake)
+            return False
+        part = self._sock.recv(self._needed - len(self._received))
+        if not part:
+            raise TransportError("the peer closed the connection during the handshake")
+        self._received += part
+        if len(self._received) < self._needed:
+            return False
+        message, self._received = self._received, b""
+        try:
+            self._needed = self._handshake.send(message)
+        except StopIteration:
+            return True
+        return False
 
 
 def ask(record: RankRecord, secret: bytes, about: dict, patience: Patience) -> bytes:
@@ -154,6 +211,4 @@ def _wait_for_answer(sock: socket.socket, group: str, patience: Patience) -> Non
     try:
         _wait(sock, select.POLLIN, patience)
     except TimeoutError:
-        raise TransportError(
-            f"it is there but has not made the group '{group}'; all ranks call new_group, in the same order"
-        ) from None
+        raise TransportError(f"it is there but has not made the group '{group}'; {ALL_MAKE_GROUPS}") from None

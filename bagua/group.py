@@ -73,7 +73,7 @@ class ProcessGroup:
         """A group of some ranks of this one, made by its members alone and closed with this one at the latest.
 
         Args:
-            name: the same on all members, and unlike that of any other open group of the same ranks.
+            name: the same on all members, and unlike that of any group of the same ranks that is open or has failed.
             ranks: ranks of this group, among them this process's; the same order on all members.
         """
         self.check()

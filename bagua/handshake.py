@@ -25,7 +25,7 @@ __all__ = ["MAGIC", "accept", "dial"]
 MAGIC = b"BAGUA/1\n"
 _RANDOM_BYTES = 32
 _PREFIX = struct.Struct(f"<{len(MAGIC)}s{_RANDOM_BYTES}sH")
-_MAX_HELLO_BYTES = 16384
+_MAX_HELLO_BYTES = 16 * 1024
 
 Handshake = Generator[int, bytes, dict]
 

@@ -21,7 +21,9 @@ class Network(Protocol):
 
     def open_core(self, name: str, ranks: list[int], rank: int) -> _C.Group: ...
 
-    def close_core(self, name: str, rank: int, core: _C.Group) -> None: ...
+    def report(self, names: list[str], rank: int) -> None: ...
+
+    def close_core(self, name: str, core: _C.Group) -> None: ...
 
     def share_memory(self, rank: int, peer: int) -> bool: ...
 
@@ -74,7 +76,11 @@ class Lanes:
 
     def close(self) -> None:
         """End the worker threads and say goodbye to the peers."""
+        for core in self._cores.values():
+            core.abort_pending()
         with contextlib.suppress(BaguaError):
             self.check()  # what one lane knows, the peers of all should
-        for suffix, core in self._cores.items():
-            self._network.close_core(self._name + suffix, self._rank, core)
+        with contextlib.ExitStack() as stack:  # all of them close, whatever comes in between
+            for suffix, core in self._cores.items():
+                stack.callback(self._network.close_core, self._name + suffix, core)
+            self._network.report([self._name + suffix for suffix in self._cores], self._rank)

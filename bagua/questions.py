@@ -1,15 +1,16 @@
 """What ranks that are not connected say to one another: what a rank is doing, and why a group has failed.
 
-Beside the data path, over a TCP connection that lasts for one message (connected ranks use their control link).
-Who waits for a connection asks; the answer, and a report when a failed group is closed, carry the first cause.
+Beside the data path, over TCP connections that last for one message (connected ranks use their control link). Who
+waits for a connection asks; the answer, and a report when a failed group is closed, carry the first cause.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from . import _C
@@ -19,10 +20,12 @@ from .rendezvous import RankRecord
 
 __all__ = ["Questions", "Registered"]
 
+logger = logging.getLogger("bagua")
+
 _ANSWER_SECONDS = 1.0
-_REPORT_SECONDS = 0.3  # to all; who listens answers at once
-# A message travels in the first message of a connection, which is small.
-_MAX_TEXT = 2000
+_REPORT_SECONDS = 0.3  # to all of them; who listens takes it at once
+_MAX_REPORTS = 32
+_MAX_TEXT = 1000  # characters; fits the first message of a connection, however JSON writes them
 
 
 @dataclass
@@ -37,12 +40,9 @@ class Registered:
         try:
             self.core.check()
         except BaguaError as error:
-            return {
-                "kind": type(error).__name__,
-                "text": str(error)[:_MAX_TEXT],
-                "rank": error.rank,
-                "operation": error.operation,
-            }
+            text = str(error)
+            text = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."
+            return {"kind": type(error).__name__, "text": text, "rank": error.rank, "operation": error.operation}
         return None
 
 
@@ -57,11 +57,21 @@ class Questions:
 
     def __init__(self, records: list[RankRecord], secret: bytes, groups: dict[str, Registered]):
         self._records, self._secret, self._groups = records, secret, groups
+        self._ended: dict[str, dict] = {}  # groups that have failed and were closed: why
 
-    def compare(
-        self, name: str, registered: Registered, rank: int, peer: int, still_wanted: Callable[[], None]
-    ) -> None:
-        """Ask a rank (global) what it does in a group, and tell it what this one does.
+    def ask(
+        self,
+        name: str,
+        registered: Registered,
+        rank: int,
+        peer: int,
+        still_wanted: Callable[[], None],
+        seconds: float = _ANSWER_SECONDS,
+    ) -> bytes | None:
+        """What a rank (global) does in a group; it learns what this one does. Waits `seconds` for the answer.
+
+        Returns:
+            Its status; empty when it has not made the group, None when it does not answer.
 
         Raises:
             InvalidArgument: they are in different operations.
@@ -69,70 +79,81 @@ class Questions:
             ConnectionRefusedError: nobody listens there.
         """
         about = {"group": name, "from": rank, "status": registered.core.status().hex()}
+        patience = Patience(time.monotonic() + seconds, still_wanted)
         try:
-            answer = json.loads(ask(self._records[peer], self._secret, about, _patience(_ANSWER_SECONDS, still_wanted)))
+            answer = json.loads(ask(self._records[peer], self._secret, about, patience))
         except ConnectionRefusedError:
             raise
         except (OSError, TransportError):
-            return  # it is busy, stopped or out of reach: the deadline tells
-        if not answer:
-            return  # it has no such group (yet)
+            return None
         group_peer = registered.ranks.index(peer)
         if answer["cause"] is not None:
             raise _remote(answer["cause"], group_peer)
-        registered.core.check_status(group_peer, bytes.fromhex(answer["status"]))
+        status = bytes.fromhex(answer["status"])
+        if status:
+            registered.core.take_answer(group_peer, status)
+        return status
 
-    def report(self, name: str, rank: int) -> None:
-        """If the group has failed, tell the first cause to ranks that would not learn it from this one's end.
+    def report(self, names: Iterable[str], rank: int) -> None:
+        """Before groups of the same ranks are closed: if they have failed, tell those who are not connected.
 
-        Those at distances of powers of two, which tell their peers in turn: so all of them get to know in few steps.
+        All of them, or in large groups those at distances of powers of two, which tell others when they end. Raises
+        nothing; who cannot be reached at once learns it by asking, or from another rank.
         """
-        registered = self._groups.get(name)
-        cause = registered.cause() if registered is not None else None
-        if cause is None:
+        groups = [self._groups[name] for name in names if name in self._groups]
+        causes = [cause for group in groups if (cause := group.cause()) is not None]
+        if not causes:
             return
-        size, place = len(registered.ranks), registered.ranks.index(rank)
-        distances = [1 << k for k in range((size - 1).bit_length())]
-        targets = {(place + sign * distance) % size for distance in distances for sign in (1, -1)}
-        patience = _patience(_REPORT_SECONDS, lambda: None)
-        for target in sorted(targets - {place, cause["rank"]}):
-            if registered.core.is_attached(target):
-                continue
-            try:
-                about = {"group": name, "from": rank, "cause": cause}
-                tell(self._records[registered.ranks[target]], self._secret, about, patience)
-            except (OSError, TransportError):
-                continue  # it has ended, or is out of reach
+        self._ended.update(dict.fromkeys(names, causes[0]))
+        cores, ranks = [group.core for group in groups], groups[0].ranks
+        size, place = len(ranks), ranks.index(rank)
+        distances = range(1, size) if size <= _MAX_REPORTS else [1 << k for k in range((size - 1).bit_length())]
+        peers = {(place + sign * distance) % size for distance in distances for sign in (1, -1)} - {place}
+        targets = [peer for peer in sorted(peers) if not any(core.is_attached(peer) for core in cores)]
+        about = {"groups": list(names), "from": rank, "cause": causes[0]}
+        untold = tell([self._records[ranks[peer]] for peer in targets], self._secret, about, _REPORT_SECONDS)
+        if untold:
+            logger.debug("%d of %d ranks were not told why a group failed", untold, len(targets))
+
+    def has_ended(self, name: str) -> bool:
+        """Whether the group was closed after a failure."""
+        return name in self._ended
+
+    def begin(self, name: str) -> None:
+        """A group of this name is made."""
+        self._ended.pop(name, None)
 
     def is_one(self, about: dict) -> bool:
         """Whether an authenticated connection is a question or a report."""
         return "status" in about or "cause" in about
 
     def take(self, sock: socket.socket, about: dict) -> None:
-        """The other side of compare and report, on the acceptor's thread; owns the socket."""
-        registered = self._groups.get(about["group"])
+        """The other side of ask and report, on the acceptor's thread; owns the socket."""
         with sock:
-            if "status" in about:
-                known = {} if registered is None else _answer(registered)
-                message = json.dumps(known).encode()
-                sock.sendall(len(message).to_bytes(4, "little") + message)
-        if registered is None:
-            return
-        group_peer = registered.ranks.index(about["from"])
-        try:
             if "cause" in about:
-                raise _remote(about["cause"], group_peer)
-            registered.core.check_status(group_peer, bytes.fromhex(about["status"]))
-        except BaguaError as error:
-            registered.core.poison(error)
+                for name in about["groups"]:
+                    self._take_report(name, about)
+            else:
+                self._answer(sock, about)
 
+    def _take_report(self, name: str, about: dict) -> None:
+        registered = self._groups.get(name)
+        if registered is not None:
+            registered.core.poison(_remote(about["cause"], registered.ranks.index(about["from"])))
 
-def _patience(seconds: float, still_wanted: Callable[[], None]) -> Patience:
-    return Patience(time.monotonic() + seconds, still_wanted)
-
-
-def _answer(registered: Registered) -> dict:
-    return {"status": registered.core.status().hex(), "cause": registered.cause()}
+    def _answer(self, sock: socket.socket, about: dict) -> None:
+        registered = self._groups.get(about["group"])
+        if registered is None:
+            answer = {"status": "", "cause": self._ended.get(about["group"])}
+        else:
+            answer = {"status": registered.core.status().hex(), "cause": registered.cause()}
+        message = json.dumps(answer).encode()
+        sock.sendall(len(message).to_bytes(4, "little") + message)
+        if registered is not None:
+            try:
+                registered.core.take_answer(registered.ranks.index(about["from"]), bytes.fromhex(about["status"]))
+            except BaguaError as error:
+                registered.core.poison(error)
 
 
 def _remote(cause: dict, group_peer: int) -> BaguaError:

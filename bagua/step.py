@@ -253,9 +253,10 @@ class Step:
         self._guard.watch(self.storage.buckets, self.group)
 
     def _declare(self, bucket: Bucket) -> Declaration:
-        """What the algorithm declares; where all ranks are on one node there is nothing hierarchical about it."""
+        """What the algorithm declares; where all ranks are on one node a hierarchical all_reduce is a plain one."""
         declared = self.algorithm.declare(bucket)
-        if declared.hierarchical and len(self.group.nodes.members) == 1:
+        is_one_node = len(self.group.nodes.members) == 1
+        if declared.operation == "all_reduce" and declared.hierarchical and is_one_node:
             return dataclasses.replace(declared, codec=None, hierarchical=False, reason=declared.reason or "one node")
         return declared
 

@@ -38,7 +38,7 @@ class Work:
     returned. They are kept alive as long as the core needs them, even if the Work is dropped.
     """
 
-    __slots__ = ("_core", "_finish", "_finishing", "_keep", "_limit_s", "label")
+    __slots__ = ("_core", "_failure", "_finish", "_finishing", "_keep", "_limit_s", "label")
 
     def __init__(self, core: _C.Work, keep: object, limit_s: float, label: str, finish: Callable[[], None] | None):
         self._core = core
@@ -46,7 +46,8 @@ class Work:
         self._limit_s = limit_s
         self.label = label
         self._finish = finish  # copies a staged result back; None when there is nothing (left) to do
-        self._finishing = threading.Lock() if finish is not None else None  # guards _finish; held until it is done
+        self._finishing = threading.Lock() if finish is not None else None  # guards these two; held until it is done
+        self._failure: BaseException | None = None  # of _finish: no later wait() looks like success
         if _abandoned:
             _forget_completed()
 
@@ -99,9 +100,15 @@ class Work:
             raise DeadlineExceeded(f"the operation {self.label or self.ticket} is still running after {limit_s:g} s")
         if self._finishing is not None:
             with self._finishing:
-                if self._finish is not None:
-                    self._finish()  # if it raises, the next wait() does not look like success either
-                    self._finish = None
+                finish, self._finish = self._finish, None
+                if finish is not None:
+                    try:
+                        finish()
+                    except BaseException as error:
+                        self._failure = error
+                        raise
+                if self._failure is not None:
+                    raise self._failure
         self._keep = None
 
     def finish_with(self, step: Callable[[], None]) -> None:

@@ -35,7 +35,10 @@ class _LocalNetwork:
                 self._cores[key] = _C.local_world(name, len(ranks), _SPIN_US)
             return self._cores[key][ranks.index(rank)]
 
-    def close_core(self, name: str, rank: int, core: _C.Group) -> None:
+    def report(self, names: list[str], rank: int) -> None:
+        """Threads are always connected."""
+
+    def close_core(self, name: str, core: _C.Group) -> None:
         core.close()
 
     def share_memory(self, rank: int, peer: int) -> bool:

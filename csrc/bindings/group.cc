@@ -78,6 +78,19 @@ std::shared_ptr<Work> Group::run(const Operation& operation, uint64_t bytes, dou
   return work;
 }
 
+namespace {
+
+std::optional<PeerStatus> status_from(const std::string& bytes) {
+  PeerStatus status;
+  if (bytes.size() != sizeof status) {
+    throw Error(ErrorKind::kTransport, "a status of " + std::to_string(bytes.size()) + " bytes came from a peer");
+  }
+  std::memcpy(&status, bytes.data(), sizeof status);
+  return status;
+}
+
+}  // namespace
+
 void bind_group(py::module_& m) {
   m.def(
       "local_world",
@@ -115,16 +128,27 @@ void bind_group(py::module_& m) {
             const PeerStatus status = g.mesh().status();
             return py::bytes(reinterpret_cast<const char*>(&status), sizeof status);
           },
-          "What this rank is doing, for check_status on another one.")
+          "What this rank is doing, for take_answer on another one.")
       .def(
-          "check_status",
-          [](Group& g, int peer, const std::string& bytes) {
-            PeerStatus theirs;
-            if (bytes.size() != sizeof theirs) return;  // a peer that has no such group
-            std::memcpy(&theirs, bytes.data(), sizeof theirs);
-            check_status(theirs, g.mesh().status(), peer);
-          },
+          "take_answer",
+          [](Group& g, int peer, const py::bytes& status) { g.mesh().take_answer(peer, *status_from(status)); },
           py::arg("peer"), py::arg("status"), "Raises InvalidArgument if the peer is in another operation.")
+      .def(
+          "lateness",
+          [](Group& g, int peer, const std::optional<py::bytes>& status) {
+            const auto late = g.mesh().lateness(peer, status ? status_from(*status) : std::nullopt);
+            return py::make_tuple(late.culprit, late.is_victim, late.what);
+          },
+          py::arg("peer"), py::arg("status"),
+          "Whom to name for waiting in vain, whether the peer is a victim, and why.")
+      .def_static("answer_grace_seconds", &Mesh::answer_grace_seconds, py::arg("allowed_seconds"))
+      .def_static("victim_grace_seconds", &Mesh::victim_grace_seconds, py::arg("allowed_seconds"))
+      .def(
+          "throw_late",
+          [](Group& g, int culprit, const std::string& what, double allowed_seconds) {
+            g.mesh().throw_late(culprit, what, allowed_seconds);
+          },
+          py::arg("culprit"), py::arg("what"), py::arg("allowed_seconds"), "Raises DeadlineExceeded.")
       .def("poison",
            [](Group& g, const py::object& exception) {
              const Error cause = from_python(exception);
@@ -135,6 +159,13 @@ void bind_group(py::module_& m) {
       .def_property_readonly("bytes_received", [](Group& g) { return g.mesh().bytes_received(); })
       .def_property_readonly("workspace_bytes", [](Group& g) { return g.engine().workspace_bytes(); })
       .def("events", [](Group& g, bool clear) { return g.engine().events().take(clear); })
+      .def(
+          "abort_pending",
+          [](Group& g) {
+            py::gil_scoped_release release;
+            g.engine().abort_pending();
+          },
+          "Before close: if operations are pending, that is why they and the group fail.")
       .def("close", [](Group& g) {
         py::gil_scoped_release release;
         g.engine().close();

@@ -5,7 +5,7 @@
 
 namespace bagua::collectives {
 
-// What every rank offers as staging, the same for all tensors: a mesh's staging block then never moves.
+// What every rank offers as staging: it depends on the team alone, so that a group's staging block hardly ever moves.
 size_t staging_bytes(const Team& team);
 void staged_all_reduce_in(Context& context, const SharedBuffers& shared, void* data, size_t numel, DType dtype,
                           ReduceOp op);

@@ -171,7 +171,7 @@ void Engine::execute(Task& task) {
   events_.set_ticket(task.work->ticket());
   events_.add(EventKind::kQueued, task.submitted_ns, begin_ns, task.bytes);
   try {
-    Context context{*mesh_, workspace_, events_, Stream{}, thresholds_};
+    Context context{Team(*mesh_), workspace_, events_, Stream{}, thresholds_};
     mesh_->begin(task.operation, Deadline::after(task.timeout), task.interrupt, context.stream);
     const uint64_t nonfinite_blocks = task.run(context);
     mesh_->end();
@@ -280,6 +280,16 @@ void Engine::fail_in_flight(const Error& cause) {
   num_unposted_ = 0;
 }
 
+void Engine::abort_pending() {
+  const size_t pending = num_pending_.load(std::memory_order_relaxed);
+  if (pending == 0) return;
+  mesh_->poison(Error(ErrorKind::kAborted,
+                      "rank " + std::to_string(mesh_->rank()) + " destroyed the group '" + mesh_->name() + "' with " +
+                          std::to_string(pending) + (pending == 1 ? " operation" : " operations") +
+                          " pending; wait for them first",
+                      mesh_->rank()));
+}
+
 void Engine::close() {
   if (is_inherited()) return;
   if (std::this_thread::get_id() == worker_.get_id()) {
@@ -294,14 +304,7 @@ void Engine::close() {
     std::lock_guard lock(mutex_);
     stopping_ = true;
   }
-  const size_t pending = num_pending_.load(std::memory_order_relaxed);
-  if (pending != 0) {
-    mesh_->poison(Error(ErrorKind::kAborted,
-                        "rank " + std::to_string(mesh_->rank()) + " destroyed the group '" + mesh_->name() + "' with " +
-                            std::to_string(pending) + (pending == 1 ? " operation" : " operations") +
-                            " pending; wait for them first",
-                        mesh_->rank()));
-  }
+  abort_pending();
   mesh_->doorbell().ring();
   worker_.join();
   mesh_->close();

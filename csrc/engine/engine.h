@@ -49,6 +49,8 @@ class Engine {
   std::shared_ptr<Work> submit_send(int peer, const void* data, uint64_t bytes, Operation operation, Timeout timeout);
   std::shared_ptr<Work> submit_recv(int peer, void* data, uint64_t bytes, Operation operation, Timeout timeout);
 
+  // Poisons the group, which is about to be closed, if operations are pending. [any thread]
+  void abort_pending();
   // Ends the worker; what is still queued fails with Aborted. Says goodbye to the peers. Idempotent. In a forked child,
   // which has no worker, it does nothing; there an Engine must not be destroyed (fork_guard.h).
   void close();

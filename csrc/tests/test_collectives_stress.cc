@@ -19,6 +19,7 @@ constexpr size_t kMostUnderWay = 8;
 
 enum class Call {
   kAllReduce,
+  kHierarchical,
   kReduce,
   kReduceScatter,
   kAllGather,
@@ -126,6 +127,14 @@ uint64_t run_call(Context& context, const Plan& plan, void* in, void* out) {
   const std::vector<size_t> splits(kSize, codec != nullptr ? numel : bytes);
   switch (call) {
     case Call::kAllReduce: return all_reduce(context, in, numel, dtype, op, codec);
+    case Call::kHierarchical: {  // the ranks from `peer` on are a node of their own, if there are others
+      std::vector<int> nodes[2];
+      for (int rank = 0; rank < static_cast<int>(kSize); ++rank) nodes[rank >= peer].push_back(rank);
+      std::vector<int> leaders{0};
+      if (peer > 0) leaders.push_back(peer);
+      return hierarchical_all_reduce(context, {nodes[context.team.rank() >= peer], leaders}, in, numel, dtype, op,
+                                     codec);
+    }
     case Call::kReduce: reduce(context, in, numel, dtype, op, root); return 0;
     case Call::kReduceScatter:
       if (codec != nullptr) return compressed_reduce_scatter(context, in, out, numel, dtype, op, *codec);
@@ -154,10 +163,10 @@ uint64_t run_call(Context& context, const Plan& plan, void* in, void* out) {
 }
 
 OperationKind kind_of(Call call) {
-  constexpr OperationKind kinds[] = {OperationKind::kAllReduce,       OperationKind::kReduce,
-                                     OperationKind::kReduceScatter,   OperationKind::kAllGather,
-                                     OperationKind::kAllToAll,        OperationKind::kBroadcast,
-                                     OperationKind::kNeighborAverage, OperationKind::kPointToPoint};
+  constexpr OperationKind kinds[] = {
+      OperationKind::kAllReduce,     OperationKind::kAllReduce,       OperationKind::kReduce,
+      OperationKind::kReduceScatter, OperationKind::kAllGather,       OperationKind::kAllToAll,
+      OperationKind::kBroadcast,     OperationKind::kNeighborAverage, OperationKind::kPointToPoint};
   return kinds[static_cast<size_t>(call)];
 }
 
@@ -211,11 +220,15 @@ void finish(UnderWay& call, const std::string& where) {
   if (plan.call == Call::kReduce && static_cast<int>(call.rank) != plan.root) return;
   const Bytes result = (blocks_out(plan) > 0 ? call.output : call.input)->contents();
   const size_t numel = result.size() / item_bytes(plan.dtype);
+  // Every stage of a hierarchical sum rounds; the halves' fixtures have one sign.
+  const bool is_half = plan.dtype == DType::kF16 || plan.dtype == DType::kBF16;
+  const double allowed = plan.call == Call::kHierarchical && is_half ? 4 * tolerance(plan.dtype, ReduceOp::kAvg)
+                                                                     : tolerance(plan.dtype, plan.op);
   // Two encodings of at most `kSize` times 997, neither off by more than 1/255 of that.
   const double coding = plan.codec != nullptr ? 2.1 * 997 * static_cast<double>(kSize) / 255 : 0;
   for (size_t i = 0; i < numel; ++i) {
     const double want = oracle(call, i), got = load(plan.dtype, result, i);
-    if (std::fabs(got - want) <= tolerance(plan.dtype, plan.op) * std::fabs(want) + coding) continue;
+    if (std::fabs(got - want) <= allowed * std::fabs(want) + coding) continue;
     throw std::runtime_error(where + ": " + std::string(operation_name(kind_of(plan.call))) + " of " +
                              name_of({plan.dtype, plan.op, plan.numel}) + " at " + std::to_string(i) + " gave " +
                              std::to_string(got) + ", expected " + std::to_string(want));

@@ -44,7 +44,7 @@ struct Rank {
   Workspace workspace;
   EventLog events;
   collectives::Thresholds thresholds;
-  Context context{mesh, workspace, events, Stream{}, thresholds};
+  Context context{Team(mesh), workspace, events, Stream{}, thresholds};
   uint32_t sequence = 0;
   std::chrono::milliseconds operation_timeout;
 };

@@ -36,7 +36,7 @@ void Mesh::end() {
   std::lock_guard lock(mutex_);
   if (operation_.sequence != 0) status_.last_finished = operation_;
   status_.operation = operation_ = Operation{};
-  status_.waiting_for = -1;
+  status_.waiting_for = status_.ultimately = -1;
   // What peers have freed while the operation ran; outside of operations on_released does it at once.
   for (auto& peer : peers_) {
     if (peer->control) peer->control->unmap_released();
@@ -109,10 +109,7 @@ Channel& Mesh::channel(int peer) {
   if (!connector_) {
     throw Error(ErrorKind::kInternal, "rank " + std::to_string(peer) + " is not connected", peer);
   }
-  {
-    std::lock_guard lock(mutex_);
-    status_.waiting_for = peer;
-  }
+  now_waiting_for(peer);
   connector_(peer, *deadline_);
   found = p.channel.load(std::memory_order_acquire);
   if (found == nullptr) {
@@ -261,6 +258,12 @@ void Mesh::close() {
     std::lock_guard lock(mutex_);
     control.swap(peer->control);
   }
+}
+
+void Mesh::now_waiting_for(int peer) {
+  std::lock_guard lock(mutex_);
+  status_.waiting_for = peer;
+  status_.ultimately = -1;
 }
 
 PeerStatus Mesh::status() const {

@@ -6,6 +6,7 @@
 // through the mapped page, the reactor and the submitting threads directly).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -101,6 +102,19 @@ class Mesh {
 
   // What this rank is doing now, answered to a peer that asks why it is kept waiting. [any thread]
   PeerStatus status() const;
+  // Compares the answer with what this rank does, and takes from it whom the peer waits for. [any thread]
+  void take_answer(int peer, const PeerStatus& theirs);
+  // Why this rank waits for `peer` in vain, by the peer's answer (none: it does not answer): the peer may be dead, late
+  // (it has not called this operation), or itself a victim, which waits for the culprit. [any thread]
+  struct Lateness {
+    int culprit;
+    bool is_victim;  // the peer; within victim_grace_seconds it, or who waits for the same culprit, should say more
+    std::string what;
+  };
+  Lateness lateness(int peer, const std::optional<PeerStatus>& theirs) const;
+  static double answer_grace_seconds(double allowed_seconds) { return std::clamp(0.2 * allowed_seconds, 0.2, 2.0); }
+  static double victim_grace_seconds(double allowed_seconds) { return std::clamp(0.4 * allowed_seconds, 0.3, 5.0); }
+  [[noreturn]] void throw_late(int culprit, const std::string& what, double allowed_seconds) const;  // [any thread]
 
  private:
   struct Peer;
@@ -110,6 +124,7 @@ class Mesh {
   void wait_until(int peer, Ready ready);
   void advance(int peer, Channel& channel, bool& moved);
   void check_interrupt();
+  void now_waiting_for(int peer);
   void ask(int peer);
   void compare_answer(int peer);
   bool sleep_until_answer(const Peer& peer, std::chrono::nanoseconds limit);

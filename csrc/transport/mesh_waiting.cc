@@ -34,6 +34,8 @@ inline void pause_cpu() {
 #endif
 }
 
+nanoseconds seconds(double value) { return nanoseconds(static_cast<int64_t>(value * 1e9)); }
+
 std::string seconds_text(double seconds) {
   char text[32];
   std::snprintf(text, sizeof text, "%.3g s", seconds);
@@ -45,10 +47,7 @@ std::string seconds_text(double seconds) {
 // Spins, then sleeps on the doorbell, until ready() or an error. `peer` is whom to blame.
 template <typename Ready>
 void Mesh::wait_until(int peer, Ready ready) {
-  {
-    std::lock_guard lock(mutex_);
-    status_.waiting_for = peer;
-  }
+  now_waiting_for(peer);
   auto spin_until = Deadline::Clock::now() + spin_;
   Deadline::Clock::time_point quiet_since{};  // since a departed peer's bytes have stopped to come; 0: not departed
   nanoseconds question_interval = kFirstQuestion;
@@ -171,13 +170,20 @@ void Mesh::ask(int peer) {
 
 void Mesh::compare_answer(int peer) {
   std::optional<PeerStatus> answer;
-  PeerStatus mine;
   {
     std::lock_guard lock(mutex_);
     answer.swap(peers_[static_cast<size_t>(peer)]->answer);
-    mine = status_;
   }
-  if (answer) check_status(*answer, mine, peer);
+  if (answer) take_answer(peer, *answer);
+}
+
+void Mesh::take_answer(int peer, const PeerStatus& theirs) {
+  check_status(theirs, status(), peer);
+  const int behind = theirs.ultimately >= 0 ? theirs.ultimately : theirs.waiting_for;
+  std::lock_guard lock(mutex_);
+  if (status_.waiting_for == peer && theirs.operation == status_.operation && behind != rank_) {
+    status_.ultimately = behind;
+  }
 }
 
 // Waits for the peer's answer to ask_status, or for somebody's first cause (then throws it).
@@ -196,48 +202,52 @@ bool Mesh::sleep_until_answer(const Peer& peer, nanoseconds limit) {
   return false;
 }
 
-// Finds out whom to name before it raises: the peer may be dead (no answer), late (it has not called this operation),
-// or itself a victim (it waits for another rank, which then names the culprit within its own deadline).
+Mesh::Lateness Mesh::lateness(int peer, const std::optional<PeerStatus>& theirs) const {
+  const PeerStatus mine = status();
+  const std::string who = "rank " + std::to_string(peer);
+  if (!theirs) return {peer, false, who + " does not answer: its process is stopped or its host is unreachable"};
+  if (theirs->operation == mine.operation && theirs->waiting_for >= 0 && theirs->waiting_for != rank_) {
+    const std::string waits = who + " waits for rank " + std::to_string(theirs->waiting_for);
+    if (theirs->ultimately < 0 || theirs->ultimately == rank_) return {theirs->waiting_for, true, waits};
+    return {theirs->ultimately, true, waits + ", and in the end for rank " + std::to_string(theirs->ultimately)};
+  }
+  const std::string last = theirs->last_finished.kind == OperationKind::kNone
+                               ? "and has finished none before"
+                               : "its last was " + describe(theirs->last_finished);
+  if (theirs->operation.kind == OperationKind::kNone) {
+    return {peer, false, who + " has not called it; " + last + ", and it is not in a collective now"};
+  }
+  return {peer, false, who + " is in " + describe(theirs->operation) + ", " + last};
+}
+
+void Mesh::throw_late(int culprit, const std::string& what, double allowed_seconds) const {
+  const Operation operation = status().operation;
+  throw Error(ErrorKind::kDeadlineExceeded,
+              describe(operation) + " of group '" + name_ + "' did not end within " + seconds_text(allowed_seconds) +
+                  ": " + what + " (a longer timeout can be given to init_process_group)",
+              culprit, std::string(operation_name(operation.kind)));
+}
+
+// Finds out whom to name before it raises.
 void Mesh::deadline_exceeded(int peer) {
   if (has_departed(peer)) departed(peer);
-  const std::string operation_text = describe(operation_);
-  const std::string verb(operation_name(operation_.kind));
   const double allowed = deadline_->allowed_seconds();
-  const auto grace = nanoseconds(static_cast<int64_t>(std::clamp(allowed * 0.2, 0.2, 2.0) * 1e9));
-  const auto raise = [&](int culprit, const std::string& what) {
-    throw Error(ErrorKind::kDeadlineExceeded,
-                operation_text + " of group '" + name_ + "' did not end within " + seconds_text(allowed) + ": " + what +
-                    " (a longer timeout can be given to init_process_group)",
-                culprit, verb);
-  };
   Peer& p = *peers_[static_cast<size_t>(peer)];
-  const std::string who = "rank " + std::to_string(peer);
+  bool can_ask;
   {
     std::lock_guard lock(mutex_);
-    if (!p.control) raise(peer, who + " did not do its part");
+    can_ask = p.control != nullptr;
   }
+  if (!can_ask) throw_late(peer, "rank " + std::to_string(peer) + " did not do its part", allowed);
   ask(peer);
-  if (!sleep_until_answer(p, grace)) {
-    raise(peer, who + " does not answer: its process is stopped or its host is unreachable");
-  }
-  PeerStatus status;
-  {
+  std::optional<PeerStatus> theirs;
+  if (sleep_until_answer(p, seconds(answer_grace_seconds(allowed)))) {
     std::lock_guard lock(mutex_);
-    status = *p.answer;
-    p.answer.reset();
+    theirs.swap(p.answer);
   }
-  if (status.operation == operation_ && status.waiting_for >= 0 && status.waiting_for != rank_) {
-    sleep_until_answer(p, nanoseconds(static_cast<int64_t>(std::clamp(allowed * 0.4, 0.3, 5.0) * 1e9)));
-    raise(status.waiting_for, who + " waits for rank " + std::to_string(status.waiting_for));
-  }
-  const std::string last = status.last_finished.kind == OperationKind::kNone
-                               ? "and has finished none before"
-                               : "its last was " + describe(status.last_finished);
-  if (status.operation.kind == OperationKind::kNone) {
-    raise(peer, who + " has not called it; " + last + ", and it is not in a collective now");
-  }
-  raise(peer, who + " is in " + describe(status.operation) + ", " + last);
-  throw Error(ErrorKind::kInternal, "unreachable");
+  const Lateness late = lateness(peer, theirs);
+  if (late.is_victim) sleep_until_answer(p, seconds(victim_grace_seconds(allowed)));
+  throw_late(late.culprit, late.what, allowed);
 }
 
 }  // namespace bagua

@@ -1,13 +1,12 @@
 // Team: the ranks among whom a collective runs: all of a mesh, or some of them. Collectives see ranks 0..size-1
 // of their team; requests, deadlines and errors stay the mesh's and name its ranks.
 //
-// A value: a mesh and, for a part of it, the members (ranks of the mesh by rank of the team). For the thread that runs
-// the mesh's operation.
+// A value, for the thread that runs the mesh's operation.
 #pragma once
 
 #include <algorithm>
+#include <cassert>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "csrc/transport/mesh.h"
@@ -16,13 +15,15 @@ namespace bagua {
 
 class Team {
  public:
-  Team(Mesh& mesh) : mesh_(mesh), rank_(mesh.rank()), size_(mesh.size()) {}  // NOLINT: every mesh is a team
-  // Some ranks of a team of a whole mesh: `members`, this one among them, in the same order on all of them.
-  Team(const Team& all, std::vector<int> members)
-      : mesh_(all.mesh_),
-        members_(std::move(members)),
-        rank_(static_cast<int>(std::find(members_.begin(), members_.end(), all.rank_) - members_.begin())),
-        size_(static_cast<int>(members_.size())) {}
+  explicit Team(Mesh& mesh) : mesh_(mesh), rank_(mesh.rank()), size_(mesh.size()) {}
+  // Some of another team: `members` are ranks of it, this one among them, in the same order on all of them.
+  Team(const Team& whole, const std::vector<int>& members)
+      : mesh_(whole.mesh_),
+        rank_(static_cast<int>(std::find(members.begin(), members.end(), whole.rank_) - members.begin())),
+        size_(static_cast<int>(members.size())) {
+    assert(rank_ < size_ && "a team is made by its members");
+    for (const int member : members) members_.push_back(whole.in_mesh(member));
+  }
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -60,7 +61,7 @@ class Team {
   int in_mesh(int peer) const { return members_.empty() ? peer : members_[static_cast<size_t>(peer)]; }
 
   Mesh& mesh_;
-  const std::vector<int> members_;  // empty: all
+  std::vector<int> members_;  // ranks of the mesh; empty: all
   const int rank_;
   const int size_;
 };

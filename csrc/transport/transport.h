@@ -59,7 +59,7 @@ struct PeerStatus {
   Operation operation;      // kNone when idle
   Operation last_finished;  // kNone before the first
   int32_t waiting_for = -1;
-  uint32_t reserved = 0;
+  int32_t ultimately = -1;  // whom that one waits for, and so on to the end of the chain as far as it is known
 };
 
 // "all_reduce #12 of 1024 float32 (SUM)"

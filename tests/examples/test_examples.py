@@ -24,8 +24,8 @@ def run(launcher: str, script: str, *options: str) -> dict:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110)
     if "ddp" in options and "terminate called without an active exception" in done.stderr:
-        # The baseline, in which bagua makes no group. On a busy machine one run in ten of torch's DDP over gloo ends so,
-        # at the exit and after the result, whether or not bagua is imported (torch 2.13, 2.14).
+        # The baseline, in which bagua makes no group. On a busy machine one run in ten of DDP over gloo ends so, at the
+        # exit and after the result, whether or not bagua is imported (torch 2.13, 2.14).
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])

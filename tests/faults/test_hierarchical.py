@@ -19,6 +19,7 @@ WORLD = WorldKind("unequal5", 5, nodes=(2, 3), env={"BAGUA_SOCKET_IFNAME": "lo"}
 TIMEOUT_S = 8.0
 SHORT_S = 1.5
 SLACK_S = 1.0
+_STOPPED = "does not answer: its process is stopped or its host is unreachable"
 
 
 def hierarchical(numel=300_000):
@@ -67,10 +68,10 @@ def test_a_death_between_calls(victim, tmp_path):
     check_survivors(results, noted_time(path), victim)
 
 
-def be_stopped_or_late(rank, world_size, culprit, stops, path):
+def be_stopped_or_late(rank, world_size, culprit, stops, num_before, path):
     with process_group(SHORT_S):
         call = hierarchical(1000)
-        for _ in range(3):
+        for _ in range(num_before):
             call()
         if rank == culprit:
             note_time(path)
@@ -80,22 +81,27 @@ def be_stopped_or_late(rank, world_size, culprit, stops, path):
         return watch(call)
 
 
+@pytest.mark.parametrize("num_before", [0, 3], ids=["unconnected", "connected"])
 @pytest.mark.parametrize("stops", [True, False], ids=["stopped", "late"])
 @pytest.mark.parametrize("culprit", [2, 4])
-def test_a_rank_that_does_not_come(culprit, stops, tmp_path):
+def test_a_rank_that_does_not_come(culprit, stops, num_before, tmp_path):
     path = str(tmp_path / "since")
     expect_exit = {culprit: signal.SIGSTOP} if stops else None
-    results = spawn_in(WORLD, be_stopped_or_late, culprit, stops, path, expect_exit=expect_exit)
+    last = f"its last was all_reduce #{num_before} of" if num_before else "and has finished none before"
+    whats = [f"rank {culprit} " + (_STOPPED if stops else f"has not called it; {last}")]
+    if stops and not num_before:
+        whats.append(f"cannot connect to rank {culprit} at")
+    results = spawn_in(WORLD, be_stopped_or_late, culprit, stops, num_before, path, expect_exit=expect_exit)
     for rank, seen in enumerate(results):
         if stops and rank == culprit:
             continue
         assert seen.rank == culprit, (rank, seen)
         assert f"rank {culprit}" in seen.message and "group 'world'" in seen.message, seen
-        assert "all_reduce #4 of 1000 float32 (SUM), hierarchical" in seen.message, seen
+        assert f"all_reduce #{num_before + 1} of 1000 float32 (SUM), hierarchical" in seen.message, seen
         if rank != culprit:
             assert 0.8 * SHORT_S < seen.at - noted_time(path) < 2 * SHORT_S + SLACK_S, (rank, seen)
-    what = "does not answer: its process is stopped" if stops else "has not called it; its last was all_reduce #3"
-    assert any(f"rank {culprit} {what}" in seen.message for seen in results if seen), results
+    messages = [seen.message for seen in results if seen]
+    assert any(what in message for what in whats for message in messages), messages
 
 
 def call_something_else(rank, world_size, odd_one):

@@ -1,0 +1,156 @@
+"""Failures among ranks that have not connected yet: whom they name, and how the reason reaches them."""
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+import bagua
+from bagua.accepting import Acceptor
+from bagua.dialing import tell
+from bagua.questions import Questions
+from bagua.rendezvous import RankRecord
+from tests.communication.worlds import in_worlds, shm, tcp
+from tests.faults.scenarios import process_group, spawn_in, watch
+
+TIMEOUT_S = 1.5
+SLACK_S = 1.0
+
+
+def come_late(rank, world_size):
+    """The others give up and leave before rank 2 says its first word."""
+    with process_group(TIMEOUT_S):
+        if rank == 2:
+            time.sleep(2 * TIMEOUT_S + SLACK_S)
+        begin = time.monotonic()
+        seen = watch(bagua.barrier)
+        return seen, seen.at - begin
+
+
+@in_worlds([shm(3), tcp(3)])
+def test_a_rank_that_comes_when_the_others_have_left(world):
+    for rank, (seen, seconds) in enumerate(spawn_in(world, come_late)):
+        assert seen.rank == 2, (rank, seen)
+        assert "rank 2 has not called it" in seen.message and "barrier #1 of group 'world'" in seen.message, (
+            rank,
+            seen,
+        )
+        assert seconds < (SLACK_S if rank == 2 else 2 * TIMEOUT_S + SLACK_S), (rank, seconds)
+
+
+def destroy_pending(rank, world_size):
+    bagua.init_process_group(timeout=20.0)
+    if rank == 0:
+        work = bagua.all_reduce(torch.ones(1000), async_op=True)
+        time.sleep(0.2)
+        bagua.destroy_process_group()
+        with pytest.raises(bagua.Aborted, match="rank 0 destroyed the group 'world' with 1 operation pending"):
+            work.wait()
+        return None
+    begin = time.monotonic()
+    seen = watch(
+        lambda: bagua.all_reduce(torch.ones(10), group=None) if rank == 2 else time.sleep(1) or bagua.barrier()
+    )
+    return seen, seen.at - begin
+
+
+@in_worlds([tcp(3)])
+def test_a_rank_that_destroys_before_anybody_came(world):
+    for seen, seconds in spawn_in(world, destroy_pending)[1:]:
+        assert seen.rank == 0 and "rank 0 destroyed the group 'world' with 1 operation pending" in seen.message, seen
+        assert seconds < 4
+
+
+def subgroup_fails(rank, world_size):
+    """Rank 0 gives a subgroup up and goes on; rank 2 comes to it later, and learns why there is nobody."""
+    with process_group(20.0):
+        world = bagua.get_default_group()
+        if rank == 1:
+            time.sleep(3)
+            return
+        if rank == 0:
+            part = world.subgroup("part", [0, 2], 0.5)
+            with pytest.raises(bagua.DeadlineExceeded, match="rank 1 has not made the group") as caught:
+                part.barrier().wait()
+            assert caught.value.rank == 1  # of the subgroup
+            part.close()
+            time.sleep(2)
+        else:
+            time.sleep(1.5)
+            part = world.subgroup("part", [0, 2], 20)
+            begin = time.monotonic()
+            with pytest.raises(bagua.RemoteError, match="rank 0 reported: barrier #1 .* rank 1 has not made the group"):
+                part.barrier().wait()
+            assert time.monotonic() - begin < 1
+        again = world.subgroup("part, again", [0, 2], 20)
+        x = torch.ones(3)
+        again.all_reduce(x).wait()
+        assert x.tolist() == [2, 2, 2]
+
+
+@in_worlds([shm(3), tcp(3)])
+def test_a_subgroup_that_failed_before_a_member_came(world):
+    spawn_in(world, subgroup_fails)
+
+
+# ---- telling
+
+
+def record_of(listener):
+    address, port = listener.getsockname()
+    fields = dict.fromkeys(RankRecord.__dataclass_fields__, "")
+    return RankRecord(**{**fields, "address": address, "port": port})
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0), backlog=8) as listener:
+        yield listener
+
+
+def test_who_does_not_answer_keeps_nobody_from_being_told(listener):
+    """One that is stopped, one that has ended and one that knows another secret stand before one that listens."""
+    told = []
+    arrived = threading.Event()
+
+    def take(sock, about, descriptors):
+        sock.close()
+        told.append(about)
+        arrived.set()
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as stopped,
+        socket.create_server(("127.0.0.1", 0)) as ended,
+        socket.create_server(("127.0.0.1", 0)) as foreign,
+    ):
+        records = [record_of(sock) for sock in (stopped, ended, foreign, listener)]
+        ended.close()
+        acceptors = [Acceptor([foreign], b"another", take), Acceptor([listener], b"secret", take)]
+        longest = {"groups": ["world", "world/p2p"], "cause": {"text": 1000 * "\N{GRINNING FACE}"}}
+        begin = time.monotonic()
+        assert tell(records, b"secret", longest, 1.0) == 3
+        assert time.monotonic() - begin < 1.5
+        assert arrived.wait(5) and told == [longest]
+        for acceptor in acceptors:
+            acceptor.close()
+
+
+def test_questions_about_unknown_groups(listener):
+    answers = Questions([], b"secret", {})
+    acceptor = Acceptor([listener], b"secret", lambda sock, about, _: answers.take(sock, about))
+    asks = Questions([record_of(listener)], b"secret", {})
+    core = bagua._C.local_world("here", 1, 1.0)[0]
+
+    class Group:
+        def __init__(self):
+            self.core, self.ranks = core, [0]
+
+    assert asks.ask("nobody's", Group(), 0, 0, lambda: None) == b""
+    assert tell([record_of(listener)], b"secret", {"groups": ["nobody's"], "from": 0, "cause": {}}, 1.0) == 0
+    acceptor.close()
+    listener.close()
+    with pytest.raises(ConnectionRefusedError):
+        asks.ask("nobody's", Group(), 0, 0, lambda: None)
+    core.close()
