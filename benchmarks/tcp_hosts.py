@@ -99,7 +99,24 @@ def rows_of(size: int, num_hosts: int, rate_mbit: int | None, per_rank: list[dic
         full = next((r for r in rows if r.case.endswith("bagua tcp")), None)
         row.cells["to bagua tcp"] = f"{full.p50 / row.p50:.2f}" if full else "-"
         rows.append(row)
+    plain = rows[-1]
+    for row in rows:
+        row.cells["of plain sockets"] = f"{plain.p50 / row.p50:.3f}"
     return rows
+
+
+def measured_rate(size: int, num_hosts: int, plain: report.Row) -> str:
+    """What plain sockets got out of a link."""
+    mbit = limit_s(size, num_hosts, 1) / plain.p50
+    return f"plain sockets move {mbit:.0f} Mbit/s of payload over a link, both ways at once, by TCP's {_congestion()}"
+
+
+def _congestion() -> str:
+    try:
+        with open("/proc/sys/net/ipv4/tcp_congestion_control") as file:
+            return file.read().strip()
+    except OSError:
+        return "unknown congestion control"
 
 
 def parse_case(text: str) -> tuple[int, int | None]:
@@ -133,7 +150,10 @@ def main() -> None:
             )
         title = f"{num_hosts} hosts, " + (f"{rate_mbit} Mbit/s each" if rate_mbit else "unshaped links")
         rows = [row for size in sizes for row in rows_of(size, num_hosts, rate_mbit, per_rank)]
-        notes = ["ratio: gloo's median over the case's; `to bagua tcp`: full precision's median over the case's."]
+        notes = [
+            "ratio: gloo's median over the case's; `to bagua tcp`: full precision's median over the case's.",
+            measured_rate(sizes[-1], num_hosts, rows[-1]) + ".",
+        ]
         result.add(report.Table(title, rows, notes=notes))
         largest = rows[-len(NAMES) - 1 :]
         report.bars(axis, largest, title, "ms", 1e3)
