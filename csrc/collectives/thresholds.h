@@ -14,14 +14,14 @@ namespace bagua::collectives {
 struct Thresholds {
   // Up to here an all_reduce costs latency, not bandwidth: recursive doubling has log2 n steps where the others have at
   // least two plus a barrier.
-  size_t recursive_doubling_bytes = 16 << 10;
+  size_t recursive_doubling_bytes = 32 << 10;
   // Blocks of a reduce_scatter or an all_gather: up to here one exchange beats a pipeline of n-1 steps.
-  size_t pairwise_bytes = 64 << 10;
+  size_t pairwise_bytes = 16 << 10;
   // A tree moves the tensor log2 n times over the root's link, a chain once.
-  size_t broadcast_tree_bytes = 64 << 10;
+  size_t broadcast_tree_bytes = 4 << 10;
   size_t reduce_tree_bytes = 16 << 10;
   // From here on reading a peer's memory beats a message, whose cost is one more copy but no exchange of addresses.
-  size_t direct_bytes = 16 << 10;
+  size_t direct_bytes = 32 << 10;
 
   std::map<std::string, size_t> by_name() const;
   // Throws InvalidArgument for a name that is none of the above.
