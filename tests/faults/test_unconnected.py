@@ -15,7 +15,7 @@ from bagua.rendezvous import RankRecord
 from tests.communication.worlds import in_worlds, shm, tcp
 from tests.faults.scenarios import process_group, spawn_in, watch
 
-TIMEOUT_S = 1.5
+TIMEOUT_S = 1.0
 SLACK_S = 1.0
 
 
