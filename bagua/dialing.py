@@ -85,15 +85,15 @@ def tell(records: Sequence[RankRecord], secret: bytes, about: dict, seconds: flo
     deadline = time.monotonic() + seconds
     poller = select.poll()
     under_way: dict[int, tuple[socket.socket, _Telling]] = {}
-    for record in records:
-        family, _, _, _, address = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
-        sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
-        sock.setblocking(False)
-        sock.connect_ex(address)  # how it ends shows when it is used
-        under_way[sock.fileno()] = (sock, _Telling(sock, secret, about))
-        poller.register(sock, select.POLLOUT)
     num_told = 0
     try:
+        for record in records:
+            family, _, _, _, address = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
+            sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
+            under_way[sock.fileno()] = (sock, _Telling(sock, secret, about))
+            sock.setblocking(False)
+            sock.connect_ex(address)  # how it ends shows when it is used
+            poller.register(sock, select.POLLOUT)
         while under_way and (left := deadline - time.monotonic()) > 0:
             for fd, _ in poller.poll(1000 * left):
                 sock, telling = under_way[fd]

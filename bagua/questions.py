@@ -97,8 +97,8 @@ class Questions:
     def report(self, names: Iterable[str], rank: int) -> None:
         """Before groups of the same ranks are closed: if they have failed, tell those who are not connected.
 
-        All of them, or in large groups those at distances of powers of two, which tell others when they end. Raises
-        nothing; who cannot be reached at once learns it by asking, or from another rank.
+        All of them, or in large groups those at distances of powers of two, which tell others when they end. Who cannot
+        be reached at once learns it by asking, or from another rank.
         """
         groups = [self._groups[name] for name in names if name in self._groups]
         causes = [cause for group in groups if (cause := group.cause()) is not None]
@@ -111,8 +111,11 @@ class Questions:
         peers = {(place + sign * distance) % size for distance in distances for sign in (1, -1)} - {place}
         targets = [peer for peer in sorted(peers) if not any(core.is_attached(peer) for core in cores)]
         about = {"groups": list(names), "from": rank, "cause": causes[0]}
-        untold = tell([self._records[ranks[peer]] for peer in targets], self._secret, about, _REPORT_SECONDS)
-        if untold:
+        try:
+            untold = tell([self._records[ranks[peer]] for peer in targets], self._secret, about, _REPORT_SECONDS)
+        except OSError as error:  # no descriptor left, say: the cause of the failure matters more than this
+            logger.warning("other ranks were not told why a group failed: %s", error)
+        else:
             logger.debug("%d of %d ranks were not told why a group failed", untold, len(targets))
 
     def has_ended(self, name: str) -> bool:

@@ -80,7 +80,7 @@ std::shared_ptr<Work> Group::run(const Operation& operation, uint64_t bytes, dou
 
 namespace {
 
-std::optional<PeerStatus> status_from(const std::string& bytes) {
+PeerStatus status_from(const std::string& bytes) {
   PeerStatus status;
   if (bytes.size() != sizeof status) {
     throw Error(ErrorKind::kTransport, "a status of " + std::to_string(bytes.size()) + " bytes came from a peer");
@@ -131,12 +131,13 @@ void bind_group(py::module_& m) {
           "What this rank is doing, for take_answer on another one.")
       .def(
           "take_answer",
-          [](Group& g, int peer, const py::bytes& status) { g.mesh().take_answer(peer, *status_from(status)); },
+          [](Group& g, int peer, const py::bytes& status) { g.mesh().take_answer(peer, status_from(status)); },
           py::arg("peer"), py::arg("status"), "Raises InvalidArgument if the peer is in another operation.")
       .def(
           "lateness",
           [](Group& g, int peer, const std::optional<py::bytes>& status) {
-            const auto late = g.mesh().lateness(peer, status ? status_from(*status) : std::nullopt);
+            const auto theirs = status ? std::optional(status_from(*status)) : std::nullopt;
+            const auto late = g.mesh().lateness(peer, theirs);
             return py::make_tuple(late.culprit, late.is_victim, late.what);
           },
           py::arg("peer"), py::arg("status"),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
 import bagua
-from bagua.testing import Pool
+from bagua.testing import Pool, kill
 from tests.communication.worlds import WorldKind, mixed, shm, tcp
 
 WORLDS = [shm(3), tcp(3), mixed(4)]
@@ -68,6 +70,18 @@ def watch(call: Callable[[], object], limit_s: float = 60.0) -> Seen:
     again = time.monotonic()
     bagua.destroy_process_group()
     return Seen(type(first).__name__, first.rank, str(first), at, again - at, time.monotonic() - again)
+
+
+def die_in_the_middle(call: Callable[[], object], path: str) -> NoReturn:
+    """Calls over and over, until this process kills itself on another thread, and notes when."""
+
+    def die() -> None:
+        note_time(path)
+        kill()
+
+    threading.Timer(0.05, die).start()
+    while True:
+        call()
 
 
 @contextlib.contextmanager

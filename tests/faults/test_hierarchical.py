@@ -2,7 +2,6 @@
 but what everybody is told names ranks, operations and group as the caller knows them."""
 
 import signal
-import threading
 import time
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import bagua
 from bagua.testing import kill, stop
 from tests.communication.worlds import WorldKind
-from tests.faults.scenarios import note_time, noted_time, process_group, repeat, spawn_in, watch
+from tests.faults.scenarios import die_in_the_middle, note_time, noted_time, process_group, repeat, spawn_in, watch
 from tests.faults.test_killed import check_survivors
 
 # Ranks 0 and 1; 2, 3 and 4. The leaders are 0 and 2.
@@ -31,14 +30,7 @@ def die_in_a_stage(rank, world_size, victim, path):
         call = hierarchical()
         call()
         if rank == victim:
-
-            def die():
-                note_time(path)
-                kill()
-
-            threading.Timer(0.05, die).start()
-            while True:
-                call()
+            die_in_the_middle(call, path)
         return watch(call)
 
 

@@ -11,7 +11,16 @@ import torch
 import bagua
 from bagua.testing import Pool, kill
 from tests.communication.worlds import in_worlds, shm, tcp
-from tests.faults.scenarios import OPERATIONS, WORLDS, note_time, noted_time, process_group, spawn_in, watch
+from tests.faults.scenarios import (
+    OPERATIONS,
+    WORLDS,
+    die_in_the_middle,
+    note_time,
+    noted_time,
+    process_group,
+    spawn_in,
+    watch,
+)
 
 TIMEOUT_S = 8.0
 NOTICED_S = 4.0  # far less than the timeout: it is the death that was noticed, on however loaded a machine
@@ -25,14 +34,7 @@ def die_in(rank, world_size, operation, path):
         call()
         bagua.barrier()
         if rank == VICTIM:
-
-            def die():
-                note_time(path)
-                kill()
-
-            threading.Timer(0.05, die).start()
-            while True:
-                call()
+            die_in_the_middle(call, path)
         return watch(call)
 
 
