@@ -191,7 +191,7 @@ class ProcessGroup:
         self.check()
         data, give_back = prepare(tensor, "tensor")
         op = check_op(op, data.dtype)
-        check_codec(codec, data.dtype, op)
+        codec = check_codec(codec, data.dtype, op)
         arguments = (data.data_ptr(), data.numel(), dtype_code(data.dtype), int(op), codec, self._timeout_s, blocking)
         if hierarchical:
             nodes = self.nodes
@@ -214,7 +214,7 @@ class ProcessGroup:
         self.check()
         data, give_back = prepare(tensor, "tensor")
         number = check_topology(topology, step, data.dtype)
-        check_codec(codec, data.dtype)
+        codec = check_codec(codec, data.dtype)
         work = self._core.neighbor_average(
             data.data_ptr(), data.numel(), dtype_code(data.dtype), number, step, codec, self._timeout_s, blocking
         )
@@ -244,7 +244,7 @@ class ProcessGroup:
         self.check()
         source, (into, give_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
         op = check_op(op, into.dtype)
-        check_codec(codec, into.dtype, op)
+        codec = check_codec(codec, into.dtype, op)
         self._check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output")
         kind = dtype_code(into.dtype)
         work = self._core.reduce_scatter(
@@ -262,7 +262,7 @@ class ProcessGroup:
         """output[r] <- input of rank r; output is `size` blocks of input's size."""
         self.check()
         source, (into, give_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
-        check_codec(codec, source.dtype)
+        codec = check_codec(codec, source.dtype)
         self._check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input")
         kind = dtype_code(source.dtype)
         work = self._core.all_gather(
@@ -309,7 +309,7 @@ class ProcessGroup:
         """Block r of input goes to rank r, block r of output comes from rank r; splits count rows of dimension 0."""
         self.check()
         source, (into, give_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
-        check_codec(codec, source.dtype)
+        codec = check_codec(codec, source.dtype)
         if source.dtype != into.dtype:
             raise InvalidArgument(f"input is {source.dtype} but output is {into.dtype}; give them one type")
         work = self._core.all_to_all(
@@ -346,7 +346,7 @@ class ProcessGroup:
         self._check_root(src, "src")
         # With a codec the source's own values become the decoded ones.
         data, give_back = prepare(tensor, "tensor", is_written=src != self.rank or codec is not None)
-        check_codec(codec, data.dtype)
+        codec = check_codec(codec, data.dtype)
         work = self._core.broadcast(
             data.data_ptr(), data.nbytes, dtype_code(data.dtype), src, codec, self._timeout_s, blocking
         )

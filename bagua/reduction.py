@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import torch
 
@@ -73,17 +74,24 @@ def check_op(op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
     return op
 
 
-def check_codec(codec: str | None, dtype: torch.dtype, op: ReduceOp = ReduceOp.SUM) -> None:
-    """Raises InvalidArgument when the codec is unknown or can't serve this type and operator."""
+def check_codec(codec: Any, dtype: torch.dtype, op: ReduceOp = ReduceOp.SUM) -> str | None:
+    """The codec as the core knows it, by its name, its name with options, or a Codec.
+
+    Raises:
+        InvalidArgument: it is unknown, has no such options, or can't serve this type and operator.
+    """
     if codec is None:
-        return
+        return None
+    spec = getattr(codec, "spec", codec)
     names = _C.registered_codecs()
-    if codec not in names:
+    if not isinstance(spec, str) or spec.partition(":")[0] not in names:
         raise InvalidArgument(f"codec {codec!r} is unknown; the codecs are {', '.join(names)}")
+    _C.codec_block_numel(spec)  # raises for unknown options
     if dtype not in _CODEC_DTYPES:
-        raise InvalidArgument(f"codec {codec!r} cannot encode {dtype}; it encodes float32, float16 and bfloat16")
+        raise InvalidArgument(f"codec {spec!r} cannot encode {dtype}; it encodes float32, float16 and bfloat16")
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
-        raise InvalidArgument(f"codec {codec!r} cannot be combined with {op.name}; use SUM or AVG")
+        raise InvalidArgument(f"codec {spec!r} cannot be combined with {op.name}; use SUM or AVG")
+    return spec
 
 
 def check_topology(topology: str, step: int, dtype: torch.dtype) -> int:

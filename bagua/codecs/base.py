@@ -2,11 +2,12 @@
 
 A codec maps float32, float16 or bfloat16 to bytes, block by block; scale and codes of a block stand
 together. Finite input gives finite output within the bound. A NaN or Inf makes its block decode to
-NaN, never to ordinary numbers. A codec is stateless.
+NaN, never to ordinary numbers. A codec is stateless. Its options are the keyword-only fields of its class.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import ClassVar
 
 import torch
@@ -31,23 +32,40 @@ class Codec:
     """
 
     name: ClassVar[str] = ""
+    is_random: ClassVar[bool] = False  # rounds at random: the same values may give other bytes
+    keeps_constants: ClassVar[bool] = True  # a block of one value comes back as it was
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float16, torch.bfloat16)
+
+    @property
+    def spec(self) -> str:
+        """Its name and those of its options that are not the defaults: what ``codec=`` accepts.
+
+        Example:
+            >>> import bagua
+            >>> bagua.codecs.get("qsgd").spec, bagua.codecs.get("qsgd", bits=4).spec
+            ('qsgd', 'qsgd:bits=4')
+        """
+        fields = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
+        chosen = [f"{f.name}={getattr(self, f.name)}" for f in fields if getattr(self, f.name) != f.default]
+        return self.name + (":" + ",".join(chosen) if chosen else "")
 
     @property
     def block_numel(self) -> int:
         """Elements per block; only the last block of a message may be shorter."""
-        return _C.codec_block_numel(self.name)
+        return _C.codec_block_numel(self.spec)
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes of an encoded message of ``numel`` elements of ``dtype``: a function of these two alone."""
         self._check_dtype(dtype)
-        return _C.codec_wire_bytes(self.name, numel, dtype_code(dtype))
+        return _C.codec_wire_bytes(self.spec, numel, dtype_code(dtype))
 
-    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
+    def encode(self, tensor: torch.Tensor, *, key: int | None = None) -> torch.Tensor:
         """The message for ``tensor``: 1-D uint8 of ``wire_bytes`` elements.
 
         Args:
             tensor: any shape, contiguous, on the CPU, of one of ``dtypes``.
+            key: what a codec that rounds at random draws from, 0 to 2**64 - 1: the same key and values give the same
+                bytes. By default a new one from torch's generator, which ``torch.manual_seed`` repeats.
 
         Raises:
             InvalidArgument: another dtype or device, or not contiguous.
@@ -59,7 +77,12 @@ class Codec:
                 f"with strides {tuple(tensor.stride())}; pass tensor.cpu().contiguous()"
             )
         encoded = torch.empty(self.wire_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8)
-        _C.codec_encode(self.name, tensor.data_ptr(), dtype_code(tensor.dtype), tensor.numel(), encoded.data_ptr())
+        if key is None:
+            key = int(torch.randint(2**63 - 1, ())) if self.is_random else 0
+        if not 0 <= key < 2**64:
+            raise InvalidArgument(f"key is {key}, expected 0 to 2**64 - 1")
+        source, kind = tensor.data_ptr(), dtype_code(tensor.dtype)
+        _C.codec_encode(self.spec, source, kind, tensor.numel(), encoded.data_ptr(), key)
         return encoded
 
     def decode(self, encoded: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -73,7 +96,7 @@ class Codec:
         """
         self._check_message(encoded, numel, dtype)
         decoded = torch.empty(numel, dtype=dtype)
-        _C.codec_decode(self.name, encoded.data_ptr(), dtype_code(dtype), numel, decoded.data_ptr())
+        _C.codec_decode(self.spec, encoded.data_ptr(), dtype_code(dtype), numel, decoded.data_ptr())
         return decoded
 
     def decode_add(self, encoded: torch.Tensor, total: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
@@ -92,7 +115,7 @@ class Codec:
                 f"with strides {tuple(total.stride())}"
             )
         self._check_message(encoded, total.numel(), dtype)
-        _C.codec_decode_add(self.name, encoded.data_ptr(), dtype_code(dtype), total.numel(), total.data_ptr())
+        _C.codec_decode_add(self.spec, encoded.data_ptr(), dtype_code(dtype), total.numel(), total.data_ptr())
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
         """Largest |decode(encode(tensor)) - tensor| per element for finite input: float64, shape of ``tensor``."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
+from bagua import _C
 from bagua.codecs.base import Codec
 from bagua.errors import InternalError, InvalidArgument
 
 _PACKAGE = "bagua.codecs"
 _NOT_PLUGINS = ("base", "registry")
-_codecs: dict[str, Codec] = {}
+_classes: dict[str, type[Codec]] = {}
+_codecs: dict[str, Codec] = {}  # by spec, as it was asked for
 
 
 def register(cls: type[Codec]) -> type[Codec]:
     """Class decorator: makes a codec available under the stem of its file."""
     cls.name = cls.__module__.rpartition(".")[2]
-    _codecs[cls.name] = cls()
+    _classes[cls.name] = cls
     return cls
 
 
@@ -30,19 +32,30 @@ def available() -> tuple[str, ...]:
     return tuple(sorted(_file_stems()))
 
 
-def get(name: str) -> Codec:
-    """The codec that is registered under ``name``.
+def get(name: str, **options: int) -> Codec:
+    """The codec that is registered under ``name``, with its options: ``get("qsgd", bits=4)``, ``get("qsgd:bits=4")``.
 
     Raises:
-        InvalidArgument: unknown name; the message lists the known ones.
+        InvalidArgument: unknown name, option or value; the message lists the known ones.
     """
-    if name not in _codecs:
-        if name not in _file_stems():
-            raise InvalidArgument(f"unknown codec {name!r}; available: {', '.join(available())}")
+    spec = ":".join([name, ",".join(f"{option}={value}" for option, value in options.items())]) if options else name
+    if spec not in _codecs:
+        stem = spec.partition(":")[0]
+        if stem not in available():
+            raise InvalidArgument(f"unknown codec {stem!r}; available: {', '.join(available())}")
+        _C.codec_block_numel(spec)  # raises for options that the core does not know
+        cls = _class_of(stem)
+        given = [one.split("=") for one in spec.partition(":")[2].split(",") if one]
+        _codecs[spec] = cls(**{option: int(value) for option, value in given})
+    return _codecs[spec]
+
+
+def _class_of(name: str) -> type[Codec]:
+    if name not in _classes:
         importlib.import_module(f"{_PACKAGE}.{name}")
-        if name not in _codecs:
+        if name not in _classes:
             raise InternalError(f"bagua/codecs/{name}.py registers no codec")
-    return _codecs[name]
+    return _classes[name]
 
 
 def _file_stems() -> list[str]:

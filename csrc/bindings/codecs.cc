@@ -11,17 +11,18 @@ namespace bagua {
 
 void bind_codecs(py::module_& m) {
   m.def("registered_codecs", &registered_codecs);
+  m.def("derive_key", &derive_key, py::arg("key"), py::arg("index"), "A key that depends on both; see draws.h.");
   m.def("codec_block_numel", [](const std::string& name) { return get_codec(name).block_numel(); });
   m.def("codec_wire_bytes", [](const std::string& name, size_t numel, int dtype) {
     return get_codec(name).wire_bytes(numel, dtype_from(dtype));
   });
   m.def(
       "codec_encode",
-      [](const std::string& name, uintptr_t source, int dtype, size_t numel, uintptr_t bytes) {
+      [](const std::string& name, uintptr_t source, int dtype, size_t numel, uintptr_t bytes, uint64_t key) {
         const Codec& codec = get_codec(name);
         const DType type = dtype_from(dtype);
         py::gil_scoped_release release;
-        return codec.encode(pointer(source), type, numel, static_cast<uint8_t*>(pointer(bytes)), Stream{});
+        return codec.encode(pointer(source), type, numel, static_cast<uint8_t*>(pointer(bytes)), {key, 0}, Stream{});
       },
       "Returns the number of blocks that held a NaN or an Inf.");
   m.def("codec_decode", [](const std::string& name, uintptr_t bytes, int dtype, size_t numel, uintptr_t destination) {

@@ -17,9 +17,11 @@
 namespace bagua {
 namespace {
 
-uint8_t codec_id(const std::string& name) {
+// Not 0, and another one for another codec or other options.
+uint8_t codec_id(const Codec& codec) {
   const auto names = registered_codecs();  // sorted, so equal on all ranks of one version
-  return static_cast<uint8_t>(1 + (std::find(names.begin(), names.end(), name) - names.begin()));
+  const auto index = std::find(names.begin(), names.end(), codec.name()) - names.begin();
+  return static_cast<uint8_t>(1 + 8 * index + codec.variant());
 }
 
 Operation make_operation(OperationKind kind, uint64_t numel, DType dtype, ReduceOp op = ReduceOp::kSum, int root = -1) {
@@ -35,8 +37,9 @@ Operation make_operation(OperationKind kind, uint64_t numel, DType dtype, Reduce
 // Enters the codec into the operation and returns it; null for none.
 const Codec* use_codec(Operation& operation, const std::optional<std::string>& codec) {
   if (!codec) return nullptr;
-  operation.codec = codec_id(*codec);
-  return &get_codec(*codec);
+  const Codec& found = get_codec(*codec);
+  operation.codec = codec_id(found);
+  return &found;
 }
 
 uint64_t numel_of(size_t bytes, int dtype_code) { return bytes / item_bytes(dtype_from(dtype_code)); }

@@ -11,7 +11,7 @@ class Bf16 final : public HalfCodec {
   std::string_view name() const override { return "bf16"; }
 };
 
-[[maybe_unused]] const bool registered = register_codec("bf16", [] { return std::make_unique<Bf16>(); });
+[[maybe_unused]] const bool registered = register_codec("bf16", [](CodecOptions&) { return std::make_unique<Bf16>(); });
 
 }  // namespace
 }  // namespace bagua

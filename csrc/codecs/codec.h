@@ -11,6 +11,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -18,6 +20,7 @@
 
 #include "csrc/common/dtype.h"
 #include "csrc/common/stream.h"
+#include "csrc/kernels/draws.h"
 
 namespace bagua {
 
@@ -26,23 +29,45 @@ class Codec {
   virtual ~Codec() = default;
 
   virtual std::string_view name() const = 0;
+  // Tells codecs of one name and different options apart, 0 to 7: ranks compare it before they communicate.
+  virtual int variant() const { return 0; }
   virtual size_t block_numel() const = 0;
   virtual size_t wire_bytes(size_t numel, DType dtype) const = 0;
 
   // Returns how many blocks held a NaN or an Inf; 0 on CUDA, where counting would have to wait for the
-  // stream and the NaN that comes out of decode is the report. dtype in {f32, f16, bf16}.
-  virtual size_t encode(const void* source, DType dtype, size_t numel, uint8_t* bytes, Stream stream) const = 0;
+  // stream and the NaN that comes out of decode is the report. dtype in {f32, f16, bf16}. `draws` is where a codec that
+  // rounds at random takes its numbers from; `draws.first` is a multiple of block_numel().
+  virtual size_t encode(const void* source, DType dtype, size_t numel, uint8_t* bytes, Draws draws,
+                        Stream stream) const = 0;
   virtual void decode(const uint8_t* bytes, DType dtype, size_t numel, void* destination, Stream stream) const = 0;
   // accumulator[i] += decoded[i], in f32, fused. `dtype` is the type the sender encoded from.
   virtual void decode_add(const uint8_t* bytes, DType dtype, size_t numel, float* accumulator, Stream stream) const = 0;
 };
 
-using CodecFactory = std::function<std::unique_ptr<Codec>()>;
+// What follows the name in "qsgd:bits=4".
+class CodecOptions {
+ public:
+  explicit CodecOptions(std::string_view spec);
+
+  const std::string& name() const { return name_; }
+  // The value of an option that is one of `allowed`, the first of which is the default.
+  int one_of(std::string_view option, std::initializer_list<int> allowed);
+  // Throws InvalidArgument for an option that nobody has asked for.
+  void check_all_known() const;
+
+ private:
+  std::string name_;
+  std::map<std::string, std::string, std::less<>> values_;
+  std::vector<std::string> known_;
+};
+
+using CodecFactory = std::function<std::unique_ptr<Codec>(CodecOptions&)>;
 
 // Called by a static initialiser in each codec's file; a name registered twice is an InternalError.
 bool register_codec(std::string_view name, CodecFactory factory);
-// The process-wide instance; an unknown name is an InvalidArgument that lists the registered ones.
-const Codec& get_codec(std::string_view name);
+// The process-wide instance for a name, or a name with options; an unknown one is an InvalidArgument that lists the
+// registered ones.
+const Codec& get_codec(std::string_view spec);
 std::vector<std::string> registered_codecs();
 
 }  // namespace bagua

@@ -11,7 +11,7 @@ class Fp16 final : public HalfCodec {
   std::string_view name() const override { return "fp16"; }
 };
 
-[[maybe_unused]] const bool registered = register_codec("fp16", [] { return std::make_unique<Fp16>(); });
+[[maybe_unused]] const bool registered = register_codec("fp16", [](CodecOptions&) { return std::make_unique<Fp16>(); });
 
 }  // namespace
 }  // namespace bagua

@@ -26,6 +26,7 @@ struct Context {
   EventLog& events;
   Stream stream;
   const collectives::Thresholds& thresholds;
+  uint64_t draw_key = 0;  // of codecs that round at random; differs between ranks, so that their errors do not add up
 };
 
 namespace collectives {

@@ -99,7 +99,8 @@ void CompressedAllReduce::encode_contribution(size_t k, size_t owner, uint8_t* b
   if (piece.numel == 0) return;
   const EventSpan span(context_.events, EventKind::kEncode, piece.numel * item_bytes(dtype_));
   const void* values = at(data_, piece.begin, item_bytes(dtype_));
-  num_nonfinite_blocks_ += codec_.encode(values, dtype_, piece.numel, bytes, context_.stream);
+  const Draws draws{derive_key(context_.draw_key, 0), piece.begin};
+  num_nonfinite_blocks_ += codec_.encode(values, dtype_, piece.numel, bytes, draws, context_.stream);
 }
 
 // `bytes` is what arrives, for the timeline.
@@ -139,7 +140,8 @@ void CompressedAllReduce::reduce(size_t k) {
     }
   }
   const EventSpan span(context_.events, EventKind::kEncode, numel * sizeof(float));
-  num_nonfinite_blocks_ += codec_.encode(sums_, DType::kF32, numel, result(k, rank_), context_.stream);
+  const Draws draws{derive_key(context_.draw_key, 1), chunk(rank_, k).begin};
+  num_nonfinite_blocks_ += codec_.encode(sums_, DType::kF32, numel, result(k, rank_), draws, context_.stream);
 }
 
 void CompressedAllReduce::post_results(size_t k) {

@@ -54,7 +54,8 @@ class CompressedChain {
       return;
     }
     const EventSpan span(context_.events, EventKind::kEncode, chunk(k).numel * item_bytes(dtype_));
-    num_nonfinite_blocks_ += codec_.encode(values(k), dtype_, chunk(k).numel, codes(k), context_.stream);
+    num_nonfinite_blocks_ += codec_.encode(values(k), dtype_, chunk(k).numel, codes(k),
+                                           {context_.draw_key, chunk(k).begin}, context_.stream);
   }
 
   void pass_on(size_t k) {

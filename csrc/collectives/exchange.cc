@@ -53,7 +53,9 @@ void PairwiseExchange::post(size_t k) {
     if (is_own(source)) continue;
     requests_.recv(request(k, s), source.rank, received(k, s), wire_bytes(chunk(source, k).numel));
   }
-  if (options_.same_for_all && num_sent_ > 0) encode(chunk(options_.targets[0], k), sent(k, 0));
+  if (options_.same_for_all && num_sent_ > 0) {
+    encode(options_.targets[0].piece, chunk(options_.targets[0], k), sent(k, 0));
+  }
   for (size_t t = 0; t < options_.targets.size(); ++t) {
     const Part& target = options_.targets[t];
     const void* bytes = outgoing(k, t);
@@ -66,16 +68,17 @@ void PairwiseExchange::post(size_t k) {
 const void* PairwiseExchange::outgoing(size_t k, size_t target) {
   const Piece piece = chunk(options_.targets[target], k);
   if (options_.codec == nullptr) return at(options_.input, piece.begin, item_bytes(options_.dtype));
-  if (!options_.same_for_all) encode(piece, sent(k, target));
+  if (!options_.same_for_all) encode(options_.targets[target].piece, piece, sent(k, target));
   return sent(k, target);
 }
 
-void PairwiseExchange::encode(Piece piece, uint8_t* bytes) {
-  if (piece.numel == 0) return;
+void PairwiseExchange::encode(Piece piece, Piece chunk, uint8_t* bytes) {
+  if (chunk.numel == 0) return;
   const size_t item = item_bytes(options_.dtype);
-  const EventSpan span(context_.events, EventKind::kEncode, piece.numel * item);
-  const void* values = at(options_.input, piece.begin, item);
-  num_nonfinite_blocks_ += options_.codec->encode(values, options_.dtype, piece.numel, bytes, context_.stream);
+  const EventSpan span(context_.events, EventKind::kEncode, chunk.numel * item);
+  const void* values = at(options_.input, chunk.begin, item);
+  const Draws draws{derive_key(context_.draw_key, piece.begin), chunk.begin - piece.begin};
+  num_nonfinite_blocks_ += options_.codec->encode(values, options_.dtype, chunk.numel, bytes, draws, context_.stream);
 }
 
 void PairwiseExchange::wait(size_t k) {

@@ -68,7 +68,7 @@ class PairwiseExchange {
   size_t request(size_t k, size_t index) const;
   void post(size_t k);
   const void* outgoing(size_t k, size_t target);
-  void encode(Piece chunk, uint8_t* bytes);
+  void encode(Piece piece, Piece chunk, uint8_t* bytes);  // a chunk of the piece
   void wait(size_t k);
   const std::vector<Arrival>& arrivals(size_t k);
 

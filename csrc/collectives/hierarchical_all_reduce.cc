@@ -14,7 +14,8 @@ namespace {
 
 // The same, among some of the ranks.
 Context among(Context& context, const std::vector<int>& members) {
-  return {Team(context.team, members), context.workspace, context.events, context.stream, context.thresholds};
+  return {Team(context.team, members), context.workspace, context.events, context.stream,
+          context.thresholds,          context.draw_key};
 }
 
 }  // namespace

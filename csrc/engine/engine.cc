@@ -171,7 +171,8 @@ void Engine::execute(Task& task) {
   events_.set_ticket(task.work->ticket());
   events_.add(EventKind::kQueued, task.submitted_ns, begin_ns, task.bytes);
   try {
-    Context context{Team(*mesh_), workspace_, events_, Stream{}, thresholds_};
+    const auto draw_key = derive_key(task.operation.sequence, static_cast<uint64_t>(mesh_->rank()));
+    Context context{Team(*mesh_), workspace_, events_, Stream{}, thresholds_, draw_key};
     mesh_->begin(task.operation, Deadline::after(task.timeout), task.interrupt, context.stream);
     const uint64_t nonfinite_blocks = task.run(context);
     mesh_->end();

@@ -8,6 +8,7 @@
 
 #include "csrc/common/dtype.h"
 #include "csrc/common/stream.h"
+#include "csrc/kernels/draws.h"
 
 namespace bagua::kernels {
 
@@ -30,6 +31,11 @@ void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t*
 void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination);
 void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator);
 
+void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, Draws draws,
+                 uint64_t* num_nonfinite_blocks);
+void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination);
+void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator);
+
 }  // namespace cpu
 
 namespace cuda {
@@ -51,6 +57,11 @@ void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t*
                          Stream stream);
 void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream);
 void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
+
+void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, Draws draws,
+                 uint64_t* num_nonfinite_blocks, Stream stream);
+void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream);
+void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
 
 }  // namespace cuda
 

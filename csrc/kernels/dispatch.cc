@@ -7,6 +7,7 @@
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/minmax_uint8.h"
+#include "csrc/kernels/qsgd.h"
 #include "csrc/kernels/reduce.h"
 #include "csrc/kernels/saturating_cast.h"
 #include "csrc/kernels/weighted_sum.h"
@@ -26,6 +27,12 @@ void check_one_of(bool is_member, const char* kernel, const char* argument, DTyp
 
 void check_codec_dtype(const char* kernel, DType dtype) {
   check_one_of(dtype == DType::kF32 || is_half(dtype), kernel, "dtype", dtype, "float32, float16, bfloat16");
+}
+
+void check_qsgd_bits(const char* kernel, int bits) {
+  if (bits != 8 && bits != 4 && bits != 2) {
+    reject(std::string(kernel) + ": bits is " + std::to_string(bits) + ", expected 8, 4 or 2");
+  }
 }
 
 void check_defined(const char* kernel, ReduceOp op, DType dtype) {
@@ -109,6 +116,31 @@ void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* 
 void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
   if (stream.is_cpu()) return cpu::minmax_uint8_decode_add(bytes, numel, accumulator);
   cuda::minmax_uint8_decode_add(bytes, numel, accumulator, stream);
+}
+
+void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, Draws draws,
+                 uint64_t* num_nonfinite_blocks, Stream stream) {
+  check_codec_dtype("qsgd_encode", dtype);
+  check_qsgd_bits("qsgd_encode", bits);
+  if (draws.first % kQsgdBlockNumel != 0) {
+    reject("qsgd_encode: the message begins at element " + std::to_string(draws.first) + ", expected a multiple of " +
+           std::to_string(kQsgdBlockNumel));
+  }
+  if (stream.is_cpu()) return cpu::qsgd_encode(bits, dtype, source, numel, bytes, draws, num_nonfinite_blocks);
+  cuda::qsgd_encode(bits, dtype, source, numel, bytes, draws, num_nonfinite_blocks, stream);
+}
+
+void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
+  check_codec_dtype("qsgd_decode", dtype);
+  check_qsgd_bits("qsgd_decode", bits);
+  if (stream.is_cpu()) return cpu::qsgd_decode(bits, dtype, bytes, numel, destination);
+  cuda::qsgd_decode(bits, dtype, bytes, numel, destination, stream);
+}
+
+void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
+  check_qsgd_bits("qsgd_decode_add", bits);
+  if (stream.is_cpu()) return cpu::qsgd_decode_add(bits, bytes, numel, accumulator);
+  cuda::qsgd_decode_add(bits, bytes, numel, accumulator, stream);
 }
 
 }  // namespace bagua::kernels

@@ -55,7 +55,7 @@ void add_codec_cases(Buffers& buffers, size_t numel, std::vector<Case>& cases) {
   for (const std::string& name : bagua::registered_codecs()) {
     const bagua::Codec& codec = bagua::get_codec(name);
     cases.push_back({name + " encode", [&, numel] {
-                       codec.encode(buffers.a.data(), DType::kF32, numel, buffers.bytes.data(), Stream{});
+                       codec.encode(buffers.a.data(), DType::kF32, numel, buffers.bytes.data(), {}, Stream{});
                      }});
     cases.push_back({name + " decode", [&, numel] {
                        codec.decode(buffers.bytes.data(), DType::kF32, numel, buffers.b.data(), Stream{});
@@ -66,7 +66,7 @@ void add_codec_cases(Buffers& buffers, size_t numel, std::vector<Case>& cases) {
   }
   const bagua::Codec& minmax = bagua::get_codec("minmax_uint8");
   cases.push_back({"minmax_uint8 encode of f16", [&, numel] {
-                     minmax.encode(buffers.half.data(), DType::kF16, numel, buffers.bytes.data(), Stream{});
+                     minmax.encode(buffers.half.data(), DType::kF16, numel, buffers.bytes.data(), {}, Stream{});
                    }});
 }
 

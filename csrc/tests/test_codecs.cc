@@ -38,7 +38,7 @@ void for_each_codec(const std::function<void(const Codec&, DType)>& body) {
 struct Coded {
   Coded(const Codec& codec, DType dtype, Array& source, size_t numel, size_t byte_skew)
       : bytes(codec.wire_bytes(numel, dtype), byte_skew), decoded(numel * item_bytes(dtype), item_bytes(dtype)) {
-    num_nonfinite_blocks = codec.encode(source.data(), dtype, numel, bytes.data(), kCpu);
+    num_nonfinite_blocks = codec.encode(source.data(), dtype, numel, bytes.data(), {}, kCpu);
     codec.decode(bytes.data(), dtype, numel, decoded.data(), kCpu);
     bytes.expect_canary();
     decoded.expect_canary();
@@ -74,8 +74,8 @@ TEST(Codecs, MessagesCutAtBlocks) {
       const size_t head_bytes = codec.wire_bytes(cut, dtype), tail = numel - cut;
       ASSERT_EQ(head_bytes + codec.wire_bytes(tail, dtype), whole.bytes.size_bytes());
       Array parts(whole.bytes.size_bytes(), 1), decoded(tail * item_bytes(dtype), 0);
-      codec.encode(source.data(), dtype, cut, parts.data(), kCpu);
-      codec.encode(source.data() + cut * item_bytes(dtype), dtype, tail, parts.data() + head_bytes, kCpu);
+      codec.encode(source.data(), dtype, cut, parts.data(), {}, kCpu);
+      codec.encode(source.data() + cut * item_bytes(dtype), dtype, tail, parts.data() + head_bytes, {0, cut}, kCpu);
       ASSERT_TRUE(same_bits(parts.data(), whole.bytes.data(), parts.size_bytes()));
       codec.decode(whole.bytes.data() + head_bytes, dtype, tail, decoded.data(), kCpu);
       ASSERT_TRUE(same_bits(decoded.data(), whole.decoded.data() + cut * item_bytes(dtype), decoded.size_bytes()));
@@ -160,8 +160,8 @@ TEST(Codecs, RejectsOtherTypes) {
   for (const std::string& name : registered_codecs()) {
     uint8_t buffer[64] = {}, bytes[64] = {};
     const Codec& codec = get_codec(name);
-    expect_invalid_argument([&] { codec.encode(buffer, DType::kF64, 1, bytes, kCpu); }, "float64");
-    expect_invalid_argument([&] { codec.encode(buffer, DType::kI32, 1, bytes, kCpu); }, "int32");
+    expect_invalid_argument([&] { codec.encode(buffer, DType::kF64, 1, bytes, {}, kCpu); }, "float64");
+    expect_invalid_argument([&] { codec.encode(buffer, DType::kI32, 1, bytes, {}, kCpu); }, "int32");
     expect_invalid_argument([&] { codec.decode(bytes, DType::kI64, 1, buffer, kCpu); }, "int64");
   }
 }
@@ -249,7 +249,7 @@ TEST(Registry, KnowsItsCodecsByName) {
 
 TEST(Registry, ANameRegisteredTwiceIsABug) {
   try {
-    register_codec("fp16", [] { return std::unique_ptr<Codec>(); });
+    register_codec("fp16", [](CodecOptions&) { return std::unique_ptr<Codec>(); });
     FAIL() << "registered twice";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kInternal);

@@ -51,15 +51,16 @@ Definition define(const Codec& codec, DType dtype, ReduceOp op, const std::vecto
     std::vector<float> sums(stripe.numel, 0.0f);
     Bytes codes(codec.wire_bytes(stripe.numel, dtype));
     for (size_t r = 0; r < size; ++r) {
-      definition.counts[r] +=
-          codec.encode(inputs[r].data() + stripe.begin * item, dtype, stripe.numel, codes.data(), Stream{});
+      definition.counts[r] += codec.encode(inputs[r].data() + stripe.begin * item, dtype, stripe.numel, codes.data(),
+                                           {derive_key(0, 0), stripe.begin}, Stream{});
       codec.decode_add(codes.data(), dtype, stripe.numel, sums.data(), Stream{});
     }
     if (op == ReduceOp::kAvg) {
       for (float& s : sums) s = static_cast<float>(static_cast<double>(s) * (1.0 / static_cast<double>(size)));
     }
     codes.resize(codec.wire_bytes(stripe.numel, DType::kF32));
-    definition.counts[owner] += codec.encode(sums.data(), DType::kF32, stripe.numel, codes.data(), Stream{});
+    definition.counts[owner] +=
+        codec.encode(sums.data(), DType::kF32, stripe.numel, codes.data(), {derive_key(0, 1), stripe.begin}, Stream{});
     codec.decode(codes.data(), DType::kF32, stripe.numel, sums.data(), Stream{});
     uint8_t* place = definition.result.data() + stripe.begin * item;
     if (dtype == DType::kF32) std::memcpy(place, sums.data(), stripe.numel * item);

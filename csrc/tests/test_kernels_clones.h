@@ -12,6 +12,7 @@
 #include "csrc/kernels/cpu/cast.cc"
 #include "csrc/kernels/cpu/half.cc"
 #include "csrc/kernels/cpu/minmax_uint8.cc"
+#include "csrc/kernels/cpu/qsgd.cc"
 #include "csrc/kernels/cpu/reduce.cc"
 #include "csrc/kernels/cpu/saturating_cast.cc"
 #include "csrc/kernels/cpu/weighted_sum.cc"
@@ -141,6 +142,29 @@ TEST(BAGUA_CLONE_SUITE, MinmaxUint8) {
     kernels::cpu::minmax_uint8_decode_add(got.data(), kCloneNumel, sum.as<float>());
     kernels::minmax_uint8_decode_add(expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
     ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << "seed " << seed;
+  }
+}
+
+TEST(BAGUA_CLONE_SUITE, Qsgd) {
+  BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
+  for (int bits : {8, 4, 2}) {
+    const size_t num_bytes = kernels::qsgd_wire_bytes(kCloneNumel, bits);
+    for (uint64_t seed = 0; seed < 20; ++seed) {
+      Array source(kCloneNumel * 4, 0), got(num_bytes, 1), expected(num_bytes, 0);
+      fill_random(DType::kF32, source.data(), kCloneNumel, seed);
+      if (seed % 3 == 1) kernels::scale(DType::kF32, source.data(), 1e-41, kCloneNumel, Stream{});
+      if (seed % 3 == 2) kernels::scale(DType::kF32, source.data(), 1e36, kCloneNumel, Stream{});
+      const Draws draws{seed, 2048 * seed};
+      kernels::cpu::qsgd_encode(bits, DType::kF32, source.data(), kCloneNumel, got.data(), draws, nullptr);
+      kernels::qsgd_encode(bits, DType::kF32, source.data(), kCloneNumel, expected.data(), draws, nullptr, Stream{});
+      ASSERT_TRUE(same_bits(got.data(), expected.data(), num_bytes)) << bits << " bits, seed " << seed;
+      Array sum(kCloneNumel * 4, 0), expected_sum(kCloneNumel * 4, 0);
+      sum.assign(source);
+      expected_sum.assign(source);
+      kernels::cpu::qsgd_decode_add(bits, got.data(), kCloneNumel, sum.as<float>());
+      kernels::qsgd_decode_add(bits, expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
+      ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << bits << " bits, seed " << seed;
+    }
   }
 }
 

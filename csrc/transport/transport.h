@@ -44,7 +44,7 @@ struct Operation {
   OperationKind kind = OperationKind::kNone;
   ReduceOp reduce_op = ReduceOp::kSum;
   DType dtype = DType::kU8;
-  uint8_t codec = 0;  // 0 none, otherwise 1 + index in the sorted list of registered codecs
+  uint8_t codec = 0;  // 0 none, otherwise a number for the codec and its options
   uint64_t numel = 0;
   int32_t root = -1;  // neighbor_average: the number of the topology
   uint32_t variant =

@@ -1,0 +1,256 @@
+// CPU form of the stochastic quantiser (contract and formula: qsgd.h). One block is 8 KB of f32 and stays in L1 between
+// the pass that finds the norm and the pass that writes codes; f16, bf16 and short blocks go through an f32 block on
+// the stack. The loops run over the counters, so that one hash serves two elements and all strides are one.
+#include "csrc/kernels/qsgd.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <limits>
+
+#include "csrc/kernels/backend.h"
+#include "csrc/kernels/cpu/half.h"
+
+namespace bagua::kernels::cpu {
+namespace qsgd {  // a name, because the tests compile the kernels of several files into one
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "the header is stored as it lies in memory");
+
+constexpr size_t kBlockNumel = kQsgdBlockNumel;
+constexpr size_t kHeaderBytes = kQsgdHeaderBytes;
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kScaleUnits = 1 << kDrawBits;
+
+constexpr int32_t levels(int bits) { return (1 << (bits - 1)) - 1; }
+
+struct Steps {
+  float scale, unscale;  // s and 1 / s of the contract
+  float units;           // L * 2^15 / (norm * s)
+  float step;            // norm * s / L
+  uint32_t norm_bits;
+};
+
+BAGUA_INLINE Steps steps_of(float norm, int32_t num_levels) {
+  Steps steps;
+  steps.scale = norm < 0x1p-100f ? 0x1p100f : 1.0f;
+  steps.unscale = 1.0f / steps.scale;
+  const double scaled = static_cast<double>(norm) * static_cast<double>(steps.scale);
+  steps.units = static_cast<float>(num_levels * static_cast<double>(kScaleUnits) / scaled);
+  steps.step = static_cast<float>(scaled / num_levels);
+  steps.norm_bits = std::bit_cast<uint32_t>(norm);
+  return steps;
+}
+
+// Adding 1.5 * 2^23 rounds to the nearest even integer, which then is the low part of the sum's bits.
+template <int kBits>
+BAGUA_INLINE int32_t code_of(float value, int32_t draw, const Steps& steps) {
+  constexpr float kRounder = 0x1.8p23f;
+  constexpr int32_t kLevels = levels(kBits);
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const float units = value * steps.scale * steps.units;
+  const int32_t fixed = std::bit_cast<int32_t>(units + kRounder) - std::bit_cast<int32_t>(kRounder);
+  int32_t code = (fixed + draw) >> kDrawBits;
+  code = code < -kLevels ? -kLevels : code;
+  const int32_t extreme = (static_cast<int32_t>(bits) >> 31 | 1) * kLevels;
+  const bool is_extreme = (bits & kF32Abs) == steps.norm_bits;
+  return static_cast<int32_t>(select(is_extreme, static_cast<uint32_t>(extreme), static_cast<uint32_t>(code)));
+}
+
+template <int kBits>
+BAGUA_INLINE float value_of(int32_t code, const Steps& steps) {
+  constexpr int32_t kLevels = levels(kBits);
+  const float value = static_cast<float>(code) * steps.step * steps.unscale;
+  const uint32_t extreme = steps.norm_bits | (static_cast<uint32_t>(code) & 0x80000000u);
+  const int32_t sign = code >> 31;
+  const bool is_extreme = (code ^ sign) - sign == kLevels;
+  return std::bit_cast<float>(select(is_extreme, extreme, std::bit_cast<uint32_t>(value)));
+}
+
+// `source` has qsgd_padded_numel elements. Returns whether the block is finite.
+template <int kBits>
+BAGUA_INLINE bool encode_block(const float* __restrict source, size_t padded, uint8_t* __restrict bytes,
+                               BlockDraws draws) {
+  constexpr int32_t kLevels = levels(kBits);
+  uint32_t largest = 0, signs = 0x80000000u;
+  for (size_t i = 0; i < padded; ++i) {
+    const uint32_t bits = std::bit_cast<uint32_t>(source[i]), magnitude = bits & kF32Abs;
+    largest = magnitude > largest ? magnitude : largest;
+    signs &= bits;
+  }
+  uint8_t* __restrict codes = bytes + kHeaderBytes;
+  const size_t code_bytes = padded * kBits / 8;
+  if (largest >= kF32Inf || largest == 0) {
+    const float header = largest == 0 ? std::bit_cast<float>(signs & 0x80000000u) : kNan;
+    std::memcpy(bytes, &header, kHeaderBytes);
+    std::memset(codes, 0, code_bytes);
+    return largest == 0;
+  }
+  std::memcpy(bytes, &largest, kHeaderBytes);
+  const Steps steps = steps_of(std::bit_cast<float>(largest), kLevels);
+  const size_t half = padded / 2;
+  const float* __restrict upper = source + half;
+  if constexpr (kBits == 8) {
+    uint8_t* __restrict upper_codes = codes + half;
+    for (size_t j = 0; j < half; ++j) {
+      const uint32_t hash = draws.hash(static_cast<uint32_t>(j));
+      codes[j] = static_cast<uint8_t>(code_of<kBits>(source[j], BlockDraws::first_of(hash), steps) + kLevels);
+      upper_codes[j] = static_cast<uint8_t>(code_of<kBits>(upper[j], BlockDraws::second_of(hash), steps) + kLevels);
+    }
+  } else if constexpr (kBits == 4) {
+    for (size_t j = 0; j < half; ++j) {
+      const uint32_t hash = draws.hash(static_cast<uint32_t>(j));
+      const int32_t low = code_of<kBits>(source[j], BlockDraws::first_of(hash), steps) + kLevels;
+      const int32_t high = code_of<kBits>(upper[j], BlockDraws::second_of(hash), steps) + kLevels;
+      codes[j] = static_cast<uint8_t>(low | high << 4);
+    }
+  } else {
+    const size_t quarter = half / 2;
+    const float* __restrict second = source + quarter;
+    const float* __restrict fourth = upper + quarter;
+    for (size_t j = 0; j < quarter; ++j) {
+      const uint32_t hash = draws.hash(static_cast<uint32_t>(j));
+      const uint32_t other = draws.hash(static_cast<uint32_t>(j + quarter));
+      const int32_t code = (code_of<kBits>(source[j], BlockDraws::first_of(hash), steps) + kLevels) |
+                           (code_of<kBits>(second[j], BlockDraws::first_of(other), steps) + kLevels) << 2 |
+                           (code_of<kBits>(upper[j], BlockDraws::second_of(hash), steps) + kLevels) << 4 |
+                           (code_of<kBits>(fourth[j], BlockDraws::second_of(other), steps) + kLevels) << 6;
+      codes[j] = static_cast<uint8_t>(code);
+    }
+  }
+  return true;
+}
+
+enum class Store { kAssign, kAdd };
+
+// The elements whose codes stand kShift bits up in their bytes.
+template <int kBits, int kShift, Store kStore>
+BAGUA_INLINE void decode_part(const uint8_t* __restrict codes, size_t numel, const Steps& steps,
+                              float* __restrict destination) {
+  constexpr int32_t kMask = (1 << kBits) - 1;
+  for (size_t j = 0; j < numel; ++j) {
+    const int32_t code = static_cast<int32_t>(codes[j]) >> kShift & kMask;
+    const float value = value_of<kBits>(code - levels(kBits), steps);
+    if constexpr (kStore == Store::kAssign) destination[j] = value;
+    if constexpr (kStore == Store::kAdd) destination[j] += value;
+  }
+}
+
+// `destination` has qsgd_padded_numel elements.
+template <int kBits, Store kStore>
+BAGUA_INLINE void decode_block(const uint8_t* __restrict bytes, size_t padded, float* __restrict destination) {
+  float norm;
+  std::memcpy(&norm, bytes, kHeaderBytes);
+  const uint32_t norm_bits = std::bit_cast<uint32_t>(norm);
+  if ((norm_bits & kF32Abs) >= kF32Inf || (norm_bits & kF32Abs) == 0) {
+    const float value = (norm_bits & kF32Abs) == 0 ? norm : kNan;
+    for (size_t i = 0; i < padded; ++i) {
+      if constexpr (kStore == Store::kAssign) destination[i] = value;
+      if constexpr (kStore == Store::kAdd) destination[i] += value;
+    }
+    return;
+  }
+  const Steps steps = steps_of(std::bit_cast<float>(norm_bits & kF32Abs), levels(kBits));
+  const uint8_t* codes = bytes + kHeaderBytes;
+  const size_t part = padded * kBits / 8;
+  decode_part<kBits, 0, kStore>(codes, part, steps, destination);
+  if constexpr (kBits <= 4) decode_part<kBits, kBits, kStore>(codes, part, steps, destination + part);
+  if constexpr (kBits == 2) {
+    decode_part<kBits, 4, kStore>(codes, part, steps, destination + 2 * part);
+    decode_part<kBits, 6, kStore>(codes, part, steps, destination + 3 * part);
+  }
+}
+
+BAGUA_MULTIVERSION bool encode_8(const float* source, size_t padded, uint8_t* bytes, BlockDraws draws) {
+  return encode_block<8>(source, padded, bytes, draws);
+}
+BAGUA_MULTIVERSION bool encode_4(const float* source, size_t padded, uint8_t* bytes, BlockDraws draws) {
+  return encode_block<4>(source, padded, bytes, draws);
+}
+BAGUA_MULTIVERSION bool encode_2(const float* source, size_t padded, uint8_t* bytes, BlockDraws draws) {
+  return encode_block<2>(source, padded, bytes, draws);
+}
+BAGUA_MULTIVERSION void assign_8(const uint8_t* bytes, size_t padded, float* destination) {
+  decode_block<8, Store::kAssign>(bytes, padded, destination);
+}
+BAGUA_MULTIVERSION void assign_4(const uint8_t* bytes, size_t padded, float* destination) {
+  decode_block<4, Store::kAssign>(bytes, padded, destination);
+}
+BAGUA_MULTIVERSION void assign_2(const uint8_t* bytes, size_t padded, float* destination) {
+  decode_block<2, Store::kAssign>(bytes, padded, destination);
+}
+BAGUA_MULTIVERSION void add_8(const uint8_t* bytes, size_t padded, float* destination) {
+  decode_block<8, Store::kAdd>(bytes, padded, destination);
+}
+BAGUA_MULTIVERSION void add_4(const uint8_t* bytes, size_t padded, float* destination) {
+  decode_block<4, Store::kAdd>(bytes, padded, destination);
+}
+BAGUA_MULTIVERSION void add_2(const uint8_t* bytes, size_t padded, float* destination) {
+  decode_block<2, Store::kAdd>(bytes, padded, destination);
+}
+
+// Calls body(first element, elements, the block's bytes) for every block.
+template <typename Body>
+void for_each_block(size_t numel, int bits, Body body) {
+  for (size_t begin = 0; begin < numel; begin += kBlockNumel) {
+    body(begin, std::min(kBlockNumel, numel - begin), begin / kBlockNumel * qsgd_block_bytes(kBlockNumel, bits));
+  }
+}
+
+}  // namespace
+}  // namespace qsgd
+
+void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, Draws draws,
+                 uint64_t* num_nonfinite_blocks) {
+  const auto encode = bits == 8 ? qsgd::encode_8 : bits == 4 ? qsgd::encode_4 : qsgd::encode_2;
+  uint64_t num_nonfinite = 0;
+  alignas(64) float block[kQsgdBlockNumel];
+  qsgd::for_each_block(numel, bits, [&](size_t begin, size_t count, size_t offset_bytes) {
+    const size_t padded = qsgd_padded_numel(count, bits);
+    const float* values = static_cast<const float*>(source) + begin;
+    if (dtype != DType::kF32) {
+      const auto* halves = static_cast<const unaligned_u16*>(source) + begin;
+      dtype == DType::kF16 ? widen_f16(halves, block, count) : widen_bf16(halves, block, count);
+    } else if (padded != count) {
+      std::memcpy(block, values, count * sizeof(float));
+    }
+    // The padding must not be a zero with a sign of its own where all others are -0.0.
+    for (size_t i = count; i < padded; ++i) block[i] = std::bit_cast<float>(0x80000000u);
+    const bool is_direct = dtype == DType::kF32 && padded == count;
+    const BlockDraws block_draws(derive_key(draws.key, (draws.first + begin) / kQsgdBlockNumel));
+    num_nonfinite += !encode(is_direct ? values : block, padded, bytes + offset_bytes, block_draws);
+  });
+  if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
+}
+
+void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination) {
+  const auto decode = bits == 8 ? qsgd::assign_8 : bits == 4 ? qsgd::assign_4 : qsgd::assign_2;
+  alignas(64) float block[kQsgdBlockNumel];
+  qsgd::for_each_block(numel, bits, [&](size_t begin, size_t count, size_t offset_bytes) {
+    const size_t padded = qsgd_padded_numel(count, bits);
+    if (dtype == DType::kF32 && padded == count) {
+      return decode(bytes + offset_bytes, padded, static_cast<float*>(destination) + begin);
+    }
+    decode(bytes + offset_bytes, padded, block);
+    if (dtype == DType::kF32) {
+      std::memcpy(static_cast<float*>(destination) + begin, block, count * sizeof(float));
+    } else {
+      auto* halves = static_cast<unaligned_u16*>(destination) + begin;
+      dtype == DType::kF16 ? narrow_f16(block, halves, count) : narrow_bf16(block, halves, count);
+    }
+  });
+}
+
+void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator) {
+  const auto decode_add = bits == 8 ? qsgd::add_8 : bits == 4 ? qsgd::add_4 : qsgd::add_2;
+  const auto decode = bits == 8 ? qsgd::assign_8 : bits == 4 ? qsgd::assign_4 : qsgd::assign_2;
+  alignas(64) float block[kQsgdBlockNumel];
+  qsgd::for_each_block(numel, bits, [&](size_t begin, size_t count, size_t offset_bytes) {
+    const size_t padded = qsgd_padded_numel(count, bits);
+    if (padded == count) return decode_add(bytes + offset_bytes, padded, accumulator + begin);
+    decode(bytes + offset_bytes, padded, block);
+    for (size_t i = 0; i < count; ++i) accumulator[begin + i] += block[i];
+  });
+}
+
+}  // namespace bagua::kernels::cpu

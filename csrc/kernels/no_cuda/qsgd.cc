@@ -1,0 +1,13 @@
+// The symbols of cuda/qsgd.cu in a build without CUDA.
+#include "csrc/kernels/backend.h"
+#include "csrc/kernels/no_cuda/unavailable.h"
+
+namespace bagua::kernels::cuda {
+
+void qsgd_encode(int, DType, const void*, size_t, uint8_t*, Draws, uint64_t*, Stream) { unavailable("qsgd_encode"); }
+
+void qsgd_decode(int, DType, const uint8_t*, size_t, void*, Stream) { unavailable("qsgd_decode"); }
+
+void qsgd_decode_add(int, const uint8_t*, size_t, float*, Stream) { unavailable("qsgd_decode_add"); }
+
+}  // namespace bagua::kernels::cuda

@@ -1,0 +1,64 @@
+// Contract of the stochastic quantiser: the wire format and the arithmetic of codec `qsgd` (arXiv 1610.02132, with the
+// largest magnitude of a block as its norm).
+//
+// A block is 2048 elements; only the last may be short. On the wire: the f32 norm (little-endian), then a code of 8, 4
+// or 2 bits per element. With L = 2^(bits-1) - 1 levels a code is an integer from -L to L, stored as code + L. Let n be
+// the block's elements rounded up to a multiple of 2 (of 4 for 2 bits), where zeros fill up. Codes of 8 bits lie in the
+// order of the elements; of 4 bits byte j holds element j (low) and j + n/2; of 2 bits j, j + n/4, j + n/2 and j +
+// 3n/4, from the lowest bits up.
+//
+// The byte side and the f16 and bf16 side have any alignment, f32 is aligned to the element; source and destination do
+// not overlap; numel 0 is legal. No allocation, no synchronisation.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "csrc/common/dtype.h"
+#include "csrc/common/stream.h"
+#include "csrc/kernels/draws.h"
+
+namespace bagua::kernels {
+
+// The arithmetic, in f32 unless marked, every operation rounded by itself (no FMA):
+//
+//   norm = max |x|; s = 2^100 if norm < 2^-100, else 1
+//   encode: code = floor((nearest_even(x * s * f32(L * 2^15 / (norm * s))) + u) / 2^15), in [-L, L], where u is drawn
+//           evenly from 0 .. 2^15 - 1; L or -L where |x| is the norm
+//   decode: norm or -norm where |code| is L, else code * f32(norm * s / L) / s
+//
+// So the expected value of what is decoded is x up to 2^-16 of a step, and the error is below one step, norm / L.
+// Counter j of block b draws from derive_key(key, first / 2048 + b): the first half of its hash for element j, the
+// second for element j + n/2. A power of two s keeps the step a normal number. Constant
+// blocks and blocks of zeros, the sign of the zeros included, are exact.
+//
+// A NaN or Inf: the block's norm is NaN (0x7fc00000), its codes 0, and it decodes to NaN.
+inline constexpr size_t kQsgdBlockNumel = 2048;
+inline constexpr size_t kQsgdHeaderBytes = 4;
+
+// Elements of a block, rounded up as above.
+constexpr size_t qsgd_padded_numel(size_t numel, int bits) {
+  const size_t unit = bits == 2 ? 4 : 2;
+  return (numel + unit - 1) / unit * unit;
+}
+constexpr size_t qsgd_block_bytes(size_t numel, int bits) {
+  return kQsgdHeaderBytes + qsgd_padded_numel(numel, bits) * static_cast<size_t>(bits) / 8;
+}
+constexpr size_t qsgd_wire_bytes(size_t numel, int bits) {
+  const size_t tail = numel % kQsgdBlockNumel;
+  return numel / kQsgdBlockNumel * qsgd_block_bytes(kQsgdBlockNumel, bits) +
+         (tail == 0 ? 0 : qsgd_block_bytes(tail, bits));
+}
+
+// dtype in {f32, f16, bf16}, bits in {8, 4, 2}. Unless `num_nonfinite_blocks` is null, adds to it the number of blocks
+// that held a NaN or an Inf; it lives where the stream runs (device memory on CUDA).
+void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, Draws draws,
+                 uint64_t* num_nonfinite_blocks, Stream stream);
+
+// dtype in {f32, f16, bf16}; f16 and bf16 round the decoded value to nearest even.
+void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream);
+
+// accumulator[i] += the decoded f32 value, which is not rounded to the sender's dtype first.
+void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
+
+}  // namespace bagua::kernels
