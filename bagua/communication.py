@@ -7,11 +7,16 @@ once, otherwise they return None when this rank's part is done.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from .errors import InvalidArgument
 from .group import ProcessGroup, ReduceOp, Work
 from .world import resolve
+
+if TYPE_CHECKING:
+    from .codecs import Codec
 
 __all__ = [
     "all_gather",
@@ -63,14 +68,15 @@ def _group_rank(group: ProcessGroup, rank: int, name: str) -> int:
 
 
 def all_reduce(
-    tensor, op=ReduceOp.SUM, group=None, async_op=False, *, codec: str | None = None, hierarchical: bool = False
+    tensor, op=ReduceOp.SUM, group=None, async_op=False, *, codec: str | Codec | None = None, hierarchical: bool = False
 ) -> Work | None:
     """tensor <- op over ranks of tensor.
 
     Args:
         tensor: same shape and type on all ranks.
         op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
-        codec: name of a codec ("fp16", "bf16", "minmax_uint8") for the two-shot compressed all-reduce: what travels is
+        codec: a codec for the two-shot compressed all-reduce, by its name ("bf16", "minmax_uint8", ...), its name with
+            options ("qsgd:bits=4"), as codecs.get returned it, or with a seed (Codec.with_seed): what travels is
             encoded, sums are in f32, and all ranks end bit-identical. SUM and AVG of f32, f16 and bf16.
         hierarchical: reduce inside each node at full precision, then among one rank per node (with the codec, if
             any), then broadcast inside each node. Right for nodes with different numbers of ranks. Pays where the
@@ -85,7 +91,7 @@ def all_reduce(
 
 
 def neighbor_average(
-    tensor, topology: str = "ring", step: int = 0, codec: str | None = None, group=None, async_op: bool = False
+    tensor, topology: str = "ring", step: int = 0, codec: str | Codec | None = None, group=None, async_op: bool = False
 ) -> Work | None:
     """tensor <- weighted average of this rank's and its neighbours' tensors: decentralised communication.
 
@@ -115,7 +121,7 @@ def reduce(tensor, dst: int, op=ReduceOp.SUM, group=None, async_op=False) -> Wor
     return _finish(group.reduce(tensor, _group_rank(group, dst, "dst"), op, blocking=not async_op), async_op)
 
 
-def broadcast(tensor, src: int, group=None, async_op=False, *, codec: str | None = None) -> Work | None:
+def broadcast(tensor, src: int, group=None, async_op=False, *, codec: str | Codec | None = None) -> Work | None:
     """tensor <- tensor of rank `src`; with a codec the decoded values, there too: all ranks end equal."""
     group = resolve(group)
     src = _group_rank(group, src, "src")
@@ -127,7 +133,7 @@ def barrier(group=None, async_op=False) -> Work | None:
     return _finish(resolve(group).barrier(blocking=not async_op), async_op)
 
 
-def all_gather(output, input, group=None, async_op=False, *, codec: str | None = None) -> Work | None:
+def all_gather(output, input, group=None, async_op=False, *, codec: str | Codec | None = None) -> Work | None:
     """output <- the inputs of all ranks, one after the other by rank. output has `size` times input's elements.
 
     With a codec the decoded values, the own ones too: all ranks end bit-identical.
@@ -148,7 +154,7 @@ def scatter(output, input, src: int, group=None, async_op=False) -> Work | None:
 
 
 def reduce_scatter(
-    output, input, op=ReduceOp.SUM, group=None, async_op=False, *, codec: str | None = None
+    output, input, op=ReduceOp.SUM, group=None, async_op=False, *, codec: str | Codec | None = None
 ) -> Work | None:
     """output <- op over ranks of this rank's block of input. input has `size` times output's elements.
 
@@ -158,7 +164,14 @@ def reduce_scatter(
 
 
 def all_to_all(
-    output, input, output_splits=None, input_splits=None, group=None, async_op=False, *, codec: str | None = None
+    output,
+    input,
+    output_splits=None,
+    input_splits=None,
+    group=None,
+    async_op=False,
+    *,
+    codec: str | Codec | None = None,
 ) -> Work | None:
     """Block r of input goes to rank r; block r of output comes from rank r.
 

@@ -74,8 +74,11 @@ def check_op(op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
     return op
 
 
-def check_codec(codec: Any, dtype: torch.dtype, op: ReduceOp = ReduceOp.SUM) -> str | None:
-    """The codec as the core knows it, by its name, its name with options, or a Codec.
+def check_codec(codec: Any, dtype: torch.dtype, op: ReduceOp = ReduceOp.SUM) -> tuple[str, int | None] | None:
+    """The codec as the core knows it, and the seed of one that rounds at random.
+
+    Args:
+        codec: its name, its name with options, a Codec, or what Codec.with_seed returned.
 
     Raises:
         InvalidArgument: it is unknown, has no such options, or can't serve this type and operator.
@@ -91,7 +94,7 @@ def check_codec(codec: Any, dtype: torch.dtype, op: ReduceOp = ReduceOp.SUM) -> 
         raise InvalidArgument(f"codec {spec!r} cannot encode {dtype}; it encodes float32, float16 and bfloat16")
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise InvalidArgument(f"codec {spec!r} cannot be combined with {op.name}; use SUM or AVG")
-    return spec
+    return spec, getattr(codec, "seed", None)
 
 
 def check_topology(topology: str, step: int, dtype: torch.dtype) -> int:

@@ -8,13 +8,20 @@ NaN, never to ordinary numbers. A codec is stateless. Its options are the keywor
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from bagua import _C
 from bagua.errors import InvalidArgument
 from bagua.group import dtype_code
+
+
+class SeededCodec(NamedTuple):
+    """What ``codec=`` of a collective accepts: a codec with the seed of its random rounding."""
+
+    spec: str
+    seed: int
 
 
 class Codec:
@@ -48,6 +55,18 @@ class Codec:
         fields = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
         chosen = [f"{f.name}={getattr(self, f.name)}" for f in fields if getattr(self, f.name) != f.default]
         return self.name + (":" + ",".join(chosen) if chosen else "")
+
+    def with_seed(self, seed: int) -> SeededCodec:
+        """The codec for one collective call, drawing from `seed` and the rank: a replay then gives the same bits.
+
+        Without, a codec that rounds at random draws from the number of the operation in its group, and the rank.
+
+        Args:
+            seed: 0 to 2**64 - 1; another one for every call.
+        """
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+            raise InvalidArgument(f"seed {seed!r} is not an integer from 0 to 2**64 - 1")
+        return SeededCodec(self.spec, seed)
 
     @property
     def block_numel(self) -> int:

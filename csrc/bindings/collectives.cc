@@ -34,12 +34,24 @@ Operation make_operation(OperationKind kind, uint64_t numel, DType dtype, Reduce
   return operation;
 }
 
+// A codec by its name and options, and what it draws from if it rounds at random; none: the operation's number.
+using CodecChoice = std::optional<std::pair<std::string, std::optional<uint64_t>>>;
+
 // Enters the codec into the operation and returns it; null for none.
-const Codec* use_codec(Operation& operation, const std::optional<std::string>& codec) {
+const Codec* use_codec(Operation& operation, const CodecChoice& codec) {
   if (!codec) return nullptr;
-  const Codec& found = get_codec(*codec);
+  const Codec& found = get_codec(codec->first);
   operation.codec = codec_id(found);
   return &found;
+}
+
+std::shared_ptr<Work> run_coded(Group& g, const CodecChoice& codec, const Operation& operation, uint64_t bytes,
+                                double timeout_s, bool blocking, Engine::Run run) {
+  if (!codec || !codec->second) return g.run(operation, bytes, timeout_s, blocking, std::move(run));
+  return g.run(operation, bytes, timeout_s, blocking, [seed = *codec->second, run = std::move(run)](Context& context) {
+    context.draw_key = derive_key(seed, static_cast<uint64_t>(context.team.rank()));
+    return run(context);
+  });
 }
 
 uint64_t numel_of(size_t bytes, int dtype_code) { return bytes / item_bytes(dtype_from(dtype_code)); }
@@ -58,13 +70,13 @@ Operation make_message(size_t bytes, int dtype, uint32_t tag) {
 void bind_reductions(py::class_<Group>& group) {
   group.def(
       "all_reduce",
-      [](Group& g, uintptr_t data, size_t numel, int dtype_code, int op_code, const std::optional<std::string>& codec,
+      [](Group& g, uintptr_t data, size_t numel, int dtype_code, int op_code, const CodecChoice& codec,
          double timeout_s, bool blocking) {
         const DType dtype = dtype_from(dtype_code);
         const auto op = static_cast<ReduceOp>(op_code);
         Operation operation = make_operation(OperationKind::kAllReduce, numel, dtype, op);
         const Codec* used = use_codec(operation, codec);
-        return g.run(operation, numel * item_bytes(dtype), timeout_s, blocking, [=](Context& context) {
+        return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking, [=](Context& context) {
           return collectives::all_reduce(context, pointer(data), numel, dtype, op, used);
         });
       },
@@ -73,17 +85,17 @@ void bind_reductions(py::class_<Group>& group) {
   group.def(
       "hierarchical_all_reduce",
       [](Group& g, const std::vector<int>& node, const std::vector<int>& leaders, uintptr_t data, size_t numel,
-         int dtype_code, int op_code, const std::optional<std::string>& codec, double timeout_s, bool blocking) {
+         int dtype_code, int op_code, const CodecChoice& codec, double timeout_s, bool blocking) {
         const DType dtype = dtype_from(dtype_code);
         const auto op = static_cast<ReduceOp>(op_code);
         Operation operation = make_operation(OperationKind::kAllReduce, numel, dtype, op);
         operation.variant = 1;
         const Codec* used = use_codec(operation, codec);
-        return g.run(operation, numel * item_bytes(dtype), timeout_s, blocking,
-                     [=, hierarchy = collectives::Hierarchy{node, leaders}](Context& context) {
-                       return collectives::hierarchical_all_reduce(context, hierarchy, pointer(data), numel, dtype, op,
-                                                                   used);
-                     });
+        return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
+                         [=, hierarchy = collectives::Hierarchy{node, leaders}](Context& context) {
+                           return collectives::hierarchical_all_reduce(context, hierarchy, pointer(data), numel, dtype,
+                                                                       op, used);
+                         });
       },
       py::arg("node"), py::arg("leaders"), py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
       py::arg("codec"), py::arg("timeout_s"), py::arg("blocking"));
@@ -98,28 +110,29 @@ void bind_reductions(py::class_<Group>& group) {
                  });
   });
   group.def("reduce_scatter", [](Group& g, uintptr_t input, uintptr_t output, size_t numel, int dtype_code, int op_code,
-                                 const std::optional<std::string>& codec, double timeout_s, bool blocking) {
+                                 const CodecChoice& codec, double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);
     const auto op = static_cast<ReduceOp>(op_code);
     Operation operation = make_operation(OperationKind::kReduceScatter, numel, dtype, op);
     const Codec* used = use_codec(operation, codec);
-    return g.run(operation, numel * item_bytes(dtype), timeout_s, blocking, [=](Context& context) -> uint64_t {
-      if (used != nullptr) {
-        return collectives::compressed_reduce_scatter(context, pointer(input), pointer(output), numel, dtype, op,
-                                                      *used);
-      }
-      collectives::reduce_scatter(context, pointer(input), pointer(output), numel, dtype, op);
-      return 0;
-    });
+    return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
+                     [=](Context& context) -> uint64_t {
+                       if (used != nullptr) {
+                         return collectives::compressed_reduce_scatter(context, pointer(input), pointer(output), numel,
+                                                                       dtype, op, *used);
+                       }
+                       collectives::reduce_scatter(context, pointer(input), pointer(output), numel, dtype, op);
+                       return 0;
+                     });
   });
   group.def("neighbor_average", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int topology, uint64_t step,
-                                   const std::optional<std::string>& codec, double timeout_s, bool blocking) {
+                                   const CodecChoice& codec, double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);
     Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
     operation.variant = static_cast<uint32_t>(step);  // the low bits tell different steps apart
     const Codec* used = use_codec(operation, codec);
     const auto neighbors = topology_neighbors(topology, g.mesh().size(), g.mesh().rank(), step);
-    return g.run(operation, numel * item_bytes(dtype), timeout_s, blocking, [=](Context& context) {
+    return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking, [=](Context& context) {
       return collectives::neighbor_average(context, pointer(data), numel, dtype, neighbors, used);
     });
   });
@@ -127,12 +140,12 @@ void bind_reductions(py::class_<Group>& group) {
 
 void bind_movements(py::class_<Group>& group) {
   group.def("all_gather", [](Group& g, uintptr_t input, uintptr_t output, size_t bytes, int dtype_code,
-                             const std::optional<std::string>& codec, double timeout_s, bool blocking) {
+                             const CodecChoice& codec, double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);
     const size_t numel = numel_of(bytes, dtype_code);
     Operation operation = make_operation(OperationKind::kAllGather, numel, dtype);
     const Codec* used = use_codec(operation, codec);
-    return g.run(operation, bytes, timeout_s, blocking, [=](Context& context) -> uint64_t {
+    return run_coded(g, codec, operation, bytes, timeout_s, blocking, [=](Context& context) -> uint64_t {
       if (used != nullptr) {
         return collectives::compressed_all_gather(context, pointer(input), pointer(output), numel, dtype, *used);
       }
@@ -141,14 +154,14 @@ void bind_movements(py::class_<Group>& group) {
     });
   });
   group.def("all_to_all", [](Group& g, uintptr_t input, std::vector<size_t> input_splits, uintptr_t output,
-                             std::vector<size_t> output_splits, int dtype_code, const std::optional<std::string>& codec,
+                             std::vector<size_t> output_splits, int dtype_code, const CodecChoice& codec,
                              double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);
     Operation operation = make_operation(OperationKind::kAllToAll, 0, dtype);
     const Codec* used = use_codec(operation, codec);
     size_t bytes = 0;
     for (size_t split : input_splits) bytes += split * item_bytes(dtype);
-    return g.run(operation, bytes, timeout_s, blocking, [=](Context& context) -> uint64_t {
+    return run_coded(g, codec, operation, bytes, timeout_s, blocking, [=](Context& context) -> uint64_t {
       if (used != nullptr) {
         return collectives::compressed_all_to_all(context, pointer(input), input_splits, pointer(output), output_splits,
                                                   dtype, *used);
@@ -158,13 +171,13 @@ void bind_movements(py::class_<Group>& group) {
       return 0;
     });
   });
-  group.def("broadcast", [](Group& g, uintptr_t data, size_t bytes, int dtype_code, int root,
-                            const std::optional<std::string>& codec, double timeout_s, bool blocking) {
+  group.def("broadcast", [](Group& g, uintptr_t data, size_t bytes, int dtype_code, int root, const CodecChoice& codec,
+                            double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);
     const size_t numel = numel_of(bytes, dtype_code);
     Operation operation = make_operation(OperationKind::kBroadcast, numel, dtype, ReduceOp::kSum, root);
     const Codec* used = use_codec(operation, codec);
-    return g.run(operation, bytes, timeout_s, blocking, [=](Context& context) -> uint64_t {
+    return run_coded(g, codec, operation, bytes, timeout_s, blocking, [=](Context& context) -> uint64_t {
       if (used != nullptr) {
         return collectives::compressed_broadcast(context, pointer(data), numel, dtype, root, *used);
       }

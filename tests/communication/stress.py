@@ -163,8 +163,8 @@ def codec_bound(call: Call, inputs: list[torch.Tensor], times: int) -> float:
     if call.codec is None or not inputs or inputs[0].numel() == 0:
         return 0.0
     largest = sum(float(x.double().abs().max()) for x in inputs)
-    # No codec is off by more than 1/255 of a block's range, and a range is at most twice the largest magnitude.
-    return 2.1 * times * largest / 255
+    # No codec is off by more than 1/255 of a block's range (at most twice the largest magnitude); with chance 1/127.
+    return 2.1 * times * largest / (127 if bagua.codecs.get(call.codec).is_random else 255)
 
 
 def start(call: Call, group: bagua.ProcessGroup, rank: int, memory: Memory) -> Started:

@@ -24,7 +24,10 @@ def mistakes(rank, world_size):
     yield "is a NoneType; give a torch.Tensor", lambda: bagua.all_gather(None, x)
     yield "layout torch.sparse_coo", lambda: bagua.all_reduce(x.to_sparse())
     yield "is on meta", lambda: bagua.all_reduce(torch.ones(3, device="meta"))
-    yield "codec 'zip' is unknown; the codecs are bf16, fp16, minmax_uint8", lambda: bagua.all_reduce(x, codec="zip")
+    yield (
+        "codec 'zip' is unknown; the codecs are bf16, fp16, minmax_uint8, qsgd",
+        lambda: bagua.all_reduce(x, codec="zip"),
+    )
     yield "cannot encode torch.float64", lambda: bagua.all_reduce(x.double(), codec="bf16")
     yield "cannot encode torch.int32", lambda: bagua.all_reduce(integers, codec="minmax_uint8")
     yield "cannot be combined with MAX; use SUM or AVG", lambda: bagua.all_reduce(x, ReduceOp.MAX, codec="fp16")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bagua
-from bagua import ReduceOp
+from bagua import _C, ReduceOp
 from tests.communication.worlds import ALL_WORLDS, in_worlds, shm, tcp
 
 SIZES = (0, 1, 3, 33, 2047, 2048, 2049, 40_001)
@@ -33,10 +33,18 @@ def block_ranges(x):
     return (high - low).repeat_interleave(2048)[: len(x)]
 
 
+def block_norms(x):
+    """max |x| of each block of 2048, for every element."""
+    blocks = torch.nn.functional.pad(x.abs(), (0, -len(x) % 2048)).view(-1, 2048)
+    return blocks.amax(dim=1).repeat_interleave(2048)[: len(x)]
+
+
 def quantisation_bound(codec, x):
     """Largest error of one encoding of x, element by element, as the codec's documentation states it."""
     if codec == "minmax_uint8":
         return block_ranges(x) / 510 if len(x) else x
+    if codec == "qsgd":
+        return block_norms(x) / 127 if len(x) else x
     return EPS[codec] * x.abs() + 2.0**-25
 
 
@@ -86,6 +94,8 @@ def quantisation_bound_of_error(codec, first):
     if codec == "minmax_uint8":
         padded = torch.nn.functional.pad(first, (0, -len(first) % 2048)).view(-1, 2048)
         return (2 * padded.amax(dim=1)).repeat_interleave(2048)[: len(first)] / 510
+    if codec == "qsgd":
+        return block_norms(first) / 127
     return EPS[codec] * first
 
 
@@ -96,13 +106,22 @@ def test_codec(pools, world, codec):
 
 
 def test_every_codec_has_a_bound_here():
-    assert {"minmax_uint8", *EPS} == set(bagua.codecs.available()), "state the new codec's bound in this file"
+    assert {"minmax_uint8", "qsgd", *EPS} == set(bagua.codecs.available()), "state the new codec's bound in this file"
 
 
-def passed_through(codec, x):
+SEED = 12345
+
+
+def key_of(sender, begin=None):
+    """What a sender draws from for the part of its tensor that begins at `begin`; None: the whole tensor."""
+    key = _C.derive_key(SEED, sender)
+    return key if begin is None else _C.derive_key(key, begin)
+
+
+def passed_through(codec, x, key):
     """Q(x): what a receiver of x sees."""
     codec = bagua.codecs.get(codec)
-    return codec.decode(codec.encode(x), x.numel(), x.dtype)
+    return codec.decode(codec.encode(x, key=key), x.numel(), x.dtype)
 
 
 def check_movements(rank, world_size, codec):
@@ -112,14 +131,18 @@ def check_movements(rank, world_size, codec):
             what = f"{codec} {dtype} {numel}"
             root = (root + 1) % world_size
             inputs = [gradient_like(r, numel, dtype) for r in range(world_size)]
-            decoded = inputs if world_size == 1 else [passed_through(codec, x) for x in inputs]
+            seeded = bagua.codecs.get(codec).with_seed(SEED)
 
             x = inputs[rank].clone()
-            bagua.broadcast(x, root, codec=codec)
-            assert torch.equal(x, decoded[root]), f"broadcast {what} from {root}"
+            bagua.broadcast(x, root, codec=seeded)
+            expected = inputs[root] if world_size == 1 else passed_through(codec, inputs[root], key_of(root))
+            assert torch.equal(x, expected), f"broadcast {what} from {root}"
 
             output = torch.empty(world_size * numel, dtype=dtype)
-            bagua.all_gather(output, inputs[rank], codec=codec)
+            bagua.all_gather(output, inputs[rank], codec=seeded)
+            decoded = inputs
+            if world_size > 1:
+                decoded = [passed_through(codec, x, key_of(sender, 0)) for sender, x in enumerate(inputs)]
             assert torch.equal(output, torch.cat(decoded)), f"all_gather {what}"
 
             splits = [[(3 * s + 5 * t) % 4 * (numel // 3) for t in range(world_size)] for s in range(world_size)]
@@ -127,9 +150,10 @@ def check_movements(rank, world_size, codec):
             expected = [blocks[s][rank] for s in range(world_size)]
             output = torch.empty(sum(len(block) for block in expected), dtype=dtype)
             outgoing = [splits[s][rank] for s in range(world_size)]
-            bagua.all_to_all(output, torch.cat(blocks[rank]), outgoing, splits[rank], codec=codec)
+            bagua.all_to_all(output, torch.cat(blocks[rank]), outgoing, splits[rank], codec=seeded)
             if world_size > 1:
-                expected = [passed_through(codec, block) for block in expected]
+                keys = [key_of(s, sum(splits[s][:rank])) for s in range(world_size)]
+                expected = [passed_through(codec, block, key) for block, key in zip(expected, keys, strict=True)]
             assert torch.equal(output, torch.cat(expected)), f"all_to_all {what}"
 
 
@@ -139,14 +163,15 @@ def check_reduce_scatter(rank, world_size, codec):
             for op in (ReduceOp.SUM, ReduceOp.AVG):
                 inputs = [gradient_like(r, world_size * numel, dtype) for r in range(world_size)]
                 output = torch.empty(numel, dtype=dtype)
-                bagua.reduce_scatter(output, inputs[rank], op, codec=codec)
+                bagua.reduce_scatter(output, inputs[rank], op, codec=bagua.codecs.get(codec).with_seed(SEED))
                 if world_size == 1:
                     assert torch.equal(output, inputs[0])
                     continue
                 total = torch.zeros(numel)
-                for x in inputs:
+                for sender, x in enumerate(inputs):
                     block = x.view(world_size, numel)[rank].contiguous()
-                    bagua.codecs.get(codec).decode_add(bagua.codecs.get(codec).encode(block), total, dtype)
+                    encoded = bagua.codecs.get(codec).encode(block, key=key_of(sender, rank * numel))
+                    bagua.codecs.get(codec).decode_add(encoded, total, dtype)
                 if op is ReduceOp.AVG:
                     total = (total.double() * (1.0 / world_size)).float()
                 assert torch.equal(output, total.to(dtype)), f"reduce_scatter {op.name} {codec} {dtype} {numel}"

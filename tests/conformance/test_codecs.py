@@ -8,8 +8,8 @@ import torch
 import bagua
 from bagua.errors import InvalidArgument
 
-CODECS = [bagua.codecs.get(name) for name in bagua.codecs.available()]
-pytestmark = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+CODECS = [*map(bagua.codecs.get, bagua.codecs.available()), *(bagua.codecs.get("qsgd", bits=bits) for bits in (4, 2))]
+pytestmark = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.spec)
 
 
 def _samples(dtype):
@@ -74,3 +74,48 @@ def test_what_cannot_be_encoded(codec):
         codec.decode_add(torch.zeros(3, dtype=torch.uint8), torch.zeros(100))
     with pytest.raises(InvalidArgument, match=r"adds to a contiguous CPU tensor of torch.float32, got torch.float16"):
         codec.decode_add(codec.encode(torch.ones(4)), torch.zeros(4, dtype=torch.float16))
+
+
+def test_a_replay_gives_the_same_bytes(codec):
+    """With the same key, or after the same manual_seed; with other ones only where nothing is left to chance."""
+    x = torch.randn(10_000, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(codec.encode(x, key=7), codec.encode(x, key=7))
+    assert torch.equal(codec.encode(x, key=7), codec.encode(x, key=8)) != codec.is_random
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        runs.append([codec.encode(x), codec.encode(x)])
+    assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))
+    assert torch.equal(*runs[0]) != codec.is_random
+    with pytest.raises(InvalidArgument, match="key is -1, expected 0 to"):
+        codec.encode(x, key=-1)
+
+
+def test_the_mean_of_many_comes_closer(codec):
+    """Random rounding has no bias: the error of a mean of N falls as 1 / sqrt(N); what is not random stays as it is."""
+    x = torch.randn(3000, generator=torch.Generator().manual_seed(3))
+    errors = {}
+    for count in (64, 1024):
+        decoded = [codec.decode(codec.encode(x, key=key), 3000, x.dtype).double() for key in range(count)]
+        errors[count] = float((sum(decoded) / count - x.double()).norm())
+    assert errors[1024] == pytest.approx(errors[64] / (4 if codec.is_random else 1), rel=0.15)
+
+
+def test_its_spec_names_it(codec):
+    assert bagua.codecs.get(codec.spec).spec == codec.spec
+    x = torch.ones(5)
+    group_codec = codec.with_seed(2**64 - 1)
+    assert (group_codec.spec, group_codec.seed) == (codec.spec, 2**64 - 1)
+    with pytest.raises(InvalidArgument, match=r"seed -1 is not an integer from 0 to 2\*\*64 - 1"):
+        codec.with_seed(-1)
+    with pytest.raises(InvalidArgument, match=f'codec "{codec.name}" has no option "depth"'):
+        bagua.codecs.get(codec.name, depth=3)
+    assert torch.equal(bagua.codecs.get(codec.spec).encode(x, key=1), codec.encode(x, key=1))
+
+
+def test_bad_options_of_qsgd(codec):
+    if codec.spec == "qsgd":
+        with pytest.raises(InvalidArgument, match='codec "qsgd": bits is 3, expected one of 8, 4, 2'):
+            bagua.codecs.get("qsgd", bits=3)
+        with pytest.raises(InvalidArgument, match="options are given as name:option=value"):
+            bagua.codecs.get("qsgd:4")
