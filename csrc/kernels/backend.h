@@ -36,6 +36,10 @@ void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_
 void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination);
 void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator);
 
+void onebit_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks);
+void onebit_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination);
+void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator);
+
 }  // namespace cpu
 
 namespace cuda {
@@ -62,6 +66,11 @@ void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_
                  uint64_t* num_nonfinite_blocks, Stream stream);
 void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream);
 void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
+
+void onebit_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
+                   Stream stream);
+void onebit_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream);
+void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
 
 }  // namespace cuda
 

@@ -7,6 +7,7 @@
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/minmax_uint8.h"
+#include "csrc/kernels/onebit.h"
 #include "csrc/kernels/qsgd.h"
 #include "csrc/kernels/reduce.h"
 #include "csrc/kernels/saturating_cast.h"
@@ -141,6 +142,24 @@ void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumu
   check_qsgd_bits("qsgd_decode_add", bits);
   if (stream.is_cpu()) return cpu::qsgd_decode_add(bits, bytes, numel, accumulator);
   cuda::qsgd_decode_add(bits, bytes, numel, accumulator, stream);
+}
+
+void onebit_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
+                   Stream stream) {
+  check_codec_dtype("onebit_encode", dtype);
+  if (stream.is_cpu()) return cpu::onebit_encode(dtype, source, numel, bytes, num_nonfinite_blocks);
+  cuda::onebit_encode(dtype, source, numel, bytes, num_nonfinite_blocks, stream);
+}
+
+void onebit_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
+  check_codec_dtype("onebit_decode", dtype);
+  if (stream.is_cpu()) return cpu::onebit_decode(dtype, bytes, numel, destination);
+  cuda::onebit_decode(dtype, bytes, numel, destination, stream);
+}
+
+void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
+  if (stream.is_cpu()) return cpu::onebit_decode_add(bytes, numel, accumulator);
+  cuda::onebit_decode_add(bytes, numel, accumulator, stream);
 }
 
 }  // namespace bagua::kernels

@@ -12,6 +12,7 @@
 #include "csrc/kernels/cpu/cast.cc"
 #include "csrc/kernels/cpu/half.cc"
 #include "csrc/kernels/cpu/minmax_uint8.cc"
+#include "csrc/kernels/cpu/onebit.cc"
 #include "csrc/kernels/cpu/qsgd.cc"
 #include "csrc/kernels/cpu/reduce.cc"
 #include "csrc/kernels/cpu/saturating_cast.cc"

@@ -1,0 +1,28 @@
+"""onebit: the sign of every element, and the mean magnitude of each block of 2048. A 32nd of float32.
+
+A contraction, not a rounding: what is lost is of the order of what is sent, so it is used with error feedback, which adds
+it to what is sent next. Sources: arXiv 1802.04434, 2102.02888.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bagua.codecs.base import Codec
+from bagua.codecs.registry import register
+
+
+@register
+class OneBit(Codec):
+    """x becomes mean |x| of its block, with the sign of x. Error: | |x| - mean |x| |, and the rounding of the result."""
+
+    def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
+        values = tensor.detach().reshape(-1).to(torch.float64).abs()
+        bound = torch.empty_like(values)
+        if not values.numel():
+            return bound.reshape(tensor.shape)
+        eps = 2 * (torch.finfo(torch.float32).eps + torch.finfo(tensor.dtype).eps)
+        for block, block_bound in zip(values.split(self.block_numel), bound.split(self.block_numel), strict=True):
+            scale = block.mean()
+            block_bound.copy_((block - scale).abs() + eps * scale + torch.finfo(tensor.dtype).smallest_normal * eps)
+        return bound.reshape(tensor.shape)

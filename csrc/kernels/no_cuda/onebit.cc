@@ -1,0 +1,13 @@
+// The symbols of cuda/onebit.cu in a build without CUDA.
+#include "csrc/kernels/backend.h"
+#include "csrc/kernels/no_cuda/unavailable.h"
+
+namespace bagua::kernels::cuda {
+
+void onebit_encode(DType, const void*, size_t, uint8_t*, uint64_t*, Stream) { unavailable("onebit_encode"); }
+
+void onebit_decode(DType, const uint8_t*, size_t, void*, Stream) { unavailable("onebit_decode"); }
+
+void onebit_decode_add(const uint8_t*, size_t, float*, Stream) { unavailable("onebit_decode_add"); }
+
+}  // namespace bagua::kernels::cuda
