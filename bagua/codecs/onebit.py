@@ -1,7 +1,7 @@
 """onebit: the sign of every element, and the mean magnitude of each block of 2048. A 32nd of float32.
 
-A contraction, not a rounding: what is lost is of the order of what is sent, so it is used with error feedback, which adds
-it to what is sent next. Sources: arXiv 1802.04434, 2102.02888.
+A contraction, not a rounding: what is lost is of the order of what is sent, so it is used with error feedback, which
+adds it to what is sent next. Sources: arXiv 1802.04434, 2102.02888.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from bagua.codecs.registry import register
 
 @register
 class OneBit(Codec):
-    """x becomes mean |x| of its block, with the sign of x. Error: | |x| - mean |x| |, and the rounding of the result."""
+    """x becomes mean |x| of its block, with the sign of x.
+
+    Error: the difference of |x| and that mean, and the rounding of the result to its dtype.
+    """
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
         values = tensor.detach().reshape(-1).to(torch.float64).abs()
