@@ -37,7 +37,8 @@ inline const uint8_t* at(const void* data, size_t index, size_t item) {
 void recursive_doubling_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 void ring_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 void two_shot_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
-size_t compressed_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec);
+size_t compressed_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec,
+                             const Feedback& feedback = {});
 // Need Team::all_share_memory(). `direct` falls back to `staged` where some rank's buffer is ordinary memory.
 void direct_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 void staged_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);

@@ -25,12 +25,13 @@ void require_compressible(std::string_view collective, const Codec& codec, DType
               -1, name);
 }
 
-size_t all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec* codec) {
+size_t all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec* codec,
+                  const Feedback& feedback) {
   require_defined("all_reduce", op, dtype);
   if (codec != nullptr) require_compressible("all_reduce", *codec, dtype, op);
   const int size = context.team.size();
   if (size == 1 || numel == 0) return 0;
-  if (codec != nullptr) return compressed_all_reduce(context, data, numel, dtype, op, *codec);
+  if (codec != nullptr) return compressed_all_reduce(context, data, numel, dtype, op, *codec, feedback);
   const size_t bytes = numel * item_bytes(dtype);
   const bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.team.all_share_memory();
   switch (select_all_reduce(context.thresholds, bytes, dtype, shared_memory)) {

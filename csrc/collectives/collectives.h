@@ -31,10 +31,23 @@ struct Context {
 
 namespace collectives {
 
+// The residuals of error feedback (arXiv 1901.09847; both ends of C_LP_S as in section 3.2 of arXiv 2107.01499): what
+// an encoding lost is added to what is encoded next, in f32. Written apart from where they are read, so that a step
+// that is given up after all leaves them as they were. Null: none.
+struct Feedback {
+  const float* worker_in = nullptr;  // of this rank's input, numel
+  float* worker_out = nullptr;
+  const float* owner_in = nullptr;  // of the reduced stripe that this rank owns (stripe_of)
+  float* owner_out = nullptr;
+
+  bool is_on() const { return worker_out != nullptr; }
+};
+
 // data[i] <- op over ranks of data[i], in place. With a codec: the two-shot compressed all-reduce, SUM
 // and AVG of f32, f16, bf16 only; returns the number of blocks (of this rank's input and its reduced stripe) that held
 // a NaN or Inf. World size 1 leaves data as it is (codec or not).
-size_t all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec* codec);
+size_t all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec* codec,
+                  const Feedback& feedback = {});
 
 // The same in three stages: inside the nodes, among the lowest ranks of all nodes, which lead them, inside the nodes.
 // Counts non-finite blocks on the leaders only.
@@ -43,7 +56,7 @@ struct Hierarchy {
   std::vector<int> leaders;  // the lowest rank of every node, ascending
 };
 size_t hierarchical_all_reduce(Context& context, const Hierarchy& hierarchy, void* data, size_t numel, DType dtype,
-                               ReduceOp op, const Codec* codec);
+                               ReduceOp op, const Codec* codec, const Feedback& feedback = {});
 
 // output (numel elements) <- op over ranks of the rank-th of size blocks of numel elements of their input.
 void reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);

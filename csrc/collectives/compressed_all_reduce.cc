@@ -5,6 +5,7 @@
 // Consistency: the own contribution passes through the codec too, and everybody, the owner of a stripe
 // too, takes the decoded value, so all ranks end bit-equal.
 //
+// With feedback the contribution is x_j + delta_j and the result Q(... + epsilon), and both residuals are renewed.
 // Stripes and chunks are cut at multiples of the codec's block, so the result does not depend on the
 // chunking. Rounds of one chunk per stripe (rounds.h): while round k travels, round k+1 is encoded. The
 // workspace is six chunks of codes per rank and one f32 chunk, however large the tensor.
@@ -17,24 +18,28 @@
 #include "csrc/collectives/selector.h"
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/reduce.h"
+#include "csrc/kernels/subtract.h"
 
 namespace bagua::collectives {
 namespace {
 
 class CompressedAllReduce {
  public:
-  CompressedAllReduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec)
+  CompressedAllReduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec,
+                      const Feedback& feedback)
       : context_(context),
         codec_(codec),
+        feedback_(feedback),
         data_(data),
         numel_(numel),
         dtype_(dtype),
+        sent_dtype_(feedback.is_on() ? DType::kF32 : dtype),
         op_(op),
         size_(static_cast<size_t>(context.team.size())),
         rank_(static_cast<size_t>(context.team.rank())),
         chunks_(codec_chunks(piece_of(numel, size_, 0, codec.block_numel()).numel, codec.block_numel(),
                              context.team.size())),
-        contribution_bytes_(codec.wire_bytes(chunks_.numel, dtype)),
+        contribution_bytes_(codec.wire_bytes(chunks_.numel, sent_dtype_)),
         result_bytes_(codec.wire_bytes(chunks_.numel, DType::kF32)),
         requests_(context.team, kRoundsInFlight * kNumLanes * size_) {
     Workspace& workspace = context.workspace;
@@ -73,13 +78,16 @@ class CompressedAllReduce {
   size_t wire_bytes(size_t numel, DType dtype) const { return numel == 0 ? 0 : codec_.wire_bytes(numel, dtype); }
 
   void encode_contribution(size_t k, size_t owner, uint8_t* bytes);
+  void encode_and_keep_rest(float* total, size_t numel, uint8_t* bytes, Draws draws);
   void wait(size_t k, Lane sends, Lane receives, size_t bytes);
 
   Context& context_;
   const Codec& codec_;
+  const Feedback feedback_;
   void* const data_;
   const size_t numel_;
   const DType dtype_;
+  const DType sent_dtype_;  // what contributions are encoded from: with their residuals f32
   const ReduceOp op_;
   const size_t size_;
   const size_t rank_;
@@ -100,7 +108,21 @@ void CompressedAllReduce::encode_contribution(size_t k, size_t owner, uint8_t* b
   const EventSpan span(context_.events, EventKind::kEncode, piece.numel * item_bytes(dtype_));
   const void* values = at(data_, piece.begin, item_bytes(dtype_));
   const Draws draws{derive_key(context_.draw_key, 0), piece.begin};
-  num_nonfinite_blocks_ += codec_.encode(values, dtype_, piece.numel, bytes, draws, context_.stream);
+  if (!feedback_.is_on()) {
+    num_nonfinite_blocks_ += codec_.encode(values, dtype_, piece.numel, bytes, draws, context_.stream);
+    return;
+  }
+  float* const total = feedback_.worker_out + piece.begin;
+  kernels::cast(DType::kF32, feedback_.worker_in + piece.begin, DType::kF32, total, piece.numel, context_.stream);
+  kernels::cast_add(dtype_, values, total, piece.numel, context_.stream);
+  encode_and_keep_rest(total, piece.numel, bytes, draws);
+}
+
+// Encodes `total` and leaves in it what the codes do not say. Between two uses of sums_.
+void CompressedAllReduce::encode_and_keep_rest(float* total, size_t numel, uint8_t* bytes, Draws draws) {
+  num_nonfinite_blocks_ += codec_.encode(total, DType::kF32, numel, bytes, draws, context_.stream);
+  codec_.decode(bytes, DType::kF32, numel, sums_, context_.stream);
+  kernels::subtract(total, sums_, numel, context_.stream);
 }
 
 // `bytes` is what arrives, for the timeline.
@@ -110,7 +132,7 @@ void CompressedAllReduce::wait(size_t k, Lane sends, Lane receives, size_t bytes
 }
 
 void CompressedAllReduce::post_contributions(size_t k) {
-  const size_t my_bytes = wire_bytes(chunk(rank_, k).numel, dtype_);
+  const size_t my_bytes = wire_bytes(chunk(rank_, k).numel, sent_dtype_);
   for (size_t step = 1; step < size_; ++step) {
     const size_t from = (rank_ + size_ - step) % size_;
     requests_.recv(slot(k, kRecvContribution, from), static_cast<int>(from), received(k, from), my_bytes);
@@ -120,20 +142,20 @@ void CompressedAllReduce::post_contributions(size_t k) {
     const size_t to = (rank_ + step) % size_;
     encode_contribution(k, to, sent(k, to));
     requests_.send(slot(k, kSendContribution, to), static_cast<int>(to), sent(k, to),
-                   wire_bytes(chunk(to, k).numel, dtype_));
+                   wire_bytes(chunk(to, k).numel, sent_dtype_));
   }
   encode_contribution(k, rank_, received(k, rank_));
 }
 
 void CompressedAllReduce::reduce(size_t k) {
   const size_t numel = chunk(rank_, k).numel;
-  wait(k, kSendContribution, kRecvContribution, (size_ - 1) * wire_bytes(numel, dtype_));
+  wait(k, kSendContribution, kRecvContribution, (size_ - 1) * wire_bytes(numel, sent_dtype_));
   if (numel == 0) return;
   {
-    const EventSpan span(context_.events, EventKind::kDecode, size_ * wire_bytes(numel, dtype_));
+    const EventSpan span(context_.events, EventKind::kDecode, size_ * wire_bytes(numel, sent_dtype_));
     std::memset(sums_, 0, numel * sizeof(float));
     for (size_t r = 0; r < size_; ++r) {
-      codec_.decode_add(received(k, r), dtype_, numel, sums_, context_.stream);
+      codec_.decode_add(received(k, r), sent_dtype_, numel, sums_, context_.stream);
     }
     if (op_ == ReduceOp::kAvg) {
       kernels::scale(DType::kF32, sums_, 1.0 / context_.team.size(), numel, context_.stream);
@@ -141,7 +163,15 @@ void CompressedAllReduce::reduce(size_t k) {
   }
   const EventSpan span(context_.events, EventKind::kEncode, numel * sizeof(float));
   const Draws draws{derive_key(context_.draw_key, 1), chunk(rank_, k).begin};
-  num_nonfinite_blocks_ += codec_.encode(sums_, DType::kF32, numel, result(k, rank_), draws, context_.stream);
+  if (!feedback_.is_on()) {
+    num_nonfinite_blocks_ += codec_.encode(sums_, DType::kF32, numel, result(k, rank_), draws, context_.stream);
+    return;
+  }
+  const size_t begin = chunk(rank_, k).begin - chunk(rank_, 0).begin;
+  float* const total = feedback_.owner_out + begin;
+  kernels::cast(DType::kF32, feedback_.owner_in + begin, DType::kF32, total, numel, context_.stream);
+  kernels::cast_add(DType::kF32, sums_, total, numel, context_.stream);
+  encode_and_keep_rest(total, numel, result(k, rank_), draws);
 }
 
 void CompressedAllReduce::post_results(size_t k) {
@@ -178,8 +208,9 @@ void CompressedAllReduce::take_results(size_t k) {
 
 }  // namespace
 
-size_t compressed_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec) {
-  return CompressedAllReduce(context, data, numel, dtype, op, codec).run();
+size_t compressed_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec,
+                             const Feedback& feedback) {
+  return CompressedAllReduce(context, data, numel, dtype, op, codec, feedback).run();
 }
 
 }  // namespace bagua::collectives

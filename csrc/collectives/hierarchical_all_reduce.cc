@@ -21,7 +21,7 @@ Context among(Context& context, const std::vector<int>& members) {
 }  // namespace
 
 size_t hierarchical_all_reduce(Context& context, const Hierarchy& hierarchy, void* data, size_t numel, DType dtype,
-                               ReduceOp op, const Codec* codec) {
+                               ReduceOp op, const Codec* codec, const Feedback& feedback) {
   require_defined("all_reduce", op, dtype);
   if (codec != nullptr) require_compressible("all_reduce", *codec, dtype, op);
   if (hierarchy.leaders.size() == 1) return all_reduce(context, data, numel, dtype, op, nullptr);
@@ -39,7 +39,7 @@ size_t hierarchical_all_reduce(Context& context, const Hierarchy& hierarchy, voi
     if (divides_first) kernels::scale(dtype, data, 1.0 / num_ranks, numel, context.stream);
     if (averages && is_half) kernels::scale(dtype, data, node.team.size() / num_ranks, numel, context.stream);
     Context leaders = among(context, hierarchy.leaders);
-    num_nonfinite_blocks = all_reduce(leaders, data, numel, dtype, averages ? ReduceOp::kSum : op, codec);
+    num_nonfinite_blocks = all_reduce(leaders, data, numel, dtype, averages ? ReduceOp::kSum : op, codec, feedback);
     if (averages && !is_half && !divides_first) kernels::scale(dtype, data, 1.0 / num_ranks, numel, context.stream);
   }
   broadcast(node, data, numel * item_bytes(dtype), 0);

@@ -11,6 +11,7 @@
 #include "csrc/kernels/qsgd.h"
 #include "csrc/kernels/reduce.h"
 #include "csrc/kernels/saturating_cast.h"
+#include "csrc/kernels/subtract.h"
 #include "csrc/kernels/weighted_sum.h"
 
 namespace bagua::kernels {
@@ -160,6 +161,11 @@ void onebit_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destin
 void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
   if (stream.is_cpu()) return cpu::onebit_decode_add(bytes, numel, accumulator);
   cuda::onebit_decode_add(bytes, numel, accumulator, stream);
+}
+
+void subtract(float* destination, const float* source, size_t numel, Stream stream) {
+  if (stream.is_cpu()) return cpu::subtract(destination, source, numel);
+  cuda::subtract(destination, source, numel, stream);
 }
 
 }  // namespace bagua::kernels
