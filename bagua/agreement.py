@@ -127,9 +127,38 @@ def check_model(
             raise InvalidArgument(f"optimizers[{index}] ({type(optimizer).__name__}) steps no parameter of this model")
 
 
-def check_types(settings: dict[str, tuple[Any, type]]) -> None:
+def optimizers_of_parameters(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], algorithm_name: str
+) -> dict[int, int]:
+    """Which of the optimizers steps each trainable parameter, by the parameter's id.
+
+    Raises:
+        InvalidArgument: none or several do, so that it is not clear when its weights may be exchanged.
+    """
+    found: dict[int, int] = {}
+    name_of = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for index, optimizer in enumerate(optimizers):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in name_of):
+            if found.setdefault(id(parameter), index) != index:
+                raise InvalidArgument(
+                    f"algorithm {algorithm_name!r} exchanges weights once per optimizer step, but parameter "
+                    f"{name_of[id(parameter)]!r} is stepped by optimizers {found[id(parameter)]} and {index}; "
+                    "give each parameter to one"
+                )
+    left_out = [name for parameter_id, name in name_of.items() if parameter_id not in found]
+    if left_out:
+        raise InvalidArgument(
+            f"algorithm {algorithm_name!r} exchanges weights when they are stepped, but no optimizer that was passed "
+            f"to with_bagua steps {left_out[0]!r}{f' and {len(left_out) - 1} more' if left_out[1:] else ''}; pass all "
+            "optimizers of the model, and freeze what none of them steps"
+        )
+    return found
+
+
+def check_types(settings: dict[str, tuple[Any, type | tuple[type, ...]]]) -> None:
     """Raises InvalidArgument for a setting whose value is not of its type, and for numbers below 1."""
     for name, (value, expected) in settings.items():
-        if type(value) is not expected or (expected is int and value < 1):
-            wanted = "an integer of at least 1" if expected is int else f"a {expected.__name__}"
+        types = expected if isinstance(expected, tuple) else (expected,)
+        if type(value) not in types or (expected is int and value < 1):
+            wanted = "an integer of at least 1" if expected is int else f"a {types[0].__name__}"
             raise InvalidArgument(f"{name} is {value!r}, expected {wanted}")

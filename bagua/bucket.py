@@ -1,8 +1,9 @@
-"""Gradient memory: where every gradient lies, and the buckets that travel as one message each.
+"""The memory of what is exchanged, gradients or weights, and the buckets that travel as one message each.
 
 Data path: gradient ready -> **bucket** -> scheduler -> algorithm -> engine.
 
-Invariants: one allocation, shared with the ranks of this host, holds all buckets. Its size depends
+Where gradients are exchanged they lie in the buckets for good. Weights are copied in before an exchange and out after
+it. Invariants: one allocation, shared with the ranks of this host, holds all buckets. Its size depends
 on the parameters alone, because the planner pads every tensor by itself, so a new plan re-slices the
 same memory and costs none. A view has the shape and dtype of its parameter, and its strides where
 the parameter is dense. Padding is zero whenever a bucket is sent.
@@ -10,25 +11,27 @@ the parameter is dense. Padding is zero whenever a bucket is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bagua import _C
+from bagua import _C, codecs
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup
 
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 FIRST_BUCKET_BYTES = 1024 * 1024
 ALIGN_BYTES = 64
+Kind = tuple[torch.dtype, Hashable, int | None]  # dtype, Algorithm.bucket_class, index of the optimizer
 GRADIENT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Member:
-    """One parameter's place in a bucket. ``view`` is the part of ``bucket.flat`` that is its gradient."""
+    """One parameter's place in a bucket. ``view`` is the part of ``bucket.flat`` that is its gradient, or weight."""
 
     index: int
     name: str
@@ -50,12 +53,13 @@ def fill(view: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 class Bucket:
-    """Gradients of one dtype that lie side by side and are communicated as one message.
+    """Gradients, or weights, of one dtype that lie side by side and are communicated as one message.
 
     Attributes:
         index: place in the launch order, equal on all ranks.
         label: ``"bucket 3"``, the name in error messages and in the timeline.
         kind: what ``Algorithm.bucket_class`` returned for its parameters.
+        optimizer_index: which optimizer steps all its parameters; None where gradients are exchanged.
         flat: 1-D tensor of ``numel`` elements in shared memory, padding included.
         members: its parameters in the order in which they are expected to become ready.
         declaration: what the algorithm said it sends for this bucket (``Algorithm.declare``).
@@ -65,10 +69,19 @@ class Bucket:
         ...     print(bucket.label, bucket.num_bytes, bucket.names, bucket.declaration)
     """
 
-    def __init__(self, index: int, kind: Hashable, flat: torch.Tensor, members: Sequence[Member], gaps: list) -> None:
+    def __init__(
+        self,
+        index: int,
+        kind: Hashable,
+        optimizer_index: int | None,
+        flat: torch.Tensor,
+        members: Sequence[Member],
+        gaps: list,
+    ) -> None:
         self.index = index
         self.label = f"bucket {index}"
         self.kind = kind
+        self.optimizer_index = optimizer_index
         self.flat = flat
         self.members = tuple(members)
         self.declaration: Any = None
@@ -99,8 +112,43 @@ class Bucket:
         for gap in self._gaps:
             gap.zero_()
 
+    def load(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
+        """flat <- the weights, or ``tensors``, one per member and of its shape."""
+        sources = [member.parameter.detach() for member in self.members] if tensors is None else list(tensors)
+        torch._foreach_copy_([member.view for member in self.members], sources)
+        self.zero_padding()
+
+    @torch.no_grad()
+    def store(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
+        """The weights, or ``tensors``, <- flat."""
+        destinations = [member.parameter for member in self.members] if tensors is None else list(tensors)
+        torch._foreach_copy_(destinations, [member.view for member in self.members])
+
+    def is_finite(self) -> bool:
+        """Whether it holds no NaN and no Inf.
+
+        A codec turns a block with NaN or Inf into NaN on all ranks, so where one is declared, which means that the
+        ranks are several, one element of each block tells, and all ranks get the same answer.
+        """
+        if not self.numel:
+            return True
+        if self.declaration is not None and self.declaration.codec is not None:
+            return not bool(self.flat[:: codecs.get(self.declaration.codec).block_numel].amin().isnan())
+        return is_finite(self.flat)
+
     def __repr__(self) -> str:
         return f"Bucket({self.label!r}, {self.dtype}, numel={self.numel}, names={list(self.names)})"
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a floating-point tensor holds no NaN and no Inf; one pass, no copy."""
+    if not tensor.numel():
+        return True
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    if math.isfinite(tensor.sum(dtype=wide)):
+        return True
+    low, high = torch.aminmax(tensor)  # finite values may add up to Inf
+    return math.isfinite(low) and math.isfinite(high)
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:
@@ -117,14 +165,15 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
         )
 
 
-class GradientStorage:
-    """The gradient memory of one model, sliced into buckets by a plan.
+class BucketStorage:
+    """The memory of one model's exchange, sliced into buckets by a plan.
 
     Args:
         named_parameters: (name, parameter), each once, all of them fit for ``check_parameter``.
         group: allocates the memory; every rank makes the same call.
         bucket_bytes: cap of a bucket.
         bucket_class: ``Algorithm.bucket_class``; parameters of different classes share no bucket.
+        optimizer_of: which optimizer steps a parameter, by its id; parameters of different ones share no bucket.
         order: expected ready order as indices into ``named_parameters``; the default is last to first.
         memory: the memory of an earlier storage of the same parameters, used again.
 
@@ -137,6 +186,7 @@ class GradientStorage:
         *,
         bucket_bytes: int,
         bucket_class: Callable[[torch.nn.Parameter], Hashable],
+        optimizer_of: Mapping[int, int] | None = None,
         order: Sequence[int] | None = None,
         memory: torch.Tensor | None = None,
     ) -> None:
@@ -146,7 +196,9 @@ class GradientStorage:
         self.views: list[torch.Tensor] = []
         self.order: list[int] = []
         self._bucket_bytes = bucket_bytes
-        self._classes, self._keys = _fold_keys(named_parameters, bucket_class)
+        optimizer_of = {} if optimizer_of is None else optimizer_of
+        kinds = [(p.dtype, bucket_class(p), optimizer_of.get(id(p))) for p in self.parameters]
+        self._kinds, self._keys = _number(kinds)
         num_bytes = sum(_padded_bytes(parameter) for parameter in self.parameters)
         fits = memory is not None and memory.numel() == num_bytes
         self.memory = memory if fits else group.empty(num_bytes, torch.uint8)
@@ -171,6 +223,12 @@ class GradientStorage:
         for bucket in self.buckets:
             bucket.zero_padding()
 
+    def release_gradients(self) -> None:
+        """Moves the gradients out: from now on the memory is for weights."""
+        for parameter in self.parameters:
+            if self._holds(parameter.grad):
+                parameter.grad = parameter.grad.clone()
+
     def _make_plan(self, order: Sequence[int]) -> Any:
         numels = [parameter.numel() for parameter in self.parameters]
         item_bytes = [parameter.element_size() for parameter in self.parameters]
@@ -183,7 +241,7 @@ class GradientStorage:
         buckets = []
         begin = 0
         for index, planned in enumerate(plan.buckets):
-            dtype, kind = self._classes[planned.key]
+            dtype, kind, optimizer_index = self._kinds[planned.key]
             end = begin + planned.numel * planned.item_bytes
             flat = self.memory[begin:end].view(dtype)
             members = []
@@ -197,7 +255,7 @@ class GradientStorage:
                 members.append(Member(tensor, self.names[tensor], self.parameters[tensor], view))
             if filled_numel < planned.numel:
                 gaps.append(flat[filled_numel:])
-            buckets.append(Bucket(index, kind, flat, members, gaps))
+            buckets.append(Bucket(index, kind, optimizer_index, flat, members, gaps))
             begin = end
         return tuple(buckets)
 
@@ -217,15 +275,10 @@ def _park(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:
     return None if grad.data_ptr() == view.data_ptr() else grad.clone()
 
 
-def _fold_keys(
-    named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
-    bucket_class: Callable[[torch.nn.Parameter], Hashable],
-) -> tuple[list[tuple[torch.dtype, Hashable]], list[int]]:
-    """Numbers the (dtype, class) pairs in order of appearance, so that all ranks number them alike."""
-    numbers: dict[tuple[torch.dtype, Hashable], int] = {}
-    keys = []
-    for _, parameter in named_parameters:
-        keys.append(numbers.setdefault((parameter.dtype, bucket_class(parameter)), len(numbers)))
+def _number(kinds: Sequence[Kind]) -> tuple[list[Kind], list[int]]:
+    """The different kinds in order of appearance, so that all ranks number them alike, and each one's number."""
+    numbers: dict[Kind, int] = {}
+    keys = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
     return list(numbers), keys
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from bagua import algorithms
-from bagua.agreement import agree, check_model, check_types, describe_model
+from bagua.agreement import agree, check_model, check_types, describe_model, optimizers_of_parameters
 from bagua.algorithms import Algorithm
-from bagua.bucket import DEFAULT_BUCKET_BYTES, GradientStorage
+from bagua.bucket import DEFAULT_BUCKET_BYTES, BucketStorage
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup
 from bagua.handle import BaguaHandle, handle_of, other_parameter_ids
@@ -37,27 +37,31 @@ def with_bagua(
     group: ProcessGroup | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     find_unused_parameters: bool = False,
-    broadcast_buffers: bool = True,
+    broadcast_buffers: bool | None = None,
     **options: Any,
 ) -> torch.nn.Module:
     """Makes ``model`` train in step with the same model on the other ranks; collective.
 
     Parameters, buffers and optimizer state become equal to rank 0's. From then on gradients are
-    synchronised when ``backward()`` returns. The module itself is returned, its state_dict keys are
-    unchanged, and ``model.bagua`` is a :class:`bagua.handle.BaguaHandle`. Calling it again on the same
+    synchronised when ``backward()`` returns, or, by algorithms that exchange weights (``decentralized``,
+    ``low_precision_decentralized``, ``async``, ``local_sgd``), weights when the optimizer steps. The module
+    itself is returned, its state_dict keys are unchanged, and ``model.bagua`` is a
+    :class:`bagua.handle.BaguaHandle`. Calling it again on the same
     model changes the algorithm and its options, and uses the same memory.
 
     Args:
         model: a module whose parameters are on the CPU. Train it through ``model(...)``: the forwards of
             the root module are what broadcasts buffers.
         optimizers: those that step its parameters. Their state starts equal, and a step that would write
-            NaN is refused where the algorithm uses a codec. NaN in other parameters raise in backward.
+            NaN is refused where the algorithm uses a codec. NaN in other parameters raise in backward. Algorithms that
+            exchange weights need all of them.
         algorithm: a name from ``bagua.algorithms.available()``, or an instance.
         group: the ranks to train with; all by default.
         bucket_bytes: gradients travel in messages of at most this size (a larger tensor is one message).
         find_unused_parameters: a backward may leave parameters out, even all. Costs one small message per step. Then
             whatever runs backward from the model's output takes part, ``torch.autograd.grad`` too: all ranks do it.
-        broadcast_buffers: rank 0's buffers are sent before each training forward outside no_sync.
+        broadcast_buffers: whether rank 0's buffers are sent before each training forward outside no_sync. By default
+            they are while gradients are synchronised; while weights are exchanged each rank keeps its own.
         options: the algorithm's own.
 
     Raises:
@@ -76,14 +80,22 @@ def with_bagua(
     settings = {
         "bucket_bytes": (bucket_bytes, int),
         "find_unused_parameters": (find_unused_parameters, bool),
-        "broadcast_buffers": (broadcast_buffers, bool),
+        "broadcast_buffers": (broadcast_buffers, (bool, type(None))),
     }
 
-    def prepare() -> tuple[Algorithm, dict[str, Any]]:
+    def prepare() -> tuple[tuple[Algorithm, dict[int, int]], dict[str, Any]]:
         chosen = _make_algorithm(algorithm, options)
         check_types(settings)
         check_model(model, optimizers, other_parameter_ids(earlier))
-        return chosen, {
+        optimizer_of = {}
+        if chosen.exchanges == "weights":
+            optimizer_of = optimizers_of_parameters(model, optimizers, chosen.name)
+        if broadcast_buffers and not chosen.is_lockstep:
+            raise InvalidArgument(
+                f"broadcast_buffers=True makes the ranks wait for one another in every forward, which algorithm "
+                f"{chosen.name!r} avoids; leave it out"
+            )
+        return (chosen, optimizer_of), {
             "the number of with_bagua calls on this model": _num_wraps(earlier),
             "algorithm": chosen.name,
             **{f"option {name!r}": repr(value) for name, value in chosen.options().items()},
@@ -91,23 +103,27 @@ def with_bagua(
             **describe_model(model, optimizers),
         }
 
-    chosen = agree(group, prepare, "pass the same model, optimizers, algorithm and options on all ranks")
+    chosen, optimizer_of = agree(group, prepare, "pass the same model, optimizers, algorithm and options on all ranks")
+    if earlier is not None:
+        earlier.algorithm.detach()
     broadcast_model(model, group)
     for optimizer in optimizers:
         broadcast_optimizer(optimizer, group)
     step = Step(
-        _make_storage(model, group, chosen, bucket_bytes, earlier),
+        _make_storage(model, group, chosen, optimizer_of, bucket_bytes, earlier),
         chosen,
         group,
         optimizers=optimizers,
-        buffers=BufferBroadcast(model, group) if broadcast_buffers else None,
+        optimizer_of=optimizer_of,
+        buffers=BufferBroadcast(model, group) if broadcast_buffers is not False else None,
+        always_broadcasts=broadcast_buffers is True,
         find_unused_parameters=find_unused_parameters,
         frozen=[(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad],
         earlier=earlier.step if earlier is not None else None,
     )
     num_wraps = _num_wraps(earlier)
     if earlier is not None:
-        earlier.remove()
+        earlier.remove_hooks()
     model.bagua = BaguaHandle(model, step, _install_hooks(model, step, optimizers), num_wraps)
     return model
 
@@ -122,7 +138,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     Args:
         module: the module to train, with its parameters on the CPU.
-        broadcast_buffers: rank 0's buffers are sent before each training forward outside no_sync.
+        broadcast_buffers: as in :func:`bagua.with_bagua`.
         process_group: a bagua group; all ranks by default.
         bucket_cap_mb: cap of a bucket in MiB, 25 by default.
         find_unused_parameters: a backward may leave parameters out.
@@ -144,7 +160,7 @@ class DistributedDataParallel(torch.nn.Module):
         device_ids: list[int] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -216,16 +232,22 @@ def _make_algorithm(algorithm: str | Algorithm, options: dict[str, Any]) -> Algo
 
 
 def _make_storage(
-    model: torch.nn.Module, group: ProcessGroup, algorithm: Algorithm, bucket_bytes: int, earlier: BaguaHandle | None
-) -> GradientStorage:
+    model: torch.nn.Module,
+    group: ProcessGroup,
+    algorithm: Algorithm,
+    optimizer_of: Mapping[int, int],
+    bucket_bytes: int,
+    earlier: BaguaHandle | None,
+) -> BucketStorage:
     old = earlier.step.storage if earlier is not None else None
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     is_same_model = old is not None and [id(p) for _, p in trainable] == [id(p) for p in old.parameters]
-    return GradientStorage(
+    return BucketStorage(
         trainable,
         group,
         bucket_bytes=bucket_bytes,
         bucket_class=algorithm.bucket_class,
+        optimizer_of=optimizer_of,
         order=earlier.step.order if is_same_model else None,
         memory=old.memory if old is not None and earlier.group is group else None,
     )

@@ -104,11 +104,24 @@ class BaguaHandle:
             return None, {"num_steps": state["num_steps"], "ready_order": state["ready_order"]}
 
         agree(self.group, prepare, "load the same checkpoint on all ranks")
-        self.algorithm.load_state_dict(state["state"])
-        self.step.num_steps = state["num_steps"]
         index_of = {name: index for index, name in enumerate(self.step.storage.names)}
         order = state["ready_order"]
-        self.step.restore_order(None if order is None else [index_of[name] for name in order])
+        self.step.restore(state["num_steps"], None if order is None else [index_of[name] for name in order])
+        self.step.load_algorithm(state["state"])
+
+    def pause(self) -> None:
+        """Stops what the algorithm does in the background (``async``); collective, idempotent.
+
+        Raises:
+            InvalidArgument: the algorithm does nothing in the background.
+        """
+        self.group.check()
+        self.algorithm.pause()
+
+    def resume(self) -> None:
+        """Goes on after ``pause``; collective, idempotent."""
+        self.group.check()
+        self.algorithm.resume()
 
     def timeline(self) -> Timeline:
         """What happened when on this rank: steps, spans and a summary."""
@@ -116,6 +129,12 @@ class BaguaHandle:
 
     def remove(self) -> None:
         """Ends the synchronisation on this rank; weights and gradients stay as they are. Idempotent."""
+        if self._hooks:
+            self.algorithm.detach()
+        self.remove_hooks()
+
+    def remove_hooks(self) -> None:
+        """The part of ``remove`` that is left when the algorithm has been detached already."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

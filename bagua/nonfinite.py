@@ -1,8 +1,7 @@
 """Refuses to write NaN into the weights when a rank's gradient was NaN or Inf under a codec.
 
-Beside the data path, at its end: ``step.py`` asks after backward and before an optimizer step. A codec
-turns a block with NaN or Inf into NaN on all ranks, so looking at one element of each block finds it,
-and all ranks decide alike without a message. For the parameters of an optimizer passed to with_bagua the
+Beside the data path, at its end: ``step.py`` asks after backward and before an optimizer step. All ranks decide
+alike without a message (Bucket.is_finite). For the parameters of an optimizer passed to with_bagua the
 error is raised when that optimizer is really stepped, so that a GradScaler can skip the step; for others,
 or inside an optimizer's closure, it is raised at the end of backward.
 """
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 
-from bagua import codecs
 from bagua.bucket import Bucket
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup
@@ -30,24 +28,20 @@ class NonFiniteGuard:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
-        self._is_in_closure = False
-        self._probes: list[tuple[Bucket, torch.Tensor]] = []
+        self.is_in_closure = False  # of an optimizer's step
+        self._coded: list[Bucket] = []
         self._suspects: list[Bucket] = []  # buckets with NaN after the last synchronising backward
 
     def watch(self, buckets: Sequence[Bucket], group: ProcessGroup) -> None:
         """Takes the buckets of a new layout. A single rank sends nothing, so nothing is quantised."""
-        coded = [bucket for bucket in buckets if bucket.declaration.codec is not None and bucket.numel]
-        self._probes = [
-            (bucket, bucket.flat[:: codecs.get(bucket.declaration.codec).block_numel])
-            for bucket in (coded if group.size > 1 else ())
-        ]
+        self._coded = [b for b in buckets if b.declaration.codec is not None] if group.size > 1 else []
 
     def check_backward(self) -> None:
         """All gradients are synchronised; raises InvalidArgument if no later check can."""
-        self._suspects = [bucket for bucket, probe in self._probes if bool(probe.amin().isnan())]
+        self._suspects = [bucket for bucket in self._coded if not bucket.is_finite()]
         if not self._suspects:
             return
-        if self._is_in_closure:
+        if self.is_in_closure:
             raise self._error(self._suspects)
         checked = set().union(*(_parameter_ids(ref()) for ref in self._optimizers))
         unchecked = [
@@ -63,7 +57,7 @@ class NonFiniteGuard:
             InvalidArgument: a gradient that it would use is NaN; names buckets, parameters and codec.
         """
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        self._is_in_closure = closure is not None  # its backwards run after this check
+        self.is_in_closure = closure is not None  # its backwards run after this check
         if not self._suspects:
             return
         bad = [bucket for bucket in self._suspects if _has_nonfinite_gradient(bucket, _parameter_ids(optimizer))]
@@ -72,7 +66,7 @@ class NonFiniteGuard:
 
     def leave_step(self) -> None:
         """The optimizer step has returned."""
-        self._is_in_closure = False
+        self.is_in_closure = False
 
     def _error(self, buckets: Sequence[Bucket], more: str = "") -> InvalidArgument:
         told = "; ".join(f"{b.label} ({', '.join(b.names)}) under codec {b.declaration.codec!r}" for b in buckets)

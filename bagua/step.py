@@ -5,11 +5,15 @@
     gradient_ready        the gradient moves into its bucket, the scheduler says what may be launched
     _launch               the algorithm starts a bucket's communication; backward goes on meanwhile
     _finish               backward's computation is over: late buckets, then wait for all of them
-    before_optimizer_step refuse a step that would write NaN into the weights
+    before_optimizer_step refuse a step that would write NaN into the weights; the algorithm's hook
+    after_optimizer_step  the algorithm's hook
 
-Invariants: outside backward no communication is in flight, and gradients are synchronised when
-``backward()`` returns. All ranks launch the same buckets in the same order. A step that cannot be
-completed poisons the group, so that the other ranks raise this cause too instead of waiting.
+While the algorithm exchanges weights, gradients stay where autograd puts them: buckets are the algorithm's business,
+in its hooks, and the end of backward only agrees whether the step must be skipped.
+
+Invariants: gradients, where they are exchanged, are synchronised when ``backward()`` returns. All ranks launch
+the same buckets in the same order. A step that cannot be completed poisons the group, so that the other ranks
+raise this cause too instead of waiting.
 A backward inside no_sync stays local; every other backward synchronises.
 """
 
@@ -18,18 +22,19 @@ from __future__ import annotations
 import dataclasses
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bagua import _C
-from bagua.algorithms.base import Algorithm, Declaration
-from bagua.bucket import Bucket, GradientStorage, fill
+from bagua.algorithms.base import Algorithm, Declaration, Training
+from bagua.bucket import Bucket, BucketStorage, fill
 from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.group import ProcessGroup, Work
 from bagua.nonfinite import NonFiniteGuard, is_skipped_by_scaler
 from bagua.replicas import BufferBroadcast
+from bagua.skipped_steps import SkippedSteps
 from bagua.timeline import Recorder
 from bagua.unused import UnusedParameters
 
@@ -42,7 +47,9 @@ class Step:
         algorithm: decides what a bucket sends.
         group: the ranks that train together.
         optimizers: those for which ``before_optimizer_step`` will be called.
+        optimizer_of: which of them steps a parameter, by the parameter's id.
         buffers: what to broadcast before a training forward, or None.
+        always_broadcasts: also while weights are exchanged.
         find_unused_parameters: whether a backward may leave parameters out.
         frozen: name and parameter of those that are not in ``storage``, and must not begin to train.
         earlier: the step of an earlier wrap of the same model, whose count and ready order go on.
@@ -50,12 +57,14 @@ class Step:
 
     def __init__(
         self,
-        storage: GradientStorage,
+        storage: BucketStorage,
         algorithm: Algorithm,
         group: ProcessGroup,
         *,
         optimizers: Sequence[torch.optim.Optimizer],
+        optimizer_of: Mapping[int, int],
         buffers: BufferBroadcast | None,
+        always_broadcasts: bool,
         find_unused_parameters: bool,
         frozen: Sequence[tuple[str, torch.nn.Parameter]],
         earlier: Step | None = None,
@@ -65,15 +74,20 @@ class Step:
         self._is_order_known = earlier is not None and earlier.order == storage.order
         self.synchronises = True  # False inside no_sync
         self.recorder = Recorder()
-        self._buffers, self._frozen = buffers, tuple(frozen)
+        self._buffers, self._always_broadcasts, self._frozen = buffers, always_broadcasts, tuple(frozen)
         self._guard = NonFiniteGuard(optimizers)
+        self._optimizer_indices = {id(optimizer): index for index, optimizer in enumerate(optimizers)}
+        self._skipped_steps = SkippedSteps(storage, optimizer_of, group) if _exchanges_weights(algorithm) else None
+        self._sends_gradients = True  # now: an algorithm may begin with gradients and go over to weights
         self._next_order: list[int] | None = None  # agreed at the end of the first step, applied before the next
         self._is_open = False  # between the first gradient of a synchronising backward and its end
         self._pending: list[tuple[Bucket, Work]] = []
         self._begin_ns = 0
         self._bytes_sent = group.bytes_sent
         self._unused = UnusedParameters(storage, group) if find_unused_parameters else None
+        algorithm.attach(Training(group, tuple(optimizers), self._record_work))
         self._adopt_layout()
+        self._adopt_phase()
 
     # --- forward -------------------------------------------------------------------------------
 
@@ -90,11 +104,12 @@ class Step:
         self._lay_out_if_agreed()
         if not self.synchronises:
             return
-        self.algorithm.before_forward(self.storage.buckets, self.group)
-        if is_training and self._buffers is not None:
-            begin_ns = time.monotonic_ns()
+        begin_ns = time.monotonic_ns()
+        if not self._guard.is_in_closure:
+            self.algorithm.before_forward(self.storage.buckets, self.group)
+        if is_training and self._buffers is not None and (self._sends_gradients or self._always_broadcasts):
             self._buffers.run()
-            self.recorder.add_forward_wait(time.monotonic_ns() - begin_ns)
+        self.recorder.add_outside(time.monotonic_ns() - begin_ns)
 
     # --- backward ------------------------------------------------------------------------------
 
@@ -111,8 +126,9 @@ class Step:
         if grad is None:
             if not self._is_open or self._unused is not None:
                 return  # autograd calls it undefined; as good as unused
-            self._fill_with_zeros(index, parameter)
-        elif grad is not self._views[index]:
+            if self._sends_gradients:
+                self._fill_with_zeros(index, parameter)
+        elif self._sends_gradients and grad is not self._views[index]:
             self._move_into_bucket(index, parameter, grad)
         if self._unused is not None:
             self._unused.is_used[index] = 1
@@ -159,13 +175,18 @@ class Step:
         parameter.grad = view
 
     def _launch(self, first: int, last: int) -> None:
+        if not self._sends_gradients:
+            return
         for bucket in self.storage.buckets[first:last]:
             if bucket.declaration.codec is not None:
                 bucket.zero_padding()
             work = self.algorithm.communicate(bucket, self.group)
             if work is not None:
                 self._pending.append((bucket, work))
-                self.recorder.add_work(work.ticket, bucket.label)
+                self._record_work(work)
+
+    def _record_work(self, work: Work) -> None:
+        self.recorder.add_work(work.ticket, work.label)
 
     # --- end of backward -----------------------------------------------------------------------
 
@@ -178,7 +199,18 @@ class Step:
                 return  # autograd.grad() passed through the model: no parameter took part
             if missing:
                 raise self._fail(self._never_ready(missing))
-        else:
+        if self._sends_gradients:
+            self._finish_gradients(missing)
+        elif self.algorithm.is_lockstep:
+            self._skipped_steps.agree()
+        self.algorithm.after_backward(self.storage.buckets, self.group)
+        self.num_steps += 1
+        self._record(wait_ns)
+        self._pending.clear()
+        self._guard.check_backward()
+
+    def _finish_gradients(self, missing: Sequence[int]) -> None:
+        if self._unused is not None:
             self._unused.fill_in(missing)
         self._launch(*self._scheduler.finish())
         agreeing = self._unused.start_agreeing() if self._unused is not None else None
@@ -187,13 +219,8 @@ class Step:
         if agreeing is not None:
             agreeing.wait()
             self._unused.settle()
-        self.algorithm.after_backward(self.storage.buckets, self.group)
         if not self._is_order_known:
             self._agree_on_order()
-        self.num_steps += 1
-        self._record(wait_ns)
-        self._pending.clear()
-        self._guard.check_backward()
 
     def _abort(self) -> None:
         """Backward raised before its end: other ranks must not wait for what will never be sent."""
@@ -229,10 +256,16 @@ class Step:
         """The agreed ready order; None before the first step, while the order is that of registration, reversed."""
         return (self._next_order or self.storage.order) if self._is_order_known else None
 
-    def restore_order(self, order: Sequence[int] | None) -> None:
-        """Goes on with the ready order of a checkpoint."""
+    def restore(self, num_steps: int, order: Sequence[int] | None) -> None:
+        """Goes on where a checkpoint was taken, with its ready order; before the algorithm loads its state."""
+        self.num_steps = num_steps
         self._is_order_known = order is not None
         self._lay_out(list(reversed(range(len(self._views)))) if order is None else order)
+
+    def load_algorithm(self, state: dict[str, Any]) -> None:
+        """Gives the algorithm its part of a checkpoint."""
+        self.algorithm.load_state_dict(state)
+        self._adopt_phase()
 
     def _lay_out_if_agreed(self) -> None:
         if self._next_order is not None:
@@ -250,7 +283,16 @@ class Step:
         self._mark_ready = self._scheduler.mark_ready
         for bucket in self.storage.buckets:
             bucket.declaration = self._declare(bucket)
-        self._guard.watch(self.storage.buckets, self.group)
+        self.algorithm.lay_out(self.storage.buckets)
+        self._guard.watch(self.storage.buckets if self._sends_gradients else (), self.group)
+
+    def _adopt_phase(self) -> None:
+        """What the buckets are for from now on: the algorithm may have changed it at an optimizer step."""
+        if self.algorithm.synchronises_gradients() != self._sends_gradients:
+            self._sends_gradients = not self._sends_gradients
+            if not self._sends_gradients:
+                self.storage.release_gradients()
+            self._guard.watch(self.storage.buckets if self._sends_gradients else (), self.group)
 
     def _declare(self, bucket: Bucket) -> Declaration:
         """What the algorithm declares; where all ranks are on one node a hierarchical all_reduce is a plain one."""
@@ -267,13 +309,22 @@ class Step:
         self.group.check()
         if not is_skipped_by_scaler(optimizer):
             self._guard.check_step(optimizer, args, kwargs)
-            self.algorithm.before_optimizer_step(optimizer, self.storage.buckets, self.group)
+            begin_ns = time.monotonic_ns()
+            self.algorithm.before_optimizer_step(optimizer, self._buckets_of(optimizer), self.group)
+            self.recorder.add_outside(time.monotonic_ns() - begin_ns)
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer.step`` has returned."""
         self._guard.leave_step()
         if not is_skipped_by_scaler(optimizer):
-            self.algorithm.after_optimizer_step(optimizer, self.storage.buckets, self.group)
+            begin_ns = time.monotonic_ns()
+            self.algorithm.after_optimizer_step(optimizer, self._buckets_of(optimizer), self.group)
+            self.recorder.add_outside(time.monotonic_ns() - begin_ns)
+            self._adopt_phase()
+
+    def _buckets_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Bucket]:
+        index = self._optimizer_indices[id(optimizer)]
+        return [bucket for bucket in self.storage.buckets if bucket.optimizer_index in (None, index)]
 
     # --- errors --------------------------------------------------------------------------------
 
@@ -297,6 +348,10 @@ class Step:
             "find_unused_parameters=True, or set requires_grad=False before with_bagua",
             rank=self.group.rank,
         )
+
+
+def _exchanges_weights(algorithm: Algorithm) -> bool:
+    return algorithm.exchanges == "weights"
 
 
 class _EndOfBackward:

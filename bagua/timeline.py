@@ -24,7 +24,8 @@ class StepRecord:
         begin_ns: its first gradient became ready.
         wait_ns: backward's computation had ended; from here on communication was exposed.
         end_ns: all gradients were synchronised and ``backward()`` returned.
-        forward_wait_ns: time the forwards before it spent broadcasting buffers.
+        outside_ns: time that forwards and optimizer steps since the step before spent in the algorithm, exchanging
+            weights mostly, and on broadcasting buffers.
         bytes_sent: bytes that this rank's group has sent since the step before.
         num_buckets: messages, one per bucket.
     """
@@ -33,14 +34,14 @@ class StepRecord:
     begin_ns: int
     wait_ns: int
     end_ns: int
-    forward_wait_ns: int
+    outside_ns: int
     bytes_sent: int
     num_buckets: int
 
     @property
     def exposed_ns(self) -> int:
         """Time in which this rank did nothing but wait for communication."""
-        return self.end_ns - self.wait_ns + self.forward_wait_ns
+        return self.end_ns - self.wait_ns + self.outside_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +82,11 @@ class Recorder:
         self._num_steps = 0
         self._exposed_ns = 0
         self._bytes_sent = 0
-        self._forward_wait_ns = 0
+        self._outside_ns = 0
 
-    def add_forward_wait(self, nanoseconds: int) -> None:
-        """Counts time that the forward spent on buffers towards the step that follows."""
-        self._forward_wait_ns += nanoseconds
+    def add_outside(self, nanoseconds: int) -> None:
+        """Counts time outside backward towards the step that follows."""
+        self._outside_ns += nanoseconds
 
     def add_work(self, ticket: int, label: str) -> None:
         """Names the engine's spans of ``ticket``."""
@@ -95,12 +96,12 @@ class Recorder:
 
     def add_step(self, begin_ns: int, wait_ns: int, end_ns: int, bytes_sent: int, num_buckets: int) -> None:
         """Records a complete step."""
-        record = StepRecord(self._num_steps, begin_ns, wait_ns, end_ns, self._forward_wait_ns, bytes_sent, num_buckets)
+        record = StepRecord(self._num_steps, begin_ns, wait_ns, end_ns, self._outside_ns, bytes_sent, num_buckets)
         self._steps.append(record)
         self._num_steps += 1
         self._exposed_ns += record.exposed_ns
         self._bytes_sent += bytes_sent
-        self._forward_wait_ns = 0
+        self._outside_ns = 0
 
     def snapshot(self, events: Iterable[Any], buckets: Iterable[Any]) -> Timeline:
         """What is known now; ``events`` are the engine's, of which only those of this model are named."""

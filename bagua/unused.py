@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bagua.bucket import GradientStorage
+from bagua.bucket import BucketStorage
 from bagua.group import ProcessGroup, ReduceOp, Work
 
 
@@ -21,7 +21,7 @@ class UnusedParameters:
         is_used: a byte per parameter, set to 1 as its gradient becomes ready, in no_sync too.
     """
 
-    def __init__(self, storage: GradientStorage, group: ProcessGroup) -> None:
+    def __init__(self, storage: BucketStorage, group: ProcessGroup) -> None:
         self.is_used = bytearray(len(storage.parameters))
         self._storage, self._group = storage, group
         self._used = torch.empty(0, dtype=torch.uint8)

@@ -3,13 +3,16 @@
 Data path: scheduler -> **policy** -> engine. An algorithm decides what a bucket sends, with which
 codec and when. It never loops over elements and never touches a transport. Options are the
 keyword-only dataclass fields of the class; an unknown option is an error that lists these.
+
+Two kinds: one exchanges *gradients*, bucket by bucket while backward runs (``communicate``); the other leaves
+gradients alone and exchanges *weights* around the optimizer's step, through the same buckets.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -39,11 +42,51 @@ class Declaration:
         return f"{text} ({self.reason})" if self.reason else text
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class About:
+    """A row of the README's table of algorithms: what a user wants to know before choosing.
+
+    Attributes:
+        sends: what travels.
+        to: whom it travels to.
+        when: when it travels, and what waits for it.
+        bytes_per_step: sent per rank and step, in terms of the float32 gradient bytes G and the number of ranks n.
+        memory: extra bytes per rank beside plain training, in the same terms.
+        use_when: for which network and model.
+        paper: its source.
+    """
+
+    sends: str
+    to: str
+    when: str
+    bytes_per_step: str
+    memory: str
+    use_when: str
+    paper: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What an algorithm is part of, from ``attach`` to ``detach``.
+
+    Attributes:
+        group: the ranks that train together.
+        optimizers: those that were passed to with_bagua; a bucket's ``optimizer_index`` counts them.
+        record: names the spans of a Work in the timeline; to be called with each Work that ``communicate`` does not
+            return.
+    """
+
+    group: ProcessGroup
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    record: Callable[[Work], None]
+
+
 @dataclasses.dataclass(kw_only=True)
 class Algorithm:
-    """Base class of all algorithms; a subclass must define ``declare`` and ``communicate``.
+    """Base class of all algorithms; a subclass defines ``declare``, and ``communicate`` if it exchanges gradients.
 
-    Every rank calls the same hooks in the same order, so each may use collectives of ``group``.
+    Every rank calls the same hooks in the same order, so each may use collectives of ``group``; but see
+    ``is_lockstep``.
 
     Example:
         >>> @register                                                            # doctest: +SKIP
@@ -57,14 +100,32 @@ class Algorithm:
     """
 
     name: ClassVar[str] = ""  # as in with_bagua(model, algorithm=name); set by ``register``
+    about: ClassVar[About | None] = None  # for tables; every algorithm of this package has one
+    # What its buckets hold in the main. Weights: every trainable parameter belongs to one of the optimizers, and a
+    # bucket to one optimizer, whose hooks are called with its buckets alone.
+    exchanges: ClassVar[Literal["gradients", "weights"]] = "gradients"
+    # Whether the ranks take every step together. Where they do, a step that one rank's GradScaler skips is skipped by
+    # all; where not, no hook may wait for other ranks' hooks, and a rank may end before the others.
+    is_lockstep: ClassVar[bool] = True
 
     def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
         """Parameters of different classes never share a bucket. Depends on shape and dtype only."""
         return ""
 
     def declare(self, bucket: Bucket) -> Declaration:
-        """What ``communicate`` sends for ``bucket``; asked whenever buckets are laid out."""
+        """What the exchange of ``bucket`` sends; asked whenever buckets are laid out."""
         raise NotImplementedError(f"{type(self).__name__}.declare")
+
+    def attach(self, training: Training) -> None:
+        """The model has been wrapped: parameters, buffers and optimizer states are equal on all ranks."""
+        self.training = training
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        """``buckets`` are those of now on: after ``attach``, and when the order in which gradients come is known."""
+
+    def synchronises_gradients(self) -> bool:
+        """Whether ``communicate`` is called in backward. May change at an optimizer step, on all ranks at the same."""
+        return self.exchanges == "gradients"
 
     def communicate(self, bucket: Bucket, group: ProcessGroup) -> Work | None:
         """All gradients of ``bucket`` are ready: start its communication and return the Work, or None.
@@ -75,7 +136,7 @@ class Algorithm:
         raise NotImplementedError(f"{type(self).__name__}.communicate")
 
     def before_forward(self, buckets: Sequence[Bucket], group: ProcessGroup) -> None:
-        """A forward with gradients begins, outside no_sync."""
+        """A forward with gradients begins, outside no_sync and outside an optimizer's closure."""
 
     def after_backward(self, buckets: Sequence[Bucket], group: ProcessGroup) -> None:
         """A synchronising backward has ended: all Work is complete, ``backward()`` is about to return."""
@@ -83,12 +144,27 @@ class Algorithm:
     def before_optimizer_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
     ) -> None:
-        """``optimizer`` is about to change weights; not called for steps that a GradScaler skips."""
+        """``optimizer`` is about to change weights; not called for steps that a GradScaler skips.
+
+        Args:
+            buckets: all, or where weights are exchanged those of ``optimizer``.
+        """
 
     def after_optimizer_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
     ) -> None:
         """``optimizer`` has changed weights; not called for steps that a GradScaler skips."""
+
+    def pause(self) -> None:
+        """Stops what runs in the background; collective, idempotent."""
+        raise InvalidArgument(f"algorithm {self.name!r} does nothing in the background that could be paused")
+
+    def resume(self) -> None:
+        """Goes on after ``pause``; collective, idempotent."""
+        raise InvalidArgument(f"algorithm {self.name!r} does nothing in the background that could be resumed")
+
+    def detach(self) -> None:
+        """The model is synchronised by another algorithm from now on, or no more: waits for what is under way."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that it remembers from step to step; {} if nothing."""

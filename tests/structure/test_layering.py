@@ -21,7 +21,7 @@ CONNECTING = {"interfaces", "handshake", "rendezvous", "fork_guard", "dialing", 
 TORCH = {"torch_pump", "torch_transport"}
 GROUP = CONFIG | {"_C", "reduction", "work", "tensors", "nodes", "lanes", "objects", "group"}
 BUCKETS = GROUP | {"codecs", "bucket"}
-STEPPING = BUCKETS | {"world", "communication", "agreement", "nonfinite", "replicas", "timeline", "unused"}
+STEPPING = BUCKETS | {"world", "communication", "agreement", "nonfinite", "replicas", "timeline", "unused", "skipped_steps"}
 
 MAY_IMPORT = {
     "errors": set(),
@@ -53,6 +53,7 @@ MAY_IMPORT = {
     "nonfinite": STEPPING,
     "replicas": STEPPING,
     "unused": STEPPING,
+    "skipped_steps": STEPPING,
     "step": STEPPING | {"algorithms", "step"},
     "handle": STEPPING | {"algorithms", "step", "handle"},
     "data_parallel": STEPPING | {"algorithms", "step", "handle", "data_parallel"},

@@ -1,0 +1,143 @@
+"""decentralized: weights are averaged with those of a few neighbours while the gradients are computed.
+
+Data path: policy. Before the forward pass one neighbor_average of the weights per bucket is started; before the
+optimizer steps its result takes the place of the weights: x <- p - lr g(x), p the average of x_t over the
+neighbourhood. The primitive D_FP_S of the paper (arXiv 2107.01499); source: arXiv 1705.09056.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bagua.algorithms.base import About, Algorithm, Declaration, Training
+from bagua.algorithms.registry import register
+from bagua.bucket import Bucket
+from bagua.errors import InvalidArgument
+from bagua.group import ProcessGroup, Work
+
+
+@dataclasses.dataclass
+class _Exchange:
+    """Of the weights of one optimizer, from its start to the optimizer's step."""
+
+    works: list[tuple[Bucket, Work]]
+    versions: list[int]  # of the parameters that were sent: a changed one would be lost
+
+
+@register
+@dataclasses.dataclass(kw_only=True)
+class Decentralized(Algorithm):
+    """x <- sum over the neighbours and itself of w_ij x_j, and then the optimizer's step on it.
+
+    The averaged weights take their place when the optimizer steps, so weights must not be changed between a
+    forward with gradients and the step that follows it. Each optimizer's weights are exchanged once per step of it.
+
+    Args:
+        topology: who averages with whom; ``bagua.neighbor_average`` says which there are. "ring" and "exponential" send to
+            two ranks and one; "shift_one" is pairs that change; "all" is everybody.
+        interval: every so many steps.
+        hierarchical: the nodes' means are averaged by the topology of nodes. Nodes count by their ranks.
+
+    Example:
+        >>> model = bagua.with_bagua(model, optimizer, algorithm="decentralized", topology="ring")   # doctest: +SKIP
+    """
+
+    about = About(
+        sends="weights, full precision",
+        to="neighbours: all, a ring, changing pairs",
+        when="during forward and backward; the optimizer's step waits",
+        bytes_per_step="`ring` 2 G, `shift_one` and `exponential` G, `all` 2 (n-1)/n G; divided by the interval",
+        memory="G",
+        use_when="latency or stragglers bind: no rank waits for more than its neighbours",
+        paper="[1705.09056](https://arxiv.org/abs/1705.09056)",
+    )
+    exchanges = "weights"
+
+    topology: str = "all"
+    interval: int = 1
+    hierarchical: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.interval < 1:
+            raise InvalidArgument(f"interval is {self.interval}, expected 1 or more")
+
+    def attach(self, training: Training) -> None:
+        super().attach(training)
+        self._num_steps = [0] * len(training.optimizers)
+        self._num_exchanges = [0] * len(training.optimizers)
+        self._pending: dict[int, _Exchange] = {}
+
+    def declare(self, bucket: Bucket) -> Declaration:
+        return Declaration(f"neighbor_average ({self.topology})", hierarchical=self.hierarchical)
+
+    def before_forward(self, buckets: Sequence[Bucket], group: ProcessGroup) -> None:
+        for index in range(len(self.training.optimizers)):
+            if index not in self._pending and self._is_due(index):
+                self._start(index, [bucket for bucket in buckets if bucket.optimizer_index == index], group)
+
+    def before_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
+    ) -> None:
+        index = self.training.optimizers.index(optimizer)
+        if not self._is_due(index):
+            return
+        if index not in self._pending:  # no forward outside the optimizer's closure
+            self._start(index, buckets, group)
+        exchange = self._pending[index]
+        if exchange.versions != _versions(buckets):
+            error = InvalidArgument(
+                "weights were changed between a forward with gradients and the optimizer's step, which algorithm "
+                f"{self.name!r} would undo: their average is under way since that forward. Load or change weights before "
+                "the forward; after loading, model.bagua.load_state_dict starts anew"
+            )
+            group.poison(error)
+            raise error
+        del self._pending[index]
+        for bucket, work in exchange.works:
+            work.wait()
+            bucket.store()
+        self._num_exchanges[index] += 1
+
+    def after_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
+    ) -> None:
+        self._num_steps[self.training.optimizers.index(optimizer)] += 1
+
+    def _is_due(self, index: int) -> bool:
+        return self.training.group.size > 1 and self._num_steps[index] % self.interval == 0
+
+    def _start(self, index: int, buckets: Sequence[Bucket], group: ProcessGroup) -> None:
+        works = []
+        for bucket in buckets:
+            bucket.load()
+            work = group.neighbor_average(
+                bucket.flat,
+                self.topology,
+                self._num_exchanges[index],
+                label=bucket.label,
+            )
+            self.training.record(work)
+            works.append((bucket, work))
+        self._pending[index] = _Exchange(works, _versions(buckets))
+
+    def detach(self) -> None:
+        for exchange in self._pending.values():
+            for _, work in exchange.works:
+                work.wait()
+        self._pending.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": list(self._num_steps), "num_exchanges": list(self._num_exchanges)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.detach()
+        self._num_steps, self._num_exchanges = list(state["num_steps"]), list(state["num_exchanges"])
+
+
+def _versions(buckets: Sequence[Bucket]) -> list[int]:
+    return [member.parameter._version for bucket in buckets for member in bucket.members]

@@ -1,0 +1,146 @@
+"""local_sgd: every rank steps on its own gradients, and every k-th step the weights are averaged over all ranks.
+
+Data path: policy. No communication in backward; after the k-th optimizer step one all_reduce of the weights per
+bucket. Sources: arXiv 1805.09767; synchronous first and local later ("post-local"): arXiv 1808.07217.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bagua.algorithms.base import About, Algorithm, Declaration, Training
+from bagua.algorithms.registry import register
+from bagua.bucket import Bucket
+from bagua.errors import InvalidArgument
+from bagua.group import ProcessGroup, ReduceOp, Work
+
+_MOMENTUM = ("average", "reset", "keep")
+
+
+@register
+@dataclasses.dataclass(kw_only=True)
+class LocalSGD(Algorithm):
+    """k local steps, then x <- mean over ranks of x.
+
+    Each optimizer counts its own steps. In the synchronous steps gradients are averaged as by gradient_allreduce.
+
+    Args:
+        sync_every: k. With 1 and plain SGD it equals averaging the gradients.
+        post_local_after: so many steps of every optimizer are synchronous, before the local ones begin.
+        momentum: what becomes of an optimizer's state when the weights are averaged. "average": tensors of the shape of
+            their parameter (momentum, Adam's moments) are averaged too, where all ranks have them; as many bytes again
+            for each. "reset": it begins anew. "keep": each rank keeps its own.
+
+    Example:
+        >>> model = bagua.with_bagua(model, optimizer, algorithm="local_sgd", sync_every=8)     # doctest: +SKIP
+    """
+
+    about = About(
+        sends="weights, and by option the optimizer's moments, full precision",
+        to="all ranks",
+        when="after every k-th optimizer step, which waits",
+        bytes_per_step="2 (n-1)/n G / k, times 1 + the number of moments",
+        memory="G",
+        use_when="latency or bandwidth is far too low for an exchange per step; large batches",
+        paper="[1805.09767](https://arxiv.org/abs/1805.09767), post-local [1808.07217](https://arxiv.org/abs/1808.07217)",
+    )
+    exchanges = "weights"
+
+    sync_every: int = 4
+    post_local_after: int = 0
+    momentum: str = "average"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sync_every < 1:
+            raise InvalidArgument(f"sync_every is {self.sync_every}, expected 1 or more")
+        if self.post_local_after < 0:
+            raise InvalidArgument(f"post_local_after is {self.post_local_after}, expected 0 or more")
+        if self.momentum not in _MOMENTUM:
+            raise InvalidArgument(f"momentum is {self.momentum!r}, expected one of {', '.join(map(repr, _MOMENTUM))}")
+
+    def attach(self, training: Training) -> None:
+        super().attach(training)
+        self._num_steps = [0] * len(training.optimizers)
+        self._num_local_steps = [0] * len(training.optimizers)  # since the weights were equal
+
+    def declare(self, bucket: Bucket) -> Declaration:
+        return Declaration("all_reduce")
+
+    def synchronises_gradients(self) -> bool:
+        return min(self._num_steps) < self.post_local_after
+
+    def communicate(self, bucket: Bucket, group: ProcessGroup) -> Work | None:
+        return group.all_reduce(bucket.flat, ReduceOp.AVG, label=bucket.label)
+
+    def after_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
+    ) -> None:
+        index = self.training.optimizers.index(optimizer)
+        is_local = not self.synchronises_gradients()
+        self._num_steps[index] += 1
+        self._num_local_steps[index] += is_local
+        if self._num_local_steps[index] < self.sync_every:
+            return
+        self._num_local_steps[index] = 0
+        if group.size == 1:
+            return
+        self._average([(bucket, None) for bucket in buckets], group)
+        if self.momentum == "reset":
+            for member in (member for bucket in buckets for member in bucket.members):
+                optimizer.state.pop(member.parameter, None)
+        elif self.momentum == "average":
+            self._average_moments(optimizer, buckets, group)
+
+    def _average(self, exchanges: Sequence[tuple[Bucket, Sequence[torch.Tensor] | None]], group: ProcessGroup) -> None:
+        """Averages the weights, or the tensors given for the members of a bucket; one is copied while others travel."""
+        works = []
+        for bucket, tensors in exchanges:
+            bucket.load(tensors)
+            works.append(group.all_reduce(bucket.flat, ReduceOp.AVG, label=bucket.label))
+            self.training.record(works[-1])
+        for (bucket, tensors), work in zip(exchanges, works, strict=True):
+            work.wait()
+            bucket.store(tensors)
+
+    def _average_moments(
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
+    ) -> None:
+        """A rank on which a parameter was never used has no state for it; then nobody's is averaged."""
+        members = [member for bucket in buckets for member in bucket.members]
+        moments = {member.index: _moments_of(optimizer, member.parameter) for member in members}
+        num_moments = torch.tensor([len(moments[member.index]) for member in members], dtype=torch.uint8)
+        group.all_reduce(num_moments, ReduceOp.MIN, label="numbers of moments", blocking=True).wait()
+        shared = {m.index: moments[m.index][:num] for m, num in zip(members, num_moments.tolist(), strict=True)}
+        for place in range(max(map(len, shared.values()), default=0)):
+            exchanges = []
+            for bucket in buckets:
+                # A member without this moment keeps its place in the message.
+                tensors = [shared[m.index][place] if place < len(shared[m.index]) else m.view for m in bucket.members]
+                if any(tensor is not m.view for tensor, m in zip(tensors, bucket.members, strict=True)):
+                    exchanges.append((bucket, tensors))
+            self._average(exchanges, group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": list(self._num_steps), "num_local_steps": list(self._num_local_steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._num_steps = list(state["num_steps"])
+        self._num_local_steps = list(state["num_local_steps"])
+
+
+def _moments_of(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+    """What the optimizer remembers element by element of its gradients, in the order of its names."""
+    state = optimizer.state.get(parameter, {})
+    return [
+        value
+        for key, value in sorted(state.items(), key=lambda item: str(item[0]))
+        if isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.shape == parameter.shape
+        and key != "step"  # of the shape of a parameter without dimensions
+    ]
