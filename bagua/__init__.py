@@ -1,11 +1,11 @@
 """Bagua: data-parallel training for networks that are slower than the accelerators behind them.
 
 >>> import bagua
->>> sorted(bagua.algorithms.available())
-['bytegrad', 'gradient_allreduce']
+>>> {"gradient_allreduce", "bytegrad", "qsgd", "qadam", "decentralized", "async"} <= set(bagua.algorithms.available())
+True
 """
 
-from . import algorithms, codecs, torch_backend
+from . import algorithms, codecs, optim, torch_backend
 from ._C import __version__
 from .communication import (
     all_gather,
@@ -85,6 +85,7 @@ __all__ = [
     "is_initialized",
     "neighbor_average",
     "new_group",
+    "optim",
     "recv",
     "reduce",
     "reduce_scatter",

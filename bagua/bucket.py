@@ -76,7 +76,7 @@ class Bucket:
         optimizer_index: int | None,
         flat: torch.Tensor,
         members: Sequence[Member],
-        gaps: list,
+        gaps: Sequence[tuple[int, int]],
     ) -> None:
         self.index = index
         self.label = f"bucket {index}"
@@ -107,22 +107,44 @@ class Bucket:
         """The names of its parameters."""
         return tuple(member.name for member in self.members)
 
-    def zero_padding(self) -> None:
+    def zero_padding(self, flat: torch.Tensor | None = None) -> None:
         """Clears the elements between gradients: a codec leaves its rounding there, and would widen later blocks."""
-        for gap in self._gaps:
-            gap.zero_()
+        flat = self.flat if flat is None else flat
+        for begin, end in self._gaps:
+            flat[begin:end].zero_()
 
-    def load(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
-        """flat <- the weights, or ``tensors``, one per member and of its shape."""
+    def load(self, tensors: Sequence[torch.Tensor] | None = None, flat: torch.Tensor | None = None) -> None:
+        """flat <- the weights.
+
+        Args:
+            tensors: instead of the weights, one per member and of its shape.
+            flat: instead of the bucket's own, of its size.
+        """
         sources = [member.parameter.detach() for member in self.members] if tensors is None else list(tensors)
-        torch._foreach_copy_([member.view for member in self.members], sources)
-        self.zero_padding()
+        torch._foreach_copy_(self._views(flat), sources)
+        self.zero_padding(flat)
 
     @torch.no_grad()
-    def store(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
-        """The weights, or ``tensors``, <- flat."""
+    def store(self, tensors: Sequence[torch.Tensor] | None = None, flat: torch.Tensor | None = None) -> None:
+        """The weights <- flat; arguments as for ``load``."""
         destinations = [member.parameter for member in self.members] if tensors is None else list(tensors)
-        torch._foreach_copy_(destinations, [member.view for member in self.members])
+        torch._foreach_copy_(destinations, self._views(flat))
+
+    @torch.no_grad()
+    def add_to_weights(self) -> None:
+        """The weights += flat."""
+        torch._foreach_add_([member.parameter for member in self.members], self._views(None))
+
+    def place_of(self, member: Member) -> tuple[int, int]:
+        """The first element of ``member`` in ``flat``, and the one behind its last."""
+        begin = member.view.storage_offset() - self.flat.storage_offset()
+        return begin, begin + member.view.numel()
+
+    def _views(self, flat: torch.Tensor | None) -> list[torch.Tensor]:
+        if flat is None:
+            return [member.view for member in self.members]
+        start = flat.storage_offset()
+        return [flat.as_strided(m.view.shape, m.view.stride(), start + self.place_of(m)[0]) for m in self.members]
 
     def is_finite(self) -> bool:
         """Whether it holds no NaN and no Inf.
@@ -249,12 +271,12 @@ class BucketStorage:
             filled_numel = 0
             for tensor, offset_numel, numel in planned.members:
                 if filled_numel < offset_numel:
-                    gaps.append(flat[filled_numel:offset_numel])
+                    gaps.append((filled_numel, offset_numel))
                 filled_numel = offset_numel + numel
                 view = _shaped_like(flat[offset_numel:filled_numel], self.parameters[tensor])
                 members.append(Member(tensor, self.names[tensor], self.parameters[tensor], view))
             if filled_numel < planned.numel:
-                gaps.append(flat[filled_numel:])
+                gaps.append((filled_numel, planned.numel))
             buckets.append(Bucket(index, kind, optimizer_index, flat, members, gaps))
             begin = end
         return tuple(buckets)

@@ -87,6 +87,7 @@ def with_bagua(
         chosen = _make_algorithm(algorithm, options)
         check_types(settings)
         check_model(model, optimizers, other_parameter_ids(earlier))
+        chosen.check(optimizers)
         optimizer_of = {}
         if chosen.exchanges == "weights":
             optimizer_of = optimizers_of_parameters(model, optimizers, chosen.name)

@@ -7,7 +7,7 @@ file checks how they fit together, and the Work keeps them alive. lanes.py holds
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
 
@@ -17,8 +17,8 @@ from . import _C, objects
 from .errors import BaguaError, InvalidArgument
 from .lanes import Lanes, Network
 from .nodes import Nodes
-from .reduction import ReduceOp, check_codec, check_op, check_topology, dtype_code
-from .tensors import Array, prepare
+from .reduction import ReduceOp, Residuals, check_codec, check_op, check_topology, dtype_code
+from .tensors import Array, check_pair, prepare, split_numels
 from .work import Work, to_seconds
 
 __all__ = ["ProcessGroup", "ReduceOp", "Work", "dtype_code"]
@@ -48,6 +48,7 @@ class ProcessGroup:
         self.rank = self.ranks.index(global_rank) if global_rank in self.ranks else -1
         self._parent: ProcessGroup | None = None
         self._subgroups: list[ProcessGroup] = []
+        self.before_close: Callable[[], None] | None = None
         self._closed = False
         self._pid = os.getpid()
         if self.rank >= 0:
@@ -85,6 +86,8 @@ class ProcessGroup:
 
     def close(self) -> None:
         """End the worker threads and say goodbye to the peers. Idempotent; a forked child only forgets the group."""
+        if self.before_close is not None and not self._closed and self._pid == os.getpid():
+            self.before_close()
         self._closed = True
         if self._pid != os.getpid():
             return
@@ -186,19 +189,21 @@ class ProcessGroup:
         hierarchical: bool = False,
         label: str = "",
         blocking: bool = False,
+        feedback: Residuals | None = None,
     ) -> Work:
-        """tensor <- op over ranks of tensor, in place; see bagua.all_reduce."""
+        """tensor <- op over ranks of tensor, in place; see bagua.all_reduce, and for error feedback Residuals."""
         self.check()
         data, give_back = prepare(tensor, "tensor")
         op = check_op(op, data.dtype)
         codec = check_codec(codec, data.dtype, op)
         arguments = (data.data_ptr(), data.numel(), dtype_code(data.dtype), int(op), codec, self._timeout_s, blocking)
+        residuals = None if feedback is None else feedback.addresses()
         if hierarchical:
-            nodes = self.nodes
-            work = self._core.hierarchical_all_reduce(nodes.node_of(self.rank), nodes.leaders, *arguments)
+            nodes = (self.nodes.node_of(self.rank), self.nodes.leaders)
+            work = self._core.hierarchical_all_reduce(*nodes, *arguments, residuals)
         else:
-            work = self._core.all_reduce(*arguments)
-        return self._work(work, (tensor, data), label, give_back)
+            work = self._core.all_reduce(*arguments, residuals)
+        return self._work(work, (tensor, data, feedback), label, give_back)
 
     def neighbor_average(
         self,
@@ -207,6 +212,7 @@ class ProcessGroup:
         step: int = 0,
         *,
         codec: str | None = None,
+        hierarchical: bool = False,
         label: str = "",
         blocking: bool = False,
     ) -> Work:
@@ -215,10 +221,32 @@ class ProcessGroup:
         data, give_back = prepare(tensor, "tensor")
         number = check_topology(topology, step, data.dtype)
         codec = check_codec(codec, data.dtype)
-        work = self._core.neighbor_average(
-            data.data_ptr(), data.numel(), dtype_code(data.dtype), number, step, codec, self._timeout_s, blocking
-        )
+        place = (data.data_ptr(), data.numel(), dtype_code(data.dtype), number, step)
+        if hierarchical and codec is not None:
+            raise InvalidArgument("neighbor_average does not combine hierarchical=True with a codec; leave one out")
+        if hierarchical:
+            nodes = (self.nodes.node_of(self.rank), self.nodes.leaders, self.nodes.smallest)
+            work = self._core.hierarchical_neighbor_average(*nodes, *place, self._timeout_s, blocking)
+        else:
+            work = self._core.neighbor_average(*place, codec, self._timeout_s, blocking)
         return self._work(work, (tensor, data), label, give_back)
+
+    def difference_ring_average(
+        self, tensor: Array, replicas: Sequence[torch.Tensor], *, codec: str, label: str = ""
+    ) -> Work:
+        """tensor <- own, where own += D(codec(tensor + left/3 + right/3 - 5/3 own)), and left and right likewise.
+
+        `replicas` are own, left and right: float32, contiguous, of tensor's size, equal on all ranks at first; between
+        two ranks left and right may be one tensor.
+        """
+        self.check()
+        data, give_back = prepare(tensor, "tensor")
+        spec = check_codec(codec, data.dtype)
+        places = [replica.data_ptr() for replica in replicas]
+        work = self._core.difference_ring_average(
+            data.data_ptr(), data.numel(), dtype_code(data.dtype), *places, spec, self._timeout_s, False
+        )
+        return self._work(work, (tensor, data, replicas), label, give_back)
 
     def reduce(self, tensor: Array, dst: int, op: ReduceOp = ReduceOp.SUM, *, blocking: bool = False) -> Work:
         """tensor of rank `dst` <- op over ranks of tensor; the others' tensors end undefined."""
@@ -245,25 +273,19 @@ class ProcessGroup:
         source, (into, give_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
         op = check_op(op, into.dtype)
         codec = check_codec(codec, into.dtype, op)
-        self._check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output")
+        check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output", self.size)
         kind = dtype_code(into.dtype)
         work = self._core.reduce_scatter(
             source.data_ptr(), into.data_ptr(), into.numel(), kind, int(op), codec, self._timeout_s, blocking
         )
         return self._work(work, (source, into), finish=give_back)
 
-    def _check_pair(self, first, second, have: int, want: int, name: str, other: str) -> None:
-        if first.dtype != second.dtype:
-            raise InvalidArgument(f"input is {first.dtype} but output is {second.dtype}; give them one type")
-        if have != want:
-            raise InvalidArgument(f"{name} has {have} elements, but {other} has {want} (group size {self.size})")
-
     def all_gather(self, output: Array, input: Array, *, codec: str | None = None, blocking: bool = False) -> Work:
         """output[r] <- input of rank r; output is `size` blocks of input's size."""
         self.check()
         source, (into, give_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
         codec = check_codec(codec, source.dtype)
-        self._check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input")
+        check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input", self.size)
         kind = dtype_code(source.dtype)
         work = self._core.all_gather(
             source.data_ptr(), into.data_ptr(), source.nbytes, kind, codec, self._timeout_s, blocking
@@ -278,7 +300,7 @@ class ProcessGroup:
         into, give_back = None, None
         if self.rank == dst:
             into, give_back = prepare(output, "output")
-            self._check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input")
+            check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input", self.size)
         place, kind = 0 if into is None else into.data_ptr(), dtype_code(source.dtype)
         work = self._core.gather(source.data_ptr(), place, source.nbytes, kind, dst, self._timeout_s, blocking)
         return self._work(work, (source, into), finish=give_back)
@@ -291,7 +313,7 @@ class ProcessGroup:
         source = None
         if self.rank == src:
             source = prepare(input, "input", is_written=False).data
-            self._check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output")
+            check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output", self.size)
         origin, kind = 0 if source is None else source.data_ptr(), dtype_code(into.dtype)
         work = self._core.scatter(origin, into.data_ptr(), into.nbytes, kind, src, self._timeout_s, blocking)
         return self._work(work, (source, into), finish=give_back)
@@ -314,29 +336,15 @@ class ProcessGroup:
             raise InvalidArgument(f"input is {source.dtype} but output is {into.dtype}; give them one type")
         work = self._core.all_to_all(
             source.data_ptr(),
-            self._split_numels(source, input_splits, "input"),
+            split_numels(source, input_splits, "input", self.size),
             into.data_ptr(),
-            self._split_numels(into, output_splits, "output"),
+            split_numels(into, output_splits, "output", self.size),
             dtype_code(source.dtype),
             codec,
             self._timeout_s,
             blocking,
         )
         return self._work(work, (source, into), finish=give_back)
-
-    def _split_numels(self, tensor: torch.Tensor, splits: Sequence[int] | None, name: str) -> list[int]:
-        rows = tensor.shape[0] if tensor.dim() else 1
-        if splits is None:
-            if rows % self.size:
-                raise InvalidArgument(f"{name} has {rows} rows, not a multiple of {self.size}; give {name}_splits")
-            splits = [rows // self.size] * self.size
-        splits = [int(split) for split in splits]
-        if len(splits) != self.size or sum(splits) != rows or min(splits) < 0:
-            raise InvalidArgument(
-                f"{name}_splits {splits} must be {self.size} non-negative numbers that add up to {rows}"
-            )
-        row_numel = tensor.numel() // rows if rows else 0
-        return [split * row_numel for split in splits]
 
     def broadcast(
         self, tensor: Array, src: int, *, codec: str | None = None, label: str = "", blocking: bool = False

@@ -125,7 +125,7 @@ class BaguaHandle:
 
     def timeline(self) -> Timeline:
         """What happened when on this rank: steps, spans and a summary."""
-        return self.step.recorder.snapshot(self.group.events(), self.buckets)
+        return self.step.timeline()
 
     def remove(self) -> None:
         """Ends the synchronisation on this rank; weights and gradients stay as they are. Idempotent."""

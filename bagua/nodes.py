@@ -43,6 +43,11 @@ class Nodes:
         """The lowest rank of each node."""
         return [node[0] for node in self.members]
 
+    @property
+    def smallest(self) -> int:
+        """The least number of ranks of any node."""
+        return min(map(len, self.members))
+
     def node_of(self, rank: int) -> tuple[int, ...]:
         """The ranks of the node that `rank` is on."""
         return next(node for node in self.members if rank in node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from . import _C
 from .errors import InvalidArgument
 
-__all__ = ["ReduceOp", "check_codec", "check_op", "check_topology", "dtype_code", "is_known"]
+__all__ = ["ReduceOp", "Residuals", "check_codec", "check_op", "check_topology", "dtype_code", "is_known"]
 
 
 class ReduceOp(enum.IntEnum):
@@ -38,6 +39,28 @@ _DTYPE_CODES = {
     torch.bool: 8,
 }
 _CODEC_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """What an all_reduce with a codec did not say before, and where it writes what it does not say now.
+
+    The outputs may be the inputs. All of one type, float32 or bfloat16, contiguous.
+
+    Attributes:
+        worker_in, worker_out: of this rank's contribution, of its size.
+        owner_in, owner_out: of the stripe of the result that this rank encodes; empty where it encodes none.
+    """
+
+    worker_in: torch.Tensor
+    worker_out: torch.Tensor
+    owner_in: torch.Tensor
+    owner_out: torch.Tensor
+
+    def addresses(self) -> tuple[int, int, int, int, int]:
+        """As the core takes them."""
+        tensors = (self.worker_in, self.worker_out, self.owner_in, self.owner_out)
+        return (*(tensor.data_ptr() for tensor in tensors), _DTYPE_CODES[self.worker_in.dtype])
 
 
 def is_known(dtype: torch.dtype) -> bool:

@@ -35,7 +35,7 @@ from bagua.group import ProcessGroup, Work
 from bagua.nonfinite import NonFiniteGuard, is_skipped_by_scaler
 from bagua.replicas import BufferBroadcast
 from bagua.skipped_steps import SkippedSteps
-from bagua.timeline import Recorder
+from bagua.timeline import Recorder, Timeline
 from bagua.unused import UnusedParameters
 
 
@@ -70,6 +70,7 @@ class Step:
         earlier: Step | None = None,
     ) -> None:
         self.storage, self.algorithm, self.group = storage, algorithm, group
+        self.groups = [group]  # and those that the algorithm has made
         self.num_steps = 0 if earlier is None else earlier.num_steps  # synchronising backwards
         self._is_order_known = earlier is not None and earlier.order == storage.order
         self.synchronises = True  # False inside no_sync
@@ -79,6 +80,7 @@ class Step:
         self._optimizer_indices = {id(optimizer): index for index, optimizer in enumerate(optimizers)}
         self._skipped_steps = SkippedSteps(storage, optimizer_of, group) if _exchanges_weights(algorithm) else None
         self._sends_gradients = True  # now: an algorithm may begin with gradients and go over to weights
+        self._stage = ""
         self._next_order: list[int] | None = None  # agreed at the end of the first step, applied before the next
         self._is_open = False  # between the first gradient of a synchronising backward and its end
         self._pending: list[tuple[Bucket, Work]] = []
@@ -86,8 +88,7 @@ class Step:
         self._bytes_sent = group.bytes_sent
         self._unused = UnusedParameters(storage, group) if find_unused_parameters else None
         algorithm.attach(Training(group, tuple(optimizers), self._record_work))
-        self._adopt_layout()
-        self._adopt_phase()
+        self._enter_stage()
 
     # --- forward -------------------------------------------------------------------------------
 
@@ -185,8 +186,16 @@ class Step:
                 self._pending.append((bucket, work))
                 self._record_work(work)
 
-    def _record_work(self, work: Work) -> None:
-        self.recorder.add_work(work.ticket, work.label)
+    def _record_work(self, work: Work, group: ProcessGroup | None = None) -> None:
+        group = self.group if group is None else group
+        if group not in self.groups:
+            self.groups.append(group)
+        self.recorder.add_work(group.name, work.ticket, work.label)
+
+    def timeline(self) -> Timeline:
+        """What happened when on this rank, in all groups that were used."""
+        events = [(group.name, event) for group in self.groups for event in group.events()]
+        return self.recorder.snapshot(events, self.storage.buckets)
 
     # --- end of backward -----------------------------------------------------------------------
 
@@ -218,7 +227,9 @@ class Step:
             work.wait()
         if agreeing is not None:
             agreeing.wait()
-            self._unused.settle()
+            left_out = self._unused.settle()
+            if left_out:
+                self.algorithm.left_out(left_out)
         if not self._is_order_known:
             self._agree_on_order()
 
@@ -243,7 +254,7 @@ class Step:
         self._is_order_known = True
 
     def _record(self, wait_ns: int) -> None:
-        sent = self.group.bytes_sent
+        sent = sum(group.bytes_sent for group in self.groups)
         self.recorder.add_step(
             self._begin_ns, wait_ns, time.monotonic_ns(), sent - self._bytes_sent, len(self.storage.buckets)
         )
@@ -265,7 +276,7 @@ class Step:
     def load_algorithm(self, state: dict[str, Any]) -> None:
         """Gives the algorithm its part of a checkpoint."""
         self.algorithm.load_state_dict(state)
-        self._adopt_phase()
+        self._enter_stage()
 
     def _lay_out_if_agreed(self) -> None:
         if self._next_order is not None:
@@ -286,13 +297,16 @@ class Step:
         self.algorithm.lay_out(self.storage.buckets)
         self._guard.watch(self.storage.buckets if self._sends_gradients else (), self.group)
 
-    def _adopt_phase(self) -> None:
-        """What the buckets are for from now on: the algorithm may have changed it at an optimizer step."""
-        if self.algorithm.synchronises_gradients() != self._sends_gradients:
-            self._sends_gradients = not self._sends_gradients
-            if not self._sends_gradients:
-                self.storage.release_gradients()
-            self._guard.watch(self.storage.buckets if self._sends_gradients else (), self.group)
+    def _enter_stage(self) -> None:
+        self._stage, self._sends_gradients = self.algorithm.stage(), self.algorithm.synchronises_gradients()
+        if not self._sends_gradients:
+            self.storage.release_gradients()
+        self._adopt_layout()
+
+    def _enter_next_stage(self) -> None:
+        """The algorithm may have changed what the buckets are for."""
+        if (self.algorithm.stage(), self.algorithm.synchronises_gradients()) != (self._stage, self._sends_gradients):
+            self._enter_stage()
 
     def _declare(self, bucket: Bucket) -> Declaration:
         """What the algorithm declares; where all ranks are on one node a hierarchical all_reduce is a plain one."""
@@ -320,7 +334,7 @@ class Step:
             begin_ns = time.monotonic_ns()
             self.algorithm.after_optimizer_step(optimizer, self._buckets_of(optimizer), self.group)
             self.recorder.add_outside(time.monotonic_ns() - begin_ns)
-            self._adopt_phase()
+            self._enter_next_stage()
 
     def _buckets_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Bucket]:
         index = self._optimizer_indices[id(optimizer)]

@@ -15,7 +15,7 @@ import torch
 from .errors import InvalidArgument
 from .reduction import dtype_code
 
-__all__ = ["Array", "Prepared", "prepare"]
+__all__ = ["Array", "Prepared", "check_pair", "prepare", "split_numels"]
 
 Array = torch.Tensor | np.ndarray
 
@@ -78,3 +78,27 @@ def _check_overlap(shape: Sequence[int], strides: Sequence[int], what: str, is_w
             f"{what} of shape {tuple(shape)} is expanded: several of its elements are one place in memory, and the "
             "result has no room there; pass a copy (.clone(), numpy.array)"
         )
+
+
+def check_pair(
+    first: torch.Tensor, second: torch.Tensor, have: int, want: int, name: str, other: str, size: int
+) -> None:
+    """Raises InvalidArgument unless input and output have one type and their sizes fit."""
+    if first.dtype != second.dtype:
+        raise InvalidArgument(f"input is {first.dtype} but output is {second.dtype}; give them one type")
+    if have != want:
+        raise InvalidArgument(f"{name} has {have} elements, but {other} has {want} (group size {size})")
+
+
+def split_numels(tensor: torch.Tensor, splits: Sequence[int] | None, name: str, size: int) -> list[int]:
+    """Elements per rank, of splits that count rows of dimension 0; None: equal ones. Raises InvalidArgument."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if splits is None:
+        if rows % size:
+            raise InvalidArgument(f"{name} has {rows} rows, not a multiple of {size}; give {name}_splits")
+        splits = [rows // size] * size
+    splits = [int(split) for split in splits]
+    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
+        raise InvalidArgument(f"{name}_splits {splits} must be {size} non-negative numbers that add up to {rows}")
+    row_numel = tensor.numel() // rows if rows else 0
+    return [split * row_numel for split in splits]

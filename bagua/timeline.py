@@ -78,7 +78,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._steps: deque[StepRecord] = deque(maxlen=KEPT_STEPS)
-        self._labels: dict[int, str] = {}
+        self._labels: dict[tuple[str, int], str] = {}  # by group and ticket
         self._num_steps = 0
         self._exposed_ns = 0
         self._bytes_sent = 0
@@ -88,9 +88,9 @@ class Recorder:
         """Counts time outside backward towards the step that follows."""
         self._outside_ns += nanoseconds
 
-    def add_work(self, ticket: int, label: str) -> None:
-        """Names the engine's spans of ``ticket``."""
-        self._labels[ticket] = label
+    def add_work(self, group: str, ticket: int, label: str) -> None:
+        """Names the spans of ``ticket`` of the engine of ``group``."""
+        self._labels[group, ticket] = label
         if len(self._labels) > KEPT_LABELS:
             del self._labels[next(iter(self._labels))]
 
@@ -103,12 +103,12 @@ class Recorder:
         self._bytes_sent += bytes_sent
         self._outside_ns = 0
 
-    def snapshot(self, events: Iterable[Any], buckets: Iterable[Any]) -> Timeline:
-        """What is known now; ``events`` are the engine's, of which only those of this model are named."""
+    def snapshot(self, events: Iterable[tuple[str, Any]], buckets: Iterable[Any]) -> Timeline:
+        """What is known now; ``events`` are the engines', by group, of which only those of this model are named."""
         spans = tuple(
-            Span(self._labels[event.ticket], event.kind, event.begin_ns, event.end_ns, event.bytes)
-            for event in events
-            if event.ticket in self._labels
+            Span(self._labels[group, event.ticket], event.kind, event.begin_ns, event.end_ns, event.bytes)
+            for group, event in events
+            if (group, event.ticket) in self._labels
         )
         totals = {
             "steps": self._num_steps,

@@ -49,13 +49,17 @@ class UnusedParameters:
         self.is_used[:] = bytes(len(self.is_used))
         return self._group.all_reduce(self._used, ReduceOp.MAX, label="used parameters")
 
-    def settle(self) -> None:
-        """All communication has ended: a parameter that no rank has used keeps its gradient as it was."""
+    def settle(self) -> list[int]:
+        """All communication has ended: parameters that no rank has used, which are returned, keep their gradients."""
+        left_out = []
         is_used_anywhere = self._used.tolist()
         for index in self._missing:
             view = self._storage.views[index]
             if is_used_anywhere[index]:
                 self._storage.parameters[index].grad = view
-            elif index in self._kept:
+                continue
+            left_out.append(index)
+            if index in self._kept:
                 view.copy_(self._kept[index])
         self._kept = {}
+        return left_out

@@ -73,12 +73,12 @@ class Training:
         group: the ranks that train together.
         optimizers: those that were passed to with_bagua; a bucket's ``optimizer_index`` counts them.
         record: names the spans of a Work in the timeline; to be called with each Work that ``communicate`` does not
-            return.
+            return, and its group, if that is another one.
     """
 
     group: ProcessGroup
     optimizers: tuple[torch.optim.Optimizer, ...]
-    record: Callable[[Work], None]
+    record: Callable[..., None]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -116,16 +116,26 @@ class Algorithm:
         """What the exchange of ``bucket`` sends; asked whenever buckets are laid out."""
         raise NotImplementedError(f"{type(self).__name__}.declare")
 
+    def check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raises InvalidArgument for optimizers that it cannot work with; nothing has been changed yet."""
+
     def attach(self, training: Training) -> None:
         """The model has been wrapped: parameters, buffers and optimizer states are equal on all ranks."""
         self.training = training
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        """``buckets`` are those of now on: after ``attach``, and when the order in which gradients come is known."""
+        """``buckets`` are those of now on; collective.
+
+        Called after ``attach``, when gradients' order is known, in another ``stage``, and after ``load_state_dict``.
+        """
 
     def synchronises_gradients(self) -> bool:
         """Whether ``communicate`` is called in backward. May change at an optimizer step, on all ranks at the same."""
         return self.exchanges == "gradients"
+
+    def stage(self) -> str:
+        """Such as "warm-up". When it has changed at an optimizer step, buckets are declared and laid out anew."""
+        return ""
 
     def communicate(self, bucket: Bucket, group: ProcessGroup) -> Work | None:
         """All gradients of ``bucket`` are ready: start its communication and return the Work, or None.
@@ -137,6 +147,15 @@ class Algorithm:
 
     def before_forward(self, buckets: Sequence[Bucket], group: ProcessGroup) -> None:
         """A forward with gradients begins, outside no_sync and outside an optimizer's closure."""
+
+    def left_out(self, indices: Sequence[int]) -> None:
+        """No rank has used these parameters in this backward: what was exchanged for them is dropped.
+
+        Called before ``after_backward``, with ``find_unused_parameters=True`` only.
+
+        Args:
+            indices: as ``Member.index``.
+        """
 
     def after_backward(self, buckets: Sequence[Bucket], group: ProcessGroup) -> None:
         """A synchronising backward has ended: all Work is complete, ``backward()`` is about to return."""
@@ -171,7 +190,7 @@ class Algorithm:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what ``state_dict`` returned."""
+        """Takes back what ``state_dict`` returned, on all ranks. ``lay_out`` follows."""
         if state:
             raise InvalidArgument(f"algorithm {self.name!r} keeps no state, but was given {sorted(state)}")
 

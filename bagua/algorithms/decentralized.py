@@ -18,6 +18,7 @@ from bagua.algorithms.registry import register
 from bagua.bucket import Bucket
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup, Work
+from bagua.reduction import check_topology
 
 
 @dataclasses.dataclass
@@ -37,8 +38,8 @@ class Decentralized(Algorithm):
     forward with gradients and the step that follows it. Each optimizer's weights are exchanged once per step of it.
 
     Args:
-        topology: who averages with whom; ``bagua.neighbor_average`` says which there are. "ring" and "exponential" send to
-            two ranks and one; "shift_one" is pairs that change; "all" is everybody.
+        topology: who averages with whom, as in ``bagua.neighbor_average``: "all"; "ring", both neighbours; "shift_one",
+            pairs that change; "exponential", one sender and one receiver, at distances 1, 2, 4, ...
         interval: every so many steps.
         hierarchical: the nodes' means are averaged by the topology of nodes. Nodes count by their ranks.
 
@@ -65,6 +66,7 @@ class Decentralized(Algorithm):
         super().__post_init__()
         if self.interval < 1:
             raise InvalidArgument(f"interval is {self.interval}, expected 1 or more")
+        check_topology(self.topology, 0, torch.float32)
 
     def attach(self, training: Training) -> None:
         super().attach(training)
@@ -92,8 +94,8 @@ class Decentralized(Algorithm):
         if exchange.versions != _versions(buckets):
             error = InvalidArgument(
                 "weights were changed between a forward with gradients and the optimizer's step, which algorithm "
-                f"{self.name!r} would undo: their average is under way since that forward. Load or change weights before "
-                "the forward; after loading, model.bagua.load_state_dict starts anew"
+                f"{self.name!r} would undo: their average is under way since that forward. Change weights before the "
+                "forward; model.bagua.load_state_dict starts anew"
             )
             group.poison(error)
             raise error
@@ -119,6 +121,7 @@ class Decentralized(Algorithm):
                 bucket.flat,
                 self.topology,
                 self._num_exchanges[index],
+                hierarchical=self.hierarchical,
                 label=bucket.label,
             )
             self.training.record(work)

@@ -14,7 +14,7 @@ from bagua.algorithms.base import Algorithm
 from bagua.errors import InternalError, InvalidArgument
 
 _PACKAGE = "bagua.algorithms"
-_NOT_PLUGINS = ("base", "registry")
+_NOT_PLUGINS = ("base", "compressed", "registry")
 _classes: dict[str, type[Algorithm]] = {}
 
 

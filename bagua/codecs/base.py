@@ -40,6 +40,7 @@ class Codec:
 
     name: ClassVar[str] = ""
     is_random: ClassVar[bool] = False  # rounds at random: the same values may give other bytes
+    needs_error_feedback: ClassVar[bool] = False
     keeps_constants: ClassVar[bool] = True  # a block of one value comes back as it was
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -56,16 +57,20 @@ class Codec:
         chosen = [f"{f.name}={getattr(self, f.name)}" for f in fields if getattr(self, f.name) != f.default]
         return self.name + (":" + ",".join(chosen) if chosen else "")
 
-    def with_seed(self, seed: int) -> SeededCodec:
+    def with_seed(self, seed: int, *more: int) -> SeededCodec:
         """The codec for one collective call, drawing from `seed` and the rank: a replay then gives the same bits.
 
         Without, a codec that rounds at random draws from the number of the operation in its group, and the rank.
 
         Args:
             seed: 0 to 2**64 - 1; another one for every call.
+            more: such as a step and the place of the call in it, so that `seed` may stay.
         """
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
-            raise InvalidArgument(f"seed {seed!r} is not an integer from 0 to 2**64 - 1")
+        for part in (seed, *more):
+            if isinstance(part, bool) or not isinstance(part, int) or not 0 <= part < 2**64:
+                raise InvalidArgument(f"seed {part!r} is not an integer from 0 to 2**64 - 1")
+        for part in more:
+            seed = _C.derive_key(seed, part)
         return SeededCodec(self.spec, seed)
 
     @property

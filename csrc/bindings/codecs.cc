@@ -2,6 +2,7 @@
 #include "csrc/bindings/bindings.h"
 #include "csrc/bindings/convert.h"
 #include "csrc/codecs/codec.h"
+#include "csrc/collectives/collectives.h"
 
 #include <pybind11/stl.h>
 
@@ -13,6 +14,14 @@ void bind_codecs(py::module_& m) {
   m.def("registered_codecs", &registered_codecs);
   m.def("derive_key", &derive_key, py::arg("key"), py::arg("index"), "A key that depends on both; see draws.h.");
   m.def("codec_block_numel", [](const std::string& name) { return get_codec(name).block_numel(); });
+  m.def(
+      "owned_stripe",
+      [](size_t numel, int size, int rank, const std::string& codec) {
+        const auto stripe = collectives::owned_stripe(numel, size, rank, get_codec(codec));
+        return std::pair(stripe.begin, stripe.numel);
+      },
+      py::arg("numel"), py::arg("size"), py::arg("rank"), py::arg("codec"),
+      "(begin, numel) of what a rank reduces in a compressed all_reduce.");
   m.def("codec_wire_bytes", [](const std::string& name, size_t numel, int dtype) {
     return get_codec(name).wire_bytes(numel, dtype_from(dtype));
   });

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <pybind11/stl.h>
@@ -54,6 +55,16 @@ std::shared_ptr<Work> run_coded(Group& g, const CodecChoice& codec, const Operat
   });
 }
 
+// Of error feedback: addresses of worker_in, worker_out, owner_in, owner_out, and their type.
+using FeedbackChoice = std::optional<std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, int>>;
+
+collectives::Feedback use_feedback(Operation& operation, const FeedbackChoice& choice) {
+  if (!choice) return {};
+  operation.variant |= kWithFeedback;
+  const auto& [worker_in, worker_out, owner_in, owner_out, dtype] = *choice;
+  return {pointer(worker_in), pointer(worker_out), pointer(owner_in), pointer(owner_out), dtype_from(dtype)};
+}
+
 uint64_t numel_of(size_t bytes, int dtype_code) { return bytes / item_bytes(dtype_from(dtype_code)); }
 
 std::vector<size_t> in_bytes(std::vector<size_t> splits, DType dtype) {
@@ -71,34 +82,37 @@ void bind_reductions(py::class_<Group>& group) {
   group.def(
       "all_reduce",
       [](Group& g, uintptr_t data, size_t numel, int dtype_code, int op_code, const CodecChoice& codec,
-         double timeout_s, bool blocking) {
+         double timeout_s, bool blocking, const FeedbackChoice& feedback) {
         const DType dtype = dtype_from(dtype_code);
         const auto op = static_cast<ReduceOp>(op_code);
         Operation operation = make_operation(OperationKind::kAllReduce, numel, dtype, op);
         const Codec* used = use_codec(operation, codec);
+        const auto residuals = use_feedback(operation, feedback);
         return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking, [=](Context& context) {
-          return collectives::all_reduce(context, pointer(data), numel, dtype, op, used);
+          return collectives::all_reduce(context, pointer(data), numel, dtype, op, used, residuals);
         });
       },
       py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"), py::arg("codec"), py::arg("timeout_s"),
-      py::arg("blocking"));
+      py::arg("blocking"), py::arg("feedback") = py::none());
   group.def(
       "hierarchical_all_reduce",
       [](Group& g, const std::vector<int>& node, const std::vector<int>& leaders, uintptr_t data, size_t numel,
-         int dtype_code, int op_code, const CodecChoice& codec, double timeout_s, bool blocking) {
+         int dtype_code, int op_code, const CodecChoice& codec, double timeout_s, bool blocking,
+         const FeedbackChoice& feedback) {
         const DType dtype = dtype_from(dtype_code);
         const auto op = static_cast<ReduceOp>(op_code);
         Operation operation = make_operation(OperationKind::kAllReduce, numel, dtype, op);
-        operation.variant = 1;
+        operation.variant = kHierarchical;
         const Codec* used = use_codec(operation, codec);
+        const auto residuals = use_feedback(operation, feedback);
         return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
                          [=, hierarchy = collectives::Hierarchy{node, leaders}](Context& context) {
                            return collectives::hierarchical_all_reduce(context, hierarchy, pointer(data), numel, dtype,
-                                                                       op, used);
+                                                                       op, used, residuals);
                          });
       },
       py::arg("node"), py::arg("leaders"), py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
-      py::arg("codec"), py::arg("timeout_s"), py::arg("blocking"));
+      py::arg("codec"), py::arg("timeout_s"), py::arg("blocking"), py::arg("feedback") = py::none());
   group.def("reduce", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int op_code, int root,
                          double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);
@@ -129,12 +143,41 @@ void bind_reductions(py::class_<Group>& group) {
                                    const CodecChoice& codec, double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);
     Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
-    operation.variant = static_cast<uint32_t>(step);  // the low bits tell different steps apart
+    operation.variant = static_cast<uint32_t>(step) & ~kHierarchical;  // the low bits tell different steps apart
     const Codec* used = use_codec(operation, codec);
     const auto neighbors = topology_neighbors(topology, g.mesh().size(), g.mesh().rank(), step);
     return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking, [=](Context& context) {
       return collectives::neighbor_average(context, pointer(data), numel, dtype, neighbors, used);
     });
+  });
+  group.def("hierarchical_neighbor_average", [](Group& g, const std::vector<int>& node, const std::vector<int>& leaders,
+                                                int smallest_node, uintptr_t data, size_t numel, int dtype_code,
+                                                int topology, uint64_t step, double timeout_s, bool blocking) {
+    const DType dtype = dtype_from(dtype_code);
+    Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
+    operation.variant = static_cast<uint32_t>(step) | kHierarchical;
+    const auto place = std::find(leaders.begin(), leaders.end(), node.at(0)) - leaders.begin();
+    const auto neighbors =
+        topology_neighbors(topology, static_cast<int>(leaders.size()), static_cast<int>(place), step);
+    return g.run(operation, numel * item_bytes(dtype), timeout_s, blocking,
+                 [=, hierarchy = collectives::Hierarchy{node, leaders}](Context& context) {
+                   return collectives::hierarchical_neighbor_average(context, hierarchy, smallest_node, pointer(data),
+                                                                     numel, dtype, neighbors);
+                 });
+  });
+  group.def("difference_ring_average", [](Group& g, uintptr_t data, size_t numel, int dtype_code, uintptr_t own,
+                                          uintptr_t left, uintptr_t right, const CodecChoice& codec, double timeout_s,
+                                          bool blocking) {
+    const DType dtype = dtype_from(dtype_code);
+    Operation operation = make_operation(OperationKind::kDifferenceRingAverage, numel, dtype);
+    const Codec* used = use_codec(operation, codec);
+    if (used == nullptr) throw py::value_error("difference_ring_average needs a codec");
+    const auto f32 = [](uintptr_t address) { return static_cast<float*>(pointer(address)); };
+    return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
+                     [=, replicas = collectives::Replicas{f32(own), f32(left), f32(right)}](Context& context) {
+                       return collectives::difference_ring_average(context, pointer(data), numel, dtype, replicas,
+                                                                   *used);
+                     });
   });
 }
 

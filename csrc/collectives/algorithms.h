@@ -18,6 +18,7 @@ enum WorkspaceSlot : int {
   kResultCodes = 3,    // compressed: reduced chunks of all stripes, by rank
   kAccumulator = 4,    // f32 sums; reduced chunks on their way to a root
   kTables = 5,         // addresses and pointers, one per rank
+  kTotals = 6,         // compressed: f32 values with their residuals; difference ring: what is encoded
 };
 
 // Throws InvalidArgument where the operator has no meaning for the type.
@@ -27,6 +28,12 @@ void require_compressible(std::string_view collective, const Codec& codec, DType
 // Throws InvalidArgument unless both have an entry per rank and agree about what this rank sends itself.
 void require_splits(const Team& team, const std::vector<size_t>& input_splits,
                     const std::vector<size_t>& output_splits);
+
+// The same, among some of the ranks.
+Context among(Context& context, const std::vector<int>& members);
+
+// Whether neighbours with these weights are all `size` ranks, equally.
+bool is_mean_of_all(const std::vector<Neighbor>& neighbors, int size);
 
 // The raw pointer arithmetic of this folder: element `index` of an array whose items have `item` bytes.
 inline uint8_t* at(void* data, size_t index, size_t item) { return static_cast<uint8_t*>(data) + index * item; }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "csrc/codecs/codec.h"
+#include "csrc/collectives/pieces.h"
 #include "csrc/collectives/thresholds.h"
 #include "csrc/common/dtype.h"
 #include "csrc/common/event_log.h"
@@ -32,16 +33,20 @@ struct Context {
 namespace collectives {
 
 // The residuals of error feedback (arXiv 1901.09847; both ends of C_LP_S as in section 3.2 of arXiv 2107.01499): what
-// an encoding lost is added to what is encoded next, in f32. Written apart from where they are read, so that a step
-// that is given up after all leaves them as they were. Null: none.
+// an encoding lost is added to what is encoded next, in f32. Where they are written may be where they are read, or apart
+// from it, so that a step that is given up after all leaves them as they were. Null: none.
 struct Feedback {
-  const float* worker_in = nullptr;  // of this rank's input, numel
-  float* worker_out = nullptr;
-  const float* owner_in = nullptr;  // of the reduced stripe that this rank owns (stripe_of)
-  float* owner_out = nullptr;
+  const void* worker_in = nullptr;  // of this rank's input, numel
+  void* worker_out = nullptr;
+  const void* owner_in = nullptr;  // of the reduced stripe that this rank owns: owned_stripe
+  void* owner_out = nullptr;
+  DType dtype = DType::kF32;  // of all four; f32 or bf16
 
   bool is_on() const { return worker_out != nullptr; }
 };
+
+// The stripe of a compressed all_reduce of numel elements among `size` ranks that the rank-th of them reduces.
+Piece owned_stripe(size_t numel, int size, int rank, const Codec& codec);
 
 // data[i] <- op over ranks of data[i], in place. With a codec: the two-shot compressed all-reduce, SUM
 // and AVG of f32, f16, bf16 only; returns the number of blocks (of this rank's input and its reduced stripe) that held
@@ -79,6 +84,26 @@ struct Neighbor {
 };
 size_t neighbor_average(Context& context, void* data, size_t numel, DType dtype, const std::vector<Neighbor>& neighbors,
                         const Codec* codec);
+
+// The same of the nodes' means, which their leaders average: `neighbors` are places in hierarchy.leaders, and only the
+// leaders' are used. `smallest_node` is the least number of ranks of any node. Rows and columns, a node counting by its
+// ranks, add up to 1 as without nodes, so the mean over all ranks is kept.
+size_t hierarchical_neighbor_average(Context& context, const Hierarchy& hierarchy, int smallest_node, void* data,
+                                     size_t numel, DType dtype, std::vector<Neighbor> neighbors);
+
+// One step of decentralised training with compressed differences (arXiv 1803.06443, algorithm 1), on a ring. Every rank
+// keeps replicas of its own weights as the others know them and of its neighbours'; all f32, numel:
+//   z = data + left/3 + right/3 - 5/3 own;  own += D(C(z));  left, right += what they sent;  data <- own
+// so that own stays bit-equal to the right neighbour's left and the left one's right. Among two ranks both neighbours
+// are the other one, and `left` and `right` may be the same memory. World size 1: nothing. f32, f16, bf16. Returns the
+// number of blocks of z that held a NaN or Inf.
+struct Replicas {
+  float* own;
+  float* left;
+  float* right;
+};
+size_t difference_ring_average(Context& context, void* data, size_t numel, DType dtype, const Replicas& replicas,
+                               const Codec& codec);
 
 void broadcast(Context& context, void* data, size_t bytes, int root);
 void reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);

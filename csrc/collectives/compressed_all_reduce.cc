@@ -8,7 +8,7 @@
 // With feedback the contribution is x_j + delta_j and the result Q(... + epsilon), and both residuals are renewed.
 // Stripes and chunks are cut at multiples of the codec's block, so the result does not depend on the
 // chunking. Rounds of one chunk per stripe (rounds.h): while round k travels, round k+1 is encoded. The
-// workspace is six chunks of codes per rank and one f32 chunk, however large the tensor.
+// workspace is six chunks of codes per rank and one f32 chunk, two with feedback, however large the tensor.
 #include <cstring>
 
 #include "csrc/collectives/algorithms.h"
@@ -37,7 +37,7 @@ class CompressedAllReduce {
         op_(op),
         size_(static_cast<size_t>(context.team.size())),
         rank_(static_cast<size_t>(context.team.rank())),
-        chunks_(codec_chunks(piece_of(numel, size_, 0, codec.block_numel()).numel, codec.block_numel(),
+        chunks_(codec_chunks(owned_stripe(numel, context.team.size(), 0, codec).numel, codec.block_numel(),
                              context.team.size())),
         contribution_bytes_(codec.wire_bytes(chunks_.numel, sent_dtype_)),
         result_bytes_(codec.wire_bytes(chunks_.numel, DType::kF32)),
@@ -48,6 +48,9 @@ class CompressedAllReduce {
     received_ = workspace.get(kReceivedCodes, rounds * size_ * contribution_bytes_);
     results_ = workspace.get(kResultCodes, rounds * size_ * result_bytes_);
     sums_ = reinterpret_cast<float*>(workspace.get(kAccumulator, chunks_.numel * sizeof(float)));
+    if (feedback.is_on()) {
+      totals_ = reinterpret_cast<float*>(workspace.get(kTotals, chunks_.numel * sizeof(float)));
+    }
   }
 
   size_t run() {
@@ -64,7 +67,7 @@ class CompressedAllReduce {
   enum Lane : size_t { kSendContribution = 0, kRecvContribution, kSendResult, kRecvResult, kNumLanes };
 
   Piece chunk(size_t rank, size_t k) const {
-    return chunk_of(piece_of(numel_, size_, rank, codec_.block_numel()), chunks_.numel, k);
+    return chunk_of(owned_stripe(numel_, context_.team.size(), static_cast<int>(rank), codec_), chunks_.numel, k);
   }
   size_t slot(size_t k, Lane lane, size_t peer) const {
     return (k % kRoundsInFlight * kNumLanes + lane) * size_ + peer;
@@ -78,7 +81,8 @@ class CompressedAllReduce {
   size_t wire_bytes(size_t numel, DType dtype) const { return numel == 0 ? 0 : codec_.wire_bytes(numel, dtype); }
 
   void encode_contribution(size_t k, size_t owner, uint8_t* bytes);
-  void encode_and_keep_rest(float* total, size_t numel, uint8_t* bytes, Draws draws);
+  void encode_with_feedback(DType dtype, const void* values, const void* residual_in, void* residual_out, size_t numel,
+                            uint8_t* bytes, Draws draws);
   void wait(size_t k, Lane sends, Lane receives, size_t bytes);
 
   Context& context_;
@@ -98,6 +102,7 @@ class CompressedAllReduce {
   uint8_t* received_;  // the own contribution too, at the own rank
   uint8_t* results_;   // the own result too
   float* sums_;
+  float* totals_ = nullptr;
   size_t num_nonfinite_blocks_ = 0;
   PostedRequests requests_;
 };
@@ -112,17 +117,21 @@ void CompressedAllReduce::encode_contribution(size_t k, size_t owner, uint8_t* b
     num_nonfinite_blocks_ += codec_.encode(values, dtype_, piece.numel, bytes, draws, context_.stream);
     return;
   }
-  float* const total = feedback_.worker_out + piece.begin;
-  kernels::cast(DType::kF32, feedback_.worker_in + piece.begin, DType::kF32, total, piece.numel, context_.stream);
-  kernels::cast_add(dtype_, values, total, piece.numel, context_.stream);
-  encode_and_keep_rest(total, piece.numel, bytes, draws);
+  const size_t item = item_bytes(feedback_.dtype);
+  encode_with_feedback(dtype_, values, at(feedback_.worker_in, piece.begin, item),
+                       at(feedback_.worker_out, piece.begin, item), piece.numel, bytes, draws);
 }
 
-// Encodes `total` and leaves in it what the codes do not say. Between two uses of sums_.
-void CompressedAllReduce::encode_and_keep_rest(float* total, size_t numel, uint8_t* bytes, Draws draws) {
-  num_nonfinite_blocks_ += codec_.encode(total, DType::kF32, numel, bytes, draws, context_.stream);
+// Encodes the values and their residual, and keeps what the codes do not say. `values` may be sums_, whose content is
+// lost.
+void CompressedAllReduce::encode_with_feedback(DType dtype, const void* values, const void* residual_in,
+                                               void* residual_out, size_t numel, uint8_t* bytes, Draws draws) {
+  kernels::cast(feedback_.dtype, residual_in, DType::kF32, totals_, numel, context_.stream);
+  kernels::cast_add(dtype, values, totals_, numel, context_.stream);
+  num_nonfinite_blocks_ += codec_.encode(totals_, DType::kF32, numel, bytes, draws, context_.stream);
   codec_.decode(bytes, DType::kF32, numel, sums_, context_.stream);
-  kernels::subtract(total, sums_, numel, context_.stream);
+  kernels::subtract(totals_, sums_, numel, context_.stream);
+  kernels::cast(DType::kF32, totals_, feedback_.dtype, residual_out, numel, context_.stream);
 }
 
 // `bytes` is what arrives, for the timeline.
@@ -168,10 +177,9 @@ void CompressedAllReduce::reduce(size_t k) {
     return;
   }
   const size_t begin = chunk(rank_, k).begin - chunk(rank_, 0).begin;
-  float* const total = feedback_.owner_out + begin;
-  kernels::cast(DType::kF32, feedback_.owner_in + begin, DType::kF32, total, numel, context_.stream);
-  kernels::cast_add(DType::kF32, sums_, total, numel, context_.stream);
-  encode_and_keep_rest(total, numel, result(k, rank_), draws);
+  const size_t item = item_bytes(feedback_.dtype);
+  encode_with_feedback(DType::kF32, sums_, at(feedback_.owner_in, begin, item), at(feedback_.owner_out, begin, item),
+                       numel, result(k, rank_), draws);
 }
 
 void CompressedAllReduce::post_results(size_t k) {
@@ -207,6 +215,10 @@ void CompressedAllReduce::take_results(size_t k) {
 }
 
 }  // namespace
+
+Piece owned_stripe(size_t numel, int size, int rank, const Codec& codec) {
+  return piece_of(numel, static_cast<size_t>(size), static_cast<size_t>(rank), codec.block_numel());
+}
 
 size_t compressed_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec,
                              const Feedback& feedback) {

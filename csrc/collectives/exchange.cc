@@ -76,7 +76,7 @@ void PairwiseExchange::encode(Piece piece, Piece chunk, uint8_t* bytes) {
   if (chunk.numel == 0) return;
   const size_t item = item_bytes(options_.dtype);
   const EventSpan span(context_.events, EventKind::kEncode, chunk.numel * item);
-  const void* values = at(options_.input, chunk.begin, item);
+  const void* values = options_.prepare ? options_.prepare(chunk) : at(options_.input, chunk.begin, item);
   const Draws draws{derive_key(context_.draw_key, piece.begin), chunk.begin - piece.begin};
   num_nonfinite_blocks_ += options_.codec->encode(values, options_.dtype, chunk.numel, bytes, draws, context_.stream);
 }

@@ -7,6 +7,7 @@
 // Workspace: two chunks per peer, however large the tensor.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "csrc/collectives/algorithms.h"
@@ -28,6 +29,8 @@ struct ExchangeOptions {
   std::vector<Part> targets;
   std::vector<Part> sources;
   bool same_for_all = false;  // all targets get the same piece, which is encoded once
+  // Where set, the values to encode: called once per chunk of `input`, which it may read; valid until the next call.
+  std::function<const void*(Piece chunk)> prepare = {};
 };
 
 class PairwiseExchange {

@@ -10,15 +10,11 @@
 #include "csrc/kernels/reduce.h"
 
 namespace bagua::collectives {
-namespace {
 
-// The same, among some of the ranks.
 Context among(Context& context, const std::vector<int>& members) {
   return {Team(context.team, members), context.workspace, context.events, context.stream,
           context.thresholds,          context.draw_key};
 }
-
-}  // namespace
 
 size_t hierarchical_all_reduce(Context& context, const Hierarchy& hierarchy, void* data, size_t numel, DType dtype,
                                ReduceOp op, const Codec* codec, const Feedback& feedback) {

@@ -98,14 +98,6 @@ class NeighborAverage {
   float* decoded_ = nullptr;
 };
 
-bool is_mean_of_all(const std::vector<Neighbor>& neighbors, int size) {
-  if (neighbors.size() != static_cast<size_t>(size)) return false;
-  for (const Neighbor& neighbor : neighbors) {
-    if (neighbor.weight != neighbors[0].weight) return false;
-  }
-  return true;
-}
-
 void require_average(DType dtype) {
   if (is_floating(dtype)) return;
   throw Error(ErrorKind::kInvalidArgument,
@@ -115,6 +107,14 @@ void require_average(DType dtype) {
 }
 
 }  // namespace
+
+bool is_mean_of_all(const std::vector<Neighbor>& neighbors, int size) {
+  if (neighbors.size() != static_cast<size_t>(size)) return false;
+  for (const Neighbor& neighbor : neighbors) {
+    if (neighbor.weight != neighbors[0].weight) return false;
+  }
+  return true;
+}
 
 size_t neighbor_average(Context& context, void* data, size_t numel, DType dtype, const std::vector<Neighbor>& neighbors,
                         const Codec* codec) {

@@ -19,6 +19,7 @@ std::string_view operation_name(OperationKind kind) {
     case OperationKind::kBarrier: return "barrier";
     case OperationKind::kPointToPoint: return "send/recv";
     case OperationKind::kNeighborAverage: return "neighbor_average";
+    case OperationKind::kDifferenceRingAverage: return "difference_ring_average";
   }
   return "an unknown operation";
 }
@@ -37,13 +38,16 @@ std::string describe(const Operation& operation) {
   }
   if (operation.codec != 0) text += " with codec " + std::to_string(operation.codec);
   if (operation.kind == OperationKind::kNeighborAverage) {
-    return text + " in topology " + std::to_string(operation.root) + " at step " + std::to_string(operation.variant);
+    return text + " in topology " + std::to_string(operation.root) + " at step " +
+           std::to_string(operation.variant & ~kHierarchical) +
+           ((operation.variant & kHierarchical) != 0 ? ", hierarchical" : "");
   }
   if (operation.root >= 0) text += " at rank " + std::to_string(operation.root);
-  if (operation.variant != 0) {
-    const bool is_message = operation.kind == OperationKind::kPointToPoint;
-    text += is_message ? " with tag " + std::to_string(operation.variant) : ", hierarchical";
+  if (operation.kind == OperationKind::kPointToPoint) {
+    return operation.variant == 0 ? text : text + " with tag " + std::to_string(operation.variant);
   }
+  if ((operation.variant & kHierarchical) != 0) text += ", hierarchical";
+  if ((operation.variant & kWithFeedback) != 0) text += ", with error feedback";
   return text;
 }
 

@@ -34,6 +34,7 @@ enum class OperationKind : uint8_t {
   kBarrier,
   kPointToPoint,
   kNeighborAverage,
+  kDifferenceRingAverage,
 };
 
 std::string_view operation_name(OperationKind kind);
@@ -47,12 +48,15 @@ struct Operation {
   uint8_t codec = 0;  // 0 none, otherwise a number for the codec and its options
   uint64_t numel = 0;
   int32_t root = -1;  // neighbor_average: the number of the topology
-  uint32_t variant =
-      0;  // what else must agree: a message's tag, neighbor_average's step, 1 for a hierarchical all_reduce
+  uint32_t variant = 0;  // what else must agree: a message's tag, neighbor_average's step, and the bits below
 
   bool operator==(const Operation&) const = default;
 };
 static_assert(sizeof(Operation) == 24);
+
+// Of `variant`: of an all_reduce and of neighbor_average, which counts its steps in the other bits; of an all_reduce.
+inline constexpr uint32_t kHierarchical = 1u << 31;
+inline constexpr uint32_t kWithFeedback = 1u;
 
 // What a rank is doing, as told to a peer that asks why it is kept waiting.
 struct PeerStatus {

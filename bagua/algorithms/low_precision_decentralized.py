@@ -1,0 +1,152 @@
+"""low_precision_decentralized: neighbours on a ring tell each other, in few bits, how far their weights have moved.
+
+Data path: policy. After the optimizer's step one difference_ring_average of the weights per bucket. Every rank keeps
+replicas of its own weights as the neighbours know them, and of both neighbours'; only differences to these travel, so
+that coarse codes are enough. Source: DCD-PSGD, arXiv 1803.06443; D_LP_S of the paper (arXiv 2107.01499).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from bagua import codecs
+from bagua.algorithms.base import About, Algorithm, Declaration, Training
+from bagua.algorithms.registry import register
+from bagua.bucket import Bucket
+from bagua.errors import InvalidArgument
+from bagua.group import ProcessGroup, Work
+
+
+@register
+@dataclasses.dataclass(kw_only=True)
+class LowPrecisionDecentralized(Algorithm):
+    """z = x + L/3 + R/3 - 5w/3; w += C(z), L and R += what the neighbours sent; x <- w.
+
+    w, L and R are the replicas: own, left, right, equal to the weights when the model is wrapped, in float32. w is bit
+    by bit what the right neighbour has as L and the left one as R. Two ranks are each other's left and right; a single
+    rank sends nothing and its weights stay as the optimizer leaves them. Weights of types that the codec does not
+    encode (float64) are averaged on the ring at full precision instead.
+
+    Args:
+        interval: every so many steps of an optimizer.
+        codec: any of ``bagua.codecs.available()``.
+        seed: what a codec that rounds at random draws from, with the step and the place of an element.
+
+    Example:
+        >>> model = bagua.with_bagua(model, optimizer, algorithm="low_precision_decentralized")    # doctest: +SKIP
+    """
+
+    about = About(
+        sends="differences of the weights, 8 bits per element",
+        to="both neighbours on a ring",
+        when="after the optimizer's step, which waits",
+        bytes_per_step="2 G / 4, divided by the interval",
+        memory="3 G, and two buckets",
+        use_when="both latency and bandwidth bind",
+        paper="[1803.06443](https://arxiv.org/abs/1803.06443)",
+    )
+    exchanges = "weights"
+
+    interval: int = 1
+    codec: str = "minmax_uint8"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.interval < 1:
+            raise InvalidArgument(f"interval is {self.interval}, expected 1 or more")
+        if not 0 <= self.seed < 2**64:
+            raise InvalidArgument(f"seed is {self.seed}, expected 0 to 2**64 - 1")
+        codecs.get(self.codec)  # raises for an unknown one
+
+    def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
+        return parameter.dtype in codecs.get(self.codec).dtypes
+
+    def attach(self, training: Training) -> None:
+        super().attach(training)
+        self._num_steps = [0] * len(training.optimizers)
+        self._replicas: dict[int, tuple[torch.Tensor, ...]] = {}  # by bucket: own, left, right
+        self._scratch: list[torch.Tensor] = []  # of two buckets, on their way out and in
+        self._buckets: Sequence[Bucket] = ()
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        if [bucket.flat.data_ptr() for bucket in buckets] == [bucket.flat.data_ptr() for bucket in self._buckets]:
+            return
+        self._buckets = tuple(buckets)
+        num_neighbors = min(self.training.group.size - 1, 2)
+        if not num_neighbors:
+            return
+        largest = max(bucket.num_bytes for bucket in buckets)
+        self._scratch = [self.training.group.empty(largest, torch.uint8) for _ in range(min(2, len(buckets)))]
+        for bucket in buckets:
+            if bucket.declaration.codec is not None:
+                bucket.load()
+                own = bucket.flat if bucket.dtype == torch.float32 else bucket.flat.float()
+                others = [own.clone() for _ in range(num_neighbors)]
+                self._replicas[bucket.index] = (own, others[0], others[-1])
+
+    def declare(self, bucket: Bucket) -> Declaration:
+        if bucket.kind:
+            return Declaration("difference_ring_average", self.codec)
+        return Declaration("neighbor_average (ring)", reason=f"codec {self.codec} does not encode {bucket.dtype}")
+
+    def after_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
+    ) -> None:
+        index = self.training.optimizers.index(optimizer)
+        self._num_steps[index] += 1
+        if group.size == 1 or self._num_steps[index] % self.interval != 0:
+            return
+        under_way: list[tuple[Bucket, torch.Tensor, Work]] = []
+        for place, bucket in enumerate(buckets):
+            if len(under_way) == len(self._scratch):
+                self._finish(*under_way.pop(0))
+            flat = self._scratch[place % len(self._scratch)][: bucket.num_bytes].view(bucket.dtype)
+            bucket.load(flat=flat)
+            under_way.append((bucket, flat, self._start(bucket, flat, self._num_steps[index])))
+        for exchange in under_way:
+            self._finish(*exchange)
+
+    def _start(self, bucket: Bucket, flat: torch.Tensor, step: int) -> Work:
+        group = self.training.group
+        if bucket.declaration.codec is None:
+            work = group.neighbor_average(flat, "ring", label=bucket.label)
+        else:
+            codec = codecs.get(self.codec)
+            coded = codec.with_seed(self.seed, step, bucket.index) if codec.is_random else codec
+            replicas = self._replicas[bucket.index]
+            work = group.difference_ring_average(flat, replicas, codec=coded, label=bucket.label)
+        self.training.record(work)
+        return work
+
+    def _finish(self, bucket: Bucket, flat: torch.Tensor, work: Work) -> None:
+        work.wait()
+        if work.nonfinite_blocks:
+            error = InvalidArgument(
+                f"weights of {bucket.label} ({', '.join(bucket.names)}) became NaN or Inf, which codec {self.codec!r} "
+                "cannot send; go back to a checkpoint, with a smaller learning rate",
+                bucket=bucket.label,
+            )
+            self.training.group.poison(error)
+            raise error
+        bucket.store(flat=flat)
+
+    def state_dict(self) -> dict[str, Any]:
+        replicas = {index: [replica.clone() for replica in replicas] for index, replicas in self._replicas.items()}
+        return {"num_steps": list(self._num_steps), "replicas": replicas}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._num_steps = list(state["num_steps"])
+        sizes = [{k: [r.numel() for r in v] for k, v in side.items()} for side in (state["replicas"], self._replicas)]
+        if sizes[0] != sizes[1]:
+            raise InvalidArgument(
+                f"the checkpoint has replicas of {sizes[0]} elements by bucket, the model of {sizes[1]}; load it with "
+                "the same model, bucket_bytes and number of ranks"
+            )
+        for index, replicas in self._replicas.items():
+            for replica, loaded in zip(replicas, state["replicas"][index], strict=True):
+                replica.copy_(loaded)

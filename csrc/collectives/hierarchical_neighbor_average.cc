@@ -1,0 +1,38 @@
+// Hierarchical neighbor_average: the mean inside every node, neighbor_average among the nodes' leaders, the result to
+// every rank of the node. What crosses the network is one tensor per neighbouring node.
+//
+// Nodes may have different numbers of ranks. Of the topology's weights w_kl between nodes k and l of n_k and n_l ranks,
+// m the smallest number, it takes w_kl m / n_k for l != k and the rest for k itself. That keeps equal values as they
+// are, and since n_k (w_kl m / n_k) = m w_kl, whose sums over k are those of a doubly stochastic matrix, also the mean
+// over all ranks. Where everybody averages with everybody it is a hierarchical all_reduce, the exact mean.
+// Source: section 3.3 of arXiv 2107.01499.
+#include "csrc/collectives/algorithms.h"
+
+namespace bagua::collectives {
+
+size_t hierarchical_neighbor_average(Context& context, const Hierarchy& hierarchy, int smallest_node, void* data,
+                                     size_t numel, DType dtype, std::vector<Neighbor> neighbors) {
+  if (is_mean_of_all(neighbors, static_cast<int>(hierarchy.leaders.size())) || hierarchy.leaders.size() == 1) {
+    return hierarchical_all_reduce(context, hierarchy, data, numel, dtype, ReduceOp::kAvg, nullptr);
+  }
+  Context node = among(context, hierarchy.node);
+  reduce(node, data, numel, dtype, ReduceOp::kAvg, 0);
+  if (node.team.rank() == 0) {
+    Context leaders = among(context, hierarchy.leaders);
+    const double share = static_cast<double>(smallest_node) / node.team.size();
+    double rest = 1.0;
+    for (Neighbor& neighbor : neighbors) {
+      if (neighbor.rank == leaders.team.rank()) continue;
+      neighbor.weight *= share;
+      rest -= neighbor.weight;
+    }
+    for (Neighbor& neighbor : neighbors) {
+      if (neighbor.rank == leaders.team.rank()) neighbor.weight = rest;
+    }
+    neighbor_average(leaders, data, numel, dtype, neighbors, nullptr);
+  }
+  broadcast(node, data, numel * item_bytes(dtype), 0);
+  return 0;
+}
+
+}  // namespace bagua::collectives
