@@ -134,6 +134,8 @@ class LowPrecisionDecentralized(Algorithm):
             self.training.group.poison(error)
             raise error
         bucket.store(flat=flat)
+        for replica in self._replicas.get(bucket.index, ()):
+            bucket.zero_padding(replica)  # where the weights have no part what the codec rounds would add up
 
     def state_dict(self) -> dict[str, Any]:
         replicas = {index: [replica.clone() for replica in replicas] for index, replicas in self._replicas.items()}
