@@ -108,6 +108,9 @@ class Algorithm:
     # all; where not, no hook may wait for other ranks' hooks, and a rank may end before the others.
     is_lockstep: ClassVar[bool] = True
 
+    # What its optimizers must be.
+    optimizer_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Optimizer
+
     def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
         """Parameters of different classes never share a bucket. Depends on shape and dtype only."""
         return ""
@@ -118,6 +121,18 @@ class Algorithm:
 
     def check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raises InvalidArgument for optimizers that it cannot work with; nothing has been changed yet."""
+        wanted = self.optimizer_class
+        for index, optimizer in enumerate(optimizers):
+            if not isinstance(optimizer, wanted):
+                raise InvalidArgument(
+                    f"algorithm {self.name!r} steps with {wanted.__module__}.{wanted.__qualname__}, but "
+                    f"optimizers[{index}] is a {type(optimizer).__name__}; construct one with the same parameters"
+                )
+        if wanted is not torch.optim.Optimizer and not optimizers:
+            raise InvalidArgument(
+                f"algorithm {self.name!r} needs the model's optimizer, a {wanted.__module__}.{wanted.__qualname__}; "
+                "pass it to with_bagua"
+            )
 
     def attach(self, training: Training) -> None:
         """The model has been wrapped: parameters, buffers and optimizer states are equal on all ranks."""

@@ -139,16 +139,22 @@ class LowPrecisionDecentralized(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         replicas = {index: [replica.clone() for replica in replicas] for index, replicas in self._replicas.items()}
-        return {"num_steps": list(self._num_steps), "replicas": replicas}
+        return {"num_ranks": self.training.group.size, "num_steps": list(self._num_steps), "replicas": replicas}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_steps = list(state["num_steps"])
-        sizes = [{k: [r.numel() for r in v] for k, v in side.items()} for side in (state["replicas"], self._replicas)]
-        if sizes[0] != sizes[1]:
-            raise InvalidArgument(
-                f"the checkpoint has replicas of {sizes[0]} elements by bucket, the model of {sizes[1]}; load it with "
-                "the same model, bucket_bytes and number of ranks"
+        described = [
+            (num_ranks, {index: own.numel() for index, (own, *_) in replicas.items()})
+            for num_ranks, replicas in (
+                (state["num_ranks"], state["replicas"]),
+                (self.training.group.size, self._replicas),
             )
+        ]
+        if described[0] != described[1]:
+            raise InvalidArgument(
+                f"(number of ranks, elements by bucket) is {described[0]} in the checkpoint and {described[1]} here; "
+                "load it with the same model, bucket_bytes and number of ranks"
+            )
+        self._num_steps = list(state["num_steps"])
         for index, replicas in self._replicas.items():
             for replica, loaded in zip(replicas, state["replicas"][index], strict=True):
                 replica.copy_(loaded)

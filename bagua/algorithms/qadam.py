@@ -55,6 +55,8 @@ class QAdamAlgorithm(CompressedGradients):
         paper="[2102.02888](https://arxiv.org/abs/2102.02888)",
     )
 
+    optimizer_class = QAdam
+
     warmup_steps: int | None = None
     betas: tuple[float, float] | None = None
     eps: float | None = None
@@ -80,22 +82,14 @@ class QAdamAlgorithm(CompressedGradients):
         return self.codec
 
     def check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().check(optimizers)
         for index, optimizer in enumerate(optimizers):
-            if not isinstance(optimizer, QAdam):
-                raise InvalidArgument(
-                    f"algorithm 'qadam' steps with bagua.optim.QAdam, but optimizers[{index}] is a "
-                    f"{type(optimizer).__name__}; construct a QAdam with the same parameters"
-                )
             for name, value in self._adam_options().items():
                 if name in optimizer.given and optimizer.given[name] != value:
                     raise InvalidArgument(
                         f"{name} is {value!r} for algorithm 'qadam' and {optimizer.given[name]!r} for "
                         f"optimizers[{index}]; give it to one of them"
                     )
-        if not optimizers:
-            raise InvalidArgument(
-                "algorithm 'qadam' needs the model's optimizer, a bagua.optim.QAdam; pass it to with_bagua"
-            )
 
     def attach(self, training: Training) -> None:
         super().attach(training)

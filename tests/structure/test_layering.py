@@ -22,7 +22,16 @@ TORCH = {"torch_pump", "torch_transport"}
 GROUP = CONFIG | {"_C", "reduction", "work", "tensors", "nodes", "lanes", "objects", "group"}
 BUCKETS = GROUP | {"codecs", "bucket"}
 POLICY = BUCKETS | {"error_feedback", "optim"}
-STEPPING = POLICY | {"world", "communication", "agreement", "nonfinite", "replicas", "timeline", "unused", "skipped_steps"}
+STEPPING = POLICY | {
+    "world",
+    "communication",
+    "agreement",
+    "nonfinite",
+    "replicas",
+    "timeline",
+    "unused",
+    "skipped_steps",
+}
 
 MAY_IMPORT = {
     "errors": set(),
