@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -20,14 +21,17 @@ from tests.conformance.training import (
 )
 from tests.conformance.variants import VARIANTS, described
 
+_seeding = threading.Lock()  # ranks that are threads share torch's generator
+
 
 def _train(group, variant, num_steps=7):
     """Trains, and says what the ranks' weights and gradients have to do with one another. Returns the last weights."""
     algorithm, options = variant
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(16, 1024), torch.nn.Tanh(), torch.nn.Linear(1024, 1), torch.nn.Flatten(0)
-    )
+    with _seeding:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(16, 1024), torch.nn.Tanh(), torch.nn.Linear(1024, 1), torch.nn.Flatten(0)
+        )
     optimizer = make_optimizer(algorithm, model, lr=0.002)
     bagua.with_bagua(model, optimizer, algorithm=algorithm, group=group, **options)
     losses = []
