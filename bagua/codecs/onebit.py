@@ -6,6 +6,8 @@ adds it to what is sent next. Sources: arXiv 1802.04434, 2102.02888.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from bagua.codecs.base import Codec
@@ -18,6 +20,8 @@ class OneBit(Codec):
 
     Error: the difference of |x| and that mean, and the rounding of the result to its dtype.
     """
+
+    needs_error_feedback: ClassVar[bool] = True
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
         values = tensor.detach().reshape(-1).to(torch.float64).abs()

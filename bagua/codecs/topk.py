@@ -28,6 +28,7 @@ class TopK(Codec):
     """
 
     keeps_constants: ClassVar[bool] = False
+    needs_error_feedback: ClassVar[bool] = True
     k: int = 32
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
