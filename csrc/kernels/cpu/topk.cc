@@ -59,7 +59,7 @@ BAGUA_INLINE Limit find_limit(const Keys& keys, int wanted, int low, int high, i
     } else {
       high = probe;
       num_high = count;
-      stride *= 2;
+      if (has_stride) stride *= 2;
     }
   }
   return {low, false, static_cast<size_t>(num_high)};
@@ -205,7 +205,8 @@ void decode_half(DType dtype, const uint8_t* bytes, size_t k, size_t count, unal
   std::memcpy(values, bytes, k * sizeof(float));
   if (is_nan) values[0] = kNan;
   dtype == DType::kF16 ? narrow_f16(values, halves, k) : narrow_bf16(values, halves, k);
-  std::fill_n(destination, count, is_nan ? halves[0] : uint16_t{0});
+  const uint16_t other = is_nan ? halves[0] : uint16_t{0};
+  for (size_t i = 0; i < count; ++i) destination[i] = other;  // no std::fill, which forgets that it is unaligned
   if (is_nan) return;
   for_each_index(bytes, k, count, [&](size_t j, size_t index) { destination[index] = halves[j]; });
 }
