@@ -256,7 +256,9 @@ def test_its_spec_names_it(codec):
         bagua.codecs.get(codec.name, depth=3)
 
 
-@pytest.mark.parametrize(("name", "option", "default", "others"), [("qsgd", "bits", 8, (4, 2)), ("topk", "k", 32, (8,))])
+@pytest.mark.parametrize(
+    ("name", "option", "default", "others"), [("qsgd", "bits", 8, (4, 2)), ("topk", "k", 32, (8,))]
+)
 def test_options(name, option, default, others):
     x = torch.randn(5000, generator=torch.Generator().manual_seed(13))
     encoded = bagua.codecs.get(name).encode(x, key=1)
