@@ -40,7 +40,6 @@ class Codec:
 
     name: ClassVar[str] = ""
     is_random: ClassVar[bool] = False  # rounds at random: the same values may give other bytes
-    needs_error_feedback: ClassVar[bool] = False
     keeps_constants: ClassVar[bool] = True  # a block of one value comes back as it was
     # A contraction, whose loss is of the order of what is sent; an algorithm uses it with error feedback only.
     needs_error_feedback: ClassVar[bool] = False
