@@ -14,21 +14,20 @@ from typing import Any
 
 import torch
 
-from bagua import codecs
+from bagua import codecs, optim
 from bagua.algorithms.base import About, Declaration, Training
 from bagua.algorithms.compressed import CompressedGradients
 from bagua.algorithms.registry import register
 from bagua.bucket import Bucket, Member
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup, Work
-from bagua.optim import QAdam, check_options
 
 _WARMUP, _COMPRESSED = "warm-up", "compressed"
 
 
 @register
 @dataclasses.dataclass(kw_only=True)
-class QAdamAlgorithm(CompressedGradients):
+class QAdam(CompressedGradients):
     """Warm-up: g <- mean g, Adam. Then: m <- mean over ranks of C(m_i), and x <- x - lr m / (sqrt(v) + eps).
 
     The model's optimizers must be ``bagua.optim.QAdam``. The options of Adam may be given to either; given to both they
@@ -55,7 +54,7 @@ class QAdamAlgorithm(CompressedGradients):
         paper="[2102.02888](https://arxiv.org/abs/2102.02888)",
     )
 
-    optimizer_class = QAdam
+    optimizer_class = optim.QAdam
 
     warmup_steps: int | None = None
     betas: tuple[float, float] | None = None
@@ -72,7 +71,7 @@ class QAdamAlgorithm(CompressedGradients):
         super().__post_init__()
         if not self.average:
             raise InvalidArgument("algorithm 'qadam' averages momentum; average=False would let it grow with the ranks")
-        check_options(self._adam_options())
+        optim.check_options(self._adam_options())
 
     def _adam_options(self) -> dict[str, Any]:
         names = ("warmup_steps", "betas", "eps", "weight_decay")

@@ -56,7 +56,7 @@ DIFFERENCES = {
     "unknown algorithm": (
         _linear,
         {"algorithm": "bitegrad"},
-        "unknown algorithm 'bitegrad'; available: bytegrad, grad",
+        "unknown algorithm 'bitegrad'; available: async, bytegrad",
     ),
     "unknown option": (
         _linear,
