@@ -70,6 +70,7 @@ MAY_IMPORT = {
     "handle": STEPPING | {"algorithms", "step", "handle"},
     "data_parallel": STEPPING | {"algorithms", "step", "handle", "data_parallel"},
     "torch_backend": GROUP - {"_C"} | {"world", "torch_backend"},
+    "torch_api": STEPPING - {"_C"} | {"algorithms", "step", "handle", "data_parallel", "torch_api"},
     "federated": ERRORS | {"group", "communication", "federated"},
     "run": CONFIG,
     "doctor": STEPPING | CONNECTING | {"run"},
