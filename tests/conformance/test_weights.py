@@ -202,7 +202,7 @@ def _optimizers(rank, world_size, algorithm):
     with process_group():
         model = make_net()
         with pytest.raises(
-            InvalidArgument, match="no optimizer that was passed to with_bagua steps 'scale' and 10 more"
+            InvalidArgument, match="no optimizer that was passed to with_bagua steps 'scale' and 11 more"
         ):
             _wrap(algorithm, model, ())
         trainable = [p for p in model.parameters() if p.requires_grad]
