@@ -5,8 +5,9 @@ Data path: policy -> **residuals** -> the compressed all_reduce, which reads and
 Two residuals, as the paper has them (C_LP_S, arXiv 2107.01499; arXiv 1901.09847): of what a rank contributes, and of
 the stripe of the result that it encodes for everybody. Each is kept twice: the one that the last optimizer step left,
 and the one of the step under way, which takes its place when an optimizer steps and is forgotten when a gradient is
-NaN or Inf, so that a step that is skipped changes nothing. Invariant, but for float rounding:
-what was sent + residual = what was to be sent, added up over all steps.
+NaN or Inf, so that a step that is skipped changes nothing. Invariant, but for float rounding: what was sent +
+residual = what was to be sent, added up over all steps. Residuals have the scale of the gradients as they come: when a
+GradScaler changes its scale, the residual of the step before counts by the ratio of the two, once.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class QSGD(CompressedGradients):
         if self.bits == 2 and self.error_feedback:
             raise InvalidArgument(
                 "bits=2 with error_feedback=True diverges: 2 bits at random are off by more than they say, so "
-                "residuals grow; take bits=4, or algorithm 'bytegrad' with codec 'onebit'"
+                "residuals grow; take bits=4"
             )
         super().__post_init__()
 
