@@ -49,11 +49,11 @@ class Decentralized(Algorithm):
 
     about = About(
         sends="weights, full precision",
-        to="neighbours: all, a ring, changing pairs",
+        to="all ranks, or neighbours: two on a ring, or one that changes",
         when="during forward and backward; the optimizer's step waits",
-        bytes_per_step="`ring` 2 G, `shift_one` and `exponential` G, `all` 2 (n-1)/n G; divided by the interval",
+        bytes_per_step="`all` 2 (n-1)/n G, `ring` 2 G (2 ranks: G), the others G; divided by the interval",
         memory="G",
-        use_when="latency or stragglers bind: no rank waits for more than its neighbours",
+        use_when="bandwidth binds and nothing may be rounded: `shift_one` sends half as much, during forward too",
         paper="[1705.09056](https://arxiv.org/abs/1705.09056)",
     )
     exchanges = "weights"

@@ -43,9 +43,9 @@ class LocalSGD(Algorithm):
         sends="weights, and by option the optimizer's moments, full precision",
         to="all ranks",
         when="after every k-th optimizer step, which waits",
-        bytes_per_step="2 (n-1)/n G / k, times 1 + the number of moments",
+        bytes_per_step="2 (n-1)/n G / k; with `momentum='average'` times 1 + the number of moments",
         memory="G",
-        use_when="latency or bandwidth is far too low for an exchange per step; large batches",
+        use_when="bandwidth is far too low for an exchange per step; large batches",
         paper="[1805.09767](https://arxiv.org/abs/1805.09767), post-local [1808.07217](https://arxiv.org/abs/1808.07217)",
     )
     exchanges = "weights"

@@ -44,9 +44,9 @@ class LowPrecisionDecentralized(Algorithm):
         sends="differences of the weights, 8 bits per element",
         to="both neighbours on a ring",
         when="after the optimizer's step, which waits",
-        bytes_per_step="2 G / 4, divided by the interval",
-        memory="3 G, and two buckets",
-        use_when="both latency and bandwidth bind",
+        bytes_per_step="2 G / 4 (2 ranks: G / 4), divided by the interval",
+        memory="3 G (2 ranks: 2 G), and two buckets",
+        use_when="bandwidth binds: few bytes to two others, however many ranks there are; a ring mixes slowly",
         paper="[1803.06443](https://arxiv.org/abs/1803.06443)",
     )
     exchanges = "weights"
