@@ -51,7 +51,7 @@ class About:
         to: whom it travels to.
         when: when it travels, and what waits for it.
         bytes_per_step: sent per rank and step, in terms of the float32 gradient bytes G and the number of ranks n.
-        memory: extra bytes per rank beside plain training, in the same terms.
+        memory: extra bytes per rank that it keeps beside plain training, in the same terms.
         use_when: for which network and model.
         paper: its source.
     """
