@@ -210,7 +210,7 @@ class Step:
                 raise self._fail(self._never_ready(missing))
         if self._sends_gradients:
             self._finish_gradients(missing)
-        elif self.algorithm.is_lockstep:
+        elif self.algorithm.agrees_on_skips():
             self._skipped_steps.agree()
         self.algorithm.after_backward(self.storage.buckets, self.group)
         self.num_steps += 1

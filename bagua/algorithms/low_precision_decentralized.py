@@ -35,6 +35,8 @@ class LowPrecisionDecentralized(Algorithm):
         interval: every so many steps of an optimizer.
         codec: any of ``bagua.codecs.available()``.
         seed: what a codec that rounds at random draws from, with the step and the place of an element.
+        skip_together: agree at the end of each backward, in a message of a byte per optimizer among all ranks, whether
+            a GradScaler skips the step. Without a GradScaler False saves it, and the waiting for the slowest rank.
 
     Example:
         >>> model = bagua.with_bagua(model, optimizer, algorithm="low_precision_decentralized")    # doctest: +SKIP
@@ -44,9 +46,9 @@ class LowPrecisionDecentralized(Algorithm):
         sends="differences of the weights, 8 bits per element",
         to="both neighbours on a ring",
         when="after the optimizer's step, which waits",
-        bytes_per_step="2 G / 4, divided by the interval",
-        memory="3 G, and two buckets",
-        use_when="both latency and bandwidth bind",
+        bytes_per_step="2 G / 4 (2 ranks: G / 4), divided by the interval",
+        memory="3 G (2 ranks: 2 G), and two buckets",
+        use_when="bandwidth binds: few bytes to two others, however many ranks there are; a ring mixes slowly",
         paper="[1803.06443](https://arxiv.org/abs/1803.06443)",
     )
     exchanges = "weights"
@@ -54,6 +56,7 @@ class LowPrecisionDecentralized(Algorithm):
     interval: int = 1
     codec: str = "minmax_uint8"
     seed: int = 0
+    skip_together: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -48,8 +48,8 @@ class QAdam(CompressedGradients):
         sends="gradients at full precision in the warm-up, then momentum, 8 bits or 1 bit per element",
         to="all ranks",
         when="during backward, which waits",
-        bytes_per_step="after the warm-up 2 (n-1)/n G / 4, with `onebit` G / 32",
-        memory="0; with error feedback 2 (1 + 1/n) G, in bfloat16 half",
+        bytes_per_step="2 (n-1)/n G in the warm-up, then a quarter of it, with `onebit` a 32nd",
+        memory="0; with error feedback, which `onebit` brings, 2 (1 + 1/n) G, in bfloat16 half",
         use_when="the model is trained with Adam, for long",
         paper="[2102.02888](https://arxiv.org/abs/2102.02888)",
     )

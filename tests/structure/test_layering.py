@@ -159,7 +159,7 @@ def test_only_config_reads_the_environment():
 
 
 @pytest.mark.parametrize(
-    "path", sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]), ids=lambda p: p.name
+    "path", sorted([*(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]), ids=lambda p: p.name
 )
 def test_examples_and_benchmarks_use_public_names(path):
     public = {p.parent.name for p in (ROOT / "bagua").glob("*/__init__.py")}
