@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 import bagua
 
 TIMEOUT_S = 15.0
-ALGORITHMS = bagua.algorithms.available()
+# Of this package; asking those of others would import them.
+ALGORITHMS = [name for name in bagua.algorithms.available() if importlib.util.find_spec(f"bagua.algorithms.{name}")]
 OF_GRADIENTS = [name for name in ALGORITHMS if bagua.algorithms.get(name).exchanges == "gradients"]
 OF_WEIGHTS = [name for name in ALGORITHMS if bagua.algorithms.get(name).exchanges == "weights"]
 ANY = torch.optim.Optimizer
