@@ -64,7 +64,10 @@ class LowPrecisionDecentralized(Algorithm):
             raise InvalidArgument(f"interval is {self.interval}, expected 1 or more")
         if not 0 <= self.seed < 2**64:
             raise InvalidArgument(f"seed is {self.seed}, expected 0 to 2**64 - 1")
-        codecs.get(self.codec)  # raises for an unknown one
+        if self.seed and not codecs.get(self.codec).is_random:  # get raises for an unknown one
+            raise InvalidArgument(
+                f"seed is {self.seed}, but codec {self.codec!r} draws nothing at random; leave it out"
+            )
 
     def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
         return parameter.dtype in codecs.get(self.codec).dtypes
@@ -77,8 +80,8 @@ class LowPrecisionDecentralized(Algorithm):
         self._buckets: Sequence[Bucket] = ()
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        if [bucket.flat.data_ptr() for bucket in buckets] == [bucket.flat.data_ptr() for bucket in self._buckets]:
-            return
+        if [bucket.names for bucket in buckets] == [bucket.names for bucket in self._buckets]:
+            return  # after loading a checkpoint: they go on
         self._buckets = tuple(buckets)
         num_neighbors = min(self.training.group.size - 1, 2)
         if not num_neighbors:

@@ -66,3 +66,8 @@ def test_options():
         bagua.algorithms.create("qsgd", {"seed": -1})
     with pytest.raises(InvalidArgument, match="state_dtype is 'float16', expected 'float32' or 'bfloat16'"):
         bagua.algorithms.create("qsgd", {"state_dtype": "float16"})
+    with pytest.raises(InvalidArgument, match="without error_feedback=True there is no state"):
+        bagua.algorithms.create("qsgd", {"state_dtype": "bfloat16"})
+    for algorithm in ("bytegrad", "low_precision_decentralized"):
+        with pytest.raises(InvalidArgument, match="codec 'minmax_uint8' draws nothing at random"):
+            bagua.algorithms.create(algorithm, {"seed": 3})
