@@ -38,7 +38,8 @@ def _train(rank, world_size, variant):
         return seen
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=described)
+# The last variant of each algorithm, which keeps most.
+@pytest.mark.parametrize("variant", dict(VARIANTS).items(), ids=described)
 def test_a_thousand_steps(pool2, variant):
     for early, late in pool2.run(_train, args=(variant,)):
         assert late[0] - early[0] < 3 * 2**20, f"{late[0] - early[0]} bytes more"
