@@ -24,7 +24,9 @@ class QAdam(torch.optim.Optimizer):
         m <- b1 m + (1 - b1) (g + weight_decay x);  x <- x - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^warmup_steps)) + eps)
 
     Without algorithm ``qadam`` g is the gradient as it comes. A parameter's steps count, so one that is used for the
-    first time late has its own warm-up.
+    first time late has its own warm-up. An element whose v is 0 when the warm-up ends, as behind an input that is always
+    0, keeps its value from there on: there is no scale to divide by, and a codec's rounding of its 0 momentum, divided
+    by eps, would be all that moves it.
 
     Args:
         params: as for any optimizer.
@@ -133,9 +135,11 @@ class QAdam(torch.optim.Optimizer):
             grads = torch._foreach_add(grads, parameters, alpha=group["weight_decay"])
         exp_avgs, steps = self._of_all(parameters, "exp_avg"), self._of_all(parameters, "step")
         torch._foreach_add_(steps, 1)
+        exp_avg_sqs = self._of_all(parameters, "exp_avg_sq")
         torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+        torch._foreach_mul_(exp_avgs, torch._foreach_sign(exp_avg_sqs))  # 1, and 0 where v is 0
         correction = (1 - beta2 ** group["warmup_steps"]) ** 0.5
-        denominators = torch._foreach_sqrt(self._of_all(parameters, "exp_avg_sq"))
+        denominators = torch._foreach_sqrt(exp_avg_sqs)
         torch._foreach_div_(denominators, correction)
         torch._foreach_add_(denominators, group["eps"])
         step_sizes = [-group["lr"] / (1 - beta1 ** float(step)) for step in steps]
