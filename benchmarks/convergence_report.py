@@ -218,24 +218,25 @@ trains everything anew, {num_ranks} ranks on one host:
 .venv/bin/python benchmarks/convergence.py
 ```
 
-`--tasks`, `--algorithms` and `--seeds` train a part and print its table. Each way of training runs with {num_seeds} seeds; a
-seed decides the first weights and the order of the data, alike for all ways. DDP runs over gloo, in the same processes.
-Ways with SGD (momentum 0.9) are compared with `ddp SGD`, those with `bagua.optim.QAdam` with `ddp Adam`; all at DDP's
-learning rate, which rises for a twentieth of the run and then falls in a line to 0, unless the row says otherwise.
+`--tasks`, `--algorithms` and `--seeds` train a part and print its table. Each way of training runs with {num_seeds}
+seeds; a seed decides the first weights and the order of the data, alike for all ways. DDP runs over gloo, in the same
+processes. Ways with SGD (momentum 0.9) are compared with `ddp SGD`, those with `bagua.optim.QAdam` with `ddp Adam`; all
+train at one learning rate, at which DDP trains smoothly: it rises for a twentieth of the run and then falls in a line to
+0. What a row changes of this is in its name.
 
 - **way**: the algorithm, and the options that are not its defaults. `warm-up`: that share of the run averages gradients
   at full precision, by the algorithm's own option (`qadam`, `local_sgd`) or by `gradient_allreduce` before it, after
-  which `with_bagua` is called again. `lr x`: times the task's learning rate.
+  which `with_bagua` is called again. `epochs x 2`: trained for twice as long, and compared with DDP's single length.
 - **test accuracy, validation loss**: at the end of the run, mean of the seeds (least to greatest). What is evaluated is
-  the mean of the ranks' weights and BatchNorm statistics; where gradients are exchanged all ranks hold the same weights.
-- **to DDP**: DDP's seed spread is from its worst seed to its best. `inside`: the mean over the seeds lies in it; `worse`
-  and `better`: it does not. That is a coarse measure: the mean of 3 seeds of a way that is as good as DDP
-  falls outside of 3 other seeds of DDP about once in three times, worse or better.
+  the mean of the ranks' weights and BatchNorm statistics; where gradients are exchanged the ranks' weights are equal.
+- **to DDP**: DDP's seed spread is from its worst seed to its best. `inside`: the mean over the seeds lies in it;
+  `worse` and `better`: it does not. That is a coarse measure: the mean of 3 seeds of a way that is as good as DDP falls
+  outside of 3 other seeds of DDP about once in three times, worse or better.
 - **epochs**: until the task's target is met for the first time, the median seed; evaluated after every epoch.
 - **kB per step**: sent per rank and step, mean of ranks and of the whole run with its warm-up, as
   `model.bagua.timeline()` counts it. DDP does not count: 2 (n-1)/n times the bytes of its gradients, what a ring sends.
 - **of DDP's**: that as a share of DDP's.
-- **apart**: at the end, how far the rank that is farthest off is from the mean weights, as a share of their norm; 0 where
-  the ranks' weights are equal bit by bit, which is verified wherever gradients are exchanged.
+- **apart**: at the end, how far the rank that is farthest off is from the mean weights, as a share of their norm; 0
+  where the ranks' weights are equal bit by bit, which is verified wherever gradients are exchanged.
 - **one rank**: the metric of the worst single rank's own weights and BatchNorm statistics, mean of the seeds.
 """
