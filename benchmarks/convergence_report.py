@@ -221,8 +221,8 @@ trains everything anew, {num_ranks} ranks on one host:
 `--tasks`, `--algorithms` and `--seeds` train a part and print its table. Each way of training runs with {num_seeds}
 seeds; a seed decides the first weights and the order of the data, alike for all ways. DDP runs over gloo, in the same
 processes. Ways with SGD (momentum 0.9) are compared with `ddp SGD`, those with `bagua.optim.QAdam` with `ddp Adam`; all
-train at one learning rate, at which DDP trains smoothly: it rises for a twentieth of the run and then falls in a line to
-0. What a row changes of this is in its name.
+train at one learning rate, at which DDP trains smoothly: it rises for a twentieth of the run and then falls in a line
+to 0. What a row changes of this is in its name.
 
 - **way**: the algorithm, and the options that are not its defaults. `warm-up`: that share of the run averages gradients
   at full precision, by the algorithm's own option (`qadam`, `local_sgd`) or by `gradient_allreduce` before it, after
