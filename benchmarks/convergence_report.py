@@ -114,7 +114,7 @@ def findings(rows: Sequence[Result]) -> list[str]:
         text += finding.why if finding is not None else "Not explained yet."
         mend = by_case.get(finding.mends) if finding is not None else None
         if mend is not None:
-            text += f" Mended by `{mend.case}`: {mend.numbers()}, {mend.verdict()}."
+            text += f" With `{mend.case}`: {mend.numbers()}, {mend.verdict()}."
         lines.append(text)
     return lines
 
