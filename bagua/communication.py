@@ -91,7 +91,14 @@ def all_reduce(
 
 
 def neighbor_average(
-    tensor, topology: str = "ring", step: int = 0, codec: str | Codec | None = None, group=None, async_op: bool = False
+    tensor,
+    topology: str = "ring",
+    step: int = 0,
+    codec: str | Codec | None = None,
+    group=None,
+    async_op: bool = False,
+    *,
+    hierarchical: bool = False,
 ) -> Work | None:
     """tensor <- weighted average of this rank's and its neighbours' tensors: decentralised communication.
 
@@ -104,6 +111,7 @@ def neighbor_average(
             two) or "all" (the mean over all ranks).
         step: the same on all ranks: how many averagings came before. Only shift_one and exponential depend on it.
         codec: name of a codec for what travels; the own values stay as they are. f32, f16 and bf16.
+        hierarchical: the nodes' means are averaged by the topology of nodes, which count by their ranks. Without codec.
 
     Raises:
         InvalidArgument: topology, step, type or codec do not fit, or the ranks called different operations.
@@ -111,7 +119,9 @@ def neighbor_average(
 
     Source: the primitives D_FP_S and D_LP_S of arXiv 2107.01499.
     """
-    work = resolve(group).neighbor_average(tensor, topology, step, codec=codec, blocking=not async_op)
+    work = resolve(group).neighbor_average(
+        tensor, topology, step, codec=codec, hierarchical=hierarchical, blocking=not async_op
+    )
     return _finish(work, async_op)
 
 

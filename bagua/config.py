@@ -32,6 +32,7 @@ class LaunchEnvironment:
     rank: int
     world_size: int
     local_rank: int | None  # None: not started by torchrun; the rank's position on its host is used
+    local_world_size: int  # ranks that were started on this host, as far as the launcher tells
     node_rank: int
     master_addr: str
     master_port: int
@@ -97,16 +98,18 @@ def launch_environment(
     rank = _integer(env, "RANK", 0, 0, 1 << 20) if rank is None else rank
     if not 0 <= rank < world_size:
         raise InvalidArgument(f"rank {rank} is not in 0..{world_size - 1} (world_size is {world_size})")
+    local_world_size = _integer(env, "LOCAL_WORLD_SIZE", 1, 1, 1 << 20)
     return LaunchEnvironment(
         rank=rank,
         world_size=world_size,
         local_rank=_integer(env, "LOCAL_RANK", 0, 0, 1 << 20) if "LOCAL_RANK" in env else None,
+        local_world_size=local_world_size,
         node_rank=_integer(env, "GROUP_RANK", 0, 0, 1 << 20),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_integer(env, "MASTER_PORT", 0, 0, 65535),
         use_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restart_count=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0, 0, 1 << 30),
-        single_host=_integer(env, "LOCAL_WORLD_SIZE", 1, 1, 1 << 20) == world_size,
+        single_host=local_world_size == world_size,
     )
 
 

@@ -43,8 +43,8 @@ def with_bagua(
     """Makes ``model`` train in step with the same model on the other ranks; collective.
 
     Parameters, buffers and optimizer state become equal to rank 0's. From then on gradients are
-    synchronised when ``backward()`` returns, or, by algorithms that exchange weights (``decentralized``,
-    ``low_precision_decentralized``, ``async``, ``local_sgd``), weights when the optimizer steps. The module
+    synchronised when ``backward()`` returns, or, by algorithms that exchange weights instead
+    (``Algorithm.exchanges``), weights around the optimizer's step. The module
     itself is returned, its state_dict keys are unchanged, and ``model.bagua`` is a
     :class:`bagua.handle.BaguaHandle`. Calling it again on the same
     model changes the algorithm and its options, and uses the same memory.

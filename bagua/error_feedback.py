@@ -5,8 +5,9 @@ Data path: policy -> **residuals** -> the compressed all_reduce, which reads and
 Two residuals, as the paper has them (C_LP_S, arXiv 2107.01499; arXiv 1901.09847): of what a rank contributes, and of
 the stripe of the result that it encodes for everybody. Each is kept twice: the one that the last optimizer step left,
 and the one of the step under way, which takes its place when an optimizer steps and is forgotten when a gradient is
-NaN or Inf, so that a step that is skipped changes nothing. Invariant, but for float rounding:
-what was sent + residual = what was to be sent, added up over all steps.
+NaN or Inf, so that a step that is skipped changes nothing. Invariant, but for float rounding: what was sent +
+residual = what was to be sent, added up over all steps. Residuals have the scale of the gradients as they come: when a
+GradScaler changes its scale, the residual of the step before counts by the ratio of the two, once.
 """
 
 from __future__ import annotations
@@ -59,9 +60,11 @@ class ErrorFeedback:
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Takes over a new layout; collective."""
         coded = [bucket for bucket in buckets if bucket.declaration.codec is not None and self._group.size > 1]
-        kept = self._moved(self._kept, coded)
+        if not self._is_under_way:
+            self._under_way = _Copy()
+        self._kept = self._moved(self._kept, coded)
         self._under_way = self._moved(self._under_way, coded) if self._is_under_way else self._zeros(coded)
-        self._kept, self._buckets = kept, coded
+        self._buckets = coded
         self._stripes = {bucket.index: self._stripe(bucket) for bucket in coded}
 
     def residuals_of(self, bucket: Bucket) -> Residuals | None:
@@ -152,30 +155,27 @@ class ErrorFeedback:
         return copy
 
     def _moved(self, old: _Copy, buckets: Sequence[Bucket]) -> _Copy:
-        """``old``, of the present layout, in the layout ``buckets``; for a time all owners' residuals are there."""
+        """``old``, of the present layout and emptied by it, in the layout ``buckets``."""
         new = self._zeros(buckets)
-        if not self._buckets:
-            return new
-        worker: dict[int, torch.Tensor] = {}  # by parameter
-        owner: dict[int, torch.Tensor] = {}
+        place_in_new = {
+            member.index: (bucket, *bucket.place_of(member)) for bucket in buckets for member in bucket.members
+        }
         for bucket in self._buckets:
-            whole = torch.zeros(bucket.numel, dtype=self._dtype)
+            whole = torch.zeros(bucket.numel, dtype=self._dtype)  # what all owners together have
             first, numel = self._stripes[bucket.index]
             whole[first : first + numel] = old.owner[bucket.index]
             self._group.all_reduce(whole, ReduceOp.SUM, label="residuals", blocking=True).wait()
-            for member in bucket.members:
+            for member in (member for member in bucket.members if member.index in place_in_new):
                 begin, end = bucket.place_of(member)
-                owner[member.index] = whole[begin:end]
-                worker[member.index] = old.worker[bucket.index][begin:end]
-        for bucket in buckets:
-            whole = torch.zeros(bucket.numel, dtype=self._dtype)
-            for member in (member for member in bucket.members if member.index in owner):
-                begin, end = bucket.place_of(member)
-                whole[begin:end] = owner[member.index]
+                into, into_begin, into_end = place_in_new[member.index]
                 if self._place is not None:
-                    new.worker[bucket.index][begin:end] = worker[member.index]
-            first, numel = self._stripe(bucket)
-            new.owner[bucket.index].copy_(whole[first : first + numel])
+                    new.worker[into.index][into_begin:into_end] = old.worker[bucket.index][begin:end]
+                first, numel = self._stripe(into)
+                low, high = max(into_begin, first), min(into_end, first + numel)
+                if low < high:
+                    from_begin = begin + low - into_begin
+                    new.owner[into.index][low - first : high - first] = whole[from_begin : from_begin + high - low]
+            del old.worker[bucket.index], old.owner[bucket.index]
         return new
 
 

@@ -110,7 +110,7 @@ class BaguaHandle:
         self.step.load_algorithm(state["state"])
 
     def pause(self) -> None:
-        """Stops what the algorithm does in the background (``async``); collective, idempotent.
+        """Stops what the algorithm does in the background; collective, idempotent.
 
         Raises:
             InvalidArgument: the algorithm does nothing in the background.

@@ -20,6 +20,7 @@ A backward inside no_sync stays local; every other backward synchronises.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -87,7 +88,7 @@ class Step:
         self._begin_ns = 0
         self._bytes_sent = group.bytes_sent
         self._unused = UnusedParameters(storage, group) if find_unused_parameters else None
-        algorithm.attach(Training(group, tuple(optimizers), self._record_work))
+        algorithm.attach(Training(group, tuple(optimizers), functools.partial(_record, self.recorder, self.groups)))
         self._enter_stage()
 
     # --- forward -------------------------------------------------------------------------------
@@ -184,13 +185,7 @@ class Step:
             work = self.algorithm.communicate(bucket, self.group)
             if work is not None:
                 self._pending.append((bucket, work))
-                self._record_work(work)
-
-    def _record_work(self, work: Work, group: ProcessGroup | None = None) -> None:
-        group = self.group if group is None else group
-        if group not in self.groups:
-            self.groups.append(group)
-        self.recorder.add_work(group.name, work.ticket, work.label)
+                self.recorder.add_work(self.group.name, work.ticket, work.label)
 
     def timeline(self) -> Timeline:
         """What happened when on this rank, in all groups that were used."""
@@ -210,7 +205,7 @@ class Step:
                 raise self._fail(self._never_ready(missing))
         if self._sends_gradients:
             self._finish_gradients(missing)
-        elif self.algorithm.is_lockstep:
+        elif self.algorithm.agrees_on_skips():
             self._skipped_steps.agree()
         self.algorithm.after_backward(self.storage.buckets, self.group)
         self.num_steps += 1
@@ -362,6 +357,14 @@ class Step:
             "find_unused_parameters=True, or set requires_grad=False before with_bagua",
             rank=self.group.rank,
         )
+
+
+def _record(recorder: Recorder, groups: list[ProcessGroup], work: Work, group: ProcessGroup | None = None) -> None:
+    """``Training.record``; does not hold the step, which holds the algorithm."""
+    group = groups[0] if group is None else group
+    if group not in groups:
+        groups.append(group)
+    recorder.add_work(group.name, work.ticket, work.label)
 
 
 def _exchanges_weights(algorithm: Algorithm) -> bool:

@@ -1,11 +1,12 @@
 """How fast are the codecs beside memcpy, on one core?
 
-encode, decode and, where the codec offers it to Python, decode_add of every registered codec on 64 MB and 1 MB of
-float32, in turns with memcpy of the same tensor (copy_ into an existing one). The rate is bytes of float32 per
-second. encode and decode return new memory on every call; so that the system's page faults are not what is measured,
-malloc is told to keep memory that was freed, and from the second call on the buffers are warm.
+encode, decode and, where the codec offers it to Python, decode_add of every registered codec, and of some with other
+options than their defaults, on 64 MB and 1 MB of float32, in turns with memcpy of the same tensor (copy_ into an
+existing one). The rate is bytes of float32 per second. encode and decode return new memory on every call; so that the
+system's page faults are not what is measured, malloc is told to keep memory that was freed, and from the second call on
+the buffers are warm.
 
-    python benchmarks/codecs.py [--sizes 64e6 1e6] [--codecs bf16 minmax_uint8] [--quick]
+    python benchmarks/codecs.py [--sizes 64e6 1e6] [--codecs bf16 qsgd:bits=4] [--quick]
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import report
 import timing
 
 MEMCPY = "memcpy"
+WITH_OPTIONS = ("qsgd:bits=4", "qsgd:bits=2", "topk:k=8", "topk:k=256")
 # glibc: no memory from mmap, which goes back to the system when it is freed, and none returned from the heap's end.
 _WARM = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
@@ -50,7 +52,7 @@ def _operations(codec, x) -> dict[str, Callable[[], object]]:
     encoded = codec.encode(x)
     decoded = codec.decode(encoded, x.numel(), x.dtype)
     if not bool(((decoded.double() - x.double()).abs() <= codec.error_bound(x)).all()):
-        raise RuntimeError(f"{codec.name}: a decoded value is further from the input than the codec's bound")
+        raise RuntimeError(f"{codec.spec}: a decoded value is further from the input than the codec's bound")
     operations = {
         "encode": lambda: codec.encode(x),
         "decode": lambda: codec.decode(encoded, x.numel(), x.dtype),
@@ -59,7 +61,7 @@ def _operations(codec, x) -> dict[str, Callable[[], object]]:
         total = torch.ones_like(x)
         codec.decode_add(encoded, total)
         if not torch.allclose(total, 1 + decoded, rtol=1e-6, atol=1e-6):  # a fused multiply-add rounds once less
-            raise RuntimeError(f"{codec.name}: decode_add differs from decode and add")
+            raise RuntimeError(f"{codec.spec}: decode_add differs from decode and add")
         operations["decode_add"] = lambda: codec.decode_add(encoded, total)
     return operations
 
@@ -80,7 +82,7 @@ def main() -> None:
 
     parser = report.parser(__doc__)
     parser.add_argument("--sizes", type=float, nargs="+", default=[64e6, 1e6], help="bytes of float32")
-    parser.add_argument("--codecs", nargs="+", default=bagua.codecs.available())
+    parser.add_argument("--codecs", nargs="+", default=[*bagua.codecs.available(), *WITH_OPTIONS])
     args = parser.parse_args()
     result = report.Report(__file__, "codecs beside memcpy, one core", args)
     for name in args.codecs:

@@ -12,10 +12,13 @@ freed tensors back to the system at once; otherwise autograd's own gradients, ke
 
 from __future__ import annotations
 
+import argparse
+import gc
 import itertools
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import models
 import ranks
@@ -29,16 +32,39 @@ ALLOWED_GROWTH_BYTES = 500_000  # what a reading itself moves
 _EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc; setting it also keeps it from adapting
 
 
-def measure(way: str, num_bytes: int, num_steps: int) -> dict:
-    """On a rank: marks (name, time, PSS), the high-water mark since the model was built, sizes."""
+def measure(runs: list[dict]) -> list[dict]:
+    """On a rank: one after the other, with the arguments of `measure_one`."""
+    initialise()
+    results = [measure_one(**run) for run in runs]
+    destroy()
+    return results
+
+
+def measure_one(
+    way: str, num_bytes: int, num_steps: int, momentum: float = 0.0, options: dict[str, Any] | None = None, **model: Any
+) -> dict:
+    """Marks (name, time, PSS), the high-water mark since the model was built, sizes.
+
+    Args:
+        way: DDP, PLAIN or an algorithm.
+        momentum: of SGD; None for QAdam with two steps of warm-up.
+        options: for with_bagua.
+        model: for WideLayers.
+    """
     import torch
 
     import bagua
 
-    initialise()
+    gc.collect()
     torch.manual_seed(0)
-    module = models.WideLayers(num_bytes)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    module = models.WideLayers(num_bytes, **model)
+    if momentum is None:
+        groups = [
+            {"params": [p]} for p in module.parameters()
+        ]  # what a step needs for a group is gone before it is seen
+        optimizer = bagua.optim.QAdam(groups, lr=1e-6, warmup_steps=2)
+    else:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=momentum)
     marks = []
 
     def mark(name: str) -> None:
@@ -53,19 +79,20 @@ def measure(way: str, num_bytes: int, num_steps: int) -> dict:
     if way == DDP:
         model = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
     elif way != PLAIN:
-        model = bagua.with_bagua(module, optimizer, algorithm=way)
-    mark("wrapped")
-    for step in range(num_steps):
+        model = bagua.with_bagua(module, optimizer, algorithm=way, **(options or {}))
+    mark("wrapping")
+    for step in range(1, num_steps + 1):
         optimizer.zero_grad()
         module.loss(model, bagua.get_rank(), step, batch=8).backward()
         optimizer.step()
         mark(f"step {step}")
-    if way != PLAIN:
+    if way == DDP or (way != PLAIN and bagua.algorithms.get(way).exchanges == "gradients"):
         _verify_equal(module)
     result = {"marks": marks, "high_water": _status_bytes("VmHWM") - resident}
     result["gradient_bytes"] = models.gradient_bytes(module)
     result["code_bytes"] = _code_bytes(model) if way == CODED else 0
-    destroy()
+    if way not in (PLAIN, DDP):
+        model.bagua.remove()
     return result
 
 
@@ -120,28 +147,35 @@ class Watch:
         return max((total for at, total in self.readings if begin <= at <= end), default=0)
 
 
-def run_once(way: str, args, num_steps: int) -> dict:
-    """One world; bytes per rank beyond the built model."""
+def run(args: argparse.Namespace, runs: list[dict]) -> list[dict]:
+    """One world; for each of `runs`, arguments of `measure_one`, bytes per rank beyond the built model."""
     watch = Watch()
+    sizes = {"num_bytes": int(args.megabytes * 1e6), "num_steps": args.steps}
     per_rank = ranks.run(
         args.ranks,
-        {"way": way, "num_bytes": int(args.megabytes * 1e6), "num_steps": num_steps},
+        {"runs": [{**sizes, **run} for run in runs]},
         env={**_EXACT, **({"BAGUA_SHARED_MEMORY": "0"} if args.tcp else {})},
         watch=watch,
     )
-    totals = [sum(of_rank["marks"][i][2] for of_rank in per_rank) for i in range(len(per_rank[0]["marks"]))]
-    times = [max(of_rank["marks"][i][1] for of_rank in per_rank) for i in range(len(totals))]
-    peak = max(watch.peak(times[0], times[-1]), *totals)
+    return [_summary(of_ranks, watch) for of_ranks in zip(*per_rank, strict=True)]
+
+
+def _summary(of_ranks: tuple[dict, ...], watch: Watch) -> dict:
+    names = [name for name, *_ in of_ranks[0]["marks"]]
+    totals = [sum(of_rank["marks"][i][2] for of_rank in of_ranks) for i in range(len(names))]
+    times = [max(of_rank["marks"][i][1] for of_rank in of_ranks) for i in range(len(names))]
+    peaks = [max(watch.peak(*span), total) for span, total in zip(itertools.pairwise(times), totals[1:], strict=True)]
     settled = totals[3:]  # after the second step: the buckets have been laid out anew
-    mean = 1 / args.ranks
+    mean = 1 / len(of_ranks)
     return {
-        "peak": (peak - totals[0]) * mean,
+        "peak": (max(peaks) - totals[0]) * mean,
+        "peaks": {name: (peak - totals[0]) * mean for name, peak in zip(names[1:], peaks, strict=True)},
         "wrapped": (totals[1] - totals[0]) * mean,
         "settled": (totals[-1] - totals[0]) * mean,
         "growth": (max(settled) - settled[0]) * mean,
-        "high_water": max(of_rank["high_water"] for of_rank in per_rank),
-        "gradient_bytes": per_rank[0]["gradient_bytes"],
-        "code_bytes": per_rank[0]["code_bytes"],
+        "high_water": max(of_rank["high_water"] for of_rank in of_ranks),
+        "gradient_bytes": of_ranks[0]["gradient_bytes"],
+        "code_bytes": of_ranks[0]["code_bytes"],
     }
 
 
@@ -194,7 +228,7 @@ def main() -> None:
     result = report.Report(__file__, "memory of wrapping and training, beside DDP", args, setup)
     runs: dict[str, list[dict]] = {way: [] for way in WAYS}
     for _, way in itertools.product(range(1 if args.quick else 3), WAYS):
-        runs[way].append(run_once(way, args, args.steps))
+        runs[way] += run(args, [{"way": way}])
     rows = rows_of(runs)
     gradient_bytes, code_bytes = runs[CODED][0]["gradient_bytes"], runs[CODED][0]["code_bytes"]
     title = f"Peak per rank beyond the built model, {args.ranks} ranks, {gradient_bytes / 1e6:.0f} MB of gradients"

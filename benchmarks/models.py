@@ -33,17 +33,22 @@ class ByteTransformer(torch.nn.Module):
 
 
 class WideLayers(torch.nn.Module):
-    """Square linear layers, almost only weights: `num_bytes` of float32 parameters, little to compute."""
+    """Square linear layers, almost only weights: `num_bytes` of float32 parameters, little to compute.
 
-    def __init__(self, num_bytes: int, width: int = 2048) -> None:
+    Where `is_reversed`, they are used in the order that a wrapper does not expect, last to first.
+    """
+
+    def __init__(self, num_bytes: int, width: int = 2048, is_reversed: bool = False) -> None:
         super().__init__()
         self.width = width
+        self.is_reversed = is_reversed
         count = max(1, round(num_bytes / (4 * width * width)))
         self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(count))
         self.skipped: int | None = None  # a layer that takes no part in the output
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, layer in enumerate(self.layers):
+        layers = list(enumerate(self.layers))
+        for index, layer in reversed(layers) if self.is_reversed else layers:
             if index != self.skipped:
                 x = torch.relu(layer(x))
         return x

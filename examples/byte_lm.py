@@ -94,7 +94,8 @@ def main() -> None:
     generator = torch.Generator().manual_seed(1000 * args.seed + rank)  # every rank draws its own windows
 
     model = ByteTransformer()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    needs_qadam = not is_ddp and bagua.algorithms.get(args.algorithm).optimizer_class is bagua.optim.QAdam
+    optimizer = (bagua.optim.QAdam if needs_qadam else torch.optim.AdamW)(model.parameters(), lr=args.lr)
     if is_ddp:
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     else:

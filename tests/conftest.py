@@ -1,8 +1,12 @@
 """Shared by all tests: warm pools of ranks, and the `needs` marker."""
 
 import importlib.util
+import os
 
 import pytest
+
+# torch's store asks for the name of each peer's address; where the answer gets lost, the resolver waits this long.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_collection_modifyitems(items):

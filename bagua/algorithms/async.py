@@ -60,8 +60,8 @@ class Async(Algorithm):
     about = About(
         sends="weights, full precision",
         to="all ranks",
-        when="in the background, every so many seconds; nobody waits",
-        bytes_per_step="2 (n-1)/n G per round",
+        when="in the background, every so many seconds; no step waits",
+        bytes_per_step="2 (n-1)/n G per round of averaging",
         memory="2 G",
         use_when="ranks differ in speed, or the network comes and goes",
         paper="[2107.01499](https://arxiv.org/abs/2107.01499)",

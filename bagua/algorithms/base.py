@@ -51,7 +51,7 @@ class About:
         to: whom it travels to.
         when: when it travels, and what waits for it.
         bytes_per_step: sent per rank and step, in terms of the float32 gradient bytes G and the number of ranks n.
-        memory: extra bytes per rank beside plain training, in the same terms.
+        memory: extra bytes per rank that it keeps beside plain training, in the same terms.
         use_when: for which network and model.
         paper: its source.
     """
@@ -104,9 +104,12 @@ class Algorithm:
     # What its buckets hold in the main. Weights: every trainable parameter belongs to one of the optimizers, and a
     # bucket to one optimizer, whose hooks are called with its buckets alone.
     exchanges: ClassVar[Literal["gradients", "weights"]] = "gradients"
-    # Whether the ranks take every step together. Where they do, a step that one rank's GradScaler skips is skipped by
-    # all; where not, no hook may wait for other ranks' hooks, and a rank may end before the others.
+    # Whether the ranks take every step together; where not, no hook may wait for other ranks' hooks, and a rank may end
+    # before the others.
     is_lockstep: ClassVar[bool] = True
+
+    # What its optimizers must be.
+    optimizer_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Optimizer
 
     def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
         """Parameters of different classes never share a bucket. Depends on shape and dtype only."""
@@ -118,6 +121,18 @@ class Algorithm:
 
     def check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raises InvalidArgument for optimizers that it cannot work with; nothing has been changed yet."""
+        wanted = self.optimizer_class
+        for index, optimizer in enumerate(optimizers):
+            if not isinstance(optimizer, wanted):
+                raise InvalidArgument(
+                    f"algorithm {self.name!r} steps with {wanted.__module__}.{wanted.__qualname__}, but "
+                    f"optimizers[{index}] is a {type(optimizer).__name__}; construct one with the same parameters"
+                )
+        if wanted is not torch.optim.Optimizer and not optimizers:
+            raise InvalidArgument(
+                f"algorithm {self.name!r} needs the model's optimizer, a {wanted.__module__}.{wanted.__qualname__}; "
+                "pass it to with_bagua"
+            )
 
     def attach(self, training: Training) -> None:
         """The model has been wrapped: parameters, buffers and optimizer states are equal on all ranks."""
@@ -132,6 +147,14 @@ class Algorithm:
     def synchronises_gradients(self) -> bool:
         """Whether ``communicate`` is called in backward. May change at an optimizer step, on all ranks at the same."""
         return self.exchanges == "gradients"
+
+    def agrees_on_skips(self) -> bool:
+        """Where gradients stay local: whether a step that one rank's GradScaler skips is skipped by all.
+
+        The ranks agree at the end of each backward, in one small message. By the option ``skip_together`` where an
+        algorithm has it.
+        """
+        return self.is_lockstep and getattr(self, "skip_together", True)
 
     def stage(self) -> str:
         """Such as "warm-up". When it has changed at an optimizer step, buckets are declared and laid out anew."""

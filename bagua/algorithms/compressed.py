@@ -62,6 +62,14 @@ class CompressedGradients(Algorithm):
             raise InvalidArgument(
                 f"state_dtype is {self.state_dtype!r}, expected {' or '.join(map(repr, STATE_DTYPES))}"
             )
+        if self.state_dtype != "float32" and not self.error_feedback:
+            raise InvalidArgument(
+                f"state_dtype is {self.state_dtype!r}, but without error_feedback=True there is no state"
+            )
+        if self.seed and not codec.is_random:
+            raise InvalidArgument(
+                f"seed is {self.seed}, but codec {codec.name!r} draws nothing at random; leave it out"
+            )
         if self.min_compressed_bytes < 0:
             raise InvalidArgument(f"min_compressed_bytes is {self.min_compressed_bytes}, expected 0 or more")
         if not 0 <= self.seed < 2**64:

@@ -42,6 +42,8 @@ class Decentralized(Algorithm):
             pairs that change; "exponential", one sender and one receiver, at distances 1, 2, 4, ...
         interval: every so many steps.
         hierarchical: the nodes' means are averaged by the topology of nodes. Nodes count by their ranks.
+        skip_together: agree at the end of each backward, in a message of a byte per optimizer among all ranks, whether
+            a GradScaler skips the step. Without a GradScaler False saves it, and the waiting for the slowest rank.
 
     Example:
         >>> model = bagua.with_bagua(model, optimizer, algorithm="decentralized", topology="ring")   # doctest: +SKIP
@@ -49,11 +51,11 @@ class Decentralized(Algorithm):
 
     about = About(
         sends="weights, full precision",
-        to="neighbours: all, a ring, changing pairs",
+        to="all ranks, or neighbours: two on a ring, or one that changes",
         when="during forward and backward; the optimizer's step waits",
-        bytes_per_step="`ring` 2 G, `shift_one` and `exponential` G, `all` 2 (n-1)/n G; divided by the interval",
+        bytes_per_step="`all` 2 (n-1)/n G, `ring` 2 G (2 ranks: G), the others G; divided by the interval",
         memory="G",
-        use_when="latency or stragglers bind: no rank waits for more than its neighbours",
+        use_when="bandwidth binds and nothing may be rounded: `shift_one` sends half as much, during forward too",
         paper="[1705.09056](https://arxiv.org/abs/1705.09056)",
     )
     exchanges = "weights"
@@ -61,6 +63,7 @@ class Decentralized(Algorithm):
     topology: str = "all"
     interval: int = 1
     hierarchical: bool = False
+    skip_together: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

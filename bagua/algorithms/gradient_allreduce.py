@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from bagua.algorithms.base import Algorithm, Declaration
+from bagua.algorithms.base import About, Algorithm, Declaration
 from bagua.algorithms.registry import register
 from bagua.bucket import Bucket
 from bagua.group import ProcessGroup, ReduceOp, Work
@@ -28,6 +28,16 @@ class GradientAllReduce(Algorithm):
     Example:
         >>> model = bagua.with_bagua(model, [optimizer], algorithm="gradient_allreduce")    # doctest: +SKIP
     """
+
+    about = About(
+        sends="gradients, full precision",
+        to="all ranks",
+        when="during backward, which waits",
+        bytes_per_step="2 (n-1)/n G",
+        memory="0",
+        use_when="the network is fast, or nothing may be rounded: what DDP does",
+        paper="[2107.01499](https://arxiv.org/abs/2107.01499)",
+    )
 
     average: bool = True
     hierarchical: bool = False

@@ -34,6 +34,8 @@ class LocalSGD(Algorithm):
         momentum: what becomes of an optimizer's state when the weights are averaged. "average": tensors of the shape of
             their parameter (momentum, Adam's moments) are averaged too, where all ranks have them; as many bytes again
             for each. "reset": it begins anew. "keep": each rank keeps its own.
+        skip_together: agree at the end of each backward, in a message of a byte per optimizer among all ranks, whether
+            a GradScaler skips the step. Without a GradScaler False saves it, and the waiting for the slowest rank.
 
     Example:
         >>> model = bagua.with_bagua(model, optimizer, algorithm="local_sgd", sync_every=8)     # doctest: +SKIP
@@ -43,9 +45,9 @@ class LocalSGD(Algorithm):
         sends="weights, and by option the optimizer's moments, full precision",
         to="all ranks",
         when="after every k-th optimizer step, which waits",
-        bytes_per_step="2 (n-1)/n G / k, times 1 + the number of moments",
+        bytes_per_step="2 (n-1)/n G / k; with `momentum='average'` times 1 + the number of moments",
         memory="G",
-        use_when="latency or bandwidth is far too low for an exchange per step; large batches",
+        use_when="bandwidth is far too low for an exchange per step; large batches",
         paper="[1805.09767](https://arxiv.org/abs/1805.09767), post-local [1808.07217](https://arxiv.org/abs/1808.07217)",
     )
     exchanges = "weights"
@@ -53,6 +55,7 @@ class LocalSGD(Algorithm):
     sync_every: int = 4
     post_local_after: int = 0
     momentum: str = "average"
+    skip_together: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,6 +35,8 @@ class LowPrecisionDecentralized(Algorithm):
         interval: every so many steps of an optimizer.
         codec: any of ``bagua.codecs.available()``.
         seed: what a codec that rounds at random draws from, with the step and the place of an element.
+        skip_together: agree at the end of each backward, in a message of a byte per optimizer among all ranks, whether
+            a GradScaler skips the step. Without a GradScaler False saves it, and the waiting for the slowest rank.
 
     Example:
         >>> model = bagua.with_bagua(model, optimizer, algorithm="low_precision_decentralized")    # doctest: +SKIP
@@ -44,9 +46,9 @@ class LowPrecisionDecentralized(Algorithm):
         sends="differences of the weights, 8 bits per element",
         to="both neighbours on a ring",
         when="after the optimizer's step, which waits",
-        bytes_per_step="2 G / 4, divided by the interval",
-        memory="3 G, and two buckets",
-        use_when="both latency and bandwidth bind",
+        bytes_per_step="2 G / 4 (2 ranks: G / 4), divided by the interval",
+        memory="3 G (2 ranks: 2 G), and two buckets",
+        use_when="bandwidth binds: few bytes to two others, however many ranks there are; a ring mixes slowly",
         paper="[1803.06443](https://arxiv.org/abs/1803.06443)",
     )
     exchanges = "weights"
@@ -54,6 +56,7 @@ class LowPrecisionDecentralized(Algorithm):
     interval: int = 1
     codec: str = "minmax_uint8"
     seed: int = 0
+    skip_together: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +64,10 @@ class LowPrecisionDecentralized(Algorithm):
             raise InvalidArgument(f"interval is {self.interval}, expected 1 or more")
         if not 0 <= self.seed < 2**64:
             raise InvalidArgument(f"seed is {self.seed}, expected 0 to 2**64 - 1")
-        codecs.get(self.codec)  # raises for an unknown one
+        if self.seed and not codecs.get(self.codec).is_random:  # get raises for an unknown one
+            raise InvalidArgument(
+                f"seed is {self.seed}, but codec {self.codec!r} draws nothing at random; leave it out"
+            )
 
     def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
         return parameter.dtype in codecs.get(self.codec).dtypes
@@ -74,8 +80,8 @@ class LowPrecisionDecentralized(Algorithm):
         self._buckets: Sequence[Bucket] = ()
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        if [bucket.flat.data_ptr() for bucket in buckets] == [bucket.flat.data_ptr() for bucket in self._buckets]:
-            return
+        if [bucket.names for bucket in buckets] == [bucket.names for bucket in self._buckets]:
+            return  # after loading a checkpoint: they go on
         self._buckets = tuple(buckets)
         num_neighbors = min(self.training.group.size - 1, 2)
         if not num_neighbors:
@@ -139,16 +145,22 @@ class LowPrecisionDecentralized(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         replicas = {index: [replica.clone() for replica in replicas] for index, replicas in self._replicas.items()}
-        return {"num_steps": list(self._num_steps), "replicas": replicas}
+        return {"num_ranks": self.training.group.size, "num_steps": list(self._num_steps), "replicas": replicas}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_steps = list(state["num_steps"])
-        sizes = [{k: [r.numel() for r in v] for k, v in side.items()} for side in (state["replicas"], self._replicas)]
-        if sizes[0] != sizes[1]:
-            raise InvalidArgument(
-                f"the checkpoint has replicas of {sizes[0]} elements by bucket, the model of {sizes[1]}; load it with "
-                "the same model, bucket_bytes and number of ranks"
+        described = [
+            (num_ranks, {index: own.numel() for index, (own, *_) in replicas.items()})
+            for num_ranks, replicas in (
+                (state["num_ranks"], state["replicas"]),
+                (self.training.group.size, self._replicas),
             )
+        ]
+        if described[0] != described[1]:
+            raise InvalidArgument(
+                f"(number of ranks, elements by bucket) is {described[0]} in the checkpoint and {described[1]} here; "
+                "load it with the same model, bucket_bytes and number of ranks"
+            )
+        self._num_steps = list(state["num_steps"])
         for index, replicas in self._replicas.items():
             for replica, loaded in zip(replicas, state["replicas"][index], strict=True):
                 replica.copy_(loaded)

@@ -14,21 +14,20 @@ from typing import Any
 
 import torch
 
-from bagua import codecs
+from bagua import codecs, optim
 from bagua.algorithms.base import About, Declaration, Training
 from bagua.algorithms.compressed import CompressedGradients
 from bagua.algorithms.registry import register
 from bagua.bucket import Bucket, Member
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup, Work
-from bagua.optim import QAdam, check_options
 
 _WARMUP, _COMPRESSED = "warm-up", "compressed"
 
 
 @register
 @dataclasses.dataclass(kw_only=True)
-class QAdamAlgorithm(CompressedGradients):
+class QAdam(CompressedGradients):
     """Warm-up: g <- mean g, Adam. Then: m <- mean over ranks of C(m_i), and x <- x - lr m / (sqrt(v) + eps).
 
     The model's optimizers must be ``bagua.optim.QAdam``. The options of Adam may be given to either; given to both they
@@ -49,11 +48,13 @@ class QAdamAlgorithm(CompressedGradients):
         sends="gradients at full precision in the warm-up, then momentum, 8 bits or 1 bit per element",
         to="all ranks",
         when="during backward, which waits",
-        bytes_per_step="after the warm-up 2 (n-1)/n G / 4, with `onebit` G / 32",
-        memory="0; with error feedback 2 (1 + 1/n) G, in bfloat16 half",
+        bytes_per_step="2 (n-1)/n G in the warm-up, then a quarter of it, with `onebit` a 32nd",
+        memory="0; with error feedback, which `onebit` brings, 2 (1 + 1/n) G, in bfloat16 half",
         use_when="the model is trained with Adam, for long",
         paper="[2102.02888](https://arxiv.org/abs/2102.02888)",
     )
+
+    optimizer_class = optim.QAdam
 
     warmup_steps: int | None = None
     betas: tuple[float, float] | None = None
@@ -70,7 +71,7 @@ class QAdamAlgorithm(CompressedGradients):
         super().__post_init__()
         if not self.average:
             raise InvalidArgument("algorithm 'qadam' averages momentum; average=False would let it grow with the ranks")
-        check_options(self._adam_options())
+        optim.check_options(self._adam_options())
 
     def _adam_options(self) -> dict[str, Any]:
         names = ("warmup_steps", "betas", "eps", "weight_decay")
@@ -80,22 +81,14 @@ class QAdamAlgorithm(CompressedGradients):
         return self.codec
 
     def check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().check(optimizers)
         for index, optimizer in enumerate(optimizers):
-            if not isinstance(optimizer, QAdam):
-                raise InvalidArgument(
-                    f"algorithm 'qadam' steps with bagua.optim.QAdam, but optimizers[{index}] is a "
-                    f"{type(optimizer).__name__}; construct a QAdam with the same parameters"
-                )
             for name, value in self._adam_options().items():
                 if name in optimizer.given and optimizer.given[name] != value:
                     raise InvalidArgument(
                         f"{name} is {value!r} for algorithm 'qadam' and {optimizer.given[name]!r} for "
                         f"optimizers[{index}]; give it to one of them"
                     )
-        if not optimizers:
-            raise InvalidArgument(
-                "algorithm 'qadam' needs the model's optimizer, a bagua.optim.QAdam; pass it to with_bagua"
-            )
 
     def attach(self, training: Training) -> None:
         super().attach(training)

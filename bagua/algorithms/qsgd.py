@@ -44,8 +44,8 @@ class QSGD(CompressedGradients):
             raise InvalidArgument(f"bits is {self.bits!r}, expected 8, 4 or 2")
         if self.bits == 2 and self.error_feedback:
             raise InvalidArgument(
-                "bits=2 with error_feedback=True diverges: 2 bits at random are off by more than they say, so residuals "
-                "grow; take bits=4, or algorithm 'bytegrad' with codec 'onebit'"
+                "bits=2 with error_feedback=True diverges: 2 bits at random are off by more than they say, so "
+                "residuals grow; take bits=4"
             )
         super().__post_init__()
 

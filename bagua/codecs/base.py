@@ -40,8 +40,9 @@ class Codec:
 
     name: ClassVar[str] = ""
     is_random: ClassVar[bool] = False  # rounds at random: the same values may give other bytes
-    needs_error_feedback: ClassVar[bool] = False
     keeps_constants: ClassVar[bool] = True  # a block of one value comes back as it was
+    # A contraction, whose loss is of the order of what is sent; an algorithm uses it with error feedback only.
+    needs_error_feedback: ClassVar[bool] = False
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float16, torch.bfloat16)
 
     @property

@@ -21,13 +21,16 @@ class MinMaxUInt8(Codec):
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
         values = tensor.detach().reshape(-1).to(torch.float64)
-        bound = torch.empty_like(values)
+        bound = torch.zeros_like(values)
         if not values.numel():
             return bound.reshape(tensor.shape)
+        info = torch.finfo(tensor.dtype)
         for block, block_bound in zip(values.split(self.block_numel), bound.split(self.block_numel), strict=True):
             low, high = float(block.min()), float(block.max())
             largest = max(abs(low), abs(high))
-            arithmetic = 0.0 if low == high else torch.finfo(torch.float32).eps * 2 * largest
-            rounding = 0.0 if low == high or tensor.dtype == torch.float32 else torch.finfo(tensor.dtype).eps * largest
-            block_bound.fill_((high - low) / 510 + arithmetic + rounding)
+            if low == high:
+                continue
+            arithmetic = torch.finfo(torch.float32).eps * 2 * largest
+            rounding = 0.0 if tensor.dtype == torch.float32 else info.eps * largest
+            block_bound.fill_((high - low) / 510 + arithmetic + rounding + info.eps * info.smallest_normal)
         return bound.reshape(tensor.shape)

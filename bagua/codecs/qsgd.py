@@ -35,8 +35,9 @@ class QSGD(Codec):
         if not values.numel():
             return bound.reshape(tensor.shape)
         num_levels = 2 ** (self.bits - 1) - 1
-        eps = torch.finfo(torch.float32).eps + (0 if tensor.dtype == torch.float32 else torch.finfo(tensor.dtype).eps)
+        info = torch.finfo(tensor.dtype)
+        eps = torch.finfo(torch.float32).eps + (0 if tensor.dtype == torch.float32 else info.eps)
         for block, block_bound in zip(values.split(self.block_numel), bound.split(self.block_numel), strict=True):
             norm = float(block.abs().max())
-            block_bound.fill_(norm / num_levels + 2 * eps * norm)
+            block_bound.fill_(norm / num_levels + 2 * eps * norm + info.eps * info.smallest_normal)
         return bound.reshape(tensor.shape)

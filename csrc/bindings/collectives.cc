@@ -165,20 +165,20 @@ void bind_reductions(py::class_<Group>& group) {
                                                                      numel, dtype, neighbors);
                  });
   });
-  group.def("difference_ring_average", [](Group& g, uintptr_t data, size_t numel, int dtype_code, uintptr_t own,
-                                          uintptr_t left, uintptr_t right, const CodecChoice& codec, double timeout_s,
-                                          bool blocking) {
-    const DType dtype = dtype_from(dtype_code);
-    Operation operation = make_operation(OperationKind::kDifferenceRingAverage, numel, dtype);
-    const Codec* used = use_codec(operation, codec);
-    if (used == nullptr) throw py::value_error("difference_ring_average needs a codec");
-    const auto f32 = [](uintptr_t address) { return static_cast<float*>(pointer(address)); };
-    return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
-                     [=, replicas = collectives::Replicas{f32(own), f32(left), f32(right)}](Context& context) {
-                       return collectives::difference_ring_average(context, pointer(data), numel, dtype, replicas,
-                                                                   *used);
-                     });
-  });
+  group.def("difference_ring_average",
+            [](Group& g, uintptr_t data, size_t numel, int dtype_code, uintptr_t own, uintptr_t left, uintptr_t right,
+               const CodecChoice& codec, double timeout_s, bool blocking) {
+              const DType dtype = dtype_from(dtype_code);
+              Operation operation = make_operation(OperationKind::kDifferenceRingAverage, numel, dtype);
+              const Codec* used = use_codec(operation, codec);
+              if (used == nullptr) throw py::value_error("difference_ring_average needs a codec");
+              const auto f32 = [](uintptr_t address) { return static_cast<float*>(pointer(address)); };
+              return run_coded(
+                  g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
+                  [=, replicas = collectives::Replicas{f32(own), f32(left), f32(right)}](Context& context) {
+                    return collectives::difference_ring_average(context, pointer(data), numel, dtype, replicas, *used);
+                  });
+            });
 }
 
 void bind_movements(py::class_<Group>& group) {

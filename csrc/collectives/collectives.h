@@ -33,8 +33,8 @@ struct Context {
 namespace collectives {
 
 // The residuals of error feedback (arXiv 1901.09847; both ends of C_LP_S as in section 3.2 of arXiv 2107.01499): what
-// an encoding lost is added to what is encoded next, in f32. Where they are written may be where they are read, or apart
-// from it, so that a step that is given up after all leaves them as they were. Null: none.
+// an encoding lost is added to what is encoded next, in f32. Where they are written may be where they are read, or
+// apart from it, so that a step that is given up after all leaves them as they were. Null: none.
 struct Feedback {
   const void* worker_in = nullptr;  // of this rank's input, numel
   void* worker_out = nullptr;

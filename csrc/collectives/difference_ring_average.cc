@@ -66,8 +66,8 @@ class DifferenceRing {
       codec_.decode_add(arrival.bytes, DType::kF32, piece.numel, replicas_.right + piece.begin, context_.stream);
     }
     if (is_own) {
-      kernels::cast(DType::kF32, replica + piece.begin, dtype_, at(data_, piece.begin, item_bytes(dtype_)),
-                    piece.numel, context_.stream);
+      kernels::cast(DType::kF32, replica + piece.begin, dtype_, at(data_, piece.begin, item_bytes(dtype_)), piece.numel,
+                    context_.stream);
     }
   }
 

@@ -41,6 +41,10 @@ void onebit_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes
 void onebit_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination);
 void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator);
 
+void topk_encode(int k, DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks);
+void topk_decode(int k, DType dtype, const uint8_t* bytes, size_t numel, void* destination);
+void topk_decode_add(int k, const uint8_t* bytes, size_t numel, float* accumulator);
+
 }  // namespace cpu
 
 namespace cuda {
@@ -73,6 +77,11 @@ void onebit_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes
                    Stream stream);
 void onebit_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream);
 void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
+
+void topk_encode(int k, DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
+                 Stream stream);
+void topk_decode(int k, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream);
+void topk_decode_add(int k, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
 
 }  // namespace cuda
 

@@ -12,6 +12,7 @@
 #include "csrc/kernels/reduce.h"
 #include "csrc/kernels/saturating_cast.h"
 #include "csrc/kernels/subtract.h"
+#include "csrc/kernels/topk.h"
 #include "csrc/kernels/weighted_sum.h"
 
 namespace bagua::kernels {
@@ -34,6 +35,12 @@ void check_codec_dtype(const char* kernel, DType dtype) {
 void check_qsgd_bits(const char* kernel, int bits) {
   if (bits != 8 && bits != 4 && bits != 2) {
     reject(std::string(kernel) + ": bits is " + std::to_string(bits) + ", expected 8, 4 or 2");
+  }
+}
+
+void check_topk_k(const char* kernel, int k) {
+  if (k < 8 || k > static_cast<int>(kTopkMaxK) || (k & (k - 1)) != 0) {
+    reject(std::string(kernel) + ": k is " + std::to_string(k) + ", expected 8, 16, 32, 64, 128 or 256");
   }
 }
 
@@ -161,6 +168,27 @@ void onebit_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destin
 void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
   if (stream.is_cpu()) return cpu::onebit_decode_add(bytes, numel, accumulator);
   cuda::onebit_decode_add(bytes, numel, accumulator, stream);
+}
+
+void topk_encode(int k, DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
+                 Stream stream) {
+  check_codec_dtype("topk_encode", dtype);
+  check_topk_k("topk_encode", k);
+  if (stream.is_cpu()) return cpu::topk_encode(k, dtype, source, numel, bytes, num_nonfinite_blocks);
+  cuda::topk_encode(k, dtype, source, numel, bytes, num_nonfinite_blocks, stream);
+}
+
+void topk_decode(int k, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
+  check_codec_dtype("topk_decode", dtype);
+  check_topk_k("topk_decode", k);
+  if (stream.is_cpu()) return cpu::topk_decode(k, dtype, bytes, numel, destination);
+  cuda::topk_decode(k, dtype, bytes, numel, destination, stream);
+}
+
+void topk_decode_add(int k, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
+  check_topk_k("topk_decode_add", k);
+  if (stream.is_cpu()) return cpu::topk_decode_add(k, bytes, numel, accumulator);
+  cuda::topk_decode_add(k, bytes, numel, accumulator, stream);
 }
 
 void subtract(float* destination, const float* source, size_t numel, Stream stream) {

@@ -52,7 +52,9 @@ double cpu_seconds() {
 }
 
 void add_codec_cases(Buffers& buffers, size_t numel, std::vector<Case>& cases) {
-  for (const std::string& name : bagua::registered_codecs()) {
+  std::vector<std::string> specs = bagua::registered_codecs();
+  specs.insert(specs.end(), {"qsgd:bits=4", "qsgd:bits=2", "topk:k=8", "topk:k=256"});
+  for (const std::string& name : specs) {
     const bagua::Codec& codec = bagua::get_codec(name);
     cases.push_back({name + " encode", [&, numel] {
                        codec.encode(buffers.a.data(), DType::kF32, numel, buffers.bytes.data(), {}, Stream{});

@@ -27,10 +27,12 @@ constexpr Stream kCpu{};
 constexpr DType kCodecTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
 
 void for_each_codec(const std::function<void(const Codec&, DType)>& body) {
-  for (const std::string& name : registered_codecs()) {
+  std::vector<std::string> specs = registered_codecs();
+  specs.insert(specs.end(), {"qsgd:bits=4", "qsgd:bits=2", "topk:k=8", "topk:k=256"});
+  for (const std::string& spec : specs) {
     for (DType dtype : kCodecTypes) {
-      SCOPED_TRACE(name + " " + std::string(dtype_name(dtype)));
-      body(get_codec(name), dtype);
+      SCOPED_TRACE(spec + " " + std::string(dtype_name(dtype)));
+      body(get_codec(spec), dtype);
     }
   }
 }
@@ -119,6 +121,7 @@ TEST(Codecs, FiniteStaysFinite) {
 
 TEST(Codecs, ConstantsThatTheWireTypesHoldAreExact) {
   for_each_codec([](const Codec& codec, DType dtype) {
+    if (codec.name() == "topk") return;  // sends some elements only
     for (double constant : {0.0, -0.0, 1.0, -0.375, 96.0}) {
       constexpr size_t kNumel = 3000;
       Array source(kNumel * item_bytes(dtype), 0);

@@ -16,6 +16,7 @@
 #include "csrc/kernels/cpu/qsgd.cc"
 #include "csrc/kernels/cpu/reduce.cc"
 #include "csrc/kernels/cpu/saturating_cast.cc"
+#include "csrc/kernels/cpu/topk.cc"
 #include "csrc/kernels/cpu/weighted_sum.cc"
 #include "csrc/tests/test_kernels_oracle.h"
 
@@ -165,6 +166,45 @@ TEST(BAGUA_CLONE_SUITE, Qsgd) {
       kernels::cpu::qsgd_decode_add(bits, got.data(), kCloneNumel, sum.as<float>());
       kernels::qsgd_decode_add(bits, expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
       ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << bits << " bits, seed " << seed;
+    }
+  }
+}
+
+TEST(BAGUA_CLONE_SUITE, Onebit) {
+  BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
+  constexpr size_t kNumBytes = kernels::onebit_wire_bytes(kCloneNumel);
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    Array source(kCloneNumel * 4, 0), got(kNumBytes, 1), expected(kNumBytes, 0);
+    fill_random(DType::kF32, source.data(), kCloneNumel, seed);
+    if (seed % 3 == 1) kernels::scale(DType::kF32, source.data(), 1e-41, kCloneNumel, Stream{});
+    if (seed % 3 == 2) kernels::scale(DType::kF32, source.data(), 1e36, kCloneNumel, Stream{});
+    kernels::cpu::onebit_encode(DType::kF32, source.data(), kCloneNumel, got.data(), nullptr);
+    kernels::onebit_encode(DType::kF32, source.data(), kCloneNumel, expected.data(), nullptr, Stream{});
+    ASSERT_TRUE(same_bits(got.data(), expected.data(), kNumBytes)) << "seed " << seed;
+    Array sum(kCloneNumel * 4, 0), expected_sum(kCloneNumel * 4, 0);
+    sum.assign(source);
+    expected_sum.assign(source);
+    kernels::cpu::onebit_decode_add(got.data(), kCloneNumel, sum.as<float>());
+    kernels::onebit_decode_add(expected.data(), kCloneNumel, expected_sum.as<float>(), Stream{});
+    ASSERT_TRUE(same_bits(sum.data(), expected_sum.data(), sum.size_bytes())) << "seed " << seed;
+  }
+}
+
+TEST(BAGUA_CLONE_SUITE, Topk) {
+  BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
+  for (int k : {8, 32, 256}) {
+    const size_t num_bytes = kernels::topk_wire_bytes(kCloneNumel, k);
+    for (uint64_t seed = 0; seed < 20; ++seed) {
+      Array source(kCloneNumel * 4, 0), got(num_bytes, 1), expected(num_bytes, 0);
+      fill_random(DType::kF32, source.data(), kCloneNumel, seed);
+      // Subnormal, huge, and with many ties.
+      if (seed % 4 == 1) kernels::scale(DType::kF32, source.data(), 1e-41, kCloneNumel, Stream{});
+      if (seed % 4 == 2) kernels::scale(DType::kF32, source.data(), 1e36, kCloneNumel, Stream{});
+      for (size_t i = 0; seed % 4 == 3 && i < kCloneNumel; ++i)
+        source.as<float>()[i] = std::rint(source.as<float>()[i]);
+      kernels::cpu::topk_encode(k, DType::kF32, source.data(), kCloneNumel, got.data(), nullptr);
+      kernels::topk_encode(k, DType::kF32, source.data(), kCloneNumel, expected.data(), nullptr, Stream{});
+      ASSERT_TRUE(same_bits(got.data(), expected.data(), num_bytes)) << "k " << k << ", seed " << seed;
     }
   }
 }

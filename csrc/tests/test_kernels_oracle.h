@@ -149,8 +149,46 @@ inline void fill_random(DType dtype, void* data, size_t numel, uint64_t seed) {
   }
 }
 
+// What fill_random writes, as the f32 values that the type holds.
+inline std::vector<float> random_values(DType dtype, size_t numel, uint64_t seed) {
+  std::vector<uint8_t> data(numel * item_bytes(dtype));
+  fill_random(dtype, data.data(), numel, seed);
+  std::vector<float> values(numel);
+  for (size_t i = 0; i < numel; ++i) values[i] = static_cast<float>(load_real(dtype, data.data(), i));
+  return values;
+}
+
+// Any finite bit pattern of the type: magnitudes from its smallest subnormal to its largest number side by side.
+inline std::vector<float> random_finite_bits(DType dtype, size_t numel, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<float> values(numel);
+  for (float& value : values) {
+    do {
+      const uint64_t bits = random();
+      value = static_cast<float>(load_real(dtype, &bits, 0));
+    } while (!std::isfinite(value));
+  }
+  return values;
+}
+
 inline bool same_bits(const void* a, const void* b, size_t num_bytes) {
   return num_bytes == 0 || std::memcmp(a, b, num_bytes) == 0;
+}
+
+// The bits of `expected` rounded to the type; where that is NaN, some NaN.
+inline void expect_floats(DType dtype, Array& got, const std::vector<float>& expected) {
+  ASSERT_EQ(got.size_bytes(), expected.size() * item_bytes(dtype));
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const double value = load_real(dtype, got.data(), i);
+    if (std::isnan(expected[i])) {
+      ASSERT_TRUE(std::isnan(value)) << value << " at " << i;
+      continue;
+    }
+    uint8_t wanted[8];
+    store_real(dtype, wanted, 0, expected[i]);
+    ASSERT_TRUE(same_bits(got.data() + i * item_bytes(dtype), wanted, item_bytes(dtype)))
+        << value << " instead of " << expected[i] << " at " << i;
+  }
 }
 
 template <typename Body>

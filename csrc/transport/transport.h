@@ -47,7 +47,7 @@ struct Operation {
   DType dtype = DType::kU8;
   uint8_t codec = 0;  // 0 none, otherwise a number for the codec and its options
   uint64_t numel = 0;
-  int32_t root = -1;  // neighbor_average: the number of the topology
+  int32_t root = -1;     // neighbor_average: the number of the topology
   uint32_t variant = 0;  // what else must agree: a message's tag, neighbor_average's step, and the bits below
 
   bool operator==(const Operation&) const = default;

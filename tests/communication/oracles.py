@@ -6,7 +6,8 @@ import functools
 
 import torch
 
-from bagua import ReduceOp
+import bagua
+from bagua import _C, ReduceOp
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
@@ -117,3 +118,30 @@ def neighbor_weights(topology, n, i, s):
         row[i] += 0.5
         row[(i - 2 ** (s % num_distances)) % n if num_distances else i] += 0.5
     return row
+
+
+def compressed_sum(codec: str, inputs: list[torch.Tensor], op: ReduceOp, seed: int = 0) -> torch.Tensor:
+    """What all_reduce with a codec must give, to the bit: Q(sum over ranks of Q(x)), a whole tensor at a time.
+
+    The sum is that of the decoded values in float32, in the order of the ranks. Each rank encodes its stripe of it: of
+    the whole blocks, the first ranks have one more.
+    """
+    coder, n, numel, dtype = bagua.codecs.get(codec), len(inputs), inputs[0].numel(), inputs[0].dtype
+    total = decoded_sum(codec, inputs, op, [_C.derive_key(_C.derive_key(seed, sender), 0) for sender in range(n)])
+    result = torch.empty(numel)
+    num_blocks, begin = -(-numel // coder.block_numel), 0
+    for owner in range(n):
+        key = _C.derive_key(_C.derive_key(seed, owner), 1)
+        end = min(begin + (num_blocks // n + (owner < num_blocks % n)) * coder.block_numel, numel)
+        result[begin:end] = coder.decode(coder.encode(total, key=key), numel, torch.float32)[begin:end]
+        begin = end
+    assert begin == numel
+    return result.to(dtype)
+
+
+def decoded_sum(codec: str, inputs: list[torch.Tensor], op: ReduceOp, keys: list[int]) -> torch.Tensor:
+    """The float32 sum or average of what the codec makes of each input, in their order."""
+    coder, total = bagua.codecs.get(codec), torch.zeros(inputs[0].numel())
+    for x, key in zip(inputs, keys, strict=True):
+        coder.decode_add(coder.encode(x.contiguous(), key=key), total, x.dtype)
+    return (total.double() * (1.0 / len(inputs))).float() if op is ReduceOp.AVG else total

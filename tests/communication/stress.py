@@ -14,7 +14,8 @@ import torch
 
 import bagua
 from bagua import ReduceOp
-from tests.communication.oracles import DTYPES, neighbor_weights, ops_of, reduced
+from tests.codec_specs import CONTRACTIONS, SPECS
+from tests.communication.oracles import DTYPES, compressed_sum, decoded_sum, neighbor_weights, ops_of, reduced
 
 KINDS = (
     "all_reduce",
@@ -77,7 +78,7 @@ def random_call(index: int, groups: list[tuple[int, ...]], random_: random.Rando
         dtype = random_.choice([d for d in DTYPES if d.is_floating_point])
     codec = None
     if kind in ENCODES and dtype in CODEC_DTYPES and random_.random() < 0.3:
-        codec = random_.choice(bagua.codecs.available())
+        codec = random_.choice(SPECS)
     op = random_.choice([ReduceOp.SUM, ReduceOp.AVG] if codec else ops_of(dtype))
     # Mostly small, sometimes none, sometimes beyond every threshold of the selector.
     numel = random_.choice([0, 1, random_.randint(2, 100), random_.randint(101, 5000), random_.randint(5001, 60_000)])
@@ -94,7 +95,7 @@ def random_call(index: int, groups: list[tuple[int, ...]], random_: random.Rando
         numel=numel,
         op=op,
         codec=codec,
-        hierarchical=kind == "all_reduce" and random_.random() < 0.2,
+        hierarchical=kind == "all_reduce" and random_.random() < 0.2 and codec not in CONTRACTIONS,
         root=root,
         peer=peer,
         topology=random_.choice(TOPOLOGIES),
@@ -159,12 +160,24 @@ def expect(call: Call, actual: torch.Tensor, exact: torch.Tensor, error_bound: t
 
 
 def codec_bound(call: Call, inputs: list[torch.Tensor], times: int) -> float:
-    """A bound on the error of a sum of `inputs`, each encoded once, that is encoded `times - 1` more times."""
-    if call.codec is None or not inputs or inputs[0].numel() == 0:
+    """A bound on the error of a sum of `inputs`, each encoded once, that is encoded `times - 1` more times.
+
+    A contraction has none: what is expected of it is what its codec makes of the inputs.
+    """
+    if call.codec is None or call.codec in CONTRACTIONS or not inputs or inputs[0].numel() == 0:
         return 0.0
     largest = sum(float(x.double().abs().max()) for x in inputs)
-    # No codec is off by more than 1/255 of a block's range (at most twice the largest magnitude); with chance 1/127.
-    return 2.1 * times * largest / (127 if bagua.codecs.get(call.codec).is_random else 255)
+    # Without chance no codec is off by more than 1/255 of a block's range (at most twice the largest magnitude).
+    codec = bagua.codecs.get(call.codec)
+    return 2.1 * times * largest / (2 ** (codec.bits - 1) - 1 if codec.is_random else 255)
+
+
+def coded(call: Call, x: torch.Tensor) -> torch.Tensor:
+    """What arrives of x."""
+    if call.codec not in CONTRACTIONS:
+        return x
+    codec = bagua.codecs.get(call.codec)
+    return codec.decode(codec.encode(x.contiguous()), x.numel(), x.dtype)
 
 
 def start(call: Call, group: bagua.ProcessGroup, rank: int, memory: Memory) -> Started:
@@ -187,6 +200,8 @@ def _all_reduce(call, group, rank, memory):
         # Stages round to the type, products too.
         exact = reduced([y.double() for y in inputs], call.op)
         bound += 4 * torch.finfo(call.dtype).eps * float(exact.abs().max()) if call.numel else 0.0
+    if call.codec in CONTRACTIONS:
+        return Started(work, [x], lambda: expect(call, x, compressed_sum(call.codec, inputs, call.op)))
     return Started(work, [x], lambda: expect(call, x, _total(call, inputs), bound))
 
 
@@ -210,6 +225,8 @@ def _reduce_scatter(call, group, rank, memory):
     work = bagua.reduce_scatter(out, x, call.op, **_options(call, group))
     blocks = [y.view(n, call.numel)[place] for y in inputs]
     bound = codec_bound(call, blocks, 1)
+    if call.codec in CONTRACTIONS:
+        return Started(work, [x], lambda: expect(call, out, decoded_sum(call.codec, blocks, call.op, [0] * n)))
     return Started(work, [x], lambda: expect(call, out, _total(call, blocks), bound))
 
 
@@ -219,7 +236,7 @@ def _all_gather(call, group, rank, memory):
     out = torch.empty(len(inputs) * call.numel, dtype=call.dtype)
     work = bagua.all_gather(out, x, **_options(call, group))
     bound = codec_bound(call, inputs, 1)
-    return Started(work, [x], lambda: expect(call, out, torch.cat(inputs), bound))
+    return Started(work, [x], lambda: expect(call, out, torch.cat([coded(call, y) for y in inputs]), bound))
 
 
 def _gather(call, group, rank, memory):
@@ -245,7 +262,7 @@ def _all_to_all(call, group, rank, memory):
     rows = [[splits(call, s, t) for t in range(n)] for s in range(n)]
     inputs = [call.input_of(call.members[s], sum(rows[s])) for s in range(n)]
     x = memory.take(call, inputs[place])
-    expected = torch.cat([inputs[s].split(rows[s])[place] for s in range(n)])
+    expected = torch.cat([coded(call, inputs[s].split(rows[s])[place]) for s in range(n)])
     out = torch.empty_like(expected)
     work = bagua.all_to_all(out, x, [rows[s][place] for s in range(n)], rows[place], **_options(call, group))
     bound = codec_bound(call, [expected], 1)
@@ -256,7 +273,7 @@ def _broadcast(call, group, rank, memory):
     values = call.input_of(call.root, call.numel)
     x = memory.take(call, values if rank == call.root else torch.zeros_like(values))
     work = bagua.broadcast(x, call.root, **_options(call, group))
-    return Started(work, [x], lambda: expect(call, x, values, codec_bound(call, [values], 1)))
+    return Started(work, [x], lambda: expect(call, x, coded(call, values), codec_bound(call, [values], 1)))
 
 
 def _neighbor_average(call, group, rank, memory):
@@ -265,8 +282,8 @@ def _neighbor_average(call, group, rank, memory):
     x = memory.take(call, inputs[place])
     work = bagua.neighbor_average(x, call.topology, call.index, **_options(call, group))
     exact = torch.zeros(call.numel, dtype=torch.float64)
-    for weight, y in zip(neighbor_weights(call.topology, n, place, call.index), inputs, strict=True):
-        exact += weight * y.double()
+    for j, weight in enumerate(neighbor_weights(call.topology, n, place, call.index)):
+        exact += weight * (inputs[j] if j == place else coded(call, inputs[j])).double()
     return Started(work, [x], lambda: expect(call, x, exact, codec_bound(call, inputs, 1) + 1e-12))
 
 

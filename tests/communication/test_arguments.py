@@ -25,9 +25,11 @@ def mistakes(rank, world_size):
     yield "layout torch.sparse_coo", lambda: bagua.all_reduce(x.to_sparse())
     yield "is on meta", lambda: bagua.all_reduce(torch.ones(3, device="meta"))
     yield (
-        "codec 'zip' is unknown; the codecs are bf16, fp16, minmax_uint8, qsgd",
+        "codec 'zip' is unknown; the codecs are bf16, fp16, minmax_uint8, onebit, qsgd, topk",
         lambda: bagua.all_reduce(x, codec="zip"),
     )
+    yield "k is 9, expected one of 32, 8, 16, 64, 128, 256", lambda: bagua.all_reduce(x, codec="topk:k=9")
+    yield 'codec "onebit" has no option "k"; it has none', lambda: bagua.all_gather(y, x, codec="onebit:k=8")
     yield "cannot encode torch.float64", lambda: bagua.all_reduce(x.double(), codec="bf16")
     yield "cannot encode torch.int32", lambda: bagua.all_reduce(integers, codec="minmax_uint8")
     yield "cannot be combined with MAX; use SUM or AVG", lambda: bagua.all_reduce(x, ReduceOp.MAX, codec="fp16")

@@ -1,4 +1,4 @@
-"""Every registered algorithm: the ranks' models start equal and stay equal."""
+"""Every registered algorithm: the ranks' models start equal; where gradients are exchanged they stay equal."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ import torch
 import bagua
 from bagua.errors import InvalidArgument
 from tests.conformance.training import (
+    ALGORITHMS,
+    OF_GRADIENTS,
+    OF_WEIGHTS,
     assert_equal_on_all_ranks,
     batch,
     grads_of,
     loss_of,
     make_net,
+    make_optimizer,
     process_group,
+    wrap,
 )
 
-pytestmark = pytest.mark.parametrize("algorithm", bagua.algorithms.available())
+of_gradients = pytest.mark.parametrize("algorithm", OF_GRADIENTS)
+of_all = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
 def _hundred_steps(rank, world_size, algorithm):
     with process_group():
         model = make_net(seed=rank)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.003)
+        optimizer = make_optimizer(algorithm, model, torch.optim.AdamW, lr=0.003)
         model = bagua.with_bagua(model, optimizer, algorithm=algorithm, bucket_bytes=100_000)
         memory = {bucket.flat.untyped_storage().data_ptr() for bucket in model.bagua.buckets}
         first_loss = None
@@ -44,6 +50,7 @@ def _hundred_steps(rank, world_size, algorithm):
         return model.bagua.timeline()
 
 
+@of_gradients
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_ranks_are_bit_identical_after_100_steps(pool2, algorithm, backend):
     timeline = pool2.run(_hundred_steps, args=(algorithm,), env={"BAGUA_BACKEND": backend})[0]
@@ -54,6 +61,7 @@ def test_ranks_are_bit_identical_after_100_steps(pool2, algorithm, backend):
     assert all(span.begin_ns <= span.end_ns for span in timeline.spans)
 
 
+@of_gradients
 def test_four_ranks_are_bit_identical_after_100_steps(pool4, algorithm):
     pool4.run(_hundred_steps, args=(algorithm,))
 
@@ -61,33 +69,45 @@ def test_four_ranks_are_bit_identical_after_100_steps(pool4, algorithm):
 def _start(rank, world_size, algorithm):
     with process_group():
         model = make_net(seed=rank)
-        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1 * (rank + 1))
-        lazy = torch.optim.SGD([model.scale], lr=0.1, momentum=0.5)
+        optimizer = make_optimizer(algorithm, model, torch.optim.Adam, lr=0.1 * (rank + 1))
         for _ in range(2 + rank):  # state of its own on every rank
             loss_of(model, batch(rank, 7)).backward()
             optimizer.step()
-            if rank == 0:
-                lazy.step()  # only rank 0 has momentum yet
             optimizer.zero_grad()
         keys = list(model.state_dict())
-        bagua.with_bagua(model, [optimizer, lazy], algorithm=algorithm)
+        bagua.with_bagua(model, optimizer, algorithm=algorithm)
         assert list(model.state_dict()) == keys
         assert_equal_on_all_ranks(model.state_dict())
         assert optimizer.param_groups[0]["lr"] == 0.1
         for state in optimizer.state_dict()["state"].values():
             assert float(state["step"]) == 2
             assert_equal_on_all_ranks({key: value.clone() for key, value in state.items()})
-        assert_equal_on_all_ranks({"momentum": lazy.state[model.scale]["momentum_buffer"]})
         assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 
+@of_all
 def test_parameters_buffers_and_optimizers_start_as_on_rank_0(pool2, algorithm):
     pool2.run(_start, args=(algorithm,))
 
 
+def _state_that_only_rank_0_has(rank, world_size):
+    with process_group():
+        model = make_net(seed=rank)
+        lazy = torch.optim.SGD([model.scale], lr=0.1, momentum=0.5)
+        loss_of(model, batch(rank, 7)).backward()
+        if rank == 0:
+            lazy.step()
+        bagua.with_bagua(model, lazy)
+        assert_equal_on_all_ranks({"momentum": lazy.state[model.scale]["momentum_buffer"]})
+
+
+def test_an_optimizer_state_that_only_rank_0_has(pool2):
+    pool2.run(_state_that_only_rank_0_has)
+
+
 def _buffers(rank, world_size, algorithm):
     with process_group():
-        model = bagua.with_bagua(make_net(), algorithm=algorithm)
+        model = wrap(make_net(), algorithm=algorithm)
         norm = model.norm
         loss_of(model, batch(rank, 0)).backward()
         own = norm.running_mean.clone()
@@ -108,12 +128,35 @@ def _buffers(rank, world_size, algorithm):
         assert_equal_on_all_ranks(dict(model.named_buffers()))
         if rank == 0:
             assert torch.equal(norm.running_mean, moved)
-        bagua.with_bagua(model, algorithm=algorithm, broadcast_buffers=False)
+        wrap(model, algorithm=algorithm, broadcast_buffers=False)
         norm.running_mean.fill_(float(rank))
         model(batch(rank, 1)[0])
         assert float(norm.running_mean[0]) == rank
 
 
+def _own_buffers(rank, world_size, algorithm, broadcast_buffers):
+    with process_group():
+        model = make_net()
+        optimizer = make_optimizer(algorithm, model)
+        bagua.with_bagua(model, optimizer, algorithm=algorithm, broadcast_buffers=broadcast_buffers)
+        model.norm.running_mean.fill_(float(rank))
+        model.norm.eval()
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.step()
+        return float(model.norm.running_mean[0])
+
+
+@pytest.mark.parametrize("algorithm", OF_WEIGHTS)
+def test_buffers_are_each_ranks_own_where_weights_are_exchanged(pool2, algorithm):
+    assert pool2.run(_own_buffers, args=(algorithm, None)) == [0.0, 1.0]
+    if bagua.algorithms.get(algorithm).is_lockstep:
+        assert pool2.run(_own_buffers, args=(algorithm, True)) == [0.0, 0.0]
+    else:
+        with pytest.raises(InvalidArgument, match="broadcast_buffers=True makes the ranks wait"):
+            pool2.run(_own_buffers, args=(algorithm, True))
+
+
+@of_gradients
 def test_buffers_follow_rank_0_in_training_forwards(pool2, algorithm):
     pool2.run(_buffers, args=(algorithm,))
 
@@ -121,14 +164,15 @@ def test_buffers_follow_rank_0_in_training_forwards(pool2, algorithm):
 def _switch(rank, world_size, algorithm):
     with process_group():
         model = make_net(seed=rank)
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+        optimizer = bagua.optim.QAdam([p for p in model.parameters() if p.requires_grad], lr=0.01)  # suits all of them
         keys = list(model.state_dict())
         memory = None
-        for step, name in enumerate(["gradient_allreduce", algorithm, *bagua.algorithms.available()]):
+        for step, name in enumerate(["gradient_allreduce", algorithm, *ALGORITHMS]):
             live = grads_of(model)
             bagua.with_bagua(model, optimizer, algorithm=name, bucket_bytes=50_000 * (step + 1))
+            assert_equal_on_all_ranks(dict(model.named_parameters()))  # what weights have come to differ starts equal
             for key, grad in grads_of(model).items():
-                assert torch.equal(grad, live[key])  # live gradients moved to the new buckets
+                assert torch.equal(grad, live[key])  # live gradients moved to the new buckets, or out of them
             memory = memory or model.bagua.buckets[0].flat.untyped_storage().data_ptr()
             assert model.bagua.buckets[0].flat.untyped_storage().data_ptr() == memory
             assert model.bagua.algorithm.name == name
@@ -137,7 +181,8 @@ def _switch(rank, world_size, algorithm):
             optimizer.step()
             assert model.bagua.state_dict()["num_steps"] == step + 1
             assert len(model._forward_pre_hooks) == 1
-            assert_equal_on_all_ranks(dict(model.named_parameters()))
+            if name in OF_GRADIENTS:
+                assert_equal_on_all_ranks(dict(model.named_parameters()))
         handle = model.bagua
         handle.remove()
         handle.remove()
@@ -152,13 +197,14 @@ def _switch(rank, world_size, algorithm):
         assert rank == 0 or not all(torch.equal(first[name], local[name]) for name in first)
 
 
+@of_all
 def test_switching_the_algorithm_in_mid_training(pool2, algorithm):
     pool2.run(_switch, args=(algorithm,))
 
 
 def _several_models(rank, world_size, algorithm):
     with process_group():
-        models = [bagua.with_bagua(make_net(seed=i + 10 * rank), algorithm=algorithm) for i in range(3)]
+        models = [wrap(make_net(seed=i + 10 * rank), algorithm=algorithm) for i in range(3)]
         for step in range(2):
             for model in models:
                 model.zero_grad()
@@ -168,13 +214,14 @@ def _several_models(rank, world_size, algorithm):
         assert [model.bagua.timeline().summary()["steps"] for model in models] == [2, 2, 2]
 
 
+@of_gradients
 def test_several_models_in_one_process(pool2, algorithm):
     pool2.run(_several_models, args=(algorithm,))
 
 
 def _copies(rank, world_size, algorithm):
     with process_group():
-        model = bagua.with_bagua(make_net(), algorithm=algorithm)
+        model = wrap(make_net(), algorithm=algorithm)
         loss_of(model, batch(rank, 0)).backward()
         file = io.BytesIO()
         torch.save(model, file)
@@ -187,47 +234,12 @@ def _copies(rank, world_size, algorithm):
             with pytest.raises(InvalidArgument, match="copy of one that was wrapped"):
                 twin.bagua.no_sync()
             twin.zero_grad()
-            bagua.with_bagua(twin, algorithm=algorithm)
+            wrap(twin, algorithm=algorithm)
             loss_of(twin, batch(rank, 1)).backward()
             assert_equal_on_all_ranks(grads_of(twin))
         assert model.bagua.timeline().summary()["steps"] == 1
 
 
+@of_gradients
 def test_deepcopy_and_pickle_are_plain_models(pool2, algorithm):
     pool2.run(_copies, args=(algorithm,))
-
-
-def _resume(rank, world_size, algorithm):
-    def start(model):
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-        return bagua.with_bagua(model, optimizer, algorithm=algorithm, bucket_bytes=70_000), optimizer
-
-    def train(model, optimizer, steps):
-        for step in steps:
-            optimizer.zero_grad()
-            loss_of(model, batch(rank, step)).backward()
-            optimizer.step()
-
-    with process_group():
-        for stop in (0, 1, 4):
-            model, optimizer = start(make_net())
-            train(model, optimizer, range(stop))
-            file = io.BytesIO()
-            torch.save([model.state_dict(), optimizer.state_dict(), model.bagua.state_dict()], file)
-            train(model, optimizer, range(stop, 8))
-            file.seek(0)
-            saved = torch.load(file, weights_only=True)
-            resumed, resumed_optimizer = start(make_net(seed=5))
-            if stop == 4:
-                train(resumed, resumed_optimizer, range(3))  # it has a layout and a count of its own by now
-            resumed.load_state_dict(saved[0])
-            resumed_optimizer.load_state_dict(saved[1])
-            resumed.bagua.load_state_dict(saved[2])
-            train(resumed, resumed_optimizer, range(stop, 8))
-            for key, value in model.state_dict().items():
-                assert torch.equal(value, resumed.state_dict()[key]), (stop, key)
-            assert resumed.bagua.state_dict() == model.bagua.state_dict()
-
-
-def test_resuming_from_a_checkpoint_equals_never_having_stopped(pool2, algorithm):
-    pool2.run(_resume, args=(algorithm,))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bagua
-from tests.conformance.training import batch, loss_of, make_net, process_group
+from tests.conformance.training import ALGORITHMS, ANY, batch, loss_of, make_net, make_optimizer, process_group, wrap
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -65,11 +65,38 @@ def _equals_plain_torch(rank, world_size, algorithm, name, set_to_none):
         assert torch.equal(actual[key], value), key
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("algorithm", bagua.algorithms.available())
-def test_equals_plain_torch(pool1, algorithm, name):
-    pool1.run(_equals_plain_torch, args=(algorithm, name, True))
-    pool1.run(_equals_plain_torch, args=(algorithm, name, False))
+@pytest.mark.parametrize(
+    "algorithm", [name for name in ALGORITHMS if bagua.algorithms.get(name).optimizer_class is ANY]
+)
+def test_equals_plain_torch(pool1, algorithm):
+    for name in OPTIMIZERS:
+        pool1.run(_equals_plain_torch, args=(algorithm, name, True))
+        pool1.run(_equals_plain_torch, args=(algorithm, name, False))
+
+
+def _equals_its_optimizer_alone(rank, world_size, algorithm):
+    def train(model, wrapped):
+        optimizer = make_optimizer(algorithm, model)
+        optimizer.param_groups[0]["warmup_steps"] = 3
+        if wrapped:
+            bagua.with_bagua(model, optimizer, algorithm=algorithm)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, batch(0, step)).backward()
+            optimizer.step()
+        return model.state_dict()
+
+    expected = train(make_net(), False)
+    with process_group():
+        actual = train(make_net(), True)
+    assert all(torch.equal(actual[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    "algorithm", [name for name in ALGORITHMS if bagua.algorithms.get(name).optimizer_class is not ANY]
+)
+def test_equals_its_optimizer_alone(pool1, algorithm):
+    pool1.run(_equals_its_optimizer_alone, args=(algorithm,))
 
 
 def _recovers(rank, world_size, algorithm):
@@ -83,7 +110,8 @@ def _recovers(rank, world_size, algorithm):
             raise RuntimeError("on purpose")
 
     with process_group():
-        model = bagua.with_bagua(make_net(), algorithm=algorithm, bucket_bytes=1024)
+        model = make_net()
+        wrap(model, make_optimizer(algorithm, model), algorithm=algorithm, bucket_bytes=1024)
         narrow = model.narrow.forward
         model.narrow.forward = lambda x: narrow(Fails.apply(x))
         with pytest.raises(RuntimeError, match="on purpose"):
@@ -98,6 +126,6 @@ def _recovers(rank, world_size, algorithm):
             assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad), name
 
 
-@pytest.mark.parametrize("algorithm", bagua.algorithms.available())
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_backward_that_raised_is_forgotten(pool1, algorithm):
     pool1.run(_recovers, args=(algorithm,))

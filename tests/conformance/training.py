@@ -4,14 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 
 import bagua
 
 TIMEOUT_S = 15.0
+# Of this package; asking those of others would import them.
+ALGORITHMS = [name for name in bagua.algorithms.available() if importlib.util.find_spec(f"bagua.algorithms.{name}")]
+OF_GRADIENTS = [name for name in ALGORITHMS if bagua.algorithms.get(name).exchanges == "gradients"]
+OF_WEIGHTS = [name for name in ALGORITHMS if bagua.algorithms.get(name).exchanges == "weights"]
+ANY = torch.optim.Optimizer
+
+
+def make_optimizer(
+    algorithm: str,
+    model: torch.nn.Module,
+    otherwise: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    **options: Any,
+) -> torch.optim.Optimizer:
+    """One that the algorithm can work with, of all parameters that train: its own kind, or ``otherwise``."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    own = bagua.algorithms.get(algorithm).optimizer_class
+    if own is ANY:
+        return otherwise(parameters, **{"lr": 0.01, **options})
+    return own(parameters, lr=options.get("lr", 0.01))
+
+
+def wrap(model: torch.nn.Module, optimizers: Any = (), *, algorithm: str, **options: Any) -> torch.nn.Module:
+    """with_bagua, with an optimizer of its own kind for an algorithm that needs one."""
+    if not optimizers and bagua.algorithms.get(algorithm).optimizer_class is not ANY:
+        optimizers = make_optimizer(algorithm, model)
+    return bagua.with_bagua(model, optimizers, algorithm=algorithm, **options)
 
 
 @contextlib.contextmanager

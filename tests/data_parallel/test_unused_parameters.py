@@ -9,9 +9,9 @@ import torch
 
 import bagua
 from bagua.errors import BaguaError, InvalidArgument
-from tests.conformance.training import process_group
+from tests.conformance.training import OF_GRADIENTS, process_group, wrap
 
-ALGORITHMS = pytest.mark.parametrize("algorithm", bagua.algorithms.available())
+ALGORITHMS = pytest.mark.parametrize("algorithm", OF_GRADIENTS)
 
 
 class Branches(torch.nn.Module):
@@ -87,7 +87,7 @@ def test_a_parameter_unfrozen_after_the_wrap_is_an_error(pool2):
 
 def _finds_them(rank, world_size, algorithm, set_to_none):
     with process_group():
-        model = bagua.with_bagua(Branches(), algorithm=algorithm, find_unused_parameters=True)
+        model = wrap(Branches(), algorithm=algorithm, find_unused_parameters=True)
         for _ in range(3):
             model(0, 2).backward() if rank == 0 else model(0).backward()
             assert _grads(model) == [1.0, None, 50.0]
@@ -103,9 +103,7 @@ def test_unused_parameters_count_as_zero(pool2, algorithm, set_to_none):
 
 def _leaves_out_differently(rank, world_size, algorithm, bucket_bytes):
     with process_group():
-        model = bagua.with_bagua(
-            Branches(), algorithm=algorithm, find_unused_parameters=True, bucket_bytes=bucket_bytes
-        )
+        model = wrap(Branches(), algorithm=algorithm, find_unused_parameters=True, bucket_bytes=bucket_bytes)
         for used_by_0, used_by_1 in [((0, 1, 2), (0,)), ((2,), (0, 1)), ((0, 1, 2), ()), ((), (1,))] * 2:
             model(*(used_by_0 if rank == 0 else used_by_1)).backward()
             for i, grad in enumerate(_grads(model)):

@@ -114,7 +114,7 @@ def test_every_public_name_in_the_readme_exists():
     import bagua
 
     text = (ROOT / "README.md").read_text()
-    for name in sorted(set(re.findall(r"\bbagua\.([A-Za-z_]+(?:\.[A-Za-z_]+)*)\(", text))):
+    for name in sorted(set(re.findall(r"(?<![.\w])bagua\.([A-Za-z_]+(?:\.[A-Za-z_]+)*)\(", text))):
         target = bagua
         for part in name.split("."):
             assert hasattr(target, part), f"README.md names bagua.{name}, which does not exist"

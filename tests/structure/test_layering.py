@@ -22,7 +22,16 @@ TORCH = {"torch_pump", "torch_transport"}
 GROUP = CONFIG | {"_C", "reduction", "work", "tensors", "nodes", "lanes", "objects", "group"}
 BUCKETS = GROUP | {"codecs", "bucket"}
 POLICY = BUCKETS | {"error_feedback", "optim"}
-STEPPING = POLICY | {"world", "communication", "agreement", "nonfinite", "replicas", "timeline", "unused", "skipped_steps"}
+STEPPING = POLICY | {
+    "world",
+    "communication",
+    "agreement",
+    "nonfinite",
+    "replicas",
+    "timeline",
+    "unused",
+    "skipped_steps",
+}
 
 MAY_IMPORT = {
     "errors": set(),
@@ -61,6 +70,7 @@ MAY_IMPORT = {
     "handle": STEPPING | {"algorithms", "step", "handle"},
     "data_parallel": STEPPING | {"algorithms", "step", "handle", "data_parallel"},
     "torch_backend": GROUP - {"_C"} | {"world", "torch_backend"},
+    "torch_api": STEPPING - {"_C"} | {"algorithms", "step", "handle", "data_parallel", "torch_api"},
     "federated": ERRORS | {"group", "communication", "federated"},
     "run": CONFIG,
     "doctor": STEPPING | CONNECTING | {"run"},
@@ -149,7 +159,7 @@ def test_only_config_reads_the_environment():
 
 
 @pytest.mark.parametrize(
-    "path", sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]), ids=lambda p: p.name
+    "path", sorted([*(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]), ids=lambda p: p.name
 )
 def test_examples_and_benchmarks_use_public_names(path):
     public = {p.parent.name for p in (ROOT / "bagua").glob("*/__init__.py")}

@@ -1,0 +1,100 @@
+"""Thin aliases for code written for the original Bagua project: the same names and arguments, on bagua's own core.
+
+>>> import bagua.torch_api as bagua
+>>> bagua.get_world_size()
+1
+
+Importing it adds ``with_bagua`` to torch.nn.Module, which importing bagua does not. docs/torch_api.md lists what is
+here, what differs from the original, and how to move on.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from bagua.errors import InvalidArgument
+
+from . import algorithms, communication, data_parallel, env
+from .communication import (
+    ReduceOp,
+    allgather,
+    allgather_inplace,
+    allreduce,
+    allreduce_inplace,
+    alltoall,
+    alltoall_inplace,
+    alltoall_v,
+    alltoall_v_inplace,
+    barrier,
+    broadcast,
+    broadcast_object,
+    from_torch_group,
+    gather,
+    gather_inplace,
+    init_process_group,
+    is_initialized,
+    new_group,
+    recv,
+    reduce,
+    reduce_inplace,
+    reduce_scatter,
+    reduce_scatter_inplace,
+    scatter,
+    scatter_inplace,
+    send,
+)
+from .distributed import BaguaModule
+from .env import get_local_rank, get_local_size, get_rank, get_world_size
+
+__all__ = [
+    "BaguaModule",
+    "ReduceOp",
+    "algorithms",
+    "allgather",
+    "allgather_inplace",
+    "allreduce",
+    "allreduce_inplace",
+    "alltoall",
+    "alltoall_inplace",
+    "alltoall_v",
+    "alltoall_v_inplace",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "communication",
+    "data_parallel",
+    "env",
+    "from_torch_group",
+    "gather",
+    "gather_inplace",
+    "get_local_rank",
+    "get_local_size",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "is_initialized",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_inplace",
+    "reduce_scatter",
+    "reduce_scatter_inplace",
+    "scatter",
+    "scatter_inplace",
+    "send",
+]
+
+# What the original has and this package has not, and what to use instead.
+_LEFT_OUT = {
+    "BaguaTensor": "collectives take torch tensors as they are",
+    "checkpoint": "use torch.save with model.state_dict() and model.bagua.state_dict()",
+    "contrib": "use torch's own fused optimizers (fused=True), samplers and SyncBatchNorm",
+    "get_backend": "algorithms of your own are written with bagua.algorithms.Algorithm",
+    "moe": "experts that differ between the ranks are not supported",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in _LEFT_OUT:
+        raise InvalidArgument(f"bagua.torch_api has no {name}: {_LEFT_OUT[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

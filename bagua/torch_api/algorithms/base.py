@@ -1,0 +1,64 @@
+"""What the algorithm classes of this folder share: an instance is a choice, and every model gets what it stands for.
+
+Beside the data path: ``bagua.algorithms.create`` makes what runs. Invariant: options have the original project's names
+and defaults, and one that cannot be honoured is refused when the class is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from bagua import algorithms
+from bagua.errors import InvalidArgument
+from bagua.group import ProcessGroup
+
+__all__ = ["Algorithm"]
+
+
+@dataclasses.dataclass(eq=False)
+class Algorithm:
+    """Base class. One instance may serve several models."""
+
+    _by_name: ClassVar[dict[str, type[Algorithm]]] = {}
+
+    def __init_subclass__(cls, name: str = "") -> None:
+        if not name:
+            raise InvalidArgument(
+                f"{cls.__name__}: algorithms of your own are subclasses of bagua.algorithms.Algorithm, see the README, "
+                "and run by bagua.with_bagua"
+            )
+        Algorithm._by_name[name] = cls
+
+    def __post_init__(self) -> None:
+        self.create()
+
+    @classmethod
+    def init(cls, name: str, **kwargs: Any) -> Algorithm:
+        """The algorithm of a name with its options.
+
+        Raises:
+            InvalidArgument: the original has no algorithm of that name; bagua.with_bagua knows more.
+
+        Example:
+            >>> Algorithm.init("bytegrad", hierarchical=False)
+            ByteGradAlgorithm(hierarchical=False, average=True)
+        """
+        if name not in cls._by_name:
+            raise InvalidArgument(f"algorithm {name!r} is not one of {', '.join(sorted(cls._by_name))}")
+        return cls._by_name[name](**kwargs)
+
+    def create(self) -> algorithms.Algorithm:
+        """What runs: an algorithm of bagua with these options."""
+        raise NotImplementedError(f"{type(self).__name__}.create")
+
+    def reify(self, process_group: ProcessGroup) -> algorithms.Algorithm:
+        """The same, for a model that trains in this group."""
+        return self.create()
+
+    def optimizers(self, given: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
+        """The model's optimizers, of which ``given`` were passed with it."""
+        return given

@@ -1,0 +1,335 @@
+"""The collectives by the original project's names and arguments; the functions that make groups are known here too.
+
+Data path: the caller -> **here** -> bagua.ProcessGroup. Arguments are translated, nothing else: what is sent is what
+bagua's own collectives send. Ranks in arguments count within ``comm``. All calls return when this rank's part is done.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from bagua.errors import InvalidArgument
+from bagua.group import ProcessGroup
+from bagua.torch_api.process_group import (
+    BaguaProcessGroup,
+    CommMember,
+    communicating_group,
+    from_torch_group,
+    get_default_group,
+    init_process_group,
+    is_initialized,
+    new_group,
+)
+
+__all__ = [
+    "ReduceOp",
+    "new_group",
+    "from_torch_group",
+    "init_process_group",
+    "is_initialized",
+    "send",
+    "recv",
+    "broadcast",
+    "broadcast_coalesced",
+    "broadcast_object",
+    "reduce",
+    "reduce_inplace",
+    "allreduce",
+    "allreduce_inplace",
+    "allreduce_coalesced_inplace",
+    "allgather",
+    "allgather_inplace",
+    "gather",
+    "gather_inplace",
+    "scatter",
+    "scatter_inplace",
+    "reduce_scatter",
+    "reduce_scatter_inplace",
+    "alltoall",
+    "alltoall_inplace",
+    "alltoall_v",
+    "alltoall_v_inplace",
+    "barrier",
+    "BaguaProcessGroup",
+    "CommMember",
+]
+
+_get_default_group = get_default_group  # the original's examples call it
+
+
+class ReduceOp(enum.IntEnum):
+    """How values are combined, with the original project's numbers."""
+
+    SUM = 0
+    PRODUCT = 1
+    MIN = 2
+    MAX = 3
+    BOR = 7
+    BAND = 8
+    BXOR = 9
+    AVG = 10
+
+
+def send(tensor: torch.Tensor, dst: int, comm: object | None = None) -> None:
+    """Sends a tensor to rank ``dst``, which calls recv with one of the same size and type."""
+    if (group := communicating_group(comm)) is not None:
+        group.send(tensor, dst).wait()
+
+
+def recv(tensor: torch.Tensor, src: int, comm: object | None = None) -> None:
+    """tensor <- what rank ``src`` sends."""
+    if (group := communicating_group(comm)) is not None:
+        group.recv(tensor, src).wait()
+
+
+def broadcast(tensor: torch.Tensor, src: int = 0, comm: object | None = None) -> None:
+    """tensor <- tensor of rank ``src``."""
+    if (group := communicating_group(comm)) is not None:
+        group.broadcast(tensor, src, blocking=True).wait()
+
+
+def broadcast_coalesced(tensors: Iterable[torch.Tensor], src: int = 0, comm: object | None = None) -> None:
+    """broadcast of each of them."""
+    for tensor in tensors:
+        broadcast(tensor, src, comm)
+
+
+def broadcast_object(obj: object, src: int = 0, comm: object | None = None) -> object:
+    """The picklable object of rank ``src``. Unpickles: use it only among ranks that trust each other."""
+    group = communicating_group(comm)
+    return obj if group is None else group.broadcast_object(obj, src)
+
+
+def reduce(
+    send_tensor: torch.Tensor,
+    recv_tensor: torch.Tensor,
+    dst: int,
+    op: ReduceOp = ReduceOp.SUM,
+    comm: object | None = None,
+) -> None:
+    """recv_tensor of rank ``dst`` <- op over ranks of send_tensor; on the other ranks it stays as it is.
+
+    Raises:
+        InvalidArgument: the two differ in type or number of elements.
+    """
+    if (group := communicating_group(comm)) is None:
+        return
+    if group.rank == dst:
+        _copy(send_tensor, recv_tensor)
+        reduce_inplace(recv_tensor, dst, op, comm)
+    else:
+        reduce_inplace(send_tensor, dst, op, comm)
+
+
+def reduce_inplace(tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: object | None = None) -> None:
+    """tensor of rank ``dst`` <- op over ranks of tensor; the other ranks' stay as they are."""
+    if (group := communicating_group(comm)) is not None:
+        data = tensor if group.rank == dst else tensor.clone()  # which reduce may use as scratch
+        group.reduce(data, dst, _native(op), blocking=True).wait()
+
+
+def allreduce(
+    send_tensor: torch.Tensor, recv_tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: object | None = None
+) -> None:
+    """recv_tensor <- op over ranks of send_tensor; they may be one tensor.
+
+    Raises:
+        InvalidArgument: the two differ in type or number of elements.
+    """
+    if communicating_group(comm) is not None:
+        _copy(send_tensor, recv_tensor)
+        allreduce_inplace(recv_tensor, op, comm)
+
+
+def allreduce_inplace(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: object | None = None) -> None:
+    """tensor <- op over ranks of tensor."""
+    if (group := communicating_group(comm)) is not None:
+        group.all_reduce(tensor, _native(op), blocking=True).wait()
+
+
+def allreduce_coalesced_inplace(
+    tensors: Iterable[torch.Tensor], op: ReduceOp = ReduceOp.SUM, comm: object | None = None
+) -> None:
+    """allreduce_inplace of each of them."""
+    for tensor in tensors:
+        allreduce_inplace(tensor, op, comm)
+
+
+def allgather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: object | None = None) -> None:
+    """recv_tensor <- the ranks' send_tensors, one after the other; it has nranks times their elements."""
+    if (group := communicating_group(comm)) is not None:
+        group.all_gather(recv_tensor, send_tensor, blocking=True).wait()
+
+
+def allgather_inplace(tensor: torch.Tensor, comm: object | None = None) -> None:
+    """The same; tensor is nranks blocks, of which each rank brings the one of its rank."""
+    if (group := communicating_group(comm)) is not None:
+        blocks = _blocks(tensor, group)
+        group.all_gather(blocks, blocks[group.rank].clone(), blocking=True).wait()
+
+
+def gather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, comm: object | None = None) -> None:
+    """recv_tensor of rank ``dst`` <- the ranks' send_tensors, one after the other."""
+    if (group := communicating_group(comm)) is not None:
+        group.gather(recv_tensor if group.rank == dst else None, send_tensor, dst, blocking=True).wait()
+
+
+def gather_inplace(tensor: torch.Tensor, count: int, dst: int, comm: object | None = None) -> None:
+    """The same; tensor has ``count`` elements, on rank ``dst`` nranks times as many, its own in the block of its rank.
+
+    Raises:
+        InvalidArgument: it has not.
+    """
+    if (group := communicating_group(comm)) is None:
+        return
+    is_root = group.rank == dst
+    flat = _counted(tensor, count * group.size if is_root else count)
+    mine = flat[group.rank * count :][:count].clone() if is_root else flat
+    group.gather(flat if is_root else None, mine, dst, blocking=True).wait()
+
+
+def scatter(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, src: int, comm: object | None = None) -> None:
+    """recv_tensor <- this rank's block of rank ``src``'s send_tensor."""
+    if (group := communicating_group(comm)) is not None:
+        group.scatter(recv_tensor, send_tensor if group.rank == src else None, src, blocking=True).wait()
+
+
+def scatter_inplace(tensor: torch.Tensor, count: int, src: int, comm: object | None = None) -> None:
+    """The same; tensor has ``count`` elements, on rank ``src`` nranks times as many, which stay as they are.
+
+    Raises:
+        InvalidArgument: it has not.
+    """
+    if (group := communicating_group(comm)) is None:
+        return
+    is_root = group.rank == src
+    flat = _counted(tensor, count * group.size if is_root else count)
+    output = torch.empty_like(flat[:count]) if is_root else flat
+    group.scatter(output, flat if is_root else None, src, blocking=True).wait()
+
+
+def reduce_scatter(
+    send_tensor: torch.Tensor, recv_tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: object | None = None
+) -> None:
+    """recv_tensor <- op over ranks of this rank's block of send_tensor."""
+    if (group := communicating_group(comm)) is not None:
+        group.reduce_scatter(recv_tensor, send_tensor, _native(op), blocking=True).wait()
+
+
+def reduce_scatter_inplace(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: object | None = None) -> None:
+    """The same; the result takes the place of the first of tensor's nranks blocks, the others stay as they are."""
+    if (group := communicating_group(comm)) is not None:
+        blocks = _blocks(tensor, group)
+        group.reduce_scatter(blocks[0], blocks.clone(), _native(op), blocking=True).wait()
+
+
+def alltoall(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: object | None = None) -> None:
+    """Block r of send_tensor goes to rank r; block r of recv_tensor comes from rank r."""
+    if (group := communicating_group(comm)) is not None:
+        group.all_to_all(_blocks(recv_tensor, group), _blocks(send_tensor, group), blocking=True).wait()
+
+
+def alltoall_inplace(tensor: torch.Tensor, comm: object | None = None) -> None:
+    """The same, within one tensor."""
+    if communicating_group(comm) is not None:
+        alltoall(tensor.clone(), tensor, comm)
+
+
+def alltoall_v(
+    send_tensor: torch.Tensor,
+    send_counts: Sequence[int],
+    send_displs: Sequence[int],
+    recv_tensor: torch.Tensor,
+    recv_counts: Sequence[int],
+    recv_displs: Sequence[int],
+    comm: object | None = None,
+) -> None:
+    """send_counts[r] elements of send_tensor, from send_displs[r] on, go to rank r; likewise what comes from it.
+
+    Raises:
+        InvalidArgument: a count or displacement is missing or leads out of its tensor.
+    """
+    if (group := communicating_group(comm)) is None:
+        return
+    sources = _parts(send_tensor, send_counts, send_displs, group, "send")
+    targets = _parts(recv_tensor, recv_counts, recv_displs, group, "recv")
+    source, received = torch.cat(sources), torch.cat(targets)
+    splits = [part.numel() for part in targets], [part.numel() for part in sources]
+    group.all_to_all(received, source, *splits, blocking=True).wait()
+    for target, part in zip(targets, received.split(splits[0]), strict=True):
+        target.copy_(part)
+
+
+def alltoall_v_inplace(
+    tensor: torch.Tensor, counts: Sequence[int], displs: Sequence[int], comm: object | None = None
+) -> None:
+    """The same, within one tensor: as many elements come from a rank, to the same place, as go to it."""
+    if communicating_group(comm) is not None:
+        alltoall_v(tensor.clone(), counts, displs, tensor, counts, displs, comm)
+
+
+def barrier(comm: object | None = None) -> None:
+    """Ends when every rank has called it."""
+    if (group := communicating_group(comm)) is not None:
+        group.barrier(blocking=True).wait()
+
+
+# ---- arguments
+
+
+def _native(op: ReduceOp | int) -> object:
+    """Operators are known by name; a mere number is one of the original's."""
+    try:
+        return op if hasattr(op, "name") else ReduceOp(op)
+    except ValueError:
+        raise InvalidArgument(
+            f"op {op!r} is not one of {', '.join(f'{o.name} ({int(o)})' for o in ReduceOp)}"
+        ) from None
+
+
+def _copy(send_tensor: torch.Tensor, recv_tensor: torch.Tensor) -> None:
+    if (send_tensor.dtype, send_tensor.numel()) != (recv_tensor.dtype, recv_tensor.numel()):
+        raise InvalidArgument(
+            f"recv_tensor has {recv_tensor.numel()} elements of {recv_tensor.dtype}, send_tensor {send_tensor.numel()} "
+            f"of {send_tensor.dtype}; they must be equal"
+        )
+    recv_tensor.detach().copy_(send_tensor.detach().reshape(recv_tensor.shape))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        raise InvalidArgument(
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has no order in memory that could "
+            "be cut in blocks; pass tensor.contiguous()"
+        )
+    return tensor.detach().view(-1)
+
+
+def _blocks(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    if tensor.numel() % group.size:
+        raise InvalidArgument(f"a tensor of {tensor.numel()} elements cannot be cut in {group.size} blocks of one size")
+    return _flat(tensor).view(group.size, tensor.numel() // group.size)
+
+
+def _counted(tensor: torch.Tensor, numel: int) -> torch.Tensor:
+    if tensor.numel() != numel:
+        raise InvalidArgument(f"tensor has {tensor.numel()} elements, expected {numel} by count and place of the rank")
+    return _flat(tensor)
+
+
+def _parts(
+    tensor: torch.Tensor, counts: Sequence[int], displs: Sequence[int], group: ProcessGroup, name: str
+) -> list[torch.Tensor]:
+    """Views of the pieces that the counts and displacements describe."""
+    flat, counts, displs = _flat(tensor), [int(count) for count in counts], [int(displ) for displ in displs]
+    ends = [displ + count for displ, count in zip(displs, counts, strict=False)]
+    is_inside = min([*counts, *displs], default=0) >= 0 and max(ends, default=0) <= flat.numel()
+    if len(counts) != group.size or len(displs) < group.size or not is_inside:
+        raise InvalidArgument(
+            f"{name}_counts {counts} and {name}_displs {displs} must be one for each of {group.size} ranks and lie in "
+            f"{name}_tensor, which has {flat.numel()} elements"
+        )
+    return [flat[displ:end] for displ, end in zip(displs, ends, strict=False)]

@@ -1,0 +1,78 @@
+"""DistributedDataParallel with the original project's arguments.
+
+Data path: the caller -> **here** -> bagua.DistributedDataParallel. The original goes over to torch's class, without the
+algorithm, for arguments that it does not support; here they are honoured or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from bagua import data_parallel
+from bagua.torch_api.algorithms import Algorithm
+from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+from bagua.torch_api.distributed import choose, remember
+from bagua.torch_api.process_group import BaguaProcessGroup, native_group
+
+__all__ = ["DistributedDataParallel", "DistributedDataParallel_V1_9_0"]
+
+_DEFAULT_ALGORITHM = GradientAllReduceAlgorithm()
+
+
+class DistributedDataParallel(data_parallel.DistributedDataParallel):
+    """Takes the place of torch's class of that name; ``module`` is the wrapped module.
+
+    Args:
+        module: the module to train, with its parameters on the CPU.
+        broadcast_buffers: True: rank 0's are sent before training forwards, by algorithms that synchronise gradients.
+            False: each rank keeps its own.
+        process_group: a group of new_group or of torch.distributed; all ranks by default.
+        bucket_cap_mb: cap of a bucket in MiB.
+        find_unused_parameters: a backward may leave parameters out.
+        gradient_as_bucket_view: either value; gradients are views in any case.
+        optimizers: those that step its parameters.
+        algorithm: an instance of a class of bagua.torch_api.algorithms.
+        device_ids, output_device, dim, check_reduction: their defaults.
+
+    Raises:
+        InvalidArgument: as with_bagua; and for an argument that cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: list[int] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        process_group: BaguaProcessGroup | dist.ProcessGroup | None = None,
+        bucket_cap_mb: float = 25,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        algorithm: Algorithm = _DEFAULT_ALGORITHM,
+    ) -> None:
+        group = native_group(process_group)
+        choice = choose(module, optimizers, algorithm)
+        super().__init__(
+            module,
+            device_ids,
+            output_device,
+            dim,
+            None if broadcast_buffers else False,
+            process_group=group,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            algorithm=choice.algorithm.reify(group),
+            optimizers=choice.optimizers,
+        )
+        remember(self, choice)
+
+
+DistributedDataParallel_V1_9_0 = DistributedDataParallel

@@ -1,0 +1,42 @@
+"""Who this process is, by the original project's names.
+
+Beside the data path. These work before init_process_group too, because programs choose their device by them first;
+then they say what the launcher told this process, and without a launcher that it is the only one.
+"""
+
+from __future__ import annotations
+
+from bagua import config, world
+
+__all__ = ["get_local_rank", "get_local_size", "get_node_rank", "get_rank", "get_world_size"]
+
+
+def get_rank() -> int:
+    """This process's rank among all."""
+    return world.get_rank() if world.is_initialized() else _launched().rank
+
+
+def get_world_size() -> int:
+    """Number of ranks."""
+    return world.get_world_size() if world.is_initialized() else _launched().world_size
+
+
+def get_local_rank() -> int:
+    """Position of this rank among those of its node."""
+    return world.get_local_rank() if world.is_initialized() else _launched().local_rank or 0
+
+
+def get_local_size() -> int:
+    """Number of ranks on this node."""
+    return world.get_local_world_size() if world.is_initialized() else _launched().local_world_size
+
+
+def get_node_rank() -> int:
+    """Position of this node among the nodes."""
+    return world.get_node_rank() if world.is_initialized() else _launched().node_rank
+
+
+def _launched() -> config.LaunchEnvironment:
+    if config.is_launched():
+        return config.launch_environment(needs_master=False)
+    return config.launch_environment(rank=0, world_size=1, needs_master=False)

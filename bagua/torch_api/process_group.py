@@ -1,0 +1,214 @@
+"""init_process_group, groups and communicators as the original project has them: thin covers of bagua.ProcessGroup.
+
+Beside the data path. A group has up to three communicators; a communicator is what collectives take. On a rank that is
+no member it is ``CommMember.NON_COMM_MEMBER``, with which every collective returns at once and does nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from bagua import world
+from bagua.errors import InvalidArgument
+from bagua.group import ProcessGroup
+
+__all__ = [
+    "BaguaCommunicator",
+    "BaguaProcessGroup",
+    "CommMember",
+    "communicating_group",
+    "from_torch_group",
+    "get_default_group",
+    "init_process_group",
+    "is_initialized",
+    "native_group",
+    "new_group",
+]
+
+# The original waits as long for the other ranks, and takes no argument for it.
+_TIMEOUT = timedelta(minutes=30)
+_TORCH_BACKEND = "bagua" if torch.__version__ >= (2, 9) else "gloo"
+
+# How often each kind of part of a group was made, for their names: equal on all ranks of a part, which all make it.
+_num_parts: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+class CommMember:
+    """What stands in the place of a communicator: the default group's, and that of a group without this rank."""
+
+    WORLD = object()
+    NON_COMM_MEMBER = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class BaguaCommunicator:
+    """The ranks that a collective works on.
+
+    Attributes:
+        group: the bagua.ProcessGroup.
+    """
+
+    group: ProcessGroup
+
+    def rank(self) -> int:
+        """This process's rank in it."""
+        return self.group.rank
+
+    def nranks(self) -> int:
+        """Number of ranks."""
+        return self.group.size
+
+
+class BaguaProcessGroup:
+    """Some ranks, as new_group, from_torch_group and init_process_group make them.
+
+    Attributes:
+        group: the bagua.ProcessGroup, for bagua's own functions.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    @property
+    def ranks(self) -> list[int]:
+        """Global ranks of the members, ascending."""
+        return self.group.ranks
+
+    def get_global_communicator(self) -> BaguaCommunicator | object:
+        """All members."""
+        return BaguaCommunicator(self.group) if self.group.rank >= 0 else CommMember.NON_COMM_MEMBER
+
+    def get_intra_node_communicator(self) -> BaguaCommunicator | object:
+        """The members on this node. All of them make it before any uses it."""
+        return self._intra_node
+
+    def get_inter_node_communicator(self) -> BaguaCommunicator | object:
+        """One member of each node, that of the lowest rank."""
+        return self._inter_node
+
+    @functools.cached_property
+    def _intra_node(self) -> BaguaCommunicator | object:
+        return self._part("intra-node", [] if self.group.rank < 0 else self.group.nodes.node_of(self.group.rank))
+
+    @functools.cached_property
+    def _inter_node(self) -> BaguaCommunicator | object:
+        return self._part("inter-node", [] if self.group.rank < 0 else self.group.nodes.leaders)
+
+    def _part(self, name: str, ranks: Sequence[int]) -> BaguaCommunicator | object:
+        if self.group.rank not in ranks:
+            return CommMember.NON_COMM_MEMBER
+        num_parts = _num_parts.setdefault(self.group, Counter())
+        num_parts[name] += 1
+        return BaguaCommunicator(self.group.subgroup(f"{name}-{num_parts[name]}", ranks, self.group.timeout))
+
+
+_default: BaguaProcessGroup | None = None
+
+
+def init_process_group(store: dist.Store | None = None) -> None:
+    """Meets the other ranks; torch.distributed is initialised too if it is not, so that its functions work after it.
+
+    Args:
+        store: where they meet; by default what the launcher's environment describes. Then this process's rank and the
+            number of ranks still come from the environment.
+
+    Raises:
+        InvalidArgument, TransportError, DeadlineExceeded: as bagua.init_process_group.
+    """
+    world.init_process_group(store=store, timeout=_TIMEOUT)
+    if not dist.is_initialized():
+        place = {}
+        if store is not None:
+            prefixed = dist.PrefixStore("bagua.torch_api", store)
+            place = {"store": prefixed, "rank": world.get_rank(), "world_size": world.get_world_size()}
+        dist.init_process_group(_TORCH_BACKEND, timeout=_TIMEOUT, **place)
+
+
+def is_initialized() -> bool:
+    """Whether init_process_group has been called."""
+    return world.is_initialized()
+
+
+def get_default_group() -> BaguaProcessGroup:
+    """The group of all ranks.
+
+    Raises:
+        InvalidArgument: init_process_group has not been called.
+    """
+    global _default
+    group = world.get_default_group()
+    if _default is None or _default.group is not group:
+        _default = BaguaProcessGroup(group)
+    return _default
+
+
+def new_group(ranks: list[int] | None = None, stream: object | None = None) -> BaguaProcessGroup:
+    """A group of some ranks. Every rank calls it, in the same order, members or not.
+
+    Args:
+        ranks: global ranks; all by default.
+        stream: None; there are no streams on the CPU.
+
+    Raises:
+        InvalidArgument: ranks that do not exist, or a stream.
+    """
+    _refuse_stream(stream)
+    return BaguaProcessGroup(world.new_group(ranks))
+
+
+def from_torch_group(group: dist.ProcessGroup, stream: object | None = None) -> BaguaProcessGroup:
+    """The group of the same ranks as a torch.distributed group's. Its members call it.
+
+    Raises:
+        InvalidArgument: this process is not a member, torch's ranks are not bagua's, or a stream.
+    """
+    _refuse_stream(stream)
+    return BaguaProcessGroup(world.from_torch_group(group))
+
+
+def _refuse_stream(stream: object | None) -> None:
+    if stream is not None:
+        raise InvalidArgument(f"stream is {stream!r}, but this release communicates CPU tensors; leave it out")
+
+
+def communicating_group(comm: object) -> ProcessGroup | None:
+    """The group of a collective's argument ``comm``; None where this rank takes no part.
+
+    Raises:
+        InvalidArgument: it is no communicator, or bagua is not initialised.
+    """
+    if comm is None or comm is CommMember.WORLD:
+        return world.get_default_group()
+    if comm is CommMember.NON_COMM_MEMBER:
+        return None
+    if isinstance(comm, BaguaCommunicator):
+        return comm.group
+    raise InvalidArgument(
+        f"comm is a {type(comm).__name__}, expected a communicator; give group.get_global_communicator(), or nothing "
+        "for all ranks"
+    )
+
+
+def native_group(process_group: BaguaProcessGroup | ProcessGroup | dist.ProcessGroup | None) -> ProcessGroup:
+    """The bagua.ProcessGroup that an argument ``process_group`` means; None means all ranks.
+
+    Raises:
+        InvalidArgument: it is no group, or none that this process is in.
+    """
+    if process_group is None:
+        return world.get_default_group()
+    if isinstance(process_group, BaguaProcessGroup):
+        return process_group.group
+    if isinstance(process_group, ProcessGroup):
+        return process_group
+    if isinstance(process_group, dist.ProcessGroup):
+        return world.from_torch_group(process_group)
+    raise InvalidArgument(f"process_group is a {type(process_group).__name__}; pass a group made by new_group")

@@ -1,0 +1,40 @@
+"""AdaSum (arXiv 2006.02924): gradients of the ranks that point the same way are averaged, orthogonal ones added up."""
+
+import dataclasses
+
+import torch
+
+from bagua.algorithms import Algorithm, Declaration
+
+
+@dataclasses.dataclass(kw_only=True)
+class AdaSum(Algorithm):
+    """For each parameter g <- adasum of all ranks' g: of two, adasum(a, b) = (1 - ab / 2aa) a + (1 - ab / 2bb) b.
+
+    Of more, adasum of the adasums of both halves. Per rank (n-1) G bytes travel, and n G of memory are needed.
+    """
+
+    def declare(self, bucket):
+        return Declaration("all_gather")
+
+    def communicate(self, bucket, group):
+        gathered = bucket.flat.new_empty(group.size * bucket.numel)
+        work = group.all_gather(gathered, bucket.flat)
+        work.label = bucket.label
+        work.finish_with(lambda: combine(bucket, gathered.view(group.size, bucket.numel)))
+        return work
+
+
+def combine(bucket, flats):
+    """The bucket <- adasum of all ranks' buckets, computed alike on each."""
+    for begin, end in map(bucket.place_of, bucket.members):
+        bucket.flat[begin:end] = adasum([flat[begin:end] for flat in flats])
+
+
+def adasum(grads):
+    """Of one parameter's gradients by rank, in float32 or wider."""
+    if len(grads) == 1:
+        return grads[0].to(torch.promote_types(grads[0].dtype, torch.float32))
+    a, b = adasum(grads[: len(grads) // 2]), adasum(grads[len(grads) // 2 :])
+    ab, aa, bb = (float((x * y).sum(dtype=torch.float64)) for x, y in ((a, b), (a, a), (b, b)))
+    return (1 - ab / (2 * aa)) * a + (1 - ab / (2 * bb)) * b if aa and bb else a + b

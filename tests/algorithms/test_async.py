@@ -1,0 +1,270 @@
+"""async: what rounds add to the weights adds up to zero over the ranks, and nobody waits for anybody."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import bagua
+from bagua.errors import InvalidArgument
+from tests.algorithms.quadratic import Quadratic, step_once, target_of, weights_of
+from tests.conformance.training import assert_equal_on_all_ranks, process_group
+
+
+class Linear(torch.nn.Module):
+    """loss = sum c x: the gradient is c wherever x is, so what ranks' own steps add up to is known."""
+
+    def __init__(self, numel: int = 3000, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.zeros(numel, dtype=dtype))
+
+    def forward(self, c: torch.Tensor) -> torch.Tensor:
+        return (self.x * c).sum()
+
+
+def _integers(rank, step, numel):
+    return torch.randint(-8, 8, (numel,), generator=torch.Generator().manual_seed(100 * step + rank)).float()
+
+
+def _adds_up(rank, world_size, dtype, num_steps, seconds):
+    with process_group():
+        model = Linear(dtype=dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.0, bucket_bytes=4000)
+        own = torch.zeros(3000, dtype=torch.float64)
+        for step in range(num_steps[rank]):
+            c = _integers(rank, step, 3000)
+            optimizer.zero_grad()
+            model(c.to(dtype)).backward()
+            optimizer.step()
+            own -= c.double()
+            time.sleep(seconds[rank])
+        model.bagua.pause()
+        rounds = len({span.begin_ns for span in model.bagua.timeline().spans if span.kind == "operation"})
+        stepped, weights = own.clone(), model.x.detach().double()
+        bagua.all_reduce(stepped)
+        bagua.all_reduce(weights)
+        return float((stepped - weights).abs().max()), float(stepped.abs().max()), rounds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_corrections_add_up_to_zero_exactly(pool2, pool4, dtype):
+    """Integers and halves: every mean of two and of four is exact, so nothing may be lost or counted twice."""
+    for pool, size in [(pool2, 2), (pool4, 4)]:
+        num_steps = [10 + 3 * rank for rank in range(size)]
+        seconds = [0.002 * (1 + rank) for rank in range(size)]
+        for difference, largest, rounds in pool.run(_adds_up, args=(dtype, num_steps, seconds)):
+            assert difference == 0.0 if dtype == torch.float64 else difference < 1e-3
+            assert largest > 10 and rounds >= 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dtypes(pool2, dtype):
+    for difference, largest, _ in pool2.run(_adds_up, args=(dtype, [8, 8], [0.003, 0.003])):
+        assert difference < 0.02 * largest + 2
+
+
+def _converges(rank, world_size):
+    with process_group():
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.0)
+        for _ in range(150):
+            step_once(model, optimizer, rank, 0)
+            time.sleep(0.001)
+        model.bagua.pause()
+        return weights_of(model)
+
+
+def test_ranks_meet_between_their_targets(pool2):
+    weights = pool2.run(_converges)
+    targets = [target_of(rank, 0, Quadratic().numel) for rank in range(2)]
+    mean = sum(targets) / 2
+    for own, target in zip(weights, targets, strict=True):
+        alone = float((target - mean).norm())
+        assert float((torch.tensor(own, dtype=torch.float64) - mean).norm()) < 0.5 * alone
+
+
+def _speeds(rank, world_size, algorithm, options):
+    """Steps that each rank makes in 1.5 seconds, rank 1 being three times slower."""
+    with process_group():
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        bagua.with_bagua(model, optimizer, algorithm=algorithm, **options)
+        bagua.barrier()
+        end = time.monotonic() + 1.5
+        count = 0
+        while time.monotonic() < end if algorithm == "async" else count < 20:
+            step_once(model, optimizer, rank, count)
+            time.sleep(0.03 if rank == 1 else 0.01)
+            count += 1
+        seconds = time.monotonic() - end + 1.5
+        spans = [span for span in model.bagua.timeline().spans if span.kind == "operation"]
+        if algorithm == "async":
+            model.bagua.pause()
+        return count / seconds, len(spans)
+
+
+def test_a_slow_rank_slows_nobody_down(pool2):
+    (fast, rounds), (slow, _) = pool2.run(_speeds, args=("async", {"sync_interval": 0.02}))
+    (synchronous, _), _ = pool2.run(_speeds, args=("gradient_allreduce", {}))
+    assert fast > 1.8 * slow and fast > 1.8 * synchronous, (fast, slow, synchronous)
+    assert rounds >= 5
+
+
+def _in_the_background(rank, world_size):
+    """A round among late ranks: the early one does not wait, and its timeline shows the round under its steps."""
+    with process_group():
+        model = torch.nn.Linear(512, 512)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.0)
+        longest_ns = 0
+        for _ in range(20 if rank == 0 else 4):
+            time.sleep(0.02 if rank == 0 else 0.1)  # compute
+            optimizer.zero_grad()
+            model(torch.ones(1, 512)).sum().backward()
+            begin_ns = time.monotonic_ns()
+            optimizer.step()
+            longest_ns = max(longest_ns, time.monotonic_ns() - begin_ns)
+        spans = [span for span in model.bagua.timeline().spans if span.kind == "operation"]
+        model.bagua.pause()
+        return longest_ns, max(span.end_ns - span.begin_ns for span in spans)
+
+
+def test_rounds_run_in_the_background(pool2):
+    longest_step_ns, longest_round_ns = pool2.run(_in_the_background)[0]
+    assert longest_round_ns > 40e6  # it waited for the other rank's snapshot
+    assert longest_step_ns < 0.6 * longest_round_ns
+
+
+def _pause_and_resume(rank, world_size):
+    with process_group():
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.0)
+
+        def count():
+            return sum(span.kind == "operation" for span in model.bagua.timeline().spans)
+
+        for step in range(5):
+            step_once(model, optimizer, rank, step)
+        model.bagua.pause()
+        model.bagua.pause()
+        before = count()
+        for step in range(5):
+            step_once(model, optimizer, rank, step)
+        assert count() == before  # local steps only
+        model.bagua.load_state_dict(model.bagua.state_dict())
+        model.bagua.resume()
+        model.bagua.resume()
+        for step in range(5 + 3 * rank):
+            step_once(model, optimizer, rank, step)
+        model.bagua.pause()
+        assert count() > before
+        model.bagua.resume()
+        model.bagua.remove()
+
+
+def test_pause_and_resume(pool2):
+    pool2.run(_pause_and_resume)
+
+
+def _whatever_order(rank, world_size):
+    """Two forwards, no_sync, evaluation, an early end: nothing waits for ever."""
+    with process_group(timeout_s=10.0):
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.0)
+        target = target_of(rank, 0, model.numel).float()
+        for step in range(12):
+            (model(target) + model(target)).backward()
+            with model.bagua.no_sync():
+                model(target).backward()
+            with torch.no_grad():
+                model(target)
+            if step % 3 != rank:
+                optimizer.step()
+            optimizer.zero_grad()
+            if rank == 1 and step == 5:
+                break
+        # Rank 1 leaves while rank 0 is under way, without a word; destroying the group tells the others.
+
+
+def test_two_forwards_no_sync_evaluation_and_early_end(pool2):
+    begin = time.monotonic()
+    pool2.run(_whatever_order)
+    assert time.monotonic() - begin < 8
+
+
+def _warm_up(rank, world_size):
+    with process_group():
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=1000.0, warmup_steps=4)
+        equal = []
+        for step in range(8):
+            step_once(model, optimizer, rank, step)
+            everyone = bagua.get_default_group().all_gather_object(weights_of(model))
+            equal.append(everyone[0] == everyone[1])
+        model.bagua.pause()
+        return equal
+
+
+def test_warm_up_is_synchronous(pool2):
+    assert pool2.run(_warm_up)[0] == [True] * 4 + [False] * 4
+
+
+def _scaler(rank, world_size):
+    """A rank's own overflow makes it skip its own step only, and no round is lost."""
+    with process_group():
+        model = Linear(numel=64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+        num_skipped = 0
+        for step in range(8):
+            optimizer.zero_grad()
+            is_bad = rank == 1 and step == 3
+            scaler.scale(model(torch.full((64,), float("inf") if is_bad else 1.0))).backward()
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            num_skipped += scaler.get_scale() < before
+        model.bagua.pause()
+        total = model.x.detach().double()
+        bagua.all_reduce(total)
+        return num_skipped, float(total[0])
+
+
+def test_each_rank_skips_its_own_steps(pool2):
+    results = pool2.run(_scaler)
+    assert [skipped for skipped, _ in results] == [0, 1]
+    assert results[0][1] == -(8 + 7)
+
+
+def _two_models(rank, world_size):
+    with process_group():
+        models = [Quadratic(), Quadratic()]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.0)
+        for step in range(6 + 4 * rank):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                step_once(model, optimizer, rank, step)
+        for model in models:
+            model.bagua.pause()
+        bagua.with_bagua(models[0], optimizers[0])  # another algorithm
+        assert_equal_on_all_ranks(dict(models[0].named_parameters()))
+
+
+def test_two_models_and_another_algorithm(pool2):
+    pool2.run(_two_models)
+
+
+def test_options():
+    with pytest.raises(InvalidArgument, match="sync_interval is -1, expected 0 seconds or more"):
+        bagua.algorithms.create("async", {"sync_interval": -1})
+    with pytest.raises(InvalidArgument, match="warmup_steps is -1, expected 0 or more"):
+        bagua.algorithms.create("async", {"warmup_steps": -1})

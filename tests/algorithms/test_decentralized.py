@@ -1,0 +1,243 @@
+"""decentralized beside its oracle in plain float64 loops, and its overlap with forward and backward."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import bagua
+from bagua.errors import BaguaError, InvalidArgument
+from tests.algorithms.quadratic import Quadratic, step_once, target_of, weights_of
+from tests.conformance.training import process_group
+
+TOPOLOGIES = ["all", "ring", "shift_one", "exponential"]
+
+
+def weights_matrix(topology, n, s):
+    """W[i][j], as the definitions of the algorithms have it."""
+    rows = [[0.0] * n for _ in range(n)]
+    for i in range(n):
+        if topology == "all":
+            for j in range(n):
+                rows[i][j] += 1 / n
+        elif topology == "ring":
+            members = {(i - 1) % n, i, (i + 1) % n}
+            for j in members:
+                rows[i][j] += 1 / len(members)
+        elif topology == "shift_one":
+            if n % 2 == 0:
+                partner = (s + i) % (n // 2) + n // 2 if i < n // 2 else (i - n // 2 - s) % (n // 2)
+            else:  # a round-robin tournament: i + j = s mod n; who would meet itself rests
+                partner = (s - i) % n
+            rows[i][i] += 0.5
+            rows[i][partner] += 0.5
+        else:
+            num_distances = max(1, (n - 1).bit_length())
+            rows[i][i] += 0.5
+            rows[i][(i - 2 ** (s % num_distances)) % n] += 0.5
+    return rows
+
+
+def oracle(topology, n, num_steps, interval, lr, numel, matrix=weights_matrix):
+    """x <- sum_j w_ij x_j every so many steps, and then x <- x - lr g, g at the x before."""
+    weights = [[0.0] * numel for _ in range(n)]
+    num_exchanges = 0
+    history = []
+    for step in range(num_steps):
+        targets = [target_of(rank, step, numel).tolist() for rank in range(n)]
+        gradients = [[x - c for x, c in zip(weights[i], targets[i], strict=True)] for i in range(n)]
+        if step % interval == 0:
+            w = matrix(topology, n, num_exchanges)
+            weights = [[sum(w[i][j] * weights[j][e] for j in range(n)) for e in range(numel)] for i in range(n)]
+            num_exchanges += 1
+        weights = [[x - lr * g for x, g in zip(weights[i], gradients[i], strict=True)] for i in range(n)]
+        history.append(weights)
+    return history
+
+
+def _train(rank, world_size, num_steps, lr, options):
+    with process_group():
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        bagua.with_bagua(model, optimizer, algorithm="decentralized", **options)
+        return [step_once(model, optimizer, rank, step) for step in range(num_steps)]
+
+
+def assert_follows(per_rank, history, tolerance=1e-5):
+    for step, weights in enumerate(history):
+        for rank, expected in enumerate(weights):
+            actual = torch.tensor(per_rank[rank][step], dtype=torch.float64)
+            assert float((actual - torch.tensor(expected, dtype=torch.float64)).abs().max()) < tolerance, (step, rank)
+
+
+@pytest.fixture(scope="module")
+def pool3():
+    from bagua.testing import Pool
+
+    with Pool(3) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("size, interval", [(2, 1), (3, 1), (4, 1), (4, 3)])
+def test_follows_the_oracle(pool2, pool3, pool4, topology, size, interval):
+    pool = {2: pool2, 3: pool3, 4: pool4}[size]
+    per_rank = pool.run(_train, args=(8, 0.3, {"topology": topology, "interval": interval}))
+    assert_follows(per_rank, oracle(topology, size, 8, interval, 0.3, Quadratic().numel))
+
+
+def _mean(rank, world_size, topology):
+    """Ranks drift apart, and then only average: weights of few bits, so that every sum and half is exact."""
+    with process_group():
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        bagua.with_bagua(model, optimizer, algorithm="decentralized", topology=topology)
+        integers = torch.randint(-64, 64, (model.numel,), generator=torch.Generator().manual_seed(rank)).float()
+        means = []
+        for step in range(5):
+            optimizer.zero_grad()
+            model(integers).backward()
+            optimizer.param_groups[0]["lr"] = 1.0 if step == 0 else 0.0
+            optimizer.step()
+            total = torch.tensor(weights_of(model), dtype=torch.float64)
+            bagua.all_reduce(total)
+            means.append(total)
+        assert not torch.equal(means[0], torch.zeros_like(means[0]))
+        return [float((mean - means[0]).abs().max()) for mean in means]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_the_mean_over_ranks_is_kept(pool4, topology):
+    for drifts in pool4.run(_mean, args=(topology,)):
+        if topology == "ring":  # thirds
+            assert max(drifts) < 1e-4
+        else:
+            assert drifts == [0.0] * 5
+
+
+class Sleeps(torch.nn.Module):
+    """A layer whose forward and backward take a while and no processor."""
+
+    def __init__(self, layer: torch.nn.Module, seconds: float) -> None:
+        super().__init__()
+        self.layer, self.seconds = layer, seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        y = self.layer(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: time.sleep(self.seconds))
+        return y
+
+
+def _overlap(rank, world_size, is_late):
+    with process_group():
+        model = Sleeps(torch.nn.Linear(1024, 1024), 0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        bagua.with_bagua(model, optimizer, algorithm="decentralized", topology="ring", bucket_bytes=1 << 20)
+        x = torch.ones(1, 1024)
+        for _ in range(3):
+            optimizer.zero_grad()
+            begin_ns = time.monotonic_ns()
+            if is_late and rank == 1:
+                time.sleep(0.05)
+            loss = model(x).sum()
+            backward_ns = time.monotonic_ns()
+            loss.backward()
+            end_ns = time.monotonic_ns()
+            optimizer.step()
+            stepped_ns = time.monotonic_ns()
+        spans = [span for span in model.bagua.timeline().spans if span.kind == "operation" and span.begin_ns > begin_ns]
+        assert len(spans) == len(model.bagua.buckets) >= 2
+        assert all(
+            begin_ns < span.begin_ns and span.end_ns < end_ns for span in spans
+        )  # hidden in forward and backward
+        assert stepped_ns - end_ns < 40e6  # the step finds the weights there, and copies
+        assert backward_ns - begin_ns >= 0.1e9
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_exchange_runs_under_forward_and_backward(pool2, is_late):
+    pool2.run(_overlap, args=(is_late,))
+
+
+def _hierarchical(rank, world_size, topology):
+    return _train(rank, world_size, 6, 0.3, {"topology": topology, "hierarchical": True})
+
+
+def _nodes_matrix(counts):
+    """Between nodes w_kl m / n_k, m the smallest node; inside a node everybody gets the same."""
+
+    def matrix(topology, n, s):
+        node_of = [k for k, count in enumerate(counts) for _ in range(count)]
+        between = weights_matrix(topology, len(counts), s)
+        if topology == "all" or (len(counts) <= 3 and topology == "ring"):  # everybody with everybody
+            return [[1 / n] * n for _ in range(n)]
+        smallest = min(counts)
+        for k, row in enumerate(between):
+            for j in range(len(row)):
+                row[j] *= smallest / counts[k] if j != k else 1
+            row[k] = 1 - sum(weight for j, weight in enumerate(row) if j != k)
+        return [[between[node_of[i]][node_of[j]] / counts[node_of[j]] for j in range(n)] for i in range(n)]
+
+    return matrix
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_nodes_of_unequal_size(topology):
+    from bagua.testing.world import world
+
+    counts = [1, 3, 2]
+
+    def train(group):
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        bagua.with_bagua(model, optimizer, algorithm="decentralized", group=group, topology=topology, hierarchical=True)
+        return [step_once(model, optimizer, group.rank, step) for step in range(6)]
+
+    per_rank = world(6, train, nodes=[0, 1, 1, 1, 2, 2])
+    history = oracle(topology, 6, 6, 1, 0.3, Quadratic().numel, _nodes_matrix(counts))
+    assert_follows(per_rank, history)
+    matrix = _nodes_matrix(counts)(topology, 6, 1)
+    assert all(abs(sum(row) - 1) < 1e-12 for row in matrix)
+    assert all(abs(sum(row[j] for row in matrix) - 1) < 1e-12 for j in range(6))  # the mean over ranks is kept
+
+
+def _changed_weights(rank, world_size):
+    with process_group(timeout_s=5.0):
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        bagua.with_bagua(model, optimizer, algorithm="decentralized")
+        target = target_of(rank, 0, model.numel).float()
+        model(target)  # its average is under way
+        model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+        saved = model.bagua.state_dict()
+        model.bagua.load_state_dict(saved)  # starts anew
+        step_once(model, optimizer, rank, 0)
+        expected = [1 - 0.3 * (1 - c) for c in target.tolist()]
+        assert weights_of(model) == pytest.approx(expected, abs=1e-5)
+        model(target)
+        with torch.no_grad():
+            model.parts[0].add_(1.0)
+        with pytest.raises(
+            BaguaError, match="weights were changed between a forward"
+        ):  # the other rank's, if that is first
+            step_once_without_forward(model, optimizer, target)
+
+
+def step_once_without_forward(model, optimizer, target):
+    model(target).backward()
+    optimizer.step()
+
+
+def test_weights_that_were_changed_meanwhile_are_not_lost_silently(pool2):
+    pool2.run(_changed_weights)
+
+
+def test_options():
+    with pytest.raises(InvalidArgument, match="topology 'star' is unknown; the topologies are all"):
+        bagua.algorithms.create("decentralized", {"topology": "star"})
+    with pytest.raises(InvalidArgument, match="interval is 0, expected 1 or more"):
+        bagua.algorithms.create("decentralized", {"interval": 0})

@@ -1,0 +1,269 @@
+"""Error feedback: nothing is lost, nothing is kept of a step that is skipped, and residuals follow their parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bagua
+from bagua.errors import InvalidArgument
+from tests.conformance.training import assert_equal_on_all_ranks, process_group
+
+BLOCK = 2048
+CODECS = ["onebit", "topk:k=64", "minmax_uint8", "qsgd:bits=4"]
+
+
+class Sum(torch.nn.Module):
+    """loss = sum c x: the gradient is c."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.parts = torch.nn.ParameterList([torch.zeros(shape) for shape in shapes])
+
+    def forward(self, *cs: torch.Tensor) -> torch.Tensor:
+        return sum((part * c).sum() for part, c in zip(self.parts, cs, strict=True))
+
+
+def _wrap(model, codec, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"min_compressed_bytes": 0, "error_feedback": True, **options}
+    return bagua.with_bagua(model, optimizer, algorithm="bytegrad", codec=codec, **options), optimizer
+
+
+def _integers(rank, step, shape):
+    return torch.randint(-64, 65, shape, generator=torch.Generator().manual_seed(100 * step + rank)).float()
+
+
+def _residuals(model):
+    """By parameter: the mean of what the ranks keep as contributors, and what the owners keep, in float64."""
+    state = model.bagua.state_dict()["state"]["residuals"]
+    group = bagua.get_default_group()
+    worker = {name: value.double() for name, value in state["worker"].items()}
+    for value in worker.values():
+        group.all_reduce(value).wait()
+    owners = group.all_gather_object(state["owner"])
+    coded = [bucket for bucket in model.bagua.buckets if bucket.declaration.codec is not None]
+    owner = {}
+    for index, bucket in enumerate(coded):
+        whole = torch.cat([of_rank[index] for of_rank in owners]).double()
+        for member in bucket.members:
+            begin, end = bucket.place_of(member)
+            owner[member.name] = whole[begin:end]
+    return {name: value / group.size for name, value in worker.items()}, owner
+
+
+def _nothing_is_lost(rank, world_size, codec, shapes, num_steps, exact, options):
+    with process_group():
+        model, optimizer = _wrap(Sum(*shapes), codec, **options)
+        means = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+        for step in range(num_steps):
+            optimizer.zero_grad()
+            model(*[_integers(rank, 10 * step + i, shape) for i, shape in enumerate(shapes)]).backward()
+            optimizer.step()
+            for i, shape in enumerate(shapes):
+                means[i] += sum(_integers(r, 10 * step + i, shape).double() for r in range(world_size)) / world_size
+        worker, owner = _residuals(model)
+        assert any(float(value.abs().max()) > 0 for value in worker.values())
+        for i, part in enumerate(model.parts):
+            name = f"parts.{i}"
+            sent = -part.detach().double().reshape(-1)  # a learning rate of 1 adds up what was sent
+            difference = sent + worker[name] + owner[name] - means[i].reshape(-1)
+            assert float(difference.abs().max()) <= (0.0 if exact else 1e-3 * num_steps), (name, codec)
+        assert_equal_on_all_ranks(dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_was_sent_and_what_is_kept_add_up_to_the_gradients(pool2, pool4, codec):
+    """topk keeps values as they are, so that with integers it is so to the bit."""
+    exact = codec.startswith("topk")
+    pool2.run(_nothing_is_lost, args=(codec, [(8, BLOCK)], 12, exact, {}))
+    pool4.run(_nothing_is_lost, args=(codec, [(3, 1000), (7, 1111)], 12, exact, {"bucket_bytes": 20_000}))
+
+
+def test_between_nodes(pool_of_two_nodes):
+    options = {"hierarchical": True}
+    pool_of_two_nodes.run(
+        _between_nodes, args=("topk:k=64", [(8, BLOCK)], 6, options), env={"BAGUA_SOCKET_IFNAME": "lo"}
+    )
+
+
+def _between_nodes(rank, world_size, codec, shapes, num_steps, options):
+    """Only leaders keep residuals: theirs, over the number of ranks, and the owners' add up."""
+    with process_group():
+        model, optimizer = _wrap(Sum(*shapes), codec, **options)
+        mean = torch.zeros(shapes[0], dtype=torch.float64)
+        for step in range(num_steps):
+            optimizer.zero_grad()
+            model(_integers(rank, 10 * step, shapes[0])).backward()
+            optimizer.step()
+            mean += sum(_integers(r, 10 * step, shapes[0]).double() for r in range(world_size)) / world_size
+        state = model.bagua.state_dict()["state"]["residuals"]
+        leads = rank in bagua.get_default_group().nodes.leaders
+        assert bool(state["worker"]) == leads
+        everyone = bagua.get_default_group().all_gather_object(state)
+        leaders = bagua.get_default_group().nodes.leaders
+        worker = sum(everyone[leader]["worker"]["parts.0"].double() for leader in leaders)
+        owner = torch.cat([everyone[leader]["owner"][0] for leader in leaders]).double()
+        sent = -model.parts[0].detach().double().reshape(-1)
+        assert torch.equal(sent + worker + owner, mean.reshape(-1))
+
+
+def _skipped(rank, world_size, fused):
+    with process_group():
+        model = Sum((4, BLOCK), (8,))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
+        bagua.with_bagua(
+            model, optimizer, algorithm="bytegrad", codec="onebit", error_feedback=True, min_compressed_bytes=0
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+        for step in range(6):
+            before = model.bagua.state_dict()["state"]["residuals"]
+            optimizer.zero_grad()
+            matrix, bias = _integers(rank, step, (4, BLOCK)), torch.ones(8)
+            if step == 2 and rank == 1:
+                matrix[1, 1] = float("inf")  # under the codec
+            if step == 4 and rank == 0:
+                bias[3] = float("nan")  # in a bucket without
+            scaler.scale(model(matrix, bias)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            after = model.bagua.state_dict()["state"]["residuals"]
+            same = [
+                torch.equal(before["worker"]["parts.0"], after["worker"]["parts.0"]),
+                torch.equal(before["owner"][0], after["owner"][0]) or not after["owner"][0].numel(),
+            ]
+            assert all(same) if step in (2, 4) else not same[0], step
+            assert all(bool(value.isfinite().all()) for value in after["worker"].values())
+        assert_equal_on_all_ranks(dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_is_skipped_leaves_no_trace(pool2, fused):
+    pool2.run(_skipped, args=(fused,))
+
+
+def _accumulated(rank, world_size):
+    """Two synchronising backwards before a step: the second goes on from the residuals of the first."""
+    with process_group():
+        model, optimizer = _wrap(Sum((8, BLOCK)), "topk:k=64")
+        mean = torch.zeros((8, BLOCK), dtype=torch.float64)
+        for step in range(4):
+            optimizer.zero_grad()
+            for half in range(2):
+                model(_integers(rank, 2 * step + half, (8, BLOCK))).backward()
+                mean += sum(_integers(r, 2 * step + half, (8, BLOCK)).double() for r in range(world_size)) / world_size
+            optimizer.step()
+        worker, owner = _residuals(model)
+        total = -model.parts[0].detach().double().reshape(-1) + worker["parts.0"] + owner["parts.0"]
+        assert torch.equal(total, mean.reshape(-1))
+
+
+def test_accumulation(pool2):
+    pool2.run(_accumulated)
+
+
+def _laid_out_anew(rank, world_size):
+    """Gradients come in another order than parameters were registered: the layout changes after the first step."""
+    with process_group():
+        shapes = [(3, 1000), (2, BLOCK), (5, 700)]
+        model, optimizer = _wrap(Sum(*shapes), "topk:k=64", bucket_bytes=30_000)
+        layouts, means = [], [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+        for step in range(3):
+            optimizer.zero_grad()
+            cs = [_integers(rank, 10 * step + i, shape) for i, shape in enumerate(shapes)]
+            for i in (1, 0, 2):
+                means[i] += sum(_integers(r, 10 * step + i, shapes[i]).double() for r in range(world_size)) / world_size
+            (
+                (model.parts[1] * cs[1]).sum()
+                + (model.parts[0] * cs[0]).sum()
+                + (model.parts[2] * cs[2]).sum()
+                + 0 * model(*cs)
+            ).backward()
+            optimizer.step()
+            layouts.append([bucket.names for bucket in model.bagua.buckets])
+        worker, owner = _residuals(model)
+        for i, part in enumerate(model.parts):
+            total = -part.detach().double().reshape(-1) + worker[f"parts.{i}"] + owner[f"parts.{i}"]
+            assert torch.equal(total, means[i].reshape(-1)), i
+        return layouts
+
+
+def test_residuals_follow_their_parameters_into_another_layout(pool2, pool4):
+    for pool in (pool2, pool4):
+        layouts = pool.run(_laid_out_anew)[0]
+        assert layouts[0] != layouts[2]
+
+
+def _left_out(rank, world_size):
+    """A parameter that no rank uses keeps its residual for the next time."""
+    with process_group():
+        model, optimizer = _wrap(Sum((4, BLOCK), (4, BLOCK)), "topk:k=64", find_unused_parameters=True)
+        mean = torch.zeros((4, BLOCK), dtype=torch.float64)
+        for step in range(6):
+            optimizer.zero_grad()
+            first, second = _integers(rank, step, (4, BLOCK)), _integers(rank, 50 + step, (4, BLOCK))
+            if step % 2:
+                model(first, second)
+                (model.parts[0] * first).sum().backward()
+            else:
+                model(first, second).backward()
+                mean += sum(_integers(r, 50 + step, (4, BLOCK)).double() for r in range(world_size)) / world_size
+            optimizer.step()
+        worker, owner = _residuals(model)
+        total = -model.parts[1].detach().double().reshape(-1) + worker["parts.1"] + owner["parts.1"]
+        assert torch.equal(total, mean.reshape(-1))
+
+
+def test_parameters_that_nobody_uses(pool2):
+    pool2.run(_left_out)
+
+
+def _bfloat16(rank, world_size):
+    with process_group():
+        model, optimizer = _wrap(Sum((8, BLOCK)), "onebit", state_dtype="bfloat16")
+        mean = torch.zeros((8, BLOCK), dtype=torch.float64)
+        for step in range(10):
+            optimizer.zero_grad()
+            model(_integers(rank, step, (8, BLOCK))).backward()
+            optimizer.step()
+            mean += sum(_integers(r, step, (8, BLOCK)).double() for r in range(world_size)) / world_size
+        state = model.bagua.state_dict()["state"]["residuals"]
+        assert state["worker"]["parts.0"].dtype == torch.bfloat16
+        worker, owner = _residuals(model)
+        total = -model.parts[0].detach().double().reshape(-1) + worker["parts.0"] + owner["parts.0"]
+        off = (total - mean.reshape(-1)).abs()
+        assert 0 < float(off.max()) < 8  # each step rounds residuals of some hundreds to 8 bits
+
+
+def test_state_in_bfloat16(pool2):
+    pool2.run(_bfloat16)
+
+
+def _half_gradients(rank, world_size, dtype):
+    """Contributions with their residuals are encoded from float32; numbers that bfloat16 holds, since a result that it
+    does not is rounded behind the codec.
+    """
+    with process_group():
+        model = Sum((8, BLOCK)).to(dtype)
+        _, optimizer = _wrap(model, "topk:k=64")
+        mean = torch.zeros((8, BLOCK), dtype=torch.float64)
+        sent = torch.zeros((8, BLOCK), dtype=torch.float64)
+        for step in range(4):
+            optimizer.zero_grad()
+            model((_integers(rank, step, (8, BLOCK)) / 16).round().to(dtype)).backward()
+            sent += model.parts[0].grad.double()
+            optimizer.step()
+            mean += sum((_integers(r, step, (8, BLOCK)) / 16).round().double() for r in range(world_size)) / world_size
+        worker, owner = _residuals(model)
+        assert torch.equal(sent.reshape(-1) + worker["parts.0"] + owner["parts.0"], mean.reshape(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_gradients(pool2, dtype):
+    pool2.run(_half_gradients, args=(dtype,))
+
+
+def test_contractions_need_it():
+    for codec in ("onebit", "topk"):
+        with pytest.raises(InvalidArgument, match="is of use with error feedback only; pass error_feedback=True"):
+            bagua.algorithms.create("bytegrad", {"codec": codec})

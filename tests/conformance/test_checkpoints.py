@@ -1,0 +1,136 @@
+"""Every registered algorithm: save, kill, load, continue equals never having stopped, bit for bit."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+
+import pytest
+import torch
+
+import bagua
+from bagua.errors import InvalidArgument
+from bagua.testing import spawn
+from tests.conformance.training import batch, loss_of, make_net, make_optimizer, process_group
+from tests.conformance.variants import VARIANTS, described
+
+
+def start(variant, seed=0):
+    algorithm, options = variant
+    model = make_net(seed)
+    optimizer = make_optimizer(algorithm, model, torch.optim.AdamW)
+    return bagua.with_bagua(model, optimizer, algorithm=algorithm, bucket_bytes=70_000, **options), optimizer
+
+
+def train(model, optimizer, rank, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+
+
+def states_of(model, optimizer):
+    return [model.state_dict(), optimizer.state_dict(), model.bagua.state_dict()]
+
+
+def load_states(model, optimizer, saved):
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    model.bagua.load_state_dict(saved[2])
+
+
+def assert_same(ours, theirs, place="state"):
+    """Trees of dicts, lists, tensors and values, bit for bit."""
+    assert type(ours) is type(theirs), place
+    if isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs), place
+    elif isinstance(ours, dict):
+        assert list(ours) == list(theirs), place
+        for key, value in ours.items():
+            assert_same(value, theirs[key], f"{place}.{key}")
+    elif isinstance(ours, (list, tuple)):
+        assert len(ours) == len(theirs), place
+        for index, value in enumerate(ours):
+            assert_same(value, theirs[index], f"{place}[{index}]")
+    else:
+        assert ours == theirs, place
+
+
+def _resume(rank, world_size, variant):
+    with process_group():
+        for stop in (0, 1, 4):
+            model, optimizer = start(variant)
+            train(model, optimizer, rank, range(stop))
+            file = io.BytesIO()
+            torch.save(states_of(model, optimizer), file)
+            train(model, optimizer, rank, range(stop, 8))
+            file.seek(0)
+            saved = torch.load(file, weights_only=True)
+            resumed, resumed_optimizer = start(variant, seed=5)
+            if stop == 4:
+                train(resumed, resumed_optimizer, rank, range(3))  # it has a layout and a count of its own by now
+            load_states(resumed, resumed_optimizer, saved)
+            train(resumed, resumed_optimizer, rank, range(stop, 8))
+            assert_same(states_of(resumed, resumed_optimizer), states_of(model, optimizer), f"stopped at {stop}")
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=described)
+def test_resuming_equals_never_having_stopped(pool2, variant):
+    pool2.run(_resume, args=(variant,))
+
+
+def _uninterrupted(rank, world_size, folder):
+    with process_group():
+        for variant in VARIANTS:
+            model, optimizer = start(variant)
+            train(model, optimizer, rank, range(6))
+            torch.save(states_of(model, optimizer), folder / f"{described(variant)}-{rank}-whole")
+            model.bagua.remove()
+
+
+def _killed(rank, world_size, folder):
+    bagua.init_process_group()
+    for variant in VARIANTS:
+        model, optimizer = start(variant)
+        train(model, optimizer, rank, range(3))
+        torch.save(states_of(model, optimizer), folder / f"{described(variant)}-{rank}")
+        model.bagua.remove()
+    bagua.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _continued(rank, world_size, folder):
+    with process_group():
+        for variant in VARIANTS:
+            model, optimizer = start(variant, seed=5)
+            load_states(model, optimizer, torch.load(folder / f"{described(variant)}-{rank}", weights_only=True))
+            train(model, optimizer, rank, range(3, 6))
+            whole = torch.load(folder / f"{described(variant)}-{rank}-whole", weights_only=True)
+            assert_same(states_of(model, optimizer), whole, described(variant))
+            model.bagua.remove()
+
+
+def test_new_processes_continue_what_killed_ones_began(pool4, tmp_path):
+    pool4.run(_uninterrupted, args=(tmp_path,))
+    spawn(_killed, 4, args=(tmp_path,), expect_exit=dict.fromkeys(range(4), -signal.SIGKILL))
+    pool4.run(_continued, args=(tmp_path,))
+
+
+def _other_number_of_ranks(rank, world_size, folder, variant):
+    with process_group():
+        model, optimizer = start(variant)
+        train(model, optimizer, rank, range(2))
+        if world_size == 4:
+            torch.save(model.bagua.state_dict(), folder / str(rank))
+            return
+        with pytest.raises(InvalidArgument, match="number of ranks|as many ranks"):
+            model.bagua.load_state_dict(torch.load(folder / str(rank), weights_only=True))
+
+
+@pytest.mark.parametrize(
+    "variant", [("bytegrad", {"error_feedback": True}), ("low_precision_decentralized", {})], ids=described
+)
+def test_state_of_another_number_of_ranks_is_refused(pool2, pool4, tmp_path, variant):
+    pool4.run(_other_number_of_ranks, args=(tmp_path, variant))
+    pool2.run(_other_number_of_ranks, args=(tmp_path, variant))

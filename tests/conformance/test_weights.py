@@ -1,0 +1,246 @@
+"""Every algorithm that exchanges weights: what it does to gradients (nothing), and when it communicates."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import bagua
+from bagua.errors import BaguaError, InvalidArgument
+from tests.conformance.training import (
+    OF_WEIGHTS,
+    assert_equal_on_all_ranks,
+    batch,
+    grads_of,
+    loss_of,
+    make_net,
+    plain_grads,
+    process_group,
+)
+
+pytestmark = pytest.mark.parametrize("algorithm", OF_WEIGHTS)
+
+EVERY_STEP = {"local_sgd": {"sync_every": 1}, "async": {"sync_interval": 0.0}}
+
+
+def _wrap(algorithm, model, optimizers=None, **options):
+    if optimizers is None:
+        optimizers = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.001)
+    options = {**EVERY_STEP.get(algorithm, {}), **options}
+    return bagua.with_bagua(model, optimizers, algorithm=algorithm, **options), optimizers
+
+
+def _num_exchanges(model):
+    """Of bucket 0."""
+    spans = model.bagua.timeline().spans
+    return sum(span.kind == "operation" and span.label == "bucket 0" for span in spans)
+
+
+def _gradients_are_local(rank, world_size, algorithm):
+    with process_group():
+        model, _ = _wrap(algorithm, make_net(seed=rank), bucket_bytes=64 * 1024)
+        for step in range(2):
+            model.zero_grad()
+            expected = plain_grads(model, batch(rank, step))
+            loss_of(model, batch(rank, step)).backward()
+            for name, grad in grads_of(model).items():
+                assert torch.equal(grad, expected[name]), name
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            assert float(norm) > 1e-3
+
+
+def test_gradients_are_the_ranks_own(pool2, algorithm):
+    pool2.run(_gradients_are_local, args=(algorithm,))
+
+
+def _once_per_step(rank, world_size, algorithm):
+    """Forwards, backwards and evaluations in any number: as many exchanges as optimizer steps."""
+    with process_group():
+        model, optimizer = _wrap(algorithm, make_net())
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            expected = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
+            with model.bagua.no_sync():
+                loss_of(model, batch(rank, 10 * step)).backward()
+            for name, grad in grads_of(model).items():
+                expected[name] += grad
+            model.eval()
+            with torch.no_grad():
+                model(batch(rank, 99)[0])
+            model.train()
+            first, second = loss_of(model, batch(rank, 1)), loss_of(model, batch(rank, 2))
+            first.backward(retain_graph=True)
+            first.backward()
+            second.backward()
+            optimizer.step()
+            if bagua.algorithms.get(algorithm).is_lockstep:
+                assert _num_exchanges(model) == step + 1
+        assert _num_exchanges(model) <= 4
+
+
+def test_one_exchange_per_optimizer_step(pool2, algorithm):
+    pool2.run(_once_per_step, args=(algorithm,))
+
+
+def _accumulation(rank, world_size, algorithm):
+    """k micro-batches, then one step, is one step on their mean."""
+    with process_group():
+        results = []
+        for is_split in (True, False):
+            model, optimizer = _wrap(
+                algorithm, torch.nn.Linear(16, 1), **({"warmup_steps": 9} if algorithm == "async" else {})
+            )
+            with torch.no_grad():
+                model.weight.fill_(0.1), model.bias.zero_()
+            model.bagua.load_state_dict(model.bagua.state_dict()) if algorithm == "decentralized" else None
+            bagua.with_bagua(model, optimizer, algorithm=algorithm, **EVERY_STEP.get(algorithm, {}))
+            for step in range(3):
+                x, y = batch(rank, step)
+                optimizer.zero_grad()
+                pieces = list(zip(x.split(4), y.split(4), strict=True)) if is_split else [(x, y)]
+                for index, (inputs, targets) in enumerate(pieces):
+                    loss = (model(inputs).squeeze(1) - targets).square().mean() / len(pieces)
+                    if index + 1 < len(pieces):
+                        with model.bagua.no_sync():
+                            loss.backward()
+                    else:
+                        loss.backward()
+                optimizer.step()
+                if algorithm == "async":  # a round takes as long as it takes
+                    model.bagua.pause()
+                    model.bagua.resume()
+            results.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+            model.bagua.remove()
+        torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-3)
+
+
+def test_accumulation_equals_one_step_on_the_mean(pool2, algorithm):
+    if algorithm == "async":
+        pytest.skip("when a round takes place depends on time; see tests/algorithms/test_async.py")
+    pool2.run(_accumulation, args=(algorithm,))
+
+
+def _unused(rank, world_size, algorithm):
+    with process_group(timeout_s=5.0):
+        model = torch.nn.ModuleDict({"used": torch.nn.Linear(16, 1), "idle": torch.nn.Linear(16, 1)})
+        model.forward = lambda x: model["used"](x)
+        _, optimizer = _wrap(algorithm, model, find_unused_parameters=True)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(rank, step)[0]).sum().backward()
+            assert model["idle"].weight.grad is None
+            optimizer.step()
+        bagua.with_bagua(model, optimizer, algorithm=algorithm)
+        with pytest.raises(BaguaError, match=r"2 of 4 parameters have no gradient: 'idle\.weight', 'idle\.bias'"):
+            model(batch(rank, 0)[0]).sum().backward()
+
+
+def test_unused_parameters(pool2, algorithm):
+    pool2.run(_unused, args=(algorithm,))
+
+
+class Dtypes(torch.nn.Module):
+    """One parameter of every dtype."""
+
+    def __init__(self):
+        super().__init__()
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+            self.register_parameter("of_" + str(dtype)[6:], torch.nn.Parameter(torch.ones(130, 10, dtype=dtype)))
+
+    def forward(self, factor):
+        return sum((parameter.float() * factor).sum() for parameter in self.parameters())
+
+
+def _dtypes(rank, world_size, algorithm):
+    with process_group():
+        model, optimizer = _wrap(algorithm, Dtypes())
+        assert all(len({m.parameter.dtype for m in bucket.members}) == 1 for bucket in model.bagua.buckets)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.full((130, 10), 10.0 * (1 + rank))).backward()
+            optimizer.step()
+        if algorithm == "async":
+            model.bagua.pause()
+        for parameter in model.parameters():
+            expected = 1 - 0.001 * 4 * 15  # ranks' steps are of 10 and 20
+            mean = parameter.detach().double()
+            bagua.all_reduce(mean, bagua.ReduceOp.AVG)
+            assert float((mean - expected).abs().max()) < 0.03, parameter.dtype
+            assert float((parameter - 1).abs().max()) > 0.02
+
+
+def test_dtypes(pool2, algorithm):
+    pool2.run(_dtypes, args=(algorithm,))
+
+
+def _closure(rank, world_size, algorithm):
+    """An optimizer that runs forwards inside its step."""
+    with process_group():
+        model = torch.nn.Linear(16, 1)
+        model, optimizer = _wrap(algorithm, model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2))
+        for step in range(3):
+            x, y = batch(rank, step)
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = (model(x).squeeze(1) - y).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        if bagua.algorithms.get(algorithm).is_lockstep:
+            assert _num_exchanges(model) == 3
+
+
+def test_an_optimizer_with_a_closure(pool2, algorithm):
+    pool2.run(_closure, args=(algorithm,))
+
+
+def _optimizers(rank, world_size, algorithm):
+    with process_group():
+        model = make_net()
+        with pytest.raises(
+            InvalidArgument, match="no optimizer that was passed to with_bagua steps 'scale' and 11 more"
+        ):
+            _wrap(algorithm, model, ())
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        with pytest.raises(InvalidArgument, match="no optimizer that was passed to with_bagua steps 'exact.bias'"):
+            _wrap(algorithm, model, torch.optim.SGD(trainable[:-1], lr=0.1))
+        twice = [torch.optim.SGD(trainable, lr=0.1), torch.optim.SGD(trainable[:1], lr=0.1)]
+        with pytest.raises(InvalidArgument, match="'scale' is stepped by optimizers 0 and 1"):
+            _wrap(algorithm, model, twice)
+        halves = [torch.optim.SGD(trainable[:4], lr=0.001), torch.optim.SGD(trainable[4:], lr=0.001)]
+        _wrap(algorithm, model, halves)
+        indices = {id(m.parameter): bucket.optimizer_index for bucket in model.bagua.buckets for m in bucket.members}
+        assert [indices[id(p)] for p in trainable] == [0] * 4 + [1] * (len(trainable) - 4)
+        for step in range(3):
+            model.zero_grad()
+            loss_of(model, batch(rank, step)).backward()
+            halves[step % 2].step()
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin.scale, model.scale)
+
+
+def test_every_parameter_belongs_to_one_optimizer(pool2, algorithm):
+    pool2.run(_optimizers, args=(algorithm,))
+
+
+def _several_models(rank, world_size, algorithm):
+    with process_group():
+        wrapped = [_wrap(algorithm, make_net(seed=i + 10 * rank)) for i in range(2)]
+        for step in range(2):
+            for _, optimizer in wrapped:
+                optimizer.zero_grad()
+            sum(loss_of(model, batch(rank, step)) for model, _ in wrapped).backward()
+            for _, optimizer in reversed(wrapped):
+                optimizer.step()
+        assert [model.bagua.timeline().summary()["steps"] for model, _ in wrapped] == [2, 2]
+        for model, optimizer in wrapped:
+            bagua.with_bagua(model, optimizer)
+            assert_equal_on_all_ranks(dict(model.named_parameters()))
+
+
+def test_several_models_in_one_process(pool2, algorithm):
+    pool2.run(_several_models, args=(algorithm,))

@@ -1,0 +1,66 @@
+"""The README's table of algorithms is what their classes say of themselves."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bagua
+from bagua.algorithms import About
+
+ROOT = Path(__file__).resolve().parents[2]
+# Not those of other packages that happen to be installed.
+NAMES = [name for name in bagua.algorithms.available() if (ROOT / f"bagua/algorithms/{name}.py").exists()]
+
+
+def run_script(*arguments):
+    command = [sys.executable, str(ROOT / "scripts/algorithms_table.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+
+
+def rows(text):
+    table = text.partition("<!-- algorithms: begin")[2].partition("<!-- algorithms: end")[0]
+    cells = [line.strip("| ").split(" | ") for line in table.splitlines()[3:]]
+    return {first.strip("`"): rest for first, *rest in cells}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_algorithm_of_this_package_says_what_it_is_about(name):
+    about = bagua.algorithms.get(name).about
+    assert isinstance(about, About)
+    for column, text in dataclasses.asdict(about).items():
+        assert text and not set("|\n") & set(text), f"{name}: about.{column} is {text!r}"
+    assert rows((ROOT / "README.md").read_text())[name] == list(dataclasses.astuple(about))
+
+
+def test_the_table_holds_them_all_and_nothing_else():
+    assert set(rows((ROOT / "README.md").read_text())) == set(NAMES)
+
+
+def test_the_table_is_up_to_date():
+    done = run_script("--check")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), done.stderr
+
+
+def test_a_table_that_is_out_of_date_is_found_and_written_anew(tmp_path):
+    text = (ROOT / "README.md").read_text()
+    readme = tmp_path / "README.md"
+    readme.write_text(text.replace("| `bytegrad` | gradients", "| `bytegrad` | graduates"))
+    done = run_script("--check", readme)
+    assert done.returncode == 1
+    assert f"{readme} is out of date; run: python scripts/algorithms_table.py" in done.stderr
+    assert "graduates" in readme.read_text()
+    done = run_script(readme)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert readme.read_text() == text
+
+
+def test_a_readme_without_marks_is_refused(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("no marks")
+    done = run_script(readme)
+    assert done.returncode == 1
+    assert "algorithms: begin" in done.stderr
+    assert readme.read_text() == "no marks"

@@ -1,0 +1,11 @@
+"""Three warm ranks, which no other folder uses; pool2 and the others are those of all tests."""
+
+import pytest
+
+from bagua.testing import Pool
+
+
+@pytest.fixture(scope="package")
+def pool3():
+    with Pool(3) as pool:
+        yield pool

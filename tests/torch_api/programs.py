@@ -1,0 +1,25 @@
+"""What the tests of this folder run on ranks: bagua initialised, as programs for the original project do it or not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+import bagua
+import bagua.torch_api
+from tests.conformance.training import process_group
+
+__all__ = ["original_process_group", "process_group"]
+
+
+@contextlib.contextmanager
+def original_process_group() -> Iterator[None]:
+    """For the time of the block. The original has no function that ends it, so programs leave that to the exit."""
+    bagua.torch_api.init_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        bagua.destroy_process_group()
