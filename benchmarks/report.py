@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1e-6, "nats/byte": 1.0}
+_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1e-6}
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -51,7 +51,7 @@ class Table:
     """Rows under one title.
 
     Attributes:
-        unit: of min, p50 and max: "ms", "us", "s", "MB" (10^6) where the samples are bytes, "nats/byte".
+        unit: of min, p50 and max: "ms", "us", "s", "MB" (10^6) where the samples are bytes.
         ratio: the ratio column is "speed-up" (baseline / case, more is better) or "relative" (case / baseline).
         notes: lines below the table.
     """
@@ -71,18 +71,8 @@ class Table:
             numbers = (min(row.samples), row.p50, max(row.samples))
             times = [three_digits(value * _UNITS[self.unit]) for value in numbers]
             cells.append([row.case, *times, self._ratio(row), *(row.cells.get(name, "") for name in extra)])
-        widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-        text = [_markdown(line, widths) for line in cells]
-        rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
-        return [
-            f"### {self.title}",
-            "",
-            text[0],
-            rule,
-            *text[1:],
-            "",
-            *(line for note in self.notes for line in (note, "")),
-        ]
+        notes = [line for note in self.notes for line in (note, "")]
+        return [f"### {self.title}", "", *aligned(cells), "", *notes]
 
     def _ratio(self, row: Row) -> str:
         if row.baseline is None or not row.p50 or not row.baseline.p50:
@@ -96,6 +86,14 @@ def three_digits(value: float) -> str:
         return "0"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:.{decimals}f}"
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table, readable as text; the first line is its head, the first column stands on the left."""
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    text = [_markdown(line, widths) for line in cells]
+    rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
+    return [text[0], rule, *text[1:]]
 
 
 def _markdown(line: Sequence[str], widths: Sequence[int]) -> str:
@@ -118,8 +116,8 @@ class Report:
         self.began = datetime.now()
         note = " ".join(filter(None, [args.note, "quick run: few repetitions" if args.quick else ""]))
         self._head = [f"# {self.name}: {question}", ""]
-        facts = {**_machine(), **(setup or {}), **({"note": note} if note else {})}
-        self._head += [f"- {name}: {value}" for name, value in facts.items()]
+        head = {**facts(), **(setup or {}), **({"note": note} if note else {})}
+        self._head += [f"- {name}: {value}" for name, value in head.items()]
         self._body: list[str] = []
         self._folder = args.out
         print(*self._head, "", sep="\n", flush=True)
@@ -171,7 +169,8 @@ def bars(axis: Any, rows: Sequence[Row], title: str, label: str, scale: float) -
     axis.grid(axis="x", alpha=0.3)
 
 
-def _machine() -> dict[str, Any]:
+def facts() -> dict[str, Any]:
+    """What a result was taken on, by name."""
     import torch
 
     import bagua
