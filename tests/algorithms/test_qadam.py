@@ -114,6 +114,31 @@ def test_one_bit_adam_follows_the_oracle(pool4):
         assert float((off > 1e-4).double().mean()) < 0.02, (step, float(off.max()))
 
 
+def _dead_input(rank, world_size, codec):
+    """Weights of an input that is always 0 stay: a codec's rounding of their 0 momentum must not be divided by eps."""
+    with process_group():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(256, 16, bias=False)
+        before = model.weight.detach().clone()
+        optimizer = bagua.optim.QAdam(model.parameters(), lr=1e-3, warmup_steps=5)
+        bagua.with_bagua(model, optimizer, algorithm="qadam", codec=codec, min_compressed_bytes=0)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(15):
+            x = torch.randn(32, 256, generator=generator)
+            x[:, 7] = 0
+            optimizer.zero_grad()
+            (model(x) - x[:, 16:32]).square().mean().backward()
+            optimizer.step()
+        moved = (model.weight.detach() - before).abs()
+        assert torch.equal(moved[:, 7], torch.zeros(16))
+        assert 0 < float(moved.sum()) and float(moved.max()) < 0.1  # 15 steps of about lr each
+
+
+@pytest.mark.parametrize("codec", ["minmax_uint8", "onebit", "qsgd"])
+def test_weights_without_a_second_moment_stay(pool2, codec):
+    pool2.run(_dead_input, args=(codec,))
+
+
 def _switch(rank, world_size):
     """v stands still from the first step after the warm-up, whose gradient counts; m does not."""
     with process_group():
