@@ -24,9 +24,9 @@ class QAdam(torch.optim.Optimizer):
         m <- b1 m + (1 - b1) (g + weight_decay x);  x <- x - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^warmup_steps)) + eps)
 
     Without algorithm ``qadam`` g is the gradient as it comes. A parameter's steps count, so one that is used for the
-    first time late has its own warm-up. An element whose v is 0 when the warm-up ends, as behind an input that is always
-    0, keeps its value from there on: there is no scale to divide by, and a codec's rounding of its 0 momentum, divided
-    by eps, would be all that moves it.
+    first time late has its own warm-up. An element whose v is 0 when the warm-up ends, as behind an input that is
+    always 0, keeps its value from there on: there is no scale to divide by, and a codec's rounding of its 0 momentum,
+    divided by eps, would be all that moves it.
 
     Args:
         params: as for any optimizer.
@@ -71,6 +71,27 @@ class QAdam(torch.optim.Optimizer):
     def num_steps(self) -> int:
         """Steps of the parameter that has made the most."""
         return max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
+
+    @torch.no_grad()
+    def steps_beyond(self, limit: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Where the last step, if it was after a parameter's warm-up, went further than ``limit`` learning rates.
+
+        Returns:
+            A parameter of which elements did, and for each of these |m| / (1 - b1^t), a vector.
+        """
+        found = []
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                state = self.state.get(parameter, {})
+                if int(state.get("step", 0)) <= group["warmup_steps"]:
+                    continue
+                moments = state["exp_avg"].abs() / (1 - beta1 ** float(state["step"]))
+                scales = (state["exp_avg_sq"] / (1 - beta2 ** group["warmup_steps"])).sqrt_().add_(group["eps"])
+                is_far = moments > limit * scales
+                if bool(is_far.any()):
+                    found.append((parameter, moments[is_far]))
+        return found
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

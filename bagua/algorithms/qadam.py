@@ -9,6 +9,7 @@ what they mean elsewhere, and the optimizer updates m once per step. Source: 1-b
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup, Work
 
 _WARMUP, _COMPRESSED = "warm-up", "compressed"
+_FAR = 100.0  # times the learning rate; with b1 = 0.9 and b2 = 0.999 no step of Adam is longer than 3.2 times
 
 
 @register
@@ -32,6 +34,10 @@ class QAdam(CompressedGradients):
 
     The model's optimizers must be ``bagua.optim.QAdam``. The options of Adam may be given to either; given to both they
     must be equal.
+
+    Where v is tiny beside what the codec rounds of m, as behind ReLUs that hardly ever fire, rounding moves a weight
+    further than its gradients do. Rank 0 looks for that in the first step after the warm-up, and a RuntimeWarning names
+    the parameters and an eps that ends it.
 
     Args:
         warmup_steps, betas, eps, weight_decay: as for QAdam.
@@ -145,7 +151,28 @@ class QAdam(CompressedGradients):
     def after_optimizer_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
     ) -> None:
-        self._num_steps[self.training.optimizers.index(optimizer)] += 1
+        index = self.training.optimizers.index(optimizer)
+        self._num_steps[index] += 1
+        num_warmup = max(options["warmup_steps"] for options in optimizer.param_groups)
+        if group.rank == 0 and self._num_steps[index] == num_warmup + 1:
+            self._warn_of_far_steps(optimizer, {id(m.parameter): m.name for bucket in buckets for m in bucket.members})
+
+    def _warn_of_far_steps(self, optimizer: optim.QAdam, name_of: dict[int, str]) -> None:
+        """Looks at the step that was just made."""
+        found = optimizer.steps_beyond(_FAR)
+        if not found:
+            return
+        names = [name_of[id(parameter)] for parameter, _ in found]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        count, eps = sum(len(far) for _, far in found), max(float(far.max()) for _, far in found)
+        warnings.warn(
+            f"algorithm 'qadam': the first step after the warm-up moved {count} weights of {', '.join(names[:3])}{more}"
+            f" by more than {_FAR:g} times the learning rate. Their gradients were close to 0 in the warm-up, and what "
+            f"codec {self.codec!r} rounds is divided by sqrt(v) + eps. Training may diverge; with eps={eps:.0e} such a "
+            "step is one learning rate at most. A longer warm-up does not help",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "num_steps": list(self._num_steps)}

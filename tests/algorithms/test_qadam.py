@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+
 import pytest
 import torch
 
@@ -131,12 +134,42 @@ def _dead_input(rank, world_size, codec):
             optimizer.step()
         moved = (model.weight.detach() - before).abs()
         assert torch.equal(moved[:, 7], torch.zeros(16))
-        assert 0 < float(moved.sum()) and float(moved.max()) < 0.1  # 15 steps of about lr each
+        assert float(moved.sum()) > 0 and float(moved.max()) < 0.1  # 15 steps of about lr each
 
 
 @pytest.mark.parametrize("codec", ["minmax_uint8", "onebit", "qsgd"])
 def test_weights_without_a_second_moment_stay(pool2, codec):
     pool2.run(_dead_input, args=(codec,))
+
+
+def _faint_input(rank, world_size, factor):
+    """An input of which hardly anything is seen in the warm-up: v is there, but tiny."""
+    with process_group(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.manual_seed(0)
+        model = torch.nn.Linear(256, 16, bias=False)
+        optimizer = bagua.optim.QAdam(model.parameters(), lr=1e-3, warmup_steps=5)
+        bagua.with_bagua(model, optimizer, algorithm="qadam", min_compressed_bytes=0)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(8):
+            x = torch.randn(32, 256, generator=generator)
+            x[:, 7] *= factor
+            optimizer.zero_grad()
+            (model(x) - x[:, 16:32]).square().mean().backward()
+            optimizer.step()
+    return [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+
+
+def test_steps_of_rounding_alone_are_told(pool2):
+    first, second = pool2.run(_faint_input, args=(1e-5,))
+    assert len(first) == 1 and second == []
+    found = re.search(
+        r"moved (\d+) weights of weight by more than 100 times the learning rate.*codec 'minmax_uint8'.*eps=(\S+) ",
+        first[0],
+    )
+    assert found and 1 <= int(found[1]) <= 16  # the weights of that input
+    assert 1e-7 < float(found[2]) < 1e-2
+    assert pool2.run(_faint_input, args=(1.0,)) == [[], []]
 
 
 def _switch(rank, world_size):
