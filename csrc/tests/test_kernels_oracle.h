@@ -28,10 +28,10 @@ inline constexpr size_t kLargeSize = size_t{1} << 20;
 class Array {
  public:
   Array(size_t num_bytes, size_t offset_bytes)
-      : storage_(num_bytes + offset_bytes + 64 + kCanaryBytes), num_bytes_(num_bytes) {
+      : storage_(num_bytes + offset_bytes + 64 + kCanaryBytes, kCanary), num_bytes_(num_bytes) {
     const uintptr_t begin = reinterpret_cast<uintptr_t>(storage_.data());
     data_ = storage_.data() + (-begin & 63) + offset_bytes;
-    std::memset(data_ + num_bytes_, kCanary, kCanaryBytes);
+    std::memset(data_, 0, num_bytes_);
   }
   Array(const Array&) = delete;  // data_ points into storage_
 
