@@ -56,6 +56,7 @@ class ErrorFeedback:
         self._stripes: dict[int, tuple[int, int]] = {}  # by bucket: first element and number of what this rank owns
         self._kept, self._under_way = _Copy(), _Copy()
         self._is_under_way = False  # a backward has renewed them and no optimizer step has followed
+        self._before = _Copy()  # of the backward under way, where it is not the first one since the step
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Takes over a new layout; collective."""
@@ -72,6 +73,9 @@ class ErrorFeedback:
         if bucket.index not in self._kept.worker:
             return None
         source, destination = self._under_way if self._is_under_way else self._kept, self._under_way
+        if self._is_under_way:
+            self._before.worker[bucket.index] = source.worker[bucket.index].clone()
+            self._before.owner[bucket.index] = source.owner[bucket.index].clone()
         return Residuals(
             source.worker[bucket.index],
             destination.worker[bucket.index],
@@ -82,18 +86,18 @@ class ErrorFeedback:
     def end_backward(self, buckets: Iterable[Bucket]) -> None:
         """All buckets are exchanged; where one holds NaN or Inf the step will be skipped, so all is as before it."""
         self._is_under_way = bool(self._buckets) and all(bucket.is_finite() for bucket in buckets)
+        self._before = _Copy()
 
     def leave_out(self, indices: Iterable[int]) -> None:
-        """What was exchanged for these parameters is used by nobody: their residuals stay as before the step."""
+        """What was exchanged for these parameters is used by nobody: their residuals stay as before the backward."""
         wanted = set(indices)
+        before = self._before if self._is_under_way else self._kept
         for bucket, member in self._members():
             if member.index in wanted:
                 begin, end = bucket.place_of(member)
-                _copy_part(self._kept.worker[bucket.index], self._under_way.worker[bucket.index], begin, end)
+                _copy_part(before.worker[bucket.index], self._under_way.worker[bucket.index], begin, end)
                 first = self._stripes[bucket.index][0]
-                _copy_part(
-                    self._kept.owner[bucket.index], self._under_way.owner[bucket.index], begin - first, end - first
-                )
+                _copy_part(before.owner[bucket.index], self._under_way.owner[bucket.index], begin - first, end - first)
 
     def commit(self) -> None:
         """An optimizer steps with the gradients that were exchanged."""
