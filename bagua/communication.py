@@ -111,7 +111,8 @@ def neighbor_average(
             two) or "all" (the mean over all ranks).
         step: the same on all ranks: how many averagings came before. Only shift_one and exponential depend on it.
         codec: name of a codec for what travels; the own values stay as they are. f32, f16 and bf16.
-        hierarchical: the nodes' means are averaged by the topology of nodes, which count by their ranks. Without codec.
+        hierarchical: the nodes' means, at full precision, are averaged by the topology of nodes, which count by their
+            ranks; the codec is for what travels between nodes. Ranks of one node get the same; on one node all do.
 
     Raises:
         InvalidArgument: topology, step, type or codec do not fit, or the ranks called different operations.

@@ -222,11 +222,9 @@ class ProcessGroup:
         number = check_topology(topology, step, data.dtype)
         codec = check_codec(codec, data.dtype)
         place = (data.data_ptr(), data.numel(), dtype_code(data.dtype), number, step)
-        if hierarchical and codec is not None:
-            raise InvalidArgument("neighbor_average does not combine hierarchical=True with a codec; leave one out")
         if hierarchical:
             nodes = (self.nodes.node_of(self.rank), self.nodes.leaders, self.nodes.smallest)
-            work = self._core.hierarchical_neighbor_average(*nodes, *place, self._timeout_s, blocking)
+            work = self._core.hierarchical_neighbor_average(*nodes, *place, codec, self._timeout_s, blocking)
         else:
             work = self._core.neighbor_average(*place, codec, self._timeout_s, blocking)
         return self._work(work, (tensor, data), label, give_back)

@@ -41,7 +41,8 @@ class Decentralized(Algorithm):
         topology: who averages with whom, as in ``bagua.neighbor_average``: "all"; "ring", both neighbours; "shift_one",
             pairs that change; "exponential", one sender and one receiver, at distances 1, 2, 4, ...
         interval: every so many steps.
-        hierarchical: the nodes' means are averaged by the topology of nodes. Nodes count by their ranks.
+        hierarchical: the nodes' means are averaged by the topology of nodes, which count by their ranks. Where all ranks
+            are on one node that is the mean of all, whatever the topology.
         skip_together: agree at the end of each backward, in a message of a byte per optimizer among all ranks, whether
             a GradScaler skips the step. Without a GradScaler False saves it, and the waiting for the slowest rank.
 

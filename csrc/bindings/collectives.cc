@@ -150,21 +150,23 @@ void bind_reductions(py::class_<Group>& group) {
       return collectives::neighbor_average(context, pointer(data), numel, dtype, neighbors, used);
     });
   });
-  group.def("hierarchical_neighbor_average", [](Group& g, const std::vector<int>& node, const std::vector<int>& leaders,
-                                                int smallest_node, uintptr_t data, size_t numel, int dtype_code,
-                                                int topology, uint64_t step, double timeout_s, bool blocking) {
-    const DType dtype = dtype_from(dtype_code);
-    Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
-    operation.variant = static_cast<uint32_t>(step) | kHierarchical;
-    const auto place = std::find(leaders.begin(), leaders.end(), node.at(0)) - leaders.begin();
-    const auto neighbors =
-        topology_neighbors(topology, static_cast<int>(leaders.size()), static_cast<int>(place), step);
-    return g.run(operation, numel * item_bytes(dtype), timeout_s, blocking,
-                 [=, hierarchy = collectives::Hierarchy{node, leaders}](Context& context) {
-                   return collectives::hierarchical_neighbor_average(context, hierarchy, smallest_node, pointer(data),
-                                                                     numel, dtype, neighbors);
-                 });
-  });
+  group.def(
+      "hierarchical_neighbor_average", [](Group& g, const std::vector<int>& node, const std::vector<int>& leaders,
+                                          int smallest_node, uintptr_t data, size_t numel, int dtype_code, int topology,
+                                          uint64_t step, const CodecChoice& codec, double timeout_s, bool blocking) {
+        const DType dtype = dtype_from(dtype_code);
+        Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
+        operation.variant = static_cast<uint32_t>(step) | kHierarchical;
+        const Codec* used = use_codec(operation, codec);
+        const auto place = std::find(leaders.begin(), leaders.end(), node.at(0)) - leaders.begin();
+        const auto neighbors =
+            topology_neighbors(topology, static_cast<int>(leaders.size()), static_cast<int>(place), step);
+        return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
+                         [=, hierarchy = collectives::Hierarchy{node, leaders}](Context& context) {
+                           return collectives::hierarchical_neighbor_average(
+                               context, hierarchy, smallest_node, pointer(data), numel, dtype, neighbors, used);
+                         });
+      });
   group.def("difference_ring_average",
             [](Group& g, uintptr_t data, size_t numel, int dtype_code, uintptr_t own, uintptr_t left, uintptr_t right,
                const CodecChoice& codec, double timeout_s, bool blocking) {

@@ -25,6 +25,8 @@ enum WorkspaceSlot : int {
 void require_defined(std::string_view collective, ReduceOp op, DType dtype);
 // Throws InvalidArgument where the codec cannot encode the type, or the operator is not a sum.
 void require_compressible(std::string_view collective, const Codec& codec, DType dtype, ReduceOp op = ReduceOp::kSum);
+// Throws InvalidArgument where values of the type cannot be averaged by neighbor_average, or not under the codec.
+void require_average(DType dtype, const Codec* codec);
 // Throws InvalidArgument unless both have an entry per rank and agree about what this rank sends itself.
 void require_splits(const Team& team, const std::vector<size_t>& input_splits,
                     const std::vector<size_t>& output_splits);
@@ -34,6 +36,9 @@ Context among(Context& context, const std::vector<int>& members);
 
 // Whether neighbours with these weights are all `size` ranks, equally.
 bool is_mean_of_all(const std::vector<Neighbor>& neighbors, int size);
+// neighbor_average by messages, whatever the weights.
+size_t exchange_average(Context& context, void* data, size_t numel, DType dtype, const std::vector<Neighbor>& neighbors,
+                        const Codec* codec);
 
 // The raw pointer arithmetic of this folder: element `index` of an array whose items have `item` bytes.
 inline uint8_t* at(void* data, size_t index, size_t item) { return static_cast<uint8_t*>(data) + index * item; }

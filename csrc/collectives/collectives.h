@@ -87,9 +87,10 @@ size_t neighbor_average(Context& context, void* data, size_t numel, DType dtype,
 
 // The same of the nodes' means, which their leaders average: `neighbors` are places in hierarchy.leaders, and only the
 // leaders' are used. `smallest_node` is the least number of ranks of any node. Rows and columns, a node counting by its
-// ranks, add up to 1 as without nodes, so the mean over all ranks is kept.
+// ranks, add up to 1 as without nodes, so the mean over all ranks is kept. The codec, if any, is for what travels among
+// the leaders.
 size_t hierarchical_neighbor_average(Context& context, const Hierarchy& hierarchy, int smallest_node, void* data,
-                                     size_t numel, DType dtype, std::vector<Neighbor> neighbors);
+                                     size_t numel, DType dtype, std::vector<Neighbor> neighbors, const Codec* codec);
 
 // One step of decentralised training with compressed differences (arXiv 1803.06443, algorithm 1), on a ring. Every rank
 // keeps replicas of its own weights as the others know them and of its neighbours'; all f32, numel:

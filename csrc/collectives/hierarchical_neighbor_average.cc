@@ -1,5 +1,5 @@
-// Hierarchical neighbor_average: the mean inside every node, neighbor_average among the nodes' leaders, the result to
-// every rank of the node. What crosses the network is one tensor per neighbouring node.
+// Hierarchical neighbor_average: the mean inside every node, neighbor_average among the nodes' leaders (with the codec,
+// if any), the result to every rank of the node. What crosses the network is one tensor per neighbouring node.
 //
 // Nodes may have different numbers of ranks. Of the topology's weights w_kl between nodes k and l of n_k and n_l ranks,
 // m the smallest number, it takes w_kl m / n_k for l != k and the rest for k itself. That keeps equal values as they
@@ -11,13 +11,15 @@
 namespace bagua::collectives {
 
 size_t hierarchical_neighbor_average(Context& context, const Hierarchy& hierarchy, int smallest_node, void* data,
-                                     size_t numel, DType dtype, std::vector<Neighbor> neighbors) {
+                                     size_t numel, DType dtype, std::vector<Neighbor> neighbors, const Codec* codec) {
+  require_average(dtype, codec);
   if (is_mean_of_all(neighbors, static_cast<int>(hierarchy.leaders.size())) || hierarchy.leaders.size() == 1) {
-    return hierarchical_all_reduce(context, hierarchy, data, numel, dtype, ReduceOp::kAvg, nullptr);
+    return hierarchical_all_reduce(context, hierarchy, data, numel, dtype, ReduceOp::kAvg, codec);
   }
   Context node = among(context, hierarchy.node);
   reduce(node, data, numel, dtype, ReduceOp::kAvg, 0);
-  if (node.team.rank() == 0) {
+  size_t num_nonfinite_blocks = 0;
+  if (node.team.rank() == 0 && numel > 0) {
     Context leaders = among(context, hierarchy.leaders);
     const double share = static_cast<double>(smallest_node) / node.team.size();
     double rest = 1.0;
@@ -29,10 +31,10 @@ size_t hierarchical_neighbor_average(Context& context, const Hierarchy& hierarch
     for (Neighbor& neighbor : neighbors) {
       if (neighbor.rank == leaders.team.rank()) neighbor.weight = rest;
     }
-    neighbor_average(leaders, data, numel, dtype, neighbors, nullptr);
+    num_nonfinite_blocks = exchange_average(leaders, data, numel, dtype, neighbors, codec);
   }
   broadcast(node, data, numel * item_bytes(dtype), 0);
-  return 0;
+  return num_nonfinite_blocks;
 }
 
 }  // namespace bagua::collectives

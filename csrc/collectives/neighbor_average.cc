@@ -98,15 +98,16 @@ class NeighborAverage {
   float* decoded_ = nullptr;
 };
 
-void require_average(DType dtype) {
+}  // namespace
+
+void require_average(DType dtype, const Codec* codec) {
+  if (codec != nullptr) require_compressible("neighbor_average", *codec, dtype);
   if (is_floating(dtype)) return;
   throw Error(ErrorKind::kInvalidArgument,
               "neighbor_average got " + std::string(dtype_name(dtype)) +
                   ", which has no averages; convert the tensor to a floating type",
               -1, "neighbor_average");
 }
-
-}  // namespace
 
 bool is_mean_of_all(const std::vector<Neighbor>& neighbors, int size) {
   if (neighbors.size() != static_cast<size_t>(size)) return false;
@@ -116,16 +117,20 @@ bool is_mean_of_all(const std::vector<Neighbor>& neighbors, int size) {
   return true;
 }
 
+size_t exchange_average(Context& context, void* data, size_t numel, DType dtype, const std::vector<Neighbor>& neighbors,
+                        const Codec* codec) {
+  return NeighborAverage(context, data, numel, dtype, neighbors, codec).run();
+}
+
 size_t neighbor_average(Context& context, void* data, size_t numel, DType dtype, const std::vector<Neighbor>& neighbors,
                         const Codec* codec) {
-  require_average(dtype);
-  if (codec != nullptr) require_compressible("neighbor_average", *codec, dtype);
+  require_average(dtype, codec);
   const int size = context.team.size();
   if (size == 1 || numel == 0) return 0;
   if (codec == nullptr && is_mean_of_all(neighbors, size)) {
     return all_reduce(context, data, numel, dtype, ReduceOp::kAvg, nullptr);
   }
-  return NeighborAverage(context, data, numel, dtype, neighbors, codec).run();
+  return exchange_average(context, data, numel, dtype, neighbors, codec);
 }
 
 }  // namespace bagua::collectives
