@@ -21,7 +21,7 @@ from bagua.algorithms import Algorithm
 from bagua.bucket import DEFAULT_BUCKET_BYTES, BucketStorage
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup
-from bagua.handle import BaguaHandle, handle_of, other_parameter_ids
+from bagua.handle import BaguaHandle, check_unused, handle_of, other_parameter_ids
 from bagua.replicas import BufferBroadcast, broadcast_model, broadcast_optimizer
 from bagua.step import Step
 from bagua.world import get_default_group
@@ -85,6 +85,7 @@ def with_bagua(
 
     def prepare() -> tuple[tuple[Algorithm, dict[int, int]], dict[str, Any]]:
         chosen = _make_algorithm(algorithm, options)
+        check_unused(chosen, earlier)
         check_types(settings)
         check_model(model, optimizers, other_parameter_ids(earlier))
         chosen.check(optimizers)
@@ -115,7 +116,6 @@ def with_bagua(
         chosen,
         group,
         optimizers=optimizers,
-        optimizer_of=optimizer_of,
         buffers=BufferBroadcast(model, group) if broadcast_buffers is not False else None,
         always_broadcasts=broadcast_buffers is True,
         find_unused_parameters=find_unused_parameters,

@@ -19,6 +19,7 @@ import torch
 
 from bagua import _C
 from bagua.bucket import Bucket, Member
+from bagua.checkpoints import check_place, place_of
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup
 from bagua.reduction import ReduceOp, Residuals
@@ -86,6 +87,9 @@ class ErrorFeedback:
     def end_backward(self, buckets: Iterable[Bucket]) -> None:
         """All buckets are exchanged; where one holds NaN or Inf the step will be skipped, so all is as before it."""
         self._is_under_way = bool(self._buckets) and all(bucket.is_finite() for bucket in buckets)
+        for bucket in self._buckets if self._place is not None else ():
+            # Between gradients nothing is sent: what the codec leaves there would widen its blocks from step to step.
+            bucket.zero_padding(self._under_way.worker[bucket.index])
         self._before = _Copy()
 
     def leave_out(self, indices: Iterable[int]) -> None:
@@ -111,7 +115,11 @@ class ErrorFeedback:
         for bucket, member in self._members():
             begin, end = bucket.place_of(member)
             worker[member.name] = self._kept.worker[bucket.index][begin:end].clone()
-        return {"worker": worker, "owner": [self._kept.owner[bucket.index].clone() for bucket in self._buckets]}
+        return {
+            "place": place_of(self._group),
+            "worker": worker,
+            "owner": [self._kept.owner[bucket.index].clone() for bucket in self._buckets],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes back what ``state_dict`` returned on this rank for the same layout.
@@ -119,6 +127,7 @@ class ErrorFeedback:
         Raises:
             InvalidArgument: it is of other parameters, another dtype or another number of ranks.
         """
+        check_place(state["place"], self._group, "what this rank's codes have left out")
         own = self.state_dict()
         for kind, theirs, ours in (
             ("worker", dict(state["worker"]), own["worker"]),

@@ -197,7 +197,7 @@ class ProcessGroup:
         op = check_op(op, data.dtype)
         codec = check_codec(codec, data.dtype, op)
         arguments = (data.data_ptr(), data.numel(), dtype_code(data.dtype), int(op), codec, self._timeout_s, blocking)
-        residuals = None if feedback is None else feedback.addresses()
+        residuals = None if feedback is None else feedback.addresses(data.numel())
         if hierarchical:
             nodes = (self.nodes.node_of(self.rank), self.nodes.leaders)
             work = self._core.hierarchical_all_reduce(*nodes, *arguments, residuals)

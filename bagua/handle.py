@@ -21,7 +21,8 @@ from bagua.group import ProcessGroup
 from bagua.step import Step
 from bagua.timeline import Timeline
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
+_STATE_KEYS = {"version", "algorithm", "num_steps", "layout", "ready_order", "state"}
 _attached: weakref.WeakSet[BaguaHandle] = weakref.WeakSet()
 
 
@@ -88,6 +89,7 @@ class BaguaHandle:
             "version": _STATE_VERSION,
             "algorithm": self.algorithm.name,
             "num_steps": self.step.num_steps,
+            "layout": [names[index] for index in self.step.storage.order],
             "ready_order": None if order is None else [names[index] for index in order],
             "state": self.algorithm.state_dict(),
         }
@@ -96,18 +98,24 @@ class BaguaHandle:
         """Takes back what ``state_dict`` returned; collective.
 
         Raises:
-            InvalidArgument: it belongs to another algorithm or model, or the ranks load different states.
+            InvalidArgument: it belongs to another algorithm or model, or the ranks load different states; on all ranks.
         """
+        remedy = "load the checkpoint of one step on all ranks; where an algorithm remembers something, each its own"
 
         def prepare() -> tuple[None, dict[str, Any]]:
             _check_state(state, self)
-            return None, {"num_steps": state["num_steps"], "ready_order": state["ready_order"]}
+            return None, {key: state[key] for key in ("num_steps", "layout", "ready_order")}
 
-        agree(self.group, prepare, "load the same checkpoint on all ranks")
+        agree(self.group, prepare, remedy)
         index_of = {name: index for index, name in enumerate(self.step.storage.names)}
-        order = state["ready_order"]
-        self.step.restore(state["num_steps"], None if order is None else [index_of[name] for name in order])
-        self.step.load_algorithm(state["state"])
+        layout, order = (
+            None if names is None else [index_of[name] for name in names]
+            for names in (state["layout"], state["ready_order"])
+        )
+        self.step.restore(state["num_steps"], layout, order)
+        # Each ends on all ranks before the next begins, so a rank that refuses its part leaves nobody waiting.
+        agree(self.group, lambda: (self.algorithm.load_state_dict(state["state"]), {}), remedy)
+        agree(self.group, lambda: (self.step.enter_stage(), {}), remedy)
 
     def pause(self) -> None:
         """Stops what the algorithm does in the background; collective, idempotent.
@@ -129,9 +137,11 @@ class BaguaHandle:
 
     def remove(self) -> None:
         """Ends the synchronisation on this rank; weights and gradients stay as they are. Idempotent."""
-        if self._hooks:
-            self.algorithm.detach()
-        self.remove_hooks()
+        try:
+            if self._hooks:
+                self.algorithm.detach()
+        finally:  # of a group that has failed too
+            self.remove_hooks()
 
     def remove_hooks(self) -> None:
         """The part of ``remove`` that is left when the algorithm has been detached already."""
@@ -173,21 +183,28 @@ def handle_of(model: torch.nn.Module) -> BaguaHandle | None:
     return handle
 
 
+def check_unused(algorithm: Algorithm, handle: BaguaHandle | None) -> None:
+    """Raises InvalidArgument if a handle other than ``handle`` runs this very object, which remembers one training."""
+    if any(other is not handle and other.algorithm is algorithm for other in _attached):
+        raise InvalidArgument(
+            f"this instance of algorithm {algorithm.name!r} belongs to another model already; make one for each"
+        )
+
+
 def other_parameter_ids(handle: BaguaHandle | None) -> set[int]:
     """The ids of the parameters that are synchronised by handles other than ``handle``."""
     return {id(parameter) for other in _attached if other is not handle for parameter in other.step.storage.parameters}
 
 
 def _check_state(state: Mapping[str, Any], handle: BaguaHandle) -> None:
-    expected = set(handle.state_dict())
-    if not isinstance(state, Mapping) or set(state) != expected or state["version"] != _STATE_VERSION:
+    if not isinstance(state, Mapping) or set(state) != _STATE_KEYS or state["version"] != _STATE_VERSION:
         raise InvalidArgument(f"this is no state of version {_STATE_VERSION} from model.bagua.state_dict()")
     if state["algorithm"] != handle.algorithm.name:
         raise InvalidArgument(
             f"the state is of algorithm {state['algorithm']!r}, the model runs {handle.algorithm.name!r}; "
             "wrap it with the algorithm of the checkpoint, load, and then change with with_bagua"
         )
-    order = state["ready_order"]
-    if order is not None and sorted(order) != sorted(handle.step.storage.names):
-        difference = sorted(set(order) ^ set(handle.step.storage.names))
-        raise InvalidArgument(f"the state is of a model with other trainable parameters: {difference[:4]}")
+    names = handle.step.storage.names
+    difference = {name for order in (state["layout"], state["ready_order"] or names) for name in {*order} ^ {*names}}
+    if difference:
+        raise InvalidArgument(f"the state is of a model with other trainable parameters: {sorted(difference)[:4]}")

@@ -57,9 +57,14 @@ class Residuals:
     owner_in: torch.Tensor
     owner_out: torch.Tensor
 
-    def addresses(self) -> tuple[int, int, int, int, int]:
-        """As the core takes them."""
+    def addresses(self, numel: int) -> tuple[int, int, int, int, int]:
+        """As the core takes them, for a tensor of `numel` elements. A rank that encodes nothing has empty ones."""
         tensors = (self.worker_in, self.worker_out, self.owner_in, self.owner_out)
+        sizes = [tensor.numel() for tensor in tensors]
+        if {*sizes[:2]} not in ({0}, {numel}) or sizes[2] != sizes[3] or sizes[2] > numel:
+            raise InvalidArgument(f"residuals have {sizes} elements, the tensor {numel}")
+        if len({tensor.dtype for tensor in tensors}) > 1 or not all(tensor.is_contiguous() for tensor in tensors):
+            raise InvalidArgument("residuals are not contiguous, or not of one dtype")
         return (*(tensor.data_ptr() for tensor in tensors), _DTYPE_CODES[self.worker_in.dtype])
 
 

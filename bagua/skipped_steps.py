@@ -6,33 +6,28 @@ its gradients, so a rank that hears of another one's writes a NaN among its own,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 
-from bagua.bucket import BucketStorage, is_finite
+from bagua.bucket import is_finite
 from bagua.group import ProcessGroup, ReduceOp
 
 
 class SkippedSteps:
-    """Agrees, per optimizer, whether all ranks' gradients are finite.
+    """Agrees, per optimizer, whether all ranks' gradients are finite: all that it steps, as GradScaler looks at."""
 
-    Args:
-        optimizer_of: which optimizer steps a parameter, by the parameter's id.
-    """
-
-    def __init__(self, storage: BucketStorage, optimizer_of: Mapping[int, int], group: ProcessGroup) -> None:
-        self._group = group
-        num_optimizers = 1 + max(optimizer_of.values())
-        self._parameters: list[list[torch.nn.Parameter]] = [[] for _ in range(num_optimizers)]
-        for parameter in storage.parameters:
-            self._parameters[optimizer_of[id(parameter)]].append(parameter)
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], group: ProcessGroup) -> None:
+        self._optimizers, self._group = tuple(optimizers), group
 
     def agree(self) -> None:
         """A synchronising backward has ended; all ranks call it."""
         if self._group.size == 1:
             return
-        grads = [[p.grad for p in parameters if p.grad is not None] for parameters in self._parameters]
+        grads = [
+            [p.grad for options in optimizer.param_groups for p in options["params"] if p.grad is not None]
+            for optimizer in self._optimizers
+        ]
         bad = [not all(is_finite(grad) for grad in of_optimizer) for of_optimizer in grads]
         bad_anywhere = torch.tensor(bad, dtype=torch.uint8)
         self._group.all_reduce(bad_anywhere, ReduceOp.MAX, label="finite gradients", blocking=True).wait()

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,7 +63,6 @@ class Step:
         group: ProcessGroup,
         *,
         optimizers: Sequence[torch.optim.Optimizer],
-        optimizer_of: Mapping[int, int],
         buffers: BufferBroadcast | None,
         always_broadcasts: bool,
         find_unused_parameters: bool,
@@ -79,7 +78,7 @@ class Step:
         self._buffers, self._always_broadcasts, self._frozen = buffers, always_broadcasts, tuple(frozen)
         self._guard = NonFiniteGuard(optimizers)
         self._optimizer_indices = {id(optimizer): index for index, optimizer in enumerate(optimizers)}
-        self._skipped_steps = SkippedSteps(storage, optimizer_of, group) if _exchanges_weights(algorithm) else None
+        self._skipped_steps = SkippedSteps(optimizers, group) if algorithm.exchanges == "weights" else None
         self._sends_gradients = True  # now: an algorithm may begin with gradients and go over to weights
         self._stage = ""
         self._next_order: list[int] | None = None  # agreed at the end of the first step, applied before the next
@@ -89,7 +88,7 @@ class Step:
         self._bytes_sent = group.bytes_sent
         self._unused = UnusedParameters(storage, group) if find_unused_parameters else None
         algorithm.attach(Training(group, tuple(optimizers), functools.partial(_record, self.recorder, self.groups)))
-        self._enter_stage()
+        self.enter_stage()
 
     # --- forward -------------------------------------------------------------------------------
 
@@ -107,10 +106,12 @@ class Step:
         if not self.synchronises:
             return
         begin_ns = time.monotonic_ns()
+        # In a closure ranks with gradients of their own may be at different evaluations.
+        is_due = self._sends_gradients or (self._always_broadcasts and not self._guard.is_in_closure)
+        if is_training and is_due and self._buffers is not None:
+            self._buffers.run()
         if not self._guard.is_in_closure:
             self.algorithm.before_forward(self.storage.buckets, self.group)
-        if is_training and self._buffers is not None and (self._sends_gradients or self._always_broadcasts):
-            self._buffers.run()
         self.recorder.add_outside(time.monotonic_ns() - begin_ns)
 
     # --- backward ------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ class Step:
                 raise self._fail(self._never_ready(missing))
         if self._sends_gradients:
             self._finish_gradients(missing)
-        elif self.algorithm.agrees_on_skips():
+        elif self.algorithm.agrees_on_skips() and not self._guard.is_in_closure:  # GradScaler takes no closures
             self._skipped_steps.agree()
         self.algorithm.after_backward(self.storage.buckets, self.group)
         self.num_steps += 1
@@ -262,16 +263,15 @@ class Step:
         """The agreed ready order; None before the first step, while the order is that of registration, reversed."""
         return (self._next_order or self.storage.order) if self._is_order_known else None
 
-    def restore(self, num_steps: int, order: Sequence[int] | None) -> None:
-        """Goes on where a checkpoint was taken, with its ready order; before the algorithm loads its state."""
+    def restore(self, num_steps: int, layout: Sequence[int], order: Sequence[int] | None) -> None:
+        """Goes on where a checkpoint was taken, with its layout and ready order; before the algorithm loads its state.
+
+        ``enter_stage`` is to follow.
+        """
         self.num_steps = num_steps
         self._is_order_known = order is not None
-        self._lay_out(list(reversed(range(len(self._views)))) if order is None else order)
-
-    def load_algorithm(self, state: dict[str, Any]) -> None:
-        """Gives the algorithm its part of a checkpoint."""
-        self.algorithm.load_state_dict(state)
-        self._enter_stage()
+        self._lay_out(layout)
+        self._next_order = None if order is None or list(order) == list(layout) else list(order)
 
     def _lay_out_if_agreed(self) -> None:
         if self._next_order is not None:
@@ -292,7 +292,8 @@ class Step:
         self.algorithm.lay_out(self.storage.buckets)
         self._guard.watch(self.storage.buckets if self._sends_gradients else (), self.group)
 
-    def _enter_stage(self) -> None:
+    def enter_stage(self) -> None:
+        """Lays out the buckets for what the algorithm does now; collective."""
         self._stage, self._sends_gradients = self.algorithm.stage(), self.algorithm.synchronises_gradients()
         if not self._sends_gradients:
             self.storage.release_gradients()
@@ -301,7 +302,7 @@ class Step:
     def _enter_next_stage(self) -> None:
         """The algorithm may have changed what the buckets are for."""
         if (self.algorithm.stage(), self.algorithm.synchronises_gradients()) != (self._stage, self._sends_gradients):
-            self._enter_stage()
+            self.enter_stage()
 
     def _declare(self, bucket: Bucket) -> Declaration:
         """What the algorithm declares; where all ranks are on one node a hierarchical all_reduce is a plain one."""
@@ -365,10 +366,6 @@ def _record(recorder: Recorder, groups: list[ProcessGroup], work: Work, group: P
     if group not in groups:
         groups.append(group)
     recorder.add_work(group.name, work.ticket, work.label)
-
-
-def _exchanges_weights(algorithm: Algorithm) -> bool:
-    return algorithm.exchanges == "weights"
 
 
 class _EndOfBackward:

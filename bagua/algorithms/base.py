@@ -151,10 +151,9 @@ class Algorithm:
     def agrees_on_skips(self) -> bool:
         """Where gradients stay local: whether a step that one rank's GradScaler skips is skipped by all.
 
-        The ranks agree at the end of each backward, in one small message. By the option ``skip_together`` where an
-        algorithm has it.
+        The ranks agree at the end of each backward, in one small message.
         """
-        return self.is_lockstep and getattr(self, "skip_together", True)
+        return self.is_lockstep
 
     def stage(self) -> str:
         """Such as "warm-up". When it has changed at an optimizer step, buckets are declared and laid out anew."""

@@ -32,7 +32,8 @@ class CompressedGradients(Algorithm):
     Args:
         average: divide the sum by the number of ranks, see gradient_allreduce.
         hierarchical: reduce inside each node at full precision first; only what travels between nodes is encoded.
-        error_feedback: what the codes of a step leave out is added to what the next step encodes, at both ends.
+        error_feedback: what the codes of a step leave out is added to what the next step encodes, at both ends. Several
+            optimizers are then to step together: the step of one counts for what all of them were sent.
         state_dtype: "float32" or "bfloat16", of what error feedback remembers.
         seed: what a codec that rounds at random draws from, with the step and the place of an element.
         min_compressed_bytes: buckets below it cost the latency of a message, which a codec cannot shorten. Measured
@@ -57,6 +58,11 @@ class CompressedGradients(Algorithm):
             raise InvalidArgument(
                 f"codec {codec.name!r} loses as much as it sends and is of use with error feedback only; pass "
                 "error_feedback=True to an algorithm that has it, or another codec"
+            )
+        if codec.is_expansive and self.error_feedback:
+            raise InvalidArgument(
+                f"codec {codec.spec!r} with error_feedback=True diverges: it is off by more than it says, so residuals "
+                "grow; take more bits, or no error feedback"
             )
         if self.state_dtype not in STATE_DTYPES:
             raise InvalidArgument(
@@ -131,7 +137,7 @@ class CompressedGradients(Algorithm):
             if not self.training.optimizers:  # no step will be seen
                 self._feedback.commit()
 
-    def before_optimizer_step(
+    def after_optimizer_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
     ) -> None:
         if self._feedback is not None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms.base import About, Algorithm, Declaration, Training
+from bagua.algorithms.base import About, Declaration, Training
 from bagua.algorithms.registry import register
+from bagua.algorithms.weights import ExchangedWeights
 from bagua.bucket import Bucket
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup, Work
@@ -31,7 +32,7 @@ class _Exchange:
 
 @register
 @dataclasses.dataclass(kw_only=True)
-class Decentralized(Algorithm):
+class Decentralized(ExchangedWeights):
     """x <- sum over the neighbours and itself of w_ij x_j, and then the optimizer's step on it.
 
     The averaged weights take their place when the optimizer steps, so weights must not be changed between a
@@ -43,8 +44,7 @@ class Decentralized(Algorithm):
         interval: every so many steps.
         hierarchical: the nodes' means are averaged by the topology of nodes, which count by their ranks. Where all ranks
             are on one node that is the mean of all, whatever the topology.
-        skip_together: agree at the end of each backward, in a message of a byte per optimizer among all ranks, whether
-            a GradScaler skips the step. Without a GradScaler False saves it, and the waiting for the slowest rank.
+        skip_together: as in ExchangedWeights.
 
     Example:
         >>> model = bagua.with_bagua(model, optimizer, algorithm="decentralized", topology="ring")   # doctest: +SKIP
@@ -53,18 +53,16 @@ class Decentralized(Algorithm):
     about = About(
         sends="weights, full precision",
         to="all ranks, or neighbours: two on a ring, or one that changes",
-        when="during forward and backward; the optimizer's step waits",
+        when="during forward and backward; the optimizer's step waits, and a byte per backward (`skip_together`)",
         bytes_per_step="`all` 2 (n-1)/n G, `ring` 2 G (2 ranks: G), the others G; divided by the interval",
         memory="G",
         use_when="bandwidth binds and nothing may be rounded: `shift_one` sends half as much, during forward too",
         paper="[1705.09056](https://arxiv.org/abs/1705.09056)",
     )
-    exchanges = "weights"
 
     topology: str = "all"
     interval: int = 1
     hierarchical: bool = False
-    skip_together: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,7 +72,6 @@ class Decentralized(Algorithm):
 
     def attach(self, training: Training) -> None:
         super().attach(training)
-        self._num_steps = [0] * len(training.optimizers)
         self._num_exchanges = [0] * len(training.optimizers)
         self._pending: dict[int, _Exchange] = {}
 
@@ -89,7 +86,7 @@ class Decentralized(Algorithm):
     def before_optimizer_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
     ) -> None:
-        index = self.training.optimizers.index(optimizer)
+        index = self.index_of(optimizer)
         if not self._is_due(index):
             return
         if index not in self._pending:  # no forward outside the optimizer's closure
@@ -112,10 +109,10 @@ class Decentralized(Algorithm):
     def after_optimizer_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
     ) -> None:
-        self._num_steps[self.training.optimizers.index(optimizer)] += 1
+        self.num_steps[self.index_of(optimizer)] += 1
 
     def _is_due(self, index: int) -> bool:
-        return self.training.group.size > 1 and self._num_steps[index] % self.interval == 0
+        return self.training.group.size > 1 and self.num_steps[index] % self.interval == 0
 
     def _start(self, index: int, buckets: Sequence[Bucket], group: ProcessGroup) -> None:
         works = []
@@ -139,11 +136,12 @@ class Decentralized(Algorithm):
         self._pending.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_steps": list(self._num_steps), "num_exchanges": list(self._num_exchanges)}
+        return {**super().state_dict(), "num_exchanges": list(self._num_exchanges)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.detach()
-        self._num_steps, self._num_exchanges = list(state["num_steps"]), list(state["num_exchanges"])
+        super().load_state_dict(state)
+        self._num_exchanges = list(state["num_exchanges"])
 
 
 def _versions(buckets: Sequence[Bucket]) -> list[int]:

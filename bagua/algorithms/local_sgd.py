@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms.base import About, Algorithm, Declaration, Training
+from bagua.algorithms.base import About, Declaration, Training
 from bagua.algorithms.registry import register
+from bagua.algorithms.weights import ExchangedWeights
 from bagua.bucket import Bucket
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup, ReduceOp, Work
@@ -23,7 +24,7 @@ _MOMENTUM = ("average", "reset", "keep")
 
 @register
 @dataclasses.dataclass(kw_only=True)
-class LocalSGD(Algorithm):
+class LocalSGD(ExchangedWeights):
     """k local steps, then x <- mean over ranks of x.
 
     Each optimizer counts its own steps. In the synchronous steps gradients are averaged as by gradient_allreduce.
@@ -34,8 +35,7 @@ class LocalSGD(Algorithm):
         momentum: what becomes of an optimizer's state when the weights are averaged. "average": tensors of the shape of
             their parameter (momentum, Adam's moments) are averaged too, where all ranks have them; as many bytes again
             for each. "reset": it begins anew. "keep": each rank keeps its own.
-        skip_together: agree at the end of each backward, in a message of a byte per optimizer among all ranks, whether
-            a GradScaler skips the step. Without a GradScaler False saves it, and the waiting for the slowest rank.
+        skip_together: as in ExchangedWeights.
 
     Example:
         >>> model = bagua.with_bagua(model, optimizer, algorithm="local_sgd", sync_every=8)     # doctest: +SKIP
@@ -44,18 +44,16 @@ class LocalSGD(Algorithm):
     about = About(
         sends="weights, and by option the optimizer's moments, full precision",
         to="all ranks",
-        when="after every k-th optimizer step, which waits",
+        when="after every k-th optimizer step, which waits, and a byte per backward (`skip_together`)",
         bytes_per_step="2 (n-1)/n G / k; with `momentum='average'` times 1 + the number of moments",
         memory="G",
         use_when="bandwidth is far too low for an exchange per step; large batches",
         paper="[1805.09767](https://arxiv.org/abs/1805.09767), post-local [1808.07217](https://arxiv.org/abs/1808.07217)",
     )
-    exchanges = "weights"
 
     sync_every: int = 4
     post_local_after: int = 0
     momentum: str = "average"
-    skip_together: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,14 +66,13 @@ class LocalSGD(Algorithm):
 
     def attach(self, training: Training) -> None:
         super().attach(training)
-        self._num_steps = [0] * len(training.optimizers)
         self._num_local_steps = [0] * len(training.optimizers)  # since the weights were equal
 
     def declare(self, bucket: Bucket) -> Declaration:
         return Declaration("all_reduce")
 
     def synchronises_gradients(self) -> bool:
-        return min(self._num_steps) < self.post_local_after
+        return min(self.num_steps) < self.post_local_after
 
     def communicate(self, bucket: Bucket, group: ProcessGroup) -> Work | None:
         return group.all_reduce(bucket.flat, ReduceOp.AVG, label=bucket.label)
@@ -83,9 +80,9 @@ class LocalSGD(Algorithm):
     def after_optimizer_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
     ) -> None:
-        index = self.training.optimizers.index(optimizer)
+        index = self.index_of(optimizer)
         is_local = not self.synchronises_gradients()
-        self._num_steps[index] += 1
+        self.num_steps[index] += 1
         self._num_local_steps[index] += is_local
         if self._num_local_steps[index] < self.sync_every:
             return
@@ -129,10 +126,10 @@ class LocalSGD(Algorithm):
             self._average(exchanges, group)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_steps": list(self._num_steps), "num_local_steps": list(self._num_local_steps)}
+        return {**super().state_dict(), "num_local_steps": list(self._num_local_steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_steps = list(state["num_steps"])
+        super().load_state_dict(state)
         self._num_local_steps = list(state["num_local_steps"])
 
 

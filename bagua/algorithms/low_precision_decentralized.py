@@ -14,16 +14,18 @@ from typing import Any
 import torch
 
 from bagua import codecs
-from bagua.algorithms.base import About, Algorithm, Declaration, Training
+from bagua.algorithms.base import About, Declaration, Training
 from bagua.algorithms.registry import register
+from bagua.algorithms.weights import ExchangedWeights
 from bagua.bucket import Bucket
+from bagua.checkpoints import check_place, place_of
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup, Work
 
 
 @register
 @dataclasses.dataclass(kw_only=True)
-class LowPrecisionDecentralized(Algorithm):
+class LowPrecisionDecentralized(ExchangedWeights):
     """z = x + L/3 + R/3 - 5w/3; w += C(z), L and R += what the neighbours sent; x <- w.
 
     w, L and R are the replicas: own, left, right, equal to the weights when the model is wrapped, in float32. w is bit
@@ -32,11 +34,11 @@ class LowPrecisionDecentralized(Algorithm):
     encode (float64) are averaged on the ring at full precision instead.
 
     Args:
-        interval: every so many steps of an optimizer.
-        codec: any of ``bagua.codecs.available()``.
+        interval: every so many steps of an optimizer: after the first, the one `interval` later, and so on.
+        codec: one whose loss is small beside what it encodes: not "onebit" or "topk", since what is lost is not sent
+            later, and not "qsgd:bits=2".
         seed: what a codec that rounds at random draws from, with the step and the place of an element.
-        skip_together: agree at the end of each backward, in a message of a byte per optimizer among all ranks, whether
-            a GradScaler skips the step. Without a GradScaler False saves it, and the waiting for the slowest rank.
+        skip_together: as in ExchangedWeights.
 
     Example:
         >>> model = bagua.with_bagua(model, optimizer, algorithm="low_precision_decentralized")    # doctest: +SKIP
@@ -45,18 +47,16 @@ class LowPrecisionDecentralized(Algorithm):
     about = About(
         sends="differences of the weights, 8 bits per element",
         to="both neighbours on a ring",
-        when="after the optimizer's step, which waits",
+        when="after the optimizer's step, which waits, and a byte per backward (`skip_together`)",
         bytes_per_step="2 G / 4 (2 ranks: G / 4), divided by the interval",
         memory="3 G (2 ranks: 2 G), and two buckets",
         use_when="bandwidth binds: few bytes to two others, however many ranks there are; a ring mixes slowly",
         paper="[1803.06443](https://arxiv.org/abs/1803.06443)",
     )
-    exchanges = "weights"
 
     interval: int = 1
     codec: str = "minmax_uint8"
     seed: int = 0
-    skip_together: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,7 +64,13 @@ class LowPrecisionDecentralized(Algorithm):
             raise InvalidArgument(f"interval is {self.interval}, expected 1 or more")
         if not 0 <= self.seed < 2**64:
             raise InvalidArgument(f"seed is {self.seed}, expected 0 to 2**64 - 1")
-        if self.seed and not codecs.get(self.codec).is_random:  # get raises for an unknown one
+        codec = codecs.get(self.codec)  # raises for an unknown one
+        if codec.needs_error_feedback or codec.is_expansive:
+            raise InvalidArgument(
+                f"codec {self.codec!r} loses about as much as it sends, and what is lost of a difference is lost for "
+                "good; take one such as 'minmax_uint8' or 'qsgd:bits=4'"
+            )
+        if self.seed and not codec.is_random:
             raise InvalidArgument(
                 f"seed is {self.seed}, but codec {self.codec!r} draws nothing at random; leave it out"
             )
@@ -74,7 +80,6 @@ class LowPrecisionDecentralized(Algorithm):
 
     def attach(self, training: Training) -> None:
         super().attach(training)
-        self._num_steps = [0] * len(training.optimizers)
         self._replicas: dict[int, tuple[torch.Tensor, ...]] = {}  # by bucket: own, left, right
         self._scratch: list[torch.Tensor] = []  # of two buckets, on their way out and in
         self._buckets: Sequence[Bucket] = ()
@@ -82,7 +87,7 @@ class LowPrecisionDecentralized(Algorithm):
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         if [bucket.names for bucket in buckets] == [bucket.names for bucket in self._buckets]:
             return  # after loading a checkpoint: they go on
-        self._buckets = tuple(buckets)
+        self._buckets, self._replicas = tuple(buckets), {}
         num_neighbors = min(self.training.group.size - 1, 2)
         if not num_neighbors:
             return
@@ -103,9 +108,10 @@ class LowPrecisionDecentralized(Algorithm):
     def after_optimizer_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
     ) -> None:
-        index = self.training.optimizers.index(optimizer)
-        self._num_steps[index] += 1
-        if group.size == 1 or self._num_steps[index] % self.interval != 0:
+        index = self.index_of(optimizer)
+        is_due = self.num_steps[index] % self.interval == 0
+        self.num_steps[index] += 1
+        if group.size == 1 or not is_due:
             return
         under_way: list[tuple[Bucket, torch.Tensor, Work]] = []
         for place, bucket in enumerate(buckets):
@@ -113,7 +119,7 @@ class LowPrecisionDecentralized(Algorithm):
                 self._finish(*under_way.pop(0))
             flat = self._scratch[place % len(self._scratch)][: bucket.num_bytes].view(bucket.dtype)
             bucket.load(flat=flat)
-            under_way.append((bucket, flat, self._start(bucket, flat, self._num_steps[index])))
+            under_way.append((bucket, flat, self._start(bucket, flat, self.num_steps[index])))
         for exchange in under_way:
             self._finish(*exchange)
 
@@ -145,22 +151,20 @@ class LowPrecisionDecentralized(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         replicas = {index: [replica.clone() for replica in replicas] for index, replicas in self._replicas.items()}
-        return {"num_ranks": self.training.group.size, "num_steps": list(self._num_steps), "replicas": replicas}
+        return {**super().state_dict(), "place": place_of(self.training.group), "replicas": replicas}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_place(state["place"], self.training.group, "replicas of its own weights and its neighbours'")
         described = [
-            (num_ranks, {index: own.numel() for index, (own, *_) in replicas.items()})
-            for num_ranks, replicas in (
-                (state["num_ranks"], state["replicas"]),
-                (self.training.group.size, self._replicas),
-            )
+            {index: own.numel() for index, (own, *_) in replicas.items()}
+            for replicas in (state["replicas"], self._replicas)
         ]
         if described[0] != described[1]:
             raise InvalidArgument(
-                f"(number of ranks, elements by bucket) is {described[0]} in the checkpoint and {described[1]} here; "
-                "load it with the same model, bucket_bytes and number of ranks"
+                f"elements by bucket are {described[0]} in the checkpoint and {described[1]} here; load it with the "
+                "same model and bucket_bytes"
             )
-        self._num_steps = list(state["num_steps"])
+        super().load_state_dict(state)
         for index, replicas in self._replicas.items():
             for replica, loaded in zip(replicas, state["replicas"][index], strict=True):
                 replica.copy_(loaded)

@@ -42,11 +42,6 @@ class QSGD(CompressedGradients):
     def __post_init__(self) -> None:
         if self.bits not in (8, 4, 2):
             raise InvalidArgument(f"bits is {self.bits!r}, expected 8, 4 or 2")
-        if self.bits == 2 and self.error_feedback:
-            raise InvalidArgument(
-                "bits=2 with error_feedback=True diverges: 2 bits at random are off by more than they say, so "
-                "residuals grow; take bits=4"
-            )
         super().__post_init__()
 
     def codec_spec(self) -> str:

@@ -19,7 +19,7 @@ from bagua.algorithms.base import Algorithm
 from bagua.errors import InternalError, InvalidArgument
 
 _PACKAGE = "bagua.algorithms"
-_NOT_PLUGINS = ("base", "compressed", "registry")
+_NOT_PLUGINS = ("base", "compressed", "registry", "weights")
 _ENTRY_POINTS = "bagua.algorithms"  # the group
 _classes: dict[str, type[Algorithm]] = {}
 _loaded: dict[str, str] = {}  # the entry points that have been imported: name to value

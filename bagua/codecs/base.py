@@ -75,6 +75,11 @@ class Codec:
         return SeededCodec(self.spec, seed)
 
     @property
+    def is_expansive(self) -> bool:
+        """Whether what it loses is larger than what it encodes, so that error feedback would grow without bound."""
+        return False
+
+    @property
     def block_numel(self) -> int:
         """Elements per block; only the last block of a message may be shorter."""
         return _C.codec_block_numel(self.spec)

@@ -29,6 +29,10 @@ class QSGD(Codec):
     is_random: ClassVar[bool] = True
     bits: int = 8
 
+    @property
+    def is_expansive(self) -> bool:
+        return self.bits == 2
+
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
         values = tensor.detach().reshape(-1).to(torch.float64)
         bound = torch.empty_like(values)

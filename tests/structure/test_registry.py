@@ -9,7 +9,7 @@ import bagua
 from bagua import _C
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_PLUGINS = {"__init__", "base", "compressed", "registry"}
+NO_PLUGINS = {"__init__", "base", "compressed", "registry", "weights"}
 
 
 def stems(folder, suffix=".py"):

@@ -1,0 +1,50 @@
+"""What algorithms share that exchange weights, all ranks in the same optimizer step: counted steps, skipped steps.
+
+Data path: policy. No algorithm by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from bagua.algorithms.base import Algorithm, Training
+from bagua.errors import InvalidArgument
+
+
+@dataclasses.dataclass(kw_only=True)
+class ExchangedWeights(Algorithm):
+    """Counts the steps of every optimizer.
+
+    Args:
+        skip_together: agree at the end of each backward, in a message of a byte per optimizer among all ranks, whether
+            a GradScaler skips the step. Without a GradScaler False saves it, and the waiting for the slowest rank.
+    """
+
+    exchanges = "weights"
+
+    skip_together: bool = True
+
+    def attach(self, training: Training) -> None:
+        super().attach(training)
+        self.num_steps = [0] * len(training.optimizers)
+
+    def index_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """The place of an optimizer among those that were passed to with_bagua."""
+        return next(index for index, other in enumerate(self.training.optimizers) if other is optimizer)
+
+    def agrees_on_skips(self) -> bool:
+        return self.skip_together
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": list(self.num_steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["num_steps"]) != len(self.num_steps):
+            raise InvalidArgument(
+                f"the checkpoint was written with {len(state['num_steps'])} optimizers, the model has "
+                f"{len(self.num_steps)}; pass the same ones to with_bagua"
+            )
+        self.num_steps = list(state["num_steps"])
