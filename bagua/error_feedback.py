@@ -115,11 +115,8 @@ class ErrorFeedback:
         for bucket, member in self._members():
             begin, end = bucket.place_of(member)
             worker[member.name] = self._kept.worker[bucket.index][begin:end].clone()
-        return {
-            "place": place_of(self._group),
-            "worker": worker,
-            "owner": [self._kept.owner[bucket.index].clone() for bucket in self._buckets],
-        }
+        owner = [self._kept.owner[bucket.index].clone() for bucket in self._buckets]
+        return {"place": place_of(self._group), "worker": worker, "owner": owner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes back what ``state_dict`` returned on this rank for the same layout.

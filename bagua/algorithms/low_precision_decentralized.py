@@ -154,6 +154,7 @@ class LowPrecisionDecentralized(ExchangedWeights):
         return {**super().state_dict(), "place": place_of(self.training.group), "replicas": replicas}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         check_place(state["place"], self.training.group, "replicas of its own weights and its neighbours'")
         described = [
             {index: own.numel() for index, (own, *_) in replicas.items()}
@@ -164,7 +165,6 @@ class LowPrecisionDecentralized(ExchangedWeights):
                 f"elements by bucket are {described[0]} in the checkpoint and {described[1]} here; load it with the "
                 "same model and bucket_bytes"
             )
-        super().load_state_dict(state)
         for index, replicas in self._replicas.items():
             for replica, loaded in zip(replicas, state["replicas"][index], strict=True):
                 replica.copy_(loaded)

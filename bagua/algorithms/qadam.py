@@ -151,6 +151,7 @@ class QAdam(CompressedGradients):
     def after_optimizer_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
     ) -> None:
+        super().after_optimizer_step(optimizer, buckets, group)
         index = self.training.optimizers.index(optimizer)
         self._num_steps[index] += 1
         num_warmup = max(options["warmup_steps"] for options in optimizer.param_groups)

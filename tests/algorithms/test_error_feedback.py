@@ -218,6 +218,52 @@ def test_parameters_that_nobody_uses(pool2):
     pool2.run(_left_out)
 
 
+def _left_out_of_the_second(rank, world_size):
+    """Two backwards before a step, and the second leaves a parameter out: it keeps what the first one left."""
+    with process_group():
+        model, optimizer = _wrap(Sum((4, BLOCK), (4, BLOCK)), "topk:k=64", find_unused_parameters=True)
+        mean = torch.zeros((4, BLOCK), dtype=torch.float64)
+        for step in range(4):
+            optimizer.zero_grad()
+            first, second = _integers(rank, step, (4, BLOCK)), _integers(rank, 50 + step, (4, BLOCK))
+            model(first, second).backward()
+            mean += sum(_integers(r, 50 + step, (4, BLOCK)).double() for r in range(world_size)) / world_size
+            model(first, second)
+            (model.parts[0] * first).sum().backward()
+            optimizer.step()
+        worker, owner = _residuals(model)
+        total = -model.parts[1].detach().double().reshape(-1) + worker["parts.1"] + owner["parts.1"]
+        assert torch.equal(total, mean.reshape(-1))
+
+
+def test_parameters_left_out_of_a_second_backward(pool2):
+    pool2.run(_left_out_of_the_second)
+
+
+def _in_a_closure(rank, world_size):
+    """The backward is inside the step, and the step takes its residuals over."""
+    with process_group():
+        model, optimizer = _wrap(Sum((8, BLOCK)), "topk:k=64")
+        mean = torch.zeros((8, BLOCK), dtype=torch.float64)
+        for step in range(4):
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                loss = model(_integers(rank, step, (8, BLOCK)))
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            mean += sum(_integers(r, step, (8, BLOCK)).double() for r in range(world_size)) / world_size
+            worker, owner = _residuals(model)
+            total = -model.parts[0].detach().double().reshape(-1) + worker["parts.0"] + owner["parts.0"]
+            assert torch.equal(total, mean.reshape(-1)), step
+
+
+def test_closures(pool2):
+    pool2.run(_in_a_closure)
+
+
 def _bfloat16(rank, world_size):
     with process_group():
         model, optimizer = _wrap(Sum((8, BLOCK)), "onebit", state_dtype="bfloat16")

@@ -29,7 +29,7 @@ def oracle(n, numel, num_steps, interval):
     for step in range(num_steps):
         targets = [target_of(rank, step, numel).tolist() for rank in range(n)]
         x = [[value - LR * (value - c) for value, c in zip(x[i], targets[i], strict=True)] for i in range(n)]
-        if (step + 1) % interval == 0:
+        if step % interval == 0:
             z = [
                 [x[i][e] + w[(i - 1) % n][e] / 3 + w[(i + 1) % n][e] / 3 - 5 / 3 * w[i][e] for e in range(numel)]
                 for i in range(n)
@@ -59,7 +59,7 @@ def _train(rank, world_size, codec, interval, dtype):
             for bucket, (own, left, right) in everyone[rank].items():
                 assert torch.equal(left, everyone[(rank - 1) % world_size][bucket][0]), step
                 assert torch.equal(right, everyone[(rank + 1) % world_size][bucket][0]), step
-                if (step + 1) % interval == 0:
+                if step % interval == 0:
                     flat = torch.cat([m.parameter.detach().reshape(-1) for m in model.bagua.buckets[bucket].members])
                     places = [model.bagua.buckets[bucket].place_of(m) for m in model.bagua.buckets[bucket].members]
                     assert torch.equal(flat, torch.cat([own[begin:end] for begin, end in places]).to(dtype)), step

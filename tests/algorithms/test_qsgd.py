@@ -60,7 +60,7 @@ def test_sends_so_many_bits(pool2, bits):
 def test_options():
     with pytest.raises(InvalidArgument, match="bits is 3, expected 8, 4 or 2"):
         bagua.algorithms.create("qsgd", {"bits": 3})
-    with pytest.raises(InvalidArgument, match="bits=2 with error_feedback=True diverges"):
+    with pytest.raises(InvalidArgument, match="with error_feedback=True diverges"):
         bagua.algorithms.create("qsgd", {"bits": 2, "error_feedback": True})
     with pytest.raises(InvalidArgument, match="seed is -1, expected 0 to"):
         bagua.algorithms.create("qsgd", {"seed": -1})

@@ -13,7 +13,7 @@ from bagua.algorithms import Algorithm, Declaration, create, get, register
 from bagua.errors import InvalidArgument
 from tests.conformance.training import assert_equal_on_all_ranks, batch, grads_of, loss_of, make_net, process_group
 
-NOT_PLUGINS = {"__init__", "base", "compressed", "registry"}
+NOT_PLUGINS = {"__init__", "base", "compressed", "registry", "weights"}
 
 
 @pytest.mark.parametrize("package", [bagua.algorithms, bagua.codecs])
@@ -136,3 +136,56 @@ def _sum(rank, world_size, algorithm):
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "qsgd"])
 def test_sum_instead_of_mean(pool2, algorithm):
     pool2.run(_sum, args=(algorithm,))
+
+
+def _one_instance_for_two_models(rank, world_size):
+    """What it remembers is of one model: residuals of another one would be written to by their addresses."""
+    with process_group():
+        algorithm = create("bytegrad", {"error_feedback": True})
+        first, second = make_net(), make_net()
+        bagua.with_bagua(first, algorithm=algorithm)
+        with pytest.raises(InvalidArgument, match="this instance of algorithm 'bytegrad' belongs to another model"):
+            bagua.with_bagua(second, algorithm=algorithm)
+        bagua.with_bagua(first, algorithm=algorithm)  # the same model again
+        loss_of(first, batch(rank, 0)).backward()
+        first.bagua.remove()
+        bagua.with_bagua(second, algorithm=algorithm)
+        loss_of(second, batch(rank, 0)).backward()
+
+
+def test_an_instance_belongs_to_one_model(pool2):
+    pool2.run(_one_instance_for_two_models)
+
+
+def test_residuals_of_another_size_are_refused():
+    from bagua.reduction import Residuals
+    from bagua.testing import world
+
+    def check(group):
+        small, x = torch.zeros(64), torch.zeros(4096)
+        with pytest.raises(InvalidArgument, match=r"residuals have \[64, 64, 64, 64\] elements, the tensor 4096"):
+            group.all_reduce(x, codec="minmax_uint8", feedback=Residuals(small, small, small, small))
+        whole = torch.zeros(4096, dtype=torch.bfloat16)
+        with pytest.raises(InvalidArgument, match="not of one dtype"):
+            group.all_reduce(x, codec="minmax_uint8", feedback=Residuals(x, whole, x[:8], x[:8]))
+
+    world(2, check)
+
+
+@pytest.mark.parametrize(
+    "algorithm, options",
+    [
+        ("bytegrad", {"codec": "qsgd:bits=2", "error_feedback": True}),
+        ("qadam", {"codec": "qsgd:bits=2", "error_feedback": True}),
+        ("qsgd", {"bits": 2, "error_feedback": True}),
+    ],
+)
+def test_codecs_under_which_residuals_would_grow_are_refused(algorithm, options):
+    with pytest.raises(InvalidArgument, match="'qsgd:bits=2' with error_feedback=True diverges"):
+        create(algorithm, options)
+
+
+@pytest.mark.parametrize("codec", ["onebit", "topk", "topk:k=256", "qsgd:bits=2"])
+def test_differences_travel_under_codecs_that_keep_most_of_them(codec):
+    with pytest.raises(InvalidArgument, match="loses about as much as it sends"):
+        create("low_precision_decentralized", {"codec": codec})

@@ -87,6 +87,25 @@ def _refused(rank, world_size, algorithm, value):
         return "refused"
 
 
+def _overflow(rank, world_size):
+    """Every rank's float16 gradients are finite; what is decoded of their sum is not."""
+    with process_group():
+        model = torch.nn.Linear(64, 256, bias=False).half()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        bagua.with_bagua(model, optimizer, algorithm="bytegrad", average=False, min_compressed_bytes=0)
+        before = model.weight.detach().clone()
+        factor = torch.full((256, 64), 100.0)
+        factor[3, 5] = 60_000.0
+        (model.weight * factor.half()).sum().backward()
+        with pytest.raises(InvalidArgument, match="NaN or Inf"):
+            optimizer.step()
+        assert torch.equal(model.weight, before)
+
+
+def test_sums_that_overflow_float16_are_noticed(pool2):
+    pool2.run(_overflow)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @of_gradients
 def test_a_step_with_nan_under_a_codec_is_refused_on_all_ranks(pool2, algorithm, value):

@@ -245,3 +245,54 @@ def _several_models(rank, world_size, algorithm):
 
 def test_several_models_in_one_process(pool2, algorithm):
     pool2.run(_several_models, args=(algorithm,))
+
+
+def _closures_of_local_gradients(rank, world_size, algorithm):
+    """Ranks with gradients of their own evaluate a closure as often as each of them needs."""
+    with process_group():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(16, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        bagua.with_bagua(model, optimizer, algorithm=algorithm, broadcast_buffers=None)
+        for step in range(3):
+            x, y = batch(rank, step)
+
+            def closure(x=x, y=y):
+                for _ in range(1 + 2 * rank):
+                    optimizer.zero_grad()
+                    loss = (model(x).squeeze(1) - y).square().mean()
+                    loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        bagua.barrier()
+
+
+def test_ranks_may_evaluate_a_closure_differently_often(pool2, algorithm):
+    pool2.run(_closures_of_local_gradients, args=(algorithm,))
+
+
+def _parameters_of_others(rank, world_size, algorithm):
+    """An optimizer also steps a parameter that the model has not: its Inf skips the step of all ranks too."""
+    with process_group():
+        torch.manual_seed(0)
+        model, foreign = torch.nn.Linear(16, 1), torch.nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.SGD([*model.parameters(), foreign], lr=0.01)
+        bagua.with_bagua(model, optimizer, algorithm=algorithm)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(3):
+            x, y = batch(rank, step)
+            optimizer.zero_grad()
+            before = model.weight.detach().clone()
+            is_bad = step == 1 and rank == 0
+            extra = (foreign * (float("inf") if is_bad else 1.0)).sum()
+            scaler.scale((model(x).squeeze(1) - y).square().mean() + extra).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(model.weight, before) == (step == 1)
+        bagua.barrier()
+
+
+def test_skipped_steps_look_at_all_that_the_optimizer_steps(pool2, algorithm):
+    if bagua.algorithms.get(algorithm).is_lockstep:
+        pool2.run(_parameters_of_others, args=(algorithm,))
