@@ -108,6 +108,27 @@ def test_gradients_are_the_mean(pool2):
     pool2.run(_gradients)
 
 
+def _interval(rank, world_size, name):
+    """With lr 0 nothing but the exchange changes weights: in the steps 1, 1 + k, ..., as in the original."""
+    with process_group():
+        model, _ = make(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model.with_bagua([optimizer], Algorithm.init(name, hierarchical=False, communication_interval=3))
+        steps = []
+        for step in range(1, 9):
+            for parameter in model.parameters():
+                parameter.data.fill_(10 * step + rank)
+            weights = train([(model, optimizer)], rank, num_steps=1)
+            if not all(bool((w == 10 * step + rank).all()) for w in weights):
+                steps.append(step)
+        assert steps == [1, 4, 7]
+
+
+@pytest.mark.parametrize("name", ["decentralized"])
+def test_communication_interval(pool2, name):
+    pool2.run(_interval, args=(name,))
+
+
 def _asynchronous(rank, world_size):
     """With lr 0 nothing but the averaging changes weights: they become the mean of what they were."""
     with process_group():
