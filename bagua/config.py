@@ -104,7 +104,8 @@ def launch_environment(
         world_size=world_size,
         local_rank=_integer(env, "LOCAL_RANK", 0, 0, 1 << 20) if "LOCAL_RANK" in env else None,
         local_world_size=local_world_size,
-        node_rank=_integer(env, "GROUP_RANK", 0, 0, 1 << 20),
+        # NODE_RANK is what launchers before torchrun, and some schedulers, call it.
+        node_rank=_integer(env, "GROUP_RANK" if "GROUP_RANK" in env else "NODE_RANK", 0, 0, 1 << 20),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_integer(env, "MASTER_PORT", 0, 0, 65535),
         use_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

@@ -312,7 +312,7 @@ def get_local_world_size() -> int:
 
 
 def get_node_rank() -> int:
-    """Position of this node among the nodes (GROUP_RANK)."""
+    """Position of this node among the nodes (GROUP_RANK, or NODE_RANK where the launcher sets no GROUP_RANK)."""
     return _require_world().launch.node_rank
 
 

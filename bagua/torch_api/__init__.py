@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from bagua.errors import InvalidArgument
-
-from . import algorithms, communication, data_parallel, env
+from . import algorithms, communication, data_parallel, env, left_out
 from .communication import (
     ReduceOp,
     allgather,
@@ -84,17 +82,8 @@ __all__ = [
     "send",
 ]
 
-# What the original has and this package has not, and what to use instead.
-_LEFT_OUT = {
-    "BaguaTensor": "collectives take torch tensors as they are",
-    "checkpoint": "use torch.save with model.state_dict() and model.bagua.state_dict()",
-    "contrib": "use torch's own fused optimizers (fused=True), samplers and SyncBatchNorm",
-    "get_backend": "algorithms of your own are written with bagua.algorithms.Algorithm",
-    "moe": "experts that differ between the ranks are not supported",
-}
-
 
 def __getattr__(name: str) -> NoReturn:
-    if name in _LEFT_OUT:
-        raise InvalidArgument(f"bagua.torch_api has no {name}: {_LEFT_OUT[name]}")
+    if name in left_out.INSTEAD:
+        raise left_out.NoSuchName(left_out.advice(name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

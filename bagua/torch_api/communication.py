@@ -16,6 +16,7 @@ from bagua.group import ProcessGroup
 from bagua.torch_api.process_group import (
     BaguaProcessGroup,
     CommMember,
+    comm,
     communicating_group,
     from_torch_group,
     get_default_group,
@@ -55,6 +56,7 @@ __all__ = [
     "barrier",
     "BaguaProcessGroup",
     "CommMember",
+    "comm",
 ]
 
 _get_default_group = get_default_group  # the original's examples call it
@@ -278,6 +280,16 @@ def barrier(comm: object | None = None) -> None:
 
 
 # ---- arguments
+
+
+def _rank_not_in_comm(comm: object | None = None) -> bool:
+    """Whether a collective with this communicator does nothing on this rank."""
+    return comm is CommMember.NON_COMM_MEMBER
+
+
+def _rank_not_in_group(group: BaguaProcessGroup | None = None) -> bool:
+    """Whether this rank is no member of a group; None stands for all ranks."""
+    return group is not None and _rank_not_in_comm(group.get_global_communicator())
 
 
 def _native(op: ReduceOp | int) -> object:

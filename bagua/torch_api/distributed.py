@@ -6,30 +6,18 @@ torch; it adds names and replaces none of torch's own.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from bagua import data_parallel
 from bagua.bucket import Bucket
 from bagua.errors import InvalidArgument
-from bagua.handle import BaguaHandle
 from bagua.torch_api.algorithms import Algorithm
-from bagua.torch_api.process_group import BaguaProcessGroup, native_group
+from bagua.torch_api.data_parallel.bagua_distributed import BaguaDistributedDataParallel, wrapped
+from bagua.torch_api.process_group import BaguaProcessGroup, to_bagua_process_group
 
 __all__ = ["BaguaModule"]
-
-
-class _Choice(NamedTuple):
-    """What a model was wrapped with."""
-
-    algorithm: Algorithm
-    optimizers: list[torch.optim.Optimizer]
-
-
-_choices: weakref.WeakKeyDictionary[BaguaHandle, _Choice] = weakref.WeakKeyDictionary()
 
 
 class BaguaModule:
@@ -51,7 +39,7 @@ class BaguaModule:
             do_flatten: True; gradients always lie in the buckets.
 
         Returns:
-            The module itself. Its ``bagua_algorithm``, ``bagua_optimizers`` and ``bagua_buckets`` are those of now on.
+            The module itself. Its ``bagua_ddp``, and the other properties below, are those of now on.
 
         Raises:
             InvalidArgument: as bagua.with_bagua; and for an argument that cannot be honoured.
@@ -63,59 +51,45 @@ class BaguaModule:
             raise InvalidArgument(
                 "do_flatten=False cannot be honoured: gradients are always views of the buckets; leave it out"
             )
-        group = native_group(process_group)
-        choice = choose(self, optimizers, algorithm)
-        data_parallel.with_bagua(self, choice.optimizers, algorithm=choice.algorithm.reify(group), group=group)
-        remember(self, choice)
+        ddp = BaguaDistributedDataParallel(self, optimizers, algorithm, to_bagua_process_group(process_group))
+        group = ddp.process_group.group
+        data_parallel.with_bagua(self, ddp.bagua_optimizers, algorithm=algorithm.reify(group), group=group)
+        ddp.begin()
         return self
+
+    @property
+    def bagua_module_name(self) -> str:
+        """A label of yours; nothing goes by it. After with_bagua there is one in any case."""
+        if "_bagua_module_name" not in vars(self):
+            raise AttributeError("bagua_module_name is neither set nor has with_bagua wrapped this module")
+        return vars(self)["_bagua_module_name"]
+
+    @bagua_module_name.setter
+    def bagua_module_name(self, name: str) -> None:
+        self._bagua_module_name = name
+
+    @property
+    def bagua_ddp(self) -> BaguaDistributedDataParallel:
+        """What it was wrapped with, and a count of its steps."""
+        ddp = wrapped(self)
+        if ddp is None:
+            raise AttributeError("no attribute of a module that with_bagua has not wrapped")
+        return ddp
 
     @property
     def bagua_algorithm(self) -> Algorithm:
         """The algorithm that it was wrapped with."""
-        return _choice_of(self).algorithm
+        return self.bagua_ddp.bagua_algorithm
 
     @property
     def bagua_optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers that it was wrapped with."""
-        return _choice_of(self).optimizers
+        return self.bagua_ddp.bagua_optimizers
 
     @property
     def bagua_buckets(self) -> list[Bucket]:
         """The buckets, in the order in which they travel."""
         return list(self.bagua.buckets)
-
-
-def choose(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], algorithm: Algorithm) -> _Choice:
-    """Checks what a module is to be wrapped with.
-
-    Raises:
-        InvalidArgument: the algorithm is none of the original's classes, or parameters are to be left out.
-    """
-    if not isinstance(algorithm, Algorithm):
-        raise InvalidArgument(
-            f"algorithm is a {type(algorithm).__name__}, expected one of bagua.torch_api.algorithms, such as "
-            "bytegrad.ByteGradAlgorithm(); bagua.with_bagua takes names and algorithms of your own"
-        )
-    for name in ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore"):
-        if ignored := getattr(module, name, None):
-            raise InvalidArgument(
-                f"{name} names {sorted(ignored)[:4]}, but every parameter that requires a gradient is synchronised; "
-                "freeze them (requires_grad_(False)), or keep them out of the module that is wrapped"
-            )
-    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    return _Choice(algorithm, list(algorithm.optimizers(given)))
-
-
-def remember(module: torch.nn.Module, choice: _Choice) -> None:
-    """For the properties of a module that has been wrapped."""
-    _choices[module.bagua] = choice
-
-
-def _choice_of(module: torch.nn.Module) -> _Choice:
-    handle = getattr(module, "bagua", None)
-    if not isinstance(handle, BaguaHandle) or handle not in _choices:
-        raise AttributeError("no attribute of a module that with_bagua has not wrapped")
-    return _choices[handle]
 
 
 def _extend_torch() -> None:

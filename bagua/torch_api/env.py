@@ -6,9 +6,21 @@ then they say what the launcher told this process, and without a launcher that i
 
 from __future__ import annotations
 
-from bagua import config, world
+import socket
 
-__all__ = ["get_local_rank", "get_local_size", "get_node_rank", "get_rank", "get_world_size"]
+from bagua import config, world
+from bagua.bucket import DEFAULT_BUCKET_BYTES
+
+__all__ = [
+    "find_free_network_port",
+    "get_default_bucket_size",
+    "get_local_rank",
+    "get_local_size",
+    "get_master_addr",
+    "get_node_rank",
+    "get_rank",
+    "get_world_size",
+]
 
 
 def get_rank() -> int:
@@ -34,6 +46,23 @@ def get_local_size() -> int:
 def get_node_rank() -> int:
     """Position of this node among the nodes."""
     return world.get_node_rank() if world.is_initialized() else _launched().node_rank
+
+
+def get_master_addr() -> str:
+    """Where rank 0 is, by the launcher's word; 127.0.0.1 without a launcher."""
+    return _launched().master_addr
+
+
+def get_default_bucket_size() -> int:
+    """Bytes of a bucket, at most, where the program says nothing else."""
+    return DEFAULT_BUCKET_BYTES
+
+
+def find_free_network_port() -> int:
+    """A TCP port of this host that nothing listens on at the moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))  # any address, so that it is free on all of them; nothing listens
+        return probe.getsockname()[1]
 
 
 def _launched() -> config.LaunchEnvironment:

@@ -24,13 +24,14 @@ __all__ = [
     "BaguaCommunicator",
     "BaguaProcessGroup",
     "CommMember",
+    "comm",
     "communicating_group",
     "from_torch_group",
     "get_default_group",
     "init_process_group",
     "is_initialized",
-    "native_group",
     "new_group",
+    "to_bagua_process_group",
 ]
 
 # The original waits as long for the other ranks, and takes no argument for it.
@@ -41,10 +42,16 @@ _TORCH_BACKEND = "bagua" if torch.__version__ >= (2, 9) else "gloo"
 _num_parts: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 
 
-class CommMember:
-    """What stands in the place of a communicator: the default group's, and that of a group without this rank."""
+class comm:
+    """What stands in the place of the default group's communicator."""
 
     WORLD = object()
+
+
+class CommMember:
+    """The same, and what stands in the place of the communicator of a group without this rank."""
+
+    WORLD = comm.WORLD
     NON_COMM_MEMBER = object()
 
 
@@ -72,7 +79,10 @@ class BaguaProcessGroup:
 
     Attributes:
         group: the bagua.ProcessGroup, for bagua's own functions.
+        stream: None; there are no streams on the CPU.
     """
+
+    stream = None
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -81,6 +91,24 @@ class BaguaProcessGroup:
     def ranks(self) -> list[int]:
         """Global ranks of the members, ascending."""
         return self.group.ranks
+
+    @property
+    def group_name(self) -> str:
+        """Its name, the same on all ranks."""
+        return self.group.name
+
+    @property
+    def intra_ranks(self) -> list[int]:
+        """Global ranks of the members on this node, ascending; none on a rank that is no member."""
+        return [self.group.ranks[rank] for rank in self._members_of_this_node()]
+
+    @property
+    def inter_ranks(self) -> list[int]:
+        """Global ranks of one member of each node, that of the lowest rank."""
+        return [self.group.ranks[rank] for rank in self.group.nodes.leaders]
+
+    def _members_of_this_node(self) -> Sequence[int]:
+        return () if self.group.rank < 0 else self.group.nodes.node_of(self.group.rank)
 
     def get_global_communicator(self) -> BaguaCommunicator | object:
         """All members."""
@@ -96,7 +124,7 @@ class BaguaProcessGroup:
 
     @functools.cached_property
     def _intra_node(self) -> BaguaCommunicator | object:
-        return self._part("intra-node", [] if self.group.rank < 0 else self.group.nodes.node_of(self.group.rank))
+        return self._part("intra-node", self._members_of_this_node())
 
     @functools.cached_property
     def _inter_node(self) -> BaguaCommunicator | object:
@@ -197,18 +225,20 @@ def communicating_group(comm: object) -> ProcessGroup | None:
     )
 
 
-def native_group(process_group: BaguaProcessGroup | ProcessGroup | dist.ProcessGroup | None) -> ProcessGroup:
-    """The bagua.ProcessGroup that an argument ``process_group`` means; None means all ranks.
+def to_bagua_process_group(
+    process_group: BaguaProcessGroup | ProcessGroup | dist.ProcessGroup | None = None,
+) -> BaguaProcessGroup:
+    """The group that an argument ``process_group`` means; None means all ranks.
 
     Raises:
         InvalidArgument: it is no group, or none that this process is in.
     """
     if process_group is None:
-        return world.get_default_group()
+        return get_default_group()
     if isinstance(process_group, BaguaProcessGroup):
-        return process_group.group
-    if isinstance(process_group, ProcessGroup):
         return process_group
+    if isinstance(process_group, ProcessGroup):
+        return BaguaProcessGroup(process_group)
     if isinstance(process_group, dist.ProcessGroup):
-        return world.from_torch_group(process_group)
+        return from_torch_group(process_group)
     raise InvalidArgument(f"process_group is a {type(process_group).__name__}; pass a group made by new_group")

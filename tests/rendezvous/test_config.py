@@ -33,6 +33,12 @@ def test_torchruns_environment():
     assert launch_environment(environ={**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}).single_host
 
 
+def test_the_node_rank_of_other_launchers():
+    assert launch_environment(environ={**without("GROUP_RANK"), "NODE_RANK": "3"}).node_rank == 3
+    assert launch_environment(environ={**TORCHRUN, "NODE_RANK": "3"}).node_rank == 1
+    assert launch_environment(environ=without("GROUP_RANK")).node_rank == 0
+
+
 def test_arguments_win_over_the_environment():
     launch = launch_environment(rank=0, world_size=2, environ=TORCHRUN)
     assert (launch.rank, launch.world_size) == (0, 2)

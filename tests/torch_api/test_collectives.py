@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 import bagua
 import bagua.torch_api as api
+from bagua.torch_api.data_parallel import functional
+from bagua.torch_api.data_parallel.distributed import to_bagua_process_group
 from tests.torch_api.programs import original_process_group, process_group
 
 NUMEL = 5
@@ -166,14 +168,19 @@ def _groups(rank, world_size):
         assert (comm.rank(), comm.nranks()) == (rank, world_size)
         ranks = [2, 1]
         group = api.new_group(ranks)
-        assert group.ranks == [1, 2]
+        assert group.ranks == [1, 2] and group.stream is None and group.group_name != everybody.group_name
+        assert api.new_group(ranks, group.stream).ranks == [1, 2]
+        assert everybody.intra_ranks == [0, 1, 2] and everybody.inter_ranks == [0]
+        assert group.intra_ranks == ([1, 2] if rank in ranks else []) and group.inter_ranks == [1]
+        assert api.communication._rank_not_in_group(group) == (rank not in ranks)
+        assert not api.communication._rank_not_in_group() and not api.communication._rank_not_in_comm()
         x, object_of_1 = torch.tensor([10.0 ** (rank + 1)]), None
         comm = group.get_global_communicator()
         api.allreduce_inplace(x, comm=comm)  # a rank that is no member does nothing
         object_of_1 = api.broadcast_object(rank, 0, comm)  # the first rank of the group
         assert x.item() == (1100.0 if rank in ranks else 10.0)
         assert object_of_1 == (1 if rank in ranks else 0)
-        api.broadcast(x := torch.tensor([rank]), 1, api.communication.CommMember.WORLD)
+        api.broadcast(x := torch.tensor([rank]), 1, api.communication.comm.WORLD)
         assert x.item() == 1
         converted = dist.new_group([0, 2])
         if rank != 1:
@@ -181,6 +188,10 @@ def _groups(rank, world_size):
             assert (comm.rank(), comm.nranks()) == (dist.get_rank(converted), 2)
             api.allreduce_inplace(x := torch.tensor([rank]), comm=comm)
             assert x.item() == 2
+            same = to_bagua_process_group(converted)
+            assert same.ranks == [0, 2] and to_bagua_process_group(same) is same
+            assert torch.equal(functional.all_reduce(x, dist.ReduceOp.MAX, same), x)
+        assert to_bagua_process_group() is everybody
 
 
 def test_groups(pool3):
@@ -190,6 +201,10 @@ def test_groups(pool3):
 def _parts_of_a_group(rank, world_size):
     with process_group():
         group = api.communication._get_default_group()
+        assert group.intra_ranks == ([0, 1] if rank < 2 else [2, 3]) and group.inter_ranks == [0, 2]
+        assert api.env.get_node_rank() == rank // 2
+        some = api.new_group([1, 2, 3])
+        assert some.inter_ranks == [1, 2] and some.intra_ranks == [[], [1], [2, 3], [2, 3]][rank]
         inter, intra = group.get_inter_node_communicator(), group.get_intra_node_communicator()
         assert intra is group.get_intra_node_communicator()
         x = torch.tensor([10**rank])
@@ -206,6 +221,28 @@ def _parts_of_a_group(rank, world_size):
 
 def test_parts_of_a_group(pool_of_two_nodes):
     pool_of_two_nodes.run(_parts_of_a_group, env={"BAGUA_SOCKET_IFNAME": "lo"})
+
+
+def _differentiable(rank, world_size):
+    """loss of rank r is (r + 1) * sum over i of (sum over s of x[s][i])^2, so dx[r] = 2 sum x * sum of (s + 1)."""
+    with process_group():
+        xs = inputs(world_size)
+        x = xs[rank].clone().requires_grad_()
+        total = functional.all_reduce(x)
+        assert torch.equal(total, fold(xs, api.ReduceOp.SUM)) and torch.equal(x, xs[rank])
+        ((rank + 1) * total.square().sum()).backward()
+        weight = sum(r + 1 for r in range(world_size))
+        assert torch.equal(x.grad, 2 * weight * fold(xs, api.ReduceOp.SUM))
+        strided = functional.all_reduce(torch.ones(2, 3).T)
+        assert torch.equal(strided, torch.full((3, 2), float(world_size)))
+        assert torch.equal(functional.all_reduce(x.detach(), dist.ReduceOp.MAX), fold(xs, api.ReduceOp.MAX))
+        for op, message in ((dist.ReduceOp.MAX, "pass tensor.detach"), (dist.ReduceOp.MIN, "expected torch.distr")):
+            with pytest.raises(bagua.InvalidArgument, match=message):
+                functional.all_reduce(x, op)
+
+
+def test_all_reduce_has_gradients(pool):
+    pool.run(_differentiable)
 
 
 def _refused(rank, world_size):

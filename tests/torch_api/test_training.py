@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -105,6 +108,27 @@ def test_gradients_are_the_mean(pool2):
     pool2.run(_gradients)
 
 
+def _interval(rank, world_size, name):
+    """With lr 0 nothing but the exchange changes weights: in the steps 1, 1 + k, ..., as in the original."""
+    with process_group():
+        model, _ = make(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model.with_bagua([optimizer], Algorithm.init(name, hierarchical=False, communication_interval=3))
+        steps = []
+        for step in range(1, 9):
+            for parameter in model.parameters():
+                parameter.data.fill_(10 * step + rank)
+            weights = train([(model, optimizer)], rank, num_steps=1)
+            if not all(bool((w == 10 * step + rank).all()) for w in weights):
+                steps.append(step)
+        assert steps == [1, 4, 7]
+
+
+@pytest.mark.parametrize("name", ["decentralized"])
+def test_communication_interval(pool2, name):
+    pool2.run(_interval, args=(name,))
+
+
 def _asynchronous(rank, world_size):
     """With lr 0 nothing but the averaging changes weights: they become the mean of what they were."""
     with process_group():
@@ -203,6 +227,98 @@ def test_data_parallel(pool2):
     pool2.run(_data_parallel)
 
 
+def _told_of_a_model(rank, world_size):
+    """What bagua_ddp says, and what a property of it does."""
+    with process_group():
+        model, optimizer = make(1)
+        algorithm = bytegrad.ByteGradAlgorithm()
+        assert not hasattr(model, "bagua_ddp")
+        model.with_bagua([optimizer], algorithm)
+        ddp = model.bagua_ddp
+        assert ddp.module is model and ddp.bagua_algorithm is algorithm and ddp.bagua_optimizers == [optimizer]
+        assert ddp.process_group is api.communication._get_default_group() and ddp.parameters_to_ignore == []
+        assert ddp.bagua_buckets == model.bagua_buckets
+        assert ddp.bagua_module_name == model.bagua_module_name == f"Sequential_{id(model)}"
+        model.bagua_module_name = "mine"
+        assert ddp.bagua_module_name == "mine"
+
+        assert ddp.bagua_train_step_counter == 0
+        train([(model, optimizer)], rank, num_steps=2)
+        model.eval()(torch.ones(1, 16))
+        model.train()
+        assert ddp.bagua_train_step_counter == 2
+
+        ddp.require_backward_grad_sync = False
+        optimizer.zero_grad()
+        model(torch.full((1, 16), float(rank))).sum().backward()
+        ddp.require_backward_grad_sync = True
+        local = model[0].weight.grad.clone()
+        api.broadcast(first := local.clone())
+        assert torch.equal(first, local) == (rank == 0)
+
+        # Wrapped anew it begins again, and only one hook counts; a copy is a plain model.
+        group = api.new_group([0, 1])
+        model.with_bagua([optimizer], gradient_allreduce.GradientAllReduceAlgorithm(), group)
+        assert model.bagua_ddp is not ddp and model.bagua_ddp.process_group is group
+        assert model.bagua_module_name == "mine"
+        train([(model, optimizer)], rank, num_steps=1)
+        assert (ddp.bagua_train_step_counter, model.bagua_ddp.bagua_train_step_counter) == (3, 1)
+        assert not hasattr(copy.deepcopy(model), "bagua_ddp")
+        kept = weakref.ref(model)
+        del model
+        gc.collect()
+        assert kept() is None and ddp.module is None
+
+
+def test_bagua_ddp(pool2):
+    pool2.run(_told_of_a_model)
+
+
+def _told_of_a_wrapper(rank, world_size):
+    with process_group():
+        model, optimizer = make(1)
+        algorithm = async_model_average.AsyncModelAverageAlgorithm()
+        wrapped = DistributedDataParallel(model, optimizers=[optimizer], algorithm=algorithm)
+        assert wrapped.inner is wrapped.bagua_ddp is model.bagua_ddp and wrapped.inner.module is model
+        assert wrapped.parameters_to_ignore == [] and wrapped.require_backward_grad_sync
+        with wrapped.no_sync():
+            assert not wrapped.require_backward_grad_sync
+        train([(wrapped, optimizer)], rank, num_steps=2)
+        assert wrapped.inner.bagua_train_step_counter == 2
+        algorithm.abort(wrapped.inner)
+        algorithm.resume(model.bagua_ddp)
+        algorithm.abort(wrapped)
+
+
+def test_the_ddp_inside_distributed_data_parallel(pool2):
+    pool2.run(_told_of_a_wrapper)
+
+
+def _without_optimizers(rank, world_size):
+    """The original takes most of these; here the error says what to pass."""
+    kinds = {
+        "decentralized": decentralized.DecentralizedAlgorithm(),
+        "low_precision_decentralized": decentralized.LowPrecisionDecentralizedAlgorithm(hierarchical=False),
+        "async": async_model_average.AsyncModelAverageAlgorithm(),
+    }
+    with process_group():
+        for name, algorithm in kinds.items():
+            message = f"{name!r} exchanges weights.*pass all optimizers of the model, and freeze what none"
+            model, optimizer = make(1)
+            with pytest.raises(bagua.InvalidArgument, match=message):
+                model.with_bagua([], algorithm)
+            with pytest.raises(bagua.InvalidArgument, match=message):
+                DistributedDataParallel(model, algorithm=algorithm)
+            assert not hasattr(model, "bagua_ddp")
+            train([(model.with_bagua([optimizer], algorithm), optimizer)], rank, num_steps=1)
+            if name == "async":
+                algorithm.abort(model)
+
+
+def test_algorithms_that_exchange_weights_ask_for_optimizers(pool2):
+    pool2.run(_without_optimizers)
+
+
 def _ring(rank, world_size):
     """Once per process, where nodes have several ranks, and only for the hierarchy that there is not."""
     decentralized._warn_of_the_ring.cache_clear()
@@ -236,6 +352,9 @@ def _refused(rank, world_size):
             "names \\['bias'\\].*freeze": lambda: Ignoring(1, 1).with_bagua([], mean),
             "not among the optimizers": lambda: model.with_bagua([optimizer], q.QAdamAlgorithm(qadam_optimizer)),
             "device_ids=\\[0\\]": lambda: DistributedDataParallel(model, [0]),
+            "gradient_as_bucket_view=False.*leave it out": lambda: DistributedDataParallel(
+                model, gradient_as_bucket_view=False
+            ),
             "check_reduction": lambda: DistributedDataParallel(model, check_reduction=True),
             "has not been wrapped": lambda: async_model_average.AsyncModelAverageAlgorithm().abort(model),
         }

@@ -35,6 +35,11 @@ class QAdamOptimizer(QAdam):
     ) -> None:
         super().__init__(params, lr, warmup_steps, betas, eps, weight_decay)
 
+    @property
+    def warmup_steps(self) -> int:
+        """Steps before the momentum travels in 8 bits. Read only: it is an entry of each of ``param_groups``."""
+        return self.param_groups[0]["warmup_steps"]
+
 
 @dataclasses.dataclass(eq=False)
 class QAdamAlgorithm(Algorithm, name="qadam"):
@@ -50,6 +55,11 @@ class QAdamAlgorithm(Algorithm, name="qadam"):
 
     q_adam_optimizer: QAdam
     hierarchical: bool = True
+
+    @property
+    def optimizer(self) -> QAdam:
+        """The same as ``q_adam_optimizer``."""
+        return self.q_adam_optimizer
 
     def create(self) -> algorithms.Algorithm:
         if not isinstance(self.q_adam_optimizer, QAdam):

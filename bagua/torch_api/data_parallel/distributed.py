@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from bagua import data_parallel
+from bagua.errors import InvalidArgument
 from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
-from bagua.torch_api.distributed import choose, remember
-from bagua.torch_api.process_group import BaguaProcessGroup, native_group
+from bagua.torch_api.data_parallel.bagua_distributed import BaguaDistributedDataParallel
+from bagua.torch_api.process_group import BaguaProcessGroup, to_bagua_process_group
 
-__all__ = ["DistributedDataParallel", "DistributedDataParallel_V1_9_0"]
+__all__ = ["DistributedDataParallel", "DistributedDataParallel_V1_9_0", "to_bagua_process_group"]
 
 _DEFAULT_ALGORITHM = GradientAllReduceAlgorithm()
 
@@ -32,7 +33,7 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
         process_group: a group of new_group or of torch.distributed; all ranks by default.
         bucket_cap_mb: cap of a bucket in MiB.
         find_unused_parameters: a backward may leave parameters out.
-        gradient_as_bucket_view: either value; gradients are views in any case.
+        gradient_as_bucket_view: True; gradients always lie in the buckets.
         optimizers: those that step its parameters.
         algorithm: an instance of a class of bagua.torch_api.algorithms.
         device_ids, output_device, dim, check_reduction: their defaults.
@@ -56,8 +57,13 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
         optimizers: Sequence[torch.optim.Optimizer] = (),
         algorithm: Algorithm = _DEFAULT_ALGORITHM,
     ) -> None:
-        group = native_group(process_group)
-        choice = choose(module, optimizers, algorithm)
+        if not gradient_as_bucket_view:
+            raise InvalidArgument(
+                "gradient_as_bucket_view=False cannot be honoured: gradients are always views of the buckets; leave it "
+                "out"
+            )
+        ddp = BaguaDistributedDataParallel(module, optimizers, algorithm, to_bagua_process_group(process_group))
+        group = ddp.process_group.group
         super().__init__(
             module,
             device_ids,
@@ -68,11 +74,25 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
             check_reduction=check_reduction,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            algorithm=choice.algorithm.reify(group),
-            optimizers=choice.optimizers,
+            algorithm=algorithm.reify(group),
+            optimizers=ddp.bagua_optimizers,
         )
-        remember(self, choice)
+        ddp.begin()
+
+    @property
+    def inner(self) -> BaguaDistributedDataParallel:
+        """The same as ``bagua_ddp``."""
+        return self.bagua_ddp
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backwards synchronise: False inside no_sync."""
+        return self.bagua_ddp.require_backward_grad_sync
+
+    @property
+    def parameters_to_ignore(self) -> list[str]:
+        """Empty, because what would be in it is refused."""
+        return self.bagua_ddp.parameters_to_ignore
 
 
 DistributedDataParallel_V1_9_0 = DistributedDataParallel

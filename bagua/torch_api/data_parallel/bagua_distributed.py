@@ -1,0 +1,134 @@
+"""What a wrapped model was wrapped with, as the original project's ``model.bagua_ddp`` tells it.
+
+Beside the data path: ``model.bagua`` is what trains. Invariants: one per wrap, found by the model's handle, so that a
+copy of the model has none; it holds the model weakly, since the table of them must not keep models alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bagua.bucket import Bucket
+from bagua.errors import InvalidArgument
+from bagua.handle import BaguaHandle
+from bagua.torch_api.algorithms import Algorithm
+from bagua.torch_api.process_group import BaguaProcessGroup
+
+__all__ = ["BaguaDistributedDataParallel", "wrapped"]
+
+_of_handle: weakref.WeakKeyDictionary[BaguaHandle, BaguaDistributedDataParallel] = weakref.WeakKeyDictionary()
+
+
+class BaguaDistributedDataParallel:
+    """Made by with_bagua and DistributedDataParallel, not by hand.
+
+    Attributes:
+        bagua_algorithm: the instance that was passed.
+        bagua_optimizers: those that step the model's parameters.
+        process_group: the ranks that train together.
+        parameters_to_ignore: empty, because what would be in it is refused.
+
+    Raises:
+        InvalidArgument: the algorithm is none of the original's classes, or parameters are to be left out.
+
+    Example:
+        >>> model.bagua_ddp.bagua_train_step_counter                              # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm,
+        process_group: BaguaProcessGroup,
+    ) -> None:
+        _check(module, algorithm)
+        given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        self.bagua_algorithm = algorithm
+        self.bagua_optimizers = list(algorithm.optimizers(given))
+        self.process_group = process_group
+        self.parameters_to_ignore: list[str] = []
+        self._module = weakref.ref(module)
+        self._forwards = _TrainingForwards()
+        self._hook: Any = None
+        self._earlier = wrapped(module)
+
+    def begin(self) -> None:
+        """The module has been wrapped; from now on it has this ``bagua_ddp``."""
+        module = self.module
+        if self._earlier is not None:
+            self._earlier._hook.remove()
+            self._earlier = None
+        self._hook = module.register_forward_pre_hook(self._forwards)
+        if "_bagua_module_name" not in vars(module):
+            module.bagua_module_name = f"{type(module).__name__}_{id(module)}"
+        _of_handle[module.bagua] = self
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model itself; None when it is no more."""
+        return self._module()
+
+    @property
+    def bagua(self) -> BaguaHandle:
+        """The model's handle, for what the original does not have."""
+        return self.module.bagua
+
+    @property
+    def bagua_module_name(self) -> str:
+        """The model's."""
+        return self.module.bagua_module_name
+
+    @property
+    def bagua_buckets(self) -> list[Bucket]:
+        """The buckets, in the order in which they travel."""
+        return list(self.bagua.buckets)
+
+    @property
+    def bagua_train_step_counter(self) -> int:
+        """Number of forwards in training mode since the model was wrapped."""
+        return self._forwards.num
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backwards synchronise; False has the effect of no_sync until it is True again."""
+        return self.bagua.step.synchronises
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.bagua.step.synchronises = bool(value)
+
+
+class _TrainingForwards:
+    """A module hook that counts; a copy of the module counts for itself."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def __call__(self, module: torch.nn.Module, args: tuple) -> None:
+        if module.training:
+            self.num += 1
+
+
+def wrapped(module: torch.nn.Module) -> BaguaDistributedDataParallel | None:
+    """The ``bagua_ddp`` of a module; None where with_bagua of this package has not wrapped it as it is now."""
+    handle = getattr(module, "bagua", None)
+    return _of_handle.get(handle) if isinstance(handle, BaguaHandle) else None
+
+
+def _check(module: torch.nn.Module, algorithm: Algorithm) -> None:
+    if not isinstance(algorithm, Algorithm):
+        raise InvalidArgument(
+            f"algorithm is a {type(algorithm).__name__}, expected one of bagua.torch_api.algorithms, such as "
+            "bytegrad.ByteGradAlgorithm(); bagua.with_bagua takes names and algorithms of your own"
+        )
+    for name in ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore"):
+        if ignored := getattr(module, name, None):
+            raise InvalidArgument(
+                f"{name} names {sorted(ignored)[:4]}, but every parameter that requires a gradient is synchronised; "
+                "freeze them (requires_grad_(False)), or keep them out of the module that is wrapped"
+            )
