@@ -124,7 +124,7 @@ def _interval(rank, world_size, name):
         assert steps == [1, 4, 7]
 
 
-@pytest.mark.parametrize("name", ["decentralized"])
+@pytest.mark.parametrize("name", ["decentralized", "low_precision_decentralized"])
 def test_communication_interval(pool2, name):
     pool2.run(_interval, args=(name,))
 
