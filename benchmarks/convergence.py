@@ -39,16 +39,19 @@ _VARIANTS: Mapping[str, Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]] =
         (_ONEBIT, {}),
         (_ONEBIT, {"warmup": 0.2, "length": 2}),
         ({"codec": "topk", "error_feedback": True}, {}),
+        ({"codec": "topk:k=256", "error_feedback": True}, {}),
     ],
     "qsgd": [
         ({"bits": 4}, {}),
         ({"bits": 4, "error_feedback": True}, {}),
         ({"bits": 2}, {}),
+        ({"bits": 2}, {"warmup": 0.2}),
     ],
     "qadam": [
         ({}, {"warmup": 0.2}),
         ({"eps": 1e-4}, {"warmup": 0.2}),
         ({"codec": "onebit"}, {"warmup": 0.2}),
+        ({"codec": "onebit"}, {"warmup": 0.5}),
         ({"codec": "onebit", "eps": 1e-4}, {"warmup": 0.2}),
     ],
     "decentralized": [
