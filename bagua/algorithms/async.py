@@ -211,9 +211,9 @@ class Async(Algorithm):
         """Takes part in rounds until all ranks know that this one will not do so any more."""
         if self.training.group.size == 1 or self.synchronises_gradients():
             self._is_stopped = True
+        self._farewell = farewell  # from the next round on: that of one under way has been sent
         while not self._is_stopped:
             if self._round is None:
-                self._farewell = farewell
                 self._begin_round()
             self._correct(self._buckets)
 
