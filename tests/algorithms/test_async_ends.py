@@ -80,7 +80,7 @@ def test_an_interval_too_long_for_the_timeout(pool2):
 
 def _early_end(rank, world_size):
     """Rank 2 ends while the others have two rounds to go."""
-    with process_group(timeout_s=3.0):
+    with process_group(timeout_s=4.0):
         warnings = Warnings()
         model = Quadratic()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -108,7 +108,7 @@ _PROGRAM = """
     import torch
     import bagua
     store, rank, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    bagua.init_process_group(store=torch.distributed.FileStore(store, 3), rank=rank, world_size=3, timeout=30)
+    bagua.init_process_group(store=torch.distributed.FileStore(store, 2), rank=rank, world_size=2, timeout=30)
     if how == "own hook":
         sys.excepthook = lambda *of: print("own hook", file=sys.stderr)
 
@@ -135,37 +135,36 @@ _PROGRAM = """
 
 @pytest.mark.parametrize("how", ["default hook", "own hook"])
 def test_a_crash_is_no_end(how, tmp_path):
-    """Three programs; the others hear of the exception that nobody catches, long before any deadline."""
+    """Two programs; one hears of the other's exception that nobody catches, long before any deadline."""
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", textwrap.dedent(_PROGRAM), str(tmp_path / "store")]
     programs = [
         subprocess.Popen(
             [*command, str(rank), how], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        for rank in range(3)
+        for rank in range(2)
     ]
     try:
         outputs = [program.communicate(timeout=100) for program in programs]
     finally:
         for program in programs:
             program.kill()
-    assert [program.returncode for program in programs] == [0, 1, 0], outputs
+    assert [program.returncode for program in programs] == [0, 1], outputs
     assert ("own hook" if how == "own hook" else "a mistake of the user's") in outputs[1][1]
     crashed_at = float(outputs[1][0])
-    for rank in (0, 2):
-        heard_at, culprit, message = outputs[rank][0].split(maxsplit=2)
-        assert culprit == "1" and "rank 1 ended by an uncaught KeyError" in message, outputs
-        assert float(heard_at) - crashed_at < 5
+    heard_at, culprit, message = outputs[0][0].split(maxsplit=2)
+    assert culprit == "1" and "rank 1 ended by an uncaught KeyError" in message, outputs
+    assert float(heard_at) - crashed_at < 5
 
 
 def _an_optimizer_that_does_not_step(rank, world_size):
-    with process_group(timeout_s=1.0):
+    with process_group(timeout_s=2.0):
         warnings = Warnings()
         model = torch.nn.ModuleList([Quadratic(), Quadratic()])
         model.forward = lambda c: model[0](c) + model[1](c)
         optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
         bagua.with_bagua(model, optimizers, algorithm="async", sync_interval=0.0)
-        for _ in range(40):
+        for _ in range(60):
             model(torch.ones(model[0].numel)).backward()
             optimizers[0].step()
             time.sleep(0.03)
@@ -176,7 +175,7 @@ def _an_optimizer_that_does_not_step(rank, world_size):
 def test_an_optimizer_that_does_not_step_is_named(pool2):
     for rank, messages in enumerate(pool2.run(_an_optimizer_that_does_not_step)):
         assert len(messages) == 1, messages
-        assert f"rank {rank} has waited 0.5" in messages[0] and "for a step of optimizers[1];" in messages[0]
+        assert f"rank {rank} has waited 1." in messages[0] and "for a step of optimizers[1];" in messages[0]
 
 
 def _remove(rank, world_size):
