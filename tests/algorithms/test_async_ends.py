@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,21 +21,22 @@ from tests.algorithms.quadratic import Quadratic, step_once
 from tests.conformance.training import process_group
 
 
-class Warnings(logging.Handler):
-    """Those of the log "bagua" from now on."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-        logging.getLogger("bagua").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Those of the log "bagua" in the block."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("bagua")
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
 
 
 def _pause_and_resume(rank, world_size):
-    with process_group():
-        warnings = Warnings()
+    with process_group(), _warnings() as messages:
         model = Quadratic()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.0)
@@ -56,7 +59,7 @@ def _pause_and_resume(rank, world_size):
             step_once(model, optimizer, rank, step)
         model.bagua.pause()
         assert count() > before
-        assert warnings.messages == []
+        assert messages == []
         model.bagua.resume()
         model.bagua.remove()
 
@@ -80,8 +83,7 @@ def test_an_interval_too_long_for_the_timeout(pool2):
 
 def _early_end(rank, world_size):
     """Rank 2 ends while the others have two rounds to go."""
-    with process_group(timeout_s=4.0):
-        warnings = Warnings()
+    with process_group(timeout_s=4.0), _warnings() as messages:
         model = Quadratic()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=1.2)
@@ -91,7 +93,7 @@ def _early_end(rank, world_size):
             time.sleep(0.02)
         model.bagua.remove()
         bagua.barrier()
-        return warnings.messages
+        return messages
 
 
 def test_a_rank_that_ends_early_is_named_and_hurts_nobody(pool4):
@@ -158,8 +160,7 @@ def test_a_crash_is_no_end(how, tmp_path):
 
 
 def _an_optimizer_that_does_not_step(rank, world_size):
-    with process_group(timeout_s=2.0):
-        warnings = Warnings()
+    with process_group(timeout_s=2.0), _warnings() as messages:
         model = torch.nn.ModuleList([Quadratic(), Quadratic()])
         model.forward = lambda c: model[0](c) + model[1](c)
         optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
@@ -169,7 +170,7 @@ def _an_optimizer_that_does_not_step(rank, world_size):
             optimizers[0].step()
             time.sleep(0.03)
         model.bagua.pause()
-        return warnings.messages
+        return messages
 
 
 def test_an_optimizer_that_does_not_step_is_named(pool2):
