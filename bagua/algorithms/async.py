@@ -1,12 +1,13 @@
 """async: every rank steps at its own pace, and now and then the weights are averaged in the background.
 
 Data path: policy. A round: a snapshot x~ of the weights goes into an all_reduce, on connections of its own, and
-training goes on; at the first optimizer step after its end x <- x + (S/n - x~), S the sum of the snapshots, so that
-the steps taken meanwhile stay. A rank takes part in a round when it comes to a step, so a slow rank makes rounds
-longer, but nobody waits. Source: section 3.3 of arXiv 2107.01499.
+training goes on; at the first step of each optimizer after its end x <- x + (S/n - x~) for that optimizer's weights, S
+the sum of the snapshots, so that the steps taken meanwhile stay. A rank takes part in a round when it comes to a step,
+so a slow rank makes rounds longer, but nobody waits. Source: section 3.3 of arXiv 2107.01499.
 
-Weights change at optimizer steps only, on the thread that trains, so there is no lock and a backward sees the weights
-of its forward. Every round tells how many ranks want to stop; after one in which any does nobody begins another.
+Weights change at steps of their own optimizer only, on the thread that trains, so there is no lock, and a backward
+sees the weights of its forward wherever it does so without bagua. A round begins when all corrections of the last one
+are made. It tells which ranks want to stop; after one in which any does nobody begins another.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
+import math
+import sys
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -25,19 +29,25 @@ import torch
 from bagua.algorithms.base import About, Algorithm, Declaration, Training
 from bagua.algorithms.registry import register
 from bagua.bucket import Bucket
-from bagua.errors import BaguaError, InvalidArgument
+from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.group import ProcessGroup, ReduceOp, Work
+
+logger = logging.getLogger("bagua")
+
+# What a rank tells the others in a round: whether it takes part in the next one, and if not, whether it ever will.
+_STAYS, _PAUSES, _LEAVES = range(3)
 
 _numbers: weakref.WeakKeyDictionary[ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass
 class _Round:
-    """From the snapshot to the correction of the weights."""
+    """From the snapshot to the last correction of the weights."""
 
-    works: list[tuple[Bucket, Work]]
-    num_stopping: torch.Tensor  # of ranks; once `end` is completed
+    works: dict[int, Work]  # by bucket, of those that are not corrected yet
+    farewells: torch.Tensor  # by rank; once `end` is completed
     end: Work
+    seen_s: float | None = math.inf  # when this rank first noticed its end; None again once it has warned
 
 
 @register
@@ -46,11 +56,21 @@ class Async(Algorithm):
     """x <- x + (mean over ranks of x~ - x~), where x~ is what x was when the round began.
 
     Call ``model.bagua.pause()`` on all ranks before weights are saved, compared or loaded, and ``resume()`` after it:
-    a round under way is in no checkpoint. A rank may end its training before the others; then the others train on
-    without averaging. Each rank skips the steps that its own GradScaler skips.
+    a round under way is in no checkpoint. Each rank skips the steps that its own GradScaler skips.
+
+    A rank may end its training before the others, with ``model.bagua.remove()`` or ``bagua.destroy_process_group()``:
+    it waits for their next round, and they train on without averaging, with a warning in the log "bagua" that names it.
+    After an exception that ends the program they get an error instead, unless one of the two is called on its way, in
+    a ``finally``. One of them is required while the model exists: a model that is merely dropped leaves two threads
+    and its connections open until the group closes, and rounds of other ranks wait for it until they fail.
+
+    Every optimizer has to step now and then, and every rank to come to a step well within the group's timeout: each
+    optimizer's weights are corrected at its own step, and the next round begins after the last of them. A warning
+    names an optimizer that rounds wait for.
 
     Args:
-        sync_interval: seconds from the beginning of a round to that of the next one, at least; 0 for back to back.
+        sync_interval: seconds from the beginning of a round to that of the next one, at least; 0 for back to back. At
+            most half of the group's timeout, which is the deadline of a rank that waits for the others' next round.
         warmup_steps: so many optimizer steps average gradients instead, as gradient_allreduce does.
 
     Example:
@@ -80,19 +100,26 @@ class Async(Algorithm):
             raise InvalidArgument(f"warmup_steps is {self.warmup_steps}, expected 0 or more")
 
     def attach(self, training: Training) -> None:
+        group = training.group
+        timeout_s = group.timeout.total_seconds()
+        if self.sync_interval > timeout_s / 2:
+            raise InvalidArgument(
+                f"sync_interval is {self.sync_interval:g} s, expected at most half of the group's timeout, which is "
+                f"{timeout_s:g} s: a rank that ends waits for the others' next round; make the interval shorter, or "
+                "the timeout of init_process_group or new_group longer"
+            )
         super().attach(training)
         self._num_steps = [0] * len(training.optimizers)
         self._round: _Round | None = None
         self._snapshots: dict[int, torch.Tensor] = {}  # by bucket
         self._buckets: Sequence[Bucket] = ()
         self._next_round_s = time.monotonic()
-        self._is_stopping = False  # this rank wants no more rounds
-        self._is_stopped = False  # some rank did, in the last round
+        self._farewell = _STAYS
+        self._is_stopped = False  # some rank did not stay, in the last round
         self._is_paused = False
-        group = training.group
         number = next(_numbers.setdefault(group, itertools.count()))
         self._group = group.subgroup(f"async-{number}", range(group.size), group.timeout)
-        self._group.before_close = functools.partial(_leave, weakref.ref(self))
+        self._group.before_close = functools.partial(_leave, weakref.ref(self), weakref.ref(self._group))
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = tuple(buckets)
@@ -112,7 +139,8 @@ class Async(Algorithm):
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
     ) -> None:
         if self._round is not None and self._round.end.is_completed():
-            self._finish_round()
+            self._correct(buckets)
+            self._warn_if_stalled()
 
     def after_optimizer_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
@@ -126,45 +154,80 @@ class Async(Algorithm):
 
     def _begin_round(self) -> None:
         self._next_round_s = time.monotonic() + self.sync_interval
-        works = []
+        works = {}
         for bucket in self._buckets:
             bucket.load()
             self._snapshots[bucket.index].copy_(bucket.flat)
-            work = self._group.all_reduce(bucket.flat, ReduceOp.AVG, label=bucket.label)
-            self.training.record(work, self._group)
-            works.append((bucket, work))
-        num_stopping = torch.tensor([int(self._is_stopping)])
-        self._round = _Round(works, num_stopping, self._group.all_reduce(num_stopping, label="ranks that stop"))
+            works[bucket.index] = self._group.all_reduce(bucket.flat, ReduceOp.AVG, label=bucket.label)
+            self.training.record(works[bucket.index], self._group)
+        farewells = torch.zeros(self._group.size, dtype=torch.int64)
+        farewells[self._group.rank] = self._farewell
+        self._round = _Round(works, farewells, self._group.all_reduce(farewells, label="ranks that stop"))
 
-    def _finish_round(self) -> None:
-        ended, self._round = self._round, None
-        ended.end.wait()
-        for bucket, work in ended.works:
-            work.wait()
-            bucket.flat.sub_(self._snapshots[bucket.index])
-            bucket.add_to_weights()
-        self._is_stopped = bool(ended.num_stopping)
+    def _correct(self, buckets: Sequence[Bucket]) -> None:
+        """Adds to their weights what the round found, once; with the last of all buckets the round is over."""
+        current = self._round
+        current.end.wait()
+        for bucket in buckets:
+            if bucket.index in current.works:
+                current.works[bucket.index].wait()
+                bucket.flat.sub_(self._snapshots[bucket.index])
+                bucket.add_to_weights()
+                del current.works[bucket.index]
+        if not current.works:
+            self._round = None
+            self._take_leave(current.farewells.tolist())
 
-    def _stop(self) -> None:
+    def _take_leave(self, farewells: Sequence[int]) -> None:
+        self._is_stopped = any(farewells)
+        left = [str(rank) for rank, farewell in enumerate(farewells) if farewell == _LEAVES]
+        if left and self._farewell == _STAYS:
+            logger.warning(
+                "async: rank %s of the group '%s' ended the training of this model, so weights are no longer averaged; "
+                "rank %d trains on by itself; if that end came too early, see the log of the one that ended",
+                ", ".join(left),
+                self.training.group.name,
+                self._group.rank,
+            )
+
+    def _warn_if_stalled(self) -> None:
+        """Of optimizers that do not step: no error tells of it where all ranks wait for the same one."""
+        current = self._round
+        if current is None or current.seen_s is None:
+            return
+        current.seen_s = min(current.seen_s, time.monotonic())
+        if time.monotonic() - current.seen_s > self._group.timeout.total_seconds() / 2:
+            idle = {bucket.optimizer_index for bucket in self._buckets if bucket.index in current.works}
+            logger.warning(
+                "async: weights are not averaged, because rank %d has waited %.3g s for a step of optimizers%s; let "
+                "every optimizer step now and then, or freeze its parameters before with_bagua",
+                self._group.rank,
+                time.monotonic() - current.seen_s,
+                sorted(idle),
+            )
+            current.seen_s = None
+
+    def _stop(self, farewell: int) -> None:
         """Takes part in rounds until all ranks know that this one will not do so any more."""
         if self.training.group.size == 1 or self.synchronises_gradients():
             self._is_stopped = True
+        self._farewell = farewell  # from the next round on: that of one under way has been sent
         while not self._is_stopped:
             if self._round is None:
-                self._is_stopping = True
                 self._begin_round()
-            self._finish_round()
+            self._correct(self._buckets)
 
     def pause(self) -> None:
         if not self._is_paused:
-            self._stop()
+            self._stop(_PAUSES)
             self._group.barrier().wait()
             self._is_paused = True
 
     def resume(self) -> None:
         if self._is_paused:
             self._group.barrier().wait()
-            self._is_paused = self._is_stopping = self._is_stopped = False
+            self._is_paused = self._is_stopped = False
+            self._farewell = _STAYS
 
     def detach(self) -> None:
         self._group.close()
@@ -175,12 +238,33 @@ class Async(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._round is not None:
             raise InvalidArgument("a round of averaging is under way; call model.bagua.pause() before loading")
-        self._num_steps = list(state["num_steps"])
+        num_steps = list(state["num_steps"])
+        if len(num_steps) != len(self._num_steps):
+            raise InvalidArgument(
+                f"the state is of a training with {len(num_steps)} optimizers, the model was wrapped with "
+                f"{len(self._num_steps)}; pass as many to with_bagua as when it was saved"
+            )
+        self._num_steps = num_steps
 
 
-def _leave(algorithm_ref: weakref.ref[Async]) -> None:
+def _leave(algorithm_ref: weakref.ref[Async], group_ref: weakref.ref[ProcessGroup]) -> None:
     """The group of the rounds is about to close."""
-    algorithm = algorithm_ref()
-    if algorithm is not None:
+    algorithm, group, crash = algorithm_ref(), group_ref(), _uncaught()
+    if crash is not None and group is not None:
+        group.poison(
+            Aborted(
+                f"rank {group.rank} ended by an uncaught {type(crash).__name__} while it trained with algorithm "
+                "'async'; see its log",
+                rank=group.rank,
+            )
+        )
+    elif algorithm is not None:
         with contextlib.suppress(BaguaError):  # of a group that has failed, which others report
-            algorithm._stop()
+            algorithm._stop(_LEAVES)
+
+
+def _uncaught() -> BaseException | None:
+    """The exception that ends the program: the interpreter keeps it before it calls any hook or exit function."""
+    if hasattr(sys, "ps1"):  # an interactive session, which went on after it
+        return None
+    return getattr(sys, "last_exc", getattr(sys, "last_value", None))  # last_exc: since Python 3.12
