@@ -104,6 +104,7 @@ class BaguaHandle:
 
         def prepare() -> tuple[None, dict[str, Any]]:
             _check_state(state, self)
+            self.algorithm.check_idle()
             return None, {key: state[key] for key in ("num_steps", "layout", "ready_order")}
 
         agree(self.group, prepare, remedy)

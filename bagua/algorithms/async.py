@@ -28,6 +28,7 @@ import torch
 
 from bagua.algorithms.base import About, Algorithm, Declaration, Training
 from bagua.algorithms.registry import register
+from bagua.algorithms.weights import loaded_steps
 from bagua.bucket import Bucket
 from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.group import ProcessGroup, ReduceOp, Work
@@ -235,16 +236,12 @@ class Async(Algorithm):
     def state_dict(self) -> dict[str, Any]:
         return {"num_steps": list(self._num_steps)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check_idle(self) -> None:
         if self._round is not None:
             raise InvalidArgument("a round of averaging is under way; call model.bagua.pause() before loading")
-        num_steps = list(state["num_steps"])
-        if len(num_steps) != len(self._num_steps):
-            raise InvalidArgument(
-                f"the state is of a training with {len(num_steps)} optimizers, the model was wrapped with "
-                f"{len(self._num_steps)}; pass as many to with_bagua as when it was saved"
-            )
-        self._num_steps = num_steps
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._num_steps = loaded_steps(state, self.training)
 
 
 def _leave(algorithm_ref: weakref.ref[Async], group_ref: weakref.ref[ProcessGroup]) -> None:

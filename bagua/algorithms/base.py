@@ -211,6 +211,9 @@ class Algorithm:
         """Everything that it remembers from step to step; {} if nothing."""
         return {}
 
+    def check_idle(self) -> None:
+        """Raises InvalidArgument while a state cannot be loaded, because something is under way."""
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what ``state_dict`` returned, on all ranks. ``lay_out`` follows."""
         if state:

@@ -42,9 +42,14 @@ class ExchangedWeights(Algorithm):
         return {"num_steps": list(self.num_steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if len(state["num_steps"]) != len(self.num_steps):
-            raise InvalidArgument(
-                f"the checkpoint was written with {len(state['num_steps'])} optimizers, the model has "
-                f"{len(self.num_steps)}; pass the same ones to with_bagua"
-            )
-        self.num_steps = list(state["num_steps"])
+        self.num_steps = loaded_steps(state, self.training)
+
+
+def loaded_steps(state: dict[str, Any], training: Training) -> list[int]:
+    """``num_steps`` of a checkpoint. Raises InvalidArgument unless it is of as many optimizers."""
+    if len(state["num_steps"]) != len(training.optimizers):
+        raise InvalidArgument(
+            f"the checkpoint was written with {len(state['num_steps'])} optimizers, the model has "
+            f"{len(training.optimizers)}; pass the same ones to with_bagua"
+        )
+    return list(state["num_steps"])
