@@ -119,7 +119,7 @@ class QAdam(CompressedGradients):
         self._coded: list[Member] = []  # those that a codec is for, in the present layout
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        members = [member for bucket in buckets for member in bucket.members]
+        members = sorted((m for bucket in buckets for m in bucket.members), key=lambda member: member.index)
         unknown = [member.name for member in members if id(member.parameter) not in self._place_of]
         if unknown:
             raise InvalidArgument(
