@@ -44,7 +44,7 @@ class QAdam(torch.optim.Optimizer):
         >>> weight = torch.nn.Parameter(torch.ones(3))
         >>> optimizer = QAdam([weight], lr=0.1, warmup_steps=10)
         >>> weight.sum().backward(); optimizer.step()
-        >>> weight.detach().tolist() == torch.full((3,), 0.9).tolist()
+        >>> torch.allclose(weight, torch.full((3,), 0.9))
         True
     """
 

@@ -157,6 +157,7 @@ class QAdam(CompressedGradients):
         names = []
         for member in members:
             optimizer, options = self._group_of(member)
+            # None: declare is asked before lay_out, which will refuse the parameter.
             if optimizer is not None and not optimizer.is_warm(member.parameter, options):
                 names.append(member.name)
         return names
@@ -242,9 +243,9 @@ class QAdam(CompressedGradients):
             return
         names, counts = zip(*found, strict=True)
         warnings.warn(
-            f"algorithm 'qadam': {sum(counts)} weights of {_told(names)} had no gradient in the warm-up, so their v is "
-            "0 and they keep their values from now on. If they are to be trained, make warmup_steps so large that the "
-            "warm-up meets them, as each row of an embedding",
+            f"algorithm 'qadam': {sum(counts)} weights of {_told(names)} had no gradient but 0 in the warm-up, so their "
+            "v is 0 and they keep their values from now on. If they are to be trained, make warmup_steps so large that "
+            "the warm-up meets them, as each row of an embedding",
             RuntimeWarning,
             stacklevel=2,
         )
