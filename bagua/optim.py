@@ -5,6 +5,7 @@ Beside the data path: an ordinary torch optimizer, which algorithm ``qadam`` nee
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,12 +26,13 @@ class QAdam(torch.optim.Optimizer):
 
     Without algorithm ``qadam`` g is the gradient as it comes. A parameter's steps count, so one that is used for the
     first time late has its own warm-up. An element whose v is 0 when the warm-up ends, as behind an input that is
-    always 0, keeps its value from there on: there is no scale to divide by, and a codec's rounding of its 0 momentum,
-    divided by eps, would be all that moves it.
+    always 0 or in a row of an embedding that no batch has met, keeps its value for ever, whatever gradients it gets
+    later: there is no scale to divide by, and a codec's rounding of its 0 momentum, divided by eps, would be all that
+    moves it. The warm-up must meet what is to be trained; algorithm ``qadam`` warns of what it has not met.
 
     Args:
-        params: as for any optimizer.
-        lr: learning rate, 1e-3 by default.
+        params: as for any optimizer; a parameter group may bring options of its own.
+        lr: learning rate, a number, 1e-3 by default.
         warmup_steps: at least 1; 100 by default. A tenth to a fifth of the training is usual: v must have settled.
         betas, eps, weight_decay: those of Adam, with the same defaults. The decay is added to the gradient (L2).
 
@@ -42,7 +44,7 @@ class QAdam(torch.optim.Optimizer):
         >>> weight = torch.nn.Parameter(torch.ones(3))
         >>> optimizer = QAdam([weight], lr=0.1, warmup_steps=10)
         >>> weight.sum().backward(); optimizer.step()
-        >>> weight.detach().tolist() == torch.full((3,), 0.9).tolist()
+        >>> torch.allclose(weight, torch.full((3,), 0.9))
         True
     """
 
@@ -56,21 +58,65 @@ class QAdam(torch.optim.Optimizer):
         weight_decay: float | None = None,
     ) -> None:
         options = {"warmup_steps": warmup_steps, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self.given = {name: value for name, value in options.items() if value is not None}
-        if not lr >= 0:
-            raise InvalidArgument(f"lr is {lr!r}, expected 0 or more")
-        check_options(self.given)
-        super().__init__(params, {"lr": lr, **_DEFAULTS, **self.given})
+        given = {name: value for name, value in options.items() if value is not None}
+        check_options({"lr": lr, **given})
+        # "given", here and in each group, says which options the user chose; copies, pickles and checkpoints keep it.
+        super().__init__(params, {"lr": lr, **_DEFAULTS, **given, "given": given})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As for any optimizer.
+
+        Raises:
+            InvalidArgument: an option of the group is out of range.
+        """
+        if isinstance(param_group, dict):  # torch refuses others
+            check_options({name: param_group[name] for name in ("lr", *_DEFAULTS) if name in param_group})
+            own = {name: param_group[name] for name in _DEFAULTS if name in param_group}
+            param_group["given"] = {**self.defaults["given"], **own}
+        super().add_param_group(param_group)
+
+    def check_given(self, options: dict[str, Any], whose: str, name: str) -> None:
+        """Raises InvalidArgument if the constructor or a parameter group was given one of ``options`` otherwise.
+
+        Args:
+            whose, name: of whom the options are, and what this optimizer is called there; for the message.
+        """
+        for index, group in enumerate(self.param_groups):
+            for option, value in options.items():
+                given = group["given"].get(option, value)
+                if not _is_same(given, value):
+                    raise InvalidArgument(
+                        f"{option} is {value!r} for {whose} and {given!r} for {name}.param_groups[{index}]; give it to "
+                        "one of them, to the optimizer where the groups differ"
+                    )
 
     def set_options(self, options: dict[str, Any]) -> None:
-        """Options that the constructor was not given; for all parameter groups."""
+        """Options of all parameter groups, later ones too, for which neither they nor the constructor were given one.
+
+        Raises:
+            InvalidArgument: an option out of range.
+        """
         check_options(options)
-        for group in self.param_groups:
-            group.update(options)
+        for group in (self.defaults, *self.param_groups):
+            group.update({name: value for name, value in options.items() if name not in group["given"]})
 
     def num_steps(self) -> int:
         """Steps of the parameter that has made the most."""
         return max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
+
+    def is_warm(self, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
+        """Whether ``parameter``, which is of ``group``, has the warm-up behind it."""
+        return int(self.state.get(parameter, {}).get("step", 0)) >= group["warmup_steps"]
+
+    def still_weights(self) -> list[tuple[torch.Tensor, int]]:
+        """Parameters that have elements whose v was 0 when their warm-up ended, which never move, and how many."""
+        found = []
+        for group in self.param_groups:
+            for parameter in (parameter for parameter in group["params"] if self.is_warm(parameter, group)):
+                count = parameter.numel() - int(self.state[parameter]["exp_avg_sq"].count_nonzero())
+                if count:
+                    found.append((parameter, count))
+        return found
 
     @torch.no_grad()
     def steps_beyond(self, limit: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -111,7 +157,7 @@ class QAdam(torch.optim.Optimizer):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in parameters:
                 self._start(parameter)
-            is_warm = [int(self.state[parameter]["step"]) >= group["warmup_steps"] for parameter in parameters]
+            is_warm = [self.is_warm(parameter, group) for parameter in parameters]
             self._step_adam([p for p, warm in zip(parameters, is_warm, strict=True) if not warm], group)
             self._step_frozen([p for p, warm in zip(parameters, is_warm, strict=True) if warm], group)
         return loss
@@ -168,15 +214,26 @@ class QAdam(torch.optim.Optimizer):
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raises InvalidArgument for an option of QAdam that is out of range."""
+    """Raises InvalidArgument for an option of QAdam that is no number or out of range."""
     steps = options.get("warmup_steps", 1)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise InvalidArgument(
             f"warmup_steps is {steps!r}, expected an integer of at least 1: v is learnt in the warm-up"
         )
     betas = options.get("betas", (0, 0))
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    if not is_pair or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
         raise InvalidArgument(f"betas is {betas!r}, expected two numbers from 0 to below 1")
-    for name in ("eps", "weight_decay"):
-        if not options.get(name, 0) >= 0:
-            raise InvalidArgument(f"{name} is {options[name]!r}, expected 0 or more")
+    for name in ("lr", "eps", "weight_decay"):
+        value = options.get(name, 0)
+        if not _is_number(value) or not value >= 0:  # NaN is not
+            raise InvalidArgument(f"{name} is {value!r}, expected a number, 0 or more")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Also where one is a tuple and the other a list."""
+    return (list(value) == list(other)) if isinstance(value, (tuple, list)) else value == other

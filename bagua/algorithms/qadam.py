@@ -4,13 +4,16 @@ Data path: policy, together with the optimizer ``bagua.optim.QAdam``. In backwar
 own gradient would lead to, m_i = b1 m + (1 - b1) (g_i + weight_decay x), the compressed all_reduce averages these, and
 what is left as the gradient is the one that leads from m to their mean. So clipping, unscaling and a skipped step mean
 what they mean elsewhere, and the optimizer updates m once per step. Source: 1-bit Adam, arXiv 2102.02888.
+
+Invariant: what is left as the gradient is linear in what the codec gives back, whatever the unit R below is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,9 +35,21 @@ _FAR = 100.0  # times the learning rate; with b1 = 0.9 and b2 = 0.999 no step of
 class QAdam(CompressedGradients):
     """Warm-up: g <- mean g, Adam. Then: m <- mean over ranks of C(m_i), and x <- x - lr m / (sqrt(v) + eps).
 
-    The model's optimizers must be ``bagua.optim.QAdam``. The options of Adam may be given to either; given to both they
-    must be equal.
+    The model's optimizers must be ``bagua.optim.QAdam``, and step all its parameters that train. The options of Adam
+    may be given to either; given to both they must be equal.
 
+    A GradScaler makes the gradients in backward larger than those that the optimizer steps with and its m is made of,
+    and clipping makes the latter smaller. So what is encoded is b1 R m + (1 - b1) (g_i + R weight_decay x), R the power
+    of two next to the largest gradient in backward by the largest one when the optimizer steps, as the step before had
+    them; 1 at first. A GradScaler alone, whose scales are powers of two, then changes no bit of the training. Clipping
+    divides R by its coefficient, so that m and g_i have in the code the proportion that they have in the m that the
+    optimizer will make of them.
+
+    A parameter that comes late has a warm-up of its own, and its bucket travels at full precision until that ends; with
+    ``find_unused_parameters=True`` so does the bucket of a parameter that is never used: freeze it. The declaration
+    of the bucket says so.
+
+    A weight whose v is 0 when the warm-up ends has had no gradient and keeps its value; rank 0 then warns of it.
     Where v is tiny beside what the codec rounds of m, as behind ReLUs that hardly ever fire, rounding moves a weight
     further than its gradients do. Rank 0 looks for that in the first step after the warm-up, and a RuntimeWarning names
     the parameters and an eps that ends it.
@@ -89,64 +104,126 @@ class QAdam(CompressedGradients):
     def check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         super().check(optimizers)
         for index, optimizer in enumerate(optimizers):
-            for name, value in self._adam_options().items():
-                if name in optimizer.given and optimizer.given[name] != value:
-                    raise InvalidArgument(
-                        f"{name} is {value!r} for algorithm 'qadam' and {optimizer.given[name]!r} for "
-                        f"optimizers[{index}]; give it to one of them"
-                    )
+            optimizer.check_given(self._adam_options(), "algorithm 'qadam'", f"optimizers[{index}]")
 
     def attach(self, training: Training) -> None:
         super().attach(training)
-        self._group_of = {}
+        self._place_of: dict[int, tuple[optim.QAdam, int]] = {}  # of a parameter: the optimizer, and which group there
         for optimizer in training.optimizers:
             optimizer.set_options(self._adam_options())
-            self._group_of.update(
-                {id(p): (optimizer, group) for group in optimizer.param_groups for p in group["params"]}
-            )
+            for index, options in enumerate(optimizer.param_groups):
+                self._place_of.update({id(parameter): (optimizer, index) for parameter in options["params"]})
         self._num_steps = [optimizer.num_steps() for optimizer in training.optimizers]
+        self._units = [1.0] * len(training.optimizers)  # R
+        self._largest = [0.0] * len(training.optimizers)  # gradient of the last backward, until the optimizer steps
+        self._coded: list[Member] = []  # those that a codec is for, in the present layout
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        members = sorted((m for bucket in buckets for m in bucket.members), key=lambda member: member.index)
+        unknown = [member.name for member in members if id(member.parameter) not in self._place_of]
+        if unknown:
+            raise InvalidArgument(
+                "algorithm 'qadam' sends the momentum of every parameter that trains, but no optimizer that was passed "
+                f"to with_bagua steps {_told(unknown)}; pass all optimizers of the model, and freeze what none of them "
+                "steps"
+            )
+        self._coded = [m for bucket in buckets if super(QAdam, self).declare(bucket).codec for m in bucket.members]
+        super().lay_out(buckets)
 
     def stage(self) -> str:
-        is_warm = all(
-            num_steps >= max(group["warmup_steps"] for group in optimizer.param_groups)
-            for optimizer, num_steps in zip(self.training.optimizers, self._num_steps, strict=True)
-        )
-        return _COMPRESSED if is_warm else _WARMUP
+        if not self._is_warm():
+            return _WARMUP
+        late = self._in_warm_up(self._coded)
+        return f"{_COMPRESSED} but for {', '.join(late)}" if late else _COMPRESSED
 
     def declare(self, bucket: Bucket) -> Declaration:
         declared = super().declare(bucket)
-        if declared.codec is not None and self.stage() == _WARMUP:
+        if declared.codec is None:
+            return declared
+        if not self._is_warm():
             return dataclasses.replace(declared, codec=None, reason=_WARMUP)
-        return declared
+        late = self._in_warm_up(bucket.members)
+        return dataclasses.replace(declared, codec=None, reason=f"{_WARMUP} of {_told(late)}") if late else declared
+
+    def _is_warm(self) -> bool:
+        """Whether the warm-up of the model has ended; that of a parameter may not have."""
+        return all(
+            num_steps >= _num_warmup(optimizer)
+            for optimizer, num_steps in zip(self.training.optimizers, self._num_steps, strict=True)
+        )
+
+    def _in_warm_up(self, members: Iterable[Member]) -> list[str]:
+        """The names of those that are in a warm-up of their own; all ranks count the same steps."""
+        names = []
+        for member in members:
+            optimizer, options = self._group_of(member)
+            # None: declare is asked before lay_out, which will refuse the parameter.
+            if optimizer is not None and not optimizer.is_warm(member.parameter, options):
+                names.append(member.name)
+        return names
+
+    def _group_of(self, member: Member) -> tuple[optim.QAdam | None, dict[str, Any]]:
+        """Its optimizer and the parameter group: looked up each time, because load_state_dict makes new groups."""
+        optimizer, index = self._place_of.get(id(member.parameter), (None, 0))
+        return optimizer, {} if optimizer is None else optimizer.param_groups[index]
 
     def communicate(self, bucket: Bucket, group: ProcessGroup) -> Work | None:
         if bucket.declaration.codec is None or group.size == 1:
             return super().communicate(bucket, group)
-        momenta = [self._momentum(member) for member in bucket.members]
-        for member, (exp_avg, beta1, decay) in zip(bucket.members, momenta, strict=True):
-            if decay is not None:
+        terms = [self._terms(member) for member in bucket.members]
+        for member, (exp_avg, beta, decay, rest) in zip(bucket.members, terms, strict=True):
+            if decay:
                 member.view.add_(member.parameter.detach(), alpha=decay)
-            member.view.mul_(1 - beta1)
+            member.view.mul_(rest)
             if exp_avg is not None:
-                member.view.add_(exp_avg, alpha=beta1)
+                member.view.add_(exp_avg, alpha=beta)
 
         def leave_gradients() -> None:
-            for member, (exp_avg, beta1, decay) in zip(bucket.members, momenta, strict=True):
+            for member, (exp_avg, beta, decay, rest) in zip(bucket.members, terms, strict=True):
                 if exp_avg is not None:
-                    member.view.sub_(exp_avg, alpha=beta1)
-                member.view.div_(1 - beta1)
-                if decay is not None:
+                    member.view.sub_(exp_avg, alpha=beta)
+                member.view.div_(rest)
+                if decay:
                     member.view.sub_(member.parameter.detach(), alpha=decay)
 
         work = super().communicate(bucket, group)
         work.finish_with(leave_gradients)
         return work
 
-    def _momentum(self, member: Member) -> tuple[torch.Tensor | None, float, float | None]:
-        """m, or None for a parameter that has not stepped yet, beta1, and the weight decay, None for 0."""
-        optimizer, group = self._group_of[id(member.parameter)]
+    def _terms(self, member: Member) -> tuple[torch.Tensor | None, float, float, float]:
+        """m, None for a parameter that has not stepped yet; R b1, R times the weight decay, and 1 - b1."""
+        optimizer, options = self._group_of(member)
         exp_avg = optimizer.state.get(member.parameter, {}).get("exp_avg")
-        return exp_avg, group["betas"][0], group["weight_decay"] or None
+        unit, beta1 = self._units[self.training.optimizers.index(optimizer)], options["betas"][0]
+        return exp_avg, unit * beta1, unit * options["weight_decay"], 1 - beta1
+
+    def after_backward(self, buckets: Sequence[Bucket], group: ProcessGroup) -> None:
+        super().after_backward(buckets, group)
+        if group.size > 1:
+            self._largest = [self._largest_gradient(optimizer, buckets) for optimizer in self.training.optimizers]
+
+    def before_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
+    ) -> None:
+        super().before_optimizer_step(optimizer, buckets, group)
+        index = self.training.optimizers.index(optimizer)
+        in_backward, self._largest[index] = self._largest[index], 0.0
+        in_step = self._largest_gradient(optimizer, buckets) if in_backward else 0.0
+        if in_step:
+            self._units[index] = _power_of_two(in_backward / in_step)
+
+    def _largest_gradient(self, optimizer: optim.QAdam, buckets: Sequence[Bucket]) -> float:
+        """By absolute value, equal on all ranks; 0 where there is none, or one that is not finite."""
+        largest = 0.0
+        for member in (member for bucket in buckets for member in bucket.members):
+            grad = member.parameter.grad
+            if grad is None or not grad.numel() or self._group_of(member)[0] is not optimizer:
+                continue
+            low, high = map(float, torch.aminmax(grad.detach()))
+            if not (math.isfinite(low) and math.isfinite(high)):
+                return 0.0
+            largest = max(largest, -low, high)
+        return largest
 
     def after_optimizer_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
@@ -154,21 +231,36 @@ class QAdam(CompressedGradients):
         super().after_optimizer_step(optimizer, buckets, group)
         index = self.training.optimizers.index(optimizer)
         self._num_steps[index] += 1
-        num_warmup = max(options["warmup_steps"] for options in optimizer.param_groups)
-        if group.rank == 0 and self._num_steps[index] == num_warmup + 1:
-            self._warn_of_far_steps(optimizer, {id(m.parameter): m.name for bucket in buckets for m in bucket.members})
+        if group.rank == 0 and self._num_steps[index] == _num_warmup(optimizer) + 1:
+            # Of this model; the optimizer may step others, too.
+            name_of = {id(member.parameter): member.name for bucket in buckets for member in bucket.members}
+            self._warn_of_still_weights(optimizer, name_of)
+            if group.size > 1:  # otherwise no codec has run
+                self._warn_of_far_steps(optimizer, name_of)
+
+    def _warn_of_still_weights(self, optimizer: optim.QAdam, name_of: dict[int, str]) -> None:
+        found = [(name_of[id(p)], count) for p, count in optimizer.still_weights() if id(p) in name_of]
+        if not found:
+            return
+        names, counts = zip(*found, strict=True)
+        warnings.warn(
+            f"algorithm 'qadam': {sum(counts)} weights of {_told(names)} had no gradient but 0 in the warm-up, so their "
+            "v is 0 and they keep their values from now on. If they are to be trained, make warmup_steps so large that "
+            "the warm-up meets them, as each row of an embedding",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _warn_of_far_steps(self, optimizer: optim.QAdam, name_of: dict[int, str]) -> None:
         """Looks at the step that was just made."""
-        found = optimizer.steps_beyond(_FAR)
+        found = [(name_of[id(p)], far) for p, far in optimizer.steps_beyond(_FAR) if id(p) in name_of]
         if not found:
             return
-        names = [name_of[id(parameter)] for parameter, _ in found]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        names = [name for name, _ in found]
         count, eps = sum(len(far) for _, far in found), max(float(far.max()) for _, far in found)
         warnings.warn(
-            f"algorithm 'qadam': the first step after the warm-up moved {count} weights of {', '.join(names[:3])}{more}"
-            f" by more than {_FAR:g} times the learning rate. Their gradients were close to 0 in the warm-up, and what "
+            f"algorithm 'qadam': the first step after the warm-up moved {count} weights of {_told(names)} "
+            f"by more than {_FAR:g} times the learning rate. Their gradients were close to 0 in the warm-up, and what "
             f"codec {self.codec!r} rounds is divided by sqrt(v) + eps. Training may diverge; with eps={eps:.0e} such a "
             "step is one learning rate at most. A longer warm-up does not help",
             RuntimeWarning,
@@ -176,8 +268,23 @@ class QAdam(CompressedGradients):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "num_steps": list(self._num_steps)}
+        return {**super().state_dict(), "num_steps": list(self._num_steps), "units": list(self._units)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_steps = list(state["num_steps"])
+        self._num_steps, self._units = list(state["num_steps"]), list(state["units"])
         super().load_state_dict(state)
+
+
+def _num_warmup(optimizer: optim.QAdam) -> int:
+    return max(options["warmup_steps"] for options in optimizer.param_groups)
+
+
+def _power_of_two(ratio: float) -> float:
+    """The one next to ``ratio``, by its logarithm; exactly 2^k times as large for a ratio 2^k times as large."""
+    mantissa, exponent = math.frexp(ratio)  # ratio = mantissa * 2^exponent, mantissa from 1/2 to below 1
+    return math.ldexp(1.0, exponent if mantissa > math.sqrt(0.5) else exponent - 1)
+
+
+def _told(names: Sequence[str]) -> str:
+    """Three of them by name."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

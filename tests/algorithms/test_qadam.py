@@ -266,7 +266,7 @@ def test_errors(pool2):
     for options, message in [
         ({"warmup_steps": 0}, "warmup_steps is 0, expected an integer of at least 1"),
         ({"betas": (0.9, 1.0)}, "betas is"),
-        ({"eps": -1.0}, "eps is -1.0, expected 0 or more"),
+        ({"eps": -1.0}, "eps is -1.0, expected a number, 0 or more"),
         ({"error_feedback": 1}, "error_feedback is 1, expected True, False or None"),
         ({"codec": "onebit", "error_feedback": False}, "pass error_feedback=True"),
         ({"average": False}, "average=False would let it grow"),
