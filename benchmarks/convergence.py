@@ -39,7 +39,7 @@ _VARIANTS: Mapping[str, Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]] =
         (_ONEBIT, {}),
         (_ONEBIT, {"warmup": 0.2, "length": 2}),
         ({"codec": "topk", "error_feedback": True}, {}),
-        ({"codec": "topk:k=256", "error_feedback": True}, {}),
+        ({"codec": "topk:k=256", "error_feedback": True}, {"warmup": 0.2}),
     ],
     "qsgd": [
         ({"bits": 4}, {}),

@@ -245,8 +245,8 @@ class QAdam(CompressedGradients):
         names, counts = zip(*found, strict=True)
         warnings.warn(
             f"algorithm 'qadam': {sum(counts)} weights of {_told(names)} had no gradient but 0 in the warm-up, so "
-            "their v is 0 and they keep their values from now on. If they are to be trained, make warmup_steps so large that "
-            "the warm-up meets them, as each row of an embedding",
+            "their v is 0 and they keep their values from now on. If they are to be trained, make warmup_steps so "
+            "large that the warm-up meets them, as each row of an embedding",
             RuntimeWarning,
             stacklevel=2,
         )
