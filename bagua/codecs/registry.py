@@ -36,8 +36,11 @@ def get(name: str, **options: int) -> Codec:
     """The codec that is registered under ``name``, with its options: ``get("qsgd", bits=4)``, ``get("qsgd:bits=4")``.
 
     Raises:
-        InvalidArgument: unknown name, option or value; the message lists the known ones.
+        InvalidArgument: unknown name, option or value (the message lists the known ones), or options in both ways.
     """
+    if options and ":" in name:
+        given = ", ".join(f"{option}={value}" for option, value in options.items())
+        raise InvalidArgument(f"codec {name!r} has options in its name and {given} beside it; give them in one way")
     spec = ":".join([name, ",".join(f"{option}={value}" for option, value in options.items())]) if options else name
     if spec not in _codecs:
         stem = spec.partition(":")[0]

@@ -3,6 +3,7 @@
 #include "csrc/bindings/convert.h"
 #include "csrc/codecs/codec.h"
 #include "csrc/collectives/collectives.h"
+#include "csrc/transport/transport.h"
 
 #include <pybind11/stl.h>
 
@@ -11,6 +12,7 @@ namespace py = pybind11;
 namespace bagua {
 
 void bind_codecs(py::module_& m) {
+  name_codecs_by(&codec_spec);  // for error messages
   m.def("registered_codecs", &registered_codecs);
   m.def("derive_key", &derive_key, py::arg("key"), py::arg("index"), "A key that depends on both; see draws.h.");
   m.def("codec_block_numel", [](const std::string& name) { return get_codec(name).block_numel(); });

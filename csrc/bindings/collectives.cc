@@ -18,13 +18,6 @@
 namespace bagua {
 namespace {
 
-// Not 0, and another one for another codec or other options.
-uint8_t codec_id(const Codec& codec) {
-  const auto names = registered_codecs();  // sorted, so equal on all ranks of one version
-  const auto index = std::find(names.begin(), names.end(), codec.name()) - names.begin();
-  return static_cast<uint8_t>(1 + 8 * index + codec.variant());
-}
-
 Operation make_operation(OperationKind kind, uint64_t numel, DType dtype, ReduceOp op = ReduceOp::kSum, int root = -1) {
   Operation operation;
   operation.kind = kind;
@@ -42,7 +35,7 @@ using CodecChoice = std::optional<std::pair<std::string, std::optional<uint64_t>
 const Codec* use_codec(Operation& operation, const CodecChoice& codec) {
   if (!codec) return nullptr;
   const Codec& found = get_codec(codec->first);
-  operation.codec = codec_id(found);
+  operation.codec = codec_number(found);
   return &found;
 }
 

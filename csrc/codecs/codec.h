@@ -24,12 +24,15 @@
 
 namespace bagua {
 
+inline constexpr int kNumCodecVariants = 8;
+
 class Codec {
  public:
   virtual ~Codec() = default;
 
   virtual std::string_view name() const = 0;
-  // Tells codecs of one name and different options apart, 0 to 7: ranks compare it before they communicate.
+  // Tells codecs of one name and different options apart, 0 to kNumCodecVariants - 1: ranks compare it before they
+  // communicate.
   virtual int variant() const { return 0; }
   virtual size_t block_numel() const = 0;
   virtual size_t wire_bytes(size_t numel, DType dtype) const = 0;
@@ -47,6 +50,7 @@ class Codec {
 // What follows the name in "qsgd:bits=4".
 class CodecOptions {
  public:
+  // Throws InvalidArgument for what is not name:option=value,option=value, and for an option given twice.
   explicit CodecOptions(std::string_view spec);
 
   const std::string& name() const { return name_; }
@@ -54,20 +58,33 @@ class CodecOptions {
   int one_of(std::string_view option, std::initializer_list<int> allowed);
   // Throws InvalidArgument for an option that nobody has asked for.
   void check_all_known() const;
+  // The specs of all combinations of the options that have been asked for, that of the defaults, the bare name, first.
+  std::vector<std::string> all_specs() const;
 
  private:
+  struct Option {
+    std::string name;
+    std::vector<std::string> allowed;
+  };
   std::string name_;
   std::map<std::string, std::string, std::less<>> values_;
-  std::vector<std::string> known_;
+  std::vector<Option> known_;
 };
 
 using CodecFactory = std::function<std::unique_ptr<Codec>(CodecOptions&)>;
 
-// Called by a static initialiser in each codec's file; a name registered twice is an InternalError.
+// Called by a static initialiser in each codec's file. An InternalError: a name registered twice, more codecs than have
+// numbers, options whose codecs have the same variant or one out of range.
 bool register_codec(std::string_view name, CodecFactory factory);
 // The process-wide instance for a name, or a name with options; an unknown one is an InvalidArgument that lists the
 // registered ones.
 const Codec& get_codec(std::string_view spec);
 std::vector<std::string> registered_codecs();
+
+// The number that stands for a codec and its options in Operation::codec: not 0, and equal on all ranks of one version,
+// because it counts the registered names in their order.
+uint8_t codec_number(const Codec& codec);
+// "qsgd:bits=4"; with default options the name alone; empty for a number that no codec here has.
+std::string codec_spec(uint8_t number);
 
 }  // namespace bagua

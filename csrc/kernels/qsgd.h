@@ -23,14 +23,20 @@ namespace bagua::kernels {
 // The arithmetic, in f32 unless marked, every operation rounded by itself (no FMA):
 //
 //   norm = max |x|; s = 2^100 if norm < 2^-100, else 1
-//   encode: code = floor((nearest_even(x * s * f32(L * 2^15 / (norm * s))) + u) / 2^15), in [-L, L], where u is drawn
-//           evenly from 0 .. 2^15 - 1; L or -L where |x| is the norm
+//   encode: code = floor((nearest_even(x * s * f32(L * 2^15 / (norm * s))) + u) / 2^15), where u is drawn evenly from
+//           0 .. 2^15 - 1; L or -L where |x| is the norm. It lies in [-L, L] without a clamp.
 //   decode: norm or -norm where |code| is L, else code * f32(norm * s / L) / s
 //
-// So the expected value of what is decoded is x up to 2^-16 of a step, and the error is below one step, norm / L.
+// A step is norm / L. The expected value of what is decoded is x up to 3 * 2^-16 of a step: 2^-16 from rounding to an
+// integer, and less than L * 2^-22 from rounding the factor, the product, the step and the decoded value to f32, which
+// is 2 * 2^-16 with 8 bits. The error of one decoding is below one step and that. Where the result is subnormal, its
+// rounding adds up to 2^-150 to both. A power of two s keeps the step a normal number, and nothing here depends on a
+// flush-to-zero mode (torch.set_flush_denormal) but the addition to an accumulator, which is the processor's.
+//
+// Constant blocks are exact, -0.0 included. In other blocks a zero decodes to +0, so -0.0 loses its sign.
+//
 // Counter j of block b draws from derive_key(key, first / 2048 + b): the first half of its hash for element j, the
-// second for element j + n/2. A power of two s keeps the step a normal number. Constant
-// blocks and blocks of zeros, the sign of the zeros included, are exact.
+// second for element j + n/2.
 //
 // A NaN or Inf: the block's norm is NaN (0x7fc00000), its codes 0, and it decodes to NaN.
 inline constexpr size_t kQsgdBlockNumel = 2048;

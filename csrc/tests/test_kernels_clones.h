@@ -16,6 +16,7 @@
 #include "csrc/kernels/cpu/qsgd.cc"
 #include "csrc/kernels/cpu/reduce.cc"
 #include "csrc/kernels/cpu/saturating_cast.cc"
+#include "csrc/kernels/cpu/subtract.cc"
 #include "csrc/kernels/cpu/topk.cc"
 #include "csrc/kernels/cpu/weighted_sum.cc"
 #include "csrc/tests/test_kernels_oracle.h"
@@ -102,6 +103,17 @@ TEST(BAGUA_CLONE_SUITE, WeightedSum) {
   }
 }
 
+TEST(BAGUA_CLONE_SUITE, Subtract) {
+  BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
+  Array source(kCloneNumel * 4, 0), got(kCloneNumel * 4, 0), expected(kCloneNumel * 4, 0);
+  fill_bits(DType::kF32, source.data(), kCloneNumel, 1);
+  fill_bits(DType::kF32, got.data(), kCloneNumel, 2);
+  expected.assign(got);
+  kernels::cpu::subtract(got.as<float>(), source.as<float>(), kCloneNumel);
+  kernels::subtract(expected.as<float>(), source.as<float>(), kCloneNumel, Stream{});
+  expect_same(DType::kF32, got, expected, "subtract");
+}
+
 TEST(BAGUA_CLONE_SUITE, Cast) {
   BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
   for (int from = 0; from < 4; ++from) {
@@ -157,7 +169,10 @@ TEST(BAGUA_CLONE_SUITE, Qsgd) {
       if (seed % 3 == 1) kernels::scale(DType::kF32, source.data(), 1e-41, kCloneNumel, Stream{});
       if (seed % 3 == 2) kernels::scale(DType::kF32, source.data(), 1e36, kCloneNumel, Stream{});
       const Draws draws{seed, 2048 * seed};
-      kernels::cpu::qsgd_encode(bits, DType::kF32, source.data(), kCloneNumel, got.data(), draws, nullptr);
+      {
+        const auto mode = seed % 2 == 0 ? std::make_unique<FlushToZero>() : nullptr;  // which changes nothing
+        kernels::cpu::qsgd_encode(bits, DType::kF32, source.data(), kCloneNumel, got.data(), draws, nullptr);
+      }
       kernels::qsgd_encode(bits, DType::kF32, source.data(), kCloneNumel, expected.data(), draws, nullptr, Stream{});
       ASSERT_TRUE(same_bits(got.data(), expected.data(), num_bytes)) << bits << " bits, seed " << seed;
       Array sum(kCloneNumel * 4, 0), expected_sum(kCloneNumel * 4, 0);

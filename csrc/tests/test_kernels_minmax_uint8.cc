@@ -18,6 +18,7 @@ using testing::fill_random;
 using testing::kLargeSize;
 using testing::kSmallSizes;
 using testing::load_real;
+using testing::random_values;
 using testing::same_bits;
 using testing::store_real;
 
@@ -77,12 +78,6 @@ std::vector<float> decode_oracle(const std::vector<uint8_t>& bytes, size_t numel
   return values;
 }
 
-std::vector<float> random_values(size_t numel, uint64_t seed) {
-  std::vector<float> values(numel);
-  fill_random(DType::kF32, values.data(), numel, seed);
-  return values;
-}
-
 // Encodes and decodes at the given misalignments; checks bytes and values against the scalar formula.
 std::vector<float> check_round_trip(const std::vector<float>& values, size_t byte_skew = 0, size_t float_skew = 0,
                                     uint64_t expected_nonfinite_blocks = 0) {
@@ -138,19 +133,19 @@ TEST(MinmaxUint8, EverySizeAndAlignment) {
   for (size_t numel : kSmallSizes) {
     for (size_t byte_skew : {0, 1, 2, 3, 7}) {
       for (size_t float_skew : {0, 1, 3}) {
-        const std::vector<float> values = random_values(numel, numel);
+        const std::vector<float> values = random_values(DType::kF32, numel, numel);
         expect_bound(values, check_round_trip(values, byte_skew, float_skew));
       }
     }
   }
-  const std::vector<float> values = random_values(kLargeSize, 21);
+  const std::vector<float> values = random_values(DType::kF32, kLargeSize, 21);
   expect_bound(values, check_round_trip(values, 1, 1));
 }
 
 // The code is the nearest even integer of the real position; f32 arithmetic may decide otherwise only
 // within its rounding error of a tie.
 TEST(MinmaxUint8, CodesEqualRealArithmetic) {
-  const std::vector<float> values = random_values(100 * kMinmaxUint8BlockNumel, 22);
+  const std::vector<float> values = random_values(DType::kF32, 100 * kMinmaxUint8BlockNumel, 22);
   const std::vector<uint8_t> bytes = encode_oracle(values);
   for (size_t begin = 0; begin < values.size(); begin += kMinmaxUint8BlockNumel) {
     const float* block = values.data() + begin;
@@ -226,7 +221,7 @@ TEST(MinmaxUint8, NanAndInfMarkTheirBlockOnly) {
   const float specials[] = {std::nanf(""), -std::nanf(""), std::bit_cast<float>(0x7f800001u), kInf, -kInf};
   for (float special : specials) {
     for (size_t at : {0, 1, 2047, 2048, 4095, 4096, 4999}) {
-      std::vector<float> values = random_values(5000, 25);
+      std::vector<float> values = random_values(DType::kF32, 5000, 25);
       const std::vector<float> clean = values;
       values[at] = special;
       const size_t numel = values.size();

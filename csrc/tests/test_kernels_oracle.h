@@ -15,6 +15,10 @@
 #include <string>
 #include <vector>
 
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
 #include "csrc/common/dtype.h"
 #include "csrc/common/error.h"
 #include "csrc/common/stream.h"
@@ -170,6 +174,25 @@ inline std::vector<float> random_finite_bits(DType dtype, size_t numel, uint64_t
   }
   return values;
 }
+
+// While it lives, this thread takes subnormal numbers for zeros, as torch.set_flush_denormal(True) asks the processor
+// to.
+class FlushToZero {
+ public:
+#if defined(__SSE__)
+  static constexpr bool kIsPossible = true;
+  FlushToZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040u); }  // results, operands
+  ~FlushToZero() { _mm_setcsr(before_); }
+
+ private:
+  const unsigned before_;
+#else
+  static constexpr bool kIsPossible = false;
+  FlushToZero() {}
+#endif
+ public:
+  FlushToZero(const FlushToZero&) = delete;
+};
 
 inline bool same_bits(const void* a, const void* b, size_t num_bytes) {
   return num_bytes == 0 || std::memcmp(a, b, num_bytes) == 0;

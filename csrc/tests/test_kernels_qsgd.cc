@@ -1,5 +1,6 @@
-// The stochastic quantiser: bit for bit against the formula of its header written as a loop over elements, and what the
-// formula promises: no bias, less than a step of error, the same codes however a message is cut.
+// The stochastic quantiser: bit for bit against the formula of its header written as a loop over elements, for every
+// type and in a mode that flushes subnormal numbers, and what the formula promises: no bias, no codes beyond the
+// levels.
 #include "csrc/kernels/qsgd.h"
 
 #include <algorithm>
@@ -13,11 +14,18 @@ namespace {
 using kernels::kQsgdBlockNumel;
 using kernels::qsgd_wire_bytes;
 using testing::Array;
+using testing::expect_floats;
 using testing::fill_random;
+using testing::FlushToZero;
+using testing::kLargeSize;
 using testing::kSmallSizes;
+using testing::random_finite_bits;
+using testing::random_values;
 using testing::same_bits;
+using testing::store_real;
 
 constexpr Stream kCpu{};
+constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
 constexpr int kBits[] = {8, 4, 2};
 
 double levels(int bits) { return bits == 8 ? 127 : bits == 4 ? 7 : 1; }
@@ -39,6 +47,7 @@ uint32_t draw(uint64_t block_key, size_t i, size_t n) {
 struct Oracle {
   std::vector<uint8_t> bytes;
   std::vector<float> decoded;
+  uint64_t num_nonfinite_blocks = 0;
 };
 
 Oracle oracle(int bits, const std::vector<float>& values, uint64_t key, uint64_t first) {
@@ -56,6 +65,7 @@ Oracle oracle(int bits, const std::vector<float>& values, uint64_t key, uint64_t
     }
     if (only_negative_zeros) norm = -0.0f;
     if (!finite) norm = std::bit_cast<float>(0x7fc00000u);
+    result.num_nonfinite_blocks += !finite;
     const double L = levels(bits);
     const float s = scale_of(norm);
     const float units = static_cast<float>(L * 32768 / (static_cast<double>(norm) * static_cast<double>(s)));
@@ -68,7 +78,7 @@ Oracle oracle(int bits, const std::vector<float>& values, uint64_t key, uint64_t
         continue;
       }
       double code = std::floor((std::nearbyint(x * s * units) + draw(block_key, i, n)) / 32768.0);
-      code = std::clamp(code, -L, L);
+      EXPECT_LE(std::fabs(code), L) << "the header says that it needs no clamp";
       if (std::fabs(x) == norm) code = std::copysign(L, x);
       codes[i] = static_cast<int>(code + L);
       const float value = static_cast<float>(code) * step / s;
@@ -87,34 +97,97 @@ Oracle oracle(int bits, const std::vector<float>& values, uint64_t key, uint64_t
   return result;
 }
 
-std::vector<float> random_values(size_t numel, uint64_t seed, float scale = 1) {
-  std::vector<float> values(numel);
-  fill_random(DType::kF32, reinterpret_cast<uint8_t*>(values.data()), numel, seed);
-  for (float& value : values) value *= scale;
+std::vector<float> scaled(std::vector<float> values, float factor) {
+  for (float& value : values) value *= factor;
   return values;
 }
 
-void expect_oracle(int bits, const std::vector<float>& values, uint64_t key, uint64_t first) {
-  const Oracle expected = oracle(bits, values, key, first);
-  ASSERT_EQ(expected.bytes.size(), qsgd_wire_bytes(values.size(), bits));
-  Array bytes(expected.bytes.size(), 1), decoded(values.size() * 4, 4);
-  kernels::qsgd_encode(bits, DType::kF32, values.data(), values.size(), bytes.data(), {key, first}, nullptr, kCpu);
-  ASSERT_TRUE(same_bits(bytes.data(), expected.bytes.data(), expected.bytes.size())) << bits << " bits";
-  kernels::qsgd_decode(bits, DType::kF32, bytes.data(), values.size(), decoded.data(), kCpu);
-  for (size_t i = 0; i < values.size(); ++i) {
-    const float got = decoded.as<float>()[i], want = expected.decoded[i];
-    ASSERT_TRUE(std::isnan(want) ? std::isnan(got) : std::bit_cast<uint32_t>(got) == std::bit_cast<uint32_t>(want))
-        << bits << " bits at " << i << ": " << got << " instead of " << want;
+struct Case {
+  int bits;
+  DType dtype = DType::kF32;
+  size_t skew = 0;  // of the bytes and of halves, in bytes; of f32 in elements
+  Draws draws = {};
+  bool flushes = false;  // run in a mode that takes subnormal numbers for zeros
+};
+
+// All three kernels.
+void expect_oracle(const Case& one, const std::vector<float>& values) {
+  SCOPED_TRACE(std::to_string(one.bits) + " bits, " + std::string(dtype_name(one.dtype)) + " x " +
+               std::to_string(values.size()) + (one.flushes ? ", flushing" : ""));
+  const Oracle expected = oracle(one.bits, values, one.draws.key, one.draws.first);
+  const size_t numel = values.size(), item = item_bytes(one.dtype);
+  const size_t value_skew = one.dtype == DType::kF32 ? 4 * one.skew : one.skew;
+  ASSERT_EQ(expected.bytes.size(), qsgd_wire_bytes(numel, one.bits));
+  Array source(numel * item, value_skew), bytes(expected.bytes.size(), one.skew);
+  Array decoded(numel * item, value_skew), sums(numel * 4, 4);
+  for (size_t i = 0; i < numel; ++i) store_real(one.dtype, source.data(), i, values[i]);
+  fill_random(DType::kF32, sums.data(), numel, 40);
+  std::vector<float> totals = expected.decoded;
+  for (size_t i = 0; i < numel; ++i) totals[i] += sums.as<float>()[i];
+  uint64_t num_nonfinite_blocks = 5;
+  {
+    const auto mode = one.flushes ? std::make_unique<FlushToZero>() : nullptr;
+    kernels::qsgd_encode(one.bits, one.dtype, source.data(), numel, bytes.data(), one.draws, &num_nonfinite_blocks,
+                         kCpu);
+    kernels::qsgd_decode(one.bits, one.dtype, bytes.data(), numel, decoded.data(), kCpu);
+    kernels::qsgd_decode_add(one.bits, bytes.data(), numel, sums.as<float>(), kCpu);
   }
+  EXPECT_EQ(num_nonfinite_blocks, 5 + expected.num_nonfinite_blocks);
+  ASSERT_TRUE(same_bits(bytes.data(), expected.bytes.data(), expected.bytes.size()));
+  expect_floats(one.dtype, decoded, expected.decoded);
+  expect_floats(DType::kF32, sums, totals);
   bytes.expect_canary();
   decoded.expect_canary();
+  sums.expect_canary();
 }
 
 TEST(Qsgd, IsTheFormula) {
   for (int bits : kBits) {
-    for (size_t numel : kSmallSizes) expect_oracle(bits, random_values(numel, numel), numel, 0);
-    for (float scale : {1.0f, 1e-42f, 1e-35f, 1e-20f, 1e30f}) {
-      expect_oracle(bits, random_values(3 * kQsgdBlockNumel + 77, 5, scale), 99, 7 * kQsgdBlockNumel);
+    for (DType dtype : kTypes) {
+      for (size_t skew : {0, 1, 3}) {
+        for (size_t numel : kSmallSizes) {
+          expect_oracle({bits, dtype, skew, {numel, 0}}, random_values(dtype, numel, numel));
+        }
+        expect_oracle({bits, dtype, skew, {99, 7 * kQsgdBlockNumel}},
+                      random_values(dtype, 3 * kQsgdBlockNumel + 77, 41));
+      }
+      expect_oracle({bits, dtype, 1, {42, 0}}, random_values(dtype, kLargeSize, 42));
+    }
+  }
+}
+
+// Around the norms that a power of two scales, the smallest normal and the smallest number.
+TEST(Qsgd, EveryMagnitude) {
+  for (int bits : kBits) {
+    for (int exponent = -149; exponent < 120; ++exponent) {
+      const std::vector<float> values = random_values(DType::kF32, kQsgdBlockNumel + 77, 5);
+      expect_oracle({bits, DType::kF32, 0, {99, 0}}, scaled(values, std::ldexp(1.0f, exponent)));
+    }
+  }
+}
+
+TEST(Qsgd, RandomBitPatterns) {
+  for (int bits : kBits) {
+    for (DType dtype : kTypes) {
+      for (uint64_t seed = 0; seed < 20; ++seed) {
+        expect_oracle({bits, dtype, 1, {seed, 0}}, random_finite_bits(dtype, 3000, seed));
+      }
+    }
+  }
+}
+
+// Numbers beside the norm are where rounding could lead past the last level.
+TEST(Qsgd, NoCodeExceedsTheLevels) {
+  std::mt19937 random(43);
+  for (int bits : kBits) {
+    for (uint64_t round = 0; round < 100; ++round) {
+      float norm;
+      do norm = std::fabs(std::bit_cast<float>(static_cast<uint32_t>(random())));
+      while (!std::isfinite(norm));
+      std::vector<float> values(kQsgdBlockNumel, std::nextafter(norm, 0.0f));
+      for (size_t i = 0; i < values.size(); i += 2) values[i] = -values[i];
+      values[round] = norm;
+      expect_oracle({bits, DType::kF32, 0, {round, 0}}, values);
     }
   }
 }
@@ -123,13 +196,47 @@ TEST(Qsgd, BlocksThatBreakOthers) {
   const float nan = std::nanf(""), huge = std::numeric_limits<float>::max();
   const float tiny = std::numeric_limits<float>::denorm_min();
   for (int bits : kBits) {
-    for (size_t numel : {size_t{1}, size_t{5}, kQsgdBlockNumel}) {
+    for (size_t numel : {size_t{1}, size_t{5}, kQsgdBlockNumel, kQsgdBlockNumel + 1}) {
       for (float value : {0.0f, -0.0f, 1.0f, -1.0f / 3, huge, -huge, tiny, -tiny, nan, HUGE_VALF, -HUGE_VALF}) {
         std::vector<float> values(numel, value);
-        expect_oracle(bits, values, 3, 0);
+        expect_oracle({bits, DType::kF32, 1, {3, 0}}, values);
+        for (size_t i = 0; i < numel; i += 2) values[i] = -value;  // zeros of both signs are all +0
+        expect_oracle({bits, DType::kF32, 1, {3, 0}}, values);
         values[numel / 2] = 1;
-        expect_oracle(bits, values, 3, 0);
+        expect_oracle({bits, DType::kF32, 0, {3, 0}}, values);
+        values.back() = -tiny;
+        expect_oracle({bits, DType::kF32, 0, {3, 0}}, values);
       }
+    }
+    for (DType dtype : {DType::kF16, DType::kBF16}) {
+      const float largest = static_cast<float>(testing::half_format(dtype).largest);
+      for (float value : {-0.0f, largest, -largest, nan, -HUGE_VALF}) {
+        std::vector<float> values(kQsgdBlockNumel + 9, value);
+        expect_oracle({bits, dtype, 1, {3, 0}}, values);
+        values[1000] = 1;
+        expect_oracle({bits, dtype, 1, {3, 0}}, values);
+      }
+    }
+  }
+}
+
+// The oracle itself runs in the usual mode.
+TEST(Qsgd, FlushToZeroChangesNothing) {
+  if (!FlushToZero::kIsPossible) GTEST_SKIP() << "this processor has no such mode that the test knows";
+  for (int bits : kBits) {
+    for (DType dtype : kTypes) {
+      for (size_t numel : {size_t{1}, size_t{33}, 2 * kQsgdBlockNumel + 77}) {
+        for (float factor : {1.0f, 1e-27f, 1e-30f, 1e-36f, 1e-38f, 1e-40f, 1e-43f, 1e-45f}) {
+          std::vector<float> values = scaled(random_values(DType::kF32, numel, 44), factor);
+          for (float& value : values) {
+            uint8_t narrow[8];
+            store_real(dtype, narrow, 0, value);
+            value = static_cast<float>(testing::load_real(dtype, narrow, 0));
+          }
+          expect_oracle({bits, dtype, 1, {numel, 0}, /*flushes=*/true}, values);
+        }
+      }
+      expect_oracle({bits, dtype, 1, {7, 0}, /*flushes=*/true}, random_finite_bits(dtype, 3000, 45));
     }
   }
 }
@@ -138,7 +245,7 @@ TEST(Qsgd, BlocksThatBreakOthers) {
 // two neighbours), so the mean by 5 of its deviations in one of 2 million cases.
 TEST(Qsgd, HasNoBias) {
   constexpr size_t kNumel = 2 * kQsgdBlockNumel + 100;
-  const std::vector<float> values = random_values(kNumel, 11);
+  const std::vector<float> values = random_values(DType::kF32, kNumel, 11);
   for (int bits : kBits) {
     std::vector<double> sums(kNumel);
     double sum_of_all = 0;

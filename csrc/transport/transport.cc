@@ -4,6 +4,18 @@
 #include "csrc/common/error.h"
 
 namespace bagua {
+namespace {
+
+CodecName codec_name = nullptr;  // written before the threads that read it are made
+
+std::string name_of_codec(uint8_t number) {
+  const std::string name = codec_name == nullptr ? "" : codec_name(number);
+  return name.empty() ? std::to_string(number) : name;
+}
+
+}  // namespace
+
+void name_codecs_by(CodecName name) { codec_name = name; }
 
 std::string_view operation_name(OperationKind kind) {
   switch (kind) {
@@ -36,7 +48,7 @@ std::string describe(const Operation& operation) {
   if (reduces && static_cast<int>(operation.reduce_op) < kNumReduceOps) {
     text += " (" + std::string(reduce_op_name(operation.reduce_op)) + ")";
   }
-  if (operation.codec != 0) text += " with codec " + std::to_string(operation.codec);
+  if (operation.codec != 0) text += " with codec " + name_of_codec(operation.codec);
   if (operation.kind == OperationKind::kNeighborAverage) {
     return text + " in topology " + std::to_string(operation.root) + " at step " +
            std::to_string(operation.variant & ~kHierarchical) +

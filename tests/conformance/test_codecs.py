@@ -277,3 +277,10 @@ def test_bad_options():
         bagua.codecs.get("topk", k=33)
     with pytest.raises(InvalidArgument, match="options are given as name:option=value"):
         bagua.codecs.get("qsgd:4")
+    with pytest.raises(InvalidArgument, match="'qsgd:bits=4' has options in its name and bits=2 beside it"):
+        bagua.codecs.get("qsgd:bits=4", bits=2)
+    for option in ("bits=2", "bits=4"):
+        with pytest.raises(InvalidArgument, match='codec "qsgd" has the option "bits" twice; give it once'):
+            bagua.codecs.get(f"qsgd:bits=4,{option}")
+        with pytest.raises(InvalidArgument, match=f'codec "qsgd": bits is 4:{option}, expected one of 8, 4, 2'):
+            bagua.codecs.get(f"qsgd:bits=4:{option}")

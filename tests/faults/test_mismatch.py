@@ -55,12 +55,12 @@ MISMATCHES = {
     "codec": (
         lambda g: g.all_reduce(ones(10)),
         lambda g: g.all_reduce(ones(10), codec="bf16"),
-        ["all_reduce #2 of 10 float32 (SUM)", "with codec 1"],
+        ["all_reduce #2 of 10 float32 (SUM)", "with codec bf16"],
     ),
     "options of a codec": (
         lambda g: g.all_reduce(ones(10), codec="topk:k=8"),
         lambda g: g.all_reduce(ones(10), codec="topk:k=16"),
-        ["with codec 41", "with codec 42"],
+        ["with codec topk:k=8", "with codec topk:k=16"],
     ),
     "collective": (
         lambda g: g.all_reduce(ones(10)),

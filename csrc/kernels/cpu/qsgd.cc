@@ -24,34 +24,58 @@ constexpr float kScaleUnits = 1 << kDrawBits;
 
 constexpr int32_t levels(int bits) { return (1 << (bits - 1)) - 1; }
 
+// x * s of the contract and back, for blocks whose s is 2^100, by way of the bits: no operation has a subnormal operand
+// or result, so a flush-to-zero mode (torch.set_flush_denormal) does not change what comes out.
+constexpr uint32_t kScaleExponent = 100u << 23;
+constexpr uint32_t kUnscaledNorm = (127u - 100u) << 23;  // 2^-100: from here on s is 1
+constexpr uint32_t kSmallestNormal = 1u << 23;           // 2^-126
+
+BAGUA_INLINE float scale_up(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value), magnitude = bits & kF32Abs;
+  // A subnormal is mantissa * 2^-149: put the mantissa under the exponent of 2^-26 and take 2^-26 away.
+  constexpr uint32_t kBase = kSmallestNormal + kScaleExponent;
+  const float subnormal = std::bit_cast<float>(magnitude + kBase) - std::bit_cast<float>(kBase);
+  const uint32_t scaled =
+      select(magnitude < kSmallestNormal, std::bit_cast<uint32_t>(subnormal), magnitude + kScaleExponent);
+  return std::bit_cast<float>(scaled | (bits & 0x80000000u));
+}
+
+// `value` is below 2, and 0 or above 2^-100.
+BAGUA_INLINE float scale_down(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value), magnitude = bits & kF32Abs;
+  // Below 2^-26 the addition of 2^-26, whose last bit stands for 2^-149, does the rounding.
+  constexpr uint32_t kBase = kSmallestNormal + kScaleExponent;
+  const float sum = std::bit_cast<float>(magnitude) + std::bit_cast<float>(kBase);
+  const uint32_t unscaled = select(magnitude < kBase, std::bit_cast<uint32_t>(sum) - kBase, magnitude - kScaleExponent);
+  return std::bit_cast<float>(unscaled | (bits & 0x80000000u));
+}
+
+// Of a block of elements x * s.
 struct Steps {
-  float scale, unscale;  // s and 1 / s of the contract
-  float units;           // L * 2^15 / (norm * s)
-  float step;            // norm * s / L
-  uint32_t norm_bits;
+  float units;         // L * 2^15 / (norm * s)
+  float step;          // norm * s / L
+  uint32_t norm_bits;  // of norm * s
 };
 
 BAGUA_INLINE Steps steps_of(float norm, int32_t num_levels) {
   Steps steps;
-  steps.scale = norm < 0x1p-100f ? 0x1p100f : 1.0f;
-  steps.unscale = 1.0f / steps.scale;
-  const double scaled = static_cast<double>(norm) * static_cast<double>(steps.scale);
-  steps.units = static_cast<float>(num_levels * static_cast<double>(kScaleUnits) / scaled);
-  steps.step = static_cast<float>(scaled / num_levels);
+  steps.units = static_cast<float>(num_levels * static_cast<double>(kScaleUnits) / static_cast<double>(norm));
+  steps.step = static_cast<float>(static_cast<double>(norm) / num_levels);
   steps.norm_bits = std::bit_cast<uint32_t>(norm);
   return steps;
 }
 
-// Adding 1.5 * 2^23 rounds to the nearest even integer, which then is the low part of the sum's bits.
+// Adding 1.5 * 2^23 rounds to the nearest even integer, which then is the low part of the sum's bits. The code needs no
+// clamp: a magnitude below the norm is at most norm (1 - 2^-24), and `units` and the product are off by 2^-24 each, so
+// the product is below (L * 2^15) (1 + 2^-24), which is less than L * 2^15 + 1/4 and rounds to at most L * 2^15.
 template <int kBits>
 BAGUA_INLINE int32_t code_of(float value, int32_t draw, const Steps& steps) {
   constexpr float kRounder = 0x1.8p23f;
   constexpr int32_t kLevels = levels(kBits);
   const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const float units = value * steps.scale * steps.units;
+  const float units = value * steps.units;
   const int32_t fixed = std::bit_cast<int32_t>(units + kRounder) - std::bit_cast<int32_t>(kRounder);
-  int32_t code = (fixed + draw) >> kDrawBits;
-  code = code < -kLevels ? -kLevels : code;
+  const int32_t code = (fixed + draw) >> kDrawBits;
   const int32_t extreme = (static_cast<int32_t>(bits) >> 31 | 1) * kLevels;
   const bool is_extreme = (bits & kF32Abs) == steps.norm_bits;
   return static_cast<int32_t>(select(is_extreme, static_cast<uint32_t>(extreme), static_cast<uint32_t>(code)));
@@ -60,34 +84,18 @@ BAGUA_INLINE int32_t code_of(float value, int32_t draw, const Steps& steps) {
 template <int kBits>
 BAGUA_INLINE float value_of(int32_t code, const Steps& steps) {
   constexpr int32_t kLevels = levels(kBits);
-  const float value = static_cast<float>(code) * steps.step * steps.unscale;
+  const float value = static_cast<float>(code) * steps.step;
   const uint32_t extreme = steps.norm_bits | (static_cast<uint32_t>(code) & 0x80000000u);
   const int32_t sign = code >> 31;
   const bool is_extreme = (code ^ sign) - sign == kLevels;
   return std::bit_cast<float>(select(is_extreme, extreme, std::bit_cast<uint32_t>(value)));
 }
 
-// `source` has qsgd_padded_numel elements. Returns whether the block is finite.
+// The codes of the `padded` elements x * s.
 template <int kBits>
-BAGUA_INLINE bool encode_block(const float* __restrict source, size_t padded, uint8_t* __restrict bytes,
-                               BlockDraws draws) {
+BAGUA_INLINE void encode_codes(const float* __restrict source, size_t padded, const Steps& steps,
+                               uint8_t* __restrict codes, BlockDraws draws) {
   constexpr int32_t kLevels = levels(kBits);
-  uint32_t largest = 0, signs = 0x80000000u;
-  for (size_t i = 0; i < padded; ++i) {
-    const uint32_t bits = std::bit_cast<uint32_t>(source[i]), magnitude = bits & kF32Abs;
-    largest = magnitude > largest ? magnitude : largest;
-    signs &= bits;
-  }
-  uint8_t* __restrict codes = bytes + kHeaderBytes;
-  const size_t code_bytes = padded * kBits / 8;
-  if (largest >= kF32Inf || largest == 0) {
-    const float header = largest == 0 ? std::bit_cast<float>(signs & 0x80000000u) : kNan;
-    std::memcpy(bytes, &header, kHeaderBytes);
-    std::memset(codes, 0, code_bytes);
-    return largest == 0;
-  }
-  std::memcpy(bytes, &largest, kHeaderBytes);
-  const Steps steps = steps_of(std::bit_cast<float>(largest), kLevels);
   const size_t half = padded / 2;
   const float* __restrict upper = source + half;
   if constexpr (kBits == 8) {
@@ -118,6 +126,34 @@ BAGUA_INLINE bool encode_block(const float* __restrict source, size_t padded, ui
       codes[j] = static_cast<uint8_t>(code);
     }
   }
+}
+
+// `source` has qsgd_padded_numel elements. Returns whether the block is finite.
+template <int kBits>
+BAGUA_INLINE bool encode_block(const float* __restrict source, size_t padded, uint8_t* __restrict bytes,
+                               BlockDraws draws) {
+  uint32_t largest = 0, signs = 0x80000000u;
+  for (size_t i = 0; i < padded; ++i) {
+    const uint32_t bits = std::bit_cast<uint32_t>(source[i]), magnitude = bits & kF32Abs;
+    largest = magnitude > largest ? magnitude : largest;
+    signs &= bits;
+  }
+  uint8_t* __restrict codes = bytes + kHeaderBytes;
+  if (largest >= kF32Inf || largest == 0) {
+    const float header = largest == 0 ? std::bit_cast<float>(signs & 0x80000000u) : kNan;
+    std::memcpy(bytes, &header, kHeaderBytes);
+    std::memset(codes, 0, padded * kBits / 8);
+    return largest == 0;
+  }
+  std::memcpy(bytes, &largest, kHeaderBytes);
+  float norm = std::bit_cast<float>(largest);
+  alignas(64) float scaled[kBlockNumel];
+  if (largest < kUnscaledNorm) {
+    for (size_t i = 0; i < padded; ++i) scaled[i] = scale_up(source[i]);
+    norm = scale_up(norm);
+    source = scaled;
+  }
+  encode_codes<kBits>(source, padded, steps_of(norm, levels(kBits)), codes, draws);
   return true;
 }
 
@@ -136,28 +172,40 @@ BAGUA_INLINE void decode_part(const uint8_t* __restrict codes, size_t numel, con
   }
 }
 
-// `destination` has qsgd_padded_numel elements.
 template <int kBits, Store kStore>
-BAGUA_INLINE void decode_block(const uint8_t* __restrict bytes, size_t padded, float* __restrict destination) {
-  float norm;
-  std::memcpy(&norm, bytes, kHeaderBytes);
-  const uint32_t norm_bits = std::bit_cast<uint32_t>(norm);
-  if ((norm_bits & kF32Abs) >= kF32Inf || (norm_bits & kF32Abs) == 0) {
-    const float value = (norm_bits & kF32Abs) == 0 ? norm : kNan;
-    for (size_t i = 0; i < padded; ++i) {
-      if constexpr (kStore == Store::kAssign) destination[i] = value;
-      if constexpr (kStore == Store::kAdd) destination[i] += value;
-    }
-    return;
-  }
-  const Steps steps = steps_of(std::bit_cast<float>(norm_bits & kF32Abs), levels(kBits));
-  const uint8_t* codes = bytes + kHeaderBytes;
+BAGUA_INLINE void decode_codes(const uint8_t* __restrict codes, size_t padded, float norm,
+                               float* __restrict destination) {
+  const Steps steps = steps_of(norm, levels(kBits));
   const size_t part = padded * kBits / 8;
   decode_part<kBits, 0, kStore>(codes, part, steps, destination);
   if constexpr (kBits <= 4) decode_part<kBits, kBits, kStore>(codes, part, steps, destination + part);
   if constexpr (kBits == 2) {
     decode_part<kBits, 4, kStore>(codes, part, steps, destination + 2 * part);
     decode_part<kBits, 6, kStore>(codes, part, steps, destination + 3 * part);
+  }
+}
+
+// `destination` has qsgd_padded_numel elements.
+template <int kBits, Store kStore>
+BAGUA_INLINE void decode_block(const uint8_t* __restrict bytes, size_t padded, float* __restrict destination) {
+  float norm;
+  std::memcpy(&norm, bytes, kHeaderBytes);
+  const uint32_t norm_bits = std::bit_cast<uint32_t>(norm), magnitude = norm_bits & kF32Abs;
+  if (magnitude >= kF32Inf || magnitude == 0) {
+    const float value = magnitude == 0 ? norm : kNan;
+    for (size_t i = 0; i < padded; ++i) {
+      if constexpr (kStore == Store::kAssign) destination[i] = value;
+      if constexpr (kStore == Store::kAdd) destination[i] += value;
+    }
+    return;
+  }
+  norm = std::bit_cast<float>(magnitude);
+  if (magnitude >= kUnscaledNorm) return decode_codes<kBits, kStore>(bytes + kHeaderBytes, padded, norm, destination);
+  alignas(64) float scaled[kBlockNumel];
+  decode_codes<kBits, Store::kAssign>(bytes + kHeaderBytes, padded, scale_up(norm), scaled);
+  for (size_t i = 0; i < padded; ++i) {
+    if constexpr (kStore == Store::kAssign) destination[i] = scale_down(scaled[i]);
+    if constexpr (kStore == Store::kAdd) destination[i] += scale_down(scaled[i]);
   }
 }
 
