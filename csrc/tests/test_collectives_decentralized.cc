@@ -215,7 +215,7 @@ TEST(HierarchicalNeighborAverage, IsTheMatrixOfTheDefinition) {
       }
       perform(operation(OperationKind::kNeighborAverage, DType::kF32, numel), [&] {
         return collectives::hierarchical_neighbor_average(context, Hierarchy{kUnequalNodes[of(place)], leaders}, 1,
-                                                          data[of(rank)].data(), numel, DType::kF32, ring);
+                                                          data[of(rank)].data(), numel, DType::kF32, ring, nullptr);
       });
     });
     std::vector<Floats> before(8);
