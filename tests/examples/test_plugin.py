@@ -156,4 +156,4 @@ def test_passes_the_checks_of_the_built_in_ones(ranks, check):
 
 
 def test_resumes_like_the_built_in_ones(ranks):
-    ranks[2].run(test_checkpoints._resume, args=(("adasum", {}),))
+    ranks[2].run(test_checkpoints._resume, args=(("adasum", {}), test_checkpoints.Net))
