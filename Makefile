@@ -20,6 +20,9 @@ ifeq ($(wildcard bagua/_C*.so),)
 .PHONY: $(NATIVE)
 endif
 
+# Tests that assert how long something takes run alone, the others two at a time.
+TIMED := tests/faults tests/rendezvous tests/testing
+
 .PHONY: help demo test lint format bench sanitize build setup setup-tests setup-lint clean
 
 help: ## this list
@@ -33,7 +36,8 @@ test: setup-tests build ## Rust, C++ and Python tests
 	cmake -S . -B $(DEV) -DBAGUA_BUILD_TESTS=ON >$(DEV)/configure.log
 	cmake --build $(DEV) --target bagua_tests
 	timeout 600 $(DEV)/bagua_tests --gtest_brief=1
-	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not slow" -n 2 --dist loadfile $(TIMED:%=--ignore=%) $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not slow" $(TIMED) $(PYTEST_ARGS)
 
 lint: setup-lint ## ruff, clang-format, cargo fmt, clippy
 	@bash scripts/lint.sh
