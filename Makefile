@@ -20,10 +20,7 @@ ifeq ($(wildcard bagua/_C*.so),)
 .PHONY: $(NATIVE)
 endif
 
-# Tests that assert how long something takes run alone, the others two at a time.
-TIMED := tests/faults tests/rendezvous tests/testing
-
-.PHONY: help demo test lint format bench sanitize build setup setup-tests setup-lint clean
+.PHONY: help demo test package lint format bench sanitize build setup setup-tests setup-lint clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -36,8 +33,10 @@ test: setup-tests build ## Rust, C++ and Python tests
 	cmake -S . -B $(DEV) -DBAGUA_BUILD_TESTS=ON >$(DEV)/configure.log
 	cmake --build $(DEV) --target bagua_tests
 	timeout 600 $(DEV)/bagua_tests --gtest_brief=1
-	$(PY) -m pytest -m "not slow" -n 2 --dist loadfile $(TIMED:%=--ignore=%) $(PYTEST_ARGS)
-	$(PY) -m pytest -m "not slow" $(TIMED) $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+package: setup-tests build ## the sdist, and a wheel built from it, by themselves
+	$(PY) -m pytest tests/structure/test_package.py
 
 lint: setup-lint ## ruff, clang-format, cargo fmt, clippy
 	@bash scripts/lint.sh

@@ -15,12 +15,18 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.needs("setuptools", "pybind1
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """(sdist, wheel): the wheel is built from the sdist, in a folder of its own."""
-    folder = tmp_path_factory.mktemp("dist")
+def sdist(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sdist")
     call = f"import setuptools.build_meta as b; print(b.build_sdist({str(folder)!r}))"
     subprocess.run([sys.executable, "-c", call], cwd=ROOT, check=True, capture_output=True, timeout=120)
-    (sdist,) = folder.glob("*.tar.gz")
+    (file,) = folder.glob("*.tar.gz")
+    return file
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
+    """Built from the sdist, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(sdist)],
         cwd=folder,
@@ -29,13 +35,13 @@ def built(tmp_path_factory):
         check=True,
         timeout=800,
     )
-    (wheel,) = folder.glob("*.whl")
-    return sdist, wheel
+    (file,) = folder.glob("*.whl")
+    return file
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git, which lists the sources, is not installed")
-def test_the_sdist_holds_every_source(built):
-    with tarfile.open(built[0]) as archive:
+def test_the_sdist_holds_every_source(sdist):
+    with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tracked = subprocess.run(
         ["git", "ls-files", "bagua", "csrc", "rust_core", "tests", "examples", "scripts", "CMakeLists.txt", "LICENSE"],
@@ -45,8 +51,9 @@ def test_the_sdist_holds_every_source(built):
     assert not [name for name in names if name.endswith((".so", ".pyc")) or "/target/" in name]
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(built):
-    with zipfile.ZipFile(built[1]) as archive:
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     packages = {name.split("/")[0] for name in names}
     assert packages == {"bagua", next(name for name in packages if name.endswith(".dist-info"))}
@@ -55,10 +62,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     assert not [name for name in names if name.endswith((".h", ".cc", ".rs"))]
 
 
-def test_the_wheel_works_where_nothing_else_of_bagua_is(built, tmp_path):
+@pytest.mark.slow
+def test_the_wheel_works_where_nothing_else_of_bagua_is(wheel, tmp_path):
     target = tmp_path / "site"
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(target), str(built[1])],
+        [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(target), str(wheel)],
         check=True, capture_output=True, timeout=120,
     )  # fmt: skip
     program = f"import sys; sys.path.insert(0, {str(target)!r}); import bagua; print(bagua.__file__, bagua.__version__)"
