@@ -161,12 +161,9 @@ def _asynchronous(rank, world_size):
             algorithm.abort(model)
 
 
-def test_async(pool2):
-    pool2.run(_asynchronous)
-
-
-def test_async_on_three_ranks(pool3):
-    pool3.run(_asynchronous)
+def test_async(pool2, pool3):
+    for pool in (pool2, pool3):
+        pool.run(_asynchronous)
 
 
 def _async_warmup(rank, world_size):
