@@ -36,10 +36,7 @@ these.
 
 Written by `python benchmarks/memory_of_algorithms.py`, which says how it measures.
 """
-_ERROR_FEEDBACK = """\
-The peak of error feedback: in the second step buckets are laid out in the order in which gradients have become ready.
-Meanwhile the residuals of the old layout, 2 (1 + 1/n) G, stay beside one copy of those of the new one, (1 + 1/n) G, and
-the owners' residuals of all ranks, G; in bfloat16 half. `qadam` has no residuals yet at that time."""
+
 
 
 @dataclass(frozen=True)
@@ -128,8 +125,6 @@ def lines_of(extras: list[Extra], args: argparse.Namespace) -> list[str]:
     residuals, bucket = 2 * (1 + 1 / args.ranks), _BUCKET_BYTES / (args.megabytes * 1e6)
     lines += ["", f"n is {args.ranks}: 2 (1 + 1/n) G is {residuals:.2f} G, half of it {residuals / 2:.2f} G."]
     lines += [f"G is {args.megabytes:g} MB, and a bucket at most {bucket:.2f} G."]
-    if any(extra.peak_in and "error_feedback" in extra.case.options for extra in extras):
-        lines += ["", *_ERROR_FEEDBACK.splitlines()]
     return lines
 
 
