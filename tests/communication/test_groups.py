@@ -139,7 +139,8 @@ def check_timeout_of_group(rank, world_size):
         assert 0.4 < time.monotonic() - begin < 1.0
     bagua.barrier()  # another group is not concerned
     with pytest.raises(bagua.BaguaError, match="rank 1 has not called it"):
-        bagua.barrier(group=group)
+        for _ in range(2):  # the first may find rank 0's part of the barrier before the news
+            bagua.barrier(group=group)
 
 
 @in_worlds(FEW_WORLDS[:1])

@@ -21,7 +21,7 @@ MODULES = {"bagua": ["-m", "bagua.run"], "torchrun": TORCHRUN}
 
 def some_or_slow(algorithm: str) -> Any:
     """A run takes its five seconds, and what the algorithms compute is tested elsewhere."""
-    marks = () if algorithm in ("gradient_allreduce", "qadam", "async") else pytest.mark.slow
+    marks = () if algorithm in ("gradient_allreduce", "qadam") else pytest.mark.slow
     return pytest.param(algorithm, marks=marks)
 
 
@@ -48,7 +48,7 @@ def test_digits_reaches_its_accuracy_with_bytegrad():
 
 
 @pytest.mark.needs("sklearn", "tqdm")
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd", "ddp"])
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", pytest.param("local_sgd", marks=pytest.mark.slow), "ddp"])
 def test_digits_runs_under_torchrun(algorithm):
     result = run("torchrun", "digits.py", "--algorithm", algorithm, "--epochs", "1")
     assert result["algorithm"] == algorithm

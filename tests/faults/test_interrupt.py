@@ -51,7 +51,7 @@ def interrupted(rank, world_size, name, connected):
         if connected:
             bagua.barrier()
         if rank != 0:
-            time.sleep(1.5)
+            time.sleep(1)
             return watch(bagua.barrier)
         begin = time.monotonic()
         signal_after(0.3)

@@ -13,7 +13,7 @@ from bagua.testing import stop
 from tests.communication.worlds import in_worlds, mixed, shm, tcp
 from tests.faults.scenarios import OPERATIONS, WORLDS, note_time, noted_time, process_group, spawn_in, watch
 
-TIMEOUT_S = 1.5
+TIMEOUT_S = 1.0
 SLACK_S = 1.0  # for a loaded machine, on top of what the design promises: twice the timeout
 CULPRIT = 2
 

@@ -17,11 +17,11 @@ ALGORITHMS = ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_
 @pytest.mark.needs("sklearn")
 def test_digits():
     script = Path(__file__).with_name("digits_original.py")
-    command = [sys.executable, "-m", "bagua.run", "--nproc-per-node", "2", str(script), "--algorithms", *ALGORITHMS]
+    command = [sys.executable, "-m", "bagua.run", "--nproc-per-node", "2", str(script), "--epochs", "6"]
+    command += ["--algorithms", *ALGORITHMS]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     accuracies = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert tuple(accuracies) == ALGORITHMS
-    # When the ranks of async average depends on time.
-    assert all(accuracy > (0.5 if name == "async" else 0.8) for name, accuracy in accuracies.items()), accuracies
+    assert min(accuracies.values()) > 0.8, accuracies
