@@ -1,4 +1,4 @@
-"""The `bagua` command: run, doctor. Each subcommand is the main() of the module that does the work."""
+"""The `bagua` command: run, doctor, bench. Each subcommand is the main() of the module that does the work."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "run": ("bagua.run", "start a training script on several processes (torchrun's options and bagua's)"),
     "doctor": ("bagua.doctor", "show what is built and what this host and the ranks' connections offer"),
+    "bench": ("bagua.bench", "record what a training step of a model costs, for benchmarks/replay.py"),
 }
 
 

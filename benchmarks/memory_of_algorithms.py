@@ -38,7 +38,6 @@ Written by `python benchmarks/memory_of_algorithms.py`, which says how it measur
 """
 
 
-
 @dataclass(frozen=True)
 class Case:
     """An algorithm with options, beside the same training without it."""

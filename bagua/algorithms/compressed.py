@@ -19,14 +19,15 @@ from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup, ReduceOp, Work
 
 _COMPRESSED, _ONE_DIMENSIONAL, _NO_CODEC = "compressed", "1-D", "dtype"
+_LARGEST_BIAS_NUMEL = 65_536  # of a vector that is a bias or a norm's scale; a longer one is weights laid out flat
 
 
 @dataclasses.dataclass(kw_only=True)
 class CompressedGradients(Algorithm):
     """g <- Q(sum over ranks of Q(g)) / n; a subclass names Q by ``codec_spec``.
 
-    Biases, norms and other parameters with at most one dimension are few bytes and sensitive: they
-    travel at full precision, and so do buckets below ``min_compressed_bytes`` and dtypes that the
+    Biases, norms and other parameters with at most one dimension are few bytes and sensitive: up to 65,536 elements
+    they travel at full precision, and so do buckets below ``min_compressed_bytes`` and dtypes that the
     codec does not know (float64). ``model.bagua.buckets`` and the timeline say so, bucket by bucket.
 
     Args:
@@ -98,7 +99,8 @@ class CompressedGradients(Algorithm):
     def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
         if parameter.dtype not in codecs.get(self.codec_spec()).dtypes:
             return _NO_CODEC
-        return _ONE_DIMENSIONAL if parameter.dim() <= 1 else _COMPRESSED
+        is_bias = parameter.dim() <= 1 and parameter.numel() <= _LARGEST_BIAS_NUMEL
+        return _ONE_DIMENSIONAL if is_bias else _COMPRESSED
 
     def declare(self, bucket: Bucket) -> Declaration:
         spec = self.codec_spec()

@@ -90,8 +90,8 @@ def test_padding_does_not_widen_a_block(pool2):
 def _declared(rank, world_size):
     with process_group():
         model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 2), torch.nn.Linear(2, 2).double())
+        model.bias, model.flat = (torch.nn.Parameter(torch.zeros(numel)) for numel in (65_536, 65_537))
         model = bagua.with_bagua(model, algorithm="bytegrad", bucket_bytes=33_000)
-        model(torch.ones(1, 64)) if False else None
         return {name: str(bucket.declaration) for bucket in model.bagua.buckets for name in bucket.names}
 
 
@@ -100,6 +100,8 @@ def test_what_travels_at_full_precision_is_declared(pool2):
     assert declared["0.weight"] == "all_reduce, minmax_uint8"
     assert declared["1.weight"] == "all_reduce, full precision (1024 bytes, below 16384)"
     assert declared["0.bias"] == declared["1.bias"] == "all_reduce, full precision (1-D parameters)"
+    assert declared["bias"] == declared["0.bias"]
+    assert declared["flat"] == "all_reduce, minmax_uint8"
     assert "codec minmax_uint8 does not encode torch.float64" in declared["2.weight"]
 
 

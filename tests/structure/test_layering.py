@@ -75,7 +75,9 @@ MAY_IMPORT = {
     "federated": ERRORS | {"group", "communication", "federated"},
     "run": CONFIG,
     "doctor": STEPPING | CONNECTING | {"run"},
-    "cli": CONFIG | {"run", "doctor"},
+    "profiles": ERRORS,
+    "bench": ERRORS | {"profiles"},
+    "cli": CONFIG | {"run", "doctor", "bench"},
 }
 # Beside the standard library.
 THIRD_PARTY = {"errors": set(), "config": set()}

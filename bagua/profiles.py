@@ -1,0 +1,298 @@
+"""What a training step of a model costs, layer by layer: parameters, time of forward, time of backward.
+
+Beside the data path. A profile is a small JSON file. ``record`` makes one from a model, ``SleepingModel`` is a model that
+has one: real parameters, whose gradients become ready when the profile says so, and a sleep in the place of compute. So
+communication can be measured for a model, and for a device, that is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagua.errors import InvalidArgument
+
+_LAYER_KEYS = {"name", "parameters", "forward_ms", "backward_ms"}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Parameters whose gradients become ready together.
+
+    Attributes:
+        name: for people.
+        parameters: shape of each of its parameters; all are float32.
+        forward_ms: what its forward takes, in milliseconds.
+        backward_ms: from the gradients of the layer behind it, in the order of forward, to its own.
+    """
+
+    name: str
+    parameters: tuple[tuple[int, ...], ...]
+    forward_ms: float
+    backward_ms: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model's layers in the order of forward, and where the figures come from.
+
+    Example:
+        >>> profile = Profile("two", "made up", (Layer("a", ((4, 8), (4,)), 1.0, 2.0), Layer("b", ((2, 4),), 0.5, 1.0)))
+        >>> profile.num_parameters, profile.forward_ms, profile.backward_ms
+        (44, 1.5, 3.0)
+        >>> profile.scaled(0.5).num_parameters
+        22
+    """
+
+    name: str
+    source: str
+    layers: tuple[Layer, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all layers together."""
+        return sum(math.prod(shape) for layer in self.layers for shape in layer.parameters)
+
+    @property
+    def forward_ms(self) -> float:
+        """The time of forward."""
+        return sum(layer.forward_ms for layer in self.layers)
+
+    @property
+    def backward_ms(self) -> float:
+        """The time of backward."""
+        return sum(layer.backward_ms for layer in self.layers)
+
+    def scaled(self, scale: float) -> Profile:
+        """With parameters of ``scale`` times as many elements, at least one each; times stay.
+
+        A matrix becomes one of a single column, since it is the number of elements that counts. On a link whose rate is ``scale`` times another one's it takes as long as this one does on that other.
+
+        Raises:
+            InvalidArgument: ``scale`` is not positive.
+        """
+        if not scale > 0:
+            raise InvalidArgument(f"scale is {scale!r}, expected a positive number, such as 0.1")
+        return replace(
+            self,
+            layers=tuple(
+                replace(layer, parameters=tuple(_scaled_shape(shape, scale) for shape in layer.parameters))
+                for layer in self.layers
+            ),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON, a line per layer."""
+        layers = ",\n".join(f"    {json.dumps(asdict(layer))}" for layer in self.layers)
+        head = f'{{\n  "name": {json.dumps(self.name)},\n  "source": {json.dumps(self.source)},\n'
+        Path(path).write_text(f'{head}  "layers": [\n{layers}\n  ]\n}}\n')
+
+    @staticmethod
+    def load(path: str | Path) -> Profile:
+        """Reads what ``save`` wrote, or a person.
+
+        Raises:
+            InvalidArgument: it is no profile, with what is wrong and in which layer.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise InvalidArgument(f"{path} cannot be read as a profile: {error}") from error
+        if not isinstance(content, dict) or set(content) != {"name", "source", "layers"} or not content["layers"]:
+            raise InvalidArgument(f"{path} is no profile: expected an object of name, source and one layer or more")
+        return Profile(content["name"], content["source"], tuple(_layer(path, one) for one in content["layers"]))
+
+
+def _scaled_shape(shape: tuple[int, ...], scale: float) -> tuple[int, ...]:
+    return (max(1, round(math.prod(shape) * scale)), *[1] * (len(shape) - 1))
+
+
+def _layer(path: str | Path, content: Any) -> Layer:
+    if not isinstance(content, dict) or set(content) != _LAYER_KEYS:
+        raise InvalidArgument(f"{path}: a layer is {content!r}, expected an object of {', '.join(sorted(_LAYER_KEYS))}")
+    shapes, times = content["parameters"], (content["forward_ms"], content["backward_ms"])
+    if not isinstance(shapes, list) or not all(map(_is_shape, shapes)):
+        raise InvalidArgument(f"{path}: parameters of layer {content['name']!r} are {shapes!r}, expected their shapes")
+    if not all(isinstance(ms, (int, float)) and 0 <= ms < 1e6 for ms in times):
+        raise InvalidArgument(f"{path}: times of layer {content['name']!r} are {times!r}, expected milliseconds")
+    return Layer(content["name"], tuple(map(tuple, shapes)), *map(float, times))
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, list) and bool(shape) and all(type(size) is int and size > 0 for size in shape)
+
+
+# --- a model that takes its time ---------------------------------------------------------------
+
+
+class SleepingModel(torch.nn.Module):
+    """A model of ``profile``: ``model()`` returns a scalar, whose ``backward()`` makes all gradients.
+
+    Forward and backward sleep as long as the profile says, layer by layer, as a host does while its accelerator works.
+    Gradients are there without a computation, as they come from a device: the same memory in every step, filled once
+    with values of ``torch.manual_seed``'s generator. Weights are zero, because nothing depends on them.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        super().__init__()
+        self.profile = profile
+        self.layers = torch.nn.ModuleList(_SleepingLayer(layer) for layer in profile.layers)
+
+    def forward(self) -> torch.Tensor:
+        """A scalar."""
+        x = torch.zeros((), requires_grad=True)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class _SleepingLayer(torch.nn.Module):
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.forward_s, self.backward_s = layer.forward_ms / 1e3, layer.backward_ms / 1e3
+        self.weights = torch.nn.ParameterList(torch.zeros(shape) for shape in layer.parameters)
+        self.gradients = [torch.randn(shape) for shape in layer.parameters]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Sleep.apply(x, self, *self.weights)
+
+
+class _Sleep(torch.autograd.Function):
+    """Sleeps in forward and in backward; every gradient is another tensor on the layer's memory, which autograd keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: _SleepingLayer, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.layer = layer
+        time.sleep(layer.forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        time.sleep(ctx.layer.backward_s)
+        return grad, None, *(gradient.detach() for gradient in ctx.layer.gradients)
+
+
+# --- recording ---------------------------------------------------------------------------------
+
+
+def record(
+    model: torch.nn.Module,
+    loss: Callable[[torch.nn.Module], torch.Tensor],
+    *,
+    name: str = "",
+    source: str = "",
+    repetitions: int = 5,
+) -> Profile:
+    """Measures a model's profile on this machine.
+
+    A layer is a module with parameters of its own. The time of everything else counts to the layer that comes next. On an
+    accelerator the device is waited for wherever a time is taken. Medians over the repetitions, after two that do not
+    count. Gradients are set to None.
+
+    Args:
+        model: the model, not wrapped.
+        loss: runs one forward of ``model`` and returns the scalar that ``backward()`` is called on.
+        name: the model's class by default.
+        source: where the figures come from; the device by default.
+        repetitions: how many steps count.
+
+    Raises:
+        InvalidArgument: no parameter takes part in the loss.
+
+    Example:
+        >>> x = torch.randn(8, 16)
+        >>> profile = record(torch.nn.Linear(16, 4), lambda model: model(x).sum())
+        >>> profile.num_parameters, len(profile.layers)
+        (68, 1)
+    """
+    recorder = _Recorder(model)
+    try:
+        steps = [recorder.step(loss) for _ in range(repetitions + 2)][2:]
+    finally:
+        recorder.remove()
+    model.zero_grad()
+    backward_order = list(steps[-1][1])  # the layer whose gradients are ready first stands first
+    if not backward_order:
+        raise InvalidArgument("no parameter of the model has got a gradient from loss(model).backward()")
+    layers = []
+    for layer in reversed(backward_order):
+        shapes = tuple(tuple(parameter.shape) or (1,) for parameter in recorder.parameters[layer])
+        forward_ms, backward_ms = (
+            round(statistics.median(step[part].get(layer, 0.0) for step in steps) * 1e3, 4) for part in (0, 1)
+        )
+        layers.append(Layer(layer, shapes, forward_ms, backward_ms))
+    return Profile(name or type(model).__name__, source or _device_of(model), tuple(layers))
+
+
+class _Recorder:
+    """Hooks that take the time wherever a layer's forward has ended and its last gradient has become ready."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self.parameters: dict[str, list[torch.nn.Parameter]] = {}  # by layer
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._marks: list[tuple[str, float]] = []
+        self._hooks: list[Any] = []
+        seen: set[int] = set()
+        for name, module in model.named_modules():
+            own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
+            if not own:
+                continue
+            seen.update(map(id, own))
+            layer = name or type(module).__name__
+            self.parameters[layer] = own
+            self._hooks.append(module.register_forward_hook(lambda *_, layer=layer: self._mark(layer)))
+            self._hooks += [
+                parameter.register_post_accumulate_grad_hook(lambda _, layer=layer: self._mark(layer))
+                for parameter in own
+            ]
+
+    def _now(self) -> float:
+        if self._device.type != "cpu":
+            getattr(torch, self._device.type).synchronize()
+        return time.perf_counter()
+
+    def _mark(self, layer: str) -> None:
+        self._marks.append((layer, self._now()))
+
+    def step(self, loss: Callable[[torch.nn.Module], torch.Tensor]) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds of forward, and of backward, by layer; in the order in which the layers came to their ends."""
+        self._model.zero_grad()
+        begin = self._now()
+        value = loss(self._model)
+        forward = self._take_spans(begin, every_mark=True)
+        begin = self._now()
+        value.backward()
+        return forward, self._take_spans(begin, every_mark=False)
+
+    def _take_spans(self, begin: float, every_mark: bool) -> dict[str, float]:
+        """Cuts the time since ``begin`` at the marks, or at each layer's last one; what is left is the last layer's."""
+        end = self._now()
+        marks = self._marks if every_mark else sorted(dict(self._marks).items(), key=lambda mark: mark[1])
+        spans: dict[str, float] = {}
+        for layer, at in marks:
+            spans[layer] = spans.get(layer, 0.0) + at - begin
+            begin = at
+        if marks:
+            spans[marks[-1][0]] += end - begin
+        self._marks = []
+        return spans
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _device_of(model: torch.nn.Module) -> str:
+    device = next(parameter.device for parameter in model.parameters())
+    is_cuda = device.type == "cuda"
+    where = torch.cuda.get_device_name(device) if is_cuda else f"a CPU, {torch.get_num_threads()} threads"
+    return f"recorded on {where}, torch {torch.__version__}"
