@@ -5,7 +5,7 @@
 True
 """
 
-from . import algorithms, codecs, optim, torch_backend
+from . import algorithms, codecs, optim, profiles, torch_backend
 from ._C import __version__
 from .communication import (
     all_gather,
@@ -86,6 +86,7 @@ __all__ = [
     "neighbor_average",
     "new_group",
     "optim",
+    "profiles",
     "recv",
     "reduce",
     "reduce_scatter",

@@ -1,7 +1,7 @@
 """`bagua bench record`: measures a model's profile, layer by layer, and writes it to a file.
 
-The file is what benchmarks/replay.py plays on shaped links, for every algorithm and beside torch DDP: what they would do
-for this model on another network.
+The file is what benchmarks/replay.py plays on shaped links, for every algorithm and beside torch DDP: what they would
+do for this model on another network.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a training step of a model costs, layer by layer: parameters, time of forward, time of backward.
 
-Beside the data path. A profile is a small JSON file. ``record`` makes one from a model, ``SleepingModel`` is a model that
-has one: real parameters, whose gradients become ready when the profile says so, and a sleep in the place of compute. So
-communication can be measured for a model, and for a device, that is not there.
+Beside the data path. A profile is a small JSON file. ``record`` makes one from a model, ``SleepingModel`` is a model
+that has one: real parameters, whose gradients become ready when the profile says so, and a sleep in the place of
+compute. So communication can be measured for a model, and for a device, that is not there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,8 @@ class Profile:
     def scaled(self, scale: float) -> Profile:
         """With parameters of ``scale`` times as many elements, at least one each; times stay.
 
-        A matrix becomes one of a single column, since it is the number of elements that counts. On a link whose rate is ``scale`` times another one's it takes as long as this one does on that other.
+        A matrix becomes one of a single column, since it is the number of elements that counts. On a link whose rate is
+        ``scale`` times another one's it takes as long as this one does on that other.
 
         Raises:
             InvalidArgument: ``scale`` is not positive.
@@ -166,7 +167,7 @@ class _SleepingLayer(torch.nn.Module):
 
 
 class _Sleep(torch.autograd.Function):
-    """Sleeps in forward and in backward; every gradient is another tensor on the layer's memory, which autograd keeps."""
+    """Sleeps in forward and in backward; a gradient is a new tensor on the layer's memory, which autograd keeps."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: _SleepingLayer, *weights: torch.Tensor) -> torch.Tensor:
@@ -193,9 +194,9 @@ def record(
 ) -> Profile:
     """Measures a model's profile on this machine.
 
-    A layer is a module with parameters of its own. The time of everything else counts to the layer that comes next. On an
-    accelerator the device is waited for wherever a time is taken. Medians over the repetitions, after two that do not
-    count. Gradients are set to None.
+    A layer is a module with parameters of its own. The time of everything else counts to the layer that comes next. On
+    an accelerator the device is waited for wherever a time is taken. Medians over the repetitions, after two that do
+    not count. Gradients are set to None.
 
     Args:
         model: the model, not wrapped.

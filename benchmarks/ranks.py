@@ -52,6 +52,7 @@ def run(
     *,
     env: Mapping[str, str] | None = None,
     prefixes: Sequence[Sequence[str]] | None = None,
+    ranks_per_prefix: int = 1,
     master_addr: str = "127.0.0.1",
     under_mpirun: bool = False,
     timeout_s: float = 600.0,
@@ -62,8 +63,9 @@ def run(
 
     Args:
         env: variables for every rank, on top of this process's and torchrun's.
-        prefixes: per rank, what stands before its command, such as `ip netns exec NAME`; every rank with one is
-            a node of its own.
+        prefixes: per node, what stands before the commands of its ranks, such as `ip netns exec NAME`; one node
+            without.
+        ranks_per_prefix: consecutive ranks that are on one of these nodes.
         master_addr: rank 0's address as the others see it.
         under_mpirun: started by mpirun, so that mpi4py connects the ranks too.
         timeout_s: for the whole run.
@@ -79,7 +81,7 @@ def run(
             if under_mpirun:
                 world.start_mpirun()
             else:
-                world.start(prefixes)
+                world.start(prefixes, ranks_per_prefix)
             return world.collect(timeout_s, set(lost), watch)
         finally:
             world.end()
@@ -97,11 +99,12 @@ class _World:
         self.processes: list[subprocess.Popen] = []
         self.port = _free_port()
 
-    def start(self, prefixes: Sequence[Sequence[str]] | None) -> None:
+    def start(self, prefixes: Sequence[Sequence[str]] | None, ranks_per_prefix: int) -> None:
+        ranks_per_node = ranks_per_prefix if prefixes else self.size
         for rank in range(self.size):
-            node = rank if prefixes else 0
-            place = {"RANK": rank, "LOCAL_RANK": 0 if prefixes else rank, "GROUP_RANK": node}
-            self._spawn(list(prefixes[rank]) if prefixes else [], place, 1 if prefixes else self.size, f"rank{rank}")
+            node, local_rank = divmod(rank, ranks_per_node)
+            place = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node}
+            self._spawn(list(prefixes[node]) if prefixes else [], place, ranks_per_node, f"rank{rank}")
 
     def start_mpirun(self) -> None:
         root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}

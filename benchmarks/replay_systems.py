@@ -1,7 +1,7 @@
 """What replay.py measures on a rank: one model under every system, torch's and ours, and the bound for each.
 
-A system is named as it is chosen: `ddp`, `ddp_fp16`, `ddp_bf16`, or an algorithm with options, `qsgd:bits=4`. Compute is a
-sleep, so the optimizer is one that does nothing (a device's); `qadam` alone brings its own, whose time counts.
+A system is named as it is chosen: `ddp`, `ddp_fp16`, `ddp_bf16`, or an algorithm with options, `qsgd:bits=4`. Compute
+is a sleep, so the optimizer is one that does nothing (a device's); `qadam` alone brings its own, whose time counts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from bagua.profiles import Profile, SleepingModel
 ALONE = "compute alone"
 
 
-def _bf16_hook(state, bucket):  # noqa: ANN001, ANN202  torch takes no annotations that are strings
-    """torch's bf16_compress_hook, which refuses gloo."""
+def _bf16_hook(state, bucket):
+    """torch's bf16_compress_hook, which refuses gloo; without annotations, which torch compares to its own."""
     gradients = bucket.buffer()
     cast = gradients.to(torch.bfloat16).div_(dist.get_world_size())
     work = dist.all_reduce(cast, async_op=True)
@@ -41,6 +41,7 @@ DDP_HOOKS: dict[str, Callable | None] = {
 }
 # Of those that exchange weights, what may pass while compute goes on; the others' whole exchange is waited for.
 _UNDER_COMPUTE = ("decentralized", "async")
+_ENOUGH_S = 8.0  # of blocks, where a link is slow
 
 
 class NoOptimizer(torch.optim.Optimizer):
@@ -88,70 +89,107 @@ def parse(system: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where this rank is among those that a launcher has started."""
+
+    rank: int
+    num_hosts: int
+    ranks_per_host: int
+
+
+def is_launched() -> bool:
+    """Whether a launcher such as torchrun has started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def measure(profile: str, scale: float, systems: Sequence[str], blocks: int) -> list[dict]:
     """On a rank: `Result`s as dicts, compute alone first."""
     initialise(timeout_s=300)
+    results = _measure_all(profile, scale, systems, blocks)
+    destroy()
+    return results
+
+
+def measure_here(profile: str, scale: float, systems: Sequence[str], blocks: int) -> tuple[Place, list[list[dict]]]:
+    """On a rank of a launcher: what all ranks have measured, by rank."""
+    initialise(timeout_s=300)
+    local = bagua.get_local_world_size()
+    place = Place(bagua.get_rank(), bagua.get_world_size() // local, local)
+    per_rank = bagua.all_gather_object(_measure_all(profile, scale, systems, blocks))
+    destroy()
+    return place, per_rank
+
+
+def _measure_all(profile: str, scale: float, systems: Sequence[str], blocks: int) -> list[dict]:
     torch.manual_seed(bagua.get_rank())
     model = SleepingModel(Profile.load(profile).scaled(scale))
     ready = _ready_times(model)
-    results = [_measure(ALONE, model, ready, blocks)]
-    results += [_measure(system, model, ready, blocks) for system in systems]
-    destroy()
-    return [asdict(result) for result in results]
+    return [asdict(_measure(system, model, ready, blocks)) for system in (ALONE, *systems)]
 
 
 def _measure(system: str, model: SleepingModel, ready: dict[int, float], blocks: int) -> Result:
-    name, options = parse(system)
-    parameters = list(model.parameters())
-    optimizer: torch.optim.Optimizer = NoOptimizer(parameters)
-    wrapped: torch.nn.Module = model
-    block = 2
-    if name in DDP_HOOKS:
-        wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
-        if DDP_HOOKS[name] is not None:
-            wrapped.register_comm_hook(None, DDP_HOOKS[name])
-    elif name != ALONE:
-        if name == "qadam":
-            optimizer = bagua.QAdam(parameters, lr=1e-6, warmup_steps=options.pop("warmup_steps", 1))
-        bagua.with_bagua(model, optimizer, algorithm=name, **options)
-        chosen = model.bagua.algorithm.options()
-        block = max(block, chosen.get("sync_every", 1), chosen.get("interval", 1))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        wrapped().backward()
-        optimizer.step()
-
-    for _ in range(3):  # connections; buckets are laid out anew after the first step
-        step()
-    samples = []
-    bagua.barrier()
-    sent_before, steps = _interface_bytes(), 0
-    while len(samples) < blocks:
-        begin = time.perf_counter()
-        for _ in range(block):
-            step()
-        samples.append((time.perf_counter() - begin) / block)
-        steps += block
-    bagua.barrier()
-    result = Result(system, samples, (_interface_bytes() - sent_before) / steps)
-    if name in DDP_HOOKS or name == ALONE:
-        in_order = sorted(parameters, key=lambda p: ready[id(p)])
+    forward, optimizer = _wrap(system, model)
+    handle = getattr(model, "bagua", None)
+    options = handle.algorithm.options() if handle is not None else {}
+    # What is not done in every step is done once in a block.
+    block = max(2, options.get("sync_every", 1), options.get("interval", 1))
+    samples, wire_bytes = _time(forward, optimizer, block, blocks)
+    result = Result(system, samples, wire_bytes)
+    if handle is None:
+        in_order = sorted(model.parameters(), key=lambda p: ready[id(p)])
         result.buckets = _parts([([p], p.numel()) for p in in_order], ready)
     else:
-        handle = model.bagua
         if handle.algorithm.exchanges == "gradients":
             result.buckets = _parts([([m.parameter for m in b.members], b.num_bytes) for b in handle.buckets], ready)
         else:
-            result.overlap = "step" if name in _UNDER_COMPUTE else "nothing"
-        records = handle.timeline().steps[-steps:]
+            result.overlap = "step" if handle.algorithm.name in _UNDER_COMPUTE else "nothing"
+        records = handle.timeline().steps[-block * len(samples) :]
         result.waiting_s = statistics.median(record.exposed_ns / 1e9 for record in records)
-        bagua.barrier()
         handle.remove()
-    del wrapped, step
-    model.zero_grad()
+    del forward  # DDP's hooks go with it
     gc.collect()
+    model.zero_grad()
     return result
+
+
+def _wrap(system: str, model: SleepingModel) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    name, options = parse(system)
+    parameters = list(model.parameters())
+    optimizer: torch.optim.Optimizer = NoOptimizer(parameters)
+    if name == ALONE:
+        return model, optimizer
+    if name in DDP_HOOKS:
+        ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
+        if DDP_HOOKS[name] is not None:
+            ddp.register_comm_hook(None, DDP_HOOKS[name])
+        return ddp, optimizer
+    if name == "qadam":
+        optimizer = bagua.optim.QAdam(parameters, lr=1e-6, eps=1.0, warmup_steps=1)
+    return bagua.with_bagua(model, optimizer, algorithm=name, **options), optimizer
+
+
+def _time(
+    forward: torch.nn.Module, optimizer: torch.optim.Optimizer, block: int, blocks: int
+) -> tuple[list[float], float]:
+    """Seconds per step, a sample per block of steps, and the bytes per step that this host has sent."""
+
+    def run_block() -> float:
+        begin = time.perf_counter()
+        for _ in range(block):
+            optimizer.zero_grad()
+            forward().backward()
+            optimizer.step()
+        return time.perf_counter() - begin
+
+    run_block()  # connections; buckets are laid out anew after the first step
+    took_s = bagua.broadcast_object(run_block(), 0)
+    blocks = min(blocks, max(2, round(_ENOUGH_S / took_s)))
+    bagua.barrier()
+    sent_before = _interface_bytes()
+    samples = [run_block() / block for _ in range(blocks)]
+    bagua.barrier()
+    return samples, (_interface_bytes() - sent_before) / (block * blocks)
 
 
 def _parts(buckets: Sequence[tuple[Sequence[torch.Tensor], int]], ready: dict[int, float]) -> list[tuple[float, float]]:
@@ -191,8 +229,8 @@ def _interface_bytes() -> int:
 def bound_s(result: Result, compute_s: float, rate_mbit: float) -> float:
     """What no implementation can beat that sends these bytes: seconds per step.
 
-    A byte of a bucket leaves when the bucket's gradients are ready, not before; the link carries `rate_mbit`; compute takes
-    what it takes.
+    A byte of a bucket leaves when the bucket's gradients are ready, not before; the link carries `rate_mbit`; compute
+    takes what it takes.
     """
     wire_s = result.wire_bytes * 8 / (rate_mbit * 1e6)
     if result.overlap == "nothing":

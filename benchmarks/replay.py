@@ -1,0 +1,254 @@
+"""What would each algorithm do for this model on that network?
+
+Plays a model's profile on hosts with shaped links (network namespaces on this machine; needs root), under torch DDP on
+gloo in three precisions and under every algorithm of bagua: real tensors, real buckets, real communication, and a sleep
+in the place of compute. `--scale 0.1` shrinks tensors, so that 1 Gbit/s stands for 10 Gbit/s. All systems of a case run
+in the same processes, one after the other, compute alone first. Columns:
+
+    ratio            the best DDP's median over the system's
+    exposed ms       step less compute alone
+    waiting ms       what bagua's own timeline says that a step waited
+    wire MB          what a host's interface sent per step, headers and acknowledgements too
+    bound ms         what nobody can beat who sends these bytes: none leaves before the gradients of its bucket are
+                     ready, the wire runs at the link's rate, and compute is what it is
+    of bound         step over bound
+
+    sudo .venv/bin/python benchmarks/replay.py [--profiles vgg16 bert_large] [--hosts 4] [--rates 1000] [--scale 0.1]
+        [--ranks-per-host 1] [--systems ddp bytegrad qsgd:bits=4 ...] [--keep FILE] [--quick]
+
+A profile is a file of benchmarks/profiles/, or one that `bagua bench record` has made. Under a launcher (`bagua run ...
+benchmarks/replay.py`) it plays on the hosts that it is started on, for which `--rates` names the rate of their links.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import hosts
+import ranks
+import report
+import timing
+from replay_systems import ALONE, DDP_HOOKS, Result, bound_s, is_launched, measure, measure_here
+
+PROFILES = Path(__file__).parent / "profiles"
+SYSTEMS = (
+    *DDP_HOOKS,
+    "gradient_allreduce",
+    "bytegrad",
+    "qsgd",
+    "qsgd:bits=4",
+    "qsgd:bits=2",
+    "qadam",
+    "decentralized",
+    "low_precision_decentralized",
+    "local_sgd",
+    "async",
+)
+# Profile and system at 4 hosts, 1 Gbit/s, scale 0.1: the best DDP's time over ours, and ours over the bound.
+BARS = {
+    ("vgg16", "gradient_allreduce"): (1.0, 1.08),
+    ("vgg16", "bytegrad"): (2.1, 1.15),
+    ("vgg16", "qsgd:bits=4"): (2.6, 1.15),
+    ("bert_large", "gradient_allreduce"): (1.0, 1.08),
+    ("bert_large", "bytegrad"): (1.9, 1.15),
+    ("bert_large", "qsgd:bits=4"): (3.0, 1.15),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A profile on a network; `rate_mbit` is that of every host's link."""
+
+    profile: str
+    scale: float
+    num_hosts: int
+    ranks_per_host: int
+    rate_mbit: int
+
+    def __str__(self) -> str:
+        ranks_each = f" x {self.ranks_per_host} ranks" if self.ranks_per_host > 1 else ""
+        return (
+            f"{Path(self.profile).stem}, scale {self.scale:g}, {self.num_hosts} hosts{ranks_each}, "
+            f"{self.rate_mbit} Mbit/s"
+        )
+
+    @property
+    def path(self) -> Path:
+        """Of the profile: one of ours by name, or any file."""
+        ours = PROFILES / f"{self.profile}.json"
+        return ours if ours.exists() else Path(self.profile)
+
+
+@dataclass
+class Outcome:
+    """One system in one case, over all ranks."""
+
+    case: Case
+    system: str
+    step_s: list[float]  # the slowest rank's
+    compute_s: float
+    bound_s: float
+    wire_bytes: float
+    waiting_s: float | None
+
+    @property
+    def p50(self) -> float:
+        """Seconds per step."""
+        return statistics.median(self.step_s)
+
+
+def run(case: Case, systems: Sequence[str], blocks: int) -> list[Outcome]:
+    """Makes the hosts, starts the ranks, and merges what they measured; compute alone first."""
+    options = {"profile": str(case.path), "scale": case.scale, "systems": list(systems), "blocks": blocks}
+    with hosts.hosts(case.num_hosts, case.rate_mbit) as prefixes:
+        per_rank = ranks.run(
+            case.num_hosts * case.ranks_per_host,
+            options,
+            env={"GLOO_SOCKET_IFNAME": "eth0", "BAGUA_SOCKET_IFNAME": "eth0"},
+            prefixes=prefixes,
+            ranks_per_prefix=case.ranks_per_host,
+            master_addr=hosts.address(0),
+            timeout_s=3600,
+        )
+    return outcomes_of(case, per_rank)
+
+
+def outcomes_of(case: Case, per_rank: Sequence[Sequence[dict]]) -> list[Outcome]:
+    """From every rank's results to one per system."""
+    outcomes: list[Outcome] = []
+    for of_system in zip(*per_rank, strict=True):
+        results = [Result(**one) for one in of_system]
+        first = results[0]
+        step_s = timing.slowest([result.step_s for result in results])
+        first.wire_bytes = max(result.wire_bytes for result in results)
+        compute_s = outcomes[0].p50 if outcomes else statistics.median(step_s)
+        waiting = [result.waiting_s for result in results if result.waiting_s is not None]
+        bound = bound_s(first, compute_s, case.rate_mbit)
+        waiting_s = max(waiting, default=None)
+        outcomes.append(Outcome(case, first.system, step_s, compute_s, bound, first.wire_bytes, waiting_s))
+    return outcomes
+
+
+def rows_of(outcomes: Sequence[Outcome]) -> list[report.Row]:
+    """Compared to the best DDP of the case, where one was measured."""
+    rows = {outcome.system: report.Row(outcome.system, outcome.step_s) for outcome in outcomes}
+    best = min((rows[name] for name in DDP_HOOKS if name in rows), key=lambda row: row.p50, default=None)
+    for outcome in outcomes:
+        row = rows[outcome.system]
+        row.baseline = best if row is not best and outcome.system != ALONE else None
+        if outcome.system != ALONE:
+            row.cells = {
+                "exposed ms": report.three_digits(max(0.0, outcome.p50 - outcome.compute_s) * 1e3),
+                "waiting ms": "" if outcome.waiting_s is None else report.three_digits(outcome.waiting_s * 1e3),
+                "wire MB": report.three_digits(outcome.wire_bytes / 1e6),
+                "bound ms": report.three_digits(outcome.bound_s * 1e3),
+                "of bound": f"{outcome.p50 / outcome.bound_s:.2f}",
+            }
+    return list(rows.values())
+
+
+def bars_of(outcomes: Sequence[Outcome]) -> list[str]:
+    """What this project has set itself, beside what was measured; one line each."""
+    case = outcomes[0].case
+    if (case.scale, case.num_hosts, case.ranks_per_host, case.rate_mbit) != (0.1, 4, 1, 1000):
+        return []
+    by_name = {outcome.system: outcome for outcome in outcomes}
+    lines = []
+    for (profile, system), (ratio, of_bound) in BARS.items():
+        baselines = [by_name[name].p50 for name in DDP_HOOKS if name in by_name]
+        if system == "gradient_allreduce":
+            baselines = [by_name["ddp"].p50] if "ddp" in by_name else []
+        if profile != case.profile or system not in by_name or not baselines:
+            continue
+        ours = by_name[system]
+        reached = (min(baselines) / ours.p50, ours.p50 / ours.bound_s)
+        is_met = reached[0] >= ratio and reached[1] <= of_bound
+        beside = "DDP" if system == "gradient_allreduce" else "the best DDP"
+        lines.append(
+            f"- {profile}, {system}: {reached[0]:.2f} times as fast as {beside} (bar {ratio}), {reached[1]:.2f} of its "
+            f"bound (bar {of_bound}): {'met' if is_met else 'MISSED'}"
+        )
+    return lines
+
+
+def add_case(result: report.Report, outcomes: Sequence[Outcome]) -> None:
+    """A table, and the bars that are set for its case."""
+    notes = ["ratio: the best DDP's median over the system's. The other columns: see the head of benchmarks/replay.py."]
+    result.add(report.Table(str(outcomes[0].case), rows_of(outcomes), notes=notes))
+    bars = bars_of(outcomes)
+    if bars:
+        result.say(*bars)
+
+
+def keep(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """Appends outcomes to a file of lines of JSON, from which performance_report.py draws."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The options."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--profiles", nargs="+", default=["vgg16", "bert_large"], help="names, or files")
+    parser.add_argument("--hosts", nargs="+", type=int, default=[4])
+    parser.add_argument("--ranks-per-host", type=int, default=1)
+    parser.add_argument("--rates", nargs="+", type=int, default=[1000], help="Mbit/s of every host's link")
+    parser.add_argument("--scale", type=float, default=0.1, help="of the tensors' sizes")
+    parser.add_argument("--systems", nargs="+", default=SYSTEMS, help="ddp, ddp_fp16, ddp_bf16, or an algorithm")
+    parser.add_argument("--keep", type=Path, help="append what was measured to this file, as lines of JSON")
+    return parser
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    blocks = 2 if args.quick else 7
+    if is_launched():
+        _main_of_rank(args, blocks)
+        return
+    reason = hosts.why_not()
+    if reason is not None:
+        print(f"replay SKIPPED: {reason}. Under a launcher it plays on the hosts that there are.")
+        return
+    result = report.Report(__file__, "a model's step under every algorithm, on shaped links", args)
+    cases = [
+        Case(profile, args.scale, num_hosts, args.ranks_per_host, rate)
+        for profile in args.profiles
+        for num_hosts in args.hosts
+        for rate in args.rates
+    ]
+    everything = []
+    for case in cases:
+        outcomes = run(case, args.systems, blocks)
+        everything.append(outcomes)
+        add_case(result, outcomes)
+        if args.keep is not None:
+            keep(args.keep, outcomes)
+    figure, axes = report.subplots(len(cases))
+    for axis, outcomes in zip(axes, everything, strict=True):
+        report.bars(axis, rows_of(outcomes), str(outcomes[0].case), "ms per step", 1e3)
+        for place, outcome in enumerate(outcomes):
+            axis.plot([outcome.bound_s * 1e3] * 2, [place - 0.4, place + 0.4], color="tab:red")
+    figure.tight_layout()
+    result.write(figure)
+
+
+def _main_of_rank(args: argparse.Namespace, blocks: int) -> None:
+    """On a rank that a launcher has started: the network is the one that is there; rank 0 reports."""
+    rate = args.rates[0]
+    for profile in args.profiles:
+        path = str(Case(profile, args.scale, 1, 1, rate).path)
+        place, per_rank = measure_here(path, args.scale, args.systems, blocks)
+        if place.rank == 0:
+            case = Case(profile, args.scale, place.num_hosts, place.ranks_per_host, rate)
+            result = report.Report(__file__, "a model's step under every algorithm, on these hosts", args)
+            add_case(result, outcomes_of(case, per_rank))
+            result.write()
+
+
+if __name__ == "__main__":
+    ranks.main(measure, main)
