@@ -137,48 +137,80 @@ def _is_shape(shape: Any) -> bool:
 class SleepingModel(torch.nn.Module):
     """A model of ``profile``: ``model()`` returns a scalar, whose ``backward()`` makes all gradients.
 
-    Forward and backward sleep as long as the profile says, layer by layer, as a host does while its accelerator works.
-    Gradients are there without a computation, as they come from a device: the same memory in every step, filled once
-    with values of ``torch.manual_seed``'s generator. Weights are zero, because nothing depends on them.
+    In the place of compute the calling thread sleeps, as a host does whose accelerator works. Forward and backward each
+    begin when they are called, and then layer after layer ends when the profile says so: what the host does meanwhile,
+    in hooks for example, takes no time of the accelerator's. Gradients are there without a computation, as they come
+    from a device: the same memory in every step, filled once with values of ``torch.manual_seed``'s generator. Weights
+    are zero, because nothing depends on them.
     """
 
     def __init__(self, profile: Profile) -> None:
         super().__init__()
         self.profile = profile
-        self.layers = torch.nn.ModuleList(_SleepingLayer(layer) for layer in profile.layers)
+        self._device = _Device()
+        self.layers = torch.nn.ModuleList(_SleepingLayer(layer, self._device) for layer in profile.layers)
 
     def forward(self) -> torch.Tensor:
         """A scalar."""
         x = torch.zeros((), requires_grad=True)
+        self._device.begin()
         for layer in self.layers:
             x = layer(x)
-        return x
+        return _Begin.apply(x, self._device)
+
+
+class _Device:
+    """An accelerator with nothing but a clock."""
+
+    def begin(self) -> None:
+        """It is given work, and has no other."""
+        self._busy_until = time.monotonic()
+
+    def work(self, seconds: float) -> None:
+        """Waits for the next ``seconds`` of its work to be done, which began when what was before it was done."""
+        self._busy_until += seconds
+        time.sleep(max(0.0, self._busy_until - time.monotonic()))
 
 
 class _SleepingLayer(torch.nn.Module):
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, device: _Device) -> None:
         super().__init__()
         self.forward_s, self.backward_s = layer.forward_ms / 1e3, layer.backward_ms / 1e3
+        self.device = device
         self.weights = torch.nn.ParameterList(torch.zeros(shape) for shape in layer.parameters)
         self.gradients = [torch.randn(shape) for shape in layer.parameters]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Sleep.apply(x, self, *self.weights)
+        return _Work.apply(x, self, *self.weights)
 
 
-class _Sleep(torch.autograd.Function):
-    """Sleeps in forward and in backward; a gradient is a new tensor on the layer's memory, which autograd keeps."""
+class _Work(torch.autograd.Function):
+    """A layer's forward and backward; a gradient is a new tensor on the layer's memory, which autograd keeps."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: _SleepingLayer, *weights: torch.Tensor) -> torch.Tensor:
         ctx.layer = layer
-        time.sleep(layer.forward_s)
+        layer.device.work(layer.forward_s)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        time.sleep(ctx.layer.backward_s)
+        ctx.layer.device.work(ctx.layer.backward_s)
         return grad, None, *(gradient.detach() for gradient in ctx.layer.gradients)
+
+
+class _Begin(torch.autograd.Function):
+    """Where backward begins."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, device: _Device) -> torch.Tensor:
+        ctx.device = device
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.device.begin()
+        return grad, None
 
 
 # --- recording ---------------------------------------------------------------------------------

@@ -11,9 +11,7 @@ import bagua
 from bagua import cli
 from bagua.profiles import Layer, Profile, SleepingModel, record
 
-TWO = Profile(
-    "two", "made up", (Layer("first", ((30, 4), (30,)), 10.0, 20.0), Layer("second", ((5, 30),), 30.0, 40.0))
-)
+TWO = Profile("two", "made up", (Layer("first", ((30, 4), (30,)), 10.0, 20.0), Layer("second", ((5, 30),), 30.0, 40.0)))
 
 
 class Napping(torch.nn.Module):
@@ -142,6 +140,16 @@ def test_the_sleeping_model_takes_its_time_and_makes_every_gradient():
     assert 0.04 <= times[0] < 0.07 and 0.06 <= times[1] < 0.11
     assert [p.grad.shape for p in model.parameters()] == [(30, 4), (30,), (5, 30)]
     assert all(p.grad.count_nonzero() == p.numel() for p in model.parameters())
+
+
+def test_what_the_host_does_meanwhile_takes_no_time_of_the_accelerators():
+    profile = Profile("two", "made up", (Layer("first", ((3,),), 0.0, 60.0), Layer("second", ((3,),), 0.0, 20.0)))
+    model = SleepingModel(profile)
+    model.layers[1].weights[0].register_post_accumulate_grad_hook(lambda _: time.sleep(0.04))
+    output = model()
+    begin = time.perf_counter()
+    output.backward()
+    assert 0.08 <= time.perf_counter() - begin < 0.1
 
 
 def test_gradients_of_the_sleeping_model_are_the_same_memory_in_every_step():
