@@ -34,9 +34,10 @@ from bagua.bucket import Bucket, BucketStorage, fill
 from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.group import ProcessGroup, Work
 from bagua.nonfinite import NonFiniteGuard, is_skipped_by_scaler
+from bagua.recorder import Recorder
 from bagua.replicas import BufferBroadcast
 from bagua.skipped_steps import SkippedSteps
-from bagua.timeline import Recorder, Timeline
+from bagua.timeline import Timeline, snapshot
 from bagua.unused import UnusedParameters
 
 
@@ -112,7 +113,7 @@ class Step:
             self._buffers.run()
         if not self._guard.is_in_closure:
             self.algorithm.before_forward(self.storage.buckets, self.group)
-        self.recorder.add_outside(time.monotonic_ns() - begin_ns)
+        self.recorder.add_outside("before_forward", begin_ns, time.monotonic_ns())
 
     # --- backward ------------------------------------------------------------------------------
 
@@ -191,7 +192,8 @@ class Step:
     def timeline(self) -> Timeline:
         """What happened when on this rank, in all groups that were used."""
         events = [(group.name, event) for group in self.groups for event in group.events()]
-        return self.recorder.snapshot(events, self.storage.buckets)
+        place = {"rank": self.group.rank, "world_size": self.group.size, "group": self.group.name}
+        return snapshot(self.recorder, events, self.storage.buckets, {**place, "algorithm": self.algorithm.name})
 
     # --- end of backward -----------------------------------------------------------------------
 
@@ -321,7 +323,7 @@ class Step:
             self._guard.check_step(optimizer, args, kwargs)
             begin_ns = time.monotonic_ns()
             self.algorithm.before_optimizer_step(optimizer, self._buckets_of(optimizer), self.group)
-            self.recorder.add_outside(time.monotonic_ns() - begin_ns)
+            self.recorder.add_outside("before_optimizer_step", begin_ns, time.monotonic_ns())
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer.step`` has returned."""
@@ -329,7 +331,7 @@ class Step:
         if not is_skipped_by_scaler(optimizer):
             begin_ns = time.monotonic_ns()
             self.algorithm.after_optimizer_step(optimizer, self._buckets_of(optimizer), self.group)
-            self.recorder.add_outside(time.monotonic_ns() - begin_ns)
+            self.recorder.add_outside("after_optimizer_step", begin_ns, time.monotonic_ns())
             self._enter_next_stage()
 
     def _buckets_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Bucket]:
