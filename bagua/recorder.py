@@ -86,7 +86,7 @@ class Recorder:
     def __init__(self) -> None:
         self._steps: deque[StepRecord] = deque(maxlen=KEPT_STEPS)
         self._outside: deque[tuple[str, int, int]] = deque(maxlen=_OUTSIDE_PER_STEP * KEPT_STEPS)
-        self._labels: dict[tuple[str, int], str] = {}  # by group and ticket
+        self._labels: dict[tuple[str, int], tuple[str, bool]] = {}  # and whether it is a bucket's; by group and ticket
         self._num_steps = 0
         self._exposed_ns = 0
         self._bytes_sent = 0
@@ -97,9 +97,9 @@ class Recorder:
         self._outside.append((hook, begin_ns, end_ns))
         self._outside_ns += end_ns - begin_ns
 
-    def add_work(self, group: str, ticket: int, label: str) -> None:
+    def add_work(self, group: str, ticket: int, label: str, is_bucket: bool = True) -> None:
         """Names the spans of ``ticket`` of the engine of ``group``."""
-        self._labels[group, ticket] = label
+        self._labels[group, ticket] = (label, is_bucket)
         if len(self._labels) > KEPT_LABELS:
             del self._labels[next(iter(self._labels))]
 
@@ -120,14 +120,21 @@ class Recorder:
         """The hooks outside backward of about as many steps, oldest first."""
         return tuple(Outside(*one) for one in tuple(self._outside))
 
-    def spans(self, events: Iterable[tuple[str, Any]]) -> tuple[Span, ...]:
-        """``events``, the engines' by group, under their labels; those of other models and of users are left out."""
+    def spans(self, events: Iterable[tuple[str, Any]]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+        """``events``, the engines' by group, under their labels: those of buckets, and the others of this model.
+
+        Those of other models and of users are left out.
+        """
         labels = dict(self._labels)
-        return tuple(
-            Span(label, event.kind, event.begin_ns, event.end_ns, event.bytes, group, event.ticket)
-            for group, event in events
-            if (label := labels.get((group, event.ticket))) is not None
-        )
+        of_buckets: list[Span] = []
+        others: list[Span] = []
+        for group, event in events:
+            named = labels.get((group, event.ticket))
+            if named is not None:
+                label, is_bucket = named
+                span = Span(label, event.kind, event.begin_ns, event.end_ns, event.bytes, group, event.ticket)
+                (of_buckets if is_bucket else others).append(span)
+        return tuple(of_buckets), tuple(others)
 
     def totals(self) -> dict[str, Any]:
         """Since the model was wrapped: steps, exposed_s (seconds) and bytes_sent."""

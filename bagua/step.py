@@ -110,7 +110,7 @@ class Step:
         # In a closure ranks with gradients of their own may be at different evaluations.
         is_due = self._sends_gradients or (self._always_broadcasts and not self._guard.is_in_closure)
         if is_training and is_due and self._buffers is not None:
-            self._buffers.run()
+            self._name(self._buffers.run())
         if not self._guard.is_in_closure:
             self.algorithm.before_forward(self.storage.buckets, self.group)
         self.recorder.add_outside("before_forward", begin_ns, time.monotonic_ns())
@@ -189,6 +189,10 @@ class Step:
                 self._pending.append((bucket, work))
                 self.recorder.add_work(self.group.name, work.ticket, work.label)
 
+    def _name(self, work: Work | None) -> None:
+        if work is not None:
+            self.recorder.add_work(self.group.name, work.ticket, work.label, is_bucket=False)
+
     def timeline(self) -> Timeline:
         """What happened when on this rank, in all groups that were used."""
         events = [(group.name, event) for group in self.groups for event in group.events()]
@@ -209,7 +213,7 @@ class Step:
         if self._sends_gradients:
             self._finish_gradients(missing)
         elif self.algorithm.agrees_on_skips() and not self._guard.is_in_closure:  # GradScaler takes no closures
-            self._skipped_steps.agree()
+            self._name(self._skipped_steps.agree())
         self.algorithm.after_backward(self.storage.buckets, self.group)
         self.num_steps += 1
         self._record(wait_ns)
@@ -224,6 +228,7 @@ class Step:
         for _, work in self._pending:
             work.wait()
         if agreeing is not None:
+            self._name(agreeing)
             agreeing.wait()
             left_out = self._unused.settle()
             if left_out:
@@ -247,7 +252,9 @@ class Step:
     def _agree_on_order(self) -> None:
         """All ranks take the order in which rank 0's gradients became ready."""
         order = torch.tensor(self._scheduler.observed_order(), dtype=torch.int64)
-        self.group.broadcast(order, 0, label="ready order", blocking=True).wait()
+        work = self.group.broadcast(order, 0, label="ready order", blocking=True)
+        self._name(work)
+        work.wait()
         self._next_order = order.tolist()
         self._is_order_known = True
 

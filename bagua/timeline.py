@@ -28,6 +28,8 @@ class Timeline:
         spans: of the last 8192 that the engine keeps, those of this model.
         totals: what ``summary`` returns.
         outside: hooks around forwards and optimizer steps.
+        coordination: spans of the ranks' small messages beside the buckets: "ready order", "buffers", "used
+            parameters", "finite gradients".
         place: where it was recorded: rank, world_size, group, algorithm, host, boot_id and pid.
 
     Example:
@@ -40,6 +42,7 @@ class Timeline:
     spans: tuple[Span, ...]
     totals: dict[str, Any]
     outside: tuple[Outside, ...]
+    coordination: tuple[Span, ...]
     place: dict[str, Any]
 
     def summary(self) -> dict[str, Any]:
@@ -67,7 +70,7 @@ class Timeline:
                 "measurement": clock.measurement,
             }
         about = {**self.place, "clock": offset, "totals": self.totals}
-        trace.write(path, trace.document(self.steps, self.spans, self.outside, about))
+        trace.write(path, trace.document(self.steps, self.outside, self.spans, self.coordination, about))
 
 
 def snapshot(
@@ -82,7 +85,8 @@ def snapshot(
     """
     totals = {**recorder.totals(), "buckets": {bucket.label: str(bucket.declaration) for bucket in buckets}}
     host = {"host": socket.gethostname(), "boot_id": _boot_id(), "pid": os.getpid()}
-    return Timeline(recorder.steps(), recorder.spans(events), totals, recorder.outside(), {**place, **host})
+    spans, coordination = recorder.spans(events)
+    return Timeline(recorder.steps(), spans, totals, recorder.outside(), coordination, {**place, **host})
 
 
 def _boot_id() -> str:

@@ -20,10 +20,11 @@ from .recorder import Outside, Span, StepRecord
 __all__ = ["FORMAT", "LANES", "document", "write"]
 
 FORMAT = "bagua timeline 1"
-STEPS, COMPUTE, WAITS, READY, OPERATIONS, ENCODE, WIRE, DECODE = LANES = (
+STEPS, COMPUTE, WAITS, COORDINATION, READY, OPERATIONS, ENCODE, WIRE, DECODE = LANES = (
     "steps",
     "compute",
     "waits (exposed communication)",
+    "coordination",
     "buckets ready",
     "operations",
     "encode",
@@ -42,8 +43,9 @@ _LANES_PER_GROUP = 100  # thread ids of a group's lanes begin at multiples of it
 
 def document(
     steps: Sequence[StepRecord],
-    spans: Sequence[Span],
     outside: Sequence[Outside],
+    spans: Sequence[Span],
+    coordination: Sequence[Span],
     about: dict[str, Any],
 ) -> dict[str, Any]:
     """The whole file as plain data.
@@ -56,6 +58,7 @@ def document(
     events.name_lanes(f"rank {about['rank']} on {about['host']}", groups)
     _add_compute(events, steps, outside)
     _add_spans(events, spans, groups)
+    _add_coordination(events, coordination)
     return {"traceEvents": events.events, "displayTimeUnit": "ms", "otherData": {"format": FORMAT, **about}}
 
 
@@ -171,12 +174,19 @@ def _add_spans(events: _Events, spans: Sequence[Span], groups: Sequence[str]) ->
                 events.instant(READY, part.label, part.begin_ns, number, queued_us=waited_us)
             else:
                 identity = {"group": group, "ticket": ticket} if part.kind == "operation" else {}
-                lane = _LANE_OF_KIND[part.kind]
-                events.slice(lane, part.label, part.begin_ns, part.end_ns, number, bytes=part.bytes, **identity)
+                lane, args = _LANE_OF_KIND[part.kind], {"bytes": part.bytes, **identity}
+                events.slice(lane, part.label, part.begin_ns, part.end_ns, number, **args)
         # Without `queued` the engine's ring has lost the beginning of the operation.
         if queued is not None and not any(part.kind == "wire" for part in parts):
             for begin_ns, end_ns in _gaps(parts):
                 events.slice(WIRE, parts[0].label, begin_ns, end_ns, number)
+
+
+def _add_coordination(events: _Events, spans: Sequence[Span]) -> None:
+    for span in spans:
+        if span.kind == "operation":
+            identity = {"group": span.group, "ticket": span.ticket, "bytes": span.bytes}
+            events.slice(COORDINATION, span.label, span.begin_ns, span.end_ns, **identity)
 
 
 def _gaps(parts: Sequence[Span]) -> Iterator[tuple[int, int]]:

@@ -23,9 +23,19 @@ from .stragglers import Arrival, Latecomer, caused_ns, latecomers, straggler
 __all__ = ["RankTrace", "main", "merge", "report"]
 
 _MERGED = "bagua merged timeline 1"
-_ABOUT = {"rank": int, "world_size": int, "host": str, "boot_id": str, "algorithm": str, "clock": dict, "totals": dict}
+_ABOUT = {
+    **dict.fromkeys(("rank", "world_size"), int),
+    **dict.fromkeys(("group", "host", "boot_id", "algorithm"), str),
+    **dict.fromkeys(("clock", "totals"), dict),
+}
 _TIMES = {"M": (), "i": ("ts",), "X": ("ts", "dur")}  # what an event has, by its `ph`
-_ARGS = {trace.STEPS: {"index", "exposed_us", "bytes_sent"}, trace.OPERATIONS: {"group", "ticket", "bytes"}}  # by lane
+_OPERATION = {"group", "ticket", "bytes"}
+    trace.STEPS: {"index", "exposed_us", "bytes_sent"},
+    trace.OPERATIONS: _OPERATION,
+    trace.COORDINATION: _OPERATION,
+}  # by lane
+_LANES_OF_OPERATIONS = (trace.OPERATIONS, trace.COORDINATION)
+_ARGS = {trace.STEPS: {"index", "exposed_us", "bytes_sent"}, **dict.fromkeys(_LANES_OF_OPERATIONS, _OPERATION)}
 _SHOWN_STEPS = 3
 
 
@@ -140,7 +150,7 @@ def merge(ranks: Sequence[RankTrace]) -> dict[str, Any]:
 
 def _operation_of(event: dict[str, Any]) -> tuple[str, int] | None:
     """What identifies an operation on all ranks; None for other events."""
-    if event.get("cat") != trace.OPERATIONS:
+    if event.get("cat") not in _LANES_OF_OPERATIONS:
         return None
     return event["args"].get("group"), event["args"].get("ticket")
 
@@ -149,7 +159,8 @@ def _arrivals(ranks: Sequence[RankTrace]) -> list[Arrival]:
     return [
         Arrival(_operation_of(event), one.rank, round(event["ts"] * 1e3), one.uncertainty_ns)
         for one in ranks
-        for event in one.slices(trace.OPERATIONS)
+        for lane in _LANES_OF_OPERATIONS
+        for event in one.slices(lane)
     ]
 
 
@@ -192,10 +203,13 @@ def _straggler_lines(ranks: Sequence[RankTrace]) -> list[str]:
     num_operations = len({arrival.operation for arrival in arrivals})
     if not num_operations:
         return ["straggler        unknown: the files hold no operations"]
+    in_background = all(group != ranks[0].about["group"] for (group, _) in {one.operation for one in arrivals})
     caused = caused_ns(found, [one.rank for one in ranks])
     times = [arrival.begin_ns for arrival in arrivals]
     rank = straggler(caused, max(times) - min(times))
     lines = [f"straggler        {'none stands out' if rank is None else f'rank {rank}: the others wait for it'}"]
+    if in_background:
+        lines.append("                 (operations in the background: no step waits for them)")
     for one in ranks:
         own = [latecomer.late_ns for latecomer in found if latecomer.rank == one.rank]
         lines.append(
