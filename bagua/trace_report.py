@@ -30,10 +30,6 @@ _ABOUT = {
 }
 _TIMES = {"M": (), "i": ("ts",), "X": ("ts", "dur")}  # what an event has, by its `ph`
 _OPERATION = {"group", "ticket", "bytes"}
-    trace.STEPS: {"index", "exposed_us", "bytes_sent"},
-    trace.OPERATIONS: _OPERATION,
-    trace.COORDINATION: _OPERATION,
-}  # by lane
 _LANES_OF_OPERATIONS = (trace.OPERATIONS, trace.COORDINATION)
 _ARGS = {trace.STEPS: {"index", "exposed_us", "bytes_sent"}, **dict.fromkeys(_LANES_OF_OPERATIONS, _OPERATION)}
 _SHOWN_STEPS = 3
