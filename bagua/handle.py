@@ -135,7 +135,7 @@ class BaguaHandle:
         self.algorithm.resume()
 
     def timeline(self) -> Timeline:
-        """What happened when on this rank: steps, spans and a summary. Local; it takes a few milliseconds."""
+        """What happened when on this rank: steps, spans and a summary. Local; takes ten milliseconds or so."""
         return self.step.timeline()
 
     def save_timeline(self, folder: str | Path) -> Path:

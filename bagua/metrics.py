@@ -42,7 +42,7 @@ class ScalarWriter(Protocol):
 
 
 def values(model: torch.nn.Module) -> dict[str, float]:
-    """This rank's figures, by name; local, from any thread. Takes some milliseconds: ask every few seconds.
+    """This rank's figures, by name; local, from any thread. Takes ten milliseconds or so: ask every few seconds.
 
     ``steps``, ``exposed_communication_seconds`` and ``bytes_sent`` count since the model was wrapped. Of the last step
     there are ``last_step_seconds``, ``last_step_exposed_communication_seconds``, ``last_step_bytes_sent`` and

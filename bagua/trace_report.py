@@ -130,14 +130,14 @@ def load(paths: Sequence[str | Path]) -> list[RankTrace]:
 
 
 def merge(ranks: Sequence[RankTrace]) -> dict[str, Any]:
-    """One trace with a process per rank; operations say who came last, and by how much."""
+    """One trace with a process per rank; operations say who came last, and how long another one waited."""
     late = {latecomer.operation: latecomer for latecomer in latecomers(_arrivals(ranks))}
     events = []
     for one in ranks:
         for event in one.events:
             latecomer = late.get(_operation_of(event))
             if latecomer is not None:
-                told = {"last_rank": latecomer.rank, "last_after_first_us": latecomer.late_ns / 1e3}
+                told = {"last_rank": latecomer.rank, "waited_for_it_us": latecomer.waited_ns / 1e3}
                 event = {**event, "args": {**event["args"], **told}}
             events.append(event)
     about = {"format": _MERGED, "ranks": [one.about for one in ranks]}
@@ -151,9 +151,15 @@ def _operation_of(event: dict[str, Any]) -> tuple[str, int] | None:
     return event["args"].get("group"), event["args"].get("ticket")
 
 
+def _times_ns(event: dict[str, Any]) -> tuple[int, int]:
+    """Begin and end of a slice; rounded, because the file has microseconds as doubles."""
+    begin_ns = round(event["ts"] * 1e3)
+    return begin_ns, begin_ns + round(event["dur"] * 1e3)
+
+
 def _arrivals(ranks: Sequence[RankTrace]) -> list[Arrival]:
     return [
-        Arrival(_operation_of(event), one.rank, round(event["ts"] * 1e3), one.uncertainty_ns)
+        Arrival(_operation_of(event), one.rank, *_times_ns(event), one.uncertainty_ns)
         for one in ranks
         for lane in _LANES_OF_OPERATIONS
         for event in one.slices(lane)
@@ -207,10 +213,10 @@ def _straggler_lines(ranks: Sequence[RankTrace]) -> list[str]:
     if in_background:
         lines.append("                 (operations in the background: no step waits for them)")
     for one in ranks:
-        own = [latecomer.late_ns for latecomer in found if latecomer.rank == one.rank]
+        own = [latecomer.waited_ns for latecomer in found if latecomer.rank == one.rank]
         lines.append(
-            f"                 rank {one.rank} came last at {len(own)} of {num_operations} operations, which waited "
-            f"{caused[one.rank] / 1e6:.2f} ms for it, {max(own, default=0) / 1e6:.2f} ms at most"
+            f"                 rank {one.rank} came last at {len(own)} of {num_operations} operations; the others waited "
+            f"{caused[one.rank] / 1e6:.2f} ms for it, at one {max(own, default=0) / 1e6:.2f} ms"
         )
     by_step = _by_step(ranks, found)
     for (index, late), late_ns in sorted(by_step.items(), key=lambda item: -item[1])[:_SHOWN_STEPS]:
@@ -223,25 +229,25 @@ def _by_step(ranks: Sequence[RankTrace], found: Sequence[Latecomer]) -> dict[tup
     waited: dict[tuple[int, int], int] = {}
     steps = {one.rank: one.slices(trace.STEPS) for one in ranks}
     for latecomer in found:
-        at_us = latecomer.begin_ns / 1e3
-        step = next((s for s in steps[latecomer.rank] if s["ts"] <= at_us <= s["ts"] + s["dur"]), None)
+        spans = ((step, *_times_ns(step)) for step in steps[latecomer.rank])
+        step = next((step for step, begin_ns, end_ns in spans if begin_ns <= latecomer.begin_ns <= end_ns), None)
         if step is not None:
             key = (step["args"]["index"], latecomer.rank)
-            waited[key] = waited.get(key, 0) + latecomer.late_ns
+            waited[key] = waited.get(key, 0) + latecomer.waited_ns
     return waited
 
 
 def _slowest_bucket(ranks: Sequence[RankTrace]) -> list[str]:
     """By the median duration of its operations, since the last rank came: what is left is its own doing."""
-    last_us = {}
+    last_ns: dict[Any, int] = {}
     for arrival in _arrivals(ranks):
-        last_us[arrival.operation] = max(last_us.get(arrival.operation, 0.0), arrival.begin_ns / 1e3)
+        last_ns[arrival.operation] = max(last_ns.get(arrival.operation, arrival.begin_ns), arrival.begin_ns)
     durations: dict[str, list[float]] = {}
     bytes_of: dict[str, int] = {}
     for one in ranks:
         for event in one.slices(trace.OPERATIONS):
-            end_us = event["ts"] + event["dur"]
-            durations.setdefault(event["name"], []).append(max(0.0, end_us - last_us[_operation_of(event)]) / 1e3)
+            duration_ns = max(0, _times_ns(event)[1] - last_ns[_operation_of(event)])
+            durations.setdefault(event["name"], []).append(duration_ns / 1e6)
             bytes_of[event["name"]] = event["args"]["bytes"]
     if not durations:
         return ["slowest bucket   unknown: the files hold no operations"]

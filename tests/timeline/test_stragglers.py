@@ -10,25 +10,29 @@ from bagua.stragglers import Arrival, Latecomer, caused_ns, latecomers, straggle
 @pytest.mark.parametrize("seed", range(5))
 def test_against_plain_loops(seed):
     draw = random.Random(seed)
-    times = {(operation, rank): draw.randrange(10**6) for operation in range(20) for rank in range(4)}
-    arrivals = [Arrival(operation, rank, begin_ns) for (operation, rank), begin_ns in times.items()]
+    begins = {(operation, rank): draw.randrange(10**6) for operation in range(20) for rank in range(4)}
+    ends = {key: begin_ns + draw.randrange(10**6) for key, begin_ns in begins.items()}
+    arrivals = [Arrival(*key, begins[key], ends[key]) for key in begins]
     draw.shuffle(arrivals)
     expected = []
     for operation in range(20):
-        by_rank = [times[operation, rank] for rank in range(4)]
-        last = by_rank.index(max(by_rank))
-        expected.append(Latecomer(operation, last, max(by_rank), max(by_rank) - min(by_rank)))
+        last = max(range(4), key=lambda rank: begins[operation, rank])
+        came_ns, waited_ns = begins[operation, last], 0
+        for rank in range(4):
+            until_ns = ends[operation, rank] if ends[operation, rank] < came_ns else came_ns
+            waited_ns = max(waited_ns, until_ns - begins[operation, rank])
+        expected.append(Latecomer(operation, last, came_ns, waited_ns))
     found = latecomers(arrivals)
     assert found == sorted(expected, key=lambda latecomer: latecomer.begin_ns)
     caused = caused_ns(found, range(5))
-    assert caused[4] == 0 and sum(caused.values()) == sum(one.late_ns for one in expected)
+    assert caused[4] == 0 and sum(caused.values()) == sum(one.waited_ns for one in expected)
 
 
 def test_what_the_clocks_cannot_tell_is_left_out():
-    close = [Arrival("a", 0, 100, 10), Arrival("a", 1, 125, 15)]
-    assert latecomers(close) == []
-    assert latecomers([close[0], Arrival("a", 1, 126, 15)]) == [Latecomer("a", 1, 126, 26)]
-    assert latecomers([close[0]]) == []
+    first = Arrival("a", 0, 100, 200, 10)
+    assert latecomers([first, Arrival("a", 1, 125, 200, 15)]) == []
+    assert latecomers([first, Arrival("a", 1, 126, 200, 15)]) == [Latecomer("a", 1, 126, 26)]
+    assert latecomers([first]) == []
 
 
 @pytest.mark.parametrize(

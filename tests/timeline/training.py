@@ -7,7 +7,7 @@ import torch
 import bagua
 
 
-def train(algorithm="gradient_allreduce", steps=4, late_rank=None, late_s=0.03, **options):
+def train(algorithm="gradient_allreduce", steps=4, late_rank=None, late_s=0.05, **options):
     """A wrapped model after so many steps; `late_rank` sleeps before each backward."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(128, 128) for _ in range(4)]
