@@ -2,7 +2,8 @@
 
 Beside the data path: arrivals of all ranks, on one clock -> **latecomers** -> report. A rank arrives at an operation
 when its engine begins with it: the bucket is ready, and the operations before it are done. What the others spend in the
-operation until the last rank has come is that rank's doing. Who does not need it does not wait: the source of a broadcast has sent and is done.
+operation until the last rank has come is that rank's doing. Not all need to wait: the source of a broadcast sends, and
+is done.
 """
 
 from __future__ import annotations

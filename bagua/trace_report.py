@@ -7,8 +7,10 @@ Beside the data path: files of ``model.bagua.save_timeline`` -> **one trace, one
 from __future__ import annotations
 
 import argparse
+import bisect
 import itertools
 import json
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -28,6 +30,7 @@ _ABOUT = {
     **dict.fromkeys(("group", "host", "boot_id", "algorithm"), str),
     **dict.fromkeys(("clock", "totals"), dict),
 }
+_TOTALS = ("steps", "exposed_s", "bytes_sent")
 _TIMES = {"M": (), "i": ("ts",), "X": ("ts", "dur")}  # what an event has, by its `ph`
 _OPERATION = {"group", "ticket", "bytes"}
 _LANES_OF_OPERATIONS = (trace.OPERATIONS, trace.COORDINATION)
@@ -72,6 +75,11 @@ class RankTrace:
         wrong = [name for name, kind in _ABOUT.items() if type(about.get(name)) is not kind]
         if wrong:
             raise InvalidArgument(f"{path}: otherData.{wrong[0]} is {about.get(wrong[0])!r}; save the timeline anew")
+        numbers = {f"totals.{name}": about["totals"].get(name) for name in _TOTALS}
+        numbers["clock.uncertainty_ns"] = about["clock"].get("uncertainty_ns") or 0  # null where none was measured
+        for name, number in numbers.items():
+            if not _is_number(number):
+                raise InvalidArgument(f"{path}: otherData.{name} is {number!r}; save the timeline anew")
         events = content.get("traceEvents")
         broken = next((event for event in events if not _is_event(event)), None) if isinstance(events, list) else events
         if broken is not None or not isinstance(events, list):
@@ -99,13 +107,17 @@ class RankTrace:
         return sorted(found, key=lambda event: event["ts"])
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
 def _is_event(event: Any) -> bool:
     if not isinstance(event, dict) or not {"ph", "name", "pid", "tid", "args"} <= set(event):
         return False
     times = _TIMES.get(event["ph"])
     return (
         times is not None
-        and all(isinstance(event.get(name), (int, float)) for name in times)
+        and all(_is_number(event.get(name)) for name in times)
         and isinstance(event["args"], dict)
         and _ARGS.get(event.get("cat"), set()) <= set(event["args"])
     )
@@ -214,10 +226,9 @@ def _straggler_lines(ranks: Sequence[RankTrace]) -> list[str]:
         lines.append("                 (operations in the background: no step waits for them)")
     for one in ranks:
         own = [latecomer.waited_ns for latecomer in found if latecomer.rank == one.rank]
-        lines.append(
-            f"                 rank {one.rank} came last at {len(own)} of {num_operations} operations; the others waited "
-            f"{caused[one.rank] / 1e6:.2f} ms for it, at one {max(own, default=0) / 1e6:.2f} ms"
-        )
+        waited = f"{caused[one.rank] / 1e6:.2f} ms for it, at one {max(own, default=0) / 1e6:.2f} ms"
+        came_last = f"rank {one.rank} came last at {len(own)} of {num_operations} operations"
+        lines.append(f"                 {came_last}; the others waited {waited}")
     by_step = _by_step(ranks, found)
     for (index, late), late_ns in sorted(by_step.items(), key=lambda item: -item[1])[:_SHOWN_STEPS]:
         lines.append(f"                 step {index}: {late_ns / 1e6:.2f} ms for rank {late}")
@@ -227,12 +238,12 @@ def _straggler_lines(ranks: Sequence[RankTrace]) -> list[str]:
 def _by_step(ranks: Sequence[RankTrace], found: Sequence[Latecomer]) -> dict[tuple[int, int], int]:
     """Nanoseconds by step, of the late rank, and that rank."""
     waited: dict[tuple[int, int], int] = {}
-    steps = {one.rank: one.slices(trace.STEPS) for one in ranks}
+    steps = {one.rank: [(*_times_ns(step), step["args"]["index"]) for step in one.slices(trace.STEPS)] for one in ranks}
     for latecomer in found:
-        spans = ((step, *_times_ns(step)) for step in steps[latecomer.rank])
-        step = next((step for step, begin_ns, end_ns in spans if begin_ns <= latecomer.begin_ns <= end_ns), None)
-        if step is not None:
-            key = (step["args"]["index"], latecomer.rank)
+        of_rank = steps[latecomer.rank]
+        place = bisect.bisect_right(of_rank, latecomer.begin_ns, key=lambda step: step[0]) - 1
+        if place >= 0 and latecomer.begin_ns <= of_rank[place][1]:
+            key = (of_rank[place][2], latecomer.rank)
             waited[key] = waited.get(key, 0) + latecomer.waited_ns
     return waited
 

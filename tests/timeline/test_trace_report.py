@@ -137,9 +137,12 @@ def test_a_missing_file(tmp_path, capsys):
 BROKEN = {
     "a rank of text": (with_about(rank="1"), "otherData.rank is '1'"),
     "no totals": (lambda content: content["otherData"].pop("totals"), "otherData.totals is None"),
+    "empty totals": (with_about(totals={}), "otherData.totals.steps is None"),
+    "a clock of text": (with_about(clock={"uncertainty_ns": "?"}), "otherData.clock.uncertainty_ns is '?'"),
     "no events": (lambda content: content.update(traceEvents=None), "None is no trace event"),
     "an event of text": (lambda content: content["traceEvents"].append("x"), "x is no trace event"),
     "an event without time": (lambda content: content["traceEvents"][-1].pop("ts"), "is no trace event"),
+    "an event at no time": (lambda content: content["traceEvents"][-1].update(ts=float("nan")), "is no trace event"),
     "an unknown event": (lambda content: content["traceEvents"][-1].update(ph="Q"), "is no trace event"),
 }
 
