@@ -107,4 +107,4 @@ def _answer(group: ProcessGroup, leader: int, clock: Callable[[], int]) -> None:
 
 def _pair(group: ProcessGroup, leader: int) -> ProcessGroup:
     """A group of its own, so that nothing else that the two send stands in the way, nor can be taken for an answer."""
-    return group.subgroup("clock", [0, leader], group.timeout)
+    return group.subgroup(f"clock-{leader}", [0, leader], group.timeout)

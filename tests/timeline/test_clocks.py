@@ -80,3 +80,21 @@ def test_over_tcp(pool_of_two_nodes):
     assert measured[:2] == [(0, 0), (0, 0)]
     for error_ns, uncertainty_ns in measured[2:]:
         assert abs(error_ns) <= uncertainty_ns < 100_000_000
+
+
+def _twice(rank, world_size):
+    import bagua
+
+    with process_group():
+        return [clocks.measure(bagua.get_default_group()) for _ in range(2)]
+
+
+def test_leaders_that_come_early_wait_their_turn(capfd):
+    """Three nodes, one asked after the other, twice: no connection is refused on the way."""
+    from bagua.testing import spawn
+
+    measured = spawn(_twice, 3, nodes=3, env={"BAGUA_SOCKET_IFNAME": "lo"})
+    for first, second in measured:
+        assert first.measurement != second.measurement
+        assert abs(first.offset_ns) <= first.uncertainty_ns and abs(second.offset_ns) <= second.uncertainty_ns
+    assert "connection of rank" not in capfd.readouterr().err
