@@ -5,7 +5,7 @@
 True
 """
 
-from . import algorithms, codecs, optim, profiles, torch_backend
+from . import algorithms, codecs, metrics, optim, profiles, torch_backend
 from ._C import __version__
 from .communication import (
     all_gather,
@@ -83,6 +83,7 @@ __all__ = [
     "get_world_size",
     "init_process_group",
     "is_initialized",
+    "metrics",
     "neighbor_average",
     "new_group",
     "optim",

@@ -1,4 +1,4 @@
-"""The `bagua` command: run, doctor, bench. Each subcommand is the main() of the module that does the work."""
+"""The `bagua` command: run, doctor, bench, timeline. Each subcommand is the main() of the module that does the work."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _COMMANDS = {
     "run": ("bagua.run", "start a training script on several processes (torchrun's options and bagua's)"),
     "doctor": ("bagua.doctor", "show what is built and what this host and the ranks' connections offer"),
     "bench": ("bagua.bench", "record what a training step of a model costs, for benchmarks/replay.py"),
+    "timeline": ("bagua.trace_report", "merge the ranks' timelines on one clock, and say who waited for whom"),
 }
 
 
@@ -21,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: bagua COMMAND [options]\n")
         for name, (_, text) in _COMMANDS.items():
-            print(f"  {name:<8} {text}")
+            print(f"  {name:<9} {text}")
         return 0
     if argv[0] not in _COMMANDS:
         print(f"bagua: {argv[0]!r} is not a command; the commands are {', '.join(_COMMANDS)}", file=sys.stderr)

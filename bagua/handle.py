@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from bagua import clocks
 from bagua.agreement import agree
 from bagua.algorithms import Algorithm
 from bagua.bucket import Bucket
@@ -133,8 +135,38 @@ class BaguaHandle:
         self.algorithm.resume()
 
     def timeline(self) -> Timeline:
-        """What happened when on this rank: steps, spans and a summary."""
+        """What happened when on this rank: steps, spans and a summary. Local; takes ten milliseconds or so."""
         return self.step.timeline()
+
+    def save_timeline(self, folder: str | Path) -> Path:
+        """Writes this rank's trace to ``folder``/rank<rank>.json, its times on rank 0's clock; collective.
+
+        `bagua timeline folder/rank*.json` merges the files and says who waited for whom. The offset of the clocks is
+        measured here and not when the model is wrapped, because clocks of different hosts drift apart: so the steps
+        that the file holds, the last ones, are the near past. It takes some milliseconds per node.
+
+        Args:
+            folder: made where it is missing; each host has its own unless they share a disk.
+
+        Returns:
+            The path of this rank's file.
+
+        Raises:
+            InvalidArgument: on every rank, where one cannot write its file.
+
+        Example:
+            >>> model.bagua.save_timeline("timeline")                             # doctest: +SKIP
+        """
+        self.group.check()
+        clock = clocks.measure(self.group)
+        path = Path(folder) / f"rank{self.group.rank}.json"
+
+        def write() -> tuple[None, dict[str, Any]]:
+            self.timeline().save(path, clock)
+            return None, {}
+
+        agree(self.group, write, "name a folder that every rank can write to")
+        return path
 
     def remove(self) -> None:
         """Ends the synchronisation on this rank; weights and gradients stay as they are. Idempotent."""

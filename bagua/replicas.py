@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bagua.errors import InvalidArgument
-from bagua.group import ProcessGroup
+from bagua.group import ProcessGroup, Work
 
 _ALIGN_BYTES = 16  # a multiple of every item size, so that a slice of bytes can be viewed as any dtype
 
@@ -113,18 +113,20 @@ class BufferBroadcast:
             slot = self._memory[begin:stop].view(buffer.dtype).view(buffer.shape)
             self._slots.append((owner, attribute, name, slot))
 
-    def run(self) -> None:
-        """Blocks until every buffer equals rank 0's."""
+    def run(self) -> Work | None:
+        """Blocks until every buffer equals rank 0's. Returns the completed message, if there was one."""
         if self._group.size == 1 or not self._slots:
-            return
+            return None
         buffers = [self._current(*slot) for slot in self._slots]
         if self._group.rank == 0:
             for buffer, (_, _, _, slot) in zip(buffers, self._slots, strict=True):
                 slot.copy_(buffer)
-        self._group.broadcast(self._memory, 0, label="buffers", blocking=True).wait()
+        work = self._group.broadcast(self._memory, 0, label="buffers", blocking=True)
+        work.wait()
         if self._group.rank != 0:
             for buffer, (_, _, _, slot) in zip(buffers, self._slots, strict=True):
                 buffer.copy_(slot)
+        return work
 
     @staticmethod
     def _current(owner: torch.nn.Module, attribute: str, name: str, slot: torch.Tensor) -> torch.Tensor:

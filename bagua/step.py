@@ -34,9 +34,10 @@ from bagua.bucket import Bucket, BucketStorage, fill
 from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.group import ProcessGroup, Work
 from bagua.nonfinite import NonFiniteGuard, is_skipped_by_scaler
+from bagua.recorder import Recorder
 from bagua.replicas import BufferBroadcast
 from bagua.skipped_steps import SkippedSteps
-from bagua.timeline import Recorder, Timeline
+from bagua.timeline import Timeline, snapshot
 from bagua.unused import UnusedParameters
 
 
@@ -109,10 +110,10 @@ class Step:
         # In a closure ranks with gradients of their own may be at different evaluations.
         is_due = self._sends_gradients or (self._always_broadcasts and not self._guard.is_in_closure)
         if is_training and is_due and self._buffers is not None:
-            self._buffers.run()
+            self._name(self._buffers.run())
         if not self._guard.is_in_closure:
             self.algorithm.before_forward(self.storage.buckets, self.group)
-        self.recorder.add_outside(time.monotonic_ns() - begin_ns)
+        self.recorder.add_outside("before_forward", begin_ns, time.monotonic_ns())
 
     # --- backward ------------------------------------------------------------------------------
 
@@ -188,10 +189,15 @@ class Step:
                 self._pending.append((bucket, work))
                 self.recorder.add_work(self.group.name, work.ticket, work.label)
 
+    def _name(self, work: Work | None) -> None:
+        if work is not None:
+            self.recorder.add_work(self.group.name, work.ticket, work.label, is_bucket=False)
+
     def timeline(self) -> Timeline:
         """What happened when on this rank, in all groups that were used."""
         events = [(group.name, event) for group in self.groups for event in group.events()]
-        return self.recorder.snapshot(events, self.storage.buckets)
+        place = {"rank": self.group.rank, "world_size": self.group.size, "group": self.group.name}
+        return snapshot(self.recorder, events, self.storage.buckets, {**place, "algorithm": self.algorithm.name})
 
     # --- end of backward -----------------------------------------------------------------------
 
@@ -207,7 +213,7 @@ class Step:
         if self._sends_gradients:
             self._finish_gradients(missing)
         elif self.algorithm.agrees_on_skips() and not self._guard.is_in_closure:  # GradScaler takes no closures
-            self._skipped_steps.agree()
+            self._name(self._skipped_steps.agree())
         self.algorithm.after_backward(self.storage.buckets, self.group)
         self.num_steps += 1
         self._record(wait_ns)
@@ -222,6 +228,7 @@ class Step:
         for _, work in self._pending:
             work.wait()
         if agreeing is not None:
+            self._name(agreeing)
             agreeing.wait()
             left_out = self._unused.settle()
             if left_out:
@@ -245,7 +252,9 @@ class Step:
     def _agree_on_order(self) -> None:
         """All ranks take the order in which rank 0's gradients became ready."""
         order = torch.tensor(self._scheduler.observed_order(), dtype=torch.int64)
-        self.group.broadcast(order, 0, label="ready order", blocking=True).wait()
+        work = self.group.broadcast(order, 0, label="ready order", blocking=True)
+        self._name(work)
+        work.wait()
         self._next_order = order.tolist()
         self._is_order_known = True
 
@@ -321,7 +330,7 @@ class Step:
             self._guard.check_step(optimizer, args, kwargs)
             begin_ns = time.monotonic_ns()
             self.algorithm.before_optimizer_step(optimizer, self._buckets_of(optimizer), self.group)
-            self.recorder.add_outside(time.monotonic_ns() - begin_ns)
+            self.recorder.add_outside("before_optimizer_step", begin_ns, time.monotonic_ns())
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer.step`` has returned."""
@@ -329,7 +338,7 @@ class Step:
         if not is_skipped_by_scaler(optimizer):
             begin_ns = time.monotonic_ns()
             self.algorithm.after_optimizer_step(optimizer, self._buckets_of(optimizer), self.group)
-            self.recorder.add_outside(time.monotonic_ns() - begin_ns)
+            self.recorder.add_outside("after_optimizer_step", begin_ns, time.monotonic_ns())
             self._enter_next_stage()
 
     def _buckets_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Bucket]:

@@ -21,7 +21,7 @@ def test_without_arguments_it_lists_the_commands(capsys):
 def test_an_unknown_command(capsys):
     assert cli.main(["trian"]) == 2
     captured = capsys.readouterr()
-    assert captured.err == "bagua: 'trian' is not a command; the commands are run, doctor, bench\n"
+    assert captured.err == "bagua: 'trian' is not a command; the commands are run, doctor, bench, timeline\n"
     assert captured.out == ""
 
 

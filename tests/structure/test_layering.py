@@ -28,6 +28,9 @@ STEPPING = POLICY | {
     "agreement",
     "nonfinite",
     "replicas",
+    "recorder",
+    "clocks",
+    "trace",
     "timeline",
     "unused",
     "skipped_steps",
@@ -36,7 +39,13 @@ STEPPING = POLICY | {
 MAY_IMPORT = {
     "errors": set(),
     "config": ERRORS,
-    "timeline": CONFIG,
+    "recorder": set(),
+    "clocks": GROUP - {"_C"},
+    "trace": ERRORS | {"recorder"},
+    "timeline": ERRORS | {"recorder", "clocks", "trace"},
+    "stragglers": set(),
+    "trace_report": ERRORS | {"trace", "stragglers"},
+    "metrics": ERRORS | {"handle", "timeline"},
     "interfaces": CONFIG,
     "handshake": CONFIG,
     "rendezvous": CONFIG | {"_C"},
@@ -77,10 +86,10 @@ MAY_IMPORT = {
     "doctor": STEPPING | CONNECTING | {"run"},
     "profiles": ERRORS,
     "bench": ERRORS | {"profiles"},
-    "cli": CONFIG | {"run", "doctor", "bench"},
+    "cli": CONFIG | {"run", "doctor", "bench", "trace_report"},
 }
 # Beside the standard library.
-THIRD_PARTY = {"errors": set(), "config": set()}
+THIRD_PARTY = {"errors": set(), "config": set(), "metrics": {"torch", "prometheus_client"}}
 THIRD_PARTY_DEFAULT = {"torch", "numpy"}
 
 

@@ -1,0 +1,207 @@
+"""A rank's records as a file in the trace-event format, which Perfetto and chrome://tracing open.
+
+Beside the data path: records -> **events** -> file. One process per rank, one lane (a thread of the format) per kind
+of work. Times are microseconds on rank 0's clock where an offset is known. Invariant: slices of one lane are nested
+or apart, as the format wants it; each lane is what one thread did in turn.
+
+Format: "Trace Event Format", Google, 2016 (the JSON object form; ``otherData`` is free for the program's own).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import InvalidArgument
+from .recorder import Outside, Span, StepRecord
+
+__all__ = ["FORMAT", "LANES", "document", "write"]
+
+FORMAT = "bagua timeline 1"
+STEPS, COMPUTE, WAITS, COORDINATION, READY, OPERATIONS, ENCODE, WIRE, DECODE = LANES = (
+    "steps",
+    "compute",
+    "waits (exposed communication)",
+    "coordination",
+    "buckets ready",
+    "operations",
+    "encode",
+    "wire",
+    "decode and reduce",
+)
+_LANE_OF_KIND = {
+    "operation": OPERATIONS,
+    "encode": ENCODE,
+    "wire": WIRE,
+    "decode": DECODE,
+    "reduce": DECODE,
+}
+_LANES_PER_GROUP = 100  # thread ids of a group's lanes begin at multiples of it
+
+
+def document(
+    steps: Sequence[StepRecord],
+    outside: Sequence[Outside],
+    spans: Sequence[Span],
+    coordination: Sequence[Span],
+    about: dict[str, Any],
+) -> dict[str, Any]:
+    """The whole file as plain data.
+
+    Args:
+        about: goes to ``otherData``; its rank, host and, in ``clock``, offset_ns are used here.
+    """
+    events = _Events(about["rank"], about["clock"]["offset_ns"] or 0)
+    groups = list(dict.fromkeys([about["group"], *(span.group for span in spans)]))
+    events.name_lanes(f"rank {about['rank']} on {about['host']}", groups)
+    _add_compute(events, steps, outside)
+    _add_spans(events, spans, groups)
+    _add_coordination(events, coordination)
+    return {"traceEvents": events.events, "displayTimeUnit": "ms", "otherData": {"format": FORMAT, **about}}
+
+
+def write(path: str | Path, content: dict[str, Any]) -> None:
+    """Writes ``content``, one event per line; folders are made.
+
+    Raises:
+        InvalidArgument: the path cannot be written to.
+    """
+    path = Path(path)
+    events = ",\n".join(json.dumps(event) for event in content["traceEvents"])
+    rest = json.dumps({key: value for key, value in content.items() if key != "traceEvents"}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'{{"traceEvents": [\n{events}\n],\n{rest[1:]}\n')
+    except OSError as error:
+        raise InvalidArgument(f"the timeline cannot be written to {path}: {error}; name another place") from error
+
+
+class _Events:
+    """Collects events of one process, moved to rank 0's clock."""
+
+    def __init__(self, rank: int, offset_ns: int) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._rank, self._offset_ns = rank, offset_ns
+
+    def name_lanes(self, process: str, groups: Sequence[str]) -> None:
+        self._meta("process_name", 0, name=process)
+        self._meta("process_sort_index", 0, sort_index=self._rank)
+        for number, group in enumerate(groups):
+            for lane in LANES if number == 0 else LANES[LANES.index(READY) :]:
+                thread = self.thread(lane, number)
+                self._meta("thread_name", thread, name=lane if number == 0 else f"{lane}, {group}")
+                self._meta("thread_sort_index", thread, sort_index=thread)
+
+    @staticmethod
+    def thread(lane: str, number: int) -> int:
+        return number * _LANES_PER_GROUP + LANES.index(lane) + 1
+
+    def _meta(self, name: str, thread: int, /, **args: Any) -> None:
+        self.events.append({"ph": "M", "name": name, "pid": self._rank, "tid": thread, "args": args})
+
+    def slice(self, lane: str, name: str, begin_ns: int, end_ns: int, number: int = 0, /, **args: Any) -> None:
+        """``number`` counts the groups."""
+        self._add(lane, name, begin_ns, number, args, ph="X", dur=(end_ns - begin_ns) / 1e3)
+
+    def instant(self, lane: str, name: str, time_ns: int, number: int = 0, /, **args: Any) -> None:
+        self._add(lane, name, time_ns, number, args, ph="i", s="t")
+
+    def _add(self, lane: str, name: str, time_ns: int, number: int, args: dict[str, Any], **kind: Any) -> None:
+        place = {"pid": self._rank, "tid": self.thread(lane, number), "ts": (time_ns + self._offset_ns) / 1e3}
+        self.events.append({"name": name, "cat": lane, **kind, **place, "args": args})
+
+
+def _add_compute(events: _Events, steps: Sequence[StepRecord], outside: Sequence[Outside]) -> None:
+    """Steps, computation and waits, from what bagua sees: its hooks, and both ends of backward."""
+    marks: list[StepRecord | Outside] = sorted([*steps, *outside], key=lambda mark: mark.begin_ns)
+    for mark, following in zip(marks, [*marks[1:], None], strict=True):
+        if isinstance(mark, StepRecord):
+            name = f"backward {mark.index}"
+            events.slice(COMPUTE, name, mark.begin_ns, mark.wait_ns)
+            events.slice(WAITS, name, mark.wait_ns, mark.end_ns, exposed_us=mark.exposed_ns / 1e3)
+            continue
+        if mark.end_ns > mark.begin_ns:
+            events.slice(WAITS, mark.hook, mark.begin_ns, mark.end_ns)
+        if following is None:
+            continue
+        if mark.hook == "before_forward":
+            events.slice(COMPUTE, "forward and loss", mark.end_ns, max(mark.end_ns, following.begin_ns))
+        elif mark.hook == "before_optimizer_step" and getattr(following, "hook", "") == "after_optimizer_step":
+            events.slice(COMPUTE, "optimizer step", mark.end_ns, max(mark.end_ns, following.begin_ns))
+    for step, begin_ns, end_ns in _whole_steps(marks):
+        events.slice(
+            STEPS,
+            f"step {step.index}",
+            begin_ns,
+            end_ns,
+            index=step.index,
+            exposed_us=step.exposed_ns / 1e3,
+            outside_us=step.outside_ns / 1e3,
+            bytes_sent=step.bytes_sent,
+            num_buckets=step.num_buckets,
+        )
+
+
+def _whole_steps(marks: Sequence[StepRecord | Outside]) -> Iterator[tuple[StepRecord, int, int]]:
+    """Each step with its begin and end: from its first forward to the end of the optimizer's steps that follow."""
+    begin_ns, step, end_ns = None, None, 0
+    for mark in marks:
+        begins_anew = isinstance(mark, StepRecord) or mark.hook == "before_forward"
+        if step is not None and begins_anew:
+            yield step, begin_ns, end_ns
+            begin_ns, step = None, None
+        if begin_ns is None:
+            begin_ns = mark.begin_ns
+        if isinstance(mark, StepRecord):
+            step = mark
+        end_ns = mark.end_ns
+    if step is not None:
+        yield step, begin_ns, end_ns
+
+
+def _add_spans(events: _Events, spans: Sequence[Span], groups: Sequence[str]) -> None:
+    by_operation: dict[tuple[str, int], list[Span]] = {}
+    for span in spans:
+        by_operation.setdefault((span.group, span.ticket), []).append(span)
+    for (group, ticket), parts in by_operation.items():
+        number = groups.index(group)
+        queued = next((part for part in parts if part.kind == "queued"), None)
+        for part in parts:
+            if part.kind == "queued":
+                waited_us = (part.end_ns - part.begin_ns) / 1e3
+                events.instant(READY, part.label, part.begin_ns, number, queued_us=waited_us)
+            else:
+                identity = {"group": group, "ticket": ticket} if part.kind == "operation" else {}
+                lane, args = _LANE_OF_KIND[part.kind], {"bytes": part.bytes, **identity}
+                events.slice(lane, part.label, part.begin_ns, part.end_ns, number, **args)
+        # Without `queued` the engine's ring has lost the beginning of the operation.
+        if queued is not None and not any(part.kind == "wire" for part in parts):
+            for begin_ns, end_ns in _gaps(parts):
+                events.slice(WIRE, parts[0].label, begin_ns, end_ns, number)
+
+
+def _add_coordination(events: _Events, spans: Sequence[Span]) -> None:
+    for span in spans:
+        if span.kind == "operation":
+            identity = {"group": span.group, "ticket": span.ticket, "bytes": span.bytes}
+            events.slice(COORDINATION, span.label, span.begin_ns, span.end_ns, **identity)
+
+
+def _gaps(parts: Sequence[Span]) -> Iterator[tuple[int, int]]:
+    """What an operation spends on moving bytes, and on waiting for its peers, is what it does not spend on arithmetic.
+
+    So it is for operations at full precision, whose engine does not record the two apart.
+    """
+    operation = next((part for part in parts if part.kind == "operation"), None)
+    if operation is None:
+        return
+    at_ns = operation.begin_ns
+    arithmetic = [part for part in parts if part.kind not in ("queued", "operation")]
+    for part in sorted(arithmetic, key=lambda part: part.begin_ns):
+        if part.begin_ns > at_ns:
+            yield at_ns, part.begin_ns
+        at_ns = max(at_ns, part.end_ns)
+    if operation.end_ns > at_ns:
+        yield at_ns, operation.end_ns

@@ -1,0 +1,184 @@
+"""`bagua timeline`: several ranks side by side, who waited for whom, and what it says about anything else."""
+
+import json
+import re
+
+import pytest
+
+from bagua import cli, trace, trace_report
+from tests.conformance.training import process_group
+from tests.timeline.training import train
+
+
+def _save(rank, world_size, folder, late_rank, algorithm):
+    with process_group():
+        model = train(algorithm, steps=5, late_rank=late_rank)
+        model.bagua.save_timeline(folder)
+
+
+@pytest.fixture(scope="module")
+def files(pool2, tmp_path_factory):
+    """Of two ranks, the second of which is late."""
+    folder = tmp_path_factory.mktemp("timeline")
+    pool2.run(_save, args=(str(folder), 1, "gradient_allreduce"))
+    return [folder / "rank0.json", folder / "rank1.json"]
+
+
+def test_the_merged_trace_has_a_process_per_rank(files, tmp_path, capsys):
+    out = tmp_path / "new folder" / "merged.json"
+    assert cli.main(["timeline", *map(str, files), "--out", str(out)]) == 0
+    assert f"written: {out}" in capsys.readouterr().out
+    merged = json.loads(out.read_text())
+    processes = {e["pid"]: e["args"]["name"] for e in merged["traceEvents"] if e["name"] == "process_name"}
+    assert sorted(processes) == [0, 1]
+    assert all(name.startswith(f"rank {rank} on ") for rank, name in processes.items())
+    parts = [json.loads(path.read_text()) for path in files]
+    assert len(merged["traceEvents"]) == sum(len(part["traceEvents"]) for part in parts)
+    assert merged["otherData"]["ranks"] == [part["otherData"] for part in parts]
+
+
+def test_operations_are_the_same_ones_at_the_same_time(files):
+    """On one clock every operation overlaps with itself on the other rank, and says who came last."""
+    merged = trace_report.merge(trace_report.load(files))
+    by_operation = {}
+    for event in merged["traceEvents"]:
+        if event.get("cat") == trace.OPERATIONS and event["ph"] == "X":
+            by_operation.setdefault((event["args"]["group"], event["args"]["ticket"]), []).append(event)
+    assert len(by_operation) >= 5 * 3
+    for first, second in by_operation.values():
+        assert first["name"] == second["name"]
+        assert max(first["ts"], second["ts"]) <= min(first["ts"] + first["dur"], second["ts"] + second["dur"])
+        last = max((first, second), key=lambda event: event["ts"])
+        if first["ts"] != second["ts"]:
+            assert first["args"]["last_rank"] == second["args"]["last_rank"] == last["pid"]
+            assert first["args"]["waited_for_it_us"] == pytest.approx(abs(first["ts"] - second["ts"]), abs=0.01)
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "decentralized"])
+@pytest.mark.parametrize("late_rank", [0, 1])
+def test_the_late_rank_is_named(pool2, tmp_path, capsys, algorithm, late_rank):
+    pool2.run(_save, args=(str(tmp_path), late_rank, algorithm))
+    assert cli.main(["timeline", f"{tmp_path}/rank0.json", f"{tmp_path}/rank1.json"]) == 0
+    text = capsys.readouterr().out
+    assert f"algorithm        {algorithm}, 2 of 2 ranks" in text
+    assert f"straggler        rank {late_rank}: the others wait for it" in text
+    waited = re.search(rf"rank {late_rank} came last at \d+ of \d+ operations; the others waited ([\d.]+) ms", text)
+    assert float(waited[1]) > 5 * 25
+    assert re.search(rf"step \d: [\d.]+ ms for rank {late_rank}", text)
+    assert re.search(r"slowest bucket   bucket \d \(", text)
+
+
+def test_on_two_nodes_with_a_measured_clock(pool_of_two_nodes, tmp_path, capsys):
+    pool_of_two_nodes.run(_save, args=(str(tmp_path), 2, "bytegrad"), env={"BAGUA_SOCKET_IFNAME": "lo"})
+    assert cli.main(["timeline", *(f"{tmp_path}/rank{rank}.json" for rank in (3, 1, 0, 2))]) == 0
+    text = capsys.readouterr().out
+    assert "straggler        rank 2: the others wait for it" in text
+    assert re.search(r"clocks +uncertain by rank 2 \d+ us, rank 3 \d+ us\n", text)
+    assert re.findall(r"^ +(\d)  \S+ +5 ", text, re.MULTILINE) == ["0", "1", "2", "3"]
+
+
+def test_the_table_has_the_figures_of_the_files(files, capsys):
+    assert cli.main(["timeline", *map(str, files)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if re.match(r" +\d  ", line)]
+    for row, path in zip(rows, files, strict=True):
+        totals = json.loads(path.read_text())["otherData"]["totals"]
+        assert int(row[2]) == totals["steps"] == 5
+        assert float(row[5]) == pytest.approx(totals["exposed_s"], abs=1e-3)
+        assert float(row[6]) == pytest.approx(totals["bytes_sent"] / 1e6, abs=1e-2)
+    assert float(rows[0][5]) > max(0.125, float(rows[1][5])), "rank 0 waits for rank 1"
+
+
+def test_one_file_of_two(files, capsys):
+    assert cli.main(["timeline", str(files[1])]) == 0
+    text = capsys.readouterr().out
+    assert "1 of 2 ranks" in text and "straggler        unknown: name the files of all ranks" in text
+
+
+def edited(path, into, edit):
+    content = json.loads(path.read_text())
+    edit(content)
+    into.write_text(json.dumps(content))
+    return into
+
+
+def with_about(**changes):
+    return lambda content: content["otherData"].update(changes)
+
+
+NEVER = "0" * 16
+GARBAGE = {
+    "no JSON": ("{", "cannot be read as a timeline"),
+    "no bytes of text": (b"\xff\xfe\x00", "cannot be read as a timeline"),
+    "no object": ("[1, 2]", "is no timeline of a rank: its otherData.format is None"),
+    "another trace": ('{"traceEvents": [], "otherData": {"format": 7}}', "format is 7, expected 'bagua timeline 1'"),
+    "merged": (
+        '{"otherData": {"format": "bagua merged timeline 1"}}',
+        "is merged already; name the files of the ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GARBAGE)
+def test_garbage(tmp_path, capsys, case):
+    text, complaint = GARBAGE[case]
+    path = tmp_path / "garbage.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert cli.main(["timeline", str(path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"bagua timeline: {path} ") and complaint in captured.err
+    assert captured.out == ""
+
+
+def test_a_missing_file(tmp_path, capsys):
+    assert cli.main(["timeline", str(tmp_path / "rank0.json")]) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+BROKEN = {
+    "a rank of text": (with_about(rank="1"), "otherData.rank is '1'"),
+    "no totals": (lambda content: content["otherData"].pop("totals"), "otherData.totals is None"),
+    "empty totals": (with_about(totals={}), "otherData.totals.steps is None"),
+    "a clock of text": (with_about(clock={"uncertainty_ns": "?"}), "otherData.clock.uncertainty_ns is '?'"),
+    "no events": (lambda content: content.update(traceEvents=None), "None is no trace event"),
+    "an event of text": (lambda content: content["traceEvents"].append("x"), "x is no trace event"),
+    "an event without time": (lambda content: content["traceEvents"][-1].pop("ts"), "is no trace event"),
+    "an event at no time": (lambda content: content["traceEvents"][-1].update(ts=float("nan")), "is no trace event"),
+    "an unknown event": (lambda content: content["traceEvents"][-1].update(ph="Q"), "is no trace event"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_file_that_was_changed(files, tmp_path, capsys, case):
+    edit, complaint = BROKEN[case]
+    path = edited(files[1], tmp_path / "rank1.json", edit)
+    assert cli.main(["timeline", str(files[0]), str(path)]) == 1
+    error = capsys.readouterr().err
+    assert str(path) in error and complaint in error
+
+
+def test_files_that_do_not_belong_together(files, tmp_path, capsys):
+    assert cli.main(["timeline", str(files[0]), str(files[0])]) == 1
+    assert "are both of rank 0; name one file per rank" in capsys.readouterr().err
+
+    clock = {"offset_ns": 0, "uncertainty_ns": 0, "measurement": NEVER}
+    other = edited(files[1], tmp_path / "other.json", with_about(clock=clock))
+    assert cli.main(["timeline", str(files[0]), str(other)]) == 1
+    assert f"{files[0]} and {other} are not on one clock" in capsys.readouterr().err
+
+
+def test_saved_by_each_rank_alone(files, tmp_path, capsys):
+    """Without a measurement: ranks of one host have one clock, others do not."""
+    clock = {"offset_ns": None, "uncertainty_ns": None, "measurement": None}
+    mine, other = (
+        edited(path, tmp_path / path.name, with_about(clock=clock, boot_id=NEVER)) for path in files
+    )  # fmt: skip
+    assert cli.main(["timeline", str(mine), str(other)]) == 0
+    assert "straggler        rank 1" in capsys.readouterr().out
+    edited(files[1], other, with_about(clock=clock))
+    assert cli.main(["timeline", str(mine), str(other)]) == 1
+    assert "are not on one clock" in capsys.readouterr().err
+
+
+def test_it_cannot_write(files, tmp_path, capsys):
+    assert cli.main(["timeline", *map(str, files), "--out", str(tmp_path)]) == 1
+    assert f"the timeline cannot be written to {tmp_path}" in capsys.readouterr().err
