@@ -72,9 +72,10 @@ class Work:
         """Whether the operation has ended, well or not. Never blocks."""
         return self._core.is_completed()
 
-    def exception(self) -> BaguaError | None:
-        """What the operation raised; None while it runs and when it ended well."""
-        return self._core.error()
+    def exception(self) -> BaseException | None:
+        """What the operation raised, or what kept wait() from putting its result in place; None while it runs and when
+        it ended well."""
+        return self._core.error() or self._failure
 
     def wait(self, timeout: timedelta | float | None = None) -> None:
         """Block until the operation has ended; releases the GIL.
