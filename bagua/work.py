@@ -38,10 +38,19 @@ class Work:
     returned. They are kept alive as long as the core needs them, even if the Work is dropped.
     """
 
-    __slots__ = ("_core", "_failure", "_finish", "_finishing", "_keep", "_limit_s", "label")
+    __slots__ = ("_core", "_failure", "_finish", "_finishing", "_has_failed", "_keep", "_limit_s", "label")
 
-    def __init__(self, core: _C.Work, keep: object, limit_s: float, label: str, finish: Callable[[], None] | None):
+    def __init__(
+        self,
+        core: _C.Work,
+        keep: object,
+        limit_s: float,
+        label: str,
+        finish: Callable[[], None] | None,
+        has_failed: Callable[[], None],
+    ):
         self._core = core
+        self._has_failed = has_failed  # called when wait() finds that the operation has failed
         self._keep = keep
         self._limit_s = limit_s
         self.label = label
@@ -92,6 +101,7 @@ class Work:
         try:
             ended = self._core.wait(limit_s)
         except BaguaError as error:
+            self._has_failed()
             if self.label and error.bucket is None:
                 raise type(error)(
                     f"{self.label}: {error}", rank=error.rank, operation=error.operation, bucket=self.label
