@@ -25,25 +25,20 @@ from typing import NoReturn
 from . import _C
 from .accepting import Acceptor, Arrival, close_all
 from .config import Settings
-from .dialing import ALL_MAKE_GROUPS, Patience, dial_tcp, dial_unix, is_gone
+from .dialing import ALL_MAKE_GROUPS, Patience, dial_tcp, dial_unix
 from .errors import Aborted, BaguaError, TransportError
 from .fork_guard import close_in_child
 from .interfaces import InterfaceAddress
 from .questions import Questions, Registered
 from .rendezvous import RankRecord
 from .torch_transport import TorchTransport
+from .watching import REFUSED_SECONDS, Watch, Watcher, gone
 
 __all__ = ["Endpoint"]
 
 logger = logging.getLogger("bagua")
 
 _POLL_SECONDS = 0.05
-# A listener is there before its rank is known to others, so one that refuses belongs to a process that has ended.
-_REFUSED_SECONDS = 0.5
-# Who has waited for a connection for this long asks the peer what it is doing: it may be in another operation, in which
-# neither will ever connect. Later questions come at doubling intervals. (Mesh::ask does so over connections.)
-_FIRST_QUESTION_SECONDS = 0.5
-_LONGEST_QUESTION_INTERVAL_SECONDS = 8.0
 
 
 class Endpoint:
@@ -68,6 +63,7 @@ class Endpoint:
         self._changed = threading.Condition()  # guards the two above and announces attachments
         self._acceptor: Acceptor | None = None
         self._questions = Questions([], b"", self._groups)
+        self._watcher = Watcher()
         self._listeners: list[socket.socket] = []
         tcp = self._listen(address.family, _bindable(address))
         self.port: int = tcp.getsockname()[1]
@@ -90,6 +86,7 @@ class Endpoint:
 
     def close(self) -> None:
         """Stop accepting and close everything that was not handed to a group."""
+        self._watcher.close()
         if self._acceptor is not None:
             self._acceptor.close()
         for listener in self._listeners:
@@ -183,30 +180,25 @@ class Endpoint:
     def _await_dial(
         self, name: str, registered: Registered, rank: int, peer: int, timeout_s: float, patience: Patience
     ) -> None:
-        group_peer = registered.ranks.index(peer)
-        has_refused = False
-        interval = _FIRST_QUESTION_SECONDS
-        next_look = next_question = time.monotonic() + interval
-        while not self._wait_for_attachment(registered.core, group_peer):
+        watch = self._watch(name, registered, rank, peer, timeout_s)
+        while not self._wait_for_attachment(registered.core, watch.group_peer):
             patience.still_wanted()
-            now = time.monotonic()
-            if now > patience.deadline:
+            if time.monotonic() > patience.deadline:
                 self._raise_late(name, registered, rank, peer, timeout_s, patience)
-            if now < next_look:
-                continue
-            next_look = now + _REFUSED_SECONDS
-            try:
-                if self.share_memory(rank, peer) and is_gone(self.records[peer]):
-                    raise ConnectionRefusedError
-                if now >= next_question:
-                    self._questions.ask(name, registered, rank, peer, patience.still_wanted)
-                    interval = min(2 * interval, _LONGEST_QUESTION_INTERVAL_SECONDS)
-                    next_question = time.monotonic() + interval
-            except ConnectionRefusedError as error:
-                # The second time in vain: the reason, if there is one, would have come meanwhile (Questions.report).
-                if has_refused:
-                    raise self._gone(group_peer, peer) from error
-                has_refused = True
+            watch.look(patience.still_wanted)
+
+    def _watch(self, name: str, registered: Registered, rank: int, peer: int, timeout_s: float) -> Watch:
+        shares_memory = self.share_memory(rank, peer)
+        return Watch(self._questions, self.records[peer], name, registered, rank, peer, shares_memory, timeout_s)
+
+    def watch(self, name: str, rank: int, peer: int, timeout_s: float) -> None:
+        """A message of a group waits for `peer` (`rank` and `peer` are global): fail the group if it will not connect.
+
+        For the lower rank of the two, which cannot dial.
+        """
+        registered = self._groups.get(name)
+        if registered is not None:
+            self._watcher.add(self._watch(name, registered, rank, peer, timeout_s))
 
     def _raise_late(
         self, name: str, registered: Registered, rank: int, peer: int, timeout_s: float, patience: Patience
@@ -217,7 +209,7 @@ class Endpoint:
             grace = core.answer_grace_seconds(timeout_s)
             status = self._questions.ask(name, registered, rank, peer, patience.still_wanted, grace)
         except ConnectionRefusedError as error:
-            raise self._gone(group_peer, peer) from error
+            raise gone(self.records[peer], group_peer) from error
         if status == b"":
             core.throw_late(group_peer, f"rank {group_peer} has not made the group; {ALL_MAKE_GROUPS}", timeout_s)
         culprit, is_victim, what = core.lateness(group_peer, status)
@@ -238,15 +230,6 @@ class Endpoint:
             self._changed.wait(_POLL_SECONDS)
             return core.is_attached(group_peer)
 
-    def _gone(self, group_peer: int, peer: int) -> TransportError:
-        record = self.records[peer]
-        return TransportError(
-            f"rank {group_peer} (process {record.pid}) listens no more at {record.address}:{record.port}: "
-            "its process has ended or destroyed its groups (see its log), or a firewall refuses connections, of which "
-            "every rank must take some",
-            rank=group_peer,
-        )
-
     # ---- dialing
 
     def _dial_until(
@@ -266,8 +249,8 @@ class Endpoint:
                         self._questions.ask(name, registered, rank, peer, patience.still_wanted)
                 now = time.monotonic()
                 refused_since = (refused_since or now) if isinstance(error, ConnectionRefusedError) else None
-                if refused_since is not None and now - refused_since > _REFUSED_SECONDS:
-                    raise self._gone(group_peer, peer) from error
+                if refused_since is not None and now - refused_since > REFUSED_SECONDS:
+                    raise gone(self.records[peer], group_peer) from error
                 if now > patience.deadline - _POLL_SECONDS:
                     remedy = (
                         "check that its process runs and that no firewall is in the way, or choose the interface with "

@@ -173,7 +173,7 @@ class ProcessGroup:
 
     def _work(self, core_work: _C.Work, keep: object, label: str = "", finish=None) -> Work:
         # The deadline counts from the start of the operation, which may be queued behind others.
-        return Work(core_work, keep, 1000.0 * self._timeout_s, label, finish)
+        return Work(core_work, keep, 1000.0 * self._timeout_s, label, finish, self._lanes.share_failure)
 
     def _check_root(self, root: int, name: str) -> int:
         if not 0 <= root < self.size:
@@ -369,6 +369,7 @@ class ProcessGroup:
         self._check_peer(dst, "dst")
         data = prepare(tensor, "tensor", is_written=False).data
         work = self._p2p_core.send(data.data_ptr(), data.nbytes, dtype_code(data.dtype), dst, tag, self._timeout_s)
+        self._lanes.watch(dst, self._timeout_s)
         return self._work(work, (tensor, data))
 
     def recv(self, tensor: Array, src: int, *, tag: int = 0) -> Work:
@@ -376,6 +377,7 @@ class ProcessGroup:
         self._check_peer(src, "src")
         data, give_back = prepare(tensor, "tensor")
         work = self._p2p_core.recv(data.data_ptr(), data.nbytes, dtype_code(data.dtype), src, tag, self._timeout_s)
+        self._lanes.watch(src, self._timeout_s)
         return self._work(work, (tensor, data), finish=give_back)
 
     def _check_peer(self, peer: int, name: str) -> None:

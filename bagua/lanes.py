@@ -15,6 +15,8 @@ from .errors import BaguaError
 
 __all__ = ["Lanes", "Network"]
 
+_MESSAGES = "/p2p"  # behind the group's name
+
 
 class Network(Protocol):
     """What connects the ranks: connections.Endpoint between processes, bagua.testing's between threads."""
@@ -24,6 +26,8 @@ class Network(Protocol):
     def report(self, names: list[str], rank: int) -> None: ...
 
     def close_core(self, name: str, core: _C.Group) -> None: ...
+
+    def watch(self, name: str, rank: int, peer: int, timeout_s: float) -> None: ...
 
     def share_memory(self, rank: int, peer: int) -> bool: ...
 
@@ -45,6 +49,7 @@ class Lanes:
 
     def __init__(self, network: Network, name: str, ranks: Sequence[int], rank: int):
         self._network, self._name, self._rank = network, name, ranks[rank]
+        self._ranks, self._place = list(ranks), rank
         self._cores: dict[str, _C.Group] = {}
 
         def open_core(suffix: str) -> _C.Group:
@@ -54,7 +59,7 @@ class Lanes:
         self.collectives = open_core("")
         # Before its first use, so that a peer that sends first finds it; else two ranks may wait for a third that waits
         # for one of them.
-        self.messages = open_core("/p2p") if len(ranks) > 1 else self.collectives
+        self.messages = open_core(_MESSAGES) if len(ranks) > 1 else self.collectives
 
     def check(self) -> None:
         """Raise the first cause when an operation has failed on any rank, and tell the peers of all lanes."""
@@ -65,10 +70,20 @@ class Lanes:
             self.poison(error)
             raise
 
+    def share_failure(self) -> None:
+        """What one lane has failed of, the others fail of too: whoever waits for this rank there learns it at once."""
+        with contextlib.suppress(BaguaError):
+            self.check()
+
     def poison(self, exception: BaguaError) -> None:
         """Make every later call on every connected rank raise `exception` as the first cause."""
         for core in self._cores.values():
             core.poison(exception)
+
+    def watch(self, peer: int, timeout_s: float) -> None:
+        """A message to or from `peer` (of the group) was submitted; of the two the higher rank connects."""
+        if peer > self._place and not self.messages.is_attached(peer):
+            self._network.watch(self._name + _MESSAGES, self._rank, self._ranks[peer], timeout_s)
 
     def total(self, count: Callable[[_C.Group], int]) -> int:
         """The sum of a number that every core keeps."""
@@ -78,8 +93,7 @@ class Lanes:
         """End the worker threads and say goodbye to the peers."""
         for core in self._cores.values():
             core.abort_pending()
-        with contextlib.suppress(BaguaError):
-            self.check()  # what one lane knows, the peers of all should
+        self.share_failure()
         with contextlib.ExitStack() as stack:  # all of them close, whatever comes in between
             for suffix, core in self._cores.items():
                 stack.callback(self._network.close_core, self._name + suffix, core)

@@ -33,11 +33,12 @@ def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
     Args:
         tensor: any shape and strides, 0-dim and empty ones too.
         what: its name in error messages.
-        is_written: whether the operation writes to it; a read-only array or an expanded tensor will not do then.
+        is_written: whether the operation writes to it; a read-only array, or elements that share memory, will not do
+            then.
 
     Raises:
-        InvalidArgument: no tensor, not on the CPU, sparse, read-only, expanded, or of a type that the core does not
-            know.
+        InvalidArgument: no tensor, not on the CPU, sparse, read-only, overlapping itself, or of a type that the core
+            does not know.
     """
     if isinstance(tensor, np.ndarray):
         return _prepare_array(tensor, what, is_written)
@@ -48,18 +49,20 @@ def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
     if tensor.layout != torch.strided:
         raise InvalidArgument(f"{what} has layout {tensor.layout}; convert it with .to_dense() first")
     dtype_code(tensor.dtype)
-    _check_overlap(tensor.shape, tensor.stride(), what, is_written)
+    if is_written:
+        _check_overlap(tensor.shape, tensor.stride(), 1, what)
     detached = tensor.detach()
     data = detached.resolve_neg().contiguous()  # a lazy negative's memory holds other values
     if not is_written or data.data_ptr() == detached.data_ptr():
         return Prepared(data, None)
-    return Prepared(data, lambda: detached.copy_(data))
+    return Prepared(data, _copy_back(what, lambda: detached.copy_(data)))
 
 
 def _prepare_array(array: np.ndarray, what: str, is_written: bool) -> Prepared:
     if is_written and not array.flags.writeable:
         raise InvalidArgument(f"{what} is a read-only array, but the result is written to it; pass a copy")
-    _check_overlap(array.shape, array.strides, what, is_written)
+    if is_written:
+        _check_overlap(array.shape, array.strides, array.itemsize, what)
     is_plain = array.flags.c_contiguous and array.flags.writeable  # torch takes no negative strides, warns of read-only
     try:
         data = torch.from_numpy(array if is_plain else array.copy(order="C"))
@@ -68,15 +71,47 @@ def _prepare_array(array: np.ndarray, what: str, is_written: bool) -> Prepared:
     dtype_code(data.dtype)
     if not is_written or data.data_ptr() == array.ctypes.data:
         return Prepared(data, None)
-    return Prepared(data, lambda: np.copyto(array, data.numpy()))
+    return Prepared(data, _copy_back(what, lambda: np.copyto(array, data.numpy())))
 
 
-def _check_overlap(shape: Sequence[int], strides: Sequence[int], what: str, is_written: bool) -> None:
-    overlaps = any(length > 1 and stride == 0 for length, stride in zip(shape, strides, strict=True))
-    if is_written and overlaps and 0 not in shape:
+def _copy_back(what: str, copy: Callable[[], object]) -> Callable[[], None]:
+    def give_back() -> None:
+        try:
+            copy()
+        except (RuntimeError, ValueError) as error:
+            raise InvalidArgument(
+                f"the operation has ended, but its result cannot be written to {what}: {error}; pass a copy, or leave "
+                "it as it is until wait() has returned"
+            ) from error
+
+    return give_back
+
+
+def _check_overlap(shape: Sequence[int], strides: Sequence[int], item: int, what: str) -> None:
+    """Raises InvalidArgument where elements share memory; `item` is the size of one in units of the strides."""
+    if 0 in shape:
+        return
+    dims = sorted((abs(stride), length) for length, stride in zip(shape, strides, strict=True) if length > 1)
+    if dims and dims[0][0] == 0:
         raise InvalidArgument(
             f"{what} of shape {tuple(shape)} is expanded: several of its elements are one place in memory, and the "
             "result has no room there; pass a copy (.clone(), numpy.array)"
+        )
+    end = item  # of the memory that the dimensions so far take up
+    for stride, length in dims:
+        if stride < end:
+            break  # no dimension steps over the ones before it, so only all places tell
+        end += stride * (length - 1)
+    else:
+        return
+    places = np.zeros(1, dtype=np.int64)
+    for stride, length in dims:
+        places = np.add.outer(places, stride * np.arange(length)).reshape(-1)
+    places.sort()
+    if int(np.diff(places).min()) < item:
+        raise InvalidArgument(
+            f"{what} of shape {tuple(shape)} and strides {tuple(strides)} overlaps itself: several of its elements "
+            "share memory, and the result has no room there; pass a copy (.clone(), numpy.array)"
         )
 
 

@@ -38,10 +38,19 @@ class Work:
     returned. They are kept alive as long as the core needs them, even if the Work is dropped.
     """
 
-    __slots__ = ("_core", "_failure", "_finish", "_finishing", "_keep", "_limit_s", "label")
+    __slots__ = ("_core", "_failure", "_finish", "_finishing", "_has_failed", "_keep", "_limit_s", "label")
 
-    def __init__(self, core: _C.Work, keep: object, limit_s: float, label: str, finish: Callable[[], None] | None):
+    def __init__(
+        self,
+        core: _C.Work,
+        keep: object,
+        limit_s: float,
+        label: str,
+        finish: Callable[[], None] | None,
+        has_failed: Callable[[], None],
+    ):
         self._core = core
+        self._has_failed = has_failed  # called when wait() finds that the operation has failed
         self._keep = keep
         self._limit_s = limit_s
         self.label = label
@@ -72,9 +81,10 @@ class Work:
         """Whether the operation has ended, well or not. Never blocks."""
         return self._core.is_completed()
 
-    def exception(self) -> BaguaError | None:
-        """What the operation raised; None while it runs and when it ended well."""
-        return self._core.error()
+    def exception(self) -> BaseException | None:
+        """What the operation raised, or what kept wait() from putting its result in place; None while it runs and when
+        it ended well."""
+        return self._core.error() or self._failure
 
     def wait(self, timeout: timedelta | float | None = None) -> None:
         """Block until the operation has ended; releases the GIL.
@@ -91,6 +101,7 @@ class Work:
         try:
             ended = self._core.wait(limit_s)
         except BaguaError as error:
+            self._has_failed()
             if self.label and error.bucket is None:
                 raise type(error)(
                     f"{self.label}: {error}", rank=error.rank, operation=error.operation, bucket=self.label

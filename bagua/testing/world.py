@@ -41,6 +41,9 @@ class _LocalNetwork:
     def close_core(self, name: str, core: _C.Group) -> None:
         core.close()
 
+    def watch(self, name: str, rank: int, peer: int, timeout_s: float) -> None:
+        """They have no connection to wait for."""
+
     def share_memory(self, rank: int, peer: int) -> bool:
         return True
 

@@ -5,6 +5,7 @@ A torch future is made only when somebody asks for one; then the thread that end
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..errors import BaguaError
 from ..work import Work
 
 __all__ = ["TorchWork"]
@@ -71,14 +71,15 @@ class TorchWork(dist.Work):
         if not all(work.is_completed() for work in self._works):
             return False
         if self.exception() is None:
-            self.wait()  # what is staged is copied back
+            with contextlib.suppress(Exception):  # exception() has it
+                self.wait()  # what is staged is copied back
         return True
 
     def is_success(self) -> bool:
         """Whether it has ended well."""
         return self.is_completed() and self.exception() is None
 
-    def exception(self) -> BaguaError | None:
+    def exception(self) -> BaseException | None:
         """What it raised; None while it runs and when it ended well."""
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 

@@ -3,11 +3,13 @@
 
 #include <cstddef>
 #include <string>
+#include <utility>
 
 #include <pybind11/stl.h>
 
 #include "csrc/bindings/bindings.h"
 #include "csrc/bindings/call_rust.h"
+#include "csrc/transport/transport.h"
 
 namespace py = pybind11;
 
@@ -17,14 +19,22 @@ namespace {
 static_assert(sizeof(BaguaNeighbor) == 24 && offsetof(BaguaNeighbor, weight) == 8 &&
               offsetof(BaguaNeighbor, is_target) == 20);
 
-std::vector<std::string> topologies() {
-  std::vector<std::string> names;
+// Empty for a number that has none.
+std::string topology_name(int32_t number) {
   char name[64];
   BaguaRustError error;
-  while (bagua_topology_name(static_cast<uint32_t>(names.size()), name, sizeof name, &error) == BAGUA_RUST_OK) {
-    names.emplace_back(name);
+  // A negative number becomes one that is far out of range.
+  const auto status = bagua_topology_name(static_cast<uint32_t>(number), name, sizeof name, &error);
+  return status == BAGUA_RUST_OK ? name : "";
+}
+
+std::vector<std::string> topologies() {
+  std::vector<std::string> names;
+  for (;;) {
+    std::string name = topology_name(static_cast<int32_t>(names.size()));
+    if (name.empty()) return names;
+    names.push_back(std::move(name));
   }
-  return names;
 }
 
 }  // namespace
@@ -43,6 +53,7 @@ std::vector<collectives::Neighbor> topology_neighbors(int topology, int size, in
 }
 
 void bind_topology(py::module_& m) {
+  name_topologies_by(&topology_name);  // for error messages
   m.def("topologies", &topologies,
         "The names of the topologies of neighbor_average; a place is the topology's number.");
 }

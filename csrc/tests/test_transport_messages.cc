@@ -246,6 +246,20 @@ TEST_P(Messages, CancelledMemoryIsNeverTouchedAgain) {
   std::this_thread::sleep_for(20ms);
 }
 
+TEST(Operation, ShowsTheTopologyByItsNameWhereItHasOne) {
+  Operation operation;
+  operation.kind = OperationKind::kNeighborAverage;
+  operation.sequence = 3;
+  operation.root = 2;
+  operation.variant = 7 | kHierarchical;
+  EXPECT_EQ(describe(operation), "neighbor_average #3 of 0 uint8 in topology 2 at step 7, hierarchical");
+  name_topologies_by([](int32_t number) -> std::string { return number == 2 ? "star" : ""; });
+  EXPECT_EQ(describe(operation), "neighbor_average #3 of 0 uint8 in topology star at step 7, hierarchical");
+  operation.root = -1;
+  EXPECT_EQ(describe(operation), "neighbor_average #3 of 0 uint8 in topology -1 at step 7, hierarchical");
+  name_topologies_by(nullptr);
+}
+
 TEST(Fifo, KeepsOrderWhileItGrowsAndWraps) {
   Fifo<int> fifo;
   std::deque<int> expected;

@@ -6,16 +6,21 @@
 namespace bagua {
 namespace {
 
-CodecName codec_name = nullptr;  // written before the threads that read it are made
+// Written before the threads that read them are made.
+CodecName codec_name = nullptr;
+TopologyName topology_name = nullptr;
 
-std::string name_of_codec(uint8_t number) {
-  const std::string name = codec_name == nullptr ? "" : codec_name(number);
+template <typename Name, typename Number>
+std::string name_of(Name name_by, Number number) {
+  const std::string name = name_by == nullptr ? "" : name_by(number);
   return name.empty() ? std::to_string(number) : name;
 }
 
 }  // namespace
 
 void name_codecs_by(CodecName name) { codec_name = name; }
+
+void name_topologies_by(TopologyName name) { topology_name = name; }
 
 std::string_view operation_name(OperationKind kind) {
   switch (kind) {
@@ -48,9 +53,9 @@ std::string describe(const Operation& operation) {
   if (reduces && static_cast<int>(operation.reduce_op) < kNumReduceOps) {
     text += " (" + std::string(reduce_op_name(operation.reduce_op)) + ")";
   }
-  if (operation.codec != 0) text += " with codec " + name_of_codec(operation.codec);
+  if (operation.codec != 0) text += " with codec " + name_of(codec_name, operation.codec);
   if (operation.kind == OperationKind::kNeighborAverage) {
-    return text + " in topology " + std::to_string(operation.root) + " at step " +
+    return text + " in topology " + name_of(topology_name, operation.root) + " at step " +
            std::to_string(operation.variant & ~kHierarchical) +
            ((operation.variant & kHierarchical) != 0 ? ", hierarchical" : "");
   }

@@ -69,10 +69,13 @@ struct PeerStatus {
 // "all_reduce #12 of 1024 float32 (SUM) with codec qsgd:bits=4"
 std::string describe(const Operation& operation);
 
-// The name behind Operation::codec, empty for a number that has none: what numbers stand for is not known here. Whoever
-// knows says so once, before there are ranks; until then messages show the number.
+// The names behind Operation::codec and, in neighbor_average, Operation::root; empty for a number that has none: what
+// numbers stand for is not known here. Whoever knows says so once, before there are ranks; until then messages show the
+// number.
 using CodecName = std::string (*)(uint8_t number);
 void name_codecs_by(CodecName name);
+using TopologyName = std::string (*)(int32_t number);
+void name_topologies_by(TopologyName name);
 
 // One posted send or receive. The caller keeps it, and the memory it names, alive until it is done or
 // until Mesh::cancel has returned; after either, no thread touches them.

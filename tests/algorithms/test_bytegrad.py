@@ -144,20 +144,60 @@ def test_hierarchical(pool_of_two_nodes, codec):
     pool_of_two_nodes.run(_hierarchical, args=(codec,), env={"BAGUA_SOCKET_IFNAME": "lo"})
 
 
-def _hierarchical_on_one_node(rank, world_size):
+def _hierarchical_on_one_node(rank, world_size, algorithm):
     """Nothing is encoded, so a NaN is an ordinary one, wherever it stands, as without a codec."""
     with process_group():
         model = torch.nn.Linear(BLOCK, 8, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model = bagua.with_bagua(model, [optimizer], algorithm="bytegrad", hierarchical=True)
-        assert str(model.bagua.buckets[0].declaration) == "all_reduce, full precision (one node)"
-        per_rank = [torch.randn(8, BLOCK, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
+        if algorithm == "qadam":
+            optimizer = bagua.optim.QAdam(model.parameters(), lr=0.1, warmup_steps=1, eps=1.0)
+        model = bagua.with_bagua(model, [optimizer], algorithm=algorithm, hierarchical=True)
+        generator = torch.Generator().manual_seed(rank)
+        if algorithm == "qadam":
+            (model.weight * torch.randn(8, BLOCK, generator=generator)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (bucket,) = model.bagua.buckets
+        assert bucket.declaration.codec is None and "one node" in str(bucket.declaration), str(bucket.declaration)
+        per_rank = [torch.randn(8, BLOCK, generator=torch.Generator().manual_seed(9 + r)) for r in range(world_size)]
         per_rank[0][0, 0] = per_rank[1][3, 5] = float("nan")
         (model.weight * per_rank[rank]).sum().backward()
         assert torch.equal(model.weight.grad.isnan(), sum(per_rank).isnan())
         assert torch.allclose(model.weight.grad, sum(per_rank) / world_size, equal_nan=True)
+        assert not bucket.is_finite()
         optimizer.step()
 
 
-def test_hierarchical_on_one_node(pool2):
-    pool2.run(_hierarchical_on_one_node)
+@pytest.mark.parametrize("algorithm", ["bytegrad", "qsgd", "qadam"])
+def test_hierarchical_on_one_node(pool2, algorithm):
+    pool2.run(_hierarchical_on_one_node, args=(algorithm,))
+
+
+def _nan_on_one_rank(rank, world_size, codec, bad_rank, place, value):
+    """All ranks of all nodes refuse the step, whether they lead their node or not, and whoever had it."""
+    with process_group():
+        model = torch.nn.Linear(BLOCK, 8, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model = bagua.with_bagua(model, [optimizer], algorithm="bytegrad", codec=codec, hierarchical=True)
+        before = model.weight.detach().clone()
+        factor = torch.ones(8, BLOCK)
+        if rank == bad_rank:
+            factor.view(-1)[place] = value
+        (model.weight * factor).sum().backward()
+        with pytest.raises(bagua.InvalidArgument, match=r"NaN or Inf on some rank.*bucket 0 \(weight\)") as caught:
+            optimizer.step()
+        assert torch.equal(model.weight, before)
+        optimizer.zero_grad()
+        (model.weight * (1 + rank)).sum().backward()  # the ranks go on together
+        optimizer.step()
+        assert_equal_on_all_ranks({"weight": model.weight})
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1, 3])
+@pytest.mark.parametrize("codec", ["minmax_uint8", "bf16", "qsgd:bits=4"])
+def test_a_nan_under_hierarchical_is_refused_on_all_ranks(pool_of_two_nodes, codec, bad_rank):
+    for place, value in ((0, float("nan")), (3 * BLOCK + 1000, float("nan")), (8 * BLOCK - 1, float("inf"))):
+        arguments = (codec, bad_rank, place, value)
+        messages = pool_of_two_nodes.run(_nan_on_one_rank, args=arguments, env={"BAGUA_SOCKET_IFNAME": "lo"})
+        assert len(set(messages)) == 1, messages

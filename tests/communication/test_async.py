@@ -5,6 +5,7 @@ import random
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -198,7 +199,28 @@ def check_a_failed_copy_back(group):
     for _ in range(2):
         with pytest.raises(MemoryError):
             work.wait()
+        assert isinstance(work.exception(), MemoryError)
     assert attempts == [0]
+
+
+def check_an_output_that_changes(group):
+    """This rank has no result then, and the others have theirs."""
+    array = np.ones((3, 8), dtype=np.float32)[:, ::2]
+    work = group.all_reduce(array)
+    array.flags.writeable = group.rank != 1
+    for _ in range(2):
+        if group.rank == 1:
+            with pytest.raises(bagua.InvalidArgument, match="result cannot be written to tensor: .*; pass a copy"):
+                work.wait()
+            assert isinstance(work.exception(), bagua.InvalidArgument) and (array == 1).all()
+        else:
+            work.wait()
+            assert work.exception() is None and (array == group.size).all()
+    group.barrier().wait()
+
+
+def test_an_output_that_changes_while_the_operation_runs():
+    thread_world(2, check_an_output_that_changes)
 
 
 def test_a_failed_copy_back():

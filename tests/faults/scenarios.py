@@ -46,6 +46,7 @@ class Seen:
     at: float  # monotonic clock, which all processes of a host share
     again_seconds: float  # the next call
     destroy_seconds: float
+    operation: str | None  # which failed
 
 
 def watch(call: Callable[[], object], limit_s: float = 60.0) -> Seen:
@@ -69,7 +70,7 @@ def watch(call: Callable[[], object], limit_s: float = 60.0) -> Seen:
         assert error.rank == first.rank
     again = time.monotonic()
     bagua.destroy_process_group()
-    return Seen(type(first).__name__, first.rank, str(first), at, again - at, time.monotonic() - again)
+    return Seen(type(first).__name__, first.rank, str(first), at, again - at, time.monotonic() - again, first.operation)
 
 
 def die_in_the_middle(call: Callable[[], object], path: str) -> NoReturn:

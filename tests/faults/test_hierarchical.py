@@ -1,5 +1,5 @@
-"""Failures under all_reduce(hierarchical=True) between nodes of unequal size: its stages are among parts of the group,
-but what everybody is told names ranks, operations and group as the caller knows them."""
+"""Failures under hierarchical=True between nodes of unequal size: its stages are among parts of the group, but what
+everybody is told names ranks, operations and group as the caller knows them."""
 
 import signal
 import time
@@ -15,19 +15,28 @@ from tests.faults.test_killed import check_survivors
 
 # Ranks 0 and 1; 2, 3 and 4. The leaders are 0 and 2.
 WORLD = WorldKind("unequal5", 5, nodes=(2, 3), env={"BAGUA_SOCKET_IFNAME": "lo"})
+# Rank 0 alone; 1 and 2. In none of its parts but the world has rank 1 or 2 its own number.
+SMALL = WorldKind("unequal3", 3, nodes=(1, 2), env={"BAGUA_SOCKET_IFNAME": "lo"})
 TIMEOUT_S = 8.0
 SHORT_S = 1.0
 SLACK_S = 1.0
 _STOPPED = "does not answer: its process is stopped or its host is unreachable"
 
 
-def hierarchical(numel=300_000):
-    return repeat(torch.ones(numel), lambda x: bagua.all_reduce(x, hierarchical=True))
+OPERATIONS = {
+    "all_reduce": lambda x: bagua.all_reduce(x, hierarchical=True),
+    "coded": lambda x: bagua.all_reduce(x, bagua.ReduceOp.AVG, codec="minmax_uint8", hierarchical=True),
+    "neighbor_average": lambda x: bagua.neighbor_average(x, "shift_one", 5, hierarchical=True),
+}
 
 
-def die_in_a_stage(rank, world_size, victim, path):
+def hierarchical(numel=300_000, operation="all_reduce"):
+    return repeat(torch.ones(numel), OPERATIONS[operation])
+
+
+def die_in_a_stage(rank, world_size, victim, path, operation="all_reduce"):
     with process_group(TIMEOUT_S):
-        call = hierarchical()
+        call = hierarchical(operation=operation)
         call()
         if rank == victim:
             die_in_the_middle(call, path)
@@ -39,6 +48,17 @@ def test_kill(victim, tmp_path):
     path = str(tmp_path / "died")
     results = spawn_in(WORLD, die_in_a_stage, victim, path, expect_exit={victim: signal.SIGKILL})
     check_survivors(results, noted_time(path), victim)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("operation", ["coded", "neighbor_average"])
+def test_kill_in_other_operations(operation, victim, tmp_path):
+    path = str(tmp_path / "died")
+    results = spawn_in(SMALL, die_in_a_stage, victim, path, operation, expect_exit={victim: signal.SIGKILL})
+    check_survivors(results, noted_time(path), victim)
+    name = "neighbor_average" if operation == "neighbor_average" else "all_reduce"
+    for seen in results:
+        assert seen is None or seen.operation in (name, None), seen
 
 
 def die_between_calls(rank, world_size, victim, path):
@@ -60,9 +80,9 @@ def test_a_death_between_calls(victim, tmp_path):
     check_survivors(results, noted_time(path), victim)
 
 
-def be_stopped_or_late(rank, world_size, culprit, stops, num_before, path):
+def be_stopped_or_late(rank, world_size, culprit, stops, num_before, path, operation="all_reduce"):
     with process_group(SHORT_S):
-        call = hierarchical(1000)
+        call = hierarchical(1000, operation)
         for _ in range(num_before):
             call()
         if rank == culprit:
@@ -79,19 +99,42 @@ def be_stopped_or_late(rank, world_size, culprit, stops, num_before, path):
     ids=["leader stopped, unconnected", "member late, unconnected", "leader late", "member stopped"],
 )
 def test_a_rank_that_does_not_come(culprit, stops, num_before, tmp_path):
-    path = str(tmp_path / "since")
+    called = "all_reduce #{} of 1000 float32 (SUM), hierarchical"
+    check_names(WORLD, culprit, stops, num_before, "all_reduce", called, str(tmp_path / "since"))
+
+
+@pytest.mark.parametrize(
+    ("culprit", "stops", "num_before"),
+    [(1, False, 0), (2, True, 2), (0, False, 2)],
+    ids=["leader late, unconnected", "member stopped", "lonely leader late"],
+)
+@pytest.mark.parametrize(
+    ("operation", "called"),
+    [
+        ("coded", "all_reduce #{} of 1000 float32 (AVG) with codec minmax_uint8, hierarchical"),
+        ("neighbor_average", "neighbor_average #{} of 1000 float32 in topology shift_one at step 5, hierarchical"),
+    ],
+    ids=["coded", "neighbor_average"],
+)
+def test_a_rank_that_does_not_come_in_other_operations(operation, called, culprit, stops, num_before, tmp_path):
+    check_names(SMALL, culprit, stops, num_before, operation, called, str(tmp_path / "since"))
+
+
+def check_names(world, culprit, stops, num_before, operation, called, path):
+    """Everybody names the culprit and the operation as it was called; somebody says what the culprit does instead."""
     expect_exit = {culprit: signal.SIGSTOP} if stops else None
-    last = f"its last was all_reduce #{num_before} of" if num_before else "and has finished none before"
+    last = f"its last was {called.format(num_before)}" if num_before else "and has finished none before"
     whats = [f"rank {culprit} " + (_STOPPED if stops else f"has not called it; {last}")]
     if stops and not num_before:
         whats.append(f"cannot connect to rank {culprit} at")
-    results = spawn_in(WORLD, be_stopped_or_late, culprit, stops, num_before, path, expect_exit=expect_exit)
+    arguments = (culprit, stops, num_before, path, operation)
+    results = spawn_in(world, be_stopped_or_late, *arguments, expect_exit=expect_exit)
     for rank, seen in enumerate(results):
         if stops and rank == culprit:
             continue
         assert seen.rank == culprit, (rank, seen)
         assert f"rank {culprit}" in seen.message and "group 'world'" in seen.message, seen
-        assert f"all_reduce #{num_before + 1} of 1000 float32 (SUM), hierarchical" in seen.message, seen
+        assert called.format(num_before + 1) in seen.message, seen
         if rank != culprit:
             assert 0.8 * SHORT_S < seen.at - noted_time(path) < 2 * SHORT_S + SLACK_S, (rank, seen)
     messages = [seen.message for seen in results if seen]

@@ -1,5 +1,6 @@
 """Failures among ranks that have not connected yet: whom they name, and how the reason reaches them."""
 
+import signal
 import socket
 import threading
 import time
@@ -12,8 +13,9 @@ from bagua.accepting import Acceptor
 from bagua.dialing import tell
 from bagua.questions import Questions
 from bagua.rendezvous import RankRecord
+from bagua.testing import kill
 from tests.communication.worlds import in_worlds, shm, tcp
-from tests.faults.scenarios import process_group, spawn_in, watch
+from tests.faults.scenarios import note_time, noted_time, process_group, spawn_in, watch
 
 TIMEOUT_S = 1.0
 SLACK_S = 1.0
@@ -93,6 +95,68 @@ def subgroup_fails(rank, world_size):
 @in_worlds([shm(3), tcp(3)])
 def test_a_subgroup_that_failed_before_a_member_came(world):
     spawn_in(world, subgroup_fails)
+
+
+# ---- a low rank waits for a higher one, which would have to connect
+
+LONG_S = 16.0
+ASKED_S = 3.0  # a fifth of the timeout: it is an answer, or that there is none, which was noticed
+
+
+def wait_for_the_highest(rank, world_size, how, before_s, path):
+    """Rank 2 dies before it has connected to anybody; rank 1 waits for nobody."""
+    with process_group(LONG_S):
+        if rank == 2:
+            time.sleep(before_s)
+            note_time(path)
+            kill()
+        if rank == 1:
+            return None
+        x = torch.ones(3)
+        call = {"recv": bagua.recv, "send": bagua.send, "broadcast": bagua.broadcast}[how]
+        return watch(lambda: call(x, 2))
+
+
+@pytest.mark.parametrize("how", ["recv", "send", "broadcast"])
+@pytest.mark.parametrize("before_s", [0, 3.8], ids=["dead at once", "asked before"])
+@in_worlds([tcp(3), shm(3)])
+def test_a_rank_that_dies_before_it_connects(world, before_s, how, tmp_path):
+    path = str(tmp_path / "died")
+    arguments = (how, before_s, path)
+    seen = spawn_in(world, wait_for_the_highest, *arguments, expect_exit={2: signal.SIGKILL})[0]
+    assert seen.rank == 2 and seen.kind == "TransportError" and "rank 2 (process " in seen.message, seen
+    assert "listens no more" in seen.message and seen.at - noted_time(path) < ASKED_S, seen
+
+
+def fail_with_another(rank, world_size, waits_in, fails_in, path):
+    """Rank 2 gives up waiting for rank 1, and lives on; rank 0, which is not connected to it, waits for rank 2."""
+    calls = {"recv": bagua.recv, "broadcast": bagua.broadcast}
+    bagua.init_process_group(timeout=0.5 if rank == 2 else LONG_S)
+    if rank == 1:
+        time.sleep(6)
+        return None
+    if rank == 0:
+        seen = watch(lambda: calls[waits_in](torch.ones(3), 2))
+        return seen.rank, seen.message, seen.at - noted_time(path)
+    with pytest.raises(bagua.DeadlineExceeded, match="rank 1") as caught:
+        calls[fails_in](torch.ones(3), 1)
+    assert caught.value.rank == 1
+    note_time(path)
+    time.sleep(5)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("waits_in", "fails_in"),
+    [("recv", "recv"), ("broadcast", "recv"), ("recv", "broadcast")],
+)
+@in_worlds([tcp(3), shm(3)])
+def test_who_is_waited_for_in_vain_tells_whose_fault_it_is(world, waits_in, fails_in, tmp_path):
+    (culprit, message, seconds), _, told = spawn_in(
+        world, fail_with_another, waits_in, fails_in, str(tmp_path / "failed")
+    )
+    assert culprit == 1 and message == f"rank 2 reported: {told}", message
+    assert seconds < ASKED_S
 
 
 # ---- telling

@@ -17,7 +17,17 @@ STDLIB = frozenset(sys.stdlib_module_names)
 # Top-level names of bagua -> the names of bagua they may import. Groups stand for what is below them.
 ERRORS = {"errors"}
 CONFIG = {"errors", "config"}
-CONNECTING = {"interfaces", "handshake", "rendezvous", "fork_guard", "dialing", "accepting", "questions", "connections"}
+CONNECTING = {
+    "interfaces",
+    "handshake",
+    "rendezvous",
+    "fork_guard",
+    "dialing",
+    "accepting",
+    "questions",
+    "watching",
+    "connections",
+}
 TORCH = {"torch_pump", "torch_transport"}
 GROUP = CONFIG | {"_C", "reduction", "work", "tensors", "nodes", "lanes", "objects", "group"}
 BUCKETS = GROUP | {"codecs", "bucket", "checkpoints"}
@@ -53,6 +63,7 @@ MAY_IMPORT = {
     "dialing": CONFIG | CONNECTING,
     "accepting": CONFIG | CONNECTING,
     "questions": CONFIG | CONNECTING | {"_C"},
+    "watching": CONFIG | CONNECTING,
     "torch_pump": ERRORS | {"_C"},
     "torch_transport": CONFIG | TORCH | {"_C"},
     "connections": CONFIG | CONNECTING | TORCH | {"_C"},

@@ -55,6 +55,26 @@ def test_a_future_of_what_has_ended(pool2):
     run(pool2, ended)
 
 
+def not_put_back(rank, world_size):
+    """What could not be put where it belongs is no success, and polling for it does not raise."""
+    target = torch.zeros(4, 3).t()
+    work = dist.all_reduce(target, async_op=True)
+
+    def fail():
+        raise MemoryError("no room")
+
+    work._works[0].finish_with(fail)
+    while not work.is_completed():
+        time.sleep(0.001)
+    assert not work.is_success() and isinstance(work.exception(), MemoryError)
+    with pytest.raises(MemoryError):
+        work.wait()
+
+
+def test_a_failed_copy_back(pool2):
+    run(pool2, not_put_back)
+
+
 def several(rank, world_size):
     """The future of coalesced operations completes after the last of them."""
     group = dist.group.WORLD
