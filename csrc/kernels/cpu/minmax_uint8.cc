@@ -13,6 +13,7 @@
 
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cpu/half.h"
+#include "csrc/kernels/cpu/prefetch.h"
 
 namespace bagua::kernels::cpu {
 namespace {
@@ -86,7 +87,11 @@ BAGUA_MULTIVERSION bool encode_block(const float* __restrict source, size_t nume
   const Header header{std::bit_cast<float>(ordered(low)), std::bit_cast<float>(ordered(high))};
   std::memcpy(bytes, &header, kHeaderBytes);
   const Steps steps = steps_of(header);
-  for (size_t i = 0; i < numel; ++i) codes[i] = code_of(source[i], steps);
+  for (size_t begin = 0; begin < numel; begin += kPrefetchNumel) {
+    prefetch(source + kBlockNumel + begin);
+    const size_t end = numel - begin < kPrefetchNumel ? numel : begin + kPrefetchNumel;
+    for (size_t i = begin; i < end; ++i) codes[i] = code_of(source[i], steps);
+  }
   return true;
 }
 

@@ -10,6 +10,7 @@
 
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cpu/half.h"
+#include "csrc/kernels/cpu/prefetch.h"
 
 namespace bagua::kernels::cpu {
 namespace qsgd {  // a name, because the tests compile the kernels of several files into one
@@ -91,22 +92,22 @@ BAGUA_INLINE float value_of(int32_t code, const Steps& steps) {
   return std::bit_cast<float>(select(is_extreme, extreme, std::bit_cast<uint32_t>(value)));
 }
 
-// The codes of the `padded` elements x * s.
+// The codes of the `padded` elements x * s, of which counters `first` to `last` say which.
 template <int kBits>
-BAGUA_INLINE void encode_codes(const float* __restrict source, size_t padded, const Steps& steps,
-                               uint8_t* __restrict codes, BlockDraws draws) {
+BAGUA_INLINE void encode_codes(const float* __restrict source, size_t padded, size_t first, size_t last,
+                               const Steps& steps, uint8_t* __restrict codes, BlockDraws draws) {
   constexpr int32_t kLevels = levels(kBits);
   const size_t half = padded / 2;
   const float* __restrict upper = source + half;
   if constexpr (kBits == 8) {
     uint8_t* __restrict upper_codes = codes + half;
-    for (size_t j = 0; j < half; ++j) {
+    for (size_t j = first; j < last; ++j) {
       const uint32_t hash = draws.hash(static_cast<uint32_t>(j));
       codes[j] = static_cast<uint8_t>(code_of<kBits>(source[j], BlockDraws::first_of(hash), steps) + kLevels);
       upper_codes[j] = static_cast<uint8_t>(code_of<kBits>(upper[j], BlockDraws::second_of(hash), steps) + kLevels);
     }
   } else if constexpr (kBits == 4) {
-    for (size_t j = 0; j < half; ++j) {
+    for (size_t j = first; j < last; ++j) {
       const uint32_t hash = draws.hash(static_cast<uint32_t>(j));
       const int32_t low = code_of<kBits>(source[j], BlockDraws::first_of(hash), steps) + kLevels;
       const int32_t high = code_of<kBits>(upper[j], BlockDraws::second_of(hash), steps) + kLevels;
@@ -116,7 +117,7 @@ BAGUA_INLINE void encode_codes(const float* __restrict source, size_t padded, co
     const size_t quarter = half / 2;
     const float* __restrict second = source + quarter;
     const float* __restrict fourth = upper + quarter;
-    for (size_t j = 0; j < quarter; ++j) {
+    for (size_t j = first; j < last; ++j) {
       const uint32_t hash = draws.hash(static_cast<uint32_t>(j));
       const uint32_t other = draws.hash(static_cast<uint32_t>(j + quarter));
       const int32_t code = (code_of<kBits>(source[j], BlockDraws::first_of(hash), steps) + kLevels) |
@@ -132,6 +133,7 @@ BAGUA_INLINE void encode_codes(const float* __restrict source, size_t padded, co
 template <int kBits>
 BAGUA_INLINE bool encode_block(const float* __restrict source, size_t padded, uint8_t* __restrict bytes,
                                BlockDraws draws) {
+  const float* const next = source + kBlockNumel;
   uint32_t largest = 0, signs = 0x80000000u;
   for (size_t i = 0; i < padded; ++i) {
     const uint32_t bits = std::bit_cast<uint32_t>(source[i]), magnitude = bits & kF32Abs;
@@ -153,7 +155,14 @@ BAGUA_INLINE bool encode_block(const float* __restrict source, size_t padded, ui
     norm = scale_up(norm);
     source = scaled;
   }
-  encode_codes<kBits>(source, padded, steps_of(norm, levels(kBits)), codes, draws);
+  const Steps steps = steps_of(norm, levels(kBits));
+  constexpr size_t kCounterNumel = kBits == 2 ? 4 : 2;  // elements that a counter stands for
+  constexpr size_t kPart = kPrefetchNumel / kCounterNumel;
+  const size_t num_counters = padded / kCounterNumel;
+  for (size_t first = 0; first < num_counters; first += kPart) {
+    prefetch(next + first * kCounterNumel);
+    encode_codes<kBits>(source, padded, first, std::min(first + kPart, num_counters), steps, codes, draws);
+  }
   return true;
 }
 
