@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 VOCABULARY = 256
@@ -30,6 +32,12 @@ class ByteTransformer(torch.nn.Module):
         tokens = torch.randint(VOCABULARY, (batch, self.context + 1), generator=generator)
         logits = model(tokens[:, :-1])
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def byte_transformer() -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
+    """For `bagua bench record`: the model, and a function of it that runs one forward and returns the loss."""
+    model = ByteTransformer()
+    return model, lambda wrapped: model.loss(wrapped, rank=0, step=0, batch=8)
 
 
 class WideLayers(torch.nn.Module):
