@@ -63,6 +63,8 @@ class Bucket:
         flat: 1-D tensor of ``numel`` elements in shared memory, padding included.
         members: its parameters in the order in which they are expected to become ready.
         declaration: what the algorithm said it sends for this bucket (``Algorithm.declare``).
+        parts: while it is communicated, if not None, where the gradients are that are not in ``flat``: first element
+            and tensor of every member, see ``Algorithm.takes_parts``.
 
     Example:
         >>> for bucket in model.bagua.buckets:                                  # doctest: +SKIP
@@ -85,6 +87,7 @@ class Bucket:
         self.flat = flat
         self.members = tuple(members)
         self.declaration: Any = None
+        self.parts: list[tuple[int, torch.Tensor]] | None = None
         self._gaps = gaps
 
     @property

@@ -18,7 +18,7 @@ from .errors import BaguaError, InvalidArgument
 from .lanes import Lanes, Network
 from .nodes import Nodes
 from .reduction import ReduceOp, Residuals, check_codec, check_op, check_topology, dtype_code
-from .tensors import Array, check_pair, prepare, split_numels
+from .tensors import Array, check_pair, places_of, prepare, split_numels
 from .work import Work, to_seconds
 
 __all__ = ["ProcessGroup", "ReduceOp", "Work", "dtype_code"]
@@ -190,20 +190,22 @@ class ProcessGroup:
         label: str = "",
         blocking: bool = False,
         feedback: Residuals | None = None,
+        parts: Sequence[tuple[int, torch.Tensor]] | None = None,
     ) -> Work:
-        """tensor <- op over ranks of tensor, in place; see bagua.all_reduce, and for error feedback Residuals."""
+        """tensor <- op over ranks of tensor, or of parts (places_of); see bagua.all_reduce, for feedback Residuals."""
         self.check()
         data, give_back = prepare(tensor, "tensor")
         op = check_op(op, data.dtype)
         codec = check_codec(codec, data.dtype, op)
         arguments = (data.data_ptr(), data.numel(), dtype_code(data.dtype), int(op), codec, self._timeout_s, blocking)
         residuals = None if feedback is None else feedback.addresses(data.numel())
+        places = [] if parts is None else places_of(parts, data)
         if hierarchical:
             nodes = (self.nodes.node_of(self.rank), self.nodes.leaders)
-            work = self._core.hierarchical_all_reduce(*nodes, *arguments, residuals)
+            work = self._core.hierarchical_all_reduce(*nodes, *arguments, residuals, places)
         else:
-            work = self._core.all_reduce(*arguments, residuals)
-        return self._work(work, (tensor, data, feedback), label, give_back)
+            work = self._core.all_reduce(*arguments, residuals, places)
+        return self._work(work, (tensor, data, feedback, parts), label, give_back)
 
     def neighbor_average(
         self,

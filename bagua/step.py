@@ -2,7 +2,7 @@
 
     before_forward        rank 0's buffers, the algorithm's hook, a new bucket layout if one is agreed
     backward_begins       autograd has reached the model's output: the end of this backward is awaited
-    gradient_ready        the gradient moves into its bucket, the scheduler says what may be launched
+    gradient_ready        the gradient moves into its bucket, or is lent; the scheduler says what may be launched
     _launch               the algorithm starts a bucket's communication; backward goes on meanwhile
     _finish               backward's computation is over: late buckets, then wait for all of them
     before_optimizer_step refuse a step that would write NaN into the weights; the algorithm's hook
@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +29,9 @@ import torch
 
 from bagua import _C
 from bagua.algorithms.base import Algorithm, Declaration, Training
+from bagua.borrowed import BorrowedGradients
 from bagua.bucket import Bucket, BucketStorage, fill
+from bagua.end_of_backward import EndOfBackward
 from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.group import ProcessGroup, Work
 from bagua.nonfinite import NonFiniteGuard, is_skipped_by_scaler
@@ -148,11 +149,12 @@ class Step:
         self._lay_out_if_agreed()
         self._scheduler.begin_step()
         self._pending.clear()
+        self._borrowed.begin()
         self._begin_ns = time.monotonic_ns()
         self._is_open = True
         # The one place that asks the engine to tell when backward ends. The engine drops the callback
-        # without calling it when backward raises, and _EndOfBackward notices.
-        torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self))
+        # without calling it when backward raises, and EndOfBackward notices.
+        torch.autograd.Variable._execution_engine.queue_callback(EndOfBackward(self._finish, self._abort))
 
     def _fill_with_zeros(self, index: int, parameter: torch.nn.Parameter) -> None:
         self._views[index].zero_()
@@ -175,15 +177,16 @@ class Step:
                 )
             )
         view = self._views[index]
-        fill(view, grad)
-        parameter.grad = view
+        if not (self._is_open and self._borrowed.lend(index, grad, view)):
+            fill(view, grad)
+            parameter.grad = view
 
     def _launch(self, first: int, last: int) -> None:
         if not self._sends_gradients:
             return
+        self._borrowed.give_back_completed(self._pending)
         for bucket in self.storage.buckets[first:last]:
-            if bucket.declaration.codec is not None:
-                bucket.zero_padding()
+            self._borrowed.gather(bucket)
             work = self.algorithm.communicate(bucket, self.group)
             if work is not None:
                 self._pending.append((bucket, work))
@@ -225,8 +228,9 @@ class Step:
             self._unused.fill_in(missing)
         self._launch(*self._scheduler.finish())
         agreeing = self._unused.start_agreeing() if self._unused is not None else None
-        for _, work in self._pending:
+        for bucket, work in self._pending:
             work.wait()
+            self._borrowed.give_back(bucket)
         if agreeing is not None:
             self._name(agreeing)
             agreeing.wait()
@@ -299,6 +303,7 @@ class Step:
         for bucket in self.storage.buckets:
             bucket.declaration = self._declare(bucket)
         self.algorithm.lay_out(self.storage.buckets)
+        self._borrowed = BorrowedGradients(self.algorithm, self.storage.buckets if self._sends_gradients else ())
         self._guard.watch(self.storage.buckets if self._sends_gradients else (), self.group)
 
     def enter_stage(self) -> None:
@@ -375,24 +380,3 @@ def _record(recorder: Recorder, groups: list[ProcessGroup], work: Work, group: P
     if group not in groups:
         groups.append(group)
     recorder.add_work(group.name, work.ticket, work.label)
-
-
-class _EndOfBackward:
-    """Called by the autograd engine when backward ends; dropped uncalled when it raises."""
-
-    __slots__ = ("_is_called", "_step")
-
-    def __init__(self, step: Step) -> None:
-        self._step = weakref.ref(step)
-        self._is_called = False
-
-    def __call__(self) -> None:
-        self._is_called = True
-        step = self._step()
-        if step is not None:
-            step._finish()
-
-    def __del__(self) -> None:
-        step = None if self._is_called else self._step()
-        if step is not None:
-            step._abort()

@@ -15,7 +15,7 @@ import torch
 from .errors import InvalidArgument
 from .reduction import dtype_code
 
-__all__ = ["Array", "Prepared", "check_pair", "prepare", "split_numels"]
+__all__ = ["Array", "Prepared", "check_pair", "places_of", "prepare", "split_numels"]
 
 Array = torch.Tensor | np.ndarray
 
@@ -137,3 +137,26 @@ def split_numels(tensor: torch.Tensor, splits: Sequence[int] | None, name: str, 
         raise InvalidArgument(f"{name}_splits {splits} must be {size} non-negative numbers that add up to {rows}")
     row_numel = tensor.numel() // rows if rows else 0
     return [split * row_numel for split in splits]
+
+
+def places_of(parts: Sequence[tuple[int, torch.Tensor]], data: torch.Tensor) -> list[tuple[int, int, int]]:
+    """First element, number of elements and address of each part, for the core.
+
+    Args:
+        parts: (first element in ``data``, tensor), ascending and apart; between them are zeros. A tensor is dense: its
+            elements lie in memory as they are to lie in ``data``.
+
+    Raises:
+        InvalidArgument: they do not fit ``data``.
+    """
+    end = 0
+    places = []
+    for begin, part in parts:
+        if part.dtype != data.dtype or begin < end or begin + part.numel() > data.numel():
+            raise InvalidArgument(
+                f"a part of {part.numel()} {part.dtype} elements is to lie from element {begin} on, behind one that "
+                f"ends at {end}, in a tensor of {data.numel()} {data.dtype}; parts are ascending, apart, and inside"
+            )
+        end = begin + part.numel()
+        places.append((begin, part.numel(), part.data_ptr()))
+    return places

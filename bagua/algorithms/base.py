@@ -107,6 +107,9 @@ class Algorithm:
     # Whether the ranks take every step together; where not, no hook may wait for other ranks' hooks, and a rank may end
     # before the others.
     is_lockstep: ClassVar[bool] = True
+    # Whether ``communicate`` hands ``bucket.parts`` on to ``group.all_reduce`` where the bucket declares a codec, and
+    # neither reads nor writes ``bucket.flat`` before: then gradients need not be copied there.
+    takes_parts: ClassVar[bool] = False
 
     # What its optimizers must be.
     optimizer_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Optimizer

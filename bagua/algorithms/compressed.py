@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,6 +40,8 @@ class CompressedGradients(Algorithm):
         min_compressed_bytes: buckets below it cost the latency of a message, which a codec cannot shorten. Measured
             (benchmarks/tcp_hosts.py, 1 Gbit/s between hosts): coded becomes faster between 16 and 32 KB.
     """
+
+    takes_parts: ClassVar[bool] = True
 
     average: bool = True
     hierarchical: bool = False
@@ -126,6 +128,7 @@ class CompressedGradients(Algorithm):
             hierarchical=self.hierarchical,
             label=bucket.label,
             feedback=self._feedback.residuals_of(bucket) if self._feedback is not None else None,
+            parts=bucket.parts,
         )
 
     def left_out(self, indices: Sequence[int]) -> None:

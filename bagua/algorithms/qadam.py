@@ -14,7 +14,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -76,6 +76,7 @@ class QAdam(CompressedGradients):
     )
 
     optimizer_class = optim.QAdam
+    takes_parts: ClassVar[bool] = False  # what it sends is computed in the bucket
 
     warmup_steps: int | None = None
     betas: tuple[float, float] | None = None

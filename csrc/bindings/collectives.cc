@@ -58,6 +58,16 @@ collectives::Feedback use_feedback(Operation& operation, const FeedbackChoice& c
   return {pointer(worker_in), pointer(worker_out), pointer(owner_in), pointer(owner_out), dtype_from(dtype)};
 }
 
+// First element, number of elements and address of each part.
+using PartsChoice = std::vector<std::tuple<size_t, size_t, uintptr_t>>;
+
+collectives::Parts use_parts(const PartsChoice& choice) {
+  std::vector<collectives::Part> parts;
+  parts.reserve(choice.size());
+  for (const auto& [begin, numel, address] : choice) parts.push_back({begin, numel, pointer(address)});
+  return collectives::Parts(std::move(parts));
+}
+
 uint64_t numel_of(size_t bytes, int dtype_code) { return bytes / item_bytes(dtype_from(dtype_code)); }
 
 std::vector<size_t> in_bytes(std::vector<size_t> splits, DType dtype) {
@@ -75,37 +85,41 @@ void bind_reductions(py::class_<Group>& group) {
   group.def(
       "all_reduce",
       [](Group& g, uintptr_t data, size_t numel, int dtype_code, int op_code, const CodecChoice& codec,
-         double timeout_s, bool blocking, const FeedbackChoice& feedback) {
+         double timeout_s, bool blocking, const FeedbackChoice& feedback, const PartsChoice& parts) {
         const DType dtype = dtype_from(dtype_code);
         const auto op = static_cast<ReduceOp>(op_code);
         Operation operation = make_operation(OperationKind::kAllReduce, numel, dtype, op);
         const Codec* used = use_codec(operation, codec);
         const auto residuals = use_feedback(operation, feedback);
-        return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking, [=](Context& context) {
-          return collectives::all_reduce(context, pointer(data), numel, dtype, op, used, residuals);
-        });
+        return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
+                         [=, taken = use_parts(parts)](Context& context) {
+                           return collectives::all_reduce(context, pointer(data), numel, dtype, op, used, residuals,
+                                                          taken);
+                         });
       },
       py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"), py::arg("codec"), py::arg("timeout_s"),
-      py::arg("blocking"), py::arg("feedback") = py::none());
+      py::arg("blocking"), py::arg("feedback") = py::none(), py::arg("parts") = PartsChoice{});
   group.def(
       "hierarchical_all_reduce",
       [](Group& g, const std::vector<int>& node, const std::vector<int>& leaders, uintptr_t data, size_t numel,
          int dtype_code, int op_code, const CodecChoice& codec, double timeout_s, bool blocking,
-         const FeedbackChoice& feedback) {
+         const FeedbackChoice& feedback, const PartsChoice& parts) {
         const DType dtype = dtype_from(dtype_code);
         const auto op = static_cast<ReduceOp>(op_code);
         Operation operation = make_operation(OperationKind::kAllReduce, numel, dtype, op);
         operation.variant = kHierarchical;
         const Codec* used = use_codec(operation, codec);
         const auto residuals = use_feedback(operation, feedback);
-        return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
-                         [=, hierarchy = collectives::Hierarchy{node, leaders}](Context& context) {
-                           return collectives::hierarchical_all_reduce(context, hierarchy, pointer(data), numel, dtype,
-                                                                       op, used, residuals);
-                         });
+        return run_coded(
+            g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
+            [=, hierarchy = collectives::Hierarchy{node, leaders}, taken = use_parts(parts)](Context& context) {
+              return collectives::hierarchical_all_reduce(context, hierarchy, pointer(data), numel, dtype, op, used,
+                                                          residuals, taken);
+            });
       },
       py::arg("node"), py::arg("leaders"), py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
-      py::arg("codec"), py::arg("timeout_s"), py::arg("blocking"), py::arg("feedback") = py::none());
+      py::arg("codec"), py::arg("timeout_s"), py::arg("blocking"), py::arg("feedback") = py::none(),
+      py::arg("parts") = PartsChoice{});
   group.def("reduce", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int op_code, int root,
                          double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);

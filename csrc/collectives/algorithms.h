@@ -19,6 +19,7 @@ enum WorkspaceSlot : int {
   kAccumulator = 4,    // f32 sums; reduced chunks on their way to a root
   kTables = 5,         // addresses and pointers, one per rank
   kTotals = 6,         // compressed: f32 values with their residuals; difference ring: what is encoded
+  kGathered = 7,       // compressed: a chunk whose values lie in several places
 };
 
 // Throws InvalidArgument where the operator has no meaning for the type.
@@ -50,7 +51,7 @@ void recursive_doubling_all_reduce(Context& context, void* data, size_t numel, D
 void ring_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 void two_shot_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 size_t compressed_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec,
-                             const Feedback& feedback = {});
+                             const Feedback& feedback = {}, const Parts& parts = {});
 // Need Team::all_share_memory(). `direct` falls back to `staged` where some rank's buffer is ordinary memory.
 void direct_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 void staged_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);

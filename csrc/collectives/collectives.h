@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "csrc/codecs/codec.h"
+#include "csrc/collectives/parts.h"
 #include "csrc/collectives/pieces.h"
 #include "csrc/collectives/thresholds.h"
 #include "csrc/common/dtype.h"
@@ -50,9 +51,10 @@ Piece owned_stripe(size_t numel, int size, int rank, const Codec& codec);
 
 // data[i] <- op over ranks of data[i], in place. With a codec: the two-shot compressed all-reduce, SUM
 // and AVG of f32, f16, bf16 only; returns the number of blocks (of this rank's input and its reduced stripe) that held
-// a NaN or Inf. World size 1 leaves data as it is (codec or not).
+// a NaN or Inf. World size 1 leaves data as it is (codec or not). With `parts` this rank's data are theirs, and `data`
+// is for the result alone: the compressed one encodes them where they lie, the others copy them first.
 size_t all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec* codec,
-                  const Feedback& feedback = {});
+                  const Feedback& feedback = {}, const Parts& parts = {});
 
 // The same in three stages: inside the nodes, among the lowest ranks of all nodes, which lead them, inside the nodes.
 // Counts non-finite blocks on the leaders only.
@@ -61,7 +63,7 @@ struct Hierarchy {
   std::vector<int> leaders;  // the lowest rank of every node, ascending
 };
 size_t hierarchical_all_reduce(Context& context, const Hierarchy& hierarchy, void* data, size_t numel, DType dtype,
-                               ReduceOp op, const Codec* codec, const Feedback& feedback = {});
+                               ReduceOp op, const Codec* codec, const Feedback& feedback = {}, const Parts& parts = {});
 
 // output (numel elements) <- op over ranks of the rank-th of size blocks of numel elements of their input.
 void reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);

@@ -8,7 +8,8 @@
 // With feedback the contribution is x_j + delta_j and the result Q(... + epsilon), and both residuals are renewed.
 // Stripes and chunks are cut at multiples of the codec's block, so the result does not depend on the
 // chunking. Rounds of one chunk per stripe (rounds.h): while round k travels, round k+1 is encoded. The
-// workspace is six chunks of codes per rank and one f32 chunk, two with feedback, however large the tensor.
+// workspace is six chunks of codes per rank and one f32 chunk, two with feedback, and one of gathered parts, however
+// large the tensor.
 #include <cstring>
 
 #include "csrc/collectives/algorithms.h"
@@ -26,10 +27,11 @@ namespace {
 class CompressedAllReduce {
  public:
   CompressedAllReduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec,
-                      const Feedback& feedback)
+                      const Feedback& feedback, const Parts& parts)
       : context_(context),
         codec_(codec),
         feedback_(feedback),
+        parts_(parts),
         data_(data),
         numel_(numel),
         dtype_(dtype),
@@ -48,6 +50,7 @@ class CompressedAllReduce {
     received_ = workspace.get(kReceivedCodes, rounds * size_ * contribution_bytes_);
     results_ = workspace.get(kResultCodes, rounds * size_ * result_bytes_);
     sums_ = reinterpret_cast<float*>(workspace.get(kAccumulator, chunks_.numel * sizeof(float)));
+    if (parts.is_given()) gathered_ = workspace.get(kGathered, chunks_.numel * item_bytes(dtype));
     if (feedback.is_on()) {
       totals_ = reinterpret_cast<float*>(workspace.get(kTotals, chunks_.numel * sizeof(float)));
     }
@@ -88,6 +91,7 @@ class CompressedAllReduce {
   Context& context_;
   const Codec& codec_;
   const Feedback feedback_;
+  const Parts& parts_;
   void* const data_;
   const size_t numel_;
   const DType dtype_;
@@ -103,6 +107,7 @@ class CompressedAllReduce {
   uint8_t* results_;   // the own result too
   float* sums_;
   float* totals_ = nullptr;
+  uint8_t* gathered_ = nullptr;
   size_t num_nonfinite_blocks_ = 0;
   PostedRequests requests_;
 };
@@ -111,7 +116,8 @@ void CompressedAllReduce::encode_contribution(size_t k, size_t owner, uint8_t* b
   const Piece piece = chunk(owner, k);
   if (piece.numel == 0) return;
   const EventSpan span(context_.events, EventKind::kEncode, piece.numel * item_bytes(dtype_));
-  const void* values = at(data_, piece.begin, item_bytes(dtype_));
+  const void* values = parts_.is_given() ? parts_.read(piece, item_bytes(dtype_), gathered_)
+                                         : at(data_, piece.begin, item_bytes(dtype_));
   const Draws draws{derive_key(context_.draw_key, 0), piece.begin};
   if (!feedback_.is_on()) {
     num_nonfinite_blocks_ += codec_.encode(values, dtype_, piece.numel, bytes, draws, context_.stream);
@@ -221,8 +227,8 @@ Piece owned_stripe(size_t numel, int size, int rank, const Codec& codec) {
 }
 
 size_t compressed_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec,
-                             const Feedback& feedback) {
-  return CompressedAllReduce(context, data, numel, dtype, op, codec, feedback).run();
+                             const Feedback& feedback, const Parts& parts) {
+  return CompressedAllReduce(context, data, numel, dtype, op, codec, feedback, parts).run();
 }
 
 }  // namespace bagua::collectives

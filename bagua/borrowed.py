@@ -1,0 +1,78 @@
+"""Gradients that are not copied into their buckets: communication reads them where autograd has put them.
+
+Data path: gradient ready -> **lent** -> encoder -> bucket. A codec reads every gradient once, so copying them into a
+bucket first would double what moves through memory, at the time at which the processor is busiest. Until the result
+has come ``parameter.grad`` is autograd's own tensor; then it is the view into the bucket, as for copied gradients.
+Invariant: at any time those that are lent have at most ``limit_bytes``, so that they do not add up to another copy of
+all gradients where the network is slow; the others are copied as they become ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bagua.algorithms.base import Algorithm
+from bagua.bucket import Bucket
+from bagua.group import Work
+
+
+class BorrowedGradients:
+    """The gradients of one backward that are lent to communication.
+
+    Args:
+        algorithm: says whether its ``communicate`` takes ``bucket.parts``.
+        buckets: the layout.
+    """
+
+    def __init__(self, algorithm: Algorithm, buckets: Sequence[Bucket]) -> None:
+        coded = [bucket for bucket in buckets if algorithm.takes_parts and _encodes_at_once(bucket)]
+        self._bucket_of = {member.index: bucket for bucket in coded for member in bucket.members}
+        self._limit_bytes = 2 * max((bucket.num_bytes for bucket in coded), default=0)  # under way, and the next one
+        self._lent: dict[int, torch.Tensor] = {}
+        self._lent_bytes = 0
+
+    def begin(self) -> None:
+        """A backward begins; what one that failed has left is forgotten."""
+        self._lent.clear()
+        self._lent_bytes = 0
+
+    def lend(self, index: int, grad: torch.Tensor, view: torch.Tensor) -> bool:
+        """Lends a gradient that has become ready; False where it has to be copied into ``view``."""
+        is_alike = grad.dtype == view.dtype and grad.stride() == view.stride() and not grad.is_neg()
+        if index not in self._bucket_of or not is_alike or self._lent_bytes + view.nbytes > self._limit_bytes:
+            return False
+        self._lent[index] = grad
+        self._lent_bytes += view.nbytes
+        return True
+
+    def gather(self, bucket: Bucket) -> None:
+        """Before its communication: sets ``bucket.parts``, or clears what is between the gradients in its memory."""
+        bucket.parts = None
+        if any(member.index in self._lent for member in bucket.members):
+            bucket.parts = [
+                (bucket.place_of(member)[0], self._lent.get(member.index, member.view)) for member in bucket.members
+            ]
+        elif bucket.declaration.codec is not None:
+            bucket.zero_padding()
+
+    def give_back_completed(self, pending: Sequence[tuple[Bucket, Work]]) -> None:
+        """Those whose communication has ended meanwhile."""
+        for bucket, work in pending:
+            if bucket.parts is not None and work.is_completed():
+                self.give_back(bucket)
+
+    def give_back(self, bucket: Bucket) -> None:
+        """The result is in the bucket: its parameters' gradients are there from now on."""
+        bucket.parts = None
+        for member in bucket.members:
+            if self._lent.pop(member.index, None) is not None:
+                self._lent_bytes -= member.view.nbytes
+                member.parameter.grad = member.view
+
+
+def _encodes_at_once(bucket: Bucket) -> bool:
+    """Not after a stage at full precision, which works on the bucket."""
+    declaration = bucket.declaration
+    return declaration.operation == "all_reduce" and declaration.codec is not None and not declaration.hierarchical

@@ -1,0 +1,35 @@
+"""How a backward tells that it has ended, well or not.
+
+Beside the data path: autograd's engine -> **here** -> step. Invariant: of the two functions one is called, once, unless
+their object is gone by then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+
+class EndOfBackward:
+    """Called by the autograd engine when backward ends; dropped uncalled when it raises.
+
+    Args:
+        on_end, on_abort: bound methods of one object, which this does not keep alive.
+    """
+
+    __slots__ = ("_is_called", "_on_abort", "_on_end")
+
+    def __init__(self, on_end: Callable[[], None], on_abort: Callable[[], None]) -> None:
+        self._on_end, self._on_abort = weakref.WeakMethod(on_end), weakref.WeakMethod(on_abort)
+        self._is_called = False
+
+    def __call__(self) -> None:
+        self._is_called = True
+        on_end = self._on_end()
+        if on_end is not None:
+            on_end()
+
+    def __del__(self) -> None:
+        on_abort = None if self._is_called else self._on_abort()
+        if on_abort is not None:
+            on_abort()

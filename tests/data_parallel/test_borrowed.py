@@ -1,0 +1,126 @@
+"""Gradients that are encoded where autograd has put them: the same bits as by way of the bucket, and never too many."""
+
+import pytest
+import torch
+
+import bagua
+from bagua.algorithms.compressed import CompressedGradients
+from bagua.testing import Pool
+from tests.conformance.training import assert_equal_on_all_ranks, batch, loss_of, make_net, process_group
+
+OPTIONS = [
+    ("bytegrad", {}),
+    ("bytegrad", {"codec": "topk", "error_feedback": True}),
+    ("qsgd", {"bits": 4}),
+    ("qadam", {"warmup_steps": 1}),
+]
+
+
+def _train(rank, algorithm, options, bucket_bytes, accumulates):
+    model = make_net()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = bagua.optim.QAdam(parameters, lr=0.01) if algorithm == "qadam" else torch.optim.SGD(parameters, lr=0.01)
+    bagua.with_bagua(model, optimizer, algorithm=algorithm, bucket_bytes=bucket_bytes, **options)
+    gradients = []
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step != 2)
+        if accumulates and step % 2:
+            with model.bagua.no_sync():
+                loss_of(model, batch(rank, 10 + step)).backward()
+        loss_of(model, batch(rank, step)).backward()
+        gradients += [p.grad.clone() for p in parameters]
+        views = model.bagua.step.storage.views
+        assert all(p.grad is view for p, view in zip(model.bagua.step.storage.parameters, views, strict=True))
+        optimizer.step()
+    return gradients
+
+
+def _equals_copying(rank, world_size, algorithm, options, bucket_bytes, accumulates):
+    with process_group():
+        borrowed = _train(rank, algorithm, options, bucket_bytes, accumulates)
+        CompressedGradients.takes_parts = False
+        try:
+            copied = _train(rank, algorithm, options, bucket_bytes, accumulates)
+        finally:
+            CompressedGradients.takes_parts = True
+        assert all(torch.equal(a, b) for a, b in zip(borrowed, copied, strict=True))
+        assert_equal_on_all_ranks({str(place): gradient for place, gradient in enumerate(borrowed)})
+
+
+@pytest.mark.parametrize("accumulates", [False, True], ids=["", "no_sync"])
+@pytest.mark.parametrize("bucket_bytes", [1, 150_000, 25_000_000])
+@pytest.mark.parametrize(("algorithm", "options"), OPTIONS, ids=str)
+def test_the_same_bits_as_copying(pool2, algorithm, options, bucket_bytes, accumulates):
+    pool2.run(_equals_copying, args=(algorithm, options, bucket_bytes, accumulates))
+
+
+class Wide(torch.nn.Module):
+    """Eight square layers of 256 KB of weights each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(8)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def _limit(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(Wide(), algorithm="bytegrad", bucket_bytes=2 * 256 * 256 * 4)
+        seen = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda _: seen.append(sum(grad.nbytes for grad in model.bagua.step._borrowed._lent.values()))
+            )
+        for _ in range(2):  # in the first layout and in the second
+            seen.clear()
+            model.zero_grad()
+            model(torch.ones(4, 256)).sum().backward()
+            assert 0 < max(seen) <= 2 * max(bucket.num_bytes for bucket in model.bagua.buckets)
+            borrowed = model.bagua.step._borrowed
+            assert not borrowed._lent and borrowed._lent_bytes == 0
+            assert all(bucket.parts is None for bucket in model.bagua.buckets)
+
+
+def test_what_is_lent_is_limited_and_comes_back(pool2):
+    pool2.run(_limit)
+
+
+class Raises(torch.autograd.Function):
+    """Raises in backward while it is told to."""
+
+    is_on = True
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Raises.is_on:
+            raise ArithmeticError("planned")
+        return grad
+
+
+def _single_rank_goes_on(rank, world_size):
+    with process_group():
+        layers = [torch.nn.Linear(256, 256) for _ in range(2)]
+        model = torch.nn.ModuleList(layers)
+        model.forward = lambda x: layers[1](Raises.apply(layers[0](x)))
+        bagua.with_bagua(model, algorithm="bytegrad")
+        x = torch.ones(2, 256)
+        with pytest.raises(ArithmeticError):
+            model(x).sum().backward()
+        Raises.is_on = False
+        model.zero_grad()
+        model(x).sum().backward()
+        expected = [torch.ones(2, 256)]
+        assert torch.allclose(layers[1].bias.grad, expected[0].sum(0))
+        views = model.bagua.step.storage.views
+        assert all(p.grad is v for p, v in zip(model.bagua.step.storage.parameters, views, strict=True))
+
+
+def test_a_backward_that_raised_leaves_nothing_behind():
+    with Pool(1) as pool:
+        pool.run(_single_rank_goes_on)
