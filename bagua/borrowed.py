@@ -28,7 +28,7 @@ class BorrowedGradients:
 
     def __init__(self, algorithm: Algorithm, buckets: Sequence[Bucket]) -> None:
         coded = [bucket for bucket in buckets if algorithm.takes_parts and _encodes_at_once(bucket)]
-        self._bucket_of = {member.index: bucket for bucket in coded for member in bucket.members}
+        self._encoded = {member.index for bucket in coded for member in bucket.members}
         self._limit_bytes = 2 * max((bucket.num_bytes for bucket in coded), default=0)  # under way, and the next one
         self._lent: dict[int, torch.Tensor] = {}
         self._lent_bytes = 0
@@ -41,7 +41,7 @@ class BorrowedGradients:
     def lend(self, index: int, grad: torch.Tensor, view: torch.Tensor) -> bool:
         """Lends a gradient that has become ready; False where it has to be copied into ``view``."""
         is_alike = grad.dtype == view.dtype and grad.stride() == view.stride() and not grad.is_neg()
-        if index not in self._bucket_of or not is_alike or self._lent_bytes + view.nbytes > self._limit_bytes:
+        if index not in self._encoded or not is_alike or self._lent_bytes + view.nbytes > self._limit_bytes:
             return False
         self._lent[index] = grad
         self._lent_bytes += view.nbytes
@@ -65,11 +65,15 @@ class BorrowedGradients:
 
     def give_back(self, bucket: Bucket) -> None:
         """The result is in the bucket: its parameters' gradients are there from now on."""
-        bucket.parts = None
+        if bucket.parts is not None:
+            bucket.parts.clear()  # the Work of the operation keeps the list, until somebody waits for it
+            bucket.parts = None
         for member in bucket.members:
-            if self._lent.pop(member.index, None) is not None:
+            grad = self._lent.pop(member.index, None)
+            if grad is not None:
                 self._lent_bytes -= member.view.nbytes
-                member.parameter.grad = member.view
+                if member.parameter.grad is grad:  # a hook of the user's may have put something else there
+                    member.parameter.grad = member.view
 
 
 def _encodes_at_once(bucket: Bucket) -> bool:

@@ -1,5 +1,8 @@
 """Gradients that are encoded where autograd has put them: the same bits as by way of the bucket, and never too many."""
 
+import time
+import weakref
+
 import pytest
 import torch
 
@@ -81,6 +84,36 @@ def _limit(rank, world_size):
             borrowed = model.bagua.step._borrowed
             assert not borrowed._lent and borrowed._lent_bytes == 0
             assert all(bucket.parts is None for bucket in model.bagua.buckets)
+
+
+def _freed(rank, world_size):
+    """The tensors that autograd made are gone as soon as the next bucket leaves, not at the end of backward."""
+    with process_group():
+        model = bagua.with_bagua(Wide(), algorithm="bytegrad", bucket_bytes=1)
+        alive = []
+
+        def look(parameter):
+            time.sleep(0.05)  # what was sent before has come
+            if parameter.grad.data_ptr() not in {view.data_ptr() for view in model.bagua.step.storage.views}:
+                alive.append(weakref.ref(parameter.grad))
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(look)
+        counts = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda _: counts.append(sum(ref() is not None for ref in alive))
+            )
+        for _ in range(2):
+            alive.clear()
+            counts.clear()
+            model.zero_grad()
+            model(torch.ones(4, 256)).sum().backward()
+            assert len(counts) == 8 and max(counts) <= 2, counts
+
+
+def test_what_is_lent_is_freed_under_way(pool2):
+    pool2.run(_freed)
 
 
 def test_what_is_lent_is_limited_and_comes_back(pool2):
