@@ -1,0 +1,182 @@
+"""What performance.py writes: docs/performance.md, its tables and its plots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import report
+from replay import Case, Outcome, bars_of
+from replay_systems import ALONE, DDP_HOOKS
+
+DOCUMENT = report.ROOT / "docs" / "performance.md"
+_PLOTTED = ("ddp", "ddp_fp16", "gradient_allreduce", "bytegrad", "qsgd:bits=4", "decentralized", "local_sgd", "async")
+_PAYS_FROM = 1.05  # of a relaxation that sends the same steps faster
+_INTRODUCTION = """\
+# Performance
+
+What would each algorithm do for a model on a network? Measured by playing models on hosts with shaped links, under
+torch DDP on gloo (float32, its fp16 hook, a cast to bf16) and under every algorithm of bagua. Tensors, buckets and
+communication are real, compute is a sleep that lasts as long as the model's profile says. Everything here is written
+by one command:
+
+```sh
+sudo .venv/bin/python benchmarks/performance.py
+```
+
+`benchmarks/replay.py` plays one case, and your own model: `bagua bench record` measures its profile.
+
+## How to read it
+
+Tensors have a tenth of the model's size, so a link of 1 Gbit/s here stands for 10 Gbit/s, and so on. All hosts share
+the two cores of one machine, which each real host would have for itself: where links are fast, what is seen is the
+processor more than the network.
+
+- **step**: median time of a training step of the slowest rank.
+- **exposed**: step less compute alone, which is the time that communication costs.
+- **wire**: bytes that a host's interface sends per step, headers and acknowledgements included.
+- **bound**: what no implementation can beat that sends these bytes: none leaves before the gradients of its bucket
+  are ready, the wire runs at the link's rate, compute takes what it takes. Algorithms that exchange weights may do so
+  during the whole step (`decentralized`, `async`) or must wait (`local_sgd`, `low_precision_decentralized`).
+- **best DDP**: the fastest of its three variants in that case.
+
+A relaxation changes what is computed, too: [convergence](convergence.md) says what it costs in steps. `async` and
+`local_sgd` exchange less often than once per step. `qadam` steps with Adam on the processor, the others with an
+optimizer that does nothing, as on an accelerator.
+"""
+
+
+def write_document(outcomes: Mapping[Case, Sequence[Outcome]], facts: Mapping[str, Any], folder: Path) -> None:
+    """Writes the document, and the plots into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    date = facts["date"].split()[0]
+    lines = [_INTRODUCTION, *(f"- {name}: {value}" for name, value in facts.items()), ""]
+    lines += ["## The bars that this project has set itself", ""]
+    lines += [line for case in outcomes for line in bars_of(outcomes[case])]
+    by_profile: dict[str, list[Case]] = {}
+    for case in outcomes:
+        if (case.num_hosts, case.ranks_per_host) == (4, 1):
+            by_profile.setdefault(case.profile, []).append(case)
+    for profile, cases in by_profile.items():
+        path = folder / f"{date}-performance-{profile}.png"
+        plot(profile, [outcomes[case] for case in cases]).savefig(path, dpi=110, bbox_inches="tight")
+        lines += ["", f"## {profile}: 4 hosts", "", f"![{profile}](../benchmarks/results/{path.name})", ""]
+        lines += _table_of_rates([outcomes[case] for case in cases])
+    others = [case for case in outcomes if (case.num_hosts, case.ranks_per_host) != (4, 1)]
+    if others:
+        lines += ["", "## Other numbers of hosts, and hosts with two ranks"]
+        for case in others:
+            lines += ["", f"**{case}**", "", *_table_of_case(outcomes[case])]
+    lines += ["", *_when([outcome for cases in by_profile.values() for case in cases for outcome in [outcomes[case]]])]
+    DOCUMENT.write_text("\n".join(lines).rstrip() + "\n")
+    print(f"written: {DOCUMENT}, {datetime.now():%H:%M}")
+
+
+def best_ddp(outcomes: Sequence[Outcome]) -> Outcome:
+    """The fastest of DDP's variants."""
+    return min((one for one in outcomes if one.system in DDP_HOOKS), key=lambda one: one.p50)
+
+
+def _named(outcomes: Sequence[Outcome]) -> dict[str, Outcome]:
+    return {outcome.system: outcome for outcome in outcomes}
+
+
+def _table_of_rates(cases: Sequence[Sequence[Outcome]]) -> list[str]:
+    """Systems down, rates across: milliseconds per step, and how many times as fast as the best DDP."""
+    head = [
+        "step, ms (times as fast as the best DDP)",
+        *(f"{one[0].case.rate_mbit} Mbit/s" for one in cases),
+        "wire MB",
+    ]
+    rows = [head]
+    for system in _named(cases[0]):
+        cells = []
+        for outcomes in cases:
+            outcome = _named(outcomes)[system]
+            ratio = "" if system == ALONE else f" ({best_ddp(outcomes).p50 / outcome.p50:.2f})"
+            cells.append(f"{report.three_digits(outcome.p50 * 1e3)}{ratio}")
+        wire = _named(cases[-1])[system].wire_bytes
+        rows.append([system, *cells, "" if system == ALONE else report.three_digits(wire / 1e6)])
+    return report.aligned(rows)
+
+
+def _table_of_case(outcomes: Sequence[Outcome]) -> list[str]:
+    rows = [["system", "step ms", "to best DDP", "exposed ms", "wire MB", "bound ms", "of bound"]]
+    for one in outcomes:
+        rows.append(
+            [
+                one.system,
+                report.three_digits(one.p50 * 1e3),
+                "" if one.system == ALONE else f"{best_ddp(outcomes).p50 / one.p50:.2f}",
+                report.three_digits(max(0.0, one.p50 - one.compute_s) * 1e3),
+                report.three_digits(one.wire_bytes / 1e6),
+                report.three_digits(one.bound_s * 1e3),
+                f"{one.p50 / one.bound_s:.2f}",
+            ]
+        )
+    return report.aligned(rows)
+
+
+def _when(cases: Sequence[Sequence[Outcome]]) -> list[str]:
+    """At which ratio of wire to compute relaxations stop paying, from the cases themselves."""
+    rows = []
+    for outcomes in cases:
+        named = _named(outcomes)
+        full = named["gradient_allreduce"]
+        wire_s = full.wire_bytes * 8 / (full.case.rate_mbit * 1e6)
+        gains = [full.p50 / named[system].p50 for system in ("bytegrad", "qsgd:bits=4")]
+        rows.append((wire_s / full.compute_s, full.case, gains))
+    rows.sort(key=lambda row: row[0])
+    paying = [ratio for ratio, _, gains in rows if gains[0] >= _PAYS_FROM]
+    idle = [ratio for ratio, _, gains in rows if gains[0] < _PAYS_FROM]
+    lines = ["## When not to use relaxations", ""]
+    lines += [
+        "Whether fewer bytes help is decided by one number: how long the float32 gradients take on the wire, seen from",
+        "compute. Below are all cases with 4 hosts by that ratio, and how many times as fast as `gradient_allreduce` a",
+        "step is with fewer bits.",
+        "",
+    ]
+    cells = [["wire / compute", "model", "Mbit/s", "bytegrad", "qsgd:bits=4"]]
+    cells += [
+        [f"{ratio:.2f}", case.profile, str(case.rate_mbit), *(f"{gain:.2f}" for gain in gains)]
+        for ratio, case, gains in rows
+    ]
+    lines += [*report.aligned(cells), ""]
+    if idle and paying:
+        lines += [
+            f"`bytegrad` makes a step at least {_PAYS_FROM - 1:.0%} faster from a ratio of {min(paying):.2f} on, and",
+            f"not in cases up to {max(idle):.2f}. Below that, take `gradient_allreduce`: it rounds as float32 does,",
+            "and backward, two thirds of compute, hides its communication.",
+        ]
+    return lines
+
+
+def plot(profile: str, cases: Sequence[Sequence[Outcome]]) -> Any:
+    """Step and exposed communication by bandwidth, with bounds, and bytes on the wire."""
+    figure, (steps, exposed, wire) = report.subplots(3)
+    rates = [outcomes[0].case.rate_mbit for outcomes in cases]
+    for number, system in enumerate(_PLOTTED):
+        of_rates = [_named(outcomes)[system] for outcomes in cases]
+        color = f"C{number}"
+        steps.plot(rates, [one.p50 * 1e3 for one in of_rates], "o-", color=color, label=system, markersize=4)
+        steps.plot(rates, [one.bound_s * 1e3 for one in of_rates], ":", color=color, linewidth=1)
+        waits = [max(0.1, (one.p50 - one.compute_s) * 1e3) for one in of_rates]
+        exposed.plot(rates, waits, "o-", color=color, markersize=4)
+        wire.barh(system, of_rates[-1].wire_bytes / 1e6, color=color)
+    steps.axhline(cases[0][0].compute_s * 1e3, color="0.5", linewidth=1, label=ALONE)
+    for axis, title in ((steps, f"{profile}: step, dotted: its bound"), (exposed, "of it exposed communication")):
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xticks(rates, [str(rate) for rate in rates])
+        axis.set_xlabel("Mbit/s of each host's link")
+        axis.set_ylabel("ms")
+        axis.set_title(title)
+        axis.grid(alpha=0.3)
+    steps.legend(fontsize=7)
+    wire.invert_yaxis()
+    wire.set_title("bytes on the wire")
+    wire.set_xlabel("MB per step and host")
+    figure.tight_layout()
+    return figure
