@@ -51,8 +51,8 @@ def test_a_recorded_profile_has_the_times_of_the_layers():
     assert all(layer.parameters == ((8, 8), (8,)) for layer in profile.layers)
     first, second = profile.layers
     # A layer's gradients are ready before its nap in backward, which is in front of it in forward.
-    assert first.forward_ms == pytest.approx(20, abs=8) and second.forward_ms == pytest.approx(10, abs=8)
-    assert second.backward_ms < 15 and first.backward_ms == pytest.approx(30 + 40, abs=15)
+    assert 19 < first.forward_ms < 45 and 9 < second.forward_ms < 35
+    assert second.backward_ms < 25 and 30 + 40 - 1 < first.backward_ms < 30 + 40 + 25
 
 
 def test_a_module_that_is_used_twice_is_ready_once():
@@ -134,10 +134,10 @@ def test_the_sleeping_model_takes_its_time_and_makes_every_gradient():
     forward_s = time.perf_counter() - begin
     begin = time.perf_counter()
     output.backward()
-    assert 0.04 <= forward_s < 0.08
+    assert 0.04 <= forward_s < 0.09
     assert [name.split(".")[1] for name, _ in ready] == ["1", "0", "0"]  # the last layer's first
     times = [at - begin for _, at in ready]
-    assert 0.04 <= times[0] < 0.07 and 0.06 <= times[1] < 0.11
+    assert 0.04 <= times[0] < 0.09 and 0.06 <= times[1] < 0.11 and times[1] - times[0] > 0.01
     assert [p.grad.shape for p in model.parameters()] == [(30, 4), (30,), (5, 30)]
     assert all(p.grad.count_nonzero() == p.numel() for p in model.parameters())
 
@@ -149,7 +149,7 @@ def test_what_the_host_does_meanwhile_takes_no_time_of_the_accelerators():
     output = model()
     begin = time.perf_counter()
     output.backward()
-    assert 0.08 <= time.perf_counter() - begin < 0.1
+    assert 0.08 <= time.perf_counter() - begin < 0.12  # of which 0.04 are the host's, under the 0.06 of the first layer
 
 
 def test_gradients_of_the_sleeping_model_are_the_same_memory_in_every_step():
