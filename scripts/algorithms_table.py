@@ -1,5 +1,7 @@
 """Writes the table of algorithms in README.md, between its two marks, from the `about` of every algorithm's class.
 
+What each one keeps beside plain training, as measured, comes from docs/memory.md.
+
 Reads the sources without importing them, so that it runs before anything is built. Prints nothing, unless --check finds
 that the table is not up to date.
 
@@ -24,6 +26,11 @@ COLUMNS = {  # of About -> in the table
     "use_when": "when to use it",
     "paper": "paper",
 }
+_MEASURED = {  # options of a row of docs/memory.md -> what stands before its figure
+    (): "",
+    ("error_feedback=True", "state_dtype='float32'"): "with error feedback ",
+    ("error_feedback=True", "state_dtype='bfloat16'"): "in bfloat16 ",
+}
 MARKS = re.compile(r"(<!-- algorithms: begin\b[^>]*-->\n).*?(<!-- algorithms: end\b[^>]*-->)", re.DOTALL)
 
 
@@ -43,10 +50,25 @@ def algorithms(folder: Path = ROOT / "bagua" / "algorithms") -> dict[str, dict[s
     return {name: texts for name, (_, texts) in sorted(found.items(), key=lambda item: (item[1][0], item[0]))}
 
 
+def measured(document: Path = ROOT / "docs" / "memory.md") -> dict[str, str]:
+    """Algorithm to what it keeps: with its defaults, then with error feedback where that has been measured."""
+    kept: dict[str, list[str]] = {}
+    for line in document.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 5 and cells[0].startswith("`"):
+            name, *options = (word.strip(" `") for word in cells[0].split(","))
+            kept.setdefault(name, []).append(f"{_MEASURED[tuple(options)]}{cells[2]}")
+    return {name: "; ".join(figures) for name, figures in kept.items()}
+
+
 def table() -> str:
     """In Markdown."""
-    lines = [["algorithm", *COLUMNS.values()], ["---"] * (1 + len(COLUMNS))]
-    lines += [[f"`{name}`", *(texts[column] for column in COLUMNS)] for name, texts in algorithms().items()]
+    kept = measured()
+    lines = [["algorithm", *COLUMNS.values(), "kept, measured, n = 4"], ["---"] * (2 + len(COLUMNS))]
+    lines += [
+        [f"`{name}`", *(texts[column] for column in COLUMNS), kept.get(name, "")]
+        for name, texts in algorithms().items()
+    ]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
