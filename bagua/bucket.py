@@ -22,8 +22,8 @@ from bagua import _C, codecs
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup
 
-DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
-FIRST_BUCKET_BYTES = 1024 * 1024
+DEFAULT_BUCKET_BYTES = 10 * 1024 * 1024  # fewer: the first leaves sooner; more: fewer messages
+SMALL_BUCKET_BYTES = 1024 * 1024
 ALIGN_BYTES = 64
 Kind = tuple[torch.dtype, Hashable, int | None]  # dtype, Algorithm.bucket_class, index of the optimizer
 GRADIENT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -259,9 +259,9 @@ class BucketStorage:
     def _make_plan(self, order: Sequence[int]) -> Any:
         numels = [parameter.numel() for parameter in self.parameters]
         item_bytes = [parameter.element_size() for parameter in self.parameters]
-        first_bucket_bytes = min(FIRST_BUCKET_BYTES, self._bucket_bytes)
+        small_bucket_bytes = min(SMALL_BUCKET_BYTES, self._bucket_bytes)
         return _C.BucketPlan(
-            numels, item_bytes, self._keys, list(order), first_bucket_bytes, self._bucket_bytes, ALIGN_BYTES
+            numels, item_bytes, self._keys, list(order), small_bucket_bytes, self._bucket_bytes, ALIGN_BYTES
         )
 
     def _slice(self, plan: Any) -> tuple[Bucket, ...]:

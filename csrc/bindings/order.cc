@@ -62,14 +62,14 @@ void check_length(const char* argument, size_t length, size_t expected) {
 class BucketPlan {
  public:
   BucketPlan(const std::vector<uint64_t>& numels, const std::vector<uint32_t>& item_bytes,
-             const std::vector<uint64_t>& keys, const std::vector<uint64_t>& order, uint64_t first_bucket_bytes,
+             const std::vector<uint64_t>& keys, const std::vector<uint64_t>& order, uint64_t small_bucket_bytes,
              uint64_t bucket_bytes, uint64_t align_bytes)
       : num_tensors_(numels.size()) {
     check_length("item_bytes", item_bytes.size(), numels.size());
     check_length("keys", keys.size(), numels.size());
     std::vector<BaguaTensorSpec> tensors(numels.size());
     for (size_t i = 0; i < numels.size(); ++i) tensors[i] = {numels[i], keys[i], item_bytes[i]};
-    const BaguaPlanOptions options = {first_bucket_bytes, bucket_bytes, align_bytes};
+    const BaguaPlanOptions options = {small_bucket_bytes, bucket_bytes, align_bytes};
     BaguaPlan* plan = nullptr;
     call_rust("BucketPlan", bagua_plan_new, tensors.data(), tensors.size(), order.data(), order.size(), &options,
               &plan);
@@ -156,15 +156,16 @@ constexpr const char* kBucketPlanDoc = R"(Tensors laid out in buckets: a pure fu
 
 numels, item_bytes and keys describe one tensor per entry (elements, bytes per element, opaque class; tensors of
 different keys never share a bucket). order is a permutation of the tensor indices, expected to be ready first, first.
-A bucket closes when the next tensor would take it past bucket_bytes, the first to close when past first_bucket_bytes
-too; a larger tensor gets a bucket of its own. Tensors start at multiples of align_bytes, a power of two.
+A bucket closes when the next tensor would take it past its cap; a larger tensor gets a bucket of its own. The cap of
+the first to close is small_bucket_bytes, of others half of what is left of their key when they open, at least
+small_bucket_bytes and at most bucket_bytes. Tensors start at multiples of align_bytes, a power of two.
 
 Raises InvalidArgument: order is no permutation, a limit or an item size is 0, item sizes differ within a key,
 align_bytes is no power of two or no multiple of an item size, a size passes 64 bits.
 
->>> plan = BucketPlan([20, 10, 3], [4, 4, 4], [0, 0, 0], [2, 1, 0], 64, 256, 64)
+>>> plan = BucketPlan([20, 10, 3, 7], [4, 4, 4, 4], [0, 0, 0, 0], [3, 2, 1, 0], 64, 256, 64)
 >>> [bucket.members for bucket in plan.buckets]
-[[(2, 0, 3)], [(1, 0, 10), (0, 16, 20)]])";
+[[(3, 0, 7)], [(2, 0, 3), (1, 16, 10)], [(0, 0, 20)]])";
 
 constexpr const char* kSchedulerDoc = R"(Which buckets may be launched, in the same order on every rank.
 
@@ -187,7 +188,7 @@ void bind_plan(py::module_& m) {
   py::class_<BucketPlan>(m, "BucketPlan", kBucketPlanDoc)
       .def(py::init<const std::vector<uint64_t>&, const std::vector<uint32_t>&, const std::vector<uint64_t>&,
                     const std::vector<uint64_t>&, uint64_t, uint64_t, uint64_t>(),
-           py::arg("numels"), py::arg("item_bytes"), py::arg("keys"), py::arg("order"), py::arg("first_bucket_bytes"),
+           py::arg("numels"), py::arg("item_bytes"), py::arg("keys"), py::arg("order"), py::arg("small_bucket_bytes"),
            py::arg("bucket_bytes"), py::arg("align_bytes"))
       .def_property_readonly("buckets", &BucketPlan::buckets,
                              "List of PlannedBucket in launch order; made anew by each access.");

@@ -22,7 +22,7 @@ typedef enum BaguaRustCode {
   BAGUA_RUST_NULL_POINTER = 1,         /* a pointer was null */
   BAGUA_RUST_INVALID_ORDER = 2,        /* order is not a permutation of the tensor indices */
   BAGUA_RUST_INVALID_ALIGNMENT = 3,    /* align_bytes is not a power of two, or no multiple of an item size */
-  BAGUA_RUST_INVALID_BUCKET_BYTES = 4, /* bucket_bytes or first_bucket_bytes is 0 */
+  BAGUA_RUST_INVALID_BUCKET_BYTES = 4, /* bucket_bytes or small_bucket_bytes is 0 */
   BAGUA_RUST_INVALID_ITEM_BYTES = 5,   /* an item size is 0, or differs within one key */
   BAGUA_RUST_OVERFLOW = 6,             /* a size passes 64 bits, or an array cannot exist */
   BAGUA_RUST_TENSOR_OUT_OF_RANGE = 7,  /* no tensor of that index */
@@ -47,7 +47,7 @@ typedef struct BaguaTensorSpec {
 } BaguaTensorSpec;
 
 typedef struct BaguaPlanOptions {
-  uint64_t first_bucket_bytes; /* cap of the first bucket to close; never raises the cap above bucket_bytes */
+  uint64_t small_bucket_bytes; /* cap of the first bucket to close, least cap of a key's last ones */
   uint64_t bucket_bytes;       /* cap of every other bucket, padding included */
   uint64_t align_bytes;        /* a power of two and a multiple of every item size */
 } BaguaPlanOptions;

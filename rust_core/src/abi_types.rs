@@ -75,7 +75,7 @@ impl From<&BaguaTensorSpec> for TensorSpec {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct BaguaPlanOptions {
-    pub first_bucket_bytes: u64,
+    pub small_bucket_bytes: u64,
     pub bucket_bytes: u64,
     pub align_bytes: u64,
 }
@@ -83,7 +83,7 @@ pub struct BaguaPlanOptions {
 impl From<&BaguaPlanOptions> for PlanOptions {
     fn from(options: &BaguaPlanOptions) -> Self {
         PlanOptions {
-            first_bucket_bytes: options.first_bucket_bytes,
+            small_bucket_bytes: options.small_bucket_bytes,
             bucket_bytes: options.bucket_bytes,
             align_bytes: options.align_bytes,
         }

@@ -112,7 +112,7 @@ impl fmt::Display for Error {
             Error::AlignmentNotMultiple { align_bytes, tensor, item_bytes } => write!(f,
                 "align_bytes is {align_bytes} but tensor {tensor} has items of {item_bytes} bytes; expected a multiple of every item size; pass a larger power of two"),
             Error::ZeroBucketBytes { option } => write!(f,
-                "{option} is 0; expected at least 1 byte; for one tensor per bucket pass 1, for no smaller first bucket pass first_bucket_bytes = bucket_bytes"),
+                "{option} is 0; expected at least 1 byte; for one tensor per bucket pass 1, for no smaller first bucket pass small_bucket_bytes = bucket_bytes"),
             Error::ZeroItemBytes { tensor } => write!(f,
                 "item_bytes of tensor {tensor} is 0; expected the size of one element in bytes; pass for example 4 for float32"),
             Error::MixedItemBytes { tensor, item_bytes, key, expected } => write!(f,

@@ -18,7 +18,7 @@ use crate::planner::BucketPlan;
 /// ```
 /// use bagua_rust::planner::{plan, PlanOptions, TensorSpec};
 /// use bagua_rust::scheduler::ReadyOrderScheduler;
-/// let options = PlanOptions { first_bucket_bytes: 64, bucket_bytes: 64, align_bytes: 64 };
+/// let options = PlanOptions { small_bucket_bytes: 64, bucket_bytes: 64, align_bytes: 64 };
 /// let tensors = [TensorSpec { numel: 16, item_bytes: 4, key: 0 }; 3];
 /// let plan = plan(&tensors, &[0, 1, 2], options).unwrap(); // one tensor per bucket
 ///

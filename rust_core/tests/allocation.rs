@@ -46,7 +46,7 @@ fn num_allocations(body: impl FnOnce()) -> usize {
 fn steps_allocate_nothing() {
     let tensors = vec![TensorSpec { numel: 100, item_bytes: 4, key: 0 }; NUM_TENSORS as usize];
     let order: Vec<u64> = (0..NUM_TENSORS).collect();
-    let options = PlanOptions { first_bucket_bytes: 1024, bucket_bytes: 4096, align_bytes: 64 };
+    let options = PlanOptions { small_bucket_bytes: 1024, bucket_bytes: 4096, align_bytes: 64 };
     assert!(num_allocations(|| drop(vec![0u8; 10])) == 1, "the counter counts");
     let mut scheduler = ReadyOrderScheduler::new(&plan(&tensors, &order, options).unwrap());
     let in_steps = num_allocations(|| {
@@ -63,7 +63,7 @@ fn steps_allocate_nothing() {
 fn steps_through_the_c_abi_allocate_nothing() {
     let specs = vec![BaguaTensorSpec { numel: 100, key: 0, item_bytes: 4 }; NUM_TENSORS as usize];
     let order: Vec<u64> = (0..NUM_TENSORS).collect();
-    let options = BaguaPlanOptions { first_bucket_bytes: 1024, bucket_bytes: 4096, align_bytes: 64 };
+    let options = BaguaPlanOptions { small_bucket_bytes: 1024, bucket_bytes: 4096, align_bytes: 64 };
     let (mut plan, mut scheduler, mut range) = (null_mut(), null_mut(), BaguaBucketRange::default());
     let mut error = BaguaRustError::new(0, "");
     let e: *mut BaguaRustError = &mut error;

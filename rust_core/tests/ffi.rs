@@ -11,7 +11,7 @@ use bagua_rust::topology::TOPOLOGIES;
 use std::ptr::{null, null_mut};
 
 const OPTIONS: BaguaPlanOptions =
-    BaguaPlanOptions { first_bucket_bytes: 64, bucket_bytes: 128, align_bytes: 64 };
+    BaguaPlanOptions { small_bucket_bytes: 128, bucket_bytes: 128, align_bytes: 64 };
 const NUM_TENSORS: u64 = 5;
 const ORDER: [u64; 5] = [4, 3, 2, 1, 0];
 
@@ -108,8 +108,8 @@ fn a_step_crosses_the_boundary_unchanged() {
     // SAFETY: live handles, valid pointers, capacities that are the array's length.
     unsafe {
         expect_ok(bagua_scheduler_begin_step(handles.scheduler, &mut error), &error);
-        // The plan is [4], [3, 1], [2, 0].
-        for (tensor, first, last) in [(4, 0, 1), (3, 1, 1), (1, 1, 2)] {
+        // The plan is [4, 2], [3, 1], [0].
+        for (tensor, first, last) in [(4, 0, 0), (2, 0, 1), (1, 1, 1)] {
             let status = bagua_scheduler_mark_ready(handles.scheduler, tensor, &mut range, &mut error);
             expect_ok(status, &error);
             assert_eq!(range, BaguaBucketRange { first, last });
@@ -118,14 +118,14 @@ fn a_step_crosses_the_boundary_unchanged() {
             bagua_scheduler_missing(handles.scheduler, tensors.as_mut_ptr(), 5, &mut num, &mut error),
             &error,
         );
-        assert_eq!((num, tensors), (2, [0, 2, 99, 99, 99]));
+        assert_eq!((num, tensors), (2, [0, 3, 99, 99, 99]));
         expect_ok(bagua_scheduler_finish(handles.scheduler, &mut range, &mut error), &error);
-        assert_eq!(range, BaguaBucketRange { first: 2, last: 3 });
+        assert_eq!(range, BaguaBucketRange { first: 1, last: 3 });
         expect_ok(
             bagua_scheduler_observed_order(handles.scheduler, tensors.as_mut_ptr(), 5, &mut error),
             &error,
         );
-        assert_eq!(tensors, [4, 3, 1, 2, 0]);
+        assert_eq!(tensors, [4, 2, 1, 3, 0]);
     }
 }
 

@@ -148,7 +148,7 @@ fn dropped_steps_and_refused_events_leave_no_trace() {
 #[test]
 fn events_outside_a_step_are_refused() {
     let tensors = [TensorSpec { numel: 1, item_bytes: 4, key: 0 }; 2];
-    let options = PlanOptions { first_bucket_bytes: 8, bucket_bytes: 8, align_bytes: 8 };
+    let options = PlanOptions { small_bucket_bytes: 8, bucket_bytes: 8, align_bytes: 8 };
     let mut scheduler = ReadyOrderScheduler::new(&plan(&tensors, &[1, 0], options).unwrap());
     let mark_refused = Err(Error::StepNotStarted { operation: "mark_ready" });
     let finish_refused = Err(Error::StepNotStarted { operation: "finish" });
@@ -172,7 +172,7 @@ fn events_outside_a_step_are_refused() {
 
 #[test]
 fn a_model_without_tensors_has_steps_too() {
-    let options = PlanOptions { first_bucket_bytes: 8, bucket_bytes: 8, align_bytes: 8 };
+    let options = PlanOptions { small_bucket_bytes: 8, bucket_bytes: 8, align_bytes: 8 };
     let mut scheduler = ReadyOrderScheduler::new(&plan(&[], &[], options).unwrap());
     scheduler.begin_step();
     assert_eq!(scheduler.mark_ready(0), Err(Error::TensorOutOfRange { tensor: 0, num_tensors: 0 }));

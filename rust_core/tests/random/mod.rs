@@ -59,7 +59,7 @@ pub fn random_case(random: &mut SplitMix64) -> Case {
         })
         .collect();
     let options = PlanOptions {
-        first_bucket_bytes: 1 + random.below(800),
+        small_bucket_bytes: 1 + random.below(800),
         bucket_bytes: 1 + random.below(2000),
         align_bytes: 8 << random.below(5),
     };
