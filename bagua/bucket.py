@@ -23,7 +23,7 @@ from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup
 
 DEFAULT_BUCKET_BYTES = 10 * 1024 * 1024  # fewer: the first leaves sooner; more: fewer messages
-SMALL_BUCKET_BYTES = 1024 * 1024
+SMALL_BUCKET_BYTES = 512 * 1024
 ALIGN_BYTES = 64
 Kind = tuple[torch.dtype, Hashable, int | None]  # dtype, Algorithm.bucket_class, index of the optimizer
 GRADIENT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

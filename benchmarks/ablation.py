@@ -1,8 +1,8 @@
 """What does each part of the design give: overlap, buckets, the hierarchy of nodes?
 
 As in section 4.4 of the paper one of them is switched off at a time, on replayed models (replay.py). Without overlap
-all gradients are one message, which leaves when the last of them is ready; without buckets every tensor is a message;
-without hierarchy every rank exchanges with every other, on its own host or not.
+the same messages leave when backward has ended; without buckets every tensor is a message; without hierarchy every rank
+exchanges with every other, on its own host or not.
 
     sudo .venv/bin/python benchmarks/ablation.py [--keep FILE] [--quick]
 """
@@ -21,7 +21,7 @@ from replay_systems import ALONE, measure
 # What a row is called -> the system; the first row of a study is the whole design.
 _PARTS = {
     "{0}": "{0}",
-    "{0}, without overlap": "{0}:bucket_bytes=2147483648",
+    "{0}, without overlap": "{0}:overlap=False",
     "{0}, without buckets": "{0}:bucket_bytes=1",
 }
 _NODES = {"{0}, hierarchical": "{0}:hierarchical=True", "{0}, without hierarchy": "{0}:hierarchical=False"}

@@ -1,7 +1,7 @@
 """All of docs/performance.md: every algorithm beside torch DDP, for four models, on slow and fast networks.
 
-Runs the cases of replay.py that are not in `--keep` yet (about an hour; needs root), then writes the tables and plots.
-Run it while nothing else does.
+Runs the cases of replay.py and the studies of ablation.py that are not in `--keep` yet (about an hour; needs root),
+then writes the tables and plots. Run it while nothing else does.
 
     sudo .venv/bin/python benchmarks/performance.py [--keep benchmarks/results/performance.jsonl] [--quick]
 """
@@ -9,15 +9,17 @@ Run it while nothing else does.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hosts
 import ranks
 import report
+from ablation import STUDIES, study
 from performance_report import write_document
-from replay import SYSTEMS, Case, Outcome, add_case, keep, run
-from replay_systems import measure
+from replay import BARS, HIDDEN, SYSTEMS, Case, Outcome, add_case, keep, run
+from replay_systems import ALONE, measure
 
 PROFILES = ("vgg16", "bert_large", "gpt_124m", "resnet50")
 RATES = (100, 250, 500, 1000, 2500, 5000)  # Mbit/s
@@ -33,10 +35,15 @@ CASES: dict[Case, tuple[str, ...]] = {
     **{Case("vgg16", _SCALE, num_hosts, 1, 1000): SYSTEMS for num_hosts in (2, 8)},
     **{Case("vgg16", _SCALE, 2, 2, rate): ("ddp", "ddp_fp16", *_NODES) for rate in (1000, 5000)},
 }
+_OF_BARS = [*(Case(profile, _SCALE, 4, 1, 1000) for profile, _ in BARS), Case(HIDDEN[0], _SCALE, 4, 1, HIDDEN[1])]
+_TURNS_OF_BARS = 3
 
 
 class _Kept:
-    """The file of outcomes: a line of facts, then one for each system of each case."""
+    """The file of outcomes: a line of facts, then one for each system of each case.
+
+    Outcomes of studies follow one another, compute alone first; their case says nothing about where they begin.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,11 +55,22 @@ class _Kept:
 
     def outcomes(self) -> dict[Case, list[Outcome]]:
         found: dict[Case, list[Outcome]] = {}
-        for line in self.path.read_text().splitlines()[1:]:
-            content = json.loads(line)
-            outcome = Outcome(**{**content, "case": Case(**content["case"])})
+        for outcome in self._all():
             found.setdefault(outcome.case, []).append(outcome)
         return found
+
+    def studies(self) -> list[list[Outcome]]:
+        found: list[list[Outcome]] = []
+        for outcome in self._all():
+            if outcome.system == ALONE:
+                found.append([])
+            found[-1].append(outcome)
+        return found
+
+    def _all(self) -> Iterator[Outcome]:
+        for line in self.path.read_text().splitlines()[1:]:
+            content = json.loads(line)
+            yield Outcome(**{**content, "case": Case(**content["case"])})
 
 
 def main() -> None:
@@ -72,9 +90,13 @@ def main() -> None:
     for case, systems in CASES.items():
         if case not in kept.outcomes():
             print(f"{case} ...", flush=True)
-            keep(args.keep, run(case, systems, 7))
+            keep(args.keep, run(case, systems, 7, _TURNS_OF_BARS if case in _OF_BARS else 1))
+    parts = _Kept(args.keep.with_name("ablation.jsonl"))
+    for case, algorithm, systems in STUDIES[len(parts.studies()) :]:
+        print(f"{case}, parts of {algorithm} ...", flush=True)
+        keep(parts.path, study(case, algorithm, systems, 7))
     facts = {**kept.facts(), **({"note": args.note} if args.note else {})}
-    write_document(kept.outcomes(), facts, args.out)
+    write_document(kept.outcomes(), parts.studies(), facts, args.out)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ processor more than the network.
 
 - **step**: median time of a training step of the slowest rank.
 - **exposed**: step less compute alone, which is the time that communication costs.
-- **wire**: bytes that a host's interface sends per step, headers and acknowledgements included.
+- **wire**: bytes that a host's interface counts as sent per step. It counts the headers of a train of packets once:
+  a link of 1000 Mbit/s carries 956 Mbit/s of them, so that nobody here comes closer to a bound than 1.05 where all of
+  a step is wire.
 - **bound**: what no implementation can beat that sends these bytes: none leaves before the gradients of its bucket
   are ready, the wire runs at the link's rate, compute takes what it takes. Algorithms that exchange weights may do so
   during the whole step (`decentralized`, `async`) or must wait (`local_sgd`, `low_precision_decentralized`).
@@ -48,12 +50,18 @@ optimizer that does nothing, as on an accelerator.
 """
 
 
-def write_document(outcomes: Mapping[Case, Sequence[Outcome]], facts: Mapping[str, Any], folder: Path) -> None:
-    """Writes the document, and the plots into ``folder``."""
+def write_document(
+    outcomes: Mapping[Case, Sequence[Outcome]],
+    studies: Sequence[Sequence[Outcome]],
+    facts: Mapping[str, Any],
+    folder: Path,
+) -> None:
+    """Writes the document, and the plots into ``folder``; ``studies`` are those of ablation.py."""
     folder.mkdir(parents=True, exist_ok=True)
     date = facts["date"].split()[0]
     lines = [_INTRODUCTION, *(f"- {name}: {value}" for name, value in facts.items()), ""]
     lines += ["## The bars that this project has set itself", ""]
+    lines += _command("--profiles vgg16 bert_large --turns 3", "--profiles resnet50 --rates 5000 --turns 3")
     lines += [line for case in outcomes for line in bars_of(outcomes[case])]
     by_profile: dict[str, list[Case]] = {}
     for case in outcomes:
@@ -63,15 +71,26 @@ def write_document(outcomes: Mapping[Case, Sequence[Outcome]], facts: Mapping[st
         path = folder / f"{date}-performance-{profile}.png"
         plot(profile, [outcomes[case] for case in cases]).savefig(path, dpi=110, bbox_inches="tight")
         lines += ["", f"## {profile}: 4 hosts", "", f"![{profile}](../benchmarks/results/{path.name})", ""]
+        lines += _command(f"--profiles {profile} --rates {' '.join(str(case.rate_mbit) for case in cases)}")
         lines += _table_of_rates([outcomes[case] for case in cases])
     others = [case for case in outcomes if (case.num_hosts, case.ranks_per_host) != (4, 1)]
     if others:
-        lines += ["", "## Other numbers of hosts, and hosts with two ranks"]
+        lines += ["", "## Other numbers of hosts, and hosts with two ranks", ""]
+        lines += _command(
+            "--profiles vgg16 --hosts 2 8",
+            "--profiles vgg16 --hosts 2 --ranks-per-host 2 --rates 1000 5000 --systems ddp ddp_fp16 "
+            "bytegrad:hierarchical=True ...",
+        )
         for case in others:
             lines += ["", f"**{case}**", "", *_table_of_case(outcomes[case])]
+    lines += ["", *_parts(studies)]
     lines += ["", *_when([outcome for cases in by_profile.values() for case in cases for outcome in [outcomes[case]]])]
     DOCUMENT.write_text("\n".join(lines).rstrip() + "\n")
     print(f"written: {DOCUMENT}, {datetime.now():%H:%M}")
+
+
+def _command(*options: str) -> list[str]:
+    return ["```sh", *(f"sudo .venv/bin/python benchmarks/replay.py {line}" for line in options), "```", ""]
 
 
 def best_ddp(outcomes: Sequence[Outcome]) -> Outcome:
@@ -117,6 +136,34 @@ def _table_of_case(outcomes: Sequence[Outcome]) -> list[str]:
             ]
         )
     return report.aligned(rows)
+
+
+def _parts(studies: Sequence[Sequence[Outcome]]) -> list[str]:
+    """What each part of the design gives: rows of ablation.py."""
+    lines = ["## What overlap, buckets and the hierarchy of nodes give", ""]
+    lines += [
+        "One of them switched off at a time, as in section 4.4 of the paper: messages leave when backward has ended;",
+        "every tensor is a message; every rank exchanges with every other, on its own host or not.",
+        "",
+        "```sh",
+        "sudo .venv/bin/python benchmarks/ablation.py",
+        "```",
+    ]
+    for outcomes in studies:
+        whole = outcomes[1]
+        rows = [["", "step ms", "to the whole", "exposed ms", "wire MB"]]
+        for one in outcomes[1:]:
+            rows.append(
+                [
+                    one.system,
+                    report.three_digits(one.p50 * 1e3),
+                    "" if one is whole else f"{one.p50 / whole.p50:.2f}",
+                    report.three_digits(max(0.0, one.p50 - one.compute_s) * 1e3),
+                    report.three_digits(one.wire_bytes / 1e6),
+                ]
+            )
+        lines += ["", f"**{whole.case}**", "", *report.aligned(rows)]
+    return lines
 
 
 def _when(cases: Sequence[Sequence[Outcome]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 A system is named as it is chosen: `ddp`, `ddp_fp16`, `ddp_bf16`, or an algorithm with options, `qsgd:bits=4`. Compute
 is a sleep, so the optimizer is one that does nothing (a device's); `qadam` alone brings its own, whose time counts.
+With `overlap=False` among the options an algorithm that exchanges gradients begins when backward has ended.
 """
 
 from __future__ import annotations
@@ -103,38 +104,47 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def measure(profile: str, scale: float, systems: Sequence[str], blocks: int) -> list[dict]:
+def measure(profile: str, scale: float, systems: Sequence[str], blocks: int, turns: int) -> list[dict]:
     """On a rank: `Result`s as dicts, compute alone first."""
     initialise(timeout_s=300)
-    results = _measure_all(profile, scale, systems, blocks)
+    results = _measure_all(profile, scale, systems, blocks, turns)
     destroy()
     return results
 
 
-def measure_here(profile: str, scale: float, systems: Sequence[str], blocks: int) -> tuple[Place, list[list[dict]]]:
+def measure_here(
+    profile: str, scale: float, systems: Sequence[str], blocks: int, turns: int
+) -> tuple[Place, list[list[dict]]]:
     """On a rank of a launcher: what all ranks have measured, by rank."""
     initialise(timeout_s=300)
     local = bagua.get_local_world_size()
     place = Place(bagua.get_rank(), bagua.get_world_size() // local, local)
-    per_rank = bagua.all_gather_object(_measure_all(profile, scale, systems, blocks))
+    per_rank = bagua.all_gather_object(_measure_all(profile, scale, systems, blocks, turns))
     destroy()
     return place, per_rank
 
 
-def _measure_all(profile: str, scale: float, systems: Sequence[str], blocks: int) -> list[dict]:
+def _measure_all(profile: str, scale: float, systems: Sequence[str], blocks: int, turns: int) -> list[dict]:
     torch.manual_seed(bagua.get_rank())
     model = SleepingModel(Profile.load(profile).scaled(scale))
     ready = _ready_times(model)
-    return [asdict(_measure(system, model, ready, blocks)) for system in (ALONE, *systems)]
+    results: dict[str, Result] = {}
+    for _ in range(turns):
+        for system in (ALONE, *systems):
+            result = _measure(system, model, ready, blocks)
+            earlier = results.setdefault(system, result)
+            if earlier is not result:
+                earlier.step_s += result.step_s
+    return [asdict(result) for result in results.values()]
 
 
 def _measure(system: str, model: SleepingModel, ready: dict[int, float], blocks: int) -> Result:
-    forward, optimizer = _wrap(system, model)
+    step = _step_of(system, model)
     handle = getattr(model, "bagua", None)
     options = handle.algorithm.options() if handle is not None else {}
     # What is not done in every step is done once in a block.
     block = max(2, options.get("sync_every", 1), options.get("interval", 1))
-    samples, wire_bytes = _time(forward, optimizer, block, blocks)
+    samples, wire_bytes = _time(step, block, blocks)
     result = Result(system, samples, wire_bytes)
     if handle is None:
         in_order = sorted(model.parameters(), key=lambda p: ready[id(p)])
@@ -145,49 +155,65 @@ def _measure(system: str, model: SleepingModel, ready: dict[int, float], blocks:
         else:
             result.overlap = "step" if handle.algorithm.name in _UNDER_COMPUTE else "nothing"
         records = handle.timeline().steps[-block * len(samples) :]
-        result.waiting_s = statistics.median(record.exposed_ns / 1e9 for record in records)
+        if records:
+            result.waiting_s = statistics.median(record.exposed_ns / 1e9 for record in records)
         handle.remove()
-    del forward  # DDP's hooks go with it
+    del step  # DDP's hooks go with it
     gc.collect()
     model.zero_grad()
     return result
 
 
-def _wrap(system: str, model: SleepingModel) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
+    """A training step under a system."""
     name, options = parse(system)
+    overlaps = options.pop("overlap", True)
     parameters = list(model.parameters())
     optimizer: torch.optim.Optimizer = NoOptimizer(parameters)
-    if name == ALONE:
-        return model, optimizer
+    forward: torch.nn.Module = model
     if name in DDP_HOOKS:
-        ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
+        forward = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
         if DDP_HOOKS[name] is not None:
-            ddp.register_comm_hook(None, DDP_HOOKS[name])
-        return ddp, optimizer
-    if name == "qadam":
-        optimizer = bagua.optim.QAdam(parameters, lr=1e-6, eps=1.0, warmup_steps=1)
-    return bagua.with_bagua(model, optimizer, algorithm=name, **options), optimizer
+            forward.register_comm_hook(None, DDP_HOOKS[name])
+    elif name != ALONE:
+        if name == "qadam":
+            optimizer = bagua.optim.QAdam(parameters, lr=1e-6, eps=1.0, warmup_steps=1)
+        bagua.with_bagua(model, optimizer, algorithm=name, **options)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        forward().backward()
+        optimizer.step()
+
+    def step_in_turn() -> None:
+        optimizer.zero_grad()
+        with model.bagua.no_sync():
+            forward().backward()
+        algorithm, group = model.bagua.algorithm, bagua.get_default_group()
+        works = [algorithm.communicate(bucket, group) for bucket in model.bagua.buckets]
+        for work in works:
+            work.wait()
+        optimizer.step()
+
+    return step if overlaps else step_in_turn
 
 
-def _time(
-    forward: torch.nn.Module, optimizer: torch.optim.Optimizer, block: int, blocks: int
-) -> tuple[list[float], float]:
+def _time(step: Callable[[], None], block: int, blocks: int) -> tuple[list[float], float]:
     """Seconds per step, a sample per block of steps, and the bytes per step that this host has sent."""
 
     def run_block() -> float:
         begin = time.perf_counter()
         for _ in range(block):
-            optimizer.zero_grad()
-            forward().backward()
-            optimizer.step()
+            step()
         return time.perf_counter() - begin
 
     run_block()  # connections; buckets are laid out anew after the first step
-    took_s = bagua.broadcast_object(run_block(), 0)
-    blocks = min(blocks, max(2, round(_ENOUGH_S / took_s)))
     bagua.barrier()
     sent_before = _interface_bytes()
-    samples = [run_block() / block for _ in range(blocks)]
+    samples = [run_block() / block]
+    took_s = bagua.broadcast_object(samples[0] * block, 0)
+    blocks = min(blocks, max(2, round(_ENOUGH_S / took_s)))
+    samples += [run_block() / block for _ in range(blocks - 1)]
     bagua.barrier()
     return samples, (_interface_bytes() - sent_before) / (block * blocks)
 
