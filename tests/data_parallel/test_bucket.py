@@ -1,11 +1,20 @@
-"""fill: gradients enter a bucket, whatever their type and layout."""
+"""How large buckets are by default, and fill: gradients enter a bucket, whatever their type and layout."""
 
 import pytest
 import torch
 
-from bagua.bucket import fill
+from bagua import _C
+from bagua.bucket import ALIGN_BYTES, DEFAULT_BUCKET_BYTES, SMALL_BUCKET_BYTES, fill
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def test_sizes():
+    """A model of 40 tensors of 1 MiB: a first bucket that leaves early, full ones, and little to send at the end."""
+    numels = [2**18] * 40
+    limits = (SMALL_BUCKET_BYTES, DEFAULT_BUCKET_BYTES, ALIGN_BYTES)
+    plan = _C.BucketPlan(numels, [4] * 40, [0] * 40, list(range(40)), *limits)
+    assert [bucket.numel // 2**18 for bucket in plan.buckets] == [1, 10, 10, 9, 5, 2, 1, 1, 1]
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 64, 1000, 70_001])

@@ -4,6 +4,7 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,8 +118,11 @@ def wait_for_the_highest(rank, world_size, how, before_s, path):
         return watch(lambda: call(x, 2))
 
 
-@pytest.mark.parametrize("how", ["recv", "send", "broadcast"])
-@pytest.mark.parametrize("before_s", [0, 3.8], ids=["dead at once", "asked before"])
+@pytest.mark.parametrize(
+    ("before_s", "how"),
+    [(0, "recv"), (0, "send"), (0, "broadcast"), (3.8, "recv"), (3.8, "broadcast")],
+    ids=["recv", "send", "broadcast", "recv, asked before", "broadcast, asked before"],
+)
 @in_worlds([tcp(3), shm(3)])
 def test_a_rank_that_dies_before_it_connects(world, before_s, how, tmp_path):
     path = str(tmp_path / "died")
@@ -129,21 +133,30 @@ def test_a_rank_that_dies_before_it_connects(world, before_s, how, tmp_path):
 
 
 def fail_with_another(rank, world_size, waits_in, fails_in, path):
-    """Rank 2 gives up waiting for rank 1, and lives on; rank 0, which is not connected to it, waits for rank 2."""
+    """Rank 2 gives up waiting for rank 1, and lives on; rank 0, which is not connected to it, waits for rank 2.
+
+    Nobody leaves before rank 0 has seen it: not the end of a process is to tell.
+    """
     calls = {"recv": bagua.recv, "broadcast": bagua.broadcast}
     bagua.init_process_group(timeout=0.5 if rank == 2 else LONG_S)
-    if rank == 1:
-        time.sleep(6)
-        return None
+    has_seen = Path(path + "-seen")
     if rank == 0:
-        seen = watch(lambda: calls[waits_in](torch.ones(3), 2))
+        try:
+            seen = watch(lambda: calls[waits_in](torch.ones(3), 2))
+        finally:
+            has_seen.touch()
         return seen.rank, seen.message, seen.at - noted_time(path)
-    with pytest.raises(bagua.DeadlineExceeded, match="rank 1") as caught:
-        calls[fails_in](torch.ones(3), 1)
-    assert caught.value.rank == 1
-    note_time(path)
-    time.sleep(5)
-    return str(caught.value)
+    told = None
+    if rank == 2:
+        with pytest.raises(bagua.DeadlineExceeded, match="rank 1") as caught:
+            calls[fails_in](torch.ones(3), 1)
+        assert caught.value.rank == 1
+        told = str(caught.value)
+        note_time(path)
+    until = time.monotonic() + 6
+    while not has_seen.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    return told
 
 
 @pytest.mark.parametrize(
