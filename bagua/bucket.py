@@ -22,8 +22,8 @@ from bagua import _C, codecs
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup
 
-DEFAULT_BUCKET_BYTES = 10 * 1024 * 1024  # fewer: the first leaves sooner; more: fewer messages
-SMALL_BUCKET_BYTES = 512 * 1024
+DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024  # of the largest
+SMALL_BUCKET_BYTES = 512 * 1024  # of the first and the last
 ALIGN_BYTES = 64
 Kind = tuple[torch.dtype, Hashable, int | None]  # dtype, Algorithm.bucket_class, index of the optimizer
 GRADIENT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

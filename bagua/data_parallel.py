@@ -57,7 +57,7 @@ def with_bagua(
             exchange weights need all of them.
         algorithm: a name from ``bagua.algorithms.available()``, or an instance.
         group: the ranks to train with; all by default.
-        bucket_bytes: gradients travel in messages of at most this size, 10 MiB by default (a larger tensor is one
+        bucket_bytes: gradients travel in messages of at most this size, 25 MiB by default (a larger tensor is one
             message).
         find_unused_parameters: a backward may leave parameters out, even all. Costs one small message per step. Then
             whatever runs backward from the model's output takes part, ``torch.autograd.grad`` too: all ranks do it.
@@ -142,7 +142,7 @@ class DistributedDataParallel(torch.nn.Module):
         module: the module to train, with its parameters on the CPU.
         broadcast_buffers: as in :func:`bagua.with_bagua`.
         process_group: a bagua group; all ranks by default.
-        bucket_cap_mb: cap of a bucket in MiB, 10 by default (torch: 25).
+        bucket_cap_mb: cap of a bucket in MiB, 25 by default.
         find_unused_parameters: a backward may leave parameters out.
         gradient_as_bucket_view: either value; gradients are views in any case, which costs no copy.
         algorithm, optimizers, options: as in :func:`bagua.with_bagua`.

@@ -156,16 +156,16 @@ constexpr const char* kBucketPlanDoc = R"(Tensors laid out in buckets: a pure fu
 
 numels, item_bytes and keys describe one tensor per entry (elements, bytes per element, opaque class; tensors of
 different keys never share a bucket). order is a permutation of the tensor indices, expected to be ready first, first.
-A bucket closes when the next tensor would take it past its cap; a larger tensor gets a bucket of its own. The cap of
-the first to close is small_bucket_bytes, of others half of what is left of their key when they open, at least
-small_bucket_bytes and at most bucket_bytes. Tensors start at multiples of align_bytes, a power of two.
+A bucket closes when the next tensor would take it past its cap; a larger tensor gets a bucket of its own. The cap is
+what of its key lies in earlier buckets, or half of what does not, whichever is less; but at least small_bucket_bytes
+and at most bucket_bytes. Tensors start at multiples of align_bytes, a power of two.
 
 Raises InvalidArgument: order is no permutation, a limit or an item size is 0, item sizes differ within a key,
 align_bytes is no power of two or no multiple of an item size, a size passes 64 bits.
 
->>> plan = BucketPlan([20, 10, 3, 7], [4, 4, 4, 4], [0, 0, 0, 0], [3, 2, 1, 0], 64, 256, 64)
+>>> plan = BucketPlan([20, 10, 3, 20], [4, 4, 4, 4], [0, 0, 0, 0], [3, 2, 1, 0], 64, 256, 64)
 >>> [bucket.members for bucket in plan.buckets]
-[[(3, 0, 7)], [(2, 0, 3), (1, 16, 10)], [(0, 0, 20)]])";
+[[(3, 0, 20)], [(2, 0, 3), (1, 16, 10)], [(0, 0, 20)]])";
 
 constexpr const char* kSchedulerDoc = R"(Which buckets may be launched, in the same order on every rank.
 

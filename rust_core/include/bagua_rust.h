@@ -47,8 +47,8 @@ typedef struct BaguaTensorSpec {
 } BaguaTensorSpec;
 
 typedef struct BaguaPlanOptions {
-  uint64_t small_bucket_bytes; /* cap of the first bucket to close, least cap of a key's last ones */
-  uint64_t bucket_bytes;       /* cap of every other bucket, padding included */
+  uint64_t small_bucket_bytes; /* what no bucket's cap goes below; never raises one above bucket_bytes */
+  uint64_t bucket_bytes;       /* what no bucket's cap goes above, padding included */
   uint64_t align_bytes;        /* a power of two and a multiple of every item size */
 } BaguaPlanOptions;
 

@@ -7,8 +7,8 @@
 //! and every bucket size is a multiple of `align_bytes`; only a bucket with a single member is
 //! larger than its cap. The small first bucket is torch DDP's idea (`reducer.cpp`,
 //! `compute_bucket_assignment_by_size`); there a bucket closes after passing its cap, here before.
-//! The last buckets of a key shrink, each to half of what is left: whatever the network, the bucket
-//! of the last gradient is communicated while nothing is left to compute.
+//! After it caps double, so that the next bucket is complete before the wire is idle again; towards
+//! the end they halve, since nothing is left to compute while the last bucket is communicated.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -28,11 +28,10 @@ pub struct TensorSpec {
 /// Size limits of the plan, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlanOptions {
-    /// Cap of the first bucket to close, smaller so that communication starts early, and what the
-    /// caps of a key's last buckets do not go below. It never raises a cap: the smaller of this and
-    /// `bucket_bytes` holds.
+    /// What no cap goes below, the first and the last bucket's of a key. It never raises one: the
+    /// smaller of this and `bucket_bytes` holds.
     pub small_bucket_bytes: u64,
-    /// Cap of every other bucket, padding included.
+    /// What no cap goes above, padding included.
     pub bucket_bytes: u64,
     /// Power of two and a multiple of every item size; tensors start at multiples of it.
     pub align_bytes: u64,
@@ -85,9 +84,8 @@ impl BucketPlan {
 ///
 /// One bucket per key is open at a time. It closes when the next tensor of its key would take it
 /// past its cap; a tensor that alone is larger than the cap closes its bucket at once. The cap is
-/// `small_bucket_bytes` until any bucket has closed. After that it is half of what was left of the
-/// key, padding included, when the bucket opened, but at least `small_bucket_bytes` and at most
-/// `bucket_bytes`.
+/// the bytes of its key that lie in earlier buckets or half of those that do not, whichever is less,
+/// padding included; but at least `small_bucket_bytes` and at most `bucket_bytes`.
 ///
 /// # Errors
 /// `order` is not a permutation; `align_bytes` is not a power of two or not a multiple of an item
@@ -98,13 +96,13 @@ impl BucketPlan {
 /// use bagua_rust::planner::{plan, PlanOptions, TensorSpec};
 /// let f32s = |numel| TensorSpec { numel, item_bytes: 4, key: 0 };
 /// let options = PlanOptions { small_bucket_bytes: 64, bucket_bytes: 256, align_bytes: 64 };
-/// let plan = plan(&[f32s(20), f32s(10), f32s(3), f32s(7)], &[3, 2, 1, 0], options).unwrap();
+/// let plan = plan(&[f32s(20), f32s(10), f32s(3), f32s(20)], &[3, 2, 1, 0], options).unwrap();
 /// let tensors: Vec<Vec<usize>> = plan
 ///     .buckets()
 ///     .iter()
 ///     .map(|bucket| bucket.members.iter().map(|member| member.tensor).collect())
 ///     .collect();
-/// assert_eq!(tensors, [vec![3], vec![2, 1], vec![0]]); // a small first one, then half of what is left
+/// assert_eq!(tensors, [vec![3], vec![2, 1], vec![0]]); // small, twice as large, half of what is left
 /// assert_eq!(plan.buckets()[1].members[1].offset_numel, 16); // 64 bytes
 /// assert_eq!(plan.buckets()[1].numel, 16 + 16);
 /// ```
@@ -113,6 +111,7 @@ pub fn plan(tensors: &[TensorSpec], order: &[u64], options: PlanOptions) -> Resu
     check_tensors(tensors, options.align_bytes)?;
     let order = check_order(order, tensors.len())?;
 
+    let mut placed_bytes: HashMap<u64, u64> = HashMap::new();
     let mut left_bytes: HashMap<u64, u64> = HashMap::new();
     for (tensor, spec) in tensors.iter().enumerate() {
         let left = left_bytes.entry(spec.key).or_default();
@@ -121,27 +120,22 @@ pub fn plan(tensors: &[TensorSpec], order: &[u64], options: PlanOptions) -> Resu
     let small_bytes = options.small_bucket_bytes.min(options.bucket_bytes);
     let mut open: BTreeMap<u64, OpenBucket> = BTreeMap::new();
     let mut closed: Vec<OpenBucket> = Vec::new();
-    let cap_bytes = |bucket: &OpenBucket, num_closed: usize| match num_closed {
-        0 => small_bytes,
-        _ => bucket.cap_bytes,
-    };
     for (position, &tensor) in order.iter().enumerate() {
         let spec = &tensors[tensor];
         let add_bytes = padded_bytes(tensor, spec, options.align_bytes)?;
-        let is_past_cap = open
-            .get(&spec.key)
-            .map_or(false, |bucket| !bucket.fits(add_bytes, cap_bytes(bucket, closed.len())));
-        if is_past_cap {
+        if open.get(&spec.key).map_or(false, |bucket| !bucket.fits(add_bytes)) {
             closed.extend(open.remove(&spec.key));
         }
+        let placed = placed_bytes.entry(spec.key).or_default();
         let left = left_bytes.entry(spec.key).or_default();
         let bucket = open.entry(spec.key).or_insert_with(|| {
-            let half = (*left / 2).clamp(small_bytes, options.bucket_bytes);
-            OpenBucket::new(spec, half)
+            let cap_bytes = (*placed).min(*left / 2).clamp(small_bytes, options.bucket_bytes);
+            OpenBucket::new(spec, cap_bytes)
         });
+        *placed = placed.saturating_add(add_bytes);
         *left = left.saturating_sub(add_bytes);
         bucket.push(tensor, spec.numel, add_bytes, position);
-        if bucket.size_bytes > cap_bytes(bucket, closed.len()) {
+        if bucket.size_bytes > bucket.cap_bytes {
             closed.extend(open.remove(&spec.key));
         }
     }
@@ -172,9 +166,9 @@ impl OpenBucket {
         }
     }
 
-    fn fits(&self, add_bytes: u64, cap_bytes: u64) -> bool {
+    fn fits(&self, add_bytes: u64) -> bool {
         // A sum that passes 64 bits passes every cap, so it is not an error here.
-        self.size_bytes.checked_add(add_bytes).map_or(false, |size_bytes| size_bytes <= cap_bytes)
+        self.size_bytes.checked_add(add_bytes).map_or(false, |size_bytes| size_bytes <= self.cap_bytes)
     }
 
     fn push(&mut self, tensor: usize, numel: u64, add_bytes: u64, position: usize) {

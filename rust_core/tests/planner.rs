@@ -34,28 +34,25 @@ fn oracle_buckets(case: &Case) -> Vec<Vec<usize>> {
     for &entry in &case.order {
         let tensor = entry as usize;
         let key = case.tensors[tensor].key;
-        // Of the bucket that `first` opened: half of its key from there on, within the two limits.
-        let cap = |buckets: &[(Vec<usize>, bool)], first: usize| {
-            let is_first = !buckets.iter().any(|bucket| bucket.1);
+        // Of the bucket that `first` opened: what of its key comes before it or half of what does
+        // not, the smaller, within the two limits.
+        let cap = |first: usize| {
             let small = case.options.small_bucket_bytes.min(case.options.bucket_bytes);
-            let mut left = 0;
-            for &later in case.order.iter().skip_while(|&&entry| entry as usize != first) {
-                if case.tensors[later as usize].key == key {
-                    left += size_bytes(case, later as usize);
+            let (mut before, mut from_it, mut is_reached) = (0, 0, false);
+            for &entry in &case.order {
+                is_reached |= entry as usize == first;
+                if case.tensors[entry as usize].key == key {
+                    let part = if is_reached { &mut from_it } else { &mut before };
+                    *part += size_bytes(case, entry as usize);
                 }
             }
-            if is_first {
-                small
-            } else {
-                small.max(case.options.bucket_bytes.min(left / 2))
-            }
+            small.max(case.options.bucket_bytes.min(before.min(from_it / 2)))
         };
         let total = |tensors: &[usize]| tensors.iter().map(|&member| size_bytes(case, member)).sum::<u64>();
         let open = buckets.iter().position(|bucket| !bucket.1 && case.tensors[bucket.0[0]].key == key);
         let place = match open {
             Some(index)
-                if total(&buckets[index].0) + size_bytes(case, tensor)
-                    <= cap(&buckets, buckets[index].0[0]) =>
+                if total(&buckets[index].0) + size_bytes(case, tensor) <= cap(buckets[index].0[0]) =>
             {
                 buckets[index].0.push(tensor);
                 index
@@ -68,7 +65,7 @@ fn oracle_buckets(case: &Case) -> Vec<Vec<usize>> {
                 buckets.len() - 1
             }
         };
-        buckets[place].1 = total(&buckets[place].0) > cap(&buckets, buckets[place].0[0]);
+        buckets[place].1 = total(&buckets[place].0) > cap(buckets[place].0[0]);
     }
     let mut launch: Vec<Vec<usize>> = Vec::new();
     for &entry in &case.order {

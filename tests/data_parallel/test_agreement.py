@@ -50,7 +50,7 @@ DIFFERENCES = {
     "order": (_other_order, {}, "the order of registration, entry .*rank 0 has parameter 'weight'"),
     "algorithm": (_linear, {"algorithm": "gradient_allreduce"}, "algorithm: rank 0 has bytegrad, rank 1 has gradient"),
     "option": (_linear, {"codec": "bf16"}, "option 'codec': rank 0 has 'minmax_uint8', rank 1 has 'bf16'"),
-    "bucket_bytes": (_linear, {"bucket_bytes": 999}, "rank 0 has 10485760, rank 1 has 999"),
+    "bucket_bytes": (_linear, {"bucket_bytes": 999}, "rank 0 has 26214400, rank 1 has 999"),
     "unused": (_linear, {"find_unused_parameters": True}, "find_unused_parameters: rank 0 has False, rank 1 has True"),
     "optimizer": (_linear, {"optimizers": _sgd}, "optimizer 0: rank 0 has none, rank 1 has SGD"),
     "unknown algorithm": (

@@ -10,11 +10,11 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def test_sizes():
-    """A model of 40 tensors of 1 MiB: a first bucket that leaves early, full ones, and little to send at the end."""
-    numels = [2**18] * 40
+    """A model of 120 tensors of 1 MiB: a first bucket that leaves early, full ones, and little to send at the end."""
+    numels = [2**18] * 120
     limits = (SMALL_BUCKET_BYTES, DEFAULT_BUCKET_BYTES, ALIGN_BYTES)
-    plan = _C.BucketPlan(numels, [4] * 40, [0] * 40, list(range(40)), *limits)
-    assert [bucket.numel // 2**18 for bucket in plan.buckets] == [1, 10, 10, 9, 5, 2, 1, 1, 1]
+    plan = _C.BucketPlan(numels, [4] * 120, [0] * 120, list(range(120)), *limits)
+    assert [bucket.numel // 2**18 for bucket in plan.buckets] == [1, 1, 2, 4, 8, 16, 25, 25, 19, 9, 5, 2, 1, 1, 1]
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 64, 1000, 70_001])
