@@ -1,21 +1,20 @@
 """What does each part of the design give: overlap, buckets, the hierarchy of nodes?
 
 As in section 4.4 of the paper one of them is switched off at a time, on replayed models (replay.py). Without overlap
-the same messages leave when backward has ended; without buckets every tensor is a message; without hierarchy every rank
-exchanges with every other, on its own host or not.
+gradients are copied into their buckets, which leave when backward has ended; without buckets every tensor is a message;
+without hierarchy every rank exchanges with every other, on its own host or not.
 
-    sudo .venv/bin/python benchmarks/ablation.py [--keep FILE] [--quick]
+    sudo .venv/bin/python benchmarks/ablation.py [--quick]
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import hosts
 import ranks
 import report
-from replay import Case, Outcome, keep, run
+from replay import Case, Outcome, run
 from replay_systems import ALONE, measure
 
 # What a row is called -> the system; the first row of a study is the whole design.
@@ -35,10 +34,10 @@ STUDIES = (
 )
 
 
-def study(case: Case, algorithm: str, parts: dict[str, str], blocks: int) -> list[Outcome]:
+def study(case: Case, algorithm: str, parts: dict[str, str], samples: int) -> list[Outcome]:
     """Outcomes by the names of the rows; compute alone first."""
     rows = {system.format(algorithm): name.format(algorithm) for name, system in parts.items()}
-    outcomes = run(case, list(rows), blocks)
+    outcomes = run(case, list(rows), samples)
     return [replace(outcome, system=rows.get(outcome.system, outcome.system)) for outcome in outcomes]
 
 
@@ -58,9 +57,7 @@ def rows_of(outcomes: list[Outcome]) -> list[report.Row]:
 
 
 def main() -> None:
-    parser = report.parser(__doc__)
-    parser.add_argument("--keep", type=Path, help="append what was measured to this file, as lines of JSON")
-    args = parser.parse_args()
+    args = report.parser(__doc__).parse_args()
     reason = hosts.why_not()
     if reason is not None:
         print(f"ablation SKIPPED: {reason}.")
@@ -68,13 +65,11 @@ def main() -> None:
     result = report.Report(__file__, "overlap, buckets and hierarchy, each switched off", args)
     studies = []
     for case, algorithm, parts in STUDIES:
-        outcomes = study(case, algorithm, parts, 2 if args.quick else 7)
+        outcomes = study(case, algorithm, parts, 3 if args.quick else 7)
         rows = rows_of(outcomes)
         notes = ["ratio to baseline: how many times as long a step takes without that part."]
         result.add(report.Table(f"{case}, {algorithm}", rows, ratio="relative", notes=notes))
         studies.append((case, rows))
-        if args.keep is not None:
-            keep(args.keep, outcomes)
     figure, axes = report.subplots(len(studies))
     for axis, (case, rows) in zip(axes, studies, strict=True):
         report.bars(axis, rows, str(case), "ms per step", 1e3)

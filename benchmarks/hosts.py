@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+BURST_BYTES = 512 * 1024  # what a link that was idle carries at once; a token bucket's size
 _PREFIX = "bagua-bench"
 _NETMASK_BITS = 24
 
@@ -65,7 +66,7 @@ def hosts(count: int, rate_mbit: int | None) -> Iterator[list[list[str]]]:
 
 
 def _shape(namespace: str, device: str, rate_mbit: int) -> None:
-    shape = f"rate {rate_mbit}mbit burst 512kb latency 100ms"
+    shape = f"rate {rate_mbit}mbit burst {BURST_BYTES} latency 100ms"
     _command(["ip", "netns", "exec", namespace, *f"tc qdisc replace dev {device} root tbf {shape}".split()])
 
 

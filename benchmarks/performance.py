@@ -1,15 +1,17 @@
 """All of docs/performance.md: every algorithm beside torch DDP, for four models, on slow and fast networks.
 
-Runs the cases of replay.py and the studies of ablation.py that are not in `--keep` yet (about an hour; needs root),
-then writes the tables and plots. Run it while nothing else does.
+Runs the cases of replay.py and the studies of ablation.py (more than an hour; needs root), then writes the tables and
+plots. Run it while nothing else does. What has been measured is kept in a file, from which a run that was cut off goes
+on, of the same commit on the same machine.
 
-    sudo .venv/bin/python benchmarks/performance.py [--keep benchmarks/results/performance.jsonl] [--quick]
+    sudo .venv/bin/python benchmarks/performance.py [--keep build/performance.jsonl] [--quick]
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,85 +20,100 @@ import ranks
 import report
 from ablation import STUDIES, study
 from performance_report import write_document
-from replay import BARS, HIDDEN, SYSTEMS, Case, Outcome, add_case, keep, run
-from replay_systems import ALONE, measure
+from replay import BARS, HIDDEN, SYSTEMS, Case, Outcome, add_case, run, systems_of
+from replay_systems import measure
 
 PROFILES = ("vgg16", "bert_large", "gpt_124m", "resnet50")
 RATES = (100, 250, 500, 1000, 2500, 5000)  # Mbit/s
-KEPT = report.ROOT / "benchmarks" / "results" / "performance.jsonl"
 _SCALE = 0.1
+_FAST_MBIT = 1000  # from here on it matters how many buckets there are
 _NODES = tuple(
     f"{system}{',' if ':' in system else ':'}hierarchical={value}"
     for system in ("gradient_allreduce", "bytegrad", "qsgd:bits=4")
     for value in (False, True)
 )
 CASES: dict[Case, tuple[str, ...]] = {
-    **{Case(profile, _SCALE, 4, 1, rate): SYSTEMS for profile in PROFILES for rate in RATES},
+    **{
+        Case(profile, _SCALE, 4, 1, rate): systems_of(_SCALE) if rate >= _FAST_MBIT else SYSTEMS
+        for profile in PROFILES
+        for rate in RATES
+    },
     **{Case("vgg16", _SCALE, num_hosts, 1, 1000): SYSTEMS for num_hosts in (2, 8)},
     **{Case("vgg16", _SCALE, 2, 2, rate): ("ddp", "ddp_fp16", *_NODES) for rate in (1000, 5000)},
+    Case("vgg16", 1.0, 2, 1, 1000): SYSTEMS,
 }
 _OF_BARS = [*(Case(profile, _SCALE, 4, 1, 1000) for profile, _ in BARS), Case(HIDDEN[0], _SCALE, 4, 1, HIDDEN[1])]
 _TURNS_OF_BARS = 3
 
 
 class _Kept:
-    """The file of outcomes: a line of facts, then one for each system of each case.
+    """A file of what has been measured: a line of JSON for each case and study, with what it was taken on."""
 
-    Outcomes of studies follow one another, compute alone first; their case says nothing about where they begin.
-    """
+    _SAME = ("machine", "versions", "commit")
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        if not path.exists():
-            path.write_text(json.dumps({**report.facts(), "command": "python benchmarks/performance.py"}) + "\n")
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        here = _facts()
+        for line in self._lines:
+            different = [name for name in self._SAME if line["facts"][name] != here[name]]
+            if different:
+                raise SystemExit(
+                    f"{path} has figures of another {different[0]}, {line['facts'][different[0]]}; here it is "
+                    f"{here[different[0]]}. Delete the file, or give --keep another"
+                )
 
     def facts(self) -> dict[str, Any]:
-        return json.loads(self.path.read_text().splitlines()[0])
+        """Of the first line; the others differ in their date."""
+        return self._lines[0]["facts"]
 
-    def outcomes(self) -> dict[Case, list[Outcome]]:
-        found: dict[Case, list[Outcome]] = {}
-        for outcome in self._all():
-            found.setdefault(outcome.case, []).append(outcome)
-        return found
+    def get(self, name: str, measure_it: Callable[[], list[Outcome]]) -> list[Outcome]:
+        """What is kept under a name, measured now if nothing is."""
+        line = next((line for line in self._lines if line["name"] == name), None)
+        if line is None:
+            print(f"{name} ...", flush=True)
+            facts = _facts()
+            line = {"name": name, "facts": facts, "outcomes": [asdict(outcome) for outcome in measure_it()]}
+            self._lines.append(line)
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        return [Outcome(**{**fields, "case": Case(**fields["case"])}) for fields in line["outcomes"]]
 
-    def studies(self) -> list[list[Outcome]]:
-        found: list[list[Outcome]] = []
-        for outcome in self._all():
-            if outcome.system == ALONE:
-                found.append([])
-            found[-1].append(outcome)
-        return found
 
-    def _all(self) -> Iterator[Outcome]:
-        for line in self.path.read_text().splitlines()[1:]:
-            content = json.loads(line)
-            yield Outcome(**{**content, "case": Case(**content["case"])})
+def _facts() -> dict[str, Any]:
+    facts = report.facts()
+    facts["machine"], _, load = facts["machine"].partition(", load average ")
+    return {**facts, "load average": load, "command": "python benchmarks/performance.py"}
+
+
+def _run(case: Case, systems: Sequence[str]) -> list[Outcome]:
+    return run(case, systems, 7, _TURNS_OF_BARS if case in _OF_BARS else 1)
 
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--keep", type=Path, default=KEPT, help="a file of what has been measured, to go on from")
+    default = report.ROOT / "build" / "performance.jsonl"
+    parser.add_argument("--keep", type=Path, default=default, help="a file of what has been measured, to go on from")
     args = parser.parse_args()
     reason = hosts.why_not()
     if reason is not None:
         print(f"performance SKIPPED: {reason}.")
         return
     if args.quick:
-        case, systems = next(reversed(CASES.items()))
-        result = report.Report(__file__, "one case of it", args)
-        add_case(result, run(case, systems, 2))
+        case = Case("vgg16", _SCALE, 2, 2, 5000)
+        add_case(report.Report(__file__, "one case of it", args), run(case, CASES[case], 3))
         return
     kept = _Kept(args.keep)
+    cases = {}
     for case, systems in CASES.items():
-        if case not in kept.outcomes():
-            print(f"{case} ...", flush=True)
-            keep(args.keep, run(case, systems, 7, _TURNS_OF_BARS if case in _OF_BARS else 1))
-    parts = _Kept(args.keep.with_name("ablation.jsonl"))
-    for case, algorithm, systems in STUDIES[len(parts.studies()) :]:
-        print(f"{case}, parts of {algorithm} ...", flush=True)
-        keep(parts.path, study(case, algorithm, systems, 7))
+        cases[case] = kept.get(str(case), lambda case=case, systems=systems: _run(case, systems))
+    studies = []
+    for case, algorithm, parts in STUDIES:
+        name = f"{case}, parts of {algorithm}"
+        studies.append(kept.get(name, lambda c=case, a=algorithm, p=parts: study(c, a, p, 7)))
     facts = {**kept.facts(), **({"note": args.note} if args.note else {})}
-    write_document(kept.outcomes(), parts.studies(), facts, args.out)
+    write_document(cases, studies, facts, args.out)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import statistics
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import report
-from replay import Case, Outcome, bars_of
-from replay_systems import ALONE, DDP_HOOKS
+from replay import Case, Outcome, bars_of, is_ddp
+from replay_systems import ALONE
+
+from bagua.profiles import Profile
 
 DOCUMENT = report.ROOT / "docs" / "performance.md"
 _PLOTTED = ("ddp", "ddp_fp16", "gradient_allreduce", "bytegrad", "qsgd:bits=4", "decentralized", "local_sgd", "async")
@@ -30,19 +34,25 @@ sudo .venv/bin/python benchmarks/performance.py
 
 ## How to read it
 
-Tensors have a tenth of the model's size, so a link of 1 Gbit/s here stands for 10 Gbit/s, and so on. All hosts share
-the two cores of one machine, which each real host would have for itself: where links are fast, what is seen is the
-processor more than the network.
+Where the scale is 0.1, tensors have a tenth of the model's size: for the wire, a link of 1 Gbit/s stands for 10 Gbit/s,
+and so on. The processor's work, of codecs and copies, shrinks with the tensors too, while all hosts share the two cores
+of one machine: where links are fast, what is seen is the processor more than the network, and neither a real host's.
+One case is played at full size. How long compute takes is assumed: a profile names the device that its times are of.
 
-- **step**: median time of a training step of the slowest rank.
-- **exposed**: step less compute alone, which is the time that communication costs.
+DDP and bagua play as they come, with buckets of at most 25 MiB. Of a tenth of a model these are few, so some systems
+play with a tenth of the cap too (`bucket_cap_mb=2.5`, `bucket_bytes=2621440`); "the best DDP" is the best of all that
+a table has, and the bars are set beside DDP as it comes.
+
+- **step**: median time of a training step of the slowest rank; of `async` a sample is a round of averaging.
+- **spread**: largest less smallest sample, in parts of the median; the median of all systems.
+- **exposed**: step less compute alone, which is the time that communication costs; of `qadam`, Adam's too.
 - **wire**: bytes that a host's interface counts as sent per step. It counts the headers of a train of packets once:
   a link of 1000 Mbit/s carries 956 Mbit/s of them, so that nobody here comes closer to a bound than 1.05 where all of
   a step is wire.
-- **bound**: what no implementation can beat that sends these bytes: none leaves before the gradients of its bucket
-  are ready, the wire runs at the link's rate, compute takes what it takes. Algorithms that exchange weights may do so
-  during the whole step (`decentralized`, `async`) or must wait (`local_sgd`, `low_precision_decentralized`).
-- **best DDP**: the fastest of its three variants in that case.
+- **bound**: what no implementation can beat that sends these bytes: none leaves before its gradient is ready, the
+  link is a token bucket of its rate (it was idle, so 512 KiB pass at once), compute takes what it takes. Algorithms
+  that exchange weights may do so during the whole step (`decentralized`, `async`) or must wait (`local_sgd`,
+  `low_precision_decentralized`).
 
 A relaxation changes what is computed, too: [convergence](convergence.md) says what it costs in steps. `async` and
 `local_sgd` exchange less often than once per step. `qadam` steps with Adam on the processor, the others with an
@@ -61,7 +71,9 @@ def write_document(
     date = facts["date"].split()[0]
     lines = [_INTRODUCTION, *(f"- {name}: {value}" for name, value in facts.items()), ""]
     lines += ["## The bars that this project has set itself", ""]
-    lines += _command("--profiles vgg16 bert_large --turns 3", "--profiles resnet50 --rates 5000 --turns 3")
+    lines += _command(
+        "--profiles vgg16 bert_large --scale 0.1 --turns 3", "--profiles resnet50 --scale 0.1 --rates 5000 --turns 3"
+    )
     lines += [line for case in outcomes for line in bars_of(outcomes[case])]
     by_profile: dict[str, list[Case]] = {}
     for case in outcomes:
@@ -70,16 +82,20 @@ def write_document(
     for profile, cases in by_profile.items():
         path = folder / f"{date}-performance-{profile}.png"
         plot(profile, [outcomes[case] for case in cases]).savefig(path, dpi=110, bbox_inches="tight")
-        lines += ["", f"## {profile}: 4 hosts", "", f"![{profile}](../benchmarks/results/{path.name})", ""]
-        lines += _command(f"--profiles {profile} --rates {' '.join(str(case.rate_mbit) for case in cases)}")
+        link = os.path.relpath(path, DOCUMENT.parent)
+        rates = " ".join(str(case.rate_mbit) for case in cases)
+        lines += ["", f"## {profile}: 4 hosts, a tenth of its size", "", f"![{profile}]({link})", ""]
+        lines += _command(f"--profiles {profile} --scale 0.1 --rates {rates}")
+        lines += [f"The profile: {Profile.load(cases[0].path).source}.", ""]
         lines += _table_of_rates([outcomes[case] for case in cases])
     others = [case for case in outcomes if (case.num_hosts, case.ranks_per_host) != (4, 1)]
     if others:
-        lines += ["", "## Other numbers of hosts, and hosts with two ranks", ""]
+        lines += ["", "## Other numbers of hosts, hosts with two ranks, full size", ""]
         lines += _command(
-            "--profiles vgg16 --hosts 2 8",
-            "--profiles vgg16 --hosts 2 --ranks-per-host 2 --rates 1000 5000 --systems ddp ddp_fp16 "
+            "--profiles vgg16 --scale 0.1 --hosts 2 8",
+            "--profiles vgg16 --scale 0.1 --hosts 2 --ranks-per-host 2 --rates 1000 5000 --systems ddp ddp_fp16 "
             "bytegrad:hierarchical=True ...",
+            "--profiles vgg16 --hosts 2",
         )
         for case in others:
             lines += ["", f"**{case}**", "", *_table_of_case(outcomes[case])]
@@ -95,7 +111,7 @@ def _command(*options: str) -> list[str]:
 
 def best_ddp(outcomes: Sequence[Outcome]) -> Outcome:
     """The fastest of DDP's variants."""
-    return min((one for one in outcomes if one.system in DDP_HOOKS), key=lambda one: one.p50)
+    return min((one for one in outcomes if is_ddp(one)), key=lambda one: one.p50)
 
 
 def _named(outcomes: Sequence[Outcome]) -> dict[str, Outcome]:
@@ -110,15 +126,23 @@ def _table_of_rates(cases: Sequence[Sequence[Outcome]]) -> list[str]:
         "wire MB",
     ]
     rows = [head]
-    for system in _named(cases[0]):
+    for system in dict.fromkeys(one.system for outcomes in cases for one in outcomes):
         cells = []
         for outcomes in cases:
-            outcome = _named(outcomes)[system]
+            outcome = _named(outcomes).get(system)
+            if outcome is None:
+                cells.append("")
+                continue
             ratio = "" if system == ALONE else f" ({best_ddp(outcomes).p50 / outcome.p50:.2f})"
             cells.append(f"{report.three_digits(outcome.p50 * 1e3)}{ratio}")
-        wire = _named(cases[-1])[system].wire_bytes
+        wire = next(_named(outcomes)[system].wire_bytes for outcomes in reversed(cases) if system in _named(outcomes))
         rows.append([system, *cells, "" if system == ALONE else report.three_digits(wire / 1e6)])
+    rows.append(["spread", *(f"{_spread(outcomes):.1%}" for outcomes in cases), ""])
     return report.aligned(rows)
+
+
+def _spread(outcomes: Sequence[Outcome]) -> float:
+    return statistics.median((max(one.step_s) - min(one.step_s)) / one.p50 for one in outcomes)
 
 
 def _table_of_case(outcomes: Sequence[Outcome]) -> list[str]:
@@ -142,8 +166,9 @@ def _parts(studies: Sequence[Sequence[Outcome]]) -> list[str]:
     """What each part of the design gives: rows of ablation.py."""
     lines = ["## What overlap, buckets and the hierarchy of nodes give", ""]
     lines += [
-        "One of them switched off at a time, as in section 4.4 of the paper: messages leave when backward has ended;",
-        "every tensor is a message; every rank exchanges with every other, on its own host or not.",
+        "One of them switched off at a time, as in section 4.4 of the paper: gradients are copied into buckets, which",
+        "leave when backward has ended; every tensor is a message; every rank exchanges with every other, on its own",
+        "host or not.",
         "",
         "```sh",
         "sudo .venv/bin/python benchmarks/ablation.py",
@@ -176,8 +201,6 @@ def _when(cases: Sequence[Sequence[Outcome]]) -> list[str]:
         gains = [full.p50 / named[system].p50 for system in ("bytegrad", "qsgd:bits=4")]
         rows.append((wire_s / full.compute_s, full.case, gains))
     rows.sort(key=lambda row: row[0])
-    paying = [ratio for ratio, _, gains in rows if gains[0] >= _PAYS_FROM]
-    idle = [ratio for ratio, _, gains in rows if gains[0] < _PAYS_FROM]
     lines = ["## When not to use relaxations", ""]
     lines += [
         "Whether fewer bytes help is decided by one number: how long the float32 gradients take on the wire, seen from",
@@ -190,13 +213,21 @@ def _when(cases: Sequence[Sequence[Outcome]]) -> list[str]:
         [f"{ratio:.2f}", case.profile, str(case.rate_mbit), *(f"{gain:.2f}" for gain in gains)]
         for ratio, case, gains in rows
     ]
-    lines += [*report.aligned(cells), ""]
-    if idle and paying:
-        lines += [
-            f"`bytegrad` makes a step at least {_PAYS_FROM - 1:.0%} faster from a ratio of {min(paying):.2f} on, and",
-            f"not in cases up to {max(idle):.2f}. Below that, take `gradient_allreduce`: it rounds as float32 does,",
-            "and backward, two thirds of compute, hides its communication.",
-        ]
+    return [*lines, *report.aligned(cells), "", *verdict([(ratio, gains[0]) for ratio, _, gains in rows])]
+
+
+def verdict(gains: Sequence[tuple[float, float]]) -> list[str]:
+    """Where bytegrad pays always, where never and where it depends, from pairs (wire over compute, its gain)."""
+    at_least = f"`bytegrad` makes a step at least {_PAYS_FROM - 1:.0%} faster in"
+    pays = {ratio: gain >= _PAYS_FROM for ratio, gain in sorted(gains)}
+    if len(set(pays.values())) == 1:
+        return [f"{at_least} {'all' if all(pays.values()) else 'none'} of them."]
+    last_idle = max(ratio for ratio, pay in pays.items() if not pay)
+    first_paying = min(ratio for ratio, pay in pays.items() if pay)
+    lines = [f"{at_least} all cases above a ratio of {last_idle:.2f},", f"and in none below {first_paying:.2f}."]
+    if first_paying < last_idle:
+        lines.append("Between the two it depends on the model: on how much of it becomes ready late in backward.")
+    lines.append("Where it does not pay, take `gradient_allreduce`, which rounds as float32 does.")
     return lines
 
 

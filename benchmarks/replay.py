@@ -2,20 +2,20 @@
 
 Plays a model's profile on hosts with shaped links (network namespaces on this machine; needs root), under torch DDP on
 gloo in three precisions and under every algorithm of bagua: real tensors, real buckets, real communication, and a sleep
-in the place of compute. `--scale 0.1` shrinks tensors, so that 1 Gbit/s stands for 10 Gbit/s. All systems of a case run
-in the same processes, one after the other, compute alone first; `--turns` as often, so that what drifts meets all
-alike. Columns:
+in the place of compute. `--scale 0.1` shrinks tensors, so that 1 Gbit/s stands for 10 Gbit/s; buckets do not shrink
+with them, so DDP and bagua play with a tenth of their caps too. All systems of a case run in the same processes, one
+after the other, compute alone first; `--turns` as often, so that what drifts meets all alike. Columns:
 
     ratio            the best DDP's median over the system's
     exposed ms       step less compute alone
-    waiting ms       what bagua's own timeline says that a step waited
+    waiting ms       what bagua's own timeline says that a step waited, a mean
     wire MB          what a host's interface counted as sent per step; of a train of packets, one header
-    bound ms         what nobody can beat who sends these bytes: none leaves before the gradients of its bucket are
-                     ready, the wire runs at the link's rate, and compute is what it is
+    bound ms         what nobody can beat who sends these bytes: none leaves before its gradient is ready, the link is a
+                     token bucket of its rate, and compute is what it is
     of bound         step over bound
 
-    sudo .venv/bin/python benchmarks/replay.py [--profiles vgg16 bert_large] [--hosts 4] [--rates 1000] [--scale 0.1]
-        [--ranks-per-host 1] [--systems ddp bytegrad qsgd:bits=4 ...] [--turns 1] [--keep FILE] [--quick]
+    sudo .venv/bin/python benchmarks/replay.py [--profiles vgg16 bert_large] [--hosts 4] [--rates 1000] [--scale 1]
+        [--ranks-per-host 1] [--systems ddp bytegrad qsgd:bits=4 ...] [--turns 1] [--quick]
 
 A profile is a file of benchmarks/profiles/, or one that `bagua bench record` has made. Under a launcher (`bagua run ...
 benchmarks/replay.py`) it plays on the hosts that it is started on, for which `--rates` names the rate of their links.
@@ -24,17 +24,18 @@ benchmarks/replay.py`) it plays on the hosts that it is started on, for which `-
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import hosts
 import ranks
 import report
 import timing
-from replay_systems import ALONE, DDP_HOOKS, Result, bound_s, is_launched, measure, measure_here
+from replay_systems import ALONE, DDP_HOOKS, Result, Task, bound_s, is_launched, measure, measure_here, parse
+
+import bagua
 
 PROFILES = Path(__file__).parent / "profiles"
 SYSTEMS = (
@@ -50,7 +51,10 @@ SYSTEMS = (
     "local_sgd",
     "async",
 )
-# Profile and system at 4 hosts, 1 Gbit/s, scale 0.1: the best DDP's time over ours, and ours over the bound.
+_SHRUNK = ("ddp", "ddp_fp16", "gradient_allreduce", "bytegrad", "qsgd:bits=4")
+_CAP_MIB = 25  # of a bucket, torch's default and bagua's
+# Profile and system at 4 hosts, 1 Gbit/s, scale 0.1: the time of the best DDP as it comes over ours, and ours over the
+# bound.
 BARS = {
     ("vgg16", "gradient_allreduce"): (1.0, 1.08),
     ("vgg16", "bytegrad"): (2.1, 1.15),
@@ -72,6 +76,10 @@ class Case:
     num_hosts: int
     ranks_per_host: int
     rate_mbit: int
+
+    def task(self, systems: Sequence[str], samples: int, turns: int) -> Task:
+        """What a rank does in it."""
+        return Task(str(self.path), self.scale, self.rate_mbit, list(systems), samples, turns)
 
     def __str__(self) -> str:
         ranks_each = f" x {self.ranks_per_host} ranks" if self.ranks_per_host > 1 else ""
@@ -105,30 +113,35 @@ class Outcome:
         return statistics.median(self.step_s)
 
 
-def run(case: Case, systems: Sequence[str], blocks: int, turns: int = 1) -> list[Outcome]:
+def systems_of(scale: float) -> tuple[str, ...]:
+    """All systems as they come; of a smaller model also some whose buckets shrink along."""
+    if scale >= 1:
+        return SYSTEMS
+    shrunk = []
+    for system in _SHRUNK:
+        is_ddp = system in DDP_HOOKS
+        cap = f"bucket_cap_mb={_CAP_MIB * scale:g}" if is_ddp else f"bucket_bytes={int(_CAP_MIB * 2**20 * scale)}"
+        shrunk.append(f"{system}{',' if ':' in system else ':'}{cap}")
+    return (*SYSTEMS, *shrunk)
+
+
+def run(case: Case, systems: Sequence[str], samples: int, turns: int = 1) -> list[Outcome]:
     """Makes the hosts, starts the ranks, and merges what they measured; compute alone first."""
-    options = {
-        "profile": str(case.path),
-        "scale": case.scale,
-        "systems": list(systems),
-        "blocks": blocks,
-        "turns": turns,
-    }
     with hosts.hosts(case.num_hosts, case.rate_mbit) as prefixes:
         per_rank = ranks.run(
             case.num_hosts * case.ranks_per_host,
-            options,
+            asdict(case.task(systems, samples, turns)),
             env={"GLOO_SOCKET_IFNAME": "eth0", "BAGUA_SOCKET_IFNAME": "eth0"},
             prefixes=prefixes,
             ranks_per_prefix=case.ranks_per_host,
             master_addr=hosts.address(0),
             timeout_s=3600,
         )
-    return outcomes_of(case, per_rank)
+    return outcomes_of(case, per_rank, hosts.BURST_BYTES)
 
 
-def outcomes_of(case: Case, per_rank: Sequence[Sequence[dict]]) -> list[Outcome]:
-    """From every rank's results to one per system."""
+def outcomes_of(case: Case, per_rank: Sequence[Sequence[dict]], burst_bytes: float) -> list[Outcome]:
+    """From every rank's results to one per system; links carry `burst_bytes` at once."""
     outcomes: list[Outcome] = []
     for of_system in zip(*per_rank, strict=True):
         results = [Result(**one) for one in of_system]
@@ -137,16 +150,21 @@ def outcomes_of(case: Case, per_rank: Sequence[Sequence[dict]]) -> list[Outcome]
         first.wire_bytes = max(result.wire_bytes for result in results)
         compute_s = outcomes[0].p50 if outcomes else statistics.median(step_s)
         waiting = [result.waiting_s for result in results if result.waiting_s is not None]
-        bound = bound_s(first, compute_s, case.rate_mbit)
+        bound = bound_s(first, compute_s, case.rate_mbit, burst_bytes)
         waiting_s = max(waiting, default=None)
         outcomes.append(Outcome(case, first.system, step_s, compute_s, bound, first.wire_bytes, waiting_s))
     return outcomes
 
 
+def is_ddp(outcome: Outcome) -> bool:
+    """Whether it is one of torch's, with whatever options."""
+    return parse(outcome.system)[0] in DDP_HOOKS
+
+
 def rows_of(outcomes: Sequence[Outcome]) -> list[report.Row]:
     """Compared to the best DDP of the case, where one was measured."""
     rows = {outcome.system: report.Row(outcome.system, outcome.step_s) for outcome in outcomes}
-    best = min((rows[name] for name in DDP_HOOKS if name in rows), key=lambda row: row.p50, default=None)
+    best = min((rows[one.system] for one in outcomes if is_ddp(one)), key=lambda row: row.p50, default=None)
     for outcome in outcomes:
         row = rows[outcome.system]
         row.baseline = best if row is not best and outcome.system != ALONE else None
@@ -188,7 +206,7 @@ def bars_of(outcomes: Sequence[Outcome]) -> list[str]:
         ours = by_name[system]
         reached = (min(baselines) / ours.p50, ours.p50 / ours.bound_s)
         is_met = reached[0] >= ratio and reached[1] <= of_bound
-        beside = "DDP" if system == "gradient_allreduce" else "the best DDP"
+        beside = "DDP" if system == "gradient_allreduce" else "the best DDP as it comes"
         lines.append(
             f"- {profile}, {system}: {reached[0]:.2f} times as fast as {beside} (bar {ratio}), {reached[1]:.2f} of its "
             f"bound (bar {of_bound}): {'met' if is_met else 'MISSED'}"
@@ -205,31 +223,39 @@ def add_case(result: report.Report, outcomes: Sequence[Outcome]) -> None:
         result.say(*bars)
 
 
-def keep(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Appends outcomes to a file of lines of JSON, from which performance_report.py draws."""
-    with path.open("a") as file:
-        file.writelines(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes)
-
-
-def arguments() -> argparse.ArgumentParser:
-    """The options."""
+def _arguments() -> argparse.Namespace:
+    """The options, after what is wrong with them was said."""
     parser = report.parser(__doc__)
     parser.add_argument("--profiles", nargs="+", default=["vgg16", "bert_large"], help="names, or files")
-    parser.add_argument("--hosts", nargs="+", type=int, default=[4])
-    parser.add_argument("--ranks-per-host", type=int, default=1)
+    parser.add_argument("--hosts", nargs="+", type=int, help="how many; 4")
+    parser.add_argument("--ranks-per-host", type=int, help="1")
     parser.add_argument("--rates", nargs="+", type=int, default=[1000], help="Mbit/s of every host's link")
-    parser.add_argument("--scale", type=float, default=0.1, help="of the tensors' sizes")
-    parser.add_argument("--systems", nargs="+", default=SYSTEMS, help="ddp, ddp_fp16, ddp_bf16, or an algorithm")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the tensors' sizes")
+    parser.add_argument("--systems", nargs="+", help="ddp, ddp_fp16, ddp_bf16, or an algorithm; all of them")
     parser.add_argument("--turns", type=int, default=1, help="how often all systems are measured")
-    parser.add_argument("--keep", type=Path, help="append what was measured to this file, as lines of JSON")
-    return parser
+    args = parser.parse_args()
+    if is_launched() and (args.hosts or args.ranks_per_host or len(args.rates) > 1):
+        parser.error("under a launcher the hosts are those that there are; pass one of --rates, that of their links")
+    known = (*DDP_HOOKS, *bagua.algorithms.available())
+    unknown = [system for system in args.systems or () if parse(system)[0] not in known]
+    if unknown:
+        parser.error(f"--systems has {', '.join(unknown)}; expected {', '.join(known)}, with or without options")
+    missing = [profile for profile in args.profiles if not Case(profile, 1, 1, 1, 1).path.exists()]
+    if missing:
+        names = ", ".join(sorted(path.stem for path in PROFILES.glob("*.json")))
+        parser.error(f"--profiles has {', '.join(missing)}; expected a file, or one of {names}")
+    if min(args.scale, args.turns, *args.rates) <= 0:
+        parser.error("--scale, --turns and --rates must be more than 0")
+    args.hosts, args.ranks_per_host = args.hosts or [4], args.ranks_per_host or 1
+    args.systems = args.systems or systems_of(args.scale)
+    return args
 
 
 def main() -> None:
-    args = arguments().parse_args()
-    blocks = 2 if args.quick else 7
+    args = _arguments()
+    samples = 3 if args.quick else 7
     if is_launched():
-        _main_of_rank(args, blocks)
+        _main_of_rank(args, samples)
         return
     reason = hosts.why_not()
     if reason is not None:
@@ -244,11 +270,9 @@ def main() -> None:
     ]
     everything = []
     for case in cases:
-        outcomes = run(case, args.systems, blocks, args.turns)
+        outcomes = run(case, args.systems, samples, args.turns)
         everything.append(outcomes)
         add_case(result, outcomes)
-        if args.keep is not None:
-            keep(args.keep, outcomes)
     figure, axes = report.subplots(len(cases))
     for axis, outcomes in zip(axes, everything, strict=True):
         report.bars(axis, rows_of(outcomes), str(outcomes[0].case), "ms per step", 1e3)
@@ -258,17 +282,16 @@ def main() -> None:
     result.write(figure)
 
 
-def _main_of_rank(args: argparse.Namespace, blocks: int) -> None:
+def _main_of_rank(args: argparse.Namespace, samples: int) -> None:
     """On a rank that a launcher has started: the network is the one that is there; rank 0 reports."""
-    rate = args.rates[0]
-    for profile in args.profiles:
-        path = str(Case(profile, args.scale, 1, 1, rate).path)
-        place, per_rank = measure_here(path, args.scale, args.systems, blocks, args.turns)
-        if place.rank == 0:
-            case = Case(profile, args.scale, place.num_hosts, place.ranks_per_host, rate)
-            result = report.Report(__file__, "a model's step under every algorithm, on these hosts", args)
-            add_case(result, outcomes_of(case, per_rank))
-            result.write()
+    cases = [Case(profile, args.scale, 1, 1, args.rates[0]) for profile in args.profiles]
+    place, per_case = measure_here([case.task(args.systems, samples, args.turns) for case in cases])
+    if place.rank == 0:
+        result = report.Report(__file__, "a model's step under every algorithm, on these hosts", args)
+        for case, per_rank in zip(cases, per_case, strict=True):
+            here = replace(case, num_hosts=place.num_hosts, ranks_per_host=place.ranks_per_host)
+            add_case(result, outcomes_of(here, per_rank, 0))
+        result.write()
 
 
 if __name__ == "__main__":

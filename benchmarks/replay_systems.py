@@ -1,19 +1,21 @@
 """What replay.py measures on a rank: one model under every system, torch's and ours, and the bound for each.
 
-A system is named as it is chosen: `ddp`, `ddp_fp16`, `ddp_bf16`, or an algorithm with options, `qsgd:bits=4`. Compute
-is a sleep, so the optimizer is one that does nothing (a device's); `qadam` alone brings its own, whose time counts.
-With `overlap=False` among the options an algorithm that exchanges gradients begins when backward has ended.
+A system is named as it is chosen: `ddp`, `ddp_fp16`, `ddp_bf16`, or an algorithm, with options: `qsgd:bits=4`,
+`ddp:bucket_cap_mb=2.5`. Compute is a sleep, so the optimizer is one that does nothing (a device's); `qadam` alone
+brings its own, whose time counts. With `overlap=False` among the options an algorithm that exchanges gradients copies
+them into its buckets and begins when backward has ended.
 """
 
 from __future__ import annotations
 
 import ast
 import gc
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,7 +44,10 @@ DDP_HOOKS: dict[str, Callable | None] = {
 }
 # Of those that exchange weights, what may pass while compute goes on; the others' whole exchange is waited for.
 _UNDER_COMPUTE = ("decentralized", "async")
-_ENOUGH_S = 8.0  # of blocks, where a link is slow
+_ENOUGH_S = 8.0  # of samples, where a link is slow
+_LONG_STEP_S = 0.5  # a sample is one step from here on; shorter ones are taken together, since ranks begin them apart
+_SHORT_STEPS = 4
+_ROUNDS = 4  # of async: a sample each
 
 
 class NoOptimizer(torch.optim.Optimizer):
@@ -62,18 +67,18 @@ class Result:
     Attributes:
         system: its name.
         step_s: seconds per step, a sample per block of steps.
-        wire_bytes: bytes per step that this rank's host has sent, headers and all.
-        waiting_s: what our own timeline says that a step waited, a median; None for DDP.
-        buckets: of what is exchanged under backward, in the order of sending: when the last gradient of each becomes
-            ready, in seconds from the begin of a step without communication, and its part of all bytes.
-        overlap: what of the step an exchange may go on under: "backward" as the buckets say, "step", or "nothing".
+        wire_bytes: bytes per step that this rank's host has sent.
+        waiting_s: what our own timeline says that a step waited, a mean; None for DDP.
+        ready: of what is exchanged under backward, in this order: when each gradient becomes ready, in seconds from the
+            begin of a step without communication, and its part of all bytes.
+        overlap: what of the step an exchange may go on under: "backward" as gradients come, "step", or "nothing".
     """
 
     system: str
     step_s: list[float]
     wire_bytes: float
     waiting_s: float | None = None
-    buckets: list[tuple[float, float]] = field(default_factory=list)
+    ready: list[tuple[float, float]] = field(default_factory=list)
     overlap: str = "backward"
 
 
@@ -104,59 +109,92 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def measure(profile: str, scale: float, systems: Sequence[str], blocks: int, turns: int) -> list[dict]:
-    """On a rank: `Result`s as dicts, compute alone first."""
+@dataclass(frozen=True)
+class Task:
+    """What every rank measures.
+
+    Attributes:
+        profile: a file.
+        scale: of the tensors.
+        rate_mbit: of every host's link.
+        systems: names; compute alone comes before them.
+        samples: of each, at most.
+        turns: how often all of them are measured.
+    """
+
+    profile: str
+    scale: float
+    rate_mbit: float
+    systems: Sequence[str]
+    samples: int
+    turns: int = 1
+
+
+def measure(**task: Any) -> list[dict]:
+    """On a rank: `Result`s of a `Task` as dicts, compute alone first."""
     initialise(timeout_s=300)
-    results = _measure_all(profile, scale, systems, blocks, turns)
+    results = _measure_all(Task(**task))
     destroy()
     return results
 
 
-def measure_here(
-    profile: str, scale: float, systems: Sequence[str], blocks: int, turns: int
-) -> tuple[Place, list[list[dict]]]:
-    """On a rank of a launcher: what all ranks have measured, by rank."""
+def measure_here(tasks: Sequence[Task]) -> tuple[Place, list[list[list[dict]]]]:
+    """On a rank of a launcher: what all ranks have measured, by task and rank."""
     initialise(timeout_s=300)
     local = bagua.get_local_world_size()
     place = Place(bagua.get_rank(), bagua.get_world_size() // local, local)
-    per_rank = bagua.all_gather_object(_measure_all(profile, scale, systems, blocks, turns))
+    if place.num_hosts > 1 and "BAGUA_SOCKET_IFNAME" not in os.environ:
+        raise SystemExit("replay: set BAGUA_SOCKET_IFNAME: the bytes of that interface are counted")
+    per_task = [bagua.all_gather_object(_measure_all(task)) for task in tasks]
     destroy()
-    return place, per_rank
+    return place, per_task
 
 
-def _measure_all(profile: str, scale: float, systems: Sequence[str], blocks: int, turns: int) -> list[dict]:
+def _measure_all(task: Task) -> list[dict]:
     torch.manual_seed(bagua.get_rank())
-    model = SleepingModel(Profile.load(profile).scaled(scale))
+    model = SleepingModel(Profile.load(task.profile).scaled(task.scale))
     ready = _ready_times(model)
-    results: dict[str, Result] = {}
-    for _ in range(turns):
-        for system in (ALONE, *systems):
-            result = _measure(system, model, ready, blocks)
-            earlier = results.setdefault(system, result)
-            if earlier is not result:
-                earlier.step_s += result.step_s
-    return [asdict(result) for result in results.values()]
+    results: dict[str, list[Result]] = {}
+    for _ in range(task.turns):
+        for system in (ALONE, *task.systems):
+            results.setdefault(system, []).append(_measure(system, model, ready, task))
+    return [asdict(_merged(of_turns)) for of_turns in results.values()]
 
 
-def _measure(system: str, model: SleepingModel, ready: dict[int, float], blocks: int) -> Result:
+def _merged(of_turns: Sequence[Result]) -> Result:
+    waiting = [result.waiting_s for result in of_turns if result.waiting_s is not None]
+    return replace(
+        of_turns[0],
+        step_s=[sample for result in of_turns for sample in result.step_s],
+        wire_bytes=statistics.mean(result.wire_bytes for result in of_turns),
+        waiting_s=statistics.mean(waiting) if waiting else None,
+    )
+
+
+def _measure(system: str, model: SleepingModel, ready: dict[int, float], task: Task) -> Result:
     step = _step_of(system, model)
     handle = getattr(model, "bagua", None)
     options = handle.algorithm.options() if handle is not None else {}
-    # What is not done in every step is done once in a block.
-    block = max(2, options.get("sync_every", 1), options.get("interval", 1))
-    samples, wire_bytes = _time(step, block, blocks)
-    result = Result(system, samples, wire_bytes)
-    if handle is None:
-        in_order = sorted(model.parameters(), key=lambda p: ready[id(p)])
-        result.buckets = _parts([([p], p.numel()) for p in in_order], ready)
+    name = parse(system)[0]
+    if name == "async":
+        round_bytes = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+        round_s = max(options["sync_interval"], round_bytes * 8 / (task.rate_mbit * 1e6))
+        step_s, wire_bytes, num_steps = _time_rounds(step, math.ceil(round_s / max(ready.values())))
     else:
-        if handle.algorithm.exchanges == "gradients":
-            result.buckets = _parts([([m.parameter for m in b.members], b.num_bytes) for b in handle.buckets], ready)
-        else:
-            result.overlap = "step" if handle.algorithm.name in _UNDER_COMPUTE else "nothing"
-        records = handle.timeline().steps[-block * len(samples) :]
+        # What is not done in every step is done once in a sample.
+        period = max(options.get("sync_every", 1), options.get("interval", 1))
+        step_s, wire_bytes, num_steps = _time(step, period, task.samples)
+    result = Result(system, step_s, wire_bytes)
+    if handle is None or handle.algorithm.exchanges == "gradients":
+        numel = sum(p.numel() for p in model.parameters())
+        in_order = sorted(model.parameters(), key=lambda p: ready[id(p)])
+        result.ready = [(ready[id(p)], p.numel() / numel) for p in in_order]
+    else:
+        result.overlap = "step" if name in _UNDER_COMPUTE else "nothing"
+    if handle is not None:
+        records = handle.timeline().steps[-num_steps:]
         if records:
-            result.waiting_s = statistics.median(record.exposed_ns / 1e9 for record in records)
+            result.waiting_s = statistics.mean(record.exposed_ns / 1e9 for record in records)
         handle.remove()
     del step  # DDP's hooks go with it
     gc.collect()
@@ -172,7 +210,8 @@ def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
     optimizer: torch.optim.Optimizer = NoOptimizer(parameters)
     forward: torch.nn.Module = model
     if name in DDP_HOOKS:
-        forward = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
+        options = {"gradient_as_bucket_view": True, "init_sync": False, **options}
+        forward = torch.nn.parallel.DistributedDataParallel(model, **options)
         if DDP_HOOKS[name] is not None:
             forward.register_comm_hook(None, DDP_HOOKS[name])
     elif name != ALONE:
@@ -198,29 +237,35 @@ def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
     return step if overlaps else step_in_turn
 
 
-def _time(step: Callable[[], None], block: int, blocks: int) -> tuple[list[float], float]:
-    """Seconds per step, a sample per block of steps, and the bytes per step that this host has sent."""
+def _time(step: Callable[[], None], period: int, samples: int) -> tuple[list[float], float, int]:
+    """Seconds per step, samples of one or more periods; bytes per step that this host has sent; the number of steps."""
+    _seconds_of(step, period)  # connections; buckets are laid out anew after the first step
+    took_s = bagua.broadcast_object(_seconds_of(step, period), 0)
+    block = period if took_s >= _LONG_STEP_S else max(period, _SHORT_STEPS)
+    samples = min(samples, max(3, round(_ENOUGH_S / (took_s * block / period))))
+    return _samples(step, block, samples)
 
-    def run_block() -> float:
-        begin = time.perf_counter()
-        for _ in range(block):
-            step()
-        return time.perf_counter() - begin
 
-    run_block()  # connections; buckets are laid out anew after the first step
+def _time_rounds(step: Callable[[], None], block: int) -> tuple[list[float], float, int]:
+    """The same of steps in whose background rounds go on: a sample is as many steps as a round takes, at least."""
+    _seconds_of(step, block)
+    return _samples(step, block, _ROUNDS)
+
+
+def _samples(step: Callable[[], None], block: int, samples: int) -> tuple[list[float], float, int]:
     bagua.barrier()
     sent_before = _interface_bytes()
-    samples = [run_block() / block]
-    took_s = bagua.broadcast_object(samples[0] * block, 0)
-    blocks = min(blocks, max(2, round(_ENOUGH_S / took_s)))
-    samples += [run_block() / block for _ in range(blocks - 1)]
+    step_s = [_seconds_of(step, block) / block for _ in range(samples)]
     bagua.barrier()
-    return samples, (_interface_bytes() - sent_before) / (block * blocks)
+    num_steps = block * samples
+    return step_s, (_interface_bytes() - sent_before) / num_steps, num_steps
 
 
-def _parts(buckets: Sequence[tuple[Sequence[torch.Tensor], int]], ready: dict[int, float]) -> list[tuple[float, float]]:
-    total = sum(size for _, size in buckets)
-    return [(max(ready[id(p)] for p in parameters), size / total) for parameters, size in buckets]
+def _seconds_of(step: Callable[[], None], times: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(times):
+        step()
+    return time.perf_counter() - begin
 
 
 def _ready_times(model: SleepingModel) -> dict[int, float]:
@@ -252,18 +297,23 @@ def _interface_bytes() -> int:
     return total
 
 
-def bound_s(result: Result, compute_s: float, rate_mbit: float) -> float:
+def bound_s(result: Result, compute_s: float, rate_mbit: float, burst_bytes: float) -> float:
     """What no implementation can beat that sends these bytes: seconds per step.
 
-    A byte of a bucket leaves when the bucket's gradients are ready, not before; the link carries `rate_mbit`; compute
-    takes what it takes.
+    No byte of a gradient leaves before the gradient is ready, whatever the buckets; compute takes what it takes; the
+    link is a token bucket: it carries `rate_mbit`, and at once what it did not carry before, up to `burst_bytes`.
     """
-    wire_s = result.wire_bytes * 8 / (rate_mbit * 1e6)
+    bytes_per_s = rate_mbit * 1e6 / 8
     if result.overlap == "nothing":
-        return compute_s + wire_s
+        return compute_s + max(0.0, result.wire_bytes - burst_bytes) / bytes_per_s
     if result.overlap == "step":
-        return max(compute_s, wire_s)
-    at = 0.0
-    for ready_s, part in result.buckets:
-        at = max(at, ready_s) + part * wire_s
+        return max(compute_s, result.wire_bytes / bytes_per_s)
+    at, tokens = 0.0, burst_bytes
+    for ready_s, part in result.ready:
+        if ready_s > at:
+            tokens = min(burst_bytes, tokens + (ready_s - at) * bytes_per_s)
+            at = ready_s
+        from_burst = min(tokens, part * result.wire_bytes)
+        tokens -= from_burst
+        at += (part * result.wire_bytes - from_burst) / bytes_per_s
     return max(at, compute_s)

@@ -1,0 +1,148 @@
+"""The arithmetic behind docs/performance.md, on cases made by hand."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _benchmarks_on_path():
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+def outcome(system, step_ms, profile="vgg16", rate_mbit=1000, bound_ms=1.0, compute_ms=100.0, wire_bytes=0.0):
+    from replay import Case, Outcome
+
+    case = Case(profile, 0.1, 4, 1, rate_mbit)
+    return Outcome(case, system, [step_ms / 1e3], compute_ms / 1e3, bound_ms / 1e3, wire_bytes, None)
+
+
+# ---- the bound
+
+
+def drained(ready, wire_bytes, bytes_per_s, burst_bytes):
+    """A link in ticks of 10 us: each tick adds tokens, and what is ready leaves while there are any."""
+    tick_s = 1e-5
+    tokens, waiting, at, next_part = burst_bytes, 0.0, 0.0, 0
+    while next_part < len(ready) or waiting > 1e-6:
+        while next_part < len(ready) and ready[next_part][0] <= at:
+            waiting += ready[next_part][1] * wire_bytes
+            next_part += 1
+        sent = min(tokens, waiting)
+        waiting -= sent
+        tokens = min(burst_bytes, tokens - sent + bytes_per_s * tick_s)
+        at += tick_s
+    return at
+
+
+@pytest.mark.parametrize("burst_bytes", [2_000, 50_000])
+def test_the_bound_is_when_a_token_bucket_has_sent_all(burst_bytes):
+    from replay_systems import Result, bound_s
+
+    draw = random.Random(burst_bytes)
+    for _ in range(20):
+        parts = [draw.random() for _ in range(draw.randint(1, 6))]
+        ready = sorted((draw.uniform(0, 0.1), part / sum(parts)) for part in parts)
+        wire_bytes, rate_mbit = draw.uniform(1e4, 2e6), draw.choice([40, 160])
+        result = Result("ddp", [0.2], wire_bytes, ready=ready)
+        expected = max(0.1, drained(ready, wire_bytes, rate_mbit * 1e6 / 8, burst_bytes))
+        assert bound_s(result, 0.1, rate_mbit, burst_bytes) == pytest.approx(expected, abs=2e-4)
+
+
+def test_the_bound_of_weights():
+    from replay_systems import Result, bound_s
+
+    def bound_ms(overlap, wire_bytes):
+        return 1e3 * bound_s(Result("", [], wire_bytes, overlap=overlap), 0.1, 8, 10_000)  # 1,000 bytes per ms
+
+    assert bound_ms("nothing", 60_000) == pytest.approx(150)  # 10,000 pass at once
+    assert bound_ms("nothing", 5_000) == pytest.approx(100)
+    assert bound_ms("step", 60_000) == pytest.approx(100)
+    assert bound_ms("step", 250_000) == pytest.approx(250)
+
+
+# ---- systems and outcomes
+
+
+def test_names_of_systems():
+    from replay import SYSTEMS, is_ddp, systems_of
+    from replay_systems import parse
+
+    assert parse("qsgd:bits=4,error_feedback=True,codec=bf16") == (
+        "qsgd",
+        {"bits": 4, "error_feedback": True, "codec": "bf16"},
+    )
+    assert parse("ddp") == ("ddp", {})
+    assert systems_of(1.0) == SYSTEMS
+    shrunk = systems_of(0.1)[len(SYSTEMS) :]
+    assert "ddp_fp16:bucket_cap_mb=2.5" in shrunk and "qsgd:bits=4,bucket_bytes=2621440" in shrunk
+    assert is_ddp(outcome("ddp_fp16:bucket_cap_mb=2.5", 1)) and not is_ddp(outcome("bytegrad", 1))
+
+
+def test_outcomes_are_those_of_the_slowest_rank():
+    from dataclasses import asdict
+
+    from replay import Case, outcomes_of
+    from replay_systems import ALONE, Result
+
+    per_rank = [
+        [asdict(Result(ALONE, [0.1, 0.1], 0)), asdict(Result("bytegrad", [0.2, 0.5], 100.0, 0.01, [(0.05, 1.0)]))],
+        [asdict(Result(ALONE, [0.1, 0.1], 0)), asdict(Result("bytegrad", [0.3, 0.4], 300.0, 0.02, [(0.05, 1.0)]))],
+    ]
+    alone, bytegrad = outcomes_of(Case("vgg16", 0.1, 2, 1, 1), per_rank, 0)
+    assert alone.compute_s == bytegrad.compute_s == 0.1
+    assert bytegrad.step_s == [0.3, 0.5] and bytegrad.wire_bytes == 300 and bytegrad.waiting_s == 0.02
+    assert bytegrad.bound_s == pytest.approx(0.1)  # 300 bytes take 2.4 ms at 1 Mbit/s, from 50 ms on
+
+
+def test_bars():
+    from replay import bars_of
+
+    outcomes = [outcome("compute alone", 100), outcome("ddp", 500), outcome("ddp_fp16", 421)]
+    outcomes += [outcome("ddp_fp16:bucket_cap_mb=2.5", 300), outcome("gradient_allreduce", 490, bound_ms=470)]
+    outcomes += [outcome("bytegrad", 200, bound_ms=190), outcome("qsgd:bits=4", 150, bound_ms=120)]
+    full, bytegrad, qsgd = bars_of(outcomes)
+    assert "gradient_allreduce: 1.02 times as fast as DDP" in full and full.endswith("met")
+    assert "bytegrad: 2.10 times as fast as the best DDP as it comes" in bytegrad and bytegrad.endswith(": met")
+    assert "1.25 of its bound (bar 1.15)" in qsgd and qsgd.endswith("MISSED")
+    hidden = [outcome(system, ms, "resnet50", 5000) for system, ms in (("bytegrad", 104), ("qsgd:bits=4", 106))]
+    met, missed = bars_of(hidden)
+    assert "1.040 of compute alone" in met and met.endswith(": met") and missed.endswith("MISSED")
+    assert bars_of([outcome("bytegrad", 200, rate_mbit=500)]) == []
+
+
+# ---- what performance.py keeps and concludes
+
+
+def test_the_verdict_says_where_it_depends():
+    from performance_report import verdict
+
+    assert "in all of them" in verdict([(0.2, 1.1), (3.0, 2.0)])[0]
+    assert "in none of them" in verdict([(0.2, 1.0)])[0]
+    apart = "\n".join(verdict([(0.2, 1.0), (0.4, 1.0), (1.5, 1.3), (3.0, 2.0)]))
+    assert "all cases above a ratio of 0.40" in apart and "none below 1.50" in apart and "depends" not in apart
+    mixed = "\n".join(verdict([(0.2, 1.0), (0.5, 1.2), (0.7, 1.0), (3.0, 2.0)]))
+    assert "all cases above a ratio of 0.70" in mixed and "none below 0.50" in mixed and "depends" in mixed
+
+
+def test_what_is_kept_is_of_one_commit(tmp_path, monkeypatch):
+    import performance
+
+    facts = {"date": "today", "machine": "m", "versions": "v", "commit": "c"}
+    monkeypatch.setattr(performance, "_facts", lambda: dict(facts))
+    path = tmp_path / "new folder" / "kept.jsonl"
+    measured = [outcome("compute alone", 100), outcome("bytegrad", 200)]
+    assert performance._Kept(path).get("a case", lambda: measured) == measured
+    again = performance._Kept(path)
+    assert again.get("a case", lambda: pytest.fail("it was measured")) == measured and again.facts() == facts
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 1
+    facts["commit"] = "d"
+    with pytest.raises(SystemExit, match="figures of another commit, c; here it is d"):
+        performance._Kept(path)
