@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .errors import InvalidArgument
-from .profiles import record
+from .profiles import check_repetitions, record
 
 __all__ = ["main"]
 
@@ -47,7 +48,19 @@ def _load(target: str) -> Callable[[], Any]:
     return function
 
 
+def _check_out(out: Path) -> None:
+    """Raises InvalidArgument where no file can be written, before anything is measured for it."""
+    if out.is_dir():
+        raise InvalidArgument(f"--out is the folder {out}, expected a file, such as {out / 'profile.json'}")
+    if not out.parent.is_dir():
+        raise InvalidArgument(f"--out is {out}, but there is no folder {out.parent}; make it, or name another one")
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise InvalidArgument(f"--out is {out}, which may not be written; name a file in a folder of your own")
+
+
 def _record(args: argparse.Namespace) -> None:
+    check_repetitions(args.repetitions)
+    _check_out(args.out)
     made = _load(args.target)()
     if not isinstance(made, tuple) or len(made) != 2 or not callable(made[1]):
         raise InvalidArgument(f"{args.target} returned {type(made).__name__}, expected (model, loss of the model)")
@@ -66,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="record")
     recorder = commands.add_parser("record", help="measure a model's layers", description=__doc__.split("\n\n")[0])
     recorder.add_argument("target", help=_TARGET)
-    recorder.add_argument("--out", type=Path, required=True, help="the profile, a JSON file")
+    recorder.add_argument("--out", type=Path, required=True, help="the profile, a JSON file in a folder that exists")
     recorder.add_argument("--name", default="", help="of the model; its class by default")
     recorder.add_argument("--source", default="", help="a line on the figures; the device by default")
     recorder.add_argument("--repetitions", type=int, default=5, help="steps of which the median counts")

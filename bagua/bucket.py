@@ -198,12 +198,14 @@ class BucketStorage:
     Args:
         named_parameters: (name, parameter), each once, all of them fit for ``check_parameter``.
         group: allocates the memory; every rank makes the same call.
-        bucket_bytes: cap of a bucket.
+        bucket_bytes: cap of a bucket, in bytes.
+        small_bucket_bytes: what no cap goes below, the first bucket's and the last one's. Caps double after the first
+            and halve towards the last: it leaves early, and little is left to send when backward ends. Where all
+            weights are ready at once, ``bucket_bytes``: then all caps are alike, and messages as few as can be.
         bucket_class: ``Algorithm.bucket_class``; parameters of different classes share no bucket.
         optimizer_of: which optimizer steps a parameter, by its id; parameters of different ones share no bucket.
         order: expected ready order as indices into ``named_parameters``; the default is last to first.
         memory: the memory of an earlier storage of the same parameters, used again.
-
     """
 
     def __init__(
@@ -212,6 +214,7 @@ class BucketStorage:
         group: ProcessGroup,
         *,
         bucket_bytes: int,
+        small_bucket_bytes: int,
         bucket_class: Callable[[torch.nn.Parameter], Hashable],
         optimizer_of: Mapping[int, int] | None = None,
         order: Sequence[int] | None = None,
@@ -222,7 +225,7 @@ class BucketStorage:
         self.buckets: tuple[Bucket, ...] = ()
         self.views: list[torch.Tensor] = []
         self.order: list[int] = []
-        self._bucket_bytes = bucket_bytes
+        self._caps_bytes = (small_bucket_bytes, bucket_bytes)
         optimizer_of = {} if optimizer_of is None else optimizer_of
         kinds = [(p.dtype, bucket_class(p), optimizer_of.get(id(p))) for p in self.parameters]
         self._kinds, self._keys = _number(kinds)
@@ -259,10 +262,7 @@ class BucketStorage:
     def _make_plan(self, order: Sequence[int]) -> Any:
         numels = [parameter.numel() for parameter in self.parameters]
         item_bytes = [parameter.element_size() for parameter in self.parameters]
-        small_bucket_bytes = min(SMALL_BUCKET_BYTES, self._bucket_bytes)
-        return _C.BucketPlan(
-            numels, item_bytes, self._keys, list(order), small_bucket_bytes, self._bucket_bytes, ALIGN_BYTES
-        )
+        return _C.BucketPlan(numels, item_bytes, self._keys, list(order), *self._caps_bytes, ALIGN_BYTES)
 
     def _slice(self, plan: Any) -> tuple[Bucket, ...]:
         buckets = []

@@ -18,7 +18,7 @@ import torch
 from bagua import algorithms
 from bagua.agreement import agree, check_model, check_types, describe_model, optimizers_of_parameters
 from bagua.algorithms import Algorithm
-from bagua.bucket import DEFAULT_BUCKET_BYTES, BucketStorage
+from bagua.bucket import DEFAULT_BUCKET_BYTES, SMALL_BUCKET_BYTES, BucketStorage
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup
 from bagua.handle import BaguaHandle, check_unused, handle_of, other_parameter_ids
@@ -57,8 +57,10 @@ def with_bagua(
             exchange weights need all of them.
         algorithm: a name from ``bagua.algorithms.available()``, or an instance.
         group: the ranks to train with; all by default.
-        bucket_bytes: gradients travel in messages of at most this size, 25 MiB by default (a larger tensor is one
-            message).
+        bucket_bytes: gradients, or weights, travel in messages of at most this size, 25 MiB by default (a larger
+            tensor is one message). Where gradients are exchanged the first message is smaller, 512 KiB at most, so that
+            it leaves early; those after it grow, each up to what went before, and the last ones shrink, each to half of
+            what is left.
         find_unused_parameters: a backward may leave parameters out, even all. Costs one small message per step. Then
             whatever runs backward from the model's output takes part, ``torch.autograd.grad`` too: all ranks do it.
         broadcast_buffers: whether rank 0's buffers are sent before each training forward outside no_sync. By default
@@ -142,7 +144,7 @@ class DistributedDataParallel(torch.nn.Module):
         module: the module to train, with its parameters on the CPU.
         broadcast_buffers: as in :func:`bagua.with_bagua`.
         process_group: a bagua group; all ranks by default.
-        bucket_cap_mb: cap of a bucket in MiB, 25 by default.
+        bucket_cap_mb: ``bucket_bytes`` of :func:`bagua.with_bagua` in MiB, 25 by default.
         find_unused_parameters: a backward may leave parameters out.
         gradient_as_bucket_view: either value; gradients are views in any case, which costs no copy.
         algorithm, optimizers, options: as in :func:`bagua.with_bagua`.
@@ -248,6 +250,7 @@ def _make_storage(
         trainable,
         group,
         bucket_bytes=bucket_bytes,
+        small_bucket_bytes=SMALL_BUCKET_BYTES if algorithm.exchanges == "gradients" else bucket_bytes,
         bucket_class=algorithm.bucket_class,
         optimizer_of=optimizer_of,
         order=earlier.step.order if is_same_model else None,

@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from bagua.errors import InvalidArgument
 
 _LAYER_KEYS = {"name", "parameters", "forward_ms", "backward_ms"}
+_DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,17 @@ class Layer:
 
     Attributes:
         name: for people.
-        parameters: shape of each of its parameters; all are float32.
+        parameters: shape of each of its parameters.
         forward_ms: what its forward takes, in milliseconds.
         backward_ms: from the gradients of the layer behind it, in the order of forward, to its own.
+        dtype: of its parameters and gradients: float32, float64, float16 or bfloat16. A file may leave it out.
     """
 
     name: str
     parameters: tuple[tuple[int, ...], ...]
     forward_ms: float
     backward_ms: float
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -117,14 +120,20 @@ def _scaled_shape(shape: tuple[int, ...], scale: float) -> tuple[int, ...]:
 
 
 def _layer(path: str | Path, content: Any) -> Layer:
-    if not isinstance(content, dict) or set(content) != _LAYER_KEYS:
-        raise InvalidArgument(f"{path}: a layer is {content!r}, expected an object of {', '.join(sorted(_LAYER_KEYS))}")
+    if not isinstance(content, dict) or set(content) - {"dtype"} != _LAYER_KEYS:
+        keys = ", ".join(sorted(_LAYER_KEYS))
+        raise InvalidArgument(f"{path}: a layer is {content!r}, expected an object of {keys}, and dtype if not float32")
     shapes, times = content["parameters"], (content["forward_ms"], content["backward_ms"])
     if not isinstance(shapes, list) or not all(map(_is_shape, shapes)):
         raise InvalidArgument(f"{path}: parameters of layer {content['name']!r} are {shapes!r}, expected their shapes")
     if not all(isinstance(ms, (int, float)) and 0 <= ms < 1e6 for ms in times):
         raise InvalidArgument(f"{path}: times of layer {content['name']!r} are {times!r}, expected milliseconds")
-    return Layer(content["name"], tuple(map(tuple, shapes)), *map(float, times))
+    dtype = content.get("dtype", "float32")
+    if dtype not in _DTYPES:
+        raise InvalidArgument(
+            f"{path}: dtype of layer {content['name']!r} is {dtype!r}, expected one of {', '.join(_DTYPES)}"
+        )
+    return Layer(content["name"], tuple(map(tuple, shapes)), *map(float, times), dtype)
 
 
 def _is_shape(shape: Any) -> bool:
@@ -177,8 +186,9 @@ class _SleepingLayer(torch.nn.Module):
         super().__init__()
         self.forward_s, self.backward_s = layer.forward_ms / 1e3, layer.backward_ms / 1e3
         self.device = device
-        self.weights = torch.nn.ParameterList(torch.zeros(shape) for shape in layer.parameters)
-        self.gradients = [torch.randn(shape) for shape in layer.parameters]
+        dtype = getattr(torch, layer.dtype)
+        self.weights = torch.nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in layer.parameters)
+        self.gradients = [torch.randn(shape, dtype=dtype) for shape in layer.parameters]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Work.apply(x, self, *self.weights)
@@ -235,10 +245,11 @@ def record(
         loss: runs one forward of ``model`` and returns the scalar that ``backward()`` is called on.
         name: the model's class by default.
         source: where the figures come from; the device by default.
-        repetitions: how many steps count.
+        repetitions: how many steps count, at least one.
 
     Raises:
-        InvalidArgument: no parameter takes part in the loss.
+        InvalidArgument: ``repetitions`` is not a positive integer; no parameter takes part in the loss; a layer's
+            parameters are not of one dtype that a profile can hold.
 
     Example:
         >>> x = torch.randn(8, 16)
@@ -246,6 +257,7 @@ def record(
         >>> profile.num_parameters, len(profile.layers)
         (68, 1)
     """
+    check_repetitions(repetitions)
     recorder = _Recorder(model)
     try:
         steps = [recorder.step(loss) for _ in range(repetitions + 2)][2:]
@@ -261,8 +273,14 @@ def record(
         forward_ms, backward_ms = (
             round(statistics.median(step[part].get(layer, 0.0) for step in steps) * 1e3, 4) for part in (0, 1)
         )
-        layers.append(Layer(layer, shapes, forward_ms, backward_ms))
+        layers.append(Layer(layer, shapes, forward_ms, backward_ms, recorder.dtypes[layer]))
     return Profile(name or type(model).__name__, source or _device_of(model), tuple(layers))
+
+
+def check_repetitions(repetitions: int) -> None:
+    """Raises InvalidArgument unless ``record`` can take a median over so many steps."""
+    if type(repetitions) is not int or repetitions < 1:
+        raise InvalidArgument(f"repetitions is {repetitions!r}, expected an integer of at least 1, such as 5")
 
 
 class _Recorder:
@@ -271,9 +289,11 @@ class _Recorder:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self.parameters: dict[str, list[torch.nn.Parameter]] = {}  # by layer
+        self.dtypes: dict[str, str] = {}
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._marks: list[tuple[str, float]] = []
         self._hooks: list[Any] = []
+        modules: dict[str, torch.nn.Module] = {}
         seen: set[int] = set()
         for name, module in model.named_modules():
             own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
@@ -281,11 +301,13 @@ class _Recorder:
                 continue
             seen.update(map(id, own))
             layer = name or type(module).__name__
-            self.parameters[layer] = own
+            self.parameters[layer], self.dtypes[layer] = own, _dtype_of(layer, own)
+            modules[layer] = module
+        for layer, module in modules.items():  # when nothing can raise any more
             self._hooks.append(module.register_forward_hook(lambda *_, layer=layer: self._mark(layer)))
             self._hooks += [
                 parameter.register_post_accumulate_grad_hook(lambda _, layer=layer: self._mark(layer))
-                for parameter in own
+                for parameter in self.parameters[layer]
             ]
 
     def _now(self) -> float:
@@ -322,6 +344,16 @@ class _Recorder:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+def _dtype_of(layer: str, parameters: Sequence[torch.nn.Parameter]) -> str:
+    names = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})
+    if len(names) > 1 or names[0] not in _DTYPES:
+        raise InvalidArgument(
+            f"parameters of layer {layer!r} are {' and '.join(names)}; a profile holds layers whose parameters are all "
+            f"{', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}: convert them, or freeze what is not trained"
+        )
+    return names[0]
 
 
 def _device_of(model: torch.nn.Module) -> str:

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import bagua
 from bagua import cli
 from bagua.profiles import Layer, Profile, SleepingModel, record
 
+PROFILES = Path(__file__).parents[2] / "benchmarks" / "profiles"
 TWO = Profile("two", "made up", (Layer("first", ((30, 4), (30,)), 10.0, 20.0), Layer("second", ((5, 30),), 30.0, 40.0)))
 
 
@@ -69,6 +71,42 @@ def test_recording_leaves_no_hooks_and_no_gradients():
     loss(model).backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_parameters_and_gradients_are_of_the_recorded_dtype(tmp_path, dtype):
+    """So that a replayed model puts as many bytes on the wire."""
+    recorded = torch.nn.Linear(4, 3, dtype=dtype)
+    profile = record(recorded, lambda model: model(torch.ones(2, 4, dtype=dtype)).sum(), repetitions=1)
+    profile.save(tmp_path / "linear.json")
+    model = SleepingModel(Profile.load(tmp_path / "linear.json").scaled(0.5))
+    model().backward()
+    assert [(p.dtype, p.grad.dtype) for p in model.parameters()] == [(dtype, dtype)] * 2
+
+
+def test_a_dtype_for_each_layer(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.bfloat16), torch.nn.Linear(4, 4))
+    profile = record(model, lambda model: model[1](model[0](torch.ones(1, 4).bfloat16()).float()).sum(), repetitions=1)
+    assert [layer.dtype for layer in profile.layers] == ["bfloat16", "float32"]
+
+
+def test_a_layer_of_two_dtypes_is_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].bias.data = model[1].bias.data.double()
+    with pytest.raises(bagua.InvalidArgument, match="parameters of layer '1' are float32 and float64; a profile holds"):
+        record(model, lambda model: model(torch.ones(1, 4)).sum())
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+def test_a_dtype_that_no_profile_holds_is_refused():
+    with pytest.raises(bagua.InvalidArgument, match="parameters of layer 'Linear' are complex64"):
+        record(torch.nn.Linear(2, 2, dtype=torch.complex64), lambda model: model.weight.abs().sum())
+
+
+@pytest.mark.parametrize("repetitions", [0, -2, 1.5])
+def test_repetitions_that_have_no_median(repetitions):
+    with pytest.raises(bagua.InvalidArgument, match=f"repetitions is {repetitions}, expected an integer of at least 1"):
+        record(torch.nn.Linear(2, 2), lambda model: pytest.fail("measured"), repetitions=repetitions)
+
+
 def test_a_loss_without_parameters_is_refused():
     with pytest.raises(bagua.InvalidArgument, match="no parameter of the model has got a gradient"):
         record(torch.nn.Linear(2, 2), lambda model: torch.ones(1, requires_grad=True).sum(), repetitions=1)
@@ -77,6 +115,12 @@ def test_a_loss_without_parameters_is_refused():
 def test_saved_and_read_back(tmp_path):
     TWO.save(tmp_path / "two.json")
     assert Profile.load(tmp_path / "two.json") == TWO
+
+
+@pytest.mark.parametrize("path", sorted(PROFILES.glob("*.json")), ids=lambda path: path.stem)
+def test_profiles_that_are_there_are_read(path):
+    """They name no dtype."""
+    assert {layer.dtype for layer in Profile.load(path).layers} == {"float32"}
 
 
 @pytest.mark.parametrize("scale", [0.1, 0.5, 3])
@@ -106,6 +150,9 @@ def test_a_scale_that_is_none(scale):
         ("parameters=7", "expected their shapes"),
         ("forward_ms=-1", "expected milliseconds"),
         ('backward_ms="fast"', "expected milliseconds"),
+        ('dtype="int8"', "dtype of layer 'a' is 'int8', expected one of float32, "),
+        ("dtype=[]", r"dtype of layer 'a' is \[\]"),
+        ('shape="round"', "expected an object"),
     ],
 )
 def test_what_is_no_profile(tmp_path, text, message):
@@ -185,3 +232,19 @@ def test_what_cannot_be_recorded(tmp_path, capsys, target, message):
     assert cli.main(["bench", "record", target, "--out", str(tmp_path / "x.json")]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--repetitions", "0"], "repetitions is 0, expected an integer of at least 1"),
+        (["--repetitions", "-3"], "repetitions is -3, expected"),
+        (["--out", "{}/missing/x.json"], "there is no folder {}/missing; make it, or name another one"),
+        (["--out", "{}"], "--out is the folder {}, expected a file, such as {}/profile.json"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_measured(tmp_path, capsys, options, message):
+    argv = ["--out", f"{tmp_path}/x.json", *(option.format(tmp_path) for option in options)]
+    assert cli.main(["bench", "record", f"{__file__}:no_function", *argv]) == 1
+    assert message.replace("{}", str(tmp_path)) in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+import bagua
 from bagua import _C
 from bagua.bucket import ALIGN_BYTES, DEFAULT_BUCKET_BYTES, SMALL_BUCKET_BYTES, fill
+from tests.conformance.training import process_group
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+OF_GRADIENTS = [1, 1, 2, 4, 8, 12, 6, 3, 1, 1, 1]
 
 
 def test_sizes():
@@ -15,6 +18,40 @@ def test_sizes():
     limits = (SMALL_BUCKET_BYTES, DEFAULT_BUCKET_BYTES, ALIGN_BYTES)
     plan = _C.BucketPlan(numels, [4] * 120, [0] * 120, list(range(120)), *limits)
     assert [bucket.numel // 2**18 for bucket in plan.buckets] == [1, 1, 2, 4, 8, 16, 25, 25, 19, 9, 5, 2, 1, 1, 1]
+
+
+class Forty(torch.nn.Module):
+    """40 tensors of 1 MiB."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = torch.nn.ParameterList(torch.zeros(2**18) for _ in range(40))
+
+    def forward(self):
+        return sum(tensor.sum() for tensor in self.tensors)
+
+
+def _sizes_by_what_is_exchanged(rank, world_size):
+    with process_group():
+        model = Forty()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for algorithm, options, sizes in [
+            ("gradient_allreduce", {}, OF_GRADIENTS),
+            ("decentralized", {}, [25, 15]),
+            ("local_sgd", {"post_local_after": 1}, [25, 15]),  # weights in the main, after one step of gradients
+            ("local_sgd", {"bucket_bytes": 5 << 20}, [5] * 8),
+            ("gradient_allreduce", {}, OF_GRADIENTS),
+        ]:
+            bagua.with_bagua(model, optimizer, algorithm=algorithm, **options)
+            for _ in range(3):  # the layout by registration, and by the order of the first step
+                assert [bucket.num_bytes / 2**20 for bucket in model.bagua.buckets] == sizes, (algorithm, options)
+                model().backward()
+                optimizer.step()
+
+
+def test_sizes_by_what_is_exchanged(pool2):
+    """Weights are ready all at once: small buckets would only be more messages. The memory is the same throughout."""
+    pool2.run(_sizes_by_what_is_exchanged)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 64, 1000, 70_001])
