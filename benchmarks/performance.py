@@ -24,7 +24,7 @@ from replay import BARS, HIDDEN, SYSTEMS, Case, Outcome, add_case, run, systems_
 from replay_systems import measure
 
 PROFILES = ("vgg16", "bert_large", "gpt_124m", "resnet50")
-RATES = (100, 250, 500, 1000, 2500, 5000)  # Mbit/s
+RATES = (100, 500, 1000, 2500, 5000)  # Mbit/s
 _SCALE = 0.1
 _FAST_MBIT = 1000  # from here on it matters how many buckets there are
 _NODES = tuple(
@@ -43,7 +43,7 @@ CASES: dict[Case, tuple[str, ...]] = {
     Case("vgg16", 1.0, 2, 1, 1000): SYSTEMS,
 }
 _OF_BARS = [*(Case(profile, _SCALE, 4, 1, 1000) for profile, _ in BARS), Case(HIDDEN[0], _SCALE, 4, 1, HIDDEN[1])]
-_TURNS_OF_BARS = 3
+_TURNS_OF_BARS = 2
 
 
 class _Kept:

@@ -72,7 +72,7 @@ def write_document(
     lines = [_INTRODUCTION, *(f"- {name}: {value}" for name, value in facts.items()), ""]
     lines += ["## The bars that this project has set itself", ""]
     lines += _command(
-        "--profiles vgg16 bert_large --scale 0.1 --turns 3", "--profiles resnet50 --scale 0.1 --rates 5000 --turns 3"
+        "--profiles vgg16 bert_large --scale 0.1 --turns 2", "--profiles resnet50 --scale 0.1 --rates 5000 --turns 2"
     )
     lines += [line for case in outcomes for line in bars_of(outcomes[case])]
     by_profile: dict[str, list[Case]] = {}

@@ -47,7 +47,7 @@ _UNDER_COMPUTE = ("decentralized", "async")
 _ENOUGH_S = 8.0  # of samples, where a link is slow
 _LONG_STEP_S = 0.5  # a sample is one step from here on; shorter ones are taken together, since ranks begin them apart
 _SHORT_STEPS = 4
-_ROUNDS = 4  # of async: a sample each
+_ROUNDS = 3  # of async: a sample each
 
 
 class NoOptimizer(torch.optim.Optimizer):
