@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +34,11 @@ def check_nesting(content, lane):
             open_until.pop()
         assert not open_until or -negative_end_ns <= open_until[-1]
         open_until.append(-negative_end_ns)
+
+
+def test_the_page_on_timelines_explains_every_lane():
+    page = (Path(__file__).resolve().parents[2] / "docs/timeline.md").read_text()
+    assert [lane for lane in trace.LANES if not re.search(rf"^\|.*`{re.escape(lane)}`.*\|", page, re.MULTILINE)] == []
 
 
 def _save(rank, world_size, folder, algorithm):
