@@ -148,10 +148,14 @@ class ProcessGroup:
         """Scratch memory that the group keeps between operations."""
         return self._lanes.total(lambda core: core.workspace_bytes) if self.rank >= 0 else 0
 
-    def events(self, clear: bool = False) -> list[_C.Event]:
+    def events(self, clear: bool = False, parts: bool = True) -> list[_C.Event]:
         """What the worker did when, oldest first: spans (ticket, kind, begin_ns, end_ns, bytes), steady clock."""
         self._check_member()
-        return self._core.events(clear)
+        return self._core.events(clear, parts)
+
+    def kept_since_ns(self) -> tuple[int, int]:
+        """``events`` lacks none of the operations that began later, and none of the parts of such; 0: it lacks none."""
+        return self._core.kept_since_ns()
 
     # ---- memory
 
@@ -286,10 +290,8 @@ class ProcessGroup:
         source, (into, give_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
         codec = check_codec(codec, source.dtype)
         check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input", self.size)
-        kind = dtype_code(source.dtype)
-        work = self._core.all_gather(
-            source.data_ptr(), into.data_ptr(), source.nbytes, kind, codec, self._timeout_s, blocking
-        )
+        place = (source.data_ptr(), into.data_ptr(), source.nbytes, dtype_code(source.dtype))
+        work = self._core.all_gather(*place, codec, self._timeout_s, blocking)
         return self._work(work, (source, into), finish=give_back)
 
     def gather(self, output: Array | None, input: Array, dst: int, *, blocking: bool = False) -> Work:

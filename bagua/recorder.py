@@ -23,11 +23,11 @@ class StepRecord:
 
     Attributes:
         index: how many came before it.
-        begin_ns: its first gradient became ready.
+        begin_ns: autograd reached the model's output: backward's computation began.
         wait_ns: backward's computation had ended; from here on communication was exposed.
         end_ns: all gradients were synchronised and ``backward()`` returned.
-        outside_ns: time that forwards and optimizer steps since the step before spent in the algorithm, exchanging
-            weights mostly, and on broadcasting buffers.
+        outside_ns: time that the optimizer's steps after the backward before, and the forwards before this one, spent
+            in the algorithm, exchanging weights mostly, and on broadcasting buffers.
         bytes_sent: bytes that this rank's group has sent since the step before.
         num_buckets: messages, one per bucket.
     """
@@ -42,7 +42,7 @@ class StepRecord:
 
     @property
     def exposed_ns(self) -> int:
-        """Time in which this rank did nothing but wait for communication."""
+        """Time since the end of the backward before in which this rank did nothing but wait for communication."""
         return self.end_ns - self.wait_ns + self.outside_ns
 
 
@@ -66,6 +66,7 @@ class Span:
         bytes: of the tensor for an operation, of the part or message for the others.
         group: name of the group whose engine it was.
         ticket: counts the operations of that engine; the same operation has the same one on all ranks.
+        waits_for_some: of an operation: its rank waited for its neighbours only, as on a ring.
     """
 
     label: str
@@ -75,6 +76,7 @@ class Span:
     bytes: int
     group: str
     ticket: int
+    waits_for_some: bool = False
 
 
 class Recorder:
@@ -132,7 +134,8 @@ class Recorder:
             named = labels.get((group, event.ticket))
             if named is not None:
                 label, is_bucket = named
-                span = Span(label, event.kind, event.begin_ns, event.end_ns, event.bytes, group, event.ticket)
+                place = (group, event.ticket, event.waits_for_some)
+                span = Span(label, event.kind, event.begin_ns, event.end_ns, event.bytes, *place)
                 (of_buckets if is_bucket else others).append(span)
         return tuple(of_buckets), tuple(others)
 

@@ -196,11 +196,13 @@ class Step:
         if work is not None:
             self.recorder.add_work(self.group.name, work.ticket, work.label, is_bucket=False)
 
-    def timeline(self) -> Timeline:
-        """What happened when on this rank, in all groups that were used."""
-        events = [(group.name, event) for group in self.groups for event in group.events()]
+    def timeline(self, parts: bool = True) -> Timeline:
+        """What happened when on this rank, in all groups that were used; without `parts` operations as a whole only."""
+        events = [(group.name, event) for group in self.groups for event in group.events(parts=parts)]
+        kept_since_ns = {group.name: group.kept_since_ns() for group in self.groups}  # later: what is lost until then
         place = {"rank": self.group.rank, "world_size": self.group.size, "group": self.group.name}
-        return snapshot(self.recorder, events, self.storage.buckets, {**place, "algorithm": self.algorithm.name})
+        place["algorithm"] = self.algorithm.name
+        return snapshot(self.recorder, events, kept_since_ns, self.storage.buckets, place)
 
     # --- end of backward -----------------------------------------------------------------------
 

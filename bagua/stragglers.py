@@ -3,7 +3,8 @@
 Beside the data path: arrivals of all ranks, on one clock -> **latecomers** -> report. A rank arrives at an operation
 when its engine begins with it: the bucket is ready, and the operations before it are done. What the others spend in the
 operation until the last rank has come is that rank's doing. Not all need to wait: the source of a broadcast sends, and
-is done.
+is done. Where ranks wait for their neighbours only, the last one need not be the one that they waited for: such
+operations are left out.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Arrival:
         operation: equal for the same operation on all ranks.
         begin_ns, end_ns: on rank 0's clock.
         uncertainty_ns: of both.
+        waits_for_some: the rank waits for its neighbours only, as on a ring.
     """
 
     operation: Any
@@ -34,6 +36,7 @@ class Arrival:
     begin_ns: int
     end_ns: int
     uncertainty_ns: int = 0
+    waits_for_some: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,9 @@ class Latecomer:
 
 
 def latecomers(arrivals: Iterable[Arrival]) -> list[Latecomer]:
-    """One for each operation of two ranks or more, in the order of time; without those that the clocks cannot tell.
+    """One for each operation of two ranks or more, in the order of time.
+
+    Without those that the clocks cannot tell, and those in which a rank waits for some of the others only.
 
     Example:
         >>> latecomers([Arrival(7, 0, 100, 390), Arrival(7, 1, 350, 400), Arrival(8, 0, 400, 450)])
@@ -56,12 +61,16 @@ def latecomers(arrivals: Iterable[Arrival]) -> list[Latecomer]:
         []
         >>> latecomers([Arrival("broadcast", 0, 100, 110), Arrival("broadcast", 1, 350, 360)])
         [Latecomer(operation='broadcast', rank=1, begin_ns=350, waited_ns=10)]
+        >>> latecomers([Arrival("ring", rank, 100 * rank, 900, waits_for_some=True) for rank in range(4)])
+        []
     """
     by_operation: dict[Any, list[Arrival]] = {}
     for arrival in arrivals:
         by_operation.setdefault(arrival.operation, []).append(arrival)
     found = []
     for operation, ranks in by_operation.items():
+        if any(arrival.waits_for_some for arrival in ranks):
+            continue
         last = max(ranks, key=lambda arrival: arrival.begin_ns)
         first = min(ranks, key=lambda arrival: arrival.begin_ns)
         if last.begin_ns - first.begin_ns > first.uncertainty_ns + last.uncertainty_ns:

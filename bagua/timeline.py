@@ -25,12 +25,15 @@ class Timeline:
 
     Attributes:
         steps: the last 4096, oldest first.
-        spans: of the last 8192 that the engine keeps, those of this model.
+        spans: of the last 4096 operations that each group's engine keeps, and of their last 65536 parts, those of this
+            model.
         totals: what ``summary`` returns.
         outside: hooks around forwards and optimizer steps.
         coordination: spans of the ranks' small messages beside the buckets: "ready order", "buffers", "used
             parameters", "finite gradients".
         place: where it was recorded: rank, world_size, group, algorithm, host, boot_id and pid.
+        kept_since_ns: by group, of operations and of parts: the spans lack none of the operations that began later, and
+            none of the parts of such; 0 where none was dropped.
 
     Example:
         >>> model.bagua.timeline().summary()                                      # doctest: +SKIP
@@ -44,9 +47,13 @@ class Timeline:
     outside: tuple[Outside, ...]
     coordination: tuple[Span, ...]
     place: dict[str, Any]
+    kept_since_ns: dict[str, tuple[int, int]]
 
     def summary(self) -> dict[str, Any]:
-        """Totals since the model was wrapped: steps, exposed_s (seconds), bytes_sent, and buckets by label."""
+        """Totals from when the model was wrapped to the end of its last backward.
+
+        They are: steps, exposed_s (seconds), bytes_sent, and buckets by label.
+        """
         return dict(self.totals)
 
     def save(self, path: str | Path, clock: ClockOffset | None = None) -> None:
@@ -70,23 +77,30 @@ class Timeline:
                 "measurement": clock.measurement,
             }
         about = {**self.place, "clock": offset, "totals": self.totals}
-        trace.write(path, trace.document(self.steps, self.outside, self.spans, self.coordination, about))
+        records = (self.steps, self.outside, self.spans, self.coordination, self.kept_since_ns)
+        trace.write(path, trace.document(*records, about))
 
 
 def snapshot(
-    recorder: Recorder, events: Iterable[tuple[str, Any]], buckets: Sequence[Any], place: dict[str, Any]
+    recorder: Recorder,
+    events: Iterable[tuple[str, Any]],
+    kept_since_ns: dict[str, tuple[int, int]],
+    buckets: Sequence[Any],
+    place: dict[str, Any],
 ) -> Timeline:
     """What is known now.
 
     Args:
         events: the engines', each with its group's name.
+        kept_since_ns: as in Timeline.
         buckets: as they are laid out now.
         place: rank, world_size, group and algorithm.
     """
     totals = {**recorder.totals(), "buckets": {bucket.label: str(bucket.declaration) for bucket in buckets}}
     host = {"host": socket.gethostname(), "boot_id": _boot_id(), "pid": os.getpid()}
     spans, coordination = recorder.spans(events)
-    return Timeline(recorder.steps(), spans, totals, recorder.outside(), coordination, {**place, **host})
+    place = {**place, **host}
+    return Timeline(recorder.steps(), spans, totals, recorder.outside(), coordination, place, kept_since_ns)
 
 
 def _boot_id() -> str:

@@ -9,6 +9,7 @@ Format: "Trace Event Format", Google, 2016 (the JSON object form; ``otherData`` 
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,20 +47,27 @@ def document(
     outside: Sequence[Outside],
     spans: Sequence[Span],
     coordination: Sequence[Span],
+    kept_since_ns: dict[str, tuple[int, int]],
     about: dict[str, Any],
 ) -> dict[str, Any]:
     """The whole file as plain data.
 
     Args:
+        kept_since_ns: as in ``Timeline``; ``otherData`` has ``operations_since_us`` of it, on rank 0's clock, None
+            where no operation was dropped.
         about: goes to ``otherData``; its rank, host and, in ``clock``, offset_ns are used here.
     """
-    events = _Events(about["rank"], about["clock"]["offset_ns"] or 0)
+    offset_ns = about["clock"]["offset_ns"] or 0
+    events = _Events(about["rank"], offset_ns)
     groups = list(dict.fromkeys([about["group"], *(span.group for span in spans)]))
     events.name_lanes(f"rank {about['rank']} on {about['host']}", groups)
     _add_compute(events, steps, outside)
-    _add_spans(events, spans, groups)
+    _add_spans(events, spans, groups, kept_since_ns)
     _add_coordination(events, coordination)
-    return {"traceEvents": events.events, "displayTimeUnit": "ms", "otherData": {"format": FORMAT, **about}}
+    since_ns = max((operations_ns for operations_ns, _ in kept_since_ns.values()), default=0)
+    since_us = (since_ns + offset_ns) / 1e3 if since_ns else None
+    about = {"format": FORMAT, **about, "operations_since_us": since_us}
+    return {"traceEvents": events.events, "displayTimeUnit": "ms", "otherData": about}
 
 
 def write(path: str | Path, content: dict[str, Any]) -> None:
@@ -116,11 +124,11 @@ class _Events:
 def _add_compute(events: _Events, steps: Sequence[StepRecord], outside: Sequence[Outside]) -> None:
     """Steps, computation and waits, from what bagua sees: its hooks, and both ends of backward."""
     marks: list[StepRecord | Outside] = sorted([*steps, *outside], key=lambda mark: mark.begin_ns)
-    for mark, following in zip(marks, [*marks[1:], None], strict=True):
+    for mark, following in itertools.zip_longest(marks, marks[1:]):
         if isinstance(mark, StepRecord):
             name = f"backward {mark.index}"
             events.slice(COMPUTE, name, mark.begin_ns, mark.wait_ns)
-            events.slice(WAITS, name, mark.wait_ns, mark.end_ns, exposed_us=mark.exposed_ns / 1e3)
+            events.slice(WAITS, name, mark.wait_ns, mark.end_ns)
             continue
         if mark.end_ns > mark.begin_ns:
             events.slice(WAITS, mark.hook, mark.begin_ns, mark.end_ns)
@@ -130,72 +138,83 @@ def _add_compute(events: _Events, steps: Sequence[StepRecord], outside: Sequence
             events.slice(COMPUTE, "forward and loss", mark.end_ns, max(mark.end_ns, following.begin_ns))
         elif mark.hook == "before_optimizer_step" and getattr(following, "hook", "") == "after_optimizer_step":
             events.slice(COMPUTE, "optimizer step", mark.end_ns, max(mark.end_ns, following.begin_ns))
-    for step, begin_ns, end_ns in _whole_steps(marks):
+    for step, begin_ns, end_ns, outside_ns in _whole_steps(marks):
         events.slice(
             STEPS,
             f"step {step.index}",
             begin_ns,
             end_ns,
             index=step.index,
-            exposed_us=step.exposed_ns / 1e3,
-            outside_us=step.outside_ns / 1e3,
+            exposed_us=(step.end_ns - step.wait_ns + outside_ns) / 1e3,
+            outside_us=outside_ns / 1e3,
             bytes_sent=step.bytes_sent,
             num_buckets=step.num_buckets,
         )
 
 
-def _whole_steps(marks: Sequence[StepRecord | Outside]) -> Iterator[tuple[StepRecord, int, int]]:
-    """Each step with its begin and end: from its first forward to the end of the optimizer's steps that follow."""
-    begin_ns, step, end_ns = None, None, 0
+def _whole_steps(marks: Sequence[StepRecord | Outside]) -> Iterator[tuple[StepRecord, int, int, int]]:
+    """Each step with its begin, its end, and the nanoseconds of the hooks between the two.
+
+    It goes from its first forward to the end of the optimizer's steps that follow: unlike a StepRecord, which counts
+    what was outside since the backward before.
+    """
+    begin_ns, step, end_ns, outside_ns = None, None, 0, 0
     for mark in marks:
         begins_anew = isinstance(mark, StepRecord) or mark.hook == "before_forward"
         if step is not None and begins_anew:
-            yield step, begin_ns, end_ns
-            begin_ns, step = None, None
+            yield step, begin_ns, end_ns, outside_ns
+            begin_ns, step, outside_ns = None, None, 0
         if begin_ns is None:
             begin_ns = mark.begin_ns
         if isinstance(mark, StepRecord):
             step = mark
+        else:
+            outside_ns += mark.end_ns - mark.begin_ns
         end_ns = mark.end_ns
     if step is not None:
-        yield step, begin_ns, end_ns
+        yield step, begin_ns, end_ns, outside_ns
 
 
-def _add_spans(events: _Events, spans: Sequence[Span], groups: Sequence[str]) -> None:
+def _add_spans(
+    events: _Events, spans: Sequence[Span], groups: Sequence[str], kept_since_ns: dict[str, tuple[int, int]]
+) -> None:
     by_operation: dict[tuple[str, int], list[Span]] = {}
     for span in spans:
         by_operation.setdefault((span.group, span.ticket), []).append(span)
-    for (group, ticket), parts in by_operation.items():
+    for (group, _), parts in by_operation.items():
         number = groups.index(group)
-        queued = next((part for part in parts if part.kind == "queued"), None)
         for part in parts:
             if part.kind == "queued":
                 waited_us = (part.end_ns - part.begin_ns) / 1e3
                 events.instant(READY, part.label, part.begin_ns, number, queued_us=waited_us)
             else:
-                identity = {"group": group, "ticket": ticket} if part.kind == "operation" else {}
-                lane, args = _LANE_OF_KIND[part.kind], {"bytes": part.bytes, **identity}
-                events.slice(lane, part.label, part.begin_ns, part.end_ns, number, **args)
-        # Without `queued` the engine's ring has lost the beginning of the operation.
-        if queued is not None and not any(part.kind == "wire" for part in parts):
-            for begin_ns, end_ns in _gaps(parts):
-                events.slice(WIRE, parts[0].label, begin_ns, end_ns, number)
+                args = _identity(part) if part.kind == "operation" else {"bytes": part.bytes}
+                events.slice(_LANE_OF_KIND[part.kind], part.label, part.begin_ns, part.end_ns, number, **args)
+        operation = next((part for part in parts if part.kind == "operation"), None)
+        if operation is not None and operation.begin_ns > kept_since_ns[group][1]:  # else parts may be lost
+            for begin_ns, end_ns in _gaps(operation, parts):
+                events.slice(WIRE, operation.label, begin_ns, end_ns, number)
 
 
 def _add_coordination(events: _Events, spans: Sequence[Span]) -> None:
     for span in spans:
         if span.kind == "operation":
-            identity = {"group": span.group, "ticket": span.ticket, "bytes": span.bytes}
-            events.slice(COORDINATION, span.label, span.begin_ns, span.end_ns, **identity)
+            events.slice(COORDINATION, span.label, span.begin_ns, span.end_ns, **_identity(span))
 
 
-def _gaps(parts: Sequence[Span]) -> Iterator[tuple[int, int]]:
+def _identity(operation: Span) -> dict[str, Any]:
+    """What tells an operation from others, on all ranks, and what `bagua timeline` has to know of it."""
+    some = {"waits_for_some": True} if operation.waits_for_some else {}
+    return {"group": operation.group, "ticket": operation.ticket, "bytes": operation.bytes, **some}
+
+
+def _gaps(operation: Span, parts: Sequence[Span]) -> Iterator[tuple[int, int]]:
     """What an operation spends on moving bytes, and on waiting for its peers, is what it does not spend on arithmetic.
 
-    So it is for operations at full precision, whose engine does not record the two apart.
+    So it is at full precision, where the engine does not record the two apart. Of an all_reduce over TCP it records no
+    arithmetic either.
     """
-    operation = next((part for part in parts if part.kind == "operation"), None)
-    if operation is None:
+    if any(part.kind == "wire" for part in parts):
         return
     at_ns = operation.begin_ns
     arithmetic = [part for part in parts if part.kind not in ("queued", "operation")]

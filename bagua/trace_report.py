@@ -77,6 +77,7 @@ class RankTrace:
             raise InvalidArgument(f"{path}: otherData.{wrong[0]} is {about.get(wrong[0])!r}; save the timeline anew")
         numbers = {f"totals.{name}": about["totals"].get(name) for name in _TOTALS}
         numbers["clock.uncertainty_ns"] = about["clock"].get("uncertainty_ns") or 0  # null where none was measured
+        numbers["operations_since_us"] = about.get("operations_since_us") or 0  # null where none was dropped
         for name, number in numbers.items():
             if not _is_number(number):
                 raise InvalidArgument(f"{path}: otherData.{name} is {number!r}; save the timeline anew")
@@ -100,6 +101,12 @@ class RankTrace:
     def uncertainty_ns(self) -> int:
         """How far its times may be from rank 0's clock."""
         return self.about["clock"].get("uncertainty_ns") or 0
+
+    @property
+    def operations_since_us(self) -> float:
+        """It holds every operation that began later."""
+        since_us = self.about.get("operations_since_us")
+        return -math.inf if since_us is None else since_us
 
     def slices(self, lane: str) -> list[dict[str, Any]]:
         """The slices of one of ``trace.LANES``, all groups', in the order of time."""
@@ -171,11 +178,22 @@ def _times_ns(event: dict[str, Any]) -> tuple[int, int]:
 
 def _arrivals(ranks: Sequence[RankTrace]) -> list[Arrival]:
     return [
-        Arrival(_operation_of(event), one.rank, *_times_ns(event), one.uncertainty_ns)
+        Arrival(
+            _operation_of(event),
+            one.rank,
+            *_times_ns(event),
+            one.uncertainty_ns,
+            event["args"].get("waits_for_some", False),
+        )
         for one in ranks
         for lane in _LANES_OF_OPERATIONS
         for event in one.slices(lane)
     ]
+
+
+def _among_some(arrivals: Sequence[Arrival]) -> set[Any]:
+    """Operations in which a rank waits for its neighbours only; under a hierarchical one the nodes' leaders do."""
+    return {arrival.operation for arrival in arrivals if arrival.waits_for_some}
 
 
 def report(ranks: Sequence[RankTrace]) -> str:
@@ -184,25 +202,41 @@ def report(ranks: Sequence[RankTrace]) -> str:
     lines = [f"algorithm        {about['algorithm']}, {len(ranks)} of {about['world_size']} ranks"]
     clocks = [f"rank {one.rank} {one.uncertainty_ns / 1e3:.0f} us" for one in ranks if one.uncertainty_ns]
     lines.append(f"clocks           {'uncertain by ' + ', '.join(clocks) if clocks else 'one for all ranks'}")
-    lines += ["", *_table_of_ranks(ranks), ""]
+    lines += ["", *_table_of_ranks(ranks), "", *_covered_steps(ranks)]
     lines += [*_straggler_lines(ranks), *_slowest_bucket(ranks)]
     return "\n".join(lines)
 
 
 def _table_of_ranks(ranks: Sequence[RankTrace]) -> list[str]:
-    lines = ["rank  host                 steps  step p50 ms  exposed p50 ms  exposed total s  sent MB  sent MB/step"]
+    """Totals and means over all steps: the median of an algorithm that exchanges every eighth step would be that of
+    the others. A step's length is the median of those in the files, so that pauses between steps do not count."""
+    lines = ["rank  host                 steps  step p50 ms  exposed ms/step  exposed total s  sent MB  sent MB/step"]
     for one in ranks:
         totals = one.about["totals"]
-        steps = one.slices(trace.STEPS)
-        begins = [step["ts"] for step in steps]
+        begins = [step["ts"] for step in one.slices(trace.STEPS)]
         apart = [(b - a) / 1e3 for a, b in itertools.pairwise(begins)]
-        exposed = [step["args"]["exposed_us"] / 1e3 for step in steps]
-        sent = [step["args"]["bytes_sent"] / 1e6 for step in steps]
-        last_steps = f"{_median(apart):>11}  {_median(exposed):>14}"
-        all_steps = f"{totals['exposed_s']:15.3f}  {totals['bytes_sent'] / 1e6:7.2f}"
+        num_steps = max(1, totals["steps"])
+        exposed = f"{1e3 * totals['exposed_s'] / num_steps:15.3f}  {totals['exposed_s']:15.3f}"
+        sent = f"{totals['bytes_sent'] / 1e6:7.2f}  {totals['bytes_sent'] / 1e6 / num_steps:12.3f}"
         place = f"{one.rank:4d}  {one.about['host'][:20]:<20} {totals['steps']:5d}"
-        lines.append(f"{place}  {last_steps}  {all_steps}  {_median(sent):>12}")
+        lines.append(f"{place}  {_median(apart):>11}  {exposed}  {sent}")
     return lines
+
+
+def _covered_steps(ranks: Sequence[RankTrace]) -> list[str]:
+    """Which steps the operations are of, where the engines have dropped those of the first ones."""
+    if all(math.isinf(one.operations_since_us) for one in ranks):
+        return []
+    kept = [
+        [step["args"]["index"] for step in one.slices(trace.STEPS) if step["ts"] > one.operations_since_us]
+        for one in ranks
+    ]
+    if not all(kept):
+        return ["note             operations cover less than a step: the engines keep the last ones"]
+    first, last = max(indices[0] for indices in kept), max(indices[-1] for indices in kept)
+    if first == 0:
+        return []
+    return [f"note             operations cover steps {first} to {last}: the engines keep the last ones"]
 
 
 def _median(values: Sequence[float]) -> str:
@@ -214,9 +248,13 @@ def _straggler_lines(ranks: Sequence[RankTrace]) -> list[str]:
         return ["straggler        unknown: name the files of all ranks"]
     arrivals = _arrivals(ranks)
     found = latecomers(arrivals)
-    num_operations = len({arrival.operation for arrival in arrivals})
-    if not num_operations:
+    if not arrivals:
         return ["straggler        unknown: the files hold no operations"]
+    among_some = _among_some(arrivals)
+    num_operations = len({arrival.operation for arrival in arrivals} - among_some)
+    untold = f"not told for {len(among_some)} operations, whose ranks wait for their neighbours only"
+    if not num_operations:
+        return [f"straggler        {untold}"]
     in_background = all(group != ranks[0].about["group"] for (group, _) in {one.operation for one in arrivals})
     caused = caused_ns(found, [one.rank for one in ranks])
     times = [arrival.begin_ns for arrival in arrivals]
@@ -224,6 +262,8 @@ def _straggler_lines(ranks: Sequence[RankTrace]) -> list[str]:
     lines = [f"straggler        {'none stands out' if rank is None else f'rank {rank}: the others wait for it'}"]
     if in_background:
         lines.append("                 (operations in the background: no step waits for them)")
+    if among_some:
+        lines.append(f"                 ({untold})")
     for one in ranks:
         own = [latecomer.waited_ns for latecomer in found if latecomer.rank == one.rank]
         waited = f"{caused[one.rank] / 1e6:.2f} ms for it, at one {max(own, default=0) / 1e6:.2f} ms"
@@ -249,24 +289,32 @@ def _by_step(ranks: Sequence[RankTrace], found: Sequence[Latecomer]) -> dict[tup
 
 
 def _slowest_bucket(ranks: Sequence[RankTrace]) -> list[str]:
-    """By the median duration of its operations, since the last rank came: what is left is its own doing."""
-    last_ns: dict[Any, int] = {}
-    for arrival in _arrivals(ranks):
+    """By the median duration of its operations, since the last rank came: what is left is its own doing.
+
+    Where ranks wait for their neighbours only, since each rank itself came.
+    """
+    arrivals, last_ns = _arrivals(ranks), {}
+    among_some = _among_some(arrivals)
+    for arrival in arrivals:
         last_ns[arrival.operation] = max(last_ns.get(arrival.operation, arrival.begin_ns), arrival.begin_ns)
     durations: dict[str, list[float]] = {}
     bytes_of: dict[str, int] = {}
+    since: dict[str, str] = {}
     for one in ranks:
         for event in one.slices(trace.OPERATIONS):
-            duration_ns = max(0, _times_ns(event)[1] - last_ns[_operation_of(event)])
-            durations.setdefault(event["name"], []).append(duration_ns / 1e6)
-            bytes_of[event["name"]] = event["args"]["bytes"]
+            name, operation, (begin_ns, end_ns) = event["name"], _operation_of(event), _times_ns(event)
+            is_among_some = operation in among_some
+            from_ns = begin_ns if is_among_some else last_ns[operation]
+            durations.setdefault(name, []).append(max(0, end_ns - from_ns) / 1e6)
+            bytes_of[name] = event["args"]["bytes"]
+            since[name] = "with the wait for neighbours" if is_among_some else "from the arrival of its last rank"
     if not durations:
         return ["slowest bucket   unknown: the files hold no operations"]
     name = max(durations, key=lambda label: statistics.median(durations[label]))
     what = ranks[0].about["totals"].get("buckets", {}).get(name, "")
     return [
         f"slowest bucket   {name}{f' ({what})' if what else ''}, {bytes_of[name] / 1e6:.2f} MB: "
-        f"{_median(durations[name])} ms at the median from the arrival of its last rank"
+        f"{_median(durations[name])} ms at the median {since[name]}"
     ]
 
 

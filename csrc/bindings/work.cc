@@ -63,6 +63,7 @@ void bind_events(py::module_& m) {
                                                                 "wire",   "decode",    "reduce"};
                                return names[static_cast<size_t>(event.kind)];
                              })
+      .def_readonly("waits_for_some", &Event::waits_for_some)
       .def_readonly("begin_ns", &Event::begin_ns)
       .def_readonly("end_ns", &Event::end_ns)
       .def_readonly("bytes", &Event::bytes);

@@ -1,11 +1,13 @@
-// What the worker thread did when: spans with nanosecond clocks in a ring of fixed size, cheap enough to
-// stay on. Written by the group's worker, read from any thread; a reader may miss spans that are older
-// than the ring, never sees a torn one.
+// What the worker thread did when: spans with nanosecond clocks in rings of bounded size, cheap enough to stay on.
+// Written by the group's worker, read from any thread; a reader may miss spans that are older than the ring, never sees
+// a torn one. Operations have a ring of their own, so that the many parts of one under a codec drive no other out.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace bagua {
@@ -15,51 +17,93 @@ enum class EventKind : uint8_t { kQueued = 0, kOperation, kEncode, kWire, kDecod
 struct Event {
   uint64_t ticket = 0;  // which submitted Work it belongs to
   EventKind kind = EventKind::kQueued;
-  int64_t begin_ns = 0;  // steady clock
+  bool waits_for_some = false;  // of a kOperation: its rank took values from some of the others only
+  int64_t begin_ns = 0;         // steady clock
   int64_t end_ns = 0;
   uint64_t bytes = 0;
 };
 
 class EventLog {
  public:
-  static constexpr size_t kCapacity = 8192;
+  static constexpr size_t kOperationSpans = 8192;  // kQueued and kOperation: two for each operation
+  static constexpr size_t kPartSpans = 65536;      // memory is taken as they come
 
   static int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
         .count();
   }
   // Which Work the following spans belong to.
-  void set_ticket(uint64_t ticket) { ticket_ = ticket; }
+  void set_ticket(uint64_t ticket) {
+    ticket_ = ticket;
+    waits_for_some_ = false;
+  }
+  // Says it of the operation under way.
+  void set_waits_for_some() { waits_for_some_ = true; }
 
   void add(EventKind kind, int64_t begin_ns, int64_t end_ns, uint64_t bytes) {
+    const bool is_operation = kind == EventKind::kOperation;
     std::lock_guard lock(mutex_);
-    if (ring_.size() < kCapacity) {
-      ring_.push_back({ticket_, kind, begin_ns, end_ns, bytes});
-    } else {
-      ring_[next_ % kCapacity] = {ticket_, kind, begin_ns, end_ns, bytes};
-    }
-    ++next_;
+    Ring& ring = is_operation || kind == EventKind::kQueued ? operations_ : parts_;
+    ring.add({ticket_, kind, is_operation && waits_for_some_, begin_ns, end_ns, bytes});
   }
 
-  // The recorded spans, oldest first; with `clear` they are forgotten.
-  std::vector<Event> take(bool clear) {
+  // The recorded spans, oldest first; with `clear` all are forgotten. Both rings are in the order of the ends, since
+  // spans are added as they end.
+  std::vector<Event> take(bool clear, bool with_parts = true) {
     std::lock_guard lock(mutex_);
-    std::vector<Event> events;
-    events.reserve(ring_.size());
-    const size_t start = ring_.size() < kCapacity ? 0 : next_ % kCapacity;
-    for (size_t i = 0; i < ring_.size(); ++i) events.push_back(ring_[(start + i) % ring_.size()]);
+    std::vector<Event> events = operations_.in_order();
+    if (with_parts && !parts_.events.empty()) {
+      const std::vector<Event> operations = std::move(events), parts = parts_.in_order();
+      events.resize(operations.size() + parts.size());
+      std::merge(operations.begin(), operations.end(), parts.begin(), parts.end(), events.begin(),
+                 [](const Event& a, const Event& b) { return a.end_ns < b.end_ns; });
+    }
     if (clear) {
-      ring_.clear();
-      next_ = 0;
+      operations_.clear();
+      parts_.clear();
     }
     return events;
   }
 
+  // Of operations, and of their parts: those of operations that began later than this are all there; 0 if none is lost.
+  std::pair<int64_t, int64_t> kept_since_ns() {
+    std::lock_guard lock(mutex_);
+    return {operations_.lost_until_ns, parts_.lost_until_ns};
+  }
+
  private:
-  std::mutex mutex_;  // guards ring_ and next_
-  std::vector<Event> ring_;
-  size_t next_ = 0;
-  uint64_t ticket_ = 0;  // worker thread only
+  struct Ring {
+    const size_t capacity;
+    std::vector<Event> events;
+    size_t oldest = 0;
+    int64_t lost_until_ns = 0;  // the end of the last span that was overwritten or cleared
+
+    void add(const Event& event) {
+      if (events.size() < capacity) {
+        events.push_back(event);
+        return;
+      }
+      lost_until_ns = events[oldest].end_ns;
+      events[oldest] = event;
+      oldest = (oldest + 1) % capacity;
+    }
+    std::vector<Event> in_order() const {
+      std::vector<Event> ordered(events);
+      std::rotate(ordered.begin(), ordered.begin() + static_cast<std::ptrdiff_t>(oldest), ordered.end());
+      return ordered;
+    }
+    void clear() {
+      if (!events.empty()) lost_until_ns = events[(oldest + events.size() - 1) % events.size()].end_ns;
+      events.clear();
+      oldest = 0;
+    }
+  };
+
+  std::mutex mutex_;  // guards the two rings
+  Ring operations_{kOperationSpans, {}};
+  Ring parts_{kPartSpans, {}};
+  uint64_t ticket_ = 0;  // worker thread only, as the next
+  bool waits_for_some_ = false;
 };
 
 // Records the lifetime of a scope.

@@ -1,13 +1,17 @@
 """The trace of one rank: valid JSON with every lane, times that fit together, bytes that add up."""
 
+import contextlib
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 import bagua
 from bagua import trace
-from bagua.errors import BaguaError, InvalidArgument
+from bagua.errors import BaguaError, InternalError, InvalidArgument
+from bagua.recorder import Span
 from tests.conformance.training import process_group
 from tests.timeline.training import train
 
@@ -30,6 +34,11 @@ def check_nesting(content, lane):
             open_until.pop()
         assert not open_until or -negative_end_ns <= open_until[-1]
         open_until.append(-negative_end_ns)
+
+
+def test_the_page_on_timelines_explains_every_lane():
+    page = (Path(__file__).resolve().parents[2] / "docs/timeline.md").read_text()
+    assert [lane for lane in trace.LANES if not re.search(rf"^\|.*`{re.escape(lane)}`.*\|", page, re.MULTILINE)] == []
 
 
 def _save(rank, world_size, folder, algorithm):
@@ -78,6 +87,99 @@ def test_the_trace_of_a_rank(pool2, tmp_path, algorithm):
     assert 0 < by_steps <= sent
 
 
+EXCHANGES = {
+    "gradient_allreduce": {},
+    "decentralized": {},
+    "local_sgd": {"sync_every": 2},
+    "low_precision_decentralized": {},
+    "async": {"sync_interval": 0},
+}
+
+
+def _save_all(rank, world_size, folder):
+    contents = {}
+    for algorithm, options in EXCHANGES.items():
+        with process_group():
+            path = f"{folder}/{algorithm}{rank}.json"
+            handle = train(algorithm, late_rank=1, late_s=0.01, **options).bagua
+            handle.remove()  # waits for the round under way
+            handle.timeline().save(path)
+            with open(path) as file:
+                contents[algorithm] = json.load(file)
+    return contents
+
+
+@pytest.fixture(scope="module")
+def contents(pool2, tmp_path_factory):
+    """The traces of rank 0, which waits for the other one, by algorithm."""
+    return pool2.run(_save_all, args=(str(tmp_path_factory.mktemp("traces")),))[0]
+
+
+@pytest.mark.parametrize("algorithm", EXCHANGES)
+def test_the_waits_inside_a_step_add_up_to_what_it_exposed(contents, algorithm):
+    steps, waits = (slices(contents[algorithm], lane) for lane in (trace.STEPS, trace.WAITS))
+    for name, begin, end, args in steps:
+        inside = [(wait, until - since) for wait, since, until, _ in waits if begin <= since and until <= end]
+        assert sum(ns for _, ns in inside) == pytest.approx(args["exposed_us"] * 1e3, abs=1), name
+        outside = sum(ns for wait, ns in inside if not wait.startswith("backward"))
+        assert outside == pytest.approx(args["outside_us"] * 1e3, abs=1), name
+    assert all(any(begin <= since and until <= end for _, begin, end, _ in steps) for _, since, until, _ in waits)
+
+
+def test_the_step_that_exchanges_is_the_one_that_waits(contents):
+    """local_sgd exchanges after every second step; before its first step a rank waits for nobody."""
+    steps = slices(contents["local_sgd"], trace.STEPS)
+    operations = slices(contents["local_sgd"], trace.OPERATIONS)
+    num_buckets = steps[0][3]["num_buckets"]
+    by_step = [sum(begin <= since < end for _, since, _, _ in operations) for _, begin, end, _ in steps]
+    assert by_step == [0, num_buckets, 0, num_buckets]
+    exposed_us = [args["outside_us"] for *_, args in steps]
+    assert min(exposed_us[1], exposed_us[3]) > max(exposed_us[0], exposed_us[2])
+
+
+def test_rounds_in_the_background_have_lanes_of_their_own(contents):
+    content = contents["async"]
+    names = {event["tid"]: event["args"]["name"] for event in content["traceEvents"] if event["name"] == "thread_name"}
+    of_rounds = {name for name in names.values() if name.startswith("operations, ")}
+    assert len(of_rounds) == 1 and of_rounds.pop().endswith("/async-0")
+    operations = [event for event in content["traceEvents"] if event.get("cat") == trace.OPERATIONS]
+    assert operations and all(names[event["tid"]].startswith("operations, ") for event in operations)
+
+
+SINCE_NS = 1_000
+
+
+def _span(kind, begin_ns, end_ns, ticket=1):
+    return Span("bucket 0", kind, begin_ns, end_ns, 8, "world", ticket)
+
+
+def test_no_wire_is_made_up_for_an_operation_whose_parts_were_dropped():
+    about = {"rank": 0, "host": "here", "group": "world", "clock": {"offset_ns": 500}}
+    spans = [_span("operation", SINCE_NS - 100, SINCE_NS + 50), _span("operation", SINCE_NS + 60, SINCE_NS + 90, 2)]
+    content = trace.document((), (), spans, (), {"world": (0, SINCE_NS)}, about)
+    assert slices(content, trace.WIRE) == [("bucket 0", SINCE_NS + 560, SINCE_NS + 590, {})]
+    assert len(slices(content, trace.OPERATIONS)) == 2
+    assert content["otherData"]["operations_since_us"] is None
+    content = trace.document((), (), spans, (), {"world": (SINCE_NS, 0), "other": (0, 0)}, about)
+    assert content["otherData"]["operations_since_us"] == (SINCE_NS + 500) / 1e3
+
+
+def _without_parts(rank, world_size):
+    with process_group():
+        model = train("bytegrad")
+        whole, operations = model.bagua.timeline(), model.bagua.timeline(parts=False)
+        assert set(whole.kept_since_ns.values()) == {(0, 0)}
+        return [{span.kind for span in one.spans} for one in (whole, operations)], [
+            [span for span in one.spans if span.kind == "operation"] for one in (whole, operations)
+        ]
+
+
+def test_operations_without_their_parts(pool2):
+    kinds, operations = pool2.run(_without_parts)[0]
+    assert kinds == [{"queued", "operation", "encode", "wire", "decode"}, {"queued", "operation"}]
+    assert operations[0] == operations[1] != []
+
+
 def _bytes(rank, world_size):
     with process_group():
         model = train(steps=1)
@@ -108,6 +210,16 @@ def test_messages_beside_the_buckets_are_told_apart(pool2):
     assert of_gradients == {"ready order", "buffers", "used parameters"}
 
 
+def _before_any_step(rank, world_size, folder):
+    with process_group():
+        train(steps=0).bagua.timeline().save(f"{folder}/rank{rank}.json")
+
+
+def test_before_any_step(pool2, tmp_path):
+    pool2.run(_before_any_step, args=(str(tmp_path),))
+    assert slices(json.loads((tmp_path / "rank1.json").read_text()), trace.STEPS) == []
+
+
 def _one_rank_cannot_write(rank, world_size, folder):
     with process_group():
         model = train(steps=1)
@@ -122,13 +234,34 @@ def test_a_rank_that_cannot_write_is_told_to_all(pool2, tmp_path):
     pool2.run(_one_rank_cannot_write, args=(str(tmp_path),))
 
 
+def _after_a_failure(rank, world_size, folder):
+    with process_group():
+        model = train(steps=3)
+        with contextlib.suppress(BaguaError):
+            bagua.barrier()
+            if rank == 1:
+                bagua.get_default_group().poison(InternalError("a test ends the group", rank=1))
+        with pytest.raises(BaguaError, match=r"ends the group; model.bagua.timeline\(\).save\(path\) writes") as raised:
+            model.bagua.save_timeline(folder)
+        model.bagua.timeline().save(f"{folder}/alone{rank}.json")
+        with open(f"{folder}/alone{rank}.json") as file:
+            return raised.value.rank, len(slices(json.load(file), trace.STEPS))
+
+
+def test_after_a_failure_each_rank_saves_alone(tmp_path):
+    from bagua.testing import spawn
+
+    assert spawn(_after_a_failure, 2, args=(str(tmp_path),)) == [(1, 3)] * 2
+
+
 def _alone(rank, world_size, folder):
     with process_group():
         model = train(steps=2)
         path = model.bagua.save_timeline(folder)
         bagua.destroy_process_group()
-        with pytest.raises(BaguaError):
+        with pytest.raises(InvalidArgument, match=r"was destroyed; .*timeline\(\).save\(path\)"):
             model.bagua.save_timeline(folder)
+        model.bagua.timeline().save(f"{folder}/after.json")
         return json.loads(path.read_text())["otherData"]["clock"]
 
 

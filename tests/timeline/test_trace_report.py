@@ -4,7 +4,9 @@ import json
 import re
 
 import pytest
+import torch
 
+import bagua
 from bagua import cli, trace, trace_report
 from tests.conformance.training import process_group
 from tests.timeline.training import train
@@ -88,6 +90,115 @@ def test_the_table_has_the_figures_of_the_files(files, capsys):
     assert float(rows[0][5]) > max(0.125, float(rows[1][5])), "rank 0 waits for rank 1"
 
 
+def _save_local_sgd(rank, world_size, folder):
+    with process_group():
+        train("local_sgd", steps=9, sync_every=4, late_rank=1).bagua.save_timeline(folder)
+
+
+def test_means_of_an_algorithm_that_exchanges_now_and_then(pool2, tmp_path, capsys):
+    pool2.run(_save_local_sgd, args=(str(tmp_path),))
+    assert cli.main(["timeline", f"{tmp_path}/rank0.json", f"{tmp_path}/rank1.json"]) == 0
+    header, row = capsys.readouterr().out.splitlines()[3:5]
+    assert header.endswith("exposed ms/step  exposed total s  sent MB  sent MB/step")
+    steps, exposed_ms, exposed_s, sent_mb, sent_mb_per_step = (float(row.split()[i]) for i in (2, 4, 5, 6, 7))
+    assert exposed_ms == pytest.approx(1e3 * exposed_s / steps, abs=0.1) and exposed_ms > 50 / 9
+    assert sent_mb_per_step == pytest.approx(sent_mb / steps, abs=1e-2) and sent_mb_per_step > 0.01
+
+
+def _save_after_many_operations(rank, world_size, folder):
+    with process_group():
+        model = train(steps=2)
+        for _ in range(4096):
+            bagua.barrier()
+        for _ in range(3):
+            model(torch.randn(8, 128)).sum().backward()
+        model.bagua.save_timeline(folder)
+
+
+def test_operations_of_the_first_steps_were_dropped(pool2, tmp_path, capsys):
+    pool2.run(_save_after_many_operations, args=(str(tmp_path),))
+    assert cli.main(["timeline", f"{tmp_path}/rank0.json", f"{tmp_path}/rank1.json"]) == 0
+    text = capsys.readouterr().out
+    assert "note             operations cover steps 2 to 4: the engines keep the last ones\n" in text
+    assert [line.split()[2] for line in text.splitlines() if re.match(r" +\d  ", line)] == ["5", "5"]
+
+
+@pytest.mark.parametrize(
+    "since, told", [("before 0", None), ("in 0", "steps 1 to 4"), ("in 3", "step 4"), ("in 4", "less than a step")]
+)
+def test_which_steps_the_operations_cover(files, tmp_path, capsys, since, told):
+    place, index = since.split()
+
+    def drop(content):
+        (begin,) = [e["ts"] for e in content["traceEvents"] if e["name"] == f"step {index}" and e["ph"] == "X"]
+        content["otherData"]["operations_since_us"] = begin + (1 if place == "in" else -1)
+
+    other = edited(files[1], tmp_path / "rank1.json", drop)
+    assert cli.main(["timeline", str(files[0]), str(other)]) == 0
+    found = re.findall(r"note +operations cover (.*): the engines keep the last ones\n", capsys.readouterr().out)
+    assert found == ([] if told is None else [told.replace("step 4", "steps 4 to 4")])
+
+
+def test_neighbours_on_a_ring_of_four(pool4, tmp_path, capsys):
+    """No rank is named for the ring; that they agree on each step, which all wait for, is enough."""
+    pool4.run(_save, args=(str(tmp_path), 2, "low_precision_decentralized"))
+    assert cli.main(["timeline", *(f"{tmp_path}/rank{rank}.json" for rank in range(4))]) == 0
+    text = capsys.readouterr().out
+    num_exchanges = 5 * len(json.loads((tmp_path / "rank0.json").read_text())["otherData"]["totals"]["buckets"])
+    assert f"(not told for {num_exchanges} operations, whose ranks wait for their neighbours only)" in text
+    assert "straggler        rank 2: the others wait for it" in text
+    assert re.search(r"slowest bucket   bucket \d \(.* ms at the median with the wait for neighbours", text)
+    merged = trace_report.merge(trace_report.load([tmp_path / f"rank{rank}.json" for rank in range(4)]))
+    operations = [event for event in merged["traceEvents"] if event.get("cat") == trace.OPERATIONS]
+    assert operations and not any("last_rank" in event["args"] for event in operations)
+
+
+def test_only_neighbours(files, tmp_path, capsys):
+    def mark(content):
+        for event in content["traceEvents"]:
+            if event.get("cat") in (trace.OPERATIONS, trace.COORDINATION):
+                event["args"]["waits_for_some"] = True
+
+    assert cli.main(["timeline", *(str(edited(path, tmp_path / path.name, mark)) for path in files)]) == 0
+    text = capsys.readouterr().out
+    assert re.search(
+        r"straggler        not told for \d+ operations, whose ranks wait for their neighbours only\n", text
+    )
+
+
+def _save_a_subset(rank, world_size, folder):
+    with process_group():
+        group = bagua.new_group([1, 3])
+        if rank in group.ranks:
+            train(steps=3, late_rank=3, group=group).bagua.save_timeline(folder)
+        bagua.barrier()
+        return group.name
+
+
+def test_a_group_of_two_ranks_of_four(pool4, tmp_path, capsys):
+    name = pool4.run(_save_a_subset, args=(str(tmp_path),))[0]
+    files = sorted(tmp_path.iterdir())
+    assert [path.name for path in files] == ["rank0.json", "rank1.json"]
+    assert {json.loads(path.read_text())["otherData"]["group"] for path in files} == {name}
+    assert cli.main(["timeline", *map(str, files)]) == 0
+    text = capsys.readouterr().out
+    assert "algorithm        gradient_allreduce, 2 of 2 ranks" in text
+    assert "straggler        rank 1: the others wait for it" in text and "in the background" not in text
+
+
+def _save_async(rank, world_size, folder):
+    with process_group():
+        model = train("async", steps=5, sync_interval=0, late_rank=1)
+        model.bagua.save_timeline(folder)
+        model.bagua.remove()
+
+
+def test_in_the_background(pool2, tmp_path, capsys):
+    pool2.run(_save_async, args=(str(tmp_path),))
+    assert cli.main(["timeline", f"{tmp_path}/rank0.json", f"{tmp_path}/rank1.json"]) == 0
+    assert "(operations in the background: no step waits for them)" in capsys.readouterr().out
+
+
 def test_one_file_of_two(files, capsys):
     assert cli.main(["timeline", str(files[1])]) == 0
     text = capsys.readouterr().out
@@ -139,6 +250,7 @@ BROKEN = {
     "no totals": (lambda content: content["otherData"].pop("totals"), "otherData.totals is None"),
     "empty totals": (with_about(totals={}), "otherData.totals.steps is None"),
     "a clock of text": (with_about(clock={"uncertainty_ns": "?"}), "otherData.clock.uncertainty_ns is '?'"),
+    "a text of what was dropped": (with_about(operations_since_us="1"), "otherData.operations_since_us is '1'"),
     "no events": (lambda content: content.update(traceEvents=None), "None is no trace event"),
     "an event of text": (lambda content: content["traceEvents"].append("x"), "x is no trace event"),
     "an event without time": (lambda content: content["traceEvents"][-1].pop("ts"), "is no trace event"),
