@@ -45,8 +45,8 @@ TEST(EventLog, PartsDriveOutNoOperation) {
   EXPECT_EQ(tickets(events, EventKind::kOperation), expected);
   EXPECT_EQ(tickets(events, EventKind::kQueued), expected);
   EXPECT_EQ(events.size(), 2 * kOperations + EventLog::kPartSpans);
-  EXPECT_TRUE(std::is_sorted(events.begin(), events.end(),
-                             [](const Event& a, const Event& b) { return a.end_ns < b.end_ns; }));
+  EXPECT_TRUE(
+      std::is_sorted(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.end_ns < b.end_ns; }));
 
   const auto [operations_ns, parts_ns] = log.kept_since_ns();
   EXPECT_EQ(operations_ns, 0);
