@@ -9,7 +9,7 @@ after the other, compute alone first; `--turns` as often, so that what drifts me
     ratio            the best DDP's median over the system's
     exposed ms       step less compute alone
     waiting ms       what bagua's own timeline says that a step waited, a mean
-    wire MB          what a host's interface counted as sent per step; of a train of packets, one header
+    wire MB          what a host's link carried per step, headers and acknowledgements too
     bound ms         what nobody can beat who sends these bytes: none leaves before its gradient is ready, the link is a
                      token bucket of its rate, and compute is what it is
     of bound         step over bound
