@@ -48,7 +48,9 @@ def test_digits_reaches_its_accuracy_with_bytegrad():
 
 
 @pytest.mark.needs("sklearn", "tqdm")
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", pytest.param("local_sgd", marks=pytest.mark.slow), "ddp"])
+@pytest.mark.parametrize(
+    "algorithm", ["gradient_allreduce", *(pytest.param(a, marks=pytest.mark.slow) for a in ("local_sgd", "ddp"))]
+)
 def test_digits_runs_under_torchrun(algorithm):
     result = run("torchrun", "digits.py", "--algorithm", algorithm, "--epochs", "1")
     assert result["algorithm"] == algorithm
@@ -57,7 +59,7 @@ def test_digits_runs_under_torchrun(algorithm):
 
 
 @pytest.mark.needs("tqdm")
-@pytest.mark.parametrize("algorithm", [*map(some_or_slow, bagua.algorithms.available()), "ddp"])
+@pytest.mark.parametrize("algorithm", [some_or_slow(name) for name in (*bagua.algorithms.available(), "ddp")])
 def test_byte_lm_learns(algorithm, tmp_path):
     curve = tmp_path / "loss.csv"
     options = (

@@ -118,18 +118,23 @@ def wait_for_the_highest(rank, world_size, how, before_s, path):
         return watch(lambda: call(x, 2))
 
 
-@pytest.mark.parametrize(
-    ("before_s", "how"),
-    [(0, "recv"), (0, "send"), (0, "broadcast"), (3.8, "recv"), (3.8, "broadcast")],
-    ids=["recv", "send", "broadcast", "recv, asked before", "broadcast, asked before"],
-)
-@in_worlds([tcp(3), shm(3)])
-def test_a_rank_that_dies_before_it_connects(world, before_s, how, tmp_path):
+def check_the_death(world, how, before_s, tmp_path):
     path = str(tmp_path / "died")
     arguments = (how, before_s, path)
     seen = spawn_in(world, wait_for_the_highest, *arguments, expect_exit={2: signal.SIGKILL})[0]
     assert seen.rank == 2 and seen.kind == "TransportError" and "rank 2 (process " in seen.message, seen
     assert "listens no more" in seen.message and seen.at - noted_time(path) < ASKED_S, seen
+
+
+@pytest.mark.parametrize("how", ["recv", "send", "broadcast"])
+@in_worlds([tcp(3), shm(3)])
+def test_a_rank_that_dies_before_it_connects(world, how, tmp_path):
+    check_the_death(world, how, 0, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["recv", "broadcast"])
+def test_a_rank_that_dies_after_it_was_asked(how, tmp_path):
+    check_the_death(tcp(3), how, 3.8, tmp_path)
 
 
 def fail_with_another(rank, world_size, waits_in, fails_in, path):
