@@ -46,7 +46,7 @@ a table has, and the bars are set beside DDP as it comes.
 - **step**: median time of a training step of the slowest rank; of `async` a sample is a round of averaging.
 - **spread**: largest less smallest sample, in parts of the median; the median of all systems.
 - **exposed**: step less compute alone, which is the time that communication costs; of `qadam`, Adam's too.
-- **wire**: bytes that a host's link carries per step, headers (4.6 % of what is sent) and acknowledgements included.
+- **wire**: bytes that a host's link carries per step, headers and acknowledgements included.
 - **bound**: what no implementation can beat that sends these bytes: none leaves before its gradient is ready, the
   link is a token bucket of its rate (it was idle, so 512 KiB pass at once), compute takes what it takes. Algorithms
   that exchange weights may do so during the whole step (`decentralized`, `async`) or must wait (`local_sgd`,

@@ -3,7 +3,7 @@
 Plays a model's profile on hosts with shaped links (network namespaces on this machine; needs root), under torch DDP on
 gloo in three precisions and under every algorithm of bagua: real tensors, real buckets, real communication, and a sleep
 in the place of compute. `--scale 0.1` shrinks tensors, so that 1 Gbit/s stands for 10 Gbit/s; buckets do not shrink
-with them, so DDP and bagua play with a tenth of their caps too. All systems of a case run in the same processes, one
+with them, so DDP and bagua also play with caps that do. All systems of a case run in the same processes, one
 after the other, compute alone first; `--turns` as often, so that what drifts meets all alike. Columns:
 
     ratio            the best DDP's median over the system's

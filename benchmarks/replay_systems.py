@@ -244,7 +244,7 @@ def _time(step: Callable[[], None], period: int, samples: int) -> tuple[list[flo
     """Seconds per step, samples of one or more periods; bytes per step that this host has sent; the number of steps."""
     _seconds_of(step, period)  # connections; buckets are laid out anew after the first step
     took_s = bagua.broadcast_object(_seconds_of(step, period), 0)
-    block = period if took_s >= _LONG_STEP_S else max(period, _SHORT_STEPS)
+    block = period if took_s >= _LONG_STEP_S else period * math.ceil(_SHORT_STEPS / period)
     samples = min(samples, max(3, round(_ENOUGH_S / (took_s * block / period))))
     return _samples(step, block, samples)
 
