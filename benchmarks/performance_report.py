@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from bagua.profiles import Profile
 
 DOCUMENT = report.ROOT / "docs" / "performance.md"
 _PLOTTED = ("ddp", "ddp_fp16", "gradient_allreduce", "bytegrad", "qsgd:bits=4", "decentralized", "local_sgd", "async")
+_AT_A_GLANCE = ("gradient_allreduce", "bytegrad", "qsgd:bits=4", "decentralized", "local_sgd")
 _PAYS_FROM = 1.05  # of a relaxation that sends the same steps faster
 _INTRODUCTION = """\
 # Performance
@@ -67,25 +68,35 @@ def write_document(
     """Writes the document, and the plots into ``folder``; ``studies`` are those of ablation.py."""
     folder.mkdir(parents=True, exist_ok=True)
     date = facts["date"].split()[0]
+    by_profile: dict[str, list[Case]] = {}
+    for case in outcomes:
+        if (case.num_hosts, case.ranks_per_host) == (4, 1):
+            by_profile.setdefault(case.profile, []).append(case)
+    on_four_hosts = [outcomes[case] for cases in by_profile.values() for case in cases]
     lines = [_INTRODUCTION, *(f"- {name}: {value}" for name, value in facts.items()), ""]
+    path = folder / f"{date}-performance.png"
+    plot_at_a_glance(on_four_hosts).savefig(path, dpi=110, bbox_inches="tight")
+    lines += _at_a_glance(path)
     lines += ["## The bars that this project has set itself", ""]
     lines += _command(
         "--profiles vgg16 bert_large --scale 0.1 --turns 2", "--profiles resnet50 --scale 0.1 --rates 5000 --turns 2"
     )
     lines += [line for case in outcomes for line in bars_of(outcomes[case])]
-    by_profile: dict[str, list[Case]] = {}
-    for case in outcomes:
-        if (case.num_hosts, case.ranks_per_host) == (4, 1):
-            by_profile.setdefault(case.profile, []).append(case)
     for profile, cases in by_profile.items():
         path = folder / f"{date}-performance-{profile}.png"
         plot(profile, [outcomes[case] for case in cases]).savefig(path, dpi=110, bbox_inches="tight")
-        link = os.path.relpath(path, DOCUMENT.parent)
         rates = " ".join(str(case.rate_mbit) for case in cases)
-        lines += ["", f"## {profile}: 4 hosts, a tenth of its size", "", f"![{profile}]({link})", ""]
+        lines += ["", f"## {profile}: 4 hosts, a tenth of its size", "", _image(profile, path), ""]
         lines += _command(f"--profiles {profile} --scale 0.1 --rates {rates}")
         lines += [f"The profile: {Profile.load(cases[0].path).source}.", ""]
-        lines += _table_of_rates([outcomes[case] for case in cases])
+        of_rates = [outcomes[case] for case in cases]
+        of_all = [
+            ["compute alone", *(f"{report.three_digits(one[0].compute_s * 1e3)} ms" for one in of_rates), ""],
+            ["spread of samples", *(f"{_spread(one):.1%}" for one in of_rates), ""],
+        ]
+        title = "step, ms (times as fast as the best DDP)"
+        lines += report.aligned(_table_of_rates(title, of_rates, _step_cell) + of_all)
+        lines += ["", *report.aligned(_table_of_rates("exposed, ms (step over bound)", of_rates, _exposed_cell))]
     others = [case for case in outcomes if (case.num_hosts, case.ranks_per_host) != (4, 1)]
     if others:
         lines += ["", "## Other numbers of hosts, hosts with two ranks, full size", ""]
@@ -98,9 +109,13 @@ def write_document(
         for case in others:
             lines += ["", f"**{case}**", "", *_table_of_case(outcomes[case])]
     lines += ["", *_parts(studies)]
-    lines += ["", *_when([outcome for cases in by_profile.values() for case in cases for outcome in [outcomes[case]]])]
+    lines += ["", *_when(on_four_hosts)]
     DOCUMENT.write_text("\n".join(lines).rstrip() + "\n")
     print(f"written: {DOCUMENT}, {datetime.now():%H:%M}")
+
+
+def _image(name: str, path: Path) -> str:
+    return f"![{name}]({os.path.relpath(path, DOCUMENT.parent)})"
 
 
 def _command(*options: str) -> list[str]:
@@ -116,27 +131,29 @@ def _named(outcomes: Sequence[Outcome]) -> dict[str, Outcome]:
     return {outcome.system: outcome for outcome in outcomes}
 
 
-def _table_of_rates(cases: Sequence[Sequence[Outcome]]) -> list[str]:
-    """Systems down, rates across: milliseconds per step, and how many times as fast as the best DDP."""
-    head = [
-        "step, ms (times as fast as the best DDP)",
-        *(f"{one[0].case.rate_mbit} Mbit/s" for one in cases),
-        "wire MB",
-    ]
-    rows = [head]
-    for system in dict.fromkeys(one.system for outcomes in cases for one in outcomes):
-        cells = []
-        for outcomes in cases:
-            outcome = _named(outcomes).get(system)
-            if outcome is None:
-                cells.append("")
-                continue
-            ratio = "" if system == ALONE else f" ({best_ddp(outcomes).p50 / outcome.p50:.2f})"
-            cells.append(f"{report.three_digits(outcome.p50 * 1e3)}{ratio}")
-        wire = next(_named(outcomes)[system].wire_bytes for outcomes in reversed(cases) if system in _named(outcomes))
-        rows.append([system, *cells, "" if system == ALONE else report.three_digits(wire / 1e6)])
-    rows.append(["spread", *(f"{_spread(outcomes):.1%}" for outcomes in cases), ""])
-    return report.aligned(rows)
+def _table_of_rates(
+    title: str, cases: Sequence[Sequence[Outcome]], cell: Callable[[Outcome, Sequence[Outcome]], str]
+) -> list[list[str]]:
+    """Systems down, rates across, and the bytes on the wire."""
+    rows = [[title, *(f"{one[0].case.rate_mbit} Mbit/s" for one in cases), "wire MB"]]
+    for system in dict.fromkeys(one.system for outcomes in cases for one in outcomes if one.system != ALONE):
+        of_rates = [(_named(outcomes).get(system), outcomes) for outcomes in cases]
+        wire = [one.wire_bytes for one, _ in of_rates if one is not None]
+        cells = ["" if one is None else cell(one, outcomes) for one, outcomes in of_rates]
+        rows.append([system, *cells, report.three_digits(wire[-1] / 1e6)])
+    return rows
+
+
+def _step_cell(one: Outcome, outcomes: Sequence[Outcome]) -> str:
+    return f"{report.three_digits(one.p50 * 1e3)} ({best_ddp(outcomes).p50 / one.p50:.2f})"
+
+
+def _exposed_cell(one: Outcome, _: Sequence[Outcome]) -> str:
+    return f"{_exposed_ms(one)} ({one.p50 / one.bound_s:.2f})"
+
+
+def _exposed_ms(one: Outcome) -> str:
+    return report.three_digits(max(0.0, one.p50 - one.compute_s) * 1e3)
 
 
 def _spread(outcomes: Sequence[Outcome]) -> float:
@@ -151,7 +168,7 @@ def _table_of_case(outcomes: Sequence[Outcome]) -> list[str]:
                 one.system,
                 report.three_digits(one.p50 * 1e3),
                 "" if one.system == ALONE else f"{best_ddp(outcomes).p50 / one.p50:.2f}",
-                report.three_digits(max(0.0, one.p50 - one.compute_s) * 1e3),
+                _exposed_ms(one),
                 report.three_digits(one.wire_bytes / 1e6),
                 report.three_digits(one.bound_s * 1e3),
                 f"{one.p50 / one.bound_s:.2f}",
@@ -181,12 +198,55 @@ def _parts(studies: Sequence[Sequence[Outcome]]) -> list[str]:
                     one.system,
                     report.three_digits(one.p50 * 1e3),
                     "" if one is whole else f"{one.p50 / whole.p50:.2f}",
-                    report.three_digits(max(0.0, one.p50 - one.compute_s) * 1e3),
+                    _exposed_ms(one),
                     report.three_digits(one.wire_bytes / 1e6),
                 ]
             )
         lines += ["", f"**{whole.case}**", "", *report.aligned(rows)]
     return lines
+
+
+def _at_a_glance(path: Path) -> list[str]:
+    """How to place a model of one's own among those that were measured."""
+    return [
+        "## At a glance",
+        "",
+        _image("speed-up by wire over compute", path),
+        "",
+        "One number places a model on a network: how long its float32 gradients take on the wire, over how long a",
+        "step computes. With P parameters on n hosts whose links carry R bit/s, and a step that computes for T",
+        "seconds, it is 64 P (n-1)/n / (R T). Find it on the lower axis; the points are all cases with 4 hosts.",
+        "",
+    ]
+
+
+def _wire_over_compute(outcomes: Sequence[Outcome]) -> float:
+    full = _named(outcomes)["gradient_allreduce"]
+    return full.wire_bytes * 8 / (full.case.rate_mbit * 1e6) / full.compute_s
+
+
+def plot_at_a_glance(cases: Sequence[Sequence[Outcome]]) -> Any:
+    """How many times as fast as the best DDP a step is, by the ratio of wire to compute."""
+    figure, (axis,) = report.subplots(1)
+    figure.set_size_inches(9, 5)
+    ordered = sorted(cases, key=_wire_over_compute)
+    ratios = [_wire_over_compute(outcomes) for outcomes in ordered]
+    for system in _AT_A_GLANCE:
+        gains = [best_ddp(outcomes).p50 / _named(outcomes)[system].p50 for outcomes in ordered]
+        axis.plot(ratios, gains, "o-", label=system, markersize=4, linewidth=0.5)
+    axis.axhline(1, color="0.5", linewidth=1, label="the best DDP")
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    ticks = [0.5, 1, 2, 3, 5, 10, 20]
+    axis.set_yticks(ticks, [str(tick) for tick in ticks])
+    axis.minorticks_off()
+    places = [0.1, 0.3, 1, 3, 10, 30]
+    axis.set_xticks(places, [str(place) for place in places])
+    axis.set_xlabel("float32 gradients on the wire, over compute")
+    axis.set_ylabel("times as fast as the best DDP")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    return figure
 
 
 def _when(cases: Sequence[Sequence[Outcome]]) -> list[str]:
@@ -195,15 +255,14 @@ def _when(cases: Sequence[Sequence[Outcome]]) -> list[str]:
     for outcomes in cases:
         named = _named(outcomes)
         full = named["gradient_allreduce"]
-        wire_s = full.wire_bytes * 8 / (full.case.rate_mbit * 1e6)
         gains = [full.p50 / named[system].p50 for system in ("bytegrad", "qsgd:bits=4")]
-        rows.append((wire_s / full.compute_s, full.case, gains))
+        rows.append((_wire_over_compute(outcomes), full.case, gains))
     rows.sort(key=lambda row: row[0])
     lines = ["## When not to use relaxations", ""]
     lines += [
-        "Whether fewer bytes help is decided by one number: how long the float32 gradients take on the wire, seen from",
-        "compute. Below are all cases with 4 hosts by that ratio, and how many times as fast as `gradient_allreduce` a",
-        "step is with fewer bits.",
+        "Where compute hides the wire there is nothing to gain. Below are all cases with 4 hosts by how long float32",
+        "gradients take on the wire, over compute, and how many times as fast as `gradient_allreduce` a step is with",
+        "fewer bits.",
         "",
     ]
     cells = [["wire / compute", "model", "Mbit/s", "bytegrad", "qsgd:bits=4"]]
