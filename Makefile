@@ -47,8 +47,8 @@ format: setup-lint ## let the formatters rewrite what they can
 	find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | xargs .venv/bin/clang-format -i
 	cargo fmt --manifest-path rust_core/Cargo.toml
 
-bench: build ## every script in benchmarks/
-	@for script in $$(grep -l '__name__ == "__main__"' benchmarks/*.py); do \
+bench: build ## every script in benchmarks/ but performance.py, which repeats two of them for more than an hour
+	@for script in $$(grep -l '__name__ == "__main__"' benchmarks/*.py | grep -v performance.py); do \
 	  echo "== $$script"; $(PY) $$script; \
 	done
 

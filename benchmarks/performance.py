@@ -2,7 +2,7 @@
 
 Runs the cases of replay.py and the studies of ablation.py (more than an hour; needs root), then writes the tables and
 plots. Run it while nothing else does. What has been measured is kept in a file, from which a run that was cut off goes
-on, of the same commit on the same machine.
+on, of the same commit on the same machine with nothing changed in between.
 
     sudo .venv/bin/python benchmarks/performance.py [--keep build/performance.jsonl] [--quick]
 """
@@ -10,7 +10,7 @@ on, of the same commit on the same machine.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,16 @@ from typing import Any
 import hosts
 import ranks
 import report
-from ablation import STUDIES, study
-from performance_report import write_document
-from replay import BARS, HIDDEN, SYSTEMS, Case, Outcome, add_case, run, systems_of
-from replay_systems import measure
+from ablation import STUDIES
+from performance_report import DOCUMENT, write_document
+from replay import SYSTEMS, Case, Outcome, add_case, run, systems_of
+from replay_systems import DDP_HOOKS, measure
 
 PROFILES = ("vgg16", "bert_large", "gpt_124m", "resnet50")
 RATES = (100, 500, 1000, 2500, 5000)  # Mbit/s
 _SCALE = 0.1
-_FAST_MBIT = 1000  # from here on it matters how many buckets there are
+_FAST_MBIT = 1000  # from here on it matters to bagua, too, how many buckets there are
+_DDP_SHRUNK = "ddp_fp16:bucket_cap_mb=2.5"  # where links are slower the best DDP, or close to it
 _NODES = tuple(
     f"{system}{',' if ':' in system else ':'}hierarchical={value}"
     for system in ("gradient_allreduce", "bytegrad", "qsgd:bits=4")
@@ -34,16 +35,15 @@ _NODES = tuple(
 )
 CASES: dict[Case, tuple[str, ...]] = {
     **{
-        Case(profile, _SCALE, 4, 1, rate): systems_of(_SCALE) if rate >= _FAST_MBIT else SYSTEMS
+        Case(profile, _SCALE, 4, 1, rate): systems_of(_SCALE) if rate >= _FAST_MBIT else (*SYSTEMS, _DDP_SHRUNK)
         for profile in PROFILES
         for rate in RATES
     },
-    **{Case("vgg16", _SCALE, num_hosts, 1, 1000): SYSTEMS for num_hosts in (2, 8)},
-    **{Case("vgg16", _SCALE, 2, 2, rate): ("ddp", "ddp_fp16", *_NODES) for rate in (1000, 5000)},
+    **{Case("vgg16", _SCALE, num_hosts, 1, 1000): (*SYSTEMS, _DDP_SHRUNK) for num_hosts in (2, 8)},
+    **{Case("vgg16", _SCALE, 2, 2, rate): (*DDP_HOOKS, _DDP_SHRUNK, *_NODES) for rate in (1000, 5000)},
     Case("vgg16", 1.0, 2, 1, 1000): SYSTEMS,
 }
-_OF_BARS = [*(Case(profile, _SCALE, 4, 1, 1000) for profile, _ in BARS), Case(HIDDEN[0], _SCALE, 4, 1, HIDDEN[1])]
-_TURNS_OF_BARS = 2
+_SAMPLES = 7
 
 
 class _Kept:
@@ -55,14 +55,16 @@ class _Kept:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        here = _facts()
         for line in self._lines:
-            different = [name for name in self._SAME if line["facts"][name] != here[name]]
-            if different:
-                raise SystemExit(
-                    f"{path} has figures of another {different[0]}, {line['facts'][different[0]]}; here it is "
-                    f"{here[different[0]]}. Delete the file, or give --keep another"
-                )
+            self._check(line["facts"], _facts())
+
+    def _check(self, kept: dict[str, Any], here: dict[str, Any]) -> None:
+        different = next((name for name in self._SAME if kept[name] != here[name]), None)
+        if different is not None:
+            raise SystemExit(
+                f"{self._path} has figures of another {different}, {kept[different]}; here it is {here[different]}. "
+                "Delete the file, or give --keep another"
+            )
 
     def facts(self) -> dict[str, Any]:
         """Of the first line; the others differ in their date."""
@@ -75,6 +77,8 @@ class _Kept:
             print(f"{name} ...", flush=True)
             facts = _facts()
             line = {"name": name, "facts": facts, "outcomes": [asdict(outcome) for outcome in measure_it()]}
+            self._check(facts, _facts())  # ranks read the program anew for every case
+            self._check((self._lines or [line])[0]["facts"], facts)
             self._lines.append(line)
             with self._path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -87,14 +91,11 @@ def _facts() -> dict[str, Any]:
     return {**facts, "load average": load, "command": "python benchmarks/performance.py"}
 
 
-def _run(case: Case, systems: Sequence[str]) -> list[Outcome]:
-    return run(case, systems, 7, _TURNS_OF_BARS if case in _OF_BARS else 1)
-
-
 def main() -> None:
     parser = report.parser(__doc__)
     default = report.ROOT / "build" / "performance.jsonl"
     parser.add_argument("--keep", type=Path, default=default, help="a file of what has been measured, to go on from")
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help="what is written")
     args = parser.parse_args()
     reason = hosts.why_not()
     if reason is not None:
@@ -107,13 +108,10 @@ def main() -> None:
     kept = _Kept(args.keep)
     cases = {}
     for case, systems in CASES.items():
-        cases[case] = kept.get(str(case), lambda case=case, systems=systems: _run(case, systems))
-    studies = []
-    for case, algorithm, parts in STUDIES:
-        name = f"{case}, parts of {algorithm}"
-        studies.append(kept.get(name, lambda c=case, a=algorithm, p=parts: study(c, a, p, 7)))
+        cases[case] = kept.get(str(case), lambda case=case, systems=systems: run(case, systems, _SAMPLES))
+    studies = {study: kept.get(str(study), lambda study=study: study.run(_SAMPLES)) for study in STUDIES}
     facts = {**kept.facts(), **({"note": args.note} if args.note else {})}
-    write_document(cases, studies, facts, args.out)
+    write_document(cases, studies, facts, args.document, args.out)
 
 
 if __name__ == "__main__":

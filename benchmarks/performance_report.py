@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import report
-from replay import Case, Outcome, bars_of, is_ddp
+from ablation import Study
+from replay import Case, Outcome, bars_of, is_ddp, systems_of
 from replay_systems import ALONE
 
 from bagua.profiles import Profile
@@ -18,7 +19,9 @@ from bagua.profiles import Profile
 DOCUMENT = report.ROOT / "docs" / "performance.md"
 _PLOTTED = ("ddp", "ddp_fp16", "gradient_allreduce", "bytegrad", "qsgd:bits=4", "decentralized", "local_sgd", "async")
 _AT_A_GLANCE = ("gradient_allreduce", "bytegrad", "qsgd:bits=4", "decentralized", "local_sgd")
-_PAYS_FROM = 1.05  # of a relaxation that sends the same steps faster
+_SAME_BYTES = 1.05  # the most that they may differ by, acknowledgements and headers
+_RELAXATIONS = ("bytegrad", "qsgd:bits=4", "decentralized", "local_sgd")
+_PAYS_FROM = 1.05  # times as fast
 _INTRODUCTION = """\
 # Performance
 
@@ -40,14 +43,15 @@ and so on. The processor's work, of codecs and copies, shrinks with the tensors 
 of one machine: where links are fast, what is seen is the processor more than the network, and neither a real host's.
 One case is played at full size. How long compute takes is assumed: a profile names the device that its times are of.
 
-DDP and bagua play as they come, with buckets of at most 25 MiB. Of a tenth of a model these are few, so some systems
-play with a tenth of the cap too (`bucket_cap_mb=2.5`, `bucket_bytes=2621440`); "the best DDP" is the best of all that
-a table has, and the bars are set beside DDP as it comes.
+DDP and bagua play as they come, with buckets of at most 25 MiB. Of a tenth of a model these are few, so DDP with its
+fp16 hook plays with a tenth of the cap too (`bucket_cap_mb=2.5`), and from 1 Gbit/s on more systems do
+(`bucket_bytes=2621440`). "The best DDP" is the best of all that a table has.
 
 - **step**: median time of a training step of the slowest rank; of `async` a sample is a round of averaging.
 - **spread**: largest less smallest sample, in parts of the median; the median of all systems.
 - **exposed**: step less compute alone, which is the time that communication costs; of `qadam`, Adam's too.
-- **wire**: bytes that a host's link carries per step, headers and acknowledgements included.
+- **wire**: bytes that a host's link carries per step, headers and acknowledgements included; from the slowest link to
+  the fastest where they differ (`async` has a round per half a second, or as often as the link allows).
 - **bound**: what no implementation can beat that sends these bytes: none leaves before its gradient is ready, the
   link is a token bucket of its rate (it was idle, so 512 KiB pass at once), compute takes what it takes. Algorithms
   that exchange weights may do so during the whole step (`decentralized`, `async`) or must wait (`local_sgd`,
@@ -59,13 +63,27 @@ optimizer that does nothing, as on an accelerator.
 """
 
 
+_AT_A_GLANCE_TEXT = (
+    "One number places a model on a network: how long its float32 gradients take on the wire, over how long a step",
+    "computes. With P parameters on n hosts whose links carry R bit/s, and a step that computes for T seconds, it is",
+    "64 P (n-1)/n / (R T). Find it on the lower axis; the points are all cases with 4 hosts.",
+)
+
+
 def write_document(
     outcomes: Mapping[Case, Sequence[Outcome]],
-    studies: Sequence[Sequence[Outcome]],
+    studies: Mapping[Study, Sequence[Outcome]],
     facts: Mapping[str, Any],
+    document: Path,
     folder: Path,
 ) -> None:
-    """Writes the document, and the plots into ``folder``; ``studies`` are those of ablation.py."""
+    """Writes the document, and the plots into ``folder``."""
+
+    def image(name: str, plotted: Any) -> str:
+        path = folder / (f"{date}-performance" + (f"-{name}.png" if name in by_profile else ".png"))
+        plotted.savefig(path, dpi=110, bbox_inches="tight")
+        return f"![{name}]({os.path.relpath(path, document.parent)})"
+
     folder.mkdir(parents=True, exist_ok=True)
     date = facts["date"].split()[0]
     by_profile: dict[str, list[Case]] = {}
@@ -74,22 +92,15 @@ def write_document(
             by_profile.setdefault(case.profile, []).append(case)
     on_four_hosts = [outcomes[case] for cases in by_profile.values() for case in cases]
     lines = [_INTRODUCTION, *(f"- {name}: {value}" for name, value in facts.items()), ""]
-    path = folder / f"{date}-performance.png"
-    plot_at_a_glance(on_four_hosts).savefig(path, dpi=110, bbox_inches="tight")
-    lines += _at_a_glance(path)
-    lines += ["## The bars that this project has set itself", ""]
-    lines += _command(
-        "--profiles vgg16 bert_large --scale 0.1 --turns 2", "--profiles resnet50 --scale 0.1 --rates 5000 --turns 2"
-    )
+    lines += ["## At a glance", "", image("speed-up by wire over compute", plot_at_a_glance(on_four_hosts))]
+    lines += ["", *_AT_A_GLANCE_TEXT, "", "## The bars that this project has set itself", ""]
+    lines += _commands([case for case in outcomes if bars_of(outcomes[case])], outcomes)
     lines += [line for case in outcomes for line in bars_of(outcomes[case])]
     for profile, cases in by_profile.items():
-        path = folder / f"{date}-performance-{profile}.png"
-        plot(profile, [outcomes[case] for case in cases]).savefig(path, dpi=110, bbox_inches="tight")
-        rates = " ".join(str(case.rate_mbit) for case in cases)
-        lines += ["", f"## {profile}: 4 hosts, a tenth of its size", "", _image(profile, path), ""]
-        lines += _command(f"--profiles {profile} --scale 0.1 --rates {rates}")
-        lines += [f"The profile: {Profile.load(cases[0].path).source}.", ""]
         of_rates = [outcomes[case] for case in cases]
+        lines += ["", f"## {profile}: 4 hosts, a tenth of its size", "", image(profile, plot(profile, of_rates)), ""]
+        lines += _commands(cases, outcomes)
+        lines += [f"The profile: {Profile.load(cases[0].path).source}.", ""]
         of_all = [
             ["compute alone", *(f"{report.three_digits(one[0].compute_s * 1e3)} ms" for one in of_rates), ""],
             ["spread of samples", *(f"{_spread(one):.1%}" for one in of_rates), ""],
@@ -100,26 +111,28 @@ def write_document(
     others = [case for case in outcomes if (case.num_hosts, case.ranks_per_host) != (4, 1)]
     if others:
         lines += ["", "## Other numbers of hosts, hosts with two ranks, full size", ""]
-        lines += _command(
-            "--profiles vgg16 --scale 0.1 --hosts 2 8",
-            "--profiles vgg16 --scale 0.1 --hosts 2 --ranks-per-host 2 --rates 1000 5000 --systems ddp ddp_fp16 "
-            "bytegrad:hierarchical=True ...",
-            "--profiles vgg16 --hosts 2",
-        )
+        lines += _commands(others, outcomes)[:-1]
         for case in others:
             lines += ["", f"**{case}**", "", *_table_of_case(outcomes[case])]
     lines += ["", *_parts(studies)]
     lines += ["", *_when(on_four_hosts)]
-    DOCUMENT.write_text("\n".join(lines).rstrip() + "\n")
-    print(f"written: {DOCUMENT}, {datetime.now():%H:%M}")
+    document.write_text("\n".join(lines).rstrip() + "\n")
+    print(f"written: {document}, {datetime.now():%H:%M}")
 
 
-def _image(name: str, path: Path) -> str:
-    return f"![{name}]({os.path.relpath(path, DOCUMENT.parent)})"
-
-
-def _command(*options: str) -> list[str]:
-    return ["```sh", *(f"sudo .venv/bin/python benchmarks/replay.py {line}" for line in options), "```", ""]
+def _commands(cases: Sequence[Case], outcomes: Mapping[Case, Sequence[Outcome]]) -> list[str]:
+    """What plays the cases anew: a line for those that differ in their rates only."""
+    rates: dict[str, list[int]] = {}
+    for case in cases:
+        systems = tuple(one.system for one in outcomes[case] if one.system != ALONE)
+        options = f"--profiles {case.profile} --scale {case.scale:g} --hosts {case.num_hosts}"
+        if case.ranks_per_host > 1:
+            options += f" --ranks-per-host {case.ranks_per_host}"
+        if systems != systems_of(case.scale):
+            options += f" --systems {' '.join(systems)}"
+        rates.setdefault(options, []).append(case.rate_mbit)
+    lines = [f"{options} --rates {' '.join(map(str, of_case))}" for options, of_case in rates.items()]
+    return ["```sh", *(f"sudo .venv/bin/python benchmarks/replay.py {line}" for line in lines), "```", ""]
 
 
 def best_ddp(outcomes: Sequence[Outcome]) -> Outcome:
@@ -134,13 +147,14 @@ def _named(outcomes: Sequence[Outcome]) -> dict[str, Outcome]:
 def _table_of_rates(
     title: str, cases: Sequence[Sequence[Outcome]], cell: Callable[[Outcome, Sequence[Outcome]], str]
 ) -> list[list[str]]:
-    """Systems down, rates across, and the bytes on the wire."""
+    """Systems down, rates across, and the bytes on the wire, from the first rate to the last where they differ."""
     rows = [[title, *(f"{one[0].case.rate_mbit} Mbit/s" for one in cases), "wire MB"]]
     for system in dict.fromkeys(one.system for outcomes in cases for one in outcomes if one.system != ALONE):
         of_rates = [(_named(outcomes).get(system), outcomes) for outcomes in cases]
-        wire = [one.wire_bytes for one, _ in of_rates if one is not None]
+        wire = [one.wire_bytes / 1e6 for one, _ in of_rates if one is not None]
+        ends = [wire[0], wire[-1]] if max(wire) > _SAME_BYTES * min(wire) else [wire[-1]]
         cells = ["" if one is None else cell(one, outcomes) for one, outcomes in of_rates]
-        rows.append([system, *cells, report.three_digits(wire[-1] / 1e6)])
+        rows.append([system, *cells, " to ".join(map(report.three_digits, ends))])
     return rows
 
 
@@ -177,7 +191,7 @@ def _table_of_case(outcomes: Sequence[Outcome]) -> list[str]:
     return report.aligned(rows)
 
 
-def _parts(studies: Sequence[Sequence[Outcome]]) -> list[str]:
+def _parts(studies: Mapping[Study, Sequence[Outcome]]) -> list[str]:
     """What each part of the design gives: rows of ablation.py."""
     lines = ["## What overlap, buckets and the hierarchy of nodes give", ""]
     lines += [
@@ -188,10 +202,13 @@ def _parts(studies: Sequence[Sequence[Outcome]]) -> list[str]:
         "```sh",
         "sudo .venv/bin/python benchmarks/ablation.py",
         "```",
+        "",
     ]
-    for outcomes in studies:
+    for study, outcomes in studies.items():
+        lines += study.findings(outcomes)
+    for study, outcomes in studies.items():
         whole = outcomes[1]
-        rows = [["", "step ms", "to the whole", "exposed ms", "wire MB"]]
+        rows = [["", "step ms", "to the whole", "exposed ms", "wire MB", "bound ms", "of bound"]]
         for one in outcomes[1:]:
             rows.append(
                 [
@@ -200,24 +217,12 @@ def _parts(studies: Sequence[Sequence[Outcome]]) -> list[str]:
                     "" if one is whole else f"{one.p50 / whole.p50:.2f}",
                     _exposed_ms(one),
                     report.three_digits(one.wire_bytes / 1e6),
+                    report.three_digits(one.bound_s * 1e3),
+                    f"{one.p50 / one.bound_s:.2f}",
                 ]
             )
-        lines += ["", f"**{whole.case}**", "", *report.aligned(rows)]
+        lines += ["", f"**{study}**", "", *report.aligned(rows)]
     return lines
-
-
-def _at_a_glance(path: Path) -> list[str]:
-    """How to place a model of one's own among those that were measured."""
-    return [
-        "## At a glance",
-        "",
-        _image("speed-up by wire over compute", path),
-        "",
-        "One number places a model on a network: how long its float32 gradients take on the wire, over how long a",
-        "step computes. With P parameters on n hosts whose links carry R bit/s, and a step that computes for T",
-        "seconds, it is 64 P (n-1)/n / (R T). Find it on the lower axis; the points are all cases with 4 hosts.",
-        "",
-    ]
 
 
 def _wire_over_compute(outcomes: Sequence[Outcome]) -> float:
@@ -255,37 +260,39 @@ def _when(cases: Sequence[Sequence[Outcome]]) -> list[str]:
     for outcomes in cases:
         named = _named(outcomes)
         full = named["gradient_allreduce"]
-        gains = [full.p50 / named[system].p50 for system in ("bytegrad", "qsgd:bits=4")]
+        gains = [full.p50 / named[system].p50 for system in _RELAXATIONS]
         rows.append((_wire_over_compute(outcomes), full.case, gains))
     rows.sort(key=lambda row: row[0])
     lines = ["## When not to use relaxations", ""]
     lines += [
         "Where compute hides the wire there is nothing to gain. Below are all cases with 4 hosts by how long float32",
-        "gradients take on the wire, over compute, and how many times as fast as `gradient_allreduce` a step is with",
-        "fewer bits.",
+        "gradients take on the wire, over compute, and how many times as fast as `gradient_allreduce` a step is",
+        "under the others.",
         "",
     ]
-    cells = [["wire / compute", "model", "Mbit/s", "bytegrad", "qsgd:bits=4"]]
+    cells = [["wire / compute", "model", "Mbit/s", *_RELAXATIONS]]
     cells += [
         [f"{ratio:.2f}", case.profile, str(case.rate_mbit), *(f"{gain:.2f}" for gain in gains)]
         for ratio, case, gains in rows
     ]
-    return [*lines, *report.aligned(cells), "", *verdict([(ratio, gains[0]) for ratio, _, gains in rows])]
+    lines += [*report.aligned(cells), ""]
+    for place, system in enumerate(_RELAXATIONS):
+        lines.append(verdict(system, [(ratio, gains[place]) for ratio, _, gains in rows]))
+    return [*lines, "", "Where none of them pays, take `gradient_allreduce`, which rounds as float32 does."]
 
 
-def verdict(gains: Sequence[tuple[float, float]]) -> list[str]:
-    """Where bytegrad pays always, where never and where it depends, from pairs (wire over compute, its gain)."""
-    at_least = f"`bytegrad` makes a step at least {_PAYS_FROM - 1:.0%} faster in"
+def verdict(system: str, gains: Sequence[tuple[float, float]]) -> str:
+    """Where it pays always, where never and where it depends, from pairs (wire over compute, its gain)."""
+    at_least = f"- `{system}` makes a step at least {_PAYS_FROM - 1:.0%} faster in"
     pays = {ratio: gain >= _PAYS_FROM for ratio, gain in sorted(gains)}
     if len(set(pays.values())) == 1:
-        return [f"{at_least} {'all' if all(pays.values()) else 'none'} of them."]
+        return f"{at_least} {'all' if all(pays.values()) else 'none'} of them."
     last_idle = max(ratio for ratio, pay in pays.items() if not pay)
     first_paying = min(ratio for ratio, pay in pays.items() if pay)
-    lines = [f"{at_least} all cases above a ratio of {last_idle:.2f},", f"and in none below {first_paying:.2f}."]
-    if first_paying < last_idle:
-        lines.append("Between the two it depends on the model: on how much of it becomes ready late in backward.")
-    lines.append("Where it does not pay, take `gradient_allreduce`, which rounds as float32 does.")
-    return lines
+    if last_idle == max(pays):
+        return f"{at_least} none below a ratio of {first_paying:.2f}; from there on it depends on the model."
+    depends = "; between the two it depends on the model" if first_paying < last_idle else ""
+    return f"{at_least} all cases above a ratio of {last_idle:.2f} and in none below {first_paying:.2f}{depends}."
 
 
 def plot(profile: str, cases: Sequence[Sequence[Outcome]]) -> Any:
@@ -311,7 +318,7 @@ def plot(profile: str, cases: Sequence[Sequence[Outcome]]) -> Any:
         axis.grid(alpha=0.3)
     steps.legend(fontsize=7)
     wire.invert_yaxis()
-    wire.set_title("bytes on the wire")
+    wire.set_title(f"bytes on the wire, {rates[-1]} Mbit/s")
     wire.set_xlabel("MB per step and host")
     figure.tight_layout()
     return figure

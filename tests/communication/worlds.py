@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -50,9 +50,10 @@ ALL_WORLDS = [shm(1), shm(2), shm(3), shm(4), tcp(2), tcp(3), tcp(4), mixed(4), 
 FEW_WORLDS = [shm(2), shm(3), tcp(2), mixed(4), through_torch(2)]
 
 
-def in_worlds(worlds: list[WorldKind]) -> pytest.MarkDecorator:
-    """Parametrises a test over `world`."""
-    return pytest.mark.parametrize("world", worlds, ids=str)
+def in_worlds(worlds: list[WorldKind], slow: Sequence[WorldKind] = ()) -> pytest.MarkDecorator:
+    """Parametrises a test over `world`; those of `slow` are for tests of seconds, and left out by make test."""
+    marked = [pytest.param(world, marks=pytest.mark.slow) for world in slow]
+    return pytest.mark.parametrize("world", [*worlds, *marked], ids=str)
 
 
 class Pools:

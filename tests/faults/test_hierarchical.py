@@ -113,7 +113,11 @@ def test_a_rank_that_does_not_come(culprit, stops, num_before, tmp_path):
     ("operation", "called"),
     [
         ("coded", "all_reduce #{} of 1000 float32 (AVG) with codec minmax_uint8, hierarchical"),
-        ("neighbor_average", "neighbor_average #{} of 1000 float32 in topology shift_one at step 5, hierarchical"),
+        pytest.param(
+            "neighbor_average",
+            "neighbor_average #{} of 1000 float32 in topology shift_one at step 5, hierarchical",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["coded", "neighbor_average"],
 )

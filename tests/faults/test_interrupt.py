@@ -63,9 +63,12 @@ def interrupted(rank, world_size, name, connected):
         return seconds, time.monotonic() - begin
 
 
-@pytest.mark.parametrize("connected", [True, False], ids=["connected", "first contact"])
 @pytest.mark.parametrize("name", CALLS)
-@in_worlds([shm(2), tcp(2)])
+@pytest.mark.parametrize(
+    ("world", "connected"),
+    [(shm(2), True), (tcp(2), True), (tcp(2), False), pytest.param(shm(2), False, marks=pytest.mark.slow)],
+    ids=["shm, connected", "tcp, connected", "tcp, first contact", "shm, first contact"],
+)
 def test_ctrl_c(world, name, connected):
     (seconds, destroy_seconds), seen = spawn_in(world, interrupted, name, connected)
     assert 0.2 < seconds < 0.3 + PROMPTLY_S

@@ -11,7 +11,7 @@ import torch
 import bagua
 from bagua.testing import stop
 from tests.communication.worlds import in_worlds, mixed, shm, tcp
-from tests.faults.scenarios import OPERATIONS, WORLDS, note_time, noted_time, process_group, spawn_in, watch
+from tests.faults.scenarios import OPERATIONS, note_time, noted_time, process_group, spawn_in, watch
 
 TIMEOUT_S = 1.0
 SLACK_S = 1.0  # for a loaded machine, on top of what the design promises: twice the timeout
@@ -30,7 +30,7 @@ def be_stopped(rank, world_size, operation, path):
 
 
 @pytest.mark.parametrize("operation", ["small", "shared", "coded"])
-@in_worlds(WORLDS)
+@in_worlds([shm(3), mixed(4)], slow=[tcp(3)])
 def test_a_stopped_rank(world, operation, tmp_path):
     path = str(tmp_path / "stopped")
     results = spawn_in(world, be_stopped, operation, path, expect_exit={CULPRIT: signal.SIGSTOP})
@@ -57,7 +57,7 @@ def be_stopped_before_first_contact(rank, world_size, culprit, path):
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
-@in_worlds([shm(3), tcp(3)])
+@in_worlds([tcp(3)], slow=[shm(3)])
 def test_a_rank_that_is_stopped_before_the_first_contact(world, culprit, tmp_path):
     path = str(tmp_path / "stopped")
     results = spawn_in(world, be_stopped_before_first_contact, culprit, path, expect_exit={culprit: signal.SIGSTOP})
@@ -79,7 +79,7 @@ def be_late(rank, world_size, path):
         return seen, seen.at - begin
 
 
-@in_worlds(WORLDS)
+@in_worlds([tcp(3), mixed(4)], slow=[shm(3)])
 def test_a_late_rank_is_named_with_what_it_did_last(world, tmp_path):
     results = spawn_in(world, be_late, str(tmp_path))
     for rank, (seen, seconds) in enumerate(results):
@@ -219,7 +219,7 @@ def a_slow_chain(rank, world_size):
         return watch(lambda: bagua.reduce(x, 0))
 
 
-@in_worlds([shm(3), tcp(3)])
+@in_worlds([tcp(3)], slow=[shm(3)])
 def test_the_end_of_a_chain_is_named(world):
     for seen in spawn_in(world, a_slow_chain)[:2]:
         assert seen.rank == 2, seen

@@ -32,7 +32,7 @@ def come_late(rank, world_size):
         return seen, seen.at - begin
 
 
-@in_worlds([shm(3), tcp(3)])
+@in_worlds([tcp(3)], slow=[shm(3)])
 def test_a_rank_that_comes_when_the_others_have_left(world):
     for rank, (seen, seconds) in enumerate(spawn_in(world, come_late)):
         assert seen.rank == 2, (rank, seen)
@@ -93,7 +93,7 @@ def subgroup_fails(rank, world_size):
         assert x.tolist() == [2, 2, 2]
 
 
-@in_worlds([shm(3), tcp(3)])
+@in_worlds([tcp(3)], slow=[shm(3)])
 def test_a_subgroup_that_failed_before_a_member_came(world):
     spawn_in(world, subgroup_fails)
 

@@ -1,0 +1,119 @@
+"""What performance.py keeps, concludes and writes, from outcomes made by hand."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _benchmarks_on_path():
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+def outcome(system, step_ms):
+    from replay import Case, Outcome
+
+    return Outcome(Case("vgg16", 0.1, 4, 1, 1000), system, [step_ms / 1e3], 0.1, 0.1, 0.0, None)
+
+
+def test_the_verdict_says_where_it_depends():
+    from performance_report import verdict
+
+    assert "`bytegrad` makes a step at least 5% faster in all of them" in verdict("bytegrad", [(0.2, 1.1), (3.0, 2.0)])
+    assert "in none of them" in verdict("bytegrad", [(0.2, 1.0)])
+    apart = verdict("bytegrad", [(0.2, 1.0), (0.4, 1.0), (1.5, 1.3), (3.0, 2.0)])
+    assert "all cases above a ratio of 0.40" in apart and "none below 1.50" in apart and "depends" not in apart
+    mixed = verdict("bytegrad", [(0.2, 1.0), (0.5, 1.2), (0.7, 1.0), (3.0, 2.0)])
+    assert "all cases above a ratio of 0.70" in mixed and "none below 0.50" in mixed and "between" in mixed
+    open_end = verdict("bytegrad", [(0.2, 1.0), (0.5, 1.2), (3.0, 1.0)])
+    assert "none below a ratio of 0.50; from there on it depends" in open_end and "all" not in open_end
+
+
+def played(case, systems):
+    """Outcomes in which every byte costs time, and compute hides nothing."""
+    from replay import Outcome
+
+    bits = {"bytegrad": 8, "qsgd": 8, "qsgd:bits=4": 4, "qadam": 8, "ddp_fp16": 16, "ddp_bf16": 16}
+    made = [Outcome(case, "compute alone", [0.1] * 3, 0.1, 0.1, 0, None)]
+    for system in systems:
+        wire_bytes = 1e6 * bits.get(system, 32)
+        if system == "async":
+            wire_bytes = 1e3 * case.rate_mbit
+        step_s = 0.1 + wire_bytes * 8 / (case.rate_mbit * 1e6)
+        made.append(Outcome(case, system, [step_s, step_s, 1.1 * step_s], 0.1, 0.09, wire_bytes, None))
+    return made
+
+
+def test_the_document(tmp_path, monkeypatch):
+    import performance
+    import replay
+    from ablation import STUDIES
+    from performance_report import write_document
+    from replay import Case, bars_of
+
+    outcomes = {case: played(case, systems) for case, systems in performance.CASES.items()}
+    studies = {}
+    for study in STUDIES:
+        alone, whole = played(study.case, [study.algorithm])
+        without = [replace(whole, system=f"{study.algorithm}, {part}", step_s=[0.9]) for part in study.matter]
+        studies[study] = [alone, whole, *without]
+    facts = {"date": "2026-01-02 03:04", "machine": "m"}
+    document = tmp_path / "docs" / "performance.md"
+    document.parent.mkdir()
+    write_document(outcomes, studies, facts, document, tmp_path / "plots")
+    text = document.read_text()
+    links = re.findall(r"\]\((\S+\.png)\)", text)
+    assert len(links) == 1 + len(performance.PROFILES)
+    assert all((document.parent / link).stat().st_size > 1000 for link in links)
+    row = next(line for line in text.splitlines() if line.startswith("| qsgd:bits=4 "))
+    # 32 Mbit take 320 ms at 100 Mbit/s, the best DDP's 128 Mbit 1280 ms.
+    assert [cell.strip() for cell in row.split("|")][2] == "420 (3.29)"
+    assert (
+        next(line for line in text.splitlines() if line.startswith("| async ")).split("|")[-2].strip()
+        == "0.100 to 5.00"
+    )
+    for case in outcomes:
+        assert all(bar in text for bar in bars_of(outcomes[case]))
+    assert "without hierarchy: a step takes" in text and "it matters" in text
+    assert "- `bytegrad` makes a step at least 5% faster in all of them." in text
+    assert "- `decentralized` makes a step at least 5% faster in none of them." in text
+
+    lines = re.findall(r"^sudo \S+ benchmarks/replay.py (.*)$", text, re.MULTILINE)
+    again = []
+    for line in lines:
+        monkeypatch.setattr(sys, "argv", ["replay.py", *line.split()])
+        arguments = replay._arguments()
+        again += [
+            (Case(profile, arguments.scale, num_hosts, arguments.ranks_per_host, rate), tuple(arguments.systems))
+            for profile in arguments.profiles
+            for num_hosts in arguments.hosts
+            for rate in arguments.rates
+        ]
+    assert set(again) == set(performance.CASES.items())
+
+
+def test_what_is_kept_is_of_one_commit(tmp_path, monkeypatch):
+    import performance
+
+    facts = {"date": "today", "machine": "m", "versions": "v", "commit": "c"}
+    monkeypatch.setattr(performance, "_facts", lambda: dict(facts))
+    path = tmp_path / "new folder" / "kept.jsonl"
+    measured = [outcome("compute alone", 100), outcome("bytegrad", 200)]
+    assert performance._Kept(path).get("a case", lambda: measured) == measured
+    again = performance._Kept(path)
+    assert again.get("a case", lambda: pytest.fail("it was measured")) == measured and again.facts() == facts
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 1
+    with pytest.raises(SystemExit, match="figures of another commit, c; here it is e"):
+        again.get("another case", lambda: facts.update(commit="e") or measured)
+    assert len(path.read_text().splitlines()) == 1
+    facts["commit"] = "d"
+    with pytest.raises(SystemExit, match="figures of another commit, c; here it is d"):
+        performance._Kept(path)
