@@ -11,9 +11,13 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import torch
 
 from .errors import InvalidArgument
 from .profiles import check_repetitions, record
@@ -33,19 +37,50 @@ def _load(target: str) -> Callable[[], Any]:
         raise InvalidArgument(f"{target!r} names no function; write `train.py:make` or `package.module:make`")
     try:
         if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            module = importlib.util.module_from_spec(spec)
-            sys.path.insert(0, str(Path(place).resolve().parent))  # as when it is run as a script
-            spec.loader.exec_module(module)
+            module = _execute(place)
         else:
             sys.path.insert(0, "")
             module = importlib.import_module(place)
-    except (OSError, ImportError) as error:
-        raise InvalidArgument(f"{place!r} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # a script may raise anything
+        raise InvalidArgument(f"{place!r} cannot be imported: {_told(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise InvalidArgument(f"{place!r} has no function {name!r}")
     return function
+
+
+def _execute(path: str) -> ModuleType:
+    """The module of a script, which finds itself in sys.modules, as dataclasses and pickle need it.
+
+    It has the script's name, by which processes that it starts can import it too, unless that is another module's.
+    """
+    name = Path(path).stem
+    if name in sys.modules or not name.isidentifier():
+        name = f"_bagua_bench_{name.replace('.', '_')}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as when it is run as a script
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+def _told(error: BaseException) -> str:
+    """The error, and where in the user's code it was raised."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    if isinstance(error, SystemExit):
+        text += '; it ends when it is imported: put what runs it below `if __name__ == "__main__":`'
+    ours = (__file__, importlib.__file__)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in ours and not frame.filename.startswith("<frozen importlib")
+    ]
+    return "\n".join([text, *(line.rstrip() for line in traceback.format_list(frames))])
 
 
 def _check_out(out: Path) -> None:
@@ -58,13 +93,24 @@ def _check_out(out: Path) -> None:
         raise InvalidArgument(f"--out is {out}, which may not be written; name a file in a folder of your own")
 
 
+def _checked(made: Any, target: str) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
+    """What ``target`` returned. Raises InvalidArgument where it is no model and its loss, in this order."""
+    if isinstance(made, tuple) and len(made) == 2:
+        model, loss = made
+        if isinstance(model, torch.nn.Module) and callable(loss) and not isinstance(loss, torch.nn.Module):
+            return model, loss
+    is_tuple = isinstance(made, tuple)
+    returned = f"({', '.join(type(one).__name__ for one in made)})" if is_tuple else type(made).__name__
+    raise InvalidArgument(
+        f"{target} returned {returned}, expected (model, loss): a torch.nn.Module, and a function of it that runs one "
+        "forward and returns its loss"
+    )
+
+
 def _record(args: argparse.Namespace) -> None:
     check_repetitions(args.repetitions)
     _check_out(args.out)
-    made = _load(args.target)()
-    if not isinstance(made, tuple) or len(made) != 2 or not callable(made[1]):
-        raise InvalidArgument(f"{args.target} returned {type(made).__name__}, expected (model, loss of the model)")
-    model, loss = made
+    model, loss = _checked(_load(args.target)(), args.target)
     profile = record(model, loss, name=args.name, source=args.source, repetitions=args.repetitions)
     profile.save(args.out)
     print(

@@ -110,7 +110,8 @@ class Profile:
             content = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
             raise InvalidArgument(f"{path} cannot be read as a profile: {error}") from error
-        if not isinstance(content, dict) or set(content) != {"name", "source", "layers"} or not content["layers"]:
+        is_profile = isinstance(content, dict) and set(content) == {"name", "source", "layers"}
+        if not is_profile or not isinstance(content["layers"], list) or not content["layers"]:
             raise InvalidArgument(f"{path} is no profile: expected an object of name, source and one layer or more")
         return Profile(content["name"], content["source"], tuple(_layer(path, one) for one in content["layers"]))
 

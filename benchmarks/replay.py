@@ -24,6 +24,7 @@ benchmarks/replay.py`) it plays on the hosts that it is started on, for which `-
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,9 +34,10 @@ import hosts
 import ranks
 import report
 import timing
-from replay_systems import ALONE, DDP_HOOKS, Result, Task, bound_s, is_launched, measure, measure_here, parse
+from replay_systems import ALONE, DDP_HOOKS, Result, Task, bound_s, check, is_launched, measure, measure_here, parse
 
 import bagua
+from bagua.profiles import Profile
 
 PROFILES = Path(__file__).parent / "profiles"
 SYSTEMS = (
@@ -237,19 +239,36 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", help="ddp, ddp_fp16, ddp_bf16, or an algorithm; all of them")
     parser.add_argument("--turns", type=int, default=1, help="how often all systems are measured")
     args = parser.parse_args()
-    if is_launched() and (args.hosts or args.ranks_per_host or len(args.rates) > 1):
+    has_hosts = args.hosts is not None or args.ranks_per_host is not None
+    args.hosts = [4] if args.hosts is None else args.hosts
+    args.ranks_per_host = 1 if args.ranks_per_host is None else args.ranks_per_host
+    for option in ("hosts", "ranks_per_host", "rates", "turns"):
+        values = getattr(args, option)
+        least = min(values if isinstance(values, list) else [values])
+        if least < 1:
+            parser.error(f"--{option.replace('_', '-')} has {least}; expected 1 or more")
+    if not 0 < args.scale < math.inf:
+        parser.error(f"--scale is {args.scale}; expected a number of more than 0, such as 0.1")
+    if is_launched() and (has_hosts or len(args.rates) > 1):
         parser.error("under a launcher the hosts are those that there are; pass one of --rates, that of their links")
     known = (*DDP_HOOKS, *bagua.algorithms.available())
     unknown = [system for system in args.systems or () if parse(system)[0] not in known]
     if unknown:
         parser.error(f"--systems has {', '.join(unknown)}; expected {', '.join(known)}, with or without options")
+    for system in args.systems or ():
+        try:
+            check(system)
+        except bagua.InvalidArgument as error:
+            parser.error(f"--systems has {system}: {error}")
     missing = [profile for profile in args.profiles if not Case(profile, 1, 1, 1, 1).path.exists()]
     if missing:
         names = ", ".join(sorted(path.stem for path in PROFILES.glob("*.json")))
         parser.error(f"--profiles has {', '.join(missing)}; expected a file, or one of {names}")
-    if min(args.scale, args.turns, *args.rates) <= 0:
-        parser.error("--scale, --turns and --rates must be more than 0")
-    args.hosts, args.ranks_per_host = args.hosts or [4], args.ranks_per_host or 1
+    for profile in args.profiles:
+        try:
+            Profile.load(Case(profile, 1, 1, 1, 1).path)
+        except bagua.InvalidArgument as error:
+            parser.error(f"--profiles: {error}")
     args.systems = args.systems or systems_of(args.scale)
     return args
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import ast
 import gc
-import json
+import inspect
 import math
 import os
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -24,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import destroy, initialise
+from sent_bytes import sent_bytes
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import bagua
@@ -45,6 +44,12 @@ DDP_HOOKS: dict[str, Callable | None] = {
     "ddp_fp16": default_hooks.fp16_compress_hook,
     "ddp_bf16": _bf16_hook,
 }
+# Options of with_bagua, and of DDP those that need nothing beside them: name to what their values are.
+_ON, _POSITIVE, _POSITIVE_INTEGER = "True or False", "a number of more than 0", "an integer of at least 1"
+_WRAP_OPTIONS = {"bucket_bytes": _POSITIVE_INTEGER, "find_unused_parameters": _ON, "broadcast_buffers": _ON}
+_DDP_PARAMETERS = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters.values()
+_DDP_OPTIONS = {p.name: _ON for p in _DDP_PARAMETERS if type(p.default) is bool}
+_DDP_OPTIONS |= {"bucket_cap_mb": _POSITIVE, "broadcast_buffers": _ON}
 # Of those that exchange weights, what may pass while compute goes on; the others' whole exchange is waited for.
 _UNDER_COMPUTE = ("decentralized", "async")
 _ENOUGH_S = 8.0  # of samples, where a link is slow
@@ -75,6 +80,8 @@ class Result:
         ready: of what is exchanged under backward, in this order: when each gradient becomes ready, in seconds from the
             begin of a step without communication, and its part of all bytes.
         overlap: what of the step an exchange may go on under: "backward" as gradients come, "step", or "nothing".
+        period: steps from one exchange to the next; `wire_bytes` and `step_s` are means over
+            them. 1 where it is no number of steps, as for async.
     """
 
     system: str
@@ -83,6 +90,7 @@ class Result:
     waiting_s: float | None = None
     ready: list[tuple[float, float]] = field(default_factory=list)
     overlap: str = "backward"
+    period: int = 1
 
 
 def parse(system: str) -> tuple[str, dict[str, Any]]:
@@ -96,6 +104,40 @@ def parse(system: str) -> tuple[str, dict[str, Any]]:
         except (ValueError, SyntaxError):
             options[key] = value
     return name, options
+
+
+def check(system: str) -> None:
+    """Raises InvalidArgument for a system that no rank can play: a name, an option or a value that there is not."""
+    name, options = parse(system)
+    if name in DDP_HOOKS:
+        for option in options:
+            if option not in _DDP_OPTIONS:
+                known = ", ".join(sorted(_DDP_OPTIONS))
+                raise bagua.InvalidArgument(f"unknown option {option!r} for torch's DDP; its options here: {known}")
+        _check_values(options, _DDP_OPTIONS)
+        return
+    _check_values(options, {**_WRAP_OPTIONS, "overlap": _ON})
+    own = {option: value for option, value in options.items() if option not in (*_WRAP_OPTIONS, "overlap")}
+    algorithm = bagua.algorithms.create(name, own)
+    if "overlap" in options and algorithm.exchanges != "gradients":
+        raise bagua.InvalidArgument("option overlap is for algorithms that exchange gradients; leave it out")
+    if options.get("broadcast_buffers") and not algorithm.is_lockstep:
+        raise bagua.InvalidArgument("broadcast_buffers=True is for algorithms whose ranks step together; leave it out")
+    algorithm.check([_optimizer_of(name, [torch.nn.Parameter(torch.zeros(1))])])
+
+
+def _check_values(options: dict[str, Any], known: dict[str, str]) -> None:
+    """Raises InvalidArgument for a value that is not what `known` says of its option."""
+    for option, value in options.items():
+        expected = known.get(option)
+        is_good = {
+            None: True,
+            _ON: type(value) is bool,
+            _POSITIVE_INTEGER: type(value) is int and value >= 1,
+            _POSITIVE: type(value) in (int, float) and 0 < value < math.inf,
+        }[expected]
+        if not is_good:
+            raise bagua.InvalidArgument(f"option {option} is {value!r}, expected {expected}")
 
 
 @dataclass(frozen=True)
@@ -179,6 +221,7 @@ def _measure(system: str, model: SleepingModel, ready: dict[int, float], task: T
     handle = getattr(model, "bagua", None)
     options = handle.algorithm.options() if handle is not None else {}
     name = parse(system)[0]
+    period = 1
     if name == "async":
         round_bytes = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
         round_s = max(options["sync_interval"], round_bytes * 8 / (task.rate_mbit * 1e6))
@@ -187,11 +230,9 @@ def _measure(system: str, model: SleepingModel, ready: dict[int, float], task: T
         # What is not done in every step is done once in a sample.
         period = max(options.get("sync_every", 1), options.get("interval", 1))
         step_s, wire_bytes, num_steps = _time(step, period, task.samples)
-    result = Result(system, step_s, wire_bytes)
+    result = Result(system, step_s, wire_bytes, period=period)
     if handle is None or handle.algorithm.exchanges == "gradients":
-        numel = sum(p.numel() for p in model.parameters())
-        in_order = sorted(model.parameters(), key=lambda p: ready[id(p)])
-        result.ready = [(ready[id(p)], p.numel() / numel) for p in in_order]
+        result.ready = _ready_parts(model, ready)
     else:
         result.overlap = "step" if name in _UNDER_COMPUTE else "nothing"
     if handle is not None:
@@ -210,7 +251,7 @@ def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
     name, options = parse(system)
     overlaps = options.pop("overlap", True)
     parameters = list(model.parameters())
-    optimizer: torch.optim.Optimizer = NoOptimizer(parameters)
+    optimizer = _optimizer_of(name, parameters)
     forward: torch.nn.Module = model
     if name in DDP_HOOKS:
         options = {"gradient_as_bucket_view": True, "init_sync": False, **options}
@@ -218,8 +259,6 @@ def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
         if DDP_HOOKS[name] is not None:
             forward.register_comm_hook(None, DDP_HOOKS[name])
     elif name != ALONE:
-        if name == "qadam":
-            optimizer = bagua.optim.QAdam(parameters, lr=1e-6, eps=1.0, warmup_steps=1)
         bagua.with_bagua(model, optimizer, algorithm=name, **options)
 
     def step() -> None:
@@ -240,6 +279,13 @@ def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
     return step if overlaps else step_in_turn
 
 
+def _optimizer_of(name: str, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """What steps under the system of that name."""
+    if name == "qadam":
+        return bagua.optim.QAdam(parameters, lr=1e-6, eps=1.0, warmup_steps=1)
+    return NoOptimizer(parameters)
+
+
 def _time(step: Callable[[], None], period: int, samples: int) -> tuple[list[float], float, int]:
     """Seconds per step, samples of one or more periods; bytes per step that this host has sent; the number of steps."""
     _seconds_of(step, period)  # connections; buckets are laid out anew after the first step
@@ -257,11 +303,11 @@ def _time_rounds(step: Callable[[], None], block: int) -> tuple[list[float], flo
 
 def _samples(step: Callable[[], None], block: int, samples: int) -> tuple[list[float], float, int]:
     bagua.barrier()
-    sent_before = _sent_bytes()
+    sent_before = sent_bytes()
     step_s = [_seconds_of(step, block) / block for _ in range(samples)]
     bagua.barrier()
     num_steps = block * samples
-    return step_s, (_sent_bytes() - sent_before) / num_steps, num_steps
+    return step_s, (sent_bytes() - sent_before) / num_steps, num_steps
 
 
 def _seconds_of(step: Callable[[], None], times: int) -> float:
@@ -288,36 +334,23 @@ def _ready_times(model: SleepingModel) -> dict[int, float]:
     return {key: statistics.median(times) for key, times in seen.items()}
 
 
-def _sent_bytes() -> int:
-    """Bytes that this host has sent to others so far.
-
-    As its token bucket counts them, where it has one: every packet with its headers. An interface's own count has
-    those of a train of packets, which the kernel cuts later, once.
-    """
-    chosen = os.environ.get("BAGUA_SOCKET_IFNAME")
-    if chosen is not None and shutil.which("tc") is not None:
-        shown = subprocess.run(["tc", "-s", "-j", "qdisc", "show", "dev", chosen], capture_output=True, check=True)
-        buckets = [qdisc for qdisc in json.loads(shown.stdout) if qdisc["kind"] == "tbf"]
-        if buckets:
-            return buckets[0]["bytes"]
-    total = 0
-    with open("/proc/net/dev") as file:
-        for line in file.readlines()[2:]:
-            interface, _, counts = line.partition(":")
-            if interface.strip() == chosen or (chosen is None and interface.strip() != "lo"):
-                total += int(counts.split()[8])
-    return total
+def _ready_parts(model: torch.nn.Module, ready: dict[int, float]) -> list[tuple[float, float]]:
+    """`Result.ready` of parameters that become ready at `ready`: seconds, by their ids."""
+    num_bytes = sum(p.nbytes for p in model.parameters())
+    in_order = sorted(model.parameters(), key=lambda p: ready[id(p)])
+    return [(ready[id(p)], p.nbytes / num_bytes) for p in in_order]
 
 
 def bound_s(result: Result, compute_s: float, rate_mbit: float, burst_bytes: float) -> float:
     """What no implementation can beat that sends these bytes: seconds per step.
 
     No byte of a gradient leaves before the gradient is ready, whatever the buckets; compute takes what it takes; the
-    link is a token bucket: it carries `rate_mbit`, and at once what it did not carry before, up to `burst_bytes`.
+    link is a token bucket: it carries `rate_mbit`, and at once what it did not carry before, up to `burst_bytes`: that
+    is once for each exchange, of which there is one in `result.period` steps.
     """
     bytes_per_s = rate_mbit * 1e6 / 8
     if result.overlap == "nothing":
-        return compute_s + max(0.0, result.wire_bytes - burst_bytes) / bytes_per_s
+        return compute_s + max(0.0, result.wire_bytes - burst_bytes / result.period) / bytes_per_s
     if result.overlap == "step":
         return max(compute_s, result.wire_bytes / bytes_per_s)
     at, tokens = 0.0, burst_bytes

@@ -2,18 +2,11 @@
 
 import random
 import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _benchmarks_on_path():
-    sys.path.insert(0, str(BENCHMARKS))
-    yield
-    sys.path.remove(str(BENCHMARKS))
+from bagua.profiles import Layer, Profile
+from bagua.testing import spawn
 
 
 def outcome(system, step_ms, profile="vgg16", rate_mbit=1000, bound_ms=1.0, compute_ms=100.0, wire_bytes=0.0):
@@ -58,13 +51,45 @@ def test_the_bound_is_when_a_token_bucket_has_sent_all(burst_bytes):
 def test_the_bound_of_weights():
     from replay_systems import Result, bound_s
 
-    def bound_ms(overlap, wire_bytes):
-        return 1e3 * bound_s(Result("", [], wire_bytes, overlap=overlap), 0.1, 8, 10_000)  # 1,000 bytes per ms
+    def bound_ms(overlap, wire_bytes, period=1):
+        result = Result("", [], wire_bytes, overlap=overlap, period=period)
+        return 1e3 * bound_s(result, 0.1, 8, 10_000)  # 1,000 bytes per ms
 
     assert bound_ms("nothing", 60_000) == pytest.approx(150)  # 10,000 pass at once
     assert bound_ms("nothing", 5_000) == pytest.approx(100)
+    # In four steps: 400 ms of compute, and 240,000 bytes of which 10,000 pass at once.
+    assert bound_ms("nothing", 60_000, period=4) == pytest.approx((400 + 230) / 4)
+    assert bound_ms("nothing", 5_000, period=4) == pytest.approx((400 + 10) / 4)
     assert bound_ms("step", 60_000) == pytest.approx(100)
     assert bound_ms("step", 250_000) == pytest.approx(250)
+
+
+PERIODS = {
+    "ddp": 1,
+    "gradient_allreduce": 1,
+    "local_sgd": 4,
+    "local_sgd:sync_every=3": 3,
+    "low_precision_decentralized:interval=2": 2,
+    "async:sync_interval=0.01": 1,
+}
+
+
+def measured(rank, world_size, profile):
+    from replay_systems import Task, measure
+
+    return measure(**vars(Task(profile, 1.0, 1000, list(PERIODS), 1)))
+
+
+def test_what_a_rank_measures_of_a_model_of_two_dtypes(tmp_path):
+    """Parts are those of the bytes, and the period is that of the exchanges; the interface is named by its address."""
+    layers = (Layer("half", ((30,),), 0.0, 5.0, "bfloat16"), Layer("double", ((5,),), 1.0, 5.0, "float64"))
+    Profile("mixed", "made up", layers).save(tmp_path / "mixed.json")
+    env = {"BAGUA_SOCKET_IFNAME": "127.0.0.1"}
+    for results in spawn(measured, 2, timeout=60, env=env, args=(str(tmp_path / "mixed.json"),)):
+        by_name = {result["system"]: result for result in results}
+        assert {system: by_name[system]["period"] for system in PERIODS} == PERIODS
+        assert [part for _, part in by_name["gradient_allreduce"]["ready"]] == [0.4, 0.6]
+        assert not by_name["local_sgd"]["ready"]
 
 
 # ---- systems and outcomes
@@ -83,6 +108,70 @@ def test_names_of_systems():
     shrunk = systems_of(0.1)[len(SYSTEMS) :]
     assert "ddp_fp16:bucket_cap_mb=2.5" in shrunk and "qsgd:bits=4,bucket_bytes=2621440" in shrunk
     assert is_ddp(outcome("ddp_fp16:bucket_cap_mb=2.5", 1)) and not is_ddp(outcome("bytegrad", 1))
+
+
+def test_systems_that_can_be_played():
+    from ablation import STUDIES
+    from replay import systems_of
+    from replay_systems import check
+
+    parts = [system.format(algorithm) for _, algorithm, parts in STUDIES for system in parts.values()]
+    options = [
+        "ddp_bf16:find_unused_parameters=True,static_graph=True",
+        "qadam:warmup_steps=1",
+        "local_sgd:sync_every=8",
+    ]
+    for system in (*systems_of(0.1), *parts, *options):
+        check(system)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--hosts 0", "--hosts has 0; expected 1 or more"),
+        ("--hosts 2 -3", "--hosts has -3; expected 1 or more"),
+        ("--ranks-per-host 0", "--ranks-per-host has 0; expected 1 or more"),
+        ("--rates 100 0", "--rates has 0; expected 1 or more"),
+        ("--turns 0", "--turns has 0; expected 1 or more"),
+        ("--scale nan", "--scale is nan; expected a number of more than 0"),
+        ("--scale inf", "--scale is inf; expected a number of more than 0"),
+        ("--profiles vgg16 {}/none.json", "--profiles has {}/none.json; expected a file, or one of bert_large"),
+        ("--profiles vgg16 {}", "--profiles: {} cannot be read as a profile"),
+        ("--profiles {}/broken.json", "--profiles: {}/broken.json cannot be read as a profile"),
+        ("--systems ddp nothing:bits=4", "--systems has nothing:bits=4; expected ddp"),
+        ("--systems ddp:overlap=False", "ddp:overlap=False: unknown option 'overlap' for torch's DDP; its options"),
+        ("--systems ddp_fp16:process_group=1", "unknown option 'process_group' for torch's DDP"),
+        ("--systems ddp:bucket_cap_mb=0", "option bucket_cap_mb is 0, expected a number of more than 0"),
+        ("--systems ddp:bucket_cap_mb=a", "option bucket_cap_mb is 'a', expected a number of more than 0"),
+        ("--systems ddp:static_graph=1", "option static_graph is 1, expected True or False"),
+        ("--systems bytegrad:nonsense=3", "bytegrad:nonsense=3: unknown option 'nonsense' for algorithm 'bytegrad'"),
+        ("--systems bytegrad:group=3", "unknown option 'group' for algorithm 'bytegrad'"),
+        ("--systems bytegrad:bucket_bytes=0", "option bucket_bytes is 0, expected an integer of at least 1"),
+        ("--systems bytegrad:overlap=0", "option overlap is 0, expected True or False"),
+        ("--systems qsgd:bits=5", "qsgd:bits=5: "),
+        ("--systems qsgd:bits", "bits is '', expected 8, 4 or 2"),
+        ("--systems qadam:warmup_steps=7", "qadam:warmup_steps=7: warmup_steps is 7"),
+        ("--systems local_sgd:overlap=False", "option overlap is for algorithms that exchange gradients"),
+        ("--systems async:broadcast_buffers=True", "broadcast_buffers=True is for algorithms whose ranks step"),
+    ],
+)
+def test_options_that_are_refused_before_anything_runs(options, message, tmp_path, monkeypatch, capsys):
+    import replay
+
+    (tmp_path / "broken.json").write_text("{")
+    monkeypatch.setattr(sys, "argv", ["replay.py", *options.format(tmp_path).split()])
+    with pytest.raises(SystemExit):
+        replay._arguments()
+    assert message.replace("{}", str(tmp_path)) in capsys.readouterr().err
+
+
+def test_options_as_they_come(monkeypatch):
+    import replay
+
+    monkeypatch.setattr(sys, "argv", ["replay.py", "--systems", "ddp:bucket_cap_mb=2.5", "qsgd:bits=4"])
+    args = replay._arguments()
+    assert (args.hosts, args.ranks_per_host, args.rates) == ([4], 1, [1000])
+    assert args.systems == ["ddp:bucket_cap_mb=2.5", "qsgd:bits=4"]
 
 
 def test_outcomes_are_those_of_the_slowest_rank():

@@ -1,7 +1,9 @@
 """Profiles: recorded from models, saved, read back, and played by a model that sleeps."""
 
+import itertools
 import json
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,13 @@ from bagua import cli
 from bagua.profiles import Layer, Profile, SleepingModel, record
 
 PROFILES = Path(__file__).parents[2] / "benchmarks" / "profiles"
+# Parameters, milliseconds of forward, of backward.
+EXPECTED = {
+    "vgg16": (138_357_544, 33, 67),
+    "bert_large": (333_608_960, 60, 120),
+    "gpt_124m": (124_439_808, 40, 80),
+    "resnet50": (25_557_032, 30, 60),
+}
 TWO = Profile("two", "made up", (Layer("first", ((30, 4), (30,)), 10.0, 20.0), Layer("second", ((5, 30),), 30.0, 40.0)))
 
 
@@ -119,8 +128,48 @@ def test_saved_and_read_back(tmp_path):
 
 @pytest.mark.parametrize("path", sorted(PROFILES.glob("*.json")), ids=lambda path: path.stem)
 def test_profiles_that_are_there_are_read(path):
-    """They name no dtype."""
-    assert {layer.dtype for layer in Profile.load(path).layers} == {"float32"}
+    """They name no dtype; parameters and times are those of EXPECTED."""
+    profile = Profile.load(path)
+    assert {layer.dtype for layer in profile.layers} == {"float32"}
+    num_parameters, forward_ms, backward_ms = EXPECTED[path.stem]
+    assert profile.num_parameters == num_parameters
+    assert profile.forward_ms == pytest.approx(forward_ms, abs=0.01)
+    assert profile.backward_ms == pytest.approx(backward_ms, abs=0.01)
+
+
+def shapes_of(name):
+    """Of every parameter, by layer."""
+    return {layer.name: layer.parameters for layer in Profile.load(PROFILES / f"{name}.json").layers}
+
+
+def test_the_profile_of_vgg16():
+    """Configuration D: 3 x 3 convolutions, then three layers that hold most of the weights; each with a bias."""
+    shapes = shapes_of("vgg16")
+    channels = [3, 64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512]
+    for index, (before, after) in enumerate(itertools.pairwise(channels), 1):
+        assert shapes.pop(f"conv{index}") == ((after, before, 3, 3), (after,))
+    num_weights = {name: (math.prod(weight), *bias) for name, (weight, bias) in shapes.items()}
+    assert num_weights == {"fc6": (102_760_448, 4096), "fc7": (16_777_216, 4096), "fc8": (4_096_000, 1000)}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "of_layer", "of_embeddings"),
+    [("bert_large", 24, 12_596_224, 31_299_584), ("gpt_124m", 12, 7_087_872, 39_383_808)],
+)
+def test_the_profiles_of_transformers(name, num_layers, of_layer, of_embeddings):
+    """As many equal layers, behind the embeddings; GPT's head has a norm of its own and shares the embeddings."""
+    layers = Profile.load(PROFILES / f"{name}.json").layers
+    sizes = [sum(map(math.prod, layer.parameters)) for layer in layers]
+    assert sizes == [of_embeddings, *[of_layer] * num_layers, *([1536] if name == "gpt_124m" else [])]
+    assert len({(layer.forward_ms, layer.backward_ms) for layer in layers[1 : num_layers + 1]}) == 1
+
+
+def test_the_profile_of_resnet50():
+    """53 convolutions and their batch norms, those of a shortcut beside another one, and the classifier."""
+    shapes = shapes_of("resnet50")
+    assert shapes.pop("fc") == ((1000, 2048), (1000,))
+    assert sum(len(shape) == 4 for parameters in shapes.values() for shape in parameters) == 53
+    assert all(len(parameters) in (3, 6) for parameters in shapes.values())
 
 
 @pytest.mark.parametrize("scale", [0.1, 0.5, 3])
@@ -144,6 +193,7 @@ def test_a_scale_that_is_none(scale):
         ("{", "cannot be read as a profile"),
         ("[]", "is no profile"),
         ('{"name": "x", "source": "y", "layers": []}', "one layer or more"),
+        ('{"name": "x", "source": "y", "layers": 3}', "one layer or more"),
         ('{"name": "x", "source": "y", "layers": [3]}', "a layer is 3"),
         (json.dumps({"name": "x", "source": "y", "layers": [{"name": "a", "parameters": [0]}]}), "expected an object"),
         ("parameters=[[0, 3]]", "expected their shapes"),
@@ -216,6 +266,86 @@ def test_bench_record(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("nap: 2 layers, 144 parameters, forward ")
     assert Profile.load(out).num_parameters == 144
+
+
+SCRIPT = """\
+from __future__ import annotations
+
+import pickle
+import random
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Sizes:
+    features: int
+
+
+def make():
+    assert callable(random.random)  # the module of that name, not the script
+    sizes = pickle.loads(pickle.dumps(Sizes(3)))
+    return torch.nn.Linear(sizes.features, 2), lambda model: model(torch.ones(1, 3)).sum()
+"""
+
+
+@pytest.mark.parametrize("name", ["a_script_of_its_own.py", "with-hyphens and.dots.py", "random.py", "torch.py"])
+def test_a_script_with_dataclasses_that_are_pickled(tmp_path, name, monkeypatch):
+    """Whose name may be that of another module, which stays what it is."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = dict(sys.modules)
+    script = tmp_path / name
+    script.write_text(SCRIPT)
+    argv = ["bench", "record", f"{script}:make", "--out", str(tmp_path / "x.json"), "--repetitions", "1"]
+    assert cli.main(argv) == 0
+    assert Profile.load(tmp_path / "x.json").num_parameters == 8
+    assert all(sys.modules[module] is before[module] for module in before)
+    (added,) = [name for name, module in sys.modules.items() if getattr(module, "__file__", None) == str(script)]
+    del sys.modules[added]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\nraise ValueError('no data')\n", 'ValueError: no data\n  File "{}", line 2, in <module>\n'),
+        ("import no_such_module_1\n", "ModuleNotFoundError: No module named 'no_such_module_1'\n  File \"{}\", line 1"),
+        ("def f(:\n", 'File "{}", line 1\n'),
+        ("raise SystemExit\n", 'SystemExit; it ends when it is imported: put what runs it below `if __name__ == "'),
+    ],
+)
+def test_a_script_that_raises(tmp_path, capsys, monkeypatch, text, message):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "raises_at_once.py"
+    path.write_text(text)
+    assert cli.main(["bench", "record", f"{path}:make", "--out", str(tmp_path / "x.json")]) == 1
+    printed = capsys.readouterr().err
+    assert f"'{path}' cannot be imported: " in printed and message.format(path) in printed
+    assert "bench.py" not in printed and "importlib" not in printed
+    assert "raises_at_once" not in sys.modules
+
+
+def swapped():
+    model, loss = napping()
+    return loss, model
+
+
+def two_models():
+    return torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+
+def no_loss():
+    return torch.nn.Linear(2, 2), 3
+
+
+@pytest.mark.parametrize(
+    ("name", "returned"),
+    [("swapped", "(function, Sequential)"), ("two_models", "(Linear, Linear)"), ("no_loss", "(Linear, int)")],
+)
+def test_what_is_no_model_and_its_loss(tmp_path, capsys, name, returned):
+    assert cli.main(["bench", "record", f"{__file__}:{name}", "--out", str(tmp_path / "x.json")]) == 1
+    printed = capsys.readouterr().err
+    assert f"{name} returned {returned}, expected (model, loss): a torch.nn.Module, and a function of it" in printed
 
 
 @pytest.mark.parametrize(
