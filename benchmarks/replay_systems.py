@@ -55,6 +55,7 @@ _UNDER_COMPUTE = ("decentralized", "async")
 _ENOUGH_S = 8.0  # of samples, where a link is slow
 _LONG_STEP_S = 0.5  # a sample is one step from here on; shorter ones are taken together, since ranks begin them apart
 _SHORT_STEPS = 4
+_WARM_FROM_S = 3.0  # steps that take as long are as warm after the first as they get
 _ROUNDS = 3  # of async: a sample each
 
 
@@ -288,8 +289,9 @@ def _optimizer_of(name: str, parameters: Sequence[torch.nn.Parameter]) -> torch.
 
 def _time(step: Callable[[], None], period: int, samples: int) -> tuple[list[float], float, int]:
     """Seconds per step, samples of one or more periods; bytes per step that this host has sent; the number of steps."""
-    _seconds_of(step, period)  # connections; buckets are laid out anew after the first step
     took_s = bagua.broadcast_object(_seconds_of(step, period), 0)
+    if took_s < _WARM_FROM_S:  # connections; buckets are laid out anew after the first step
+        took_s = bagua.broadcast_object(_seconds_of(step, period), 0)
     block = period if took_s >= _LONG_STEP_S else period * math.ceil(_SHORT_STEPS / period)
     samples = min(samples, max(3, round(_ENOUGH_S / (took_s * block / period))))
     return _samples(step, block, samples)

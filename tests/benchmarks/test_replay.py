@@ -115,7 +115,7 @@ def test_systems_that_can_be_played():
     from replay import systems_of
     from replay_systems import check
 
-    parts = [system.format(algorithm) for _, algorithm, parts in STUDIES for system in parts.values()]
+    parts = [system.format(study.algorithm) for study in STUDIES for system in study.parts.values()]
     options = [
         "ddp_bf16:find_unused_parameters=True,static_graph=True",
         "qadam:warmup_steps=1",
