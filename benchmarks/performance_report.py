@@ -66,8 +66,8 @@ optimizer that does nothing, as on an accelerator.
 _AT_A_GLANCE_TEXT = (
     "One number places a model on a network: how long its float32 gradients take on the wire, over how long a step",
     "computes. With P parameters on n hosts whose links carry R bit/s, and a step that computes for T seconds, it is",
-    "64 P (n-1)/n / (R T). Find it on the lower axis; the points are all cases with 4 hosts. On a slow network the best",
-    "DDP is the one with its fp16 hook, which sends half the bytes of `gradient_allreduce`.",
+    "64 P (n-1)/n / (R T). Find it on the lower axis; the points are all cases with 4 hosts. On a slow network the",
+    "best DDP is the one with its fp16 hook, which sends half the bytes of `gradient_allreduce`.",
 )
 
 
