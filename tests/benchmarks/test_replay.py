@@ -2,7 +2,6 @@
 
 import random
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -202,17 +201,8 @@ def test_bars():
     assert "bytegrad: 2.1 times as fast as the best DDP as it comes" in bytegrad and bytegrad.endswith(": met")
     assert "at its bound it would be 2.22; 1.50 beside one with smaller buckets" in bytegrad
     assert "1.25 of its bound (bar 1.15)" in qsgd and qsgd.endswith("MISSED")
-    for ddp_ms, ours_ms, result in (
-        ([498, 499, 503], [499, 501, 502], "0.996 times as fast as DDP"),
-        ([498, 499, 500], [499, 501, 502], "MISSED"),
-        ([498, 499, 503], [500, 501, 502], "MISSED"),
-    ):
-        pair = [
-            replace(outcome(system, 1, bound_ms=490), step_s=[ms / 1e3 for ms in samples])
-            for system, samples in (("ddp", ddp_ms), ("gradient_allreduce", ours_ms))
-        ]
-        (line,) = bars_of(pair)
-        assert result in line and line.endswith("MISSED" if result == "MISSED" else "met within the spread of samples")
+    (slower,) = bars_of([outcome("ddp", 499), outcome("gradient_allreduce", 501, bound_ms=490)])
+    assert "gradient_allreduce: 0.996 times as fast as DDP" in slower and slower.endswith("MISSED")
     hidden = [outcome(system, ms, "resnet50", 5000) for system, ms in (("bytegrad", 104), ("qsgd:bits=4", 106))]
     met, missed = bars_of(hidden)
     assert "1.040 of compute alone" in met and met.endswith(": met") and missed.endswith("MISSED")
