@@ -8,6 +8,7 @@ costs its user days.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,6 +48,8 @@ class Settings:
 
     interface: str | None  # BAGUA_SOCKET_IFNAME: network interface (or address) to listen on, e.g. "eth0"
     tcp_streams: int  # BAGUA_TCP_STREAMS: TCP connections per peer
+    # BAGUA_TCP_CONGESTION: their congestion control: a name such as "cubic", "system" for the system's, or "auto"
+    tcp_congestion: str
     shm_ring_bytes: int  # BAGUA_SHM_RING_BYTES: per direction and peer of the same host
     spin_us: float | None  # BAGUA_SPIN_US: how long a waiting worker polls before it sleeps; None: by core count
     shared_memory: bool  # BAGUA_SHARED_MEMORY=0: TCP even between ranks of one host
@@ -130,6 +133,7 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
     known = {
         "BAGUA_SOCKET_IFNAME",
         "BAGUA_TCP_STREAMS",
+        "BAGUA_TCP_CONGESTION",
         "BAGUA_SHM_RING_BYTES",
         "BAGUA_SPIN_US",
         "BAGUA_SHARED_MEMORY",
@@ -146,10 +150,16 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
     backend = env.get("BAGUA_BACKEND", "auto")
     if backend not in BACKENDS:
         raise InvalidArgument(f"BAGUA_BACKEND={backend!r} is unknown; the backends are {', '.join(BACKENDS)}")
+    congestion = env.get("BAGUA_TCP_CONGESTION", "auto")
+    if not re.fullmatch("[a-z0-9_-]{1,15}", congestion):  # what the kernel takes for a name
+        raise InvalidArgument(
+            f"BAGUA_TCP_CONGESTION={congestion!r} is no name; give 'auto', 'system', or one such as 'cubic'"
+        )
     spin_us = _integer(env, "BAGUA_SPIN_US", -1, 0, 1_000_000) if "BAGUA_SPIN_US" in env else None
     return Settings(
         interface=env.get("BAGUA_SOCKET_IFNAME"),
         tcp_streams=_integer(env, "BAGUA_TCP_STREAMS", 2, 1, 64),
+        tcp_congestion=congestion,
         shm_ring_bytes=ring_bytes,
         spin_us=spin_us,
         shared_memory=_integer(env, "BAGUA_SHARED_MEMORY", 1, 0, 1) == 1,

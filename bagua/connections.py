@@ -22,7 +22,7 @@ import time
 from dataclasses import replace
 from typing import NoReturn
 
-from . import _C
+from . import _C, congestion
 from .accepting import Acceptor, Arrival, close_all
 from .config import Settings
 from .dialing import ALL_MAKE_GROUPS, Patience, dial_tcp, dial_unix
@@ -53,6 +53,8 @@ class Endpoint:
     def __init__(self, settings: Settings, address: InterfaceAddress, torch_transport: TorchTransport | None = None):
         if torch_transport is not None:
             settings = replace(settings, shared_memory=False, tcp_streams=0)
+        if settings.tcp_streams > 0:
+            congestion.check(settings.tcp_congestion)
         self.settings = settings
         self._torch = torch_transport
         self.address = address
@@ -291,12 +293,14 @@ class Endpoint:
         tag = self._torch.next_tag() if self._torch is not None else 0
         abouts = [self._about(name, rank, peer, link, index, tag) for index in range(1 + self.settings.tcp_streams)]
         sockets = dial_tcp(self.records[peer], self.secret, abouts, patience)
-        control, *data = [sock.detach() for sock in sockets]
-        self._attach_data(name, core, group_peer, peer, control, data, tag)
+        self._attach_tcp(name, core, group_peer, peer, sockets, tag)
 
-    def _attach_data(
-        self, name: str, core: _C.Group, group_peer: int, peer: int, control: int, data: list[int], tag: int
+    def _attach_tcp(
+        self, name: str, core: _C.Group, group_peer: int, peer: int, sockets: list[socket.socket], tag: int
     ) -> None:
+        for sock in sockets[1:]:
+            congestion.choose(sock, self.settings.tcp_congestion)
+        control, *data = [sock.detach() for sock in sockets]
         if self._torch is not None:
             self._torch.attach(name, core, group_peer, peer, control, tag)
         else:
@@ -350,8 +354,8 @@ class Endpoint:
             core.attach_shm(group_peer, control.detach(), rings, arrival.ring_bytes, False, doorbell)
         else:
             control.sendall(b"A")
-            data = [arrival.sockets[index].detach() for index in range(1, 1 + arrival.streams)]
-            self._attach_data(name, core, group_peer, peer, control.detach(), data, arrival.tag)
+            sockets = [arrival.sockets[index] for index in range(1 + arrival.streams)]
+            self._attach_tcp(name, core, group_peer, peer, sockets, arrival.tag)
 
 
 def _bindable(address: InterfaceAddress) -> tuple:

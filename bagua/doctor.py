@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import _C, communication, config, world
+from . import _C, communication, config, congestion, world
 from .errors import BaguaError
 from .interfaces import interface_addresses
 from .run import main as launch
@@ -37,12 +37,14 @@ def _cpu_features() -> list[str]:
 def _transports(settings: config.Settings) -> str:
     if settings.backend == "torch":
         return "torch (BAGUA_BACKEND)"
-    return f"{'shm ' if settings.shared_memory else ''}tcp ({settings.tcp_streams} streams per peer)"
+    tcp = f"tcp ({settings.tcp_streams} streams per peer; {congestion.describe(settings.tcp_congestion)})"
+    return f"shm {tcp}" if settings.shared_memory else tcp
 
 
 def report_host() -> str:
     """What is built and what this host offers, as text."""
     settings = config.settings()
+    congestion.check(settings.tcp_congestion)
     lines = [
         f"bagua {_C.__version__}  python {platform.python_version()}  torch {torch.__version__}",
         f"machine        {platform.machine()}, {len(os.sched_getaffinity(0))} cores, kernel {platform.release()}",

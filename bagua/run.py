@@ -22,6 +22,7 @@ __all__ = ["main", "parse"]
 _SETTINGS = {
     "interface": "BAGUA_SOCKET_IFNAME",
     "tcp_streams": "BAGUA_TCP_STREAMS",
+    "tcp_congestion": "BAGUA_TCP_CONGESTION",
     "shm_ring_bytes": "BAGUA_SHM_RING_BYTES",
     "spin_us": "BAGUA_SPIN_US",
 }
@@ -34,6 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("bagua")
     group.add_argument("--interface", help="network interface for connections between hosts, e.g. eth0")
     group.add_argument("--tcp-streams", type=int, help="TCP connections per peer")
+    group.add_argument(
+        "--tcp-congestion", help="their congestion control: auto (the default), system, or a name such as cubic"
+    )
     group.add_argument("--shm-ring-bytes", type=int, help="bytes of the message ring per direction and local peer")
     group.add_argument("--spin-us", type=int, help="microseconds that a waiting worker polls before it sleeps")
     group.add_argument("--no-shared-memory", action="store_true", help="use TCP even between ranks of one host")

@@ -18,6 +18,7 @@ from pathlib import Path
 BURST_BYTES = 512 * 1024  # what a link that was idle carries at once; a token bucket's size
 _PREFIX = "bagua-bench"
 _NETMASK_BITS = 24
+_SUBNET = f"10.99.0.0/{_NETMASK_BITS}"
 
 
 def why_not() -> str | None:
@@ -39,9 +40,29 @@ def address(host: int) -> str:
     return f"10.99.0.{host + 1}"
 
 
+def system_congestion() -> str:
+    """The name of the congestion control that TCP connections have unless told otherwise."""
+    return _tcp_setting("congestion_control") or "unknown"
+
+
+def congestions(which: str) -> list[str]:
+    """Names of congestion controls: those "available" in this kernel, or "allowed" to every process."""
+    return _tcp_setting(f"{which}_congestion_control").split()
+
+
+def _tcp_setting(name: str) -> str:
+    try:
+        return Path(f"/proc/sys/net/ipv4/tcp_{name}").read_text().strip()
+    except OSError:
+        return ""
+
+
 @contextlib.contextmanager
-def hosts(count: int, rate_mbit: int | None) -> Iterator[list[list[str]]]:
-    """`count` hosts with links of `rate_mbit`, None for as fast as they go; yields what starts a command on each."""
+def hosts(count: int, rate_mbit: int | None, congestion: str = "") -> Iterator[list[list[str]]]:
+    """`count` hosts with links of `rate_mbit`, None for as fast as they go; yields what starts a command on each.
+
+    ``congestion`` is what TCP connections have there unless told otherwise, in the place of the system's.
+    """
     _remove_left_behind()
     stem = f"{_PREFIX}-{os.getpid()}"
     switch, names = f"{stem}-switch", [f"{stem}-host{i}" for i in range(count)]
@@ -56,6 +77,8 @@ def hosts(count: int, rate_mbit: int | None) -> Iterator[list[list[str]]]:
             _ip(f"-n {name} addr add {address(i)}/{_NETMASK_BITS} dev eth0")
             _ip(f"-n {name} link set eth0 up")
             _ip(f"-n {name} link set lo up")
+            if congestion:
+                _ip(f"-n {name} route replace {_SUBNET} dev eth0 congctl {congestion}")
             if rate_mbit is not None:
                 _shape(name, "eth0", rate_mbit)
                 _shape(switch, f"port{i}", rate_mbit)

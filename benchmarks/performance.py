@@ -33,6 +33,7 @@ _NODES = tuple(
     for system in ("gradient_allreduce", "bytegrad", "qsgd:bits=4")
     for value in (False, True)
 )
+_OF_BARS = (*DDP_HOOKS, "gradient_allreduce", "bytegrad", "qsgd:bits=4")
 CASES: dict[Case, tuple[str, ...]] = {
     **{
         Case(profile, _SCALE, 4, 1, rate): systems_of(_SCALE) if rate >= _FAST_MBIT else (*SYSTEMS, _DDP_SHRUNK)
@@ -42,6 +43,7 @@ CASES: dict[Case, tuple[str, ...]] = {
     **{Case("vgg16", _SCALE, num_hosts, 1, 1000): (*SYSTEMS, _DDP_SHRUNK) for num_hosts in (2, 8)},
     **{Case("vgg16", _SCALE, 2, 2, rate): (*DDP_HOOKS, _DDP_SHRUNK, *_NODES) for rate in (1000, 5000)},
     Case("vgg16", 1.0, 2, 1, 1000): SYSTEMS,
+    **{Case(profile, _SCALE, 4, 1, 1000, "cubic"): _OF_BARS for profile in ("vgg16", "bert_large")},
 }
 _SAMPLES = 7
 
@@ -88,7 +90,8 @@ class _Kept:
 def _facts() -> dict[str, Any]:
     facts = report.facts()
     facts["machine"], _, load = facts["machine"].partition(", load average ")
-    return {**facts, "load average": load, "command": "python benchmarks/performance.py"}
+    congestion = f"{hosts.system_congestion()} is the system's"
+    return {**facts, "load average": load, "TCP": congestion, "command": "python benchmarks/performance.py"}
 
 
 def main() -> None:

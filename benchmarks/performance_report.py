@@ -46,6 +46,10 @@ DDP and bagua play as they come, with buckets of at most 25 MiB. Of a tenth of a
 fp16 hook plays with a tenth of the cap too (`bucket_cap_mb=2.5`), and from 1 Gbit/s on more systems do
 (`bucket_bytes=2621440`). "The best DDP" is the best of all that a table has.
 
+TCP's congestion control under DDP is the system's, which is named below; where that is BBR, bagua's connections have
+[cubic](collectives.md#connections-between-hosts). How all do with cubic, which most systems have, is among the
+[other cases](#other-numbers-of-hosts-hosts-with-two-ranks-full-size-cubic-for-all).
+
 - **step**: median time of a training step of the slowest rank; of `async` a sample is a round of averaging.
 - **spread**: largest less smallest sample, in parts of the median; the median of all systems.
 - **exposed**: step less compute alone, which is the time that communication costs; of `qadam`, Adam's too.
@@ -88,7 +92,7 @@ def write_document(
     date = facts["date"].split()[0]
     by_profile: dict[str, list[Case]] = {}
     for case in outcomes:
-        if (case.num_hosts, case.ranks_per_host) == (4, 1):
+        if _is_plain(case):
             by_profile.setdefault(case.profile, []).append(case)
     on_four_hosts = [outcomes[case] for cases in by_profile.values() for case in cases]
     lines = [_INTRODUCTION, *(f"- {name}: {value}" for name, value in facts.items()), ""]
@@ -108,9 +112,9 @@ def write_document(
         title = "step, ms (times as fast as the best DDP)"
         lines += report.aligned(_table_of_rates(title, of_rates, _step_cell) + of_all)
         lines += ["", *report.aligned(_table_of_rates("exposed, ms (step over bound)", of_rates, _exposed_cell))]
-    others = [case for case in outcomes if (case.num_hosts, case.ranks_per_host) != (4, 1)]
+    others = [case for case in outcomes if not _is_plain(case)]
     if others:
-        lines += ["", "## Other numbers of hosts, hosts with two ranks, full size", ""]
+        lines += ["", "## Other numbers of hosts, hosts with two ranks, full size, cubic for all", ""]
         lines += _commands(others, outcomes)[:-1]
         for case in others:
             lines += ["", f"**{case}**", "", *_table_of_case(outcomes[case])]
@@ -118,6 +122,10 @@ def write_document(
     lines += ["", *_when(on_four_hosts)]
     document.write_text("\n".join(lines).rstrip() + "\n")
     print(f"written: {document}, {datetime.now():%H:%M}")
+
+
+def _is_plain(case: Case) -> bool:
+    return (case.num_hosts, case.ranks_per_host, case.congestion) == (4, 1, "")
 
 
 def _commands(cases: Sequence[Case], outcomes: Mapping[Case, Sequence[Outcome]]) -> list[str]:
@@ -128,6 +136,8 @@ def _commands(cases: Sequence[Case], outcomes: Mapping[Case, Sequence[Outcome]])
         options = f"--profiles {case.profile} --scale {case.scale:g} --hosts {case.num_hosts}"
         if case.ranks_per_host > 1:
             options += f" --ranks-per-host {case.ranks_per_host}"
+        if case.congestion:
+            options += f" --congestion {case.congestion}"
         if systems != systems_of(case.scale):
             options += f" --systems {' '.join(systems)}"
         rates.setdefault(options, []).append(case.rate_mbit)

@@ -15,7 +15,7 @@ after the other, compute alone first; `--turns` as often, so that what drifts me
     of bound         step over bound
 
     sudo .venv/bin/python benchmarks/replay.py [--profiles vgg16 bert_large] [--hosts 4] [--rates 1000] [--scale 1]
-        [--ranks-per-host 1] [--systems ddp bytegrad qsgd:bits=4 ...] [--turns 1] [--quick]
+        [--ranks-per-host 1] [--systems ddp bytegrad qsgd:bits=4 ...] [--turns 1] [--congestion cubic] [--quick]
 
 A profile is a file of benchmarks/profiles/, or one that `bagua bench record` has made. Under a launcher (`bagua run ...
 benchmarks/replay.py`) it plays on the hosts that it is started on, for which `--rates` names the rate of their links.
@@ -78,6 +78,7 @@ class Case:
     num_hosts: int
     ranks_per_host: int
     rate_mbit: int
+    congestion: str = ""  # what TCP has on the hosts unless told otherwise; the system's
 
     def task(self, systems: Sequence[str], samples: int, turns: int) -> Task:
         """What a rank does in it."""
@@ -87,7 +88,7 @@ class Case:
         ranks_each = f" x {self.ranks_per_host} ranks" if self.ranks_per_host > 1 else ""
         return (
             f"{Path(self.profile).stem}, scale {self.scale:g}, {self.num_hosts} hosts{ranks_each}, "
-            f"{self.rate_mbit} Mbit/s"
+            f"{self.rate_mbit} Mbit/s{f', {self.congestion} for all' if self.congestion else ''}"
         )
 
     @property
@@ -129,7 +130,7 @@ def systems_of(scale: float) -> tuple[str, ...]:
 
 def run(case: Case, systems: Sequence[str], samples: int, turns: int = 1) -> list[Outcome]:
     """Makes the hosts, starts the ranks, and merges what they measured; compute alone first."""
-    with hosts.hosts(case.num_hosts, case.rate_mbit) as prefixes:
+    with hosts.hosts(case.num_hosts, case.rate_mbit, case.congestion) as prefixes:
         per_rank = ranks.run(
             case.num_hosts * case.ranks_per_host,
             asdict(case.task(systems, samples, turns)),
@@ -184,7 +185,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[report.Row]:
 def bars_of(outcomes: Sequence[Outcome]) -> list[str]:
     """What this project has set itself, beside what was measured; one line each."""
     case = outcomes[0].case
-    if (case.scale, case.num_hosts, case.ranks_per_host) != (0.1, 4, 1):
+    if (case.scale, case.num_hosts, case.ranks_per_host, case.congestion) != (0.1, 4, 1, ""):
         return []
     by_name = {outcome.system: outcome for outcome in outcomes}
     lines = []
@@ -212,7 +213,7 @@ def bars_of(outcomes: Sequence[Outcome]) -> list[str]:
         tuned_s = min(one.p50 for one in outcomes if is_ddp(one))
         also = "" if is_full or tuned_s == best_s else f"; {tuned_s / ours.p50:.2f} beside one with smaller buckets"
         lines.append(
-            f"- {profile}, {system}: {reached[0]:.3g} times as fast as {beside} (bar {ratio}, at its bound it would be "
+            f"- {profile}, {system}: {reached[0]:.3f} times as fast as {beside} (bar {ratio}, at its bound it would be "
             f"{best_s / ours.bound_s:.2f}{also}), {reached[1]:.2f} of its bound (bar {of_bound}): "
             f"{'met' if is_met else 'MISSED'}"
         )
@@ -237,6 +238,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=int, default=[1000], help="Mbit/s of every host's link")
     parser.add_argument("--scale", type=float, default=1.0, help="of the tensors' sizes")
     parser.add_argument("--systems", nargs="+", help="ddp, ddp_fp16, ddp_bf16, or an algorithm; all of them")
+    parser.add_argument("--congestion", default="", help="TCP's congestion control on the hosts; the system's")
     parser.add_argument("--turns", type=int, default=1, help="how often all systems are measured")
     args = parser.parse_args()
     has_hosts = args.hosts is not None or args.ranks_per_host is not None
@@ -249,7 +251,10 @@ def _arguments() -> argparse.Namespace:
             parser.error(f"--{option.replace('_', '-')} has {least}; expected 1 or more")
     if not 0 < args.scale < math.inf:
         parser.error(f"--scale is {args.scale}; expected a number of more than 0, such as 0.1")
-    if is_launched() and (has_hosts or len(args.rates) > 1):
+    available = hosts.congestions("available")
+    if args.congestion and args.congestion not in available:
+        parser.error(f"--congestion is {args.congestion}; this kernel has {', '.join(available)}")
+    if is_launched() and (has_hosts or args.congestion or len(args.rates) > 1):
         parser.error("under a launcher the hosts are those that there are; pass one of --rates, that of their links")
     known = (*DDP_HOOKS, *bagua.algorithms.available())
     unknown = [system for system in args.systems or () if parse(system)[0] not in known]
@@ -283,9 +288,10 @@ def main() -> None:
     if reason is not None:
         print(f"replay SKIPPED: {reason}. Under a launcher it plays on the hosts that there are.")
         return
-    result = report.Report(__file__, "a model's step under every algorithm, on shaped links", args)
+    setup = {"TCP": args.congestion or f"{hosts.system_congestion()}, the system's"}
+    result = report.Report(__file__, "a model's step under every algorithm, on shaped links", args, setup)
     cases = [
-        Case(profile, args.scale, num_hosts, args.ranks_per_host, rate)
+        Case(profile, args.scale, num_hosts, args.ranks_per_host, rate, args.congestion)
         for profile in args.profiles
         for num_hosts in args.hosts
         for rate in args.rates

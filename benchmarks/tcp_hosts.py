@@ -108,15 +108,8 @@ def rows_of(size: int, num_hosts: int, rate_mbit: int | None, per_rank: list[dic
 def measured_rate(size: int, num_hosts: int, plain: report.Row) -> str:
     """What plain sockets got out of a link."""
     mbit = limit_s(size, num_hosts, 1) / plain.p50
-    return f"plain sockets move {mbit:.0f} Mbit/s of payload over a link, both ways at once, by TCP's {_congestion()}"
-
-
-def _congestion() -> str:
-    try:
-        with open("/proc/sys/net/ipv4/tcp_congestion_control") as file:
-            return file.read().strip()
-    except OSError:
-        return "unknown congestion control"
+    how = f"both ways at once, by TCP's {hosts.system_congestion()}"
+    return f"plain sockets move {mbit:.0f} Mbit/s of payload over a link, {how}"
 
 
 def parse_case(text: str) -> tuple[int, int | None]:

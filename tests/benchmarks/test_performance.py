@@ -82,7 +82,10 @@ def test_the_document(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["replay.py", *line.split()])
         arguments = replay._arguments()
         again += [
-            (Case(profile, arguments.scale, num_hosts, arguments.ranks_per_host, rate), tuple(arguments.systems))
+            (
+                Case(profile, arguments.scale, num_hosts, arguments.ranks_per_host, rate, arguments.congestion),
+                tuple(arguments.systems),
+            )
             for profile in arguments.profiles
             for num_hosts in arguments.hosts
             for rate in arguments.rates

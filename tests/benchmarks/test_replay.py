@@ -132,6 +132,7 @@ def test_systems_that_can_be_played():
         ("--hosts 2 -3", "--hosts has -3; expected 1 or more"),
         ("--ranks-per-host 0", "--ranks-per-host has 0; expected 1 or more"),
         ("--rates 100 0", "--rates has 0; expected 1 or more"),
+        ("--congestion not-loaded", "--congestion is not-loaded; this kernel has "),
         ("--turns 0", "--turns has 0; expected 1 or more"),
         ("--scale nan", "--scale is nan; expected a number of more than 0"),
         ("--scale inf", "--scale is inf; expected a number of more than 0"),
@@ -191,14 +192,16 @@ def test_outcomes_are_those_of_the_slowest_rank():
 
 
 def test_bars():
+    from dataclasses import replace
+
     from replay import bars_of
 
     outcomes = [outcome("compute alone", 100), outcome("ddp", 500), outcome("ddp_fp16", 421)]
     outcomes += [outcome("ddp_fp16:bucket_cap_mb=2.5", 300), outcome("gradient_allreduce", 490, bound_ms=470)]
     outcomes += [outcome("bytegrad", 200, bound_ms=190), outcome("qsgd:bits=4", 150, bound_ms=120)]
     full, bytegrad, qsgd = bars_of(outcomes)
-    assert "gradient_allreduce: 1.02 times as fast as DDP" in full and full.endswith("met")
-    assert "bytegrad: 2.1 times as fast as the best DDP as it comes" in bytegrad and bytegrad.endswith(": met")
+    assert "gradient_allreduce: 1.020 times as fast as DDP" in full and full.endswith("met")
+    assert "bytegrad: 2.105 times as fast as the best DDP as it comes" in bytegrad and bytegrad.endswith(": met")
     assert "at its bound it would be 2.22; 1.50 beside one with smaller buckets" in bytegrad
     assert "1.25 of its bound (bar 1.15)" in qsgd and qsgd.endswith("MISSED")
     (slower,) = bars_of([outcome("ddp", 499), outcome("gradient_allreduce", 501, bound_ms=490)])
@@ -207,3 +210,5 @@ def test_bars():
     met, missed = bars_of(hidden)
     assert "1.040 of compute alone" in met and met.endswith(": met") and missed.endswith("MISSED")
     assert bars_of([outcome("bytegrad", 200, rate_mbit=500)]) == []
+    everybody_has_cubic = replace(outcomes[0].case, congestion="cubic")
+    assert bars_of([replace(one, case=everybody_has_cubic) for one in outcomes]) == []

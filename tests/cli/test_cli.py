@@ -46,10 +46,11 @@ def test_doctor_alone(no_launcher, capsys):
 def test_doctor_shows_the_settings(no_launcher, capsys):
     no_launcher.setenv("BAGUA_SHARED_MEMORY", "0")
     no_launcher.setenv("BAGUA_TCP_STREAMS", "5")
+    no_launcher.setenv("BAGUA_TCP_CONGESTION", "reno")
     no_launcher.setenv("BAGUA_SOCKET_IFNAME", "lo")
     assert doctor.main([]) == 0
     output = capsys.readouterr().out
-    assert "transports     tcp (5 streams per peer)" in output
+    assert "transports     tcp (5 streams per peer; reno)" in output
     assert re.search(r"interface +lo +127\.0\.0\.1 +<- BAGUA_SOCKET_IFNAME", output)
 
 
@@ -57,6 +58,10 @@ def test_doctor_finds_a_bad_setting(no_launcher, capsys):
     no_launcher.setenv("BAGUA_TCP_STREAM", "5")
     assert doctor.main([]) == 1
     assert "settings       FAILED: BAGUA_TCP_STREAM is not a setting of bagua" in capsys.readouterr().err
+    no_launcher.delenv("BAGUA_TCP_STREAM")
+    no_launcher.setenv("BAGUA_TCP_CONGESTION", "not-loaded")
+    assert doctor.main([]) == 1
+    assert "FAILED: BAGUA_TCP_CONGESTION='not-loaded' cannot be used on this host" in capsys.readouterr().err
 
 
 def test_doctor_refuses_unknown_options(no_launcher, capsys):

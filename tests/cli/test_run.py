@@ -34,6 +34,7 @@ def test_torchruns_options_go_through():
     [
         (["--interface", "lo"], {"BAGUA_SOCKET_IFNAME": "lo"}),
         (["--tcp-streams", "4"], {"BAGUA_TCP_STREAMS": "4"}),
+        (["--tcp-congestion", "system"], {"BAGUA_TCP_CONGESTION": "system"}),
         (["--shm-ring-bytes", "65536"], {"BAGUA_SHM_RING_BYTES": "65536"}),
         (["--spin-us", "0"], {"BAGUA_SPIN_US": "0"}),
         (["--no-shared-memory"], {"BAGUA_SHARED_MEMORY": "0"}),
@@ -61,6 +62,7 @@ def test_the_token_comes_from_a_file(tmp_path, capsys):
     [
         (["--tcp-streams", "0", "train.py"], "BAGUA_TCP_STREAMS=0 is out of range"),
         (["--tcp-streams", "many", "train.py"], "argument --tcp-streams: invalid int value: 'many'"),
+        (["--tcp-congestion", "no name", "train.py"], "BAGUA_TCP_CONGESTION='no name' is no name"),
         (["--shm-ring-bytes", "5000", "train.py"], "BAGUA_SHM_RING_BYTES=5000 is not a power of two"),
         (["--no-such-option", "train.py"], "unrecognized arguments|the following arguments are required"),
         (["--nproc-per-node", "2"], "training_script"),

@@ -90,6 +90,8 @@ def test_settings_and_their_defaults():
     assert settings({"BAGUA_THRESHOLDS": "a=1, b=20"}).thresholds == {"a": 1, "b": 20}
     assert (changed.shared_memory, changed.spin_us, changed.interface) == (False, 0, "eth7")
     assert settings({"BAGUA_BACKEND": "torch"}).backend == "torch"
+    assert default.tcp_congestion == "auto"
+    assert settings({"BAGUA_TCP_CONGESTION": "cubic"}).tcp_congestion == "cubic"
 
 
 @pytest.mark.parametrize(
@@ -98,6 +100,9 @@ def test_settings_and_their_defaults():
         ({"BAGUA_TCP_STREAM": "4"}, "BAGUA_TCP_STREAM is not a setting of bagua; the settings are .*BAGUA_TCP_STREAMS"),
         ({"BAGUA_TCP_STREAMS": "0"}, r"BAGUA_TCP_STREAMS=0 is out of range; give a value in 1\.\.64"),
         ({"BAGUA_TCP_STREAMS": "many"}, "BAGUA_TCP_STREAMS='many' is not an integer"),
+        ({"BAGUA_TCP_CONGESTION": ""}, "BAGUA_TCP_CONGESTION='' is no name; give 'auto', 'system', or one such as"),
+        ({"BAGUA_TCP_CONGESTION": "Cubic, reno"}, "BAGUA_TCP_CONGESTION='Cubic, reno' is no name"),
+        ({"BAGUA_TCP_CONGESTION": "longer_than_15ch"}, "is no name"),
         ({"BAGUA_SHM_RING_BYTES": "5000"}, "BAGUA_SHM_RING_BYTES=5000 is not a power of two"),
         ({"BAGUA_SHARED_MEMORY": "yes"}, "BAGUA_SHARED_MEMORY='yes' is not an integer"),
         ({"BAGUA_SPIN_US": "-5"}, "BAGUA_SPIN_US=-5 is out of range"),

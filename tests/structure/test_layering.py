@@ -26,6 +26,7 @@ CONNECTING = {
     "accepting",
     "questions",
     "watching",
+    "congestion",
     "connections",
 }
 TORCH = {"torch_pump", "torch_transport"}
@@ -60,6 +61,7 @@ MAY_IMPORT = {
     "handshake": CONFIG,
     "rendezvous": CONFIG | {"_C"},
     "fork_guard": set(),
+    "congestion": ERRORS,
     "dialing": CONFIG | CONNECTING,
     "accepting": CONFIG | CONNECTING,
     "questions": CONFIG | CONNECTING | {"_C"},

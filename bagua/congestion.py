@@ -1,0 +1,105 @@
+"""Which congestion control TCP uses on the data connections between hosts (tcp(7), TCP_CONGESTION).
+
+The system's, unless that is BBR and the peer is near: then a loss-based one. About every ten seconds BBR lets a
+connection run nearly dry for 200 ms, to see its shortest round trip (ProbeRTT in Cardwell et al., "BBR:
+Congestion-Based Congestion Control", ACM Queue 14(5), 2016). Every connection does so at a time of its own, and a
+collective waits for the slowest, so the pauses of all hosts add up (benchmarks/congestion.py measures them). Far away,
+where a lost packet says little about the network's load and costs a loss-based control much, BBR stays.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from pathlib import Path
+
+from .errors import InvalidArgument
+
+__all__ = ["AUTO", "SYSTEM", "check", "choose", "describe"]
+
+AUTO, SYSTEM = "auto", "system"
+
+_PAUSING = ("bbr",)
+_LOSS_BASED = ("cubic", "reno")  # the first that this process may use; reno is open to everybody
+_NEAR_S = 0.005  # round trip: one site, or two of one region
+_NAME_BYTES = 16  # TCP_CA_NAME_MAX
+_MIN_RTT_OFFSET = 148  # of tcpi_min_rtt in struct tcp_info; microseconds
+
+
+def check(chosen: str) -> None:
+    """Raise where this host does not let the process use what BAGUA_TCP_CONGESTION names.
+
+    Raises:
+        InvalidArgument: the kernel has no such congestion control, or keeps it for the privileged; it names those that
+            there are.
+    """
+    if chosen in (AUTO, SYSTEM):
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            _set(probe, chosen)
+        except OSError as error:
+            there_are, for_all = (_listed(kind) for kind in ("available", "allowed"))
+            raise InvalidArgument(
+                f"BAGUA_TCP_CONGESTION={chosen!r} cannot be used on this host ({error.strerror}): loaded are "
+                f"{there_are}, open to every process are {for_all}; {SYSTEM!r} leaves the choice to the system"
+            ) from None
+
+
+def choose(sock: socket.socket, chosen: str) -> None:
+    """Make a connected data socket use what ``chosen`` says: a name, "auto" or "system"."""
+    if chosen == SYSTEM:
+        return
+    if chosen != AUTO:
+        _set(sock, chosen)
+        return
+    try:
+        if _name_of(sock) in _PAUSING and _round_trip_s(sock) < _NEAR_S:
+            _set_first(sock, _LOSS_BASED)
+    except OSError:
+        pass  # a kernel without these options: the system's stays
+
+
+def describe(chosen: str) -> str:
+    """What ``choose`` makes of it on this host, for people."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            of_system = _name_of(probe)
+            if chosen == AUTO and of_system in _PAUSING and _set_first(probe, _LOSS_BASED):
+                return f"{_name_of(probe)} to hosts within {_NEAR_S * 1e3:g} ms, {of_system} to others"
+        except OSError:
+            of_system = "unknown"
+    return of_system if chosen in (AUTO, SYSTEM) else chosen
+
+
+def _set(sock: socket.socket, name: str) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+
+
+def _set_first(sock: socket.socket, names: tuple[str, ...]) -> bool:
+    for name in names:
+        try:
+            _set(sock, name)
+            return True
+        except OSError:
+            continue
+    return False
+
+
+def _name_of(sock: socket.socket) -> str:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0").decode()
+
+
+def _round_trip_s(sock: socket.socket) -> float:
+    """The shortest that the kernel has seen on a connection; the handshake's at least."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_OFFSET + 4)
+    if len(info) < _MIN_RTT_OFFSET + 4:
+        raise OSError("this kernel's tcp_info has no tcpi_min_rtt")  # before Linux 4.6
+    return struct.unpack_from("<I", info, _MIN_RTT_OFFSET)[0] * 1e-6
+
+
+def _listed(kind: str) -> str:
+    try:
+        return Path(f"/proc/sys/net/ipv4/tcp_{kind}_congestion_control").read_text().strip()
+    except OSError:
+        return "not known"
