@@ -151,9 +151,10 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
     if backend not in BACKENDS:
         raise InvalidArgument(f"BAGUA_BACKEND={backend!r} is unknown; the backends are {', '.join(BACKENDS)}")
     congestion = env.get("BAGUA_TCP_CONGESTION", "auto")
-    if not re.fullmatch("[a-z0-9_-]{1,15}", congestion):  # what the kernel takes for a name
+    if not re.fullmatch(r"[\w.-]{1,15}", congestion, re.ASCII):  # the kernel would cut off what is longer
         raise InvalidArgument(
-            f"BAGUA_TCP_CONGESTION={congestion!r} is no name; give 'auto', 'system', or one such as 'cubic'"
+            f"BAGUA_TCP_CONGESTION={congestion!r} is no name of 1 to 15 characters; give 'auto', 'system', or one "
+            "such as 'cubic'"
         )
     spin_us = _integer(env, "BAGUA_SPIN_US", -1, 0, 1_000_000) if "BAGUA_SPIN_US" in env else None
     return Settings(

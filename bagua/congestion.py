@@ -1,14 +1,17 @@
 """Which congestion control TCP uses on the data connections between hosts (tcp(7), TCP_CONGESTION).
 
-The system's, unless that is BBR and the peer is near: then a loss-based one. About every ten seconds BBR lets a
+The system's, unless that is BBR and the peer is near: then a loss-based one. About every ten seconds BBR lets a busy
 connection run nearly dry for 200 ms, to see its shortest round trip (ProbeRTT in Cardwell et al., "BBR:
-Congestion-Based Congestion Control", ACM Queue 14(5), 2016). Every connection does so at a time of its own, and a
-collective waits for the slowest, so the pauses of all hosts add up (benchmarks/congestion.py measures them). Far away,
-where a lost packet says little about the network's load and costs a loss-based control much, BBR stays.
+Congestion-Based Congestion Control", ACM Queue 14(5), 2016). Hosts do so at different times, and a collective waits for
+the slowest, so their pauses add up (benchmarks/congestion.py measures them). Far away, where a lost packet says little
+about the network's load and costs a loss-based control much, BBR stays. The kernel goes on to pace the packets of a
+connection that has begun with BBR.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import socket
 import struct
 from pathlib import Path
@@ -17,10 +20,12 @@ from .errors import InvalidArgument
 
 __all__ = ["AUTO", "SYSTEM", "check", "choose", "describe"]
 
+logger = logging.getLogger("bagua")
+
 AUTO, SYSTEM = "auto", "system"
 
 _PAUSING = ("bbr",)
-_LOSS_BASED = ("cubic", "reno")  # the first that this process may use; reno is open to everybody
+_LOSS_BASED = ("cubic", "reno")  # the first that this process may use; reno is open to every one unless forbidden
 _NEAR_S = 0.005  # round trip: one site, or two of one region
 _NAME_BYTES = 16  # TCP_CA_NAME_MAX
 _MIN_RTT_OFFSET = 148  # of tcpi_min_rtt in struct tcp_info; microseconds
@@ -30,8 +35,8 @@ def check(chosen: str) -> None:
     """Raise where this host does not let the process use what BAGUA_TCP_CONGESTION names.
 
     Raises:
-        InvalidArgument: the kernel has no such congestion control, or keeps it for the privileged; it names those that
-            there are.
+        InvalidArgument: the kernel has no such congestion control, or keeps it for the privileged; the message names
+            those that there are, and what to do.
     """
     if chosen in (AUTO, SYSTEM):
         return
@@ -39,19 +44,28 @@ def check(chosen: str) -> None:
         try:
             _set(probe, chosen)
         except OSError as error:
-            there_are, for_all = (_listed(kind) for kind in ("available", "allowed"))
+            if error.errno == errno.ENOENT:
+                why = f"its kernel has {_listed('available')}; perhaps `modprobe tcp_{chosen}`, as root, brings it"
+            else:
+                why = (
+                    f"{error.strerror}: every process may use {_listed('allowed')}; root can add to "
+                    "net.ipv4.tcp_allowed_congestion_control"
+                )
             raise InvalidArgument(
-                f"BAGUA_TCP_CONGESTION={chosen!r} cannot be used on this host ({error.strerror}): loaded are "
-                f"{there_are}, open to every process are {for_all}; {SYSTEM!r} leaves the choice to the system"
+                f"BAGUA_TCP_CONGESTION={chosen!r} cannot be used on this host: {why}; {SYSTEM!r} leaves the system's"
             ) from None
 
 
 def choose(sock: socket.socket, chosen: str) -> None:
-    """Make a connected data socket use what ``chosen`` says: a name, "auto" or "system"."""
+    """Make a connected data socket use what ``chosen`` says: a name that was checked, "auto" or "system".
+
+    A route may forbid what the host allows (`ip route ... congctl lock`): then its own stays, with a warning.
+    """
     if chosen == SYSTEM:
         return
     if chosen != AUTO:
-        _set(sock, chosen)
+        if not _set_first(sock, (chosen,)):
+            logger.warning("a connection does not take BAGUA_TCP_CONGESTION=%s and keeps what it has", chosen)
         return
     try:
         if _name_of(sock) in _PAUSING and _round_trip_s(sock) < _NEAR_S:
@@ -61,7 +75,7 @@ def choose(sock: socket.socket, chosen: str) -> None:
 
 
 def describe(chosen: str) -> str:
-    """What ``choose`` makes of it on this host, for people."""
+    """What ``choose`` makes of it in this process, for people."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             of_system = _name_of(probe)

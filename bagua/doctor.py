@@ -37,14 +37,15 @@ def _cpu_features() -> list[str]:
 def _transports(settings: config.Settings) -> str:
     if settings.backend == "torch":
         return "torch (BAGUA_BACKEND)"
-    tcp = f"tcp ({settings.tcp_streams} streams per peer; {congestion.describe(settings.tcp_congestion)})"
+    congestion.check(settings.tcp_congestion)
+    control = congestion.describe(settings.tcp_congestion)
+    tcp = f"tcp ({settings.tcp_streams} streams per peer, congestion control {control})"
     return f"shm {tcp}" if settings.shared_memory else tcp
 
 
 def report_host() -> str:
     """What is built and what this host offers, as text."""
     settings = config.settings()
-    congestion.check(settings.tcp_congestion)
     lines = [
         f"bagua {_C.__version__}  python {platform.python_version()}  torch {torch.__version__}",
         f"machine        {platform.machine()}, {len(os.sched_getaffinity(0))} cores, kernel {platform.release()}",

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from torch.distributed import run as torchrun
 
+from . import congestion
 from .config import settings
 from .errors import InvalidArgument
 
@@ -62,7 +63,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         if not environ["BAGUA_AUTH_TOKEN"]:
             parser.error(f"--auth-token-file {args.auth_token_file}: the file is empty")
     try:
-        settings(changes=environ)
+        congestion.check(settings(changes=environ).tcp_congestion)
     except InvalidArgument as error:
         parser.error(str(error))
     one_node = args.nnodes in ("1", "1:1")

@@ -1,17 +1,15 @@
 """What does the congestion control of TCP cost a collective between hosts?
 
-Hosts are network namespaces on this machine (needs root). The same all_reduce again and again, for long enough to see
-what happens every ten seconds, under each congestion control that every process may choose (BAGUA_TCP_CONGESTION):
-"auto", which is the default, "system", and by name. gloo, whose connections have the system's, runs in the same
-processes, in turns. "limit" is 2(n-1)/n * bytes / rate, what no full-precision all_reduce can beat; since pauses are
-rare, "of the limit" is of the mean.
+Hosts are network namespaces on this machine (needs root). The same all_reduce again and again under each congestion
+control that this kernel has: "auto", bagua's default, "system", and by name (BAGUA_TCP_CONGESTION). gloo, whose
+connections have the system's, runs before in the same processes. Each has the links to itself for as long as it is
+measured, and a sample is the mean over some ten seconds, because BBR pauses that often, and not if it was idle in
+between. "limit" is 2(n-1)/n * bytes / rate, what no full-precision all_reduce can beat.
 
-    sudo .venv/bin/python benchmarks/congestion.py [--hosts 4] [--rate 1000] [--bytes 26214400] [--seconds 30]
+    sudo .venv/bin/python benchmarks/congestion.py [--hosts 4] [--rate 1000] [--quick]
 """
 
 from __future__ import annotations
-
-import statistics
 
 import hosts
 import ranks
@@ -21,14 +19,19 @@ from contenders import GLOO, destroy, initialise, verified
 from tcp_hosts import limit_s
 
 OURS = "bagua tcp"
+_SIZE = 100_000_000  # bytes of the tensor
+_SAMPLE_S = 10.0
+_MOST_CALLS = 40  # per sample: every SUM in place multiplies by the number of ranks
 
 
-def measure(size: int, repetitions: int) -> dict[str, dict]:
+def measure(size: int, inner: int, repetitions: int) -> dict[str, dict]:
     """On a rank: samples by contender."""
     import bagua
 
     initialise()
-    samples = timing.interleaved(verified((GLOO, OURS), size), repetitions=repetitions, barrier=bagua.barrier)
+    samples = {}
+    for name, contender in verified((GLOO, OURS), size).items():
+        samples |= timing.interleaved({name: contender}, repetitions=repetitions, inner=inner, barrier=bagua.barrier)
     destroy()
     return samples
 
@@ -37,54 +40,48 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", type=int, default=1000, help="Mbit/s of every host's link")
-    parser.add_argument("--bytes", type=int, default=25 << 20, help="of the tensor; a bucket's")
-    parser.add_argument("--seconds", type=float, default=30, help="of all_reduces, each of ours and of gloo")
     args = parser.parse_args()
+    for option in ("hosts", "rate"):
+        if getattr(args, option) < (2 if option == "hosts" else 1):
+            parser.error(f"--{option} is {getattr(args, option)}; expected {2 if option == 'hosts' else 1} or more")
     reason = hosts.why_not()
     if reason is not None:
         print(f"congestion SKIPPED: {reason}.")
         return
-    limit = limit_s(args.bytes, args.hosts, args.rate)
-    repetitions = max(3, round((3 if args.quick else args.seconds) / limit))
+    limit = limit_s(_SIZE, args.hosts, args.rate)
+    inner = 1 if args.quick else min(_MOST_CALLS, max(1, round(_SAMPLE_S / limit)))
+    of_system = hosts.system_congestion()
     result = report.Report(
-        __file__,
-        "what TCP's congestion control costs a collective",
-        args,
-        {"the system's": hosts.system_congestion()},
+        __file__, "what TCP's congestion control costs a collective", args, {"the system's": of_system}
     )
     rows: list[report.Row] = []
-    for chosen in ("auto", "system", *hosts.congestions("allowed")):
+    for chosen in ("auto", "system", *(name for name in hosts.congestions("available") if name != of_system)):
         with hosts.hosts(args.hosts, args.rate) as prefixes:
             per_rank = ranks.run(
                 args.hosts,
-                {"size": args.bytes, "repetitions": repetitions},
+                {"size": _SIZE, "inner": inner, "repetitions": 3 if args.quick else 4},
                 env={"GLOO_SOCKET_IFNAME": "eth0", "BAGUA_SOCKET_IFNAME": "eth0", "BAGUA_TCP_CONGESTION": chosen},
                 prefixes=prefixes,
                 master_addr=hosts.address(0),
                 timeout_s=1800,
             )
-        if not rows:
-            rows.append(report.Row(f"{GLOO}, system", _samples(per_rank, GLOO)))
-        rows.append(report.Row(f"bagua, {chosen}", _samples(per_rank, OURS), rows[0]))
+        gloo, ours = (timing.slowest([of_rank[name]["wall"] for of_rank in per_rank]) for name in (GLOO, OURS))
+        baseline = report.Row(f"gloo, in the run of {chosen}", gloo)
+        rows += [baseline, report.Row(f"bagua, {chosen}", ours, baseline)]
     for row in rows:
-        mean = statistics.mean(row.samples)
-        row.cells = {"mean ms": report.three_digits(mean * 1e3), "of the limit": f"{limit / mean:.3f}"}
-    title = f"all_reduce of {args.bytes / 1e6:.3g} MB, {args.hosts} hosts, {args.rate} Mbit/s each"
-    result.add(report.Table(title, rows, notes=["ratio: gloo's median over the case's."]))
+        row.cells = {"of the limit": f"{limit / row.p50:.3f}"}
+    title = f"all_reduce of {_SIZE / 1e6:g} MB, {args.hosts} hosts, {args.rate} Mbit/s each"
+    notes = [
+        f"A sample is the mean of {inner}. ratio: gloo's median over ours; gloo has the system's, {of_system}. "
+        "`bagua doctor`, as the same user, says what auto is."
+    ]
+    result.add(report.Table(title, rows, notes=notes))
     figure, (axis,) = report.subplots(1)
-    for row in rows:
-        axis.plot(sorted(sample * 1e3 for sample in row.samples), label=row.case)
-    axis.set_xlabel("all_reduces, sorted by time")
-    axis.set_ylabel("ms")
-    axis.set_title(title)
-    axis.grid(alpha=0.3)
-    axis.legend()
+    report.bars(axis, rows, title, "ms", 1e3)
+    axis.axvline(limit * 1e3, color="tab:red", ls=":", label="limit")
+    axis.legend(loc="lower right", fontsize=8)
     figure.tight_layout()
     result.write(figure)
-
-
-def _samples(per_rank: list[dict], name: str) -> list[float]:
-    return timing.slowest([of_rank[name]["wall"] for of_rank in per_rank])
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ _SAMPLES = 7
 class _Kept:
     """A file of what has been measured: a line of JSON for each case and study, with what it was taken on."""
 
-    _SAME = ("machine", "versions", "commit")
+    _SAME = ("machine", "versions", "commit", "TCP")
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -90,7 +90,7 @@ class _Kept:
 def _facts() -> dict[str, Any]:
     facts = report.facts()
     facts["machine"], _, load = facts["machine"].partition(", load average ")
-    congestion = f"{hosts.system_congestion()} is the system's"
+    congestion = f"the system's congestion control is {hosts.system_congestion()}"
     return {**facts, "load average": load, "TCP": congestion, "command": "python benchmarks/performance.py"}
 
 
@@ -104,6 +104,9 @@ def main() -> None:
     if reason is not None:
         print(f"performance SKIPPED: {reason}.")
         return
+    missing = {case.congestion for case in CASES if case.congestion} - set(hosts.congestions("available"))
+    if missing:
+        parser.error(f"this kernel has no congestion control {', '.join(missing)}; `modprobe tcp_NAME` may bring it")
     if args.quick:
         case = Case("vgg16", _SCALE, 2, 2, 5000)
         add_case(report.Report(__file__, "one case of it", args), run(case, CASES[case], 3))

@@ -46,9 +46,9 @@ DDP and bagua play as they come, with buckets of at most 25 MiB. Of a tenth of a
 fp16 hook plays with a tenth of the cap too (`bucket_cap_mb=2.5`), and from 1 Gbit/s on more systems do
 (`bucket_bytes=2621440`). "The best DDP" is the best of all that a table has.
 
-TCP's congestion control under DDP is the system's, which is named below; where that is BBR, bagua's connections have
-[cubic](collectives.md#connections-between-hosts). How all do with cubic, which most systems have, is among the
-[other cases](#other-numbers-of-hosts-hosts-with-two-ranks-full-size-cubic-for-all).
+TCP's congestion control is as it comes, too: DDP's is the system's, which is named below, and where that is BBR, whose
+pauses hold all ranks up, bagua's is [cubic](collectives.md#connections-between-hosts). Most systems have cubic: how DDP
+does with it is among the [other cases](#other-cases).
 
 - **step**: median time of a training step of the slowest rank; of `async` a sample is a round of averaging.
 - **spread**: largest less smallest sample, in parts of the median; the median of all systems.
@@ -114,7 +114,8 @@ def write_document(
         lines += ["", *report.aligned(_table_of_rates("exposed, ms (step over bound)", of_rates, _exposed_cell))]
     others = [case for case in outcomes if not _is_plain(case)]
     if others:
-        lines += ["", "## Other numbers of hosts, hosts with two ranks, full size, cubic for all", ""]
+        lines += ["", "## Other cases", ""]
+        lines += ["Other numbers of hosts, hosts with two ranks, cubic for all, full size.", ""]
         lines += _commands(others, outcomes)[:-1]
         for case in others:
             lines += ["", f"**{case}**", "", *_table_of_case(outcomes[case])]

@@ -78,7 +78,7 @@ class Case:
     num_hosts: int
     ranks_per_host: int
     rate_mbit: int
-    congestion: str = ""  # what TCP has on the hosts unless told otherwise; the system's
+    congestion: str = ""  # control of all TCP connections; as they come if empty
 
     def task(self, systems: Sequence[str], samples: int, turns: int) -> Task:
         """What a rank does in it."""
@@ -130,11 +130,12 @@ def systems_of(scale: float) -> tuple[str, ...]:
 
 def run(case: Case, systems: Sequence[str], samples: int, turns: int = 1) -> list[Outcome]:
     """Makes the hosts, starts the ranks, and merges what they measured; compute alone first."""
+    control = {"BAGUA_TCP_CONGESTION": "system"} if case.congestion else {}
     with hosts.hosts(case.num_hosts, case.rate_mbit, case.congestion) as prefixes:
         per_rank = ranks.run(
             case.num_hosts * case.ranks_per_host,
             asdict(case.task(systems, samples, turns)),
-            env={"GLOO_SOCKET_IFNAME": "eth0", "BAGUA_SOCKET_IFNAME": "eth0"},
+            env={"GLOO_SOCKET_IFNAME": "eth0", "BAGUA_SOCKET_IFNAME": "eth0", **control},
             prefixes=prefixes,
             ranks_per_prefix=case.ranks_per_host,
             master_addr=hosts.address(0),
@@ -238,7 +239,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=int, default=[1000], help="Mbit/s of every host's link")
     parser.add_argument("--scale", type=float, default=1.0, help="of the tensors' sizes")
     parser.add_argument("--systems", nargs="+", help="ddp, ddp_fp16, ddp_bf16, or an algorithm; all of them")
-    parser.add_argument("--congestion", default="", help="TCP's congestion control on the hosts; the system's")
+    parser.add_argument("--congestion", default="", help="TCP's, for DDP and bagua (default: as they come)")
     parser.add_argument("--turns", type=int, default=1, help="how often all systems are measured")
     args = parser.parse_args()
     has_hosts = args.hosts is not None or args.ranks_per_host is not None
@@ -288,7 +289,9 @@ def main() -> None:
     if reason is not None:
         print(f"replay SKIPPED: {reason}. Under a launcher it plays on the hosts that there are.")
         return
-    setup = {"TCP": args.congestion or f"{hosts.system_congestion()}, the system's"}
+    setup = {
+        "TCP": args.congestion or f"DDP has the system's {hosts.system_congestion()}, bagua what `bagua doctor` says"
+    }
     result = report.Report(__file__, "a model's step under every algorithm, on shaped links", args, setup)
     cases = [
         Case(profile, args.scale, num_hosts, args.ranks_per_host, rate, args.congestion)

@@ -108,7 +108,7 @@ def rows_of(size: int, num_hosts: int, rate_mbit: int | None, per_rank: list[dic
 def measured_rate(size: int, num_hosts: int, plain: report.Row) -> str:
     """What plain sockets got out of a link."""
     mbit = limit_s(size, num_hosts, 1) / plain.p50
-    how = f"both ways at once, by TCP's {hosts.system_congestion()}"
+    how = f"both ways at once, by the system's {hosts.system_congestion()}; bagua's is what `bagua doctor` says"
     return f"plain sockets move {mbit:.0f} Mbit/s of payload over a link, {how}"
 
 

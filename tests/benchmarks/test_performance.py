@@ -96,7 +96,7 @@ def test_the_document(tmp_path, monkeypatch):
 def test_what_is_kept_is_of_one_commit(tmp_path, monkeypatch):
     import performance
 
-    facts = {"date": "today", "machine": "m", "versions": "v", "commit": "c"}
+    facts = {"date": "today", "machine": "m", "versions": "v", "commit": "c", "TCP": "t"}
     monkeypatch.setattr(performance, "_facts", lambda: dict(facts))
     path = tmp_path / "new folder" / "kept.jsonl"
     measured = [outcome("compute alone", 100), outcome("bytegrad", 200)]

@@ -63,6 +63,10 @@ def test_the_token_comes_from_a_file(tmp_path, capsys):
         (["--tcp-streams", "0", "train.py"], "BAGUA_TCP_STREAMS=0 is out of range"),
         (["--tcp-streams", "many", "train.py"], "argument --tcp-streams: invalid int value: 'many'"),
         (["--tcp-congestion", "no name", "train.py"], "BAGUA_TCP_CONGESTION='no name' is no name"),
+        (
+            ["--tcp-congestion", "not-loaded", "train.py"],
+            "BAGUA_TCP_CONGESTION='not-loaded' cannot be used on this host",
+        ),
         (["--shm-ring-bytes", "5000", "train.py"], "BAGUA_SHM_RING_BYTES=5000 is not a power of two"),
         (["--no-such-option", "train.py"], "unrecognized arguments|the following arguments are required"),
         (["--nproc-per-node", "2"], "training_script"),

@@ -1,7 +1,9 @@
 """Which congestion control data connections get: by name, the system's, or what "auto" takes near by."""
 
+import errno
 import os
 import socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from bagua import congestion
 from bagua.config import settings
 from bagua.connections import Endpoint
 from bagua.errors import InvalidArgument
-from bagua.interfaces import InterfaceAddress
+from bagua.interfaces import InterfaceAddress, interface_addresses
 from bagua.testing import spawn
 
 
@@ -25,7 +27,7 @@ def set_control(sock, name):
 
 
 def usable():
-    """Names that this process may choose; reno is one of them everywhere."""
+    """Names that this process may choose: cubic and reno on most systems."""
     names = []
     for name in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split():
         with socket.socket() as probe:
@@ -114,40 +116,66 @@ def test_description(two_names, monkeypatch):
     with socket.socket() as probe:
         of_system = control_of(probe)
     assert congestion.describe("system") == of_system
-    assert congestion.describe("reno") == "reno"
+    assert congestion.describe("a-name") == "a-name"
     monkeypatch.setattr(congestion, "_PAUSING", ("bbr-of-another-name",))
     assert congestion.describe("auto") == of_system
     monkeypatch.setattr(congestion, "_PAUSING", (of_system,))
-    monkeypatch.setattr(congestion, "_LOSS_BASED", ("reno",))
-    assert congestion.describe("auto") == f"reno to hosts within 5 ms, {of_system} to others"
+    monkeypatch.setattr(congestion, "_LOSS_BASED", two_names[:1])
+    assert congestion.describe("auto") == f"{two_names[0]} to hosts within 5 ms, {of_system} to others"
 
 
-@pytest.mark.parametrize("name", ["not-loaded", "cubicreno"])
-def test_what_the_kernel_does_not_have_is_refused_before_anybody_connects(name):
+def test_what_the_kernel_does_not_have_is_refused_before_anybody_connects():
     message = (
-        rf"BAGUA_TCP_CONGESTION='{name}' cannot be used on this host \(No such file or directory\): loaded are .*reno.*"
-        r", open to every process are .*reno.*; 'system' leaves the choice to the system"
+        r"BAGUA_TCP_CONGESTION='not-loaded' cannot be used on this host: its kernel has .*reno.*; perhaps `modprobe "
+        r"tcp_not-loaded`, as root, brings it; 'system' leaves the system's"
     )
     with pytest.raises(InvalidArgument, match=message):
-        Endpoint(settings({"BAGUA_TCP_CONGESTION": name}), InterfaceAddress("lo", "127.0.0.1"))
-    for chosen in ("auto", "system", "reno"):
+        Endpoint(settings({"BAGUA_TCP_CONGESTION": "not-loaded"}), InterfaceAddress("lo", "127.0.0.1"))
+    for chosen in ("auto", "system", *usable()):
         congestion.check(chosen)
 
 
-def test_all_data_connections_have_it_and_no_other(two_names):
+def test_what_is_kept_for_the_privileged_is_refused(monkeypatch):
+    def refuse(sock, name):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(congestion, "_set", refuse)
+    message = (
+        r"BAGUA_TCP_CONGESTION='bbr' cannot be used on this host: Operation not permitted: every process may use .*; "
+        r"root can add to net.ipv4.tcp_allowed_congestion_control; 'system' leaves"
+    )
+    with pytest.raises(InvalidArgument, match=message):
+        congestion.check("bbr")
+
+
+def test_a_connection_whose_route_forbids_the_choice_keeps_its_own(connection, caplog):
+    before = control_of(connection[0])
+    congestion.choose(connection[0], "not-loaded")
+    assert control_of(connection[0]) == before
+    assert "a connection does not take BAGUA_TCP_CONGESTION=not-loaded and keeps what it has" in caplog.text
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("setting", ["auto", "a name"])
+def test_all_data_connections_have_it_and_no_other(two_names, address, setting):
     """Two imitated hosts with three streams: what every rank's established connections use."""
+    if address == "::1" and not any(here.address == address for here in interface_addresses()):
+        pytest.skip("this host has no IPv6")
     with socket.socket() as probe:
         of_system = control_of(probe)
     chosen = next(name for name in two_names if name != of_system)
-    env = {"BAGUA_TCP_CONGESTION": chosen, "BAGUA_TCP_STREAMS": "3", "BAGUA_SOCKET_IFNAME": "lo"}
-    for controls in spawn(controls_of_connections, 2, nodes=[1, 1], env=env):
+    env = {"BAGUA_TCP_STREAMS": "3", "BAGUA_SOCKET_IFNAME": address}
+    if setting != "auto":
+        env["BAGUA_TCP_CONGESTION"] = chosen
+    for controls in spawn(controls_of_connections, 2, nodes=[1, 1], env=env, args=(of_system, chosen)):
         assert controls.count(chosen) == 3, controls
         assert set(controls) == {chosen, of_system}, "the control link's and the store's are the system's"
 
 
-def controls_of_connections(rank, world_size):
+def controls_of_connections(rank, world_size, of_system, chosen):
     import torch
 
+    congestion._PAUSING, congestion._LOSS_BASED = (of_system,), (chosen,)
     bagua.init_process_group()
     bagua.all_reduce(torch.ones(100_000))
     controls = controls_of_my_sockets()
@@ -160,11 +188,13 @@ def controls_of_my_sockets():
     found = []
     for entry in os.listdir("/proc/self/fd"):
         try:
-            sock = socket.socket(fileno=os.dup(int(entry)))
+            is_socket = stat.S_ISSOCK(os.fstat(int(entry)).st_mode)
         except OSError:
-            continue  # no socket, or the listing's own
-        with sock:
-            if sock.family == socket.AF_INET and sock.type & socket.SOCK_STREAM:
+            continue  # the listing's own
+        if not is_socket:
+            continue
+        with socket.socket(fileno=os.dup(int(entry))) as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
                 try:
                     sock.getpeername()
                 except OSError:

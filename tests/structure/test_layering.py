@@ -97,7 +97,7 @@ MAY_IMPORT = {
     "torch_backend": GROUP - {"_C"} | {"world", "torch_backend"},
     "torch_api": STEPPING - {"_C"} | {"algorithms", "step", "handle", "data_parallel", "torch_api"},
     "federated": ERRORS | {"group", "communication", "federated"},
-    "run": CONFIG,
+    "run": CONFIG | {"congestion"},
     "doctor": STEPPING | CONNECTING | {"run"},
     "profiles": ERRORS,
     "bench": ERRORS | {"profiles"},
