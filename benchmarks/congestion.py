@@ -59,7 +59,7 @@ def main() -> None:
         with hosts.hosts(args.hosts, args.rate) as prefixes:
             per_rank = ranks.run(
                 args.hosts,
-                {"size": _SIZE, "inner": inner, "repetitions": 3 if args.quick else 4},
+                {"size": _SIZE, "inner": inner, "repetitions": 3},
                 env={"GLOO_SOCKET_IFNAME": "eth0", "BAGUA_SOCKET_IFNAME": "eth0", "BAGUA_TCP_CONGESTION": chosen},
                 prefixes=prefixes,
                 master_addr=hosts.address(0),
