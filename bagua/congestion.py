@@ -68,10 +68,16 @@ def choose(sock: socket.socket, chosen: str) -> None:
             logger.warning("a connection does not take BAGUA_TCP_CONGESTION=%s and keeps what it has", chosen)
         return
     try:
-        if _name_of(sock) in _PAUSING and _round_trip_s(sock) < _NEAR_S:
-            _set_first(sock, _LOSS_BASED)
-    except OSError:
-        pass  # a kernel without these options: the system's stays
+        of_system = _name_of(sock)
+        if of_system in _PAUSING and _round_trip_s(sock) < _NEAR_S:
+            if _set_first(sock, _LOSS_BASED):
+                logger.info("a connection to a near host has %s in the place of %s", _name_of(sock), of_system)
+            else:
+                logger.info("a connection keeps %s: none of %s may be used here", of_system, ", ".join(_LOSS_BASED))
+    except OSError as error:  # a kernel without these options
+        logger.info(
+            "a connection keeps the system's congestion control, whose name or round trip is unknown: %s", error
+        )
 
 
 def describe(chosen: str) -> str:

@@ -55,7 +55,7 @@ def main() -> None:
         __file__, "what TCP's congestion control costs a collective", args, {"the system's": of_system}
     )
     rows: list[report.Row] = []
-    for chosen in ("auto", "system", *(name for name in hosts.congestions("available") if name != of_system)):
+    for chosen in ("auto", "system", *(name for name in hosts.available_congestions() if name != of_system)):
         with hosts.hosts(args.hosts, args.rate) as prefixes:
             per_rank = ranks.run(
                 args.hosts,

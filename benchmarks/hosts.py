@@ -45,9 +45,9 @@ def system_congestion() -> str:
     return _tcp_setting("congestion_control") or "unknown"
 
 
-def congestions(which: str) -> list[str]:
-    """Names of congestion controls: those "available" in this kernel, or "allowed" to every process."""
-    return _tcp_setting(f"{which}_congestion_control").split()
+def available_congestions() -> list[str]:
+    """The names of all congestion controls that this kernel has."""
+    return _tcp_setting("available_congestion_control").split()
 
 
 def _tcp_setting(name: str) -> str:

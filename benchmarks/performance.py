@@ -104,7 +104,7 @@ def main() -> None:
     if reason is not None:
         print(f"performance SKIPPED: {reason}.")
         return
-    missing = {case.congestion for case in CASES if case.congestion} - set(hosts.congestions("available"))
+    missing = {case.congestion for case in CASES if case.congestion} - set(hosts.available_congestions())
     if missing:
         parser.error(f"this kernel has no congestion control {', '.join(missing)}; `modprobe tcp_NAME` may bring it")
     if args.quick:

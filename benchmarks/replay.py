@@ -253,7 +253,7 @@ def _arguments() -> argparse.Namespace:
             parser.error(f"--{option.replace('_', '-')} has {least}; expected 1 or more")
     if not 0 < args.scale < math.inf:
         parser.error(f"--scale is {args.scale}; expected a number of more than 0, such as 0.1")
-    available = hosts.congestions("available")
+    available = hosts.available_congestions()
     if args.congestion and args.congestion not in available:
         parser.error(f"--congestion is {args.congestion}; this kernel has {', '.join(available)}")
     if is_launched() and (has_hosts or args.congestion or len(args.rates) > 1):

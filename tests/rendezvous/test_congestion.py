@@ -68,6 +68,20 @@ def test_auto_takes_another_for_one_that_pauses(connection, two_names, monkeypat
         assert control_of(sock) == other, "the first that may be used"
 
 
+def test_what_auto_does_is_logged(connection, two_names, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="bagua")
+    pausing, other = two_names
+    monkeypatch.setattr(congestion, "_PAUSING", (pausing,))
+    set_control(connection[0], pausing)
+    monkeypatch.setattr(congestion, "_LOSS_BASED", ("not-loaded",))
+    congestion.choose(connection[0], "auto")
+    assert control_of(connection[0]) == pausing
+    assert f"a connection keeps {pausing}: none of not-loaded may be used here" in caplog.text
+    monkeypatch.setattr(congestion, "_LOSS_BASED", (other,))
+    congestion.choose(connection[0], "auto")
+    assert f"a connection to a near host has {other} in the place of {pausing}" in caplog.text
+
+
 def test_auto_leaves_one_that_does_not_pause(connection, two_names, monkeypatch):
     monkeypatch.setattr(congestion, "_PAUSING", ("bbr-of-another-name",))
     for sock, name in zip(connection, two_names, strict=True):
@@ -106,10 +120,12 @@ def test_a_name_is_taken(connection, two_names):
         assert control_of(connection[0]) == name
 
 
-def test_auto_where_the_kernel_cannot_say():
+def test_auto_where_the_kernel_cannot_say(caplog):
+    caplog.set_level("INFO", logger="bagua")
     ours, theirs = socket.socketpair()  # without any of TCP's options
     with ours, theirs:
         congestion.choose(ours, "auto")
+    assert "a connection keeps the system's congestion control, whose name or round trip is unknown" in caplog.text
 
 
 def test_description(two_names, monkeypatch):
