@@ -38,6 +38,8 @@ def get(name: str, **options: int) -> Codec:
     Raises:
         InvalidArgument: unknown name, option or value (the message lists the known ones), or options in both ways.
     """
+    if not isinstance(name, str):
+        raise InvalidArgument(f"codec {name!r} is a {type(name).__name__}, expected one of {', '.join(available())}")
     if options and ":" in name:
         given = ", ".join(f"{option}={value}" for option, value in options.items())
         raise InvalidArgument(f"codec {name!r} has options in its name and {given} beside it; give them in one way")

@@ -284,3 +284,6 @@ def test_bad_options():
             bagua.codecs.get(f"qsgd:bits=4,{option}")
         with pytest.raises(InvalidArgument, match=f'codec "qsgd": bits is 4:{option}, expected one of 8, 4, 2'):
             bagua.codecs.get(f"qsgd:bits=4:{option}")
+    for name in (None, 4, ["qsgd"]):
+        with pytest.raises(InvalidArgument, match=rf"codec .* is a {type(name).__name__}, expected one of bf16, fp16"):
+            bagua.codecs.get(name)
