@@ -8,6 +8,7 @@ and those of rank 0's node have none. Cost: per node a connection and ROUNDS rou
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections.abc import Callable
@@ -29,12 +30,14 @@ class ClockOffset:
     Attributes:
         offset_ns: the estimate.
         uncertainty_ns: how far at most it is from the truth at the time of the measurement. Clocks of different hosts
-            drift apart, by some tens of microseconds per second at worst, so times long before are less certain.
+            drift apart, so times long before are less certain.
+        measured_ns: when it was measured, on rank 0's clock.
         measurement: the same on all ranks that measured together.
     """
 
     offset_ns: int
     uncertainty_ns: int
+    measured_ns: int
     measurement: str = ""
 
 
@@ -45,7 +48,7 @@ def estimate(ask: Callable[[], int], clock: Callable[[], int] = time.monotonic_n
         >>> ticks = iter([0, 90, 100, 110, 200, 260])                 # rounds that take 90, 10 and 60 ns
         >>> answers = iter([1070, 1106, 1215])
         >>> estimate(lambda: next(answers), lambda: next(ticks), 3)
-        ClockOffset(offset_ns=1001, uncertainty_ns=5, measurement='')
+        ClockOffset(offset_ns=1001, uncertainty_ns=5, measured_ns=1106, measurement='')
     """
     best = None
     for _ in range(rounds):
@@ -55,7 +58,7 @@ def estimate(ask: Callable[[], int], clock: Callable[[], int] = time.monotonic_n
         if best is None or heard_ns - asked_ns < best[1] - best[0]:
             best = (asked_ns, heard_ns, answer_ns)
     asked_ns, heard_ns, answer_ns = best
-    return ClockOffset(answer_ns - (asked_ns + heard_ns) // 2, (heard_ns - asked_ns + 1) // 2)
+    return ClockOffset(answer_ns - (asked_ns + heard_ns) // 2, (heard_ns - asked_ns + 1) // 2, answer_ns)
 
 
 def measure(group: ProcessGroup, clock: Callable[[], int] = time.monotonic_ns) -> ClockOffset:
@@ -67,7 +70,7 @@ def measure(group: ProcessGroup, clock: Callable[[], int] = time.monotonic_ns) -
     Raises:
         BaguaError: a rank has failed, or does not take part within the group's timeout.
     """
-    mine = ClockOffset(0, 0, secrets.token_hex(8) if group.rank == 0 else "")
+    mine = ClockOffset(0, 0, clock(), secrets.token_hex(8) if group.rank == 0 else "")
     for leader in group.nodes.leaders[1:]:
         if group.rank == leader:
             mine = _ask_rank_0(group, leader, clock)
@@ -75,7 +78,7 @@ def measure(group: ProcessGroup, clock: Callable[[], int] = time.monotonic_ns) -
             _answer(group, leader, clock)
     everyone = group.all_gather_object(mine)
     of_node = everyone[group.nodes.node_of(group.rank)[0]]
-    return ClockOffset(of_node.offset_ns, of_node.uncertainty_ns, everyone[0].measurement)
+    return dataclasses.replace(of_node, measurement=everyone[0].measurement)
 
 
 def _ask_rank_0(group: ProcessGroup, leader: int, clock: Callable[[], int]) -> ClockOffset:

@@ -323,6 +323,7 @@ def _after_forward(step: Step, module: torch.nn.Module, args: tuple, output: Any
     A checkpoint with use_reentrant=True runs a backward inside backward, whose end is not the end.
     """
     if torch.is_grad_enabled():
+        step.after_forward()
         for tensor in _tensors_in(output):
             if tensor.grad_fn is not None:  # a leaf would keep the hook for ever
                 tensor.register_hook(step.backward_begins)

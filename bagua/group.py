@@ -148,10 +148,10 @@ class ProcessGroup:
         """Scratch memory that the group keeps between operations."""
         return self._lanes.total(lambda core: core.workspace_bytes) if self.rank >= 0 else 0
 
-    def events(self, clear: bool = False, parts: bool = True) -> list[_C.Event]:
-        """What the worker did when, oldest first: spans (ticket, kind, begin_ns, end_ns, bytes), steady clock."""
+    def events(self, clear: bool = False, parts: bool = True, after_ns: int = 0) -> list[_C.Event]:
+        """What the worker did when, oldest first, where it ended later than after_ns: spans on the steady clock."""
         self._check_member()
-        return self._core.events(clear, parts)
+        return self._core.events(clear, parts, after_ns)
 
     def kept_since_ns(self) -> tuple[int, int]:
         """``events`` lacks none of the operations that began later, and none of the parts of such; 0: it lacks none."""

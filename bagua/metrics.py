@@ -7,14 +7,14 @@ TensorBoard nor prometheus-client is needed for the rest of bagua; `pip install 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 
 from bagua.errors import InvalidArgument
 from bagua.handle import BaguaHandle, handle_of
-from bagua.timeline import Timeline
+from bagua.step import Step
 
 __all__ = ["PrometheusCollector", "add_scalars", "values"]
 
@@ -22,17 +22,21 @@ __all__ = ["PrometheusCollector", "add_scalars", "values"]
 _COUNTERS = {
     "steps": "Synchronising backwards.",
     "exposed_communication_seconds": "Time in which this rank waited for communication.",
-    "bytes_sent": "Payload bytes that this rank has sent.",
+    "sent_bytes": "Payload bytes that this rank has sent for the model.",
+    "network_sent_bytes": "Payload bytes that this rank has sent for the model over a network, not in shared memory.",
 }
 _GAUGES = {
     "last_step_seconds": "From the end of the last backward but one to the end of the last.",
-    "last_step_exposed_communication_seconds": "Of it, what this rank waited for communication.",
-    "last_step_bytes_sent": "Payload bytes that this rank has sent in it.",
+    "last_step_exposed_communication_seconds": "Time of the last step in which this rank waited for communication.",
+    "last_step_sent_bytes": "Payload bytes that this rank has sent for the model in the last step.",
+    "last_step_network_sent_bytes": "Payload bytes that this rank has sent over a network in the last step.",
     "slowest_operation_seconds": "The longest operation of a bucket since the last backward but one.",
     "buckets": "Messages per step, one for each bucket.",
     "bucket_bytes": "Bytes of all buckets at full precision.",
     "world_size": "Ranks that train together.",
 }
+_OF_LAST_STEP = tuple(_GAUGES)[: list(_GAUGES).index("buckets")]
+_LABELS = ("model", "rank", "group", "algorithm")
 
 
 class ScalarWriter(Protocol):
@@ -42,12 +46,13 @@ class ScalarWriter(Protocol):
 
 
 def values(model: torch.nn.Module) -> dict[str, float]:
-    """This rank's figures, by name; local, from any thread. Takes up to 20 milliseconds: ask every few seconds.
+    """This rank's figures, by name; local, from any thread. Takes about a millisecond: ask every few seconds.
 
-    ``steps``, ``exposed_communication_seconds`` and ``bytes_sent`` count since the model was wrapped. Of the last step
-    there are ``last_step_seconds``, ``last_step_exposed_communication_seconds``, ``last_step_bytes_sent`` and
+    ``steps``, ``exposed_communication_seconds``, ``sent_bytes`` and ``network_sent_bytes`` (of them those that did not
+    go through shared memory) count since the model was wrapped. Of the last step there are ``last_step_seconds``,
+    ``last_step_exposed_communication_seconds``, ``last_step_sent_bytes``, ``last_step_network_sent_bytes`` and
     ``slowest_operation_seconds``, all 0 before there is one. ``buckets``, ``bucket_bytes`` (at full precision, so
-    bytes_sent beside it shows what a codec saves) and ``world_size`` describe the model.
+    sent_bytes beside it shows what a codec saves) and ``world_size`` describe the model.
 
     Raises:
         InvalidArgument: the model is not wrapped.
@@ -88,18 +93,23 @@ def add_scalars(model: torch.nn.Module, writer: ScalarWriter, step: int | None =
 class PrometheusCollector:
     """A collector of prometheus-client: ``bagua_<name>`` of ``values``, counters with the ending ``_total``.
 
-    Labels: ``rank``, ``group`` and ``algorithm``. It holds the model weakly, and follows it when it is wrapped anew.
+    Labels: ``model``, ``rank``, ``group`` and ``algorithm``. It holds the models weakly, and follows one that is wrapped
+    anew. A process has one collector for all its models: the registry refuses a second one, whose metrics would have
+    the same names.
+
+    Args:
+        models: a wrapped model, whose label is the name of its class, or several by the label of each.
 
     Raises:
-        InvalidArgument: the model is not wrapped, or prometheus-client is not installed.
+        InvalidArgument: a model is not wrapped, there is none, or prometheus-client is not installed.
 
     Example:
         >>> from prometheus_client import REGISTRY, start_http_server             # doctest: +SKIP
-        >>> REGISTRY.register(bagua.metrics.PrometheusCollector(model))           # doctest: +SKIP
+        >>> REGISTRY.register(bagua.metrics.PrometheusCollector({"g": generator, "d": critic}))  # doctest: +SKIP
         >>> start_http_server(9400 + bagua.get_local_rank())                      # doctest: +SKIP
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, models: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
         try:
             from prometheus_client import core
         except ImportError as error:
@@ -107,50 +117,63 @@ class PrometheusCollector:
                 f"PrometheusCollector needs prometheus-client, which cannot be imported ({error}); "
                 "pip install prometheus-client"
             ) from error
-        values(model)  # refuses one that is not wrapped
+        if not isinstance(models, Mapping):
+            models = {type(models).__name__: models}
+        if not models:
+            raise InvalidArgument("models is empty, expected a wrapped model, or several by name")
+        for model in models.values():
+            values(model)  # refuses one that is not wrapped
         self._core = core
-        self._model = weakref.ref(model)
+        self._models = {name: weakref.ref(model) for name, model in models.items()}
 
     def describe(self) -> list[Any]:
-        """Nothing, so that registering does not collect."""
-        return []
+        """The families without values, by which the registry refuses a second collector."""
+        return list(self._families().values())
 
-    def collect(self) -> Iterator[Any]:
-        """One family per figure; none when the model is gone, or ``model.bagua.remove()`` was called."""
-        model = self._model()
-        handle = None if model is None else handle_of(model)
-        if handle is None:
-            return
-        labels = {"rank": str(handle.group.rank), "group": handle.group.name, "algorithm": handle.algorithm.name}
-        figures = _values(handle)
-        for kind, texts in ((self._core.CounterMetricFamily, _COUNTERS), (self._core.GaugeMetricFamily, _GAUGES)):
-            for name, text in texts.items():
-                family = kind(f"bagua_{name}", text, labels=list(labels))
-                family.add_metric(list(labels.values()), figures[name])
-                yield family
+    def collect(self) -> list[Any]:
+        """One family per figure; none when the models are gone, or ``model.bagua.remove()`` was called for all."""
+        families = self._families()
+        for label, reference in self._models.items():
+            model = reference()
+            handle = None if model is None else handle_of(model)
+            if handle is not None:
+                labels = [label, str(handle.group.rank), handle.group.name, handle.algorithm.name]
+                for name, figure in _values(handle).items():
+                    families[name].add_metric(labels, figure)
+        return [family for family in families.values() if family.samples]
+
+    def _families(self) -> dict[str, Any]:
+        kinds = ((self._core.CounterMetricFamily, _COUNTERS), (self._core.GaugeMetricFamily, _GAUGES))
+        return {
+            name: kind(f"bagua_{name}", text, labels=_LABELS)
+            for kind, texts in kinds
+            for name, text in texts.items()
+        }
 
 
 def _values(handle: BaguaHandle) -> dict[str, float]:
-    timeline, buckets = handle.timeline(parts=False), handle.buckets
+    totals, buckets = handle.step.recorder.totals(), handle.buckets
     return {
-        "steps": timeline.totals["steps"],
-        "exposed_communication_seconds": timeline.totals["exposed_s"],
-        "bytes_sent": timeline.totals["bytes_sent"],
-        **_of_last_step(timeline),
+        "steps": totals["steps"],
+        "exposed_communication_seconds": totals["exposed_s"],
+        "sent_bytes": totals["bytes_sent"],
+        "network_sent_bytes": totals["network_bytes_sent"],
+        **_of_last_step(handle.step),
         "buckets": len(buckets),
         "bucket_bytes": sum(bucket.flat.nbytes for bucket in buckets),
         "world_size": handle.group.size,
     }
 
 
-def _of_last_step(timeline: Timeline) -> dict[str, float]:
-    names = ("last_step_seconds", "last_step_exposed_communication_seconds", "last_step_bytes_sent")
-    if not timeline.steps:
-        return dict.fromkeys((*names, "slowest_operation_seconds"), 0)
-    last = timeline.steps[-1]
-    before_ns = timeline.steps[-2].end_ns if len(timeline.steps) > 1 else last.begin_ns
+def _of_last_step(step: Step) -> dict[str, float]:
+    steps = step.recorder.steps()
+    if not steps:
+        return dict.fromkeys(_OF_LAST_STEP, 0)
+    last = steps[-1]
+    before_ns = steps[-2].end_ns if len(steps) > 1 else last.begin_ns
     # Weights may travel before the backward of the step, or after it.
-    operations = [span for span in timeline.spans if span.kind == "operation" and span.end_ns > before_ns]
-    slowest_ns = max((span.end_ns - span.begin_ns for span in operations), default=0)
-    figures = ((last.end_ns - before_ns) / 1e9, last.exposed_ns / 1e9, last.bytes_sent)
-    return {**dict(zip(names, figures, strict=True)), "slowest_operation_seconds": slowest_ns / 1e9}
+    events = [(group.name, event) for group in step.groups for event in group.events(parts=False, after_ns=before_ns)]
+    spans, _ = step.recorder.spans(events)
+    slowest_ns = max((span.end_ns - span.begin_ns for span in spans if span.kind == "operation"), default=0)
+    times = ((last.end_ns - before_ns) / 1e9, last.exposed_ns / 1e9)
+    return dict(zip(_OF_LAST_STEP, (*times, last.bytes_sent, last.network_bytes_sent, slowest_ns / 1e9), strict=True))

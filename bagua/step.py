@@ -39,7 +39,7 @@ from bagua.recorder import Recorder
 from bagua.replicas import BufferBroadcast
 from bagua.skipped_steps import SkippedSteps
 from bagua.timeline import Timeline, snapshot
-from bagua.unused import UnusedParameters
+from bagua.unused import UnusedParameters, never_ready
 
 
 class Step:
@@ -86,8 +86,8 @@ class Step:
         self._next_order: list[int] | None = None  # agreed at the end of the first step, applied before the next
         self._is_open = False  # between the first gradient of a synchronising backward and its end
         self._pending: list[tuple[Bucket, Work]] = []
-        self._begin_ns = 0
-        self._bytes_sent = group.bytes_sent
+        self._begin_ns = self._forward_ns = 0
+        self._local_ns: int | None = None  # when a backward inside no_sync began
         self._unused = UnusedParameters(storage, group) if find_unused_parameters else None
         algorithm.attach(Training(group, tuple(optimizers), functools.partial(_record, self.recorder, self.groups)))
         self.enter_stage()
@@ -98,30 +98,47 @@ class Step:
         """A forward of the model begins; without gradients (evaluation) it is none of our business."""
         if not torch.is_grad_enabled() or self._is_open:  # open: a checkpoint computes it again in backward
             return
-        self.group.check()
+        self._check()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise InvalidArgument(
                     f"parameter {name!r} was frozen when the model was wrapped; call with_bagua again"
                 )
         self._lay_out_if_agreed()
-        if not self.synchronises:
-            return
-        begin_ns = time.monotonic_ns()
+        self._local_ns = None
+        if self.synchronises:
+            with self.recorder.hook("before_forward"):
+                self._prepare_forward(is_training)
+        self._forward_ns = time.monotonic_ns()
+
+    def _prepare_forward(self, is_training: bool) -> None:
         # In a closure ranks with gradients of their own may be at different evaluations.
         is_due = self._sends_gradients or (self._always_broadcasts and not self._guard.is_in_closure)
         if is_training and is_due and self._buffers is not None:
             self._name(self._buffers.run())
         if not self._guard.is_in_closure:
             self.algorithm.before_forward(self.storage.buckets, self.group)
-        self.recorder.add_outside("before_forward", begin_ns, time.monotonic_ns())
+
+    def after_forward(self) -> None:
+        """The forward has ended."""
+        if not self._is_open:
+            self.recorder.add_compute("forward", self._forward_ns, time.monotonic_ns())
 
     # --- backward ------------------------------------------------------------------------------
 
     def backward_begins(self, output_grad: torch.Tensor) -> None:
         """Autograd has reached an output of the model. Parameters may stay out: it can be autograd.grad()."""
-        if self.synchronises and not self._is_open:
+        if not self.synchronises:
+            if self._local_ns is None:
+                self._local_ns = time.monotonic_ns()
+                torch.autograd.Variable._execution_engine.queue_callback(self._local_ends)
+        elif not self._is_open:
             self._open()
+
+    def _local_ends(self) -> None:
+        if self._local_ns is not None:  # else a forward has begun in between
+            self.recorder.add_compute("local backward", self._local_ns, time.monotonic_ns())
+            self._local_ns = None
 
     def gradient_ready(self, index: int, parameter: torch.nn.Parameter) -> None:
         """``parameter.grad`` is complete. Called by autograd, once per parameter and backward."""
@@ -187,14 +204,18 @@ class Step:
         self._borrowed.give_back_completed(self._pending)
         for bucket in self.storage.buckets[first:last]:
             self._borrowed.gather(bucket)
-            work = self.algorithm.communicate(bucket, self.group)
+            try:
+                work = self.algorithm.communicate(bucket, self.group)
+            except BaguaError as error:
+                self.recorder.add_failure("backward", self._begin_ns, time.monotonic_ns(), error)
+                raise
             if work is not None:
                 self._pending.append((bucket, work))
-                self.recorder.add_work(self.group.name, work.ticket, work.label)
+                self.recorder.add_work(self.group.name, work.core, work.label)
 
     def _name(self, work: Work | None) -> None:
         if work is not None:
-            self.recorder.add_work(self.group.name, work.ticket, work.label, is_bucket=False)
+            self.recorder.add_work(self.group.name, work.core, work.label, is_bucket=False)
 
     def timeline(self, parts: bool = True) -> Timeline:
         """What happened when on this rank, in all groups that were used; without `parts` operations as a whole only."""
@@ -214,14 +235,18 @@ class Step:
             if len(missing) == len(self._views):
                 return  # autograd.grad() passed through the model: no parameter took part
             if missing:
-                raise self._fail(self._never_ready(missing))
-        if self._sends_gradients:
-            self._finish_gradients(missing)
-        elif self.algorithm.agrees_on_skips() and not self._guard.is_in_closure:  # GradScaler takes no closures
-            self._name(self._skipped_steps.agree())
-        self.algorithm.after_backward(self.storage.buckets, self.group)
+                raise self._fail(never_ready(self.storage.names, missing, self.group.rank))
+        try:
+            if self._sends_gradients:
+                self._finish_gradients(missing)
+            elif self.algorithm.agrees_on_skips() and not self._guard.is_in_closure:  # GradScaler takes no closures
+                self._name(self._skipped_steps.agree())
+            self.algorithm.after_backward(self.storage.buckets, self.group)
+        except BaguaError as error:
+            self.recorder.add_failure("backward", self._begin_ns, wait_ns, error)
+            raise
         self.num_steps += 1
-        self._record(wait_ns)
+        self.recorder.add_step(self._begin_ns, wait_ns, time.monotonic_ns(), len(self.storage.buckets))
         self._pending.clear()
         self._guard.check_backward()
 
@@ -263,13 +288,6 @@ class Step:
         work.wait()
         self._next_order = order.tolist()
         self._is_order_known = True
-
-    def _record(self, wait_ns: int) -> None:
-        sent = sum(group.bytes_sent for group in self.groups)
-        self.recorder.add_step(
-            self._begin_ns, wait_ns, time.monotonic_ns(), sent - self._bytes_sent, len(self.storage.buckets)
-        )
-        self._bytes_sent = sent
 
     # --- layout --------------------------------------------------------------------------------
 
@@ -332,20 +350,18 @@ class Step:
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict) -> None:
         """``optimizer.step`` was called; raises instead of letting it write NaN into the weights."""
-        self.group.check()
+        self._check()
         if not is_skipped_by_scaler(optimizer):
             self._guard.check_step(optimizer, args, kwargs)
-            begin_ns = time.monotonic_ns()
-            self.algorithm.before_optimizer_step(optimizer, self._buckets_of(optimizer), self.group)
-            self.recorder.add_outside("before_optimizer_step", begin_ns, time.monotonic_ns())
+            with self.recorder.hook("before_optimizer_step"):
+                self.algorithm.before_optimizer_step(optimizer, self._buckets_of(optimizer), self.group)
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer.step`` has returned."""
         self._guard.leave_step()
         if not is_skipped_by_scaler(optimizer):
-            begin_ns = time.monotonic_ns()
-            self.algorithm.after_optimizer_step(optimizer, self._buckets_of(optimizer), self.group)
-            self.recorder.add_outside("after_optimizer_step", begin_ns, time.monotonic_ns())
+            with self.recorder.hook("after_optimizer_step"):
+                self.algorithm.after_optimizer_step(optimizer, self._buckets_of(optimizer), self.group)
             self._enter_next_stage()
 
     def _buckets_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Bucket]:
@@ -353,6 +369,14 @@ class Step:
         return [bucket for bucket in self.storage.buckets if bucket.optimizer_index in (None, index)]
 
     # --- errors --------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        try:
+            self.group.check()
+        except BaguaError as error:
+            now_ns = time.monotonic_ns()
+            self.recorder.add_failure("computation", now_ns, now_ns, error)
+            raise
 
     def _fail(self, error: BaguaError) -> BaguaError:
         if self.group.size > 1:
@@ -365,20 +389,10 @@ class Step:
             "been sent; this happens when it is used in two checkpoint() calls: pass use_reentrant=False to them"
         )
 
-    def _never_ready(self, missing: list[int]) -> InvalidArgument:
-        names = [self.storage.names[index] for index in missing]
-        shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        return InvalidArgument(
-            f"rank {self.group.rank}: backward has ended and {len(names)} of {len(self._views)} parameters have no "
-            f"gradient: {shown}. They took no part in the loss, or were frozen after the model was wrapped; pass "
-            "find_unused_parameters=True, or set requires_grad=False before with_bagua",
-            rank=self.group.rank,
-        )
-
 
 def _record(recorder: Recorder, groups: list[ProcessGroup], work: Work, group: ProcessGroup | None = None) -> None:
     """``Training.record``; does not hold the step, which holds the algorithm."""
     group = groups[0] if group is None else group
     if group not in groups:
         groups.append(group)
-    recorder.add_work(group.name, work.ticket, work.label)
+    recorder.add_work(group.name, work.core, work.label)

@@ -27,8 +27,9 @@ class Arrival:
     Attributes:
         operation: equal for the same operation on all ranks.
         begin_ns, end_ns: on rank 0's clock.
-        uncertainty_ns: of both.
+        uncertainty_ns: of both, beside the times of other clocks.
         waits_for_some: the rank waits for its neighbours only, as on a ring.
+        clock: equal for ranks that read one clock; None where that is not known.
     """
 
     operation: Any
@@ -37,6 +38,7 @@ class Arrival:
     end_ns: int
     uncertainty_ns: int = 0
     waits_for_some: bool = False
+    clock: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,15 @@ def latecomers(arrivals: Iterable[Arrival]) -> list[Latecomer]:
             continue
         last = max(ranks, key=lambda arrival: arrival.begin_ns)
         first = min(ranks, key=lambda arrival: arrival.begin_ns)
-        if last.begin_ns - first.begin_ns > first.uncertainty_ns + last.uncertainty_ns:
+        if last.begin_ns - first.begin_ns > _uncertainty_ns(first, last):
             waited_ns = max(min(last.begin_ns, one.end_ns) - one.begin_ns for one in ranks)
             found.append(Latecomer(operation, last.rank, last.begin_ns, waited_ns))
     return sorted(found, key=lambda latecomer: latecomer.begin_ns)
+
+
+def _uncertainty_ns(one: Arrival, other: Arrival) -> int:
+    is_one_clock = one.clock is not None and one.clock == other.clock
+    return 0 if is_one_clock else one.uncertainty_ns + other.uncertainty_ns
 
 
 def caused_ns(found: Iterable[Latecomer], ranks: Iterable[int]) -> dict[int, int]:

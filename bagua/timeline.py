@@ -5,6 +5,7 @@ Beside the data path. ``bagua timeline`` (trace_report.py) lays the files of sev
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 from collections.abc import Iterable, Sequence
@@ -14,9 +15,9 @@ from typing import Any
 
 from . import trace
 from .clocks import ClockOffset
-from .recorder import Outside, Recorder, Span, StepRecord
+from .recorder import Compute, Failure, Outside, Recorder, Span, StepRecord
 
-__all__ = ["Outside", "Recorder", "Span", "StepRecord", "Timeline", "snapshot"]
+__all__ = ["Compute", "Failure", "Outside", "Recorder", "Span", "StepRecord", "Timeline", "snapshot"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +30,18 @@ class Timeline:
             model.
         totals: what ``summary`` returns.
         outside: hooks around forwards and optimizer steps.
+        compute: forwards, and backwards inside no_sync.
         coordination: spans of the ranks' small messages beside the buckets: "ready order", "buffers", "used
             parameters", "finite gradients".
         place: where it was recorded: rank, world_size, group, algorithm, host, boot_id and pid.
         kept_since_ns: by group, of operations and of parts: the spans lack none of the operations that began later, and
             none of the parts of such; 0 where none was dropped.
+        failure: what ended the training of this rank, None while nothing has.
 
     Example:
         >>> model.bagua.timeline().summary()                                      # doctest: +SKIP
-        {'steps': 110, 'exposed_s': 0.21, 'bytes_sent': 1184640, 'buckets': {'bucket 0': 'all_reduce, minmax_uint8'}}
+        {'steps': 110, 'exposed_s': 0.21, 'bytes_sent': 1184640, 'network_bytes_sent': 1184640,
+         'buckets': {'bucket 0': 'all_reduce, minmax_uint8'}}
         >>> model.bagua.timeline().save("rank0.json")  # for ui.perfetto.dev       # doctest: +SKIP
     """
 
@@ -45,14 +49,17 @@ class Timeline:
     spans: tuple[Span, ...]
     totals: dict[str, Any]
     outside: tuple[Outside, ...]
+    compute: tuple[Compute, ...]
     coordination: tuple[Span, ...]
     place: dict[str, Any]
     kept_since_ns: dict[str, tuple[int, int]]
+    failure: Failure | None = None
 
     def summary(self) -> dict[str, Any]:
         """Totals from when the model was wrapped to the end of its last backward.
 
-        They are: steps, exposed_s (seconds), bytes_sent, and buckets by label.
+        They are: steps, exposed_s (seconds), bytes_sent and network_bytes_sent (of them those that went over a network,
+        not through shared memory), of this model's operations, and buckets by label.
         """
         return dict(self.totals)
 
@@ -69,16 +76,12 @@ class Timeline:
         Raises:
             InvalidArgument: the file cannot be written.
         """
-        offset = {"offset_ns": None, "uncertainty_ns": None, "measurement": None}
+        offset = dict.fromkeys(("offset_ns", "uncertainty_ns", "measured_ns", "measurement"))
         if clock is not None:
-            offset = {
-                "offset_ns": clock.offset_ns,
-                "uncertainty_ns": clock.uncertainty_ns,
-                "measurement": clock.measurement,
-            }
+            offset = dataclasses.asdict(clock)
         about = {**self.place, "clock": offset, "totals": self.totals}
-        records = (self.steps, self.outside, self.spans, self.coordination, self.kept_since_ns)
-        trace.write(path, trace.document(*records, about))
+        marks = (self.steps, self.outside, self.compute)
+        trace.write(path, trace.document(marks, self.spans, self.coordination, self.kept_since_ns, self.failure, about))
 
 
 def snapshot(
@@ -100,7 +103,17 @@ def snapshot(
     host = {"host": socket.gethostname(), "boot_id": _boot_id(), "pid": os.getpid()}
     spans, coordination = recorder.spans(events)
     place = {**place, **host}
-    return Timeline(recorder.steps(), spans, totals, recorder.outside(), coordination, place, kept_since_ns)
+    return Timeline(
+        recorder.steps(),
+        spans,
+        totals,
+        recorder.outside(),
+        recorder.compute(),
+        coordination,
+        place,
+        kept_since_ns,
+        recorder.failure(),
+    )
 
 
 def _boot_id() -> str:

@@ -9,6 +9,7 @@ Format: "Trace Event Format", Google, 2016 (the JSON object form; ``otherData`` 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import InvalidArgument
-from .recorder import Outside, Span, StepRecord
+from .recorder import Compute, Failure, Outside, Span, StepRecord
 
 __all__ = ["FORMAT", "LANES", "document", "write"]
 
@@ -39,20 +40,22 @@ _LANE_OF_KIND = {
     "decode": DECODE,
     "reduce": DECODE,
 }
+_Mark = StepRecord | Outside | Compute
 _LANES_PER_GROUP = 100  # thread ids of a group's lanes begin at multiples of it
 
 
 def document(
-    steps: Sequence[StepRecord],
-    outside: Sequence[Outside],
+    marks: tuple[Sequence[StepRecord], Sequence[Outside], Sequence[Compute]],
     spans: Sequence[Span],
     coordination: Sequence[Span],
     kept_since_ns: dict[str, tuple[int, int]],
+    failure: Failure | None,
     about: dict[str, Any],
 ) -> dict[str, Any]:
     """The whole file as plain data.
 
     Args:
+        marks: what the training thread has done.
         kept_since_ns: as in ``Timeline``; ``otherData`` has ``operations_since_us`` of it, on rank 0's clock, None
             where no operation was dropped.
         about: goes to ``otherData``; its rank, host and, in ``clock``, offset_ns are used here.
@@ -61,12 +64,15 @@ def document(
     events = _Events(about["rank"], offset_ns)
     groups = list(dict.fromkeys([about["group"], *(span.group for span in spans)]))
     events.name_lanes(f"rank {about['rank']} on {about['host']}", groups)
-    _add_compute(events, steps, outside)
+    _add_marks(events, *marks)
+    if failure is not None:
+        _add_failure(events, failure)
     _add_spans(events, spans, groups, kept_since_ns)
     _add_coordination(events, coordination)
     since_ns = max((operations_ns for operations_ns, _ in kept_since_ns.values()), default=0)
     since_us = (since_ns + offset_ns) / 1e3 if since_ns else None
-    about = {"format": FORMAT, **about, "operations_since_us": since_us}
+    ended = None if failure is None else dataclasses.asdict(failure)
+    about = {"format": FORMAT, **about, "operations_since_us": since_us, "failure": ended}
     return {"traceEvents": events.events, "displayTimeUnit": "ms", "otherData": about}
 
 
@@ -121,23 +127,25 @@ class _Events:
         self.events.append({"name": name, "cat": lane, **kind, **place, "args": args})
 
 
-def _add_compute(events: _Events, steps: Sequence[StepRecord], outside: Sequence[Outside]) -> None:
-    """Steps, computation and waits, from what bagua sees: its hooks, and both ends of backward."""
-    marks: list[StepRecord | Outside] = sorted([*steps, *outside], key=lambda mark: mark.begin_ns)
+def _add_marks(
+    events: _Events, steps: Sequence[StepRecord], outside: Sequence[Outside], compute: Sequence[Compute]
+) -> None:
+    """Steps, computation and waits, from what bagua sees: its hooks, forwards, and both ends of backward."""
+    marks: list[_Mark] = sorted([*steps, *outside, *compute], key=lambda mark: (mark.begin_ns, mark.end_ns))
     for mark, following in itertools.zip_longest(marks, marks[1:]):
         if isinstance(mark, StepRecord):
             name = f"backward {mark.index}"
             events.slice(COMPUTE, name, mark.begin_ns, mark.wait_ns)
             events.slice(WAITS, name, mark.wait_ns, mark.end_ns)
-            continue
-        if mark.end_ns > mark.begin_ns:
-            events.slice(WAITS, mark.hook, mark.begin_ns, mark.end_ns)
-        if following is None:
-            continue
-        if mark.hook == "before_forward":
-            events.slice(COMPUTE, "forward and loss", mark.end_ns, max(mark.end_ns, following.begin_ns))
-        elif mark.hook == "before_optimizer_step" and getattr(following, "hook", "") == "after_optimizer_step":
-            events.slice(COMPUTE, "optimizer step", mark.end_ns, max(mark.end_ns, following.begin_ns))
+        elif isinstance(mark, Compute):
+            events.slice(COMPUTE, mark.what, mark.begin_ns, mark.end_ns)
+            if mark.what == "forward" and _is_backward(following):
+                events.slice(COMPUTE, "loss", mark.end_ns, max(mark.end_ns, following.begin_ns))
+        else:
+            if mark.end_ns > mark.begin_ns:
+                events.slice(WAITS, mark.hook, mark.begin_ns, mark.end_ns)
+            if mark.hook == "before_optimizer_step" and getattr(following, "hook", "") == "after_optimizer_step":
+                events.slice(COMPUTE, "optimizer step", mark.end_ns, max(mark.end_ns, following.begin_ns))
     for step, begin_ns, end_ns, outside_ns in _whole_steps(marks):
         events.slice(
             STEPS,
@@ -148,31 +156,47 @@ def _add_compute(events: _Events, steps: Sequence[StepRecord], outside: Sequence
             exposed_us=(step.end_ns - step.wait_ns + outside_ns) / 1e3,
             outside_us=outside_ns / 1e3,
             bytes_sent=step.bytes_sent,
+            network_bytes_sent=step.network_bytes_sent,
             num_buckets=step.num_buckets,
         )
 
 
-def _whole_steps(marks: Sequence[StepRecord | Outside]) -> Iterator[tuple[StepRecord, int, int, int]]:
+def _is_backward(mark: _Mark | None) -> bool:
+    return isinstance(mark, StepRecord) or (isinstance(mark, Compute) and mark.what == "local backward")
+
+
+def _begins_anew(mark: _Mark) -> bool:
+    """Whether a step that has had its backward must be over."""
+    return not isinstance(mark, Outside) or mark.hook == "before_forward"
+
+
+def _whole_steps(marks: Sequence[_Mark]) -> Iterator[tuple[StepRecord, int, int, int]]:
     """Each step with its begin, its end, and the nanoseconds of the hooks between the two.
 
-    It goes from its first forward to the end of the optimizer's steps that follow: unlike a StepRecord, which counts
-    what was outside since the backward before.
+    It goes from its first forward, which may be inside no_sync, to the end of the optimizer's steps that follow: unlike
+    a StepRecord, which counts what was outside since the backward before.
     """
     begin_ns, step, end_ns, outside_ns = None, None, 0, 0
     for mark in marks:
-        begins_anew = isinstance(mark, StepRecord) or mark.hook == "before_forward"
-        if step is not None and begins_anew:
+        if step is not None and _begins_anew(mark):
             yield step, begin_ns, end_ns, outside_ns
             begin_ns, step, outside_ns = None, None, 0
         if begin_ns is None:
             begin_ns = mark.begin_ns
         if isinstance(mark, StepRecord):
             step = mark
-        else:
+        elif isinstance(mark, Outside):
             outside_ns += mark.end_ns - mark.begin_ns
         end_ns = mark.end_ns
     if step is not None:
         yield step, begin_ns, end_ns, outside_ns
+
+
+def _add_failure(events: _Events, failure: Failure) -> None:
+    if failure.wait_ns > failure.begin_ns:
+        events.slice(COMPUTE, f"{failure.where} {failure.step}", failure.begin_ns, failure.wait_ns)
+    told = {"step": failure.step, "error": failure.error, "rank": failure.rank}
+    events.slice(WAITS, f"{failure.where} failed", failure.wait_ns, failure.end_ns, **told)
 
 
 def _add_spans(

@@ -30,12 +30,16 @@ _ABOUT = {
     **dict.fromkeys(("group", "host", "boot_id", "algorithm"), str),
     **dict.fromkeys(("clock", "totals"), dict),
 }
-_TOTALS = ("steps", "exposed_s", "bytes_sent")
+_TOTALS = ("steps", "exposed_s", "bytes_sent", "network_bytes_sent")
+_FAILURE = {"where", "step", "wait_ns", "end_ns", "error", "rank"}
 _TIMES = {"M": (), "i": ("ts",), "X": ("ts", "dur")}  # what an event has, by its `ph`
 _OPERATION = {"group", "ticket", "bytes"}
 _LANES_OF_OPERATIONS = (trace.OPERATIONS, trace.COORDINATION)
 _ARGS = {trace.STEPS: {"index", "exposed_us", "bytes_sent"}, **dict.fromkeys(_LANES_OF_OPERATIONS, _OPERATION)}
 _SHOWN_STEPS = 3
+_SHOWN_RANKS = 16
+# Seconds per second by which the clocks of two hosts differ at most: what crystals do.
+_DRIFT = 50e-6
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,16 @@ class RankTrace:
         if wrong:
             raise InvalidArgument(f"{path}: otherData.{wrong[0]} is {about.get(wrong[0])!r}; save the timeline anew")
         numbers = {f"totals.{name}": about["totals"].get(name) for name in _TOTALS}
-        numbers["clock.uncertainty_ns"] = about["clock"].get("uncertainty_ns") or 0  # null where none was measured
+        clock = about["clock"]  # null where none was measured
+        numbers["clock.uncertainty_ns"] = clock.get("uncertainty_ns") or 0
+        numbers["clock.measured_ns"] = clock.get("measured_ns") if numbers["clock.uncertainty_ns"] else 0
         numbers["operations_since_us"] = about.get("operations_since_us") or 0  # null where none was dropped
         for name, number in numbers.items():
             if not _is_number(number):
                 raise InvalidArgument(f"{path}: otherData.{name} is {number!r}; save the timeline anew")
+        failure = about.get("failure")
+        if failure is not None and not (isinstance(failure, dict) and _FAILURE <= set(failure)):
+            raise InvalidArgument(f"{path}: otherData.failure is {failure!r}; save the timeline anew")
         events = content.get("traceEvents")
         broken = next((event for event in events if not _is_event(event)), None) if isinstance(events, list) else events
         if broken is not None or not isinstance(events, list):
@@ -99,8 +108,15 @@ class RankTrace:
 
     @property
     def uncertainty_ns(self) -> int:
-        """How far its times may be from rank 0's clock."""
+        """How far its times may be from rank 0's clock, when the clocks were compared."""
         return self.about["clock"].get("uncertainty_ns") or 0
+
+    def uncertainty_at(self, time_ns: int) -> int:
+        """The same at another time, by how far clocks may have drifted apart until then."""
+        if not self.uncertainty_ns:
+            return 0  # on rank 0's host
+        age_ns = abs(time_ns - self.about["clock"]["measured_ns"])
+        return self.uncertainty_ns + round(_DRIFT * age_ns)
 
     @property
     def operations_since_us(self) -> float:
@@ -182,8 +198,9 @@ def _arrivals(ranks: Sequence[RankTrace]) -> list[Arrival]:
             _operation_of(event),
             one.rank,
             *_times_ns(event),
-            one.uncertainty_ns,
+            one.uncertainty_at(_times_ns(event)[0]),
             event["args"].get("waits_for_some", False),
+            (one.about["boot_id"], one.about["clock"].get("offset_ns")),
         )
         for one in ranks
         for lane in _LANES_OF_OPERATIONS
@@ -199,18 +216,38 @@ def _among_some(arrivals: Sequence[Arrival]) -> set[Any]:
 def report(ranks: Sequence[RankTrace]) -> str:
     """The text: exposed communication and bytes by rank, the straggler, the slowest bucket."""
     about = ranks[0].about
-    lines = [f"algorithm        {about['algorithm']}, {len(ranks)} of {about['world_size']} ranks"]
+    missing = sorted({*range(about["world_size"])} - {one.rank for one in ranks})
+    lacks = f"; missing: {_ranks(missing)}" if missing else ""
+    lines = [f"algorithm        {about['algorithm']}, {len(ranks)} of {about['world_size']} ranks{lacks}"]
     clocks = [f"rank {one.rank} {one.uncertainty_ns / 1e3:.0f} us" for one in ranks if one.uncertainty_ns]
-    lines.append(f"clocks           {'uncertain by ' + ', '.join(clocks) if clocks else 'one for all ranks'}")
+    drift = f", and by {1e6 * _DRIFT:.0f} us more per second before they were compared"
+    lines.append(f"clocks           {'uncertain by ' + ', '.join(clocks) + drift if clocks else 'one for all ranks'}")
+    lines += [line for one in ranks if one.about.get("failure") is not None for line in _failure_lines(one)]
     lines += ["", *_table_of_ranks(ranks), "", *_covered_steps(ranks)]
     lines += [*_straggler_lines(ranks), *_slowest_bucket(ranks)]
     return "\n".join(lines)
 
 
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS])) + (" ..." if len(ranks) > _SHOWN_RANKS else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def _failure_lines(one: RankTrace) -> list[str]:
+    failure = one.about["failure"]
+    waited_s = (failure["end_ns"] - failure["wait_ns"]) / 1e9
+    blamed = "" if failure["rank"] is None else f", for which rank {failure['rank']} is to blame"
+    where = f"step {failure['step']}, {failure['where']}"
+    return [
+        f"failed           rank {one.rank} in {where}, after it had waited {waited_s:.3f} s{blamed}:",
+        f"                 {failure['error']}",
+    ]
+
+
 def _table_of_ranks(ranks: Sequence[RankTrace]) -> list[str]:
     """Totals and means over all steps: the median of an algorithm that exchanges every eighth step would be that of
     the others. A step's length is the median of those in the files, so that pauses between steps do not count."""
-    lines = ["rank  host                 steps  step p50 ms  exposed ms/step  exposed total s  sent MB  sent MB/step"]
+    lines = ["rank  host                 steps  step p50 ms  exposed ms/step  exposed total s  sent MB  sent MB/step  network MB/step"]
     for one in ranks:
         totals = one.about["totals"]
         begins = [step["ts"] for step in one.slices(trace.STEPS)]
@@ -218,8 +255,9 @@ def _table_of_ranks(ranks: Sequence[RankTrace]) -> list[str]:
         num_steps = max(1, totals["steps"])
         exposed = f"{1e3 * totals['exposed_s'] / num_steps:15.3f}  {totals['exposed_s']:15.3f}"
         sent = f"{totals['bytes_sent'] / 1e6:7.2f}  {totals['bytes_sent'] / 1e6 / num_steps:12.3f}"
+        over_network = f"{totals['network_bytes_sent'] / 1e6 / num_steps:15.3f}"
         place = f"{one.rank:4d}  {one.about['host'][:20]:<20} {totals['steps']:5d}"
-        lines.append(f"{place}  {_median(apart):>11}  {exposed}  {sent}")
+        lines.append(f"{place}  {_median(apart):>11}  {exposed}  {sent}  {over_network}")
     return lines
 
 

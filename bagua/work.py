@@ -70,6 +70,11 @@ class Work:
         return self._core.ticket
 
     @property
+    def core(self) -> _C.Work:
+        """The core's side of it, which keeps no tensor: ``sent`` is (bytes, of them over a network), None before."""
+        return self._core
+
+    @property
     def nonfinite_blocks(self) -> int:
         """Blocks of this rank's input or reduced stripe that held a NaN or an Inf under a codec. Once completed.
 

@@ -159,7 +159,8 @@ void bind_group(py::module_& m) {
       .def_property_readonly("bytes_sent", [](Group& g) { return g.mesh().bytes_sent(); })
       .def_property_readonly("bytes_received", [](Group& g) { return g.mesh().bytes_received(); })
       .def_property_readonly("workspace_bytes", [](Group& g) { return g.engine().workspace_bytes(); })
-      .def("events", [](Group& g, bool clear, bool parts) { return g.engine().events().take(clear, parts); })
+      .def("events", [](Group& g, bool clear, bool parts,
+                        int64_t after_ns) { return g.engine().events().take(clear, parts, after_ns); })
       .def("kept_since_ns", [](Group& g) { return g.engine().events().kept_since_ns(); })
       .def(
           "abort_pending",

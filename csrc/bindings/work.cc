@@ -2,7 +2,10 @@
 #include "csrc/engine/work.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
+
+#include <pybind11/stl.h>
 
 #include "csrc/bindings/bindings.h"
 #include "csrc/bindings/calls.h"
@@ -16,6 +19,11 @@ void bind_work(py::module_& m) {
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def_property_readonly("ticket", &Work::ticket)
       .def_property_readonly("nonfinite_blocks", &Work::nonfinite_blocks)
+      .def_property_readonly("sent",
+                             [](const Work& work) -> std::optional<std::pair<uint64_t, uint64_t>> {
+                               if (!work.is_completed()) return std::nullopt;
+                               return std::pair(work.bytes_sent(), work.network_bytes_sent());
+                             })
       .def("is_completed", &Work::is_completed)
       .def("error",
            [](const Work& work) -> py::object {
@@ -67,6 +75,13 @@ void bind_events(py::module_& m) {
       .def_readonly("begin_ns", &Event::begin_ns)
       .def_readonly("end_ns", &Event::end_ns)
       .def_readonly("bytes", &Event::bytes);
+  m.def(
+      "record_spans",
+      [](int count) {
+        EventLog log;
+        for (int i = 0; i < count; ++i) EventSpan span(log, EventKind::kEncode, 0);
+      },
+      py::arg("count"), "Records spans in a log of their own, for who wants to know what that takes.");
 }
 
 }  // namespace bagua

@@ -47,13 +47,13 @@ class EventLog {
     ring.add({ticket_, kind, is_operation && waits_for_some_, begin_ns, end_ns, bytes});
   }
 
-  // The recorded spans, oldest first; with `clear` all are forgotten. Both rings are in the order of the ends, since
-  // spans are added as they end.
-  std::vector<Event> take(bool clear, bool with_parts = true) {
+  // The recorded spans that ended later than `after_ns`, oldest first; with `clear` all are forgotten. Both rings are
+  // in the order of the ends, since spans are added as they end.
+  std::vector<Event> take(bool clear, bool with_parts = true, int64_t after_ns = 0) {
     std::lock_guard lock(mutex_);
-    std::vector<Event> events = operations_.in_order();
+    std::vector<Event> events = operations_.in_order(after_ns);
     if (with_parts && !parts_.events.empty()) {
-      const std::vector<Event> operations = std::move(events), parts = parts_.in_order();
+      const std::vector<Event> operations = std::move(events), parts = parts_.in_order(after_ns);
       events.resize(operations.size() + parts.size());
       std::merge(operations.begin(), operations.end(), parts.begin(), parts.end(), events.begin(),
                  [](const Event& a, const Event& b) { return a.end_ns < b.end_ns; });
@@ -87,9 +87,12 @@ class EventLog {
       events[oldest] = event;
       oldest = (oldest + 1) % capacity;
     }
-    std::vector<Event> in_order() const {
-      std::vector<Event> ordered(events);
-      std::rotate(ordered.begin(), ordered.begin() + static_cast<std::ptrdiff_t>(oldest), ordered.end());
+    std::vector<Event> in_order(int64_t after_ns) const {
+      std::vector<Event> ordered;
+      for (size_t i = 0; i < events.size(); ++i) {
+        const Event& event = events[(oldest + i) % events.size()];
+        if (event.end_ns > after_ns) ordered.push_back(event);
+      }
       return ordered;
     }
     void clear() {

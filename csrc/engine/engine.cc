@@ -168,6 +168,7 @@ void Engine::loop() {
 
 void Engine::execute(Task& task) {
   const int64_t begin_ns = EventLog::now_ns();
+  const uint64_t sent_before = mesh_->bytes_sent(), network_sent_before = mesh_->network_bytes_sent();
   events_.set_ticket(task.work->ticket());
   events_.add(EventKind::kQueued, task.submitted_ns, begin_ns, task.bytes);
   try {
@@ -178,7 +179,8 @@ void Engine::execute(Task& task) {
     mesh_->end();
     events_.add(EventKind::kOperation, begin_ns, EventLog::now_ns(), task.bytes);
     workspace_bytes_.store(workspace_.total_bytes(), std::memory_order_relaxed);
-    complete(task, nonfinite_blocks);
+    complete(task, nonfinite_blocks, mesh_->bytes_sent() - sent_before,
+             mesh_->network_bytes_sent() - network_sent_before);
   } catch (...) {
     const Error cause = poison_with_current_exception();
     fail_in_flight(cause);
@@ -186,9 +188,9 @@ void Engine::execute(Task& task) {
   }
 }
 
-void Engine::complete(Task& task, uint64_t nonfinite_blocks) {
+void Engine::complete(Task& task, uint64_t nonfinite_blocks, uint64_t bytes_sent, uint64_t network_bytes_sent) {
   num_pending_.fetch_sub(1, std::memory_order_relaxed);
-  task.work->complete(nonfinite_blocks);
+  task.work->complete(nonfinite_blocks, bytes_sent, network_bytes_sent);
 }
 
 void Engine::fail(Task& task, const Error& cause) {
@@ -253,7 +255,7 @@ bool Engine::settle_in_flight() {
     settled = mesh_->progress() || settled;
     for (auto it = in_flight_.begin(); it != in_flight_.end();) {
       if (it->request.done.load(std::memory_order_acquire)) {
-        complete(it->task, 0);
+        complete(it->task);
         it = in_flight_.erase(it);
         settled = true;
         continue;

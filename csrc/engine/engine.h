@@ -86,7 +86,7 @@ class Engine {
   bool take(Task& task);
   void release_token();
   void execute(Task& task);
-  void complete(Task& task, uint64_t nonfinite_blocks);
+  void complete(Task& task, uint64_t nonfinite_blocks = 0, uint64_t bytes_sent = 0, uint64_t network_bytes_sent = 0);
   void fail(Task& task, const Error& cause);
   bool post_in_flight();
   void post(InFlight& operation);

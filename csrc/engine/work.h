@@ -39,6 +39,10 @@ class Work {
   }
   // Blocks of this rank's input or reduced stripe that held a NaN or an Inf under a codec.
   uint64_t nonfinite_blocks() const { return nonfinite_blocks_.load(std::memory_order_relaxed); }
+  // Payload that this rank has sent for a collective: in all, and of it over a network instead of shared memory.
+  // Meaningful once completed; 0 for one that failed.
+  uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }
+  uint64_t network_bytes_sent() const { return network_bytes_sent_.load(std::memory_order_relaxed); }
 
   // Calls `callback` once: now, on this thread, when the operation has ended; otherwise when it ends, on the thread
   // that ends it, after the waiters were woken. It must not throw. It is destroyed after its call, or with a Work that
@@ -54,8 +58,10 @@ class Work {
     callback();
   }
 
-  void complete(uint64_t nonfinite_blocks) {
+  void complete(uint64_t nonfinite_blocks, uint64_t bytes_sent = 0, uint64_t network_bytes_sent = 0) {
     nonfinite_blocks_.store(nonfinite_blocks, std::memory_order_relaxed);
+    bytes_sent_.store(bytes_sent, std::memory_order_relaxed);
+    network_bytes_sent_.store(network_bytes_sent, std::memory_order_relaxed);
     finish(std::nullopt);
   }
   void fail(const Error& error) { finish(error); }
@@ -76,6 +82,8 @@ class Work {
   const uint64_t ticket_;
   std::atomic<bool> completed_{false};
   std::atomic<uint64_t> nonfinite_blocks_{0};
+  std::atomic<uint64_t> bytes_sent_{0};
+  std::atomic<uint64_t> network_bytes_sent_{0};
   mutable std::mutex mutex_;  // guards error_ and callbacks_
   std::condition_variable changed_;
   std::optional<Error> error_;

@@ -60,6 +60,9 @@ TEST_P(EngineOver, OperationsRunInTheOrderOfTheirSubmission) {
     wait(works[i]);
     EXPECT_FALSE(works[i]->error());
     EXPECT_EQ(works[i]->nonfinite_blocks(), i / 3);
+    EXPECT_EQ(works[i]->bytes_sent(), 1u);
+    EXPECT_EQ(works[i]->network_bytes_sent(),
+              engines[i % 3]->mesh().shares_memory(static_cast<int>(i + 1) % 3) ? 0u : 1u);
   }
   for (const auto& log : logs) {
     ASSERT_EQ(log.size(), 100u);

@@ -57,8 +57,10 @@ Channel& Mesh::channel_for(Request* request, int peer) {
 }
 
 void Mesh::post_send(int peer, const void* data, size_t bytes, Request* request) {
-  channel_for(request, peer).post_send(operation_, data, bytes, request);
+  Channel& to = channel_for(request, peer);
+  to.post_send(operation_, data, bytes, request);
   bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
+  if (!to.shares_memory()) network_bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
 }
 
 void Mesh::post_recv(int peer, void* data, size_t bytes, Request* request) {

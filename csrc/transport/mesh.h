@@ -97,8 +97,10 @@ class Mesh {
     bytes_sent_.fetch_add(sent, std::memory_order_relaxed);
     bytes_received_.fetch_add(received, std::memory_order_relaxed);
   }
-  uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }          // [any thread]
-  uint64_t bytes_received() const { return bytes_received_.load(std::memory_order_relaxed); }  // [any thread]
+  uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }  // [any thread]
+  // Of them those of messages over a network, not through shared memory.
+  uint64_t network_bytes_sent() const { return network_bytes_sent_.load(std::memory_order_relaxed); }  // [any thread]
+  uint64_t bytes_received() const { return bytes_received_.load(std::memory_order_relaxed); }          // [any thread]
 
   // What this rank is doing now, answered to a peer that asks why it is kept waiting. [any thread]
   PeerStatus status() const;
@@ -150,6 +152,7 @@ class Mesh {
 
   std::atomic<bool> poisoned_{false};
   std::atomic<uint64_t> bytes_sent_{0};
+  std::atomic<uint64_t> network_bytes_sent_{0};
   std::atomic<uint64_t> bytes_received_{0};
   mutable std::mutex mutex_;  // guards cause_, status_, and the fields of peers_ that are not atomic
   std::optional<Error> cause_;

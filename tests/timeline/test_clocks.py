@@ -38,7 +38,7 @@ def test_the_truth_is_within_the_uncertainty(offset_ns, seed):
 def test_the_shortest_round_counts():
     ticks = itertools.chain([0, 1000], [2000, 2010], [3000, 3900])
     answers = iter([999_000, 7005, 999_000])
-    assert clocks.estimate(lambda: next(answers), lambda: next(ticks), 3) == clocks.ClockOffset(5000, 5)
+    assert clocks.estimate(lambda: next(answers), lambda: next(ticks), 3) == clocks.ClockOffset(5000, 5, 7005)
 
 
 def _measure(group, offsets_ns):

@@ -12,7 +12,7 @@ from bagua.errors import InvalidArgument
 from tests.conformance.training import process_group
 from tests.timeline.training import train
 
-COUNTERS = {"steps", "exposed_communication_seconds", "bytes_sent"}
+COUNTERS = {"steps", "exposed_communication_seconds", "sent_bytes", "network_sent_bytes"}
 
 
 def _values(rank, world_size):
@@ -33,11 +33,12 @@ def test_values(pool2):
     }
     last = timeline.steps[-1]
     assert found["steps"] == 3
-    assert found["bytes_sent"] == sum(step.bytes_sent for step in timeline.steps) > 0
+    assert found["sent_bytes"] == sum(step.bytes_sent for step in timeline.steps) > 0
+    assert found["network_sent_bytes"] == found["last_step_network_sent_bytes"] == 0, "the ranks share memory"
     assert found["exposed_communication_seconds"] == pytest.approx(sum(s.exposed_ns for s in timeline.steps) / 1e9)
     assert found["last_step_seconds"] == (last.end_ns - timeline.steps[-2].end_ns) / 1e9 > 0
     assert found["last_step_exposed_communication_seconds"] == last.exposed_ns / 1e9
-    assert found["last_step_bytes_sent"] == last.bytes_sent
+    assert found["last_step_sent_bytes"] == last.bytes_sent
     assert 0 < found["slowest_operation_seconds"] < 15
     assert found["bucket_bytes"] == bucket_bytes > 3 * last.bytes_sent, "8 bits in place of 32"
 
@@ -142,7 +143,58 @@ def test_prometheus(tmp_path):
             assert family.type == ("counter" if is_counter else "gauge")
             assert sample.name == f"bagua_{name}{'_total' if is_counter else ''}"
             assert sample.value == pytest.approx(value)
-            assert sample.labels == {"rank": str(rank), "group": "world", "algorithm": "gradient_allreduce"}
+            labels = {"rank": str(rank), "group": "world", "algorithm": "gradient_allreduce"}
+            assert sample.labels == {"model": "Sequential", **labels}
+
+
+def _two_models(rank, world_size):
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.openmetrics.exposition import generate_latest
+
+    with process_group():
+        models = {"generator": train(steps=2), "critic": train("bytegrad", steps=3)}
+        registry = CollectorRegistry()
+        registry.register(bagua.metrics.PrometheusCollector(models))
+        with pytest.raises(ValueError, match="bagua_steps"):
+            registry.register(bagua.metrics.PrometheusCollector(models["critic"]))
+        with pytest.raises(InvalidArgument, match="models is empty"):
+            bagua.metrics.PrometheusCollector({})
+        return generate_latest(registry).decode()
+
+
+@pytest.mark.needs("prometheus_client")
+def test_two_models_of_a_process():
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+    from bagua.testing import spawn
+
+    for text in spawn(_two_models, 2):
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        steps = {sample.labels["model"]: sample.value for sample in families["bagua_steps"].samples}
+        assert steps == {"generator": 2, "critic": 3}
+
+
+def _sent(rank, world_size):
+    with process_group():
+        models = [train("gradient_allreduce", steps=0) for _ in range(2)]
+        steps = (2, 5)
+        for model, num_steps in zip(models, steps, strict=True):
+            for _ in range(num_steps):
+                model(torch.randn(8, 128)).sum().backward()
+                bagua.all_reduce(torch.ones(10_000))  # the user's, of the same group
+        return [bagua.metrics.values(model) for model in models]
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_each_model_has_the_bytes_of_its_own_operations(shares_memory):
+    """Of an all_reduce of n bytes each of two ranks sends n; the small messages beside the buckets are below 8 KB."""
+    from bagua.testing import spawn
+
+    for of_rank in spawn(_sent, 2, env={"BAGUA_SHARED_MEMORY": "1" if shares_memory else "0"}):
+        for found, num_steps in zip(of_rank, (2, 5), strict=True):
+            assert found["sent_bytes"] == pytest.approx(num_steps * found["bucket_bytes"], abs=8000)
+            assert found["network_sent_bytes"] == (0 if shares_memory else found["sent_bytes"])
+            assert found["last_step_network_sent_bytes"] == (0 if shares_memory else found["last_step_sent_bytes"])
 
 
 def _without_the_package(rank, world_size):

@@ -33,6 +33,8 @@ def test_what_the_clocks_cannot_tell_is_left_out():
     assert latecomers([first, Arrival("a", 1, 125, 200, 15)]) == []
     assert latecomers([first, Arrival("a", 1, 126, 200, 15)]) == [Latecomer("a", 1, 126, 26)]
     assert latecomers([first]) == []
+    one, other = (Arrival("a", rank, 100 + rank, 200, 10, clock="host") for rank in range(2))
+    assert latecomers([one, other]) == [Latecomer("a", 1, 101, 1)], "they read one clock"
 
 
 def test_nobody_is_named_where_ranks_wait_for_their_neighbours_only():

@@ -2,14 +2,17 @@
 
 import contextlib
 import json
+import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import bagua
-from bagua import trace
+from bagua import cli, trace
 from bagua.errors import BaguaError, InternalError, InvalidArgument
 from bagua.recorder import Span
 from tests.conformance.training import process_group
@@ -58,7 +61,8 @@ def test_the_trace_of_a_rank(pool2, tmp_path, algorithm):
     about = content["otherData"]
     assert about["format"] == trace.FORMAT
     assert (about["rank"], about["world_size"], about["algorithm"]) == (1, 2, algorithm)
-    assert about["clock"] == {"offset_ns": None, "uncertainty_ns": None, "measurement": None}
+    assert about["clock"] == dict.fromkeys(["offset_ns", "uncertainty_ns", "measured_ns", "measurement"])
+    assert about["failure"] is None
 
     names = {event["tid"]: event["args"]["name"] for event in content["traceEvents"] if event["name"] == "thread_name"}
     assert list(names.values()) == list(trace.LANES)
@@ -85,6 +89,39 @@ def test_the_trace_of_a_rank(pool2, tmp_path, algorithm):
     by_steps = sum(args["bytes_sent"] for *_, args in steps)
     assert by_steps == about["totals"]["bytes_sent"] == timeline.summary()["bytes_sent"]
     assert 0 < by_steps <= sent
+
+
+def _accumulate(rank, world_size, folder):
+    with process_group():
+        model = train(steps=1)
+        for _ in range(2):
+            for _ in range(3):
+                with model.bagua.no_sync():
+                    loss = model(torch.randn(8, 128)).square().mean()
+                    time.sleep(0.02)  # of the loss
+                    loss.backward()
+            model(torch.randn(8, 128)).sum().backward()
+            model(torch.randn(8, 128))  # without a backward
+            time.sleep(0.05)
+        model.bagua.timeline().save(f"{folder}/rank{rank}.json")
+        with open(f"{folder}/rank{rank}.json") as file:
+            return json.load(file)
+
+
+def test_backwards_inside_no_sync_belong_to_the_step(pool2, tmp_path):
+    """And what follows a forward is its loss only if a backward ends it."""
+    content = pool2.run(_accumulate, args=(str(tmp_path),))[0]
+    check_nesting(content, trace.COMPUTE)
+    compute = slices(content, trace.COMPUTE)
+    for name, begin, end, args in slices(content, trace.STEPS)[1:]:
+        inside = [what for what, since, until, _ in compute if begin <= since and until <= end]
+        alone = ["forward"] if args["index"] == 2 else []
+        of_backwards = ["forward", "loss", "local backward"] * 3 + ["forward", "loss", f"backward {args['index']}"]
+        assert inside == alone + of_backwards
+        assert end - begin > 3 * 20_000_000
+        losses = [until - since for what, since, until, _ in compute if what == "loss" and begin <= since <= end]
+        assert all(ns > 20_000_000 for ns in losses[:3]) and losses[3] < 10_000_000, name
+    assert not any(until - since > 40_000_000 for _, since, until, _ in compute)
 
 
 EXCHANGES = {
@@ -156,11 +193,11 @@ def _span(kind, begin_ns, end_ns, ticket=1):
 def test_no_wire_is_made_up_for_an_operation_whose_parts_were_dropped():
     about = {"rank": 0, "host": "here", "group": "world", "clock": {"offset_ns": 500}}
     spans = [_span("operation", SINCE_NS - 100, SINCE_NS + 50), _span("operation", SINCE_NS + 60, SINCE_NS + 90, 2)]
-    content = trace.document((), (), spans, (), {"world": (0, SINCE_NS)}, about)
+    content = trace.document(((), (), ()), spans, (), {"world": (0, SINCE_NS)}, None, about)
     assert slices(content, trace.WIRE) == [("bucket 0", SINCE_NS + 560, SINCE_NS + 590, {})]
     assert len(slices(content, trace.OPERATIONS)) == 2
     assert content["otherData"]["operations_since_us"] is None
-    content = trace.document((), (), spans, (), {"world": (SINCE_NS, 0), "other": (0, 0)}, about)
+    content = trace.document(((), (), ()), spans, (), {"world": (SINCE_NS, 0), "other": (0, 0)}, None, about)
     assert content["otherData"]["operations_since_us"] == (SINCE_NS + 500) / 1e3
 
 
@@ -270,3 +307,43 @@ def test_a_single_rank(tmp_path):
 
     (clock,) = spawn(_alone, 1, args=(str(tmp_path),))
     assert (clock["offset_ns"], clock["uncertainty_ns"]) == (0, 0)
+
+
+def _left_waiting(rank, world_size, folder, algorithm, is_killed):
+    with process_group():
+        model = train(algorithm, steps=2)
+        bagua.get_default_group().set_timeout(1.0)
+        if rank == 1 and is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            time.sleep(3)
+            return None
+        optimizer = model.bagua.step.algorithm.training.optimizers[0]
+        with pytest.raises(BaguaError) as raised:
+            model(torch.randn(8, 128)).sum().backward()
+            optimizer.step()
+        model.bagua.timeline().save(f"{folder}/rank0.json")
+        return raised.value.rank, str(raised.value)
+
+
+@pytest.mark.parametrize("algorithm", ["bytegrad", "decentralized"])
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_the_wait_that_failed_is_told(tmp_path, capsys, algorithm, is_killed):
+    """Rank 1 dies, or does not come: the text names it, says how long rank 0 has waited, and that a file is missing."""
+    from bagua.testing import spawn
+
+    exits = {1: signal.SIGKILL} if is_killed else {}
+    blamed, message = spawn(_left_waiting, 2, args=(str(tmp_path), algorithm, is_killed), expect_exit=exits)[0]
+    content = json.loads((tmp_path / "rank0.json").read_text())
+    failure = content["otherData"]["failure"]
+    assert (failure["step"], failure["rank"]) == (2, blamed) == (2, 1)
+    assert message in failure["error"]
+    check_nesting(content, trace.WAITS)
+    (waited_ns,) = [end - begin for name, begin, end, _ in slices(content, trace.WAITS) if name.endswith(" failed")]
+    assert waited_ns == failure["end_ns"] - failure["wait_ns"]
+    assert is_killed or 0.9e9 < waited_ns < 3e9
+    assert cli.main(["timeline", f"{tmp_path}/rank0.json"]) == 0
+    text = capsys.readouterr().out
+    assert "1 of 2 ranks; missing: rank 1\n" in text
+    told = rf"failed +rank 0 in step 2, {failure['where']}, after it had waited [\d.]+ s, for which rank 1 is to blame:\n"
+    assert re.search(told, text) and message in text

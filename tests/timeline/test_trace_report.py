@@ -75,7 +75,7 @@ def test_on_two_nodes_with_a_measured_clock(pool_of_two_nodes, tmp_path, capsys)
     assert cli.main(["timeline", *(f"{tmp_path}/rank{rank}.json" for rank in (3, 1, 0, 2))]) == 0
     text = capsys.readouterr().out
     assert "straggler        rank 2: the others wait for it" in text
-    assert re.search(r"clocks +uncertain by rank 2 \d+ us, rank 3 \d+ us\n", text)
+    assert re.search(r"clocks +uncertain by rank 2 \d+ us, rank 3 \d+ us, and by 50 us more per second before ", text)
     assert re.findall(r"^ +(\d)  \S+ +5 ", text, re.MULTILINE) == ["0", "1", "2", "3"]
 
 
@@ -99,7 +99,7 @@ def test_means_of_an_algorithm_that_exchanges_now_and_then(pool2, tmp_path, caps
     pool2.run(_save_local_sgd, args=(str(tmp_path),))
     assert cli.main(["timeline", f"{tmp_path}/rank0.json", f"{tmp_path}/rank1.json"]) == 0
     header, row = capsys.readouterr().out.splitlines()[3:5]
-    assert header.endswith("exposed ms/step  exposed total s  sent MB  sent MB/step")
+    assert header.endswith("exposed ms/step  exposed total s  sent MB  sent MB/step  network MB/step")
     steps, exposed_ms, exposed_s, sent_mb, sent_mb_per_step = (float(row.split()[i]) for i in (2, 4, 5, 6, 7))
     assert exposed_ms == pytest.approx(1e3 * exposed_s / steps, abs=0.1) and exposed_ms > 50 / 9
     assert sent_mb_per_step == pytest.approx(sent_mb / steps, abs=1e-2) and sent_mb_per_step > 0.01
@@ -216,6 +216,35 @@ def with_about(**changes):
     return lambda content: content["otherData"].update(changes)
 
 
+def _drifting(rank, ppm):
+    """400 steps of half a second with 10 operations each, at which both ranks arrive together; the clocks are compared
+    when they end, and rank 1's is too fast."""
+    events = []
+    for step in range(400):
+        for bucket in range(10):
+            true_us = 5e5 * step + 2e4 * bucket
+            at_us = true_us + rank * 1e-6 * ppm * (true_us - 2e8)
+            args = {"group": "world", "ticket": 10 * step + bucket, "bytes": 8}
+            place = {"name": f"bucket {bucket}", "cat": trace.OPERATIONS, "pid": rank, "tid": 6}
+            events.append({"ph": "X", **place, "ts": at_us, "dur": 1e4, "args": args})
+    clock = {"offset_ns": 7 * rank, "uncertainty_ns": 30_000 * rank, "measured_ns": 2 * 10**11, "measurement": NEVER}
+    totals = {"steps": 400, "exposed_s": 0.0, "bytes_sent": 0, "network_bytes_sent": 0}
+    place = {"rank": rank, "world_size": 2, "group": "world", "host": f"h{rank}", "boot_id": f"{rank}"}
+    about = {"format": trace.FORMAT, **place, "algorithm": "bytegrad", "clock": clock, "totals": totals}
+    return {"traceEvents": events, "otherData": about}
+
+
+@pytest.mark.parametrize(("ppm", "is_told"), [(0, False), (30, False), (-30, False), (300, True)])
+def test_clocks_that_drift_apart_make_no_straggler(tmp_path, capsys, ppm, is_told):
+    files = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+    for rank, path in enumerate(files):
+        path.write_text(json.dumps(_drifting(rank, ppm)))
+    assert cli.main(["timeline", *map(str, files)]) == 0
+    text = capsys.readouterr().out
+    assert ("none stands out" not in text) == is_told
+    assert ("rank 0 came last at 0 of 4000" in text) != is_told
+
+
 NEVER = "0" * 16
 GARBAGE = {
     "no JSON": ("{", "cannot be read as a timeline"),
@@ -250,6 +279,8 @@ BROKEN = {
     "no totals": (lambda content: content["otherData"].pop("totals"), "otherData.totals is None"),
     "empty totals": (with_about(totals={}), "otherData.totals.steps is None"),
     "a clock of text": (with_about(clock={"uncertainty_ns": "?"}), "otherData.clock.uncertainty_ns is '?'"),
+    "a clock of no time": (with_about(clock={"uncertainty_ns": 3}), "otherData.clock.measured_ns is None"),
+    "a failure of text": (with_about(failure="?"), "otherData.failure is '?'"),
     "a text of what was dropped": (with_about(operations_since_us="1"), "otherData.operations_since_us is '1'"),
     "no events": (lambda content: content.update(traceEvents=None), "None is no trace event"),
     "an event of text": (lambda content: content["traceEvents"].append("x"), "x is no trace event"),
