@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 import hosts
 import ranks
 import report
-from replay import Case, Outcome, run
+from replay import run
+from replay_cases import Case, Outcome
 from replay_systems import ALONE, measure
 
 _MATTERS = 1.1  # times as long without a part

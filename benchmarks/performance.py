@@ -20,7 +20,8 @@ import ranks
 import report
 from ablation import STUDIES
 from performance_report import DOCUMENT, write_document
-from replay import SYSTEMS, Case, Outcome, add_case, run, systems_of
+from replay import SYSTEMS, add_case, run, systems_of
+from replay_cases import Case, Outcome
 from replay_systems import DDP_HOOKS, measure
 
 PROFILES = ("vgg16", "bert_large", "gpt_124m", "resnet50")

@@ -11,7 +11,9 @@ from typing import Any
 
 import report
 from ablation import Study
-from replay import Case, Outcome, bars_of, is_ddp, systems_of
+from replay import systems_of
+from replay_bars import bars_of
+from replay_cases import Case, Outcome, is_ddp
 from replay_systems import ALONE
 
 from bagua.profiles import Profile

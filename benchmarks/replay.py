@@ -25,21 +25,19 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 
 import hosts
 import ranks
 import report
-import timing
-from replay_systems import ALONE, DDP_HOOKS, Result, Task, bound_s, check, is_launched, measure, measure_here, parse
+from replay_bars import bars_of
+from replay_cases import PROFILES, Case, Outcome, is_ddp, outcomes_of
+from replay_systems import ALONE, DDP_HOOKS, check, is_launched, measure, measure_here, parse
 
 import bagua
 from bagua.profiles import Profile
 
-PROFILES = Path(__file__).parent / "profiles"
 SYSTEMS = (
     *DDP_HOOKS,
     "gradient_allreduce",
@@ -55,65 +53,6 @@ SYSTEMS = (
 )
 _SHRUNK = ("ddp", "ddp_fp16", "gradient_allreduce", "bytegrad", "qsgd:bits=4")
 _CAP_MIB = 25  # of a bucket, torch's default and bagua's
-# Profile and system at 4 hosts, 1 Gbit/s, scale 0.1: the time of the best DDP as it comes over ours, and ours over the
-# bound.
-BARS = {
-    ("vgg16", "gradient_allreduce"): (1.0, 1.08),
-    ("vgg16", "bytegrad"): (2.1, 1.15),
-    ("vgg16", "qsgd:bits=4"): (2.6, 1.15),
-    ("bert_large", "gradient_allreduce"): (1.0, 1.08),
-    ("bert_large", "bytegrad"): (1.9, 1.15),
-    ("bert_large", "qsgd:bits=4"): (3.0, 1.15),
-}
-# Where compute hides all communication: profile, rate, and the step over compute alone.
-HIDDEN = ("resnet50", 5000, 1.05)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A profile on a network; `rate_mbit` is that of every host's link."""
-
-    profile: str
-    scale: float
-    num_hosts: int
-    ranks_per_host: int
-    rate_mbit: int
-    congestion: str = ""  # control of all TCP connections; as they come if empty
-
-    def task(self, systems: Sequence[str], samples: int, turns: int) -> Task:
-        """What a rank does in it."""
-        return Task(str(self.path), self.scale, self.rate_mbit, list(systems), samples, turns)
-
-    def __str__(self) -> str:
-        ranks_each = f" x {self.ranks_per_host} ranks" if self.ranks_per_host > 1 else ""
-        return (
-            f"{Path(self.profile).stem}, scale {self.scale:g}, {self.num_hosts} hosts{ranks_each}, "
-            f"{self.rate_mbit} Mbit/s{f', {self.congestion} for all' if self.congestion else ''}"
-        )
-
-    @property
-    def path(self) -> Path:
-        """Of the profile: one of ours by name, or any file."""
-        ours = PROFILES / f"{self.profile}.json"
-        return ours if ours.exists() else Path(self.profile)
-
-
-@dataclass
-class Outcome:
-    """One system in one case, over all ranks."""
-
-    case: Case
-    system: str
-    step_s: list[float]  # the slowest rank's
-    compute_s: float
-    bound_s: float
-    wire_bytes: float
-    waiting_s: float | None
-
-    @property
-    def p50(self) -> float:
-        """Seconds per step."""
-        return statistics.median(self.step_s)
 
 
 def systems_of(scale: float) -> tuple[str, ...]:
@@ -144,27 +83,6 @@ def run(case: Case, systems: Sequence[str], samples: int, turns: int = 1) -> lis
     return outcomes_of(case, per_rank, hosts.BURST_BYTES)
 
 
-def outcomes_of(case: Case, per_rank: Sequence[Sequence[dict]], burst_bytes: float) -> list[Outcome]:
-    """From every rank's results to one per system; links carry `burst_bytes` at once."""
-    outcomes: list[Outcome] = []
-    for of_system in zip(*per_rank, strict=True):
-        results = [Result(**one) for one in of_system]
-        first = results[0]
-        step_s = timing.slowest([result.step_s for result in results])
-        first.wire_bytes = max(result.wire_bytes for result in results)
-        compute_s = outcomes[0].p50 if outcomes else statistics.median(step_s)
-        waiting = [result.waiting_s for result in results if result.waiting_s is not None]
-        bound = bound_s(first, compute_s, case.rate_mbit, burst_bytes)
-        waiting_s = max(waiting, default=None)
-        outcomes.append(Outcome(case, first.system, step_s, compute_s, bound, first.wire_bytes, waiting_s))
-    return outcomes
-
-
-def is_ddp(outcome: Outcome) -> bool:
-    """Whether it is one of torch's, with whatever options."""
-    return parse(outcome.system)[0] in DDP_HOOKS
-
-
 def rows_of(outcomes: Sequence[Outcome]) -> list[report.Row]:
     """Compared to the best DDP of the case, where one was measured."""
     rows = {outcome.system: report.Row(outcome.system, outcome.step_s) for outcome in outcomes}
@@ -181,45 +99,6 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[report.Row]:
                 "of bound": f"{outcome.p50 / outcome.bound_s:.2f}",
             }
     return list(rows.values())
-
-
-def bars_of(outcomes: Sequence[Outcome]) -> list[str]:
-    """What this project has set itself, beside what was measured; one line each."""
-    case = outcomes[0].case
-    if (case.scale, case.num_hosts, case.ranks_per_host, case.congestion) != (0.1, 4, 1, ""):
-        return []
-    by_name = {outcome.system: outcome for outcome in outcomes}
-    lines = []
-    profile, rate_mbit, overhead = HIDDEN
-    if (case.profile, case.rate_mbit) == (profile, rate_mbit):
-        for system in ("gradient_allreduce", "bytegrad", "qsgd:bits=4"):
-            if system in by_name:
-                reached = by_name[system].p50 / by_name[system].compute_s
-                lines.append(
-                    f"- {profile} at {rate_mbit} Mbit/s, {system}: compute hides the communication; the step takes "
-                    f"{reached:.3f} of compute alone (bar {overhead}): {'met' if reached <= overhead else 'MISSED'}"
-                )
-    if case.rate_mbit != 1000:
-        return lines
-    for (profile, system), (ratio, of_bound) in BARS.items():
-        is_full = system == "gradient_allreduce"
-        baselines = [by_name[name].p50 for name in (("ddp",) if is_full else DDP_HOOKS) if name in by_name]
-        if profile != case.profile or system not in by_name or not baselines:
-            continue
-        ours = by_name[system]
-        best_s = min(baselines)
-        reached = (best_s / ours.p50, ours.p50 / ours.bound_s)
-        is_met = reached[0] >= ratio and reached[1] <= of_bound
-        missed = "MISSED" if best_s / ours.bound_s >= ratio else "MISSED, and beyond its bound on this machine"
-        beside = "DDP" if is_full else "the best DDP as it comes"
-        tuned_s = min(one.p50 for one in outcomes if is_ddp(one))
-        also = "" if is_full or tuned_s == best_s else f"; {tuned_s / ours.p50:.2f} beside one with smaller buckets"
-        lines.append(
-            f"- {profile}, {system}: {reached[0]:.3f} times as fast as {beside} (bar {ratio}, at its bound it would be "
-            f"{best_s / ours.bound_s:.2f}{also}), {reached[1]:.2f} of its bound (bar {of_bound}): "
-            f"{'met' if is_met else missed}"
-        )
-    return lines
 
 
 def add_case(result: report.Report, outcomes: Sequence[Outcome]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 
 def outcome(system, step_ms):
-    from replay import Case, Outcome
+    from replay_cases import Case, Outcome
 
     return Outcome(Case("vgg16", 0.1, 4, 1, 1000), system, [step_ms / 1e3], 0.1, 0.1, 0.0, None)
 
@@ -29,7 +29,7 @@ def test_the_verdict_says_where_it_depends():
 
 def played(case, systems):
     """Outcomes in which every byte costs time, and compute hides nothing."""
-    from replay import Outcome
+    from replay_cases import Outcome
 
     bits = {"bytegrad": 8, "qsgd": 8, "qsgd:bits=4": 4, "qadam": 8, "ddp_fp16": 16, "ddp_bf16": 16}
     made = [Outcome(case, "compute alone", [0.1] * 3, 0.1, 0.1, 0, None)]
@@ -47,7 +47,8 @@ def test_the_document(tmp_path, monkeypatch):
     import replay
     from ablation import STUDIES
     from performance_report import write_document
-    from replay import Case, bars_of
+    from replay_bars import bars_of
+    from replay_cases import Case
 
     outcomes = {case: played(case, systems) for case, systems in performance.CASES.items()}
     studies = {}

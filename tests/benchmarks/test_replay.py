@@ -10,7 +10,7 @@ from bagua.testing import spawn
 
 
 def outcome(system, step_ms, profile="vgg16", rate_mbit=1000, bound_ms=1.0, compute_ms=100.0, wire_bytes=0.0):
-    from replay import Case, Outcome
+    from replay_cases import Case, Outcome
 
     case = Case(profile, 0.1, 4, 1, rate_mbit)
     return Outcome(case, system, [step_ms / 1e3], compute_ms / 1e3, bound_ms / 1e3, wire_bytes, None)
@@ -96,7 +96,8 @@ def test_what_a_rank_measures_of_a_model_of_two_dtypes(tmp_path):
 
 
 def test_names_of_systems():
-    from replay import SYSTEMS, is_ddp, systems_of
+    from replay import SYSTEMS, systems_of
+    from replay_cases import is_ddp
     from replay_systems import parse
 
     assert parse("qsgd:bits=4,error_feedback=True,codec=bf16") == (
@@ -178,7 +179,7 @@ def test_options_as_they_come(monkeypatch):
 def test_outcomes_are_those_of_the_slowest_rank():
     from dataclasses import asdict
 
-    from replay import Case, outcomes_of
+    from replay_cases import Case, outcomes_of
     from replay_systems import ALONE, Result
 
     per_rank = [
@@ -194,7 +195,7 @@ def test_outcomes_are_those_of_the_slowest_rank():
 def test_bars():
     from dataclasses import replace
 
-    from replay import bars_of
+    from replay_bars import bars_of
 
     outcomes = [outcome("compute alone", 100), outcome("ddp", 500), outcome("ddp_fp16", 421)]
     outcomes += [outcome("ddp_fp16:bucket_cap_mb=2.5", 300), outcome("gradient_allreduce", 490, bound_ms=470)]
