@@ -41,9 +41,11 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", type=int, default=1000, help="Mbit/s of every host's link")
     args = parser.parse_args()
-    for option in ("hosts", "rate"):
-        if getattr(args, option) < (2 if option == "hosts" else 1):
-            parser.error(f"--{option} is {getattr(args, option)}; expected {2 if option == 'hosts' else 1} or more")
+    reason = hosts.why_not_as_many(args.hosts, least=2)
+    if reason is not None:
+        parser.error(f"--hosts is {reason}")
+    if args.rate < 1:
+        parser.error(f"--rate is {args.rate}; expected 1 or more")
     reason = hosts.why_not()
     if reason is not None:
         print(f"congestion SKIPPED: {reason}.")

@@ -19,6 +19,7 @@ BURST_BYTES = 512 * 1024  # what a link that was idle carries at once; a token b
 _PREFIX = "bagua-bench"
 _NETMASK_BITS = 24
 _SUBNET = f"10.99.0.0/{_NETMASK_BITS}"
+_MOST = 2 ** (32 - _NETMASK_BITS) - 2
 
 
 def why_not() -> str | None:
@@ -33,6 +34,13 @@ def why_not() -> str | None:
             return None
     except RuntimeError as error:
         return str(error)
+
+
+def why_not_as_many(count: int, least: int = 1) -> str | None:
+    """Why that number of hosts cannot be made anywhere, or None."""
+    if count < least:
+        return f"{count}; expected {least} or more"
+    return f"{count}; expected {_MOST} or fewer, as {_SUBNET} has addresses" if count > _MOST else None
 
 
 def address(host: int) -> str:

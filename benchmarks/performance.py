@@ -56,7 +56,6 @@ class _Kept:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         for line in self._lines:
             self._check(line["facts"], _facts())
@@ -101,6 +100,11 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, default=default, help="a file of what has been measured, to go on from")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="what is written")
     args = parser.parse_args()
+    for option in ("keep", "document"):
+        path = getattr(args, option)
+        parser.check_folder(f"--{option}", path, path.parent)
+        if path.is_dir():
+            parser.error(f"--{option} is the folder {path}; expected a file")
     reason = hosts.why_not()
     if reason is not None:
         print(f"performance SKIPPED: {reason}.")

@@ -125,11 +125,13 @@ def _arguments() -> argparse.Namespace:
     has_hosts = args.hosts is not None or args.ranks_per_host is not None
     args.hosts = [4] if args.hosts is None else args.hosts
     args.ranks_per_host = 1 if args.ranks_per_host is None else args.ranks_per_host
-    for option in ("hosts", "ranks_per_host", "rates", "turns"):
+    for option in ("ranks_per_host", "rates", "turns"):
         values = getattr(args, option)
         least = min(values if isinstance(values, list) else [values])
         if least < 1:
             parser.error(f"--{option.replace('_', '-')} has {least}; expected 1 or more")
+    for reason in filter(None, map(hosts.why_not_as_many, args.hosts)):
+        parser.error(f"--hosts has {reason}")
     if not 0 < args.scale < math.inf:
         parser.error(f"--scale is {args.scale}; expected a number of more than 0, such as 0.1")
     available = hosts.available_congestions()

@@ -13,6 +13,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -23,9 +24,30 @@ ROOT = Path(__file__).resolve().parents[1]
 _UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1e-6}
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Refuses a folder of results that cannot be written, before anything is measured for it."""
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> argparse.Namespace:
+        """The options; makes the folder, on the rank that writes."""
+        options = super().parse_args(*args, **kwargs)
+        if os.environ.get("RANK", "0") == "0":
+            self.check_folder("--out", options.out, options.out)
+        return options
+
+    def check_folder(self, option: str, value: Path, folder: Path) -> None:
+        """Makes the folder that an option needs; ends with an error where it cannot be written."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            self.error(
+                f"{option} is {value}, but {folder} is no folder to write to ({error.strerror}); name another one"
+            )
+
+
+def parser(description: str | None) -> Parser:
     """The options that all scripts share; `description` is the script's docstring."""
-    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--quick", action="store_true", help="few repetitions: to see that it works")
     options.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
     options.add_argument("--note", default="", help="a line for the header, such as what else ran on the machine")
@@ -136,7 +158,6 @@ class Report:
 
     def write(self, figure: Any = None) -> None:
         """Writes the Markdown file, and the matplotlib figure beside it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{self.began:%Y-%m-%d}-{self.name}.md"
         lines = [*self._head, "", *self._body]
         if figure is not None:

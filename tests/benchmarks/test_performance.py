@@ -101,7 +101,7 @@ def test_what_is_kept_is_of_one_commit(tmp_path, monkeypatch):
 
     facts = {"date": "today", "machine": "m", "versions": "v", "commit": "c", "TCP": "t"}
     monkeypatch.setattr(performance, "_facts", lambda: dict(facts))
-    path = tmp_path / "new folder" / "kept.jsonl"
+    path = tmp_path / "kept.jsonl"
     measured = [outcome("compute alone", 100), outcome("bytegrad", 200)]
     assert performance._Kept(path).get("a case", lambda: measured) == measured
     again = performance._Kept(path)
@@ -113,3 +113,17 @@ def test_what_is_kept_is_of_one_commit(tmp_path, monkeypatch):
     facts["commit"] = "d"
     with pytest.raises(SystemExit, match="figures of another commit, c; here it is d"):
         performance._Kept(path)
+
+
+@pytest.mark.parametrize("option", ["--keep", "--document"])
+def test_a_file_that_cannot_be_written_is_refused(option, tmp_path, monkeypatch, capsys):
+    import performance
+
+    (tmp_path / "file").touch()
+    for path, message in ((tmp_path / "file" / "x", "is no folder to write to"), (tmp_path, "expected a file")):
+        monkeypatch.setattr(sys, "argv", ["performance.py", option, str(path)])
+        with pytest.raises(SystemExit) as ended:
+            performance.main()
+        assert ended.value.code == 2
+        printed = capsys.readouterr().err
+        assert f"{option} is " in printed and message in printed
