@@ -46,10 +46,7 @@ def main() -> None:
         parser.error(f"--hosts is {reason}")
     if args.rate < 1:
         parser.error(f"--rate is {args.rate}; expected 1 or more")
-    reason = hosts.why_not()
-    if reason is not None:
-        print(f"congestion SKIPPED: {reason}.")
-        return
+    hosts.need("congestion")
     limit = limit_s(_SIZE, args.hosts, args.rate)
     inner = 1 if args.quick else min(_MOST_CALLS, max(1, round(_SAMPLE_S / limit)))
     of_system = hosts.system_congestion()

@@ -105,10 +105,7 @@ def main() -> None:
         parser.check_folder(f"--{option}", path, path.parent)
         if path.is_dir():
             parser.error(f"--{option} is the folder {path}; expected a file")
-    reason = hosts.why_not()
-    if reason is not None:
-        print(f"performance SKIPPED: {reason}.")
-        return
+    hosts.need("performance")
     missing = {case.congestion for case in CASES if case.congestion} - set(hosts.available_congestions())
     if missing:
         parser.error(f"this kernel has no congestion control {', '.join(missing)}; `modprobe tcp_NAME` may bring it")

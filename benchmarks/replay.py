@@ -167,10 +167,7 @@ def main() -> None:
     if is_launched():
         _main_of_rank(args, samples)
         return
-    reason = hosts.why_not()
-    if reason is not None:
-        print(f"replay SKIPPED: {reason}. Under a launcher it plays on the hosts that there are.")
-        return
+    hosts.need("replay", "Under a launcher it plays on the hosts that there are.")
     setup = {
         "TCP": args.congestion or f"DDP has the system's {hosts.system_congestion()}, bagua what `bagua doctor` says"
     }

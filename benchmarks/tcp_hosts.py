@@ -131,10 +131,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="+", help="bytes, for every case")
     parser.set_defaults(cases=[parse_case(case) for case in CASES])
     args = parser.parse_args()
-    reason = hosts.why_not()
-    if reason is not None:
-        print(f"tcp_hosts SKIPPED: {reason}.")
-        return
+    hosts.need("tcp_hosts")
     result = report.Report(__file__, "all_reduce between hosts over TCP", args)
     figure, axes = report.subplots(len(args.cases))
     for axis, (num_hosts, rate_mbit) in zip(axes, args.cases, strict=True):

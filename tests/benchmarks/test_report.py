@@ -1,6 +1,9 @@
-"""What all benchmarks share: where their results go, refused before anything is measured."""
+"""What all benchmarks share: where results go, what is refused at once, and how a script says that it was skipped."""
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +54,40 @@ def test_a_rank_that_writes_nothing_makes_no_folder(tmp_path, monkeypatch):
 )
 def test_hosts_that_no_subnet_has(script, options, message, tmp_path, monkeypatch, capsys):
     assert message in refused(__import__(script).main, [*options, "--out", str(tmp_path)], monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("script", ["ablation", "congestion", "performance", "replay", "tcp_hosts"])
+def test_a_script_that_is_skipped_says_so_by_its_status(script, tmp_path, monkeypatch, capsys):
+    import hosts
+
+    monkeypatch.setattr(hosts, "why_not", lambda: "not here")
+    monkeypatch.setattr(sys, "argv", ["script.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        __import__(script).main()
+    assert ended.value.code == 77
+    assert f"{script} SKIPPED: not here." in capsys.readouterr().out
+
+
+def bench(*scripts):
+    path = Path(__file__).parents[2] / "scripts" / "bench.sh"
+    return subprocess.run(
+        ["bash", path, *scripts],
+        env={**os.environ, "PY": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_make_bench_goes_on_after_what_was_skipped_and_stops_at_what_failed(tmp_path):
+    scripts = []
+    for status in (77, 0, 3, 0):
+        scripts.append(tmp_path / f"{len(scripts)}-ends-with-{status}.py")
+        scripts[-1].write_text(f"raise SystemExit({status})")
+    done = bench(*scripts[:2])
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == f"bench: skipped, for the reasons above: {scripts[0]}"
+    assert "skipped" not in bench(scripts[1]).stdout
+    done = bench(*scripts)
+    assert done.returncode == 3 and str(scripts[3]) not in done.stdout
