@@ -19,20 +19,23 @@ after the other, compute alone first; `--turns` as often, so that what drifts me
 
 A profile is a file of benchmarks/profiles/, or one that `bagua bench record` has made. Under a launcher (`bagua run ...
 benchmarks/replay.py`) it plays on the hosts that it is started on, for which `--rates` names the rate of their links.
+Where there are two of `--rates` or more, the plot has them on its lower axis. Results are named by the profiles.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import hosts
 import ranks
 import report
 from replay_bars import bars_of
 from replay_cases import PROFILES, Case, Outcome, is_ddp, outcomes_of
+from replay_plots import PLOTTED, plot
 from replay_systems import ALONE, DDP_HOOKS, check, is_launched, measure, measure_here, parse
 
 import bagua
@@ -157,6 +160,7 @@ def _arguments() -> argparse.Namespace:
             Profile.load(Case(profile, 1, 1, 1, 1).path)
         except bagua.InvalidArgument as error:
             parser.error(f"--profiles: {error}")
+    args.plotted = args.systems or PLOTTED
     args.systems = args.systems or systems_of(args.scale)
     return args
 
@@ -171,7 +175,7 @@ def main() -> None:
     setup = {
         "TCP": args.congestion or f"DDP has the system's {hosts.system_congestion()}, bagua what `bagua doctor` says"
     }
-    result = report.Report(__file__, "a model's step under every algorithm, on shaped links", args, setup)
+    result = _report("a model's step under every algorithm, on shaped links", args, setup)
     cases = [
         Case(profile, args.scale, num_hosts, args.ranks_per_host, rate, args.congestion)
         for profile in args.profiles
@@ -180,16 +184,15 @@ def main() -> None:
     ]
     everything = []
     for case in cases:
-        outcomes = run(case, args.systems, samples, args.turns)
-        everything.append(outcomes)
-        add_case(result, outcomes)
-    figure, axes = report.subplots(len(cases))
-    for axis, outcomes in zip(axes, everything, strict=True):
-        report.bars(axis, rows_of(outcomes), str(outcomes[0].case), "ms per step", 1e3)
-        for place, outcome in enumerate(outcomes):
-            axis.plot([outcome.bound_s * 1e3] * 2, [place - 0.4, place + 0.4], color="tab:red")
-    figure.tight_layout()
-    result.write(figure)
+        everything.append(run(case, args.systems, samples, args.turns))
+        add_case(result, everything[-1])
+    result.write(plot(everything, args.plotted))
+
+
+def _report(question: str, args: argparse.Namespace, setup: Mapping[str, str]) -> report.Report:
+    """Of one name for each choice of profiles."""
+    stems = (Path(profile).stem for profile in args.profiles)
+    return report.Report(__file__, question, args, setup, subject="-".join(dict.fromkeys(stems)))
 
 
 def _main_of_rank(args: argparse.Namespace, samples: int) -> None:
@@ -197,11 +200,13 @@ def _main_of_rank(args: argparse.Namespace, samples: int) -> None:
     cases = [Case(profile, args.scale, 1, 1, args.rates[0]) for profile in args.profiles]
     place, per_case = measure_here([case.task(args.systems, samples, args.turns) for case in cases])
     if place.rank == 0:
-        result = report.Report(__file__, "a model's step under every algorithm, on these hosts", args)
+        result = _report("a model's step under every algorithm, on these hosts", args, {})
+        everything = []
         for case, per_rank in zip(cases, per_case, strict=True):
             here = replace(case, num_hosts=place.num_hosts, ranks_per_host=place.ranks_per_host)
-            add_case(result, outcomes_of(here, per_rank, 0))
-        result.write()
+            everything.append(outcomes_of(here, per_rank, 0))
+            add_case(result, everything[-1])
+        result.write(plot(everything, args.plotted))
 
 
 if __name__ == "__main__":

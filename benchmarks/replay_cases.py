@@ -15,13 +15,13 @@ PROFILES = Path(__file__).parent / "profiles"
 
 @dataclass(frozen=True)
 class Case:
-    """A profile on a network; `rate_mbit` is that of every host's link."""
+    """A profile on a network; `rate_mbit` is that of every host's link, None if it is left open."""
 
     profile: str
     scale: float
     num_hosts: int
     ranks_per_host: int
-    rate_mbit: int
+    rate_mbit: int | None
     congestion: str = ""  # control of all TCP connections; as they come if empty
 
     def task(self, systems: Sequence[str], samples: int, turns: int) -> Task:
@@ -30,10 +30,10 @@ class Case:
 
     def __str__(self) -> str:
         ranks_each = f" x {self.ranks_per_host} ranks" if self.ranks_per_host > 1 else ""
-        return (
-            f"{Path(self.profile).stem}, scale {self.scale:g}, {self.num_hosts} hosts{ranks_each}, "
-            f"{self.rate_mbit} Mbit/s{f', {self.congestion} for all' if self.congestion else ''}"
-        )
+        rate = "" if self.rate_mbit is None else f", {self.rate_mbit} Mbit/s"
+        control = f", {self.congestion} for all" if self.congestion else ""
+        stem = Path(self.profile).stem
+        return f"{stem}, scale {self.scale:g}, {self.num_hosts} hosts{ranks_each}{rate}{control}"
 
     @property
     def path(self) -> Path:

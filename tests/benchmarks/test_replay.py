@@ -236,3 +236,69 @@ def test_the_bar_on_overhead_is_wherever_compute_can_hide_the_communication():
         "- up at 2500 Mbit/s, where compute can hide the communication, a step over compute alone (bar 1.05): "
         "bytegrad 1.0490 met, qsgd:bits=4 1.0504 MISSED"
     )
+
+
+# ---- what it leaves behind
+
+
+def fake_run(case, systems, samples, turns):
+    from replay_cases import Outcome
+
+    alone = Outcome(case, "compute alone", [0.1], 0.1, 0.1, 0.0, None)
+    return [alone, *(Outcome(case, system, [0.3, 0.2], 0.1, 0.15, 1e6, None) for system in systems)]
+
+
+def results_of(options, tmp_path, monkeypatch):
+    """Plays nothing; the figure that replay.py writes."""
+    import hosts
+    import replay
+    import report
+
+    figures = []
+    write = report.Report.write
+    monkeypatch.setattr(report.Report, "write", lambda self, figure: [figures.append(figure), write(self, figure)])
+    monkeypatch.setattr(hosts, "why_not", lambda: None)
+    monkeypatch.setattr(replay, "run", fake_run)
+    monkeypatch.setattr(sys, "argv", ["replay.py", "--out", str(tmp_path), *options.split()])
+    replay.main()
+    (figure,) = figures
+    monkeypatch.undo()
+    return figure
+
+
+def labels(axis):
+    return [text.get_text() for text in axis.get_legend().get_texts()]
+
+
+def test_two_rates_are_drawn_as_the_document_draws_them(tmp_path, monkeypatch):
+    from replay_plots import PLOTTED
+
+    figure = results_of("--profiles vgg16 --hosts 2 4 --rates 1000 100", tmp_path, monkeypatch)
+    assert len(figure.axes) == 6
+    for steps, exposed, wire in (figure.axes[:3], figure.axes[3:]):
+        assert all(axis.get_xscale() == axis.get_yscale() == "log" for axis in (steps, exposed))
+        assert labels(steps) == [*PLOTTED, "compute alone"]
+        assert [list(line.get_xdata()) for line in steps.lines[:2]] == [[100, 1000]] * 2
+        assert [list(line.get_ydata()) for line in steps.lines[:2]] == [[250, 250], [150, 150]]  # it, its bound
+        assert list(exposed.lines[0].get_ydata()) == [150, 150]
+        assert len(wire.patches) == len(PLOTTED)
+    assert figure.axes[3].get_title() == "vgg16, scale 1, 4 hosts: step, dotted: its bound"
+
+
+def test_systems_that_were_chosen_are_drawn(tmp_path, monkeypatch):
+    options = "--profiles vgg16 --rates 100 1000 --systems qadam ddp:bucket_cap_mb=2.5"
+    assert labels(results_of(options, tmp_path, monkeypatch).axes[0])[:2] == ["qadam", "ddp:bucket_cap_mb=2.5"]
+
+
+def test_one_rate_is_drawn_as_bars_beside_bounds(tmp_path, monkeypatch):
+    figure = results_of("--profiles vgg16 resnet50 --systems ddp bytegrad", tmp_path, monkeypatch)
+    assert [labels(axis) for axis in figure.axes] == [["bound"]] * 2
+
+
+def test_results_are_named_by_the_profiles_and_replaced_aloud(tmp_path, monkeypatch, capsys):
+    for profiles in ("vgg16", "resnet50 vgg16", "vgg16"):
+        results_of(f"--profiles {profiles} --systems ddp", tmp_path, monkeypatch)
+    ends = [line for line in capsys.readouterr().out.splitlines() if line.startswith("written")]
+    assert [line.endswith(", in the place of an earlier result") for line in ends] == [False, False, True]
+    names = sorted(path.name.split("-", 3)[3] for path in tmp_path.iterdir())
+    assert names == [f"replay-{of}.{kind}" for of in ("resnet50-vgg16", "vgg16") for kind in ("md", "png")]
