@@ -18,8 +18,9 @@ after the other, compute alone first; `--turns` as often, so that what drifts me
         [--ranks-per-host 1] [--systems ddp bytegrad qsgd:bits=4 ...] [--turns 1] [--congestion cubic] [--quick]
 
 A profile is a file of benchmarks/profiles/, or one that `bagua bench record` has made. Under a launcher (`bagua run ...
-benchmarks/replay.py`) it plays on the hosts that it is started on, for which `--rates` names the rate of their links.
-Where there are two of `--rates` or more, the plot has them on its lower axis. Results are named by the profiles.
+benchmarks/replay.py`) it plays on the hosts that it is started on, for which `--rates` names the rate of their links;
+without it there is no bound. Where there are two of `--rates` or more, the plot has them on its lower axis. Results are
+named by the profiles.
 """
 
 from __future__ import annotations
@@ -98,9 +99,10 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[report.Row]:
                 "exposed ms": report.three_digits(max(0.0, outcome.p50 - outcome.compute_s) * 1e3),
                 "waiting ms": "" if outcome.waiting_s is None else report.three_digits(outcome.waiting_s * 1e3),
                 "wire MB": report.three_digits(outcome.wire_bytes / 1e6),
-                "bound ms": report.three_digits(outcome.bound_s * 1e3),
-                "of bound": f"{outcome.p50 / outcome.bound_s:.2f}",
             }
+        if outcome.system != ALONE and outcome.bound_s is not None:
+            row.cells["bound ms"] = report.three_digits(outcome.bound_s * 1e3)
+            row.cells["of bound"] = f"{outcome.p50 / outcome.bound_s:.2f}"
     return list(rows.values())
 
 
@@ -119,7 +121,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--profiles", nargs="+", default=["vgg16", "bert_large"], help="names, or files")
     parser.add_argument("--hosts", nargs="+", type=int, help="how many; 4")
     parser.add_argument("--ranks-per-host", type=int, help="1")
-    parser.add_argument("--rates", nargs="+", type=int, default=[1000], help="Mbit/s of every host's link")
+    parser.add_argument("--rates", nargs="+", type=int, help="Mbit/s of every host's link; 1000")
     parser.add_argument("--scale", type=float, default=1.0, help="of the tensors' sizes")
     parser.add_argument("--systems", nargs="+", help="ddp, ddp_fp16, ddp_bf16, or an algorithm; all of them")
     parser.add_argument("--congestion", default="", help="TCP's, for DDP and bagua (default: as they come)")
@@ -128,11 +130,11 @@ def _arguments() -> argparse.Namespace:
     has_hosts = args.hosts is not None or args.ranks_per_host is not None
     args.hosts = [4] if args.hosts is None else args.hosts
     args.ranks_per_host = 1 if args.ranks_per_host is None else args.ranks_per_host
-    for option in ("ranks_per_host", "rates", "turns"):
-        values = getattr(args, option)
-        least = min(values if isinstance(values, list) else [values])
-        if least < 1:
-            parser.error(f"--{option.replace('_', '-')} has {least}; expected 1 or more")
+    rates = args.rates or [1000]
+    args.rates = [None] if is_launched() and args.rates is None else rates
+    for option, values in (("ranks-per-host", [args.ranks_per_host]), ("rates", rates), ("turns", [args.turns])):
+        if min(values) < 1:
+            parser.error(f"--{option} has {min(values)}; expected 1 or more")
     for reason in filter(None, map(hosts.why_not_as_many, args.hosts)):
         parser.error(f"--hosts has {reason}")
     if not 0 < args.scale < math.inf:
@@ -189,6 +191,11 @@ def main() -> None:
     result.write(plot(everything, args.plotted))
 
 
+def _link(rate_mbit: int | None) -> Mapping[str, str]:
+    """What the header says of links that are there, not made."""
+    return {"link": "not named; give --rates to have the bound" if rate_mbit is None else f"{rate_mbit} Mbit/s"}
+
+
 def _report(question: str, args: argparse.Namespace, setup: Mapping[str, str]) -> report.Report:
     """Of one name for each choice of profiles."""
     stems = (Path(profile).stem for profile in args.profiles)
@@ -200,7 +207,7 @@ def _main_of_rank(args: argparse.Namespace, samples: int) -> None:
     cases = [Case(profile, args.scale, 1, 1, args.rates[0]) for profile in args.profiles]
     place, per_case = measure_here([case.task(args.systems, samples, args.turns) for case in cases])
     if place.rank == 0:
-        result = _report("a model's step under every algorithm, on these hosts", args, {})
+        result = _report("a model's step under every algorithm, on these hosts", args, _link(args.rates[0]))
         everything = []
         for case, per_rank in zip(cases, per_case, strict=True):
             here = replace(case, num_hosts=place.num_hosts, ranks_per_host=place.ranks_per_host)

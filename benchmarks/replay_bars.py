@@ -63,7 +63,7 @@ def overhead_bars(outcomes: Sequence[Outcome]) -> list[str]:
     reached = {
         one.system: one.p50 / one.compute_s
         for one in outcomes
-        if one.system in with_bars and one.bound_s <= _HIDES * one.compute_s
+        if one.system in with_bars and one.bound_s is not None and one.bound_s <= _HIDES * one.compute_s
     }
     if not _is_of_bars(case) or not reached:
         return []

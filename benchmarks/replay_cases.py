@@ -50,7 +50,7 @@ class Outcome:
     system: str
     step_s: list[float]  # the slowest rank's
     compute_s: float
-    bound_s: float
+    bound_s: float | None  # None where the link's rate is left open
     wire_bytes: float
     waiting_s: float | None
 
@@ -70,7 +70,7 @@ def outcomes_of(case: Case, per_rank: Sequence[Sequence[dict]], burst_bytes: flo
         first.wire_bytes = max(result.wire_bytes for result in results)
         compute_s = outcomes[0].p50 if outcomes else statistics.median(step_s)
         waiting = [result.waiting_s for result in results if result.waiting_s is not None]
-        bound = bound_s(first, compute_s, case.rate_mbit, burst_bytes)
+        bound = None if case.rate_mbit is None else bound_s(first, compute_s, case.rate_mbit, burst_bytes)
         waiting_s = max(waiting, default=None)
         outcomes.append(Outcome(case, first.system, step_s, compute_s, bound, first.wire_bytes, waiting_s))
     return outcomes

@@ -70,9 +70,11 @@ def bars(cases: Sequence[Sequence[Outcome]]) -> Any:
     for axis, outcomes in zip(axes, cases, strict=True):
         rows = [report.Row(one.system, one.step_s) for one in outcomes]
         report.bars(axis, rows, str(outcomes[0].case), "ms per step", 1e3)
-        for place, one in enumerate(outcomes):
+        bounds = [one.bound_s * 1e3 for one in outcomes if one.bound_s is not None]
+        for place, bound_ms in enumerate(bounds):
             label = None if place else "bound"
-            axis.plot([one.bound_s * 1e3] * 2, [place - 0.4, place + 0.4], color="tab:red", label=label)
-        axis.legend(fontsize=8)
+            axis.plot([bound_ms] * 2, [place - 0.4, place + 0.4], color="tab:red", label=label)
+        if bounds:
+            axis.legend(fontsize=8)
     figure.tight_layout()
     return figure

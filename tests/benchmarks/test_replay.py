@@ -1,12 +1,16 @@
 """The arithmetic behind docs/performance.md, on cases made by hand."""
 
 import random
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from bagua.profiles import Layer, Profile
 from bagua.testing import spawn
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def outcome(system, step_ms, profile="vgg16", rate_mbit=1000, bound_ms=190.0, compute_ms=100.0, wire_bytes=0.0):
@@ -302,3 +306,30 @@ def test_results_are_named_by_the_profiles_and_replaced_aloud(tmp_path, monkeypa
     assert [line.endswith(", in the place of an earlier result") for line in ends] == [False, False, True]
     names = sorted(path.name.split("-", 3)[3] for path in tmp_path.iterdir())
     assert names == [f"replay-{of}.{kind}" for of in ("resnet50-vgg16", "vgg16") for kind in ("md", "png")]
+
+
+LAYERS = (Layer("first", ((300, 40),), 1.0, 2.0), Layer("second", ((50, 300),), 1.0, 2.0))
+
+
+def launched(options, tmp_path):
+    """The table, the header and the plots of two ranks that `bagua run` starts."""
+    Profile("tiny", "made up", LAYERS).save(tmp_path / "tiny.json")
+    command = [sys.executable, "-m", "bagua.cli", "run", "--nproc-per-node", "2", BENCHMARKS / "replay.py"]
+    command += ["--profiles", tmp_path / "tiny.json", "--systems", "ddp", "bytegrad", "async", "--quick"]
+    done = subprocess.run(
+        [*command, "--out", tmp_path / "out", *options], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "out").glob("*-replay-tiny.png"))) == 1
+    return done.stdout
+
+
+def test_a_link_that_nobody_named_has_no_rate_and_no_bound(tmp_path):
+    out = launched([], tmp_path)
+    assert "- link: not named; give --rates to have the bound" in out
+    assert "### tiny, scale 1, 1 hosts x 2 ranks\n" in out and "Mbit/s" not in out and "bound ms" not in out
+
+
+def test_a_link_that_is_named_has_a_bound(tmp_path):
+    out = launched(["--rates", "500"], tmp_path)
+    assert "- link: 500 Mbit/s" in out and "1 hosts x 2 ranks, 500 Mbit/s" in out and "of bound |" in out
