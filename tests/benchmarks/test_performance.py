@@ -127,3 +127,30 @@ def test_a_file_that_cannot_be_written_is_refused(option, tmp_path, monkeypatch,
         assert ended.value.code == 2
         printed = capsys.readouterr().err
         assert f"{option} is " in printed and message in printed
+
+
+def test_a_quick_run_writes_one_case_to_the_folder_of_results(tmp_path, monkeypatch):
+    import hosts
+    import performance
+
+    monkeypatch.setattr(hosts, "why_not", lambda: None)
+    monkeypatch.setattr(hosts, "available_congestions", lambda: ["cubic"])
+    monkeypatch.setattr(performance, "run", lambda case, systems, samples: played(case, systems))
+    before = performance.DOCUMENT.read_text()
+    monkeypatch.setattr(sys, "argv", ["performance.py", "--quick", "--out", str(tmp_path)])
+    performance.main()
+    assert sorted(path.name.split("-", 3)[3] for path in tmp_path.iterdir()) == [
+        "performance-quick.md",
+        "performance-quick.png",
+    ]
+    assert performance.DOCUMENT.read_text() == before
+
+
+@pytest.mark.parametrize("option", ["--keep", "--document"])
+def test_a_quick_run_has_no_use_for_files_of_a_whole_one(option, tmp_path, monkeypatch, capsys):
+    import performance
+
+    monkeypatch.setattr(sys, "argv", ["performance.py", "--quick", option, str(tmp_path / "x")])
+    with pytest.raises(SystemExit):
+        performance.main()
+    assert f"{option} is {tmp_path / 'x'}, but --quick plays one case" in capsys.readouterr().err
