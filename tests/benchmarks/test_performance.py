@@ -154,3 +154,30 @@ def test_a_quick_run_has_no_use_for_files_of_a_whole_one(option, tmp_path, monke
     with pytest.raises(SystemExit):
         performance.main()
     assert f"{option} is {tmp_path / 'x'}, but --quick plays one case" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("profile", "row", "systems"),
+    [
+        (
+            "vgg16",
+            "training step of VGG16",
+            ("bytegrad", "qsgd:bits=4", "ddp", "ddp_fp16", "ddp_fp16:bucket_cap_mb=2.5"),
+        ),
+        (
+            "bert_large",
+            "the same of BERT-large",
+            ("gradient_allreduce", "bytegrad", "qsgd:bits=4", "ddp", "ddp_fp16", "ddp_fp16:bucket_cap_mb=2.5"),
+        ),
+    ],
+)
+def test_the_readme_has_the_times_of_the_document(profile, row, systems):
+    import report
+
+    section = (report.ROOT / "docs" / "performance.md").read_text().split(f"\n## {profile}: ")[1]
+    cells = [[cell.strip() for cell in line.split("|")] for line in section.splitlines() if line.startswith("|")]
+    column = cells[0].index("1000 Mbit/s")
+    times = {line[1]: line[column].split()[0] for line in reversed(cells) if line[column]}  # the first table wins
+    (line,) = [line for line in (report.ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {row}")]
+    stated = re.findall(r"(\d+) ms", line.split("|", 2)[2].split("the bounds")[0])
+    assert stated == [times[system] for system in systems]
