@@ -48,9 +48,7 @@ format: setup-lint ## let the formatters rewrite what they can
 	cargo fmt --manifest-path rust_core/Cargo.toml
 
 bench: build ## every script in benchmarks/ but performance.py, which repeats two of them for more than an hour
-	@for script in $$(grep -l '__name__ == "__main__"' benchmarks/*.py | grep -v performance.py); do \
-	  echo "== $$script"; $(PY) $$script; \
-	done
+	@bash scripts/bench.sh
 
 sanitize: setup-tests ## the C++ tests under the thread and the address sanitizer
 	@bash scripts/sanitize.sh

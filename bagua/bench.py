@@ -7,10 +7,12 @@ do for this model on another network.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import importlib.util
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -85,12 +87,19 @@ def _told(error: BaseException) -> str:
 
 def _check_out(out: Path) -> None:
     """Raises InvalidArgument where no file can be written, before anything is measured for it."""
-    if out.is_dir():
-        raise InvalidArgument(f"--out is the folder {out}, expected a file, such as {out / 'profile.json'}")
-    if not out.parent.is_dir():
-        raise InvalidArgument(f"--out is {out}, but there is no folder {out.parent}; make it, or name another one")
-    if not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise InvalidArgument(f"--out is {out}, which may not be written; name a file in a folder of your own")
+    try:
+        if out.is_dir():
+            raise InvalidArgument(f"--out is the folder {out}, expected a file, such as {out / 'profile.json'}")
+        if not out.parent.is_dir():
+            raise InvalidArgument(f"--out is {out}, but there is no folder {out.parent}; make it, or name another one")
+        if not out.exists():
+            tempfile.TemporaryFile(dir=out.parent).close()
+        elif not os.access(out, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise InvalidArgument(
+            f"--out is {out}, which cannot be written ({error.strerror}); name a file in a folder of your own"
+        ) from error
 
 
 def _checked(made: Any, target: str) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:

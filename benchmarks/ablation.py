@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 import hosts
 import ranks
 import report
-from replay import Case, Outcome, run
+from replay import run
+from replay_cases import Case, Outcome
 from replay_systems import ALONE, measure
 
 _MATTERS = 1.1  # times as long without a part
@@ -88,10 +89,7 @@ def rows_of(outcomes: list[Outcome]) -> list[report.Row]:
 
 def main() -> None:
     args = report.parser(__doc__).parse_args()
-    reason = hosts.why_not()
-    if reason is not None:
-        print(f"ablation SKIPPED: {reason}.")
-        return
+    hosts.need("ablation")
     result = report.Report(__file__, "overlap, buckets and hierarchy, each switched off", args)
     studies = []
     for study in STUDIES:

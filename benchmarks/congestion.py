@@ -41,13 +41,12 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", type=int, default=1000, help="Mbit/s of every host's link")
     args = parser.parse_args()
-    for option in ("hosts", "rate"):
-        if getattr(args, option) < (2 if option == "hosts" else 1):
-            parser.error(f"--{option} is {getattr(args, option)}; expected {2 if option == 'hosts' else 1} or more")
-    reason = hosts.why_not()
+    reason = hosts.why_not_as_many(args.hosts, least=2)
     if reason is not None:
-        print(f"congestion SKIPPED: {reason}.")
-        return
+        parser.error(f"--hosts is {reason}")
+    if args.rate < 1:
+        parser.error(f"--rate is {args.rate}; expected 1 or more")
+    hosts.need("congestion")
     limit = limit_s(_SIZE, args.hosts, args.rate)
     inner = 1 if args.quick else min(_MOST_CALLS, max(1, round(_SAMPLE_S / limit)))
     of_system = hosts.system_congestion()

@@ -12,13 +12,16 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 BURST_BYTES = 512 * 1024  # what a link that was idle carries at once; a token bucket's size
+SKIPPED = 77  # the exit status of a script that was skipped, as automake has it
 _PREFIX = "bagua-bench"
 _NETMASK_BITS = 24
 _SUBNET = f"10.99.0.0/{_NETMASK_BITS}"
+_MOST = 2 ** (32 - _NETMASK_BITS) - 2
 
 
 def why_not() -> str | None:
@@ -33,6 +36,21 @@ def why_not() -> str | None:
             return None
     except RuntimeError as error:
         return str(error)
+
+
+def need(script: str, otherwise: str = "") -> None:
+    """Ends a script that cannot do without hosts where none can be made; ``otherwise`` is what else it could do."""
+    reason = why_not()
+    if reason is not None:
+        print(f"{script} SKIPPED: {reason}.{otherwise and ' '}{otherwise}")
+        sys.exit(SKIPPED)
+
+
+def why_not_as_many(count: int, least: int = 1) -> str | None:
+    """Why that number of hosts cannot be made anywhere, or None."""
+    if count < least:
+        return f"{count}; expected {least} or more"
+    return f"{count}; expected {_MOST} or fewer, as {_SUBNET} has addresses" if count > _MOST else None
 
 
 def address(host: int) -> str:

@@ -2,13 +2,16 @@
 
 Runs the cases of replay.py and the studies of ablation.py (more than an hour; needs root), then writes the tables and
 plots. Run it while nothing else does. What has been measured is kept in a file, from which a run that was cut off goes
-on, of the same commit on the same machine with nothing changed in between.
+on, of the same commit on the same machine with nothing changed in between. `--quick` plays one case, and writes it to
+the folder of the results.
 
-    sudo .venv/bin/python benchmarks/performance.py [--keep build/performance.jsonl] [--quick]
+    sudo .venv/bin/python benchmarks/performance.py [--keep build/performance.jsonl]
+    sudo .venv/bin/python benchmarks/performance.py --quick
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,7 +23,9 @@ import ranks
 import report
 from ablation import STUDIES
 from performance_report import DOCUMENT, write_document
-from replay import SYSTEMS, Case, Outcome, add_case, run, systems_of
+from replay import SYSTEMS, add_case, run, systems_of
+from replay_cases import Case, Outcome
+from replay_plots import bars
 from replay_systems import DDP_HOOKS, measure
 
 PROFILES = ("vgg16", "bert_large", "gpt_124m", "resnet50")
@@ -55,7 +60,6 @@ class _Kept:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         for line in self._lines:
             self._check(line["facts"], _facts())
@@ -94,22 +98,38 @@ def _facts() -> dict[str, Any]:
     return {**facts, "load average": load, "TCP": congestion, "command": "python benchmarks/performance.py"}
 
 
-def main() -> None:
+def _arguments() -> argparse.Namespace:
+    """The options, after what is wrong with them was said."""
     parser = report.parser(__doc__)
-    default = report.ROOT / "build" / "performance.jsonl"
-    parser.add_argument("--keep", type=Path, default=default, help="a file of what has been measured, to go on from")
-    parser.add_argument("--document", type=Path, default=DOCUMENT, help="what is written")
+    parser.add_argument("--keep", type=Path, help="what has been measured, to go on from; build/performance.jsonl")
+    parser.add_argument("--document", type=Path, help="what is written; docs/performance.md")
     args = parser.parse_args()
-    reason = hosts.why_not()
-    if reason is not None:
-        print(f"performance SKIPPED: {reason}.")
-        return
+    for option, default in (("keep", report.ROOT / "build" / "performance.jsonl"), ("document", DOCUMENT)):
+        path = getattr(args, option)
+        if args.quick and path is not None:
+            parser.error(
+                f"--{option} is {path}, but --quick plays one case for the folder --out; leave out one of them"
+            )
+        path = path or default
+        parser.check_folder(f"--{option}", path, path.parent)
+        if path.is_dir():
+            parser.error(f"--{option} is the folder {path}; expected a file")
+        setattr(args, option, path)
+    hosts.need("performance")
     missing = {case.congestion for case in CASES if case.congestion} - set(hosts.available_congestions())
     if missing:
         parser.error(f"this kernel has no congestion control {', '.join(missing)}; `modprobe tcp_NAME` may bring it")
+    return args
+
+
+def main() -> None:
+    args = _arguments()
     if args.quick:
         case = Case("vgg16", _SCALE, 2, 2, 5000)
-        add_case(report.Report(__file__, "one case of it", args), run(case, CASES[case], 3))
+        result = report.Report(__file__, "one case of it", args, subject="quick")
+        outcomes = run(case, CASES[case], 3)
+        add_case(result, outcomes)
+        result.write(bars([outcomes]))
         return
     kept = _Kept(args.keep)
     cases = {}

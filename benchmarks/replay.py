@@ -18,28 +18,30 @@ after the other, compute alone first; `--turns` as often, so that what drifts me
         [--ranks-per-host 1] [--systems ddp bytegrad qsgd:bits=4 ...] [--turns 1] [--congestion cubic] [--quick]
 
 A profile is a file of benchmarks/profiles/, or one that `bagua bench record` has made. Under a launcher (`bagua run ...
-benchmarks/replay.py`) it plays on the hosts that it is started on, for which `--rates` names the rate of their links.
+benchmarks/replay.py`) it plays on the hosts that it is started on, for which `--rates` names the rate of their links;
+without it there is no bound. Where there are two of `--rates` or more, the plot has them on its lower axis. Results are
+named by the profiles.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import hosts
 import ranks
 import report
-import timing
-from replay_systems import ALONE, DDP_HOOKS, Result, Task, bound_s, check, is_launched, measure, measure_here, parse
+from replay_bars import bars_of
+from replay_cases import PROFILES, Case, Outcome, is_ddp, outcomes_of
+from replay_plots import PLOTTED, plot
+from replay_systems import ALONE, DDP_HOOKS, check, is_launched, measure, measure_here, parse
 
 import bagua
 from bagua.profiles import Profile
 
-PROFILES = Path(__file__).parent / "profiles"
 SYSTEMS = (
     *DDP_HOOKS,
     "gradient_allreduce",
@@ -55,65 +57,6 @@ SYSTEMS = (
 )
 _SHRUNK = ("ddp", "ddp_fp16", "gradient_allreduce", "bytegrad", "qsgd:bits=4")
 _CAP_MIB = 25  # of a bucket, torch's default and bagua's
-# Profile and system at 4 hosts, 1 Gbit/s, scale 0.1: the time of the best DDP as it comes over ours, and ours over the
-# bound.
-BARS = {
-    ("vgg16", "gradient_allreduce"): (1.0, 1.08),
-    ("vgg16", "bytegrad"): (2.1, 1.15),
-    ("vgg16", "qsgd:bits=4"): (2.6, 1.15),
-    ("bert_large", "gradient_allreduce"): (1.0, 1.08),
-    ("bert_large", "bytegrad"): (1.9, 1.15),
-    ("bert_large", "qsgd:bits=4"): (3.0, 1.15),
-}
-# Where compute hides all communication: profile, rate, and the step over compute alone.
-HIDDEN = ("resnet50", 5000, 1.05)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A profile on a network; `rate_mbit` is that of every host's link."""
-
-    profile: str
-    scale: float
-    num_hosts: int
-    ranks_per_host: int
-    rate_mbit: int
-    congestion: str = ""  # control of all TCP connections; as they come if empty
-
-    def task(self, systems: Sequence[str], samples: int, turns: int) -> Task:
-        """What a rank does in it."""
-        return Task(str(self.path), self.scale, self.rate_mbit, list(systems), samples, turns)
-
-    def __str__(self) -> str:
-        ranks_each = f" x {self.ranks_per_host} ranks" if self.ranks_per_host > 1 else ""
-        return (
-            f"{Path(self.profile).stem}, scale {self.scale:g}, {self.num_hosts} hosts{ranks_each}, "
-            f"{self.rate_mbit} Mbit/s{f', {self.congestion} for all' if self.congestion else ''}"
-        )
-
-    @property
-    def path(self) -> Path:
-        """Of the profile: one of ours by name, or any file."""
-        ours = PROFILES / f"{self.profile}.json"
-        return ours if ours.exists() else Path(self.profile)
-
-
-@dataclass
-class Outcome:
-    """One system in one case, over all ranks."""
-
-    case: Case
-    system: str
-    step_s: list[float]  # the slowest rank's
-    compute_s: float
-    bound_s: float
-    wire_bytes: float
-    waiting_s: float | None
-
-    @property
-    def p50(self) -> float:
-        """Seconds per step."""
-        return statistics.median(self.step_s)
 
 
 def systems_of(scale: float) -> tuple[str, ...]:
@@ -144,27 +87,6 @@ def run(case: Case, systems: Sequence[str], samples: int, turns: int = 1) -> lis
     return outcomes_of(case, per_rank, hosts.BURST_BYTES)
 
 
-def outcomes_of(case: Case, per_rank: Sequence[Sequence[dict]], burst_bytes: float) -> list[Outcome]:
-    """From every rank's results to one per system; links carry `burst_bytes` at once."""
-    outcomes: list[Outcome] = []
-    for of_system in zip(*per_rank, strict=True):
-        results = [Result(**one) for one in of_system]
-        first = results[0]
-        step_s = timing.slowest([result.step_s for result in results])
-        first.wire_bytes = max(result.wire_bytes for result in results)
-        compute_s = outcomes[0].p50 if outcomes else statistics.median(step_s)
-        waiting = [result.waiting_s for result in results if result.waiting_s is not None]
-        bound = bound_s(first, compute_s, case.rate_mbit, burst_bytes)
-        waiting_s = max(waiting, default=None)
-        outcomes.append(Outcome(case, first.system, step_s, compute_s, bound, first.wire_bytes, waiting_s))
-    return outcomes
-
-
-def is_ddp(outcome: Outcome) -> bool:
-    """Whether it is one of torch's, with whatever options."""
-    return parse(outcome.system)[0] in DDP_HOOKS
-
-
 def rows_of(outcomes: Sequence[Outcome]) -> list[report.Row]:
     """Compared to the best DDP of the case, where one was measured."""
     rows = {outcome.system: report.Row(outcome.system, outcome.step_s) for outcome in outcomes}
@@ -177,49 +99,11 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[report.Row]:
                 "exposed ms": report.three_digits(max(0.0, outcome.p50 - outcome.compute_s) * 1e3),
                 "waiting ms": "" if outcome.waiting_s is None else report.three_digits(outcome.waiting_s * 1e3),
                 "wire MB": report.three_digits(outcome.wire_bytes / 1e6),
-                "bound ms": report.three_digits(outcome.bound_s * 1e3),
-                "of bound": f"{outcome.p50 / outcome.bound_s:.2f}",
             }
+        if outcome.system != ALONE and outcome.bound_s is not None:
+            row.cells["bound ms"] = report.three_digits(outcome.bound_s * 1e3)
+            row.cells["of bound"] = f"{outcome.p50 / outcome.bound_s:.2f}"
     return list(rows.values())
-
-
-def bars_of(outcomes: Sequence[Outcome]) -> list[str]:
-    """What this project has set itself, beside what was measured; one line each."""
-    case = outcomes[0].case
-    if (case.scale, case.num_hosts, case.ranks_per_host, case.congestion) != (0.1, 4, 1, ""):
-        return []
-    by_name = {outcome.system: outcome for outcome in outcomes}
-    lines = []
-    profile, rate_mbit, overhead = HIDDEN
-    if (case.profile, case.rate_mbit) == (profile, rate_mbit):
-        for system in ("gradient_allreduce", "bytegrad", "qsgd:bits=4"):
-            if system in by_name:
-                reached = by_name[system].p50 / by_name[system].compute_s
-                lines.append(
-                    f"- {profile} at {rate_mbit} Mbit/s, {system}: compute hides the communication; the step takes "
-                    f"{reached:.3f} of compute alone (bar {overhead}): {'met' if reached <= overhead else 'MISSED'}"
-                )
-    if case.rate_mbit != 1000:
-        return lines
-    for (profile, system), (ratio, of_bound) in BARS.items():
-        is_full = system == "gradient_allreduce"
-        baselines = [by_name[name].p50 for name in (("ddp",) if is_full else DDP_HOOKS) if name in by_name]
-        if profile != case.profile or system not in by_name or not baselines:
-            continue
-        ours = by_name[system]
-        best_s = min(baselines)
-        reached = (best_s / ours.p50, ours.p50 / ours.bound_s)
-        is_met = reached[0] >= ratio and reached[1] <= of_bound
-        missed = "MISSED" if best_s / ours.bound_s >= ratio else "MISSED, and beyond its bound on this machine"
-        beside = "DDP" if is_full else "the best DDP as it comes"
-        tuned_s = min(one.p50 for one in outcomes if is_ddp(one))
-        also = "" if is_full or tuned_s == best_s else f"; {tuned_s / ours.p50:.2f} beside one with smaller buckets"
-        lines.append(
-            f"- {profile}, {system}: {reached[0]:.3f} times as fast as {beside} (bar {ratio}, at its bound it would be "
-            f"{best_s / ours.bound_s:.2f}{also}), {reached[1]:.2f} of its bound (bar {of_bound}): "
-            f"{'met' if is_met else missed}"
-        )
-    return lines
 
 
 def add_case(result: report.Report, outcomes: Sequence[Outcome]) -> None:
@@ -237,7 +121,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--profiles", nargs="+", default=["vgg16", "bert_large"], help="names, or files")
     parser.add_argument("--hosts", nargs="+", type=int, help="how many; 4")
     parser.add_argument("--ranks-per-host", type=int, help="1")
-    parser.add_argument("--rates", nargs="+", type=int, default=[1000], help="Mbit/s of every host's link")
+    parser.add_argument("--rates", nargs="+", type=int, help="Mbit/s of every host's link; 1000")
     parser.add_argument("--scale", type=float, default=1.0, help="of the tensors' sizes")
     parser.add_argument("--systems", nargs="+", help="ddp, ddp_fp16, ddp_bf16, or an algorithm; all of them")
     parser.add_argument("--congestion", default="", help="TCP's, for DDP and bagua (default: as they come)")
@@ -246,11 +130,13 @@ def _arguments() -> argparse.Namespace:
     has_hosts = args.hosts is not None or args.ranks_per_host is not None
     args.hosts = [4] if args.hosts is None else args.hosts
     args.ranks_per_host = 1 if args.ranks_per_host is None else args.ranks_per_host
-    for option in ("hosts", "ranks_per_host", "rates", "turns"):
-        values = getattr(args, option)
-        least = min(values if isinstance(values, list) else [values])
-        if least < 1:
-            parser.error(f"--{option.replace('_', '-')} has {least}; expected 1 or more")
+    rates = args.rates or [1000]
+    args.rates = [None] if is_launched() and args.rates is None else rates
+    for option, values in (("ranks-per-host", [args.ranks_per_host]), ("rates", rates), ("turns", [args.turns])):
+        if min(values) < 1:
+            parser.error(f"--{option} has {min(values)}; expected 1 or more")
+    for reason in filter(None, map(hosts.why_not_as_many, args.hosts)):
+        parser.error(f"--hosts has {reason}")
     if not 0 < args.scale < math.inf:
         parser.error(f"--scale is {args.scale}; expected a number of more than 0, such as 0.1")
     available = hosts.available_congestions()
@@ -276,6 +162,7 @@ def _arguments() -> argparse.Namespace:
             Profile.load(Case(profile, 1, 1, 1, 1).path)
         except bagua.InvalidArgument as error:
             parser.error(f"--profiles: {error}")
+    args.plotted = args.systems or PLOTTED
     args.systems = args.systems or systems_of(args.scale)
     return args
 
@@ -286,14 +173,11 @@ def main() -> None:
     if is_launched():
         _main_of_rank(args, samples)
         return
-    reason = hosts.why_not()
-    if reason is not None:
-        print(f"replay SKIPPED: {reason}. Under a launcher it plays on the hosts that there are.")
-        return
+    hosts.need("replay", "Under a launcher it plays on the hosts that there are.")
     setup = {
         "TCP": args.congestion or f"DDP has the system's {hosts.system_congestion()}, bagua what `bagua doctor` says"
     }
-    result = report.Report(__file__, "a model's step under every algorithm, on shaped links", args, setup)
+    result = _report("a model's step under every algorithm, on shaped links", args, setup)
     cases = [
         Case(profile, args.scale, num_hosts, args.ranks_per_host, rate, args.congestion)
         for profile in args.profiles
@@ -302,16 +186,20 @@ def main() -> None:
     ]
     everything = []
     for case in cases:
-        outcomes = run(case, args.systems, samples, args.turns)
-        everything.append(outcomes)
-        add_case(result, outcomes)
-    figure, axes = report.subplots(len(cases))
-    for axis, outcomes in zip(axes, everything, strict=True):
-        report.bars(axis, rows_of(outcomes), str(outcomes[0].case), "ms per step", 1e3)
-        for place, outcome in enumerate(outcomes):
-            axis.plot([outcome.bound_s * 1e3] * 2, [place - 0.4, place + 0.4], color="tab:red")
-    figure.tight_layout()
-    result.write(figure)
+        everything.append(run(case, args.systems, samples, args.turns))
+        add_case(result, everything[-1])
+    result.write(plot(everything, args.plotted))
+
+
+def _link(rate_mbit: int | None) -> Mapping[str, str]:
+    """What the header says of links that are there, not made."""
+    return {"link": "not named; give --rates to have the bound" if rate_mbit is None else f"{rate_mbit} Mbit/s"}
+
+
+def _report(question: str, args: argparse.Namespace, setup: Mapping[str, str]) -> report.Report:
+    """Of one name for each choice of profiles."""
+    stems = (Path(profile).stem for profile in args.profiles)
+    return report.Report(__file__, question, args, setup, subject="-".join(dict.fromkeys(stems)))
 
 
 def _main_of_rank(args: argparse.Namespace, samples: int) -> None:
@@ -319,11 +207,13 @@ def _main_of_rank(args: argparse.Namespace, samples: int) -> None:
     cases = [Case(profile, args.scale, 1, 1, args.rates[0]) for profile in args.profiles]
     place, per_case = measure_here([case.task(args.systems, samples, args.turns) for case in cases])
     if place.rank == 0:
-        result = report.Report(__file__, "a model's step under every algorithm, on these hosts", args)
+        result = _report("a model's step under every algorithm, on these hosts", args, _link(args.rates[0]))
+        everything = []
         for case, per_rank in zip(cases, per_case, strict=True):
             here = replace(case, num_hosts=place.num_hosts, ranks_per_host=place.ranks_per_host)
-            add_case(result, outcomes_of(here, per_rank, 0))
-        result.write()
+            everything.append(outcomes_of(here, per_rank, 0))
+            add_case(result, everything[-1])
+        result.write(plot(everything, args.plotted))
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ class Task:
     Attributes:
         profile: a file.
         scale: of the tensors.
-        rate_mbit: of every host's link.
+        rate_mbit: of every host's link; None if it is left open.
         systems: names; compute alone comes before them.
         samples: of each, at most.
         turns: how often all of them are measured.
@@ -170,7 +170,7 @@ class Task:
 
     profile: str
     scale: float
-    rate_mbit: float
+    rate_mbit: float | None
     systems: Sequence[str]
     samples: int
     turns: int = 1
@@ -225,7 +225,8 @@ def _measure(system: str, model: SleepingModel, ready: dict[int, float], task: T
     period = 1
     if name == "async":
         round_bytes = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
-        round_s = max(options["sync_interval"], round_bytes * 8 / (task.rate_mbit * 1e6))
+        link_s = round_bytes * 8 / (task.rate_mbit * 1e6) if task.rate_mbit is not None else 0.0
+        round_s = max(options["sync_interval"], link_s)
         step_s, wire_bytes, num_steps = _time_rounds(step, math.ceil(round_s / max(ready.values())))
     else:
         # What is not done in every step is done once in a sample.

@@ -10,9 +10,11 @@ import argparse
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -20,12 +22,34 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+_LONGEST_SUBJECT = 100  # of what a file's name may have
 _UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1e-6}
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Refuses a folder of results that cannot be written, before anything is measured for it."""
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> argparse.Namespace:
+        """The options; makes the folder, on the rank that writes."""
+        options = super().parse_args(*args, **kwargs)
+        if os.environ.get("RANK", "0") == "0":
+            self.check_folder("--out", options.out, options.out)
+        return options
+
+    def check_folder(self, option: str, value: Path, folder: Path) -> None:
+        """Makes the folder that an option needs; ends with an error where it cannot be written."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            self.error(
+                f"{option} is {value}, but {folder} is no folder to write to ({error.strerror}); name another one"
+            )
+
+
+def parser(description: str | None) -> Parser:
     """The options that all scripts share; `description` is the script's docstring."""
-    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--quick", action="store_true", help="few repetitions: to see that it works")
     options.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
     options.add_argument("--note", default="", help="a line for the header, such as what else ran on the machine")
@@ -109,10 +133,19 @@ class Report:
         question: what the script answers, in one line.
         args: the parsed options of `parser`.
         setup: further lines for the header, by name.
+        subject: what else names the results, such as the model.
     """
 
-    def __init__(self, script: str, question: str, args: argparse.Namespace, setup: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        script: str,
+        question: str,
+        args: argparse.Namespace,
+        setup: Mapping[str, Any] | None = None,
+        subject: str = "",
+    ) -> None:
         self.name = Path(script).stem
+        self._subject = re.sub(r"[^\w.-]+", "_", subject)[:_LONGEST_SUBJECT]
         self.began = datetime.now()
         note = " ".join(filter(None, [args.note, "quick run: few repetitions" if args.quick else ""]))
         self._head = [f"# {self.name}: {question}", ""]
@@ -135,15 +168,16 @@ class Report:
         print(*lines, sep="\n", flush=True)
 
     def write(self, figure: Any = None) -> None:
-        """Writes the Markdown file, and the matplotlib figure beside it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{self.began:%Y-%m-%d}-{self.name}.md"
+        """Writes the Markdown file, and the matplotlib figure beside it, in the place of those of the same day."""
+        stem = "-".join(filter(None, [f"{self.began:%Y-%m-%d}", self.name, self._subject]))
+        path = self._folder / f"{stem}.md"
+        instead = ", in the place of an earlier result" if path.exists() else ""
         lines = [*self._head, "", *self._body]
         if figure is not None:
-            figure.savefig(path.with_suffix(".png"), dpi=120, bbox_inches="tight")
-            lines.append(f"![{self.name}]({path.stem}.png)")
+            figure.savefig(self._folder / f"{stem}.png", dpi=120, bbox_inches="tight")
+            lines.append(f"![{self.name}]({stem}.png)")
         path.write_text("\n".join(lines).rstrip() + "\n")
-        print(f"written: {path}" + (f" and {path.stem}.png" if figure is not None else ""))
+        print(f"written: {path}" + (f" and {stem}.png" if figure is not None else "") + instead)
 
 
 def subplots(columns: int, rows: int = 1) -> tuple[Any, list[Any]]:

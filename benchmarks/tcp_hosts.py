@@ -11,6 +11,8 @@ processes, in turns. CPU time is that of all ranks, user and system, per byte of
 
 from __future__ import annotations
 
+import argparse
+
 import hosts
 import ranks
 import report
@@ -115,21 +117,24 @@ def measured_rate(size: int, num_hosts: int, plain: report.Row) -> str:
 def parse_case(text: str) -> tuple[int, int | None]:
     """`4:1000` -> four hosts, 1000 Mbit/s; `2:max` -> two hosts, unshaped."""
     count, _, rate = text.partition(":")
+    if not count.isdecimal() or not (rate == "max" or (rate.isdecimal() and int(rate) > 0)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no case; expected HOSTS:MBIT, such as 4:1000 or 2:max")
+    reason = hosts.why_not_as_many(int(count), least=2)
+    if reason is not None:
+        raise argparse.ArgumentTypeError(f"{text} has hosts {reason}")
     return int(count), None if rate == "max" else int(rate)
 
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--cases", nargs="+", default=CASES, metavar="HOSTS:MBIT", help="HOSTS:max is unshaped")
+    parser.add_argument("--cases", nargs="+", type=parse_case, metavar="HOSTS:MBIT", help="HOSTS:max is unshaped")
     parser.add_argument("--sizes", type=float, nargs="+", help="bytes, for every case")
+    parser.set_defaults(cases=[parse_case(case) for case in CASES])
     args = parser.parse_args()
-    reason = hosts.why_not()
-    if reason is not None:
-        print(f"tcp_hosts SKIPPED: {reason}.")
-        return
+    hosts.need("tcp_hosts")
     result = report.Report(__file__, "all_reduce between hosts over TCP", args)
     figure, axes = report.subplots(len(args.cases))
-    for axis, (num_hosts, rate_mbit) in zip(axes, map(parse_case, args.cases), strict=True):
+    for axis, (num_hosts, rate_mbit) in zip(axes, args.cases, strict=True):
         default = SIZES.get(rate_mbit, SIZES[1000])
         sizes = [int(size) for size in args.sizes or default]
         with hosts.hosts(num_hosts, rate_mbit) as prefixes:

@@ -9,7 +9,7 @@ import pytest
 
 
 def outcome(system, step_ms):
-    from replay import Case, Outcome
+    from replay_cases import Case, Outcome
 
     return Outcome(Case("vgg16", 0.1, 4, 1, 1000), system, [step_ms / 1e3], 0.1, 0.1, 0.0, None)
 
@@ -29,7 +29,7 @@ def test_the_verdict_says_where_it_depends():
 
 def played(case, systems):
     """Outcomes in which every byte costs time, and compute hides nothing."""
-    from replay import Outcome
+    from replay_cases import Outcome
 
     bits = {"bytegrad": 8, "qsgd": 8, "qsgd:bits=4": 4, "qadam": 8, "ddp_fp16": 16, "ddp_bf16": 16}
     made = [Outcome(case, "compute alone", [0.1] * 3, 0.1, 0.1, 0, None)]
@@ -47,7 +47,8 @@ def test_the_document(tmp_path, monkeypatch):
     import replay
     from ablation import STUDIES
     from performance_report import write_document
-    from replay import Case, bars_of
+    from replay_bars import bars_of
+    from replay_cases import Case
 
     outcomes = {case: played(case, systems) for case, systems in performance.CASES.items()}
     studies = {}
@@ -72,6 +73,8 @@ def test_the_document(tmp_path, monkeypatch):
     )
     for case in outcomes:
         assert all(bar in text for bar in bars_of(outcomes[case]))
+    assert "- with cubic for all: bert_large, bytegrad: " in text
+    assert "bytegrad 1.1280 MISSED" in text and "work of codecs and copies is not hidden." in text
     assert "without hierarchy: a step takes" in text and "it matters" in text
     assert "- `bytegrad` makes a step at least 5% faster in all of them." in text
     assert "- `decentralized` makes a step at least 5% faster in none of them." in text
@@ -98,7 +101,7 @@ def test_what_is_kept_is_of_one_commit(tmp_path, monkeypatch):
 
     facts = {"date": "today", "machine": "m", "versions": "v", "commit": "c", "TCP": "t"}
     monkeypatch.setattr(performance, "_facts", lambda: dict(facts))
-    path = tmp_path / "new folder" / "kept.jsonl"
+    path = tmp_path / "kept.jsonl"
     measured = [outcome("compute alone", 100), outcome("bytegrad", 200)]
     assert performance._Kept(path).get("a case", lambda: measured) == measured
     again = performance._Kept(path)
@@ -110,3 +113,71 @@ def test_what_is_kept_is_of_one_commit(tmp_path, monkeypatch):
     facts["commit"] = "d"
     with pytest.raises(SystemExit, match="figures of another commit, c; here it is d"):
         performance._Kept(path)
+
+
+@pytest.mark.parametrize("option", ["--keep", "--document"])
+def test_a_file_that_cannot_be_written_is_refused(option, tmp_path, monkeypatch, capsys):
+    import performance
+
+    (tmp_path / "file").touch()
+    for path, message in ((tmp_path / "file" / "x", "is no folder to write to"), (tmp_path, "expected a file")):
+        monkeypatch.setattr(sys, "argv", ["performance.py", option, str(path)])
+        with pytest.raises(SystemExit) as ended:
+            performance.main()
+        assert ended.value.code == 2
+        printed = capsys.readouterr().err
+        assert f"{option} is " in printed and message in printed
+
+
+def test_a_quick_run_writes_one_case_to_the_folder_of_results(tmp_path, monkeypatch):
+    import hosts
+    import performance
+
+    monkeypatch.setattr(hosts, "why_not", lambda: None)
+    monkeypatch.setattr(hosts, "available_congestions", lambda: ["cubic"])
+    monkeypatch.setattr(performance, "run", lambda case, systems, samples: played(case, systems))
+    before = performance.DOCUMENT.read_text()
+    monkeypatch.setattr(sys, "argv", ["performance.py", "--quick", "--out", str(tmp_path)])
+    performance.main()
+    assert sorted(path.name.split("-", 3)[3] for path in tmp_path.iterdir()) == [
+        "performance-quick.md",
+        "performance-quick.png",
+    ]
+    assert performance.DOCUMENT.read_text() == before
+
+
+@pytest.mark.parametrize("option", ["--keep", "--document"])
+def test_a_quick_run_has_no_use_for_files_of_a_whole_one(option, tmp_path, monkeypatch, capsys):
+    import performance
+
+    monkeypatch.setattr(sys, "argv", ["performance.py", "--quick", option, str(tmp_path / "x")])
+    with pytest.raises(SystemExit):
+        performance.main()
+    assert f"{option} is {tmp_path / 'x'}, but --quick plays one case" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("profile", "row", "systems"),
+    [
+        (
+            "vgg16",
+            "training step of VGG16",
+            ("bytegrad", "qsgd:bits=4", "ddp", "ddp_fp16", "ddp_fp16:bucket_cap_mb=2.5"),
+        ),
+        (
+            "bert_large",
+            "the same of BERT-large",
+            ("gradient_allreduce", "bytegrad", "qsgd:bits=4", "ddp", "ddp_fp16", "ddp_fp16:bucket_cap_mb=2.5"),
+        ),
+    ],
+)
+def test_the_readme_has_the_times_of_the_document(profile, row, systems):
+    import report
+
+    section = (report.ROOT / "docs" / "performance.md").read_text().split(f"\n## {profile}: ")[1]
+    cells = [[cell.strip() for cell in line.split("|")] for line in section.splitlines() if line.startswith("|")]
+    column = cells[0].index("1000 Mbit/s")
+    times = {line[1]: line[column].split()[0] for line in reversed(cells) if line[column]}  # the first table wins
+    (line,) = [line for line in (report.ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {row}")]
+    stated = re.findall(r"(\d+) ms", line.split("|", 2)[2].split("the bounds")[0])
+    assert stated == [times[system] for system in systems]

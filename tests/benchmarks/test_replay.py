@@ -1,16 +1,20 @@
 """The arithmetic behind docs/performance.md, on cases made by hand."""
 
 import random
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from bagua.profiles import Layer, Profile
 from bagua.testing import spawn
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-def outcome(system, step_ms, profile="vgg16", rate_mbit=1000, bound_ms=1.0, compute_ms=100.0, wire_bytes=0.0):
-    from replay import Case, Outcome
+
+def outcome(system, step_ms, profile="vgg16", rate_mbit=1000, bound_ms=190.0, compute_ms=100.0, wire_bytes=0.0):
+    from replay_cases import Case, Outcome
 
     case = Case(profile, 0.1, 4, 1, rate_mbit)
     return Outcome(case, system, [step_ms / 1e3], compute_ms / 1e3, bound_ms / 1e3, wire_bytes, None)
@@ -96,7 +100,8 @@ def test_what_a_rank_measures_of_a_model_of_two_dtypes(tmp_path):
 
 
 def test_names_of_systems():
-    from replay import SYSTEMS, is_ddp, systems_of
+    from replay import SYSTEMS, systems_of
+    from replay_cases import is_ddp
     from replay_systems import parse
 
     assert parse("qsgd:bits=4,error_feedback=True,codec=bf16") == (
@@ -178,7 +183,7 @@ def test_options_as_they_come(monkeypatch):
 def test_outcomes_are_those_of_the_slowest_rank():
     from dataclasses import asdict
 
-    from replay import Case, outcomes_of
+    from replay_cases import Case, outcomes_of
     from replay_systems import ALONE, Result
 
     per_rank = [
@@ -194,7 +199,7 @@ def test_outcomes_are_those_of_the_slowest_rank():
 def test_bars():
     from dataclasses import replace
 
-    from replay import bars_of
+    from replay_bars import bars_of
 
     outcomes = [outcome("compute alone", 100), outcome("ddp", 500), outcome("ddp_fp16", 421)]
     outcomes += [outcome("ddp_fp16:bucket_cap_mb=2.5", 300), outcome("gradient_allreduce", 490, bound_ms=470)]
@@ -209,9 +214,122 @@ def test_bars():
     assert beyond.endswith(": MISSED, and beyond its bound on this machine")
     (slower,) = bars_of([outcome("ddp", 499), outcome("gradient_allreduce", 501, bound_ms=490)])
     assert "gradient_allreduce: 0.996 times as fast as DDP" in slower and slower.endswith("MISSED")
-    hidden = [outcome(system, ms, "resnet50", 5000) for system, ms in (("bytegrad", 104), ("qsgd:bits=4", 106))]
-    met, missed = bars_of(hidden)
-    assert "1.040 of compute alone" in met and met.endswith(": met") and missed.endswith("MISSED")
     assert bars_of([outcome("bytegrad", 200, rate_mbit=500)]) == []
     everybody_has_cubic = replace(outcomes[0].case, congestion="cubic")
-    assert bars_of([replace(one, case=everybody_has_cubic) for one in outcomes]) == []
+    equal_terms = bars_of([replace(one, case=everybody_has_cubic) for one in outcomes])
+    assert equal_terms == [line.replace("- ", "- with cubic for all: ", 1) for line in (full, bytegrad, qsgd)]
+
+
+def test_the_bar_on_overhead_is_wherever_compute_can_hide_the_communication():
+    from replay_bars import bars_of
+
+    def hidden(system, step_ms, bound_ms=100.05):
+        return outcome(system, step_ms, "made/up.json", 2500, bound_ms)
+
+    (line,) = bars_of(
+        [
+            hidden("compute alone", 100),
+            hidden("ddp", 120),
+            hidden("gradient_allreduce", 120, bound_ms=101),  # the wire takes longer
+            hidden("bytegrad", 104.9),
+            hidden("qsgd:bits=4", 105.04),
+            hidden("qsgd:bits=4,bucket_bytes=2621440", 120),
+        ]
+    )
+    assert line == (
+        "- up at 2500 Mbit/s, where compute can hide the communication, a step over compute alone (bar 1.05): "
+        "bytegrad 1.0490 met, qsgd:bits=4 1.0504 MISSED"
+    )
+
+
+# ---- what it leaves behind
+
+
+def fake_run(case, systems, samples, turns):
+    from replay_cases import Outcome
+
+    alone = Outcome(case, "compute alone", [0.1], 0.1, 0.1, 0.0, None)
+    return [alone, *(Outcome(case, system, [0.3, 0.2], 0.1, 0.15, 1e6, None) for system in systems)]
+
+
+def results_of(options, tmp_path, monkeypatch):
+    """Plays nothing; the figure that replay.py writes."""
+    import hosts
+    import replay
+    import report
+
+    figures = []
+    write = report.Report.write
+    monkeypatch.setattr(report.Report, "write", lambda self, figure: [figures.append(figure), write(self, figure)])
+    monkeypatch.setattr(hosts, "why_not", lambda: None)
+    monkeypatch.setattr(replay, "run", fake_run)
+    monkeypatch.setattr(sys, "argv", ["replay.py", "--out", str(tmp_path), *options.split()])
+    replay.main()
+    (figure,) = figures
+    monkeypatch.undo()
+    return figure
+
+
+def labels(axis):
+    return [text.get_text() for text in axis.get_legend().get_texts()]
+
+
+def test_two_rates_are_drawn_as_the_document_draws_them(tmp_path, monkeypatch):
+    from replay_plots import PLOTTED
+
+    figure = results_of("--profiles vgg16 --hosts 2 4 --rates 1000 100", tmp_path, monkeypatch)
+    assert len(figure.axes) == 6
+    for steps, exposed, wire in (figure.axes[:3], figure.axes[3:]):
+        assert all(axis.get_xscale() == axis.get_yscale() == "log" for axis in (steps, exposed))
+        assert labels(steps) == [*PLOTTED, "compute alone"]
+        assert [list(line.get_xdata()) for line in steps.lines[:2]] == [[100, 1000]] * 2
+        assert [list(line.get_ydata()) for line in steps.lines[:2]] == [[250, 250], [150, 150]]  # it, its bound
+        assert list(exposed.lines[0].get_ydata()) == [150, 150]
+        assert len(wire.patches) == len(PLOTTED)
+    assert figure.axes[3].get_title() == "vgg16, scale 1, 4 hosts: step, dotted: its bound"
+
+
+def test_systems_that_were_chosen_are_drawn(tmp_path, monkeypatch):
+    options = "--profiles vgg16 --rates 100 1000 --systems qadam ddp:bucket_cap_mb=2.5"
+    assert labels(results_of(options, tmp_path, monkeypatch).axes[0])[:2] == ["qadam", "ddp:bucket_cap_mb=2.5"]
+
+
+def test_one_rate_is_drawn_as_bars_beside_bounds(tmp_path, monkeypatch):
+    figure = results_of("--profiles vgg16 resnet50 --systems ddp bytegrad", tmp_path, monkeypatch)
+    assert [labels(axis) for axis in figure.axes] == [["bound"]] * 2
+
+
+def test_results_are_named_by_the_profiles_and_replaced_aloud(tmp_path, monkeypatch, capsys):
+    for profiles in ("vgg16", "resnet50 vgg16", "vgg16"):
+        results_of(f"--profiles {profiles} --systems ddp", tmp_path, monkeypatch)
+    ends = [line for line in capsys.readouterr().out.splitlines() if line.startswith("written")]
+    assert [line.endswith(", in the place of an earlier result") for line in ends] == [False, False, True]
+    names = sorted(path.name.split("-", 3)[3] for path in tmp_path.iterdir())
+    assert names == [f"replay-{of}.{kind}" for of in ("resnet50-vgg16", "vgg16") for kind in ("md", "png")]
+
+
+LAYERS = (Layer("first", ((300, 40),), 1.0, 2.0), Layer("second", ((50, 300),), 1.0, 2.0))
+
+
+def launched(options, tmp_path):
+    """The table, the header and the plots of two ranks that `bagua run` starts."""
+    Profile("tiny", "made up", LAYERS).save(tmp_path / "tiny.json")
+    command = [sys.executable, "-m", "bagua.cli", "run", "--nproc-per-node", "2", BENCHMARKS / "replay.py"]
+    command += ["--profiles", tmp_path / "tiny.json", "--systems", "ddp", "bytegrad", "async", "--quick"]
+    done = subprocess.run(
+        [*command, "--out", tmp_path / "out", *options], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "out").glob("*-replay-tiny.png"))) == 1
+    return done.stdout
+
+
+def test_a_link_that_nobody_named_has_no_rate_and_no_bound(tmp_path):
+    out = launched([], tmp_path)
+    assert "- link: not named; give --rates to have the bound" in out
+    assert "### tiny, scale 1, 1 hosts x 2 ranks\n" in out and "Mbit/s" not in out and "bound ms" not in out
+
+
+def test_a_link_that_is_named_has_a_bound(tmp_path):
+    out = launched(["--rates", "500"], tmp_path)
+    assert "- link: 500 Mbit/s" in out and "1 hosts x 2 ranks, 500 Mbit/s" in out and "of bound |" in out

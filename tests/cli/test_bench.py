@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -371,6 +372,11 @@ def test_what_cannot_be_recorded(tmp_path, capsys, target, message):
         (["--repetitions", "-3"], "repetitions is -3, expected"),
         (["--out", "{}/missing/x.json"], "there is no folder {}/missing; make it, or name another one"),
         (["--out", "{}"], "--out is the folder {}, expected a file, such as {}/profile.json"),
+        (
+            ["--out", "/proc/x.json"],
+            "--out is /proc/x.json, which cannot be written (No such file or directory); name a",
+        ),
+        (["--out", "{}/" + 300 * "x"], "which cannot be written (File name too long); name a file in a folder of your"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_measured(tmp_path, capsys, options, message):
@@ -378,3 +384,18 @@ def test_what_is_wrong_is_said_before_anything_is_measured(tmp_path, capsys, opt
     assert cli.main(["bench", "record", f"{__file__}:no_function", *argv]) == 1
     assert message.replace("{}", str(tmp_path)) in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_somebody_elses(tmp_path, capsys):
+    import bagua.bench
+
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0)
+    user = os.geteuid()
+    if user == 0:  # who may write everywhere
+        os.seteuid(65534)
+    try:
+        assert bagua.bench.main(["record", f"{__file__}:no_function", "--out", f"{folder}/x.json"]) == 1
+    finally:
+        os.seteuid(user)
+    assert f"--out is {folder}/x.json, " in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""What this project has set itself for replayed models, beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from replay_cases import Case, Outcome, is_ddp
+from replay_systems import DDP_HOOKS
+
+# Profile and system at 4 hosts, 1 Gbit/s, scale 0.1: the time of the best DDP as it comes over ours, and ours over the
+# bound.
+BARS = {
+    ("vgg16", "gradient_allreduce"): (1.0, 1.08),
+    ("vgg16", "bytegrad"): (2.1, 1.15),
+    ("vgg16", "qsgd:bits=4"): (2.6, 1.15),
+    ("bert_large", "gradient_allreduce"): (1.0, 1.08),
+    ("bert_large", "bytegrad"): (1.9, 1.15),
+    ("bert_large", "qsgd:bits=4"): (3.0, 1.15),
+}
+# A step over compute alone, of the systems that have bars, wherever compute can hide all communication.
+OVERHEAD = 1.05
+_HIDES = 1.001  # a bound of so much of compute alone is compute alone
+
+
+def bars_of(outcomes: Sequence[Outcome]) -> list[str]:
+    """What this project has set itself, beside what was measured; a line each."""
+    return [*ratio_bars(outcomes), *overhead_bars(outcomes)]
+
+
+def ratio_bars(outcomes: Sequence[Outcome]) -> list[str]:
+    """Of `BARS`: beside DDP, and beside the bound; a line for each system."""
+    case = outcomes[0].case
+    if not _is_of_bars(case) or case.rate_mbit != 1000:
+        return []
+    by_name = {outcome.system: outcome for outcome in outcomes}
+    lines = []
+    for (profile, system), (ratio, of_bound) in BARS.items():
+        is_full = system == "gradient_allreduce"
+        baselines = [by_name[name].p50 for name in (("ddp",) if is_full else DDP_HOOKS) if name in by_name]
+        if profile != case.profile or system not in by_name or not baselines:
+            continue
+        ours = by_name[system]
+        best_s = min(baselines)
+        reached = (best_s / ours.p50, ours.p50 / ours.bound_s)
+        is_met = reached[0] >= ratio and reached[1] <= of_bound
+        missed = "MISSED" if best_s / ours.bound_s >= ratio else "MISSED, and beyond its bound on this machine"
+        beside = "DDP" if is_full else "the best DDP as it comes"
+        tuned_s = min(one.p50 for one in outcomes if is_ddp(one))
+        also = "" if is_full or tuned_s == best_s else f"; {tuned_s / ours.p50:.2f} beside one with smaller buckets"
+        lines.append(
+            f"- {_terms(case)}{profile}, {system}: {reached[0]:.3f} times as fast as {beside} (bar {ratio}, at its "
+            f"bound it would be {best_s / ours.bound_s:.2f}{also}), {reached[1]:.2f} of its bound (bar {of_bound}): "
+            f"{'met' if is_met else missed}"
+        )
+    return lines
+
+
+def overhead_bars(outcomes: Sequence[Outcome]) -> list[str]:
+    """Of `OVERHEAD`: a line for the systems whose bound is compute alone, none where there are none."""
+    case = outcomes[0].case
+    with_bars = dict.fromkeys(system for _, system in BARS)
+    reached = {
+        one.system: one.p50 / one.compute_s
+        for one in outcomes
+        if one.system in with_bars and one.bound_s is not None and one.bound_s <= _HIDES * one.compute_s
+    }
+    if not _is_of_bars(case) or not reached:
+        return []
+    found = (f"{system} {over:.4f} {'met' if over <= OVERHEAD else 'MISSED'}" for system, over in reached.items())
+    return [
+        f"- {_terms(case)}{Path(case.profile).stem} at {case.rate_mbit} Mbit/s, where compute can hide the "
+        f"communication, a step over compute alone (bar {OVERHEAD}): {', '.join(found)}"
+    ]
+
+
+def _is_of_bars(case: Case) -> bool:
+    return (case.scale, case.num_hosts, case.ranks_per_host) == (0.1, 4, 1)
+
+
+def _terms(case: Case) -> str:
+    return f"with {case.congestion} for all: " if case.congestion else ""

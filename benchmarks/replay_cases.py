@@ -1,0 +1,81 @@
+"""A model on a network, and what was measured of it: what replay.py, ablation.py and performance.py share."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import timing
+from replay_systems import DDP_HOOKS, Result, Task, bound_s, parse
+
+PROFILES = Path(__file__).parent / "profiles"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A profile on a network; `rate_mbit` is that of every host's link, None if it is left open."""
+
+    profile: str
+    scale: float
+    num_hosts: int
+    ranks_per_host: int
+    rate_mbit: int | None
+    congestion: str = ""  # control of all TCP connections; as they come if empty
+
+    def task(self, systems: Sequence[str], samples: int, turns: int) -> Task:
+        """What a rank does in it."""
+        return Task(str(self.path), self.scale, self.rate_mbit, list(systems), samples, turns)
+
+    def __str__(self) -> str:
+        ranks_each = f" x {self.ranks_per_host} ranks" if self.ranks_per_host > 1 else ""
+        rate = "" if self.rate_mbit is None else f", {self.rate_mbit} Mbit/s"
+        control = f", {self.congestion} for all" if self.congestion else ""
+        stem = Path(self.profile).stem
+        return f"{stem}, scale {self.scale:g}, {self.num_hosts} hosts{ranks_each}{rate}{control}"
+
+    @property
+    def path(self) -> Path:
+        """Of the profile: one of ours by name, or any file."""
+        ours = PROFILES / f"{self.profile}.json"
+        return ours if ours.exists() else Path(self.profile)
+
+
+@dataclass
+class Outcome:
+    """One system in one case, over all ranks."""
+
+    case: Case
+    system: str
+    step_s: list[float]  # the slowest rank's
+    compute_s: float
+    bound_s: float | None  # None where the link's rate is left open
+    wire_bytes: float
+    waiting_s: float | None
+
+    @property
+    def p50(self) -> float:
+        """Seconds per step."""
+        return statistics.median(self.step_s)
+
+
+def outcomes_of(case: Case, per_rank: Sequence[Sequence[dict]], burst_bytes: float) -> list[Outcome]:
+    """From every rank's results to one per system; links carry `burst_bytes` at once."""
+    outcomes: list[Outcome] = []
+    for of_system in zip(*per_rank, strict=True):
+        results = [Result(**one) for one in of_system]
+        first = results[0]
+        step_s = timing.slowest([result.step_s for result in results])
+        first.wire_bytes = max(result.wire_bytes for result in results)
+        compute_s = outcomes[0].p50 if outcomes else statistics.median(step_s)
+        waiting = [result.waiting_s for result in results if result.waiting_s is not None]
+        bound = None if case.rate_mbit is None else bound_s(first, compute_s, case.rate_mbit, burst_bytes)
+        waiting_s = max(waiting, default=None)
+        outcomes.append(Outcome(case, first.system, step_s, compute_s, bound, first.wire_bytes, waiting_s))
+    return outcomes
+
+
+def is_ddp(outcome: Outcome) -> bool:
+    """Whether it is one of torch's, with whatever options."""
+    return parse(outcome.system)[0] in DDP_HOOKS

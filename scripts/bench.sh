@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Runs benchmarks, those of the arguments or all but performance.py, and ends with what was skipped (status 77).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ $# -gt 0 ] || set -- $(grep -l '__name__ == "__main__"' benchmarks/*.py | grep -v performance.py)
+skipped=()
+
+for script in "$@"; do
+  echo "== $script"
+  status=0
+  "${PY:-.venv/bin/python}" "$script" || status=$?
+  case $status in
+    0) ;;
+    77) skipped+=("$script") ;;
+    *) exit $status ;;
+  esac
+done
+
+[ ${#skipped[@]} -eq 0 ] || echo "bench: skipped, for the reasons above: ${skipped[*]}"
