@@ -93,9 +93,9 @@ def add_scalars(model: torch.nn.Module, writer: ScalarWriter, step: int | None =
 class PrometheusCollector:
     """A collector of prometheus-client: ``bagua_<name>`` of ``values``, counters with the ending ``_total``.
 
-    Labels: ``model``, ``rank``, ``group`` and ``algorithm``. It holds the models weakly, and follows one that is wrapped
-    anew. A process has one collector for all its models: the registry refuses a second one, whose metrics would have
-    the same names.
+    Labels: ``model``, ``rank``, ``group`` and ``algorithm``. It holds the models weakly, and follows one that is
+    wrapped anew. A process has one collector for all its models: the registry refuses a second one, whose metrics would
+    have the same names.
 
     Args:
         models: a wrapped model, whose label is the name of its class, or several by the label of each.
@@ -145,9 +145,7 @@ class PrometheusCollector:
     def _families(self) -> dict[str, Any]:
         kinds = ((self._core.CounterMetricFamily, _COUNTERS), (self._core.GaugeMetricFamily, _GAUGES))
         return {
-            name: kind(f"bagua_{name}", text, labels=_LABELS)
-            for kind, texts in kinds
-            for name, text in texts.items()
+            name: kind(f"bagua_{name}", text, labels=_LABELS) for kind, texts in kinds for name, text in texts.items()
         }
 
 

@@ -79,7 +79,7 @@ class Failure:
     """What ended the training of this rank.
 
     Attributes:
-        where: "backward", the hook, as ``Outside`` has it, or "computation" where the failure was there when bagua looked.
+        where: "backward", the hook, as ``Outside`` has it, or "computation" where bagua looked and found the failure.
         step: its index, as a StepRecord would have it.
         begin_ns: of the backward; of a hook, that of the wait.
         wait_ns: from here on the rank waited.

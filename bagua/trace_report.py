@@ -247,7 +247,10 @@ def _failure_lines(one: RankTrace) -> list[str]:
 def _table_of_ranks(ranks: Sequence[RankTrace]) -> list[str]:
     """Totals and means over all steps: the median of an algorithm that exchanges every eighth step would be that of
     the others. A step's length is the median of those in the files, so that pauses between steps do not count."""
-    lines = ["rank  host                 steps  step p50 ms  exposed ms/step  exposed total s  sent MB  sent MB/step  network MB/step"]
+    lines = [
+        "rank  host                 steps  step p50 ms  exposed ms/step  exposed total s  "
+        "sent MB  sent MB/step  network MB/step"
+    ]
     for one in ranks:
         totals = one.about["totals"]
         begins = [step["ts"] for step in one.slices(trace.STEPS)]
