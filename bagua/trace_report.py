@@ -31,7 +31,6 @@ _ABOUT = {
     **dict.fromkeys(("clock", "totals"), dict),
 }
 _TOTALS = ("steps", "exposed_s", "bytes_sent", "network_bytes_sent")
-_FAILURE = {"where", "step", "wait_ns", "end_ns", "error", "rank"}
 _TIMES = {"M": (), "i": ("ts",), "X": ("ts", "dur")}  # what an event has, by its `ph`
 _OPERATION = {"group", "ticket", "bytes"}
 _LANES_OF_OPERATIONS = (trace.OPERATIONS, trace.COORDINATION)
@@ -88,7 +87,7 @@ class RankTrace:
             if not _is_number(number):
                 raise InvalidArgument(f"{path}: otherData.{name} is {number!r}; save the timeline anew")
         failure = about.get("failure")
-        if failure is not None and not (isinstance(failure, dict) and _FAILURE <= set(failure)):
+        if failure is not None and not _is_failure(failure):
             raise InvalidArgument(f"{path}: otherData.failure is {failure!r}; save the timeline anew")
         events = content.get("traceEvents")
         broken = next((event for event in events if not _is_event(event)), None) if isinstance(events, list) else events
@@ -132,6 +131,12 @@ class RankTrace:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _is_failure(failure: Any) -> bool:
+    if not isinstance(failure, dict) or not {"where", "step", "error", "rank"} <= set(failure):
+        return False
+    return all(_is_number(failure.get(name)) for name in ("wait_ns", "end_ns"))
 
 
 def _is_event(event: Any) -> bool:
