@@ -371,6 +371,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="the merged trace, for ui.perfetto.dev or chrome://tracing")
     args = parser.parse_args(argv)
     try:
+        if args.out is not None and args.out.resolve() in {path.resolve() for path in args.files}:
+            raise InvalidArgument(f"--out is {args.out}, which is a rank's file and would be lost; name another one")
         ranks = load(args.files)
         print(report(ranks))
         if args.out is not None:

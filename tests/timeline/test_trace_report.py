@@ -325,3 +325,10 @@ def test_saved_by_each_rank_alone(files, tmp_path, capsys):
 def test_it_cannot_write(files, tmp_path, capsys):
     assert cli.main(["timeline", *map(str, files), "--out", str(tmp_path)]) == 1
     assert f"the timeline cannot be written to {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_rank_s_file_is_not_overwritten(files, capsys):
+    before = files[0].read_bytes()
+    assert cli.main(["timeline", *map(str, files), "--out", str(files[0])]) == 1
+    assert f"--out is {files[0]}, which is a rank's file and would be lost" in capsys.readouterr().err
+    assert files[0].read_bytes() == before
