@@ -104,6 +104,11 @@ def check_model(
         if isinstance(tensor, uninitialized):
             raise InvalidArgument(f"{name!r} has no shape yet: call the model once before with_bagua (lazy modules)")
     for name, module in model.named_modules():
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            raise InvalidArgument(
+                f"{f'module {name!r}' if name else 'the model'} is torch's DistributedDataParallel, which synchronises "
+                "gradients itself; leave it out, and pass its .module to with_bagua"
+            )
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
             raise InvalidArgument(
                 f"module {name!r} ({type(module).__name__}) gives sparse gradients; bagua sends dense ones: "

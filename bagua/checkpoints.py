@@ -17,6 +17,11 @@ def place_of(group: ProcessGroup) -> tuple[int, int]:
 
 def check_place(written: tuple[int, int], group: ProcessGroup, what: str) -> None:
     """Raises InvalidArgument unless ``written`` is ``place_of(group)``; ``what`` is what the checkpoint holds."""
+    if written[1] != group.size:
+        raise InvalidArgument(
+            f"the checkpoint is of {written[1]} ranks, these are {group.size}: it holds {what}, which no rank here can "
+            "take over; load model and optimizer, and leave model.bagua.load_state_dict out"
+        )
     if tuple(written) != place_of(group):
         raise InvalidArgument(
             f"the checkpoint is of rank {written[0]} of {written[1]}, this is rank {group.rank} of {group.size}: it "

@@ -115,6 +115,7 @@ def with_bagua(
     for optimizer in optimizers:
         broadcast_optimizer(optimizer, group)
     step = Step(
+        model,
         _make_storage(model, group, chosen, optimizer_of, bucket_bytes, earlier),
         chosen,
         group,
@@ -210,10 +211,28 @@ class DistributedDataParallel(torch.nn.Module):
         """As ``model.bagua.no_sync()``: backwards inside stay local."""
         return self.bagua.no_sync()
 
+    def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        """Not supported: ranks whose inputs end earlier would leave the others waiting.
+
+        Raises:
+            InvalidArgument: always, with what to do.
+        """
+        raise InvalidArgument(_UNEVEN)
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """As ``join``, for torch.distributed.algorithms.Join."""
+        raise InvalidArgument(_UNEVEN)
+
     @property
     def bagua(self) -> BaguaHandle:
         """The handle of the wrapped module."""
         return self.module.bagua
+
+
+_UNEVEN = (
+    "uneven inputs cannot be joined; give all ranks the same number of batches, as DistributedSampler does together "
+    "with drop_last=True, or train with torch's DistributedDataParallel on the backend 'bagua', which can join them"
+)
 
 
 def _num_wraps(earlier: BaguaHandle | None) -> int:
@@ -305,6 +324,7 @@ class _ModuleHook:
     def __init__(self, step: Step | None = None, action: Callable[..., None] | None = None) -> None:
         self._step, self._action = step, action
 
+    @torch._disable_dynamo  # torch.compile runs it between its graphs
     def __call__(self, module: torch.nn.Module, *call: Any) -> None:
         if self._action is not None:
             self._action(self._step, module, *call)

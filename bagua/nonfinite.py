@@ -20,7 +20,7 @@ from bagua.group import ProcessGroup
 
 
 class NonFiniteGuard:
-    """Watches the buckets of one model that travel under a codec.
+    """Watches the buckets of a model of which some travel under a codec; small ones travel without.
 
     Args:
         optimizers: those for which ``check_step`` will be called before they change weights.
@@ -29,16 +29,17 @@ class NonFiniteGuard:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self.is_in_closure = False  # of an optimizer's step
-        self._coded: list[Bucket] = []
+        self._watched: tuple[Bucket, ...] = ()
         self._suspects: list[Bucket] = []  # buckets with NaN after the last synchronising backward
 
     def watch(self, buckets: Sequence[Bucket], group: ProcessGroup) -> None:
         """Takes the buckets of a new layout. A single rank sends nothing, so nothing is quantised."""
-        self._coded = [b for b in buckets if b.declaration.codec is not None] if group.size > 1 else []
+        uses_codec = group.size > 1 and any(bucket.declaration.codec is not None for bucket in buckets)
+        self._watched = tuple(buckets) if uses_codec else ()
 
     def check_backward(self) -> None:
         """All gradients are synchronised; raises InvalidArgument if no later check can."""
-        self._suspects = [bucket for bucket in self._coded if not bucket.is_finite()]
+        self._suspects = [bucket for bucket in self._watched if not bucket.is_finite()]
         if not self._suspects:
             return
         if self.is_in_closure:
@@ -69,7 +70,9 @@ class NonFiniteGuard:
         self.is_in_closure = False
 
     def _error(self, buckets: Sequence[Bucket], more: str = "") -> InvalidArgument:
-        told = "; ".join(f"{b.label} ({', '.join(b.names)}) under codec {b.declaration.codec!r}" for b in buckets)
+        codecs = [bucket.declaration.codec for bucket in buckets]
+        under = ["" if codec is None else f" under codec {codec!r}" for codec in codecs]
+        told = "; ".join(f"{b.label} ({', '.join(b.names)}){how}" for b, how in zip(buckets, under, strict=True))
         return InvalidArgument(
             f"a gradient is NaN or Inf on some rank, which a codec cannot average: {told}. No rank has changed a "
             f"weight; skip the step with zero_grad(), as torch.amp.GradScaler does{more}",

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,17 +36,19 @@ from bagua.end_of_backward import EndOfBackward
 from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.group import ProcessGroup, Work
 from bagua.nonfinite import NonFiniteGuard, is_skipped_by_scaler
+from bagua.parameter_errors import changed_parameters, never_ready, ready_twice, refused_gradient
 from bagua.recorder import Recorder
 from bagua.replicas import BufferBroadcast
 from bagua.skipped_steps import SkippedSteps
 from bagua.timeline import Timeline, snapshot
-from bagua.unused import UnusedParameters, never_ready
+from bagua.unused import UnusedParameters
 
 
 class Step:
     """The state of the step under way, kept from step to step without allocating.
 
     Args:
+        model: held weakly.
         storage: the gradients' buckets.
         algorithm: decides what a bucket sends.
         group: the ranks that train together.
@@ -60,6 +63,7 @@ class Step:
 
     def __init__(
         self,
+        model: torch.nn.Module,
         storage: BucketStorage,
         algorithm: Algorithm,
         group: ProcessGroup,
@@ -87,6 +91,8 @@ class Step:
         self._is_open = False  # between the first gradient of a synchronising backward and its end
         self._pending: list[tuple[Bucket, Work]] = []
         self._begin_ns = self._forward_ns = 0
+        self._model = weakref.ref(model)
+        self._is_checked = False  # after the first backward, that the model still has the parameters of the wrap
         self._local_ns: int | None = None  # when a backward inside no_sync began
         self._unused = UnusedParameters(storage, group) if find_unused_parameters else None
         algorithm.attach(Training(group, tuple(optimizers), functools.partial(_record, self.recorder, self.groups)))
@@ -99,6 +105,8 @@ class Step:
         if not torch.is_grad_enabled() or self._is_open:  # open: a checkpoint computes it again in backward
             return
         self._check()
+        if getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
+            raise InvalidArgument("torch's DistributedDataParallel is around the wrapped model; leave one of them out")
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise InvalidArgument(
@@ -158,7 +166,7 @@ class Step:
             try:
                 first, last = self._mark_ready(index)
             except BaguaError as error:
-                raise self._fail(self._twice(index)) from error
+                raise self._fail(ready_twice(self.storage.names[index])) from error
             if first != last:
                 self._launch(first, last)
 
@@ -179,20 +187,10 @@ class Step:
             parameter.grad = self._views[index]
 
     def _move_into_bucket(self, index: int, parameter: torch.nn.Parameter, grad: torch.Tensor) -> None:
-        name = self.storage.names[index]
-        if grad.layout is not torch.strided:
-            raise self._fail(
-                InvalidArgument(f"parameter {name!r} has a {grad.layout} gradient; bagua sends dense ones")
-            )
-        if grad.requires_grad:
-            if not self.synchronises:
-                return  # local, so the graph that create_graph=True asked for stays whole
-            raise self._fail(
-                InvalidArgument(
-                    f"backward(create_graph=True) would lose the graph of {name!r}.grad when it is averaged; "
-                    "use torch.autograd.grad for higher-order terms, or no_sync()"
-                )
-            )
+        if grad.requires_grad and not self.synchronises:
+            return  # local, so the graph that create_graph=True asked for stays whole
+        if grad.layout is not torch.strided or grad.requires_grad:
+            raise self._fail(refused_gradient(self.storage.names[index], grad))
         view = self._views[index]
         if not (self._is_open and self._borrowed.lend(index, grad, view)):
             fill(view, grad)
@@ -231,6 +229,8 @@ class Step:
         self._is_open = False
         wait_ns = time.monotonic_ns()
         missing = self._scheduler.missing()
+        if missing or not self._is_checked:
+            self._check_parameters()
         if self._unused is None:
             if len(missing) == len(self._views):
                 return  # autograd.grad() passed through the model: no parameter took part
@@ -370,6 +370,12 @@ class Step:
 
     # --- errors --------------------------------------------------------------------------------
 
+    def _check_parameters(self) -> None:
+        self._is_checked, model = True, self._model()
+        error = None if model is None else changed_parameters(model, self.storage, self.group.rank)
+        if error is not None:
+            raise self._fail(error)
+
     def _check(self) -> None:
         try:
             self.group.check()
@@ -382,12 +388,6 @@ class Step:
         if self.group.size > 1:
             self.group.poison(error)
         return error
-
-    def _twice(self, index: int) -> InvalidArgument:
-        return InvalidArgument(
-            f"parameter {self.storage.names[index]!r} became ready twice in one backward, after its gradient may have "
-            "been sent; this happens when it is used in two checkpoint() calls: pass use_reentrant=False to them"
-        )
 
 
 def _record(recorder: Recorder, groups: list[ProcessGroup], work: Work, group: ProcessGroup | None = None) -> None:

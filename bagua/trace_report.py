@@ -290,7 +290,7 @@ def _median(values: Sequence[float]) -> str:
 
 
 def _straggler_lines(ranks: Sequence[RankTrace]) -> list[str]:
-    if len(ranks) < 2:
+    if len(ranks) < max(2, ranks[0].about["world_size"]):
         return ["straggler        unknown: name the files of all ranks"]
     arrivals = _arrivals(ranks)
     found = latecomers(arrivals)
@@ -339,6 +339,8 @@ def _slowest_bucket(ranks: Sequence[RankTrace]) -> list[str]:
 
     Where ranks wait for their neighbours only, since each rank itself came.
     """
+    if len(ranks) < ranks[0].about["world_size"]:
+        return ["slowest bucket   unknown: name the files of all ranks, for which an operation may have waited"]
     arrivals, last_ns = _arrivals(ranks), {}
     among_some = _among_some(arrivals)
     for arrival in arrivals:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 
 from bagua.bucket import BucketStorage
-from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup, ReduceOp, Work
 
 
@@ -64,15 +63,3 @@ class UnusedParameters:
                 view.copy_(self._kept[index])
         self._kept = {}
         return left_out
-
-
-def never_ready(names: Sequence[str], missing: Sequence[int], rank: int) -> InvalidArgument:
-    """What to say of a backward that has left out the parameters ``missing`` of ``names``, where none may be."""
-    num = len(missing)
-    shown = ", ".join(repr(names[index]) for index in missing[:8]) + (f" and {num - 8} more" if num > 8 else "")
-    return InvalidArgument(
-        f"rank {rank}: backward has ended and {num} of {len(names)} parameters have no gradient: {shown}. "
-        "They took no part in the loss, or were frozen after the model was wrapped; pass find_unused_parameters=True, "
-        "or set requires_grad=False before with_bagua",
-        rank=rank,
-    )

@@ -7,6 +7,7 @@ median and maximum come from the same place, and names the row that it is compar
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 import platform
@@ -32,6 +33,8 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, *args: Any, **kwargs: Any) -> argparse.Namespace:
         """The options; makes the folder, on the rank that writes."""
         options = super().parse_args(*args, **kwargs)
+        if importlib.util.find_spec("matplotlib") is None:
+            self.error("results are drawn with matplotlib, which is not installed: pip install matplotlib")
         if os.environ.get("RANK", "0") == "0":
             self.check_folder("--out", options.out, options.out)
         return options

@@ -12,7 +12,6 @@ are made. It tells which ranks want to stop; after one in which any does nobody 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -256,8 +255,10 @@ def _leave(algorithm_ref: weakref.ref[Async], group_ref: weakref.ref[ProcessGrou
             )
         )
     elif algorithm is not None:
-        with contextlib.suppress(BaguaError):  # of a group that has failed, which others report
+        try:
             algorithm._stop(_LEAVES)
+        except BaguaError as error:
+            logger.warning("async: the last averages of weights, to which all ranks belong, failed: %s", error)
 
 
 def _uncaught() -> BaseException | None:

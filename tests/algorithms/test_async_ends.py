@@ -179,6 +179,27 @@ def test_an_optimizer_that_does_not_step_is_named(pool2):
         assert f"rank {rank} has waited 1" in messages[0] and "for a step of optimizers[1];" in messages[0]
 
 
+def _peer_that_does_not_come(rank, world_size):
+    with process_group(timeout_s=2.0), _warnings() as messages:
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.0)
+        step_once(model, optimizer, rank, 0)
+        if rank == 1:
+            time.sleep(4)
+            return None
+        model.bagua.remove()
+        return messages
+
+
+def test_an_end_that_fails_is_told():
+    """The last averages are not taken: whoever leaves says so, and because of whom."""
+    from bagua.testing import spawn
+
+    messages = spawn(_peer_that_does_not_come, 2)[0]
+    assert any("the last averages of weights" in text and "rank 1" in text for text in messages), messages
+
+
 def _remove(rank, world_size):
     """Threads after each of some models."""
     with process_group():

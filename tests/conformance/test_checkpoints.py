@@ -186,7 +186,9 @@ def _other_number_of_ranks(rank, world_size, folder, variant):
         if world_size == 4:
             torch.save(model.bagua.state_dict(), folder / str(rank))
             return
-        with pytest.raises(InvalidArgument, match="of rank . of 4, this is rank . of 2"):
+        with pytest.raises(
+            InvalidArgument, match="is of 4 ranks, these are 2: .* leave model.bagua.load_state_dict out"
+        ):
             model.bagua.load_state_dict(torch.load(folder / str(rank), weights_only=True))
 
 

@@ -113,6 +113,30 @@ def test_a_step_with_nan_under_a_codec_is_refused_on_all_ranks(pool2, algorithm,
     assert pool2.run(_refused, args=(algorithm, value)) == ["refused" if has_codec else "plain"] * 2
 
 
+def _refused_bias(rank, world_size, algorithm):
+    """Of a bias, which travels at full precision."""
+    with process_group():
+        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        bagua.with_bagua(model, optimizer, algorithm=algorithm)
+        codecs = {name: b.declaration.codec for b in model.bagua.buckets for name in b.names}
+        assert codecs["1.bias"] is None and codecs["0.weight"] is not None
+        if rank == 1:
+            model[1].bias.register_hook(lambda grad: grad * float("nan"))
+        for _ in range(2):
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            model(torch.randn(2, 64)).sum().backward()
+            with pytest.raises(InvalidArgument, match=r"NaN or Inf.*bucket \d+ \(.*1\.bias.*\)\. No rank"):
+                optimizer.step()
+            assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("algorithm", ["bytegrad", "qsgd"])
+def test_nan_in_what_travels_at_full_precision_beside_a_codec(pool2, algorithm):
+    pool2.run(_refused_bias, args=(algorithm,))
+
+
 def _other_places(rank, world_size, algorithm):
     with process_group():
         model = wrap(make_net(), algorithm=algorithm)

@@ -44,6 +44,7 @@ STEPPING = POLICY | {
     "trace",
     "timeline",
     "unused",
+    "parameter_errors",
     "skipped_steps",
 }
 
@@ -90,6 +91,7 @@ MAY_IMPORT = {
     "nonfinite": STEPPING,
     "replicas": STEPPING,
     "unused": STEPPING,
+    "parameter_errors": STEPPING,
     "skipped_steps": STEPPING,
     "step": STEPPING | {"algorithms", "borrowed", "end_of_backward", "step"},
     "handle": STEPPING | {"algorithms", "step", "handle"},

@@ -1,0 +1,61 @@
+"""What to say of a wrapped model's parameters whose gradients cannot be synchronised.
+
+Beside the data path: ``step.py`` raises these where a backward leaves the way that gradients should go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bagua.bucket import BucketStorage
+from bagua.errors import InvalidArgument
+
+
+def refused_gradient(name: str, grad: torch.Tensor) -> InvalidArgument:
+    """Of a gradient that is sparse, or has a graph."""
+    if grad.layout is not torch.strided:
+        return InvalidArgument(f"parameter {name!r} has a {grad.layout} gradient; bagua sends dense ones")
+    return InvalidArgument(
+        f"backward(create_graph=True) would lose the graph of {name!r}.grad when it is averaged; use "
+        "torch.autograd.grad for higher-order terms, or no_sync()"
+    )
+
+
+def ready_twice(name: str) -> InvalidArgument:
+    """Of a parameter whose gradient was complete, and was added to again."""
+    return InvalidArgument(
+        f"parameter {name!r} became ready twice in one backward, after its gradient may have been sent; this happens "
+        "when it is used in two checkpoint() calls: pass use_reentrant=False to them"
+    )
+
+
+def never_ready(names: Sequence[str], missing: Sequence[int], rank: int) -> InvalidArgument:
+    """What to say of a backward that has left out the parameters ``missing`` of ``names``, where none may be."""
+    num = len(missing)
+    shown = ", ".join(repr(names[index]) for index in missing[:8]) + (f" and {num - 8} more" if num > 8 else "")
+    return InvalidArgument(
+        f"rank {rank}: backward has ended and {num} of {len(names)} parameters have no gradient: {shown}. "
+        "They took no part in the loss, or were frozen after the model was wrapped; pass find_unused_parameters=True, "
+        "or set requires_grad=False before with_bagua",
+        rank=rank,
+    )
+
+
+def changed_parameters(model: torch.nn.Module, storage: BucketStorage, rank: int) -> InvalidArgument | None:
+    """What to say where the model has no longer the parameters that it was wrapped with, whose gradients are hooked."""
+    current = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    known = {id(parameter): name for name, parameter in zip(storage.names, storage.parameters, strict=True)}
+    held = {id(parameter) for parameter in model.parameters()}
+    gone = [name for key, name in known.items() if key not in held]
+    new = [name for key, name in current.items() if key not in known and name not in gone]
+    told = [("were replaced", gone), ("were added", new)]
+    what = "; ".join(f"{len(names)} {verb}, {names[0]!r} for one" for verb, names in told if names)
+    if not what:
+        return None
+    return InvalidArgument(
+        f"rank {rank}: since with_bagua the model has got other parameters, which are not synchronised: {what}; "
+        "do what replaces or adds them (modules, load_state_dict(assign=True)) before with_bagua, or call it again",
+        rank=rank,
+    )

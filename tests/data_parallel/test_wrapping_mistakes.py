@@ -1,0 +1,144 @@
+"""A model that is not the one that was wrapped, or that somebody else synchronises too: told, not trained silently."""
+
+import copy
+import functools
+import operator
+
+import pytest
+import torch
+
+import bagua
+from bagua.errors import BaguaError, InvalidArgument
+from tests.conformance.training import process_group
+
+
+def _assign(model):
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+def _replace(model):
+    model[2] = torch.nn.Linear(8, 2)
+
+
+def _append(model):
+    model.append(torch.nn.Linear(2, 2))
+
+
+def _share(model):
+    model[2].weight = torch.nn.Parameter(model[2].weight.detach().clone())
+
+
+CHANGES = {
+    "assigned": (_assign, "4 were replaced, '0.weight' for one"),
+    "a module replaced": (_replace, "2 were replaced, '2.weight' for one"),
+    "a parameter replaced": (_share, "1 were replaced, '2.weight' for one"),
+    "a module added": (_append, "2 were added, '3.weight' for one"),
+}
+
+
+def _net():
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+
+
+def _changed(rank, world_size, change, algorithm, find_unused):
+    act, told = CHANGES[change]
+    with process_group():
+        model = _net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, optimizer, algorithm=algorithm, find_unused_parameters=find_unused)
+        bagua.barrier()  # the first to raise ends the group, also for one that has not got so far
+        act(model)
+        with pytest.raises(BaguaError, match=rf"has got other parameters.*: {told}; .*call it again"):
+            model(torch.randn(3, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("algorithm", "find_unused"), [("bytegrad", False), ("bytegrad", True), ("local_sgd", False)])
+def test_parameters_that_are_replaced_or_added_after_the_wrap(pool2, change, algorithm, find_unused):
+    pool2.run(_changed, args=(change, algorithm, find_unused))
+
+
+def _wrapped_anew(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(_net(), algorithm="gradient_allreduce")
+        _assign(model)
+        _append(model)
+        bagua.with_bagua(model, algorithm="gradient_allreduce")
+        for step in range(2):
+            model.zero_grad()
+            model(torch.randn(3, 4, generator=torch.Generator().manual_seed(rank + 2 * step))).square().sum().backward()
+            grads = bagua.get_default_group().all_gather_object([p.grad for p in model.parameters()])
+            assert functools.reduce(operator.and_, map(torch.equal, *grads))
+
+
+def test_wrapped_anew_they_are_synchronised(pool2):
+    pool2.run(_wrapped_anew)
+
+
+def _frozen_later(rank, world_size):
+    """Not replaced: its own error, which names it."""
+    with process_group():
+        model = bagua.with_bagua(_net(), algorithm="gradient_allreduce")
+        model[0].bias.requires_grad_(False)
+        with pytest.raises(BaguaError, match="have no gradient: '0.bias'"):
+            model(torch.randn(3, 4)).sum().backward()
+
+
+def test_a_parameter_frozen_after_the_wrap(pool2):
+    pool2.run(_frozen_later)
+
+
+def _torch_ddp(rank, world_size):
+    with process_group():
+        torch.distributed.init_process_group("gloo", timeout=bagua.get_default_group().timeout)
+        try:
+            inside = torch.nn.parallel.DistributedDataParallel(_net())
+            for model, named in ((inside, "the model"), (torch.nn.Sequential(inside), "module '0'")):
+                with pytest.raises(InvalidArgument, match=f"{named} is torch's DistributedDataParallel.*its .module"):
+                    bagua.with_bagua(model, algorithm="gradient_allreduce")
+            bagua.with_bagua(inside.module, algorithm="gradient_allreduce")
+            with pytest.raises(InvalidArgument, match="DistributedDataParallel is around the wrapped model; leave one"):
+                inside(torch.randn(3, 4))
+            inside.module(torch.randn(3, 4)).sum().backward()
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def test_torch_ddp_inside_or_around_a_wrapped_model(pool2):
+    pool2.run(_torch_ddp)
+
+
+def _uneven(rank, world_size):
+    with process_group():
+        model = bagua.DistributedDataParallel(_net())
+        with pytest.raises(InvalidArgument, match=r"the same number of batches.*drop_last=True"), model.join():
+            pass
+        with pytest.raises(InvalidArgument, match="the same number of batches"):
+            torch.distributed.algorithms.Join([model])
+
+
+def test_uneven_inputs(pool2):
+    pool2.run(_uneven)
+
+
+def _compiled(rank, world_size):
+    with process_group():
+        models = [_net() for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        for model in models:
+            bagua.with_bagua(model, algorithm="bytegrad")
+        ran = [models[0], torch.compile(models[1], backend="eager")]
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+        for model in ran:
+            model(x).square().sum().backward()
+        for plain, compiled in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(plain.grad, compiled.grad)
+
+
+def test_a_wrapped_model_that_is_compiled_says_nothing(capfd):
+    """Its hooks run between the graphs, untraced."""
+    from bagua.testing import spawn
+
+    spawn(_compiled, 2)
+    said = capfd.readouterr().err
+    assert "Exception ignored" not in said and "Dynamo does not know" not in said
