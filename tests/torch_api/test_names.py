@@ -120,7 +120,7 @@ ABSENT = {
     ),
     distributed: "DistributedDataParallel_V1_9_0_Interface",
     data_parallel.DistributedDataParallel: (
-        "join register_comm_hook scatter gather to_kwargs will_sync_module_buffers device device_type dim "
+        "register_comm_hook scatter gather to_kwargs will_sync_module_buffers device device_type dim "
         "is_multi_device_module static_graph broadcast_buffers find_unused_parameters"
     ),
 }
