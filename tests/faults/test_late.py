@@ -189,6 +189,7 @@ def destroys_with_work_pending(rank, world_size):
     bagua.init_process_group(timeout=20.0)
     bagua.barrier()
     if rank == CULPRIT:
+        time.sleep(0.2)  # the barrier says that the others have come, not that they have left it
         works = [bagua.all_reduce(torch.ones(1000), async_op=True) for _ in range(5)]
         begin = time.monotonic()
         bagua.destroy_process_group()
