@@ -137,7 +137,7 @@ class BaguaHandle:
     def timeline(self, parts: bool = True) -> Timeline:
         """What happened when on this rank: steps, spans and a summary. Local, also after a failure of the group.
 
-        Takes up to half a second where a codec makes many spans, and a quarter of that without ``parts``, what
+        Takes up to half a second where a codec makes many spans, and a tenth of that without ``parts``, what
         operations consist of: encode, wire, decode and reduce.
         """
         return self.step.timeline(parts)

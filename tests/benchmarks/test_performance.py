@@ -74,7 +74,7 @@ def test_the_document(tmp_path, monkeypatch):
     for case in outcomes:
         assert all(bar in text for bar in bars_of(outcomes[case]))
     assert "- with cubic for all: bert_large, bytegrad: " in text
-    assert "bytegrad 1.1280 MISSED" in text and "work of codecs and copies is not hidden." in text
+    assert "bytegrad 1.1280 MISSED" in text and "is the last bucket, which travels after\nthe last gradient" in text
     assert "without hierarchy: a step takes" in text and "it matters" in text
     assert "- `bytegrad` makes a step at least 5% faster in all of them." in text
     assert "- `decentralized` makes a step at least 5% faster in none of them." in text

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import bagua
+import bagua.bench
 from bagua import cli
 from bagua.profiles import Layer, Profile, SleepingModel, record
 
@@ -387,8 +387,6 @@ def test_what_is_wrong_is_said_before_anything_is_measured(tmp_path, capsys, opt
 
 
 def test_a_folder_that_is_somebody_elses(tmp_path, capsys):
-    import bagua.bench
-
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0)
     user = os.geteuid()
