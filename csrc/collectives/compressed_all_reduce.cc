@@ -8,11 +8,12 @@
 // With feedback the contribution is x_j + delta_j and the result Q(... + epsilon), and both residuals are renewed.
 // Stripes and chunks are cut at multiples of the codec's block, so the result does not depend on the
 // chunking. Rounds of one chunk per stripe (rounds.h): while round k travels, round k+1 is encoded. The
-// workspace is six chunks of codes per rank and one f32 chunk, two with feedback, and one of gathered parts, however
-// large the tensor.
+// workspace is six chunks of codes per rank, one f32 chunk, and a pass (passes.h) of residuals and of gathered parts,
+// however large the tensor.
 #include <cstring>
 
 #include "csrc/collectives/algorithms.h"
+#include "csrc/collectives/passes.h"
 #include "csrc/collectives/pieces.h"
 #include "csrc/collectives/posted_requests.h"
 #include "csrc/collectives/rounds.h"
@@ -50,9 +51,10 @@ class CompressedAllReduce {
     received_ = workspace.get(kReceivedCodes, rounds * size_ * contribution_bytes_);
     results_ = workspace.get(kResultCodes, rounds * size_ * result_bytes_);
     sums_ = reinterpret_cast<float*>(workspace.get(kAccumulator, chunks_.numel * sizeof(float)));
-    if (parts.is_given()) gathered_ = workspace.get(kGathered, chunks_.numel * item_bytes(dtype));
+    const size_t pass_numel = largest_pass(chunks_.numel, codec.block_numel(), context.stream);
+    if (parts.is_given()) gathered_ = workspace.get(kGathered, pass_numel * item_bytes(dtype));
     if (feedback.is_on()) {
-      totals_ = reinterpret_cast<float*>(workspace.get(kTotals, chunks_.numel * sizeof(float)));
+      totals_ = reinterpret_cast<float*>(workspace.get(kTotals, pass_numel * sizeof(float)));
     }
   }
 
@@ -116,20 +118,24 @@ void CompressedAllReduce::encode_contribution(size_t k, size_t owner, uint8_t* b
   const Piece piece = chunk(owner, k);
   if (piece.numel == 0) return;
   const EventSpan span(context_.events, EventKind::kEncode, piece.numel * item_bytes(dtype_));
-  const void* values = parts_.is_given() ? parts_.read(piece, item_bytes(dtype_), gathered_)
-                                         : at(data_, piece.begin, item_bytes(dtype_));
-  const Draws draws{derive_key(context_.draw_key, 0), piece.begin};
-  if (!feedback_.is_on()) {
-    num_nonfinite_blocks_ += codec_.encode(values, dtype_, piece.numel, bytes, draws, context_.stream);
-    return;
-  }
-  const size_t item = item_bytes(feedback_.dtype);
-  encode_with_feedback(dtype_, values, at(feedback_.worker_in, piece.begin, item),
-                       at(feedback_.worker_out, piece.begin, item), piece.numel, bytes, draws);
+  const size_t item = item_bytes(dtype_);
+  for_each_pass(piece.numel, codec_.block_numel(), context_.stream, [&](size_t begin, size_t numel) {
+    const Piece pass{piece.begin + begin, numel};
+    const void* values = parts_.is_given() ? parts_.read(pass, item, gathered_) : at(data_, pass.begin, item);
+    uint8_t* codes = bytes + wire_bytes(begin, sent_dtype_);
+    const Draws draws{derive_key(context_.draw_key, 0), pass.begin};
+    if (!feedback_.is_on()) {
+      num_nonfinite_blocks_ += codec_.encode(values, dtype_, numel, codes, draws, context_.stream);
+      return;
+    }
+    const size_t residual_item = item_bytes(feedback_.dtype);
+    encode_with_feedback(dtype_, values, at(feedback_.worker_in, pass.begin, residual_item),
+                         at(feedback_.worker_out, pass.begin, residual_item), numel, codes, draws);
+  });
 }
 
-// Encodes the values and their residual, and keeps what the codes do not say. `values` may be sums_, whose content is
-// lost.
+// Encodes the values and their residual, and keeps what the codes do not say. `values` may be in sums_, whose content
+// is lost.
 void CompressedAllReduce::encode_with_feedback(DType dtype, const void* values, const void* residual_in,
                                                void* residual_out, size_t numel, uint8_t* bytes, Draws draws) {
   kernels::cast(feedback_.dtype, residual_in, DType::kF32, totals_, numel, context_.stream);
@@ -168,24 +174,31 @@ void CompressedAllReduce::reduce(size_t k) {
   if (numel == 0) return;
   {
     const EventSpan span(context_.events, EventKind::kDecode, size_ * wire_bytes(numel, sent_dtype_));
-    std::memset(sums_, 0, numel * sizeof(float));
-    for (size_t r = 0; r < size_; ++r) {
-      codec_.decode_add(received(k, r), sent_dtype_, numel, sums_, context_.stream);
-    }
-    if (op_ == ReduceOp::kAvg) {
-      kernels::scale(DType::kF32, sums_, 1.0 / context_.team.size(), numel, context_.stream);
-    }
+    for_each_pass(numel, codec_.block_numel(), context_.stream, [&](size_t begin, size_t count) {
+      float* sums = sums_ + begin;
+      std::memset(sums, 0, count * sizeof(float));
+      for (size_t r = 0; r < size_; ++r) {
+        const uint8_t* codes = received(k, r) + wire_bytes(begin, sent_dtype_);
+        codec_.decode_add(codes, sent_dtype_, count, sums, context_.stream);
+      }
+      if (op_ == ReduceOp::kAvg) kernels::scale(DType::kF32, sums, 1.0 / context_.team.size(), count, context_.stream);
+    });
   }
   const EventSpan span(context_.events, EventKind::kEncode, numel * sizeof(float));
-  const Draws draws{derive_key(context_.draw_key, 1), chunk(rank_, k).begin};
+  const Piece own = chunk(rank_, k);
+  const uint64_t draw_key = derive_key(context_.draw_key, 1);
   if (!feedback_.is_on()) {
+    const Draws draws{draw_key, own.begin};
     num_nonfinite_blocks_ += codec_.encode(sums_, DType::kF32, numel, result(k, rank_), draws, context_.stream);
     return;
   }
-  const size_t begin = chunk(rank_, k).begin - chunk(rank_, 0).begin;
+  const size_t owned = own.begin - chunk(rank_, 0).begin;
   const size_t item = item_bytes(feedback_.dtype);
-  encode_with_feedback(DType::kF32, sums_, at(feedback_.owner_in, begin, item), at(feedback_.owner_out, begin, item),
-                       numel, result(k, rank_), draws);
+  for_each_pass(numel, codec_.block_numel(), context_.stream, [&](size_t begin, size_t count) {
+    encode_with_feedback(DType::kF32, sums_ + begin, at(feedback_.owner_in, owned + begin, item),
+                         at(feedback_.owner_out, owned + begin, item), count,
+                         result(k, rank_) + wire_bytes(begin, DType::kF32), {draw_key, own.begin + begin});
+  });
 }
 
 void CompressedAllReduce::post_results(size_t k) {
@@ -212,11 +225,14 @@ void CompressedAllReduce::take_results(size_t k) {
     void* values = at(data_, piece.begin, item_bytes(dtype_));
     if (dtype_ == DType::kF32) {
       codec_.decode(result(k, owner), DType::kF32, piece.numel, values, context_.stream);
-    } else {
-      // The f32 sums of the last round have been encoded, so their memory is free.
-      codec_.decode(result(k, owner), DType::kF32, piece.numel, sums_, context_.stream);
-      kernels::cast(DType::kF32, sums_, dtype_, values, piece.numel, context_.stream);
+      continue;
     }
+    // The f32 sums of the last round have been encoded, so their memory is free.
+    for_each_pass(piece.numel, codec_.block_numel(), context_.stream, [&](size_t begin, size_t numel) {
+      const uint8_t* codes = result(k, owner) + wire_bytes(begin, DType::kF32);
+      codec_.decode(codes, DType::kF32, numel, sums_, context_.stream);
+      kernels::cast(DType::kF32, sums_, dtype_, at(values, begin, item_bytes(dtype_)), numel, context_.stream);
+    });
   }
 }
 
