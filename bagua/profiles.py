@@ -190,9 +190,10 @@ class _SleepingLayer(torch.nn.Module):
         dtype = getattr(torch, layer.dtype)
         self.weights = torch.nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in layer.parameters)
         self.gradients = [torch.randn(shape, dtype=dtype) for shape in layer.parameters]
+        self._inputs = tuple(self.weights)  # a ParameterList finds each by its name, which takes time in every step
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Work.apply(x, self, *self.weights)
+        return _Work.apply(x, self, *self._inputs)
 
 
 class _Work(torch.autograd.Function):

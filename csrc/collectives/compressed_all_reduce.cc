@@ -8,8 +8,8 @@
 // With feedback the contribution is x_j + delta_j and the result Q(... + epsilon), and both residuals are renewed.
 // Stripes and chunks are cut at multiples of the codec's block, so the result does not depend on the
 // chunking. Rounds of one chunk per stripe (rounds.h): while round k travels, round k+1 is encoded. The
-// workspace is six chunks of codes per rank, one f32 chunk, and a pass (passes.h) of residuals and of gathered parts,
-// however large the tensor.
+// workspace is six chunks of codes per rank, and a pass (passes.h) of sums, of residuals and of gathered parts, however
+// large the tensor.
 #include <cstring>
 
 #include "csrc/collectives/algorithms.h"
@@ -50,8 +50,8 @@ class CompressedAllReduce {
     sent_ = workspace.get(kSentCodes, rounds * size_ * contribution_bytes_);
     received_ = workspace.get(kReceivedCodes, rounds * size_ * contribution_bytes_);
     results_ = workspace.get(kResultCodes, rounds * size_ * result_bytes_);
-    sums_ = reinterpret_cast<float*>(workspace.get(kAccumulator, chunks_.numel * sizeof(float)));
     const size_t pass_numel = largest_pass(chunks_.numel, codec.block_numel(), context.stream);
+    sums_ = reinterpret_cast<float*>(workspace.get(kAccumulator, pass_numel * sizeof(float)));
     if (parts.is_given()) gathered_ = workspace.get(kGathered, pass_numel * item_bytes(dtype));
     if (feedback.is_on()) {
       totals_ = reinterpret_cast<float*>(workspace.get(kTotals, pass_numel * sizeof(float)));
@@ -134,8 +134,8 @@ void CompressedAllReduce::encode_contribution(size_t k, size_t owner, uint8_t* b
   });
 }
 
-// Encodes the values and their residual, and keeps what the codes do not say. `values` may be in sums_, whose content
-// is lost.
+// Encodes the values and their residual, and keeps what the codes do not say. `values` may be sums_, whose content is
+// lost.
 void CompressedAllReduce::encode_with_feedback(DType dtype, const void* values, const void* residual_in,
                                                void* residual_out, size_t numel, uint8_t* bytes, Draws draws) {
   kernels::cast(feedback_.dtype, residual_in, DType::kF32, totals_, numel, context_.stream);
@@ -172,33 +172,33 @@ void CompressedAllReduce::reduce(size_t k) {
   const size_t numel = chunk(rank_, k).numel;
   wait(k, kSendContribution, kRecvContribution, (size_ - 1) * wire_bytes(numel, sent_dtype_));
   if (numel == 0) return;
-  {
-    const EventSpan span(context_.events, EventKind::kDecode, size_ * wire_bytes(numel, sent_dtype_));
-    for_each_pass(numel, codec_.block_numel(), context_.stream, [&](size_t begin, size_t count) {
-      float* sums = sums_ + begin;
-      std::memset(sums, 0, count * sizeof(float));
-      for (size_t r = 0; r < size_; ++r) {
-        const uint8_t* codes = received(k, r) + wire_bytes(begin, sent_dtype_);
-        codec_.decode_add(codes, sent_dtype_, count, sums, context_.stream);
-      }
-      if (op_ == ReduceOp::kAvg) kernels::scale(DType::kF32, sums, 1.0 / context_.team.size(), count, context_.stream);
-    });
-  }
-  const EventSpan span(context_.events, EventKind::kEncode, numel * sizeof(float));
   const Piece own = chunk(rank_, k);
-  const uint64_t draw_key = derive_key(context_.draw_key, 1);
-  if (!feedback_.is_on()) {
-    const Draws draws{draw_key, own.begin};
-    num_nonfinite_blocks_ += codec_.encode(sums_, DType::kF32, numel, result(k, rank_), draws, context_.stream);
-    return;
-  }
   const size_t owned = own.begin - chunk(rank_, 0).begin;
-  const size_t item = item_bytes(feedback_.dtype);
+  const uint64_t draw_key = derive_key(context_.draw_key, 1);
+  const int64_t begin_ns = EventLog::now_ns();
+  int64_t decoding_ns = 0;
   for_each_pass(numel, codec_.block_numel(), context_.stream, [&](size_t begin, size_t count) {
-    encode_with_feedback(DType::kF32, sums_ + begin, at(feedback_.owner_in, owned + begin, item),
-                         at(feedback_.owner_out, owned + begin, item), count,
-                         result(k, rank_) + wire_bytes(begin, DType::kF32), {draw_key, own.begin + begin});
+    const int64_t pass_ns = EventLog::now_ns();
+    std::memset(sums_, 0, count * sizeof(float));
+    for (size_t r = 0; r < size_; ++r) {
+      const uint8_t* codes = received(k, r) + wire_bytes(begin, sent_dtype_);
+      codec_.decode_add(codes, sent_dtype_, count, sums_, context_.stream);
+    }
+    if (op_ == ReduceOp::kAvg) kernels::scale(DType::kF32, sums_, 1.0 / context_.team.size(), count, context_.stream);
+    decoding_ns += EventLog::now_ns() - pass_ns;
+    uint8_t* codes = result(k, rank_) + wire_bytes(begin, DType::kF32);
+    const Draws draws{draw_key, own.begin + begin};
+    if (!feedback_.is_on()) {
+      num_nonfinite_blocks_ += codec_.encode(sums_, DType::kF32, count, codes, draws, context_.stream);
+      return;
+    }
+    const size_t item = item_bytes(feedback_.dtype);
+    encode_with_feedback(DType::kF32, sums_, at(feedback_.owner_in, owned + begin, item),
+                         at(feedback_.owner_out, owned + begin, item), count, codes, draws);
   });
+  // The passes decode and encode in turns: their sums are recorded, one after the other.
+  context_.events.add(EventKind::kDecode, begin_ns, begin_ns + decoding_ns, size_ * wire_bytes(numel, sent_dtype_));
+  context_.events.add(EventKind::kEncode, begin_ns + decoding_ns, EventLog::now_ns(), numel * sizeof(float));
 }
 
 void CompressedAllReduce::post_results(size_t k) {
