@@ -169,10 +169,10 @@ void CompressedAllReduce::post_contributions(size_t k) {
 }
 
 void CompressedAllReduce::reduce(size_t k) {
-  const size_t numel = chunk(rank_, k).numel;
+  const Piece own = chunk(rank_, k);
+  const size_t numel = own.numel;
   wait(k, kSendContribution, kRecvContribution, (size_ - 1) * wire_bytes(numel, sent_dtype_));
   if (numel == 0) return;
-  const Piece own = chunk(rank_, k);
   const size_t owned = own.begin - chunk(rank_, 0).begin;
   const uint64_t draw_key = derive_key(context_.draw_key, 1);
   const int64_t begin_ns = EventLog::now_ns();

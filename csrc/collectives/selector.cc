@@ -21,8 +21,9 @@ constexpr size_t kMinStripeChunkBytes = 16 * KiB, kMaxStripeChunkBytes = 512 * K
 constexpr size_t kStripeWorkspaceBytes = 4 * MiB;
 constexpr size_t kMinCodecChunkNumel = 8 * KiB, kMaxCodecChunkNumel = 128 * KiB;
 // Of a round, in which every rank waits for all others twice: on hosts that share two cores that takes 0.4 to 1 ms, and
-// codes of 4 bits are on a wire of 1 Gbit/s for 0.26 ms per 64 Ki elements.
-constexpr size_t kMinRoundChunkNumel = 64 * KiB;
+// codes of 4 bits are on a wire of 1 Gbit/s for 0.26 ms per 64 Ki elements. From 1 Mi elements on, rounds are smaller
+// again, so that the workspace is no larger than the codes of the tensor; below it is three times that at most.
+constexpr size_t kMinRoundChunkNumel = 64 * KiB, kFewRoundsNumel = MiB;
 // The codes under way are about six chunks for every rank: at 8 bits 3 MiB at most, however large the tensor.
 constexpr size_t kCodecRoundNumel = 512 * KiB;
 constexpr size_t kMinStagedChunkBytes = 64 * KiB;
@@ -88,7 +89,9 @@ Chunks chain_chunks(size_t bytes) { return plan(bytes, 8, kMinRingChunkBytes, kM
 
 Chunks codec_chunks(size_t stripe_numel, size_t block_numel, int size) {
   const size_t most = exchange_chunk_numel(1, size);
-  return plan(stripe_numel, 8, std::min(kMinRoundChunkNumel, most), most, block_numel);
+  const bool is_small = stripe_numel * static_cast<size_t>(size) < kFewRoundsNumel;
+  const size_t least = is_small ? std::min(kMinRoundChunkNumel, most) : kMinCodecChunkNumel;
+  return plan(stripe_numel, 8, least, most, block_numel);
 }
 
 Chunks codec_chain_chunks(size_t numel, size_t block_numel) {
