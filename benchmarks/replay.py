@@ -7,6 +7,7 @@ with them, so DDP and bagua also play with caps that do. All systems of a case r
 after the other, compute alone first; `--turns` as often, so that what drifts meets all alike. Columns:
 
     ratio            the best DDP's median over the system's
+    processor ms     how long a rank's threads ran per step, in the kernel too, a mean; all hosts share the cores
     exposed ms       step less compute alone
     waiting ms       what bagua's own timeline says that a step waited, a mean
     wire MB          what a host's link carried per step, headers and acknowledgements too
@@ -94,8 +95,9 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[report.Row]:
     for outcome in outcomes:
         row = rows[outcome.system]
         row.baseline = best if row is not best and outcome.system != ALONE else None
+        row.cells = {"processor ms": report.three_digits(outcome.processor_s * 1e3)}
         if outcome.system != ALONE:
-            row.cells = {
+            row.cells |= {
                 "exposed ms": report.three_digits(max(0.0, outcome.p50 - outcome.compute_s) * 1e3),
                 "waiting ms": "" if outcome.waiting_s is None else report.three_digits(outcome.waiting_s * 1e3),
                 "wire MB": report.three_digits(outcome.wire_bytes / 1e6),

@@ -52,6 +52,7 @@ class Outcome:
     compute_s: float
     bound_s: float | None  # None where the link's rate is left open
     wire_bytes: float
+    processor_s: float  # a rank's, a mean
     waiting_s: float | None
 
     @property
@@ -72,7 +73,8 @@ def outcomes_of(case: Case, per_rank: Sequence[Sequence[dict]], burst_bytes: flo
         waiting = [result.waiting_s for result in results if result.waiting_s is not None]
         bound = None if case.rate_mbit is None else bound_s(first, compute_s, case.rate_mbit, burst_bytes)
         waiting_s = max(waiting, default=None)
-        outcomes.append(Outcome(case, first.system, step_s, compute_s, bound, first.wire_bytes, waiting_s))
+        processor_s = statistics.mean(result.processor_s for result in results)
+        outcomes.append(Outcome(case, first.system, step_s, compute_s, bound, first.wire_bytes, processor_s, waiting_s))
     return outcomes
 
 

@@ -77,6 +77,7 @@ class Result:
         system: its name.
         step_s: seconds per step, a sample per block of steps.
         wire_bytes: bytes per step that this rank's host has sent.
+        processor_s: seconds per step that this rank's threads have run on a processor, in the kernel too.
         waiting_s: what our own timeline says that a step waited, a mean; None for DDP.
         ready: of what is exchanged under backward, in this order: when each gradient becomes ready, in seconds from the
             begin of a step without communication, and its part of all bytes.
@@ -88,6 +89,7 @@ class Result:
     system: str
     step_s: list[float]
     wire_bytes: float
+    processor_s: float = 0.0
     waiting_s: float | None = None
     ready: list[tuple[float, float]] = field(default_factory=list)
     overlap: str = "backward"
@@ -213,6 +215,7 @@ def _merged(of_turns: Sequence[Result]) -> Result:
         of_turns[0],
         step_s=[sample for result in of_turns for sample in result.step_s],
         wire_bytes=statistics.mean(result.wire_bytes for result in of_turns),
+        processor_s=statistics.mean(result.processor_s for result in of_turns),
         waiting_s=statistics.mean(waiting) if waiting else None,
     )
 
@@ -227,18 +230,18 @@ def _measure(system: str, model: SleepingModel, ready: dict[int, float], task: T
         round_bytes = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
         link_s = round_bytes * 8 / (task.rate_mbit * 1e6) if task.rate_mbit is not None else 0.0
         round_s = max(options["sync_interval"], link_s)
-        step_s, wire_bytes, num_steps = _time_rounds(step, math.ceil(round_s / max(ready.values())))
+        taken = _time_rounds(step, math.ceil(round_s / max(ready.values())))
     else:
         # What is not done in every step is done once in a sample.
         period = max(options.get("sync_every", 1), options.get("interval", 1))
-        step_s, wire_bytes, num_steps = _time(step, period, task.samples)
-    result = Result(system, step_s, wire_bytes, period=period)
+        taken = _time(step, period, task.samples)
+    result = Result(system, taken.step_s, taken.wire_bytes, taken.processor_s, period=period)
     if handle is None or handle.algorithm.exchanges == "gradients":
         result.ready = _ready_parts(model, ready)
     else:
         result.overlap = "step" if name in _UNDER_COMPUTE else "nothing"
     if handle is not None:
-        records = handle.timeline().steps[-num_steps:]
+        records = handle.timeline().steps[-taken.num_steps :]
         if records:
             result.waiting_s = statistics.mean(record.exposed_ns / 1e9 for record in records)
         handle.remove()
@@ -288,8 +291,18 @@ def _optimizer_of(name: str, parameters: Sequence[torch.nn.Parameter]) -> torch.
     return NoOptimizer(parameters)
 
 
-def _time(step: Callable[[], None], period: int, samples: int) -> tuple[list[float], float, int]:
-    """Seconds per step, samples of one or more periods; bytes per step that this host has sent; the number of steps."""
+@dataclass(frozen=True)
+class _Taken:
+    """Of `Result` what is measured in its samples, and how many steps these were."""
+
+    step_s: list[float]
+    wire_bytes: float
+    processor_s: float
+    num_steps: int
+
+
+def _time(step: Callable[[], None], period: int, samples: int) -> _Taken:
+    """Samples of one or more periods."""
     took_s = bagua.broadcast_object(_seconds_of(step, period), 0)
     if took_s < _WARM_FROM_S:  # connections; buckets are laid out anew after the first step
         took_s = bagua.broadcast_object(_seconds_of(step, period), 0)
@@ -298,19 +311,20 @@ def _time(step: Callable[[], None], period: int, samples: int) -> tuple[list[flo
     return _samples(step, block, samples)
 
 
-def _time_rounds(step: Callable[[], None], block: int) -> tuple[list[float], float, int]:
+def _time_rounds(step: Callable[[], None], block: int) -> _Taken:
     """The same of steps in whose background rounds go on: a sample is as many steps as a round takes, at least."""
     _seconds_of(step, block)
     return _samples(step, block, _ROUNDS)
 
 
-def _samples(step: Callable[[], None], block: int, samples: int) -> tuple[list[float], float, int]:
+def _samples(step: Callable[[], None], block: int, samples: int) -> _Taken:
     bagua.barrier()
-    sent_before = sent_bytes()
+    sent_before, worked_before = sent_bytes(), time.process_time()
     step_s = [_seconds_of(step, block) / block for _ in range(samples)]
     bagua.barrier()
     num_steps = block * samples
-    return step_s, (sent_bytes() - sent_before) / num_steps, num_steps
+    wire_bytes = (sent_bytes() - sent_before) / num_steps
+    return _Taken(step_s, wire_bytes, (time.process_time() - worked_before) / num_steps, num_steps)
 
 
 def _seconds_of(step: Callable[[], None], times: int) -> float:

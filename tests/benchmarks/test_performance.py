@@ -11,7 +11,7 @@ import pytest
 def outcome(system, step_ms):
     from replay_cases import Case, Outcome
 
-    return Outcome(Case("vgg16", 0.1, 4, 1, 1000), system, [step_ms / 1e3], 0.1, 0.1, 0.0, None)
+    return Outcome(Case("vgg16", 0.1, 4, 1, 1000), system, [step_ms / 1e3], 0.1, 0.1, 0.0, 0.01, None)
 
 
 def test_the_verdict_says_where_it_depends():
@@ -32,13 +32,13 @@ def played(case, systems):
     from replay_cases import Outcome
 
     bits = {"bytegrad": 8, "qsgd": 8, "qsgd:bits=4": 4, "qadam": 8, "ddp_fp16": 16, "ddp_bf16": 16}
-    made = [Outcome(case, "compute alone", [0.1] * 3, 0.1, 0.1, 0, None)]
+    made = [Outcome(case, "compute alone", [0.1] * 3, 0.1, 0.1, 0, 0.01, None)]
     for system in systems:
         wire_bytes = 1e6 * bits.get(system, 32)
         if system == "async":
             wire_bytes = 1e3 * case.rate_mbit
         step_s = 0.1 + wire_bytes * 8 / (case.rate_mbit * 1e6)
-        made.append(Outcome(case, system, [step_s, step_s, 1.1 * step_s], 0.1, 0.09, wire_bytes, None))
+        made.append(Outcome(case, system, [step_s, step_s, 1.1 * step_s], 0.1, 0.09, wire_bytes, 0.02, None))
     return made
 
 
@@ -74,7 +74,11 @@ def test_the_document(tmp_path, monkeypatch):
     for case in outcomes:
         assert all(bar in text for bar in bars_of(outcomes[case]))
     assert "- with cubic for all: bert_large, bytegrad: " in text
-    assert "bytegrad 1.1280 MISSED" in text and "is the last bucket, which travels after\nthe last gradient" in text
+    assert "bytegrad 1.1280 MISSED (20.0 ms of processor per rank)" in text
+    processor = text[text.index("| processor, ms") :].splitlines()
+    for system, ms in (("bytegrad", "20.0"), ("compute alone", "10.0")):
+        row = next(line for line in processor if line.startswith(f"| {system} "))
+        assert [cell.strip() for cell in row.split("|")][2:7] == [ms] * 5
     assert "without hierarchy: a step takes" in text and "it matters" in text
     assert "- `bytegrad` makes a step at least 5% faster in all of them." in text
     assert "- `decentralized` makes a step at least 5% faster in none of them." in text

@@ -17,7 +17,7 @@ def outcome(system, step_ms, profile="vgg16", rate_mbit=1000, bound_ms=190.0, co
     from replay_cases import Case, Outcome
 
     case = Case(profile, 0.1, 4, 1, rate_mbit)
-    return Outcome(case, system, [step_ms / 1e3], compute_ms / 1e3, bound_ms / 1e3, wire_bytes, None)
+    return Outcome(case, system, [step_ms / 1e3], compute_ms / 1e3, bound_ms / 1e3, wire_bytes, 0.02, None)
 
 
 # ---- the bound
@@ -187,12 +187,13 @@ def test_outcomes_are_those_of_the_slowest_rank():
     from replay_systems import ALONE, Result
 
     per_rank = [
-        [asdict(Result(ALONE, [0.1, 0.1], 0)), asdict(Result("bytegrad", [0.2, 0.5], 100.0, 0.01, [(0.05, 1.0)]))],
-        [asdict(Result(ALONE, [0.1, 0.1], 0)), asdict(Result("bytegrad", [0.3, 0.4], 300.0, 0.02, [(0.05, 1.0)]))],
+        [asdict(Result(ALONE, [0.1, 0.1], 0)), asdict(Result("bytegrad", [0.2, 0.5], 100.0, 0.05, 0.01, [(0.05, 1)]))],
+        [asdict(Result(ALONE, [0.1, 0.1], 0)), asdict(Result("bytegrad", [0.3, 0.4], 300.0, 0.07, 0.02, [(0.05, 1)]))],
     ]
     alone, bytegrad = outcomes_of(Case("vgg16", 0.1, 2, 1, 1), per_rank, 0)
     assert alone.compute_s == bytegrad.compute_s == 0.1
     assert bytegrad.step_s == [0.3, 0.5] and bytegrad.wire_bytes == 300 and bytegrad.waiting_s == 0.02
+    assert bytegrad.processor_s == pytest.approx(0.06)
     assert bytegrad.bound_s == pytest.approx(0.1)  # 300 bytes take 2.4 ms at 1 Mbit/s, from 50 ms on
 
 
@@ -238,7 +239,7 @@ def test_the_bar_on_overhead_is_wherever_compute_can_hide_the_communication():
     )
     assert line == (
         "- up at 2500 Mbit/s, where compute can hide the communication, a step over compute alone (bar 1.05): "
-        "bytegrad 1.0490 met, qsgd:bits=4 1.0504 MISSED"
+        "bytegrad 1.0490 met, qsgd:bits=4 1.0504 MISSED (20.0 ms of processor per rank)"
     )
 
 
@@ -248,8 +249,8 @@ def test_the_bar_on_overhead_is_wherever_compute_can_hide_the_communication():
 def fake_run(case, systems, samples, turns):
     from replay_cases import Outcome
 
-    alone = Outcome(case, "compute alone", [0.1], 0.1, 0.1, 0.0, None)
-    return [alone, *(Outcome(case, system, [0.3, 0.2], 0.1, 0.15, 1e6, None) for system in systems)]
+    alone = Outcome(case, "compute alone", [0.1], 0.1, 0.1, 0.0, 0.01, None)
+    return [alone, *(Outcome(case, system, [0.3, 0.2], 0.1, 0.15, 1e6, 0.02, None) for system in systems)]
 
 
 def results_of(options, tmp_path, monkeypatch):
