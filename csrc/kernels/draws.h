@@ -44,15 +44,18 @@ struct BlockDraws {
   explicit constexpr BlockDraws(uint64_t block_key)
       : low(static_cast<uint32_t>(block_key)), high(static_cast<uint32_t>(block_key >> 32)) {}
 
+  // Counter `index` of the block; from one to the next it is kStride.
+  static constexpr uint32_t kStride = 0x9e3779b1u;
+  BAGUA_INLINE uint32_t counter(uint32_t index) const { return index * kStride + low; }
+
   BAGUA_INLINE uint32_t hash(uint32_t counter) const {
-    uint32_t x = counter * 0x9e3779b1u + low;
-    x = (x ^ (x >> 16)) * 0x7feb352du;
+    uint32_t x = (counter ^ (counter >> 16)) * 0x7feb352du;
     x = (x ^ (x >> 15) ^ high) * 0x846ca68bu;
     return x ^ (x >> 16);
   }
   // Two draws of kDrawBits bits from one hash.
-  static BAGUA_INLINE int32_t first_of(uint32_t hash) { return static_cast<int32_t>(hash & 0x7fffu); }
-  static BAGUA_INLINE int32_t second_of(uint32_t hash) { return static_cast<int32_t>(hash >> 17); }
+  static BAGUA_INLINE uint32_t first_of(uint32_t hash) { return hash & 0x7fffu; }
+  static BAGUA_INLINE uint32_t second_of(uint32_t hash) { return hash >> 17; }
 };
 
 }  // namespace kernels

@@ -186,7 +186,8 @@ TEST(MinmaxUint8, TinySubnormalAndHugeRanges) {
                           {0.0f, 0x1p-149f}, {-0x1p-149f, 0.0f},      {0.0f, 0x1p-140f},    {0x1p-126f, 0x1.1p-126f},
                           {-3e38f, 3e38f},   {-kMax, kMax},           {0.0f, kMax},         {-kMax, 0.0f},
                           {kMax / 2, kMax},  {0x1p-101f, 0x1p-100f},  {0.0f, 0x1p-100f},    {0.0f, 0x1.fffffep-101f},
-                          {0.0f, 0x1p126f},  {0.0f, 0x1.fffffep125f}, {1e30f, 1.00001e30f}, {-1e-44f, 1e38f}};
+                          {0.0f, 0x1p126f},  {0.0f, 0x1.fffffep125f}, {1e30f, 1.00001e30f}, {-1e-44f, 1e38f},
+                          {-255.0f, -0.0f}};
   std::mt19937 random(23);
   std::uniform_real_distribution<double> uniform(0, 1);
   for (const Bounds& bounds : cases) {

@@ -192,6 +192,26 @@ TEST(Qsgd, NoCodeExceedsTheLevels) {
   }
 }
 
+// The kernels do not compare to the norm: the contract's formula has to lead to the last level by itself, whatever is
+// drawn. A power of two changes nothing, so all mantissas are all norms.
+TEST(Qsgd, ANormIsAtTheLastLevel) {
+  for (int bits : kBits) {
+    const int L = levels(bits);
+    size_t num_wrong = 0;
+    for (uint32_t mantissa = 0; mantissa < 1u << 23; ++mantissa) {
+      const float norm = std::bit_cast<float>(0x3f800000u | mantissa);
+      const float units = static_cast<float>(L * 32768 / static_cast<double>(norm));
+      num_wrong += std::nearbyint(norm * units) != static_cast<float>(L * 32768);
+    }
+    EXPECT_EQ(num_wrong, 0u);
+  }
+  // And they do it: blocks of a norm of either sign, with draws of their own.
+  for (int bits : kBits) {
+    std::vector<float> values = random_finite_bits(DType::kF32, 1000, 44);
+    for (uint64_t i = 0; i < values.size(); ++i) expect_oracle({bits, DType::kF32, 0, {i, 0}}, {values[i], -values[i]});
+  }
+}
+
 TEST(Qsgd, BlocksThatBreakOthers) {
   const float nan = std::nanf(""), huge = std::numeric_limits<float>::max();
   const float tiny = std::numeric_limits<float>::denorm_min();

@@ -53,17 +53,34 @@ BAGUA_INLINE Steps steps_of(Header header) {
 }
 
 // Adding 1.5 * 2^23 rounds to the nearest even integer, which then is the low part of the sum's bits. The
-// clamp is on integers because the compiler may make a branch of a comparison of floats.
+// clamp is on integers because the compiler may make a branch of a comparison of floats. `kIsScaled`: s is not 1.
+template <bool kIsScaled>
 BAGUA_INLINE uint8_t code_of(float value, const Steps& steps) {
   constexpr float kRounder = 0x1.8p23f;
-  const float position = (value * steps.scale - steps.low) * steps.inverse_step;
-  const int32_t code = std::bit_cast<int32_t>(position + kRounder) - std::bit_cast<int32_t>(kRounder);
-  return static_cast<uint8_t>(code < 255 ? code : 255);
+  constexpr uint32_t kRounderBits = std::bit_cast<uint32_t>(kRounder);
+  static_assert(kRounderBits % 256 == 0);
+  if constexpr (kIsScaled) value *= steps.scale;
+  const uint32_t code = std::bit_cast<uint32_t>((value - steps.low) * steps.inverse_step + kRounder);
+  return static_cast<uint8_t>(code < kRounderBits + 255 ? code : kRounderBits + 255);
 }
 
+// `kIsApart`: code 255 does not lead to max by itself.
+template <bool kIsScaled, bool kIsApart>
 BAGUA_INLINE float value_of(uint8_t code, const Steps& steps, float max) {
-  const float value = (steps.low + static_cast<float>(static_cast<int32_t>(code)) * steps.step) * steps.unscale;
+  float value = steps.low + static_cast<float>(static_cast<int32_t>(code)) * steps.step;
+  if constexpr (kIsScaled) value *= steps.unscale;
+  if constexpr (!kIsApart) return value;
   return std::bit_cast<float>(select(code == 255, std::bit_cast<uint32_t>(max), std::bit_cast<uint32_t>(value)));
+}
+
+template <bool kIsScaled>
+BAGUA_INLINE void encode_codes(const float* __restrict source, size_t numel, const Steps& steps,
+                               uint8_t* __restrict codes) {
+  for (size_t begin = 0; begin < numel; begin += kPrefetchNumel) {
+    prefetch(source + kBlockNumel + begin);
+    const size_t end = numel - begin < kPrefetchNumel ? numel : begin + kPrefetchNumel;
+    for (size_t i = begin; i < end; ++i) codes[i] = code_of<kIsScaled>(source[i], steps);
+  }
 }
 
 // Returns whether the block is finite.
@@ -87,10 +104,10 @@ BAGUA_MULTIVERSION bool encode_block(const float* __restrict source, size_t nume
   const Header header{std::bit_cast<float>(ordered(low)), std::bit_cast<float>(ordered(high))};
   std::memcpy(bytes, &header, kHeaderBytes);
   const Steps steps = steps_of(header);
-  for (size_t begin = 0; begin < numel; begin += kPrefetchNumel) {
-    prefetch(source + kBlockNumel + begin);
-    const size_t end = numel - begin < kPrefetchNumel ? numel : begin + kPrefetchNumel;
-    for (size_t i = begin; i < end; ++i) codes[i] = code_of(source[i], steps);
+  if (steps.scale == 1.0f) {
+    encode_codes<false>(source, numel, steps, codes);
+  } else {
+    encode_codes<true>(source, numel, steps, codes);
   }
   return true;
 }
@@ -106,6 +123,16 @@ BAGUA_INLINE void fill_block(float value, size_t numel, float* __restrict destin
   }
 }
 
+template <bool kIsScaled, bool kIsApart, Store kStore>
+BAGUA_INLINE void decode_codes(const uint8_t* __restrict codes, size_t numel, const Steps& steps, float max,
+                               float* __restrict destination) {
+  for (size_t i = 0; i < numel; ++i) {
+    const float value = value_of<kIsScaled, kIsApart>(codes[i], steps, max);
+    if constexpr (kStore == Store::kAssign) destination[i] = value;
+    if constexpr (kStore == Store::kAdd) destination[i] += value;
+  }
+}
+
 template <Store kStore>
 BAGUA_INLINE void decode_block(const uint8_t* __restrict bytes, size_t numel, float* __restrict destination) {
   Header header;
@@ -116,10 +143,13 @@ BAGUA_INLINE void decode_block(const uint8_t* __restrict bytes, size_t numel, fl
   if (header.min == header.max) return fill_block<kStore>(header.min, numel, destination);
   const Steps steps = steps_of(header);
   const uint8_t* __restrict codes = bytes + kHeaderBytes;
-  for (size_t i = 0; i < numel; ++i) {
-    const float value = value_of(codes[i], steps, header.max);
-    if constexpr (kStore == Store::kAssign) destination[i] = value;
-    if constexpr (kStore == Store::kAdd) destination[i] += value;
+  const float last = value_of<false, false>(255, steps, header.max);
+  if (steps.scale != 1.0f) {
+    decode_codes<true, true, kStore>(codes, numel, steps, header.max, destination);
+  } else if (std::bit_cast<uint32_t>(last) != std::bit_cast<uint32_t>(header.max)) {  // max may be -0.0
+    decode_codes<false, true, kStore>(codes, numel, steps, header.max, destination);
+  } else {
+    decode_codes<false, false, kStore>(codes, numel, steps, header.max, destination);
   }
 }
 

@@ -66,64 +66,65 @@ BAGUA_INLINE Steps steps_of(float norm, int32_t num_levels) {
   return steps;
 }
 
-// Adding 1.5 * 2^23 rounds to the nearest even integer, which then is the low part of the sum's bits. The code needs no
-// clamp: a magnitude below the norm is at most norm (1 - 2^-24), and `units` and the product are off by 2^-24 each, so
-// the product is below (L * 2^15) (1 + 2^-24), which is less than L * 2^15 + 1/4 and rounds to at most L * 2^15.
+// The code + L, whose upper bits are zero. Adding 1.5 * 2^23 rounds to the nearest even integer, which then is the low
+// part of the sum's bits. The code of a norm is L or -L whatever is drawn, and none needs a clamp: `units` and the
+// product are off by 2^-24 each, so the product is at most L * 2^15 (1 + 2^-23) = L * 2^15 + L / 256, which rounds to
+// at most L * 2^15, and that of a norm is at least as little less, so it rounds to just that.
 template <int kBits>
-BAGUA_INLINE int32_t code_of(float value, int32_t draw, const Steps& steps) {
+BAGUA_INLINE uint32_t code_of(float value, uint32_t draw, const Steps& steps) {
   constexpr float kRounder = 0x1.8p23f;
-  constexpr int32_t kLevels = levels(kBits);
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const float units = value * steps.units;
-  const int32_t fixed = std::bit_cast<int32_t>(units + kRounder) - std::bit_cast<int32_t>(kRounder);
-  const int32_t code = (fixed + draw) >> kDrawBits;
-  const int32_t extreme = (static_cast<int32_t>(bits) >> 31 | 1) * kLevels;
-  const bool is_extreme = (bits & kF32Abs) == steps.norm_bits;
-  return static_cast<int32_t>(select(is_extreme, static_cast<uint32_t>(extreme), static_cast<uint32_t>(code)));
+  constexpr uint32_t kRounderBits = std::bit_cast<uint32_t>(kRounder);
+  static_assert(kRounderBits % (1 << kDrawBits) == 0);
+  const uint32_t fixed = std::bit_cast<uint32_t>(value * steps.units + kRounder);
+  return ((fixed + draw) >> kDrawBits) - (kRounderBits >> kDrawBits) + levels(kBits);
 }
 
-template <int kBits>
+// `kIsApart`: the norm is not L * step, rounded.
+template <int kBits, bool kIsApart>
 BAGUA_INLINE float value_of(int32_t code, const Steps& steps) {
   constexpr int32_t kLevels = levels(kBits);
   const float value = static_cast<float>(code) * steps.step;
+  if constexpr (!kIsApart) return value;
   const uint32_t extreme = steps.norm_bits | (static_cast<uint32_t>(code) & 0x80000000u);
   const int32_t sign = code >> 31;
   const bool is_extreme = (code ^ sign) - sign == kLevels;
   return std::bit_cast<float>(select(is_extreme, extreme, std::bit_cast<uint32_t>(value)));
 }
 
-// The codes of the `padded` elements x * s, of which counters `first` to `last` say which.
+// The codes of the `padded` elements x * s, of which `count` counters from `first` on say which.
 template <int kBits>
-BAGUA_INLINE void encode_codes(const float* __restrict source, size_t padded, size_t first, size_t last,
+BAGUA_INLINE void encode_codes(const float* __restrict source, size_t padded, size_t first, size_t count,
                                const Steps& steps, uint8_t* __restrict codes, BlockDraws draws) {
-  constexpr int32_t kLevels = levels(kBits);
   const size_t half = padded / 2;
+  source += first;
+  codes += first;
   const float* __restrict upper = source + half;
+  uint32_t counter = draws.counter(static_cast<uint32_t>(first));
   if constexpr (kBits == 8) {
     uint8_t* __restrict upper_codes = codes + half;
-    for (size_t j = first; j < last; ++j) {
-      const uint32_t hash = draws.hash(static_cast<uint32_t>(j));
-      codes[j] = static_cast<uint8_t>(code_of<kBits>(source[j], BlockDraws::first_of(hash), steps) + kLevels);
-      upper_codes[j] = static_cast<uint8_t>(code_of<kBits>(upper[j], BlockDraws::second_of(hash), steps) + kLevels);
+    for (size_t j = 0; j < count; ++j, counter += BlockDraws::kStride) {
+      const uint32_t hash = draws.hash(counter);
+      codes[j] = static_cast<uint8_t>(code_of<kBits>(source[j], BlockDraws::first_of(hash), steps));
+      upper_codes[j] = static_cast<uint8_t>(code_of<kBits>(upper[j], BlockDraws::second_of(hash), steps));
     }
   } else if constexpr (kBits == 4) {
-    for (size_t j = first; j < last; ++j) {
-      const uint32_t hash = draws.hash(static_cast<uint32_t>(j));
-      const int32_t low = code_of<kBits>(source[j], BlockDraws::first_of(hash), steps) + kLevels;
-      const int32_t high = code_of<kBits>(upper[j], BlockDraws::second_of(hash), steps) + kLevels;
+    for (size_t j = 0; j < count; ++j, counter += BlockDraws::kStride) {
+      const uint32_t hash = draws.hash(counter);
+      const uint32_t low = code_of<kBits>(source[j], BlockDraws::first_of(hash), steps);
+      const uint32_t high = code_of<kBits>(upper[j], BlockDraws::second_of(hash), steps);
       codes[j] = static_cast<uint8_t>(low | high << 4);
     }
   } else {
     const size_t quarter = half / 2;
     const float* __restrict second = source + quarter;
     const float* __restrict fourth = upper + quarter;
-    for (size_t j = first; j < last; ++j) {
-      const uint32_t hash = draws.hash(static_cast<uint32_t>(j));
-      const uint32_t other = draws.hash(static_cast<uint32_t>(j + quarter));
-      const int32_t code = (code_of<kBits>(source[j], BlockDraws::first_of(hash), steps) + kLevels) |
-                           (code_of<kBits>(second[j], BlockDraws::first_of(other), steps) + kLevels) << 2 |
-                           (code_of<kBits>(upper[j], BlockDraws::second_of(hash), steps) + kLevels) << 4 |
-                           (code_of<kBits>(fourth[j], BlockDraws::second_of(other), steps) + kLevels) << 6;
+    for (size_t j = 0; j < count; ++j, counter += BlockDraws::kStride) {
+      const uint32_t hash = draws.hash(counter);
+      const uint32_t other = draws.hash(counter + static_cast<uint32_t>(quarter) * BlockDraws::kStride);
+      const uint32_t code = code_of<kBits>(source[j], BlockDraws::first_of(hash), steps) |
+                            code_of<kBits>(second[j], BlockDraws::first_of(other), steps) << 2 |
+                            code_of<kBits>(upper[j], BlockDraws::second_of(hash), steps) << 4 |
+                            code_of<kBits>(fourth[j], BlockDraws::second_of(other), steps) << 6;
       codes[j] = static_cast<uint8_t>(code);
     }
   }
@@ -134,15 +135,16 @@ template <int kBits>
 BAGUA_INLINE bool encode_block(const float* __restrict source, size_t padded, uint8_t* __restrict bytes,
                                BlockDraws draws) {
   const float* const next = source + kBlockNumel;
-  uint32_t largest = 0, signs = 0x80000000u;
+  uint32_t largest = 0;
   for (size_t i = 0; i < padded; ++i) {
-    const uint32_t bits = std::bit_cast<uint32_t>(source[i]), magnitude = bits & kF32Abs;
+    const uint32_t magnitude = std::bit_cast<uint32_t>(source[i]) & kF32Abs;
     largest = magnitude > largest ? magnitude : largest;
-    signs &= bits;
   }
   uint8_t* __restrict codes = bytes + kHeaderBytes;
   if (largest >= kF32Inf || largest == 0) {
-    const float header = largest == 0 ? std::bit_cast<float>(signs & 0x80000000u) : kNan;
+    uint32_t signs = ~0u;
+    for (size_t i = 0; i < padded; ++i) signs &= std::bit_cast<uint32_t>(source[i]);
+    const float header = largest == 0 ? std::bit_cast<float>(signs) : kNan;
     std::memcpy(bytes, &header, kHeaderBytes);
     std::memset(codes, 0, padded * kBits / 8);
     return largest == 0;
@@ -161,7 +163,7 @@ BAGUA_INLINE bool encode_block(const float* __restrict source, size_t padded, ui
   const size_t num_counters = padded / kCounterNumel;
   for (size_t first = 0; first < num_counters; first += kPart) {
     prefetch(next + first * kCounterNumel);
-    encode_codes<kBits>(source, padded, first, std::min(first + kPart, num_counters), steps, codes, draws);
+    encode_codes<kBits>(source, padded, first, std::min(kPart, num_counters - first), steps, codes, draws);
   }
   return true;
 }
@@ -169,28 +171,40 @@ BAGUA_INLINE bool encode_block(const float* __restrict source, size_t padded, ui
 enum class Store { kAssign, kAdd };
 
 // The elements whose codes stand kShift bits up in their bytes.
-template <int kBits, int kShift, Store kStore>
+template <int kBits, bool kIsApart, int kShift, Store kStore>
 BAGUA_INLINE void decode_part(const uint8_t* __restrict codes, size_t numel, const Steps& steps,
                               float* __restrict destination) {
   constexpr int32_t kMask = (1 << kBits) - 1;
   for (size_t j = 0; j < numel; ++j) {
     const int32_t code = static_cast<int32_t>(codes[j]) >> kShift & kMask;
-    const float value = value_of<kBits>(code - levels(kBits), steps);
+    const float value = value_of<kBits, kIsApart>(code - levels(kBits), steps);
     if constexpr (kStore == Store::kAssign) destination[j] = value;
     if constexpr (kStore == Store::kAdd) destination[j] += value;
   }
 }
 
+template <int kBits, bool kIsApart, Store kStore>
+BAGUA_INLINE void decode_parts(const uint8_t* __restrict codes, size_t padded, const Steps& steps,
+                               float* __restrict destination) {
+  const size_t part = padded * kBits / 8;
+  decode_part<kBits, kIsApart, 0, kStore>(codes, part, steps, destination);
+  if constexpr (kBits <= 4) decode_part<kBits, kIsApart, kBits, kStore>(codes, part, steps, destination + part);
+  if constexpr (kBits == 2) {
+    decode_part<kBits, kIsApart, 4, kStore>(codes, part, steps, destination + 2 * part);
+    decode_part<kBits, kIsApart, 6, kStore>(codes, part, steps, destination + 3 * part);
+  }
+}
+
+// Of most norms L * step is the norm, and then no element has to be looked at for it.
 template <int kBits, Store kStore>
 BAGUA_INLINE void decode_codes(const uint8_t* __restrict codes, size_t padded, float norm,
                                float* __restrict destination) {
-  const Steps steps = steps_of(norm, levels(kBits));
-  const size_t part = padded * kBits / 8;
-  decode_part<kBits, 0, kStore>(codes, part, steps, destination);
-  if constexpr (kBits <= 4) decode_part<kBits, kBits, kStore>(codes, part, steps, destination + part);
-  if constexpr (kBits == 2) {
-    decode_part<kBits, 4, kStore>(codes, part, steps, destination + 2 * part);
-    decode_part<kBits, 6, kStore>(codes, part, steps, destination + 3 * part);
+  constexpr int32_t kLevels = levels(kBits);
+  const Steps steps = steps_of(norm, kLevels);
+  if (static_cast<float>(kLevels) * steps.step == norm) {
+    decode_parts<kBits, false, kStore>(codes, padded, steps, destination);
+  } else {
+    decode_parts<kBits, true, kStore>(codes, padded, steps, destination);
   }
 }
 
