@@ -38,11 +38,18 @@ class BorrowedGradients:
         self._lent.clear()
         self._lent_bytes = 0
 
-    def lend(self, index: int, grad: torch.Tensor, view: torch.Tensor) -> bool:
-        """Lends a gradient that has become ready; False where it has to be copied into ``view``."""
+    def lend(self, index: int, grad: torch.Tensor, view: torch.Tensor, pending: Sequence[tuple[Bucket, Work]]) -> bool:
+        """Lends a gradient that has become ready; False where it has to be copied into ``view``.
+
+        Where too many are lent, those of ``pending`` come back first whose communication has ended.
+        """
         is_alike = grad.dtype == view.dtype and grad.stride() == view.stride() and not grad.is_neg()
-        if index not in self._encoded or not is_alike or self._lent_bytes + view.nbytes > self._limit_bytes:
+        if index not in self._encoded or not is_alike:
             return False
+        if self._lent_bytes + view.nbytes > self._limit_bytes:
+            self.give_back_completed(pending)
+            if self._lent_bytes + view.nbytes > self._limit_bytes:
+                return False
         self._lent[index] = grad
         self._lent_bytes += view.nbytes
         return True

@@ -192,7 +192,7 @@ class Step:
         if grad.layout is not torch.strided or grad.requires_grad:
             raise self._fail(refused_gradient(self.storage.names[index], grad))
         view = self._views[index]
-        if not (self._is_open and self._borrowed.lend(index, grad, view)):
+        if not (self._is_open and self._borrowed.lend(index, grad, view, self._pending)):
             fill(view, grad)
             parameter.grad = view
 

@@ -2,12 +2,15 @@
 
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import bagua
 from bagua.algorithms.compressed import CompressedGradients
+from bagua.borrowed import BorrowedGradients
+from bagua.bucket import Bucket, Member
 from bagua.testing import Pool
 from tests.conformance.training import assert_equal_on_all_ranks, batch, loss_of, make_net, process_group
 
@@ -118,6 +121,38 @@ def test_what_is_lent_is_freed_under_way(pool2):
 
 def test_what_is_lent_is_limited_and_comes_back(pool2):
     pool2.run(_limit)
+
+
+def test_what_has_come_makes_room_for_the_next():
+    """At the moment in which it is needed, not only when the next bucket leaves."""
+    buckets = []
+    for index in range(3):
+        flat = torch.zeros(32)
+        members = [
+            Member(2 * index + half, f"p{index}", torch.nn.Parameter(torch.zeros(16)), flat[16 * half :][:16])
+            for half in (0, 1)
+        ]
+        buckets.append(Bucket(index, None, None, flat, members, []))
+        buckets[-1].declaration = SimpleNamespace(operation="all_reduce", codec="a codec", hierarchical=False)
+    borrowed = BorrowedGradients(SimpleNamespace(takes_parts=True), buckets)
+    has_come = [False, False]
+    pending = []
+
+    def is_lent(index):
+        member = buckets[index // 2].members[index % 2]
+        member.parameter.grad = torch.ones(16)
+        return borrowed.lend(index, member.parameter.grad, member.view, pending)
+
+    for bucket in buckets[:2]:  # two buckets are the limit
+        assert all(is_lent(member.index) for member in bucket.members)
+        borrowed.gather(bucket)
+        pending.append((bucket, SimpleNamespace(is_completed=lambda index=bucket.index: has_come[index])))
+    assert not is_lent(4)
+    has_come[1] = True
+    assert is_lent(4) and is_lent(5)
+    assert all(member.parameter.grad is member.view for member in buckets[1].members)
+    assert all(member.parameter.grad is not member.view for bucket in buckets[::2] for member in bucket.members)
+    assert not is_lent(4)  # the first bucket is still under way
 
 
 class Raises(torch.autograd.Function):
