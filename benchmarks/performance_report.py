@@ -58,7 +58,8 @@ does with it is among the [other cases](#other-cases).
 - **spread**: largest less smallest sample, in parts of the median; the median of all systems.
 - **exposed**: step less compute alone, which is the time that communication costs; of `qadam`, Adam's too.
 - **processor**: how long the threads of a rank ran per step, in the kernel too, a mean of the ranks. Of compute alone
-  it is what the model's play costs. Four ranks share two cores here: they cannot take less than twice as long.
+  it is what playing the model costs. All ranks share two cores here: for four of them a step has to last at least twice
+  as long, and most of this work begins with backward.
 - **wire**: bytes that a host's link carries per step, headers and acknowledgements included; from the slowest link to
   the fastest where they differ (`async` has a round per half a second, or as often as the link allows).
 - **bound**: what no implementation can beat that sends these bytes: none leaves before its gradient is ready, the
