@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from bagua.algorithms.base import Algorithm
-from bagua.bucket import Bucket
+from bagua.bucket import Bucket, Member
 from bagua.group import Work
 
 
@@ -28,57 +28,57 @@ class BorrowedGradients:
 
     def __init__(self, algorithm: Algorithm, buckets: Sequence[Bucket]) -> None:
         coded = [bucket for bucket in buckets if algorithm.takes_parts and _encodes_at_once(bucket)]
-        self._encoded = {member.index for bucket in coded for member in bucket.members}
+        self._begins = {member.index: bucket.place_of(member)[0] for bucket in coded for member in bucket.members}
         self._limit_bytes = 2 * max((bucket.num_bytes for bucket in coded), default=0)  # under way, and the next one
         self._lent: dict[int, torch.Tensor] = {}
         self._lent_bytes = 0
+        self._num_back = 0  # of the communications under way, in their order: those that are known to have ended
 
     def begin(self) -> None:
         """A backward begins; what one that failed has left is forgotten."""
         self._lent.clear()
-        self._lent_bytes = 0
+        self._lent_bytes = self._num_back = 0
 
-    def lend(self, index: int, grad: torch.Tensor, view: torch.Tensor, pending: Sequence[tuple[Bucket, Work]]) -> bool:
-        """Lends a gradient that has become ready; False where it has to be copied into ``view``.
+    def lend(self, member: Member, grad: torch.Tensor, pending: Sequence[tuple[Bucket, Work]]) -> bool:
+        """Lends a gradient that has become ready and lies as its view does; False where it has to be copied there.
 
         Where too many are lent, those of ``pending`` come back first whose communication has ended.
         """
-        is_alike = grad.dtype == view.dtype and grad.stride() == view.stride() and not grad.is_neg()
-        if index not in self._encoded or not is_alike:
+        if member.index not in self._begins:
             return False
-        if self._lent_bytes + view.nbytes > self._limit_bytes:
+        if self._lent_bytes + member.num_bytes > self._limit_bytes:
             self.give_back_completed(pending)
-            if self._lent_bytes + view.nbytes > self._limit_bytes:
+            if self._lent_bytes + member.num_bytes > self._limit_bytes:
                 return False
-        self._lent[index] = grad
-        self._lent_bytes += view.nbytes
+        self._lent[member.index] = grad
+        self._lent_bytes += member.num_bytes
         return True
 
     def gather(self, bucket: Bucket) -> None:
         """Before its communication: sets ``bucket.parts``, or clears what is between the gradients in its memory."""
         bucket.parts = None
         if any(member.index in self._lent for member in bucket.members):
-            bucket.parts = [
-                (bucket.place_of(member)[0], self._lent.get(member.index, member.view)) for member in bucket.members
-            ]
+            begins, lent = self._begins, self._lent
+            bucket.parts = [(begins[m.index], lent.get(m.index, m.view)) for m in bucket.members]
         elif bucket.declaration.codec is not None:
             bucket.zero_padding()
 
     def give_back_completed(self, pending: Sequence[tuple[Bucket, Work]]) -> None:
-        """Those whose communication has ended meanwhile."""
-        for bucket, work in pending:
-            if bucket.parts is not None and work.is_completed():
-                self.give_back(bucket)
+        """Those whose communication has ended meanwhile; it ends in the order of ``pending``."""
+        while self._num_back < len(pending) and pending[self._num_back][1].is_completed():
+            self.give_back(pending[self._num_back][0])
+            self._num_back += 1
 
     def give_back(self, bucket: Bucket) -> None:
         """The result is in the bucket: its parameters' gradients are there from now on."""
-        if bucket.parts is not None:
-            bucket.parts.clear()  # the Work of the operation keeps the list, until somebody waits for it
-            bucket.parts = None
+        if bucket.parts is None:
+            return
+        bucket.parts.clear()  # the Work of the operation keeps the list, until somebody waits for it
+        bucket.parts = None
         for member in bucket.members:
             grad = self._lent.pop(member.index, None)
             if grad is not None:
-                self._lent_bytes -= member.view.nbytes
+                self._lent_bytes -= member.num_bytes
                 if member.parameter.grad is grad:  # a hook of the user's may have put something else there
                     member.parameter.grad = member.view
 

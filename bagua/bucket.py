@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,27 +28,34 @@ Kind = tuple[torch.dtype, Hashable, int | None]  # dtype, Algorithm.bucket_class
 GRADIENT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class Member:
-    """One parameter's place in a bucket. ``view`` is the part of ``bucket.flat`` that is its gradient, or weight."""
+    """One parameter's place in a bucket. Every gradient passes by here, so what does not change is looked up once.
 
-    index: int
-    name: str
-    parameter: torch.nn.Parameter
-    view: torch.Tensor
-
-
-def fill(view: torch.Tensor, grad: torch.Tensor) -> None:
-    """view <- grad, past the caches where both lie alike: what reads the bucket next is communication, later.
-
-    Args:
-        view: of a Member, so dense.
-        grad: of the same shape, any strides; another dtype is converted.
+    Attributes:
+        index: of the parameter.
+        name: of the parameter.
+        parameter: the parameter.
+        view: the part of ``bucket.flat`` that is its gradient, or weight; dense.
+        num_bytes: size of ``view`` in bytes.
     """
-    if grad.dtype == view.dtype and grad.stride() == view.stride() and not grad.is_neg():
-        _C.copy_to_cold(view.data_ptr(), grad.data_ptr(), view.nbytes)
-    else:
-        view.copy_(grad)
+
+    __slots__ = ("_address", "_dtype", "_stride", "index", "name", "num_bytes", "parameter", "view")
+
+    def __init__(self, index: int, name: str, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
+        self.index, self.name, self.parameter, self.view = index, name, parameter, view
+        self.num_bytes = view.nbytes
+        self._address, self._dtype, self._stride = view.data_ptr(), view.dtype, view.stride()
+
+    def is_alike(self, grad: torch.Tensor) -> bool:
+        """Whether ``grad``, of the parameter's shape, lies in memory byte for byte as ``view`` does."""
+        return grad.dtype is self._dtype and grad.stride() == self._stride and not grad.is_neg()
+
+    def fill(self, grad: torch.Tensor, is_alike: bool) -> None:
+        """view <- grad, past the caches where it ``is_alike``: what reads the bucket next is communication, later."""
+        if is_alike:
+            _C.copy_to_cold(self._address, grad.data_ptr(), self.num_bytes)
+        else:
+            self.view.copy_(grad)
 
 
 class Bucket:
@@ -223,6 +229,7 @@ class BucketStorage:
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
         self.buckets: tuple[Bucket, ...] = ()
+        self.members: list[Member] = []  # by index
         self.views: list[torch.Tensor] = []
         self.order: list[int] = []
         self._caps_bytes = (small_bucket_bytes, bucket_bytes)
@@ -242,9 +249,9 @@ class BucketStorage:
         self.order = list(order)
         self.plan = self._make_plan(self.order)
         self.buckets = self._slice(self.plan)
-        members = sorted((m for bucket in self.buckets for m in bucket.members), key=lambda member: member.index)
-        self.views = [member.view for member in members]
-        live = [(member, member.parameter.grad) for member in members if self._holds(member.parameter.grad)]
+        self.members = sorted((m for bucket in self.buckets for m in bucket.members), key=lambda member: member.index)
+        self.views = [member.view for member in self.members]
+        live = [(member, member.parameter.grad) for member in self.members if self._holds(member.parameter.grad)]
         live = [(member, _park(grad, member.view)) for member, grad in live]  # all parked before the first is written
         for member, grad in live:
             if grad is not None:

@@ -31,7 +31,7 @@ import torch
 from bagua import _C
 from bagua.algorithms.base import Algorithm, Declaration, Training
 from bagua.borrowed import BorrowedGradients
-from bagua.bucket import Bucket, BucketStorage, fill
+from bagua.bucket import Bucket, BucketStorage, Member
 from bagua.end_of_backward import EndOfBackward
 from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.group import ProcessGroup, Work
@@ -152,14 +152,14 @@ class Step:
         """``parameter.grad`` is complete. Called by autograd, once per parameter and backward."""
         if self.synchronises and not self._is_open:
             self._open()
-        grad = parameter.grad
+        grad, member = parameter.grad, self._members[index]
         if grad is None:
             if not self._is_open or self._unused is not None:
                 return  # autograd calls it undefined; as good as unused
             if self._sends_gradients:
-                self._fill_with_zeros(index, parameter)
-        elif self._sends_gradients and grad is not self._views[index]:
-            self._move_into_bucket(index, parameter, grad)
+                self._fill_with_zeros(member)
+        elif self._sends_gradients and grad is not member.view:
+            self._move_into_bucket(member, grad)
         if self._unused is not None:
             self._unused.is_used[index] = 1
         if self._is_open:
@@ -181,20 +181,20 @@ class Step:
         # without calling it when backward raises, and EndOfBackward notices.
         torch.autograd.Variable._execution_engine.queue_callback(EndOfBackward(self._finish, self._abort))
 
-    def _fill_with_zeros(self, index: int, parameter: torch.nn.Parameter) -> None:
-        self._views[index].zero_()
+    def _fill_with_zeros(self, member: Member) -> None:
+        member.view.zero_()
         if self.group.size > 1:  # another rank may have a gradient
-            parameter.grad = self._views[index]
+            member.parameter.grad = member.view
 
-    def _move_into_bucket(self, index: int, parameter: torch.nn.Parameter, grad: torch.Tensor) -> None:
-        if grad.requires_grad and not self.synchronises:
-            return  # local, so the graph that create_graph=True asked for stays whole
-        if grad.layout is not torch.strided or grad.requires_grad:
-            raise self._fail(refused_gradient(self.storage.names[index], grad))
-        view = self._views[index]
-        if not (self._is_open and self._borrowed.lend(index, grad, view, self._pending)):
-            fill(view, grad)
-            parameter.grad = view
+    def _move_into_bucket(self, member: Member, grad: torch.Tensor) -> None:
+        if grad.requires_grad or grad.layout is not torch.strided:
+            if grad.requires_grad and not self.synchronises:
+                return  # local, so the graph that create_graph=True asked for stays whole
+            raise self._fail(refused_gradient(member.name, grad))
+        is_alike = member.is_alike(grad)
+        if not (is_alike and self._is_open and self._borrowed.lend(member, grad, self._pending)):
+            member.fill(grad, is_alike)
+            member.parameter.grad = member.view
 
     def _launch(self, first: int, last: int) -> None:
         if not self._sends_gradients:
@@ -232,7 +232,7 @@ class Step:
         if missing or not self._is_checked:
             self._check_parameters()
         if self._unused is None:
-            if len(missing) == len(self._views):
+            if len(missing) == len(self._members):
                 return  # autograd.grad() passed through the model: no parameter took part
             if missing:
                 raise self._fail(never_ready(self.storage.names, missing, self.group.rank))
@@ -317,7 +317,7 @@ class Step:
             self._adopt_layout()
 
     def _adopt_layout(self) -> None:
-        self._views = self.storage.views
+        self._members = self.storage.members
         self._scheduler = _C.ReadyOrderScheduler(self.storage.plan)
         self._mark_ready = self._scheduler.mark_ready
         for bucket in self.storage.buckets:

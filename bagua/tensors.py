@@ -149,14 +149,15 @@ def places_of(parts: Sequence[tuple[int, torch.Tensor]], data: torch.Tensor) -> 
     Raises:
         InvalidArgument: they do not fit ``data``.
     """
-    end = 0
+    dtype, limit, end = data.dtype, data.numel(), 0
     places = []
     for begin, part in parts:
-        if part.dtype != data.dtype or begin < end or begin + part.numel() > data.numel():
+        numel = part.numel()
+        if part.dtype is not dtype or begin < end or begin + numel > limit:
             raise InvalidArgument(
-                f"a part of {part.numel()} {part.dtype} elements is to lie from element {begin} on, behind one that "
-                f"ends at {end}, in a tensor of {data.numel()} {data.dtype}; parts are ascending, apart, and inside"
+                f"a part of {numel} {part.dtype} elements is to lie from element {begin} on, behind one that "
+                f"ends at {end}, in a tensor of {limit} {dtype}; parts are ascending, apart, and inside"
             )
-        end = begin + part.numel()
-        places.append((begin, part.numel(), part.data_ptr()))
+        end = begin + numel
+        places.append((begin, numel, part.data_ptr()))
     return places

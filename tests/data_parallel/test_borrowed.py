@@ -141,18 +141,18 @@ def test_what_has_come_makes_room_for_the_next():
     def is_lent(index):
         member = buckets[index // 2].members[index % 2]
         member.parameter.grad = torch.ones(16)
-        return borrowed.lend(index, member.parameter.grad, member.view, pending)
+        return borrowed.lend(member, member.parameter.grad, pending)
 
     for bucket in buckets[:2]:  # two buckets are the limit
         assert all(is_lent(member.index) for member in bucket.members)
         borrowed.gather(bucket)
         pending.append((bucket, SimpleNamespace(is_completed=lambda index=bucket.index: has_come[index])))
     assert not is_lent(4)
-    has_come[1] = True
+    has_come[0] = True
     assert is_lent(4) and is_lent(5)
-    assert all(member.parameter.grad is member.view for member in buckets[1].members)
-    assert all(member.parameter.grad is not member.view for bucket in buckets[::2] for member in bucket.members)
-    assert not is_lent(4)  # the first bucket is still under way
+    assert all(member.parameter.grad is member.view for member in buckets[0].members)
+    assert all(member.parameter.grad is not member.view for bucket in buckets[1:] for member in bucket.members)
+    assert not is_lent(4)  # the second bucket is still under way
 
 
 class Raises(torch.autograd.Function):

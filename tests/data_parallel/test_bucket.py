@@ -5,7 +5,7 @@ import torch
 
 import bagua
 from bagua import _C
-from bagua.bucket import ALIGN_BYTES, DEFAULT_BUCKET_BYTES, SMALL_BUCKET_BYTES, fill
+from bagua.bucket import ALIGN_BYTES, DEFAULT_BUCKET_BYTES, SMALL_BUCKET_BYTES, Member
 from tests.conformance.training import process_group
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -52,6 +52,11 @@ def _sizes_by_what_is_exchanged(rank, world_size):
 def test_sizes_by_what_is_exchanged(pool2):
     """Weights are ready all at once: small buckets would only be more messages. The memory is the same throughout."""
     pool2.run(_sizes_by_what_is_exchanged)
+
+
+def fill(view, grad):
+    member = Member(0, "weight", torch.nn.Parameter(torch.zeros_like(view)), view)
+    member.fill(grad, member.is_alike(grad))
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 64, 1000, 70_001])
