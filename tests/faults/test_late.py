@@ -118,9 +118,9 @@ def test_a_rank_that_never_calls(hold_interpreter):
 def leave(rank, world_size, how, path):
     bagua.init_process_group(timeout=20.0)
     call = OPERATIONS["small"]()
-    for _ in range(3):
-        call()
     if rank == CULPRIT:
+        for _ in range(3):
+            call()
         note_time(path)
         if how == "destroy":
             bagua.destroy_process_group()
