@@ -3,11 +3,13 @@
 import time
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 import bagua
+import bagua.borrowed
 from bagua.algorithms.compressed import CompressedGradients
 from bagua.borrowed import BorrowedGradients
 from bagua.bucket import Bucket, Member
@@ -71,9 +73,10 @@ class Wide(torch.nn.Module):
         return self.layers(x)
 
 
-def _limit(rank, world_size):
-    with process_group():
-        model = bagua.with_bagua(Wide(), algorithm="bytegrad", bucket_bytes=2 * 256 * 256 * 4)
+def _limit(rank, world_size, limit_bytes):
+    with process_group(), mock.patch.object(bagua.borrowed, "LIMIT_BYTES", limit_bytes):
+        layer_bytes = 256 * 256 * 4
+        model = bagua.with_bagua(Wide(), algorithm="bytegrad", bucket_bytes=2 * layer_bytes)
         seen = []
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(
@@ -83,7 +86,8 @@ def _limit(rank, world_size):
             seen.clear()
             model.zero_grad()
             model(torch.ones(4, 256)).sum().backward()
-            assert 0 < max(seen) <= 2 * max(bucket.num_bytes for bucket in model.bagua.buckets)
+            two_buckets = 2 * max(bucket.num_bytes for bucket in model.bagua.buckets)
+            assert layer_bytes <= max(seen) <= max(limit_bytes, two_buckets)
             borrowed = model.bagua.step._borrowed
             assert not borrowed._lent and borrowed._lent_bytes == 0
             assert all(bucket.parts is None for bucket in model.bagua.buckets)
@@ -119,12 +123,14 @@ def test_what_is_lent_is_freed_under_way(pool2):
     pool2.run(_freed)
 
 
-def test_what_is_lent_is_limited_and_comes_back(pool2):
-    pool2.run(_limit)
+@pytest.mark.parametrize("limit_bytes", [0, 5 * 256 * 256 * 4])
+def test_what_is_lent_is_limited_and_comes_back(pool2, limit_bytes):
+    pool2.run(_limit, args=(limit_bytes,))
 
 
-def test_what_has_come_makes_room_for_the_next():
+def test_what_has_come_makes_room_for_the_next(monkeypatch):
     """At the moment in which it is needed, not only when the next bucket leaves."""
+    monkeypatch.setattr(bagua.borrowed, "LIMIT_BYTES", 0)
     buckets = []
     for index in range(3):
         flat = torch.zeros(32)
