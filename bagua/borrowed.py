@@ -3,9 +3,9 @@
 Data path: gradient ready -> **lent** -> encoder -> bucket. A codec reads every gradient once, so copying them into a
 bucket first would double what moves through memory, at the time at which the processor is busiest. Until the result
 has come ``parameter.grad`` is autograd's own tensor; then it is the view into the bucket, as for copied gradients.
-Invariant: at any time those that are lent have at most `LIMIT_BYTES`, or the size of two buckets where that is more, so
-that they do not add up to another copy of a large model's gradients where the network is slow; the others are copied as
-they become ready.
+Invariant: at any time those that are lent are at most a quarter of all gradients, or two buckets where that is more, so
+that they do not add up to another copy of all gradients where the network is slow; the others are copied as they become
+ready.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bagua.algorithms.base import Algorithm
 from bagua.bucket import Bucket, Member
 from bagua.group import Work
 
-LIMIT_BYTES = 64 << 20  # little beside what training holds, and enough where the network is only somewhat slower
+_LIMIT = 0.25  # of the gradients: what their codes of 8 bits would take
 
 
 class BorrowedGradients:
@@ -32,8 +32,8 @@ class BorrowedGradients:
     def __init__(self, algorithm: Algorithm, buckets: Sequence[Bucket]) -> None:
         coded = [bucket for bucket in buckets if algorithm.takes_parts and _encodes_at_once(bucket)]
         self._begins = {member.index: bucket.place_of(member)[0] for bucket in coded for member in bucket.members}
-        two_buckets = 2 * max((bucket.num_bytes for bucket in coded), default=0)  # one under way, and the next
-        self._limit_bytes = max(LIMIT_BYTES, two_buckets)
+        sizes = [bucket.num_bytes for bucket in coded]
+        self._limit_bytes = max(_LIMIT * sum(sizes), 2 * max(sizes, default=0))  # two: one under way, and the next
         self._lent: dict[int, torch.Tensor] = {}
         self._lent_bytes = 0
         self._num_back = 0  # of the communications under way, in their order: those that are known to have ended

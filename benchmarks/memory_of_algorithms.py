@@ -32,8 +32,8 @@ Extra bytes per rank beside plain torch training of the same model with the same
 gradient bytes G; n is the number of ranks. *Declared* is what the algorithm says of itself. *Kept* is measured at the
 end of the last of several steps, *peak* is the highest reading, less the highest one without bagua. Algorithms that
 average gradients have them in their buckets instead of beside them; those that exchange weights need buckets, G, for
-these. `bytegrad` and `qsgd` encode gradients where autograd has put them, up to two buckets of them at a time: their
-peak.
+these. `bytegrad` and `qsgd` encode gradients where autograd has put them, at most a quarter of all at a time, or two
+buckets: their peak.
 
 Written by `python benchmarks/memory_of_algorithms.py`, which says how it measures.
 """

@@ -3,13 +3,11 @@
 import time
 import weakref
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
 import bagua
-import bagua.borrowed
 from bagua.algorithms.compressed import CompressedGradients
 from bagua.borrowed import BorrowedGradients
 from bagua.bucket import Bucket, Member
@@ -73,10 +71,10 @@ class Wide(torch.nn.Module):
         return self.layers(x)
 
 
-def _limit(rank, world_size, limit_bytes):
-    with process_group(), mock.patch.object(bagua.borrowed, "LIMIT_BYTES", limit_bytes):
+def _limit(rank, world_size, bucket_layers):
+    with process_group():
         layer_bytes = 256 * 256 * 4
-        model = bagua.with_bagua(Wide(), algorithm="bytegrad", bucket_bytes=2 * layer_bytes)
+        model = bagua.with_bagua(Wide(), algorithm="bytegrad", bucket_bytes=bucket_layers * layer_bytes)
         seen = []
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(
@@ -87,7 +85,7 @@ def _limit(rank, world_size, limit_bytes):
             model.zero_grad()
             model(torch.ones(4, 256)).sum().backward()
             two_buckets = 2 * max(bucket.num_bytes for bucket in model.bagua.buckets)
-            assert layer_bytes <= max(seen) <= max(limit_bytes, two_buckets)
+            assert layer_bytes <= max(seen) <= max(8 * layer_bytes // 4, two_buckets)
             borrowed = model.bagua.step._borrowed
             assert not borrowed._lent and borrowed._lent_bytes == 0
             assert all(bucket.parts is None for bucket in model.bagua.buckets)
@@ -123,16 +121,16 @@ def test_what_is_lent_is_freed_under_way(pool2):
     pool2.run(_freed)
 
 
-@pytest.mark.parametrize("limit_bytes", [0, 5 * 256 * 256 * 4])
-def test_what_is_lent_is_limited_and_comes_back(pool2, limit_bytes):
-    pool2.run(_limit, args=(limit_bytes,))
+@pytest.mark.parametrize("bucket_layers", [1, 2])
+def test_what_is_lent_is_limited_and_comes_back(pool2, bucket_layers):
+    pool2.run(_limit, args=(bucket_layers,))
 
 
-def test_what_has_come_makes_room_for_the_next(monkeypatch):
+@pytest.mark.parametrize("num_buckets", [3, 8, 12])
+def test_what_has_come_makes_room_for_the_next(num_buckets):
     """At the moment in which it is needed, not only when the next bucket leaves."""
-    monkeypatch.setattr(bagua.borrowed, "LIMIT_BYTES", 0)
     buckets = []
-    for index in range(3):
+    for index in range(num_buckets):
         flat = torch.zeros(32)
         members = [
             Member(2 * index + half, f"p{index}", torch.nn.Parameter(torch.zeros(16)), flat[16 * half :][:16])
@@ -141,7 +139,8 @@ def test_what_has_come_makes_room_for_the_next(monkeypatch):
         buckets.append(Bucket(index, None, None, flat, members, []))
         buckets[-1].declaration = SimpleNamespace(operation="all_reduce", codec="a codec", hierarchical=False)
     borrowed = BorrowedGradients(SimpleNamespace(takes_parts=True), buckets)
-    has_come = [False, False]
+    num_lent = max(num_buckets // 4, 2)  # a quarter of the gradients, or two buckets, are the limit
+    has_come = [False] * num_lent
     pending = []
 
     def is_lent(index):
@@ -149,16 +148,17 @@ def test_what_has_come_makes_room_for_the_next(monkeypatch):
         member.parameter.grad = torch.ones(16)
         return borrowed.lend(member, member.parameter.grad, pending)
 
-    for bucket in buckets[:2]:  # two buckets are the limit
+    for bucket in buckets[:num_lent]:
         assert all(is_lent(member.index) for member in bucket.members)
         borrowed.gather(bucket)
         pending.append((bucket, SimpleNamespace(is_completed=lambda index=bucket.index: has_come[index])))
-    assert not is_lent(4)
+    next_index = 2 * num_lent
+    assert not is_lent(next_index)
     has_come[0] = True
-    assert is_lent(4) and is_lent(5)
+    assert is_lent(next_index) and is_lent(next_index + 1)
     assert all(member.parameter.grad is member.view for member in buckets[0].members)
-    assert all(member.parameter.grad is not member.view for bucket in buckets[1:] for member in bucket.members)
-    assert not is_lent(4)  # the second bucket is still under way
+    assert all(member.parameter.grad is not member.view for bucket in buckets[1:num_lent] for member in bucket.members)
+    assert not is_lent(next_index)  # the second bucket is still under way
 
 
 class Raises(torch.autograd.Function):
