@@ -49,6 +49,7 @@ CASES: dict[Case, tuple[str, ...]] = {
         for rate in RATES
     },
     **{Case("vgg16", _SCALE, num_hosts, 1, 1000): (*SYSTEMS, _DDP_SHRUNK) for num_hosts in (2, 8)},
+    **{Case(profile, _SCALE, 2, 1, 5000): _OF_BARS for profile in ("vgg16", "resnet50")},  # a core for each host
     **{Case("vgg16", _SCALE, 2, 2, rate): (*DDP_HOOKS, _DDP_SHRUNK, *_NODES) for rate in (1000, 5000)},
     Case("vgg16", 1.0, 2, 1, 1000): SYSTEMS,
     **{Case(profile, _SCALE, 4, 1, 1000, "cubic"): _OF_BARS for profile in ("vgg16", "bert_large")},

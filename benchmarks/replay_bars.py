@@ -20,6 +20,7 @@ BARS = {
 }
 # A step over compute alone, of the systems that have bars, wherever compute can hide all communication.
 OVERHEAD = 1.05
+_SCALE = 0.1
 _HIDES = 1.001  # a bound of so much of compute alone is compute alone
 
 
@@ -65,11 +66,12 @@ def overhead_bars(outcomes: Sequence[Outcome]) -> list[str]:
         for one in outcomes
         if one.system in with_bars and one.bound_s is not None and one.bound_s <= _HIDES * one.compute_s
     ]
-    if not _is_of_bars(case) or not hidden:
+    if (case.scale, case.ranks_per_host) != (_SCALE, 1) or not hidden:
         return []
     found = (f"{one.system} {one.p50 / one.compute_s:.4f} {_overhead_verdict(one)}" for one in hidden)
+    model = Path(case.profile).stem
     return [
-        f"- {_terms(case)}{Path(case.profile).stem} at {case.rate_mbit} Mbit/s, where compute can hide the "
+        f"- {_terms(case)}{model} on {case.num_hosts} hosts at {case.rate_mbit} Mbit/s, where compute can hide the "
         f"communication, a step over compute alone (bar {OVERHEAD}): {', '.join(found)}"
     ]
 
@@ -82,7 +84,7 @@ def _overhead_verdict(one: Outcome) -> str:
 
 
 def _is_of_bars(case: Case) -> bool:
-    return (case.scale, case.num_hosts, case.ranks_per_host) == (0.1, 4, 1)
+    return (case.scale, case.num_hosts, case.ranks_per_host) == (_SCALE, 4, 1)
 
 
 def _terms(case: Case) -> str:

@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -198,8 +199,6 @@ def test_outcomes_are_those_of_the_slowest_rank():
 
 
 def test_bars():
-    from dataclasses import replace
-
     from replay_bars import bars_of
 
     outcomes = [outcome("compute alone", 100), outcome("ddp", 500), outcome("ddp_fp16", 421)]
@@ -227,20 +226,25 @@ def test_the_bar_on_overhead_is_wherever_compute_can_hide_the_communication():
     def hidden(system, step_ms, bound_ms=100.05):
         return outcome(system, step_ms, "made/up.json", 2500, bound_ms)
 
-    (line,) = bars_of(
-        [
-            hidden("compute alone", 100),
-            hidden("ddp", 120),
-            hidden("gradient_allreduce", 120, bound_ms=101),  # the wire takes longer
-            hidden("bytegrad", 104.9),
-            hidden("qsgd:bits=4", 105.04),
-            hidden("qsgd:bits=4,bucket_bytes=2621440", 120),
-        ]
-    )
+    outcomes = [
+        hidden("compute alone", 100),
+        hidden("ddp", 120),
+        hidden("gradient_allreduce", 120, bound_ms=101),  # the wire takes longer
+        hidden("bytegrad", 104.9),
+        hidden("qsgd:bits=4", 105.04),
+        hidden("qsgd:bits=4,bucket_bytes=2621440", 120),
+    ]
+    (line,) = bars_of(outcomes)
     assert line == (
-        "- up at 2500 Mbit/s, where compute can hide the communication, a step over compute alone (bar 1.05): "
-        "bytegrad 1.0490 met, qsgd:bits=4 1.0504 MISSED (20.0 ms of processor per rank)"
+        "- up on 4 hosts at 2500 Mbit/s, where compute can hide the communication, a step over compute alone "
+        "(bar 1.05): bytegrad 1.0490 met, qsgd:bits=4 1.0504 MISSED (20.0 ms of processor per rank)"
     )
+
+    def elsewhere(**changes):
+        return bars_of([replace(one, case=replace(one.case, **changes)) for one in outcomes])
+
+    assert elsewhere(num_hosts=2) == [line.replace("4 hosts", "2 hosts")]
+    assert elsewhere(scale=1.0) == elsewhere(ranks_per_host=2) == []
 
 
 # ---- what it leaves behind
