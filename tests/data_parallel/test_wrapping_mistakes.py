@@ -79,6 +79,7 @@ def _frozen_later(rank, world_size):
     """Not replaced: its own error, which names it."""
     with process_group():
         model = bagua.with_bagua(_net(), algorithm="gradient_allreduce")
+        bagua.barrier()  # as above
         model[0].bias.requires_grad_(False)
         with pytest.raises(BaguaError, match="have no gradient: '0.bias'"):
             model(torch.randn(3, 4)).sum().backward()
