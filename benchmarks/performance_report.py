@@ -330,5 +330,7 @@ def verdict(system: str, gains: Sequence[tuple[float, float]]) -> str:
     first_paying = min(ratio for ratio, pay in pays.items() if pay)
     if last_idle == max(pays):
         return f"{at_least} none below a ratio of {first_paying:.2f}; from there on it depends on the model."
-    depends = "; between the two it depends on the model" if first_paying < last_idle else ""
-    return f"{at_least} all cases above a ratio of {last_idle:.2f} and in none below {first_paying:.2f}{depends}."
+    if last_idle < first_paying:
+        return f"{at_least} all cases from a ratio of {first_paying:.2f} on and in none up to {last_idle:.2f}."
+    between = "between the two it depends on the model"
+    return f"{at_least} all cases above a ratio of {last_idle:.2f} and in none below {first_paying:.2f}; {between}."
