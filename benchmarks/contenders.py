@@ -7,7 +7,6 @@ it is timed: full precision must be exact, a codec within its bound, and all ran
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -98,8 +97,3 @@ def _verify(name: str, result: torch.Tensor, expected: torch.Tensor) -> None:
     sums = bagua.all_gather_object(zlib.crc32(result.numpy().tobytes()))
     if len(set(sums)) != 1:
         raise RuntimeError(f"{name}, {result.nbytes} bytes: the ranks' results differ (checksums {sums})")
-
-
-def is_under_mpirun() -> bool:
-    """Whether OpenMPI started this rank."""
-    return "OMPI_COMM_WORLD_RANK" in os.environ

@@ -2,9 +2,10 @@
 
 Runs the cases of replay.py and the studies of ablation.py (more than an hour; needs root), then writes the tables and
 plots. Run it while nothing else does: a case in which compute alone, which only sleeps, takes more than 5% longer than
-its profile says is measured again, at most twice. What has been measured is kept in a file, from which a run that was
-cut off goes on, of the same commit on the same machine with nothing changed in between. `--quick` plays one case, and
-writes it to the folder of the results.
+its profile says, or during one of whose systems the hypervisor takes more than 10% of the processors, is measured
+again, at most twice; what was disturbed least is kept.
+What has been measured is kept in a file, from which a run that was cut off goes on, of the same commit on the same
+machine with nothing changed in between. `--quick` plays one case, and writes it to the folder of the results.
 
     sudo .venv/bin/python benchmarks/performance.py [--keep build/performance.jsonl]
     sudo .venv/bin/python benchmarks/performance.py --quick
@@ -33,6 +34,7 @@ from bagua.profiles import Profile
 
 PROFILES = ("vgg16", "bert_large", "gpt_124m", "resnet50")
 RATES = (100, 500, 1000, 2500, 5000)  # Mbit/s
+_CROSSOVER = {"resnet50": (1500, 2000)}  # where a model begins to hide its communication
 _SCALE = 0.1
 _FAST_MBIT = 1000  # from here on it matters to bagua, too, how many buckets there are
 _DDP_SHRUNK = "ddp_fp16:bucket_cap_mb=2.5"  # where links are slower the best DDP, or close to it
@@ -46,16 +48,19 @@ CASES: dict[Case, tuple[str, ...]] = {
     **{
         Case(profile, _SCALE, 4, 1, rate): systems_of(_SCALE) if rate >= _FAST_MBIT else (*SYSTEMS, _DDP_SHRUNK)
         for profile in PROFILES
-        for rate in RATES
+        for rate in sorted({*RATES, *_CROSSOVER.get(profile, ())})
     },
     **{Case("vgg16", _SCALE, num_hosts, 1, 1000): (*SYSTEMS, _DDP_SHRUNK) for num_hosts in (2, 8)},
     **{Case(profile, _SCALE, 2, 1, 5000): _OF_BARS for profile in ("vgg16", "resnet50")},  # a core for each host
     **{Case("vgg16", _SCALE, 2, 2, rate): (*DDP_HOOKS, _DDP_SHRUNK, *_NODES) for rate in (1000, 5000)},
     Case("vgg16", 1.0, 2, 1, 1000): SYSTEMS,
+    Case("vgg16", 1.0, 2, 1, 10_000): _OF_BARS,  # what a tenth of its size stands for at 1 Gbit/s
     **{Case(profile, _SCALE, 4, 1, 1000, "cubic"): _OF_BARS for profile in ("vgg16", "bert_large")},
 }
 _SAMPLES = 7
-_MOST_DISTURBANCE = 1.05
+_MOST_SLEPT = 1.05
+_MOST_STOLEN = 0.1
+_TRIES = 3
 
 
 class _Kept:
@@ -78,8 +83,12 @@ class _Kept:
             )
 
     def facts(self) -> dict[str, Any]:
-        """Of the first line; the others differ in their date."""
-        return self._lines[0]["facts"]
+        """What all lines have in common, from when to when they were taken, and the loads that they began at."""
+        of_lines = [line["facts"] for line in self._lines]
+        dates = sorted(facts["date"] for facts in of_lines)
+        loads = sorted(float(facts["load average"].split()[0]) for facts in of_lines)
+        load = f"{of_lines[0]['load average']}; at most {loads[-1]} when a case began, right after another"
+        return {**of_lines[0], "date": " to ".join(dict.fromkeys([dates[0], dates[-1]])), "load average": load}
 
     def get(self, name: str, measure_it: Callable[[], list[Outcome]]) -> list[Outcome]:
         """What is kept under a name, measured now if nothing is."""
@@ -97,20 +106,32 @@ class _Kept:
 
 
 def _undisturbed(measure_it: Callable[[], list[Outcome]]) -> list[Outcome]:
-    """What is measured, again while the machine has other things to do; the last of three times whatever it is."""
-    for _ in range(2):
+    """What is measured, again while the machine has other things to do; of three times the least disturbed one."""
+    tries: list[tuple[float, list[Outcome]]] = []
+    while len(tries) < _TRIES:
         outcomes = measure_it()
-        slept = _disturbance(outcomes)
-        if slept <= _MOST_DISTURBANCE:
-            return outcomes
-        print(f"  compute alone took {slept:.2f} times what the profile says: disturbed, measured again", flush=True)
-    return measure_it()
+        slept, stolen = _slept(outcomes), _stolen(outcomes)
+        disturbance = max((slept - 1) / (_MOST_SLEPT - 1), stolen / _MOST_STOLEN)
+        tries.append((disturbance, outcomes))
+        if disturbance <= 1:
+            break
+        print(
+            f"  compute alone took {slept:.2f} times what the profile says, the hypervisor {stolen:.0%} of the "
+            f"processors: disturbed, try {len(tries)} of {_TRIES}",
+            flush=True,
+        )
+    return min(tries, key=lambda one: one[0])[1]
 
 
-def _disturbance(outcomes: Sequence[Outcome]) -> float:
+def _slept(outcomes: Sequence[Outcome]) -> float:
     """How much longer steps took that do nothing but sleep than the profile says, a factor."""
     profile = Profile.load(outcomes[0].case.path)
     return outcomes[0].compute_s * 1e3 / (profile.forward_ms + profile.backward_ms)
+
+
+def _stolen(outcomes: Sequence[Outcome]) -> float:
+    """The most that the hypervisor took of the processors during one system, between 0 and 1."""
+    return max(one.stolen or 0.0 for one in outcomes)
 
 
 def _facts() -> dict[str, Any]:

@@ -8,6 +8,7 @@ after the other, compute alone first; `--turns` as often, so that what drifts me
 
     ratio            the best DDP's median over the system's
     processor ms     how long a rank's threads ran per step, in the kernel too, a mean; all hosts share the cores
+    stolen %         what the hypervisor took of this machine's processors meanwhile, where it says so
     exposed ms       step less compute alone
     waiting ms       what bagua's own timeline says that a step waited, a mean
     wire MB          what a host's link carried per step, headers and acknowledgements too
@@ -56,7 +57,7 @@ SYSTEMS = (
     "local_sgd",
     "async",
 )
-_SHRUNK = ("ddp", "ddp_fp16", "gradient_allreduce", "bytegrad", "qsgd:bits=4")
+_SHRUNK = (*DDP_HOOKS, "gradient_allreduce", "bytegrad", "qsgd:bits=4")
 _CAP_MIB = 25  # of a bucket, torch's default and bagua's
 
 
@@ -96,9 +97,10 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[report.Row]:
         row = rows[outcome.system]
         row.baseline = best if row is not best and outcome.system != ALONE else None
         row.cells = {"processor ms": report.three_digits(outcome.processor_s * 1e3)}
+        row.cells["stolen %"] = "" if outcome.stolen is None else f"{100 * outcome.stolen:.1f}"
         if outcome.system != ALONE:
             row.cells |= {
-                "exposed ms": report.three_digits(max(0.0, outcome.p50 - outcome.compute_s) * 1e3),
+                "exposed ms": report.three_digits(outcome.exposed_s * 1e3),
                 "waiting ms": "" if outcome.waiting_s is None else report.three_digits(outcome.waiting_s * 1e3),
                 "wire MB": report.three_digits(outcome.wire_bytes / 1e6),
             }

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from replay_cases import Case, Outcome, is_ddp
-from replay_systems import DDP_HOOKS
+from replay_systems import ALONE, DDP_HOOKS, parse
 
-# Profile and system at 4 hosts, 1 Gbit/s, scale 0.1: the time of the best DDP as it comes over ours, and ours over the
-# bound.
+# Profile and system at 4 hosts, 1 Gbit/s, scale 0.1: the time of the best DDP over ours, and ours over the bound.
 BARS = {
     ("vgg16", "gradient_allreduce"): (1.0, 1.08),
     ("vgg16", "bytegrad"): (2.1, 1.15),
@@ -18,8 +16,9 @@ BARS = {
     ("bert_large", "bytegrad"): (1.9, 1.15),
     ("bert_large", "qsgd:bits=4"): (3.0, 1.15),
 }
-# A step over compute alone, of the systems that have bars, wherever compute can hide all communication.
+# A step over compute alone, wherever compute can hide all communication.
 OVERHEAD = 1.05
+_COMPUTES = "qadam"  # whose step has Adam in it
 _SCALE = 0.1
 _HIDES = 1.001  # a bound of so much of compute alone is compute alone
 
@@ -45,35 +44,42 @@ def ratio_bars(outcomes: Sequence[Outcome]) -> list[str]:
         best_s = min(baselines)
         reached = (best_s / ours.p50, ours.p50 / ours.bound_s)
         is_met = reached[0] >= ratio and reached[1] <= of_bound
-        missed = "MISSED" if best_s / ours.bound_s >= ratio else "MISSED, and beyond its bound on this machine"
         beside = "DDP" if is_full else "the best DDP as it comes"
-        tuned_s = min(one.p50 for one in outcomes if is_ddp(one))
-        also = "" if is_full or tuned_s == best_s else f"; {tuned_s / ours.p50:.2f} beside one with smaller buckets"
         lines.append(
             f"- {_terms(case)}{profile}, {system}: {reached[0]:.3f} times as fast as {beside} (bar {ratio}, at its "
-            f"bound it would be {best_s / ours.bound_s:.2f}{also}), {reached[1]:.2f} of its bound (bar {of_bound}): "
-            f"{'met' if is_met else missed}"
+            f"bound it would be {best_s / ours.bound_s:.2f}), {reached[1]:.2f} of its bound (bar {of_bound}): "
+            f"{'met' if is_met else _missed(best_s, ours, ratio)}"
         )
+        tuned = min((one for one in outcomes if is_ddp(one)), key=lambda one: one.p50)
+        if not is_full and tuned.p50 < best_s:
+            is_met = tuned.p50 >= ratio * ours.p50
+            lines[-1] += (
+                f"; beside {tuned.system} {tuned.p50 / ours.p50:.3f} times (at its bound "
+                f"{tuned.p50 / ours.bound_s:.2f}): {'met' if is_met else _missed(tuned.p50, ours, ratio)}"
+            )
     return lines
 
 
+def _missed(rival_s: float, ours: Outcome, ratio: float) -> str:
+    return "MISSED" if rival_s / ours.bound_s >= ratio else "MISSED, and beyond its bound on this machine"
+
+
 def overhead_bars(outcomes: Sequence[Outcome]) -> list[str]:
-    """Of `OVERHEAD`: a line for the systems whose bound is compute alone, none where there are none."""
-    case = outcomes[0].case
-    with_bars = dict.fromkeys(system for _, system in BARS)
-    hidden = [
-        one
-        for one in outcomes
-        if one.system in with_bars and one.bound_s is not None and one.bound_s <= _HIDES * one.compute_s
-    ]
-    if (case.scale, case.ranks_per_host) != (_SCALE, 1) or not hidden:
+    """Of `OVERHEAD`: a line for our systems whose bound is compute alone, none where there are none."""
+    hidden = [one for one in outcomes if _may_hide(one) and one.bound_s <= _HIDES * one.compute_s]
+    if not hidden:
         return []
-    found = (f"{one.system} {one.p50 / one.compute_s:.4f} {_overhead_verdict(one)}" for one in hidden)
-    model = Path(case.profile).stem
+    found = (f"{one.system} {one.p50 / one.compute_s:.3f} {_overhead_verdict(one)}" for one in hidden)
     return [
-        f"- {_terms(case)}{model} on {case.num_hosts} hosts at {case.rate_mbit} Mbit/s, where compute can hide the "
-        f"communication, a step over compute alone (bar {OVERHEAD}): {', '.join(found)}"
+        f"- {outcomes[0].case}, where compute can hide the communication, a step over compute alone (bar {OVERHEAD}): "
+        f"{', '.join(found)}"
     ]
+
+
+def _may_hide(one: Outcome) -> bool:
+    """Of ours, as they come: what does not overlap hides nothing, and `_COMPUTES` has work of its own."""
+    name, options = parse(one.system)
+    return one.bound_s is not None and name not in (*DDP_HOOKS, ALONE, _COMPUTES) and "overlap" not in options
 
 
 def _overhead_verdict(one: Outcome) -> str:

@@ -54,11 +54,17 @@ class Outcome:
     wire_bytes: float
     processor_s: float  # a rank's, a mean
     waiting_s: float | None
+    stolen: float | None = None  # what the hypervisor took of the processors meanwhile, between 0 and 1
 
     @property
     def p50(self) -> float:
         """Seconds per step."""
         return statistics.median(self.step_s)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds per step beyond compute alone."""
+        return max(0.0, self.p50 - self.compute_s)
 
 
 def outcomes_of(case: Case, per_rank: Sequence[Sequence[dict]], burst_bytes: float) -> list[Outcome]:
@@ -74,7 +80,10 @@ def outcomes_of(case: Case, per_rank: Sequence[Sequence[dict]], burst_bytes: flo
         bound = None if case.rate_mbit is None else bound_s(first, compute_s, case.rate_mbit, burst_bytes)
         waiting_s = max(waiting, default=None)
         processor_s = statistics.mean(result.processor_s for result in results)
-        outcomes.append(Outcome(case, first.system, step_s, compute_s, bound, first.wire_bytes, processor_s, waiting_s))
+        stolen = max(result.stolen for result in results)
+        outcomes.append(
+            Outcome(case, first.system, step_s, compute_s, bound, first.wire_bytes, processor_s, waiting_s, stolen)
+        )
     return outcomes
 
 

@@ -11,7 +11,17 @@ import report
 from replay_cases import Case, Outcome
 from replay_systems import ALONE
 
-PLOTTED = ("ddp", "ddp_fp16", "gradient_allreduce", "bytegrad", "qsgd:bits=4", "decentralized", "local_sgd", "async")
+PLOTTED = (
+    "ddp",
+    "ddp_fp16",
+    "ddp_bf16",
+    "gradient_allreduce",
+    "bytegrad",
+    "qsgd:bits=4",
+    "decentralized",
+    "local_sgd",
+    "async",
+)
 _TITLE_WIDTH = 60  # characters above one of three plots
 _LEAST_MS = 0.1  # where nothing is exposed, for the logarithm
 
@@ -41,7 +51,7 @@ def _row(axes: Sequence[Any], title: str | Case, cases: Sequence[Sequence[Outcom
         color, line = f"C{number}", "os^D"[number // 10 % 4] + "-"  # there are ten colors
         steps.plot(rates, [one.p50 * 1e3 for one in of_rates], line, color=color, label=system, markersize=4)
         steps.plot(rates, [one.bound_s * 1e3 for one in of_rates], ":", color=color, linewidth=1)
-        waits = [max(_LEAST_MS, (one.p50 - one.compute_s) * 1e3) for one in of_rates]
+        waits = [max(_LEAST_MS, one.exposed_s * 1e3) for one in of_rates]
         exposed.plot(rates, waits, line, color=color, markersize=4)
         wire.barh(system, of_rates[-1].wire_bytes / 1e6, color=color)
     steps.axhline(cases[0][0].compute_s * 1e3, color="0.5", linewidth=1, label=ALONE)

@@ -19,9 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import timing
 import torch
 import torch.distributed as dist
 from contenders import destroy, initialise
+from replay_verify import Verification
 from sent_bytes import sent_bytes
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -84,6 +86,7 @@ class Result:
         overlap: what of the step an exchange may go on under: "backward" as gradients come, "step", or "nothing".
         period: steps from one exchange to the next; `wire_bytes` and `step_s` are means over
             them. 1 where it is no number of steps, as for async.
+        stolen: what the hypervisor took of this rank's machine, between 0 and 1.
     """
 
     system: str
@@ -94,6 +97,7 @@ class Result:
     ready: list[tuple[float, float]] = field(default_factory=list)
     overlap: str = "backward"
     period: int = 1
+    stolen: float = 0.0
 
 
 def parse(system: str) -> tuple[str, dict[str, Any]]:
@@ -217,6 +221,7 @@ def _merged(of_turns: Sequence[Result]) -> Result:
         wire_bytes=statistics.mean(result.wire_bytes for result in of_turns),
         processor_s=statistics.mean(result.processor_s for result in of_turns),
         waiting_s=statistics.mean(waiting) if waiting else None,
+        stolen=max(result.stolen for result in of_turns),
     )
 
 
@@ -225,6 +230,8 @@ def _measure(system: str, model: SleepingModel, ready: dict[int, float], task: T
     handle = getattr(model, "bagua", None)
     options = handle.algorithm.options() if handle is not None else {}
     name = parse(system)[0]
+    exchanges = handle.algorithm.exchanges if handle is not None else "gradients"
+    verification = Verification(name, options, model, exchanges) if system != ALONE else None
     period = 1
     if name == "async":
         round_bytes = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
@@ -235,8 +242,10 @@ def _measure(system: str, model: SleepingModel, ready: dict[int, float], task: T
         # What is not done in every step is done once in a sample.
         period = max(options.get("sync_every", 1), options.get("interval", 1))
         taken = _time(step, period, task.samples)
-    result = Result(system, taken.step_s, taken.wire_bytes, taken.processor_s, period=period)
-    if handle is None or handle.algorithm.exchanges == "gradients":
+    if verification is not None:
+        verification.end()
+    result = Result(system, taken.step_s, taken.wire_bytes, taken.processor_s, period=period, stolen=taken.stolen)
+    if exchanges == "gradients":
         result.ready = _ready_parts(model, ready)
     else:
         result.overlap = "step" if name in _UNDER_COMPUTE else "nothing"
@@ -298,6 +307,7 @@ class _Taken:
     step_s: list[float]
     wire_bytes: float
     processor_s: float
+    stolen: float
     num_steps: int
 
 
@@ -319,12 +329,13 @@ def _time_rounds(step: Callable[[], None], block: int) -> _Taken:
 
 def _samples(step: Callable[[], None], block: int, samples: int) -> _Taken:
     bagua.barrier()
-    sent_before, worked_before = sent_bytes(), time.process_time()
+    sent_before, worked_before, stolen = sent_bytes(), time.process_time(), timing.Stolen()
     step_s = [_seconds_of(step, block) / block for _ in range(samples)]
     bagua.barrier()
     num_steps = block * samples
     wire_bytes = (sent_bytes() - sent_before) / num_steps
-    return _Taken(step_s, wire_bytes, (time.process_time() - worked_before) / num_steps, num_steps)
+    processor_s = (time.process_time() - worked_before) / num_steps
+    return _Taken(step_s, wire_bytes, processor_s, stolen.share(), num_steps)
 
 
 def _seconds_of(step: Callable[[], None], times: int) -> float:

@@ -6,9 +6,11 @@ collective is done when its last rank is done.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass
@@ -53,3 +55,20 @@ def slowest(per_rank: Sequence[Sequence[float]]) -> list[float]:
 def total(per_rank: Sequence[Sequence[float]]) -> list[float]:
     """Sample by sample the sum over ranks."""
     return [sum(values) for values in zip(*per_rank, strict=True)]
+
+
+class Stolen:
+    """What a hypervisor takes of this machine's processors from here on: other machines run on them meanwhile."""
+
+    def __init__(self) -> None:
+        self._begin_s, self._taken_s = time.perf_counter(), _stolen_s()
+
+    def share(self) -> float:
+        """Between 0 and 1."""
+        return (_stolen_s() - self._taken_s) / ((time.perf_counter() - self._begin_s) * (os.cpu_count() or 1))
+
+
+def _stolen_s() -> float:
+    """Since boot, over all processors: proc_stat(5), the eighth figure of the first line."""
+    of_all = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return int(of_all[8]) / os.sysconf("SC_CLK_TCK")
