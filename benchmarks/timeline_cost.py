@@ -4,7 +4,8 @@ The compute is a sleep of 1 ms per layer in backward, so that recording has noth
 two ways in the same run. Counted: how often a step calls the recorder, reads the clock and writes a span into the
 engine's log, times what each takes of a processor's time; the spans are the worker thread's, which writes them beside
 backward. Compared: steps with recording and with a recorder that does nothing, in turns; the engine's log cannot be
-turned off and is in both. Ends with 1 where recording takes more than is allowed.
+turned off and is in both. Ends with 1 where recording takes more than is allowed. A second table says what reading
+takes, of records of as many steps as the run has had.
 
     python benchmarks/timeline_cost.py [--ranks 2] [--tcp] [--quick]
 """
@@ -29,6 +30,7 @@ ALGORITHMS = ("gradient_allreduce", "bytegrad")
 NUM_BUCKETS, BUCKET_BYTES, LAYER_MS = 10, 1 << 20, 1.0
 ALLOWED_SHARE = 0.01
 _COUNTED_STEPS = 8
+_READINGS = 20
 _CALLS, _SPANS = 2000, 50
 # In Step: the ends of a forward, the begin of a step, of the wait, and the end.
 _CLOCK_READINGS = 5
@@ -71,7 +73,22 @@ def _measure_one(algorithm: str, repetitions: int) -> dict:
         raise RuntimeError(f"{algorithm}: the recorder has not seen every step")
     costs = _costs_of_calls(type(real)(), repetitions)
     recording = [sum(counts[call] * cost[call] for call in counts) for cost in costs]
-    return {"wall": {name: of["wall"] for name, of in samples.items()}, "recording": recording, "counts": counts}
+    wall = {name: of["wall"] for name, of in samples.items()}
+    return {"wall": wall, "recording": recording, "counts": counts, "reading": _seconds_of_readings(model)}
+
+
+def _seconds_of_readings(model: Any) -> dict[str, list[float]]:
+    """By what is called."""
+    import bagua
+
+    calls = {"bagua.metrics.values(model)": lambda: bagua.metrics.values(model), "timeline()": model.bagua.timeline}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _, (name, call) in itertools.product(range(_READINGS), calls.items()):
+        bagua.barrier()
+        begin = time.perf_counter()
+        call()
+        seconds[name].append(time.perf_counter() - begin)
+    return seconds
 
 
 def _sleeping_model(algorithm: str) -> tuple[Any, Callable[[], None]]:
@@ -242,6 +259,12 @@ def main() -> None:
     notes = ["ratio: over the row before it; the last one of three is the share of a step that goes into recording."]
     title = f"Step of {NUM_BUCKETS} buckets of 1 MiB, {NUM_BUCKETS * LAYER_MS:.0f} ms of compute, {args.ranks} ranks"
     result.add(report.Table(title, rows, ratio="relative", notes=notes))
+    readings = [
+        report.Row(f"{name}, {call}", timing.slowest([result[name]["reading"][call] for result in per_rank]))
+        for name in ALGORITHMS
+        for call in per_rank[0][name]["reading"]
+    ]
+    result.add(report.Table("Reading the records", readings))
     shares = dict(zip(ALGORITHMS, rows[2::3], strict=True))
     is_allowed = {name: row.p50 < ALLOWED_SHARE * row.baseline.p50 for name, row in shares.items()}
     for name, row in shares.items():
