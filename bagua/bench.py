@@ -119,8 +119,18 @@ def _checked(made: Any, target: str) -> tuple[torch.nn.Module, Callable[[torch.n
 def _record(args: argparse.Namespace) -> None:
     check_repetitions(args.repetitions)
     _check_out(args.out)
-    model, loss = _checked(_load(args.target)(), args.target)
-    profile = record(model, loss, name=args.name, source=args.source, repetitions=args.repetitions)
+    make = _load(args.target)
+    try:
+        made = make()
+    except Exception as error:  # as a script may
+        raise InvalidArgument(f"{args.target}() raised {_told(error)}") from error
+    model, loss = _checked(made, args.target)
+    try:
+        profile = record(model, loss, name=args.name, source=args.source, repetitions=args.repetitions)
+    except InvalidArgument:
+        raise
+    except Exception as error:
+        raise InvalidArgument(f"a step of {args.target} raised {_told(error)}") from error
     profile.save(args.out)
     print(
         f"{profile.name}: {len(profile.layers)} layers, {profile.num_parameters:,} parameters, "

@@ -108,12 +108,18 @@ class Profile:
         """
         try:
             content = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InvalidArgument(f"{path} cannot be read as a profile: {error}") from error
         is_profile = isinstance(content, dict) and set(content) == {"name", "source", "layers"}
         if not is_profile or not isinstance(content["layers"], list) or not content["layers"]:
             raise InvalidArgument(f"{path} is no profile: expected an object of name, source and one layer or more")
-        return Profile(content["name"], content["source"], tuple(_layer(path, one) for one in content["layers"]))
+        for key in ("name", "source"):
+            if not isinstance(content[key], str):
+                raise InvalidArgument(f"{path}: {key} is {content[key]!r}, expected a string")
+        layers = tuple(_layer(path, one) for one in content["layers"])
+        if not any(layer.parameters for layer in layers):
+            raise InvalidArgument(f"{path} has no layer with parameters, so there is nothing to exchange; name shapes")
+        return Profile(content["name"], content["source"], layers)
 
 
 def _scaled_shape(shape: tuple[int, ...], scale: float) -> tuple[int, ...]:
@@ -124,10 +130,12 @@ def _layer(path: str | Path, content: Any) -> Layer:
     if not isinstance(content, dict) or set(content) - {"dtype"} != _LAYER_KEYS:
         keys = ", ".join(sorted(_LAYER_KEYS))
         raise InvalidArgument(f"{path}: a layer is {content!r}, expected an object of {keys}, and dtype if not float32")
+    if not isinstance(content["name"], str):
+        raise InvalidArgument(f"{path}: the name of a layer is {content['name']!r}, expected a string")
     shapes, times = content["parameters"], (content["forward_ms"], content["backward_ms"])
     if not isinstance(shapes, list) or not all(map(_is_shape, shapes)):
         raise InvalidArgument(f"{path}: parameters of layer {content['name']!r} are {shapes!r}, expected their shapes")
-    if not all(isinstance(ms, (int, float)) and 0 <= ms < 1e6 for ms in times):
+    if not all(type(ms) in (int, float) and 0 <= ms < 1e6 for ms in times):
         raise InvalidArgument(f"{path}: times of layer {content['name']!r} are {times!r}, expected milliseconds")
     dtype = content.get("dtype", "float32")
     if dtype not in _DTYPES:
@@ -250,8 +258,8 @@ def record(
         repetitions: how many steps count, at least one.
 
     Raises:
-        InvalidArgument: ``repetitions`` is not a positive integer; no parameter takes part in the loss; a layer's
-            parameters are not of one dtype that a profile can hold.
+        InvalidArgument: ``repetitions`` is not a positive integer; the loss is no scalar tensor, or no parameter takes
+            part in it; a layer's parameters have no shape yet, or are not of one dtype that a profile can hold.
 
     Example:
         >>> x = torch.randn(8, 16)
@@ -303,6 +311,8 @@ class _Recorder:
                 continue
             seen.update(map(id, own))
             layer = name or type(module).__name__
+            if any(map(torch.nn.parameter.is_lazy, own)):
+                raise InvalidArgument(f"parameters of layer {layer!r} have no shape yet; run the model once before")
             self.parameters[layer], self.dtypes[layer] = own, _dtype_of(layer, own)
             modules[layer] = module
         for layer, module in modules.items():  # when nothing can raise any more
@@ -325,6 +335,8 @@ class _Recorder:
         self._model.zero_grad()
         begin = self._now()
         value = loss(self._model)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+            raise InvalidArgument(f"the loss is {_what(value)}, expected a tensor of one element that has a gradient")
         forward = self._take_spans(begin, every_mark=True)
         begin = self._now()
         value.backward()
@@ -346,6 +358,12 @@ class _Recorder:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+def _what(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"{value!r} of type {type(value).__name__}"
+    return f"a tensor of shape {tuple(value.shape)}" if value.numel() != 1 else "a tensor that needs no gradient"
 
 
 def _dtype_of(layer: str, parameters: Sequence[torch.nn.Parameter]) -> str:

@@ -9,158 +9,40 @@ from __future__ import annotations
 import argparse
 import bisect
 import itertools
-import json
 import math
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import trace
 from .errors import InvalidArgument
 from .stragglers import Arrival, Latecomer, caused_ns, latecomers, straggler
+from .trace_file import DRIFT, LANES_OF_OPERATIONS, MERGED, RankTrace
 
-__all__ = ["RankTrace", "main", "merge", "report"]
+__all__ = ["load", "main", "merge", "report"]
 
-_MERGED = "bagua merged timeline 1"
-_ABOUT = {
-    **dict.fromkeys(("rank", "world_size"), int),
-    **dict.fromkeys(("group", "host", "boot_id", "algorithm"), str),
-    **dict.fromkeys(("clock", "totals"), dict),
-}
-_TOTALS = ("steps", "exposed_s", "bytes_sent", "network_bytes_sent")
-_TIMES = {"M": (), "i": ("ts",), "X": ("ts", "dur")}  # what an event has, by its `ph`
-_OPERATION = {"group", "ticket", "bytes"}
-_LANES_OF_OPERATIONS = (trace.OPERATIONS, trace.COORDINATION)
-_ARGS = {trace.STEPS: {"index", "exposed_us", "bytes_sent"}, **dict.fromkeys(_LANES_OF_OPERATIONS, _OPERATION)}
 _SHOWN_STEPS = 3
 _SHOWN_RANKS = 16
-# Seconds per second by which the clocks of two hosts differ at most: what crystals do.
-_DRIFT = 50e-6
-
-
-@dataclass(frozen=True)
-class RankTrace:
-    """The file of one rank.
-
-    Attributes:
-        path: where it was read from.
-        about: its ``otherData``.
-        events: in the trace-event format.
-    """
-
-    path: Path
-    about: dict[str, Any]
-    events: list[dict[str, Any]]
-
-    @staticmethod
-    def load(path: str | Path) -> RankTrace:
-        """Reads what ``Timeline.save`` or ``model.bagua.save_timeline`` wrote.
-
-        Raises:
-            InvalidArgument: it is none, with what is wrong.
-        """
-        try:
-            content = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise InvalidArgument(f"{path} cannot be read as a timeline: {error}") from error
-        about = content.get("otherData") if isinstance(content, dict) else None
-        found = about.get("format") if isinstance(about, dict) else None
-        if found == _MERGED:
-            raise InvalidArgument(f"{path} is merged already; name the files of the ranks, such as rank0.json")
-        if found != trace.FORMAT:
-            raise InvalidArgument(
-                f"{path} is no timeline of a rank: its otherData.format is {found!r}, expected {trace.FORMAT!r}; "
-                "model.bagua.save_timeline(folder) writes one per rank"
-            )
-        wrong = [name for name, kind in _ABOUT.items() if type(about.get(name)) is not kind]
-        if wrong:
-            raise InvalidArgument(f"{path}: otherData.{wrong[0]} is {about.get(wrong[0])!r}; save the timeline anew")
-        numbers = {f"totals.{name}": about["totals"].get(name) for name in _TOTALS}
-        clock = about["clock"]  # null where none was measured
-        numbers["clock.uncertainty_ns"] = clock.get("uncertainty_ns") or 0
-        numbers["clock.measured_ns"] = clock.get("measured_ns") if numbers["clock.uncertainty_ns"] else 0
-        numbers["operations_since_us"] = about.get("operations_since_us") or 0  # null where none was dropped
-        for name, number in numbers.items():
-            if not _is_number(number):
-                raise InvalidArgument(f"{path}: otherData.{name} is {number!r}; save the timeline anew")
-        failure = about.get("failure")
-        if failure is not None and not _is_failure(failure):
-            raise InvalidArgument(f"{path}: otherData.failure is {failure!r}; save the timeline anew")
-        events = content.get("traceEvents")
-        broken = next((event for event in events if not _is_event(event)), None) if isinstance(events, list) else events
-        if broken is not None or not isinstance(events, list):
-            raise InvalidArgument(f"{path}: {str(broken)[:80]} is no trace event; save the timeline anew")
-        return RankTrace(Path(path), about, events)
-
-    @property
-    def rank(self) -> int:
-        """In the group that trained."""
-        return self.about["rank"]
-
-    @property
-    def clock(self) -> str:
-        """Equal for files that are on one clock: of one measurement, or of one host where none was taken."""
-        return self.about["clock"].get("measurement") or self.about["boot_id"]
-
-    @property
-    def uncertainty_ns(self) -> int:
-        """How far its times may be from rank 0's clock, when the clocks were compared."""
-        return self.about["clock"].get("uncertainty_ns") or 0
-
-    def uncertainty_at(self, time_ns: int) -> int:
-        """The same at another time, by how far clocks may have drifted apart until then."""
-        if not self.uncertainty_ns:
-            return 0  # on rank 0's host
-        age_ns = abs(time_ns - self.about["clock"]["measured_ns"])
-        return self.uncertainty_ns + round(_DRIFT * age_ns)
-
-    @property
-    def operations_since_us(self) -> float:
-        """It holds every operation that began later."""
-        since_us = self.about.get("operations_since_us")
-        return -math.inf if since_us is None else since_us
-
-    def slices(self, lane: str) -> list[dict[str, Any]]:
-        """The slices of one of ``trace.LANES``, all groups', in the order of time."""
-        found = [event for event in self.events if event.get("cat") == lane and event["ph"] == "X"]
-        return sorted(found, key=lambda event: event["ts"])
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
-def _is_failure(failure: Any) -> bool:
-    if not isinstance(failure, dict) or not {"where", "step", "error", "rank"} <= set(failure):
-        return False
-    return all(_is_number(failure.get(name)) for name in ("wait_ns", "end_ns"))
-
-
-def _is_event(event: Any) -> bool:
-    if not isinstance(event, dict) or not {"ph", "name", "pid", "tid", "args"} <= set(event):
-        return False
-    times = _TIMES.get(event["ph"])
-    return (
-        times is not None
-        and all(_is_number(event.get(name)) for name in times)
-        and isinstance(event["args"], dict)
-        and _ARGS.get(event.get("cat"), set()) <= set(event["args"])
-    )
 
 
 def load(paths: Sequence[str | Path]) -> list[RankTrace]:
     """The files of ranks that belong together, by rank.
 
     Raises:
-        InvalidArgument: a file is no timeline, two are of one rank, or their clocks cannot be compared.
+        InvalidArgument: a file is no timeline; two are of one rank, of two groups, or on clocks that do not compare.
     """
     ranks = sorted((RankTrace.load(path) for path in paths), key=lambda one: one.rank)
     for one, other in itertools.pairwise(ranks):
         if one.rank == other.rank:
             raise InvalidArgument(f"{one.path} and {other.path} are both of rank {one.rank}; name one file per rank")
+        for name in ("group", "world_size"):
+            if one.about[name] != other.about[name]:
+                raise InvalidArgument(
+                    f"{one.path} and {other.path} are not of one group: {name} is {one.about[name]!r} and "
+                    f"{other.about[name]!r}; name the files of one call of model.bagua.save_timeline(folder)"
+                )
         if one.clock != other.clock:
             raise InvalidArgument(
                 f"{one.path} and {other.path} are not on one clock: they were not saved together; call "
@@ -180,13 +62,13 @@ def merge(ranks: Sequence[RankTrace]) -> dict[str, Any]:
                 told = {"last_rank": latecomer.rank, "waited_for_it_us": latecomer.waited_ns / 1e3}
                 event = {**event, "args": {**event["args"], **told}}
             events.append(event)
-    about = {"format": _MERGED, "ranks": [one.about for one in ranks]}
+    about = {"format": MERGED, "ranks": [one.about for one in ranks]}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
 def _operation_of(event: dict[str, Any]) -> tuple[str, int] | None:
     """What identifies an operation on all ranks; None for other events."""
-    if event.get("cat") not in _LANES_OF_OPERATIONS:
+    if event.get("cat") not in LANES_OF_OPERATIONS:
         return None
     return event["args"].get("group"), event["args"].get("ticket")
 
@@ -208,7 +90,7 @@ def _arrivals(ranks: Sequence[RankTrace]) -> list[Arrival]:
             (one.about["boot_id"], one.about["clock"].get("offset_ns")),
         )
         for one in ranks
-        for lane in _LANES_OF_OPERATIONS
+        for lane in LANES_OF_OPERATIONS
         for event in one.slices(lane)
     ]
 
@@ -221,11 +103,13 @@ def _among_some(arrivals: Sequence[Arrival]) -> set[Any]:
 def report(ranks: Sequence[RankTrace]) -> str:
     """The text: exposed communication and bytes by rank, the straggler, the slowest bucket."""
     about = ranks[0].about
-    missing = sorted({*range(about["world_size"])} - {one.rank for one in ranks})
+    present = {one.rank for one in ranks}
+    absent = (rank for rank in range(about["world_size"]) if rank not in present)
+    missing = list(itertools.islice(absent, _SHOWN_RANKS + 1))
     lacks = f"; missing: {_ranks(missing)}" if missing else ""
     lines = [f"algorithm        {about['algorithm']}, {len(ranks)} of {about['world_size']} ranks{lacks}"]
     clocks = [f"rank {one.rank} {one.uncertainty_ns / 1e3:.0f} us" for one in ranks if one.uncertainty_ns]
-    drift = f", and by {1e6 * _DRIFT:.0f} us more per second before they were compared"
+    drift = f", and by {1e6 * DRIFT:.0f} us more per second before they were compared"
     lines.append(f"clocks           {'uncertain by ' + ', '.join(clocks) + drift if clocks else 'one for all ranks'}")
     lines += [line for one in ranks if one.about.get("failure") is not None for line in _failure_lines(one)]
     lines += ["", *_table_of_ranks(ranks), "", *_covered_steps(ranks)]
@@ -241,7 +125,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _failure_lines(one: RankTrace) -> list[str]:
     failure = one.about["failure"]
     waited_s = (failure["end_ns"] - failure["wait_ns"]) / 1e9
-    blamed = "" if failure["rank"] is None else f", for which rank {failure['rank']} is to blame"
+    rank = failure.get("rank")
+    blamed = "" if rank is None else f", for which rank {rank} is to blame"
     where = f"step {failure['step']}, {failure['where']}"
     return [
         f"failed           rank {one.rank} in {where}, after it had waited {waited_s:.3f} s{blamed}:",
@@ -359,7 +244,7 @@ def _slowest_bucket(ranks: Sequence[RankTrace]) -> list[str]:
     if not durations:
         return ["slowest bucket   unknown: the files hold no operations"]
     name = max(durations, key=lambda label: statistics.median(durations[label]))
-    what = ranks[0].about["totals"].get("buckets", {}).get(name, "")
+    what = (ranks[0].about["totals"].get("buckets") or {}).get(name, "")
     return [
         f"slowest bucket   {name}{f' ({what})' if what else ''}, {bytes_of[name] / 1e6:.2f} MB: "
         f"{_median(durations[name])} ms at the median {since[name]}"

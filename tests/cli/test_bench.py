@@ -199,6 +199,11 @@ def test_a_scale_that_is_none(scale):
         (json.dumps({"name": "x", "source": "y", "layers": [{"name": "a", "parameters": [0]}]}), "expected an object"),
         ("parameters=[[0, 3]]", "expected their shapes"),
         ("parameters=7", "expected their shapes"),
+        ('{"name": 3, "source": "y", "layers": [3]}', "name is 3, expected a string"),
+        ('{"name": "x", "source": null, "layers": [3]}', "source is None, expected a string"),
+        ("name=3", "the name of a layer is 3, expected a string"),
+        ("parameters=[]", "has no layer with parameters"),
+        ("forward_ms=true", "expected milliseconds"),
         ("forward_ms=-1", "expected milliseconds"),
         ('backward_ms="fast"', "expected milliseconds"),
         ('dtype="int8"', "dtype of layer 'a' is 'int8', expected one of float32, "),
@@ -347,6 +352,53 @@ def test_what_is_no_model_and_its_loss(tmp_path, capsys, name, returned):
     assert cli.main(["bench", "record", f"{__file__}:{name}", "--out", str(tmp_path / "x.json")]) == 1
     printed = capsys.readouterr().err
     assert f"{name} returned {returned}, expected (model, loss): a torch.nn.Module, and a function of it" in printed
+
+
+def a_float():
+    model = torch.nn.Linear(2, 2)
+    return model, lambda model: model(torch.ones(1, 2)).sum().item()
+
+
+def a_vector():
+    model = torch.nn.Linear(2, 3)
+    return model, lambda model: model(torch.ones(2))
+
+
+def detached():
+    model = torch.nn.Linear(2, 3)
+    return model, lambda model: model(torch.ones(2)).sum().detach()
+
+
+def lazy():
+    model = torch.nn.Sequential(torch.nn.LazyLinear(3))
+    return model, lambda model: model(torch.ones(1, 2)).sum()
+
+
+def wants(argument):
+    return argument
+
+
+def raises_in_the_loss():
+    return torch.nn.Linear(2, 3), lambda model: model(torch.ones(7)).sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a_float", "of type float, expected a tensor of one element that has a gradient"),
+        ("a_vector", "the loss is a tensor of shape (3,), expected a tensor of one element"),
+        ("detached", "the loss is a tensor that needs no gradient, expected"),
+        ("lazy", "parameters of layer '0' have no shape yet; run the model once before"),
+        ("wants", "wants() raised TypeError: wants() missing 1 required positional argument: 'argument'"),
+        ("raises_in_the_loss", "a step of {}:raises_in_the_loss raised RuntimeError: "),
+    ],
+)
+def test_a_step_that_cannot_be_taken(tmp_path, capsys, name, message):
+    assert cli.main(["bench", "record", f"{__file__}:{name}", "--out", str(tmp_path / "x.json")]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("bagua bench: ") and message.replace("{}", __file__) in printed
+    assert (f'File "{__file__}"' in printed) == (name == "raises_in_the_loss")
+    assert not (tmp_path / "x.json").exists()
 
 
 @pytest.mark.parametrize(
