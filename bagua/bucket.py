@@ -133,6 +133,19 @@ class Bucket:
         torch._foreach_copy_(self._views(flat), sources)
         self.zero_padding(flat)
 
+    def weights(self) -> list[tuple[int, torch.Tensor]] | None:
+        """Where the weights are, which may not change meanwhile: ``parts`` of a reduction, which copies them itself.
+
+        None where one does not lie in memory as its view does: ``load`` then.
+        """
+        parts = []
+        for member in self.members:
+            weight = member.parameter.detach()
+            if weight.shape != member.view.shape or not member.is_alike(weight):
+                return None
+            parts.append((self.place_of(member)[0], weight))
+        return parts
+
     @torch.no_grad()
     def store(self, tensors: Sequence[torch.Tensor] | None = None, flat: torch.Tensor | None = None) -> None:
         """The weights <- flat; arguments as for ``load``."""

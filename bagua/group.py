@@ -203,7 +203,7 @@ class ProcessGroup:
         codec = check_codec(codec, data.dtype, op)
         arguments = (data.data_ptr(), data.numel(), dtype_code(data.dtype), int(op), codec, self._timeout_s, blocking)
         residuals = None if feedback is None else feedback.addresses(data.numel())
-        places = [] if parts is None else places_of(parts, data)
+        places = places_of(parts, data)
         if hierarchical:
             nodes = (self.nodes.node_of(self.rank), self.nodes.leaders)
             work = self._core.hierarchical_all_reduce(*nodes, *arguments, residuals, places)
@@ -221,19 +221,21 @@ class ProcessGroup:
         hierarchical: bool = False,
         label: str = "",
         blocking: bool = False,
+        parts: Sequence[tuple[int, torch.Tensor]] | None = None,
     ) -> Work:
-        """tensor <- weighted average of the neighbours' tensors, in place; see bagua.neighbor_average."""
+        """tensor <- weighted average of the neighbours' tensors, or of parts; see bagua.neighbor_average."""
         self.check()
         data, give_back = prepare(tensor, "tensor")
         number = check_topology(topology, step, data.dtype)
         codec = check_codec(codec, data.dtype)
         place = (data.data_ptr(), data.numel(), dtype_code(data.dtype), number, step)
+        arguments = (*place, codec, self._timeout_s, blocking, places_of(parts, data))
         if hierarchical:
             nodes = (self.nodes.node_of(self.rank), self.nodes.leaders, self.nodes.smallest)
-            work = self._core.hierarchical_neighbor_average(*nodes, *place, codec, self._timeout_s, blocking)
+            work = self._core.hierarchical_neighbor_average(*nodes, *arguments)
         else:
-            work = self._core.neighbor_average(*place, codec, self._timeout_s, blocking)
-        return self._work(work, (tensor, data), label, give_back)
+            work = self._core.neighbor_average(*arguments)
+        return self._work(work, (tensor, data, parts), label, give_back)
 
     def difference_ring_average(
         self, tensor: Array, replicas: Sequence[torch.Tensor], *, codec: str, label: str = ""
@@ -258,9 +260,8 @@ class ProcessGroup:
         self._check_root(dst, "dst")
         data, give_back = prepare(tensor, "tensor", is_written=dst == self.rank)
         op = check_op(op, data.dtype)
-        work = self._core.reduce(
-            data.data_ptr(), data.numel(), dtype_code(data.dtype), int(op), dst, self._timeout_s, blocking
-        )
+        place = (data.data_ptr(), data.numel(), dtype_code(data.dtype))
+        work = self._core.reduce(*place, int(op), dst, self._timeout_s, blocking)
         return self._work(work, (tensor, data), finish=give_back)
 
     def reduce_scatter(
@@ -357,9 +358,8 @@ class ProcessGroup:
         # With a codec the source's own values become the decoded ones.
         data, give_back = prepare(tensor, "tensor", is_written=src != self.rank or codec is not None)
         codec = check_codec(codec, data.dtype)
-        work = self._core.broadcast(
-            data.data_ptr(), data.nbytes, dtype_code(data.dtype), src, codec, self._timeout_s, blocking
-        )
+        place = (data.data_ptr(), data.nbytes, dtype_code(data.dtype))
+        work = self._core.broadcast(*place, src, codec, self._timeout_s, blocking)
         return self._work(work, (tensor, data), label, give_back)
 
     def barrier(self, *, timeout: timedelta | float | None = None, blocking: bool = False) -> Work:

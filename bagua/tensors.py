@@ -139,19 +139,19 @@ def split_numels(tensor: torch.Tensor, splits: Sequence[int] | None, name: str, 
     return [split * row_numel for split in splits]
 
 
-def places_of(parts: Sequence[tuple[int, torch.Tensor]], data: torch.Tensor) -> list[tuple[int, int, int]]:
+def places_of(parts: Sequence[tuple[int, torch.Tensor]] | None, data: torch.Tensor) -> list[tuple[int, int, int]]:
     """First element, number of elements and address of each part, for the core.
 
     Args:
         parts: (first element in ``data``, tensor), ascending and apart; between them are zeros. A tensor is dense: its
-            elements lie in memory as they are to lie in ``data``.
+            elements lie in memory as they are to lie in ``data``. None is no parts: the values are those of ``data``.
 
     Raises:
         InvalidArgument: they do not fit ``data``.
     """
     dtype, limit, end = data.dtype, data.numel(), 0
     places = []
-    for begin, part in parts:
+    for begin, part in parts or ():
         numel = part.numel()
         if part.dtype is not dtype or begin < end or begin + numel > limit:
             raise InvalidArgument(

@@ -156,9 +156,11 @@ class Async(Algorithm):
         self._next_round_s = time.monotonic() + self.sync_interval
         works = {}
         for bucket in self._buckets:
-            bucket.load()
-            self._snapshots[bucket.index].copy_(bucket.flat)
-            works[bucket.index] = self._group.all_reduce(bucket.flat, ReduceOp.AVG, label=bucket.label)
+            snapshot = self._snapshots[bucket.index]
+            bucket.load(flat=snapshot)
+            works[bucket.index] = self._group.all_reduce(
+                bucket.flat, ReduceOp.AVG, label=bucket.label, parts=[(0, snapshot)]
+            )
             self.training.record(works[bucket.index], self._group)
         farewells = torch.zeros(self._group.size, dtype=torch.int64)
         farewells[self._group.rank] = self._farewell

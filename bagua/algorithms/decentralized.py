@@ -1,8 +1,8 @@
 """decentralized: weights are averaged with those of a few neighbours while the gradients are computed.
 
-Data path: policy. Before the forward pass one neighbor_average of the weights per bucket is started; before the
-optimizer steps its result takes the place of the weights: x <- p - lr g(x), p the average of x_t over the
-neighbourhood. The primitive D_FP_S of the paper (arXiv 2107.01499); source: arXiv 1705.09056.
+Data path: policy. Before the forward pass one neighbor_average of the weights per bucket is started, which copies them
+by itself meanwhile; before the optimizer steps its result takes the place of the weights: x <- p - lr g(x), p the
+average of x_t over the neighbourhood. The primitive D_FP_S of the paper (arXiv 2107.01499); source: arXiv 1705.09056.
 """
 
 from __future__ import annotations
@@ -117,13 +117,16 @@ class Decentralized(ExchangedWeights):
     def _start(self, index: int, buckets: Sequence[Bucket], group: ProcessGroup) -> None:
         works = []
         for bucket in buckets:
-            bucket.load()
+            weights = bucket.weights()
+            if weights is None:
+                bucket.load()
             work = group.neighbor_average(
                 bucket.flat,
                 self.topology,
                 self._num_exchanges[index],
                 hierarchical=self.hierarchical,
                 label=bucket.label,
+                parts=weights,
             )
             self.training.record(work)
             works.append((bucket, work))

@@ -146,34 +146,38 @@ void bind_reductions(py::class_<Group>& group) {
                        return 0;
                      });
   });
-  group.def("neighbor_average", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int topology, uint64_t step,
-                                   const CodecChoice& codec, double timeout_s, bool blocking) {
-    const DType dtype = dtype_from(dtype_code);
-    Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
-    operation.variant = static_cast<uint32_t>(step) & ~kHierarchical;  // the low bits tell different steps apart
-    const Codec* used = use_codec(operation, codec);
-    const auto neighbors = topology_neighbors(topology, g.mesh().size(), g.mesh().rank(), step);
-    return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking, [=](Context& context) {
-      return collectives::neighbor_average(context, pointer(data), numel, dtype, neighbors, used);
-    });
-  });
   group.def(
-      "hierarchical_neighbor_average", [](Group& g, const std::vector<int>& node, const std::vector<int>& leaders,
-                                          int smallest_node, uintptr_t data, size_t numel, int dtype_code, int topology,
-                                          uint64_t step, const CodecChoice& codec, double timeout_s, bool blocking) {
+      "neighbor_average", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int topology, uint64_t step,
+                             const CodecChoice& codec, double timeout_s, bool blocking, const PartsChoice& parts) {
         const DType dtype = dtype_from(dtype_code);
         Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
-        operation.variant = static_cast<uint32_t>(step) | kHierarchical;
+        operation.variant = static_cast<uint32_t>(step) & ~kHierarchical;  // the low bits tell different steps apart
         const Codec* used = use_codec(operation, codec);
-        const auto place = std::find(leaders.begin(), leaders.end(), node.at(0)) - leaders.begin();
-        const auto neighbors =
-            topology_neighbors(topology, static_cast<int>(leaders.size()), static_cast<int>(place), step);
+        const auto neighbors = topology_neighbors(topology, g.mesh().size(), g.mesh().rank(), step);
         return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
-                         [=, hierarchy = collectives::Hierarchy{node, leaders}](Context& context) {
-                           return collectives::hierarchical_neighbor_average(
-                               context, hierarchy, smallest_node, pointer(data), numel, dtype, neighbors, used);
+                         [=, taken = use_parts(parts)](Context& context) {
+                           return collectives::neighbor_average(context, pointer(data), numel, dtype, neighbors, used,
+                                                                taken);
                          });
       });
+  group.def("hierarchical_neighbor_average", [](Group& g, const std::vector<int>& node, const std::vector<int>& leaders,
+                                                int smallest_node, uintptr_t data, size_t numel, int dtype_code,
+                                                int topology, uint64_t step, const CodecChoice& codec, double timeout_s,
+                                                bool blocking, const PartsChoice& parts) {
+    const DType dtype = dtype_from(dtype_code);
+    Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
+    operation.variant = static_cast<uint32_t>(step) | kHierarchical;
+    const Codec* used = use_codec(operation, codec);
+    const auto place = std::find(leaders.begin(), leaders.end(), node.at(0)) - leaders.begin();
+    const auto neighbors =
+        topology_neighbors(topology, static_cast<int>(leaders.size()), static_cast<int>(place), step);
+    return run_coded(
+        g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
+        [=, hierarchy = collectives::Hierarchy{node, leaders}, taken = use_parts(parts)](Context& context) {
+          return collectives::hierarchical_neighbor_average(context, hierarchy, smallest_node, pointer(data), numel,
+                                                            dtype, neighbors, used, taken);
+        });
+  });
   group.def("difference_ring_average",
             [](Group& g, uintptr_t data, size_t numel, int dtype_code, uintptr_t own, uintptr_t left, uintptr_t right,
                const CodecChoice& codec, double timeout_s, bool blocking) {

@@ -77,7 +77,8 @@ void all_to_all(Context& context, const void* input, const std::vector<size_t>& 
 
 // data <- sum over `neighbors` of weight * their data, in place; floating types. `neighbors` are ascending by rank and
 // include this one; rank i lists j as a source where j lists i as a target. With a codec the others' values pass
-// through it (f32, f16, bf16). Returns the number of blocks of this rank's data that held a NaN or Inf.
+// through it (f32, f16, bf16). Returns the number of blocks of this rank's data that held a NaN or Inf. With `parts`
+// the values come from there instead of data.
 struct Neighbor {
   int rank;
   double weight;
@@ -85,14 +86,15 @@ struct Neighbor {
   bool is_target;
 };
 size_t neighbor_average(Context& context, void* data, size_t numel, DType dtype, const std::vector<Neighbor>& neighbors,
-                        const Codec* codec);
+                        const Codec* codec, const Parts& parts = {});
 
 // The same of the nodes' means, which their leaders average: `neighbors` are places in hierarchy.leaders, and only the
 // leaders' are used. `smallest_node` is the least number of ranks of any node. Rows and columns, a node counting by its
 // ranks, add up to 1 as without nodes, so the mean over all ranks is kept. The codec, if any, is for what travels among
 // the leaders.
 size_t hierarchical_neighbor_average(Context& context, const Hierarchy& hierarchy, int smallest_node, void* data,
-                                     size_t numel, DType dtype, std::vector<Neighbor> neighbors, const Codec* codec);
+                                     size_t numel, DType dtype, std::vector<Neighbor> neighbors, const Codec* codec,
+                                     const Parts& parts = {});
 
 // One step of decentralised training with compressed differences (arXiv 1803.06443, algorithm 1), on a ring. Every rank
 // keeps replicas of its own weights as the others know them and of its neighbours'; all f32, numel:

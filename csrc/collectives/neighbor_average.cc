@@ -123,8 +123,9 @@ size_t exchange_average(Context& context, void* data, size_t numel, DType dtype,
 }
 
 size_t neighbor_average(Context& context, void* data, size_t numel, DType dtype, const std::vector<Neighbor>& neighbors,
-                        const Codec* codec) {
+                        const Codec* codec, const Parts& parts) {
   require_average(dtype, codec);
+  parts.copy_to(data, numel, item_bytes(dtype));
   const int size = context.team.size();
   if (size == 1 || numel == 0) return 0;
   if (codec == nullptr && is_mean_of_all(neighbors, size)) {

@@ -1,5 +1,5 @@
-// Parts: values that lie in several places, which an all_reduce takes in instead of its data. So gradients need not be
-// copied into a bucket before they are encoded.
+// Parts: values that lie in several places, which a reduction takes in instead of its data. So gradients need not be
+// copied into a bucket before they are encoded, and weights are copied there by the engine, not by who trains.
 #pragma once
 
 #include <algorithm>

@@ -88,6 +88,23 @@ def test_follows_the_oracle(pool2, pool3, pool4, topology, size, interval):
     assert_follows(per_rank, oracle(topology, size, 8, interval, 0.3, Quadratic().numel))
 
 
+def _in_another_layout(rank, world_size):
+    with process_group():
+        model = torch.nn.Conv2d(4, 8, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        bagua.with_bagua(model, optimizer, algorithm="decentralized")
+        numbers = torch.arange(model.weight.numel(), dtype=torch.float32).view_as(model.weight)
+        model.weight.data = (numbers + rank).to(memory_format=torch.channels_last)
+        model(torch.ones(1, 4, 3, 3)).sum().backward()
+        optimizer.step()
+        assert model.weight.is_contiguous(memory_format=torch.channels_last)
+        return torch.equal(model.weight, numbers + (world_size - 1) / 2)
+
+
+def test_weights_whose_memory_has_another_order_than_when_they_were_wrapped(pool2):
+    assert pool2.run(_in_another_layout) == [True, True]
+
+
 def _mean(rank, world_size, topology):
     """Ranks drift apart, and then only average: weights of few bits, so that every sum and half is exact."""
     with process_group():

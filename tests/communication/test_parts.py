@@ -1,4 +1,4 @@
-"""all_reduce of values that lie in several places: bit-equal to copying them into one tensor first."""
+"""Reductions of values that lie in several places: bit-equal to copying them into one tensor first."""
 
 import random
 
@@ -17,6 +17,16 @@ def parts_of(generator, numel):
     return [(begin, end - begin) for begin, end in zip(cuts[::2], cuts[1::2], strict=True)]
 
 
+def random_parts(generator, numel, dtype):
+    """They, and what they are in one tensor."""
+    whole, parts = torch.zeros(numel, dtype=dtype), []
+    for begin, count in parts_of(generator, numel):
+        values = torch.randn(count).to(dtype)
+        whole[begin : begin + count] = values
+        parts.append((begin, values))
+    return parts, whole
+
+
 def check_parts(rank, world_size, dtype):
     group = bagua.get_default_group()
     generator = random.Random(rank)
@@ -24,12 +34,7 @@ def check_parts(rank, world_size, dtype):
         for numel in (1, 2049, 300_001):
             for hierarchical in (False, True):
                 torch.manual_seed(100 * rank + turn)
-                whole = torch.zeros(numel, dtype=dtype)
-                parts = []
-                for begin, count in parts_of(generator, numel):
-                    values = torch.randn(count).to(dtype)
-                    whole[begin : begin + count] = values
-                    parts.append((begin, values))
+                parts, whole = random_parts(generator, numel, dtype)
                 into = torch.full((numel,), 7.0, dtype=dtype)  # what was there before counts for nothing
                 chosen = bagua.codecs.get(codec).with_seed(turn) if codec is not None else None
                 options = {"codec": chosen, "hierarchical": hierarchical}
@@ -42,6 +47,27 @@ def check_parts(rank, world_size, dtype):
 @in_worlds([shm(1), shm(3), tcp(2), mixed(4)])
 def test_parts_are_as_good_as_the_whole(pools, world, dtype):
     pools.run(world, check_parts, dtype)
+
+
+def check_averages_of_parts(rank, world_size):
+    group = bagua.get_default_group()
+    generator = random.Random(rank)
+    torch.manual_seed(rank)
+    for topology in ("all", "ring", "shift_one", "exponential"):
+        for codec in (None, "minmax_uint8"):
+            for hierarchical in (False, True):
+                for numel in (1, 300_001):
+                    parts, whole = random_parts(generator, numel, torch.float32)
+                    into = torch.full((numel,), 7.0)
+                    options = {"codec": codec, "hierarchical": hierarchical}
+                    group.neighbor_average(into, topology, 1, parts=parts, **options).wait()
+                    group.neighbor_average(whole, topology, 1, **options).wait()
+                    assert torch.equal(into, whole), (topology, codec, hierarchical, numel)
+
+
+@in_worlds([shm(1), shm(3), tcp(2), mixed(4)])
+def test_averages_of_parts(pools, world):
+    pools.run(world, check_averages_of_parts)
 
 
 def check_own_place(rank, world_size):
@@ -74,6 +100,8 @@ def check_bad_parts(rank, world_size):
     ):
         with pytest.raises(bagua.InvalidArgument, match=what):
             group.all_reduce(tensor, parts=parts)
+        with pytest.raises(bagua.InvalidArgument, match=what):
+            group.neighbor_average(tensor, parts=parts)
     bagua.barrier()  # nothing was sent
 
 
