@@ -33,7 +33,7 @@ test: setup-tests build ## Rust, C++ and Python tests
 	cmake -S . -B $(DEV) -DBAGUA_BUILD_TESTS=ON >$(DEV)/configure.log
 	cmake --build $(DEV) --target bagua_tests
 	timeout 600 $(DEV)/bagua_tests --gtest_brief=1
-	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not slow" --numprocesses auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 package: setup-tests build ## the sdist, and a wheel built from it, by themselves
 	$(PY) -m pytest tests/structure/test_package.py

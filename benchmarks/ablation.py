@@ -16,7 +16,7 @@ import hosts
 import ranks
 import report
 from replay import run
-from replay_cases import Case, Outcome
+from replay_cases import Case, Outcome, cells_of
 from replay_systems import ALONE, measure
 
 _MATTERS = 1.1  # times as long without a part
@@ -75,13 +75,7 @@ def rows_of(outcomes: list[Outcome]) -> list[report.Row]:
     whole = next(outcome for outcome in outcomes if outcome.system != ALONE)
     rows = []
     for outcome in outcomes:
-        cells = {
-            "exposed ms": report.three_digits(outcome.exposed_s * 1e3),
-            "wire MB": report.three_digits(outcome.wire_bytes / 1e6),
-            "bound ms": report.three_digits(outcome.bound_s * 1e3),
-            "of bound": f"{outcome.p50 / outcome.bound_s:.2f}",
-        }
-        rows.append(report.Row(outcome.system, outcome.step_s, cells={} if outcome.system == ALONE else cells))
+        rows.append(report.Row(outcome.system, outcome.step_s, cells=cells_of(outcome)))
         if outcome.system not in (ALONE, whole.system):
             rows[-1].baseline = report.Row(whole.system, whole.step_s)
     return rows

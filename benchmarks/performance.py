@@ -1,11 +1,9 @@
 """All of docs/performance.md: every algorithm beside torch DDP, for four models, on slow and fast networks.
 
 Runs the cases of replay.py and the studies of ablation.py (more than an hour; needs root), then writes the tables and
-plots. Run it while nothing else does: a case in which compute alone, which only sleeps, takes more than 5% longer than
-its profile says, or during one of whose systems the hypervisor takes more than 10% of the processors, is measured
-again, at most twice; what was disturbed least is kept.
-What has been measured is kept in a file, from which a run that was cut off goes on, of the same commit on the same
-machine with nothing changed in between. `--quick` plays one case, and writes it to the folder of the results.
+plots. Run it while nothing else does. What has been measured is kept in a file, from which a run that was cut off goes
+on, of the same commit on the same machine with nothing changed in between. `--quick` plays one case, and
+writes it to the folder of the results.
 
     sudo .venv/bin/python benchmarks/performance.py [--keep build/performance.jsonl]
     sudo .venv/bin/python benchmarks/performance.py --quick
@@ -15,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,6 @@ from replay import SYSTEMS, add_case, run, systems_of
 from replay_cases import Case, Outcome
 from replay_plots import bars
 from replay_systems import DDP_HOOKS, measure
-
-from bagua.profiles import Profile
 
 PROFILES = ("vgg16", "bert_large", "gpt_124m", "resnet50")
 RATES = (100, 500, 1000, 2500, 5000)  # Mbit/s
@@ -58,9 +54,6 @@ CASES: dict[Case, tuple[str, ...]] = {
     **{Case(profile, _SCALE, 4, 1, 1000, "cubic"): _OF_BARS for profile in ("vgg16", "bert_large")},
 }
 _SAMPLES = 7
-_MOST_SLEPT = 1.05
-_MOST_STOLEN = 0.1
-_TRIES = 3
 
 
 class _Kept:
@@ -96,42 +89,13 @@ class _Kept:
         if line is None:
             print(f"{name} ...", flush=True)
             facts = _facts()
-            line = {"name": name, "facts": facts, "outcomes": [asdict(outcome) for outcome in _undisturbed(measure_it)]}
+            line = {"name": name, "facts": facts, "outcomes": [asdict(outcome) for outcome in measure_it()]}
             self._check(facts, _facts())  # ranks read the program anew for every case
             self._check((self._lines or [line])[0]["facts"], facts)
             self._lines.append(line)
             with self._path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         return [Outcome(**{**fields, "case": Case(**fields["case"])}) for fields in line["outcomes"]]
-
-
-def _undisturbed(measure_it: Callable[[], list[Outcome]]) -> list[Outcome]:
-    """What is measured, again while the machine has other things to do; of three times the least disturbed one."""
-    tries: list[tuple[float, list[Outcome]]] = []
-    while len(tries) < _TRIES:
-        outcomes = measure_it()
-        slept, stolen = _slept(outcomes), _stolen(outcomes)
-        disturbance = max((slept - 1) / (_MOST_SLEPT - 1), stolen / _MOST_STOLEN)
-        tries.append((disturbance, outcomes))
-        if disturbance <= 1:
-            break
-        print(
-            f"  compute alone took {slept:.2f} times what the profile says, the hypervisor {stolen:.0%} of the "
-            f"processors: disturbed, try {len(tries)} of {_TRIES}",
-            flush=True,
-        )
-    return min(tries, key=lambda one: one[0])[1]
-
-
-def _slept(outcomes: Sequence[Outcome]) -> float:
-    """How much longer steps took that do nothing but sleep than the profile says, a factor."""
-    profile = Profile.load(outcomes[0].case.path)
-    return outcomes[0].compute_s * 1e3 / (profile.forward_ms + profile.backward_ms)
-
-
-def _stolen(outcomes: Sequence[Outcome]) -> float:
-    """The most that the hypervisor took of the processors during one system, between 0 and 1."""
-    return max(one.stolen or 0.0 for one in outcomes)
 
 
 def _facts() -> dict[str, Any]:

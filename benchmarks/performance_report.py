@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import os
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import report
 from ablation import Study
+from performance_tables import (
+    WITH,
+    WITHOUT,
+    best_ddp,
+    named,
+    stolen,
+    table_of_case,
+    table_of_overheads,
+    table_of_parts,
+    tables_of_rates,
+)
 from replay import systems_of
-from replay_bars import overhead_bars, ratio_bars
-from replay_cases import Case, Outcome, is_ddp
+from replay_bars import OVERHEAD, ratio_bars
+from replay_cases import Case, Outcome
 from replay_plots import by_rate
 from replay_systems import ALONE
 
 from bagua.profiles import Profile
 
 DOCUMENT = report.ROOT / "docs" / "performance.md"
-_SAME_BYTES = 1.05  # the most that they may differ by, acknowledgements and headers
 _RELAXATIONS = ("bytegrad", "qsgd:bits=4", "decentralized", "local_sgd")
 _PAYS_FROM = 1.05  # times as fast
-_WITH, _WITHOUT = "hierarchical=True", "hierarchical=False"
 _HIDDEN = Case("resnet50", 0.1, 4, 1, 5000)  # of those in which compute can hide the communication
 _INTRODUCTION = """\
 # Performance
@@ -60,7 +68,8 @@ does with it is among the [other cases](#other-cases).
 - **step**: median time of a training step of the slowest rank; of `async` a sample is a round of averaging.
 - **spread**: largest less smallest sample, in parts of the median; the median of all systems.
 - **stolen**: the most that the hypervisor took of this machine's processors during one of the systems, where it says
-  so; a case in which that is more than 10% is measured again, at most twice.
+  so. A system of which that is more than 10% is measured again, at most twice, and so is compute alone where it takes
+  5% longer than the profile says; the least disturbed try counts.
 - **exposed**: step less compute alone, which is the time that communication costs; of `qadam`, Adam's too.
 - **processor**: how long the threads of a rank ran per step, in the kernel too, a mean of the ranks. Of compute alone
   it is what playing the model costs. All ranks share two cores here: for four of them a step has to last at least twice
@@ -123,16 +132,7 @@ def write_document(
         ]
         lines += _commands(cases, outcomes)
         lines += [f"The profile: {Profile.load(cases[0].path).source}.", ""]
-        of_all = [
-            ["compute alone", *(f"{report.three_digits(one[0].compute_s * 1e3)} ms" for one in of_rates), ""],
-            ["spread of samples", *(f"{_spread(one):.1%}" for one in of_rates), ""],
-            ["stolen, at most", *(_stolen(one) for one in of_rates), ""],
-        ]
-        title = "step, ms (times as fast as the best DDP)"
-        lines += report.aligned(_table_of_rates(title, of_rates, _step_cell) + of_all)
-        lines += ["", *report.aligned(_table_of_rates("exposed, ms (step over bound)", of_rates, _exposed_cell))]
-        alone = ["compute alone", *(_processor_cell(one[0]) for one in of_rates), ""]
-        lines += ["", *report.aligned([*_table_of_rates("processor, ms", of_rates, _processor_cell), alone])]
+        lines += tables_of_rates(of_rates)
     others = [case for case in outcomes if not _is_plain(case)]
     if others:
         lines += ["", "## Other cases", ""]
@@ -141,9 +141,9 @@ def write_document(
         for case in others:
             lines += [
                 "",
-                f"**{case}** (stolen: at most {_stolen(outcomes[case])})",
+                f"**{case}** (stolen: at most {stolen(outcomes[case])})",
                 "",
-                *_table_of_case(outcomes[case]),
+                *table_of_case(outcomes[case]),
             ]
     lines += ["", *_parts(studies), "", *_hierarchy(outcomes)]
     lines += ["", *_when(on_four_hosts)]
@@ -162,10 +162,12 @@ def _bars(outcomes: Mapping[Case, Sequence[Outcome]]) -> list[str]:
     lines += [line for case in of_ratios for line in ratio_bars(outcomes[case])]
     lines += [
         "",
-        "Where compute can hide the communication, of every system but `qadam`, whose step has Adam in it:",
+        f"Where compute can hide all communication, a step may take {OVERHEAD} of compute alone; more is bold.",
+        "Of every system but `qadam`, whose step has Adam in it. In parentheses: `processor` as above, in ms; ranks of",
+        "all hosts take theirs from this machine's two cores.",
         "",
     ]
-    return lines + [line for case in outcomes for line in overhead_bars(outcomes[case])]
+    return lines + table_of_overheads(outcomes)
 
 
 def _commands(cases: Sequence[Case], outcomes: Mapping[Case, Sequence[Outcome]]) -> list[str]:
@@ -185,72 +187,6 @@ def _commands(cases: Sequence[Case], outcomes: Mapping[Case, Sequence[Outcome]])
     return ["```sh", *(f"sudo .venv/bin/python benchmarks/replay.py {line}" for line in lines), "```", ""]
 
 
-def best_ddp(outcomes: Sequence[Outcome]) -> Outcome:
-    """The fastest of DDP's variants."""
-    return min((one for one in outcomes if is_ddp(one)), key=lambda one: one.p50)
-
-
-def _named(outcomes: Sequence[Outcome]) -> dict[str, Outcome]:
-    return {outcome.system: outcome for outcome in outcomes}
-
-
-def _table_of_rates(
-    title: str, cases: Sequence[Sequence[Outcome]], cell: Callable[[Outcome, Sequence[Outcome]], str]
-) -> list[list[str]]:
-    """Systems down, rates across, and the bytes on the wire, from the first rate to the last where they differ."""
-    rows = [[title, *(f"{one[0].case.rate_mbit} Mbit/s" for one in cases), "wire MB"]]
-    for system in dict.fromkeys(one.system for outcomes in cases for one in outcomes if one.system != ALONE):
-        of_rates = [(_named(outcomes).get(system), outcomes) for outcomes in cases]
-        wire = [one.wire_bytes / 1e6 for one, _ in of_rates if one is not None]
-        ends = [wire[0], wire[-1]] if max(wire) > _SAME_BYTES * min(wire) else [wire[-1]]
-        cells = ["" if one is None else cell(one, outcomes) for one, outcomes in of_rates]
-        rows.append([system, *cells, " to ".join(map(report.three_digits, ends))])
-    return rows
-
-
-def _step_cell(one: Outcome, outcomes: Sequence[Outcome]) -> str:
-    return f"{report.three_digits(one.p50 * 1e3)} ({best_ddp(outcomes).p50 / one.p50:.2f})"
-
-
-def _exposed_cell(one: Outcome, _: Sequence[Outcome]) -> str:
-    return f"{_exposed_ms(one)} ({one.p50 / one.bound_s:.2f})"
-
-
-def _processor_cell(one: Outcome, _: Sequence[Outcome] = ()) -> str:
-    return report.three_digits(one.processor_s * 1e3)
-
-
-def _exposed_ms(one: Outcome) -> str:
-    return report.three_digits(one.exposed_s * 1e3)
-
-
-def _spread(outcomes: Sequence[Outcome]) -> float:
-    return statistics.median((max(one.step_s) - min(one.step_s)) / one.p50 for one in outcomes)
-
-
-def _stolen(outcomes: Sequence[Outcome]) -> str:
-    shares = [one.stolen for one in outcomes]
-    return "not known" if None in shares else f"{max(shares):.1%}"
-
-
-def _table_of_case(outcomes: Sequence[Outcome]) -> list[str]:
-    rows = [["system", "step ms", "to best DDP", "exposed ms", "processor ms", "wire MB", "bound ms", "of bound"]]
-    for one in outcomes:
-        rows.append(
-            [
-                one.system,
-                report.three_digits(one.p50 * 1e3),
-                "" if one.system == ALONE else f"{best_ddp(outcomes).p50 / one.p50:.2f}",
-                _exposed_ms(one),
-                _processor_cell(one),
-                "" if one.system == ALONE else report.three_digits(one.wire_bytes / 1e6),
-                report.three_digits(one.bound_s * 1e3),
-                f"{one.p50 / one.bound_s:.2f}",
-            ]
-        )
-    return report.aligned(rows)
-
-
 def _parts(studies: Mapping[Study, Sequence[Outcome]]) -> list[str]:
     """What each part of the design gives: rows of ablation.py."""
     lines = ["## What overlap, buckets and the hierarchy of nodes give", ""]
@@ -267,21 +203,7 @@ def _parts(studies: Mapping[Study, Sequence[Outcome]]) -> list[str]:
     for study, outcomes in studies.items():
         lines += study.findings(outcomes)
     for study, outcomes in studies.items():
-        whole = outcomes[1]
-        rows = [["", "step ms", "to the whole", "exposed ms", "wire MB", "bound ms", "of bound"]]
-        for one in outcomes[1:]:
-            rows.append(
-                [
-                    one.system,
-                    report.three_digits(one.p50 * 1e3),
-                    "" if one is whole else f"{one.p50 / whole.p50:.2f}",
-                    _exposed_ms(one),
-                    report.three_digits(one.wire_bytes / 1e6),
-                    report.three_digits(one.bound_s * 1e3),
-                    f"{one.p50 / one.bound_s:.2f}",
-                ]
-            )
-        lines += ["", f"**{study}** (stolen: at most {_stolen(outcomes)})", "", *report.aligned(rows)]
+        lines += ["", f"**{study}** (stolen: at most {stolen(outcomes)})", "", *table_of_parts(outcomes)]
     return lines
 
 
@@ -293,18 +215,18 @@ def _hierarchy(outcomes: Mapping[Case, Sequence[Outcome]]) -> list[str]:
         "",
     ]
     for case, of_case in outcomes.items():
-        named = _named(of_case)
+        by_name = named(of_case)
         ratios = [
-            f"`{system.replace(_WITH, '').rstrip(':,')}` {one.p50 / named[system.replace(_WITH, _WITHOUT)].p50:.2f}"
-            for system, one in named.items()
-            if _WITH in system
+            f"`{system.replace(WITH, '').rstrip(':,')}` {one.p50 / by_name[system.replace(WITH, WITHOUT)].p50:.2f}"
+            for system, one in by_name.items()
+            if WITH in system
         ]
         lines += [f"- {case}: {', '.join(ratios)}"] if ratios else []
     return lines
 
 
 def _wire_over_compute(outcomes: Sequence[Outcome]) -> float:
-    full = _named(outcomes)["gradient_allreduce"]
+    full = named(outcomes)["gradient_allreduce"]
     return full.wire_bytes * 8 / (full.case.rate_mbit * 1e6) / full.compute_s
 
 
@@ -315,7 +237,7 @@ def plot_at_a_glance(cases: Sequence[Sequence[Outcome]]) -> Any:
     ordered = sorted(cases, key=_wire_over_compute)
     ratios = [_wire_over_compute(outcomes) for outcomes in ordered]
     for system in ("gradient_allreduce", *_RELAXATIONS):
-        gains = [best_ddp(outcomes).p50 / _named(outcomes)[system].p50 for outcomes in ordered]
+        gains = [best_ddp(outcomes).p50 / named(outcomes)[system].p50 for outcomes in ordered]
         axis.plot(ratios, gains, "o-", label=system, markersize=4, linewidth=0.5)
     axis.axhline(1, color="0.5", linewidth=1, label="the best DDP")
     axis.set_xscale("log")
@@ -336,9 +258,9 @@ def _when(cases: Sequence[Sequence[Outcome]]) -> list[str]:
     """At which ratio of wire to compute relaxations stop paying, from the cases themselves."""
     rows = []
     for outcomes in cases:
-        named = _named(outcomes)
-        without_s = min(named["gradient_allreduce"].p50, best_ddp(outcomes).p50)
-        gains = [without_s / named[system].p50 for system in _RELAXATIONS]
+        by_name = named(outcomes)
+        without_s = min(by_name["gradient_allreduce"].p50, best_ddp(outcomes).p50)
+        gains = [without_s / by_name[system].p50 for system in _RELAXATIONS]
         rows.append((_wire_over_compute(outcomes), outcomes[0].case, gains))
     rows.sort(key=lambda row: row[0])
     lines = ["## When not to use relaxations", ""]

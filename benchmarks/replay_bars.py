@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from replay_cases import Case, Outcome, is_ddp
-from replay_systems import ALONE, DDP_HOOKS, parse
+from replay_systems import ALONE, DDP_HOOKS, is_launched, parse
+
+from bagua.profiles import Profile
 
 # Profile and system at 4 hosts, 1 Gbit/s, scale 0.1: the time of the best DDP over ours, and ours over the bound.
 BARS = {
@@ -48,7 +51,7 @@ def ratio_bars(outcomes: Sequence[Outcome]) -> list[str]:
         lines.append(
             f"- {_terms(case)}{profile}, {system}: {reached[0]:.3f} times as fast as {beside} (bar {ratio}, at its "
             f"bound it would be {best_s / ours.bound_s:.2f}), {reached[1]:.2f} of its bound (bar {of_bound}): "
-            f"{'met' if is_met else _missed(best_s, ours, ratio)}"
+            f"{'met' if is_met else _missed(best_s, ours, ratio) + _of_cores(ours, by_name.get(ALONE))}"
         )
         tuned = min((one for one in outcomes if is_ddp(one)), key=lambda one: one.p50)
         if not is_full and tuned.p50 < best_s:
@@ -64,16 +67,30 @@ def _missed(rival_s: float, ours: Outcome, ratio: float) -> str:
     return "MISSED" if rival_s / ours.bound_s >= ratio else "MISSED, and beyond its bound on this machine"
 
 
+def _of_cores(ours: Outcome, alone: Outcome | None) -> str:
+    """The bound of this machine's cores, which all hosts of a replay share: nothing is sent before forward is over."""
+    if alone is None or is_launched():
+        return ""
+    case = ours.case
+    num_ranks, num_cores = case.num_hosts * case.ranks_per_host, os.cpu_count()
+    ran_ms = (ours.processor_s - alone.processor_s) * 1e3
+    least_ms = Profile.load(case.path).forward_ms + num_ranks * ran_ms / num_cores
+    return (
+        f" (step {ours.p50 * 1e3:.0f} ms, bound {ours.bound_s * 1e3:.0f} ms; each of {num_ranks} ranks ran "
+        f"{ran_ms:.0f} ms more than compute alone, after forward: {least_ms:.0f} ms at least on {num_cores} cores)"
+    )
+
+
 def overhead_bars(outcomes: Sequence[Outcome]) -> list[str]:
     """Of `OVERHEAD`: a line for our systems whose bound is compute alone, none where there are none."""
-    hidden = [one for one in outcomes if _may_hide(one) and one.bound_s <= _HIDES * one.compute_s]
-    if not hidden:
-        return []
-    found = (f"{one.system} {one.p50 / one.compute_s:.3f} {_overhead_verdict(one)}" for one in hidden)
-    return [
-        f"- {outcomes[0].case}, where compute can hide the communication, a step over compute alone (bar {OVERHEAD}): "
-        f"{', '.join(found)}"
-    ]
+    found = [f"{one.system} {one.p50 / one.compute_s:.3f} {_overhead_verdict(one)}" for one in hidden(outcomes)]
+    where = "where compute can hide the communication, a step over compute alone"
+    return [f"- {outcomes[0].case}, {where} (bar {OVERHEAD}): {', '.join(found)}"] if found else []
+
+
+def hidden(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Our systems whose communication compute can hide: their bound is compute alone."""
+    return [one for one in outcomes if _may_hide(one) and one.bound_s <= _HIDES * one.compute_s]
 
 
 def _may_hide(one: Outcome) -> bool:

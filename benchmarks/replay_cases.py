@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import report
 import timing
-from replay_systems import DDP_HOOKS, Result, Task, bound_s, parse
+from replay_systems import ALONE, DDP_HOOKS, Result, Task, parse
 
 PROFILES = Path(__file__).parent / "profiles"
 
@@ -87,6 +88,41 @@ def outcomes_of(case: Case, per_rank: Sequence[Sequence[dict]], burst_bytes: flo
     return outcomes
 
 
+def bound_s(result: Result, compute_s: float, rate_mbit: float, burst_bytes: float) -> float:
+    """What no implementation can beat that sends these bytes: seconds per step.
+
+    No byte of a gradient leaves before the gradient is ready, whatever the buckets; compute takes what it takes; the
+    link is a token bucket: it carries `rate_mbit`, and at once what it did not carry before, up to `burst_bytes`: that
+    is once for each exchange, of which there is one in `result.period` steps.
+    """
+    bytes_per_s = rate_mbit * 1e6 / 8
+    if result.overlap == "nothing":
+        return compute_s + max(0.0, result.wire_bytes - burst_bytes / result.period) / bytes_per_s
+    if result.overlap == "step":
+        return max(compute_s, result.wire_bytes / bytes_per_s)
+    at, tokens = 0.0, burst_bytes
+    for ready_s, part in result.ready:
+        if ready_s > at:
+            tokens = min(burst_bytes, tokens + (ready_s - at) * bytes_per_s)
+            at = ready_s
+        from_burst = min(tokens, part * result.wire_bytes)
+        tokens -= from_burst
+        at += (part * result.wire_bytes - from_burst) / bytes_per_s
+    return max(at, compute_s)
+
+
 def is_ddp(outcome: Outcome) -> bool:
     """Whether it is one of torch's, with whatever options."""
     return parse(outcome.system)[0] in DDP_HOOKS
+
+
+def cells_of(outcome: Outcome) -> dict[str, str]:
+    """What tables say of it beside its step, by column."""
+    cells = {"processor ms": report.three_digits(outcome.processor_s * 1e3)}
+    if outcome.system != ALONE:
+        cells["exposed ms"] = report.three_digits(outcome.exposed_s * 1e3)
+        cells["wire MB"] = report.three_digits(outcome.wire_bytes / 1e6)
+        if outcome.bound_s is not None:
+            cells["bound ms"] = report.three_digits(outcome.bound_s * 1e3)
+            cells["of bound"] = f"{outcome.p50 / outcome.bound_s:.2f}"
+    return cells

@@ -59,6 +59,8 @@ _LONG_STEP_S = 0.5  # a sample is one step from here on; shorter ones are taken 
 _SHORT_STEPS = 4
 _WARM_FROM_S = 3.0  # steps that take as long are as warm after the first as they get
 _ROUNDS = 3  # of async: a sample each
+_MOST_STOLEN = 0.1  # by the hypervisor, and
+_MOST_SLEPT = 0.05  # longer than the profile says, where there is nothing but sleep: else it is measured again
 
 
 class NoOptimizer(torch.optim.Optimizer):
@@ -206,10 +208,18 @@ def _measure_all(task: Task) -> list[dict]:
     torch.manual_seed(bagua.get_rank())
     model = SleepingModel(Profile.load(task.profile).scaled(task.scale))
     ready = _ready_times(model)
+    profile_s = (model.profile.forward_ms + model.profile.backward_ms) / 1e3
     results: dict[str, list[Result]] = {}
+
+    def disturbance(result: Result) -> float:
+        slept_s = statistics.median(result.step_s) - profile_s if result.system == ALONE else 0.0
+        own = max(slept_s / max(_MOST_SLEPT * profile_s, 1e-3), result.stolen / _MOST_STOLEN)
+        return max(bagua.all_gather_object(own))
+
     for _ in range(task.turns):
         for system in (ALONE, *task.systems):
-            results.setdefault(system, []).append(_measure(system, model, ready, task))
+            taken = timing.least_disturbed(lambda system=system: _measure(system, model, ready, task), disturbance)
+            results.setdefault(system, []).append(taken)
     return [asdict(_merged(of_turns)) for of_turns in results.values()]
 
 
@@ -367,26 +377,3 @@ def _ready_parts(model: torch.nn.Module, ready: dict[int, float]) -> list[tuple[
     num_bytes = sum(p.nbytes for p in model.parameters())
     in_order = sorted(model.parameters(), key=lambda p: ready[id(p)])
     return [(ready[id(p)], p.nbytes / num_bytes) for p in in_order]
-
-
-def bound_s(result: Result, compute_s: float, rate_mbit: float, burst_bytes: float) -> float:
-    """What no implementation can beat that sends these bytes: seconds per step.
-
-    No byte of a gradient leaves before the gradient is ready, whatever the buckets; compute takes what it takes; the
-    link is a token bucket: it carries `rate_mbit`, and at once what it did not carry before, up to `burst_bytes`: that
-    is once for each exchange, of which there is one in `result.period` steps.
-    """
-    bytes_per_s = rate_mbit * 1e6 / 8
-    if result.overlap == "nothing":
-        return compute_s + max(0.0, result.wire_bytes - burst_bytes / result.period) / bytes_per_s
-    if result.overlap == "step":
-        return max(compute_s, result.wire_bytes / bytes_per_s)
-    at, tokens = 0.0, burst_bytes
-    for ready_s, part in result.ready:
-        if ready_s > at:
-            tokens = min(burst_bytes, tokens + (ready_s - at) * bytes_per_s)
-            at = ready_s
-        from_burst = min(tokens, part * result.wire_bytes)
-        tokens -= from_burst
-        at += (part * result.wire_bytes - from_burst) / bytes_per_s
-    return max(at, compute_s)
