@@ -32,6 +32,9 @@ _POLL_SECONDS = 0.05
 # Beyond the timeout, so that torch's own message can come first.
 _STORE_GRACE_SECONDS = 0.5
 
+# The store that this process serves, after the end of its groups too: ranks that were faster already meet in it again.
+_served: dist.Store | None = None
+
 
 @dataclass(frozen=True)
 class RankRecord:
@@ -63,9 +66,12 @@ def host_identity(node_rank: int) -> str:
 def open_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
     """torch's TCPStore at MASTER_ADDR:MASTER_PORT, shared with torch.distributed whichever comes first.
 
+    Where this process serves it, it does so until the process ends or opens a store at another address.
+
     Raises:
         TransportError: the port is taken by another program, or nobody listens there within the timeout.
     """
+    global _served
     is_server = launch.rank == 0 and not launch.use_agent_store
     where = f"{launch.master_addr}:{launch.master_port}"
     try:
@@ -81,6 +87,8 @@ def open_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
             f"cannot {role} at {where} (MASTER_ADDR:MASTER_PORT) within {timeout.total_seconds():g} s: {error}; "
             "check that rank 0 is running and that the address is reachable from this host"
         ) from error
+    if is_server:
+        _served = store
     # A restarted worker must not read what the attempt before it wrote.
     return dist.PrefixStore(f"bagua/attempt{launch.restart_count}", store)
 

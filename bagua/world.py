@@ -53,7 +53,7 @@ class _World:
         self.endpoint = endpoint
         self.group = group
         self.launch = launch
-        self.store = store  # kept: rank 0's is the server
+        self.store = store  # kept: this process may serve it, and others still read from it
         self.groups = [group]
         self.num_new_groups = 0  # equal on all ranks, since all call new_group alike
         # By the torch group itself: torch uses a name again when it is initialised again.

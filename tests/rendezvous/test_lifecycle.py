@@ -1,7 +1,9 @@
 """init and destroy: again and again, beside torch.distributed in either order, over IPv6, with stores of the user."""
 
 import os
+import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ import torch.distributed as dist
 
 import bagua
 from bagua.testing import free_port, spawn
+
+RANK_0_HOLDS = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
 def total(rank):
@@ -62,10 +66,39 @@ def beside_torch(rank, world_size, order):
 @pytest.mark.parametrize("order", [("torch", "bagua"), ("bagua", "torch")], ids="-".join)
 @pytest.mark.parametrize("holder", ["agent", "rank 0"])
 def test_beside_torch_distributed_on_the_same_port(order, holder):
-    env = {}
-    if holder == "rank 0":
-        env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
+    env = RANK_0_HOLDS | {"MASTER_PORT": str(free_port())} if holder == "rank 0" else {}
     spawn(beside_torch, 2, args=(order,), env=env)
+
+
+def meets_again(rank, world_size):
+    """Rank 1 is back in the rendezvous before rank 0, which holds the store, has left the group before."""
+    bagua.init_process_group(timeout=30.0)
+    assert total(rank) == 11
+    if rank == 0:
+        time.sleep(0.5)
+    bagua.destroy_process_group()
+    if rank == 0:
+        time.sleep(0.5)
+    bagua.init_process_group(timeout=30.0)
+    assert total(rank) == 11
+
+
+def test_a_rank_that_is_back_before_rank_0_has_left():
+    spawn(meets_again, 2, env=RANK_0_HOLDS | {"MASTER_PORT": str(free_port())})
+
+
+def moves_to_another_port(rank, world_size, ports):
+    for port in ports:
+        os.environ["MASTER_PORT"] = str(port)
+        bagua.init_process_group(timeout=30.0)
+        assert total(rank) == 11
+        bagua.destroy_process_group()
+    if rank == 0:
+        socket.create_server(("", ports[0])).close()  # the port before is free again
+
+
+def test_the_store_moves_to_another_port():
+    spawn(moves_to_another_port, 2, args=([free_port(), free_port()],), env=RANK_0_HOLDS)
 
 
 def with_a_store(rank, world_size, path):
