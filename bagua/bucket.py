@@ -48,7 +48,7 @@ class Member:
 
     def is_alike(self, grad: torch.Tensor) -> bool:
         """Whether ``grad``, of the parameter's shape, lies in memory byte for byte as ``view`` does."""
-        return grad.dtype is self._dtype and grad.stride() == self._stride and not grad.is_neg()
+        return grad.dtype is self._dtype and grad.stride() == self._stride and grad.is_cpu and not grad.is_neg()
 
     def fill(self, grad: torch.Tensor, is_alike: bool) -> None:
         """view <- grad, past the caches where it ``is_alike``: what reads the bucket next is communication, later."""

@@ -15,6 +15,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from .config import LaunchEnvironment
 from .errors import BaguaError, DeadlineExceeded, InvalidArgument, RemoteError, TransportError
 
-__all__ = ["PROTOCOL", "RankRecord", "exchange_records", "host_identity", "open_store", "publish_fault"]
+__all__ = ["PROTOCOL", "RankRecord", "exchange_records", "host_identity", "open_store", "publish_fault", "reopen_store"]
 
 # Raised whenever bytes on a wire or in a ring change their meaning.
 PROTOCOL = 2
@@ -31,9 +32,6 @@ PROTOCOL = 2
 _POLL_SECONDS = 0.05
 # Beyond the timeout, so that torch's own message can come first.
 _STORE_GRACE_SECONDS = 0.5
-
-# The store that this process serves, after the end of its groups too: ranks that were faster already meet in it again.
-_served: dist.Store | None = None
 
 
 @dataclass(frozen=True)
@@ -66,12 +64,9 @@ def host_identity(node_rank: int) -> str:
 def open_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
     """torch's TCPStore at MASTER_ADDR:MASTER_PORT, shared with torch.distributed whichever comes first.
 
-    Where this process serves it, it does so until the process ends or opens a store at another address.
-
     Raises:
         TransportError: the port is taken by another program, or nobody listens there within the timeout.
     """
-    global _served
     is_server = launch.rank == 0 and not launch.use_agent_store
     where = f"{launch.master_addr}:{launch.master_port}"
     try:
@@ -87,10 +82,33 @@ def open_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
             f"cannot {role} at {where} (MASTER_ADDR:MASTER_PORT) within {timeout.total_seconds():g} s: {error}; "
             "check that rank 0 is running and that the address is reachable from this host"
         ) from error
-    if is_server:
-        _served = store
     # A restarted worker must not read what the attempt before it wrote.
     return dist.PrefixStore(f"bagua/attempt{launch.restart_count}", store)
+
+
+def reopen_store(launch: LaunchEnvironment, init: str, timeout: timedelta) -> dist.Store:
+    """open_store for one of rank 0's guests that was in a group before: rank 0 may still be in it.
+
+    When it leaves the group its store ends, and another one begins when it comes to this rendezvous, which is awaited.
+
+    Args:
+        init: the prefix in the store of this rendezvous.
+
+    Raises:
+        TransportError, RemoteError, DeadlineExceeded: as of open_store and exchange_records.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        left_s = max(deadline - time.monotonic(), _POLL_SECONDS)
+        try:
+            store = open_store(launch, timedelta(seconds=left_s))
+            with _loss_told():
+                _get(dist.PrefixStore(init, store), "nonce", deadline, timeout, "rank 0")
+            return store
+        except TransportError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_SECONDS)
 
 
 def _tcp_store(launch: LaunchEnvironment, is_server: bool, timeout: timedelta) -> dist.Store:
@@ -140,8 +158,14 @@ def exchange_records(
         RemoteError: another rank gave up first.
         TransportError: the store is gone.
     """
-    try:
+    with _loss_told():
         return _exchange(store, mine, auth_token, timeout)
+
+
+@contextlib.contextmanager
+def _loss_told() -> Iterator[None]:
+    try:
+        yield
     except BaguaError:
         raise
     except RuntimeError as error:  # torch's DistError is one

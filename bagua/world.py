@@ -53,7 +53,7 @@ class _World:
         self.endpoint = endpoint
         self.group = group
         self.launch = launch
-        self.store = store  # kept: this process may serve it, and others still read from it
+        self.store = store  # kept: rank 0's is the server
         self.groups = [group]
         self.num_new_groups = 0  # equal on all ranks, since all call new_group alike
         # By the torch group itself: torch uses a name again when it is initialised again.
@@ -114,9 +114,13 @@ def init_process_group(
     backend = settings.backend if backend == "auto" else backend
     launch = config.launch_environment(rank, world_size, needs_master=store is None)
     through_torch = TorchTransport(launch, timeout) if backend == "torch" else None
-    is_server = store is None and launch.rank == 0 and not launch.use_agent_store
-    store = rendezvous.open_store(launch, timeout) if store is None else store
-    scoped = dist.PrefixStore(f"bagua/init{_num_inits}", store)
+    is_served_by_rank_0 = store is None and not launch.use_agent_store
+    init = f"bagua/init{_num_inits}"
+    if is_served_by_rank_0 and launch.rank != 0 and _num_inits > 1:
+        store = rendezvous.reopen_store(launch, init, timeout)
+    elif store is None:
+        store = rendezvous.open_store(launch, timeout)
+    scoped = dist.PrefixStore(init, store)
     # Without a second process of this job there is nobody else to listen to; torchrun tells how many share the host.
     address = choose_address(settings.interface, launch.single_host, launch.master_addr)
     endpoint = Endpoint(settings, address, through_torch)
@@ -143,7 +147,7 @@ def init_process_group(
         group = ProcessGroup(endpoint, "world", range(launch.world_size), launch.rank, timeout)
     except BaseException as error:
         endpoint.close()
-        if is_server and isinstance(error, BaguaError):
+        if is_served_by_rank_0 and launch.rank == 0 and isinstance(error, BaguaError):
             time.sleep(_FAULT_SECONDS)
         raise
     _world = _World(endpoint, group, launch, store)

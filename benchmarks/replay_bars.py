@@ -68,7 +68,7 @@ def _missed(rival_s: float, ours: Outcome, ratio: float) -> str:
 
 
 def _of_cores(ours: Outcome, alone: Outcome | None) -> str:
-    """The bound of this machine's cores, which all hosts of a replay share: nothing is sent before forward is over."""
+    """What that processor time alone takes of a step: all hosts of a replay share the cores, forward is before it."""
     if alone is None or is_launched():
         return ""
     case = ours.case
@@ -77,7 +77,7 @@ def _of_cores(ours: Outcome, alone: Outcome | None) -> str:
     least_ms = Profile.load(case.path).forward_ms + num_ranks * ran_ms / num_cores
     return (
         f" (step {ours.p50 * 1e3:.0f} ms, bound {ours.bound_s * 1e3:.0f} ms; each of {num_ranks} ranks ran "
-        f"{ran_ms:.0f} ms more than compute alone, after forward: {least_ms:.0f} ms at least on {num_cores} cores)"
+        f"{ran_ms:.0f} ms more than compute alone, which after forward takes {least_ms:.0f} ms on {num_cores} cores)"
     )
 
 

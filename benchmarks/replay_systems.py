@@ -207,18 +207,20 @@ def measure_here(tasks: Sequence[Task]) -> tuple[Place, list[list[list[dict]]]]:
 def _measure_all(task: Task) -> list[dict]:
     torch.manual_seed(bagua.get_rank())
     model = SleepingModel(Profile.load(task.profile).scaled(task.scale))
-    ready = _ready_times(model)
     profile_s = (model.profile.forward_ms + model.profile.backward_ms) / 1e3
-    results: dict[str, list[Result]] = {}
 
-    def disturbance(result: Result) -> float:
-        slept_s = statistics.median(result.step_s) - profile_s if result.system == ALONE else 0.0
-        own = max(slept_s / max(_MOST_SLEPT * profile_s, 1e-3), result.stolen / _MOST_STOLEN)
+    def disturbance(slept_s: float, stolen: float = 0.0) -> float:
+        own = max((slept_s - profile_s) / max(_MOST_SLEPT * profile_s, 1e-3), stolen / _MOST_STOLEN)
         return max(bagua.all_gather_object(own))
 
+    def disturbance_of(result: Result) -> float:
+        return disturbance(statistics.median(result.step_s) if result.system == ALONE else 0.0, result.stolen)
+
+    ready = timing.least_disturbed(lambda: _ready_times(model), lambda times: disturbance(max(times.values())))
+    results: dict[str, list[Result]] = {}
     for _ in range(task.turns):
         for system in (ALONE, *task.systems):
-            taken = timing.least_disturbed(lambda system=system: _measure(system, model, ready, task), disturbance)
+            taken = timing.least_disturbed(lambda system=system: _measure(system, model, ready, task), disturbance_of)
             results.setdefault(system, []).append(taken)
     return [asdict(_merged(of_turns)) for of_turns in results.values()]
 

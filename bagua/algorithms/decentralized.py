@@ -36,7 +36,8 @@ class Decentralized(ExchangedWeights):
     """x <- sum over the neighbours and itself of w_ij x_j, and then the optimizer's step on it.
 
     The averaged weights take their place when the optimizer steps, so weights must not be changed between a
-    forward with gradients and the step that follows it. Each optimizer's weights are exchanged once per step of it.
+    forward with gradients and the step that follows it (which raises, unless it was done through ``.data``: of that
+    torch tells nothing). Each optimizer's weights are exchanged once per step of it.
 
     Args:
         topology: who averages with whom, as in ``bagua.neighbor_average``: "all"; "ring", both neighbours; "shift_one",

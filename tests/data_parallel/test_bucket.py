@@ -84,3 +84,10 @@ def test_layouts():
         view = torch.zeros(4 * 3 * 5 * 2).as_strided((4, 3, 5, 2), channels_last.stride())
         fill(view, grad)
         assert torch.equal(view, grad), name
+
+
+def test_memory_of_another_device_is_not_read():
+    view = torch.zeros(8)
+    member = Member(0, "weight", torch.nn.Parameter(torch.zeros(8)), view)
+    assert member.is_alike(torch.ones(8))
+    assert not member.is_alike(torch.ones(8, device="meta"))

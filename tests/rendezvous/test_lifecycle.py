@@ -1,7 +1,6 @@
 """init and destroy: again and again, beside torch.distributed in either order, over IPv6, with stores of the user."""
 
 import os
-import socket
 import threading
 import time
 
@@ -87,18 +86,26 @@ def test_a_rank_that_is_back_before_rank_0_has_left():
     spawn(meets_again, 2, env=RANK_0_HOLDS | {"MASTER_PORT": str(free_port())})
 
 
-def moves_to_another_port(rank, world_size, ports):
-    for port in ports:
-        os.environ["MASTER_PORT"] = str(port)
-        bagua.init_process_group(timeout=30.0)
-        assert total(rank) == 11
-        bagua.destroy_process_group()
+def comes_back_alone(rank, world_size):
+    """Rank 0, which holds the store, leaves the group and does not come back: how that ends for rank 1, and when."""
+    bagua.init_process_group(timeout=30.0)
+    assert total(rank) == 11
     if rank == 0:
-        socket.create_server(("", ports[0])).close()  # the port before is free again
+        time.sleep(0.5)
+    bagua.destroy_process_group()
+    if rank == 0:
+        return None
+    begin = time.monotonic()
+    with pytest.raises(bagua.errors.TransportError) as caught:
+        bagua.init_process_group(timeout=3.0)
+    return str(caught.value), time.monotonic() - begin
 
 
-def test_the_store_moves_to_another_port():
-    spawn(moves_to_another_port, 2, args=([free_port(), free_port()],), env=RANK_0_HOLDS)
+def test_a_rank_that_is_back_and_rank_0_does_not_come():
+    port = free_port()
+    _, (message, seconds) = spawn(comes_back_alone, 2, env=RANK_0_HOLDS | {"MASTER_PORT": str(port)})
+    assert f"cannot reach rank 0's store at 127.0.0.1:{port} (MASTER_ADDR:MASTER_PORT)" in message
+    assert 2 < seconds < 6
 
 
 def with_a_store(rank, world_size, path):
