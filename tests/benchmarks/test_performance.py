@@ -205,12 +205,12 @@ def test_a_quick_run_has_no_use_for_files_of_a_whole_one(option, tmp_path, monke
         (
             "vgg16",
             "training step of VGG16",
-            ("bytegrad", "qsgd:bits=4", "ddp", "ddp_bf16", "ddp_bf16:bucket_cap_mb=2.5"),
+            ("bytegrad", "qsgd:bits=4", "ddp", "ddp_fp16", "ddp_bf16:bucket_cap_mb=2.5"),
         ),
         (
             "bert_large",
             "the same of BERT-large",
-            ("gradient_allreduce", "bytegrad", "qsgd:bits=4", "ddp", "ddp_bf16"),
+            ("gradient_allreduce", "bytegrad", "qsgd:bits=4", "ddp", "ddp_fp16", "ddp_fp16:bucket_cap_mb=2.5"),
         ),
     ],
 )
