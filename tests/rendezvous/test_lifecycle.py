@@ -69,13 +69,17 @@ def test_beside_torch_distributed_on_the_same_port(order, holder):
     spawn(beside_torch, 2, args=(order,), env=env)
 
 
-def meets_again(rank, world_size):
-    """Rank 1 is back in the rendezvous before rank 0, which holds the store, has left the group before."""
+def leave_a_group(rank):
+    """Rank 1 at once, rank 0, which holds the store, when rank 1 is in the next rendezvous."""
     bagua.init_process_group(timeout=30.0)
     assert total(rank) == 11
     if rank == 0:
         time.sleep(0.5)
     bagua.destroy_process_group()
+
+
+def meets_again(rank, world_size):
+    leave_a_group(rank)
     if rank == 0:
         time.sleep(0.5)
     bagua.init_process_group(timeout=30.0)
@@ -87,12 +91,8 @@ def test_a_rank_that_is_back_before_rank_0_has_left():
 
 
 def comes_back_alone(rank, world_size):
-    """Rank 0, which holds the store, leaves the group and does not come back: how that ends for rank 1, and when."""
-    bagua.init_process_group(timeout=30.0)
-    assert total(rank) == 11
-    if rank == 0:
-        time.sleep(0.5)
-    bagua.destroy_process_group()
+    """Without rank 0: how that ends for rank 1, and after how many seconds."""
+    leave_a_group(rank)
     if rank == 0:
         return None
     begin = time.monotonic()
