@@ -15,6 +15,7 @@ import torch
 from bagua.bucket import check_parameter
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup
+from bagua.reduction import address_of
 
 Prepared = TypeVar("Prepared")
 
@@ -103,6 +104,9 @@ def check_model(
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, uninitialized):
             raise InvalidArgument(f"{name!r} has no shape yet: call the model once before with_bagua (lazy modules)")
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            _check_memory(tensor, f"{kind} {name!r}")
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise InvalidArgument(
@@ -130,6 +134,15 @@ def check_model(
             raise InvalidArgument(f"optimizers[{index}] is a {type(optimizer).__name__}, expected a torch optimizer")
         if not any(id(p) in trainable for group in optimizer.param_groups for p in group["params"]):
             raise InvalidArgument(f"optimizers[{index}] ({type(optimizer).__name__}) steps no parameter of this model")
+        for state in optimizer.state.values():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                _check_memory(value, f"the state {key!r} of optimizers[{index}] ({type(optimizer).__name__})")
+
+
+def _check_memory(value: Any, what: str) -> None:
+    """Raises InvalidArgument for a tensor on the CPU that has no memory; other devices are refused by their names."""
+    if isinstance(value, torch.Tensor) and value.is_cpu and value.layout is torch.strided:
+        address_of(value, what)
 
 
 def optimizers_of_parameters(

@@ -48,6 +48,8 @@ class Member:
 
     def is_alike(self, grad: torch.Tensor) -> bool:
         """Whether ``grad``, of the parameter's shape, lies in memory byte for byte as ``view`` does."""
+        if type(grad) is not torch.Tensor and grad.data_ptr() == 0:
+            return False  # a wrapper: what it stands for is torch's to copy
         return grad.dtype is self._dtype and grad.stride() == self._stride and grad.is_cpu and not grad.is_neg()
 
     def fill(self, grad: torch.Tensor, is_alike: bool) -> None:

@@ -147,19 +147,26 @@ def barrier(group=None, async_op=False) -> Work | None:
 def all_gather(output, input, group=None, async_op=False, *, codec: str | Codec | None = None) -> Work | None:
     """output <- the inputs of all ranks, one after the other by rank. output has `size` times input's elements.
 
-    With a codec the decoded values, the own ones too: all ranks end bit-identical.
+    input may be this rank's own block of output; otherwise they share no memory. With a codec the decoded values, the
+    own ones too: all ranks end bit-identical.
     """
     return _finish(resolve(group).all_gather(output, input, codec=codec, blocking=not async_op), async_op)
 
 
 def gather(output, input, dst: int, group=None, async_op=False) -> Work | None:
-    """output of rank `dst` <- the inputs of all ranks by rank; the other ranks pass output=None."""
+    """output of rank `dst` <- the inputs of all ranks by rank; the other ranks pass output=None.
+
+    There input may be the own block of output; otherwise they share no memory.
+    """
     group = resolve(group)
     return _finish(group.gather(output, input, _group_rank(group, dst, "dst"), blocking=not async_op), async_op)
 
 
 def scatter(output, input, src: int, group=None, async_op=False) -> Work | None:
-    """output <- this rank's block of rank `src`'s input; the other ranks pass input=None."""
+    """output <- this rank's block of rank `src`'s input; the other ranks pass input=None.
+
+    There output may be the own block of input; otherwise they share no memory.
+    """
     group = resolve(group)
     return _finish(group.scatter(output, input, _group_rank(group, src, "src"), blocking=not async_op), async_op)
 
@@ -169,7 +176,8 @@ def reduce_scatter(
 ) -> Work | None:
     """output <- op over ranks of this rank's block of input. input has `size` times output's elements.
 
-    With a codec what travels is encoded once, the own block too; sums are in f32 and rounded once. SUM and AVG.
+    output may be this rank's own block of input; otherwise they share no memory. With a codec what travels is encoded
+    once, the own block too; sums are in f32 and rounded once. SUM and AVG.
     """
     return _finish(resolve(group).reduce_scatter(output, input, op, codec=codec, blocking=not async_op), async_op)
 
@@ -184,7 +192,7 @@ def all_to_all(
     *,
     codec: str | Codec | None = None,
 ) -> Work | None:
-    """Block r of input goes to rank r; block r of output comes from rank r.
+    """Block r of input goes to rank r; block r of output comes from rank r. They share no memory.
 
     Args:
         output_splits, input_splits: rows (of dimension 0) per rank; equal blocks by default.

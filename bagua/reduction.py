@@ -11,7 +11,7 @@ import torch
 from . import _C
 from .errors import InvalidArgument
 
-__all__ = ["ReduceOp", "Residuals", "check_codec", "check_op", "check_topology", "dtype_code", "is_known"]
+__all__ = ["ReduceOp", "Residuals", "address_of", "check_codec", "check_op", "check_topology", "dtype_code", "is_known"]
 
 
 class ReduceOp(enum.IntEnum):
@@ -65,7 +65,42 @@ class Residuals:
             raise InvalidArgument(f"residuals have {sizes} elements, the tensor {numel}")
         if len({tensor.dtype for tensor in tensors}) > 1 or not all(tensor.is_contiguous() for tensor in tensors):
             raise InvalidArgument("residuals are not contiguous, or not of one dtype")
-        return (*(tensor.data_ptr() for tensor in tensors), _DTYPE_CODES[self.worker_in.dtype])
+        addresses = (address_of(tensor, "a residual") for tensor in tensors)
+        return (*addresses, _DTYPE_CODES[self.worker_in.dtype])
+
+
+def address_of(tensor: torch.Tensor, what: str) -> int:
+    """Where the elements of a CPU tensor lie.
+
+    Args:
+        what: its name in error messages.
+
+    Raises:
+        InvalidArgument: it has elements but no memory of its own, as a DTensor or a FakeTensor has none. An empty one
+            may have none.
+    """
+    if type(tensor) is torch.Tensor or not hasattr(tensor, "fake_mode"):  # which warns when it is asked
+        try:
+            address = tensor.data_ptr()
+        except (RuntimeError, NotImplementedError):  # of tensors inside torch.func's transforms
+            address = 0
+        # A view into memory that is not there begins at its offset from address 0.
+        if address != tensor.storage_offset() * tensor.element_size() or tensor.numel() == 0:
+            return address
+    raise InvalidArgument(f"{what} is a {_kind_without_memory(tensor)}")
+
+
+def _kind_without_memory(tensor: torch.Tensor) -> str:
+    """What to call a tensor that has none, and what to do with it."""
+    name = type(tensor).__name__
+    if hasattr(tensor, "to_local"):
+        return f"{name}, which stands for a tensor that is spread over ranks; pass the local part, .to_local()"
+    if hasattr(tensor, "fake_mode"):
+        return f"{name}, which has a shape but no values; make and pass the real tensor, outside FakeTensorMode"
+    return (
+        f"{name} of shape {tuple(tensor.shape)} without memory of its own: a wrapper of other tensors, or freed; pass "
+        "the tensor that holds the values"
+    )
 
 
 def is_known(dtype: torch.dtype) -> bool:

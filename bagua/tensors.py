@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from .errors import InvalidArgument
-from .reduction import dtype_code
+from .overlap import shares_with_itself
+from .reduction import address_of, dtype_code
 
-__all__ = ["Array", "Prepared", "check_pair", "places_of", "prepare", "split_numels"]
+__all__ = ["Array", "Prepared", "address_of", "check_pair", "places_of", "prepare", "split_numels"]
 
 Array = torch.Tensor | np.ndarray
 
@@ -37,8 +38,8 @@ def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
             then.
 
     Raises:
-        InvalidArgument: no tensor, not on the CPU, sparse, read-only, overlapping itself, or of a type that the core
-            does not know.
+        InvalidArgument: no tensor, not on the CPU, without memory, sparse, read-only, overlapping itself, or of a type
+            that the core does not know.
     """
     if isinstance(tensor, np.ndarray):
         return _prepare_array(tensor, what, is_written)
@@ -49,11 +50,12 @@ def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
     if tensor.layout != torch.strided:
         raise InvalidArgument(f"{what} has layout {tensor.layout}; convert it with .to_dense() first")
     dtype_code(tensor.dtype)
-    if is_written:
+    address = address_of(tensor, what)  # what has none may not know the operations that follow either
+    if is_written and not tensor.is_contiguous():
         _check_overlap(tensor.shape, tensor.stride(), 1, what)
     detached = tensor.detach()
     data = detached.resolve_neg().contiguous()  # a lazy negative's memory holds other values
-    if not is_written or data.data_ptr() == detached.data_ptr():
+    if not is_written or data.data_ptr() == address:
         return Prepared(data, None)
     return Prepared(data, _copy_back(what, lambda: detached.copy_(data)))
 
@@ -89,30 +91,17 @@ def _copy_back(what: str, copy: Callable[[], object]) -> Callable[[], None]:
 
 def _check_overlap(shape: Sequence[int], strides: Sequence[int], item: int, what: str) -> None:
     """Raises InvalidArgument where elements share memory; `item` is the size of one in units of the strides."""
-    if 0 in shape:
+    if not shares_with_itself(shape, strides, item):
         return
-    dims = sorted((abs(stride), length) for length, stride in zip(shape, strides, strict=True) if length > 1)
-    if dims and dims[0][0] == 0:
+    if any(stride == 0 and length > 1 for length, stride in zip(shape, strides, strict=True)):
         raise InvalidArgument(
             f"{what} of shape {tuple(shape)} is expanded: several of its elements are one place in memory, and the "
             "result has no room there; pass a copy (.clone(), numpy.array)"
         )
-    end = item  # of the memory that the dimensions so far take up
-    for stride, length in dims:
-        if stride < end:
-            break  # no dimension steps over the ones before it, so only all places tell
-        end += stride * (length - 1)
-    else:
-        return
-    places = np.zeros(1, dtype=np.int64)
-    for stride, length in dims:
-        places = np.add.outer(places, stride * np.arange(length)).reshape(-1)
-    places.sort()
-    if int(np.diff(places).min()) < item:
-        raise InvalidArgument(
-            f"{what} of shape {tuple(shape)} and strides {tuple(strides)} overlaps itself: several of its elements "
-            "share memory, and the result has no room there; pass a copy (.clone(), numpy.array)"
-        )
+    raise InvalidArgument(
+        f"{what} of shape {tuple(shape)} and strides {tuple(strides)} overlaps itself: several of its elements "
+        "share memory, and the result has no room there; pass a copy (.clone(), numpy.array)"
+    )
 
 
 def check_pair(
@@ -159,5 +148,5 @@ def places_of(parts: Sequence[tuple[int, torch.Tensor]] | None, data: torch.Tens
                 f"ends at {end}, in a tensor of {limit} {dtype}; parts are ascending, apart, and inside"
             )
         end = begin + numel
-        places.append((begin, numel, part.data_ptr()))
+        places.append((begin, numel, address_of(part, "a part")))
     return places

@@ -15,6 +15,7 @@ import torch
 from bagua import _C
 from bagua.errors import InvalidArgument
 from bagua.group import dtype_code
+from bagua.reduction import address_of
 
 
 class SeededCodec(NamedTuple):
@@ -98,7 +99,7 @@ class Codec:
                 bytes. By default a new one from torch's generator, which ``torch.manual_seed`` repeats.
 
         Raises:
-            InvalidArgument: another dtype or device, or not contiguous.
+            InvalidArgument: another dtype or device, not contiguous, or without memory.
         """
         self._check_dtype(tensor.dtype)
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -111,7 +112,7 @@ class Codec:
             key = int(torch.randint(2**63 - 1, ())) if self.is_random else 0
         if not 0 <= key < 2**64:
             raise InvalidArgument(f"key is {key}, expected 0 to 2**64 - 1")
-        source, kind = tensor.data_ptr(), dtype_code(tensor.dtype)
+        source, kind = address_of(tensor, "tensor"), dtype_code(tensor.dtype)
         _C.codec_encode(self.spec, source, kind, tensor.numel(), encoded.data_ptr(), key)
         return encoded
 
@@ -126,7 +127,7 @@ class Codec:
         """
         self._check_message(encoded, numel, dtype)
         decoded = torch.empty(numel, dtype=dtype)
-        _C.codec_decode(self.spec, encoded.data_ptr(), dtype_code(dtype), numel, decoded.data_ptr())
+        _C.codec_decode(self.spec, address_of(encoded, "encoded"), dtype_code(dtype), numel, decoded.data_ptr())
         return decoded
 
     def decode_add(self, encoded: torch.Tensor, total: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
@@ -145,7 +146,8 @@ class Codec:
                 f"with strides {tuple(total.stride())}"
             )
         self._check_message(encoded, total.numel(), dtype)
-        _C.codec_decode_add(self.spec, encoded.data_ptr(), dtype_code(dtype), total.numel(), total.data_ptr())
+        message, sums = address_of(encoded, "encoded"), address_of(total, "total")
+        _C.codec_decode_add(self.spec, message, dtype_code(dtype), total.numel(), sums)
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
         """Largest |decode(encode(tensor)) - tensor| per element for finite input: float64, shape of ``tensor``."""

@@ -13,6 +13,7 @@ import torch
 
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup
+from bagua.overlap import first_to_share
 from bagua.torch_api.process_group import (
     BaguaProcessGroup,
     CommMember,
@@ -115,7 +116,7 @@ def reduce(
     """recv_tensor of rank ``dst`` <- op over ranks of send_tensor; on the other ranks it stays as it is.
 
     Raises:
-        InvalidArgument: the two differ in type or number of elements.
+        InvalidArgument: the two differ in type or number of elements, or overlap.
     """
     if (group := communicating_group(comm)) is None:
         return
@@ -139,7 +140,7 @@ def allreduce(
     """recv_tensor <- op over ranks of send_tensor; they may be one tensor.
 
     Raises:
-        InvalidArgument: the two differ in type or number of elements.
+        InvalidArgument: the two differ in type or number of elements, or overlap.
     """
     if communicating_group(comm) is not None:
         _copy(send_tensor, recv_tensor)
@@ -252,12 +253,17 @@ def alltoall_v(
     """send_counts[r] elements of send_tensor, from send_displs[r] on, go to rank r; likewise what comes from it.
 
     Raises:
-        InvalidArgument: a count or displacement is missing or leads out of its tensor.
+        InvalidArgument: a count or displacement is missing or leads out of its tensor, or two receive in one place.
     """
     if (group := communicating_group(comm)) is None:
         return
     sources = _parts(send_tensor, send_counts, send_displs, group, "send")
     targets = _parts(recv_tensor, recv_counts, recv_displs, group, "recv")
+    if (pair := first_to_share([(0, target) for target in targets])) is not None:
+        raise InvalidArgument(
+            f"what comes from ranks {pair[0]} and {pair[1]} is to go to one place: recv_counts {list(recv_counts)} and "
+            f"recv_displs {list(recv_displs)} overlap"
+        )
     source, received = torch.cat(sources), torch.cat(targets)
     splits = [part.numel() for part in targets], [part.numel() for part in sources]
     group.all_to_all(received, source, *splits, blocking=True).wait()
@@ -308,6 +314,9 @@ def _copy(send_tensor: torch.Tensor, recv_tensor: torch.Tensor) -> None:
             f"recv_tensor has {recv_tensor.numel()} elements of {recv_tensor.dtype}, send_tensor {send_tensor.numel()} "
             f"of {send_tensor.dtype}; they must be equal"
         )
+    is_same = send_tensor.data_ptr() == recv_tensor.data_ptr() and send_tensor.stride() == recv_tensor.stride()
+    if not is_same and first_to_share([(0, recv_tensor)], [(1, send_tensor)]) is not None:
+        raise InvalidArgument("send_tensor and recv_tensor overlap; pass one tensor for both, or a copy (.clone())")
     recv_tensor.detach().copy_(send_tensor.detach().reshape(recv_tensor.shape))
 
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from ..errors import InvalidArgument
-from ..reduction import is_known
+from ..overlap import first_to_share, shares_with_itself
+from ..reduction import address_of, is_known
 
-__all__ = ["as_carrier", "concatenate", "copy_out", "one"]
+__all__ = ["as_carrier", "check_apart", "concatenate", "copy_out", "one"]
 
 _CARRIERS = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
 
@@ -42,6 +43,39 @@ def one(items: Sequence, name: str):
         given = "a tensor" if isinstance(items, torch.Tensor) else f"{len(items)} elements"
         raise InvalidArgument(f"{name} is {given}; give a list of one, since a process has one device")
     return items[0]
+
+
+def check_apart(
+    written: Sequence[Sequence[torch.Tensor]], read: Sequence[torch.Tensor] = (), name: str = "tensors"
+) -> None:
+    """Of operations that may run in any order, what each writes and what each reads, before one of them is started.
+
+    Raises:
+        InvalidArgument: two results are to be in one place, or one where another operation reads; or there is no
+            memory for one.
+    """
+    results = [(operation, tensor) for operation, tensors in enumerate(written) for tensor in tensors]
+    read = read if len(written) > 1 else ()  # one operation copies its list after it has read
+    if len(results) == 1:
+        return  # the collective itself checks one output and one input
+    tensors = [*results, *enumerate(read)]
+    if not all(tensor.is_cpu and tensor.layout is torch.strided for _, tensor in tensors):
+        return  # refused by what moves them
+    for _, tensor in tensors:
+        address_of(tensor, f"one of {name}")
+    for _, tensor in results:
+        if not tensor.is_contiguous() and shares_with_itself(tensor.shape, tensor.stride()):
+            raise InvalidArgument(
+                f"one of {name}, of shape {tuple(tensor.shape)} and strides {tensor.stride()}, overlaps itself, and "
+                "the result has no room there; pass a copy (.clone())"
+            )
+    pair = first_to_share(results, list(enumerate(read)))
+    if pair is not None:
+        raise InvalidArgument(
+            f"{name} has tensors that share memory, where a result is to be written: one of shape "
+            f"{tuple(tensors[pair[0]][1].shape)} with one of shape {tuple(tensors[pair[1]][1].shape)}; give each a "
+            "tensor of its own"
+        )
 
 
 def concatenate(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

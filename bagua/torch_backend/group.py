@@ -16,7 +16,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from ..errors import InvalidArgument
 from ..group import ProcessGroup
-from .carrier import as_carrier, concatenate, copy_out, one
+from .carrier import as_carrier, check_apart, concatenate, copy_out, one
 from .work import TorchWork
 
 __all__ = ["TorchProcessGroup"]
@@ -123,6 +123,7 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors, opts=_ALLREDUCE_COALESCED) -> TorchWork:
         op, blocking = opts.reduceOp.op, _is_blocking(opts)
+        check_apart([[tensor] for tensor in tensors])
         return TorchWork([self.group.all_reduce(tensor, op, blocking=blocking) for tensor in tensors], list(tensors))
 
     def reduce(self, tensors, opts=_REDUCE) -> TorchWork:
@@ -147,6 +148,7 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     def _reduce_scatter(self, outputs, inputs, opts) -> TorchWork:
         op, blocking = opts.reduceOp.op, _is_blocking(opts)
+        check_apart([[output] for output in outputs], inputs)
         works = [
             self.group.reduce_scatter(output, input, op, blocking=blocking)
             for output, input in zip(outputs, inputs, strict=True)
@@ -172,9 +174,11 @@ class TorchProcessGroup(dist.ProcessGroup):
     def _allgather(self, outputs, inputs, opts) -> TorchWork:
         """outputs[i][r] <- inputs[i] of rank r."""
         blocking = _is_blocking(opts)
-        works, results = [], []
         for parts, tensor in zip(outputs, inputs, strict=True):
             self._check_parts(parts, tensor, "tensor_list", "tensor")
+        check_apart(outputs, inputs, "tensor_list")
+        works, results = [], []
+        for parts, tensor in zip(outputs, inputs, strict=True):
             gathered = self._room_for_all(tensor)
             work = self.group.all_gather(gathered, as_carrier(tensor), blocking=blocking)
             work.finish_with(copy_out(gathered, parts))
@@ -193,6 +197,7 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
         blocking = _is_blocking(opts)
+        check_apart([[output] for output in outputs], inputs)
         works = [
             self.group.all_gather(as_carrier(output), as_carrier(input), blocking=blocking)
             for output, input in zip(outputs, inputs, strict=True)
@@ -207,6 +212,7 @@ class TorchProcessGroup(dist.ProcessGroup):
             return self._gather(None, tensor, [], opts)
         parts = one(outputs, "output_tensors")
         self._check_parts(parts, tensor, "gather_list", "tensor")
+        check_apart([parts], name="gather_list")
         gathered = self._room_for_all(tensor)
         return self._gather(gathered, tensor, list(parts), opts, copy_out(gathered, parts))
 
@@ -239,8 +245,9 @@ class TorchProcessGroup(dist.ProcessGroup):
         into = torch.empty(sum(carrier.numel() for carrier in carriers), dtype=carriers[0].dtype)
         output_splits = [carrier.numel() for carrier in carriers]
         input_splits = [source.numel() for source in sources]
-        finish, blocking = copy_out(into, carriers), _is_blocking(opts)
-        work = self.group.all_to_all(into, concatenate(sources), output_splits, input_splits, blocking=blocking)
+        source, finish = concatenate(sources), copy_out(into, carriers)
+        check_apart([outputs], name="output_tensor_list")
+        work = self.group.all_to_all(into, source, output_splits, input_splits, blocking=_is_blocking(opts))
         work.finish_with(finish)
         return TorchWork([work], list(outputs))
 

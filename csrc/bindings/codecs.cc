@@ -2,6 +2,7 @@
 #include "csrc/bindings/bindings.h"
 #include "csrc/bindings/convert.h"
 #include "csrc/codecs/codec.h"
+#include "csrc/collectives/arguments.h"
 #include "csrc/collectives/collectives.h"
 #include "csrc/transport/transport.h"
 
@@ -10,6 +11,15 @@
 namespace py = pybind11;
 
 namespace bagua {
+namespace {
+
+// Of a codec's call: the values, and the message of their codes.
+void require_both(const Codec& codec, uintptr_t values, DType dtype, size_t numel, uintptr_t bytes, DType wire) {
+  collectives::require_memory(codec.name(), {"tensor", pointer(values), numel, item_bytes(dtype)});
+  collectives::require_memory(codec.name(), {"message", pointer(bytes), codec.wire_bytes(numel, wire), 1});
+}
+
+}  // namespace
 
 void bind_codecs(py::module_& m) {
   name_codecs_by(&codec_spec);  // for error messages
@@ -32,6 +42,7 @@ void bind_codecs(py::module_& m) {
       [](const std::string& name, uintptr_t source, int dtype, size_t numel, uintptr_t bytes, uint64_t key) {
         const Codec& codec = get_codec(name);
         const DType type = dtype_from(dtype);
+        require_both(codec, source, type, numel, bytes, type);
         py::gil_scoped_release release;
         return codec.encode(pointer(source), type, numel, static_cast<uint8_t*>(pointer(bytes)), {key, 0}, Stream{});
       },
@@ -39,12 +50,14 @@ void bind_codecs(py::module_& m) {
   m.def("codec_decode", [](const std::string& name, uintptr_t bytes, int dtype, size_t numel, uintptr_t destination) {
     const Codec& codec = get_codec(name);
     const DType type = dtype_from(dtype);
+    require_both(codec, destination, type, numel, bytes, type);
     py::gil_scoped_release release;
     codec.decode(static_cast<const uint8_t*>(pointer(bytes)), type, numel, pointer(destination), Stream{});
   });
   m.def("codec_decode_add", [](const std::string& name, uintptr_t bytes, int dtype, size_t numel, uintptr_t sum) {
     const Codec& codec = get_codec(name);
     const DType type = dtype_from(dtype);
+    require_both(codec, sum, DType::kF32, numel, bytes, type);
     py::gil_scoped_release release;
     codec.decode_add(static_cast<const uint8_t*>(pointer(bytes)), type, numel, static_cast<float*>(pointer(sum)),
                      Stream{});

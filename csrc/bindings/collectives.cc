@@ -2,8 +2,10 @@
 #include "csrc/collectives/collectives.h"
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -14,9 +16,21 @@
 #include "csrc/bindings/group.h"
 #include "csrc/bindings/topology.h"
 #include "csrc/codecs/codec.h"
+#include "csrc/collectives/arguments.h"
 
 namespace bagua {
 namespace {
+
+using collectives::Argument;
+
+Argument argument(std::string_view name, uintptr_t address, size_t numel, DType dtype) {
+  return {name, pointer(address), numel, item_bytes(dtype)};
+}
+
+// Of the collectives that work on one tensor.
+void require_tensor(OperationKind kind, uintptr_t address, size_t numel, DType dtype) {
+  collectives::require_memory(operation_name(kind), argument("tensor", address, numel, dtype));
+}
 
 Operation make_operation(OperationKind kind, uint64_t numel, DType dtype, ReduceOp op = ReduceOp::kSum, int root = -1) {
   Operation operation;
@@ -55,16 +69,23 @@ collectives::Feedback use_feedback(Operation& operation, const FeedbackChoice& c
   if (!choice) return {};
   operation.variant |= kWithFeedback;
   const auto& [worker_in, worker_out, owner_in, owner_out, dtype] = *choice;
+  if ((worker_in == 0) != (worker_out == 0) || (owner_in == 0) != (owner_out == 0)) {
+    throw Error(ErrorKind::kInvalidArgument,
+                "residuals: one is read and another written, but one of them has no memory");
+  }
   return {pointer(worker_in), pointer(worker_out), pointer(owner_in), pointer(owner_out), dtype_from(dtype)};
 }
 
 // First element, number of elements and address of each part.
 using PartsChoice = std::vector<std::tuple<size_t, size_t, uintptr_t>>;
 
-collectives::Parts use_parts(const PartsChoice& choice) {
+collectives::Parts use_parts(const PartsChoice& choice, DType dtype) {
   std::vector<collectives::Part> parts;
   parts.reserve(choice.size());
-  for (const auto& [begin, numel, address] : choice) parts.push_back({begin, numel, pointer(address)});
+  for (const auto& [begin, numel, address] : choice) {
+    collectives::require_memory("parts", argument("a part", address, numel, dtype));
+    parts.push_back({begin, numel, pointer(address)});
+  }
   return collectives::Parts(std::move(parts));
 }
 
@@ -88,11 +109,12 @@ void bind_reductions(py::class_<Group>& group) {
          double timeout_s, bool blocking, const FeedbackChoice& feedback, const PartsChoice& parts) {
         const DType dtype = dtype_from(dtype_code);
         const auto op = static_cast<ReduceOp>(op_code);
+        require_tensor(OperationKind::kAllReduce, data, numel, dtype);
         Operation operation = make_operation(OperationKind::kAllReduce, numel, dtype, op);
         const Codec* used = use_codec(operation, codec);
         const auto residuals = use_feedback(operation, feedback);
         return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
-                         [=, taken = use_parts(parts)](Context& context) {
+                         [=, taken = use_parts(parts, dtype)](Context& context) {
                            return collectives::all_reduce(context, pointer(data), numel, dtype, op, used, residuals,
                                                           taken);
                          });
@@ -106,13 +128,14 @@ void bind_reductions(py::class_<Group>& group) {
          const FeedbackChoice& feedback, const PartsChoice& parts) {
         const DType dtype = dtype_from(dtype_code);
         const auto op = static_cast<ReduceOp>(op_code);
+        require_tensor(OperationKind::kAllReduce, data, numel, dtype);
         Operation operation = make_operation(OperationKind::kAllReduce, numel, dtype, op);
         operation.variant = kHierarchical;
         const Codec* used = use_codec(operation, codec);
         const auto residuals = use_feedback(operation, feedback);
         return run_coded(
             g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
-            [=, hierarchy = collectives::Hierarchy{node, leaders}, taken = use_parts(parts)](Context& context) {
+            [=, hierarchy = collectives::Hierarchy{node, leaders}, taken = use_parts(parts, dtype)](Context& context) {
               return collectives::hierarchical_all_reduce(context, hierarchy, pointer(data), numel, dtype, op, used,
                                                           residuals, taken);
             });
@@ -124,6 +147,7 @@ void bind_reductions(py::class_<Group>& group) {
                          double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);
     const auto op = static_cast<ReduceOp>(op_code);
+    require_tensor(OperationKind::kReduce, data, numel, dtype);
     return g.run(make_operation(OperationKind::kReduce, numel, dtype, op, root), numel * item_bytes(dtype), timeout_s,
                  blocking, [=](Context& context) -> uint64_t {
                    collectives::reduce(context, pointer(data), numel, dtype, op, root);
@@ -134,6 +158,9 @@ void bind_reductions(py::class_<Group>& group) {
                                  const CodecChoice& codec, double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);
     const auto op = static_cast<ReduceOp>(op_code);
+    collectives::require_own_block_or_apart(
+        "reduce_scatter", argument("input", input, numel * static_cast<size_t>(g.mesh().size()), dtype),
+        argument("output", output, numel, dtype), g.mesh().rank());
     Operation operation = make_operation(OperationKind::kReduceScatter, numel, dtype, op);
     const Codec* used = use_codec(operation, codec);
     return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
@@ -150,12 +177,13 @@ void bind_reductions(py::class_<Group>& group) {
       "neighbor_average", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int topology, uint64_t step,
                              const CodecChoice& codec, double timeout_s, bool blocking, const PartsChoice& parts) {
         const DType dtype = dtype_from(dtype_code);
+        require_tensor(OperationKind::kNeighborAverage, data, numel, dtype);
         Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
         operation.variant = static_cast<uint32_t>(step) & ~kHierarchical;  // the low bits tell different steps apart
         const Codec* used = use_codec(operation, codec);
         const auto neighbors = topology_neighbors(topology, g.mesh().size(), g.mesh().rank(), step);
         return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
-                         [=, taken = use_parts(parts)](Context& context) {
+                         [=, taken = use_parts(parts, dtype)](Context& context) {
                            return collectives::neighbor_average(context, pointer(data), numel, dtype, neighbors, used,
                                                                 taken);
                          });
@@ -165,6 +193,7 @@ void bind_reductions(py::class_<Group>& group) {
                                                 int topology, uint64_t step, const CodecChoice& codec, double timeout_s,
                                                 bool blocking, const PartsChoice& parts) {
     const DType dtype = dtype_from(dtype_code);
+    require_tensor(OperationKind::kNeighborAverage, data, numel, dtype);
     Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
     operation.variant = static_cast<uint32_t>(step) | kHierarchical;
     const Codec* used = use_codec(operation, codec);
@@ -173,25 +202,29 @@ void bind_reductions(py::class_<Group>& group) {
         topology_neighbors(topology, static_cast<int>(leaders.size()), static_cast<int>(place), step);
     return run_coded(
         g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
-        [=, hierarchy = collectives::Hierarchy{node, leaders}, taken = use_parts(parts)](Context& context) {
+        [=, hierarchy = collectives::Hierarchy{node, leaders}, taken = use_parts(parts, dtype)](Context& context) {
           return collectives::hierarchical_neighbor_average(context, hierarchy, smallest_node, pointer(data), numel,
                                                             dtype, neighbors, used, taken);
         });
   });
-  group.def("difference_ring_average",
-            [](Group& g, uintptr_t data, size_t numel, int dtype_code, uintptr_t own, uintptr_t left, uintptr_t right,
-               const CodecChoice& codec, double timeout_s, bool blocking) {
-              const DType dtype = dtype_from(dtype_code);
-              Operation operation = make_operation(OperationKind::kDifferenceRingAverage, numel, dtype);
-              const Codec* used = use_codec(operation, codec);
-              if (used == nullptr) throw py::value_error("difference_ring_average needs a codec");
-              const auto f32 = [](uintptr_t address) { return static_cast<float*>(pointer(address)); };
-              return run_coded(
-                  g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
-                  [=, replicas = collectives::Replicas{f32(own), f32(left), f32(right)}](Context& context) {
-                    return collectives::difference_ring_average(context, pointer(data), numel, dtype, replicas, *used);
-                  });
-            });
+  group.def("difference_ring_average", [](Group& g, uintptr_t data, size_t numel, int dtype_code, uintptr_t own,
+                                          uintptr_t left, uintptr_t right, const CodecChoice& codec, double timeout_s,
+                                          bool blocking) {
+    const DType dtype = dtype_from(dtype_code);
+    require_tensor(OperationKind::kDifferenceRingAverage, data, numel, dtype);
+    Operation operation = make_operation(OperationKind::kDifferenceRingAverage, numel, dtype);
+    const Codec* used = use_codec(operation, codec);
+    if (used == nullptr) throw py::value_error("difference_ring_average needs a codec");
+    for (const uintptr_t replica : {own, left, right}) {
+      collectives::require_memory("difference_ring_average", argument("a replica", replica, numel, DType::kF32));
+    }
+    const auto f32 = [](uintptr_t address) { return static_cast<float*>(pointer(address)); };
+    return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
+                     [=, replicas = collectives::Replicas{f32(own), f32(left), f32(right)}](Context& context) {
+                       return collectives::difference_ring_average(context, pointer(data), numel, dtype, replicas,
+                                                                   *used);
+                     });
+  });
 }
 
 void bind_movements(py::class_<Group>& group) {
@@ -199,6 +232,9 @@ void bind_movements(py::class_<Group>& group) {
                              const CodecChoice& codec, double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);
     const size_t numel = numel_of(bytes, dtype_code);
+    collectives::require_own_block_or_apart(
+        "all_gather", argument("output", output, numel * static_cast<size_t>(g.mesh().size()), dtype),
+        argument("input", input, numel, dtype), g.mesh().rank());
     Operation operation = make_operation(OperationKind::kAllGather, numel, dtype);
     const Codec* used = use_codec(operation, codec);
     return run_coded(g, codec, operation, bytes, timeout_s, blocking, [=](Context& context) -> uint64_t {
@@ -213,10 +249,13 @@ void bind_movements(py::class_<Group>& group) {
                              std::vector<size_t> output_splits, int dtype_code, const CodecChoice& codec,
                              double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);
+    const size_t input_numel = std::accumulate(input_splits.begin(), input_splits.end(), size_t{0});
+    const size_t output_numel = std::accumulate(output_splits.begin(), output_splits.end(), size_t{0});
+    collectives::require_apart("all_to_all", argument("input", input, input_numel, dtype),
+                               argument("output", output, output_numel, dtype));
     Operation operation = make_operation(OperationKind::kAllToAll, 0, dtype);
     const Codec* used = use_codec(operation, codec);
-    size_t bytes = 0;
-    for (size_t split : input_splits) bytes += split * item_bytes(dtype);
+    const size_t bytes = input_numel * item_bytes(dtype);
     return run_coded(g, codec, operation, bytes, timeout_s, blocking, [=](Context& context) -> uint64_t {
       if (used != nullptr) {
         return collectives::compressed_all_to_all(context, pointer(input), input_splits, pointer(output), output_splits,
@@ -231,6 +270,7 @@ void bind_movements(py::class_<Group>& group) {
                             double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);
     const size_t numel = numel_of(bytes, dtype_code);
+    require_tensor(OperationKind::kBroadcast, data, numel, dtype);
     Operation operation = make_operation(OperationKind::kBroadcast, numel, dtype, ReduceOp::kSum, root);
     const Codec* used = use_codec(operation, codec);
     return run_coded(g, codec, operation, bytes, timeout_s, blocking, [=](Context& context) -> uint64_t {
@@ -241,23 +281,31 @@ void bind_movements(py::class_<Group>& group) {
       return 0;
     });
   });
-  group.def("gather", [](Group& g, uintptr_t input, uintptr_t output, size_t bytes, int dtype, int root,
+  group.def("gather", [](Group& g, uintptr_t input, uintptr_t output, size_t bytes, int dtype_code, int root,
                          double timeout_s, bool blocking) {
-    return g.run(
-        make_operation(OperationKind::kGather, numel_of(bytes, dtype), dtype_from(dtype), ReduceOp::kSum, root), bytes,
-        timeout_s, blocking, [=](Context& context) -> uint64_t {
-          collectives::gather(context, pointer(input), pointer(output), bytes, root);
-          return 0;
-        });
+    const DType dtype = dtype_from(dtype_code);
+    const size_t numel = numel_of(bytes, dtype_code);
+    const size_t gathered = g.mesh().rank() == root ? numel * static_cast<size_t>(g.mesh().size()) : 0;
+    collectives::require_own_block_or_apart("gather", argument("output", output, gathered, dtype),
+                                            argument("input", input, numel, dtype), root);
+    return g.run(make_operation(OperationKind::kGather, numel, dtype, ReduceOp::kSum, root), bytes, timeout_s, blocking,
+                 [=](Context& context) -> uint64_t {
+                   collectives::gather(context, pointer(input), pointer(output), bytes, root);
+                   return 0;
+                 });
   });
-  group.def("scatter", [](Group& g, uintptr_t input, uintptr_t output, size_t bytes, int dtype, int root,
+  group.def("scatter", [](Group& g, uintptr_t input, uintptr_t output, size_t bytes, int dtype_code, int root,
                           double timeout_s, bool blocking) {
-    return g.run(
-        make_operation(OperationKind::kScatter, numel_of(bytes, dtype), dtype_from(dtype), ReduceOp::kSum, root), bytes,
-        timeout_s, blocking, [=](Context& context) -> uint64_t {
-          collectives::scatter(context, pointer(input), pointer(output), bytes, root);
-          return 0;
-        });
+    const DType dtype = dtype_from(dtype_code);
+    const size_t numel = numel_of(bytes, dtype_code);
+    const size_t scattered = g.mesh().rank() == root ? numel * static_cast<size_t>(g.mesh().size()) : 0;
+    collectives::require_own_block_or_apart("scatter", argument("input", input, scattered, dtype),
+                                            argument("output", output, numel, dtype), root);
+    return g.run(make_operation(OperationKind::kScatter, numel, dtype, ReduceOp::kSum, root), bytes, timeout_s,
+                 blocking, [=](Context& context) -> uint64_t {
+                   collectives::scatter(context, pointer(input), pointer(output), bytes, root);
+                   return 0;
+                 });
   });
   group.def("barrier", [](Group& g, double timeout_s, bool blocking) {
     return g.run(make_operation(OperationKind::kBarrier, 0, DType::kU8), 0, timeout_s, blocking,
@@ -268,11 +316,13 @@ void bind_movements(py::class_<Group>& group) {
   });
   group.def("send", [](Group& g, uintptr_t data, size_t bytes, int dtype, int peer, uint32_t tag, double timeout_s) {
     refuse_inside_callback();
+    collectives::require_memory("send", argument("tensor", data, numel_of(bytes, dtype), dtype_from(dtype)));
     py::gil_scoped_release release;
     return g.engine().submit_send(peer, pointer(data), bytes, make_message(bytes, dtype, tag), seconds(timeout_s));
   });
   group.def("recv", [](Group& g, uintptr_t data, size_t bytes, int dtype, int peer, uint32_t tag, double timeout_s) {
     refuse_inside_callback();
+    collectives::require_memory("recv", argument("tensor", data, numel_of(bytes, dtype), dtype_from(dtype)));
     py::gil_scoped_release release;
     return g.engine().submit_recv(peer, pointer(data), bytes, make_message(bytes, dtype, tag), seconds(timeout_s));
   });

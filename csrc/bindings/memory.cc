@@ -1,6 +1,7 @@
 // Memory that the ranks of this host share, as a Python buffer, and copies into memory.
 #include "csrc/bindings/bindings.h"
 #include "csrc/bindings/convert.h"
+#include "csrc/collectives/arguments.h"
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/transport/segment.h"
 
@@ -40,6 +41,8 @@ void bind_memory(py::module_& m) {
   m.def(
       "copy_to_cold",
       [](uintptr_t destination, uintptr_t source, size_t bytes) {
+        collectives::require_memory("copy_to_cold", {"destination", pointer(destination), bytes, 1});
+        collectives::require_memory("copy_to_cold", {"source", pointer(source), bytes, 1});
         py::gil_scoped_release release;
         kernels::copy_to_cold(pointer(destination), pointer(source), bytes, Stream{});
       },

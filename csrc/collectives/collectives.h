@@ -65,13 +65,17 @@ struct Hierarchy {
 size_t hierarchical_all_reduce(Context& context, const Hierarchy& hierarchy, void* data, size_t numel, DType dtype,
                                ReduceOp op, const Codec* codec, const Feedback& feedback = {}, const Parts& parts = {});
 
-// output (numel elements) <- op over ranks of the rank-th of size blocks of numel elements of their input.
+// output (numel elements) <- op over ranks of the rank-th of size blocks of numel elements of their input. output may
+// be that block, and nothing else of the input, which otherwise stays as it is. The same holds with a codec, and of
+// scatter.
 void reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);
 
-// output[r * bytes ...] <- input of rank r. output may contain input at its own place.
+// output[r * bytes ...] <- input of rank r. output may contain input at its own place, and nowhere else. The same holds
+// with a codec, and of gather.
 void all_gather(Context& context, const void* input, void* output, size_t bytes);
 
-// Splits in bytes, one per rank; input_splits[r] of this rank equals output_splits[rank] of rank r.
+// Splits in bytes, one per rank; input_splits[r] of this rank equals output_splits[rank] of rank r. Input and output
+// are apart.
 void all_to_all(Context& context, const void* input, const std::vector<size_t>& input_splits, void* output,
                 const std::vector<size_t>& output_splits);
 

@@ -79,6 +79,13 @@ Chunks ring_chunks(size_t block_numel, size_t item) {
   return plan(block_numel, kRingLookahead + 1, kMinRingChunkBytes / item, kMaxRingChunkBytes / item, 64 / item);
 }
 
+Chunks ring_window_chunks(size_t block_numel, size_t item) {
+  constexpr size_t window = kRingLookahead + 1;
+  const size_t most = kMaxRingChunkBytes / 2 / item, granule = 64 / item;
+  const Chunks chunks = plan(block_numel, window, kMinRingChunkBytes / item, most, granule);
+  return chunks.count <= window ? chunks : plan(block_numel, round_up(chunks.count, window), granule, most, granule);
+}
+
 Chunks stripe_chunks(size_t stripe_numel, size_t item, int size) {
   const size_t fair = kStripeWorkspaceBytes / (2 * static_cast<size_t>(size));
   const size_t most = std::clamp(fair, kMinStripeChunkBytes, kMaxStripeChunkBytes);

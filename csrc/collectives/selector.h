@@ -35,6 +35,9 @@ struct Chunks {
 };
 // `block_numel` is the largest block; elements of `item` bytes.
 Chunks ring_chunks(size_t block_numel, size_t item);
+// The same where windows of kRingLookahead + 1 chunks go around one after the other, and two are kept: at most half as
+// large, and equal, so that the last window is full too.
+Chunks ring_window_chunks(size_t block_numel, size_t item);
 Chunks stripe_chunks(size_t stripe_numel, size_t item, int size);
 Chunks chain_chunks(size_t bytes);
 // Cut at multiples of the codec's block, so that the bytes do not depend on the cutting.

@@ -32,9 +32,9 @@ TEST(Pieces, CoverEverythingOnceCutAtTheGranule) {
 TEST(Pieces, ChunksCoverAPieceOnce) {
   for (const size_t numel : kNumels) {
     for (const int size : {2, 3, 8, 100}) {
-      for (const Chunks chunks : {ring_chunks(numel, 4), ring_chunks(numel, 1), stripe_chunks(numel, 2, size),
-                                  codec_chunks(numel, 2048, size), codec_chain_chunks(numel, 2048),
-                                  staged_chunks(numel, 8), chain_chunks(numel)}) {
+      for (const Chunks chunks : {ring_chunks(numel, 4), ring_chunks(numel, 1), ring_window_chunks(numel, 4),
+                                  stripe_chunks(numel, 2, size), codec_chunks(numel, 2048, size),
+                                  codec_chain_chunks(numel, 2048), staged_chunks(numel, 8), chain_chunks(numel)}) {
         EXPECT_GE(chunks.numel * chunks.count, numel);
         EXPECT_TRUE(numel == 0 || chunks.numel * (chunks.count - 1) < numel);
         EXPECT_EQ(chunks.count == 0, numel == 0);

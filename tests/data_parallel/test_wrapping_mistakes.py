@@ -6,6 +6,8 @@ import operator
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 
 import bagua
 from bagua.errors import BaguaError, InvalidArgument
@@ -146,3 +148,40 @@ def test_a_model_that_is_compiled_after_or_before_the_wrap(capfd):
     spawn(_compiled, 2)
     said = capfd.readouterr().err
     assert "Exception ignored" not in said and "Dynamo does not know" not in said
+
+
+def _without_memory(rank, world_size):
+    """On all ranks, by the name of the parameter, buffer or state, and before anything but the verdict travels."""
+    with process_group():
+        torch.distributed.init_process_group("gloo", timeout=bagua.get_default_group().timeout)
+        try:
+            spread, buffered, stepped = _net(), _net(), _net()
+            torch.distributed.fsdp.fully_shard(spread, mesh=init_device_mesh("cpu", (world_size,)))
+            with FakeTensorMode():
+                buffered.register_buffer("mask", torch.ones(3))
+                fake = torch.ones(4)
+            optimizer = torch.optim.SGD(stepped.parameters(), lr=0.1, momentum=0.9)
+            optimizer.state[stepped[0].weight]["momentum_buffer"] = fake
+            frozen = _net()
+            frozen[0].weight = torch.nn.Parameter(spread[0].weight.detach(), requires_grad=False)
+            for model, optimizers, told in (
+                (spread, (), r"parameter '0.weight' is a DTensor, .*\.to_local\(\)"),
+                (frozen, (), r"parameter '0.weight' is a DTensor"),
+                (buffered, (), "buffer 'mask' is a FakeTensor"),
+                (stepped, optimizer, r"the state 'momentum_buffer' of optimizers\[0\] \(SGD\) is a FakeTensor"),
+            ):
+                sent = bagua.get_default_group().bytes_sent
+                with pytest.raises(InvalidArgument, match=told):
+                    bagua.with_bagua(model, optimizers, algorithm="gradient_allreduce")
+                assert bagua.get_default_group().bytes_sent - sent < 4096
+                assert not hasattr(model, "bagua")
+            # One rank alone has such a parameter: the other learns it.
+            model = frozen if rank == 1 else _net()
+            with pytest.raises(InvalidArgument, match="parameter '0.weight' is a DTensor"):
+                bagua.with_bagua(model, algorithm="gradient_allreduce")
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def test_parameters_buffers_and_states_without_memory(pool2):
+    pool2.run(_without_memory)

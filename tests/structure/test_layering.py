@@ -30,7 +30,7 @@ CONNECTING = {
     "connections",
 }
 TORCH = {"torch_pump", "torch_transport"}
-GROUP = CONFIG | {"_C", "reduction", "work", "tensors", "nodes", "lanes", "objects", "group"}
+GROUP = CONFIG | {"_C", "reduction", "work", "overlap", "tensors", "nodes", "lanes", "objects", "group"}
 BUCKETS = GROUP | {"codecs", "bucket", "checkpoints"}
 POLICY = BUCKETS | {"error_feedback", "optim"}
 STEPPING = POLICY | {
@@ -73,7 +73,8 @@ MAY_IMPORT = {
     "connections": CONFIG | CONNECTING | TORCH | {"_C"},
     "reduction": CONFIG | {"_C"},
     "work": CONFIG | {"_C"},
-    "tensors": CONFIG | {"reduction"},
+    "overlap": set(),
+    "tensors": CONFIG | {"overlap", "reduction"},
     "nodes": set(),
     "objects": set(),
     "lanes": CONFIG | {"_C"},

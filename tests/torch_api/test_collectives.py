@@ -241,6 +241,33 @@ def _differentiable(rank, world_size):
                 functional.all_reduce(x, op)
 
 
+def _overlaps(rank, world_size):
+    """One tensor may be both; what meets only in part is refused on the rank itself, before anything is sent."""
+    with process_group():
+        x = torch.arange(4.0 * world_size)
+        ones = torch.ones(world_size)
+        places = list(range(world_size))
+        for call, message in (
+            (lambda: api.allreduce(x[:4], x[1:5]), "send_tensor and recv_tensor overlap"),
+            (lambda: api.reduce(x[:4], x[1:5], rank), "send_tensor and recv_tensor overlap"),
+            (lambda: api.allgather(x[1:5], x), "input .* begins 1 element after the beginning of output"),
+            (lambda: api.reduce_scatter(x, x[1:5]), "output .* begins 1 element after the beginning of input"),
+            (lambda: api.alltoall(x, x), "no all_to_all in place"),
+            (
+                lambda: api.alltoall_v(ones, ones, places, x, 2 * ones, places),
+                "comes from ranks 0 and 1 is to go to one place",
+            ),
+        ):
+            with pytest.raises(bagua.InvalidArgument, match=message):
+                call()
+        api.allreduce(x, x)
+        assert torch.equal(x, world_size * torch.arange(4.0 * world_size))
+
+
+def test_tensors_that_overlap(pool2):
+    pool2.run(_overlaps)
+
+
 def test_all_reduce_has_gradients(pool):
     pool.run(_differentiable)
 
