@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from . import _C
 from .errors import TransportError
 from .fork_guard import close_in_child
 from .handshake import accept
@@ -29,6 +30,7 @@ logger = logging.getLogger("bagua")
 _HANDSHAKE_SECONDS = 10.0
 _MAX_STRANGERS = 128
 _NO_DESCRIPTORS_PAUSE_SECONDS = 0.1
+_DOORBELL_BYTES = 64  # csrc/transport/doorbell.h
 
 
 @dataclass
@@ -41,6 +43,28 @@ class Arrival:
     tag: int
     sockets: dict[int, socket.socket] = field(default_factory=dict)  # TCP: 0 is control, then the data streams
     descriptors: list[int] = field(default_factory=list)  # Unix: rings, doorbell
+
+    @classmethod
+    def announced(cls, about: dict, num_ranks: int, descriptors: list[int]) -> Arrival:
+        """By what the dialer says of itself, which knows the secret, but may be of another version, or broken.
+
+        Raises:
+            TransportError: a field is missing, of another type or out of its range; `descriptors` are not of this size.
+        """
+        for name in ("group", "link"):
+            if type(about.get(name)) is not str:
+                raise TransportError(f"its {name} is {about.get(name)!r}, expected a text")
+        limits = {"from": (0, num_ranks - 1), "streams": (0, 64), "ring_bytes": (1 << 12, 1 << 30), "tag": (0, 1 << 20)}
+        limits["index"] = (0, 0 if descriptors else about.get("streams"))  # last: of streams that are a number by then
+        for name, (low, high) in limits.items():
+            value = about.get(name)
+            if type(value) is not int or not low <= value <= high:
+                raise TransportError(f"its {name} is {value!r}, expected {low}..{high}")
+        sizes = [_C.shm_segment_bytes(about["ring_bytes"]), _DOORBELL_BYTES] if descriptors else []
+        for fd, size in zip(descriptors, sizes, strict=True):
+            if os.fstat(fd).st_size < size:  # to touch it would be the end of this process
+                raise TransportError(f"it brought {os.fstat(fd).st_size} bytes of shared memory, expected {size}")
+        return cls(about["link"], about["streams"], about["ring_bytes"], about["tag"])
 
     @property
     def is_complete(self) -> bool:
@@ -80,6 +104,7 @@ class Acceptor:
         secret: what a connection must know.
         arrived: called on the thread with the socket, what the dialer says of itself, and (Unix) its two descriptors;
             owns the socket and the descriptors, also when it raises.
+        failed: called on the thread when it ends by a mistake of its own, so that nobody waits in vain.
     """
 
     def __init__(
@@ -87,15 +112,16 @@ class Acceptor:
         listeners: list[socket.socket],
         secret: bytes,
         arrived: Callable[[socket.socket, dict, list[int]], None],
+        failed: Callable[[Exception], None],
     ):
         self._listeners = listeners
         self._secret = secret
-        self._arrived = arrived
+        self._arrived, self._failed = arrived, failed
         self._num_refused = 0
         self._selector = selectors.DefaultSelector()
         self._strangers: dict[socket.socket, _Stranger] = {}  # the thread's own, oldest first
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._thread = threading.Thread(target=self._serve, name="bagua-accept", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="bagua-accept", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -109,6 +135,13 @@ class Acceptor:
         os.close(self._wake_write)
 
     # ---- everything below runs on the thread
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            logger.exception("the thread that takes connections ended")
+            self._failed(error)
 
     def _serve(self) -> None:
         for listener in self._listeners:

@@ -1,12 +1,13 @@
 """The only reader of os.environ.
 
 Two groups of variables: those that torchrun sets (RANK, WORLD_SIZE, ...), and bagua's own (BAGUA_*), which tune the
-transports. A BAGUA_ variable that nothing reads is an error, because a misspelt setting that silently does nothing
-costs its user days.
+transports. A misspelt setting that silently does nothing costs its user days, so a BAGUA_ variable that is nearly one
+of them is an error. Others are somebody else's: Kubernetes makes such variables from the names of services.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -20,6 +21,11 @@ BACKENDS = ("auto", "native", "torch")
 
 # Read by setup.py (a structure test compares), so an environment that built the package may still hold them.
 _READ_BY_THE_BUILD = {"BAGUA_BUILD_DIR", "BAGUA_CMAKE_ARGS", "BAGUA_CUDA", "BAGUA_SKIP_NATIVE"}
+
+# What Kubernetes sets in every container for each service of its namespace, behind the service's name.
+_OF_A_SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$")
+# Of 1: TCP_STREAM and STREAMS are near TCP_STREAMS, TIMEOUT is near nothing.
+_NEAR = 0.72
 
 _LAUNCH_HELP = (
     "start the program with `bagua run --nproc-per-node N script.py` or `torchrun --nproc-per-node N script.py`"
@@ -127,7 +133,7 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
     """Read bagua's own variables; `changes` win over the environment.
 
     Raises:
-        InvalidArgument: a value is out of range, or a BAGUA_ variable is not one of those below.
+        InvalidArgument: a value is out of range, or a BAGUA_ variable is nearly one of those below.
     """
     env = {**(os.environ if environ is None else environ), **(changes or {})}
     known = {
@@ -141,9 +147,13 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
         "BAGUA_THRESHOLDS",
         "BAGUA_BACKEND",
     }
-    unknown = sorted(name for name in env if name.startswith("BAGUA_") and name not in known | _READ_BY_THE_BUILD)
-    if unknown:
-        raise InvalidArgument(f"{unknown[0]} is not a setting of bagua; the settings are {', '.join(sorted(known))}")
+    for name in sorted(name for name in env if name.startswith("BAGUA_") and name not in known | _READ_BY_THE_BUILD):
+        meant = _meant(name, known)
+        if meant is not None:
+            raise InvalidArgument(
+                f"{name} is not a setting of bagua; write {meant}, if you mean that; the settings are "
+                f"{', '.join(sorted(known))}"
+            )
     ring_bytes = _integer(env, "BAGUA_SHM_RING_BYTES", 1 << 20, 1 << 12, 1 << 30)
     if ring_bytes & (ring_bytes - 1):
         raise InvalidArgument(f"BAGUA_SHM_RING_BYTES={ring_bytes} is not a power of two")
@@ -168,6 +178,15 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
         thresholds=_thresholds(env.get("BAGUA_THRESHOLDS", "")),
         backend=backend,
     )
+
+
+def _meant(name: str, known: set[str]) -> str | None:
+    """The setting that `name` may be a misspelling of."""
+    rest = name.removeprefix("BAGUA_").upper()
+    if _OF_A_SERVICE.search(name):
+        return None
+    near = difflib.get_close_matches(rest, [setting.removeprefix("BAGUA_") for setting in sorted(known)], 1, _NEAR)
+    return f"BAGUA_{near[0]}" if near else None
 
 
 def _thresholds(text: str) -> dict[str, int]:

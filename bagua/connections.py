@@ -26,7 +26,7 @@ from . import _C, congestion
 from .accepting import Acceptor, Arrival, close_all
 from .config import Settings
 from .dialing import ALL_MAKE_GROUPS, Patience, dial_tcp, dial_unix
-from .errors import Aborted, BaguaError, TransportError
+from .errors import Aborted, BaguaError, InternalError, TransportError
 from .fork_guard import close_in_child
 from .interfaces import InterfaceAddress
 from .questions import Questions, Registered
@@ -64,6 +64,7 @@ class Endpoint:
         self._arrivals: dict[tuple[str, int], Arrival] = {}  # (group, dialer's global rank)
         self._changed = threading.Condition()  # guards the two above and announces attachments
         self._acceptor: Acceptor | None = None
+        self._failure: InternalError | None = None  # of the acceptor's thread; guarded by the same lock
         self._questions = Questions([], b"", self._groups)
         self._watcher = Watcher()
         self._listeners: list[socket.socket] = []
@@ -84,7 +85,7 @@ class Endpoint:
         """Begin to accept; called once, when the rank table and the secret are known."""
         self.records, self.secret = records, secret
         self._questions = Questions(records, secret, self._groups)
-        self._acceptor = Acceptor(self._listeners, secret, self._arrived)
+        self._acceptor = Acceptor(self._listeners, secret, self._arrived, self._accepts_no_more)
 
     def close(self) -> None:
         """Stop accepting and close everything that was not handed to a group."""
@@ -119,6 +120,8 @@ class Endpoint:
         thresholds = self.settings.thresholds
         core = _C.Group(name, ranks.index(rank), len(ranks), spin_us, same_host, thresholds, connect)
         with self._changed:
+            if self._failure is not None:
+                core.poison(self._failure)
             self._groups[name] = Registered(core, ranks)
             self._questions.begin(name)
             for group, peer in [key for key in self._arrivals if key[0] == name]:
@@ -313,20 +316,30 @@ class Endpoint:
             close_all([], descriptors)
             self._questions.take(sock, about)
             return
-        group, peer = about["group"], about["from"]
+        try:
+            announced = Arrival.announced(about, len(self.records), descriptors)
+        except BaseException:
+            close_all([sock], descriptors)
+            raise
+        group, peer, index = about["group"], about["from"], about["index"]
         if self._questions.has_ended(group):
             close_all([sock], descriptors)
             return
         with self._changed:
             arrival = self._arrivals.get((group, peer))
-            if arrival is None or arrival.link != about["link"]:
+            if arrival is None or arrival.link != announced.link or index in arrival.sockets:
                 if arrival is not None:
                     arrival.close()  # the dialer gave that attempt up
-                arrival = Arrival(about["link"], about["streams"], about["ring_bytes"], about["tag"])
-                self._arrivals[group, peer] = arrival
-            arrival.sockets[about["index"]] = sock
+                arrival = self._arrivals[group, peer] = announced
+            arrival.sockets[index] = sock
             arrival.descriptors = descriptors
             self._attach_if_complete(group, peer)
+
+    def _accepts_no_more(self, error: Exception) -> None:
+        with self._changed:
+            self._failure = InternalError(f"a rank takes no connections any more, because of {error!r}; see its log")
+            for registered in self._groups.values():
+                registered.core.poison(self._failure)
 
     def _attach_if_complete(self, group: str, peer: int) -> None:
         registered = self._groups.get(group)
@@ -335,7 +348,7 @@ class Endpoint:
         arrival = self._arrivals.pop((group, peer))
         try:
             self._attach(group, registered, peer, arrival)
-        except (OSError, ValueError, BaguaError) as error:
+        except Exception as error:  # whatever a peer brings, this rank goes on
             logger.warning("the connection of rank %d to group '%s' failed: %s", peer, group, error)
         finally:
             arrival.close()

@@ -47,12 +47,13 @@ class ProcessGroup:
         self._global_rank = global_rank
         self.rank = self.ranks.index(global_rank) if global_rank in self.ranks else -1
         self._parent: ProcessGroup | None = None
-        self._subgroups: list[ProcessGroup] = []
+        self._subgroups: dict[ProcessGroup, None] = {}  # in the order in which they were made
         self.before_close: Callable[[], None] | None = None
         self._closed = False
         self._pid = os.getpid()
         if self.rank >= 0:
-            self.local_ranks = [r for r in range(self.size) if r == self.rank or self._shares_memory(r)]
+            shares_memory = [peer == global_rank or network.share_memory(global_rank, peer) for peer in self.ranks]
+            self.local_ranks = [rank for rank in range(self.size) if shares_memory[rank]]
             self._lanes = Lanes(network, name, self.ranks, self.rank)
             self._core, self._p2p_core = self._lanes.collectives, self._lanes.messages
 
@@ -60,9 +61,6 @@ class ProcessGroup:
         return f"ProcessGroup({self.name!r}, rank={self.rank}, size={self.size})"
 
     # ---- set-up
-
-    def _shares_memory(self, peer: int) -> bool:
-        return self._network.share_memory(self._global_rank, self.ranks[peer])
 
     @cached_property
     def nodes(self) -> Nodes:
@@ -79,22 +77,24 @@ class ProcessGroup:
         """
         self.check()
         ranks = [self.ranks[rank] for rank in ranks]
-        child = ProcessGroup(self._network, f"{self.name}/{name}", ranks, self._global_rank, timeout)
-        child._parent = self
-        self._subgroups.append(child)
+        return self.adopt(ProcessGroup(self._network, f"{self.name}/{name}", ranks, self._global_rank, timeout))
+
+    def adopt(self, child: ProcessGroup) -> ProcessGroup:
+        """The child, which is closed with this group at the latest."""
+        child._parent, self._subgroups[child] = self, None
         return child
 
     def close(self) -> None:
         """End the worker threads and say goodbye to the peers. Idempotent; a forked child only forgets the group."""
-        if self.before_close is not None and not self._closed and self._pid == os.getpid():
-            self.before_close()
-        self._closed = True
         if self._pid != os.getpid():
             return
-        for child in list(self._subgroups):
+        if self.before_close is not None and not self._closed:
+            self.before_close()
+        for child in reversed(list(self._subgroups)):  # while this one still tells whether it has failed
             child.close()
-        if self._parent is not None and self in self._parent._subgroups:
-            self._parent._subgroups.remove(self)
+        self._closed = True
+        if self._parent is not None:
+            self._parent._subgroups.pop(self, None)
         if self.rank >= 0:
             self._lanes.close()
 

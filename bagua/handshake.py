@@ -35,7 +35,10 @@ def _proof(secret: bytes, role: bytes, hello: bytes, challenge: bytes) -> bytes:
 
 
 def accept(secret: bytes, send: Callable[[bytes], None]) -> Handshake:
-    """The listening side; returns what the dialer says of itself. Raises TransportError for strangers."""
+    """The listening side; returns what the dialer says of itself. Raises TransportError for strangers.
+
+    And ValueError or RecursionError where that is no JSON.
+    """
     prefix = yield _PREFIX.size
     magic, _, length = _PREFIX.unpack(prefix)
     if magic != MAGIC or length > _MAX_HELLO_BYTES:
@@ -48,7 +51,10 @@ def accept(secret: bytes, send: Callable[[bytes], None]) -> Handshake:
     if not hmac.compare_digest(proof, _proof(secret, b"dialer", hello, challenge)):
         raise TransportError("the connection does not know the job's token")
     send(_proof(secret, b"acceptor", hello, challenge))
-    return json.loads(body)
+    about = json.loads(body)
+    if not isinstance(about, dict):
+        raise TransportError(f"the connection describes itself by a {type(about).__name__}, expected names and values")
+    return about
 
 
 def dial(secret: bytes, about: dict, send: Callable[[bytes], None]) -> Handshake:

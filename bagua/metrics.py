@@ -164,7 +164,7 @@ def _values(handle: BaguaHandle) -> dict[str, float]:
 
 
 def _of_last_step(step: Step) -> dict[str, float]:
-    steps = step.recorder.steps()
+    steps = step.recorder.steps(last=2)
     if not steps:
         return dict.fromkeys(_OF_LAST_STEP, 0)
     last = steps[-1]

@@ -8,6 +8,9 @@ a few microseconds per step: what can be computed from the records is computed w
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
+import struct
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -128,17 +131,57 @@ class Operation(Protocol):
     def sent(self) -> tuple[int, int] | None: ...
 
 
+class _Ring:
+    """The last `capacity` records of so many integers each. All of its memory is taken at once, and never more."""
+
+    def __init__(self, capacity: int, num_fields: int) -> None:
+        self._record = struct.Struct(f"={1 + num_fields}q")  # the first one is the record's number, from 1
+        self._capacity, self._memory = capacity, bytearray(capacity * self._record.size)
+        self._count = 0
+
+    def add(self, *values: int) -> None:
+        """Overwrites the oldest record where all places are taken."""
+        place = self._count % self._capacity * self._record.size
+        self._count += 1
+        self._record.pack_into(self._memory, place, self._count, *values)
+
+    def newest_first(self) -> Iterator[tuple[int, ...]]:
+        """Those that are there now."""
+        count, memory = self._count, bytes(self._memory)
+        numbers = range(count, max(count - self._capacity, 0), -1)
+        places = ((number - 1) % self._capacity * self._record.size for number in numbers)
+        records = map(self._record.unpack_from, itertools.repeat(memory), places)
+        # The others were overwritten, or not written yet, when the memory was copied.
+        return (record[1:] for number, record in zip(numbers, records, strict=True) if record[0] == number)
+
+    def records(self) -> list[tuple[int, ...]]:
+        """Oldest first."""
+        return list(self.newest_first())[::-1]
+
+
+class _Names(dict[str, int]):
+    """Numbers for the names of hooks, groups and labels, which are few."""
+
+    def __missing__(self, name: str) -> int:
+        return self.setdefault(name, len(self))
+
+    def spelled(self) -> list[str]:
+        """By number."""
+        return list(self)
+
+
 class Recorder:
-    """Written by the step, read by ``model.bagua.timeline()``; memory is bounded.
+    """Written by the step, read by ``model.bagua.timeline()``; memory is constant.
 
     Any thread may read: each read is of one container, by one call that does not let other threads in between.
     """
 
     def __init__(self) -> None:
-        self._steps: deque[StepRecord] = deque(maxlen=KEPT_STEPS)
-        self._outside: deque[tuple[str, int, int]] = deque(maxlen=_OUTSIDE_PER_STEP * KEPT_STEPS)
-        self._compute: deque[tuple[str, int, int]] = deque(maxlen=_COMPUTE_PER_STEP * KEPT_STEPS)
-        self._labels: dict[tuple[str, int], tuple[str, bool]] = {}  # and whether it is a bucket's; by group and ticket
+        self._names = _Names()
+        self._steps = _Ring(KEPT_STEPS, len(dataclasses.fields(StepRecord)))
+        self._outside = _Ring(_OUTSIDE_PER_STEP * KEPT_STEPS, 3)  # name of the hook, begin, end
+        self._compute = _Ring(_COMPUTE_PER_STEP * KEPT_STEPS, 3)
+        self._labels = _Ring(KEPT_LABELS, 4)  # names of group and label, ticket, whether it is a bucket's
         self._uncounted: deque[Operation] = deque(maxlen=KEPT_LABELS)  # what they have sent is not in a step yet
         self._failure: Failure | None = None
         self._num_steps = 0
@@ -149,28 +192,25 @@ class Recorder:
 
     def add_outside(self, hook: str, begin_ns: int, end_ns: int) -> None:
         """Counts time outside backward towards the step that follows."""
-        self._outside.append((hook, begin_ns, end_ns))
+        self._outside.add(self._names[hook], begin_ns, end_ns)
         self._outside_ns += end_ns - begin_ns
 
     def add_compute(self, what: str, begin_ns: int, end_ns: int) -> None:
         """As ``Compute``."""
-        self._compute.append((what, begin_ns, end_ns))
+        self._compute.add(self._names[what], begin_ns, end_ns)
 
     def add_work(self, group: str, work: Operation, label: str, is_bucket: bool = True) -> None:
         """Names the spans of ``work`` of the engine of ``group``, and counts what it sends."""
-        self._labels[group, work.ticket] = (label, is_bucket)
-        if len(self._labels) > KEPT_LABELS:
-            del self._labels[next(iter(self._labels))]
+        self._labels.add(self._names[group], self._names[label], work.ticket, is_bucket)
         self._uncounted.append(work)
 
     def add_step(self, begin_ns: int, wait_ns: int, end_ns: int, num_buckets: int) -> None:
         """Records a complete step."""
         sent, over_network = self._count_sent()
-        times = (begin_ns, wait_ns, end_ns, self._outside_ns)
-        record = StepRecord(self._num_steps, *times, sent, over_network, num_buckets)
-        self._steps.append(record)
+        outside_ns = self._outside_ns
+        self._steps.add(self._num_steps, begin_ns, wait_ns, end_ns, outside_ns, sent, over_network, num_buckets)
         self._num_steps += 1
-        self._exposed_ns += record.exposed_ns
+        self._exposed_ns += end_ns - wait_ns + outside_ns
         self._bytes_sent += sent
         self._network_bytes_sent += over_network
         self._outside_ns = 0
@@ -205,17 +245,20 @@ class Recorder:
             times = (begin_ns, wait_ns, time.monotonic_ns())
             self._failure = Failure(where, self._num_steps, *times, message, error.rank)
 
-    def steps(self) -> tuple[StepRecord, ...]:
-        """The last KEPT_STEPS steps, oldest first."""
-        return tuple(self._steps)
+    def steps(self, last: int = KEPT_STEPS) -> tuple[StepRecord, ...]:
+        """The last steps, oldest first."""
+        records = list(itertools.islice(self._steps.newest_first(), last))
+        return tuple(StepRecord(*record) for record in reversed(records))
 
     def outside(self) -> tuple[Outside, ...]:
         """The hooks outside backward of about as many steps, oldest first."""
-        return tuple(Outside(*one) for one in tuple(self._outside))
+        records, names = self._outside.records(), self._names.spelled()
+        return tuple(Outside(names[hook], begin_ns, end_ns) for hook, begin_ns, end_ns in records)
 
     def compute(self) -> tuple[Compute, ...]:
         """The forwards and local backwards of about as many steps, oldest first."""
-        return tuple(Compute(*one) for one in tuple(self._compute))
+        records, names = self._compute.records(), self._names.spelled()
+        return tuple(Compute(names[what], begin_ns, end_ns) for what, begin_ns, end_ns in records)
 
     def failure(self) -> Failure | None:
         """The first one, None while there is none."""
@@ -226,7 +269,8 @@ class Recorder:
 
         Those of other models and of users are left out.
         """
-        labels = dict(self._labels)
+        events = tuple(events)
+        labels = self._labels_of({(group, event.ticket) for group, event in events})
         of_buckets: list[Span] = []
         others: list[Span] = []
         for group, event in events:
@@ -237,6 +281,17 @@ class Recorder:
                 span = Span(label, event.kind, event.begin_ns, event.end_ns, event.bytes, *place)
                 (of_buckets if is_bucket else others).append(span)
         return tuple(of_buckets), tuple(others)
+
+    def _labels_of(self, operations: set[tuple[str, int]]) -> dict[tuple[str, int], tuple[str, bool]]:
+        """By group and ticket: the label, and whether it is a bucket's; the last ones are found without a long look."""
+        found: dict[tuple[str, int], tuple[str, bool]] = {}
+        records, names = self._labels.newest_first(), self._names.spelled()
+        for group, label, ticket, of_bucket in records:
+            if len(found) == len(operations):
+                break
+            if (names[group], ticket) in operations:
+                found[names[group], ticket] = (names[label], of_bucket == 1)
+        return found
 
     def totals(self) -> dict[str, Any]:
         """Since the model was wrapped: steps, exposed_s (seconds), bytes_sent and network_bytes_sent."""

@@ -15,16 +15,17 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from .config import LaunchEnvironment
-from .errors import BaguaError, DeadlineExceeded, InvalidArgument, RemoteError, TransportError
+from .errors import DeadlineExceeded, InvalidArgument, RemoteError, TransportError
 
-__all__ = ["PROTOCOL", "RankRecord", "exchange_records", "host_identity", "open_store", "publish_fault", "reopen_store"]
+__all__ = ["PROTOCOL", "RankRecord", "exchange_records", "host_identity", "open_store", "reopen_store"]
 
 # Raised whenever bytes on a wire or in a ring change their meaning.
 PROTOCOL = 2
@@ -32,6 +33,10 @@ PROTOCOL = 2
 _POLL_SECONDS = 0.05
 # Beyond the timeout, so that torch's own message can come first.
 _STORE_GRACE_SECONDS = 0.5
+# How long a rank must not have got on in a rendezvous that failed for the error to say so.
+_STANDSTILL_SECONDS = 1.0
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,26 @@ def open_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
     """torch's TCPStore at MASTER_ADDR:MASTER_PORT, shared with torch.distributed whichever comes first.
 
     Raises:
-        TransportError: the port is taken by another program, or nobody listens there within the timeout.
+        TransportError: the port is taken by another program, or nobody listens there, or answers, within the timeout.
     """
     is_server = launch.rank == 0 and not launch.use_agent_store
+
+    def make() -> dist.Store:
+        store = dist.TCPStore(
+            launch.master_addr,
+            launch.master_port,
+            launch.world_size,
+            is_server,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        store.check(["bagua"])  # older torch connects to anything that listens; this needs an answer
+        return store
+
     where = f"{launch.master_addr}:{launch.master_port}"
     try:
-        store = _tcp_store(launch, is_server, timeout)
+        store = _answered(make, timeout.total_seconds() + _STORE_GRACE_SECONDS)
     except (RuntimeError, ValueError, OSError) as error:
         if is_server and "EADDRINUSE" in str(error):
             raise TransportError(
@@ -102,8 +121,7 @@ def reopen_store(launch: LaunchEnvironment, init: str, timeout: timedelta) -> di
         left_s = max(deadline - time.monotonic(), _POLL_SECONDS)
         try:
             store = open_store(launch, timedelta(seconds=left_s))
-            with _loss_told():
-                _get(dist.PrefixStore(init, store), "nonce", deadline, timeout, "rank 0")
+            _Meeting(dist.PrefixStore(init, store), timedelta(seconds=left_s)).get("nonce", "rank 0")
             return store
         except TransportError:
             if time.monotonic() > deadline:
@@ -111,40 +129,103 @@ def reopen_store(launch: LaunchEnvironment, init: str, timeout: timedelta) -> di
             time.sleep(_POLL_SECONDS)
 
 
-def _tcp_store(launch: LaunchEnvironment, is_server: bool, timeout: timedelta) -> dist.Store:
-    """On a thread of its own, because torch waits without an end for a stranger that accepts and then says nothing."""
-    made: list[dist.Store | Exception] = []
+def _answered(call: Callable[[], Answer], seconds: float) -> Answer:
+    """What `call` returns, or TimeoutError.
 
-    def make() -> None:
+    On a thread of its own, because torch waits without an end for a server that has stopped, and for a stranger that
+    accepts a connection and then says nothing. Then the thread ends when that server does, or with this process.
+    """
+    ended: list[tuple[Answer | None, Exception | None]] = []
+
+    def run() -> None:
         try:
-            store = dist.TCPStore(
-                launch.master_addr,
-                launch.master_port,
-                launch.world_size,
-                is_server,
-                timeout=timeout,
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-            store.check(["bagua"])  # older torch connects to anything that listens; this needs an answer
-            made.append(store)
+            ended.append((call(), None))
         except Exception as error:
-            made.append(error)
+            ended.append((None, error))
 
-    thread = threading.Thread(target=make, name="bagua-store", daemon=True)
+    thread = threading.Thread(target=run, name="bagua-store", daemon=True)
     thread.start()
-    thread.join(timeout.total_seconds() + _STORE_GRACE_SECONDS)
-    if not made:
-        raise TimeoutError("no answer; another program may listen there")
-    if isinstance(made[0], Exception):
-        raise made[0]
-    return made[0]
+    thread.join(seconds)
+    if not ended:
+        raise TimeoutError("no answer: rank 0 or the launcher's agent stands still, or another program listens there")
+    answer, error = ended[0]
+    if error is not None:
+        raise error
+    return answer
 
 
-def publish_fault(store: dist.Store, message: str) -> None:
-    """Tell the ranks that still wait in exchange_records why this rank gives up."""
-    with contextlib.suppress(RuntimeError):  # the store may be gone already
-        store.set("fault", message)
+class _Meeting:
+    """The store of one rendezvous, every call of which ends: with its deadline, or a moment later.
+
+    Raises:
+        TransportError: the store does not answer, or is gone.
+    """
+
+    def __init__(self, store: dist.Store, timeout: timedelta):
+        self._store, self._timeout_s = store, timeout.total_seconds()
+        self._begin = time.monotonic()
+        self._last_answer, self._standstill_s = self._begin, 0.0
+
+    def _call(self, call: Callable[[], Answer]) -> Answer:
+        left_s = self._begin + self._timeout_s + _STORE_GRACE_SECONDS - time.monotonic()
+        try:
+            answer = _answered(call, max(left_s, _POLL_SECONDS))
+        except TimeoutError as error:
+            raise TransportError(
+                f"the store of the rendezvous has not answered for {time.monotonic() - self._last_answer:.3g} s, of "
+                f"the {self._timeout_s:g} s that the rendezvous may take: the process that serves it (rank 0, or the "
+                "launcher's agent) has stopped or cannot be reached; nothing is known of the other ranks"
+            ) from error
+        except RuntimeError as error:  # torch's DistError is one
+            raise TransportError(
+                "the store is gone: rank 0 (or the launcher) ended or gave up in the rendezvous, see its log "
+                f"({error})",
+                rank=0,
+            ) from error
+        now = time.monotonic()
+        self._standstill_s, self._last_answer = max(self._standstill_s, now - self._last_answer), now
+        return answer
+
+    def add(self, key: str, amount: int) -> int:
+        return self._call(lambda: self._store.add(key, amount))
+
+    def set(self, key: str, value: str) -> None:
+        self._call(lambda: self._store.set(key, value))
+
+    def publish_fault(self, message: str) -> None:
+        """Tell the ranks that still wait why this rank gives up."""
+        with contextlib.suppress(TransportError):
+            self.set("fault", message)
+
+    def get(self, key: str, who: str) -> bytes:
+        """Waits for the key, which `who` sets."""
+        while True:
+            value, fault = self._call(lambda: self._look_for(key))
+            if value is not None:
+                return value
+            if fault is not None:
+                raise RemoteError(f"another rank gave up at start: {fault.decode()}")
+            if time.monotonic() > self._begin + self._timeout_s:
+                self._give_up(who)
+            time.sleep(_POLL_SECONDS)
+
+    def _look_for(self, key: str) -> tuple[bytes | None, bytes | None]:
+        """The value of the key, or why another rank has given up."""
+        if self._store.check([key]):
+            return self._store.get(key), None
+        return None, self._store.get("fault") if self._store.check(["fault"]) else None
+
+    def _give_up(self, who: str) -> NoReturn:
+        message = (
+            f"{who} did not come to the rendezvous within {self._timeout_s:g} s; check that it was started, that its "
+            "log shows no error, and that all ranks have the same WORLD_SIZE and MASTER_ADDR"
+        )
+        if self._standstill_s > _STANDSTILL_SECONDS:  # the others may have given up for this very reason
+            message += (
+                f"; but this rank, or the store, stood still for {self._standstill_s:.3g} s, which may be the cause"
+            )
+        self.publish_fault(message)  # who comes now need not wait in vain
+        raise DeadlineExceeded(message)
 
 
 def exchange_records(
@@ -156,36 +237,16 @@ def exchange_records(
         InvalidArgument: on every rank alike, naming the first difference with both sides.
         DeadlineExceeded: naming the ranks that did not come within the timeout.
         RemoteError: another rank gave up first.
-        TransportError: the store is gone.
+        TransportError: the store is gone, or does not answer.
     """
-    with _loss_told():
-        return _exchange(store, mine, auth_token, timeout)
-
-
-@contextlib.contextmanager
-def _loss_told() -> Iterator[None]:
-    try:
-        yield
-    except BaguaError:
-        raise
-    except RuntimeError as error:  # torch's DistError is one
-        raise TransportError(
-            f"the store is gone: rank 0 (or the launcher) ended or gave up in the rendezvous, see its log ({error})",
-            rank=0,
-        ) from error
-
-
-def _exchange(
-    store: dist.Store, mine: RankRecord, auth_token: str | None, timeout: timedelta
-) -> tuple[list[RankRecord], bytes]:
-    deadline = time.monotonic() + timeout.total_seconds()
-    if store.add(f"claim/{mine.rank}", 1) != 1:
+    meeting = _Meeting(store, timeout)
+    if meeting.add(f"claim/{mine.rank}", 1) != 1:
         message = f"two processes say that they are rank {mine.rank}; give each process its own RANK"
-        publish_fault(store, message)
+        meeting.publish_fault(message)
         raise InvalidArgument(message, rank=mine.rank)
     if mine.rank == 0:
-        store.set("nonce", secrets.token_hex(16) + ":" + ("" if auth_token else secrets.token_hex(32)))
-    nonce, _, generated = _get(store, "nonce", deadline, timeout, "rank 0").decode().partition(":")
+        meeting.set("nonce", secrets.token_hex(16) + ":" + ("" if auth_token else secrets.token_hex(32)))
+    nonce, _, generated = meeting.get("nonce", "rank 0").decode().partition(":")
     # A token of people is stretched; a generated one is known only to those who can read the store.
     if auth_token and not generated:
         secret = hashlib.pbkdf2_hmac("sha256", auth_token.encode(), nonce.encode(), 100_000)
@@ -194,33 +255,18 @@ def _exchange(
         secret += auth_token.encode() if auth_token else b""
     proof = hmac.new(secret, b"bagua token proof", hashlib.sha256).hexdigest()
     mine = RankRecord(**{**asdict(mine), "token_proof": proof})
-    store.set(f"rank/{mine.rank}", json.dumps(asdict(mine)))
-    first = _read_record(store, 0, deadline, timeout)
-    _compare(store, first, mine)
+    meeting.set(f"rank/{mine.rank}", json.dumps(asdict(mine)))
+    first = _read_record(meeting, 0)
+    _compare(meeting, first, mine)
     records = [first]
     for rank in range(1, mine.world_size):
-        records.append(_read_record(store, rank, deadline, timeout))
-        _compare(store, first, records[-1])
+        records.append(_read_record(meeting, rank))
+        _compare(meeting, first, records[-1])
     return records, secret
 
 
-def _get(store: dist.Store, key: str, deadline: float, timeout: timedelta, who: str) -> bytes:
-    while not store.check([key]):
-        if store.check(["fault"]):
-            raise RemoteError(f"another rank gave up at start: {store.get('fault').decode()}")
-        if time.monotonic() > deadline:
-            message = (
-                f"{who} did not come to the rendezvous within {timeout.total_seconds():g} s; check that it was "
-                "started, that its log shows no error, and that all ranks have the same WORLD_SIZE and MASTER_ADDR"
-            )
-            publish_fault(store, message)  # who comes now need not wait in vain
-            raise DeadlineExceeded(message)
-        time.sleep(_POLL_SECONDS)
-    return store.get(key)
-
-
-def _read_record(store: dist.Store, rank: int, deadline: float, timeout: timedelta) -> RankRecord:
-    return RankRecord(**json.loads(_get(store, f"rank/{rank}", deadline, timeout, f"rank {rank}")))
+def _read_record(meeting: _Meeting, rank: int) -> RankRecord:
+    return RankRecord(**json.loads(meeting.get(f"rank/{rank}", f"rank {rank}")))
 
 
 _COMPARED = (
@@ -233,7 +279,7 @@ _COMPARED = (
 )
 
 
-def _compare(store: dist.Store, first: RankRecord, other: RankRecord) -> None:
+def _compare(meeting: _Meeting, first: RankRecord, other: RankRecord) -> None:
     for field, name, remedy in _COMPARED:
         ours, theirs = getattr(first, field), getattr(other, field)
         if ours == theirs:
@@ -242,5 +288,5 @@ def _compare(store: dist.Store, first: RankRecord, other: RankRecord) -> None:
         if field == "token_proof":
             sides = f"rank {other.rank}'s token is not rank 0's"
         message = f"the ranks disagree about {name}: {sides}; {remedy}"
-        publish_fault(store, message)
+        meeting.publish_fault(message)
         raise InvalidArgument(message, rank=other.rank)

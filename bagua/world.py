@@ -14,6 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from multiprocessing.util import Finalize
 
 import torch.distributed as dist
 
@@ -54,11 +55,12 @@ class _World:
         self.group = group
         self.launch = launch
         self.store = store  # kept: rank 0's is the server
-        self.groups = [group]
         self.num_new_groups = 0  # equal on all ranks, since all call new_group alike
         # By the torch group itself: torch uses a name again when it is initialised again.
         self.converted: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
         self.num_converted: Counter[tuple[int, ...]] = Counter()  # by their ranks
+        # Processes of multiprocessing end without atexit, or when the exception that ends them is forgotten.
+        self.at_end = Finalize(None, destroy_process_group, exitpriority=0)
 
 
 _world: _World | None = None
@@ -170,14 +172,26 @@ def _describe_thresholds(changes: dict[str, int]) -> str:
     return ",".join(f"{name}={value}" for name, value in sorted(changes.items())) or "the defaults"
 
 
-def destroy_process_group() -> None:
-    """Close all groups and connections; pending operations fail with Aborted. Idempotent."""
+def destroy_process_group(group: ProcessGroup | None = None) -> None:
+    """Close a group, or all groups and connections; pending operations fail with Aborted. Idempotent.
+
+    Args:
+        group: one of new_group or from_torch_group, which is closed on this rank; None, or the default group, for all.
+
+    Raises:
+        InvalidArgument: `group` is no group of bagua's.
+    """
     global _world
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise InvalidArgument(f"destroy_process_group got {group!r}, expected None or a group made by bagua.new_group")
+    if group is not None and (_world is None or group is not _world.group):
+        group.close()
+        return
     world, _world = _world, None
     if world is None:
         return
-    for group in reversed(world.groups):
-        group.close()
+    world.at_end.cancel()
+    world.group.close()
     world.endpoint.close()
 
 
@@ -240,11 +254,8 @@ def new_group(ranks: Sequence[int] | None = None, *, timeout: timedelta | float 
     world.num_new_groups += 1
     # The count is equal on all ranks because all call it in the same order; the ranks make a mistake visible.
     name = f"group{world.num_new_groups}:{_spell(ranks)}"
-    group = ProcessGroup(
-        world.endpoint, name, ranks, world.group.rank, world.group.timeout if timeout is None else timeout
-    )
-    world.groups.append(group)
-    return group
+    timeout = world.group.timeout if timeout is None else timeout
+    return world.group.adopt(ProcessGroup(world.endpoint, name, ranks, world.group.rank, timeout))
 
 
 def from_torch_group(group: dist.ProcessGroup, *, timeout: timedelta | float | None = None) -> ProcessGroup:
@@ -279,11 +290,9 @@ def from_torch_group(group: dist.ProcessGroup, *, timeout: timedelta | float | N
     # Not by torch's name, which members may number differently (new_group with use_local_synchronization).
     world.num_converted[tuple(ranks)] += 1
     name = f"torch{world.num_converted[tuple(ranks)]}:{_spell(ranks)}"
-    converted = ProcessGroup(
-        world.endpoint, name, ranks, world.group.rank, world.group.timeout if timeout is None else timeout
-    )
+    timeout = world.group.timeout if timeout is None else timeout
+    converted = world.group.adopt(ProcessGroup(world.endpoint, name, ranks, world.group.rank, timeout))
     world.converted[group] = converted
-    world.groups.append(converted)
     return converted
 
 

@@ -19,6 +19,7 @@ import logging
 import math
 import sys
 import time
+import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -36,6 +37,8 @@ logger = logging.getLogger("bagua")
 
 # What a rank tells the others in a round: whether it takes part in the next one, and if not, whether it ever will.
 _STAYS, _PAUSES, _LEAVES = range(3)
+
+_MAX_TEXT = 500  # characters of an exception that the other ranks are told
 
 _numbers: weakref.WeakKeyDictionary[ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
@@ -60,9 +63,11 @@ class Async(Algorithm):
 
     A rank may end its training before the others, with ``model.bagua.remove()`` or ``bagua.destroy_process_group()``:
     it waits for their next round, and they train on without averaging, with a warning in the log "bagua" that names it.
-    After an exception that ends the program they get an error instead, unless one of the two is called on its way, in
-    a ``finally``. One of them is required while the model exists: a model that is merely dropped leaves two threads
-    and its connections open until the group closes, and rounds of other ranks wait for it until they fail.
+    After an exception they get an error instead, at their next step: one that ends the program, and one during which
+    either of the two is called, in a ``finally`` or an ``except``. (Not SystemExit(0), StopIteration and GeneratorExit,
+    which are ends. Of a plain ``sys.exit(1)`` outside of a ``try`` Python tells nobody: to the others it is an end.)
+    One of the two is required while the model exists: a model that is merely dropped leaves two threads and its
+    connections open until the group closes, and rounds of other ranks wait for it until they fail.
 
     Every optimizer has to step now and then, and every rank to come to a step well within the group's timeout: each
     optimizer's weights are corrected at its own step, and the next round begins after the last of them. A warning
@@ -119,7 +124,9 @@ class Async(Algorithm):
         self._is_paused = False
         number = next(_numbers.setdefault(group, itertools.count()))
         self._group = group.subgroup(f"async-{number}", range(group.size), group.timeout)
-        self._group.before_close = functools.partial(_leave, weakref.ref(self), weakref.ref(self._group))
+        self._group.before_close = functools.partial(
+            _leave, weakref.ref(self), weakref.ref(self._group), group, sys.exc_info()[1]
+        )
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = tuple(buckets)
@@ -245,17 +252,22 @@ class Async(Algorithm):
         self._num_steps = loaded_steps(state, self.training)
 
 
-def _leave(algorithm_ref: weakref.ref[Async], group_ref: weakref.ref[ProcessGroup]) -> None:
+def _leave(
+    algorithm_ref: weakref.ref[Async],
+    rounds_ref: weakref.ref[ProcessGroup],
+    group: ProcessGroup,
+    handled: BaseException | None,
+) -> None:
     """The group of the rounds is about to close."""
-    algorithm, group, crash = algorithm_ref(), group_ref(), _uncaught()
-    if crash is not None and group is not None:
-        group.poison(
-            Aborted(
-                f"rank {group.rank} ended by an uncaught {type(crash).__name__} while it trained with algorithm "
-                "'async'; see its log",
-                rank=group.rank,
-            )
-        )
+    algorithm, rounds, failure = algorithm_ref(), rounds_ref(), _failure(handled)
+    if failure is not None and rounds is not None:
+        try:
+            group.check()  # who made this rank fail is named, not this rank
+        except BaguaError as error:
+            rounds.poison(error)
+            return
+        what = traceback.format_exception_only(failure)[-1].strip()[:_MAX_TEXT]
+        rounds.poison(Aborted(f"rank {rounds.rank} failed, and trains no more: {what}; see its log", rank=rounds.rank))
     elif algorithm is not None:
         try:
             algorithm._stop(_LEAVES)
@@ -263,8 +275,16 @@ def _leave(algorithm_ref: weakref.ref[Async], group_ref: weakref.ref[ProcessGrou
             logger.warning("async: the last averages of weights, to which all ranks belong, failed: %s", error)
 
 
-def _uncaught() -> BaseException | None:
-    """The exception that ends the program: the interpreter keeps it before it calls any hook or exit function."""
-    if hasattr(sys, "ps1"):  # an interactive session, which went on after it
-        return None
-    return getattr(sys, "last_exc", getattr(sys, "last_value", None))  # last_exc: since Python 3.12
+def _failure(handled: BaseException | None) -> BaseException | None:
+    """The exception that ends this rank's training: one under way here, or the one that ends the program.
+
+    Not `handled`, which was under way when the training began: a second attempt may be made in an ``except``.
+    """
+    error = sys.exc_info()[1]
+    # The interpreter keeps an uncaught one before it calls any hook or exit function (last_exc: since Python 3.12); an
+    # interactive session went on after it.
+    if error is None and not hasattr(sys, "ps1"):
+        error = getattr(sys, "last_exc", getattr(sys, "last_value", None))
+    is_end = isinstance(error, (StopIteration, StopAsyncIteration, GeneratorExit))
+    is_end = is_end or (isinstance(error, SystemExit) and error.code in (None, 0))
+    return None if is_end or error is handled else error

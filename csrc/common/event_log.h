@@ -26,7 +26,7 @@ struct Event {
 class EventLog {
  public:
   static constexpr size_t kOperationSpans = 8192;  // kQueued and kOperation: two for each operation
-  static constexpr size_t kPartSpans = 65536;      // memory is taken as they come
+  static constexpr size_t kPartSpans = 65536;
 
   static int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -79,6 +79,10 @@ class EventLog {
     int64_t lost_until_ns = 0;  // the end of the last span that was overwritten or cleared
 
     void add(const Event& event) {
+      if (events.capacity() < capacity) {  // all of it with the first span: what grows for hours looks like a leak
+        events.resize(capacity);
+        events.clear();
+      }
       if (events.size() < capacity) {
         events.push_back(event);
         return;

@@ -38,6 +38,7 @@ class Doorbell {
   void sleep(uint32_t epoch, std::chrono::nanoseconds limit);
 
   int fd() const { return fd_.get(); }  // for handing to same-host peers
+  void close_fd() { fd_.reset(); }      // none will come any more; the words stay, for who still rings
   DoorbellWords& words() { return *words_; }
 
  private:

@@ -1,6 +1,8 @@
 // Who is connected, what is under way, and the first cause; see mesh.h. Waiting is in mesh_waiting.cc.
 #include "csrc/transport/mesh.h"
 
+#include <utility>
+
 #include "csrc/transport/control_link.h"
 #include "csrc/transport/mesh_peer.h"
 #include "csrc/transport/segment.h"
@@ -17,7 +19,12 @@ Mesh::~Mesh() {
     if (peer->control) peer->control->stop();
   }
   peers_.clear();
-  if (staging_ != nullptr) SegmentRegistry::instance().release(staging_);
+  release_staging();
+}
+
+void Mesh::release_staging() {
+  if (staging_ != nullptr) SegmentRegistry::instance().release(std::exchange(staging_, nullptr));
+  staging_bytes_ = 0;
 }
 
 void Mesh::begin(const Operation& operation, Deadline deadline, Interrupt interrupt, Stream stream) {
@@ -260,6 +267,9 @@ void Mesh::close() {
     std::lock_guard lock(mutex_);
     control.swap(peer->control);
   }
+  // Descriptors too: who looks at the timeline of a closed group may keep it for long.
+  release_staging();
+  doorbell_->close_fd();
 }
 
 void Mesh::now_waiting_for(int peer) {

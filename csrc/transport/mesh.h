@@ -132,6 +132,7 @@ class Mesh {
   bool sleep_until_answer(const Peer& peer, std::chrono::nanoseconds limit);
   [[noreturn]] void deadline_exceeded(int peer);
   [[noreturn]] void departed(int peer);
+  void release_staging();
 
   const int rank_;
   const int size_;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -155,8 +156,118 @@ def test_a_crash_is_no_end(how, tmp_path):
     assert ("own hook" if how == "own hook" else "a mistake of the user's") in outputs[1][1]
     crashed_at = float(outputs[1][0])
     heard_at, culprit, message = outputs[0][0].split(maxsplit=2)
-    assert culprit == "1" and "rank 1 ended by an uncaught KeyError" in message, outputs
+    assert culprit == "1" and 'rank 1 failed, and trains no more: KeyError: "a mistake of the user' in message
     assert float(heard_at) - crashed_at < 5
+
+
+_LONG_S = 60.0  # a deadline that none of these may need
+
+
+def _train_until(rank, algorithm, error):
+    """Rank 1 raises `error` after some steps, and leaves the group on its way; what the others hear, and when."""
+    model = Quadratic()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"sync_interval": 0.05} if algorithm == "async" else {}
+    bagua.with_bagua(model, optimizer, algorithm=algorithm, **options)
+    begin = time.monotonic()
+    try:
+        for step in range(10 if rank == 1 else 40):
+            step_once(model, optimizer, rank, step)
+            time.sleep(0.01)
+        if error is not None and rank == 1:
+            raise error
+    except bagua.BaguaError as heard:
+        return time.monotonic() - begin, heard.rank, str(heard)
+    finally:
+        bagua.destroy_process_group()
+
+
+def _leave_while_an_exception_is_under_way(rank, world_size, algorithm, error):
+    bagua.init_process_group(timeout=_LONG_S)
+    with _warnings() as messages, contextlib.suppress(type(error) if error else ()):
+        return _train_until(rank, algorithm, error), messages
+    return None, messages
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize(
+    ("algorithm", "error", "told"),
+    [
+        ("async", KeyError("mine"), "rank 1 failed, and trains no more: KeyError: 'mine'; see its log"),
+        ("async", SystemExit(3), "rank 1 failed, and trains no more: SystemExit: 3; see its log"),
+        ("local_sgd", KeyError("mine"), "rank 1 left the group 'world'"),
+    ],
+    ids=["async", "async exits", "local_sgd"],
+)
+def test_a_failed_rank_that_destroys_its_group_is_no_end(pool4, algorithm, error, told):
+    results = pool4.run(_leave_while_an_exception_is_under_way, args=(algorithm, error))
+    for rank in (0, 2, 3):
+        after_s, culprit, message = results[rank][0]
+        assert (culprit, told in message) == (1, True), results
+        assert after_s < _LONG_S / 4
+
+
+@pytest.mark.parametrize("error", [None, SystemExit(0), StopIteration()], ids=repr)
+def test_an_end_that_python_tells_by_an_exception_is_an_end(pool2, error):
+    (outcome, messages), _ = pool2.run(_leave_while_an_exception_is_under_way, args=("async", error))
+    assert outcome is None and len(messages) == 1 and "rank 1 of the group 'world' ended" in messages[0]
+
+
+def _second_attempt(rank, world_size):
+    """Training that begins and ends while an exception is handled, as one with smaller batches may."""
+    try:
+        raise MemoryError("of the first attempt")
+    except MemoryError:
+        bagua.init_process_group(timeout=_LONG_S)
+        with _warnings() as messages:
+            return _train_until(rank, "async", None), messages
+
+
+def test_the_end_of_a_second_attempt_is_an_end(pool2):
+    (outcome, messages), _ = pool2.run(_second_attempt)
+    assert outcome is None and len(messages) == 1 and "rank 1 of the group 'world' ended" in messages[0]
+
+
+def _rank_of_multiprocessing(rank, path, how, connection):
+    torch.set_num_threads(1)  # a forked process has none of the threads that its parent used
+    store = torch.distributed.FileStore(path, 2)
+    bagua.init_process_group(store=store, rank=rank, world_size=2, timeout=_LONG_S)
+    model = Quadratic()
+    model.itself = [model]  # stays in memory until the process ends
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.05)
+    try:
+        for step in range(10 if rank == 1 else 40):
+            step_once(model, optimizer, rank, step)
+            time.sleep(0.01)
+    except bagua.BaguaError as heard:
+        connection.send((heard.rank, str(heard)))
+    else:
+        if rank == 0:
+            connection.send(None)
+        elif how == "raises":
+            raise KeyError("mine")
+
+
+@pytest.mark.parametrize("how", ["raises", "returns"])
+def test_processes_of_multiprocessing_say_how_they_end(tmp_path, how):
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe()
+    arguments = str(tmp_path / "store"), how, sender
+    processes = [context.Process(target=_rank_of_multiprocessing, args=(rank, *arguments)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        assert receiver.poll(_LONG_S)
+        heard = receiver.recv()
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    if how == "returns":
+        assert heard is None
+    else:
+        assert heard[0] == 1 and "rank 1 failed, and trains no more: KeyError: 'mine'" in heard[1]
 
 
 def _an_optimizer_that_does_not_step(rank, world_size):
@@ -212,7 +323,7 @@ def _remove(rank, world_size):
                 step_once(model, optimizer, rank, step)
             model.bagua.remove()
             counts.append(len(os.listdir("/proc/self/task")))
-        assert bagua.get_default_group()._subgroups == []
+        assert bagua.get_default_group()._subgroups == {}
         return counts
 
 

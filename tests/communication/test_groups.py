@@ -191,3 +191,47 @@ def check_many(rank, world_size):
 @in_worlds([shm(2), tcp(2)])
 def test_many_groups(pools, world):
     pools.run(world, check_many)
+
+
+def check_come_and_go(rank, world_size):
+    """Descriptors and threads after each of some groups that were used and closed, and are still referred to."""
+    x, kept, counts = bagua.empty(20_000), [], []
+    for index in range(12):
+        group = bagua.new_group()
+        bagua.all_reduce(x, group=group)
+        bagua.all_reduce(torch.ones(20_000), group=group, codec="minmax_uint8")
+        child = group.subgroup("child", range(world_size), 20.0)
+        child.all_reduce(torch.ones(3)).wait()
+        if index % 2:
+            group.close()
+        else:
+            bagua.destroy_process_group(group)
+        bagua.destroy_process_group(group)
+        with pytest.raises(bagua.InvalidArgument, match="was destroyed"):
+            bagua.all_reduce(x, group=group)
+        kept += [group, child]
+        bagua.barrier()
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    assert not bagua.get_default_group()._subgroups
+    return counts
+
+
+@in_worlds([shm(2), tcp(2)])
+def test_closed_groups_leave_nothing(pools, world):
+    for counts in pools.run(world, check_come_and_go):
+        assert counts[-1] <= counts[1], counts
+
+
+def check_destroy_all(rank, world_size):
+    with pytest.raises(bagua.InvalidArgument, match=r"got 'world', expected None or a group made by bagua\.new_group"):
+        bagua.destroy_process_group("world")
+    group = bagua.new_group()
+    bagua.destroy_process_group(bagua.get_default_group())
+    assert not bagua.is_initialized()
+    with pytest.raises(bagua.InvalidArgument, match="was destroyed"):
+        group.barrier()
+    bagua.destroy_process_group(group)
+
+
+def test_destroying_the_default_group_destroys_all(pools):
+    pools.run(shm(2), check_destroy_all)

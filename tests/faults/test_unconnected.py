@@ -209,7 +209,10 @@ def test_who_does_not_answer_keeps_nobody_from_being_told(listener):
     ):
         records = [record_of(sock) for sock in (stopped, ended, foreign, listener)]
         ended.close()
-        acceptors = [Acceptor([foreign], b"another", take), Acceptor([listener], b"secret", take)]
+        acceptors = [
+            Acceptor([foreign], b"another", take, pytest.fail),
+            Acceptor([listener], b"secret", take, pytest.fail),
+        ]
         longest = {"groups": ["world", "world/p2p"], "cause": {"text": 1000 * "\N{GRINNING FACE}"}}
         begin = time.monotonic()
         assert tell(records, b"secret", longest, 1.0) == 3
@@ -221,7 +224,7 @@ def test_who_does_not_answer_keeps_nobody_from_being_told(listener):
 
 def test_questions_about_unknown_groups(listener):
     answers = Questions([], b"secret", {})
-    acceptor = Acceptor([listener], b"secret", lambda sock, about, _: answers.take(sock, about))
+    acceptor = Acceptor([listener], b"secret", lambda sock, about, _: answers.take(sock, about), pytest.fail)
     asks = Questions([record_of(listener)], b"secret", {})
     core = bagua._C.local_world("here", 1, 1.0)[0]
 

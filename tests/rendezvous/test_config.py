@@ -97,7 +97,7 @@ def test_settings_and_their_defaults():
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"BAGUA_TCP_STREAM": "4"}, "BAGUA_TCP_STREAM is not a setting of bagua; the settings are .*BAGUA_TCP_STREAMS"),
+        ({"BAGUA_TCP_STREAM": "4"}, "BAGUA_TCP_STREAM is not a setting of bagua; write BAGUA_TCP_STREAMS, if"),
         ({"BAGUA_TCP_STREAMS": "0"}, r"BAGUA_TCP_STREAMS=0 is out of range; give a value in 1\.\.64"),
         ({"BAGUA_TCP_STREAMS": "many"}, "BAGUA_TCP_STREAMS='many' is not an integer"),
         (
@@ -122,8 +122,37 @@ def test_a_setting_that_nothing_reads_or_that_makes_no_sense(environ, message):
         settings(environ)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("TCP_STREMS", "TCP_STREAMS"),  # one letter missing, doubled, wrong; two exchanged
+        ("TCP_STREAMSS", "TCP_STREAMS"),
+        ("SPIN_MS", "SPIN_US"),
+        ("BACKNED", "BACKEND"),
+        ("STREAMS", "TCP_STREAMS"),  # a word missing, or too much
+        ("AUTH_TOKEN_FILE", "AUTH_TOKEN"),
+        ("AUTHTOKEN", "AUTH_TOKEN"),
+        ("SHARED_MEM", "SHARED_MEMORY"),
+        ("SOCKET_NAME", "SOCKET_IFNAME"),
+        ("SHM_RING_SIZE", "SHM_RING_BYTES"),
+        ("THRESHOLD", "THRESHOLDS"),
+        ("tcp_congestion", "TCP_CONGESTION"),
+    ],
+)
+def test_a_misspelt_setting(name, meant):
+    with pytest.raises(InvalidArgument, match=f"BAGUA_{name} is not a setting of bagua; write BAGUA_{meant}, if"):
+        settings({f"BAGUA_{name}": "1"})
+
+
 def test_variables_of_others_are_none_of_our_business():
-    settings({"BAGUA": "1", "TORCH_BAGUA_X": "1", "BAGUA_CUDA": "0"})
+    others = {"BAGUA", "TORCH_BAGUA_X", "BAGUA_CUDA"}
+    others |= {"BAGUA_HOME", "BAGUA_VERSION", "BAGUA_TIMEOUT", "BAGUA_JOB_NAME", "BAGUA_NUM_NODES", "BAGUA_LOG_LEVEL"}
+    # As in the Kubernetes documentation, for services of these names.
+    for service in ("BAGUA", "BAGUA_MASTER", "BAGUA_TIMEOUT", "BAGUA_TCP_STREAMS", "BAGUA_BACKEND", "BAGUA_SPIN_US_0"):
+        others |= {f"{service}_SERVICE_HOST", f"{service}_SERVICE_PORT", f"{service}_SERVICE_PORT_HTTP"}
+        others |= {f"{service}_PORT", f"{service}_PORT_29500_TCP", f"{service}_PORT_53_UDP"}
+        others |= {f"{service}_PORT_29500_TCP_{what}" for what in ("PROTO", "PORT", "ADDR")}
+    assert settings(dict.fromkeys(others, "tcp://10.0.0.11:29500")) == settings({})
 
 
 def test_variables_of_the_build_may_still_be_there():

@@ -1,14 +1,20 @@
 """init and destroy: again and again, beside torch.distributed in either order, over IPv6, with stores of the user."""
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import bagua
+from bagua import config, rendezvous, testing
 from bagua.testing import free_port, spawn
 
 RANK_0_HOLDS = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
@@ -180,3 +186,82 @@ def ends_without_destroy(rank, world_size):
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_a_program_may_end_without_destroy(backend):
     spawn(ends_without_destroy, 2, env={"BAGUA_BACKEND": backend})
+
+
+_ASKED_S = 3.0
+
+
+def meets_a_rank_that_is_stopped(rank, world_size, folder):
+    """How the rendezvous ends for the others, and after how many seconds; rank 0 serves the store and is stopped."""
+    stopped = f"{folder}/pid"
+    if rank == 0:
+        store = rendezvous.open_store(config.launch_environment(), timedelta(seconds=60))
+        assert not store.check(["a key"])
+        with open(f"{stopped}.part", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(f"{stopped}.part", stopped)
+        testing.stop()
+        return None
+    while not os.path.exists(stopped):
+        time.sleep(0.01)
+    pid = int(Path(stopped).read_text())
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    begin = time.monotonic()
+    try:
+        bagua.init_process_group(timeout=_ASKED_S)
+    except bagua.BaguaError as error:
+        heard = type(error).__name__, error.rank, str(error), time.monotonic() - begin
+    if rank == 2:
+        time.sleep(1.0)  # rank 1 is through, too
+        testing.kill(pid)
+    return heard
+
+
+@pytest.mark.timed
+def test_rank_0_is_stopped_before_the_rendezvous(tmp_path):
+    env = RANK_0_HOLDS | {"MASTER_PORT": str(free_port())}
+    results = spawn(meets_a_rank_that_is_stopped, 3, args=(str(tmp_path),), env=env, expect_exit={0: signal.SIGKILL})
+    for kind, rank, message, seconds in results[1:]:
+        assert (kind, rank) == ("TransportError", None)
+        assert "cannot reach rank 0's store" in message and "rank 0 or the launcher's agent stands still" in message
+        assert seconds < 2 * _ASKED_S
+
+
+def stops_its_agent(rank, world_size, folder):
+    """The store is served by another process, the launcher's agent, which stops while rank 1 is awaited."""
+    launch = config.launch_environment()
+    agent = int(Path(f"{folder}/pid").read_text())
+    store = rendezvous.open_store(launch, timedelta(seconds=10))
+    timer = threading.Timer(1.0, testing.stop, [agent])
+    timer.start()
+    begin = time.monotonic()
+    mine = rendezvous.RankRecord(rank, world_size, "1", 1, "native", "", "host", 0, "::1", 1, "", os.getpid(), "")
+    with pytest.raises(bagua.TransportError) as caught:
+        rendezvous.exchange_records(store, mine, None, timedelta(seconds=_ASKED_S))
+    seconds = time.monotonic() - begin
+    timer.join()
+    return caught.value.rank, str(caught.value), seconds
+
+
+_AGENT = """
+import os, sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.timed
+def test_the_agent_is_stopped_in_the_rendezvous(tmp_path):
+    agent = subprocess.Popen([sys.executable, "-c", _AGENT], stdout=subprocess.PIPE, text=True)
+    try:
+        env = {"MASTER_PORT": agent.stdout.readline().strip(), "WORLD_SIZE": "2"}
+        (tmp_path / "pid").write_text(str(agent.pid))
+        ((rank, message, seconds),) = spawn(stops_its_agent, 1, args=(str(tmp_path),), env=env)
+    finally:
+        agent.kill()
+    assert rank is None and "nothing is known of the other ranks" in message, message
+    assert "the store of the rendezvous has not answered for" in message
+    assert seconds < 2 * _ASKED_S
