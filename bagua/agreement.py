@@ -1,4 +1,4 @@
-"""Do all ranks wrap the same model in the same way? Compared once per with_bagua, before anything is changed.
+"""Do all ranks wrap the same model in the same way, and can they? Asked by with_bagua before anything is changed.
 
 Beside the data path. Invariant: if the ranks disagree, or one of them cannot go on, every rank raises;
 none is left waiting. Only digests travel unless they differ.

@@ -11,6 +11,7 @@ the parameter is dense. Padding is zero whenever a bucket is sent.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -226,7 +227,6 @@ class BucketStorage:
         bucket_class: ``Algorithm.bucket_class``; parameters of different classes share no bucket.
         optimizer_of: which optimizer steps a parameter, by its id; parameters of different ones share no bucket.
         order: expected ready order as indices into ``named_parameters``; the default is last to first.
-        memory: the memory of an earlier storage of the same parameters, used again.
     """
 
     def __init__(
@@ -239,7 +239,6 @@ class BucketStorage:
         bucket_class: Callable[[torch.nn.Parameter], Hashable],
         optimizer_of: Mapping[int, int] | None = None,
         order: Sequence[int] | None = None,
-        memory: torch.Tensor | None = None,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
@@ -247,14 +246,19 @@ class BucketStorage:
         self.members: list[Member] = []  # by index
         self.views: list[torch.Tensor] = []
         self.order: list[int] = []
-        self._caps_bytes = (small_bucket_bytes, bucket_bytes)
+        self._group, self._caps_bytes = group, (small_bucket_bytes, bucket_bytes)
         optimizer_of = {} if optimizer_of is None else optimizer_of
         kinds = [(p.dtype, bucket_class(p), optimizer_of.get(id(p))) for p in self.parameters]
         self._kinds, self._keys = _number(kinds)
-        num_bytes = sum(_padded_bytes(parameter) for parameter in self.parameters)
-        fits = memory is not None and memory.numel() == num_bytes
-        self.memory = memory if fits else group.empty(num_bytes, torch.uint8)
+        self.memory = group.empty(sum(_padded_bytes(parameter) for parameter in self.parameters), torch.uint8)
         self.lay_out(list(reversed(range(len(self.names)))) if order is None else order)
+
+    def anew(self, order: Sequence[int]) -> BucketStorage:
+        """The same in memory of its own, laid out for ``order``; gradients stay where they are."""
+        new = copy.copy(self)
+        new.memory = self._group.empty(self.memory.numel(), torch.uint8)
+        new.lay_out(order)
+        return new
 
     def lay_out(self, order: Sequence[int]) -> None:
         """Slices the memory anew for the ready order ``order``; gradients that lie in it move with their views.
@@ -276,10 +280,17 @@ class BucketStorage:
             bucket.zero_padding()
 
     def release_gradients(self) -> None:
-        """Moves the gradients out: from now on the memory is for weights."""
+        """Moves the gradients out: from now on the memory is for weights, or for nothing."""
         for parameter in self.parameters:
             if self._holds(parameter.grad):
                 parameter.grad = parameter.grad.clone()
+
+    def hand_over_gradients(self, successor: BucketStorage) -> None:
+        """Moves the gradients of the parameters that ``successor`` has, too, into its memory."""
+        for member in successor.members:
+            if self._holds(member.parameter.grad):
+                member.view.copy_(member.parameter.grad)
+                member.parameter.grad = member.view
 
     def _make_plan(self, order: Sequence[int]) -> Any:
         numels = [parameter.numel() for parameter in self.parameters]

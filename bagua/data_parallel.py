@@ -8,6 +8,8 @@ pickle of the model carries no working hooks.
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,9 +23,11 @@ from bagua.algorithms import Algorithm
 from bagua.bucket import DEFAULT_BUCKET_BYTES, SMALL_BUCKET_BYTES, BucketStorage
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup
-from bagua.handle import BaguaHandle, check_unused, handle_of, other_parameter_ids
+from bagua.handle import BaguaHandle, check_names, check_unused, handle_of, other_parameter_ids
+from bagua.hook_failures import fatal
 from bagua.replicas import BufferBroadcast, broadcast_model, broadcast_optimizer
 from bagua.step import Step
+from bagua.takeover import begin, closing_if_refused, move_gradients
 from bagua.world import get_default_group
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -44,14 +48,14 @@ def with_bagua(
 
     Parameters, buffers and optimizer state become equal to rank 0's. From then on gradients are
     synchronised when ``backward()`` returns, or, by algorithms that exchange weights instead
-    (``Algorithm.exchanges``), weights around the optimizer's step. The module
-    itself is returned, its state_dict keys are unchanged, and ``model.bagua`` is a
-    :class:`bagua.handle.BaguaHandle`. Calling it again on the same
-    model changes the algorithm and its options, and uses the same memory.
+    (``Algorithm.exchanges``), weights around the optimizer's step. The module itself is returned, its state_dict keys
+    are unchanged, and ``model.bagua`` is a :class:`bagua.handle.BaguaHandle`, whose ``no_sync`` is ``model.no_sync``,
+    too. Calling it again on the same model changes the algorithm and its options. What is refused on one rank is
+    refused on all and has changed nothing: they train on as before.
 
     Args:
-        model: a module whose parameters are on the CPU. Train it through ``model(...)``: the forwards of
-            the root module are what broadcasts buffers.
+        model: a module whose parameters are on the CPU. Train it through ``model(...)``: the forwards of the root
+            module broadcast buffers. What torch.compile has compiled so far is compiled anew at its next call.
         optimizers: those that step its parameters. Their state starts equal, and a step that would write
             NaN is refused where the algorithm uses a codec. NaN in other parameters raise in backward. Algorithms that
             exchange weights need all of them.
@@ -78,19 +82,24 @@ def with_bagua(
         >>> loss(model(x), y).backward(); optimizer.step()                        # doctest: +SKIP
     """
     group = get_default_group() if group is None else group
-    optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
-    earlier = handle_of(model)
+    earlier: BaguaHandle | None = None
     settings = {
         "bucket_bytes": (bucket_bytes, int),
         "find_unused_parameters": (find_unused_parameters, bool),
         "broadcast_buffers": (broadcast_buffers, (bool, type(None))),
     }
 
-    def prepare() -> tuple[tuple[Algorithm, dict[int, int]], dict[str, Any]]:
+    def prepare() -> tuple[Step, dict[str, Any]]:
+        nonlocal earlier, optimizers
+        earlier = handle_of(model)
+        optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
         chosen = _make_algorithm(algorithm, options)
+        if earlier is not None and chosen is earlier.algorithm:
+            chosen = dataclasses.replace(chosen)  # the object itself goes on until the wrap is certain
         check_unused(chosen, earlier)
         check_types(settings)
         check_model(model, optimizers, other_parameter_ids(earlier))
+        check_names(model)
         chosen.check(optimizers)
         optimizer_of = {}
         if chosen.exchanges == "weights":
@@ -100,7 +109,19 @@ def with_bagua(
                 f"broadcast_buffers=True makes the ranks wait for one another in every forward, which algorithm "
                 f"{chosen.name!r} avoids; leave it out"
             )
-        return (chosen, optimizer_of), {
+        step = Step(
+            model,
+            _make_storage(model, group, chosen, optimizer_of, bucket_bytes, earlier),
+            chosen,
+            group,
+            optimizers=optimizers,
+            buffers=BufferBroadcast(model, group) if broadcast_buffers is not False else None,
+            always_broadcasts=broadcast_buffers is True,
+            find_unused_parameters=find_unused_parameters,
+            frozen=[(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad],
+            earlier=earlier.step if earlier is not None else None,
+        )
+        return step, {
             "the number of with_bagua calls on this model": _num_wraps(earlier),
             "algorithm": chosen.name,
             **{f"option {name!r}": repr(value) for name, value in chosen.options().items()},
@@ -108,28 +129,14 @@ def with_bagua(
             **describe_model(model, optimizers),
         }
 
-    chosen, optimizer_of = agree(group, prepare, "pass the same model, optimizers, algorithm and options on all ranks")
-    if earlier is not None:
-        earlier.algorithm.detach()
-    broadcast_model(model, group)
-    for optimizer in optimizers:
-        broadcast_optimizer(optimizer, group)
-    step = Step(
-        model,
-        _make_storage(model, group, chosen, optimizer_of, bucket_bytes, earlier),
-        chosen,
-        group,
-        optimizers=optimizers,
-        buffers=BufferBroadcast(model, group) if broadcast_buffers is not False else None,
-        always_broadcasts=broadcast_buffers is True,
-        find_unused_parameters=find_unused_parameters,
-        frozen=[(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad],
-        earlier=earlier.step if earlier is not None else None,
-    )
-    num_wraps = _num_wraps(earlier)
-    if earlier is not None:
-        earlier.remove_hooks()
-    model.bagua = BaguaHandle(model, step, _install_hooks(model, step, optimizers), num_wraps)
+    remedy = "pass the same model, optimizers, algorithm and options on all ranks"
+    step = agree(group, prepare, remedy)
+    # Each ends on all ranks before the next begins; until the last has, nothing is changed.
+    with closing_if_refused(group):
+        agree(group, lambda: (step.algorithm.attach(step.training), {}), remedy)
+        agree(group, lambda: (step.enter_stage(), {}), remedy)
+    with fatal(group, "with_bagua"):
+        _take_over(model, optimizers, step, earlier)
     return model
 
 
@@ -191,6 +198,9 @@ class DistributedDataParallel(torch.nn.Module):
             process_group is not None and not isinstance(process_group, ProcessGroup),
             "pass a group made by bagua.new_group",
         )
+        for name, (default, instead) in _TORCH_ONLY.items():
+            value = options.pop(name, default)
+            _refuse(name, value, value is not default, instead)
         bucket_bytes = DEFAULT_BUCKET_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * 1024 * 1024)
         self.module = with_bagua(
             module,
@@ -229,10 +239,39 @@ class DistributedDataParallel(torch.nn.Module):
         return self.module.bagua
 
 
+# Torch's arguments that nothing here answers to, which are no options of an algorithm: default, and what to do.
+_TORCH_ONLY = {
+    "delay_all_reduce_named_params": (None, "gradients travel in the order in which they become ready: leave it out"),
+    "param_to_hook_all_reduce": (None, "gradients travel in the order in which they become ready: leave it out"),
+    "mixed_precision": (None, "train under torch.autocast, and send fewer bits by algorithm='bytegrad', codec='bf16'"),
+    "device_mesh": (None, "pass process_group=bagua.from_torch_group(device_mesh.get_group())"),
+    "skip_all_reduce_unused_params": (False, "pass find_unused_parameters=True, and freeze what no rank ever uses"),
+    "bucket_cap_mb_list": (None, "pass bucket_cap_mb: the first and the last buckets are smaller by themselves"),
+    "batched_grad_copy": (False, "gradients move to their buckets one by one, during backward: leave it out"),
+    "forward_sync_buffers": (None, "pass broadcast_buffers"),
+}
 _UNEVEN = (
     "uneven inputs cannot be joined; give all ranks the same number of batches, as DistributedSampler does together "
     "with drop_last=True, or train with torch's DistributedDataParallel on the backend 'bagua', which can join them"
 )
+
+
+def _take_over(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: Step, earlier: BaguaHandle | None
+) -> None:
+    """All ranks are prepared: they become equal, and train on with ``step``."""
+    if earlier is not None:
+        earlier.algorithm.detach()
+    broadcast_model(model, step.group)
+    for optimizer in optimizers:
+        broadcast_optimizer(optimizer, step.group)
+    begin(step)
+    if earlier is not None:
+        move_gradients(earlier.step, step)
+        earlier.remove_hooks()
+    elif "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # what was compiled of a module without hooks never asks again whether it has some
+    BaguaHandle(model, step, _install_hooks(model, step, optimizers), _num_wraps(earlier))
 
 
 def _num_wraps(earlier: BaguaHandle | None) -> int:
@@ -273,7 +312,6 @@ def _make_storage(
         bucket_class=algorithm.bucket_class,
         optimizer_of=optimizer_of,
         order=earlier.step.order if is_same_model else None,
-        memory=old.memory if old is not None and earlier.group is group else None,
     )
 
 

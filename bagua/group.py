@@ -32,10 +32,10 @@ class ProcessGroup:
 
     Attributes:
         rank: this process's rank in the group, -1 when it is not a member.
-        size: number of ranks.
-        ranks: their global ranks.
+        size, ranks: how many they are, and their global ranks.
         name: the same on all ranks.
         timeout: deadline of each operation.
+        subgroups: those that ``subgroup`` has made and that are open.
     """
 
     def __init__(self, network: Network, name: str, ranks: Sequence[int], global_rank: int, timeout: timedelta | float):
@@ -47,7 +47,7 @@ class ProcessGroup:
         self._global_rank = global_rank
         self.rank = self.ranks.index(global_rank) if global_rank in self.ranks else -1
         self._parent: ProcessGroup | None = None
-        self._subgroups: dict[ProcessGroup, None] = {}  # in the order in which they were made
+        self.subgroups: dict[ProcessGroup, None] = {}  # in the order in which they were made
         self.before_close: Callable[[], None] | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -81,7 +81,7 @@ class ProcessGroup:
 
     def adopt(self, child: ProcessGroup) -> ProcessGroup:
         """The child, which is closed with this group at the latest."""
-        child._parent, self._subgroups[child] = self, None
+        child._parent, self.subgroups[child] = self, None
         return child
 
     def close(self) -> None:
@@ -90,11 +90,11 @@ class ProcessGroup:
             return
         if self.before_close is not None and not self._closed:
             self.before_close()
-        for child in reversed(list(self._subgroups)):  # while this one still tells whether it has failed
+        for child in reversed(list(self.subgroups)):  # while this one still tells whether it has failed
             child.close()
         self._closed = True
         if self._parent is not None:
-            self._parent._subgroups.pop(self, None)
+            self._parent.subgroups.pop(self, None)
         if self.rank >= 0:
             self._lanes.close()
 

@@ -20,7 +20,9 @@ from bagua.algorithms import Algorithm
 from bagua.bucket import Bucket
 from bagua.errors import BaguaError, InvalidArgument
 from bagua.group import ProcessGroup
+from bagua.hook_failures import fatal
 from bagua.step import Step
+from bagua.takeover import become, successor
 from bagua.timeline import Timeline
 
 _STATE_VERSION = 2
@@ -41,6 +43,7 @@ class BaguaHandle:
         self.step = step
         self._model = weakref.ref(model)
         self._hooks = list(hooks)
+        model.bagua, model.no_sync = self, _NoSync(self)  # until ``remove``
         _attached.add(self)
 
     @property
@@ -100,25 +103,28 @@ class BaguaHandle:
         """Takes back what ``state_dict`` returned; collective.
 
         Raises:
-            InvalidArgument: it belongs to another algorithm or model, or the ranks load different states; on all ranks.
+            InvalidArgument: it belongs to another algorithm or model, or the ranks load different states; on all ranks,
+                which then train on as before.
         """
         remedy = "load the checkpoint of one step on all ranks; where an algorithm remembers something, each its own"
 
         def prepare() -> tuple[None, dict[str, Any]]:
             _check_state(state, self)
             self.algorithm.check_idle()
-            return None, {key: state[key] for key in ("num_steps", "layout", "ready_order")}
+            index_of = {name: index for index, name in enumerate(self.step.storage.names)}
+            layout, order = (
+                None if names is None else [index_of[name] for name in names]
+                for names in (state["layout"], state["ready_order"])
+            )
+            described = {key: state[key] for key in ("num_steps", "layout", "ready_order")}
+            return successor(self.step, state["num_steps"], layout, order), described
 
-        agree(self.group, prepare, remedy)
-        index_of = {name: index for index, name in enumerate(self.step.storage.names)}
-        layout, order = (
-            None if names is None else [index_of[name] for name in names]
-            for names in (state["layout"], state["ready_order"])
-        )
-        self.step.restore(state["num_steps"], layout, order)
+        loaded = agree(self.group, prepare, remedy)
         # Each ends on all ranks before the next begins, so a rank that refuses its part leaves nobody waiting.
-        agree(self.group, lambda: (self.algorithm.load_state_dict(state["state"]), {}), remedy)
-        agree(self.group, lambda: (self.step.enter_stage(), {}), remedy)
+        agree(self.group, lambda: (loaded.algorithm.load_state_dict(state["state"]), {}), remedy)
+        agree(self.group, lambda: (loaded.enter_stage(), {}), remedy)
+        with fatal(self.group, "load_state_dict"):
+            become(self.step, loaded)
 
     def pause(self) -> None:
         """Stops what the algorithm does in the background; collective, idempotent.
@@ -193,11 +199,26 @@ class BaguaHandle:
         self._hooks.clear()
         _attached.discard(self)
         model = self._model()
-        if model is not None and vars(model).get("bagua") is self:
-            del model.bagua
+        if model is not None and getattr(model, "bagua", None) is self:
+            holder = model if "bagua" in vars(model) else model._orig_mod  # what torch.compile returns passes them on
+            del holder.bagua, holder.no_sync
 
     def __reduce__(self) -> tuple[type, tuple]:
         return _CopiedHandle, ()
+
+
+class _NoSync:
+    """``model.no_sync``; in a copy or a pickle of the model, which is not synchronised, it does nothing."""
+
+    def __init__(self, handle: BaguaHandle | None = None) -> None:
+        self._handle = handle
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        """As ``model.bagua.no_sync()``, under the name at which Accelerate and other trainers look."""
+        return contextlib.nullcontext() if self._handle is None else self._handle.no_sync()
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return _NoSync, ()
 
 
 class _CopiedHandle:
@@ -224,6 +245,18 @@ def handle_of(model: torch.nn.Module) -> BaguaHandle | None:
     if not isinstance(handle, BaguaHandle):
         raise InvalidArgument(f"the model has an attribute `bagua` of its own ({type(handle).__name__}); rename it")
     return handle
+
+
+def check_names(model: torch.nn.Module) -> None:
+    """Raises InvalidArgument for a model that cannot be given the attributes ``bagua`` and ``no_sync``."""
+    if isinstance(getattr(type(model), "bagua", None), property):
+        raise InvalidArgument(f"a {type(model).__name__} is synchronised already; pass its .module to with_bagua")
+    own = getattr(model, "no_sync", None)
+    if own is not None and not isinstance(own, _NoSync):
+        raise InvalidArgument(
+            f"{type(model).__name__} has a `no_sync` of its own. Where that means that it synchronises its gradients "
+            "itself, wrap the module inside; otherwise rename it, because trainers that accumulate gradients call it"
+        )
 
 
 def check_unused(algorithm: Algorithm, handle: BaguaHandle | None) -> None:

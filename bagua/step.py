@@ -19,6 +19,7 @@ A backward inside no_sync stays local; every other backward synchronises.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -35,6 +36,7 @@ from bagua.bucket import Bucket, BucketStorage, Member
 from bagua.end_of_backward import EndOfBackward
 from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.group import ProcessGroup, Work
+from bagua.hook_failures import fatal
 from bagua.nonfinite import NonFiniteGuard, is_skipped_by_scaler
 from bagua.parameter_errors import changed_parameters, never_ready, ready_twice, refused_gradient
 from bagua.recorder import Recorder
@@ -85,7 +87,7 @@ class Step:
         self._guard = NonFiniteGuard(optimizers)
         self._optimizer_indices = {id(optimizer): index for index, optimizer in enumerate(optimizers)}
         self._skipped_steps = SkippedSteps(optimizers, group) if algorithm.exchanges == "weights" else None
-        self._sends_gradients = True  # now: an algorithm may begin with gradients and go over to weights
+        self.sends_gradients = True  # now: an algorithm may begin with gradients and go over to weights
         self._stage = ""
         self._next_order: list[int] | None = None  # agreed at the end of the first step, applied before the next
         self._is_open = False  # between the first gradient of a synchronising backward and its end
@@ -95,8 +97,7 @@ class Step:
         self._is_checked = False  # after the first backward, that the model still has the parameters of the wrap
         self._local_ns: int | None = None  # when a backward inside no_sync began
         self._unused = UnusedParameters(storage, group) if find_unused_parameters else None
-        algorithm.attach(Training(group, tuple(optimizers), functools.partial(_record, self.recorder, self.groups)))
-        self.enter_stage()
+        self.training = Training(group, tuple(optimizers), functools.partial(_record, self.recorder, self.groups))
 
     # --- forward -------------------------------------------------------------------------------
 
@@ -121,11 +122,12 @@ class Step:
 
     def _prepare_forward(self, is_training: bool) -> None:
         # In a closure ranks with gradients of their own may be at different evaluations.
-        is_due = self._sends_gradients or (self._always_broadcasts and not self._guard.is_in_closure)
+        is_due = self.sends_gradients or (self._always_broadcasts and not self._guard.is_in_closure)
         if is_training and is_due and self._buffers is not None:
             self._name(self._buffers.run())
         if not self._guard.is_in_closure:
-            self.algorithm.before_forward(self.storage.buckets, self.group)
+            with self._algorithm("before_forward"):
+                self.algorithm.before_forward(self.storage.buckets, self.group)
 
     def after_forward(self) -> None:
         """The forward has ended."""
@@ -156,9 +158,9 @@ class Step:
         if grad is None:
             if not self._is_open or self._unused is not None:
                 return  # autograd calls it undefined; as good as unused
-            if self._sends_gradients:
+            if self.sends_gradients:
                 self._fill_with_zeros(member)
-        elif self._sends_gradients and grad is not member.view:
+        elif self.sends_gradients and grad is not member.view:
             self._move_into_bucket(member, grad)
         if self._unused is not None:
             self._unused.is_used[index] = 1
@@ -197,13 +199,14 @@ class Step:
             member.parameter.grad = member.view
 
     def _launch(self, first: int, last: int) -> None:
-        if not self._sends_gradients:
+        if not self.sends_gradients:
             return
         self._borrowed.give_back_completed(self._pending)
         for bucket in self.storage.buckets[first:last]:
             self._borrowed.gather(bucket)
             try:
-                work = self.algorithm.communicate(bucket, self.group)
+                with self._algorithm("communicate"):
+                    work = self.algorithm.communicate(bucket, self.group)
             except BaguaError as error:
                 self.recorder.add_failure("backward", self._begin_ns, time.monotonic_ns(), error)
                 raise
@@ -237,11 +240,13 @@ class Step:
             if missing:
                 raise self._fail(never_ready(self.storage.names, missing, self.group.rank))
         try:
-            if self._sends_gradients:
-                self._finish_gradients(missing)
+            if self.sends_gradients:
+                with self._algorithm("communicate"):  # its Work may end in code of the algorithm
+                    self._finish_gradients(missing)
             elif self.algorithm.agrees_on_skips() and not self._guard.is_in_closure:  # GradScaler takes no closures
                 self._name(self._skipped_steps.agree())
-            self.algorithm.after_backward(self.storage.buckets, self.group)
+            with self._algorithm("after_backward"):
+                self.algorithm.after_backward(self.storage.buckets, self.group)
         except BaguaError as error:
             self.recorder.add_failure("backward", self._begin_ns, wait_ns, error)
             raise
@@ -296,25 +301,12 @@ class Step:
         """The agreed ready order; None before the first step, while the order is that of registration, reversed."""
         return (self._next_order or self.storage.order) if self._is_order_known else None
 
-    def restore(self, num_steps: int, layout: Sequence[int], order: Sequence[int] | None) -> None:
-        """Goes on where a checkpoint was taken, with its layout and ready order; before the algorithm loads its state.
-
-        ``enter_stage`` is to follow.
-        """
-        self.num_steps = num_steps
-        self._is_order_known = order is not None
-        self._lay_out(layout)
-        self._next_order = None if order is None or list(order) == list(layout) else list(order)
-
     def _lay_out_if_agreed(self) -> None:
-        if self._next_order is not None:
-            self._lay_out(self._next_order)
-
-    def _lay_out(self, order: Sequence[int]) -> None:
-        self._next_order = None
-        if list(order) != self.storage.order:
+        order, self._next_order = self._next_order, None
+        if order is not None and order != self.storage.order:
             self.storage.lay_out(order)
-            self._adopt_layout()
+            with self._algorithm("lay_out"):
+                self._adopt_layout()
 
     def _adopt_layout(self) -> None:
         self._members = self.storage.members
@@ -323,20 +315,24 @@ class Step:
         for bucket in self.storage.buckets:
             bucket.declaration = self._declare(bucket)
         self.algorithm.lay_out(self.storage.buckets)
-        self._borrowed = BorrowedGradients(self.algorithm, self.storage.buckets if self._sends_gradients else ())
-        self._guard.watch(self.storage.buckets if self._sends_gradients else (), self.group)
+        self._borrowed = BorrowedGradients(self.algorithm, self.storage.buckets if self.sends_gradients else ())
+        self._guard.watch(self.storage.buckets if self.sends_gradients else (), self.group)
 
     def enter_stage(self) -> None:
         """Lays out the buckets for what the algorithm does now; collective."""
-        self._stage, self._sends_gradients = self.algorithm.stage(), self.algorithm.synchronises_gradients()
-        if not self._sends_gradients:
+        self._stage, self.sends_gradients = self.algorithm.stage(), self.algorithm.synchronises_gradients()
+        if not self.sends_gradients:
             self.storage.release_gradients()
         self._adopt_layout()
 
+    def is_in_other_stage(self) -> bool:
+        """Whether the algorithm has changed what the buckets are for."""
+        return (self.algorithm.stage(), self.algorithm.synchronises_gradients()) != (self._stage, self.sends_gradients)
+
     def _enter_next_stage(self) -> None:
-        """The algorithm may have changed what the buckets are for."""
-        if (self.algorithm.stage(), self.algorithm.synchronises_gradients()) != (self._stage, self._sends_gradients):
-            self.enter_stage()
+        with self._algorithm("lay_out"):
+            if self.is_in_other_stage():
+                self.enter_stage()
 
     def _declare(self, bucket: Bucket) -> Declaration:
         """What the algorithm declares; where all ranks are on one node a hierarchical all_reduce is a plain one."""
@@ -353,14 +349,14 @@ class Step:
         self._check()
         if not is_skipped_by_scaler(optimizer):
             self._guard.check_step(optimizer, args, kwargs)
-            with self.recorder.hook("before_optimizer_step"):
+            with self.recorder.hook("before_optimizer_step"), self._algorithm("before_optimizer_step"):
                 self.algorithm.before_optimizer_step(optimizer, self._buckets_of(optimizer), self.group)
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer.step`` has returned."""
         self._guard.leave_step()
         if not is_skipped_by_scaler(optimizer):
-            with self.recorder.hook("after_optimizer_step"):
+            with self.recorder.hook("after_optimizer_step"), self._algorithm("after_optimizer_step"):
                 self.algorithm.after_optimizer_step(optimizer, self._buckets_of(optimizer), self.group)
             self._enter_next_stage()
 
@@ -383,6 +379,10 @@ class Step:
             now_ns = time.monotonic_ns()
             self.recorder.add_failure("computation", now_ns, now_ns, error)
             raise
+
+    def _algorithm(self, hook: str) -> contextlib.AbstractContextManager[None]:
+        """Around the algorithm's own code in training: what it raises on one rank ends the training on all."""
+        return fatal(self.group, f"{hook} of algorithm {self.algorithm.name!r}")
 
     def _fail(self, error: BaguaError) -> BaguaError:
         if self.group.size > 1:

@@ -106,6 +106,7 @@ class Async(Algorithm):
 
     def attach(self, training: Training) -> None:
         group = training.group
+        number = next(_numbers.setdefault(group, itertools.count()))  # first: all ranks count alike, who refuses too
         timeout_s = group.timeout.total_seconds()
         if self.sync_interval > timeout_s / 2:
             raise InvalidArgument(
@@ -122,7 +123,6 @@ class Async(Algorithm):
         self._farewell = _STAYS
         self._is_stopped = False  # some rank did not stay, in the last round
         self._is_paused = False
-        number = next(_numbers.setdefault(group, itertools.count()))
         self._group = group.subgroup(f"async-{number}", range(group.size), group.timeout)
         self._group.before_close = functools.partial(
             _leave, weakref.ref(self), weakref.ref(self._group), group, sys.exc_info()[1]

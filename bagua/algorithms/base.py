@@ -123,7 +123,7 @@ class Algorithm:
         raise NotImplementedError(f"{type(self).__name__}.declare")
 
     def check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Raises InvalidArgument for optimizers that it cannot work with; nothing has been changed yet."""
+        """Raises InvalidArgument for optimizers that it cannot work with."""
         wanted = self.optimizer_class
         for index, optimizer in enumerate(optimizers):
             if not isinstance(optimizer, wanted):
@@ -138,7 +138,11 @@ class Algorithm:
             )
 
     def attach(self, training: Training) -> None:
-        """The model has been wrapped: parameters, buffers and optimizer states are equal on all ranks."""
+        """The model is to be wrapped. What this or ``lay_out`` raises on any rank leaves all as they were.
+
+        So neither changes model or optimizers, whose values are each rank's own yet; groups of its own are made by
+        ``training.group.subgroup``, which are closed then.
+        """
         self.training = training
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
@@ -146,6 +150,9 @@ class Algorithm:
 
         Called after ``attach``, when gradients' order is known, in another ``stage``, and after ``load_state_dict``.
         """
+
+    def begin(self, buckets: Sequence[Bucket]) -> None:
+        """All ranks have wrapped the model: parameters, buffers and optimizer states are equal. Collective."""
 
     def synchronises_gradients(self) -> bool:
         """Whether ``communicate`` is called in backward. May change at an optimizer step, on all ranks at the same."""
@@ -218,7 +225,11 @@ class Algorithm:
         """Raises InvalidArgument while a state cannot be loaded, because something is under way."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what ``state_dict`` returned, on all ranks. ``lay_out`` follows."""
+        """Takes back what ``state_dict`` returned, on all ranks. ``lay_out`` follows.
+
+        Both are called on a shallow copy, which takes the place of the original unless one of them raises on some rank:
+        what the attributes refer to is replaced, not written to.
+        """
         if state:
             raise InvalidArgument(f"algorithm {self.name!r} keeps no state, but was given {sorted(state)}")
 

@@ -87,9 +87,13 @@ class CompressedGradients(Algorithm):
     def attach(self, training: Training) -> None:
         super().attach(training)
         self._num_exchanges = 0
-        self._feedback, self._loading = None, None
-        if self.error_feedback:
-            self._feedback = ErrorFeedback(STATE_DTYPES[self.state_dtype], training.group, self.hierarchical)
+        self._loading: dict[str, Any] | None = None
+        self._feedback = self._new_feedback()
+
+    def _new_feedback(self) -> ErrorFeedback | None:
+        if not self.error_feedback:
+            return None
+        return ErrorFeedback(STATE_DTYPES[self.state_dtype], self.training.group, self.hierarchical)
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         if self._feedback is not None:
@@ -159,4 +163,5 @@ class CompressedGradients(Algorithm):
                 f"error_feedback={self.error_feedback}; wrap it as it was"
             )
         self._num_exchanges = state["num_exchanges"]
-        self._loading = state.get("residuals")  # for the layout that follows: the stage decides what is encoded
+        # For the layout that follows: the stage decides what is encoded.
+        self._feedback, self._loading = self._new_feedback(), state.get("residuals")

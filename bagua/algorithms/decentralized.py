@@ -137,7 +137,7 @@ class Decentralized(ExchangedWeights):
         for exchange in self._pending.values():
             for _, work in exchange.works:
                 work.wait()
-        self._pending.clear()
+        self._pending = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "num_exchanges": list(self._num_exchanges)}

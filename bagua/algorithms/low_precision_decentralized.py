@@ -82,23 +82,30 @@ class LowPrecisionDecentralized(ExchangedWeights):
         super().attach(training)
         self._replicas: dict[int, tuple[torch.Tensor, ...]] = {}  # by bucket: own, left, right
         self._scratch: list[torch.Tensor] = []  # of two buckets, on their way out and in
-        self._buckets: Sequence[Bucket] = ()
+        self._loading: dict[int, list[torch.Tensor]] | None = None
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        if [bucket.names for bucket in buckets] == [bucket.names for bucket in self._buckets]:
-            return  # after loading a checkpoint: they go on
-        self._buckets, self._replicas = tuple(buckets), {}
+        self._replicas = {}
         num_neighbors = min(self.training.group.size - 1, 2)
-        if not num_neighbors:
-            return
-        largest = max(bucket.num_bytes for bucket in buckets)
-        self._scratch = [self.training.group.empty(largest, torch.uint8) for _ in range(min(2, len(buckets)))]
-        for bucket in buckets:
+        if num_neighbors:
+            largest = max(bucket.num_bytes for bucket in buckets)
+            self._scratch = [self.training.group.empty(largest, torch.uint8) for _ in range(min(2, len(buckets)))]
+        for bucket in buckets if num_neighbors else ():
             if bucket.declaration.codec is not None:
-                bucket.load()
-                own = bucket.flat if bucket.dtype == torch.float32 else bucket.flat.float()
-                others = [own.clone() for _ in range(num_neighbors)]
+                is_float32 = bucket.dtype == torch.float32
+                own = bucket.flat if is_float32 else torch.empty_like(bucket.flat, dtype=torch.float32)
+                others = [torch.empty_like(own) for _ in range(num_neighbors)]
                 self._replicas[bucket.index] = (own, others[0], others[-1])
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            self._load(loading)
+
+    def begin(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            if bucket.index in self._replicas:
+                bucket.load()
+                for replica in self._replicas[bucket.index]:
+                    replica.copy_(bucket.flat)
 
     def declare(self, bucket: Bucket) -> Declaration:
         if bucket.kind:
@@ -156,9 +163,11 @@ class LowPrecisionDecentralized(ExchangedWeights):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         check_place(state["place"], self.training.group, "replicas of its own weights and its neighbours'")
+        self._loading = state["replicas"]  # for the layout that follows
+
+    def _load(self, loading: dict[int, list[torch.Tensor]]) -> None:
         described = [
-            {index: own.numel() for index, (own, *_) in replicas.items()}
-            for replicas in (state["replicas"], self._replicas)
+            {index: own.numel() for index, (own, *_) in replicas.items()} for replicas in (loading, self._replicas)
         ]
         if described[0] != described[1]:
             raise InvalidArgument(
@@ -166,5 +175,5 @@ class LowPrecisionDecentralized(ExchangedWeights):
                 "same model and bucket_bytes"
             )
         for index, replicas in self._replicas.items():
-            for replica, loaded in zip(replicas, state["replicas"][index], strict=True):
+            for replica, loaded in zip(replicas, loading[index], strict=True):
                 replica.copy_(loaded)

@@ -111,13 +111,17 @@ class QAdam(CompressedGradients):
         super().attach(training)
         self._place_of: dict[int, tuple[optim.QAdam, int]] = {}  # of a parameter: the optimizer, and which group there
         for optimizer in training.optimizers:
-            optimizer.set_options(self._adam_options())
             for index, options in enumerate(optimizer.param_groups):
                 self._place_of.update({id(parameter): (optimizer, index) for parameter in options["params"]})
         self._num_steps = [optimizer.num_steps() for optimizer in training.optimizers]
         self._units = [1.0] * len(training.optimizers)  # R
         self._largest = [0.0] * len(training.optimizers)  # gradient of the last backward, until the optimizer steps
         self._coded: list[Member] = []  # those that a codec is for, in the present layout
+
+    def begin(self, buckets: Sequence[Bucket]) -> None:
+        for optimizer in self.training.optimizers:
+            optimizer.set_options(self._adam_options())
+        self._num_steps = [optimizer.num_steps() for optimizer in self.training.optimizers]
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         members = sorted((m for bucket in buckets for m in bucket.members), key=lambda member: member.index)

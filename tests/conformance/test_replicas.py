@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 
 import pytest
 import torch
@@ -166,15 +167,15 @@ def _switch(rank, world_size, algorithm):
         model = make_net(seed=rank)
         optimizer = bagua.optim.QAdam([p for p in model.parameters() if p.requires_grad], lr=0.01)  # suits all of them
         keys = list(model.state_dict())
-        memory = None
+        earlier = None
         for step, name in enumerate(["gradient_allreduce", algorithm, *ALGORITHMS]):
             live = grads_of(model)
             bagua.with_bagua(model, optimizer, algorithm=name, bucket_bytes=50_000 * (step + 1))
             assert_equal_on_all_ranks(dict(model.named_parameters()))  # what weights have come to differ starts equal
             for key, grad in grads_of(model).items():
                 assert torch.equal(grad, live[key])  # live gradients moved to the new buckets, or out of them
-            memory = memory or model.bagua.buckets[0].flat.untyped_storage().data_ptr()
-            assert model.bagua.buckets[0].flat.untyped_storage().data_ptr() == memory
+            assert earlier is None or earlier() is None  # its memory is free again
+            earlier = weakref.ref(model.bagua.buckets[0].flat)
             assert model.bagua.algorithm.name == name
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             loss_of(model, batch(rank, step)).backward()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import bagua
+from bagua.data_parallel import _TORCH_ONLY
 from bagua.errors import InvalidArgument
 from tests.conformance.training import (
     assert_equal_on_all_ranks,
@@ -87,12 +88,14 @@ def _wrapper(rank, world_size):
             "check_reduction": True,
             "static_graph": True,
             "process_group": "gloo",
+            **dict.fromkeys(_TORCH_ONLY, True),
         }
         for name, value in refused.items():
             with pytest.raises(InvalidArgument, match=f"{name}=.* cannot be honoured"):
                 bagua.DistributedDataParallel(make_net(), **{name: value})
-        with pytest.raises(InvalidArgument, match="unknown option 'delay_all_reduce_named_params'"):
-            bagua.DistributedDataParallel(make_net(), delay_all_reduce_named_params=[])
+        bagua.DistributedDataParallel(make_net(), **{name: default for name, (default, _) in _TORCH_ONLY.items()})
+        with pytest.raises(InvalidArgument, match=r"synchronised already; pass its \.module"):
+            bagua.with_bagua(model)
         for name in ("find_unused_parameters", "gradient_as_bucket_view"):
             bagua.DistributedDataParallel(make_net(), **{name: True})
 
@@ -106,3 +109,4 @@ def test_arguments_are_those_of_torch():
     theirs = list(inspect.signature(TorchDDP.__init__).parameters)
     assert ours[:6] == theirs[:6]
     assert set(ours[: ours.index("algorithm")]) <= {*theirs, "init_sync"}  # torch 2.4 has no init_sync yet
+    assert set(theirs) <= {*ours, *_TORCH_ONLY}  # each is honoured, or refused by its name

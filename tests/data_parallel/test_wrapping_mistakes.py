@@ -185,3 +185,56 @@ def _without_memory(rank, world_size):
 
 def test_parameters_buffers_and_states_without_memory(pool2):
     pool2.run(_without_memory)
+
+
+def _normed():
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+
+
+def _compile(model):
+    return model, torch.compile(model, backend="eager")
+
+
+def _compile_and_pass(model):
+    compiled = torch.compile(model, backend="eager")
+    return compiled, compiled
+
+
+def _compile_in_place(model):
+    model.compile(backend="eager")
+    return model, model
+
+
+def _compile_a_part(model):
+    model[0].compile(backend="eager")
+    return model, model
+
+
+def _compiled_and_run(rank, world_size, make):
+    """BatchNorm's statistics are rank 0's at each forward, so inputs of rank 0's own make them equal after it."""
+    with process_group():
+        torch.compiler.reset()
+        model = _normed()
+        wrapped, called = make(model)
+        for _ in range(2):
+            called(torch.randn(6, 4)).square().sum().backward()
+        for num_wraps in (1, 2):
+            bagua.with_bagua(wrapped)
+            for _ in range(2):
+                called(torch.randn(6, 4) + rank).square().sum().backward()
+            x = torch.randn(6, 4)
+            bagua.broadcast(x, 0)
+            called(x).square().sum().backward()
+            statistics = bagua.get_default_group().all_gather_object([buffer.clone() for buffer in model.buffers()])
+            assert all(map(torch.equal, *statistics))
+            assert model.bagua.num_wraps == num_wraps
+        assert len(model.bagua.timeline().compute) == 3
+        wrapped.bagua.remove()
+        assert not hasattr(model, "bagua") and not hasattr(model, "no_sync")
+        if rank == 0:  # nothing waits for the others
+            called(torch.randn(6, 4)).square().sum().backward()
+
+
+@pytest.mark.parametrize("make", [_compile, _compile_and_pass, _compile_in_place, _compile_a_part])
+def test_a_model_that_is_compiled_and_run_before_the_wrap(pool2, make):
+    pool2.run(_compiled_and_run, args=(make,))

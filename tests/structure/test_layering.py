@@ -46,6 +46,7 @@ STEPPING = POLICY | {
     "unused",
     "parameter_errors",
     "skipped_steps",
+    "hook_failures",
 }
 
 MAY_IMPORT = {
@@ -95,9 +96,11 @@ MAY_IMPORT = {
     "unused": STEPPING,
     "parameter_errors": STEPPING,
     "skipped_steps": STEPPING,
+    "hook_failures": ERRORS | {"group"},
     "step": STEPPING | {"algorithms", "borrowed", "end_of_backward", "step"},
-    "handle": STEPPING | {"algorithms", "step", "handle"},
-    "data_parallel": STEPPING | {"algorithms", "step", "handle", "data_parallel"},
+    "takeover": STEPPING | {"step"},
+    "handle": STEPPING | {"algorithms", "step", "takeover", "handle"},
+    "data_parallel": STEPPING | {"algorithms", "step", "takeover", "handle", "data_parallel"},
     "torch_backend": GROUP - {"_C"} | {"world", "torch_backend"},
     "torch_api": STEPPING - {"_C"} | {"algorithms", "step", "handle", "data_parallel", "torch_api"},
     "federated": ERRORS | {"group", "communication", "federated"},

@@ -1,0 +1,84 @@
+"""``model.no_sync``: where trainers that accumulate gradients look for it, and nowhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import bagua
+from bagua.errors import InvalidArgument
+from tests.conformance.training import assert_equal_on_all_ranks, batch, grads_of, loss_of, make_net, process_group
+
+
+def _train_as_accelerate_does(model, rank, num_batches, every):
+    """Synchronises with the last of ``every`` micro-batches."""
+    for step in range(num_batches):
+        quiet = getattr(model, "no_sync", contextlib.nullcontext) if (step + 1) % every else contextlib.nullcontext
+        with quiet():
+            loss_of(model, batch(rank, step)).backward()
+
+
+def _accumulated(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(make_net(seed=rank))
+        keys = list(model.state_dict())
+        _train_as_accelerate_does(model, rank, num_batches=8, every=4)
+        assert model.bagua.timeline().summary()["steps"] == 2
+        assert_equal_on_all_ranks(grads_of(model))
+        first = model.no_sync
+        bagua.with_bagua(model)  # of the wrap that counts
+        assert model.no_sync is not first
+        _train_as_accelerate_does(model, rank, num_batches=4, every=2)
+        assert model.bagua.timeline().summary()["steps"] == 2
+        model.bagua.remove()
+        assert not hasattr(model, "no_sync") and not hasattr(model, "bagua")
+        assert list(model.state_dict()) == keys
+
+
+def test_trainers_find_it_and_synchronise_once_per_accumulated_batch(pool2):
+    pool2.run(_accumulated)
+
+
+def _copies(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(make_net())
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for other in (
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            torch.load(file, weights_only=False),
+        ):
+            _train_as_accelerate_does(other, rank, num_batches=2, every=2)  # an ordinary module
+            bagua.with_bagua(other)
+            _train_as_accelerate_does(other, rank, num_batches=2, every=2)
+            assert other.bagua.timeline().summary()["steps"] == 1
+        assert model.bagua.timeline().summary()["steps"] == 0
+
+
+def test_copies_and_pickles_of_a_wrapped_model(pool2):
+    pool2.run(_copies)
+
+
+class HasItsOwn(torch.nn.Linear):
+    def no_sync(self):
+        return contextlib.nullcontext()
+
+
+def _own(rank, world_size):
+    with process_group():
+        model = HasItsOwn(2, 2)
+        with pytest.raises(InvalidArgument, match="HasItsOwn has a `no_sync` of its own"):
+            bagua.with_bagua(model)
+        assert not hasattr(model, "bagua")
+        bagua.with_bagua(torch.nn.Sequential(model))
+
+
+def test_a_model_that_has_its_own_is_refused(pool2):
+    pool2.run(_own)
