@@ -14,7 +14,7 @@ from torch.optim.adam import adam
 
 from bagua.errors import InvalidArgument
 
-_DEFAULTS = {"warmup_steps": 100, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+_DEFAULTS = {"warmup_steps": 100, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "variance_floor": 1e-6}
 
 
 class QAdam(torch.optim.Optimizer):
@@ -25,16 +25,23 @@ class QAdam(torch.optim.Optimizer):
         m <- b1 m + (1 - b1) (g + weight_decay x);  x <- x - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^warmup_steps)) + eps)
 
     Without algorithm ``qadam`` g is the gradient as it comes. A parameter's steps count, so one that is used for the
-    first time late has its own warm-up. An element whose v is 0 when the warm-up ends, as behind an input that is
-    always 0 or in a row of an embedding that no batch has met, keeps its value for ever, whatever gradients it gets
-    later: there is no scale to divide by, and a codec's rounding of its 0 momentum, divided by eps, would be all that
-    moves it. The warm-up must meet what is to be trained; algorithm ``qadam`` warns of what it has not met.
+    first time late has its own warm-up. When it ends, v <- max(v, ``variance_floor`` times the mean of v over the
+    parameter) where v is not 0: where hardly any gradient came in the warm-up, as behind a ReLU that hardly ever fires,
+    v would stop near 0, and what a codec rounds of m, divided by sqrt(v) + eps, would be a step of thousands of
+    learning rates.
+
+    An element whose v is 0 when the warm-up ends, as behind an input that is always 0 or in a row of an embedding that
+    no batch has met, keeps its value for ever, whatever gradients it gets later: there is no scale to divide by, and
+    its first gradient, divided by the floor, would be a step of hundreds of learning rates. The warm-up must meet what
+    is to be trained; algorithm ``qadam`` warns of what it has not met.
 
     Args:
         params: as for any optimizer; a parameter group may bring options of its own.
         lr: learning rate, a number, 1e-3 by default.
         warmup_steps: at least 1; 100 by default. A tenth to a fifth of the training is usual: v must have settled.
         betas, eps, weight_decay: those of Adam, with the same defaults. The decay is added to the gradient (L2).
+        variance_floor: 0 or more, a share of the mean of v; 1e-6 by default, the smallest power of ten with which the
+            tasks of docs/convergence.md train under both codecs of the paper; 0 is the paper's algorithm.
 
     Raises:
         InvalidArgument: an option out of range.
@@ -56,8 +63,15 @@ class QAdam(torch.optim.Optimizer):
         betas: tuple[float, float] | None = None,
         eps: float | None = None,
         weight_decay: float | None = None,
+        variance_floor: float | None = None,
     ) -> None:
-        options = {"warmup_steps": warmup_steps, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        options = {
+            "warmup_steps": warmup_steps,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "variance_floor": variance_floor,
+        }
         given = {name: value for name, value in options.items() if value is not None}
         check_options({"lr": lr, **given})
         # "given", here and in each group, says which options the user chose; copies, pickles and checkpoints keep it.
@@ -192,6 +206,18 @@ class QAdam(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+        for parameter in parameters:
+            if self.is_warm(parameter, group):
+                self._raise_variances(parameter, group["variance_floor"])
+
+    def _raise_variances(self, parameter: torch.Tensor, variance_floor: float) -> None:
+        """v <- max(v, ``variance_floor`` times its mean) where v is not 0.
+
+        The mean is taken in float64, where ranks that sum in another order agree.
+        """
+        exp_avg_sq = self.state[parameter]["exp_avg_sq"]
+        was_met = exp_avg_sq.sign()
+        exp_avg_sq.clamp_(min=variance_floor * float(exp_avg_sq.mean(dtype=torch.float64))).mul_(was_met)
 
     def _step_frozen(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         if not parameters:
@@ -224,7 +250,7 @@ def check_options(options: dict[str, Any]) -> None:
     is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2
     if not is_pair or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
         raise InvalidArgument(f"betas is {betas!r}, expected two numbers from 0 to below 1")
-    for name in ("lr", "eps", "weight_decay"):
+    for name in ("lr", "eps", "weight_decay", "variance_floor"):
         value = options.get(name, 0)
         if not _is_number(value) or not value >= 0:  # NaN is not
             raise InvalidArgument(f"{name} is {value!r}, expected a number, 0 or more")

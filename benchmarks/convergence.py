@@ -49,10 +49,9 @@ _VARIANTS: Mapping[str, Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]] =
     ],
     "qadam": [
         ({}, {"warmup": 0.2}),
-        ({"eps": 1e-4}, {"warmup": 0.2}),
         ({"codec": "onebit"}, {"warmup": 0.2}),
         ({"codec": "onebit"}, {"warmup": 0.5}),
-        ({"codec": "onebit", "eps": 1e-4}, {"warmup": 0.2}),
+        ({"codec": "onebit", "variance_floor": 0.0}, {"warmup": 0.2}),
     ],
     "decentralized": [
         ({"topology": "ring"}, {}),

@@ -27,7 +27,9 @@ from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup, Work
 
 _WARMUP, _COMPRESSED = "warm-up", "compressed"
-_FAR = 100.0  # times the learning rate; with b1 = 0.9 and b2 = 0.999 no step of Adam is longer than 3.2 times
+# Times the learning rate. With b1 = 0.9 and b2 = 0.999 no step of Adam is longer than 3.2 times, and what is rounded to
+# the mean of |m|, as by "onebit", is 1000 times at most over a v that optim's default floor has raised.
+_FAR = 1000.0
 
 
 @register
@@ -50,12 +52,13 @@ class QAdam(CompressedGradients):
     of the bucket says so.
 
     A weight whose v is 0 when the warm-up ends has had no gradient and keeps its value; rank 0 then warns of it.
-    Where v is tiny beside what the codec rounds of m, as behind ReLUs that hardly ever fire, rounding moves a weight
-    further than its gradients do. Rank 0 looks for that in the first step after the warm-up, and a RuntimeWarning names
+    Where v is tiny beside what the codec rounds of m, rounding moves a weight further than its gradients do. Inside a
+    parameter ``variance_floor`` prevents that; it may remain where one with tiny gradients shares a block of the codec
+    with one that has large ones. Rank 0 looks for it in the first step after the warm-up, and a RuntimeWarning names
     the parameters and an eps that ends it.
 
     Args:
-        warmup_steps, betas, eps, weight_decay: as for QAdam.
+        warmup_steps, betas, eps, weight_decay, variance_floor: as for QAdam.
         codec: of the momentum after the warm-up: "minmax_uint8"; "onebit", which is 1-bit Adam; or another one.
         error_feedback: by default where the codec needs it.
         average, hierarchical, state_dtype, seed, min_compressed_bytes: as in CompressedGradients.
@@ -82,6 +85,7 @@ class QAdam(CompressedGradients):
     betas: tuple[float, float] | None = None
     eps: float | None = None
     weight_decay: float | None = None
+    variance_floor: float | None = None
     codec: str = "minmax_uint8"
     error_feedback: bool | None = None
 
@@ -96,7 +100,7 @@ class QAdam(CompressedGradients):
         optim.check_options(self._adam_options())
 
     def _adam_options(self) -> dict[str, Any]:
-        names = ("warmup_steps", "betas", "eps", "weight_decay")
+        names = ("warmup_steps", "betas", "eps", "weight_decay", "variance_floor")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def codec_spec(self) -> str:
@@ -266,8 +270,8 @@ class QAdam(CompressedGradients):
         warnings.warn(
             f"algorithm 'qadam': the first step after the warm-up moved {count} weights of {_told(names)} "
             f"by more than {_FAR:g} times the learning rate. Their gradients were close to 0 in the warm-up, and what "
-            f"codec {self.codec!r} rounds is divided by sqrt(v) + eps. Training may diverge; with eps={eps:.0e} such a "
-            "step is one learning rate at most. A longer warm-up does not help",
+            f"codec {self.codec!r} rounds is divided by sqrt(v) + eps. Training may diverge; raise variance_floor, or "
+            f"with eps={eps:.0e} such a step is one learning rate at most. A longer warm-up does not help",
             RuntimeWarning,
             stacklevel=2,
         )

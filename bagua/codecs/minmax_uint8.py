@@ -1,7 +1,8 @@
 """minmax_uint8: 255 steps between the smallest and the largest value of each block of 2048.
 
 Wire size: a byte per element and the block's scale. The step is relative to the block's range, with
-no absolute epsilon, so tiny gradients keep all 256 levels. Constant blocks are exact.
+no absolute epsilon, so tiny gradients keep all 256 levels. Zeros and constant blocks are exact: where a block's values
+have both signs, or a zero among them, its 256 levels are moved by at most half a step, so that one of them is 0.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from bagua.codecs.registry import register
 
 @register
 class MinMaxUInt8(Codec):
-    """Rounds to the nearest of 256 values that divide [min, max] of the block evenly.
+    """Rounds to the nearest of 256 evenly spaced values from the min of the block to its max, one of them 0 if between.
 
-    Error: (max - min) / 510 of the element's block, and the rounding of the result to its dtype.
+    Error: (max - min) / 510 of the element's block, and the rounding of the result to its dtype; none of a zero.
     """
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -33,4 +34,5 @@ class MinMaxUInt8(Codec):
             arithmetic = torch.finfo(torch.float32).eps * 2 * largest
             rounding = 0.0 if tensor.dtype == torch.float32 else info.eps * largest
             block_bound.fill_((high - low) / 510 + arithmetic + rounding + info.eps * info.smallest_normal)
+            block_bound[block == 0] = 0
         return bound.reshape(tensor.shape)

@@ -1,5 +1,5 @@
 // Codec "minmax_uint8": blocks of 2048 elements, each f32 min, f32 max and one byte per element; error at
-// most (max - min) / 510 within a block. The arithmetic is in csrc/kernels/minmax_uint8.h.
+// most (max - min) / 510 within a block, zeros exact. The arithmetic is in csrc/kernels/minmax_uint8.h.
 #include "csrc/kernels/minmax_uint8.h"
 
 #include "csrc/codecs/codec.h"

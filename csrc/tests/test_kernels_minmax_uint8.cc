@@ -1,6 +1,6 @@
 // The min-max quantiser: bit for bit against the formula of its header written as a scalar loop, codes and
-// error against f64 arithmetic on real numbers, and the blocks that broke others: constant, tiny,
-// subnormal, huge, NaN, Inf, -0.0.
+// error against f64 arithmetic on real numbers, and the blocks that broke others: zeros beside other values,
+// constant, tiny, subnormal, huge, NaN, Inf, -0.0.
 #include "csrc/kernels/minmax_uint8.h"
 
 #include <algorithm>
@@ -31,6 +31,22 @@ struct Bounds {
 
 float scale_of(double range) { return range > 0 && range < 0x1p-100 ? 0x1p100f : range >= 0x1p126 ? 0x1p-4f : 1.0f; }
 
+struct Grid {
+  float s, step, inverse_step, base, z;
+};
+
+Grid grid_of(const Bounds& bounds) {
+  const double range = static_cast<double>(bounds.max) - static_cast<double>(bounds.min);
+  const float s = scale_of(range);
+  const double scaled_range = range * static_cast<double>(s);
+  Grid grid{s, static_cast<float>(scaled_range / 255), static_cast<float>(255 / scaled_range), bounds.min * s, 0};
+  if (bounds.min <= 0 && bounds.max >= 0) {
+    grid.z = std::nearbyint(-(grid.base * grid.inverse_step));
+    grid.base = 0;
+  }
+  return grid;
+}
+
 bool less_with_signed_zero(float a, float b) { return a < b || (a == b && std::signbit(a) && !std::signbit(b)); }
 
 // One block by the formula of the header; appends to `bytes`.
@@ -43,13 +59,16 @@ void encode_block(const float* values, size_t numel, std::vector<uint8_t>& bytes
   }
   bytes.resize(bytes.size() + kHeaderBytes);
   std::memcpy(bytes.data() + bytes.size() - kHeaderBytes, &bounds, kHeaderBytes);
-  const double range = static_cast<double>(bounds.max) - static_cast<double>(bounds.min);
-  const float s = scale_of(range);
-  const float inverse_step = static_cast<float>(255.0 / (range * static_cast<double>(s)));
+  const Grid grid = grid_of(bounds);
   for (size_t i = 0; i < numel; ++i) {
-    const float position = (values[i] * s - bounds.min * s) * inverse_step;
-    const bool has_steps = finite && range > 0;
-    bytes.push_back(has_steps ? static_cast<uint8_t>(std::fmin(255.0f, std::nearbyint(position))) : 0);
+    if (!finite || bounds.min == bounds.max) {
+      bytes.push_back(0);
+      continue;
+    }
+    const float steps = (values[i] * grid.s - grid.base) * grid.inverse_step;
+    const double code = std::nearbyint(static_cast<double>(steps) + static_cast<double>(grid.z));
+    EXPECT_GE(code, 0);
+    bytes.push_back(static_cast<uint8_t>(std::min(255.0, code)));
   }
 }
 
@@ -69,11 +88,12 @@ std::vector<float> decode_oracle(const std::vector<uint8_t>& bytes, size_t numel
     Bounds bounds;
     std::memcpy(&bounds, header, kHeaderBytes);
     const uint8_t code = header[kHeaderBytes + i % kMinmaxUint8BlockNumel];
-    const double range = static_cast<double>(bounds.max) - static_cast<double>(bounds.min);
-    const float s = scale_of(range);
-    const float step = static_cast<float>(range * static_cast<double>(s) / 255.0);
-    const float value = (bounds.min * s + static_cast<float>(code) * step) / s;
-    values.push_back(bounds.min == bounds.max ? bounds.min : code == 255 ? bounds.max : value);
+    const Grid grid = grid_of(bounds);
+    const float value = (grid.base - grid.z * grid.step + static_cast<float>(code) * grid.step) / grid.s;
+    values.push_back(bounds.min == bounds.max ? bounds.min
+                     : value < bounds.min     ? bounds.min
+                     : value > bounds.max     ? bounds.max
+                                              : value);
   }
   return values;
 }
@@ -108,8 +128,8 @@ std::vector<float> check_round_trip(const std::vector<float>& values, size_t byt
   return result;
 }
 
-// |x - decoded| <= (max - min) / 510 per block, plus rounding: of the position (255 * 2^-22 of a step) and
-// of the decoded value (its last place).
+// Per block: |x - decoded| <= (max - min) / 510, plus rounding: of the position (255 * 2^-22 of a step) and of the
+// decoded value (its last place); nothing decodes to what lies beyond min and max; zeros are exact.
 void expect_bound(const std::vector<float>& values, const std::vector<float>& decoded) {
   for (size_t begin = 0; begin < values.size(); begin += kMinmaxUint8BlockNumel) {
     const size_t end = std::min(values.size(), begin + kMinmaxUint8BlockNumel);
@@ -120,11 +140,8 @@ void expect_bound(const std::vector<float>& values, const std::vector<float>& de
     const double bound = range / 510 * (1 + 1e-4) + std::max(largest * 0x1p-23, 0x1p-149);
     for (size_t i = begin; i < end; ++i) {
       const double error = std::fabs(static_cast<double>(values[i]) - static_cast<double>(decoded[i]));
-      ASSERT_LE(error, bound) << i << " " << values[i] << " " << decoded[i];
-      ASSERT_TRUE(std::isfinite(decoded[i]));
-      const bool is_end = values[i] == *low || values[i] == *high;
-      const bool may_lose_bits = range >= 0x1p126 && std::fabs(values[i]) < 0x1p-122;  // see the header
-      ASSERT_TRUE(!is_end || values[i] == decoded[i] || may_lose_bits) << values[i] << " is an end and must be exact";
+      ASSERT_LE(error, values[i] == 0 ? 0 : bound) << i << " " << values[i] << " " << decoded[i];
+      ASSERT_TRUE(*low <= decoded[i] && decoded[i] <= *high) << i << " " << values[i] << " " << decoded[i];
     }
   }
 }
@@ -142,10 +159,11 @@ TEST(MinmaxUint8, EverySizeAndAlignment) {
   expect_bound(values, check_round_trip(values, 1, 1));
 }
 
-// The code is the nearest even integer of the real position; f32 arithmetic may decide otherwise only
-// within its rounding error of a tie.
+// The code is the nearest even integer of the real position on the grid that has 0 at an integer; f32 arithmetic may
+// decide otherwise only within its rounding error of a tie. A block that is wholly positive has its grid from min.
 TEST(MinmaxUint8, CodesEqualRealArithmetic) {
-  const std::vector<float> values = random_values(DType::kF32, 100 * kMinmaxUint8BlockNumel, 22);
+  std::vector<float> values = random_values(DType::kF32, 100 * kMinmaxUint8BlockNumel, 22);
+  for (size_t i = values.size() / 2; i < values.size(); ++i) values[i] = std::fabs(values[i]) + 1.0f;
   const std::vector<uint8_t> bytes = encode_oracle(values);
   for (size_t begin = 0; begin < values.size(); begin += kMinmaxUint8BlockNumel) {
     const float* block = values.data() + begin;
@@ -153,9 +171,32 @@ TEST(MinmaxUint8, CodesEqualRealArithmetic) {
     const uint8_t* codes = bytes.data() + begin + header_bytes;
     const double low = *std::min_element(block, block + kMinmaxUint8BlockNumel);
     const double high = *std::max_element(block, block + kMinmaxUint8BlockNumel);
+    const double exact_zero = -low / (high - low) * 255;
+    const double moved = low <= 0 && high >= 0 ? std::nearbyint(exact_zero) - exact_zero : 0;
+    ASSERT_LE(std::fabs(moved), 0.5);
     for (size_t i = 0; i < kMinmaxUint8BlockNumel; ++i) {
-      const double position = (block[i] - low) / (high - low) * 255;
-      ASSERT_LE(std::fabs(position - codes[i]), 0.5 + 1e-4);
+      const double position = (block[i] - low) / (high - low) * 255 + moved;
+      ASSERT_LE(std::fabs(std::min(255.0, position) - codes[i]), 0.5 + 1e-4);
+    }
+  }
+}
+
+// Wherever 0 lies between min and max, at every magnitude: it decodes to 0, and so it is after a sum of what several
+// ranks sent is encoded again. Its place between two steps goes through all of them, ties included.
+TEST(MinmaxUint8, ZerosAreExactWhereverTheyLie) {
+  for (int exponent : {-149, -140, -126, -110, -99, -60, 0, 60, 110, 118, 119}) {
+    for (int sixteenth = 0; sixteenth <= 255 * 16; ++sixteenth) {
+      const auto at = [&](double steps) { return static_cast<float>(std::ldexp(steps, exponent)); };
+      const double low = -sixteenth / 16.0, high = 255 + low;
+      const std::vector<float> values = {0.0f, at(low), -0.0f, at(high), 0.0f, at(low / 2), at(high / 3), at(0.25)};
+      std::vector<uint8_t> bytes(minmax_uint8_wire_bytes(values.size()));
+      kernels::minmax_uint8_encode(DType::kF32, values.data(), values.size(), bytes.data(), nullptr, kCpu);
+      ASSERT_EQ(bytes, encode_oracle(values));
+      std::vector<float> decoded(values.size());
+      kernels::minmax_uint8_decode(DType::kF32, bytes.data(), values.size(), decoded.data(), kCpu);
+      expect_bound(values, decoded);
+      kernels::minmax_uint8_decode_add(bytes.data(), values.size(), decoded.data(), kCpu);
+      ASSERT_TRUE(decoded[0] == 0.0f && decoded[2] == 0.0f && decoded[4] == 0.0f) << low << " * 2^" << exponent;
     }
   }
 }

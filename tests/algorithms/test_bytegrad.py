@@ -13,14 +13,16 @@ WITHOUT_FEEDBACK = [name for name in bagua.codecs.available() if not bagua.codec
 
 
 def _quantise(values):
-    """minmax_uint8 in float64, element by element: 255 steps between the block's min and max."""
+    """minmax_uint8 in float64, element by element: 255 steps from min to max, moved so that 0 is at one of them."""
     result = []
     for begin in range(0, len(values), BLOCK):
         block = values[begin : begin + BLOCK]
         low, high = min(block), max(block)
         step = (high - low) / 255
+        first = -step * round(-low / step) if low < 0 < high else low
         for value in block:
-            result.append(low + step * round((value - low) / step) if step else value)
+            code = min(255, max(0, round((value - first) / step))) if step else 0
+            result.append(min(high, max(low, first + step * code)))
     return result
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import re
 import warnings
 
@@ -13,7 +15,7 @@ from bagua.errors import InvalidArgument
 from tests.algorithms.quadratic import Quadratic, step_once, target_of
 from tests.conformance.training import assert_equal_on_all_ranks, process_group
 
-LR, BETAS, EPS = 0.05, (0.9, 0.99), 1e-8
+LR, BETAS, EPS, FLOOR = 0.05, (0.9, 0.99), 1e-8, 1e-6
 SHAPES = [(64, 16), (32, 32)]  # one block of 2048 together
 
 
@@ -36,7 +38,18 @@ def test_warm_up_is_torch_adam_bit_for_bit(weight_decay):
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-def oracle(n, numel, num_steps, warmup_steps, weight_decay, compress=None):
+def floored(v, variance_floor):
+    """v when the warm-up has ended: max(v, floor times the mean), or 0 where v is 0, of each tensor of SHAPES."""
+    result, end = [], 0
+    for rows, columns in SHAPES:
+        part = v[end : end + rows * columns]
+        least = variance_floor * math.fsum(part) / len(part)
+        result += [max(value, least) if value else 0.0 for value in part]
+        end += len(part)
+    return result
+
+
+def oracle(n, numel, num_steps, warmup_steps, weight_decay, compress=None, variance_floor=FLOOR):
     """x by step. ``compress`` is what becomes of the ranks' momenta; by default their mean."""
     beta1, beta2 = BETAS
     compress = compress or (lambda momenta: [sum(m[e] for m in momenta) / n for e in range(numel)])
@@ -57,6 +70,8 @@ def oracle(n, numel, num_steps, warmup_steps, weight_decay, compress=None):
             value - LR * (a / (1 - beta1**t)) / ((b / (1 - beta2**frozen)) ** 0.5 + EPS)
             for value, a, b in zip(x, m, v, strict=True)
         ]
+        if t == warmup_steps:
+            v = floored(v, variance_floor)
         history.append(x)
     return history
 
@@ -98,11 +113,12 @@ def _train(rank, world_size, num_steps, options, algorithm_options):
         return history
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_follows_the_oracle(pool2, weight_decay):
+@pytest.mark.parametrize(("weight_decay", "variance_floor"), [(0.0, None), (0.1, None), (0.1, 0.5)])
+def test_follows_the_oracle(pool2, weight_decay, variance_floor):
     options = {"warmup_steps": 4, "betas": BETAS, "eps": EPS, "weight_decay": weight_decay}
-    per_rank = pool2.run(_train, args=(10, options, {"codec": "fp16"}))
-    expected = oracle(2, 2048, 10, 4, weight_decay)
+    per_rank = pool2.run(_train, args=(10, options, {"codec": "fp16", "variance_floor": variance_floor}))
+    floor = FLOOR if variance_floor is None else variance_floor
+    expected = oracle(2, 2048, 10, 4, weight_decay, variance_floor=floor)
     for step, weights in enumerate(expected):
         tolerance = 1e-5 if step < 4 else 2e-3  # what float16 rounds of m, over a small v
         assert per_rank[0][step] == pytest.approx(weights, abs=tolerance), step
@@ -115,6 +131,32 @@ def test_one_bit_adam_follows_the_oracle(pool4):
         off = (torch.tensor(per_rank[0][step], dtype=torch.float64) - torch.tensor(weights)).abs()
         # A value at the edge of two signs may fall to either side of it, and then its residual goes another way.
         assert float((off > 1e-4).double().mean()) < 0.02, (step, float(off.max()))
+
+
+@pytest.mark.parametrize("variance_floor", [None, 0.0, 1e-2])
+def test_the_floor_of_the_second_moment(variance_floor):
+    """v <- max(v, floor times its mean) of each tensor once, when its warm-up ends; where v is 0 it stays 0."""
+    floor = FLOOR if variance_floor is None else variance_floor
+    generator = torch.Generator().manual_seed(5)
+    scales = 10.0 ** -torch.arange(0.0, 8.0).repeat(64)  # of the gradients' elements
+    parameters = [torch.nn.Parameter(torch.zeros(512)) for _ in range(2)]
+    optimizer = bagua.optim.QAdam(parameters, warmup_steps=3, betas=BETAS, variance_floor=variance_floor)
+    expected = [0.0] * 512
+    for step in range(5):
+        grad = scales * torch.randn(512, generator=generator)
+        grad[::9] = 0
+        parameters[0].grad, parameters[1].grad = grad, torch.zeros(512)
+        if step < 3:
+            expected = [BETAS[1] * v + (1 - BETAS[1]) * g * g for v, g in zip(expected, grad.tolist(), strict=True)]
+        if step == 2:
+            mean = math.fsum(expected) / 512
+            num_raised = sum(0 < v < floor * mean for v in expected)
+            expected = [max(v, floor * mean) if v else 0.0 for v in expected]
+        optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # a floor twice would be another one
+        assert optimizer.state[parameters[0]]["exp_avg_sq"].tolist() == pytest.approx(expected, rel=1e-5, abs=0)
+    assert (num_raised > 64) == (floor > 0)
+    assert [count for _, count in optimizer.still_weights()] == [57, 512]
 
 
 def _dead_input(rank, world_size, codec):
@@ -142,14 +184,14 @@ def test_weights_without_a_second_moment_stay(pool2, codec):
     pool2.run(_dead_input, args=(codec,))
 
 
-def _faint_input(rank, world_size, factor):
+def _faint_input(rank, world_size, factor, variance_floor=None):
     """An input of which hardly anything is seen in the warm-up: v is there, but tiny."""
     with process_group(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.manual_seed(0)
         model = torch.nn.Linear(256, 16, bias=False)
-        optimizer = bagua.optim.QAdam(model.parameters(), lr=1e-3, warmup_steps=5)
-        bagua.with_bagua(model, optimizer, algorithm="qadam", min_compressed_bytes=0)
+        optimizer = bagua.optim.QAdam(model.parameters(), lr=1e-3, warmup_steps=5, variance_floor=variance_floor)
+        bagua.with_bagua(model, optimizer, algorithm="qadam", codec="onebit", min_compressed_bytes=0)
         generator = torch.Generator().manual_seed(rank)
         for _ in range(8):
             x = torch.randn(32, 256, generator=generator)
@@ -161,15 +203,16 @@ def _faint_input(rank, world_size, factor):
 
 
 def test_steps_of_rounding_alone_are_told(pool2):
-    first, second = pool2.run(_faint_input, args=(1e-5,))
+    first, second = pool2.run(_faint_input, args=(1e-5, 0.0))
     assert len(first) == 1 and second == []
     found = re.search(
-        r"moved (\d+) weights of weight by more than 100 times the learning rate.*codec 'minmax_uint8'.*eps=(\S+) ",
+        r"moved (\d+) weights of weight by more than 1000 times the learning rate.*codec 'onebit'.*eps=(\S+) ",
         first[0],
     )
     assert found and 1 <= int(found[1]) <= 16  # the weights of that input
     assert 1e-7 < float(found[2]) < 1e-2
-    assert pool2.run(_faint_input, args=(1.0,)) == [[], []]
+    assert pool2.run(_faint_input, args=(1.0, 0.0)) == [[], []]
+    assert pool2.run(_faint_input, args=(1e-5,)) == [[], []]  # that is what variance_floor is for
 
 
 def _switch(rank, world_size):
@@ -267,6 +310,7 @@ def test_errors(pool2):
         ({"warmup_steps": 0}, "warmup_steps is 0, expected an integer of at least 1"),
         ({"betas": (0.9, 1.0)}, "betas is"),
         ({"eps": -1.0}, "eps is -1.0, expected a number, 0 or more"),
+        ({"variance_floor": -1.0}, "variance_floor is -1.0, expected a number, 0 or more"),
         ({"error_feedback": 1}, "error_feedback is 1, expected True, False or None"),
         ({"codec": "onebit", "error_feedback": False}, "pass error_feedback=True"),
         ({"average": False}, "average=False would let it grow"),

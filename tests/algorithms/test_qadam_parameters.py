@@ -23,6 +23,7 @@ from tests.conformance.training import assert_equal_on_all_ranks, process_group
     [
         ({"eps": "x"}, "eps is 'x', expected a number, 0 or more"),
         ({"weight_decay": True}, "weight_decay is True"),
+        ({"variance_floor": "x"}, "variance_floor is 'x', expected a number, 0 or more"),
         ({"weight_decay": float("nan")}, "weight_decay is nan"),
         ({"lr": "1"}, "lr is '1', expected a number, 0 or more"),
         ({"lr": True}, "lr is True"),
@@ -169,7 +170,7 @@ def _other_model(rank, world_size, factor):
     """The optimizer also steps a parameter of a model that is not wrapped, with steps far and with a v of 0."""
     with process_group():
         model, other = Quadratic(SHAPES), torch.nn.Parameter(torch.zeros(3))
-        optimizer = bagua.optim.QAdam([*model.parameters(), other], lr=LR, warmup_steps=2)
+        optimizer = bagua.optim.QAdam([*model.parameters(), other], lr=1e-3, warmup_steps=2, variance_floor=0.0)
         _wrap(model, optimizer)
 
         def train():

@@ -11,7 +11,7 @@ import torch
 
 import bagua
 from tests.algorithms.quadratic import Quadratic, target_of, weights_of
-from tests.algorithms.test_qadam import BETAS, EPS, LR, SHAPES, OneBit
+from tests.algorithms.test_qadam import BETAS, EPS, FLOOR, LR, SHAPES, OneBit, floored
 from tests.conformance.training import assert_equal_on_all_ranks, process_group
 
 NUMEL = 2048  # of SHAPES
@@ -115,6 +115,8 @@ def _clipped_oracle(n, num_steps, scale, max_norm):
             value - LR * (a / (1 - beta1 ** (step + 1))) / ((b / (1 - beta2 ** min(step + 1, 4))) ** 0.5 + EPS)
             for value, a, b in zip(x, m, v, strict=True)
         ]
+        if step + 1 == 4:
+            v = floored(v, FLOOR)
         history.append((x, unit))
     return history
 

@@ -11,7 +11,7 @@ import bagua
 from bagua import _C
 from bagua.errors import InvalidArgument
 from bagua.group import dtype_code
-from tests.codec_specs import SPECS
+from tests.codec_specs import ROUNDINGS, SPECS
 
 CODECS = [bagua.codecs.get(spec) for spec in SPECS]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -78,6 +78,19 @@ def test_constants_and_zeros_are_exact(codec, dtype):
     for value in (0.0, -1.5, 0.09375):
         x = torch.full((5000,), value, dtype=dtype)
         assert torch.equal(_passed_through(codec, x), x) == (codec.keeps_constants or value == 0)
+
+
+@every_dtype
+@pytest.mark.parametrize("spec", ROUNDINGS)
+def test_zeros_among_other_values_are_exact(spec, dtype):
+    """Wherever min <= 0 <= max, so that what never had a gradient never moves."""
+    codec = bagua.codecs.get(spec)
+    for shift in (-3.0, 0.0, 0.7, 3.0):  # the values around the zeros lean to one side
+        for x in _samples(dtype):
+            x = ((x.double() + shift * x.double().abs()) / (1 + abs(shift))).to(dtype)
+            x[::3] = 0
+            for block, decoded in zip(x.split(BLOCK), _passed_through(codec, x).split(BLOCK), strict=True):
+                assert bool((decoded[block == 0] == 0).all())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -25,6 +25,8 @@ def attempt(rank, world_size, changes, timeout):
     os.environ.update(mine.get("env", {}))
     if "version" in mine:
         _C.__version__ = mine["version"]
+    if "protocol" in mine:
+        rendezvous.PROTOCOL = mine["protocol"]
     begin = time.monotonic()
     try:
         bagua.init_process_group(timeout=timeout, **mine.get("arguments", {}))
@@ -51,6 +53,10 @@ def failures_of(world_size, changes, timeout=60.0, env=None):
     [
         ({"env": {"WORLD_SIZE": "4"}}, "about world_size: rank 0 has 3, rank 2 has 4; start all ranks with the same"),
         ({"version": "9.9"}, f"about bagua version: rank 0 has '{_C.__version__}', rank 2 has '9.9'; install the same"),
+        (
+            {"protocol": rendezvous.PROTOCOL - 1},
+            f"about wire protocol: rank 0 has {rendezvous.PROTOCOL}, rank 2 has {rendezvous.PROTOCOL - 1}; install the",
+        ),
         ({"arguments": {"backend": "native"}}, "about backend: rank 0 has 'auto', rank 2 has 'native'; pass the same"),
         (
             {"env": {"BAGUA_THRESHOLDS": "direct_bytes=7"}},
@@ -58,7 +64,7 @@ def failures_of(world_size, changes, timeout=60.0, env=None):
         ),
         ({"arguments": {"auth_token": "x"}}, "about auth_token: rank 2's token is not rank 0's; pass the same"),
     ],
-    ids=["world_size", "version", "backend", "thresholds", "token"],
+    ids=["world_size", "version", "protocol", "backend", "thresholds", "token"],
 )
 @pytest.mark.parametrize("agent_store", ["True", "False"], ids=["agent's store", "rank 0's store"])
 def test_ranks_that_disagree(change, message, agent_store):

@@ -32,10 +32,13 @@ static_assert(sizeof(Header) == kHeaderBytes);
 // An involution between float bits and integers with the same order, -0.0 below 0.0.
 BAGUA_INLINE int32_t ordered(int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 
+constexpr float kRounder = 0x1.8p23f;  // adding it rounds to the nearest even integer
+
+// The names of the contract; unscale is 1 / s.
 struct Steps {
-  float scale, unscale;  // s and 1 / s of the contract
-  float low;             // min * s
+  float scale, unscale;
   float step, inverse_step;
+  float base, zero_code;
 };
 
 BAGUA_INLINE Steps steps_of(Header header) {
@@ -46,31 +49,37 @@ BAGUA_INLINE Steps steps_of(Header header) {
   Steps steps;
   steps.scale = scale;
   steps.unscale = 1.0f / scale;
-  steps.low = header.min * scale;
   steps.step = static_cast<float>(scaled_range / 255.0);
   steps.inverse_step = range == 0.0 ? 0.0f : static_cast<float>(255.0 / scaled_range);
+  const float low = header.min * scale;
+  const bool has_zero = header.min <= 0.0f && header.max >= 0.0f;
+  steps.base = has_zero ? 0.0f : low;
+  steps.zero_code = has_zero ? (kRounder - low * steps.inverse_step) - kRounder : 0.0f;
   return steps;
 }
 
-// Adding 1.5 * 2^23 rounds to the nearest even integer, which then is the low part of the sum's bits. The
-// clamp is on integers because the compiler may make a branch of a comparison of floats. `kIsScaled`: s is not 1.
+// Min's code is never below 0: z was rounded from the same product that min's code is. The code is the low part of the
+// sum's bits, and clamped as an integer because the compiler may make a branch of a comparison of floats. `kIsScaled`:
+// s is not 1.
 template <bool kIsScaled>
 BAGUA_INLINE uint8_t code_of(float value, const Steps& steps) {
-  constexpr float kRounder = 0x1.8p23f;
   constexpr uint32_t kRounderBits = std::bit_cast<uint32_t>(kRounder);
   static_assert(kRounderBits % 256 == 0);
   if constexpr (kIsScaled) value *= steps.scale;
-  const uint32_t code = std::bit_cast<uint32_t>((value - steps.low) * steps.inverse_step + kRounder);
+  const float sum = (value - steps.base) * steps.inverse_step + (kRounder + steps.zero_code);
+  const uint32_t code = std::bit_cast<uint32_t>(sum);
   return static_cast<uint8_t>(code < kRounderBits + 255 ? code : kRounderBits + 255);
 }
 
-// `kIsApart`: code 255 does not lead to max by itself.
-template <bool kIsScaled, bool kIsApart>
-BAGUA_INLINE float value_of(uint8_t code, const Steps& steps, float max) {
-  float value = steps.low + static_cast<float>(static_cast<int32_t>(code)) * steps.step;
+// `kIsBelow`: code 0 leads below min, before it is clamped; `kIsAbove`: code 255 above max.
+template <bool kIsScaled, bool kIsBelow, bool kIsAbove>
+BAGUA_INLINE float value_of(uint8_t code, const Steps& steps, Header header) {
+  const float low = steps.base - steps.zero_code * steps.step;
+  float value = low + static_cast<float>(static_cast<int32_t>(code)) * steps.step;
   if constexpr (kIsScaled) value *= steps.unscale;
-  if constexpr (!kIsApart) return value;
-  return std::bit_cast<float>(select(code == 255, std::bit_cast<uint32_t>(max), std::bit_cast<uint32_t>(value)));
+  if constexpr (kIsBelow) value = value < header.min ? header.min : value;
+  if constexpr (kIsAbove) value = value > header.max ? header.max : value;
+  return value;
 }
 
 template <bool kIsScaled>
@@ -123,11 +132,11 @@ BAGUA_INLINE void fill_block(float value, size_t numel, float* __restrict destin
   }
 }
 
-template <bool kIsScaled, bool kIsApart, Store kStore>
-BAGUA_INLINE void decode_codes(const uint8_t* __restrict codes, size_t numel, const Steps& steps, float max,
+template <bool kIsScaled, bool kIsBelow, bool kIsAbove, Store kStore>
+BAGUA_INLINE void decode_codes(const uint8_t* __restrict codes, size_t numel, const Steps& steps, Header header,
                                float* __restrict destination) {
   for (size_t i = 0; i < numel; ++i) {
-    const float value = value_of<kIsScaled, kIsApart>(codes[i], steps, max);
+    const float value = value_of<kIsScaled, kIsBelow, kIsAbove>(codes[i], steps, header);
     if constexpr (kStore == Store::kAssign) destination[i] = value;
     if constexpr (kStore == Store::kAdd) destination[i] += value;
   }
@@ -143,13 +152,19 @@ BAGUA_INLINE void decode_block(const uint8_t* __restrict bytes, size_t numel, fl
   if (header.min == header.max) return fill_block<kStore>(header.min, numel, destination);
   const Steps steps = steps_of(header);
   const uint8_t* __restrict codes = bytes + kHeaderBytes;
-  const float last = value_of<false, false>(255, steps, header.max);
+  // The others lie between these two, so most blocks need one comparison or none.
+  const bool is_below = value_of<false, false, false>(0, steps, header) < header.min;
+  const bool is_above = value_of<false, false, false>(255, steps, header) > header.max;
   if (steps.scale != 1.0f) {
-    decode_codes<true, true, kStore>(codes, numel, steps, header.max, destination);
-  } else if (std::bit_cast<uint32_t>(last) != std::bit_cast<uint32_t>(header.max)) {  // max may be -0.0
-    decode_codes<false, true, kStore>(codes, numel, steps, header.max, destination);
+    decode_codes<true, true, true, kStore>(codes, numel, steps, header, destination);
+  } else if (is_below && is_above) {
+    decode_codes<false, true, true, kStore>(codes, numel, steps, header, destination);
+  } else if (is_below) {
+    decode_codes<false, true, false, kStore>(codes, numel, steps, header, destination);
+  } else if (is_above) {
+    decode_codes<false, false, true, kStore>(codes, numel, steps, header, destination);
   } else {
-    decode_codes<false, false, kStore>(codes, numel, steps, header.max, destination);
+    decode_codes<false, false, false, kStore>(codes, numel, steps, header, destination);
   }
 }
 
