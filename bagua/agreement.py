@@ -90,9 +90,14 @@ def describe_model(model: torch.nn.Module, optimizers: Sequence[torch.optim.Opti
     for name, buffer in model.named_buffers():
         described[f"buffer {name!r}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
     for index, optimizer in enumerate(optimizers):
-        sizes = [len(group["params"]) for group in optimizer.param_groups]
-        described[f"optimizer {index}"] = f"{type(optimizer).__name__} with parameter groups of {sizes}"
+        described.update(describe_optimizer(index, optimizer))
     return described
+
+
+def describe_optimizer(index: int, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """As ``describe_model``, of one optimizer."""
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    return {f"optimizer {index}": f"{type(optimizer).__name__} with parameter groups of {sizes}"}
 
 
 def check_model(
@@ -145,14 +150,26 @@ def _check_memory(value: Any, what: str) -> None:
         address_of(value, what)
 
 
+def check_steps_all(optimizers: Sequence[torch.optim.Optimizer], algorithm_name: str) -> None:
+    """Raises InvalidArgument for an optimizer of which each rank steps a part of the parameters only."""
+    for optimizer in optimizers:
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+            raise InvalidArgument(
+                f"algorithm {algorithm_name!r} averages weights that every rank has stepped by itself, but with a "
+                f"{type(optimizer).__name__} each rank steps its part of them; use an algorithm that averages gradients"
+            )
+
+
 def optimizers_of_parameters(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], algorithm_name: str
 ) -> dict[int, int]:
     """Which of the optimizers steps each trainable parameter, by the parameter's id.
 
     Raises:
-        InvalidArgument: none or several do, so that it is not clear when its weights may be exchanged.
+        InvalidArgument: none or several do, so that it is not clear when its weights may be exchanged; or one does in
+            part only.
     """
+    check_steps_all(optimizers, algorithm_name)
     found: dict[int, int] = {}
     name_of = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for index, optimizer in enumerate(optimizers):

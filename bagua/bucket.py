@@ -12,7 +12,6 @@ the parameter is dense. Padding is zero whenever a bucket is sent.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 
 from bagua import _C, codecs
 from bagua.errors import InvalidArgument
-from bagua.group import ProcessGroup
+from bagua.group import ProcessGroup, dtype_code
 
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024  # of the largest
 SMALL_BUCKET_BYTES = 512 * 1024  # of the first and the last
@@ -177,27 +176,29 @@ class Bucket:
         A codec turns a block with NaN or Inf into NaN on all ranks, so where one is declared, which means that the
         ranks are several, one element of each block tells, and all ranks get the same answer.
         """
-        if not self.numel:
-            return True
         # Float16 may overflow where it is decoded, in any element.
         is_told = self.declaration is not None and self.declaration.codec is not None and self.dtype != torch.float16
-        if is_told:
-            return not bool(self.flat[:: codecs.get(self.declaration.codec).block_numel].amin().isnan())
-        return is_finite(self.flat)
+        stride = codecs.get(self.declaration.codec).block_numel if is_told else 1
+        return _C.all_finite([self.flat.data_ptr()], [self.numel], [dtype_code(self.dtype)], stride)
 
     def __repr__(self) -> str:
         return f"Bucket({self.label!r}, {self.dtype}, numel={self.numel}, names={list(self.names)})"
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a floating-point tensor holds no NaN and no Inf; one pass, no copy."""
-    if not tensor.numel():
-        return True
-    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    if math.isfinite(tensor.sum(dtype=wide)):
-        return True
-    low, high = torch.aminmax(tensor)  # finite values may add up to Inf
-    return math.isfinite(low) and math.isfinite(high)
+def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether floating-point tensors hold no NaN and no Inf; one pass, one call for all that lie in one piece."""
+    dense = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.is_contiguous()]
+    if len(dense) < len(tensors):
+        others = [tensor for tensor in tensors if tensor.layout is not torch.strided or not tensor.is_contiguous()]
+        if not all(map(_is_finite, others)):
+            return False
+    addresses, numels = [tensor.data_ptr() for tensor in dense], [tensor.numel() for tensor in dense]
+    return _C.all_finite(addresses, numels, [dtype_code(tensor.dtype) for tensor in dense], 1)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    values = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
+    return bool(values.isfinite().all())
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:

@@ -25,6 +25,7 @@ from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup
 from bagua.handle import BaguaHandle, check_names, check_unused, handle_of, other_parameter_ids
 from bagua.hook_failures import fatal
+from bagua.optimizer_hooks import Watch
 from bagua.replicas import BufferBroadcast, broadcast_model, broadcast_optimizer
 from bagua.step import Step
 from bagua.takeover import begin, closing_if_refused, move_gradients
@@ -56,9 +57,13 @@ def with_bagua(
     Args:
         model: a module whose parameters are on the CPU. Train it through ``model(...)``: the forwards of the root
             module broadcast buffers. What torch.compile has compiled so far is compiled anew at its next call.
-        optimizers: those that step its parameters. Their state starts equal, and a step that would write
-            NaN is refused where the algorithm uses a codec. NaN in other parameters raise in backward. Algorithms that
-            exchange weights need all of them.
+        optimizers: those that step its parameters. Their state starts equal. One that is made anew later takes the
+            place of the one that stepped the same parameters, as it is: make it alike and at the same step on all
+            ranks. Among several ranks, where the algorithm uses a codec, a step is refused on all of them if a gradient
+            of any is NaN or Inf, also of what travels without the codec; NaN in parameters that no optimizer is known
+            to step raise in backward. Algorithms that exchange weights need all optimizers, and refuse others. So does
+            every algorithm a step inside backward, or, where gradients are exchanged, one that uses gradients that
+            no_sync has left.
         algorithm: a name from ``bagua.algorithms.available()``, or an instance.
         group: the ranks to train with; all by default.
         bucket_bytes: gradients, or weights, travel in messages of at most this size, 25 MiB by default (a larger
@@ -271,7 +276,7 @@ def _take_over(
         earlier.remove_hooks()
     elif "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # what was compiled of a module without hooks never asks again whether it has some
-    BaguaHandle(model, step, _install_hooks(model, step, optimizers), _num_wraps(earlier))
+    BaguaHandle(model, step, _install_hooks(model, step), _num_wraps(earlier))
 
 
 def _num_wraps(earlier: BaguaHandle | None) -> int:
@@ -315,7 +320,7 @@ def _make_storage(
     )
 
 
-def _install_hooks(model: torch.nn.Module, step: Step, optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+def _install_hooks(model: torch.nn.Module, step: Step) -> list[Any]:
     hooks: list[Any] = [
         model.register_forward_pre_hook(_ModuleHook(step, _before_forward)),
         model.register_forward_hook(_ModuleHook(step, _after_forward)),
@@ -323,9 +328,7 @@ def _install_hooks(model: torch.nn.Module, step: Step, optimizers: Sequence[torc
     step_ref = weakref.ref(step)
     for index, parameter in enumerate(step.storage.parameters):
         hooks.append(parameter.register_post_accumulate_grad_hook(_gradient_hook(step_ref, index)))
-    for optimizer in optimizers:
-        hooks.append(optimizer.register_step_pre_hook(_before_step_hook(step_ref)))
-        hooks.append(optimizer.register_step_post_hook(_after_step_hook(step_ref)))
+    hooks.append(Watch(step.optimizer_steps))
     return hooks
 
 
@@ -336,24 +339,6 @@ def _gradient_hook(step_ref: weakref.ref[Step], index: int) -> Callable[[torch.T
             step.gradient_ready(index, parameter)
 
     return gradient_is_ready
-
-
-def _before_step_hook(step_ref: weakref.ref[Step]) -> Callable[..., None]:
-    def before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        step = step_ref()
-        if step is not None:
-            step.before_optimizer_step(optimizer, args, kwargs)
-
-    return before_step
-
-
-def _after_step_hook(step_ref: weakref.ref[Step]) -> Callable[..., None]:
-    def after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        step = step_ref()
-        if step is not None:
-            step.after_optimizer_step(optimizer)
-
-    return after_step
 
 
 class _ModuleHook:

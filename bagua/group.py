@@ -195,6 +195,7 @@ class ProcessGroup:
         blocking: bool = False,
         feedback: Residuals | None = None,
         parts: Sequence[tuple[int, torch.Tensor]] | None = None,
+        checks_result: bool = False,  # then Work.is_result_finite tells
     ) -> Work:
         """tensor <- op over ranks of tensor, or of parts (places_of); see bagua.all_reduce, for feedback Residuals."""
         self.check()
@@ -202,13 +203,12 @@ class ProcessGroup:
         op = check_op(op, data.dtype)
         codec = check_codec(codec, data.dtype, op)
         arguments = (data.data_ptr(), data.numel(), dtype_code(data.dtype), int(op), codec, self._timeout_s, blocking)
-        residuals = None if feedback is None else feedback.addresses(data.numel())
-        places = places_of(parts, data)
+        residuals, places = None if feedback is None else feedback.addresses(data.numel()), places_of(parts, data)
         if hierarchical:
             nodes = (self.nodes.node_of(self.rank), self.nodes.leaders)
-            work = self._core.hierarchical_all_reduce(*nodes, *arguments, residuals, places)
+            work = self._core.hierarchical_all_reduce(*nodes, *arguments, residuals, places, checks_result)
         else:
-            work = self._core.all_reduce(*arguments, residuals, places)
+            work = self._core.all_reduce(*arguments, residuals, places, checks_result)
         return self._work(work, (tensor, data, feedback, parts), label, give_back)
 
     def neighbor_average(

@@ -66,7 +66,9 @@ class BaguaHandle:
         """Backwards inside stay local: their gradients add up until the first backward outside.
 
         It is the place of ``backward()`` that counts; have the forward inside too, which saves the
-        broadcast of the buffers.
+        broadcast of the buffers. Where gradients are exchanged, an optimizer that would step what is left local
+        raises InvalidArgument, on all ranks; where weights are, they are exchanged at its step all the same, but a
+        GradScaler's ranks agree on skipped steps in backwards outside only.
 
         Example:
             >>> with model.bagua.no_sync():                                       # doctest: +SKIP

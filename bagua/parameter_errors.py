@@ -31,6 +31,25 @@ def ready_twice(name: str) -> InvalidArgument:
     )
 
 
+def stepped_in_backward(optimizer: torch.optim.Optimizer, rank: int) -> InvalidArgument:
+    """Of an optimizer whose step a hook of backward has called."""
+    return InvalidArgument(
+        f"rank {rank}: {type(optimizer).__name__}.step was called inside backward, before gradients are synchronised; "
+        "the ranks would part. Call it after backward: an optimizer in backward (register_post_accumulate_grad_hook, "
+        "torch.distributed.optim._apply_optimizer_in_backward) cannot train a wrapped model",
+        rank=rank,
+    )
+
+
+def closure_not_called(optimizer: torch.optim.Optimizer, rank: int) -> InvalidArgument:
+    """Of an optimizer that has stepped without the gradients that it was to have."""
+    return InvalidArgument(
+        f"rank {rank}: {type(optimizer).__name__}.step was given a closure and has stepped without calling it, and "
+        "there was no backward before; call backward yourself, or have the optimizer call the closure",
+        rank=rank,
+    )
+
+
 def never_ready(names: Sequence[str], missing: Sequence[int], rank: int) -> InvalidArgument:
     """What to say of a backward that has left out the parameters ``missing`` of ``names``, where none may be."""
     num = len(missing)

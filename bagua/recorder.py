@@ -170,6 +170,12 @@ class _Names(dict[str, int]):
         return list(self)
 
 
+class Checked(Protocol):
+    """What the recorder needs of a ProcessGroup."""
+
+    def check(self) -> None: ...
+
+
 class Recorder:
     """Written by the step, read by ``model.bagua.timeline()``; memory is constant.
 
@@ -237,6 +243,15 @@ class Recorder:
             self.add_failure(name, begin_ns, begin_ns, error)
             raise
         self.add_outside(name, begin_ns, time.monotonic_ns())
+
+    def check(self, group: Checked) -> None:
+        """Raises what the group has failed with meanwhile, after recording it."""
+        try:
+            group.check()
+        except BaguaError as error:
+            now_ns = time.monotonic_ns()
+            self.add_failure("computation", now_ns, now_ns, error)
+            raise
 
     def add_failure(self, where: str, begin_ns: int, wait_ns: int, error: BaguaError) -> None:
         """Records what this rank raises now; what fails after the first failure follows from it."""

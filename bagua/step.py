@@ -5,9 +5,8 @@
     gradient_ready        the gradient moves into its bucket, or is lent; the scheduler says what may be launched
     _launch               the algorithm starts a bucket's communication; backward goes on meanwhile
     _finish               backward's computation is over: late buckets, then wait for all of them
-    before_optimizer_step refuse a step that would write NaN into the weights; the algorithm's hook
-    after_optimizer_step  the algorithm's hook
 
+The optimizer's steps, and what must hold before them, are ``optimizer_steps.py``.
 While the algorithm exchanges weights, gradients stay where autograd puts them: buckets are the algorithm's business,
 in its hooks, and the end of backward only agrees whether the step must be skipped.
 
@@ -25,7 +24,6 @@ import functools
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -37,11 +35,10 @@ from bagua.end_of_backward import EndOfBackward
 from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.group import ProcessGroup, Work
 from bagua.hook_failures import fatal
-from bagua.nonfinite import NonFiniteGuard, is_skipped_by_scaler
+from bagua.optimizer_steps import OptimizerSteps
 from bagua.parameter_errors import changed_parameters, never_ready, ready_twice, refused_gradient
 from bagua.recorder import Recorder
 from bagua.replicas import BufferBroadcast
-from bagua.skipped_steps import SkippedSteps
 from bagua.timeline import Timeline, snapshot
 from bagua.unused import UnusedParameters
 
@@ -54,8 +51,7 @@ class Step:
         storage: the gradients' buckets.
         algorithm: decides what a bucket sends.
         group: the ranks that train together.
-        optimizers: those for which ``before_optimizer_step`` will be called.
-        optimizer_of: which of them steps a parameter, by the parameter's id.
+        optimizers: those that were passed to with_bagua.
         buffers: what to broadcast before a training forward, or None.
         always_broadcasts: also while weights are exchanged.
         find_unused_parameters: whether a backward may leave parameters out.
@@ -84,9 +80,8 @@ class Step:
         self.synchronises = True  # False inside no_sync
         self.recorder = Recorder()
         self._buffers, self._always_broadcasts, self._frozen = buffers, always_broadcasts, tuple(frozen)
-        self._guard = NonFiniteGuard(optimizers)
-        self._optimizer_indices = {id(optimizer): index for index, optimizer in enumerate(optimizers)}
-        self._skipped_steps = SkippedSteps(optimizers, group) if algorithm.exchanges == "weights" else None
+        steps = (optimizers, storage, algorithm, group, self.recorder, self._enter_next_stage)
+        self.optimizer_steps = OptimizerSteps(*steps)
         self.sends_gradients = True  # now: an algorithm may begin with gradients and go over to weights
         self._stage = ""
         self._next_order: list[int] | None = None  # agreed at the end of the first step, applied before the next
@@ -105,7 +100,7 @@ class Step:
         """A forward of the model begins; without gradients (evaluation) it is none of our business."""
         if not torch.is_grad_enabled() or self._is_open:  # open: a checkpoint computes it again in backward
             return
-        self._check()
+        self.recorder.check(self.group)
         if getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise InvalidArgument("torch's DistributedDataParallel is around the wrapped model; leave one of them out")
         for name, parameter in self._frozen:
@@ -121,11 +116,10 @@ class Step:
         self._forward_ns = time.monotonic_ns()
 
     def _prepare_forward(self, is_training: bool) -> None:
-        # In a closure ranks with gradients of their own may be at different evaluations.
-        is_due = self.sends_gradients or (self._always_broadcasts and not self._guard.is_in_closure)
-        if is_training and is_due and self._buffers is not None:
-            self._name(self._buffers.run())
-        if not self._guard.is_in_closure:
+        if self.optimizer_steps.counts_forward():
+            is_due = self.sends_gradients or self._always_broadcasts
+            if is_training and is_due and self._buffers is not None:
+                self._name(self._buffers.run())
             with self._algorithm("before_forward"):
                 self.algorithm.before_forward(self.storage.buckets, self.group)
 
@@ -152,7 +146,9 @@ class Step:
 
     def gradient_ready(self, index: int, parameter: torch.nn.Parameter) -> None:
         """``parameter.grad`` is complete. Called by autograd, once per parameter and backward."""
-        if self.synchronises and not self._is_open:
+        if not self.synchronises:
+            self.optimizer_steps.local_gradients.add(index)
+        elif not self._is_open:
             self._open()
         grad, member = parameter.grad, self._members[index]
         if grad is None:
@@ -243,8 +239,8 @@ class Step:
             if self.sends_gradients:
                 with self._algorithm("communicate"):  # its Work may end in code of the algorithm
                     self._finish_gradients(missing)
-            elif self.algorithm.agrees_on_skips() and not self._guard.is_in_closure:  # GradScaler takes no closures
-                self._name(self._skipped_steps.agree())
+            elif self.algorithm.agrees_on_skips():
+                self._name(self.optimizer_steps.agree_on_skips())
             with self._algorithm("after_backward"):
                 self.algorithm.after_backward(self.storage.buckets, self.group)
         except BaguaError as error:
@@ -252,8 +248,8 @@ class Step:
             raise
         self.num_steps += 1
         self.recorder.add_step(self._begin_ns, wait_ns, time.monotonic_ns(), len(self.storage.buckets))
+        self.optimizer_steps.backward_ended(self._pending)
         self._pending.clear()
-        self._guard.check_backward()
 
     def _finish_gradients(self, missing: Sequence[int]) -> None:
         if self._unused is not None:
@@ -269,6 +265,7 @@ class Step:
             left_out = self._unused.settle()
             if left_out:
                 self.algorithm.left_out(left_out)
+        self.optimizer_steps.local_gradients.clear()
         if not self._is_order_known:
             self._agree_on_order()
 
@@ -316,7 +313,7 @@ class Step:
             bucket.declaration = self._declare(bucket)
         self.algorithm.lay_out(self.storage.buckets)
         self._borrowed = BorrowedGradients(self.algorithm, self.storage.buckets if self.sends_gradients else ())
-        self._guard.watch(self.storage.buckets if self.sends_gradients else (), self.group)
+        self.optimizer_steps.adopt_layout(self.storage.buckets, self.sends_gradients)
 
     def enter_stage(self) -> None:
         """Lays out the buckets for what the algorithm does now; collective."""
@@ -330,6 +327,7 @@ class Step:
         return (self.algorithm.stage(), self.algorithm.synchronises_gradients()) != (self._stage, self.sends_gradients)
 
     def _enter_next_stage(self) -> None:
+        """At an optimizer's step the algorithm may have changed what the buckets are for."""
         with self._algorithm("lay_out"):
             if self.is_in_other_stage():
                 self.enter_stage()
@@ -342,28 +340,6 @@ class Step:
             return dataclasses.replace(declared, codec=None, hierarchical=False, reason=declared.reason or "one node")
         return declared
 
-    # --- optimizer -----------------------------------------------------------------------------
-
-    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict) -> None:
-        """``optimizer.step`` was called; raises instead of letting it write NaN into the weights."""
-        self._check()
-        if not is_skipped_by_scaler(optimizer):
-            self._guard.check_step(optimizer, args, kwargs)
-            with self.recorder.hook("before_optimizer_step"), self._algorithm("before_optimizer_step"):
-                self.algorithm.before_optimizer_step(optimizer, self._buckets_of(optimizer), self.group)
-
-    def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer.step`` has returned."""
-        self._guard.leave_step()
-        if not is_skipped_by_scaler(optimizer):
-            with self.recorder.hook("after_optimizer_step"), self._algorithm("after_optimizer_step"):
-                self.algorithm.after_optimizer_step(optimizer, self._buckets_of(optimizer), self.group)
-            self._enter_next_stage()
-
-    def _buckets_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Bucket]:
-        index = self._optimizer_indices[id(optimizer)]
-        return [bucket for bucket in self.storage.buckets if bucket.optimizer_index in (None, index)]
-
     # --- errors --------------------------------------------------------------------------------
 
     def _check_parameters(self) -> None:
@@ -371,14 +347,6 @@ class Step:
         error = None if model is None else changed_parameters(model, self.storage, self.group.rank)
         if error is not None:
             raise self._fail(error)
-
-    def _check(self) -> None:
-        try:
-            self.group.check()
-        except BaguaError as error:
-            now_ns = time.monotonic_ns()
-            self.recorder.add_failure("computation", now_ns, now_ns, error)
-            raise
 
     def _algorithm(self, hook: str) -> contextlib.AbstractContextManager[None]:
         """Around the algorithm's own code in training: what it raises on one rank ends the training on all."""

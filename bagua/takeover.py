@@ -50,7 +50,7 @@ def successor(step: Step, num_steps: int, layout: Sequence[int], order: Sequence
     Its algorithm is a copy, which is to load its state; ``enter_stage`` and ``become`` are to follow.
     """
     new = copy.copy(step)
-    new.algorithm, new._guard = copy.copy(step.algorithm), copy.copy(step._guard)
+    new.algorithm, new.optimizer_steps = copy.copy(step.algorithm), step.optimizer_steps.draft()
     new.storage = step.storage.anew(layout)
     if step._unused is not None:
         new._unused = UnusedParameters(new.storage, step.group)
@@ -63,6 +63,7 @@ def successor(step: Step, num_steps: int, layout: Sequence[int], order: Sequence
 def become(step: Step, new: Step) -> None:
     """All of ``new`` takes the place of what is in ``step``, which the hooks know; so do the algorithm's groups."""
     move_gradients(step, new)
-    algorithm = step.algorithm
+    algorithm, optimizer_steps = step.algorithm, step.optimizer_steps
     vars(algorithm).update(vars(new.algorithm))
-    vars(step).update({**vars(new), "algorithm": algorithm})
+    optimizer_steps.become(new.optimizer_steps)
+    vars(step).update({**vars(new), "algorithm": algorithm, "optimizer_steps": optimizer_steps})

@@ -82,6 +82,11 @@ class Work:
         """
         return self._core.nonfinite_blocks
 
+    @property
+    def is_result_finite(self) -> bool | None:
+        """Whether the result holds no NaN and no Inf; None where the operation was not to look. Once completed."""
+        return self._core.is_result_finite
+
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or not. Never blocks."""
         return self._core.is_completed()

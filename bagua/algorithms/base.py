@@ -71,7 +71,8 @@ class Training:
 
     Attributes:
         group: the ranks that train together.
-        optimizers: those that were passed to with_bagua; a bucket's ``optimizer_index`` counts them.
+        optimizers: those that were passed to with_bagua, or took their places; a bucket's ``optimizer_index`` counts
+            them.
         record: names the spans of a Work in the timeline; to be called with each Work that ``communicate`` does not
             return, and its group, if that is another one.
     """
@@ -104,6 +105,8 @@ class Algorithm:
     # What its buckets hold in the main. Weights: every trainable parameter belongs to one of the optimizers, and a
     # bucket to one optimizer, whose hooks are called with its buckets alone.
     exchanges: ClassVar[Literal["gradients", "weights"]] = "gradients"
+    # Whether a step is refused on all ranks when a gradient of any rank is NaN or Inf: where a codec would spread it.
+    refuses_nonfinite: ClassVar[bool] = False
     # Whether the ranks take every step together; where not, no hook may wait for other ranks' hooks, and a rank may end
     # before the others.
     is_lockstep: ClassVar[bool] = True
@@ -145,6 +148,13 @@ class Algorithm:
         """
         self.training = training
 
+    def adopt_optimizers(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+        """``optimizers`` are those of the model from now on: one that is new is about to make its first step.
+
+        Where weights are exchanged, or with an ``optimizer_class``, it steps what the one before it has stepped.
+        """
+        self.training = dataclasses.replace(self.training, optimizers=optimizers)
+
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """``buckets`` are those of now on; collective.
 
@@ -178,7 +188,11 @@ class Algorithm:
         raise NotImplementedError(f"{type(self).__name__}.communicate")
 
     def before_forward(self, buckets: Sequence[Bucket], group: ProcessGroup) -> None:
-        """A forward with gradients begins, outside no_sync and outside an optimizer's closure."""
+        """A forward with gradients begins, outside no_sync.
+
+        Where weights are exchanged only the first one in an optimizer's closure counts: after it the ranks may be at
+        different evaluations.
+        """
 
     def left_out(self, indices: Sequence[int]) -> None:
         """No rank has used these parameters in this backward: what was exchanged for them is dropped.
@@ -196,6 +210,8 @@ class Algorithm:
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
     ) -> None:
         """``optimizer`` is about to change weights; not called for steps that a GradScaler skips.
+
+        Where its closure computes the gradients, called after the first evaluation.
 
         Args:
             buckets: all, or where weights are exchanged those of ``optimizer``.

@@ -42,6 +42,7 @@ class CompressedGradients(Algorithm):
     """
 
     takes_parts: ClassVar[bool] = True
+    refuses_nonfinite: ClassVar[bool] = True
 
     average: bool = True
     hierarchical: bool = False
@@ -133,6 +134,7 @@ class CompressedGradients(Algorithm):
             label=bucket.label,
             feedback=self._feedback.residuals_of(bucket) if self._feedback is not None else None,
             parts=bucket.parts,
+            checks_result=True,
         )
 
     def left_out(self, indices: Sequence[int]) -> None:

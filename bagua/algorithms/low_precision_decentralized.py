@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -53,6 +53,8 @@ class LowPrecisionDecentralized(ExchangedWeights):
         use_when="bandwidth binds: few bytes to two others, however many ranks there are; a ring mixes slowly",
         paper="[1803.06443](https://arxiv.org/abs/1803.06443)",
     )
+
+    refuses_nonfinite: ClassVar[bool] = True  # where the ranks ask one another, see skip_together
 
     interval: int = 1
     codec: str = "minmax_uint8"

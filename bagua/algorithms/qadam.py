@@ -113,10 +113,7 @@ class QAdam(CompressedGradients):
 
     def attach(self, training: Training) -> None:
         super().attach(training)
-        self._place_of: dict[int, tuple[optim.QAdam, int]] = {}  # of a parameter: the optimizer, and which group there
-        for optimizer in training.optimizers:
-            for index, options in enumerate(optimizer.param_groups):
-                self._place_of.update({id(parameter): (optimizer, index) for parameter in options["params"]})
+        self._take(training.optimizers)
         self._num_steps = [optimizer.num_steps() for optimizer in training.optimizers]
         self._units = [1.0] * len(training.optimizers)  # R
         self._largest = [0.0] * len(training.optimizers)  # gradient of the last backward, until the optimizer steps
@@ -126,6 +123,22 @@ class QAdam(CompressedGradients):
         for optimizer in self.training.optimizers:
             optimizer.set_options(self._adam_options())
         self._num_steps = [optimizer.num_steps() for optimizer in self.training.optimizers]
+
+    def adopt_optimizers(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+        """Each one's warm-up is as far as its own state."""
+        before = self.training.optimizers
+        super().adopt_optimizers(optimizers)
+        self._take(optimizers)
+        for index, optimizer in enumerate(optimizers):
+            if optimizer is not before[index]:
+                optimizer.set_options(self._adam_options())
+                self._num_steps[index], self._units[index], self._largest[index] = optimizer.num_steps(), 1.0, 0.0
+
+    def _take(self, optimizers: Sequence[optim.QAdam]) -> None:
+        self._place_of: dict[int, tuple[optim.QAdam, int]] = {}  # of a parameter: the optimizer, and which group there
+        for optimizer in optimizers:
+            for index, options in enumerate(optimizer.param_groups):
+                self._place_of.update({id(parameter): (optimizer, index) for parameter in options["params"]})
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         members = sorted((m for bucket in buckets for m in bucket.members), key=lambda member: member.index)

@@ -17,6 +17,7 @@
 #include "csrc/bindings/topology.h"
 #include "csrc/codecs/codec.h"
 #include "csrc/collectives/arguments.h"
+#include "csrc/kernels/nonfinite.h"
 
 namespace bagua {
 namespace {
@@ -89,6 +90,14 @@ collectives::Parts use_parts(const PartsChoice& choice, DType dtype) {
   return collectives::Parts(std::move(parts));
 }
 
+// What an operation that is to look at its result does at its end. NaN and infinity of any rank are in every rank's
+// result. A codec makes NaN of whole blocks, so one element of each tells; but f16 may overflow where it is decoded, in
+// any element.
+void look_at_result(Context& context, const void* data, size_t numel, DType dtype, const Codec* codec) {
+  const size_t stride = codec != nullptr && dtype != DType::kF16 ? codec->block_numel() : 1;
+  context.is_result_finite = kernels::count_nonfinite(dtype, data, numel, stride, context.stream) == 0;
+}
+
 uint64_t numel_of(size_t bytes, int dtype_code) { return bytes / item_bytes(dtype_from(dtype_code)); }
 
 std::vector<size_t> in_bytes(std::vector<size_t> splits, DType dtype) {
@@ -106,7 +115,8 @@ void bind_reductions(py::class_<Group>& group) {
   group.def(
       "all_reduce",
       [](Group& g, uintptr_t data, size_t numel, int dtype_code, int op_code, const CodecChoice& codec,
-         double timeout_s, bool blocking, const FeedbackChoice& feedback, const PartsChoice& parts) {
+         double timeout_s, bool blocking, const FeedbackChoice& feedback, const PartsChoice& parts,
+         bool checks_result) {
         const DType dtype = dtype_from(dtype_code);
         const auto op = static_cast<ReduceOp>(op_code);
         require_tensor(OperationKind::kAllReduce, data, numel, dtype);
@@ -115,17 +125,20 @@ void bind_reductions(py::class_<Group>& group) {
         const auto residuals = use_feedback(operation, feedback);
         return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
                          [=, taken = use_parts(parts, dtype)](Context& context) {
-                           return collectives::all_reduce(context, pointer(data), numel, dtype, op, used, residuals,
-                                                          taken);
+                           const size_t num_blocks = collectives::all_reduce(context, pointer(data), numel, dtype, op,
+                                                                             used, residuals, taken);
+                           if (checks_result) look_at_result(context, pointer(data), numel, dtype, used);
+                           return num_blocks;
                          });
       },
       py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"), py::arg("codec"), py::arg("timeout_s"),
-      py::arg("blocking"), py::arg("feedback") = py::none(), py::arg("parts") = PartsChoice{});
+      py::arg("blocking"), py::arg("feedback") = py::none(), py::arg("parts") = PartsChoice{},
+      py::arg("checks_result") = false);
   group.def(
       "hierarchical_all_reduce",
       [](Group& g, const std::vector<int>& node, const std::vector<int>& leaders, uintptr_t data, size_t numel,
          int dtype_code, int op_code, const CodecChoice& codec, double timeout_s, bool blocking,
-         const FeedbackChoice& feedback, const PartsChoice& parts) {
+         const FeedbackChoice& feedback, const PartsChoice& parts, bool checks_result) {
         const DType dtype = dtype_from(dtype_code);
         const auto op = static_cast<ReduceOp>(op_code);
         require_tensor(OperationKind::kAllReduce, data, numel, dtype);
@@ -136,13 +149,16 @@ void bind_reductions(py::class_<Group>& group) {
         return run_coded(
             g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
             [=, hierarchy = collectives::Hierarchy{node, leaders}, taken = use_parts(parts, dtype)](Context& context) {
-              return collectives::hierarchical_all_reduce(context, hierarchy, pointer(data), numel, dtype, op, used,
-                                                          residuals, taken);
+              const size_t num_blocks = collectives::hierarchical_all_reduce(
+                  context, hierarchy, pointer(data), numel, dtype, op, used, residuals, taken);
+              const Codec* encoded = hierarchy.leaders.size() > 1 ? used : nullptr;
+              if (checks_result) look_at_result(context, pointer(data), numel, dtype, encoded);
+              return num_blocks;
             });
       },
       py::arg("node"), py::arg("leaders"), py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
       py::arg("codec"), py::arg("timeout_s"), py::arg("blocking"), py::arg("feedback") = py::none(),
-      py::arg("parts") = PartsChoice{});
+      py::arg("parts") = PartsChoice{}, py::arg("checks_result") = false);
   group.def("reduce", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int op_code, int root,
                          double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);

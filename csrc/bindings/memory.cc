@@ -1,8 +1,13 @@
-// Memory that the ranks of this host share, as a Python buffer, and copies into memory.
+// Memory that the ranks of this host share, as a Python buffer, and what is done to memory outside any operation.
+#include <vector>
+
+#include <pybind11/stl.h>
+
 #include "csrc/bindings/bindings.h"
 #include "csrc/bindings/convert.h"
 #include "csrc/collectives/arguments.h"
 #include "csrc/kernels/copy_to_cold.h"
+#include "csrc/kernels/nonfinite.h"
 #include "csrc/transport/segment.h"
 
 namespace py = pybind11;
@@ -47,6 +52,19 @@ void bind_memory(py::module_& m) {
         kernels::copy_to_cold(pointer(destination), pointer(source), bytes, Stream{});
       },
       py::arg("destination"), py::arg("source"), py::arg("bytes"));
+  m.def(
+      "all_finite",
+      [](const std::vector<uintptr_t>& addresses, const std::vector<size_t>& numels, const std::vector<int>& dtypes,
+         size_t stride) {
+        py::gil_scoped_release release;
+        for (size_t i = 0; i < addresses.size(); ++i) {
+          const DType dtype = dtype_from(dtypes.at(i));
+          if (kernels::count_nonfinite(dtype, pointer(addresses[i]), numels.at(i), stride, Stream{}) > 0) return false;
+        }
+        return true;
+      },
+      py::arg("addresses"), py::arg("numels"), py::arg("dtypes"), py::arg("stride"),
+      "Whether the tensors hold no NaN and no infinity; with a stride one element of so many is looked at.");
   m.def("is_shared", [](uintptr_t address, size_t bytes) {
     return SegmentRegistry::instance().find(pointer(address), bytes).has_value();
   });

@@ -19,6 +19,7 @@ void bind_work(py::module_& m) {
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def_property_readonly("ticket", &Work::ticket)
       .def_property_readonly("nonfinite_blocks", &Work::nonfinite_blocks)
+      .def_property_readonly("is_result_finite", &Work::is_result_finite)
       .def_property_readonly("sent",
                              [](const Work& work) -> std::optional<std::pair<uint64_t, uint64_t>> {
                                if (!work.is_completed()) return std::nullopt;

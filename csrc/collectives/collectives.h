@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "csrc/codecs/codec.h"
@@ -29,6 +30,7 @@ struct Context {
   Stream stream;
   const collectives::Thresholds& thresholds;
   uint64_t draw_key = 0;  // of codecs that round at random; differs between ranks, so that their errors do not add up
+  std::optional<bool> is_result_finite = {};  // set by an operation that was to look
 };
 
 namespace collectives {

@@ -177,6 +177,7 @@ void Engine::execute(Task& task) {
     mesh_->begin(task.operation, Deadline::after(task.timeout), task.interrupt, context.stream);
     const uint64_t nonfinite_blocks = task.run(context);
     mesh_->end();
+    if (context.is_result_finite) task.work->set_result_finite(*context.is_result_finite);
     events_.add(EventKind::kOperation, begin_ns, EventLog::now_ns(), task.bytes);
     workspace_bytes_.store(workspace_.total_bytes(), std::memory_order_relaxed);
     complete(task, nonfinite_blocks, mesh_->bytes_sent() - sent_before,

@@ -39,6 +39,15 @@ class Work {
   }
   // Blocks of this rank's input or reduced stripe that held a NaN or an Inf under a codec.
   uint64_t nonfinite_blocks() const { return nonfinite_blocks_.load(std::memory_order_relaxed); }
+  // Whether the result holds no NaN and no infinity, where the operation was to look; equal on all ranks.
+  std::optional<bool> is_result_finite() const {
+    const int known = result_.load(std::memory_order_relaxed);
+    return known == kNotLooked ? std::nullopt : std::optional<bool>(known == kFinite);
+  }
+  // By the operation, before it completes.
+  void set_result_finite(bool is_finite) {
+    result_.store(is_finite ? kFinite : kNotFinite, std::memory_order_relaxed);
+  }
   // Payload that this rank has sent for a collective: in all, and of it over a network instead of shared memory.
   // Meaningful once completed; 0 for one that failed.
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }
@@ -79,9 +88,12 @@ class Work {
     for (auto& callback : callbacks) callback();  // without the lock: a callback may ask for error()
   }
 
+  enum Result : int { kNotLooked, kFinite, kNotFinite };
+
   const uint64_t ticket_;
   std::atomic<bool> completed_{false};
   std::atomic<uint64_t> nonfinite_blocks_{0};
+  std::atomic<int> result_{kNotLooked};
   std::atomic<uint64_t> bytes_sent_{0};
   std::atomic<uint64_t> network_bytes_sent_{0};
   mutable std::mutex mutex_;  // guards error_ and callbacks_

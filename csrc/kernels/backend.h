@@ -23,6 +23,7 @@ void weighted_sum(DType dtype, const void* const* sources, const double* weights
 
 void copy_to_cold(void* destination, const void* source, size_t bytes);
 void subtract(float* destination, const float* source, size_t numel);
+size_t count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride);
 void cast(DType from, const void* source, DType to, void* destination, size_t numel);
 void cast_add(DType from, const void* source, float* accumulator, size_t numel);
 void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel,
@@ -58,6 +59,7 @@ void weighted_sum(DType dtype, const void* const* sources, const double* weights
 
 void copy_to_cold(void* destination, const void* source, size_t bytes, Stream stream);
 void subtract(float* destination, const float* source, size_t numel, Stream stream);
+size_t count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride, Stream stream);
 void cast(DType from, const void* source, DType to, void* destination, size_t numel, Stream stream);
 void cast_add(DType from, const void* source, float* accumulator, size_t numel, Stream stream);
 void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel, uint64_t* num_nonfinite,

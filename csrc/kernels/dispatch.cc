@@ -7,6 +7,7 @@
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/minmax_uint8.h"
+#include "csrc/kernels/nonfinite.h"
 #include "csrc/kernels/onebit.h"
 #include "csrc/kernels/qsgd.h"
 #include "csrc/kernels/reduce.h"
@@ -194,6 +195,13 @@ void topk_decode_add(int k, const uint8_t* bytes, size_t numel, float* accumulat
 void subtract(float* destination, const float* source, size_t numel, Stream stream) {
   if (stream.is_cpu()) return cpu::subtract(destination, source, numel);
   cuda::subtract(destination, source, numel, stream);
+}
+
+size_t count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride, Stream stream) {
+  check_one_of(is_floating(dtype), "count_nonfinite", "dtype", dtype, "float32, float64, float16, bfloat16");
+  if (stride == 0) reject("count_nonfinite: stride is 0, expected 1 or more");
+  if (stream.is_cpu()) return cpu::count_nonfinite(dtype, data, numel, stride);
+  return cuda::count_nonfinite(dtype, data, numel, stride, stream);
 }
 
 }  // namespace bagua::kernels

@@ -12,6 +12,7 @@
 #include "csrc/kernels/cpu/cast.cc"
 #include "csrc/kernels/cpu/half.cc"
 #include "csrc/kernels/cpu/minmax_uint8.cc"
+#include "csrc/kernels/cpu/nonfinite.cc"
 #include "csrc/kernels/cpu/onebit.cc"
 #include "csrc/kernels/cpu/qsgd.cc"
 #include "csrc/kernels/cpu/reduce.cc"
@@ -112,6 +113,18 @@ TEST(BAGUA_CLONE_SUITE, Subtract) {
   kernels::cpu::subtract(got.as<float>(), source.as<float>(), kCloneNumel);
   kernels::subtract(expected.as<float>(), source.as<float>(), kCloneNumel, Stream{});
   expect_same(DType::kF32, got, expected, "subtract");
+}
+
+TEST(BAGUA_CLONE_SUITE, CountNonfinite) {
+  BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
+  for (DType dtype : {DType::kF32, DType::kF64, DType::kF16, DType::kBF16}) {
+    Array values(kCloneNumel * item_bytes(dtype), 0);
+    fill_bits(dtype, values.data(), kCloneNumel, 1);
+    for (size_t stride : {1, 33}) {
+      EXPECT_EQ(kernels::cpu::count_nonfinite(dtype, values.data(), kCloneNumel, stride),
+                kernels::count_nonfinite(dtype, values.data(), kCloneNumel, stride, Stream{}));
+    }
+  }
 }
 
 TEST(BAGUA_CLONE_SUITE, Cast) {

@@ -17,11 +17,13 @@ from tests.conformance.training import (
     make_net,
     make_optimizer,
     process_group,
+    slow_but,
     wrap,
 )
 
 IN_LOCKSTEP = [name for name in ALGORITHMS if bagua.algorithms.get(name).is_lockstep]
 in_lockstep = pytest.mark.parametrize("algorithm", IN_LOCKSTEP)
+OF_CODECS = [name for name in OF_GRADIENTS if bagua.algorithms.get(name).refuses_nonfinite]
 of_gradients = pytest.mark.parametrize("algorithm", OF_GRADIENTS)
 
 
@@ -67,16 +69,16 @@ def _refused(rank, world_size, algorithm, value):
         model = make_net()
         mine = make_optimizer(algorithm, model)
         model = bagua.with_bagua(model, mine, algorithm=algorithm)
-        has_codec = any(bucket.declaration.codec for bucket in model.bagua.buckets)
         for _ in range(2):
             before = {name: p.detach().clone() for name, p in model.named_parameters()}
             mine.zero_grad()
             _poisoned_loss(model, rank, 0, value).backward()
-            if not has_codec:  # as plain PyTorch: NaN goes into the weights
+            if algorithm not in OF_CODECS:  # as plain PyTorch: NaN goes into the weights
+                mine.step()
+                assert not model.wide.weight.isfinite().all()
                 return "plain"
-            with pytest.raises(
-                InvalidArgument, match=r"NaN or Inf.*bucket \d+ \(.*wide\.weight.*under codec"
-            ) as caught:
+            under = "" if algorithm == "qadam" else "under codec"  # it is in its warm-up
+            with pytest.raises(InvalidArgument, match=rf"NaN or Inf.*bucket \d+ \(.*wide\.weight.*{under}") as caught:
                 mine.step()
             assert caught.value.bucket.startswith("bucket ")
             assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
@@ -109,8 +111,91 @@ def test_sums_that_overflow_float16_are_noticed(pool2):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @of_gradients
 def test_a_step_with_nan_under_a_codec_is_refused_on_all_ranks(pool2, algorithm, value):
-    has_codec = algorithm in ("bytegrad", "qsgd")  # from the first step on
-    assert pool2.run(_refused, args=(algorithm, value)) == ["refused" if has_codec else "plain"] * 2
+    assert pool2.run(_refused, args=(algorithm, value)) == ["refused" if algorithm in OF_CODECS else "plain"] * 2
+
+
+class Tiny(torch.nn.Module):
+    """Of ``num`` rows, and a bias."""
+
+    def __init__(self, num, dtype):
+        super().__init__()
+        self.part = torch.nn.Linear(16, num, dtype=dtype)
+
+    def forward(self, x):
+        return self.part(x.to(self.part.weight.dtype)).float().sum(1)
+
+
+# A model of which nothing is encoded: too small; on one node; of a type that codecs do not know; of biases.
+UNCODED = {
+    "small": (4, torch.float32, {}),
+    "one node": (2048, torch.float32, {"hierarchical": True}),
+    "float64": (2048, torch.float64, {}),
+    "half": (4, torch.bfloat16, {}),
+}
+
+
+def _refused_uncoded(rank, world_size, algorithm, name, bad):
+    num, dtype, options = UNCODED[name]
+    with process_group():
+        torch.manual_seed(0)
+        model = Tiny(num, dtype)
+        optimizer = make_optimizer(algorithm, model)
+        bagua.with_bagua(model, optimizer, algorithm=algorithm, **options)
+        assert all(bucket.declaration.codec is None for bucket in model.bagua.buckets)
+        x, y = batch(rank, 0)
+        for step in range(3):
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            if rank == 1 and step:
+                loss = loss + float("inf") * model.get_parameter(bad).reshape(-1)[-1].float()
+            loss.backward()
+            if not step:
+                optimizer.step()
+                assert not all(map(torch.equal, before, model.parameters()))
+                continue
+            with pytest.raises(InvalidArgument, match=rf"NaN or Inf.*bucket \d+ \(.*{bad}"):
+                optimizer.step()
+            assert all(map(torch.equal, before, model.parameters()))
+        bagua.barrier()  # the group is whole
+
+
+@pytest.mark.parametrize("bad", slow_but(["part.weight", "part.bias"], "part.weight"))
+@pytest.mark.parametrize("name", UNCODED)
+@pytest.mark.parametrize("algorithm", slow_but(OF_CODECS, "bytegrad"))
+def test_nan_where_nothing_is_encoded(pool2, algorithm, name, bad):
+    pool2.run(_refused_uncoded, args=(algorithm, name, bad))
+
+
+def _refused_weights(rank, world_size, in_closure):
+    """Where weights are exchanged the ranks ask one another at the end of backward."""
+    with process_group():
+        model = make_net()
+        optimizer = make_optimizer("low_precision_decentralized", model)
+        bagua.with_bagua(model, optimizer, algorithm="low_precision_decentralized")
+        for step in range(4):
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                loss = _poisoned_loss(model, rank, step, float("nan") if step % 2 else 0.0)
+                loss.backward()
+                return loss
+
+            if not in_closure:
+                closure()
+            if step % 2 == 0:
+                optimizer.step(*[closure] * in_closure)
+                continue
+            with pytest.raises(InvalidArgument, match="NaN or Inf on some rank.*'low_precision_decentralized'"):
+                optimizer.step(*[closure] * in_closure)
+            assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+        bagua.barrier()
+
+
+@pytest.mark.parametrize("in_closure", [False, True])
+def test_nan_where_weights_are_encoded(pool2, in_closure):
+    pool2.run(_refused_weights, args=(in_closure,))
 
 
 def _refused_bias(rank, world_size, algorithm):

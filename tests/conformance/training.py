@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 
 import bagua
@@ -19,6 +20,11 @@ ALGORITHMS = [name for name in bagua.algorithms.available() if importlib.util.fi
 OF_GRADIENTS = [name for name in ALGORITHMS if bagua.algorithms.get(name).exchanges == "gradients"]
 OF_WEIGHTS = [name for name in ALGORITHMS if bagua.algorithms.get(name).exchanges == "weights"]
 ANY = torch.optim.Optimizer
+
+
+def slow_but(names: Sequence[str], *fast: str) -> list[Any]:
+    """Parameters of a test, those that are not ``fast`` marked slow."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def make_optimizer(

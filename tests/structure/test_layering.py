@@ -45,9 +45,11 @@ STEPPING = POLICY | {
     "timeline",
     "unused",
     "parameter_errors",
-    "skipped_steps",
     "hook_failures",
+    "optimizer_hooks",
 }
+# What watches over the optimizers' steps, from the ground up.
+OPTIMIZERS = STEPPING | {"algorithms", "followed_optimizers", "local_gradients", "skipped_steps"}
 
 MAY_IMPORT = {
     "errors": set(),
@@ -91,13 +93,17 @@ MAY_IMPORT = {
     "end_of_backward": set(),
     "borrowed": POLICY | {"algorithms"},
     "agreement": STEPPING,
-    "nonfinite": STEPPING,
+    "optimizer_hooks": set(),
+    "local_gradients": BUCKETS,
+    "followed_optimizers": STEPPING | {"algorithms"},
+    "nonfinite": STEPPING | {"followed_optimizers"},
     "replicas": STEPPING,
     "unused": STEPPING,
     "parameter_errors": STEPPING,
-    "skipped_steps": STEPPING,
+    "skipped_steps": STEPPING | {"algorithms", "followed_optimizers"},
     "hook_failures": ERRORS | {"group"},
-    "step": STEPPING | {"algorithms", "borrowed", "end_of_backward", "step"},
+    "optimizer_steps": OPTIMIZERS,
+    "step": STEPPING | {"algorithms", "borrowed", "end_of_backward", "optimizer_steps", "step"},
     "takeover": STEPPING | {"step"},
     "handle": STEPPING | {"algorithms", "step", "takeover", "handle"},
     "data_parallel": STEPPING | {"algorithms", "step", "takeover", "handle", "data_parallel"},

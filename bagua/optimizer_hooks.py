@@ -1,0 +1,177 @@
+"""Sees every step of every optimizer while a model is wrapped, and tells the models whose parameters it steps.
+
+Beside the data path: torch's global optimizer hooks -> **here** -> ``step.py``. Hooks on an optimizer object would miss
+the one that a trainer makes in its place. Invariants: the hooks are registered while a wrapped model exists, and no
+longer; models hear of a step in the order in which they were wrapped, which all ranks share; nothing that has to be
+undone depends on a post hook, because torch calls none when a step raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import chain
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+_TORCH_FILE = register_optimizer_step_pre_hook.__code__.co_filename
+
+
+class Call:
+    """One call of ``optimizer.step`` under way, as one wrapped model sees it.
+
+    Attributes:
+        optimizer: whose step it is.
+        is_inner: it is part of another call: of super().step(), or of the optimizer that wraps this one.
+        is_prepared: ``Algorithm.before_optimizer_step`` has been called for it.
+        is_evaluating: its closure runs.
+        num_forwards, num_backwards: synchronising ones in its closure so far.
+    """
+
+    __slots__ = ("_frame", "is_evaluating", "is_inner", "is_prepared", "num_backwards", "num_forwards", "optimizer")
+
+    def __init__(self, optimizer: torch.optim.Optimizer, frame: FrameType, is_inner: bool) -> None:
+        self.optimizer, self._frame, self.is_inner = optimizer, frame, is_inner
+        self.is_prepared = self.is_evaluating = False
+        self.num_forwards = self.num_backwards = 0
+
+    def is_running(self) -> bool:
+        """Whether the call is still on the stack: one that raised is not."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+
+class Calls:
+    """The calls under way that step parameters of one model, the outermost first."""
+
+    def __init__(self) -> None:
+        self._stack: list[Call] = []
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> Call:
+        """A step begins."""
+        self._forget_raised()
+        outer = self._outer()
+        call = Call(optimizer, _frame_of_step(), outer is not None and not outer.is_evaluating)
+        self._stack.append(call)
+        return call
+
+    def end(self, optimizer: torch.optim.Optimizer) -> Call | None:
+        """A step has returned; None where its beginning was not seen."""
+        self._forget_raised()
+        if not self._stack or self._stack[-1].optimizer is not optimizer:
+            return None
+        return self._stack.pop()
+
+    def evaluating(self) -> Call | None:
+        """The call whose closure runs now."""
+        outer = self._outer()
+        return outer if outer is not None and outer.is_evaluating else None
+
+    def _outer(self) -> Call | None:
+        return next((call for call in reversed(self._stack) if not call.is_inner), None)
+
+    def _forget_raised(self) -> None:
+        while self._stack and not self._stack[-1].is_running():
+            self._stack.pop()
+
+
+class Model(Protocol):
+    """Who is told: the training step of a wrapped model."""
+
+    parameter_ids: frozenset[int]
+    calls: Calls
+
+    def before_optimizer_step(self, call: Call, ids: list[int], has_closure: bool) -> None: ...
+
+    def closure_returned(self, call: Call) -> None: ...
+
+    def after_optimizer_step(self, call: Call) -> None: ...
+
+
+_watched: dict[weakref.ref[Model], None] = {}  # in the order of wrapping
+_handles: list[Any] = []  # of the global hooks
+
+
+class Watch:
+    """Keeps a model informed until it is removed, or the model is gone."""
+
+    def __init__(self, model: Model) -> None:
+        self._ref = weakref.ref(model, _forget)
+        _watched[self._ref] = None
+        if not _handles:
+            _handles.append(register_optimizer_step_pre_hook(_before))
+            _handles.append(register_optimizer_step_post_hook(_after))
+
+    def remove(self) -> None:
+        """The model hears of no further step. Idempotent."""
+        _forget(self._ref)
+
+
+def _forget(ref: weakref.ref[Model]) -> None:
+    _watched.pop(ref, None)
+    while _handles and not _watched:
+        _handles.pop().remove()
+
+
+def _models() -> list[Model]:
+    return [model for model in (ref() for ref in [*_watched]) if model is not None]
+
+
+@torch._disable_dynamo  # a compiled step calls it between its graphs
+def _before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    ids = [*map(id, chain.from_iterable([options["params"] for options in optimizer.param_groups]))]
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    begun = []
+    for model in _models():
+        if not model.parameter_ids.isdisjoint(ids):
+            call = model.calls.begin(optimizer)
+            if not call.is_inner:
+                model.before_optimizer_step(call, ids, closure is not None)
+                begun.append((model, call))
+    if closure is None or not begun:
+        return None
+    closure = _told(closure, begun)
+    return (args, {**kwargs, "closure": closure}) if "closure" in kwargs else ((args[0], closure, *args[2:]), kwargs)
+
+
+def _told(closure: Callable[..., Any], calls: Sequence[tuple[Model, Call]]) -> Callable[..., Any]:
+    """``closure``, whose evaluations the models know of."""
+
+    @functools.wraps(closure)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        for _, call in calls:
+            call.is_evaluating = True
+        try:
+            result = closure(*args, **kwargs)
+        finally:
+            for _, call in calls:
+                call.is_evaluating = False
+        for model, call in calls:
+            model.closure_returned(call)
+        return result
+
+    return evaluate
+
+
+@torch._disable_dynamo
+def _after(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    for model in _models():
+        call = model.calls.end(optimizer)
+        if call is not None and not call.is_inner:
+            model.after_optimizer_step(call)
+
+
+def _frame_of_step() -> FrameType:
+    """Of torch's wrapper around ``Optimizer.step``, which has called a hook; between them may be those of Dynamo."""
+    nearest: FrameType | None = sys._getframe(3)
+    frame = nearest
+    while frame is not None and frame.f_code.co_filename != _TORCH_FILE:
+        frame = frame.f_back
+    return nearest if frame is None else frame

@@ -1,0 +1,18 @@
+// Contract of the search for NaN and infinity in what was reduced, or is about to be.
+//
+// Pointers need only be aligned to the element; numel 0 is legal and holds none. Only bits are looked at, so no
+// arithmetic raises a floating-point flag. No allocation, no synchronisation on the CPU.
+#pragma once
+
+#include <cstddef>
+
+#include "csrc/common/dtype.h"
+#include "csrc/common/stream.h"
+
+namespace bagua::kernels {
+
+// How many of the elements 0, stride, 2 stride, ... below numel are NaN or infinite; floating types, stride 1 or more.
+// A stride of the block of a codec, which turns blocks as a whole into NaN, reads one element of each.
+size_t count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride, Stream stream);
+
+}  // namespace bagua::kernels

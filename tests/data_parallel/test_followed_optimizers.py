@@ -1,0 +1,381 @@
+"""Optimizers that are made anew, that nobody passed to with_bagua, and that step where they must not."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+import bagua
+from bagua.errors import BaguaError, InvalidArgument
+from tests.conformance.training import (
+    ALGORITHMS,
+    OF_GRADIENTS,
+    OF_WEIGHTS,
+    assert_equal_on_all_ranks,
+    batch,
+    loss_of,
+    make_net,
+    make_optimizer,
+    process_group,
+    slow_but,
+)
+
+IN_LOCKSTEP = [name for name in ALGORITHMS if bagua.algorithms.get(name).is_lockstep]
+OWN_KIND = [n for n in ALGORITHMS if bagua.algorithms.get(n).optimizer_class is not torch.optim.Optimizer]
+OPTIONS = {"local_sgd": {"sync_every": 2}, "async": {"sync_interval": 0.0}}
+MOMENTUM = {"momentum": 0.9}
+
+
+def _options_of(algorithm, optimizer_class=torch.optim.SGD):
+    return {} if algorithm in OWN_KIND else MOMENTUM
+
+
+def _trained(rank, algorithm, remake):
+    """The weights after 6 steps; ``remake(optimizer)`` gives the one for the next step."""
+    model = make_net()
+    optimizer = make_optimizer(algorithm, model, **_options_of(algorithm))
+    bagua.with_bagua(model, optimizer, algorithm=algorithm, bucket_bytes=64 * 1024, **OPTIONS.get(algorithm, {}))
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+        optimizer = remake(step, optimizer)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _made_anew(rank, world_size, algorithm):
+    """It goes on from the state of the one before, so nothing may tell that it is another object."""
+
+    def remake(step, optimizer):
+        if step not in (0, 3):
+            return optimizer
+        twin = type(optimizer)(optimizer.param_groups[0]["params"], lr=0.01)
+        twin.load_state_dict(optimizer.state_dict())
+        return twin
+
+    with process_group():
+        expected = _trained(rank, algorithm, lambda step, optimizer: optimizer)
+        actual = _trained(rank, algorithm, remake)
+        for name, value in expected.items():
+            assert torch.equal(actual[name], value), name
+
+
+@pytest.mark.parametrize("algorithm", slow_but(IN_LOCKSTEP, "qadam", "local_sgd", "decentralized"))
+def test_an_optimizer_that_is_made_anew_takes_the_place_of_the_one_before(pool2, algorithm):
+    pool2.run(_made_anew, args=(algorithm,))
+
+
+def _taking_turns(rank, world_size, algorithm):
+    """Two that step the same parameters, without state: as one of them alone."""
+    with process_group():
+        expected = _trained_by_turns(rank, algorithm, 1)
+        actual = _trained_by_turns(rank, algorithm, 2)
+        assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
+def _trained_by_turns(rank, algorithm, num_optimizers):
+    model = make_net()
+    optimizers = [make_optimizer(algorithm, model) for _ in range(num_optimizers)]
+    bagua.with_bagua(model, optimizers[0], algorithm=algorithm, **OPTIONS.get(algorithm, {}))
+    for step in range(5):
+        model.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        optimizers[step % num_optimizers].step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("algorithm", ["local_sgd", "decentralized"])
+def test_two_optimizers_in_turns(pool2, algorithm):
+    pool2.run(_taking_turns, args=(algorithm,))
+
+
+def _rounds_of_async(rank, world_size):
+    with process_group():
+        model = torch.nn.Linear(16, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        rounds, begin = [], model.bagua.algorithm._begin_round
+        model.bagua.algorithm._begin_round = lambda: rounds.append(1) or begin()
+        for step in range(3):
+            x, y = batch(rank, step)
+            (model(x).squeeze(1) - y).square().mean().backward()
+            optimizer.step()
+        assert rounds  # and pause() takes part in another
+        model.bagua.pause()
+        assert_equal_on_all_ranks(dict(model.named_parameters()))
+
+
+def test_async_begins_rounds_with_an_optimizer_that_was_made_anew(pool2):
+    pool2.run(_rounds_of_async)
+
+
+def _nan_under_a_codec(rank, world_size, algorithm, passed):
+    """No matter which optimizer was passed: a step with a NaN of rank 1 is refused, on all ranks."""
+    with process_group():
+        model = make_net()
+        first = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        bagua.with_bagua(model, first if passed else (), algorithm=algorithm)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.step()
+        for _ in range(2):
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            optimizer.zero_grad()
+            factor = float("nan") if rank == 1 else 0.0
+            (loss_of(model, batch(rank, 1)) + factor * model.wide.weight.sum()).backward()
+            with pytest.raises(InvalidArgument, match="NaN or Inf"):
+                optimizer.step()
+            assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, 1)).backward()
+        optimizer.step()
+        assert_equal_on_all_ranks(dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("passed", [True, False])
+@pytest.mark.parametrize("algorithm", slow_but(["bytegrad", "qsgd"], "bytegrad"))
+def test_the_guard_against_nan_follows(pool2, algorithm, passed):
+    pool2.run(_nan_under_a_codec, args=(algorithm, passed))
+
+
+def _of_others(rank, world_size, algorithm, culprits):
+    """An optimizer of a part of the parameters, or of another kind."""
+    with process_group():
+        model = make_net()
+        optimizer = make_optimizer(algorithm, model)
+        bagua.with_bagua(model, optimizer, algorithm=algorithm, **OPTIONS.get(algorithm, {}))
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, batch(rank, step)).backward()
+            optimizer.step()
+        bagua.barrier()
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        stepped = trainable if algorithm in OWN_KIND else [model.narrow.weight, model.scale]
+        before = model.narrow.weight.detach().clone()
+        with pytest.raises(BaguaError) as caught:
+            if rank in culprits:
+                torch.optim.SGD(stepped, lr=0.01).step()
+            for step in range(20):
+                optimizer.zero_grad()
+                loss_of(model, batch(rank, step)).backward()
+                optimizer.step()
+        if rank in culprits:
+            assert torch.equal(model.narrow.weight, before)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("culprits", [(0, 1), (1,)])
+@pytest.mark.parametrize("algorithm", slow_but([*OF_WEIGHTS, *OWN_KIND], "local_sgd", "async"))
+def test_an_optimizer_that_takes_no_place_is_refused_on_all_ranks(pool2, algorithm, culprits):
+    for message in pool2.run(_of_others, args=(algorithm, culprits)):
+        expected = "steps with bagua.optim.QAdam" if algorithm in OWN_KIND else "steps 'scale' and 1 more is none"
+        assert expected in message
+
+
+def _alone(rank, world_size, algorithm):
+    """Rank 1 alone makes its optimizer anew: its moments are gone, and the others would not know."""
+    with process_group():
+        model = make_net()
+        optimizer = make_optimizer(algorithm, model, **_options_of(algorithm))
+        bagua.with_bagua(model, optimizer, algorithm=algorithm, **OPTIONS.get(algorithm, {}))
+        with pytest.raises(BaguaError) as caught:
+            for step in range(4):
+                loss_of(model, batch(rank, step)).backward()
+                optimizer.step()
+                if rank == 1 and step == 1:
+                    optimizer = make_optimizer(algorithm, model, **_options_of(algorithm))
+        if rank == 1:
+            assert "made anew" in str(caught.value)
+            assert "same step on all ranks" in str(caught.value)
+
+
+@pytest.mark.parametrize("algorithm", slow_but([n for n in (*OF_WEIGHTS, *OWN_KIND) if n in IN_LOCKSTEP], "local_sgd"))
+def test_a_rank_that_makes_its_optimizer_anew_alone_is_noticed(pool2, algorithm):
+    pool2.run(_alone, args=(algorithm,))
+
+
+def _unlike(rank, world_size):
+    with process_group():
+        model = torch.nn.Linear(16, 1)
+        bagua.with_bagua(model, torch.optim.SGD(model.parameters(), lr=0.01), algorithm="local_sgd")
+        kind = (torch.optim.SGD, torch.optim.Adam)[rank]
+        optimizer = kind(model.parameters(), lr=0.01)
+        model(batch(rank, 0)[0]).sum().backward()
+        with pytest.raises(InvalidArgument, match="disagree about optimizer 0: rank 0 has SGD .* rank 1 has Adam"):
+            optimizer.step()
+
+
+def test_optimizers_that_are_made_anew_unlike_each_other(pool2):
+    pool2.run(_unlike)
+
+
+def _is_freed(rank, world_size):
+    with process_group():
+        model = torch.nn.Linear(16, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        bagua.with_bagua(model, optimizer, algorithm="local_sgd")
+        old = weakref.ref(optimizer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model(batch(rank, 0)[0]).sum().backward()
+        optimizer.step()
+        gc.collect()
+        assert old() is None
+        assert _global_optimizer_pre_hooks and _global_optimizer_post_hooks
+        other = bagua.with_bagua(torch.nn.Linear(2, 2))
+        model.bagua.remove()
+        assert _global_optimizer_pre_hooks
+        del other
+        gc.collect()
+        assert not _global_optimizer_pre_hooks and not _global_optimizer_post_hooks
+
+
+def test_nothing_is_kept_of_an_old_optimizer_or_model():
+    bagua.testing.spawn(_is_freed, 2)
+
+
+class Derived(torch.optim.SGD):
+    """Calls the step of its base class."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Around(torch.optim.Optimizer):
+    """Wraps another optimizer, and changes its parameters once more after its step."""
+
+    def __init__(self, params, lr):
+        self.inner = torch.optim.SGD(params, lr=lr)
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self, closure=None):
+        loss = self.inner.step(closure)
+        with torch.no_grad():
+            for options in self.param_groups:
+                for parameter in options["params"]:
+                    parameter.mul_(0.99)
+        return loss
+
+
+def _steps_in_steps(rank, world_size, kind, algorithm, raises):
+    with process_group():
+        model = torch.nn.Linear(16, 1)
+        optimizer = kind(model.parameters(), lr=0.01)
+        bagua.with_bagua(model, optimizer, algorithm=algorithm)
+        calls = []
+        for name in ("before_optimizer_step", "after_optimizer_step"):
+            setattr(model.bagua.algorithm, name, lambda optimizer, *_, name=name: calls.append((name, optimizer)))
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(rank, step)[0]).sum().backward()
+            if raises and step == 1:  # inside the step, which torch's post hooks never hear of
+                lr, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], "no number"
+                with pytest.raises(TypeError) as caught:
+                    optimizer.step()
+                optimizer.param_groups[0]["lr"] = lr
+                assert calls.pop() == ("before_optimizer_step", optimizer)
+            optimizer.step()
+        assert caught.value if raises else True  # which keeps the frames of the step that raised alive
+        assert calls == [("before_optimizer_step", optimizer), ("after_optimizer_step", optimizer)] * 3
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Derived, Around])
+@pytest.mark.parametrize("algorithm", slow_but(["gradient_allreduce", "local_sgd"], "local_sgd"))
+def test_a_step_within_a_step_is_one(pool2, algorithm, kind, raises):
+    pool2.run(_steps_in_steps, args=(kind, algorithm, raises))
+
+
+def _in_backward(rank, world_size, algorithm, how, local):
+    with process_group():
+        model = make_net()
+        optimizer = make_optimizer(algorithm, model)
+        bagua.with_bagua(model, optimizer, algorithm=algorithm, **OPTIONS.get(algorithm, {}))
+        loss_of(model, batch(rank, 0)).backward()
+        bagua.barrier()
+        if how == "hook":
+            small = torch.optim.SGD([model.narrow.weight], lr=0.01)
+            model.narrow.weight.register_post_accumulate_grad_hook(lambda _: small.step())
+        elif how == "whole":
+            model.narrow.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        else:
+            from torch.distributed.optim import _apply_optimizer_in_backward
+
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            _apply_optimizer_in_backward(torch.optim.SGD, parameters, {"lr": 0.01})
+        with pytest.raises(BaguaError, match="SGD.step was called inside backward|QAdam.step was called inside"):
+            if local:
+                with model.bagua.no_sync():
+                    loss_of(model, batch(rank, 1)).backward()
+            loss_of(model, batch(rank, 1)).backward()
+
+
+@pytest.mark.parametrize("how, local", [("hook", False), ("hook", True), ("whole", False), ("torch", False)])
+@pytest.mark.parametrize("algorithm", slow_but(["gradient_allreduce", "qadam", "local_sgd"], "gradient_allreduce"))
+def test_an_optimizer_in_backward_is_refused(pool2, algorithm, how, local):
+    pool2.run(_in_backward, args=(algorithm, how, local))
+
+
+def _of_local_gradients(rank, world_size, algorithm, where, culprits):
+    with process_group():
+        model = make_net()
+        optimizer = make_optimizer(algorithm, model)
+        bagua.with_bagua(model, optimizer, algorithm=algorithm)
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.step()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for to_none in (True, False):  # dropped gradients are none
+            with model.bagua.no_sync():
+                loss_of(model, batch(rank, 1)).backward()
+            optimizer.zero_grad(set_to_none=to_none)
+            loss_of(model, batch(rank, 1)).backward()
+            optimizer.zero_grad(set_to_none=to_none)
+        with model.bagua.no_sync():  # and those that are synchronised in the end are local no more
+            loss_of(model, batch(rank, 1)).backward()
+        loss_of(model, batch(rank, 1)).backward()
+        optimizer.step()
+        assert_equal_on_all_ranks(dict(model.named_parameters()))
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer.zero_grad()
+        with pytest.raises(BaguaError, match=r"no_sync\(\) has left unsynchronised, of 'scale' and 11 more"):
+            if rank in culprits:
+                with model.bagua.no_sync():
+                    loss_of(model, batch(rank, 2)).backward()
+                    if where == "inside":
+                        optimizer.step()
+                optimizer.step()
+            loss_of(model, batch(rank, 3)).backward()
+            optimizer.step()
+        assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("where, culprits", [("inside", (0, 1)), ("after", (0, 1)), ("after", (1,))])
+@pytest.mark.parametrize("algorithm", slow_but(OF_GRADIENTS, "gradient_allreduce"))
+def test_a_step_of_gradients_that_no_sync_has_left(pool2, algorithm, where, culprits):
+    pool2.run(_of_local_gradients, args=(algorithm, where, culprits))
+
+
+def _weights_without_sync(rank, world_size, algorithm):
+    """Where weights are exchanged gradients are local anyway: the place of backward() changes the overlap alone."""
+    with process_group():
+        results = []
+        for is_local in (True, False):
+            model = make_net()
+            optimizer = make_optimizer(algorithm, model)
+            bagua.with_bagua(model, optimizer, algorithm=algorithm, **OPTIONS.get(algorithm, {}))
+            for step in range(5):
+                optimizer.zero_grad()
+                model.bagua.step.synchronises = not is_local
+                loss_of(model, batch(rank, step)).backward()
+                optimizer.step()
+            results.append(model.state_dict())
+        assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+@pytest.mark.parametrize("algorithm", [name for name in OF_WEIGHTS if name in IN_LOCKSTEP])
+def test_steps_in_no_sync_where_weights_are_exchanged(pool2, algorithm):
+    pool2.run(_weights_without_sync, args=(algorithm,))
