@@ -7,7 +7,6 @@ functions that take `group=None` mean the default group by it.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import time
 import weakref
@@ -18,11 +17,11 @@ from multiprocessing.util import Finalize
 
 import torch.distributed as dist
 
-from . import _C, config, rendezvous
+from . import config, rendezvous
 from .connections import Endpoint
 from .errors import BaguaError, InvalidArgument
 from .group import ProcessGroup
-from .interfaces import choose_address
+from .meeting import describe_thresholds, meet, spell
 from .torch_transport import TorchTransport
 from .work import to_seconds
 
@@ -40,8 +39,6 @@ __all__ = [
     "new_group",
     "resolve",
 ]
-
-logger = logging.getLogger("bagua")
 
 # How long rank 0, when it gives up, leaves the store open for the others to read why.
 _FAULT_SECONDS = 1.0
@@ -112,7 +109,7 @@ def init_process_group(
         raise InvalidArgument(f"backend {backend!r} is unknown; the backends are {', '.join(config.BACKENDS)}")
     timeout = timedelta(seconds=to_seconds(timeout))
     settings = config.settings()
-    thresholds = _describe_thresholds(settings.thresholds)
+    describe_thresholds(settings.thresholds)  # a mistake there is known before anybody is waited for
     backend = settings.backend if backend == "auto" else backend
     launch = config.launch_environment(rank, world_size, needs_master=store is None)
     through_torch = TorchTransport(launch, timeout) if backend == "torch" else None
@@ -122,54 +119,24 @@ def init_process_group(
         store = rendezvous.reopen_store(launch, init, timeout)
     elif store is None:
         store = rendezvous.open_store(launch, timeout)
-    scoped = dist.PrefixStore(init, store)
-    # Without a second process of this job there is nobody else to listen to; torchrun tells how many share the host.
-    address = choose_address(settings.interface, launch.single_host, launch.master_addr)
-    endpoint = Endpoint(settings, address, through_torch)
     try:
-        mine = rendezvous.RankRecord(
-            rank=launch.rank,
-            world_size=launch.world_size,
-            version=_C.__version__,
-            protocol=rendezvous.PROTOCOL,
-            backend=through_torch.description if through_torch else backend,
-            thresholds=thresholds,
-            host=rendezvous.host_identity(launch.node_rank),
-            node_rank=launch.node_rank,
-            address=address.address,
-            port=endpoint.port,
-            unix_name=endpoint.unix_name,
-            pid=os.getpid(),
-            token_proof="",
+        endpoint, group = meet(
+            dist.PrefixStore(init, store),
+            launch,
+            "world",
+            launch.rank,
+            launch.world_size,
+            timeout,
+            settings,
+            auth_token,
+            through_torch,
+            through_torch.description if through_torch else backend,
         )
-        records, secret = rendezvous.exchange_records(scoped, mine, auth_token or settings.auth_token, timeout)
-        if through_torch:
-            through_torch.start(scoped, address.address)
-        endpoint.start(records, secret)
-        group = ProcessGroup(endpoint, "world", range(launch.world_size), launch.rank, timeout)
-    except BaseException as error:
-        endpoint.close()
-        if is_served_by_rank_0 and launch.rank == 0 and isinstance(error, BaguaError):
+    except BaguaError:
+        if is_served_by_rank_0 and launch.rank == 0:
             time.sleep(_FAULT_SECONDS)
         raise
     _world = _World(endpoint, group, launch, store)
-    logger.info(
-        "rank %d of %d listens on %s:%d (%s)",
-        launch.rank,
-        launch.world_size,
-        address.address,
-        endpoint.port,
-        address.interface,
-    )
-
-
-def _describe_thresholds(changes: dict[str, int]) -> str:
-    """How the selector's thresholds differ from the defaults, as the ranks compare it."""
-    known = _C.default_thresholds()
-    for name in changes:
-        if name not in known:
-            raise InvalidArgument(f"BAGUA_THRESHOLDS names {name!r}; the thresholds are {', '.join(sorted(known))}")
-    return ",".join(f"{name}={value}" for name, value in sorted(changes.items())) or "the defaults"
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
@@ -253,7 +220,7 @@ def new_group(ranks: Sequence[int] | None = None, *, timeout: timedelta | float 
         )
     world.num_new_groups += 1
     # The count is equal on all ranks because all call it in the same order; the ranks make a mistake visible.
-    name = f"group{world.num_new_groups}:{_spell(ranks)}"
+    name = f"group{world.num_new_groups}:{spell(ranks)}"
     timeout = world.group.timeout if timeout is None else timeout
     return world.group.adopt(ProcessGroup(world.endpoint, name, ranks, world.group.rank, timeout))
 
@@ -289,16 +256,11 @@ def from_torch_group(group: dist.ProcessGroup, *, timeout: timedelta | float | N
     ranks = dist.get_process_group_ranks(group)
     # Not by torch's name, which members may number differently (new_group with use_local_synchronization).
     world.num_converted[tuple(ranks)] += 1
-    name = f"torch{world.num_converted[tuple(ranks)]}:{_spell(ranks)}"
+    name = f"torch{world.num_converted[tuple(ranks)]}:{spell(ranks)}"
     timeout = world.group.timeout if timeout is None else timeout
     converted = world.group.adopt(ProcessGroup(world.endpoint, name, ranks, world.group.rank, timeout))
     world.converted[group] = converted
     return converted
-
-
-def _spell(ranks: Sequence[int]) -> str:
-    """All of them if they are few, otherwise enough to see a mistake."""
-    return ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}..{ranks[-1]}({len(ranks)})"
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:

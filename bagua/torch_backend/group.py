@@ -7,6 +7,7 @@ here. Ranks are ranks of the group. An operation that torch will wait for at onc
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -15,8 +16,11 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ..errors import InvalidArgument
-from ..group import ProcessGroup
+from ..group import ProcessGroup, Work
 from .carrier import as_carrier, check_apart, concatenate, copy_out, one
+from .compiling import leave_to_python
+from .levels import Levels
+from .operations import divide_integers, operation
 from .work import TorchWork
 
 __all__ = ["TorchProcessGroup"]
@@ -45,6 +49,7 @@ def _is_blocking(opts) -> bool:
     return not opts.asyncOp
 
 
+@leave_to_python
 class TorchProcessGroup(dist.ProcessGroup):
     """A group of torch.distributed with the backend "bagua"; made by init_process_group and new_group, not by hand.
 
@@ -53,20 +58,29 @@ class TorchProcessGroup(dist.ProcessGroup):
         store: torch's store of this group.
         name: torch's name of this group.
         on_close: called once with this object when it was shut down.
-
-    Attributes:
-        group: as given, for calls that torch.distributed does not have (a codec, shared memory).
     """
 
     def __init__(
         self, group: ProcessGroup, store: dist.Store, name: str, on_close: Callable[[TorchProcessGroup], None]
     ):
         super().__init__(group.rank, group.size)
-        self.group = group
+        self.levels = Levels(group)
+        # DDP.join gives C++ the Work of a one-element all_reduce and drops it. C++ keeps its own half, but the one that
+        # waits is ours, and without it that one waits for ever. torch does not tell when C++ lets go: it does so in the
+        # backward of the same forward, or in the next forward, so the last ones are kept, which takes a few kilobytes.
+        self._kept: deque[TorchWork] = deque(maxlen=256)
         self._store = store
         self._torch_name = name
         self._description = ""
         self._on_close: Callable[[TorchProcessGroup], None] | None = on_close
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group of bagua that runs collectives, for calls that torch.distributed does not have (a codec).
+
+        As given; in a callback of a future, the group of what callbacks start (levels.py).
+        """
+        return self.levels.current().group
 
     # ---- what torch asks about a group
 
@@ -104,12 +118,12 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Another deadline for the operations from now on."""
-        self.group.set_timeout(timeout)
+        self.levels.set_timeout(timeout)
 
     def shutdown(self) -> None:
         """End the group; pending operations fail with Aborted. Idempotent."""
         on_close, self._on_close = self._on_close, None
-        self.group.close()
+        self.levels.close()
         if on_close is not None:
             on_close(self)
 
@@ -117,30 +131,51 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     # ---- reductions
 
+    @operation("all_reduce", 0)
     def allreduce(self, tensors, opts=_ALLREDUCE) -> TorchWork:
         tensor = one(tensors, "tensors")
-        return TorchWork([self.group.all_reduce(tensor, opts.reduceOp.op, blocking=_is_blocking(opts))], [tensor])
+        blocking = _is_blocking(opts)
+        work = TorchWork([self._all_reduce(tensor, opts.reduceOp.op, blocking)], [tensor])
+        if not blocking and tensor.numel() == 1:
+            self._kept.append(work)
+        return work
 
+    @operation("all_reduce", 0)
     def allreduce_coalesced(self, tensors, opts=_ALLREDUCE_COALESCED) -> TorchWork:
         op, blocking = opts.reduceOp.op, _is_blocking(opts)
         check_apart([[tensor] for tensor in tensors])
-        return TorchWork([self.group.all_reduce(tensor, op, blocking=blocking) for tensor in tensors], list(tensors))
+        return TorchWork([self._all_reduce(tensor, op, blocking) for tensor in tensors], list(tensors))
 
+    def _all_reduce(self, tensor: torch.Tensor, op, blocking: bool) -> Work:
+        group = self.group
+        op, finish = divide_integers(op, tensor, group)
+        work = group.all_reduce(tensor, op, blocking=blocking)
+        if finish is not None:
+            work.finish_with(finish)
+        return work
+
+    @operation("reduce", 0)
     def reduce(self, tensors, opts=_REDUCE) -> TorchWork:
         tensor = one(tensors, "tensors")
-        work = self.group.reduce(tensor, opts.rootRank, opts.reduceOp.op, blocking=_is_blocking(opts))
+        op, finish = divide_integers(opts.reduceOp.op, tensor, self.group)
+        work = self.group.reduce(tensor, opts.rootRank, op, blocking=_is_blocking(opts))
+        if finish is not None and self.group.rank == opts.rootRank:
+            work.finish_with(finish)
         return TorchWork([work], [tensor])
 
+    @operation("reduce_scatter", 1)
     def reduce_scatter(self, outputs, inputs, opts=_REDUCE_SCATTER) -> TorchWork:
         output, parts = one(outputs, "output_tensors"), one(inputs, "input_tensors")
         self._check_parts(parts, output, "input_list", "output")
         return self._reduce_scatter([output], [concatenate(parts)], opts)
 
+    @operation("reduce_scatter", 1)
     def reduce_scatter_single(self, output, input, opts=_REDUCE_SCATTER) -> TorchWork:
         return self._reduce_scatter([output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @operation("reduce_scatter", 1)
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=_REDUCE_SCATTER) -> TorchWork:
         return self._reduce_scatter(outputs, inputs, opts)
 
@@ -149,23 +184,28 @@ class TorchProcessGroup(dist.ProcessGroup):
     def _reduce_scatter(self, outputs, inputs, opts) -> TorchWork:
         op, blocking = opts.reduceOp.op, _is_blocking(opts)
         check_apart([[output] for output in outputs], inputs)
-        works = [
-            self.group.reduce_scatter(output, input, op, blocking=blocking)
-            for output, input in zip(outputs, inputs, strict=True)
-        ]
+        works = []
+        for output, input in zip(outputs, inputs, strict=True):
+            reduced_by, finish = divide_integers(op, output, self.group)
+            works.append(self.group.reduce_scatter(output, input, reduced_by, blocking=blocking))
+            if finish is not None:
+                works[-1].finish_with(finish)
         return TorchWork(works, list(outputs))
 
     # ---- movements, of any type
 
+    @operation("broadcast", 0)
     def broadcast(self, tensors, opts=_BROADCAST) -> TorchWork:
         tensor = one(tensors, "tensors")
         return TorchWork(
             [self.group.broadcast(as_carrier(tensor), opts.rootRank, blocking=_is_blocking(opts))], [tensor]
         )
 
+    @operation("all_gather", 1)
     def allgather(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
         return self._allgather([one(outputs, "output_tensors")], [one(inputs, "input_tensors")], opts)
 
+    @operation("all_gather", 1)
     def allgather_coalesced(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
         """outputs[r][i] <- inputs[i] of rank r."""
         self._check_count(outputs, "output_tensor_lists")
@@ -190,12 +230,19 @@ class TorchProcessGroup(dist.ProcessGroup):
         carrier = as_carrier(tensor)
         return torch.empty(self.group.size * carrier.numel(), dtype=carrier.dtype)
 
+    @operation("all_gather", 1)
     def all_gather_single(self, output, input, opts=_ALLGATHER) -> TorchWork:
-        return self.all_gather_single_coalesced([output], [input], opts)
+        return self._all_gather_single([output], [input], opts)
 
     _allgather_base = all_gather_single
 
+    @operation("all_gather", 1)
     def all_gather_single_coalesced(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
+        return self._all_gather_single(outputs, inputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _all_gather_single(self, outputs, inputs, opts) -> TorchWork:
         blocking = _is_blocking(opts)
         check_apart([[output] for output in outputs], inputs)
         works = [
@@ -204,8 +251,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         ]
         return TorchWork(works, list(outputs))
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
+    @operation("gather", 1)
     def gather(self, outputs, inputs, opts=_GATHER) -> TorchWork:
         tensor = one(inputs, "input_tensors")
         if self.group.rank != opts.rootRank:
@@ -216,6 +262,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         gathered = self._room_for_all(tensor)
         return self._gather(gathered, tensor, list(parts), opts, copy_out(gathered, parts))
 
+    @operation("gather", 1)
     def gather_single(self, output, input, opts=_GATHER) -> TorchWork:
         if self.group.rank != opts.rootRank:
             return self._gather(None, input, [], opts)
@@ -229,6 +276,7 @@ class TorchProcessGroup(dist.ProcessGroup):
             work.finish_with(finish)
         return TorchWork([work], result)
 
+    @operation("scatter", 1)
     def scatter(self, outputs, inputs, opts=_SCATTER) -> TorchWork:
         output, source = one(outputs, "output_tensors"), None
         if self.group.rank == opts.rootRank:
@@ -238,6 +286,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         work = self.group.scatter(as_carrier(output), source, opts.rootRank, blocking=_is_blocking(opts))
         return TorchWork([work], [output])
 
+    @operation("all_to_all", 1)
     def alltoall(self, outputs, inputs, opts=_ALLTOALL) -> TorchWork:
         self._check_count(outputs, "output_tensor_list")
         self._check_count(inputs, "input_tensor_list")
@@ -251,6 +300,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         work.finish_with(finish)
         return TorchWork([work], list(outputs))
 
+    @operation("all_to_all", 1)
     def all_to_all_single(self, output, input, output_splits, input_splits, opts=_ALLTOALL) -> TorchWork:
         work = self.group.all_to_all(
             as_carrier(output), as_carrier(input), output_splits or None, input_splits or None,
@@ -260,19 +310,22 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    # ---- between two ranks
+    # ---- between two ranks; a callback's too are matched with the program's, by their order
 
+    @operation("send", 0)
     def send(self, tensors, dst: int, tag: int = 0) -> TorchWork:
         tensor = one(tensors, "tensors")
-        return TorchWork([self.group.send(as_carrier(tensor), dst, tag=tag)], [tensor])
+        return TorchWork([self.levels.program.group.send(as_carrier(tensor), dst, tag=tag)], [tensor])
 
+    @operation("recv", 0)
     def recv(self, tensors, src: int, tag: int = 0) -> TorchWork:
         tensor = one(tensors, "tensors")
-        return TorchWork([self.group.recv(as_carrier(tensor), src, tag=tag)], [tensor], source=src)
+        return TorchWork([self.levels.program.group.recv(as_carrier(tensor), src, tag=tag)], [tensor], source=src)
 
     def recv_anysource(self, tensors, tag: int = 0) -> TorchWork:
         raise InvalidArgument("the backend 'bagua' cannot receive from any rank that sends; name the sender with src=")
 
+    @operation("barrier")
     def barrier(self, opts=_BARRIER) -> TorchWork:
         timeout = opts.timeout if opts.timeout.total_seconds() >= 0 else None
         return TorchWork([self.group.barrier(timeout=timeout, blocking=not opts.asyncOp)], [])

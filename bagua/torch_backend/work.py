@@ -1,6 +1,6 @@
 """TorchWork: operations of bagua behind the handle that torch's programs, its DDP and its compiled graphs wait on.
 
-A torch future is made only when somebody asks for one; then the thread that ends the operation completes it.
+A torch future is made only when somebody asks for one; then the thread of the operation's level completes it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ import torch
 import torch.distributed as dist
 
 from ..work import Work
+from .compiling import leave_to_python
+from .futures import TorchFuture
+from .levels import Level
+from .profiling import Span
 
 __all__ = ["TorchWork"]
 
 _NO_TIMEOUT = timedelta(0)  # torch's kNoTimeout
 
 
+@leave_to_python
 class TorchWork(dist.Work):
     """One operation of torch.distributed.
 
@@ -28,14 +33,21 @@ class TorchWork(dist.Work):
         works: the operations of bagua that it consists of; it has ended when all of them have.
         result: the tensors that hold the outcome, for get_future() and result().
         source: rank of the group that sent it, for what recv returns.
+
+    Attributes:
+        level: where it runs; set by who starts it, as is
+        span: its event in torch's profiler, if that runs.
     """
+
+    level: Level
+    span: Span | None = None
 
     def __init__(self, works: Sequence[Work], result: list[torch.Tensor], source: int = -1):
         super().__init__()
         self._works = works
         self._result = result
         self._source = source
-        self._future: torch.futures.Future | None = None
+        self._future: TorchFuture | None = None
         self._asking = threading.Lock()  # guards _future
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
@@ -52,10 +64,12 @@ class TorchWork(dist.Work):
         if timeout == _NO_TIMEOUT:
             for work in self._works:
                 work.wait()
-            return True
-        deadline = time.monotonic() + timeout.total_seconds()
-        for work in self._works:
-            work.wait(max(deadline - time.monotonic(), 1e-9))
+        else:
+            deadline = time.monotonic() + timeout.total_seconds()
+            for work in self._works:
+                work.wait(max(deadline - time.monotonic(), 1e-9))
+        if self.span is not None:
+            self.span.wait()
         return True
 
     def synchronize(self) -> None:
@@ -93,25 +107,22 @@ class TorchWork(dist.Work):
 
     _source_rank = source_rank  # its name in torch's Python API
 
-    def get_future(self) -> torch.futures.Future:
-        """A future of result(). A failure is a RuntimeError with our message: torch's futures carry no other type."""
+    @property
+    def last(self) -> Work | None:
+        """The operation that ends last; None when there are none."""
+        return self._works[-1] if self._works else None
+
+    def get_future(self) -> TorchFuture:
+        """A future of result(). A failure is a RuntimeError with our message, as torch's futures have it."""
         with self._asking:
             if self._future is None:
-                ended: torch.futures.Future = torch.futures.Future()
-                # Not set_exception, which DDP's reducer takes for a value: what `then` raises is an error in C++ too.
-                self._future = ended.then(self._outcome)
-                self._complete_after(0, ended)
+                future = self._future = TorchFuture(self.level)
+                if all(work.is_completed() for work in self._works):
+                    future.complete(self._outcome)
+                else:  # what the thread keeps until then keeps this object alive
+                    self.level.thread.after(self._works[-1], lambda: future.complete(self._outcome))
             return self._future
 
-    def _complete_after(self, index: int, ended: torch.futures.Future) -> None:
-        """Completes `ended` when all works from `index` on have ended; the callbacks keep this object alive."""
-        while index < len(self._works) and self._works[index].is_completed():
-            index += 1
-        if index == len(self._works):
-            ended.set_result(None)
-            return
-        self._works[index].add_done_callback(lambda: self._complete_after(index + 1, ended))
-
-    def _outcome(self, _ended: torch.futures.Future) -> list[torch.Tensor]:
+    def _outcome(self) -> list[torch.Tensor]:
         self.wait()
         return self._result

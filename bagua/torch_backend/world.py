@@ -1,23 +1,28 @@
 """torch's groups on bagua's world: who opens it, who closes it, and how the groups are named.
 
-All groups share the world's endpoint (listeners, rank table, secret). The world is bagua's own if the program has made
-it, otherwise the first group makes it through torch's store, and the last one to be closed closes it. A group is a
-subgroup of the world with worker threads and connections of its own: calls of bagua and of torch.distributed, and of
-different groups, never wait for each other, and only a group's members take part in making it.
+Groups share the world's endpoint (listeners, rank table, secret). The world is bagua's own if the program has made it,
+otherwise the first group of all ranks makes it through torch's store, and the last one to be closed closes it. Where
+torch's default group is another backend's, not all ranks have the same groups of bagua: a group of some ranks then has
+an endpoint of its own. A group has worker threads and connections of its own: calls of bagua and of torch.distributed,
+and of different groups, never wait for each other, and only a group's members take part in making it.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from .. import world
-from ..errors import InvalidArgument
+from ..errors import BaguaError, InvalidArgument
 from ..group import ProcessGroup
+from ..meeting import open_alone
 from .group import TorchProcessGroup
 
 __all__ = ["create"]
@@ -26,6 +31,7 @@ __all__ = ["create"]
 _OLDEST_TORCH = (2, 9)
 
 _open: set[TorchProcessGroup] = set()
+_open_alone: set[TorchProcessGroup] = set()
 # The world that this file has opened.
 _opened: ProcessGroup | None = None
 # How many groups of the same ranks were made in this world: equal on all of them, since all of them make each one.
@@ -52,9 +58,11 @@ def create(options, backend_options: object | None) -> TorchProcessGroup:
         raise InvalidArgument(f"the backend 'bagua' takes no options, but pg_options is {backend_options!r}")
     # torch leaves the list empty for the default group.
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    everybody = _share_world(options, ranks)
+    if len(ranks) < _world_size(options) and not _is_shared():
+        return _create_alone(options, ranks)
+    everybody = _share_world(options)
     # Not by options.group_id: with use_local_synchronization it depends on how many other groups a rank is in.
-    name = f"torch-{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
+    name = _name(ranks)
     _uses[name] += 1
     group = everybody.subgroup(f"{name}-{_uses[name]}", ranks, options.timeout)
     made = TorchProcessGroup(group, options.store, options.group_id, _forget)
@@ -62,7 +70,40 @@ def create(options, backend_options: object | None) -> TorchProcessGroup:
     return made
 
 
-def _share_world(options, ranks: list[int]) -> ProcessGroup:
+def _name(ranks: list[int]) -> str:
+    return f"torch-{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
+
+
+def _world_size(options) -> int:
+    """The number of torch's ranks; the default group, which is being made, is all of them."""
+    return dist.get_world_size() if options.global_ranks_in_group else options.group_size
+
+
+def _is_shared() -> bool:
+    """Whether all ranks have the same world, so that any of them can make a group on it."""
+    if isinstance(dist.group.WORLD, TorchProcessGroup):
+        return True
+    return world.is_initialized() and world.get_default_group() is not _opened
+
+
+def _create_alone(options, ranks: list[int]) -> TorchProcessGroup:
+    """A group with an endpoint of its own."""
+    # Not options.store, which has torch's name of the group in it (see above), and what a group of that name that was
+    # there before has written. How many of the same ranks there were is counted in the store that all ranks share.
+    shared = dist.PrefixStore(f"bagua/{_name(ranks)}", c10d._get_default_store())
+    store = dist.PrefixStore(f"{shared.add(f'turn of {options.group_rank}', 1)}", shared)
+    try:
+        group, close = open_alone(store, ranks, dist.get_rank(), dist.get_world_size(), options.timeout)
+    except BaguaError as error:
+        raise type(error)(
+            f"{error} (ranks count within the group of {ranks})", rank=error.rank, operation=error.operation
+        ) from error
+    made = TorchProcessGroup(group, options.store, options.group_id, _forgetter(close))
+    _open_alone.add(made)
+    return made
+
+
+def _share_world(options) -> ProcessGroup:
     """bagua's default group, which is opened here if there is none."""
     global _opened
     is_default = not options.global_ranks_in_group
@@ -76,11 +117,6 @@ def _share_world(options, ranks: list[int]) -> ProcessGroup:
                 f"{size}; they must be the same"
             )
         return group
-    if len(ranks) != size:
-        raise InvalidArgument(
-            f"a group of the ranks {ranks} needs the connections of all {size}; call bagua.init_process_group() on "
-            'all ranks first, or init_process_group("bagua")'
-        )
     world.init_process_group(store=options.store, rank=rank, world_size=size, timeout=options.timeout)
     _opened = world.get_default_group()
     _uses.clear()
@@ -99,10 +135,30 @@ def _forget(group: TorchProcessGroup) -> None:
         world.destroy_process_group()
 
 
+def _forgetter(close: Callable[[], None]) -> Callable[[TorchProcessGroup], None]:
+    """_forget of a group with an endpoint of its own, which `close` closes."""
+
+    def forget(group: TorchProcessGroup) -> None:
+        _open_alone.discard(group)
+        close()
+
+    return forget
+
+
+def _close_all() -> None:
+    """At the end of a program that has not destroyed its groups: their peers can tell it from a crash."""
+    for group in [*_open, *_open_alone]:
+        group.shutdown()
+
+
+atexit.register(_close_all)
+
+
 def _leave_in_child() -> None:
     global _opened
     _opened = None
     _open.clear()
+    _open_alone.clear()
 
 
 # A forked child (a DataLoader worker) is no rank, and closes nothing.

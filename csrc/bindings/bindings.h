@@ -10,6 +10,7 @@ void bind_memory(pybind11::module_& m);
 void bind_codecs(pybind11::module_& m);
 void bind_torch_link(pybind11::module_& m);
 void bind_work(pybind11::module_& m);
+void bind_endings(pybind11::module_& m);
 void bind_events(pybind11::module_& m);
 void bind_group(pybind11::module_& m);
 void bind_order(pybind11::module_& m);

@@ -41,9 +41,10 @@ void refuse_inside_handler() {
 
 void refuse_inside_callback() {
   if (!inside_callback) return;
-  throw Error(ErrorKind::kInvalidArgument,
-              "a callback of an operation (a step behind get_future().then, mostly) starts or waits for an operation, "
-              "but it runs on the thread that ends them; wait for the future instead, and go on from there");
+  throw Error(
+      ErrorKind::kInvalidArgument,
+      "a callback of an operation starts or waits for an operation, but it runs on the thread that ends them; let "
+      "it tell another thread, which goes on from there");
 }
 
 void check_signals() {

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import bagua
 from tests.torch_backend.programs import TIMEOUT, needs_torch, run, start, values
@@ -145,29 +147,108 @@ def test_ranks_in_any_order(pool4):
 
 
 def beside_gloo(rank, world_size):
-    """The default group is gloo's."""
+    """The default group is gloo's: a group of bagua is made by its members alone, whatever others there are."""
     start("gloo")
-    if rank < 2:
-        with pytest.raises(bagua.InvalidArgument, match="bagua.init_process_group"):
-            dist.new_group([0, 1], backend="bagua", timeout=TIMEOUT)
-    else:
-        dist.new_group([0, 1], backend="bagua", timeout=TIMEOUT)
+    pair, other = [0, 1] if rank < 2 else [2, 3], [0, 2] if rank % 2 == 0 else [1, 3]
+    for _ in range(2):  # torch makes the same name again
+        groups = {}
+        for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [3, 1, 0]):
+            group = dist.new_group(ranks, backend="bagua", timeout=TIMEOUT)
+            if rank in ranks:
+                groups[tuple(sorted(ranks))] = group
+        assert not bagua.is_initialized()
+        for ranks, group in groups.items():
+            x = values(rank, world_size, 10)
+            dist.all_reduce(x, group=group)
+            assert torch.equal(x, total(world_size, ranks))
+            gathered = [None] * len(ranks)
+            dist.all_gather_object(gathered, (rank, dist.get_rank(group)), group=group)
+            assert gathered == [(r, i) for i, r in enumerate(ranks)]
+        for ranks in (pair, other):
+            dist.destroy_process_group(groups[tuple(ranks)])
+        if rank != 2:
+            dist.destroy_process_group(groups[0, 1, 3])
+    if rank == 0:  # and ranks that have made another number of groups than the other members
+        dist.new_group([0], backend="gloo", use_local_synchronization=True)
+    if rank in (0, 3):
+        local = dist.new_group([0, 3], backend="bagua", use_local_synchronization=True, timeout=TIMEOUT)
+        dist.barrier(local)
+        dist.destroy_process_group(local)
     everybody = dist.new_group(backend="bagua", timeout=TIMEOUT)
-    pair = dist.new_group([0, 1], backend="bagua", timeout=TIMEOUT)
+    beside = dist.new_group([0, 3], backend="bagua", timeout=TIMEOUT)
     x = values(rank, world_size, 10)
     dist.all_reduce(x, group=everybody)
     assert torch.equal(x, total(world_size, range(world_size)))
-    if rank < 2:
-        dist.barrier(pair)
-        dist.destroy_process_group(pair)
     assert bagua.is_initialized()
     dist.destroy_process_group(everybody)
     assert not bagua.is_initialized()
+    if rank in (0, 3):
+        dist.barrier(beside)
+    dist.barrier()
     dist.destroy_process_group()
 
 
 def test_beside_another_backend(pool4):
     pool4.run(beside_gloo)
+
+
+def late_member(rank, world_size):
+    """Of a group of some ranks that do not all come, the one that waits says who did not."""
+    start("gloo")
+    if rank == 1:
+        with pytest.raises(bagua.DeadlineExceeded, match=r"rank 1 did not come.*of \[1, 2\]"):
+            dist.new_group([1, 2], backend="bagua", timeout=timedelta(seconds=1))
+    dist.destroy_process_group()
+
+
+@pytest.mark.timed
+def test_a_member_that_does_not_come(pool4):
+    pool4.run(late_member)
+
+
+def hybrid(rank, world_size, backend, override):
+    """Replicas of shards, 2 x 2, with a backend for each dimension."""
+    start(backend)
+    names = ("dp_replicate", "dp_shard")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names, backend_override=dict(override))
+    for name in names:
+        assert dist.get_backend(mesh[name].get_group()) == override.get(name, backend)
+    torch.manual_seed(5)
+    model = fully_shard(torch.nn.Linear(16, 6), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.sin(values(rank, world_size, 32).view(2, 16) + step)).square().mean().backward()
+        optimizer.step()
+    result = [parameter.full_tensor().detach() for parameter in model.parameters()]
+    dist.barrier()  # a rank of gloo that leaves takes with it what others have not read yet
+    dist.destroy_process_group()
+    assert not bagua.is_initialized()
+    return result
+
+
+OVERRIDES = [
+    {"dp_replicate": "bagua"},
+    {"dp_shard": "bagua"},
+    {"dp_replicate": "bagua", "dp_shard": "bagua"},
+    {"dp_replicate": "gloo"},
+    {},
+]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        pytest.param(override, marks=[pytest.mark.slow("test_a_backend_for_each_dimension")] if i else [])
+        for i, override in enumerate(OVERRIDES)
+    ],
+    ids=repr,
+)
+def test_a_backend_for_each_dimension(pool4, override):
+    expected = pool4.run(hybrid, args=("gloo", {}))[0]
+    for backend in ("gloo", "bagua"):
+        for result in pool4.run(hybrid, args=(backend, override)):
+            torch.testing.assert_close(result, expected)
 
 
 def refused_options(rank, world_size):

@@ -1,0 +1,49 @@
+"""The events of operations in torch's profilers, named and measured as those of torch's own backends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from .levels import Level
+
+__all__ = ["Span"]
+
+
+class Span:
+    """An event from now on, with the shapes of the tensors; on the thread of a level its end is recorded.
+
+    Never on the thread that starts it: this is how the profiler knows an asynchronous event.
+
+    Args:
+        name: of the event.
+        tensors: what goes in.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[torch.Tensor]):
+        self._record = torch.autograd._record_function_with_args_enter(name, *tensors)
+        self._level: Level | None = None
+        self._ended = threading.Event()
+
+    def end_after(self, work, level: Level) -> None:
+        """Have it end when the operation `work` has; at once when it is None."""
+        self._level = level
+        if work is None:
+            level.thread.soon(self.end)
+        else:
+            level.thread.after(work, self.end)
+
+    def end(self) -> None:
+        """End it. Idempotent."""
+        record, self._record = self._record, None
+        if record is not None:
+            torch.autograd._record_function_with_args_exit(record)
+        self._ended.set()
+
+    def wait(self) -> None:
+        """Until it has ended, which its operation has; a profiler that stops then has all of it."""
+        if self._level.thread.is_current():
+            self.end()
+        self._ended.wait()

@@ -1,0 +1,167 @@
+"""Futures whose callbacks start operations: communication hooks, in one order on all ranks, on threads of their own."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.torch_backend.programs import compare, needs_torch, run, values
+
+pytestmark = needs_torch
+
+
+def chained(rank, world_size):
+    """A callback starts an operation and waits for its future, whose callback does the same."""
+    names = []
+
+    def again(future):
+        names.append(threading.current_thread().name)
+        y = future.value()[0] * (rank + 1)
+        return dist.all_reduce(y, async_op=True).get_future().then(lambda f: third(f.value()[0])).wait()
+
+    def third(y):
+        names.append(threading.current_thread().name)
+        z = y + rank
+        dist.all_reduce(z)
+        return z
+
+    results = []
+    for i in range(6):
+        x = values(rank, world_size, 50) + i
+        results.append(dist.all_reduce(x, async_op=True).get_future().then(again))
+        dist.all_reduce(torch.ones(50))  # meanwhile the program goes on
+    ranks = range(world_size)
+    for i, result in enumerate(results):
+        first = sum(values(r, world_size, 50) + i for r in ranks)
+        second = sum(first * (r + 1) for r in ranks)
+        assert torch.equal(result.wait(), sum(second + r for r in ranks))
+    assert all(name.startswith("bagua-callbacks-") for name in names) and len(set(names)) == 2
+    assert threading.active_count() < 20
+
+
+def test_a_callback_starts_operations_and_waits_for_them(pool2):
+    run(pool2, chained)
+
+
+def model_of_buckets():
+    torch.manual_seed(7)
+    return torch.nn.Sequential(*[torch.nn.Linear(24, 24, bias=False) for _ in range(6)])
+
+
+def gradients(rank, model, step):
+    model.zero_grad()
+    model(torch.sin(torch.arange(48.0).view(2, 24) + rank + step)).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def unequal_ranks(rank, world_size):
+    """Equal buckets, and ranks that come to them at different times: what a hook starts is not taken for another."""
+    model = DistributedDataParallel(model_of_buckets(), bucket_cap_mb=0.001)
+
+    def hook(_state, bucket):
+        def twice(future):
+            y = future.value()[0] * (rank + 1)
+            dist.all_reduce(y)
+            return y
+
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        if (bucket.index() + rank) % 2:
+            time.sleep(0.01)  # by now it has ended, mostly; on the other rank it has not
+        return future.then(twice)
+
+    model.register_comm_hook(None, hook)
+    plain = model_of_buckets()
+    for step in range(4):
+        found = gradients(rank, model, step)
+        each = [gradients(r, plain, step) for r in range(world_size)]
+        for i, gradient in enumerate(found):
+            expected = sum(r + 1 for r in range(world_size)) * sum(grads[i] for grads in each)
+            torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_hooks_start_operations_in_one_order(pool2):
+    run(pool2, unequal_ranks)
+
+
+def power_sgd(rank, world_size):
+    """With as many ranks of the matrix as it has, nothing is lost: the gradients are the averages."""
+    model = DistributedDataParallel(model_of_buckets(), bucket_cap_mb=0.001)
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=24, start_powerSGD_iter=2, min_compression_rate=0.1
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    plain = model_of_buckets()
+    for step in range(5):
+        found = gradients(rank, model, step)
+        each = [gradients(r, plain, step) for r in range(world_size)]
+        for i, gradient in enumerate(found):
+            torch.testing.assert_close(gradient, sum(grads[i] for grads in each) / world_size, rtol=1e-3, atol=1e-3)
+
+
+def test_power_sgd(pool2):
+    run(pool2, power_sgd)
+
+
+def with_hook(rank, world_size, hook):
+    model = DistributedDataParallel(model_of_buckets(), bucket_cap_mb=0.001)
+    state = dist.group.WORLD
+    if hook is post_localSGD_hook.post_localSGD_hook:
+        state = post_localSGD_hook.PostLocalSGDState(None, dist.new_group(), start_localSGD_iter=1)
+    model.register_comm_hook(state, hook)
+    return [gradients(rank, model, step) for step in range(3)]
+
+
+@pytest.mark.slow("test_a_callback_starts_operations_and_waits_for_them, test_ddp_with_a_communication_hook")
+@pytest.mark.parametrize(
+    "hook",
+    [
+        default_hooks.allreduce_hook,
+        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+        post_localSGD_hook.post_localSGD_hook,
+    ],
+    ids=["allreduce", "wrapped", "post_localSGD"],
+)
+def test_torchs_hooks(pool2, hook):
+    compare(pool2, with_hook, hook, rtol=2e-2, atol=2e-2)
+
+
+def failing(rank, world_size):
+    """What a callback raises is in the future behind it, and in all behind that."""
+    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    behind = future.then(lambda _: 1 // 0).then(lambda f: f.value())
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        behind.wait()
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        torch.futures.wait_all([future, behind])
+    model = DistributedDataParallel(torch.nn.Linear(3, 3))
+    model.register_comm_hook(
+        None, lambda _, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda _: 1 // 0)
+    )
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def test_the_failure_of_a_callback(pool2):
+    run(pool2, failing)
+
+
+def destroyed_within(rank, world_size):
+    """A callback may even end the group; everybody learns so."""
+    done = threading.Event()
+
+    def end(_future):
+        dist.destroy_process_group()
+        done.set()
+
+    dist.all_reduce(torch.ones(3), async_op=True).get_future().add_done_callback(end)
+    assert done.wait(20)
+    assert not dist.is_initialized()
+    dist.init_process_group("bagua")
+
+
+def test_a_callback_destroys_the_group(pool2):
+    run(pool2, destroyed_within)
