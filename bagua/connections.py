@@ -39,6 +39,8 @@ __all__ = ["Endpoint"]
 logger = logging.getLogger("bagua")
 
 _POLL_SECONDS = 0.05
+# Who dials for so long asks too how the peer is, so that it can tell those that wait for it.
+_WATCHED_AFTER_SECONDS = 0.5
 
 
 class Endpoint:
@@ -65,7 +67,8 @@ class Endpoint:
         self._changed = threading.Condition()  # guards the two above and announces attachments
         self._acceptor: Acceptor | None = None
         self._failure: InternalError | None = None  # of the acceptor's thread; guarded by the same lock
-        self._questions = Questions([], b"", self._groups)
+        self._process = _C.ProcessWaits()
+        self._questions = Questions([], b"", self._groups, self._process)
         self._watcher = Watcher()
         self._listeners: list[socket.socket] = []
         tcp = self._listen(address.family, _bindable(address))
@@ -84,7 +87,7 @@ class Endpoint:
     def start(self, records: list[RankRecord], secret: bytes) -> None:
         """Begin to accept; called once, when the rank table and the secret are known."""
         self.records, self.secret = records, secret
-        self._questions = Questions(records, secret, self._groups)
+        self._questions = Questions(records, secret, self._groups, self._process)
         self._acceptor = Acceptor(self._listeners, secret, self._arrived, self._accepts_no_more)
 
     def close(self) -> None:
@@ -118,7 +121,7 @@ class Endpoint:
             self._connect(name, rank, ranks[peer], timeout_s)
 
         thresholds = self.settings.thresholds
-        core = _C.Group(name, ranks.index(rank), len(ranks), spin_us, same_host, thresholds, connect)
+        core = _C.Group(name, ranks.index(rank), ranks, spin_us, same_host, thresholds, connect, self._process)
         with self._changed:
             if self._failure is not None:
                 core.poison(self._failure)
@@ -178,9 +181,21 @@ class Endpoint:
                     f"the group '{name}' was destroyed while it waited for rank {group_peer}", rank=group_peer
                 )
 
-        patience = Patience(time.monotonic() + timeout_s, still_wanted)
-        connect = self._dial_until if registered.ranks.index(rank) > group_peer else self._await_dial
-        connect(name, registered, rank, peer, timeout_s, patience)
+        deadline = time.monotonic() + timeout_s
+        if registered.ranks.index(rank) < group_peer:
+            self._await_dial(name, registered, rank, peer, timeout_s, Patience(deadline, still_wanted))
+            return
+        watched_from = time.monotonic() + _WATCHED_AFTER_SECONDS
+        is_watched = False
+
+        def still_dialing() -> None:
+            nonlocal is_watched
+            still_wanted()
+            if not is_watched and time.monotonic() > watched_from:
+                is_watched = True
+                self.watch(name, rank, peer, timeout_s)
+
+        self._dial_until(name, registered, rank, peer, timeout_s, Patience(deadline, still_dialing))
 
     def _await_dial(
         self, name: str, registered: Registered, rank: int, peer: int, timeout_s: float, patience: Patience
@@ -197,10 +212,7 @@ class Endpoint:
         return Watch(self._questions, self.records[peer], name, registered, rank, peer, shares_memory, timeout_s)
 
     def watch(self, name: str, rank: int, peer: int, timeout_s: float) -> None:
-        """A message of a group waits for `peer` (`rank` and `peer` are global): fail the group if it will not connect.
-
-        For the lower rank of the two, which cannot dial.
-        """
+        """A group waits for `peer` (`rank` and `peer` are global): fail it if the peer will not connect."""
         registered = self._groups.get(name)
         if registered is not None:
             self._watcher.add(self._watch(name, registered, rank, peer, timeout_s))
@@ -208,24 +220,42 @@ class Endpoint:
     def _raise_late(
         self, name: str, registered: Registered, rank: int, peer: int, timeout_s: float, patience: Patience
     ) -> NoReturn:
-        """Find out whom to name for a connection that has not come (as Mesh::deadline_exceeded does over one)."""
+        """Find out whom to name for a connection that has not come (Mesh::blame)."""
         core, group_peer = registered.core, registered.ranks.index(peer)
+        seconds = core.answer_grace_seconds(timeout_s)
+
+        def ask() -> None:
+            try:
+                status = self._questions.ask(name, registered, rank, peer, patience.still_wanted, seconds)
+            except ConnectionRefusedError as error:
+                raise gone(self.records[peer], group_peer) from error
+            if status is None:
+                self._check_host(registered, rank, peer, timeout_s)
+            if status == b"":
+                what = f"rank {group_peer} has not made the group '{name}'; {ALL_MAKE_GROUPS}"
+                core.throw_late(group_peer, what, timeout_s)
+
+        core.blame(group_peer, timeout_s, ask)
+        raise AssertionError("blame always raises")
+
+    def _check_host(self, registered: Registered, rank: int, peer: int, timeout_s: float) -> None:
+        """Raise if the kernel of a silent rank's host takes no connection: no sign that the process is to blame."""
+        record, core = self.records[peer], registered.core
+        if self.share_memory(rank, peer):
+            return
         try:
-            grace = core.answer_grace_seconds(timeout_s)
-            status = self._questions.ask(name, registered, rank, peer, patience.still_wanted, grace)
-        except ConnectionRefusedError as error:
-            raise gone(self.records[peer], group_peer) from error
-        if status == b"":
-            core.throw_late(group_peer, f"rank {group_peer} has not made the group; {ALL_MAKE_GROUPS}", timeout_s)
-        culprit, is_victim, what = core.lateness(group_peer, status)
-        if is_victim:
-            end = time.monotonic() + core.victim_grace_seconds(timeout_s)
-            while time.monotonic() < end:
-                patience.still_wanted()
-                time.sleep(_POLL_SECONDS)
-        elif status is not None:
-            what += f"; or it cannot reach this rank at {self.address.address}:{self.port}"
-        core.throw_late(culprit, what, timeout_s)
+            address = (record.address, record.port)
+            socket.create_connection(address, core.answer_grace_seconds(timeout_s)).close()
+        except ConnectionRefusedError:  # that comes from there, too
+            return
+        except OSError as error:
+            here, there = registered.ranks.index(rank), registered.ranks.index(peer)
+            what = (
+                f"the connection between rank {here} and rank {there} is silent: cannot connect to rank {there} at "
+                f"{record.address}:{record.port}: {error} (the link is cut, a host is down, or a firewall is in the "
+                "way; BAGUA_SOCKET_IFNAME chooses the interface)"
+            )
+            core.throw_late(-1, what, timeout_s)
 
     def _wait_for_attachment(self, core: _C.Group, group_peer: int) -> bool:
         """Whether the peer has connected; waits a moment if not."""
@@ -257,14 +287,15 @@ class Endpoint:
                 if refused_since is not None and now - refused_since > REFUSED_SECONDS:
                     raise gone(self.records[peer], group_peer) from error
                 if now > patience.deadline - _POLL_SECONDS:
-                    remedy = (
-                        "check that its process runs and that no firewall is in the way, or choose the interface with "
+                    if isinstance(error, TransportError):  # it is there: it may itself be kept waiting
+                        self._raise_late(name, registered, rank, peer, timeout_s, patience)
+                    self._check_host(registered, rank, peer, timeout_s)
+                    what = (
+                        f"cannot connect to rank {group_peer} at {record.address}:{record.port}: {error}; check that "
+                        "its process runs and that no firewall is in the way, or choose the interface with "
                         "BAGUA_SOCKET_IFNAME"
                     )
-                    what = f"cannot connect to rank {group_peer} at {record.address}:{record.port}: {error}"
-                    registered.core.throw_late(
-                        group_peer, what if isinstance(error, BaguaError) else f"{what}; {remedy}", timeout_s
-                    )
+                    registered.core.throw_late(group_peer, what, timeout_s)
             time.sleep(_POLL_SECONDS)
 
     def _about(self, name: str, rank: int, peer: int, link: str, index: int, tag: int = 0) -> dict:

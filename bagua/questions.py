@@ -53,10 +53,17 @@ class Questions:
         records: of all ranks, by global rank.
         secret: of the job.
         groups: those of this process, by name; kept up to date by the caller.
+        process: what its program stands still for.
     """
 
-    def __init__(self, records: list[RankRecord], secret: bytes, groups: dict[str, Registered]):
-        self._records, self._secret, self._groups = records, secret, groups
+    def __init__(
+        self,
+        records: list[RankRecord],
+        secret: bytes,
+        groups: dict[str, Registered],
+        process: _C.ProcessWaits,
+    ):
+        self._records, self._secret, self._groups, self._process = records, secret, groups, process
         self._ended: dict[str, dict] = {}  # groups that have failed and were closed: why
 
     def ask(
@@ -71,7 +78,7 @@ class Questions:
         """What a rank (global) does in a group; it learns what this one does. Waits `seconds` for the answer.
 
         Returns:
-            Its status; empty when it has not made the group, None when it does not answer.
+            Its status; empty when it has not made the group and waits for nobody elsewhere, None without an answer.
 
         Raises:
             InvalidArgument: they are in different operations.
@@ -80,13 +87,14 @@ class Questions:
         """
         about = {"group": name, "from": rank, "status": registered.core.status().hex()}
         patience = Patience(time.monotonic() + seconds, still_wanted)
+        group_peer = registered.ranks.index(peer)
+        registered.core.note_question(group_peer)
         try:
             answer = json.loads(ask(self._records[peer], self._secret, about, patience))
         except ConnectionRefusedError:
             raise
         except (OSError, TransportError):
             return None
-        group_peer = registered.ranks.index(peer)
         if answer["cause"] is not None:
             raise _remote(answer["cause"], group_peer)
         status = bytes.fromhex(answer["status"])
@@ -147,9 +155,9 @@ class Questions:
     def _answer(self, sock: socket.socket, about: dict) -> None:
         registered = self._groups.get(about["group"])
         if registered is None:
-            answer = {"status": "", "cause": self._ended.get(about["group"])}
+            answer = {"status": self._process.status().hex(), "cause": self._ended.get(about["group"])}
         else:
-            answer = {"status": registered.core.status().hex(), "cause": registered.cause()}
+            answer = {"status": registered.core.answer().hex(), "cause": registered.cause()}
         message = json.dumps(answer).encode()
         sock.sendall(len(message).to_bytes(4, "little") + message)
         if registered is not None:
@@ -160,8 +168,10 @@ class Questions:
 
 
 def _remote(cause: dict, group_peer: int) -> BaguaError:
-    """The first cause as another rank's; who only passes it on is not named."""
-    text, rank = cause["text"], cause["rank"]
-    if cause["kind"] != "RemoteError":
+    """The first cause as another rank's; who only passes it on is not named (Mesh::attach has the same rules)."""
+    text, rank, kind = cause["text"], cause["rank"], cause["kind"]
+    if kind != "RemoteError":
         text = f"rank {group_peer} reported: {text}"
-    return RemoteError(text, rank=group_peer if rank is None else rank, operation=cause["operation"])
+        if rank is None and kind != "DeadlineExceeded":
+            rank = group_peer
+    return RemoteError(text, rank=rank, operation=cause["operation"])

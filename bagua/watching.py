@@ -2,7 +2,7 @@
 
 Beside the data path. Of two ranks the higher one dials, so that the lower one would hear nothing of a peer that has
 died, or whose group has failed. A collective asks on the thread that runs it (connections.py). The thread that moves
-messages must not stand still for one of them, so "bagua-watch" asks for those.
+messages must not stand still for one of them, so "bagua-watch" asks for those, and for ranks that are dialed for long.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Watch:
 
 
 class Watcher:
-    """Watches the ranks that messages wait for, on a thread that starts with the first of them."""
+    """Watches ranks that this one waits for to connect, on a thread that starts with the first of them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards the three below

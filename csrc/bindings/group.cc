@@ -20,12 +20,15 @@
 
 namespace bagua {
 
-Group::Group(const std::string& name, int rank, int size, double spin_us, std::vector<bool> same_host,
-             const std::map<std::string, size_t>& thresholds, py::function connector) {
+Group::Group(const std::string& name, int rank, std::vector<int> job_ranks, double spin_us, std::vector<bool> same_host,
+             const std::map<std::string, size_t>& thresholds, py::function connector,
+             std::shared_ptr<ProcessWaits> process) {
   collectives::Thresholds chosen;
   for (const auto& [threshold, bytes] : thresholds) chosen.set(threshold, bytes);
+  const int size = static_cast<int>(job_ranks.size());
   auto mesh = std::make_unique<Mesh>(rank, size, name, std::chrono::microseconds(static_cast<int64_t>(spin_us)));
   mesh->set_same_host(std::move(same_host));
+  mesh->join_process(std::move(process), std::move(job_ranks));
   mesh->set_connector(wrap_connector(std::move(connector)));
   engine_ = std::make_unique<Engine>(std::move(mesh), chosen);
 }
@@ -89,6 +92,8 @@ PeerStatus status_from(const std::string& bytes) {
   return status;
 }
 
+py::bytes bytes_of(const PeerStatus& status) { return {reinterpret_cast<const char*>(&status), sizeof status}; }
+
 }  // namespace
 
 void bind_group(py::module_& m) {
@@ -105,12 +110,21 @@ void bind_group(py::module_& m) {
       "Connected groups of ranks 0..size-1 that are threads of this process, for tests.");
   m.def("default_thresholds", [] { return collectives::Thresholds{}.by_name(); });
   m.def("shm_segment_bytes", &ShmChannel::segment_bytes, "Bytes of the memfd for a pair of rings of `ring_bytes`.");
+  py::class_<ProcessWaits, std::shared_ptr<ProcessWaits>>(m, "ProcessWaits")
+      .def(py::init<>())
+      .def(
+          "status",
+          [](ProcessWaits& process) {
+            const auto status = process.status();
+            return status ? bytes_of(*status) : py::bytes();
+          },
+          "Of a process whose program stands still for an operation of some group; else empty.");
   py::class_<Group> group(m, "Group");
   group
-      .def(py::init<const std::string&, int, int, double, std::vector<bool>, const std::map<std::string, size_t>&,
-                    py::function>(),
-           py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("spin_us"), py::arg("same_host"),
-           py::arg("thresholds"), py::arg("connector"))
+      .def(py::init<const std::string&, int, std::vector<int>, double, std::vector<bool>,
+                    const std::map<std::string, size_t>&, py::function, std::shared_ptr<ProcessWaits>>(),
+           py::arg("name"), py::arg("rank"), py::arg("job_ranks"), py::arg("spin_us"), py::arg("same_host"),
+           py::arg("thresholds"), py::arg("connector"), py::arg("process"))
       .def("doorbell_fd", [](Group& g) { return g.mesh().doorbell().fd(); })
       .def("attach_shm", &Group::attach_shm, py::arg("peer"), py::arg("control_fd"), py::arg("ring_fd"),
            py::arg("ring_bytes"), py::arg("is_dialer"), py::arg("doorbell_fd"))
@@ -123,27 +137,28 @@ void bind_group(py::module_& m) {
           "is_idle", [](Group& g) { return g.engine().is_idle(); }, "Whether every operation has ended.")
       .def("check", [](Group& g) { g.mesh().throw_if_poisoned(); })
       .def(
-          "status",
-          [](Group& g) {
-            const PeerStatus status = g.mesh().status();
-            return py::bytes(reinterpret_cast<const char*>(&status), sizeof status);
-          },
+          "status", [](Group& g) { return bytes_of(g.mesh().status()); },
           "What this rank is doing, for take_answer on another one.")
+      .def(
+          "answer",
+          [](Group& g) { return bytes_of(g.mesh().answer({.hops = static_cast<uint32_t>(g.mesh().size())})); },
+          "The same for a rank that is kept waiting; who waits asks in turn.")
       .def(
           "take_answer",
           [](Group& g, int peer, const py::bytes& status) { g.mesh().take_answer(peer, status_from(status)); },
           py::arg("peer"), py::arg("status"), "Raises InvalidArgument if the peer is in another operation.")
       .def(
-          "lateness",
-          [](Group& g, int peer, const std::optional<py::bytes>& status) {
-            const auto theirs = status ? std::optional(status_from(*status)) : std::nullopt;
-            const auto late = g.mesh().lateness(peer, theirs);
-            return py::make_tuple(late.culprit, late.is_victim, late.what);
+          "note_question", [](Group& g, int peer) { g.mesh().note_question(peer); }, py::arg("peer"),
+          "A question to a peer has left; its silence counts from here.")
+      .def(
+          "blame",
+          [](Group& g, int peer, double allowed_seconds, const std::function<void()>& ask) {
+            py::gil_scoped_release release;
+            g.mesh().blame(peer, allowed_seconds, ask);
           },
-          py::arg("peer"), py::arg("status"),
-          "Whom to name for waiting in vain, whether the peer is a victim, and why.")
+          py::arg("peer"), py::arg("allowed_seconds"), py::arg("ask"),
+          "Raises DeadlineExceeded when it is known whom the chain of waits ends with; asks `peer` by `ask`.")
       .def_static("answer_grace_seconds", &Mesh::answer_grace_seconds, py::arg("allowed_seconds"))
-      .def_static("victim_grace_seconds", &Mesh::victim_grace_seconds, py::arg("allowed_seconds"))
       .def(
           "throw_late",
           [](Group& g, int culprit, const std::string& what, double allowed_seconds) {

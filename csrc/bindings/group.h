@@ -15,8 +15,10 @@ namespace bagua {
 
 class Group {
  public:
-  Group(const std::string& name, int rank, int size, double spin_us, std::vector<bool> same_host,
-        const std::map<std::string, size_t>& thresholds, pybind11::function connector);
+  // `job_ranks`: of the group's members, by their ranks in the group.
+  Group(const std::string& name, int rank, std::vector<int> job_ranks, double spin_us, std::vector<bool> same_host,
+        const std::map<std::string, size_t>& thresholds, pybind11::function connector,
+        std::shared_ptr<ProcessWaits> process);
   explicit Group(std::unique_ptr<Mesh> mesh);
   ~Group();
 

@@ -39,6 +39,7 @@ void bind_work(py::module_& m) {
               refuse_inside_handler();
               refuse_inside_callback();
             }
+            const Work::Waiter waiter(work);
             // In slices, so that Ctrl-C works.
             const Deadline deadline = Deadline::after(seconds(timeout_s));
             for (;;) {

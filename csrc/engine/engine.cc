@@ -21,6 +21,7 @@ constexpr nanoseconds kInFlightSleep = milliseconds(20);
 
 Engine::Engine(std::unique_ptr<Mesh> mesh, const collectives::Thresholds& thresholds)
     : mesh_(std::move(mesh)), thresholds_(thresholds) {
+  mesh_->set_num_waiters(num_waiters_);
   worker_ = std::thread([this] { loop(); });
   pthread_setname_np(worker_.native_handle(), ("bagua-" + mesh_->name()).substr(0, 15).c_str());
 }
@@ -30,7 +31,7 @@ Engine::~Engine() { close(); }
 Engine::Task Engine::make_task_locked(Operation operation, uint64_t bytes, Timeout timeout) {
   Task task;
   if (operation.kind != OperationKind::kPointToPoint) operation.sequence = next_sequence_++;
-  task.work = std::make_shared<Work>(next_ticket_++);
+  task.work = std::make_shared<Work>(next_ticket_++, num_waiters_);
   task.operation = operation;
   task.bytes = bytes;
   task.timeout = timeout;
@@ -74,7 +75,10 @@ std::shared_ptr<Work> Engine::run_inline(Operation operation, uint64_t bytes, Ti
     task.interrupt = std::move(interrupt);
     running_ = true;
   }
-  execute(task);
+  {
+    const Work::Waiter waiter(*task.work);
+    execute(task);
+  }
   bool more;
   {
     std::lock_guard lock(mutex_);
@@ -150,6 +154,7 @@ void Engine::loop() {
       continue;
     }
     if (settled()) continue;
+    if (!in_flight_.empty()) tell_awaited_message();
     const uint32_t epoch = mesh_->doorbell().prepare();
     bool finished, has_task;
     {
@@ -218,6 +223,17 @@ Error Engine::poison_with_current_exception() {
   return Error(ErrorKind::kInternal, "a poisoned mesh has no cause");
 }
 
+// To peers that ask what this rank is doing. Only a message for which the program stands still keeps it from the rest.
+void Engine::tell_awaited_message() {
+  int peer = -1;
+  for (const InFlight& operation : in_flight_) {
+    if (!operation.task.work->has_waiter()) continue;
+    peer = operation.task.peer;
+    break;
+  }
+  mesh_->now_awaits_message(peer);
+}
+
 // Posts what can be posted without waiting for a peer to connect; true if anything was. A peer that connects during
 // the pass counts from the next one on, so that its messages keep their order.
 bool Engine::post_in_flight() {
@@ -270,6 +286,8 @@ bool Engine::settle_in_flight() {
       }
       ++it;
     }
+    if (in_flight_.empty())
+      mesh_->now_awaits_message(-1);  // while the token is held: next it may wait for a collective
     return settled;
   } catch (...) {
     fail_in_flight(poison_with_current_exception());

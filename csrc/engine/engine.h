@@ -88,6 +88,7 @@ class Engine {
   void execute(Task& task);
   void complete(Task& task, uint64_t nonfinite_blocks = 0, uint64_t bytes_sent = 0, uint64_t network_bytes_sent = 0);
   void fail(Task& task, const Error& cause);
+  void tell_awaited_message();
   bool post_in_flight();
   void post(InFlight& operation);
   bool settle_in_flight();
@@ -99,6 +100,7 @@ class Engine {
   const collectives::Thresholds thresholds_;
   Workspace workspace_;  // holder of the token
   EventLog events_;
+  const std::shared_ptr<std::atomic<int>> num_waiters_ = std::make_shared<std::atomic<int>>(0);
   std::atomic<uint64_t> workspace_bytes_{0};
   std::list<InFlight> in_flight_;  // worker thread, as the next two
   size_t num_unposted_ = 0;

@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -18,7 +19,22 @@ namespace bagua {
 
 class Work {
  public:
-  explicit Work(uint64_t ticket) : ticket_(ticket) {}
+  // `num_waiters` counts the threads that stand still for any operation of the engine.
+  explicit Work(uint64_t ticket, std::shared_ptr<std::atomic<int>> num_waiters = nullptr)
+      : ticket_(ticket), num_engine_waiters_(std::move(num_waiters)) {}
+
+  // While it lives, a thread of the program stands still until the operation ends.
+  class Waiter {
+   public:
+    explicit Waiter(Work& work) : work_(work) { work_.count_waiter(1); }
+    ~Waiter() { work_.count_waiter(-1); }
+    Waiter(const Waiter&) = delete;
+    Waiter& operator=(const Waiter&) = delete;
+
+   private:
+    Work& work_;
+  };
+  bool has_waiter() const { return num_waiters_.load(std::memory_order_relaxed) > 0; }
 
   // Identifies the operation's events in the log.
   uint64_t ticket() const { return ticket_; }
@@ -76,6 +92,11 @@ class Work {
   void fail(const Error& error) { finish(error); }
 
  private:
+  void count_waiter(int change) {
+    num_waiters_.fetch_add(change, std::memory_order_relaxed);
+    if (num_engine_waiters_) num_engine_waiters_->fetch_add(change, std::memory_order_relaxed);
+  }
+
   void finish(std::optional<Error> error) {
     std::vector<std::function<void()>> callbacks;
     {
@@ -91,6 +112,8 @@ class Work {
   enum Result : int { kNotLooked, kFinite, kNotFinite };
 
   const uint64_t ticket_;
+  const std::shared_ptr<std::atomic<int>> num_engine_waiters_;
+  std::atomic<int> num_waiters_{0};
   std::atomic<bool> completed_{false};
   std::atomic<uint64_t> nonfinite_blocks_{0};
   std::atomic<int> result_{kNotLooked};

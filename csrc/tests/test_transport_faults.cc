@@ -143,6 +143,83 @@ TEST_P(Faults, TheEndOfAChainIsNamed) {
   EXPECT_CONTAINS(std::string(error->what()), "rank 1 waits for rank 2");
 }
 
+// Each is one operation ahead of the next one, and only rank 0 has a deadline that passes.
+TEST_P(Faults, TheEndOfAChainThroughOtherOperationsIsNamed) {
+  auto meshes = make_meshes(4, GetParam());
+  const auto wait_for_next = [&](size_t rank, Clock::duration timeout) {
+    uint8_t byte;
+    meshes[rank]->begin(stamp(static_cast<uint32_t>(3 - rank)), Deadline::after(timeout));
+    meshes[rank]->recv(static_cast<int>(rank) + 1, &byte, 1);
+  };
+  const auto failures =
+      run_threads({[&] { wait_for_next(0, 200ms); }, [&] { wait_for_next(1, 30s); }, [&] { wait_for_next(2, 30s); },
+                   [&] {
+                     std::this_thread::sleep_for(1500ms);
+                     meshes[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
+                     meshes[2]->poison(Error(ErrorKind::kAborted, "the end of the test"));
+                   }});
+  const auto error = error_of(failures[0]);
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->kind(), ErrorKind::kDeadlineExceeded);
+  EXPECT_EQ(error->rank(), 3);
+  EXPECT_CONTAINS(std::string(error->what()),
+                  "rank 1 waits for rank 2, and in the end for rank 3; rank 3 has not called it");
+}
+
+// Two ranks that have other numbers in the job, and processes with more groups.
+Meshes pair_of(const Kind& kind, std::array<int, 2> job_ranks, std::array<std::shared_ptr<ProcessWaits>, 2> processes) {
+  Meshes meshes;
+  for (int rank = 0; rank < 2; ++rank) {
+    meshes.push_back(std::make_unique<Mesh>(rank, 2, "test", 20us));
+    meshes.back()->join_process(processes[static_cast<size_t>(rank)], {job_ranks[0], job_ranks[1]});
+  }
+  connect_pair(*meshes[0], *meshes[1], kind);
+  return meshes;
+}
+
+// Rank 1 has not called what rank 0 waits in: its program stands still in another group, where rank 1 of that group,
+// 2 of the job, does nothing.
+TEST_P(Faults, TheEndOfAChainThroughAnotherGroupIsNamed) {
+  const auto process = std::make_shared<ProcessWaits>();
+  const auto meshes = pair_of(GetParam(), {0, 1}, {nullptr, process});
+  const auto others = pair_of(GetParam(), {1, 2}, {process, nullptr});
+  others[0]->set_num_waiters(std::make_shared<std::atomic<int>>(1));
+  const auto failures = run_threads({[&] {
+                                       uint8_t byte;
+                                       std::this_thread::sleep_for(200ms);  // the other wait has lasted longer
+                                       meshes[0]->begin(stamp(1), Deadline::after(200ms));
+                                       meshes[0]->recv(1, &byte, 1);
+                                     },
+                                     [&] {
+                                       uint8_t byte;
+                                       others[0]->begin(stamp(1), Deadline::after(30s));
+                                       others[0]->recv(1, &byte, 1);
+                                     },
+                                     [&] {
+                                       std::this_thread::sleep_for(1500ms);
+                                       others[0]->poison(Error(ErrorKind::kAborted, "the end of the test"));
+                                     }});
+  const auto error = error_of(failures[0]);
+  ASSERT_TRUE(error);
+  EXPECT_CONTAINS(
+      std::string(error->what()),
+      "rank 1 has not called it: it waits in another group for rank 2 of the job; rank 2 of the job has not called it");
+}
+
+TEST_P(Faults, WhoLeavesForAFailureElsewhereSaysSo) {
+  const auto process = std::make_shared<ProcessWaits>();
+  const auto meshes = pair_of(GetParam(), {2, 1}, {nullptr, process});
+  Mesh failed(0, 2, "elsewhere", 20us);
+  failed.join_process(process, {1, 2});
+  failed.poison(Error(ErrorKind::kDeadlineExceeded, "rank 1 does not answer", 1));
+  meshes[1]->close();
+  const auto error = error_of_recv(*meshes[0], 1, 30s);
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->rank(), 0);  // 2 of the job
+  EXPECT_CONTAINS(std::string(error->what()), "rank 1 left the group 'test' while this rank waits for it");
+  EXPECT_CONTAINS(std::string(error->what()), "before, in group 'elsewhere': rank 1 does not answer");
+}
+
 TEST_P(Faults, TheCauseThatTheNextInTheChainFindsWins) {
   auto meshes = make_meshes(3, GetParam());
   const auto wait_and_tell = [&](size_t rank, int peer, Clock::duration timeout) {

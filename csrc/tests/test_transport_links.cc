@@ -25,9 +25,9 @@ struct BareLink {
     events.on_abort = [this](const Error& error) { note("abort: " + std::string(error.what())); };
     events.on_lost = [this](const std::string& how) { note("lost: " + how); };
     events.on_failure = [this](const Error& error) { note("failure: " + std::string(error.what())); };
-    events.on_goodbye = [this] { note("goodbye"); };
+    events.on_goodbye = [this](const std::optional<Error>&) { note("goodbye"); };
     events.on_status = [this](const PeerStatus&) { note("status"); };
-    events.my_status = [] { return PeerStatus{}; };
+    events.my_status = [](const ControlLink::Question&) { return PeerStatus{}; };
     events.on_segment = [this] { note("segment"); };
     events.on_released = [this] { note("released"); };
     link->start(std::move(events));
@@ -131,7 +131,7 @@ TEST(ControlLink, RandomFramesDoNoHarm) {
 TEST(ControlLink, ALinkThatIsNotReadQueuesWithoutBlocking) {
   BareLink bare;
   const auto begin = Clock::now();
-  for (int i = 0; i < 20'000; ++i) bare.link->ask_status();
+  for (int i = 0; i < 20'000; ++i) bare.link->ask_status({});
   EXPECT_LT(Clock::now() - begin, 5s);
   // Everything comes out once it is read: 20000 frames of 8 bytes.
   size_t total = 0;

@@ -6,6 +6,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -28,6 +30,33 @@ struct SegmentNote {
   uint64_t id;
   uint64_t bytes;
 };
+
+// An error as the payload of a frame: kind, rank, the bytes of the operation's name, which follows, and the message.
+std::vector<uint8_t> error_bytes(const Error& error) {
+  const std::string what = std::string(error.what()).substr(0, 8192);
+  const std::string operation = error.operation().substr(0, 256);
+  const uint32_t numbers[3] = {static_cast<uint32_t>(error.kind()), static_cast<uint32_t>(error.rank()),
+                               static_cast<uint32_t>(operation.size())};
+  std::vector<uint8_t> payload(sizeof numbers + operation.size() + what.size());
+  std::memcpy(payload.data(), numbers, sizeof numbers);
+  std::copy(operation.begin(), operation.end(), payload.begin() + sizeof numbers);
+  std::copy(what.begin(), what.end(), payload.end() - static_cast<long>(what.size()));
+  return payload;
+}
+
+// Nothing when it is none.
+std::optional<Error> error_from(const uint8_t* payload, size_t bytes) {
+  if (bytes < 12) return std::nullopt;
+  uint32_t kind, operation_bytes;
+  int32_t rank;
+  std::memcpy(&kind, payload, 4);
+  std::memcpy(&rank, payload + 4, 4);
+  std::memcpy(&operation_bytes, payload + 8, 4);
+  if (operation_bytes > bytes - 12) return std::nullopt;
+  const std::string operation(reinterpret_cast<const char*>(payload + 12), operation_bytes);
+  const std::string what(reinterpret_cast<const char*>(payload + 12 + operation_bytes), bytes - 12 - operation_bytes);
+  return Error(static_cast<ErrorKind>(kind), what, rank, operation);
+}
 
 }  // namespace
 
@@ -58,22 +87,26 @@ void ControlLink::stop() {
 }
 
 void ControlLink::send_abort(const Error& cause) {
-  const std::string what = cause.what();
-  const std::string operation = cause.operation();
-  std::vector<uint8_t> payload(12);
-  const uint32_t kind = static_cast<uint32_t>(cause.kind());
-  const int32_t rank = cause.rank();
-  const uint32_t operation_bytes = static_cast<uint32_t>(std::min<size_t>(operation.size(), 256));
-  std::memcpy(payload.data(), &kind, 4);
-  std::memcpy(payload.data() + 4, &rank, 4);
-  std::memcpy(payload.data() + 8, &operation_bytes, 4);
-  payload.insert(payload.end(), operation.begin(), operation.begin() + operation_bytes);
-  payload.insert(payload.end(), what.begin(), what.begin() + static_cast<long>(std::min<size_t>(what.size(), 8192)));
+  const auto payload = error_bytes(cause);
   send_frame(kAbort, payload.data(), payload.size());
 }
 
-void ControlLink::send_goodbye() { send_frame(kGoodbye, nullptr, 0); }
-void ControlLink::ask_status() { send_frame(kAskStatus, nullptr, 0); }
+void ControlLink::send_goodbye(const std::optional<Error>& why) {
+  const auto payload = why ? error_bytes(*why) : std::vector<uint8_t>{};
+  send_frame(kGoodbye, payload.data(), payload.size());
+}
+
+void ControlLink::ask_status(const Question& question) { send_frame(kAskStatus, &question, sizeof question); }
+
+bool ControlLink::reaches_host() {
+  std::lock_guard lock(send_mutex_);
+  int unacknowledged = 0;  // of a Unix socket: not read yet, which says nothing of its host, this one
+  int domain = AF_UNIX;
+  socklen_t length = sizeof domain;
+  getsockopt(fd_.get(), SOL_SOCKET, SO_DOMAIN, &domain, &length);
+  if (domain == AF_UNIX) return true;
+  return output_.empty() && ioctl(fd_.get(), SIOCOUTQ, &unacknowledged) == 0 && unacknowledged == 0;
+}
 
 void ControlLink::send_frame(uint32_t type, const void* payload, size_t bytes, Descriptor pass) {
   Output out;
@@ -188,13 +221,18 @@ void ControlLink::take_descriptors(msghdr& message) {
 void ControlLink::handle(uint32_t type, const uint8_t* payload, size_t bytes) {
   uint64_t id = 0;
   switch (type) {
-    case kAbort: handle_abort(payload, bytes); break;
+    case kAbort:
+      if (const auto cause = error_from(payload, bytes)) events_.on_abort(*cause);
+      break;
     case kGoodbye:
       said_goodbye_ = true;
-      events_.on_goodbye();
+      events_.on_goodbye(error_from(payload, bytes));
       break;
     case kAskStatus: {
-      const PeerStatus status = events_.my_status();
+      Question question;
+      if (bytes != sizeof question) break;
+      std::memcpy(&question, payload, sizeof question);
+      const PeerStatus status = events_.my_status(question);
       send_frame(kStatus, &status, sizeof status);
       break;
     }
@@ -226,19 +264,6 @@ void ControlLink::handle(uint32_t type, const uint8_t* payload, size_t bytes) {
     }
     default: break;  // a newer version may know more; versions are compared at start
   }
-}
-
-void ControlLink::handle_abort(const uint8_t* payload, size_t bytes) {
-  if (bytes < 12) return;
-  uint32_t kind, operation_bytes;
-  int32_t rank;
-  std::memcpy(&kind, payload, 4);
-  std::memcpy(&rank, payload + 4, 4);
-  std::memcpy(&operation_bytes, payload + 8, 4);
-  if (operation_bytes > bytes - 12) return;
-  const std::string operation(reinterpret_cast<const char*>(payload + 12), operation_bytes);
-  const std::string what(reinterpret_cast<const char*>(payload + 12 + operation_bytes), bytes - 12 - operation_bytes);
-  events_.on_abort(Error(static_cast<ErrorKind>(kind), what, rank, operation));
 }
 
 void ControlLink::send_segment(uint64_t id) {

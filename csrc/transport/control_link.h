@@ -27,14 +27,20 @@ namespace bagua {
 
 class ControlLink : public Reactor::Handler {
  public:
+  // What a peer is asked beside what it does.
+  struct Question {
+    uint32_t hops = 0;   // along how many more ranks it asks, each whom it waits for
+    int32_t about = -1;  // a rank of the group: whether the peer hears from it
+  };
   // What the link tells its owner; called on the reactor thread.
   struct Events {
     std::function<void(const Error&)> on_abort;           // the peer reports a first cause
     std::function<void(const std::string& how)> on_lost;  // ended without a goodbye
     std::function<void(const Error&)> on_failure;         // this rank can't go on
-    std::function<void()> on_goodbye;
+    // Why the peer leaves, if it does so because of a failure in another group of its process.
+    std::function<void(const std::optional<Error>& why)> on_goodbye;
     std::function<void(const PeerStatus&)> on_status;
-    std::function<PeerStatus()> my_status;
+    std::function<PeerStatus(const Question&)> my_status;
     std::function<void()> on_segment;   // a mapping arrived
     std::function<void()> on_released;  // the peer freed a segment: unmap_released() when nobody reads it
   };
@@ -47,8 +53,11 @@ class ControlLink : public Reactor::Handler {
   void stop();  // after it no event is called
 
   void send_abort(const Error& cause);
-  void send_goodbye();
-  void ask_status();
+  void send_goodbye(const std::optional<Error>& why = {});
+  void ask_status(const Question& question);
+  // Whether all that was sent has reached the peer's host: one whose process is stopped still acknowledges, a host that
+  // is down or behind a cut cable does not. [any thread]
+  bool reaches_host();
 
   // Memory of the peer: the mapping of one of its segments, or nullptr and a request for it is sent.
   void* segment(uint64_t id, uint64_t offset, size_t bytes);
@@ -67,7 +76,6 @@ class ControlLink : public Reactor::Handler {
   bool receive_more();
   void take_descriptors(msghdr& message);
   void handle(uint32_t type, const uint8_t* payload, size_t bytes);
-  void handle_abort(const uint8_t* payload, size_t bytes);
   void send_segment(uint64_t id);
   void receive_segment(const uint8_t* payload, size_t bytes);
 

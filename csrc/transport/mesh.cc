@@ -1,4 +1,5 @@
-// Who is connected, what is under way, and the first cause; see mesh.h. Waiting is in mesh_waiting.cc.
+// Who is connected, what is under way, and the first cause; see mesh.h. Waiting is in mesh_waiting.cc, and whom
+// to name for it in mesh_blame.cc.
 #include "csrc/transport/mesh.h"
 
 #include <utility>
@@ -15,6 +16,7 @@ Mesh::Mesh(int rank, int size, std::string name, std::chrono::microseconds spin)
 }
 
 Mesh::~Mesh() {
+  if (process_) process_->remove(this);
   for (auto& peer : peers_) {
     if (peer->control) peer->control->stop();
   }
@@ -27,8 +29,15 @@ void Mesh::release_staging() {
   staging_bytes_ = 0;
 }
 
+void Mesh::join_process(std::shared_ptr<ProcessWaits> process, std::vector<int> job_ranks) {
+  job_ranks_ = std::move(job_ranks);
+  process_ = std::move(process);
+  if (process_) process_->add(this);
+}
+
 void Mesh::begin(const Operation& operation, Deadline deadline, Interrupt interrupt, Stream stream) {
   throw_if_poisoned();
+  if (process_) process_->forget_failure();  // who begins something has got over it
   operation_ = operation;
   deadline_ = deadline;
   interrupt_ = std::move(interrupt);
@@ -43,7 +52,7 @@ void Mesh::end() {
   std::lock_guard lock(mutex_);
   if (operation_.sequence != 0) status_.last_finished = operation_;
   status_.operation = operation_ = Operation{};
-  status_.waiting_for = status_.ultimately = -1;
+  waiting_for_.store(-1, std::memory_order_relaxed);
   // What peers have freed while the operation ran; outside of operations on_released does it at once.
   for (auto& peer : peers_) {
     if (peer->control) peer->control->unmap_released();
@@ -118,8 +127,9 @@ Channel& Mesh::channel(int peer) {
   if (!connector_) {
     throw Error(ErrorKind::kInternal, "rank " + std::to_string(peer) + " is not connected", peer);
   }
-  now_waiting_for(peer);
+  now_waiting_for(peer, Deadline::Clock::now());
   connector_(peer, *deadline_);
+  waiting_for_.store(-1, std::memory_order_relaxed);
   found = p.channel.load(std::memory_order_acquire);
   if (found == nullptr) {
     throw Error(ErrorKind::kInternal, "connecting to rank " + std::to_string(peer) + " attached nothing", peer);
@@ -166,8 +176,10 @@ void Mesh::attach(int peer, std::unique_ptr<Channel> channel, std::shared_ptr<Co
       if (cause.kind() == ErrorKind::kRemote) {
         poison(cause);
       } else {
+        // Who failed without naming anybody is to blame, except for a deadline: then nobody is.
+        const bool names = cause.rank() >= 0 || cause.kind() == ErrorKind::kDeadlineExceeded;
         poison(Error(ErrorKind::kRemote, "rank " + std::to_string(peer) + " reported: " + cause.what(),
-                     cause.rank() >= 0 ? cause.rank() : peer, cause.operation()));
+                     names ? cause.rank() : peer, cause.operation()));
       }
     };
     events.on_failure = [this](const Error& cause) { poison(cause); };
@@ -179,18 +191,19 @@ void Mesh::attach(int peer, std::unique_ptr<Channel> channel, std::shared_ptr<Co
               std::to_string(peer),
           peer, std::string(operation_name(status().operation.kind))));
     };
-    events.on_goodbye = [this, &p] {
+    events.on_goodbye = [this, &p](const std::optional<Error>& why) {
+      {
+        std::lock_guard lock(mutex_);
+        p.why_left = why;
+      }
       p.departed.store(true, std::memory_order_release);
       doorbell_->ring();
     };
-    events.on_status = [this, &p](const PeerStatus& status) {
-      {
-        std::lock_guard lock(mutex_);
-        p.answer = status;
-      }
+    events.on_status = [this, peer](const PeerStatus& status) {
+      keep_answer(peer, status);
       doorbell_->ring();
     };
-    events.my_status = [this] { return status(); };
+    events.my_status = [this](const ControlLink::Question& question) { return answer(question); };
     events.on_segment = [this] { doorbell_->ring(); };
     events.on_released = [this, &p] {
       std::lock_guard lock(mutex_);
@@ -236,6 +249,10 @@ void Mesh::poison(const Error& cause, bool tell_peers) {
   if (tell_peers) {
     for (auto& link : links) link->send_abort(cause);
   }
+  if (process_) {
+    process_->note_failure(Error(cause.kind(), "in group '" + name_ + "': " + cause.what(),
+                                 cause.rank() >= 0 ? job_rank(cause.rank()) : -1, cause.operation()));
+  }
   doorbell_->ring();
 }
 
@@ -253,10 +270,15 @@ void Mesh::cancel() {
 }
 
 void Mesh::close() {
+  std::optional<Error> why;
+  if (process_) {
+    process_->remove(this);
+    why = process_->failure();
+  }
   cancel();
   for (auto& peer : peers_) {
     if (!peer->control) continue;
-    peer->control->send_goodbye();
+    peer->control->send_goodbye(why);
     peer->control->stop();
   }
   // The peers' data connections end here, behind the last byte, and not when the last reference to the group goes.
@@ -270,17 +292,6 @@ void Mesh::close() {
   // Descriptors too: who looks at the timeline of a closed group may keep it for long.
   release_staging();
   doorbell_->close_fd();
-}
-
-void Mesh::now_waiting_for(int peer) {
-  std::lock_guard lock(mutex_);
-  status_.waiting_for = peer;
-  status_.ultimately = -1;
-}
-
-PeerStatus Mesh::status() const {
-  std::lock_guard lock(mutex_);
-  return status_;
 }
 
 }  // namespace bagua

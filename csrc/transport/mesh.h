@@ -19,12 +19,12 @@
 
 #include "csrc/common/deadline.h"
 #include "csrc/common/error.h"
+#include "csrc/transport/control_link.h"
 #include "csrc/transport/doorbell.h"
+#include "csrc/transport/process_waits.h"
 #include "csrc/transport/transport.h"
 
 namespace bagua {
-
-class ControlLink;
 
 class Mesh {
  public:
@@ -78,6 +78,10 @@ class Mesh {
 
   void set_connector(Connector connector) { connector_ = std::move(connector); }
   void set_same_host(std::vector<bool> same_host) { same_host_ = std::move(same_host); }
+  // The process's other groups, and by rank of this group the ranks of the job. Before the first attach().
+  void join_process(std::shared_ptr<ProcessWaits> process, std::vector<int> job_ranks);
+  // How many threads of the program stand still for operations of this mesh; kept by the engine.
+  void set_num_waiters(std::shared_ptr<const std::atomic<int>> num_waiters) { num_waiters_ = std::move(num_waiters); }
   void attach(int peer, std::unique_ptr<Channel> channel, std::shared_ptr<ControlLink> control);  // [any thread]
   // A peer that said goodbye, and whose channel will not tell that nothing more comes: a wait for it finds out.
   bool has_departed(int peer) const;  // [any thread], before close()
@@ -102,35 +106,72 @@ class Mesh {
   uint64_t network_bytes_sent() const { return network_bytes_sent_.load(std::memory_order_relaxed); }  // [any thread]
   uint64_t bytes_received() const { return bytes_received_.load(std::memory_order_relaxed); }          // [any thread]
 
-  // What this rank is doing now, answered to a peer that asks why it is kept waiting. [any thread]
+  // Who waits for whom (mesh_blame.cc).
+  //
+  // What this rank is doing now. [any thread]
   PeerStatus status() const;
-  // Compares the answer with what this rank does, and takes from it whom the peer waits for. [any thread]
+  // The same for a peer that asks why it is kept waiting; who waits asks in turn. [any thread]
+  PeerStatus answer(const ControlLink::Question& question);
+  // What a peer answered, or said when it asked: compared with what this rank does, and kept. [any thread]
   void take_answer(int peer, const PeerStatus& theirs);
-  // Why this rank waits for `peer` in vain, by the peer's answer (none: it does not answer): the peer may be dead, late
-  // (it has not called this operation), or itself a victim, which waits for the culprit. [any thread]
-  struct Lateness {
-    int culprit;
-    bool is_victim;  // the peer; within victim_grace_seconds it, or who waits for the same culprit, should say more
-    std::string what;
-  };
-  Lateness lateness(int peer, const std::optional<PeerStatus>& theirs) const;
-  static double answer_grace_seconds(double allowed_seconds) { return std::clamp(0.2 * allowed_seconds, 0.2, 2.0); }
-  static double victim_grace_seconds(double allowed_seconds) { return std::clamp(0.4 * allowed_seconds, 0.3, 5.0); }
+  // A question to a peer has left that has no control link yet. [any thread]
+  void note_question(int peer);
+  // Outside of operations: of the messages that are under way and have a thread waiting for them, the peer of the
+  // first.
+  void now_awaits_message(int peer);
+  // Of the thread that stands still for this mesh, if there is one: since when, and where the chain behind it ends.
+  std::optional<ProcessWaits::Wait> wait_of_a_thread() const;  // [any thread]
+  void ask_onward(uint32_t hops);                              // whom this rank waits for [any thread]
+
+  // This rank has waited for `peer` in vain: asks along the chain of those who wait, with `ask` for its first link,
+  // until it is known where the chain ends, and raises. Whoever is named there is to blame: a rank, or a connection
+  // (then the error's rank is -1), or nobody.
+  [[noreturn]] void blame(int peer, double allowed_seconds, const std::function<void()>& ask);
+  static double answer_grace_seconds(double allowed_seconds) { return std::clamp(0.2 * allowed_seconds, 0.3, 2.0); }
+  static double chain_grace_seconds(double allowed_seconds) { return std::clamp(0.4 * allowed_seconds, 0.3, 5.0); }
   [[noreturn]] void throw_late(int culprit, const std::string& what, double allowed_seconds) const;  // [any thread]
 
  private:
   struct Peer;
+  using TimePoint = Deadline::Clock::time_point;
   Channel& channel(int peer);
   Channel& channel_for(Request* request, int peer);
   template <typename Ready>
   void wait_until(int peer, Ready ready);
   void advance(int peer, Channel& channel, bool& moved);
   void check_interrupt();
-  void now_waiting_for(int peer);
-  void ask(int peer);
+  void now_waiting_for(int peer, TimePoint now) {
+    waiting_since_ns_.store(now.time_since_epoch().count(), std::memory_order_relaxed);
+    waiting_for_.store(peer, std::memory_order_release);
+  }
+  void keep_answer(int peer, const PeerStatus& theirs);
   void compare_answer(int peer);
-  bool sleep_until_answer(const Peer& peer, std::chrono::nanoseconds limit);
   [[noreturn]] void deadline_exceeded(int peer);
+
+  struct Verdict {
+    int culprit = -1;  // -1: nobody is named
+    bool is_final = false;
+    std::string what;
+    int unreachable = -1;  // a rank whose host may be down, or the connection to it cut; others may know
+    int witness = -1;      // a rank of the job: who does not reach it
+  };
+  void ask(int peer, const ControlLink::Question& question = {});
+  int waits_for() const { return waiting_for_.load(std::memory_order_acquire); }
+  ChainEnd end_behind_locked(int peer) const;
+  PeerStatus::Hearing hearing(int peer);
+  Verdict judge(int peer, TimePoint since, double allowed_seconds) const;
+  Verdict judge_answer(int peer, const PeerStatus& theirs, uint32_t age_ms, uint32_t asking_ms,
+                       double allowed_seconds) const;
+  Verdict judge_end(const ChainEnd& end, const std::string& before) const;
+  Verdict ask_others_about(const Verdict& verdict, double allowed_seconds);
+  std::optional<Verdict> count_voices(const Verdict& verdict, TimePoint since, bool is_last) const;
+  void pause();
+  int job_rank(int rank) const {
+    const auto index = static_cast<size_t>(rank);
+    return index < job_ranks_.size() ? job_ranks_[index] : rank;
+  }
+  int group_rank(int job_rank) const;
+  std::string name_of(int job_rank) const;
   [[noreturn]] void departed(int peer);
   void release_staging();
 
@@ -142,6 +183,9 @@ class Mesh {
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; the own entry stays empty
   std::vector<bool> same_host_;               // empty when unknown: then connected channels decide
   Connector connector_;
+  std::shared_ptr<ProcessWaits> process_;  // null: no other groups
+  std::vector<int> job_ranks_;             // empty: the same
+  std::shared_ptr<const std::atomic<int>> num_waiters_;
 
   Operation operation_;
   std::optional<Deadline> deadline_;
@@ -151,13 +195,15 @@ class Mesh {
   void* staging_ = nullptr;
   size_t staging_bytes_ = 0;
 
+  std::atomic<int> waiting_for_{-1};  // set by the worker, for others to tell; in and between operations
+  std::atomic<Deadline::Clock::rep> waiting_since_ns_{0};
   std::atomic<bool> poisoned_{false};
   std::atomic<uint64_t> bytes_sent_{0};
   std::atomic<uint64_t> network_bytes_sent_{0};
   std::atomic<uint64_t> bytes_received_{0};
-  mutable std::mutex mutex_;  // guards cause_, status_, and the fields of peers_ that are not atomic
+  mutable std::mutex mutex_;  // guards what follows, and the fields of peers_ that are not atomic
   std::optional<Error> cause_;
-  PeerStatus status_;
+  PeerStatus status_;  // operation and last_finished
 };
 
 }  // namespace bagua

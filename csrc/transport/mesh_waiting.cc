@@ -1,7 +1,6 @@
-// How the worker waits: spins, sleeps on the doorbell, and when the deadline has passed finds out whom to
-// name; see mesh.h.
+// How the worker waits: spins, sleeps on the doorbell, asks now and then; see mesh.h. When the deadline has passed,
+// mesh_blame.cc finds out whom to name.
 #include <algorithm>
-#include <cstdio>
 
 #include "csrc/transport/control_link.h"
 #include "csrc/transport/mesh.h"
@@ -34,27 +33,23 @@ inline void pause_cpu() {
 #endif
 }
 
-nanoseconds seconds(double value) { return nanoseconds(static_cast<int64_t>(value * 1e9)); }
-
-std::string seconds_text(double seconds) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.3g s", seconds);
-  return text;
-}
-
 }  // namespace
 
 // Spins, then sleeps on the doorbell, until ready() or an error. `peer` is whom to blame.
 template <typename Ready>
 void Mesh::wait_until(int peer, Ready ready) {
-  now_waiting_for(peer);
-  auto spin_until = Deadline::Clock::now() + spin_;
+  const auto begin = Deadline::Clock::now();
+  now_waiting_for(peer, begin);
+  auto spin_until = begin + spin_;
   Deadline::Clock::time_point quiet_since{};  // since a departed peer's bytes have stopped to come; 0: not departed
   nanoseconds question_interval = kFirstQuestion;
-  auto next_question = Deadline::Clock::now() + question_interval;
+  auto next_question = begin + question_interval;
   for (;;) {
     const bool moved = progress();
-    if (ready()) return;
+    if (ready()) {
+      waiting_for_.store(-1, std::memory_order_relaxed);
+      return;
+    }
     if (moved) {
       if (deadline_->expired()) deadline_exceeded(peer);
       spin_until = Deadline::Clock::now() + spin_;
@@ -151,103 +146,41 @@ void Mesh::check_interrupt() {
 }
 
 void Mesh::departed(int peer) {
-  throw Error(ErrorKind::kTransport,
-              "rank " + std::to_string(peer) + " left the group '" + name_ + "' while this rank waits for it in " +
-                  describe(operation_) + "; it destroyed the group, ended its program or raised: see its log",
-              peer, std::string(operation_name(operation_.kind)));
-}
-
-void Mesh::ask(int peer) {
-  std::shared_ptr<ControlLink> control;
+  std::optional<Error> why;
   {
     std::lock_guard lock(mutex_);
-    Peer& p = *peers_[static_cast<size_t>(peer)];
-    p.answer.reset();
-    control = p.control;
+    why = peers_[static_cast<size_t>(peer)]->why_left;
   }
-  if (control) control->ask_status();
+  const std::string left = "rank " + std::to_string(peer) + " left the group '" + name_ +
+                           "' while this rank waits for it in " + describe(operation_);
+  const std::string operation(operation_name(operation_.kind));
+  if (why) throw Error(ErrorKind::kRemote, left + "; before, " + why->what(), group_rank(why->rank()), operation);
+  throw Error(ErrorKind::kTransport, left + "; it destroyed the group, ended its program or raised: see its log", peer,
+              operation);
 }
 
 void Mesh::compare_answer(int peer) {
   std::optional<PeerStatus> answer;
   {
     std::lock_guard lock(mutex_);
-    answer.swap(peers_[static_cast<size_t>(peer)]->answer);
+    Peer& p = *peers_[static_cast<size_t>(peer)];
+    if (p.is_news) answer = p.answer;
+    p.is_news = false;
   }
-  if (answer) take_answer(peer, *answer);
+  if (answer) check_status(*answer, status(), peer);
 }
 
-void Mesh::take_answer(int peer, const PeerStatus& theirs) {
-  check_status(theirs, status(), peer);
-  const int behind = theirs.ultimately >= 0 ? theirs.ultimately : theirs.waiting_for;
-  std::lock_guard lock(mutex_);
-  if (status_.waiting_for == peer && theirs.operation == status_.operation && behind != rank_) {
-    status_.ultimately = behind;
-  }
-}
-
-// Waits for the peer's answer to ask_status, or for somebody's first cause (then throws it).
-bool Mesh::sleep_until_answer(const Peer& peer, nanoseconds limit) {
-  const Deadline grace = Deadline::after(limit);
-  while (!grace.expired()) {
-    throw_if_poisoned();
-    check_interrupt();
-    {
-      std::lock_guard lock(mutex_);
-      if (peer.answer) return true;
-    }
-    const uint32_t epoch = doorbell_->prepare();
-    doorbell_->sleep(epoch, std::min<nanoseconds>(milliseconds(10), grace.remaining() + nanoseconds(1)));
-  }
-  return false;
-}
-
-Mesh::Lateness Mesh::lateness(int peer, const std::optional<PeerStatus>& theirs) const {
-  const PeerStatus mine = status();
-  const std::string who = "rank " + std::to_string(peer);
-  if (!theirs) return {peer, false, who + " does not answer: its process is stopped or its host is unreachable"};
-  if (theirs->operation == mine.operation && theirs->waiting_for >= 0 && theirs->waiting_for != rank_) {
-    const std::string waits = who + " waits for rank " + std::to_string(theirs->waiting_for);
-    if (theirs->ultimately < 0 || theirs->ultimately == rank_) return {theirs->waiting_for, true, waits};
-    return {theirs->ultimately, true, waits + ", and in the end for rank " + std::to_string(theirs->ultimately)};
-  }
-  const std::string last = theirs->last_finished.kind == OperationKind::kNone
-                               ? "and has finished none before"
-                               : "its last was " + describe(theirs->last_finished);
-  if (theirs->operation.kind == OperationKind::kNone) {
-    return {peer, false, who + " has not called it; " + last + ", and it is not in a collective now"};
-  }
-  return {peer, false, who + " is in " + describe(theirs->operation) + ", " + last};
-}
-
-void Mesh::throw_late(int culprit, const std::string& what, double allowed_seconds) const {
-  const Operation operation = status().operation;
-  throw Error(ErrorKind::kDeadlineExceeded,
-              describe(operation) + " of group '" + name_ + "' did not end within " + seconds_text(allowed_seconds) +
-                  ": " + what + " (a longer timeout can be given to init_process_group)",
-              culprit, std::string(operation_name(operation.kind)));
-}
-
-// Finds out whom to name before it raises.
 void Mesh::deadline_exceeded(int peer) {
   if (has_departed(peer)) departed(peer);
   const double allowed = deadline_->allowed_seconds();
-  Peer& p = *peers_[static_cast<size_t>(peer)];
   bool can_ask;
   {
     std::lock_guard lock(mutex_);
-    can_ask = p.control != nullptr;
+    can_ask = peers_[static_cast<size_t>(peer)]->control != nullptr;
   }
   if (!can_ask) throw_late(peer, "rank " + std::to_string(peer) + " did not do its part", allowed);
-  ask(peer);
-  std::optional<PeerStatus> theirs;
-  if (sleep_until_answer(p, seconds(answer_grace_seconds(allowed)))) {
-    std::lock_guard lock(mutex_);
-    theirs.swap(p.answer);
-  }
-  const Lateness late = lateness(peer, theirs);
-  if (late.is_victim) sleep_until_answer(p, seconds(victim_grace_seconds(allowed)));
-  throw_late(late.culprit, late.what, allowed);
+  const ControlLink::Question question{.hops = static_cast<uint32_t>(size_)};
+  blame(peer, allowed, [&] { ask(peer, question); });
 }
 
 }  // namespace bagua

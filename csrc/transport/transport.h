@@ -58,12 +58,36 @@ static_assert(sizeof(Operation) == 24);
 inline constexpr uint32_t kHierarchical = 1u << 31;
 inline constexpr uint32_t kWithFeedback = 1u;
 
+// Where a chain of ranks that wait for one another ends, as far as a rank knows: whoever asks along a chain finds out
+// whom to name. Ranks are the job's, since a chain may lead through several groups.
+struct ChainEnd {
+  enum State : uint32_t {
+    kUnknown,       // nobody has told yet
+    kIsNotWaiting,  // it is there, and waits for nobody
+    kDoesNotAnswer,
+    kUnreachable,  // nor does its host acknowledge what is sent to it
+  };
+  int32_t rank = -1;
+  int32_t witness = -1;  // who waits for it
+  State state = kUnknown;
+  uint32_t silent_ms = 0;  // for how long it has not answered the witness
+  uint32_t age_ms = 0;     // how old all this is
+  uint32_t padding = 0;
+  Operation operation;  // of a rank that is not waiting
+  Operation last_finished;
+};
+
 // What a rank is doing, as told to a peer that asks why it is kept waiting.
 struct PeerStatus {
-  Operation operation;      // kNone when idle
-  Operation last_finished;  // kNone before the first
-  int32_t waiting_for = -1;
-  int32_t ultimately = -1;  // whom that one waits for, and so on to the end of the chain as far as it is known
+  Operation operation;        // kNone when idle
+  Operation last_finished;    // kNone before the first
+  int32_t waiting_for = -1;   // in this group
+  uint32_t elsewhere_ms = 0;  // it waits in another group, for so long
+  ChainEnd end;               // of the chain that begins with this rank
+  // Of the rank that the question is about: whether this one hears from it.
+  enum Hearing : uint32_t { kCannotTell, kNotYetKnown, kHears, kHearsNothing };
+  Hearing hearing = kCannotTell;
+  uint32_t padding = 0;
 };
 
 // "all_reduce #12 of 1024 float32 (SUM) with codec qsgd:bits=4"

@@ -309,7 +309,9 @@ def test_works_are_polled_where_waiting_shuts_others_out():
         raise AssertionError("both are connected")
 
     world, sockets = OneLock(), socket.socketpair()
-    cores = [_C.Group("polled", rank, 2, 20.0, [True, False][:: 1 - 2 * rank], {}, refuse) for rank in range(2)]
+    cores = [
+        _C.Group("polled", rank, [0, 1], 20.0, [True, False][:: 1 - 2 * rank], {}, refuse, None) for rank in range(2)
+    ]
     pumps = []
     for rank, core in enumerate(cores):
         link = core.attach_torch(1 - rank, sockets[rank].detach())

@@ -223,9 +223,9 @@ def test_who_does_not_answer_keeps_nobody_from_being_told(listener):
 
 
 def test_questions_about_unknown_groups(listener):
-    answers = Questions([], b"secret", {})
+    answers = Questions([], b"secret", {}, bagua._C.ProcessWaits())
     acceptor = Acceptor([listener], b"secret", lambda sock, about, _: answers.take(sock, about), pytest.fail)
-    asks = Questions([record_of(listener)], b"secret", {})
+    asks = Questions([record_of(listener)], b"secret", {}, bagua._C.ProcessWaits())
     core = bagua._C.local_world("here", 1, 1.0)[0]
 
     class Group:

@@ -1,0 +1,368 @@
+// Whom to name when a deadline has passed; see mesh.h.
+//
+// Ranks wait for one another in chains: the peer that keeps this rank waiting may itself be kept waiting, in an earlier
+// operation, for a message, in another group. So the question travels along the chain: who is asked asks in turn whom
+// it waits for, and every answer says where the chain ends as far as it is known. The rank at the end is to blame: it
+// is there and waits for nobody, or it does not answer who waits for it. In the latter case its host may acknowledge
+// what is sent to it (its process is stopped) or not (the host is down, or the cable is cut, which only others can
+// tell). What is known from before the question does not count.
+#include <algorithm>
+#include <cstdio>
+
+#include "csrc/transport/mesh.h"
+#include "csrc/transport/mesh_peer.h"
+
+namespace bagua {
+namespace {
+
+using std::chrono::duration_cast;
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+
+// A rank that has not answered for so long counts as silent, and one that has answered since as there. Above what a
+// host may delay an acknowledgement.
+constexpr milliseconds kSilence{300};
+// How often who wants to know asks. Who passes questions on leaves some out, or they would go round in circles of ranks
+// ever faster.
+constexpr milliseconds kAskInterval{50};
+constexpr milliseconds kLeastInterval{20};
+
+nanoseconds seconds(double value) { return nanoseconds(static_cast<int64_t>(value * 1e9)); }
+
+uint32_t milliseconds_in(nanoseconds time) {
+  return static_cast<uint32_t>(std::clamp<int64_t>(duration_cast<milliseconds>(time).count(), 0, INT32_MAX));
+}
+
+std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", seconds);
+  return text;
+}
+
+}  // namespace
+
+// ---- who waits for whom: what this rank knows and tells
+
+PeerStatus Mesh::status() const {
+  PeerStatus status;
+  {
+    std::lock_guard lock(mutex_);
+    status = status_;
+    status.waiting_for = waits_for();
+    if (status.waiting_for >= 0) {
+      status.end = end_behind_locked(status.waiting_for);
+      return status;
+    }
+  }
+  if (status.operation.kind == OperationKind::kNone && process_) {
+    if (const auto wait = process_->longest_but(this)) {
+      status.elsewhere_ms = std::max(wait->elsewhere_ms, 1u);
+      status.end = wait->end;
+      return status;
+    }
+  }
+  status.end.rank = status.end.witness = job_rank(rank_);
+  status.end.state = ChainEnd::kIsNotWaiting;
+  status.end.operation = status.operation;
+  status.end.last_finished = status.last_finished;
+  return status;
+}
+
+ChainEnd Mesh::end_behind_locked(int peer) const {
+  const Peer& p = *peers_[static_cast<size_t>(peer)];
+  const auto now = Deadline::Clock::now();
+  ChainEnd end;
+  end.rank = job_rank(peer);
+  end.witness = job_rank(rank_);
+  if (p.asked_at && now - *p.asked_at >= kSilence) {
+    end.state = p.control && !p.control->reaches_host() ? ChainEnd::kUnreachable : ChainEnd::kDoesNotAnswer;
+    end.silent_ms = milliseconds_in(now - *p.asked_at);
+  } else if (p.answer) {
+    end = p.answer->end;
+    end.age_ms += milliseconds_in(now - p.answered_at);
+  }
+  return end;
+}
+
+std::optional<ProcessWaits::Wait> Mesh::wait_of_a_thread() const {
+  const int peer = waits_for();
+  const bool stands_still = peer >= 0 && num_waiters_ && num_waiters_->load(std::memory_order_relaxed) > 0;
+  if (!stands_still) return std::nullopt;
+  const TimePoint since(TimePoint::duration(waiting_since_ns_.load(std::memory_order_relaxed)));
+  std::lock_guard lock(mutex_);
+  return ProcessWaits::Wait{milliseconds_in(Deadline::Clock::now() - since), end_behind_locked(peer)};
+}
+
+void Mesh::now_awaits_message(int peer) {
+  if (waits_for() != peer) now_waiting_for(peer, Deadline::Clock::now());
+}
+
+// ---- questions and answers
+
+void Mesh::ask(int peer, const ControlLink::Question& question) {
+  std::shared_ptr<ControlLink> control;
+  {
+    std::lock_guard lock(mutex_);
+    Peer& p = *peers_[static_cast<size_t>(peer)];
+    control = p.control;
+    if (!control) return;
+    p.last_question = Deadline::Clock::now();
+    if (!p.asked_at) p.asked_at = p.last_question;
+  }
+  control->ask_status(question);
+}
+
+void Mesh::note_question(int peer) {
+  std::lock_guard lock(mutex_);
+  Peer& p = *peers_[static_cast<size_t>(peer)];
+  if (!p.asked_at) p.asked_at = Deadline::Clock::now();
+}
+
+void Mesh::ask_onward(uint32_t hops) {
+  if (hops == 0) return;
+  const int peer = waits_for();
+  if (peer < 0) return;
+  {
+    std::lock_guard lock(mutex_);
+    if (Deadline::Clock::now() - peers_[static_cast<size_t>(peer)]->last_question < kLeastInterval) return;
+  }
+  ask(peer, {.hops = hops - 1});
+}
+
+PeerStatus Mesh::answer(const ControlLink::Question& question) {
+  PeerStatus status = this->status();
+  if (question.about >= 0 && question.about < size_ && question.about != rank_)
+    status.hearing = hearing(question.about);
+  if (status.waiting_for >= 0) {
+    ask_onward(question.hops);
+  } else if (status.elsewhere_ms > 0) {
+    process_->ask_onward_but(this, question.hops);
+  }
+  return status;
+}
+
+// By an answer that is not old, or a question that has not been answered for long. Asks, so as to know it next time.
+PeerStatus::Hearing Mesh::hearing(int peer) {
+  PeerStatus::Hearing hearing = PeerStatus::kNotYetKnown;
+  const auto now = Deadline::Clock::now();
+  {
+    std::lock_guard lock(mutex_);
+    const Peer& p = *peers_[static_cast<size_t>(peer)];
+    if (!p.control || p.departed.load(std::memory_order_relaxed)) return PeerStatus::kCannotTell;
+    if (p.asked_at && now - *p.asked_at >= kSilence) {
+      hearing = PeerStatus::kHearsNothing;
+    } else if (p.answer && now - p.answered_at < kSilence) {
+      hearing = PeerStatus::kHears;
+    }
+    if (now - p.last_question < kLeastInterval) return hearing;
+  }
+  ask(peer);
+  return hearing;
+}
+
+void Mesh::take_answer(int peer, const PeerStatus& theirs) {
+  check_status(theirs, status(), peer);
+  keep_answer(peer, theirs);
+}
+
+void Mesh::keep_answer(int peer, const PeerStatus& theirs) {
+  std::lock_guard lock(mutex_);
+  Peer& p = *peers_[static_cast<size_t>(peer)];
+  p.answer = theirs;
+  p.answered_at = Deadline::Clock::now();
+  p.asked_at.reset();
+  p.is_news = true;
+}
+
+// ---- the verdict
+
+int Mesh::group_rank(int job_rank) const {
+  if (job_ranks_.empty()) return job_rank;
+  const auto found = std::find(job_ranks_.begin(), job_ranks_.end(), job_rank);
+  return found == job_ranks_.end() ? -1 : static_cast<int>(found - job_ranks_.begin());
+}
+
+std::string Mesh::name_of(int job_rank) const {
+  const int rank = group_rank(job_rank);
+  return rank >= 0 ? "rank " + std::to_string(rank) : "rank " + std::to_string(job_rank) + " of the job";
+}
+
+Mesh::Verdict Mesh::judge(int peer, TimePoint since, double allowed_seconds) const {
+  const auto now = Deadline::Clock::now();
+  std::optional<PeerStatus> theirs;
+  ChainEnd silent;
+  uint32_t age_ms = 0;
+  {
+    std::lock_guard lock(mutex_);
+    const Peer& p = *peers_[static_cast<size_t>(peer)];
+    if (p.asked_at && now - *p.asked_at >= seconds(answer_grace_seconds(allowed_seconds))) {
+      silent = end_behind_locked(peer);
+    } else if (p.answer && p.answered_at >= since) {
+      theirs = p.answer;
+      age_ms = milliseconds_in(now - p.answered_at);
+    }
+  }
+  if (silent.state != ChainEnd::kUnknown) return judge_end(silent, "");
+  if (theirs) return judge_answer(peer, *theirs, age_ms, milliseconds_in(now - since), allowed_seconds);
+  return {peer, false, "rank " + std::to_string(peer) + " has not answered yet"};
+}
+
+Mesh::Verdict Mesh::judge_answer(int peer, const PeerStatus& theirs, uint32_t age_ms, uint32_t asking_ms,
+                                 double allowed_seconds) const {
+  const std::string who = "rank " + std::to_string(peer);
+  const int me = job_rank(rank_);
+  if (theirs.waiting_for == rank_) {
+    const bool is_same = theirs.operation == status().operation;
+    return {-1, true,
+            who + " waits for this rank in turn" + (is_same ? "" : ", in " + describe(theirs.operation)) +
+                ": both are there, and what one waits for the other has not sent, or it is still on its way"};
+  }
+  ChainEnd end = theirs.end;
+  const int theirs_rank = job_rank(peer);
+  const bool is_elsewhere = theirs.elsewhere_ms > 0;
+  // A thread that stands still in another group does not excuse a rank that was late before, unless it stands there for
+  // one that does not answer.
+  if (is_elsewhere && end.state == ChainEnd::kIsNotWaiting && theirs.elsewhere_ms < 500 * allowed_seconds) {
+    end.rank = theirs_rank;
+    end.operation = theirs.operation;
+    end.last_finished = theirs.last_finished;
+  }
+  std::string chain;
+  if (end.rank != theirs_rank) {
+    chain = who + (is_elsewhere ? " has not called it: it waits in another group" : " waits");
+    const int next = is_elsewhere ? end.rank : job_rank(theirs.waiting_for);
+    chain += " for " + name_of(next);
+    if (end.rank != next) chain += ", and in the end for " + name_of(end.rank);
+    chain += "; ";
+  }
+  const bool is_fresh = end.age_ms + age_ms <= asking_ms;
+  const bool is_known =
+      end.state == ChainEnd::kIsNotWaiting ||
+      (end.state != ChainEnd::kUnknown && end.silent_ms >= 1000 * answer_grace_seconds(allowed_seconds));
+  if (!is_fresh || !is_known) return {-1, false, chain + "why is not known"};
+  if (end.rank == me && end.state == ChainEnd::kIsNotWaiting) {
+    return {-1, true, chain + "so the ranks wait for one another in a circle"};
+  }
+  return judge_end(end, chain);
+}
+
+Mesh::Verdict Mesh::judge_end(const ChainEnd& end, const std::string& before) const {
+  const std::string who = name_of(end.rank);
+  const int culprit = group_rank(end.rank);
+  switch (end.state) {
+    case ChainEnd::kIsNotWaiting: {
+      const std::string last = end.last_finished.kind == OperationKind::kNone
+                                   ? "and has finished none before"
+                                   : "its last was " + describe(end.last_finished);
+      if (end.operation.kind != OperationKind::kNone) {
+        return {culprit, true, before + who + " is in " + describe(end.operation) + ", " + last};
+      }
+      return {culprit, true, before + who + " has not called it; " + last + ", and it is not in a collective now"};
+    }
+    case ChainEnd::kDoesNotAnswer:
+      if (end.rank == job_rank(rank_)) break;  // the witness's questions get lost on their way to this rank
+      return {culprit, true, before + who + " does not answer: its process is stopped or its host is unreachable"};
+    case ChainEnd::kUnreachable:
+    case ChainEnd::kUnknown: break;
+  }
+  return {-1, true,
+          before + "the connection between " + name_of(end.witness) + " and " + who +
+              " is silent: nothing that is sent over it arrives (the link is cut, or a host is down)",
+          end.rank == job_rank(rank_) ? -1 : culprit, end.witness};
+}
+
+// A connection is silent. If others hear from the rank at its far end, it is the connection; if nobody does, the rank;
+// and if this rank hears from nobody at all, its own connection to the world. Nobody can tell where there are only two.
+Mesh::Verdict Mesh::ask_others_about(const Verdict& verdict, double allowed_seconds) {
+  const auto since = Deadline::Clock::now();
+  const Deadline grace = Deadline::after(seconds(chain_grace_seconds(allowed_seconds)) + kSilence);
+  auto next_question = since;
+  for (;;) {
+    if (Deadline::Clock::now() >= next_question) {
+      for (int peer = 0; peer < size_; ++peer) {
+        if (peer != rank_) ask(peer, {.about = peer == verdict.unreachable ? -1 : verdict.unreachable});
+      }
+      next_question = Deadline::Clock::now() + kAskInterval;
+    }
+    pause();
+    const bool is_last = grace.expired();
+    if (const auto better = count_voices(verdict, since, is_last)) return *better;
+    if (is_last) return verdict;
+  }
+}
+
+// The verdict when the others' answers make it certain, or are all that will come.
+std::optional<Mesh::Verdict> Mesh::count_voices(const Verdict& verdict, TimePoint since, bool is_last) const {
+  const auto now = Deadline::Clock::now();
+  int there = 0, silent = 0, deaf = 0, undecided = 0;
+  {
+    std::lock_guard lock(mutex_);
+    for (int peer = 0; peer < size_; ++peer) {
+      const Peer& p = *peers_[static_cast<size_t>(peer)];
+      if (peer == rank_ || !p.control || p.departed.load(std::memory_order_relaxed)) continue;
+      const bool answers = p.answer && p.answered_at >= since;
+      const bool is_silent = !answers && p.asked_at && now - *p.asked_at >= kSilence;
+      if (peer == verdict.unreachable) {
+        if (answers) return verdict;  // this rank hears from it
+        silent += is_silent;
+        deaf += is_silent && verdict.witness != job_rank(rank_);
+      } else if (answers) {
+        ++there;
+        if (p.answer->hearing == PeerStatus::kHears) return verdict;
+        deaf += p.answer->hearing == PeerStatus::kHearsNothing;
+        undecided += p.answer->hearing == PeerStatus::kNotYetKnown;
+      } else {
+        silent += is_silent;
+        undecided += !is_silent;
+      }
+    }
+  }
+  if (undecided > 0 && !is_last) return std::nullopt;
+  if (there == 0 && silent > 1) {
+    return Verdict{
+        rank_, true,
+        verdict.what + "; this rank hears from none of " + std::to_string(silent) + " others: its own host is cut off"};
+  }
+  if (deaf == 0 || there < silent) return verdict;
+  return Verdict{verdict.unreachable, true,
+                 verdict.what + "; nor does anybody else hear from rank " + std::to_string(verdict.unreachable)};
+}
+
+void Mesh::pause() {
+  throw_if_poisoned();
+  check_interrupt();
+  const uint32_t epoch = doorbell_->prepare();
+  doorbell_->sleep(epoch, milliseconds(10));
+}
+
+void Mesh::blame(int peer, double allowed_seconds, const std::function<void()>& ask_peer) {
+  const auto since = Deadline::Clock::now();
+  const Deadline grace =
+      Deadline::after(seconds(answer_grace_seconds(allowed_seconds) + chain_grace_seconds(allowed_seconds)));
+  auto next_question = since;
+  Verdict verdict;
+  do {
+    if (Deadline::Clock::now() >= next_question) {
+      ask_peer();
+      next_question = Deadline::Clock::now() + kAskInterval;
+    }
+    pause();
+    verdict = judge(peer, since, allowed_seconds);
+  } while (!verdict.is_final && !grace.expired());
+  if (verdict.unreachable >= 0) verdict = ask_others_about(verdict, allowed_seconds);
+  throw_late(verdict.culprit, verdict.what, allowed_seconds);
+}
+
+void Mesh::throw_late(int culprit, const std::string& what, double allowed_seconds) const {
+  Operation operation;
+  {
+    std::lock_guard lock(mutex_);
+    operation = status_.operation;
+  }
+  throw Error(ErrorKind::kDeadlineExceeded,
+              describe(operation) + " of group '" + name_ + "' did not end within " + seconds_text(allowed_seconds) +
+                  ": " + what + " (a longer timeout can be given to init_process_group)",
+              culprit, std::string(operation_name(operation.kind)));
+}
+
+}  // namespace bagua

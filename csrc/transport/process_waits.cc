@@ -1,0 +1,71 @@
+// The groups of one process; see process_waits.h.
+#include "csrc/transport/process_waits.h"
+
+#include <algorithm>
+
+#include "csrc/transport/mesh.h"
+
+namespace bagua {
+namespace {
+
+// Along chains of more ranks nobody asks for a rank that has no group to say how long they can be.
+constexpr uint32_t kMaxHops = 64;
+
+}  // namespace
+
+void ProcessWaits::add(Mesh* mesh) {
+  std::lock_guard lock(mutex_);
+  meshes_.push_back(mesh);
+}
+
+void ProcessWaits::remove(Mesh* mesh) {
+  std::lock_guard lock(mutex_);
+  std::erase(meshes_, mesh);
+}
+
+std::optional<ProcessWaits::Wait> ProcessWaits::longest_but(const Mesh* asked) {
+  std::lock_guard lock(mutex_);
+  std::optional<Wait> longest;
+  for (const Mesh* mesh : meshes_) {
+    if (mesh == asked) continue;
+    const auto wait = mesh->wait_of_a_thread();
+    if (wait && (!longest || wait->elsewhere_ms > longest->elsewhere_ms)) longest = wait;
+  }
+  return longest;
+}
+
+std::optional<PeerStatus> ProcessWaits::status() {
+  const auto wait = longest_but(nullptr);
+  if (!wait) return std::nullopt;
+  PeerStatus status;
+  status.elsewhere_ms = std::max(wait->elsewhere_ms, 1u);
+  status.end = wait->end;
+  ask_onward_but(nullptr, kMaxHops);
+  return status;
+}
+
+void ProcessWaits::ask_onward_but(const Mesh* asked, uint32_t hops) {
+  std::lock_guard lock(mutex_);
+  for (Mesh* mesh : meshes_) {
+    if (mesh != asked && mesh->wait_of_a_thread()) mesh->ask_onward(hops);
+  }
+}
+
+void ProcessWaits::note_failure(const Error& cause) {
+  std::lock_guard lock(mutex_);
+  if (!failure_) failure_ = cause;
+  has_failed_.store(true, std::memory_order_relaxed);
+}
+
+std::optional<Error> ProcessWaits::failure() {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+void ProcessWaits::forget() {
+  std::lock_guard lock(mutex_);
+  failure_.reset();
+  has_failed_.store(false, std::memory_order_relaxed);
+}
+
+}  // namespace bagua

@@ -1,0 +1,54 @@
+// ProcessWaits: what the groups of one process know for one another. A rank that is kept waiting in one group may be
+// kept by a peer that itself waits in another one, or that leaves because another one has failed.
+//
+// Beside the data path: asked on the reactor thread, and when a group fails or closes. The lock here is taken before a
+// mesh's own, never after it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "csrc/common/error.h"
+#include "csrc/transport/transport.h"
+
+namespace bagua {
+
+class Mesh;
+
+class ProcessWaits {
+ public:
+  // A mesh is there from add() to remove(), which it calls before it closes. [any thread]
+  void add(Mesh* mesh);
+  void remove(Mesh* mesh);
+
+  // The longest of the waits, in other groups than `asked`, for which a thread of the program stands still.
+  struct Wait {
+    uint32_t elsewhere_ms = 0;
+    ChainEnd end;
+  };
+  std::optional<Wait> longest_but(const Mesh* asked);
+  // The same as an answer to who asks about a group that is not there (yet); asks along the waits too.
+  std::optional<PeerStatus> status();
+  // Asks along all of them (Mesh::ask_onward).
+  void ask_onward_but(const Mesh* asked, uint32_t hops);
+
+  // Why a group of this process has failed; `cause.rank()` is the job's. Forgotten when the program goes on.
+  void note_failure(const Error& cause);
+  std::optional<Error> failure();
+  void forget_failure() {
+    if (has_failed_.load(std::memory_order_relaxed)) forget();
+  }
+
+ private:
+  void forget();
+
+  std::atomic<bool> has_failed_{false};
+  std::mutex mutex_;  // guards the two below, and keeps the meshes alive while they are asked
+  std::vector<Mesh*> meshes_;
+  std::optional<Error> failure_;
+};
+
+}  // namespace bagua
