@@ -20,7 +20,12 @@ ifeq ($(wildcard bagua/_C*.so),)
 .PHONY: $(NATIVE)
 endif
 
-.PHONY: help demo test package lint format bench sanitize build setup setup-tests setup-lint clean
+PYTEST = $(PY) -m pytest $(PYTEST_ARGS)
+# Not for the tests whose outcome depends on time: those run by themselves, after the rest.
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
+TIMES ?= 1
+
+.PHONY: help demo test test-all test-timed test-native package lint format bench sanitize build setup setup-tests setup-lint clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -28,12 +33,22 @@ help: ## this list
 demo: build ## train a CNN on two ranks with bytegrad, and beside it with torch DDP
 	@bash scripts/demo.sh
 
-test: setup-tests build ## Rust, C++ and Python tests
+test: test-native ## Rust, C++ and Python tests but the slow ones: at most 4 minutes on 2 cores
+	$(PYTEST) -m "not slow and not timed" $(PARALLEL)
+	$(PYTEST) -m "not slow and timed"
+
+test-all: test-native ## all tests, the slow ones and the examples too
+	$(PYTEST) -m "not timed" $(PARALLEL)
+	$(PYTEST) -m "timed"
+
+test-timed: setup-tests build ## the tests whose outcome depends on time, TIMES=1 times in a row
+	for run in $$(seq $(TIMES)); do echo "run $$run of $(TIMES)"; $(PYTEST) -m "not slow and timed"; done
+
+test-native: setup-tests build
 	cargo test --quiet --offline --locked --manifest-path rust_core/Cargo.toml --target-dir build/rust
 	cmake -S . -B $(DEV) -DBAGUA_BUILD_TESTS=ON >$(DEV)/configure.log
 	cmake --build $(DEV) --target bagua_tests
 	timeout 600 $(DEV)/bagua_tests --gtest_brief=1
-	$(PY) -m pytest -m "not slow" --numprocesses auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 package: setup-tests build ## the sdist, and a wheel built from it, by themselves
 	$(PY) -m pytest tests/structure/test_package.py

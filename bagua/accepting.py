@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from . import _C
 from .errors import TransportError
 from .fork_guard import close_in_child
 from .handshake import accept
@@ -30,7 +29,6 @@ logger = logging.getLogger("bagua")
 _HANDSHAKE_SECONDS = 10.0
 _MAX_STRANGERS = 128
 _NO_DESCRIPTORS_PAUSE_SECONDS = 0.1
-_DOORBELL_BYTES = 64  # csrc/transport/doorbell.h
 
 
 @dataclass
@@ -45,25 +43,21 @@ class Arrival:
     descriptors: list[int] = field(default_factory=list)  # Unix: rings, doorbell
 
     @classmethod
-    def announced(cls, about: dict, num_ranks: int, descriptors: list[int]) -> Arrival:
+    def announced(cls, about: dict, num_ranks: int, is_unix: bool) -> Arrival:
         """By what the dialer says of itself, which knows the secret, but may be of another version, or broken.
 
         Raises:
-            TransportError: a field is missing, of another type or out of its range; `descriptors` are not of this size.
+            TransportError: a field is missing, of another type or out of its range.
         """
         for name in ("group", "link"):
             if type(about.get(name)) is not str:
                 raise TransportError(f"its {name} is {about.get(name)!r}, expected a text")
         limits = {"from": (0, num_ranks - 1), "streams": (0, 64), "ring_bytes": (1 << 12, 1 << 30), "tag": (0, 1 << 20)}
-        limits["index"] = (0, 0 if descriptors else about.get("streams"))  # last: of streams that are a number by then
+        limits["index"] = (0, 0 if is_unix else about.get("streams"))  # last: of streams that are a number by then
         for name, (low, high) in limits.items():
             value = about.get(name)
             if type(value) is not int or not low <= value <= high:
                 raise TransportError(f"its {name} is {value!r}, expected {low}..{high}")
-        sizes = [_C.shm_segment_bytes(about["ring_bytes"]), _DOORBELL_BYTES] if descriptors else []
-        for fd, size in zip(descriptors, sizes, strict=True):
-            if os.fstat(fd).st_size < size:  # to touch it would be the end of this process
-                raise TransportError(f"it brought {os.fstat(fd).st_size} bytes of shared memory, expected {size}")
         return cls(about["link"], about["streams"], about["ring_bytes"], about["tag"])
 
     @property

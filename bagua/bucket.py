@@ -75,8 +75,9 @@ class Bucket:
             and tensor of every member, see ``Algorithm.takes_parts``.
 
     Example:
-        >>> for bucket in model.bagua.buckets:                                  # doctest: +SKIP
+        >>> for bucket in model.bagua.buckets:
         ...     print(bucket.label, bucket.num_bytes, bucket.names, bucket.declaration)
+        bucket 0 128 ('bias', 'weight') all_reduce, full precision
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from . import _C, congestion
 from .accepting import Acceptor, Arrival, close_all
 from .config import Settings
 from .dialing import ALL_MAKE_GROUPS, Patience, dial_tcp, dial_unix
-from .errors import Aborted, BaguaError, InternalError, TransportError
+from .errors import Aborted, InternalError, TransportError
 from .fork_guard import close_in_child
 from .interfaces import InterfaceAddress
 from .questions import Questions, Registered
@@ -41,6 +41,7 @@ logger = logging.getLogger("bagua")
 _POLL_SECONDS = 0.05
 # Who dials for so long asks too how the peer is, so that it can tell those that wait for it.
 _WATCHED_AFTER_SECONDS = 0.5
+_DOORBELL_BYTES = 64  # csrc/transport/doorbell.h
 
 
 class Endpoint:
@@ -348,7 +349,7 @@ class Endpoint:
             self._questions.take(sock, about)
             return
         try:
-            announced = Arrival.announced(about, len(self.records), descriptors)
+            announced = Arrival.announced(about, len(self.records), bool(descriptors))
         except BaseException:
             close_all([sock], descriptors)
             raise
@@ -392,6 +393,10 @@ class Endpoint:
             raise TransportError(f"rank {group_peer} is connected already")
         control = arrival.sockets[0]
         if arrival.descriptors:
+            sizes = _C.shm_segment_bytes(arrival.ring_bytes), _DOORBELL_BYTES
+            for fd, size in zip(arrival.descriptors, sizes, strict=True):
+                if os.fstat(fd).st_size < size:  # to touch it would be the end of this process
+                    raise TransportError(f"it brought {os.fstat(fd).st_size} bytes of shared memory, expected {size}")
             socket.send_fds(control, [b"D"], [core.doorbell_fd()])
             rings, doorbell = arrival.descriptors
             arrival.descriptors = []

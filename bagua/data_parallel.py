@@ -81,10 +81,10 @@ def with_bagua(
             unknown algorithm or option; a parameter that cannot be synchronised.
 
     Example:
-        >>> bagua.init_process_group()                                            # doctest: +SKIP
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)               # doctest: +SKIP
-        >>> model = bagua.with_bagua(model, optimizer, algorithm="bytegrad")      # doctest: +SKIP
-        >>> loss(model(x), y).backward(); optimizer.step()                        # doctest: +SKIP
+        >>> bagua.init_process_group()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model = bagua.with_bagua(model, optimizer, algorithm="bytegrad")
+        >>> loss(model(x), y).backward(); optimizer.step()
     """
     group = get_default_group() if group is None else group
     earlier: BaguaHandle | None = None
@@ -166,8 +166,8 @@ class DistributedDataParallel(torch.nn.Module):
         InvalidArgument: as ``with_bagua``, and for arguments that bagua cannot honour.
 
     Example:
-        >>> model = bagua.DistributedDataParallel(model, algorithm="bytegrad")    # doctest: +SKIP
-        >>> with model.no_sync():                                                 # doctest: +SKIP
+        >>> model = bagua.DistributedDataParallel(model, algorithm="bytegrad")
+        >>> with model.no_sync():
         ...     loss(model(x), y).backward()
     """
 

@@ -7,6 +7,7 @@ ranks never stands in the way of a collective.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -51,6 +52,7 @@ class Lanes:
         self._network, self._name, self._rank = network, name, ranks[rank]
         self._ranks, self._place = list(ranks), rank
         self._cores: dict[str, _C.Group] = {}
+        self._cause: BaguaError | None = None  # the first that was raised
 
         def open_core(suffix: str) -> _C.Group:
             core = self._cores[suffix] = network.open_core(name + suffix, list(ranks), ranks[rank])
@@ -63,17 +65,23 @@ class Lanes:
 
     def check(self) -> None:
         """Raise the first cause when an operation has failed on any rank, and tell the peers of all lanes."""
+        if self._cause is None:
+            self.share_failure()
+        if self._cause is not None:
+            raise copy.copy(self._cause)
+
+    def share_failure(self, raised: BaguaError | None = None) -> None:
+        """What one lane has failed of, the others fail of too: whoever waits for this rank there learns it at once.
+
+        What was `raised` first stays: meanwhile another lane may have heard of it from a peer, as that one's.
+        """
         try:
             for core in self._cores.values():
                 core.check()
         except BaguaError as error:
-            self.poison(error)
-            raise
-
-    def share_failure(self) -> None:
-        """What one lane has failed of, the others fail of too: whoever waits for this rank there learns it at once."""
-        with contextlib.suppress(BaguaError):
-            self.check()
+            if self._cause is None:
+                self._cause = raised or error
+            self.poison(self._cause)
 
     def poison(self, exception: BaguaError) -> None:
         """Make every later call on every connected rank raise `exception` as the first cause."""

@@ -58,8 +58,8 @@ def values(model: torch.nn.Module) -> dict[str, float]:
         InvalidArgument: the model is not wrapped.
 
     Example:
-        >>> bagua.metrics.values(model)["exposed_communication_seconds"]          # doctest: +SKIP
-        0.21
+        >>> bagua.metrics.values(model)["exposed_communication_seconds"] >= 0
+        True
     """
     handle = handle_of(model)
     if handle is None:

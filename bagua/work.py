@@ -47,10 +47,10 @@ class Work:
         limit_s: float,
         label: str,
         finish: Callable[[], None] | None,
-        has_failed: Callable[[], None],
+        has_failed: Callable[[BaguaError], None],
     ):
         self._core = core
-        self._has_failed = has_failed  # called when wait() finds that the operation has failed
+        self._has_failed = has_failed  # told what wait() finds that the operation has failed of
         self._keep = keep
         self._limit_s = limit_s
         self.label = label
@@ -111,7 +111,7 @@ class Work:
         try:
             ended = self._core.wait(limit_s)
         except BaguaError as error:
-            self._has_failed()
+            self._has_failed(error)
             if self.label and error.bucket is None:
                 raise type(error)(
                     f"{self.label}: {error}", rank=error.rank, operation=error.operation, bucket=self.label

@@ -79,7 +79,7 @@ class Async(Algorithm):
         warmup_steps: so many optimizer steps average gradients instead, as gradient_allreduce does.
 
     Example:
-        >>> model = bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.2)    # doctest: +SKIP
+        >>> model = bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.2)
     """
 
     about = About(

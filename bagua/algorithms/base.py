@@ -90,7 +90,7 @@ class Algorithm:
     ``is_lockstep``.
 
     Example:
-        >>> @register                                                            # doctest: +SKIP
+        >>> @register
         ... @dataclasses.dataclass(kw_only=True)
         ... class HalfPrecision(Algorithm):
         ...     name = "half_precision"

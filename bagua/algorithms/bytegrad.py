@@ -25,7 +25,7 @@ class ByteGrad(CompressedGradients):
         average, hierarchical, error_feedback, state_dtype, seed, min_compressed_bytes: as in CompressedGradients.
 
     Example:
-        >>> model = bagua.with_bagua(model, [optimizer], algorithm="bytegrad", codec="bf16")    # doctest: +SKIP
+        >>> model = bagua.with_bagua(model, [optimizer], algorithm="bytegrad", codec="bf16")
     """
 
     about = About(

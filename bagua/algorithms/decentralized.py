@@ -48,7 +48,7 @@ class Decentralized(ExchangedWeights):
         skip_together: as in ExchangedWeights.
 
     Example:
-        >>> model = bagua.with_bagua(model, optimizer, algorithm="decentralized", topology="ring")   # doctest: +SKIP
+        >>> model = bagua.with_bagua(model, optimizer, algorithm="decentralized", topology="ring")
     """
 
     about = About(

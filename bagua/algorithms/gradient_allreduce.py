@@ -26,7 +26,7 @@ class GradientAllReduce(Algorithm):
             per rank.
 
     Example:
-        >>> model = bagua.with_bagua(model, [optimizer], algorithm="gradient_allreduce")    # doctest: +SKIP
+        >>> model = bagua.with_bagua(model, [optimizer], algorithm="gradient_allreduce")
     """
 
     about = About(

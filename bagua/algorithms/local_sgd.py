@@ -38,7 +38,7 @@ class LocalSGD(ExchangedWeights):
         skip_together: as in ExchangedWeights.
 
     Example:
-        >>> model = bagua.with_bagua(model, optimizer, algorithm="local_sgd", sync_every=8)     # doctest: +SKIP
+        >>> model = bagua.with_bagua(model, optimizer, algorithm="local_sgd", sync_every=8)
     """
 
     about = About(

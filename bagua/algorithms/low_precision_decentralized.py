@@ -41,7 +41,7 @@ class LowPrecisionDecentralized(ExchangedWeights):
         skip_together: as in ExchangedWeights.
 
     Example:
-        >>> model = bagua.with_bagua(model, optimizer, algorithm="low_precision_decentralized")    # doctest: +SKIP
+        >>> model = bagua.with_bagua(model, optimizer, algorithm="low_precision_decentralized")
     """
 
     about = About(

@@ -64,8 +64,8 @@ class QAdam(CompressedGradients):
         average, hierarchical, state_dtype, seed, min_compressed_bytes: as in CompressedGradients.
 
     Example:
-        >>> optimizer = bagua.optim.QAdam(model.parameters(), lr=1e-3, warmup_steps=200)               # doctest: +SKIP
-        >>> model = bagua.with_bagua(model, optimizer, algorithm="qadam", codec="onebit")    # doctest: +SKIP
+        >>> optimizer = bagua.optim.QAdam(model.parameters(), lr=1e-3, warmup_steps=200)
+        >>> model = bagua.with_bagua(model, optimizer, algorithm="qadam", codec="onebit")
     """
 
     about = About(

@@ -24,7 +24,7 @@ class QSGD(CompressedGradients):
         average, hierarchical, error_feedback, state_dtype, seed, min_compressed_bytes: as in CompressedGradients.
 
     Example:
-        >>> model = bagua.with_bagua(model, [optimizer], algorithm="qsgd", bits=4)    # doctest: +SKIP
+        >>> model = bagua.with_bagua(model, [optimizer], algorithm="qsgd", bits=4)
     """
 
     about = About(

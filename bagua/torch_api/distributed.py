@@ -45,7 +45,8 @@ class BaguaModule:
             InvalidArgument: as bagua.with_bagua; and for an argument that cannot be honoured.
 
         Example:
-            >>> model = model.with_bagua([optimizer], bytegrad.ByteGradAlgorithm())    # doctest: +SKIP
+            >>> from bagua.torch_api.algorithms import bytegrad
+            >>> model = model.with_bagua([optimizer], bytegrad.ByteGradAlgorithm())
         """
         if not do_flatten:
             raise InvalidArgument(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 import bagua
+from tests.communication.worlds import fast_in
 from tests.conformance.training import assert_equal_on_all_ranks, process_group
 
 BLOCK = 2048
@@ -196,8 +199,11 @@ def _nan_on_one_rank(rank, world_size, codec, bad_rank, place, value):
         return str(caught.value)
 
 
-@pytest.mark.parametrize("bad_rank", [0, 1, 3])
-@pytest.mark.parametrize("codec", ["minmax_uint8", "bf16", "qsgd:bits=4"])
+@fast_in(
+    "codec, bad_rank",
+    [("minmax_uint8", 0), ("bf16", 1), ("qsgd:bits=4", 3)],
+    list(itertools.product(["minmax_uint8", "bf16", "qsgd:bits=4"], [0, 1, 3])),
+)
 def test_a_nan_under_hierarchical_is_refused_on_all_ranks(pool_of_two_nodes, codec, bad_rank):
     for place, value in ((0, float("nan")), (3 * BLOCK + 1000, float("nan")), (8 * BLOCK - 1, float("inf"))):
         arguments = (codec, bad_rank, place, value)

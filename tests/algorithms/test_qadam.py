@@ -239,7 +239,8 @@ def test_the_switch(pool2):
 
 
 def _accumulates(rank, world_size, in_no_sync):
-    """Two half batches before a step: m moves once, by their sum."""
+    """Two parts of a batch before a step: m moves once, by their sum. Adam does not see it if every step lacks the same
+    share of its gradient, so the shares differ."""
     with process_group():
         model = Quadratic(SHAPES)
         optimizer = bagua.optim.QAdam(model.parameters(), lr=LR, warmup_steps=2, betas=BETAS)
@@ -248,12 +249,13 @@ def _accumulates(rank, world_size, in_no_sync):
         for step in range(5):
             optimizer.zero_grad()
             target = target_of(rank, step, 2048).float()
+            share = (0.875, 0.125, 0.5, 0.875, 0.125)[step]
             if in_no_sync:
                 with model.bagua.no_sync():
-                    (model(target) / 2).backward()
+                    (model(target) * share).backward()
             else:
-                (model(target) / 2).backward()
-            (model(target) / 2).backward()
+                (model(target) * share).backward()
+            (model(target) * (1 - share)).backward()
             optimizer.step()
             history.append(torch.cat([part.detach().reshape(-1) for part in model.parts]).tolist())
         return history

@@ -452,13 +452,14 @@ def launched(options, tmp_path):
     return done.stdout
 
 
+@pytest.mark.slow("test_one_rate_is_drawn_as_bars_beside_bounds")
 def test_a_link_that_nobody_named_has_no_rate_and_no_bound(tmp_path):
     out = launched([], tmp_path)
     assert "- link: not named; give --rates to have the bound" in out
     assert "### tiny, scale 1, 1 hosts x 2 ranks\n" in out and "Mbit/s" not in out and "bound ms" not in out
 
 
-@pytest.mark.slow
+@pytest.mark.slow("test_one_rate_is_drawn_as_bars_beside_bounds")
 def test_a_link_that_is_named_has_a_bound(tmp_path):
     out = launched(["--rates", "500"], tmp_path)
     assert "- link: 500 Mbit/s" in out and "1 hosts x 2 ranks, 500 Mbit/s" in out and "of bound |" in out

@@ -81,6 +81,7 @@ def run_command(*arguments, env=None, timeout=90):
     )
 
 
+@pytest.mark.slow("test_doctor_measures_as_a_rank")
 def test_doctor_measures_between_ranks():
     done = run_command("doctor", "--nproc-per-node", "2")
     assert done.returncode == 0, done.stderr

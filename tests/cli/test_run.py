@@ -136,6 +136,6 @@ def test_a_script_runs_on_two_ranks(script):
 
 
 def test_a_script_that_fails_fails_the_launcher(script):
-    done = bagua_run("--nproc-per-node", "2", script, "3")
+    done = bagua_run("--nproc-per-node", "1", script, "3")
     assert done.returncode != 0
     assert "exitcode  : 3" in done.stderr

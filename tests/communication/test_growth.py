@@ -57,7 +57,7 @@ def test_a_minute_of_steps(pools, world):
     check(pools.run(world, run_steps, NUM_STEPS // 600, NUM_STEPS // 60))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("test_a_minute_of_steps")
 @pytest.mark.timeout(900)
 @in_worlds([shm(2), tcp(2), mixed(4)])
 def test_an_hour_of_steps(pools, world):

@@ -9,7 +9,7 @@ from bagua.nodes import Nodes
 from bagua.testing import world as thread_world
 from tests.codec_specs import CONTRACTIONS, SPECS
 from tests.communication.oracles import DTYPES, FLOATS, assert_same, compressed_sum, ops_of, reduced, values
-from tests.communication.worlds import in_worlds, mixed, shm, tcp
+from tests.communication.worlds import fast_in, in_worlds, mixed, shm, tcp
 
 # The node of each rank.
 LAYOUTS = ([0], [0, 0, 0], [0, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 1, 1], [0, 1, 0, 1, 0], [2, 0, 1, 0, 0, 2, 1])
@@ -32,7 +32,7 @@ def check_reductions(group):
                     assert_same(x, expected, what)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@fast_in("layout", [LAYOUTS[1], *LAYOUTS[4:6], LAYOUTS[-1]], LAYOUTS)
 def test_reductions(layout):
     thread_world(len(layout), check_reductions, nodes=layout)
 
@@ -49,7 +49,7 @@ def check_ranks_are_equal(group):
                     assert torch.equal(other, x), f"{dtype} {codec} {op.name}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[3:], ids=str)
+@fast_in("layout", [LAYOUTS[4], LAYOUTS[-1]], LAYOUTS[3:])
 def test_all_ranks_end_with_the_same_bits(layout):
     thread_world(len(layout), check_ranks_are_equal, nodes=layout)
 
@@ -163,7 +163,7 @@ def check_between_processes(rank, world_size):
     assert (x == sum(range(world_size)) / world_size).all()
 
 
-@in_worlds([shm(2), tcp(3), mixed(4)])
+@in_worlds([mixed(4)], slow=[shm(2), tcp(3)])
 def test_between_processes(pools, world):
     pools.run(world, check_between_processes)
 

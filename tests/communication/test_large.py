@@ -6,7 +6,7 @@ import torch
 import bagua
 from tests.communication.worlds import in_worlds, mixed, shm, tcp
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow("nothing: it takes so many elements to count them")
 NUMEL = (1 << 31) + 66
 PLACES = [0, (1 << 31) - 1, 1 << 31, NUMEL - 1]
 

@@ -1,8 +1,8 @@
 """bagua.empty: shared and ordinary memory in any mixture, views into it, and nothing left of what was freed."""
 
 import gc
+import itertools
 import os
-import time
 
 import psutil
 import pytest
@@ -11,7 +11,8 @@ import torch
 import bagua
 from bagua import _C, ReduceOp
 from tests.communication.oracles import assert_reduced, assert_same, values
-from tests.communication.worlds import in_worlds, mixed, process_group, shm, tcp
+from tests.communication.worlds import fast_in, mixed, process_group, shm, tcp
+from tests.meeting import wait_until
 
 # Around the sizes at which collectives begin to work in place, and one of many chunks; offsets into the memory.
 CASES = [
@@ -60,8 +61,11 @@ def check_memory(rank, world_size, kind):
         assert_reduced(output, blocks, ReduceOp.SUM, f"reduce_scatter, {what}")
 
 
-@pytest.mark.parametrize("kind", ["all", "first", "others"])
-@in_worlds([shm(2), shm(3), mixed(4)])
+@fast_in(
+    "world, kind",
+    [(shm(2), "first"), (shm(3), "all"), (mixed(4), "others")],
+    list(itertools.product([shm(2), shm(3), mixed(4)], ["all", "first", "others"])),
+)
 def test_shared_and_ordinary_memory_mix(pools, world, kind):
     pools.run(world, check_memory, kind)
 
@@ -115,6 +119,7 @@ def check_reallocation(rank, world_size, rounds):
     assert after[2] - before[2] < 4 << 20, f"bytes in memory: {before} -> {after}"
 
 
+@pytest.mark.timed
 def test_reallocating_shared_memory_thousands_of_times_leaves_nothing(pools):
     pools.run(shm(2), check_reallocation, 3000)
 
@@ -129,10 +134,7 @@ def check_peers_let_go_at_once(rank, world_size):
         del x
         gc.collect()
         return None
-    deadline = time.monotonic() + 5
-    while num_mappings() >= before:
-        assert time.monotonic() < deadline, f"still {num_mappings()} mappings"
-        time.sleep(0.01)
+    wait_until(lambda: num_mappings() < before, "unmapped while idle")
 
 
 def test_peers_let_go_of_freed_memory_while_idle(pools):

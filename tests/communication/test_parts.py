@@ -1,5 +1,6 @@
 """Reductions of values that lie in several places: bit-equal to copying them into one tensor first."""
 
+import itertools
 import random
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import bagua
 from bagua import ReduceOp
 from tests.codec_specs import SPECS
-from tests.communication.worlds import in_worlds, mixed, shm, tcp
+from tests.communication.worlds import fast_in, in_worlds, mixed, shm, tcp
 
 
 def parts_of(generator, numel):
@@ -43,8 +44,11 @@ def check_parts(rank, world_size, dtype):
                 assert torch.equal(into, whole), (codec, numel, hierarchical, [(b, len(p)) for b, p in parts])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@in_worlds([shm(1), shm(3), tcp(2), mixed(4)])
+@fast_in(
+    "world, dtype",
+    [(shm(1), torch.float32), (shm(3), torch.float16), (tcp(2), torch.float32)],
+    list(itertools.product([shm(1), shm(3), tcp(2), mixed(4)], [torch.float32, torch.float16])),
+)
 def test_parts_are_as_good_as_the_whole(pools, world, dtype):
     pools.run(world, check_parts, dtype)
 

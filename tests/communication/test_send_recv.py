@@ -149,6 +149,7 @@ def check_mismatch(rank, world_size):
         bagua.all_reduce(torch.ones(1))
 
 
+@pytest.mark.timed
 @in_worlds([shm(2), tcp(2)])
 def test_different_sizes_are_an_error_on_both_sides(pools, world):
     pools.run(world, check_mismatch)

@@ -17,8 +17,9 @@ from bagua.testing import spawn
 from bagua.torch_pump import Pump
 from tests.communication.oracles import DTYPES, assert_same, ops_of, values
 from tests.communication.worlds import TIMEOUT_S
+from tests.meeting import meet
 
-SIZES = (1, 33, 1200, 70_001)
+SIZES = (1, 1200, 70_001)
 NAMES = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.MAX: dist.ReduceOp.MAX}
 
 
@@ -37,7 +38,7 @@ def results(group, rank, world_size):
     for dtype, numel in itertools.product(DTYPES, SIZES):
         what = f"{dtype} {numel}"
         x, wide = noise(rank, numel, dtype), noise(rank, numel * size, dtype)
-        for op in ops_of(dtype) if numel < SIZES[-1] else ops_of(dtype)[:1]:
+        for op in ops_of(dtype) if numel == SIZES[1] else ops_of(dtype)[:1]:
             y = x.clone()
             bagua.all_reduce(y, op, group=group)
             yield f"all_reduce {op.name} {what}", y
@@ -93,7 +94,7 @@ def in_backend(backend, rank, world_size):
 
 def compare_with_native(rank, world_size):
     ours, theirs = (in_backend(backend, rank, world_size) for backend in ("torch", "native"))
-    assert ours.keys() == theirs.keys() and len(ours) > 400
+    assert ours.keys() == theirs.keys() and len(ours) > 250
     for what, result in ours.items():
         assert_same(result.view(torch.uint8), theirs[what].view(torch.uint8), what)
 
@@ -214,6 +215,9 @@ def test_ranks_that_disagree_about_the_backend():
 # ---- ends
 
 
+LATE_S = 1.0
+
+
 def leave_early(rank, world_size):
     """What was sent arrives, though its sender destroys its groups before anybody asks for it."""
     bagua.init_process_group("torch", timeout=TIMEOUT_S)
@@ -221,11 +225,13 @@ def leave_early(rank, world_size):
     if rank == 0:
         bagua.recv(first, 1)  # both are connected
         begin = time.monotonic()
+        meet()
         bagua.send(x, 1)
         bagua.destroy_process_group()
         return time.monotonic() - begin
     bagua.send(first, 0)
-    time.sleep(1.0)
+    meet()
+    time.sleep(LATE_S)
     y = torch.empty_like(x)
     bagua.recv(y, 0)
     assert_same(y, x, "recv")
@@ -233,8 +239,9 @@ def leave_early(rank, world_size):
     return None
 
 
+@pytest.mark.timed
 def test_the_end_waits_for_what_was_sent():
-    assert spawn(leave_early, 2)[0] > 0.9
+    assert spawn(leave_early, 2)[0] >= LATE_S
 
 
 def leave_for_nobody(rank, world_size):
@@ -248,6 +255,7 @@ def leave_for_nobody(rank, world_size):
     return time.monotonic() - begin
 
 
+@pytest.mark.timed
 def test_the_end_waits_for_nobody_who_has_left():
     assert max(spawn(leave_for_nobody, 2)) < TIMEOUT_S / 3
 
@@ -297,13 +305,14 @@ class OneLockWork:
 
     def wait(self, timeout=timedelta(0)):
         with self.world.lock:
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + TIMEOUT_S / 3
             while not (self.done or self.look()):
                 assert time.monotonic() < deadline, "it waits for what the lock keeps from coming"
                 time.sleep(0.001)
         return True
 
 
+@pytest.mark.timed
 def test_works_are_polled_where_waiting_shuts_others_out():
     def refuse(peer, timeout_s):
         raise AssertionError("both are connected")
@@ -325,4 +334,4 @@ def test_works_are_polled_where_waiting_shuts_others_out():
         assert (x == 3).all()
     for core, pump in zip(cores, pumps, strict=True):
         core.close()
-        assert pump.join(time.monotonic() + 5)
+        assert pump.join(time.monotonic() + TIMEOUT_S / 3)

@@ -13,6 +13,7 @@ import bagua
 from bagua.testing import Pool
 
 TIMEOUT_S = 30.0
+SAME_TEST = pytest.mark.slow("the same test with other parameters")
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,17 @@ FEW_WORLDS = [shm(2), shm(3), tcp(2), mixed(4), through_torch(2)]
 
 def in_worlds(worlds: list[WorldKind], slow: Sequence[WorldKind] = ()) -> pytest.MarkDecorator:
     """Parametrises a test over `world`; those of `slow` are for tests of seconds, and left out by make test."""
-    marked = [pytest.param(world, marks=pytest.mark.slow) for world in slow]
-    return pytest.mark.parametrize("world", [*worlds, *marked], ids=str)
+    return fast_in("world", worlds, slow)
+
+
+def fast_in(names: str, fast: Sequence, every: Sequence) -> pytest.MarkDecorator:
+    """Parametrises a test: `fast` have each value of every parameter once, of `every` the others are slow."""
+    others = [pytest.param(*_values(value), marks=SAME_TEST) for value in every if value not in fast]
+    return pytest.mark.parametrize(names, [*fast, *others], ids=str)
+
+
+def _values(value: object) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
 
 
 class Pools:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import weakref
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import bagua
 from bagua.errors import InvalidArgument
+from tests.communication.worlds import fast_in
 from tests.conformance.training import (
     ALGORITHMS,
     OF_GRADIENTS,
@@ -51,8 +53,11 @@ def _hundred_steps(rank, world_size, algorithm):
         return model.bagua.timeline()
 
 
-@of_gradients
-@pytest.mark.parametrize("backend", ["native", "torch"])
+@fast_in(
+    "algorithm, backend",
+    [*((algorithm, "native") for algorithm in OF_GRADIENTS), ("bytegrad", "torch")],
+    list(itertools.product(OF_GRADIENTS, ["native", "torch"])),
+)
 def test_ranks_are_bit_identical_after_100_steps(pool2, algorithm, backend):
     timeline = pool2.run(_hundred_steps, args=(algorithm,), env={"BAGUA_BACKEND": backend})[0]
     assert timeline.summary()["steps"] == 100 == len(timeline.steps)
@@ -62,7 +67,7 @@ def test_ranks_are_bit_identical_after_100_steps(pool2, algorithm, backend):
     assert all(span.begin_ns <= span.end_ns for span in timeline.spans)
 
 
-@of_gradients
+@fast_in("algorithm", ["bytegrad"], OF_GRADIENTS)
 def test_four_ranks_are_bit_identical_after_100_steps(pool4, algorithm):
     pool4.run(_hundred_steps, args=(algorithm,))
 

@@ -69,9 +69,9 @@ def _equals_plain_torch(rank, world_size, algorithm, name, set_to_none):
     "algorithm", [name for name in ALGORITHMS if bagua.algorithms.get(name).optimizer_class is ANY]
 )
 def test_equals_plain_torch(pool1, algorithm):
-    for name in OPTIMIZERS:
-        pool1.run(_equals_plain_torch, args=(algorithm, name, True))
-        pool1.run(_equals_plain_torch, args=(algorithm, name, False))
+    pool1.run(_equals_plain_torch, args=(algorithm, "sgd", False))
+    for index, name in enumerate(OPTIMIZERS):
+        pool1.run(_equals_plain_torch, args=(algorithm, name, index % 2 == 0))
 
 
 def _equals_its_optimizer_alone(rank, world_size, algorithm):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import bagua
-from bagua.testing.world import world
+from bagua.testing import world as thread_world
+from tests.communication.worlds import fast_in, shm, tcp
 from tests.conformance.training import (
     OF_GRADIENTS,
     batch,
@@ -65,7 +66,7 @@ def _train_all(rank, world_size):
 
 @functools.cache
 def _over_threads(size):
-    return world(size, lambda group: {described(variant): _train(group, variant) for variant in VARIANTS})
+    return thread_world(size, lambda group: {described(variant): _train(group, variant) for variant in VARIANTS})
 
 
 @pytest.fixture(scope="module")
@@ -76,18 +77,17 @@ def pool3():
         yield pool
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@fast_in("size", [2, 3], [1, 2, 3, 4])
 def test_over_threads(size):
     results = _over_threads(size)
     assert all(len(result) == len(VARIANTS) for result in results)
 
 
-@pytest.mark.parametrize("env", [{}, {"BAGUA_SHARED_MEMORY": "0"}], ids=["shm", "tcp"])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_over_processes(pool2, pool3, pool4, size, env):
+@fast_in("world", [shm(2), tcp(3)], [make(size) for size in (2, 3, 4) for make in (shm, tcp)])
+def test_over_processes(pool2, pool3, pool4, world):
     """The transport changes neither what is computed, nor, but for the order of sums, how it is rounded."""
-    results = {2: pool2, 3: pool3, 4: pool4}[size].run(_train_all, env=env)
-    for over_threads, over_processes in zip(_over_threads(size), results, strict=True):
+    results = {2: pool2, 3: pool3, 4: pool4}[world.size].run(_train_all, env=world.env)
+    for over_threads, over_processes in zip(_over_threads(world.size), results, strict=True):
         for variant, weights in over_processes.items():
             for name, weight in weights.items():
                 torch.testing.assert_close(weight, over_threads[variant][name], rtol=0, atol=2e-3, msg=variant)

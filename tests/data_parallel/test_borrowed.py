@@ -1,6 +1,6 @@
 """Gradients that are encoded where autograd has put them: the same bits as by way of the bucket, and never too many."""
 
-import time
+import itertools
 import weakref
 from types import SimpleNamespace
 
@@ -12,7 +12,9 @@ from bagua.algorithms.compressed import CompressedGradients
 from bagua.borrowed import BorrowedGradients
 from bagua.bucket import Bucket, Member
 from bagua.testing import Pool
+from tests.communication.worlds import fast_in
 from tests.conformance.training import assert_equal_on_all_ranks, batch, loss_of, make_net, process_group
+from tests.meeting import wait_until
 
 OPTIONS = [
     ("bytegrad", {}),
@@ -53,11 +55,16 @@ def _equals_copying(rank, world_size, algorithm, options, bucket_bytes, accumula
         assert_equal_on_all_ranks({str(place): gradient for place, gradient in enumerate(borrowed)})
 
 
-@pytest.mark.parametrize("accumulates", [False, True], ids=["", "no_sync"])
-@pytest.mark.parametrize("bucket_bytes", [1, 150_000, 25_000_000])
-@pytest.mark.parametrize(("algorithm", "options"), OPTIONS, ids=str)
-def test_the_same_bits_as_copying(pool2, algorithm, options, bucket_bytes, accumulates):
-    pool2.run(_equals_copying, args=(algorithm, options, bucket_bytes, accumulates))
+SIZES = [1, 150_000, 25_000_000]  # of buckets, in bytes
+
+
+@fast_in(
+    "kind, bucket_bytes, accumulates",
+    [(0, 1, False), (0, 150_000, True), (1, 150_000, False), (1, 25_000_000, True), (2, 1, True), (3, 150_000, True)],
+    list(itertools.product(range(len(OPTIONS)), SIZES, [False, True])),
+)
+def test_the_same_bits_as_copying(pool2, kind, bucket_bytes, accumulates):
+    pool2.run(_equals_copying, args=(*OPTIONS[kind], bucket_bytes, accumulates))
 
 
 class Wide(torch.nn.Module):
@@ -95,10 +102,14 @@ def _freed(rank, world_size):
     """The tensors that autograd made are gone as soon as the next bucket leaves, not at the end of backward."""
     with process_group():
         model = bagua.with_bagua(Wide(), algorithm="bytegrad", bucket_bytes=1)
-        alive = []
+        alive, looked = [], []
+
+        def num_done():
+            return sum(span.kind == "operation" for span in model.bagua.timeline().spans)
 
         def look(parameter):
-            time.sleep(0.05)  # what was sent before has come
+            wait_until(lambda: num_done() >= before + len(looked) - 1, "what was sent before the last has come")
+            looked.append(parameter)
             if parameter.grad.data_ptr() not in {view.data_ptr() for view in model.bagua.step.storage.views}:
                 alive.append(weakref.ref(parameter.grad))
 
@@ -111,7 +122,9 @@ def _freed(rank, world_size):
             )
         for _ in range(2):
             alive.clear()
+            looked.clear()
             counts.clear()
+            before = num_done()
             model.zero_grad()
             model(torch.ones(4, 256)).sum().backward()
             assert len(counts) == 8 and max(counts) <= 2, counts

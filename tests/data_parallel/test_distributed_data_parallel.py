@@ -13,10 +13,13 @@ from bagua.data_parallel import _TORCH_ONLY
 from bagua.errors import InvalidArgument
 from tests.conformance.training import (
     assert_equal_on_all_ranks,
+    assert_near,
     batch,
     grads_of,
     loss_of,
     make_net,
+    mean_in_loops,
+    plain_grads,
     process_group,
 )
 
@@ -75,10 +78,14 @@ def _wrapper(rank, world_size):
         assert model.bagua is net.bagua
         assert model.bagua.algorithm.codec == "bf16"
         assert "algorithm" not in dict(model.named_modules())
+        batches = [[batch(r, step) for step in range(2)] for r in range(world_size)]
+        per_rank = [[plain_grads(net, data) for data in of_rank] for of_rank in batches]
         with model.no_sync():
-            loss_of(model, batch(rank, 0)).backward()
-        loss_of(model, batch(rank, 1)).backward()
+            loss_of(model, batches[rank][0]).backward()
+        loss_of(model, batches[rank][1]).backward()
         assert_equal_on_all_ranks(grads_of(model))
+        sums = [{name: first[name] + second[name] for name in first} for first, second in per_rank]
+        assert_near(net, grads_of(net), mean_in_loops(sums))
         model.load_state_dict(model.state_dict())
         refused = {
             "device_ids": [0],

@@ -9,7 +9,8 @@ import torch
 
 import bagua
 from bagua.errors import BaguaError, InvalidArgument
-from tests.conformance.training import batch, grads_of, loss_of, make_net, process_group
+from tests.conformance.training import TIMEOUT_S, batch, grads_of, loss_of, make_net, process_group
+from tests.meeting import meet
 
 
 class Fails(torch.autograd.Function):
@@ -30,7 +31,7 @@ def _raises_in_the_middle(rank, world_size, everywhere):
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         bagua.with_bagua(model, optimizer, bucket_bytes=1024)
         loss_of(model, batch(rank, 0)).backward()
-        bagua.barrier()
+        meet()
         if rank == 1 or everywhere:
             narrow = model.narrow.forward
             model.narrow.forward = lambda x: narrow(Fails.apply(x))
@@ -39,7 +40,7 @@ def _raises_in_the_middle(rank, world_size, everywhere):
         error = ArithmeticError if rank == 1 and not everywhere else (ArithmeticError, BaguaError)
         with pytest.raises(error) as caught:
             loss_of(model, batch(rank, 1)).backward()
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < TIMEOUT_S / 3
         model.narrow.forward = torch.nn.Linear.forward.__get__(model.narrow)
         calls = (lambda: model(batch(rank, 2)[0]), lambda: optimizer.step(), lambda: bagua.barrier())
         for call in calls:
@@ -51,6 +52,7 @@ def _raises_in_the_middle(rank, world_size, everywhere):
         return str(caught.value)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_backward_raises_in_the_middle(pool2, everywhere):
     other, own = pool2.run(_raises_in_the_middle, args=(everywhere,))
@@ -75,7 +77,7 @@ def _twice(rank, world_size):
         model = bagua.with_bagua(Shared())
         x = torch.ones(2, 4, requires_grad=True)
         model(x, False).sum().backward()
-        bagua.barrier()
+        meet()
         with pytest.raises(BaguaError, match=r"'part\.(weight|bias)' became ready twice.*use_reentrant=False"):
             model(x, True).sum().backward()
 
@@ -88,7 +90,7 @@ def _sparse(rank, world_size):
     with process_group():
         model = bagua.with_bagua(torch.nn.Embedding(10, 4))
         indices = torch.tensor([1, 2])
-        bagua.barrier()  # both are wrapped before either fails
+        meet()
         with pytest.raises(BaguaError, match=r"'weight' has a torch.sparse_coo gradient"):
             torch.nn.functional.embedding(indices, model.weight, sparse=True).sum().backward()
 
@@ -108,7 +110,7 @@ def _create_graph(rank, world_size):
         model(x).sum().backward()
         assert float(model.weight.grad[0, 0]) == 3.0
         model.zero_grad()
-        bagua.barrier()  # what follows poisons the group, also for a rank that is still in the step before
+        meet()  # what follows poisons the group, also for a rank that is still in the step before
         with pytest.raises(BaguaError, match="create_graph=True"):
             model(x).square().sum().backward(create_graph=True)
 
@@ -122,9 +124,10 @@ def _rank_dies(rank, world_size):
     import os
     import signal
 
-    with process_group(timeout_s=8):
+    with process_group():
         model = bagua.with_bagua(make_net(), bucket_bytes=1024)
         loss_of(model, batch(rank, 0)).backward()
+        meet()
         if rank == 1:
             model.wide.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         begin = time.monotonic()
@@ -133,32 +136,42 @@ def _rank_dies(rank, world_size):
         return time.monotonic() - begin
 
 
+@pytest.mark.timed
 def test_a_rank_that_dies_in_mid_step_is_named():
     import signal
 
     from bagua.testing import spawn
 
     survivor, _ = spawn(_rank_dies, 2, expect_exit={1: signal.SIGKILL})
-    assert survivor < 8
+    assert survivor < TIMEOUT_S / 3
+
+
+SHORT_S = 1.5
 
 
 def _rank_stays_away(rank, world_size):
-    with process_group(timeout_s=2.5):
+    with process_group():
         model = bagua.with_bagua(make_net())
         loss_of(model, batch(rank, 0)).backward()
+        meet()
+        bagua.get_default_group().set_timeout(SHORT_S)
         if rank == 1:
-            time.sleep(6)
+            meet()  # when the other one has failed
         begin = time.monotonic()
         with pytest.raises(BaguaError) as caught:
             loss_of(model, batch(rank, 1)).backward()
-        return time.monotonic() - begin, str(caught.value)
+        seconds = time.monotonic() - begin
+        if rank == 0:
+            meet()
+        return seconds, str(caught.value)
 
 
+@pytest.mark.timed
 def test_a_rank_that_misses_a_step_is_named(pool2):
     (waited, message), (late, _) = pool2.run(_rank_stays_away)
     assert "rank 1" in message
-    assert waited < 5  # twice the timeout
-    assert late < 2.5
+    assert SHORT_S <= waited < 4 * SHORT_S  # twice what is promised
+    assert late < SHORT_S
 
 
 def _changed_buffer(rank, world_size):

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,12 +16,6 @@ import bagua
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]  # no look-up of a host name
 MODULES = {"bagua": ["-m", "bagua.run"], "torchrun": TORCHRUN}
-
-
-def some_or_slow(algorithm: str) -> Any:
-    """A run takes its five seconds, and what the algorithms compute is tested elsewhere."""
-    marks = () if algorithm in ("gradient_allreduce", "qadam") else pytest.mark.slow
-    return pytest.param(algorithm, marks=marks)
 
 
 def run(launcher: str, script: str, *options: str) -> dict:
@@ -47,10 +40,9 @@ def test_digits_reaches_its_accuracy_with_bytegrad():
     assert 0 < result["exposed_communication_s"] < result["train_s"]
 
 
+@pytest.mark.slow("test_digits_reaches_its_accuracy_with_bytegrad")
 @pytest.mark.needs("sklearn", "tqdm")
-@pytest.mark.parametrize(
-    "algorithm", ["gradient_allreduce", *(pytest.param(a, marks=pytest.mark.slow) for a in ("local_sgd", "ddp"))]
-)
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd", "ddp"])
 def test_digits_runs_under_torchrun(algorithm):
     result = run("torchrun", "digits.py", "--algorithm", algorithm, "--epochs", "1")
     assert result["algorithm"] == algorithm
@@ -58,8 +50,9 @@ def test_digits_runs_under_torchrun(algorithm):
     assert (result["compute_s"] is None) == (algorithm == "ddp")
 
 
+@pytest.mark.slow("test_digits_reaches_its_accuracy_with_bytegrad")
 @pytest.mark.needs("tqdm")
-@pytest.mark.parametrize("algorithm", [some_or_slow(name) for name in (*bagua.algorithms.available(), "ddp")])
+@pytest.mark.parametrize("algorithm", [*bagua.algorithms.available(), "ddp"])
 def test_byte_lm_learns(algorithm, tmp_path):
     curve = tmp_path / "loss.csv"
     options = (

@@ -17,6 +17,8 @@ from bagua.testing import Pool, kill
 from tests.communication.worlds import WorldKind, mixed, shm, tcp
 
 WORLDS = [shm(3), tcp(3), mixed(4)]
+LONG_S = 20.0  # a timeout that does not pass
+NOTICED_S = LONG_S / 4  # within this, a death or an end was noticed: no deadline has passed
 
 # What runs while a rank fails: through rings or sockets, in place in shared memory, staged, coded, without data.
 OPERATIONS: dict[str, Callable[[], Callable[[], object]]] = {
@@ -43,7 +45,8 @@ class Seen:
     kind: str
     rank: int | None  # who is blamed
     message: str
-    at: float  # monotonic clock, which all processes of a host share
+    began: float  # the call that failed; monotonic clock, which all processes of a host share
+    at: float  # it raised
     again_seconds: float  # the next call
     destroy_seconds: float
     operation: str | None  # which failed
@@ -53,7 +56,8 @@ def watch(call: Callable[[], object], limit_s: float = 60.0) -> Seen:
     """Calls until a BaguaError comes; then once more, and destroys the groups."""
     end = time.monotonic() + limit_s
     while True:
-        assert time.monotonic() < end, "no failure was seen"
+        began = time.monotonic()
+        assert began < end, "no failure was seen"
         try:
             call()
         except bagua.BaguaError as error:
@@ -70,11 +74,26 @@ def watch(call: Callable[[], object], limit_s: float = 60.0) -> Seen:
         assert error.rank == first.rank
     again = time.monotonic()
     bagua.destroy_process_group()
-    return Seen(type(first).__name__, first.rank, str(first), at, again - at, time.monotonic() - again, first.operation)
+    destroyed = time.monotonic()
+    return Seen(type(first).__name__, first.rank, str(first), began, at, again - at, destroyed - again, first.operation)
+
+
+def check_patience(results: list[Seen], timeout_s: float) -> None:
+    """Somebody has waited for the whole timeout before anybody fails; and nobody for longer than is promised.
+
+    That is twice the timeout: once for the operation, once more to find out whom to name. Only what takes twice as long
+    as that has failed, for the clock of a busy machine counts what others do, too.
+    """
+    assert min(seen.at for seen in results) - min(seen.began for seen in results) >= timeout_s, results
+    for seen in results:
+        assert seen.at - seen.began < 2 * 2 * timeout_s, seen
 
 
 def die_in_the_middle(call: Callable[[], object], path: str) -> NoReturn:
-    """Calls over and over, until this process kills itself on another thread, and notes when."""
+    """Calls over and over, until this process kills itself on another thread, and notes when.
+
+    The others must be in `watch`, or on their way to it and in no other call: `meet` before both.
+    """
 
     def die() -> None:
         note_time(path)
@@ -86,10 +105,12 @@ def die_in_the_middle(call: Callable[[], object], path: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def process_group(timeout_s: float) -> Iterator[None]:
+def process_group(timeout_s: float = LONG_S) -> Iterator[bagua.ProcessGroup]:
+    """bagua initialised for the time of the block. Where a short deadline is under test, only that operation has it:
+    init, connections and what comes before have LONG_S, `meet` follows, and then `set_timeout`."""
     bagua.init_process_group(timeout=timeout_s)
     try:
-        yield
+        yield bagua.get_default_group()
     finally:
         bagua.destroy_process_group()
 
@@ -101,12 +122,38 @@ def spawn_in(world: WorldKind, fn, *args, expect_exit=None, env=None, timeout=60
 
 
 def note_time(path: str) -> None:
-    """Writes down now, in a way that survives kill -9."""
+    """Writes down now and the process, in a way that survives kill -9."""
     with open(f"{path}.part", "w") as file:
-        file.write(repr(time.monotonic()))
+        file.write(f"{time.monotonic()!r} {os.getpid()}")
     os.rename(f"{path}.part", path)
 
 
 def noted_time(path: str) -> float:
     with open(path) as file:
-        return float(file.read())
+        return float(file.read().split()[0])
+
+
+def wait_for_note(path: str) -> int:
+    """Until somebody has called note_time; whose process it was."""
+    while not os.path.exists(path):
+        time.sleep(0.001)
+    with open(path) as file:
+        return int(file.read().split()[1])
+
+
+def wait_for_end(path: str) -> None:
+    """Until the process that noted the time there is dead or stopped."""
+    pid = wait_for_note(path)
+    with contextlib.suppress(OSError):
+        while process_state(pid) not in "TZX":
+            time.sleep(0.001)
+
+
+def process_state(pid: int) -> str:
+    """R, S, D: it is there; T: stopped; Z, X: dead.
+
+    Raises:
+        OSError: dead, too, and its parent knows.
+    """
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]

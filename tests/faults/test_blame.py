@@ -220,7 +220,8 @@ def sum_until_a_cut(rank, world_size, names, path, pair):
         note_time(path)
     elif pair is not None and rank in pair:
         cut(names, rank, sum(pair) - rank)
-        note_time(path)
+        if rank == pair[0]:
+            note_time(path)
     x = torch.ones(world_size)
     return watch(lambda: bagua.all_to_all(x.clone(), x))
 

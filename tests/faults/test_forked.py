@@ -1,12 +1,10 @@
 """Forked children (DataLoader workers): they keep no connection open, and nothing that they do disturbs the rank."""
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 
 import pytest
@@ -14,16 +12,15 @@ import torch
 
 import bagua
 from bagua import _C
-from bagua.testing import free_port, kill
-from tests.communication.worlds import in_worlds
-from tests.faults.scenarios import WORLDS, note_time, noted_time, process_group, spawn_in, watch
+from bagua.testing import free_port, kill, spawn
+from tests.communication.worlds import in_worlds, mixed, shm, tcp
+from tests.faults.scenarios import note_time, noted_time, process_group, spawn_in, watch
 from tests.faults.test_killed import VICTIM, check_survivors
-
-TIMEOUT_S = 20.0
+from tests.meeting import meet
 
 
 def fork_and_die(rank, world_size, path):
-    with process_group(TIMEOUT_S):
+    with process_group():
         shared = bagua.empty(100_000)
         bagua.all_reduce(shared)
         other = bagua.new_group()
@@ -37,14 +34,15 @@ def fork_and_die(rank, world_size, path):
                 os._exit(0)
             with open(f"{path}.child", "w") as file:
                 file.write(str(child))
-        bagua.barrier()
+        meet()
         if rank == VICTIM:
             note_time(path)
             kill()
         return watch(lambda: bagua.all_reduce(shared))
 
 
-@in_worlds(WORLDS)
+@pytest.mark.timed
+@in_worlds([tcp(3)], slow=[shm(3), mixed(4)])
 def test_a_child_that_outlives_its_rank_does_not_hide_the_death(world, tmp_path):
     path = str(tmp_path / "died")
     try:
@@ -73,7 +71,7 @@ class Dataset(torch.utils.data.Dataset):
 
 
 def train_with_workers(rank, world_size):
-    with process_group(TIMEOUT_S):
+    with process_group():
         memory = bagua.empty(32)
         memory += torch.arange(32.0)
         bagua.all_reduce(memory)
@@ -89,7 +87,7 @@ def train_with_workers(rank, world_size):
             assert group.rank == rank
 
 
-@in_worlds(WORLDS[:2])
+@in_worlds([shm(3)], slow=[tcp(3)])
 def test_data_loader_workers(world):
     spawn_in(world, train_with_workers)
 
@@ -110,7 +108,7 @@ def child_work(group, memory):
 
 def children_come_and_go(rank, world_size):
     """Each child makes a group of its own too, of one rank, with threads and descriptors in the old numbers."""
-    with process_group(TIMEOUT_S):
+    with process_group():
         group = bagua.get_default_group()
         memory = bagua.empty(50_000)
         is_shared = _C.is_shared(memory.data_ptr(), memory.nbytes)
@@ -137,44 +135,23 @@ def children_come_and_go(rank, world_size):
         assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
 
 
-@in_worlds(WORLDS[:2])
+@in_worlds([shm(3), tcp(3)])
 def test_children_that_clean_up_do_not_touch_what_is_their_parents(world):
     spawn_in(world, children_come_and_go)
 
 
-PROGRAM = """
-    import os, sys, torch, bagua
-    bagua.init_process_group(timeout=30.0)
-    memory = bagua.empty(50_000)
-    bagua.all_reduce(memory)
-    child = os.fork()
-    if child == 0:
-        sys.exit(7)  # the interpreter's whole way down: atexit, modules, destructors
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    bagua.all_reduce(memory)
-    print("done", flush=True)
-"""
+def a_child_ends_as_programs_end(rank, world_size):
+    with process_group():
+        memory = bagua.empty(50_000)
+        bagua.all_reduce(memory)
+        child = os.fork()
+        if child == 0:
+            ctypes.pythonapi.Py_Exit(7)  # the interpreter's whole way down: atexit, modules, destructors
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        bagua.all_reduce(memory)
 
 
 def test_a_child_that_ends_as_programs_end():
-    """Without a launcher, so that rank 0 holds the store, whose threads the child does not have either."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(PROGRAM)],
-            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            output, errors = rank.communicate(timeout=60)
-            assert (rank.returncode, output) == (0, "done\n"), errors
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    """Without a launcher's store, so that rank 0 holds it, whose threads the child does not have either."""
+    env = {"TORCHELASTIC_USE_AGENT_STORE": None, "MASTER_PORT": str(free_port())}
+    spawn(a_child_ends_as_programs_end, 2, env=env)

@@ -1,5 +1,6 @@
 """Ctrl-C and other signals while a rank waits in a collective: Python's handlers run at once."""
 
+import itertools
 import os
 import signal
 import threading
@@ -9,11 +10,21 @@ import pytest
 import torch
 
 import bagua
-from tests.communication.worlds import in_worlds, shm, tcp
-from tests.faults.scenarios import process_group, spawn_in, watch
+from tests.communication.worlds import fast_in, in_worlds, shm, tcp
+from tests.faults.scenarios import (
+    NOTICED_S,
+    note_time,
+    process_group,
+    spawn_in,
+    wait_for_end,
+    wait_for_note,
+    watch,
+)
+from tests.meeting import meet
 
-TIMEOUT_S = 20.0
-PROMPTLY_S = 1.0  # a tenth of it on an idle machine
+pytestmark = pytest.mark.timed
+
+WAITED_S = 0.1  # in a call before the signal comes
 
 
 def signal_after(seconds, number=signal.SIGINT):
@@ -47,32 +58,40 @@ CALLS = {call.__name__: call for call in (blocking, blocking_large, behind_anoth
 
 def interrupted(rank, world_size, name, connected):
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with process_group(TIMEOUT_S):
+    with process_group():
         if connected:
             bagua.barrier()
+        meet()
         if rank != 0:
-            time.sleep(1)
+            meet()  # when the other one was interrupted and has left
             return watch(bagua.barrier)
         begin = time.monotonic()
-        signal_after(0.3)
+        signal_after(WAITED_S)
         with pytest.raises(KeyboardInterrupt):
             CALLS[name](bagua.get_default_group())
         seconds = time.monotonic() - begin
         begin = time.monotonic()
         bagua.destroy_process_group()
-        return seconds, time.monotonic() - begin
+        destroy_seconds = time.monotonic() - begin
+        meet()
+        return seconds, destroy_seconds
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize(
-    ("world", "connected"),
-    [(shm(2), True), (tcp(2), True), (tcp(2), False), pytest.param(shm(2), False, marks=pytest.mark.slow)],
-    ids=["shm, connected", "tcp, connected", "tcp, first contact", "shm, first contact"],
+@fast_in(
+    "world, before, name",
+    [
+        (shm(2), "connected", "blocking"),
+        (shm(2), "connected", "blocking_large"),
+        (tcp(2), "connected", "waiting"),
+        (tcp(2), "first contact", "behind_another"),
+        (tcp(2), "first contact", "receiving"),
+    ],
+    list(itertools.product([shm(2), tcp(2)], ["connected", "first contact"], CALLS)),
 )
-def test_ctrl_c(world, name, connected):
-    (seconds, destroy_seconds), seen = spawn_in(world, interrupted, name, connected)
-    assert 0.2 < seconds < 0.3 + PROMPTLY_S
-    assert destroy_seconds < PROMPTLY_S
+def test_ctrl_c(world, before, name):
+    (seconds, destroy_seconds), seen = spawn_in(world, interrupted, name, before == "connected")
+    assert WAITED_S <= seconds < WAITED_S + NOTICED_S
+    assert destroy_seconds < NOTICED_S
     assert seen.rank == 0 and (
         "interrupted" in seen.message
         or "destroyed the group" in seen.message
@@ -80,67 +99,79 @@ def test_ctrl_c(world, name, connected):
     ), seen
 
 
-def interrupted_twice(rank, world_size):
+def interrupted_while_dialing(rank, world_size, path):
     """The rank that dials is interrupted while the other one is stopped at the door."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with process_group(TIMEOUT_S):
+    with process_group():
+        meet()
         if rank == 0:
+            note_time(path)
             os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.2)
+        wait_for_end(path)
         begin = time.monotonic()
-        signal_after(0.3)
+        signal_after(WAITED_S)
         with pytest.raises(KeyboardInterrupt):
             bagua.barrier()
         return time.monotonic() - begin
 
 
 @in_worlds([shm(2), tcp(2)])
-def test_ctrl_c_while_dialing(world):
-    seconds = spawn_in(world, interrupted_twice, expect_exit={0: signal.SIGSTOP})[1]
-    assert 0.2 < seconds < 0.3 + PROMPTLY_S
+def test_ctrl_c_while_dialing(world, tmp_path):
+    path = str(tmp_path / "stopped")
+    seconds = spawn_in(world, interrupted_while_dialing, path, expect_exit={0: signal.SIGSTOP})[1]
+    assert WAITED_S <= seconds < WAITED_S + NOTICED_S
 
 
 class Enough(Exception):
     """What a handler of the user raises."""
 
 
-def handlers(rank, world_size):
-    with process_group(TIMEOUT_S):
+def handlers(rank, world_size, path):
+    with process_group():
         bagua.barrier()
+        meet()
         counted = []
-        signal.signal(signal.SIGUSR2, lambda *_: counted.append(time.monotonic()))
+
+        def count(*_):
+            counted.append(None)
+            note_time(f"{path}{len(counted)}")
+
+        signal.signal(signal.SIGUSR2, count)
         if rank == 0:
-            # A handler that returns: the operation goes on.
-            begin = time.monotonic()
-            signal_after(0.2, signal.SIGUSR2)
-            signal_after(0.4, signal.SIGUSR2)
+            # A handler that returns: the operation goes on, and ends, for the other rank waits for the handler.
+            signal_after(WAITED_S, signal.SIGUSR2)
+            signal_after(3 * WAITED_S, signal.SIGUSR2)
             x = torch.ones(10)
             bagua.all_reduce(x)
-            assert (x == 2).all() and len(counted) == 2 and counted[0] - begin < 0.2 + PROMPTLY_S
+            assert (x == 2).all() and len(counted) == 2
+            meet()
 
             def enough(*_):
                 raise Enough("of this")
 
             # A handler that raises something of its own: that is what comes out.
             signal.signal(signal.SIGALRM, enough)
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
             begin = time.monotonic()
             with pytest.raises(Enough, match="of this"):
+                signal.setitimer(signal.ITIMER_REAL, WAITED_S)
                 bagua.all_reduce(x)
-            assert time.monotonic() - begin < 0.3 + PROMPTLY_S
+            assert WAITED_S <= time.monotonic() - begin < WAITED_S + NOTICED_S
+            meet()
             with pytest.raises(bagua.Aborted, match="rank 0 was interrupted in the middle of an operation: Enough"):
                 bagua.all_reduce(x)
             return None
-        time.sleep(1.0)
+        wait_for_note(f"{path}2")
         bagua.all_reduce(torch.ones(10))
-        time.sleep(0.8)
+        meet()
+        meet()  # when the other one was interrupted
         return watch(bagua.barrier)
 
 
 def waits_in_a_handler(rank, world_size, name):
-    with process_group(TIMEOUT_S):
-        bagua.barrier()
+    with process_group():
         other = bagua.new_group([0, 1])
+        bagua.barrier()
+        meet()
         if rank == 0:
             calls = {
                 "same group": bagua.barrier,
@@ -148,13 +179,14 @@ def waits_in_a_handler(rank, world_size, name):
                 "later": lambda: bagua.barrier(group=other, async_op=True).wait(),
             }
             signal.signal(signal.SIGUSR2, lambda *_: calls[name]())
-            signal_after(0.3, signal.SIGUSR2)
             begin = time.monotonic()
             with pytest.raises(bagua.InvalidArgument, match="a signal handler waits for an operation.*set a flag"):
+                signal_after(WAITED_S, signal.SIGUSR2)
                 bagua.all_reduce(torch.ones(10))
-            assert time.monotonic() - begin < 0.3 + PROMPTLY_S
+            assert time.monotonic() - begin < WAITED_S + NOTICED_S
+            meet()
             return None
-        time.sleep(1.0)
+        meet()
         return watch(bagua.barrier)
 
 
@@ -164,7 +196,7 @@ def test_a_handler_that_waits_is_refused(name):
 
 
 @in_worlds([shm(2), tcp(2)])
-def test_handlers_run_and_may_raise(world):
-    seen = spawn_in(world, handlers)[1]
+def test_handlers_run_and_may_raise(world, tmp_path):
+    seen = spawn_in(world, handlers, str(tmp_path / "handled"))[1]
     assert seen.kind == "RemoteError" and seen.rank == 0
     assert "rank 0 was interrupted in the middle of an operation: Enough" in seen.message

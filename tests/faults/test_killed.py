@@ -1,6 +1,7 @@
 """kill -9 in the middle of a collective: every other rank raises long before its deadline and names the dead rank."""
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -11,29 +12,33 @@ import torch
 
 import bagua
 from bagua.testing import Pool, kill
-from tests.communication.worlds import in_worlds, shm, tcp
+from tests.communication.worlds import fast_in, in_worlds, mixed, shm, tcp
 from tests.faults.scenarios import (
+    LONG_S,
+    NOTICED_S,
     OPERATIONS,
     WORLDS,
     die_in_the_middle,
     note_time,
     noted_time,
     process_group,
+    process_state,
     spawn_in,
+    wait_for_end,
     watch,
 )
+from tests.meeting import meet
 
-TIMEOUT_S = 8.0
-NOTICED_S = 4.0  # far less than the timeout: it is the death that was noticed, on however loaded a machine
-QUICK_S = 1.0
+pytestmark = pytest.mark.timed
+
 VICTIM = 1
 
 
 def die_in(rank, world_size, operation, path):
-    with process_group(TIMEOUT_S):
+    with process_group():
         call = OPERATIONS[operation]()
         call()
-        bagua.barrier()
+        meet()
         if rank == VICTIM:
             die_in_the_middle(call, path)
         return watch(call)
@@ -45,13 +50,20 @@ def check_survivors(results, died_at, victim=VICTIM):
         assert seen.rank == victim, seen
         assert f"rank {victim} " in seen.message, seen
         assert seen.at - died_at < NOTICED_S, f"after {seen.at - died_at:.2f} s: {seen}"
-        assert seen.again_seconds < QUICK_S and seen.destroy_seconds < QUICK_S, seen
+        assert seen.again_seconds < NOTICED_S and seen.destroy_seconds < NOTICED_S, seen
         assert seen.kind in ("TransportError", "RemoteError"), seen
     return max(seen.at - died_at for seen in survivors)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@in_worlds(WORLDS)
+@fast_in(
+    "world, operation",
+    [
+        *((shm(3), operation) for operation in ("small", "shared", "large")),
+        *((tcp(3), operation) for operation in ("large", "coded", "barrier")),
+        *((mixed(4), operation) for operation in ("shared", "broadcast")),
+    ],
+    list(itertools.product(WORLDS, OPERATIONS)),
+)
 def test_kill_in_mid_collective(world, operation, tmp_path, record_property):
     path = str(tmp_path / "died")
     results = spawn_in(world, die_in, operation, path, expect_exit={VICTIM: signal.SIGKILL})
@@ -60,35 +72,43 @@ def test_kill_in_mid_collective(world, operation, tmp_path, record_property):
 
 def die_between(rank, world_size, path):
     """Dies while the others compute; they find out at their next call."""
-    with process_group(TIMEOUT_S):
+    with process_group():
         x = torch.ones(10)
         bagua.all_reduce(x)
+        meet()
         if rank == VICTIM:
             note_time(path)
             kill()
-        time.sleep(0.5)
-        begin = time.monotonic()
-        seen = watch(lambda: bagua.all_reduce(x))
-        return seen, seen.at - begin
+        wait_for_end(path)
+        num_calls = 0
+
+        def call():
+            nonlocal num_calls
+            num_calls += 1
+            bagua.all_reduce(x)
+
+        seen = watch(call)
+        assert num_calls == 2, "the one that fails, and the one after"
+        return seen
 
 
 @in_worlds([shm(3), tcp(3)])
 def test_a_death_between_calls_is_known_at_the_next_one(world, tmp_path):
-    results = spawn_in(world, die_between, str(tmp_path / "died"), expect_exit={VICTIM: signal.SIGKILL})
-    for seen, seconds in (result for result in results if result is not None):
-        assert seen.rank == VICTIM and seconds < 0.5
+    path = str(tmp_path / "died")
+    check_survivors(spawn_in(world, die_between, path, expect_exit={VICTIM: signal.SIGKILL}), noted_time(path))
 
 
 def die_before_first_contact(rank, world_size, path, victim):
     """Dies after the rendezvous and before any connection."""
-    with process_group(TIMEOUT_S):
+    with process_group():
+        meet()
         if rank == victim:
             note_time(path)
             kill()
         return watch(bagua.barrier)
 
 
-@pytest.mark.parametrize(("world", "victim"), [(shm(3), 0), (shm(3), 2), (tcp(3), 0), (tcp(3), 2)], ids=str)
+@fast_in("world, victim", [(shm(3), 0), (tcp(3), 2)], list(itertools.product([shm(3), tcp(3)], [0, 2])))
 def test_a_death_before_the_first_contact(world, victim, tmp_path):
     """The ranks that dial are refused; so are the questions of those that wait to be dialled."""
     path = str(tmp_path / "died")
@@ -100,9 +120,10 @@ def test_a_death_before_the_first_contact(world, victim, tmp_path):
 
 
 def die_with_messages_under_way(rank, world_size, path):
-    with process_group(TIMEOUT_S):
+    with process_group():
         group = bagua.get_default_group()
         bagua.barrier()
+        meet()
         x = torch.ones(1000)
         if rank == VICTIM:
             bagua.recv(x, 0)
@@ -130,23 +151,22 @@ def test_pending_receives_from_a_dead_rank(world, tmp_path):
 
 
 def two_die(rank, world_size, path):
-    with process_group(TIMEOUT_S):
+    with process_group():
         call = OPERATIONS["large"]()
         call()
+        meet()
         if rank in (1, 2):
-            if rank == 2:
-                note_time(path)
-            threading.Timer(0.05, kill).start()
-            while True:
-                call()
+            die_in_the_middle(call, f"{path}{rank}")
         return watch(call)
 
 
 def test_two_deaths_at_once(tmp_path):
     path = str(tmp_path / "died")
     dead = {1: signal.SIGKILL, 2: signal.SIGKILL}
-    for seen in spawn_in(shm(4), two_die, path, expect_exit=dead):
-        assert seen is None or (seen.rank in dead and seen.at - noted_time(path) < NOTICED_S)
+    results = spawn_in(shm(4), two_die, path, expect_exit=dead)
+    first_at = min(noted_time(f"{path}{rank}") for rank in dead)
+    for seen in (results[0], results[3]):
+        assert seen.rank in dead and seen.at - first_at < NOTICED_S, seen
 
 
 # ---- nothing is left over
@@ -159,22 +179,22 @@ def unix_names():
 
 def is_alive(pid):
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+        return process_state(pid) not in "ZX"
     except OSError:
         return False
 
 
 def all_die(rank, world_size):
-    bagua.init_process_group(timeout=TIMEOUT_S)
+    bagua.init_process_group(timeout=LONG_S)
     call = OPERATIONS["shared"]()
     for _ in range(20):
         call()
+    meet()
     threading.Timer(0.1, kill).start()
     with contextlib.suppress(bagua.BaguaError):  # of a rank that was killed before this one
         while True:
             call()
-    time.sleep(10)
+    threading.Event().wait()
 
 
 def test_nothing_is_left_after_kill_9():

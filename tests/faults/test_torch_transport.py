@@ -10,64 +10,62 @@ import torch.distributed as dist
 
 import bagua
 from bagua.testing import spawn
-from tests.communication.worlds import Pools, through_torch
-from tests.faults.scenarios import noted_time, process_group, spawn_in, watch
+from tests.communication.worlds import Pools, fast_in, through_torch
+from tests.faults.scenarios import NOTICED_S, noted_time, process_group, spawn_in, watch
 from tests.faults.test_killed import VICTIM, check_survivors, die_between, die_in
 from tests.faults.test_late import (
     CULPRIT,
-    SLACK_S,
     TIMEOUT_S,
     a_slow_chain,
     be_late,
     be_stopped,
+    check_the_late,
+    check_the_stopped,
     destroys_with_work_pending,
     leave,
 )
-from tests.faults.test_mismatch import MISMATCHES, differ, swap
+from tests.faults.test_mismatch import MISMATCHES, QUICKLY_S, connected_group, differ, swap
+from tests.meeting import meet
+
+pytestmark = pytest.mark.timed
 
 WORLD = through_torch(3)
 
 
-@pytest.mark.parametrize("operation", ["small", "large", "coded"])
+@fast_in("operation", ["coded"], ["small", "large", "coded"])
 def test_kill_in_mid_collective(operation, tmp_path):
     path = str(tmp_path / "died")
     check_survivors(spawn_in(WORLD, die_in, operation, path, expect_exit={VICTIM: signal.SIGKILL}), noted_time(path))
 
 
 def test_a_death_between_calls_is_known_at_the_next_one(tmp_path):
-    results = spawn_in(WORLD, die_between, str(tmp_path / "died"), expect_exit={VICTIM: signal.SIGKILL})
-    assert [(seen.rank, seconds < 1) for seen, seconds in filter(None, results)] == [(VICTIM, True)] * 2
+    path = str(tmp_path / "died")
+    check_survivors(spawn_in(WORLD, die_between, path, expect_exit={VICTIM: signal.SIGKILL}), noted_time(path))
 
 
-@pytest.mark.parametrize("operation", ["small", "coded"])
+@fast_in("operation", ["coded"], ["small", "coded"])
 def test_a_stopped_rank(operation, tmp_path):
-    path = str(tmp_path / "stopped")
-    results = spawn_in(WORLD, be_stopped, operation, path, expect_exit={CULPRIT: signal.SIGSTOP})
-    for seen in filter(None, results):
-        assert seen.rank == CULPRIT, seen
-        assert 0.8 * TIMEOUT_S < seen.at - noted_time(path) < 2 * TIMEOUT_S + SLACK_S, seen
-        assert seen.destroy_seconds < 2, seen
-    assert any("does not answer: its process is stopped" in seen.message for seen in filter(None, results))
+    arguments = (operation, str(tmp_path / "stopped"))
+    results = spawn_in(WORLD, be_stopped, *arguments, expect_exit={CULPRIT: signal.SIGSTOP})
+    check_the_stopped(results)
     assert any(seen.kind == "DeadlineExceeded" for seen in filter(None, results))
 
 
-def test_a_late_rank_is_named_with_what_it_did_last(tmp_path):
-    for seen, _ in spawn_in(WORLD, be_late, str(tmp_path)):
-        assert seen.rank == CULPRIT
-        assert f"rank {CULPRIT} has not called it; its last was all_reduce #3 of 10 float32 (SUM)" in seen.message
+def test_a_late_rank_is_named_with_what_it_did_last():
+    check_the_late(spawn_in(WORLD, be_late))
 
 
 def test_the_end_of_a_chain_is_named():
     assert [seen.rank for seen in spawn_in(WORLD, a_slow_chain)[:2]] == [2, 2]
 
 
-@pytest.mark.parametrize("how", ["destroy", "exit", "_exit"])
+@fast_in("how", ["destroy", "_exit"], ["destroy", "exit", "_exit"])
 def test_a_rank_that_leaves_while_others_wait(how, tmp_path):
     path = str(tmp_path / "left")
     expect_exit = None if how == "destroy" else {CULPRIT: 0}
     for rank, seen in enumerate(spawn_in(WORLD, leave, how, path, expect_exit=expect_exit)):
         if rank != CULPRIT:
-            assert seen.rank == CULPRIT and seen.at - noted_time(path) < 5, seen
+            assert seen.rank == CULPRIT and seen.at - noted_time(path) < NOTICED_S, seen
 
 
 def test_destroy_with_operations_pending():
@@ -85,7 +83,7 @@ def test_mismatches_show_both_sides_on_every_rank():
     for name, (_, _, shown) in MISMATCHES.items():
         for rank, seen in enumerate(results):
             messages, seconds = seen[name]
-            assert messages and seconds < 5, f"{name}: rank {rank}: {messages} after {seconds:.1f} s"
+            assert messages and seconds < QUICKLY_S, f"{name}: rank {rank}: {messages} after {seconds:.1f} s"
             kind, _, text = messages[0]
             assert kind in ("InvalidArgument", "RemoteError") and all(part in text for part in shown), (name, text)
     assert all("all_reduce #2 of 10 float32" in text and "broadcast #2 of 20 float32" in text for text in swapped)
@@ -93,9 +91,7 @@ def test_mismatches_show_both_sides_on_every_rank():
 
 def differ_in_frames(rank, world_size):
     """Frames of sizes that do not fit must not meet: torch would break the connections under the other groups."""
-    group = bagua.new_group(timeout=10.0)
-    group.all_to_all(torch.ones(world_size), torch.ones(world_size)).wait()
-    bagua.barrier()
+    group = connected_group()
     with pytest.raises(bagua.BaguaError) as caught:
         group.all_reduce(torch.ones(3_000_000 if rank == 1 else 100_000)).wait()
     for _ in range(3):
@@ -122,14 +118,15 @@ def fail_and_start_again(rank, world_size):
     """A failed world leaves nothing in the way of the next one, nor a thread: it broke the connections it had made."""
     counts = []
     for attempt in range(2):
-        with process_group(1.0):
+        with process_group() as group:
             bagua.barrier()
+            meet()
+            group.set_timeout(TIMEOUT_S)
             if rank == 0:
                 assert watch(lambda: bagua.all_reduce(torch.ones(50_000))).rank == 1
                 assert not pumping(), "while the other rank is still there"
-            else:
-                time.sleep(1.8)
-        with process_group(TIMEOUT_S):
+            meet()
+        with process_group():
             x = torch.ones(50_000)
             bagua.all_reduce(x)
             assert (x == world_size).all(), attempt
@@ -145,15 +142,16 @@ def test_a_new_world_after_a_failed_one():
 def fail_on_a_group_of_the_program(rank, world_size):
     """What a failure leaves in the program's own group neither disturbs that group nor bagua's next one."""
     dist.init_process_group("gloo")
-    with process_group(1.0):
+    with process_group() as group:
         bagua.barrier()
+        meet()
+        group.set_timeout(TIMEOUT_S)
         if rank == 0:
             assert watch(lambda: bagua.all_reduce(torch.ones(50_000))).rank == 1
-        else:
-            time.sleep(2.5)
+        meet()
     x = torch.ones(50_000)
     dist.all_reduce(x)
-    with process_group(20.0):
+    with process_group():
         bagua.all_reduce(x)
     dist.all_reduce(x)
     assert (x == world_size**3).all()
@@ -163,4 +161,4 @@ def fail_on_a_group_of_the_program(rank, world_size):
 
 
 def test_a_failure_on_a_group_of_the_program():
-    assert max(spawn(fail_on_a_group_of_the_program, 2, env=WORLD.env)) < 5
+    assert max(spawn(fail_on_a_group_of_the_program, 2, env=WORLD.env)) < NOTICED_S

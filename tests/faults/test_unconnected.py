@@ -1,10 +1,10 @@
 """Failures among ranks that have not connected yet: whom they name, and how the reason reaches them."""
 
+import itertools
 import signal
 import socket
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,82 +15,97 @@ from bagua.dialing import tell
 from bagua.questions import Questions
 from bagua.rendezvous import RankRecord
 from bagua.testing import kill
-from tests.communication.worlds import in_worlds, shm, tcp
-from tests.faults.scenarios import note_time, noted_time, process_group, spawn_in, watch
+from tests.communication.worlds import fast_in, in_worlds, shm, tcp
+from tests.faults.scenarios import (
+    LONG_S,
+    NOTICED_S,
+    check_patience,
+    note_time,
+    noted_time,
+    process_group,
+    spawn_in,
+    watch,
+)
+from tests.meeting import meet
+
+pytestmark = pytest.mark.timed
 
 TIMEOUT_S = 1.0
-SLACK_S = 1.0
 
 
 def come_late(rank, world_size):
     """The others give up and leave before rank 2 says its first word."""
-    with process_group(TIMEOUT_S):
+    with process_group() as group:
+        meet()
+        group.set_timeout(TIMEOUT_S)
         if rank == 2:
-            time.sleep(2 * TIMEOUT_S + SLACK_S)
-        begin = time.monotonic()
+            meet()
+            return watch(bagua.barrier)
         seen = watch(bagua.barrier)
-        return seen, seen.at - begin
+        meet()
+        return seen
 
 
 @in_worlds([tcp(3)], slow=[shm(3)])
 def test_a_rank_that_comes_when_the_others_have_left(world):
-    for rank, (seen, seconds) in enumerate(spawn_in(world, come_late)):
+    results = spawn_in(world, come_late)
+    for rank, seen in enumerate(results):
         assert seen.rank == 2, (rank, seen)
-        assert "rank 2 has not called it" in seen.message and "barrier #1 of group 'world'" in seen.message, (
-            rank,
-            seen,
-        )
-        assert seconds < (SLACK_S if rank == 2 else 2 * TIMEOUT_S + SLACK_S), (rank, seconds)
+        assert "rank 2 has not called it" in seen.message and "barrier #1 of group 'world'" in seen.message, seen
+    assert results[2].at - results[2].began < TIMEOUT_S, "it learns what the others found, and waits for nobody"
+    check_patience(results[:2], TIMEOUT_S)
 
 
 def destroy_pending(rank, world_size):
-    bagua.init_process_group(timeout=20.0)
+    """Rank 0 is not there any more when rank 1 calls; rank 2 may come before or after."""
+    bagua.init_process_group(timeout=LONG_S)
+    meet()
     if rank == 0:
         work = bagua.all_reduce(torch.ones(1000), async_op=True)
-        time.sleep(0.2)
+        time.sleep(0.2)  # so that it may have begun
         bagua.destroy_process_group()
+        meet()
         with pytest.raises(bagua.Aborted, match="rank 0 destroyed the group 'world' with 1 operation pending"):
             work.wait()
         return None
-    begin = time.monotonic()
-    seen = watch(
-        lambda: bagua.all_reduce(torch.ones(10), group=None) if rank == 2 else time.sleep(1) or bagua.barrier()
-    )
-    return seen, seen.at - begin
+    if rank == 2:
+        seen = watch(lambda: bagua.all_reduce(torch.ones(1000)))
+        meet()
+        return seen
+    meet()
+    return watch(bagua.barrier)
 
 
 @in_worlds([tcp(3)])
 def test_a_rank_that_destroys_before_anybody_came(world):
-    for seen, seconds in spawn_in(world, destroy_pending)[1:]:
+    for seen in spawn_in(world, destroy_pending)[1:]:
         assert seen.rank == 0 and "rank 0 destroyed the group 'world' with 1 operation pending" in seen.message, seen
-        assert seconds < 4
+        assert seen.at - seen.began < NOTICED_S, seen
 
 
 def subgroup_fails(rank, world_size):
     """Rank 0 gives a subgroup up and goes on; rank 2 comes to it later, and learns why there is nobody."""
-    with process_group(20.0):
-        world = bagua.get_default_group()
-        if rank == 1:
-            time.sleep(3)
-            return
+    with process_group() as world:
         if rank == 0:
             part = world.subgroup("part", [0, 2], 0.5)
             with pytest.raises(bagua.DeadlineExceeded, match="rank 1 has not made the group") as caught:
                 part.barrier().wait()
             assert caught.value.rank == 1  # of the subgroup
             part.close()
-            time.sleep(2)
-        else:
-            time.sleep(1.5)
-            part = world.subgroup("part", [0, 2], 20)
+        meet()
+        if rank == 2:
+            part = world.subgroup("part", [0, 2], LONG_S)
             begin = time.monotonic()
             with pytest.raises(bagua.RemoteError, match="rank 0 reported: barrier #1 .* rank 1 has not made the group"):
                 part.barrier().wait()
-            assert time.monotonic() - begin < 1
-        again = world.subgroup("part, again", [0, 2], 20)
-        x = torch.ones(3)
-        again.all_reduce(x).wait()
-        assert x.tolist() == [2, 2, 2]
+            assert time.monotonic() - begin < NOTICED_S
+        meet()
+        if rank != 1:
+            again = world.subgroup("part, again", [0, 2], LONG_S)
+            x = torch.ones(3)
+            again.all_reduce(x).wait()
+            assert x.tolist() == [2, 2, 2]
+        meet()
 
 
 @in_worlds([tcp(3)], slow=[shm(3)])
@@ -100,13 +115,12 @@ def test_a_subgroup_that_failed_before_a_member_came(world):
 
 # ---- a low rank waits for a higher one, which would have to connect
 
-LONG_S = 16.0
-ASKED_S = 3.0  # a fifth of the timeout: it is an answer, or that there is none, which was noticed
 
-
-def wait_for_the_highest(rank, world_size, how, before_s, path):
+def wait_for_the_highest(rank, world_size, how, timeout_s, before_s, path):
     """Rank 2 dies before it has connected to anybody; rank 1 waits for nobody."""
-    with process_group(LONG_S):
+    with process_group() as group:
+        meet()
+        group.set_timeout(timeout_s)
         if rank == 2:
             time.sleep(before_s)
             note_time(path)
@@ -118,23 +132,27 @@ def wait_for_the_highest(rank, world_size, how, before_s, path):
         return watch(lambda: call(x, 2))
 
 
-def check_the_death(world, how, before_s, tmp_path):
+def check_the_death(world, how, timeout_s, before_s, tmp_path):
     path = str(tmp_path / "died")
-    arguments = (how, before_s, path)
+    arguments = (how, timeout_s, before_s, path)
     seen = spawn_in(world, wait_for_the_highest, *arguments, expect_exit={2: signal.SIGKILL})[0]
     assert seen.rank == 2 and seen.kind == "TransportError" and "rank 2 (process " in seen.message, seen
-    assert "listens no more" in seen.message and seen.at - noted_time(path) < ASKED_S, seen
+    assert "listens no more" in seen.message and seen.at - noted_time(path) < timeout_s / 2, seen
 
 
-@pytest.mark.parametrize("how", ["recv", "send", "broadcast"])
-@in_worlds([tcp(3), shm(3)])
+@fast_in(
+    "world, how",
+    [(tcp(3), "recv"), (shm(3), "send"), (tcp(3), "broadcast")],
+    list(itertools.product([tcp(3), shm(3)], ["recv", "send", "broadcast"])),
+)
 def test_a_rank_that_dies_before_it_connects(world, how, tmp_path):
-    check_the_death(world, how, 0, tmp_path)
+    check_the_death(world, how, LONG_S, 0, tmp_path)
 
 
-@pytest.mark.parametrize("how", ["recv", "broadcast"])
+@fast_in("how", ["broadcast"], ["broadcast", "recv"])
 def test_a_rank_that_dies_after_it_was_asked(how, tmp_path):
-    check_the_death(tcp(3), how, 3.8, tmp_path)
+    """It was asked after 0.5, 1.5 and 2.5 s; if the intervals went on to double, the next time would be after 7.5."""
+    check_the_death(tcp(3), how, 8.0, 3.6, tmp_path)
 
 
 def fail_with_another(rank, world_size, waits_in, fails_in, path):
@@ -143,38 +161,39 @@ def fail_with_another(rank, world_size, waits_in, fails_in, path):
     Nobody leaves before rank 0 has seen it: not the end of a process is to tell.
     """
     calls = {"recv": bagua.recv, "broadcast": bagua.broadcast}
-    bagua.init_process_group(timeout=0.5 if rank == 2 else LONG_S)
-    has_seen = Path(path + "-seen")
+    bagua.init_process_group(timeout=LONG_S)
+    meet()
     if rank == 0:
-        try:
-            seen = watch(lambda: calls[waits_in](torch.ones(3), 2))
-        finally:
-            has_seen.touch()
+        seen = watch(lambda: calls[waits_in](torch.ones(3), 2))
+        meet()
         return seen.rank, seen.message, seen.at - noted_time(path)
     told = None
     if rank == 2:
+        bagua.get_default_group().set_timeout(0.5)
         with pytest.raises(bagua.DeadlineExceeded, match="rank 1") as caught:
             calls[fails_in](torch.ones(3), 1)
         assert caught.value.rank == 1
         told = str(caught.value)
         note_time(path)
-    until = time.monotonic() + 6
-    while not has_seen.exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    meet()
     return told
 
 
-@pytest.mark.parametrize(
-    ("waits_in", "fails_in"),
-    [("recv", "recv"), ("broadcast", "recv"), ("recv", "broadcast")],
+@fast_in(
+    "world, waits_in, fails_in",
+    [(tcp(3), "recv", "recv"), (shm(3), "broadcast", "recv"), (tcp(3), "recv", "broadcast")],
+    [
+        (world, *calls)
+        for world in (tcp(3), shm(3))
+        for calls in (("recv", "recv"), ("broadcast", "recv"), ("recv", "broadcast"))
+    ],
 )
-@in_worlds([tcp(3), shm(3)])
 def test_who_is_waited_for_in_vain_tells_whose_fault_it_is(world, waits_in, fails_in, tmp_path):
     (culprit, message, seconds), _, told = spawn_in(
         world, fail_with_another, waits_in, fails_in, str(tmp_path / "failed")
     )
     assert culprit == 1 and message == f"rank 2 reported: {told}", message
-    assert seconds < ASKED_S
+    assert seconds < NOTICED_S
 
 
 # ---- telling
@@ -215,9 +234,9 @@ def test_who_does_not_answer_keeps_nobody_from_being_told(listener):
         ]
         longest = {"groups": ["world", "world/p2p"], "cause": {"text": 1000 * "\N{GRINNING FACE}"}}
         begin = time.monotonic()
-        assert tell(records, b"secret", longest, 1.0) == 3
-        assert time.monotonic() - begin < 1.5
-        assert arrived.wait(5) and told == [longest]
+        assert tell(records, b"secret", longest, TIMEOUT_S) == 3
+        assert time.monotonic() - begin < 2 * TIMEOUT_S
+        assert arrived.wait(LONG_S) and told == [longest]
         for acceptor in acceptors:
             acceptor.close()
 

@@ -12,9 +12,11 @@ import bagua
 from bagua import _C, config, rendezvous
 from bagua.testing import free_port, spawn
 
+pytestmark = pytest.mark.timed
+
 TIMEOUT_S = 2.0
-# A rank's clock starts before the others have loaded torch; the waiting itself takes TIMEOUT_S at most.
-SLACK_S = 20.0
+LONG_S = 60.0
+QUICKLY_S = LONG_S / 3  # it is the disagreement that was noticed, no deadline that has passed
 
 
 def attempt(rank, world_size, changes, timeout):
@@ -37,14 +39,14 @@ def attempt(rank, world_size, changes, timeout):
     return None
 
 
-def failures_of(world_size, changes, timeout=60.0, env=None):
-    """By rank. Every rank must fail within `timeout` and some slack."""
+def failures_of(world_size, changes, timeout=LONG_S, env=None):
+    """By rank. Every rank must fail within `timeout`; what takes twice as long has failed."""
     results = spawn(attempt, world_size, args=(changes, timeout), env=env)
     for rank, result in enumerate(results):
         if changes.get(rank, {}).get("absent"):
             continue
         assert result is not None, f"rank {rank} did not notice"
-        assert result[2] < timeout + SLACK_S, f"rank {rank} took {result[2]:.1f} s"
+        assert result[2] < 2 * timeout, f"rank {rank} took {result[2]:.1f} s"
     return results
 
 
@@ -66,15 +68,17 @@ def failures_of(world_size, changes, timeout=60.0, env=None):
     ],
     ids=["world_size", "version", "protocol", "backend", "thresholds", "token"],
 )
-@pytest.mark.parametrize("agent_store", ["True", "False"], ids=["agent's store", "rank 0's store"])
-def test_ranks_that_disagree(change, message, agent_store):
-    env = {"TORCHELASTIC_USE_AGENT_STORE": agent_store}
-    if agent_store == "False":
-        env["MASTER_PORT"] = str(free_port())
-    for kind, text, seconds in failures_of(3, {2: change}, env=env):
+def test_ranks_that_disagree(change, message):
+    for kind, text, seconds in failures_of(3, {2: change}):
         assert f"the ranks disagree {message}" in text
         assert kind in ("InvalidArgument", "RemoteError")
-        assert seconds < SLACK_S, "not the whole timeout"
+        assert seconds < QUICKLY_S
+
+
+def test_ranks_that_disagree_in_the_store_of_rank_0():
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
+    for _, text, seconds in failures_of(3, {2: {"version": "9.9"}}, env=env):
+        assert "the ranks disagree about bagua version" in text and seconds < QUICKLY_S
 
 
 def test_tokens_that_differ():
@@ -94,22 +98,23 @@ def test_two_processes_with_the_same_rank():
     for kind, text, seconds in results:
         assert "two processes say that they are rank 1; give each process its own RANK" in text
         assert kind in ("InvalidArgument", "RemoteError")
-        assert seconds < SLACK_S
+        assert seconds < QUICKLY_S
 
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_does_not_come(missing):
-    for rank, result in enumerate(failures_of(3, {missing: {"absent": True}}, timeout=TIMEOUT_S)):
+    results = failures_of(3, {missing: {"absent": True}}, timeout=TIMEOUT_S)
+    for rank, result in enumerate(results):
         if rank != missing:
             assert result[0] in ("DeadlineExceeded", "RemoteError")
             assert f"rank {missing} did not come to the rendezvous within {TIMEOUT_S:g} s" in result[1]
-            assert result[2] > 0.8 * TIMEOUT_S
+    assert max(result[2] for result in results if result) >= TIMEOUT_S, "somebody has waited so long"
 
 
 def test_a_bad_setting_is_refused_before_anything_is_opened():
     for kind, text, seconds in failures_of(2, {}, env={"BAGUA_SOCKET_IFNAM": "lo"}):
         assert kind == "InvalidArgument" and "BAGUA_SOCKET_IFNAM is not a setting of bagua" in text
-        assert seconds < SLACK_S
+        assert seconds < QUICKLY_S
     for kind, text, _ in failures_of(2, {}, env={"BAGUA_SOCKET_IFNAME": "nope0"}):
         assert kind == "InvalidArgument" and "interface 'nope0' has no address on this host; there are lo (127" in text
     for kind, text, _ in failures_of(1, {}, env={"BAGUA_THRESHOLDS": "ring_bytes=1"}):
@@ -125,7 +130,6 @@ def test_a_port_in_use_by_another_program():
         first, second = failures_of(2, {}, timeout=TIMEOUT_S, env=env)
     assert first[0] == "TransportError"
     assert f"MASTER_PORT {port} on 127.0.0.1 is in use by another program; choose a free port" in first[1]
-    assert first[2] < SLACK_S
     assert second[0] == "TransportError" and f"cannot reach rank 0's store at 127.0.0.1:{port}" in second[1]
 
 
@@ -151,4 +155,4 @@ def test_a_store_that_goes_away():
     env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
     _, result = spawn(gives_up, 2, env=env, expect_exit={0: 0})
     assert result[0] == "TransportError" and "the store is gone: rank 0 (or the launcher) ended" in result[1]
-    assert result[2] < 10
+    assert result[2] < 30.0 / 3

@@ -92,6 +92,7 @@ def meets_again(rank, world_size):
     assert total(rank) == 11
 
 
+@pytest.mark.timed
 def test_a_rank_that_is_back_before_rank_0_has_left():
     spawn(meets_again, 2, env=RANK_0_HOLDS | {"MASTER_PORT": str(free_port())})
 
@@ -107,6 +108,7 @@ def comes_back_alone(rank, world_size):
     return str(caught.value), time.monotonic() - begin
 
 
+@pytest.mark.timed
 def test_a_rank_that_is_back_and_rank_0_does_not_come():
     port = free_port()
     _, (message, seconds) = spawn(comes_back_alone, 2, env=RANK_0_HOLDS | {"MASTER_PORT": str(port)})

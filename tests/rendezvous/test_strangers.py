@@ -4,15 +4,17 @@ import contextlib
 import logging
 import os
 import socket
-import statistics
 import time
 
 import pytest
 import torch
 
 import bagua
+from bagua import accepting
 from bagua.testing import Pool, send_garbage
 from bagua.testing.ranks import Run
+
+pytestmark = pytest.mark.timed
 
 TIMEOUT_S = 60.0
 
@@ -45,7 +47,7 @@ def job(rank, world_size, directory, num_steps):
             bagua.broadcast(stop, 0)
             if stop.item() and len(seconds) >= num_steps:
                 break
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + TIMEOUT_S / 4
         while len(os.listdir("/proc/self/fd")) > descriptors and time.monotonic() < deadline:
             time.sleep(0.1)
         return seconds, descriptors, len(os.listdir("/proc/self/fd")), lines
@@ -81,28 +83,17 @@ def listening(run: Run, directory, rank):
 
 @pytest.mark.parametrize("env", [{}, {"BAGUA_SHARED_MEMORY": "0"}], ids=["shm", "tcp"])
 def test_a_thousand_connections_of_random_bytes(pool, tmp_path, env):
-    quiet = pool.start(job, args=(str(make(tmp_path / "quiet")), 200), env=env)
-    (tmp_path / "quiet/stop").touch()
-    before = statistics.median(quiet.result()[0][0])
-
-    directory = make(tmp_path / "flooded")
-    run = pool.start(job, args=(str(directory), 1), env=env)
-    port, _ = listening(run, directory, 0)
+    run = pool.start(job, args=(str(tmp_path), 1), env=env)
+    port, _ = listening(run, tmp_path, 0)
     garbage = send_garbage("127.0.0.1", port, connections=1000, seed=1, hold=0.1)
-    (directory / "stop").touch()
+    (tmp_path / "stop").touch()
     results = run.result()
     assert garbage.connected == 1000
     for _, descriptors_before, descriptors_after, lines in results:
         assert descriptors_after <= descriptors_before
         assert len(lines) <= 12, lines
     assert results[0][3], "strangers are mentioned"
-    during = statistics.median(results[0][0])
-    assert during < 10 * before + 0.05, f"a step took {1e3 * before:.2f} ms, during the flood {1e3 * during:.2f} ms"
-
-
-def make(directory):
-    directory.mkdir()
-    return directory
+    assert max(results[0][0]) < TIMEOUT_S / 4, "a step waited for strangers"
 
 
 def connect_late(rank, world_size, directory):
@@ -137,7 +128,7 @@ def test_strangers_that_stay_and_say_nothing_keep_nobody_out(pool, tmp_path, env
                 with contextlib.suppress(OSError):
                     guest.sendall(bytes(i % 3))
         (tmp_path / "stop").touch()
-        assert max(run.result()) < 10
+        assert max(run.result()) < accepting._HANDSHAKE_SECONDS, "nobody had to wait until the strangers were cut off"
 
 
 def idle(rank, world_size, directory):
@@ -159,7 +150,7 @@ def test_a_slow_drip_is_cut_off(pool, tmp_path):
     with socket.create_connection(("127.0.0.1", port)) as guest:
         guest.settimeout(0.1)
         begin = time.monotonic()
-        while time.monotonic() - begin < 10:
+        while time.monotonic() - begin < TIMEOUT_S:
             try:
                 guest.sendall(b"B")
                 if guest.recv(1) == b"":
@@ -168,15 +159,16 @@ def test_a_slow_drip_is_cut_off(pool, tmp_path):
                 continue
             except OSError:
                 break
-        assert 0.5 < time.monotonic() - begin < 5
+        assert 0.5 * SHORT_S < time.monotonic() - begin < 5 * SHORT_S
     (tmp_path / "stop").touch()
     run.result()
 
 
-def with_short_handshake(rank, world_size, directory):
-    from bagua import accepting
+SHORT_S = 1.0
 
-    seconds, accepting._HANDSHAKE_SECONDS = accepting._HANDSHAKE_SECONDS, 1.0
+
+def with_short_handshake(rank, world_size, directory):
+    seconds, accepting._HANDSHAKE_SECONDS = accepting._HANDSHAKE_SECONDS, SHORT_S
     try:
         idle(rank, world_size, directory)
     finally:

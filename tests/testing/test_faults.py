@@ -15,6 +15,7 @@ def train(rank, world_size, fault):
     return step
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("action", "end"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP), ("exit", 1)], ids=["kill", "stop", "exit"]
 )
@@ -36,6 +37,7 @@ def test_fail_at_refuses_an_unknown_action():
         fail_at(0, 0, "explode")
 
 
+@pytest.mark.timed
 def test_stop_and_cont():
     with Pool(2) as pool:
         run = pool.start(lambda rank, world_size: stop() if rank == 1 else None)
@@ -90,6 +92,7 @@ def garbage_once(seed, connections=50):
     return done, listener
 
 
+@pytest.mark.timed
 def test_send_garbage_sends_bytes_silence_and_nothing():
     done, listener = garbage_once(seed=1)
     assert (done.connected, done.refused) == (50, 0)
@@ -98,6 +101,7 @@ def test_send_garbage_sends_bytes_silence_and_nothing():
     assert listener.received.count(b"") > listener.silent
 
 
+@pytest.mark.timed
 def test_send_garbage_repeats_itself_for_a_seed():
     first, second, other = garbage_once(seed=2), garbage_once(seed=2), garbage_once(seed=3)
     assert first[1].received == second[1].received

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bagua.testing import Pool, RankDied, RankError, RankTraceback, WorldTimeout, free_port, kill, spawn, stop
+from tests.meeting import meet, wait_until
 
 NODE_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
@@ -51,11 +52,8 @@ def is_alive(pid):
         return False
 
 
-def assert_gone(pids, within=5.0):
-    deadline = time.monotonic() + within
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if is_alive(pid)]}"
-        time.sleep(0.02)
+def assert_gone(pids):
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), "all ranks gone")
 
 
 def test_values_come_back_by_rank():
@@ -112,8 +110,10 @@ def test_rank_0_can_hold_the_store_itself():
     assert len(spawn(all_reduce_with_gloo, 2, env=env)) == 2
 
 
+@pytest.mark.timed
 def test_first_failure_is_raised_with_its_own_traceback():
     def fail(rank, world_size):
+        meet()
         if rank == 1:
             raise KeyError("the cause")
         time.sleep(0.5)
@@ -151,6 +151,7 @@ def test_a_value_that_cannot_be_pickled_is_an_error_of_its_rank():
         spawn(lambda rank, world_size: threading.Lock(), 1)
 
 
+@pytest.mark.timed
 def test_others_that_hang_after_a_failure_are_shown(monkeypatch):
     monkeypatch.setattr("bagua.testing.ranks._GRACE_S", 0.5)
 
@@ -162,10 +163,11 @@ def test_others_that_hang_after_a_failure_are_shown(monkeypatch):
     begin = time.monotonic()
     with pytest.raises(KeyError) as caught:
         spawn(fail, 2)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30  # half of what it sleeps
     assert "sleep_in_a_named_function" in str(caught.value.__cause__)
 
 
+@pytest.mark.timed
 def test_the_deadline_shows_every_stack_and_ends_every_process():
     def hang(rank, world_size):
         if rank != 1:
@@ -178,7 +180,7 @@ def test_the_deadline_shows_every_stack_and_ends_every_process():
         begin = time.monotonic()
         with pytest.raises(WorldTimeout, match=r"ranks \[0, 2\] of 3 had not finished after 1 s") as caught:
             run.result()
-        assert time.monotonic() - begin < 8
+        assert time.monotonic() - begin < 30  # half of what they sleep
         assert_gone(run.pids)
     text = str(caught.value)
     assert text.count("in sleep_in_a_named_function") == 2
@@ -186,11 +188,13 @@ def test_the_deadline_shows_every_stack_and_ends_every_process():
     assert "ranks [1] had" in text
 
 
+@pytest.mark.timed
 def test_the_deadline_holds_for_a_stopped_rank():
     with pytest.raises(WorldTimeout, match="rank 0 .*\n.*SIGSTOP"):
         spawn(lambda rank, world_size: stop(), 1, timeout=1.0)
 
 
+@pytest.mark.timed
 def test_the_deadline_holds_while_a_rank_keeps_the_gil():
     def hold(rank, world_size):
         ctypes.PyDLL(None).sleep(60)
@@ -199,6 +203,7 @@ def test_the_deadline_holds_while_a_rank_keeps_the_gil():
         spawn(hold, 1, timeout=1.0)
 
 
+@pytest.mark.timed
 def test_a_killed_rank_is_named_and_comes_before_what_others_saw():
     def die(rank, world_size):
         if rank == 1:
@@ -230,10 +235,11 @@ def test_a_crash_after_the_last_function_is_seen():
         spawn(crash_later, 1)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("end", "expected"),
-    [(kill, signal.SIGKILL), (stop, signal.SIGSTOP), (lambda: os._exit(3), 3), (lambda: os._exit(9), 9)],
-    ids=["killed", "stopped", "exit 3", "exit 9"],
+    [(kill, signal.SIGKILL), (stop, signal.SIGSTOP), (lambda: os._exit(9), 9)],  # 9: an exit, not the signal
+    ids=["killed", "stopped", "exit 9"],
 )
 def test_an_expected_end_leaves_the_others_results(end, expected):
     def run(rank, world_size):
@@ -244,7 +250,7 @@ def test_an_expected_end_leaves_the_others_results(end, expected):
     assert spawn(run, 3, expect_exit={1: expected}) == [0, None, 2]
 
 
-@pytest.mark.parametrize("expected", [signal.SIGKILL, 0, 3])
+@pytest.mark.parametrize("expected", [signal.SIGKILL, 3])
 def test_another_end_than_expected_is_a_failure(expected):
     with pytest.raises(RankDied, match=r"exit code 9: expected exit"):
         spawn(lambda rank, world_size: os._exit(9), 1, expect_exit={0: expected})
@@ -307,6 +313,7 @@ def test_pool_starts_again_after_a_failure():
         assert not set(before) & set(pool.pids)
 
 
+@pytest.mark.timed
 def test_pool_reports_a_rank_that_died_between_runs():
     with Pool(2) as pool:
         pool.run(rank_of)
@@ -317,6 +324,7 @@ def test_pool_reports_a_rank_that_died_between_runs():
         assert pool.run(rank_of) == [0, 1]
 
 
+@pytest.mark.timed
 def test_a_test_can_act_on_a_running_world():
     with Pool(2) as pool:
         run = pool.start(lambda rank, world_size: time.sleep(30 if rank == 1 else 0.2), expect_exit={1: signal.SIGKILL})
@@ -324,10 +332,12 @@ def test_a_test_can_act_on_a_running_world():
         assert run.result() == [None, None]
 
 
+@pytest.mark.timed
 def test_nothing_is_left_when_the_test_process_is_killed(tmp_path):
     program = (
-        "import os, time\n"
-        "from bagua.testing import Pool\n"
+        "import time\n"
+        "from bagua.testing import Pool, nursery\n"
+        "nursery.PRELOADED = ()\n"
         "pool = Pool(2)\n"
         "pool.run(lambda rank, world_size: None)\n"
         "print(*pool.pids, flush=True)\n"

@@ -1,6 +1,7 @@
 """The trace of one rank: valid JSON with every lane, times that fit together, bytes that add up."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -15,7 +16,9 @@ import bagua
 from bagua import cli, trace
 from bagua.errors import BaguaError, InternalError, InvalidArgument
 from bagua.recorder import Span
+from tests.communication.worlds import fast_in
 from tests.conformance.training import process_group
+from tests.meeting import meet
 from tests.timeline.training import train
 
 
@@ -94,34 +97,42 @@ def test_the_trace_of_a_rank(pool2, tmp_path, algorithm):
 def _accumulate(rank, world_size, folder):
     with process_group():
         model = train(steps=1)
+        of_losses, of_nothing = [], []
+
+        def pause(into):
+            begin = time.monotonic_ns()
+            time.sleep(0.005)
+            into.append((begin, time.monotonic_ns()))
+
         for _ in range(2):
             for _ in range(3):
                 with model.bagua.no_sync():
                     loss = model(torch.randn(8, 128)).square().mean()
-                    time.sleep(0.02)  # of the loss
+                    pause(of_losses)
                     loss.backward()
             model(torch.randn(8, 128)).sum().backward()
             model(torch.randn(8, 128))  # without a backward
-            time.sleep(0.05)
+            pause(of_nothing)
         model.bagua.timeline().save(f"{folder}/rank{rank}.json")
         with open(f"{folder}/rank{rank}.json") as file:
-            return json.load(file)
+            return json.load(file), of_losses, of_nothing
 
 
 def test_backwards_inside_no_sync_belong_to_the_step(pool2, tmp_path):
     """And what follows a forward is its loss only if a backward ends it."""
-    content = pool2.run(_accumulate, args=(str(tmp_path),))[0]
+    content, of_losses, of_nothing = pool2.run(_accumulate, args=(str(tmp_path),))[0]
     check_nesting(content, trace.COMPUTE)
     compute = slices(content, trace.COMPUTE)
     for name, begin, end, args in slices(content, trace.STEPS)[1:]:
         inside = [what for what, since, until, _ in compute if begin <= since and until <= end]
         alone = ["forward"] if args["index"] == 2 else []
         of_backwards = ["forward", "loss", "local backward"] * 3 + ["forward", "loss", f"backward {args['index']}"]
-        assert inside == alone + of_backwards
-        assert end - begin > 3 * 20_000_000
-        losses = [until - since for what, since, until, _ in compute if what == "loss" and begin <= since <= end]
-        assert all(ns > 20_000_000 for ns in losses[:3]) and losses[3] < 10_000_000, name
-    assert not any(until - since > 40_000_000 for _, since, until, _ in compute)
+        assert inside == alone + of_backwards, name
+    for begin, end in of_losses:
+        (covering,) = [what for what, since, until, _ in compute if since <= begin and end <= until]
+        assert covering == "loss"
+    for begin, end in of_nothing:
+        assert not [what for what, since, until, _ in compute if since < end and begin < until]
 
 
 EXCHANGES = {
@@ -163,6 +174,7 @@ def test_the_waits_inside_a_step_add_up_to_what_it_exposed(contents, algorithm):
     assert all(any(begin <= since and until <= end for _, begin, end, _ in steps) for _, since, until, _ in waits)
 
 
+@pytest.mark.timed
 def test_the_step_that_exchanges_is_the_one_that_waits(contents):
     """local_sgd exchanges after every second step; before its first step a rank waits for nobody."""
     steps = slices(contents["local_sgd"], trace.STEPS)
@@ -309,25 +321,35 @@ def test_a_single_rank(tmp_path):
     assert (clock["offset_ns"], clock["uncertainty_ns"]) == (0, 0)
 
 
+TIMEOUT_S = 0.5
+
+
 def _left_waiting(rank, world_size, folder, algorithm, is_killed):
     with process_group():
         model = train(algorithm, steps=2)
-        bagua.get_default_group().set_timeout(0.5)
+        meet()
+        bagua.get_default_group().set_timeout(TIMEOUT_S)
         if rank == 1 and is_killed:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1:
-            time.sleep(1.5)
+            meet()  # when the other one has failed
             return None
         optimizer = model.bagua.step.algorithm.training.optimizers[0]
         with pytest.raises(BaguaError) as raised:
             model(torch.randn(8, 128)).sum().backward()
             optimizer.step()
+        if not is_killed:
+            meet()
         model.bagua.timeline().save(f"{folder}/rank0.json")
         return raised.value.rank, str(raised.value)
 
 
-@pytest.mark.parametrize("algorithm", ["bytegrad", "decentralized"])
-@pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.timed
+@fast_in(
+    "algorithm, is_killed",
+    [("bytegrad", False), ("decentralized", True)],
+    list(itertools.product(["bytegrad", "decentralized"], [True, False])),
+)
 def test_the_wait_that_failed_is_told(tmp_path, capsys, algorithm, is_killed):
     """Rank 1 dies, or does not come: the text names it, says how long rank 0 has waited, and that a file is missing."""
     from bagua.testing import spawn
@@ -341,7 +363,7 @@ def test_the_wait_that_failed_is_told(tmp_path, capsys, algorithm, is_killed):
     check_nesting(content, trace.WAITS)
     (waited_ns,) = [end - begin for name, begin, end, _ in slices(content, trace.WAITS) if name.endswith(" failed")]
     assert waited_ns == failure["end_ns"] - failure["wait_ns"]
-    assert is_killed or 0.45e9 < waited_ns < 3e9
+    assert 0 < waited_ns < 4e9 * TIMEOUT_S
     assert cli.main(["timeline", f"{tmp_path}/rank0.json"]) == 0
     text = capsys.readouterr().out
     assert "1 of 2 ranks; missing: rank 1\n" in text

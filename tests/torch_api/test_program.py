@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 ALGORITHMS = ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async")
 
 
+@pytest.mark.slow("test_each_algorithm")
 @pytest.mark.needs("sklearn")
 def test_digits():
     script = Path(__file__).with_name("digits_original.py")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
 import warnings
 import weakref
 
@@ -16,6 +15,7 @@ import bagua.torch_api as api
 from bagua.torch_api.algorithms import Algorithm, async_model_average, bytegrad, decentralized, gradient_allreduce
 from bagua.torch_api.algorithms import q_adam as q
 from bagua.torch_api.data_parallel import DistributedDataParallel
+from tests.meeting import wait_until
 from tests.torch_api.programs import process_group
 
 # The original's name and options; bagua's.
@@ -143,10 +143,12 @@ def _asynchronous(rank, world_size):
             algorithm.resume(model)  # as the original's examples do before the first epoch: nothing to go on with
             for parameter in model.parameters():
                 parameter.data.fill_(value)
-        deadline = time.monotonic() + 20
-        while not all(bool((p == mean).all()) for model, _ in models for p in model.parameters()):
-            assert time.monotonic() < deadline
+
+        def has_met():
             train(models, rank, num_steps=1)
+            return all(bool((p == mean).all()) for model, _ in models for p in model.parameters())
+
+        wait_until(has_met, "both ranks at the mean")
         for model, _ in models:
             model.bagua_algorithm.abort(model)
             model.bagua_algorithm.abort(model)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import bagua
 from bagua.testing import Pool, kill
+from tests.meeting import meet
 from tests.torch_backend.programs import compare, needs_torch, run, start, values
 
 pytestmark = needs_torch
@@ -224,12 +225,14 @@ def survive(rank, world_size):
     groups = [dist.new_group() for _ in range(4)]
     for group in groups:
         dist.barrier(group)
+    meet()
     if rank == VICTIM:
-        time.sleep(0.3)
+        meet()
         kill()
     future = dist.all_reduce(torch.ones(10), group=groups[0], async_op=True).get_future()
     functional = torch.distributed._functional_collectives.all_reduce(torch.ones(3), "sum", groups[1])
     polled = dist.all_reduce(torch.ones(10), group=groups[2], async_op=True)
+    meet()
     begin = time.monotonic()
     messages = []
     with pytest.raises(RuntimeError) as raised:
@@ -251,6 +254,7 @@ def survive(rank, world_size):
     return messages
 
 
+@pytest.mark.timed
 def test_a_killed_rank_is_named():
     with Pool(3) as pool:
         for messages in pool.run(survive, expect_exit={VICTIM: signal.SIGKILL}):

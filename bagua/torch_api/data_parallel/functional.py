@@ -31,7 +31,7 @@ def all_reduce(
         InvalidArgument: another op, or MAX of a tensor that requires a gradient.
 
     Example:
-        >>> total = all_reduce((model(x) - y).square().sum())                     # doctest: +SKIP
+        >>> total = all_reduce((model(x) - y).square().sum())
     """
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
         raise InvalidArgument(f"op is {op!r}, expected torch.distributed.ReduceOp.SUM or MAX")
