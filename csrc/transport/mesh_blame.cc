@@ -221,9 +221,13 @@ Mesh::Verdict Mesh::judge_answer(int peer, const PeerStatus& theirs, uint32_t ag
   const int theirs_rank = job_rank(peer);
   const bool is_elsewhere = theirs.elsewhere_ms > 0;
   // A thread that stands still in another group does not excuse a rank that was late before, unless it stands there for
-  // one that does not answer.
-  if (is_elsewhere && end.state == ChainEnd::kIsNotWaiting && theirs.elsewhere_ms < 500 * allowed_seconds) {
-    end.rank = theirs_rank;
+  // one that does not answer; nor one that stands there for this rank, which did call.
+  const bool is_circle = end.rank == me || end.rank == theirs_rank;
+  const bool was_late = end.state == ChainEnd::kIsNotWaiting && theirs.elsewhere_ms < 500 * allowed_seconds;
+  if (is_elsewhere && (is_circle || was_late)) {
+    end = {};
+    end.rank = end.witness = theirs_rank;
+    end.state = ChainEnd::kIsNotWaiting;
     end.operation = theirs.operation;
     end.last_finished = theirs.last_finished;
   }
