@@ -33,7 +33,7 @@ help: ## this list
 demo: build ## train a CNN on two ranks with bytegrad, and beside it with torch DDP
 	@bash scripts/demo.sh
 
-test: test-native ## Rust, C++ and Python tests but the slow ones: at most 4 minutes on 2 cores
+test: test-native ## Rust, C++ and Python tests but the slow ones
 	$(PYTEST) -m "not slow and not timed" $(PARALLEL)
 	$(PYTEST) -m "not slow and timed"
 
@@ -48,7 +48,7 @@ test-native: setup-tests build
 	cargo test --quiet --offline --locked --manifest-path rust_core/Cargo.toml --target-dir build/rust
 	cmake -S . -B $(DEV) -DBAGUA_BUILD_TESTS=ON >$(DEV)/configure.log
 	cmake --build $(DEV) --target bagua_tests
-	timeout 600 $(DEV)/bagua_tests --gtest_brief=1
+	@bash scripts/native_tests.sh $(DEV)/bagua_tests
 
 package: setup-tests build ## the sdist, and a wheel built from it, by themselves
 	$(PY) -m pytest tests/structure/test_package.py

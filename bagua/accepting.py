@@ -58,6 +58,8 @@ class Arrival:
             value = about.get(name)
             if type(value) is not int or not low <= value <= high:
                 raise TransportError(f"its {name} is {value!r}, expected {low}..{high}")
+        if about["ring_bytes"] & (about["ring_bytes"] - 1):
+            raise TransportError(f"its ring_bytes is {about['ring_bytes']}, expected a power of two")
         return cls(about["link"], about["streams"], about["ring_bytes"], about["tag"])
 
     @property

@@ -42,15 +42,14 @@ class CallbackThread:
 
     def after(self, work: Work, step: Callable[[], None]) -> None:
         """Run `step` when the operation has ended, well or not."""
-        if self._is_to_run(step):
-            self._endings.watch(work.core, self._keep(step))
+        self._submit(step, lambda token: self._endings.watch(work.core, token))
 
     def soon(self, step: Callable[[], None]) -> None:
         """Run `step` after those of the operations that have ended; at once where that is this thread itself."""
         if self.is_current():
             step()
-        elif self._is_to_run(step):
-            self._endings.push(self._keep(step))
+        else:
+            self._submit(step, self._endings.push)
 
     def is_current(self) -> bool:
         """Whether the caller is this thread."""
@@ -69,22 +68,19 @@ class CallbackThread:
         if self._thread is not None and not self.is_current():
             self._thread.join()
 
-    def _is_to_run(self, step: Callable[[], None]) -> bool:
-        """Whether there is a thread for the step, which is started if need be; without one it is run here."""
-        with self._lock:
+    def _submit(self, step: Callable[[], None], enter: Callable[[int], object]) -> None:
+        """Has the thread run `step` when the token given to `enter` comes back; once closed, it is run here."""
+        with self._lock:  # all of it, so that close() comes before or after
             if not self._is_closed:
                 if self._thread is None:
                     # A daemon: a program that ends without closing its groups must reach the code that closes them.
                     self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                     self._thread.start()
-                return True
+                token = next(self._tokens)
+                self._steps[token] = step
+                enter(token)
+                return
         step()
-        return False
-
-    def _keep(self, step: Callable[[], None]) -> int:
-        token = next(self._tokens)
-        self._steps[token] = step
-        return token
 
     def _run(self) -> None:
         with self._around():

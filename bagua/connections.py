@@ -364,7 +364,9 @@ class Endpoint:
                     arrival.close()  # the dialer gave that attempt up
                 arrival = self._arrivals[group, peer] = announced
             arrival.sockets[index] = sock
-            arrival.descriptors = descriptors
+            if descriptors:
+                close_all([], arrival.descriptors)
+                arrival.descriptors = descriptors
             self._attach_if_complete(group, peer)
 
     def _accepts_no_more(self, error: Exception) -> None:

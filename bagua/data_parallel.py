@@ -28,7 +28,7 @@ from bagua.hook_failures import fatal
 from bagua.optimizer_hooks import Watch
 from bagua.replicas import BufferBroadcast, broadcast_model, broadcast_optimizer
 from bagua.step import Step
-from bagua.takeover import begin, closing_if_refused, move_gradients
+from bagua.takeover import begin, begin_gradients, closing_if_refused
 from bagua.world import get_default_group
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -138,7 +138,7 @@ def with_bagua(
     step = agree(group, prepare, remedy)
     # Each ends on all ranks before the next begins; until the last has, nothing is changed.
     with closing_if_refused(group):
-        agree(group, lambda: (step.algorithm.attach(step.training), {}), remedy)
+        agree(group, lambda: (step.attach(optimizers), {}), remedy)
         agree(group, lambda: (step.enter_stage(), {}), remedy)
     with fatal(group, "with_bagua"):
         _take_over(model, optimizers, step, earlier)
@@ -271,8 +271,8 @@ def _take_over(
     for optimizer in optimizers:
         broadcast_optimizer(optimizer, step.group)
     begin(step)
+    begin_gradients(earlier.step if earlier is not None else None, step)
     if earlier is not None:
-        move_gradients(earlier.step, step)
         earlier.remove_hooks()
     elif "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # what was compiled of a module without hooks never asks again whether it has some

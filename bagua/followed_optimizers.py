@@ -39,10 +39,10 @@ class FollowedOptimizers:
         algorithm: Algorithm,
         group: ProcessGroup,
     ) -> None:
-        self._storage, self._algorithm, self._group = storage, algorithm, group
+        self._algorithm, self._group = algorithm, group
         self._name_of = {id(p): name for name, p in zip(storage.names, storage.parameters, strict=True)}
         self._optimizers = list(optimizers)
-        self._ids = [_ids_of(optimizer) for optimizer in optimizers]  # of all that each steps, as last seen
+        self._ids = [ids_of(optimizer) for optimizer in optimizers]  # of all that each steps, as last seen
         self._steps = [self._of_the_model(ids) for ids in self._ids]
         self._is_fixed = algorithm.exchanges == "weights" or algorithm.optimizer_class is not torch.optim.Optimizer
         self._agreed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet(optimizers)
@@ -53,6 +53,12 @@ class FollowedOptimizers:
     def index_of(self, optimizer: torch.optim.Optimizer) -> int:
         """Its place among them."""
         return next(index for index, other in enumerate(self._optimizers) if other is optimizer)
+
+    def is_wrapper(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is none of them, and keeps one: then that one's step is the step, inside its own."""
+        if any(other is optimizer for other in self._optimizers):
+            return False
+        return any(value is other for value in vars(optimizer).values() for other in self._optimizers)
 
     def stepped_ids(self) -> set[int]:
         """The ids of the model's parameters that one of them steps."""
@@ -90,8 +96,8 @@ class FollowedOptimizers:
             changed[index] = optimizer
             self._check(optimizer, index, changed)
             self._optimizers = changed
-            self._algorithm.adopt_optimizers(tuple(changed))
         self._ids[index] = ids
+        self._algorithm.adopt_optimizers(tuple(self._optimizers))  # the same one, too: its groups have changed
 
     def _check(self, optimizer: torch.optim.Optimizer, index: int, changed: Sequence[torch.optim.Optimizer]) -> None:
         if self._algorithm.exchanges == "weights":
@@ -123,5 +129,5 @@ class FollowedOptimizers:
         return frozenset(key for key in ids if key in self._name_of)
 
 
-def _ids_of(optimizer: torch.optim.Optimizer) -> list[int]:
+def ids_of(optimizer: torch.optim.Optimizer) -> list[int]:
     return [id(parameter) for options in optimizer.param_groups for parameter in options["params"]]

@@ -16,8 +16,21 @@ class LocalGradients:
     """Which parameters may hold one. A single rank has none: its gradients are those of all."""
 
     def __init__(self, storage: BucketStorage, group: ProcessGroup) -> None:
-        self._storage, self._group = storage, group
+        self._names, self._parameters, self._group = storage.names, storage.parameters, group
         self._indices: set[int] = set()
+
+    def begin_after(self, earlier: LocalGradients | None) -> None:
+        """The model is wrapped, with the gradients that are there.
+
+        Args:
+            earlier: those of the wrap before, where it synchronised gradients; None: nobody has synchronised any.
+        """
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and (earlier is None or earlier._may_hold(parameter)):
+                self._indices.add(index)
+
+    def _may_hold(self, parameter: torch.nn.Parameter) -> bool:
+        return any(self._parameters[index] is parameter for index in self._indices)
 
     def add(self, index: int) -> None:
         """A backward inside no_sync has added to the gradient of a parameter."""
@@ -35,7 +48,7 @@ class LocalGradients:
         held = [index for index in sorted(self._indices) if self._is_held(index, stepped)]
         if not held:
             return None
-        name, more = self._storage.names[held[0]], f" and {len(held) - 1} more" if held[1:] else ""
+        name, more = self._names[held[0]], f" and {len(held) - 1} more" if held[1:] else ""
         return InvalidArgument(
             f"rank {self._group.rank}: {type(optimizer).__name__}.step would use gradients that no_sync() has left "
             f"unsynchronised, of {name!r}{more}; the ranks would part. Have the last backward before a step outside "
@@ -44,5 +57,5 @@ class LocalGradients:
         )
 
     def _is_held(self, index: int, stepped: set[int]) -> bool:
-        parameter = self._storage.parameters[index]
+        parameter = self._parameters[index]
         return id(parameter) in stepped and parameter.grad is not None and bool(parameter.grad.any())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -36,9 +37,14 @@ class Call:
     __slots__ = ("_frame", "is_evaluating", "is_inner", "is_prepared", "num_backwards", "num_forwards", "optimizer")
 
     def __init__(self, optimizer: torch.optim.Optimizer, frame: FrameType, is_inner: bool) -> None:
-        self.optimizer, self._frame, self.is_inner = optimizer, frame, is_inner
+        self.optimizer, self.is_inner = optimizer, is_inner
+        self._frame: FrameType | None = frame
         self.is_prepared = self.is_evaluating = False
         self.num_forwards = self.num_backwards = 0
+
+    def release(self) -> None:
+        """The call has ended: its frame, and with it the caller's locals, are kept alive no longer."""
+        self._frame = None
 
     def is_running(self) -> bool:
         """Whether the call is still on the stack: one that raised is not."""
@@ -63,11 +69,20 @@ class Calls:
         return call
 
     def end(self, optimizer: torch.optim.Optimizer) -> Call | None:
-        """A step has returned; None where its beginning was not seen."""
+        """A step has returned; None where its beginning was not seen, as that of another model's optimizer."""
+        if all(call.optimizer is not optimizer for call in self._stack):
+            return None  # perhaps in another thread, on whose stack no call of this one is
         self._forget_raised()
         if not self._stack or self._stack[-1].optimizer is not optimizer:
             return None
-        return self._stack.pop()
+        call = self._stack.pop()
+        call.release()
+        return call
+
+    def drop(self, call: Call) -> None:
+        """A step is refused before it begins."""
+        self._stack.remove(call)
+        call.release()
 
     def evaluating(self) -> Call | None:
         """The call whose closure runs now."""
@@ -79,7 +94,7 @@ class Calls:
 
     def _forget_raised(self) -> None:
         while self._stack and not self._stack[-1].is_running():
-            self._stack.pop()
+            self._stack.pop().release()
 
 
 class Model(Protocol):
@@ -88,6 +103,8 @@ class Model(Protocol):
     parameter_ids: frozenset[int]
     calls: Calls
 
+    def is_wrapper(self, optimizer: torch.optim.Optimizer) -> bool: ...
+
     def before_optimizer_step(self, call: Call, ids: list[int], has_closure: bool) -> None: ...
 
     def closure_returned(self, call: Call) -> None: ...
@@ -95,6 +112,7 @@ class Model(Protocol):
     def after_optimizer_step(self, call: Call) -> None: ...
 
 
+_lock = threading.Lock()  # guards the hooks against being registered and removed at once
 _watched: dict[weakref.ref[Model], None] = {}  # in the order of wrapping
 _handles: list[Any] = []  # of the global hooks
 
@@ -103,21 +121,25 @@ class Watch:
     """Keeps a model informed until it is removed, or the model is gone."""
 
     def __init__(self, model: Model) -> None:
+        # The garbage collector may end a model anywhere, in the middle of torch's look at its hooks too, so that these
+        # are removed by who ends a wrap, or stay, to find nobody.
         self._ref = weakref.ref(model, _forget)
-        _watched[self._ref] = None
-        if not _handles:
-            _handles.append(register_optimizer_step_pre_hook(_before))
-            _handles.append(register_optimizer_step_post_hook(_after))
+        with _lock:
+            _watched[self._ref] = None
+            if not _handles:
+                _handles.append(register_optimizer_step_pre_hook(_before))
+                _handles.append(register_optimizer_step_post_hook(_after))
 
     def remove(self) -> None:
         """The model hears of no further step. Idempotent."""
         _forget(self._ref)
+        with _lock:
+            while _handles and not _watched:
+                _handles.pop().remove()
 
 
 def _forget(ref: weakref.ref[Model]) -> None:
     _watched.pop(ref, None)
-    while _handles and not _watched:
-        _handles.pop().remove()
 
 
 def _models() -> list[Model]:
@@ -128,13 +150,21 @@ def _models() -> list[Model]:
 def _before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     ids = [*map(id, chain.from_iterable([options["params"] for options in optimizer.param_groups]))]
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    begun = []
+    closure = closure if callable(closure) else None
+    begun: list[tuple[Model, Call]] = []
     for model in _models():
-        if not model.parameter_ids.isdisjoint(ids):
-            call = model.calls.begin(optimizer)
-            if not call.is_inner:
-                model.before_optimizer_step(call, ids, closure is not None)
-                begun.append((model, call))
+        if model.parameter_ids.isdisjoint(ids) or model.is_wrapper(optimizer):
+            continue
+        call = model.calls.begin(optimizer)
+        if call.is_inner:
+            continue
+        begun.append((model, call))
+        try:
+            model.before_optimizer_step(call, ids, closure is not None)
+        except BaseException:  # torch calls no post hook then
+            for other, raised in begun:
+                other.calls.drop(raised)
+            raise
     if closure is None or not begun:
         return None
     closure = _told(closure, begun)

@@ -17,7 +17,7 @@ import torch
 from bagua.algorithms.base import Algorithm
 from bagua.bucket import Bucket, BucketStorage
 from bagua.errors import BaguaError
-from bagua.followed_optimizers import FollowedOptimizers
+from bagua.followed_optimizers import FollowedOptimizers, ids_of
 from bagua.group import ProcessGroup, Work
 from bagua.hook_failures import fatal
 from bagua.local_gradients import LocalGradients
@@ -110,6 +110,10 @@ class OptimizerSteps:
 
     # --- from the optimizer --------------------------------------------------------------------
 
+    def is_wrapper(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it wraps an optimizer of this model, of whose step inside its own we hear."""
+        return self._optimizers.is_wrapper(optimizer)
+
     def before_optimizer_step(self, call: Call, ids: list[int], has_closure: bool) -> None:
         """An optimizer is about to step the parameters with these ids.
 
@@ -120,14 +124,14 @@ class OptimizerSteps:
         # torch says in this way whether this thread runs a backward.
         if self._group.size > 1 and torch._C._current_graph_task_id() != -1:
             raise self._fail(stepped_in_backward(call.optimizer, self._group.rank))
-        with fatal(self._group, f"following a {type(call.optimizer).__name__}"):
-            self._optimizers.follow(call.optimizer, ids)
+        self._follow(call.optimizer, ids)
         # A closure's gradients are those of its first evaluation, unless it only looks at the loss once more.
         if (self._has_gradients or not has_closure) and not is_skipped_by_scaler(call.optimizer):
             self._prepare(call)
 
     def closure_returned(self, call: Call) -> None:
         """An evaluation of the optimizer's closure has ended: its gradients are what the optimizer goes on with."""
+        self._follow(call.optimizer, ids_of(call.optimizer))  # another may have stepped in the closure
         self._prepare(call)
 
     def after_optimizer_step(self, call: Call) -> None:
@@ -142,6 +146,10 @@ class OptimizerSteps:
         after_step = self._after_step()
         if after_step is not None:
             after_step()
+
+    def _follow(self, optimizer: torch.optim.Optimizer, ids: list[int]) -> None:
+        with fatal(self._group, f"following a {type(optimizer).__name__}"):
+            self._optimizers.follow(optimizer, ids)
 
     def _prepare(self, call: Call) -> None:
         error = self.local_gradients.refusal(call.optimizer) if self._sends_gradients else None

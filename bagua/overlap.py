@@ -2,7 +2,8 @@
 
 Beside the data path: tensors.py and the lists of torch_backend ask before anything is sent. Two elements share memory
 where they have a byte in common, so an element is one dimension more, of bytes. Places are enumerated only where
-dimensions interleave and the memory has room for all of them, and then without the longest dimension.
+dimensions interleave and the memory has room for all of them, and then without the longest dimension; of two tensors
+that interleave, without what lies in one piece.
 """
 
 from __future__ import annotations
@@ -82,12 +83,19 @@ def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
     dims, begins = _dims(a), [a.data_ptr(), b.data_ptr()]
     if _are_alike(a, b) and not _meet(dims):
         return _meet(dims, begins)
-    places = []
-    is_aligned = a.element_size() == b.element_size() and (begins[0] - begins[1]) % a.element_size() == 0
-    for tensor, begin in zip((a, b), begins, strict=True):
-        distinct = [(stride, length) for stride, length in _dims(tensor) if stride]  # of what is expanded, once
-        places.append(begin + _places(distinct[:-1] if is_aligned else distinct))
-    return bool(np.intersect1d(*places).size)
+    (begins_a, length_a), (begins_b, length_b) = _runs(a), _runs(b)
+    # Of b's runs, all equally long, the last one that begins before a run of a ends is the one that reaches furthest.
+    last = np.searchsorted(begins_b, begins_a + length_a) - 1
+    return bool(((last >= 0) & (begins_b[last] + length_b > begins_a)).any())
+
+
+def _runs(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
+    """Where its runs of adjacent bytes begin, ascending, and the length of each."""
+    dims = _merged(sorted((stride, length) for stride, length in _dims(tensor) if stride and length > 1))
+    run = dims.pop(0)[1] if dims and dims[0][0] == 1 else 1
+    places = tensor.data_ptr() + _places(dims)
+    places.sort()
+    return places, run
 
 
 def _meet(dims: Sequence[Dim], begins: Sequence[int] = (0,)) -> bool:

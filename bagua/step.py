@@ -92,7 +92,11 @@ class Step:
         self._is_checked = False  # after the first backward, that the model still has the parameters of the wrap
         self._local_ns: int | None = None  # when a backward inside no_sync began
         self._unused = UnusedParameters(storage, group) if find_unused_parameters else None
-        self.training = Training(group, tuple(optimizers), functools.partial(_record, self.recorder, self.groups))
+
+    def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Tells the algorithm what it is to be part of; the step itself keeps no optimizer alive."""
+        record = functools.partial(_record, self.recorder, self.groups)
+        self.algorithm.attach(Training(self.group, tuple(optimizers), record))
 
     # --- forward -------------------------------------------------------------------------------
 

@@ -37,6 +37,14 @@ def begin(step: Step) -> None:
         step.enter_stage()
 
 
+def begin_gradients(earlier: Step | None, step: Step) -> None:
+    """``step`` takes the gradients that are there, which may be each rank's own."""
+    synchronised = earlier is not None and earlier.sends_gradients
+    step.optimizer_steps.local_gradients.begin_after(earlier.optimizer_steps.local_gradients if synchronised else None)
+    if earlier is not None:
+        move_gradients(earlier, step)
+
+
 def move_gradients(earlier: Step, step: Step) -> None:
     """Those that are in the buckets of ``earlier`` move to the buckets of ``step``, or out of both."""
     if step.sends_gradients:

@@ -67,7 +67,8 @@ class TorchProcessGroup(dist.ProcessGroup):
         self.levels = Levels(group)
         # DDP.join gives C++ the Work of a one-element all_reduce and drops it. C++ keeps its own half, but the one that
         # waits is ours, and without it that one waits for ever. torch does not tell when C++ lets go: it does so in the
-        # backward of the same forward, or in the next forward, so the last ones are kept, which takes a few kilobytes.
+        # backward of the same forward, or in the next forward, so the last ones are kept, which takes a few kilobytes:
+        # theirs is a tensor of its own, no view of others.
         self._kept: deque[TorchWork] = deque(maxlen=256)
         self._store = store
         self._torch_name = name
@@ -136,7 +137,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         tensor = one(tensors, "tensors")
         blocking = _is_blocking(opts)
         work = TorchWork([self._all_reduce(tensor, opts.reduceOp.op, blocking)], [tensor])
-        if not blocking and tensor.numel() == 1:
+        if not blocking and tensor.numel() == 1 and tensor.untyped_storage().nbytes() == tensor.element_size():
             self._kept.append(work)
         return work
 

@@ -127,7 +127,8 @@ void bind_reductions(py::class_<Group>& group) {
                          [=, taken = use_parts(parts, dtype)](Context& context) {
                            const size_t num_blocks = collectives::all_reduce(context, pointer(data), numel, dtype, op,
                                                                              used, residuals, taken);
-                           if (checks_result) look_at_result(context, pointer(data), numel, dtype, used);
+                           const Codec* encoded = context.team.size() > 1 ? used : nullptr;
+                           if (checks_result) look_at_result(context, pointer(data), numel, dtype, encoded);
                            return num_blocks;
                          });
       },
@@ -149,8 +150,8 @@ void bind_reductions(py::class_<Group>& group) {
         return run_coded(
             g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
             [=, hierarchy = collectives::Hierarchy{node, leaders}, taken = use_parts(parts, dtype)](Context& context) {
-              const size_t num_blocks = collectives::hierarchical_all_reduce(
-                  context, hierarchy, pointer(data), numel, dtype, op, used, residuals, taken);
+              const size_t num_blocks = collectives::hierarchical_all_reduce(context, hierarchy, pointer(data), numel,
+                                                                             dtype, op, used, residuals, taken);
               const Codec* encoded = hierarchy.leaders.size() > 1 ? used : nullptr;
               if (checks_result) look_at_result(context, pointer(data), numel, dtype, encoded);
               return num_blocks;

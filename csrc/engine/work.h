@@ -61,9 +61,7 @@ class Work {
     return known == kNotLooked ? std::nullopt : std::optional<bool>(known == kFinite);
   }
   // By the operation, before it completes.
-  void set_result_finite(bool is_finite) {
-    result_.store(is_finite ? kFinite : kNotFinite, std::memory_order_relaxed);
-  }
+  void set_result_finite(bool is_finite) { result_.store(is_finite ? kFinite : kNotFinite, std::memory_order_relaxed); }
   // Payload that this rank has sent for a collective: in all, and of it over a network instead of shared memory.
   // Meaningful once completed; 0 for one that failed.
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }

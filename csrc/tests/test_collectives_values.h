@@ -183,7 +183,7 @@ inline std::vector<Case> all_cases() {
       }
     }
   }
-  for (const size_t numel : {(size_t{1} << 16) + 1, size_t{1} << 20}) {
+  for (const size_t numel : {(size_t{1} << 16) + 1, size_t{1} << 18}) {
     for (const auto& [dtype, op] : {std::pair{DType::kF32, ReduceOp::kSum},
                                     {DType::kF32, ReduceOp::kAvg},
                                     {DType::kF16, ReduceOp::kSum},

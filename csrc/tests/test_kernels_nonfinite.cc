@@ -1,5 +1,5 @@
-// The search for NaN and infinity against a plain loop over doubles: dtype x numel x misalignment x stride, with one bad
-// element at every place that a tail or a block of the kernel could miss.
+// The search for NaN and infinity against a plain loop over doubles: dtype x numel x misalignment x stride, with one
+// bad element at every place that a tail or a block of the kernel could miss.
 #include "csrc/kernels/nonfinite.h"
 
 #include "csrc/tests/test_kernels_oracle.h"

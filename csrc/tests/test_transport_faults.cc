@@ -1,5 +1,7 @@
 // What a waiting rank is told: departures with and without a goodbye, deadlines with the culprit's name, first
 // causes of others, interrupts.
+#include <future>
+
 #include "csrc/tests/test_transport_pairs.h"
 
 namespace bagua::testing {
@@ -119,23 +121,33 @@ TEST_P(Faults, APeerInAnotherOperationIsNamedWithIt) {
   EXPECT_CONTAINS(std::string(error->what()), "rank 1 is in all_gather #3 of 5 uint8");
 }
 
+// Runs a wait, and says when it has ended, however it ended.
+template <typename Wait>
+void wait_and_say(std::promise<void>& ended, Wait wait) {
+  try {
+    wait();
+  } catch (...) {
+    ended.set_value();
+    throw;
+  }
+  ended.set_value();
+}
+
 TEST_P(Faults, TheEndOfAChainIsNamed) {
   auto meshes = make_meshes(3, GetParam());
+  std::promise<void> ended;
   // 0 waits for 1, which waits for 2, which does nothing. Rank 1's deadline is the later one.
-  const auto failures = run_threads({[&] {
-                                       uint8_t byte;
-                                       meshes[0]->begin(stamp(1), Deadline::after(200ms));
-                                       meshes[0]->recv(1, &byte, 1);
-                                     },
-                                     [&] {
-                                       uint8_t byte;
-                                       meshes[1]->begin(stamp(1), Deadline::after(5s));
-                                       meshes[1]->recv(2, &byte, 1);
-                                     },
-                                     [&] {
-                                       std::this_thread::sleep_for(1500ms);
-                                       meshes[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
-                                     }});
+  const auto wait_for_next = [&](size_t rank, Clock::duration timeout) {
+    uint8_t byte;
+    meshes[rank]->begin(stamp(1), Deadline::after(timeout));
+    meshes[rank]->recv(static_cast<int>(rank) + 1, &byte, 1);
+  };
+  const auto failures =
+      run_threads({[&] { wait_and_say(ended, [&] { wait_for_next(0, 200ms); }); }, [&] { wait_for_next(1, 30s); },
+                   [&] {
+                     ended.get_future().wait();
+                     meshes[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
+                   }});
   const auto error = error_of(failures[0]);
   ASSERT_TRUE(error);
   EXPECT_EQ(error->kind(), ErrorKind::kDeadlineExceeded);
@@ -146,18 +158,19 @@ TEST_P(Faults, TheEndOfAChainIsNamed) {
 // Each is one operation ahead of the next one, and only rank 0 has a deadline that passes.
 TEST_P(Faults, TheEndOfAChainThroughOtherOperationsIsNamed) {
   auto meshes = make_meshes(4, GetParam());
+  std::promise<void> ended;
   const auto wait_for_next = [&](size_t rank, Clock::duration timeout) {
     uint8_t byte;
     meshes[rank]->begin(stamp(static_cast<uint32_t>(3 - rank)), Deadline::after(timeout));
     meshes[rank]->recv(static_cast<int>(rank) + 1, &byte, 1);
   };
-  const auto failures =
-      run_threads({[&] { wait_for_next(0, 200ms); }, [&] { wait_for_next(1, 30s); }, [&] { wait_for_next(2, 30s); },
-                   [&] {
-                     std::this_thread::sleep_for(1500ms);
-                     meshes[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
-                     meshes[2]->poison(Error(ErrorKind::kAborted, "the end of the test"));
-                   }});
+  const auto failures = run_threads({[&] { wait_and_say(ended, [&] { wait_for_next(0, 200ms); }); },
+                                     [&] { wait_for_next(1, 30s); }, [&] { wait_for_next(2, 30s); },
+                                     [&] {
+                                       ended.get_future().wait();
+                                       meshes[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
+                                       meshes[2]->poison(Error(ErrorKind::kAborted, "the end of the test"));
+                                     }});
   const auto error = error_of(failures[0]);
   ASSERT_TRUE(error);
   EXPECT_EQ(error->kind(), ErrorKind::kDeadlineExceeded);
@@ -184,11 +197,14 @@ TEST_P(Faults, TheEndOfAChainThroughAnotherGroupIsNamed) {
   const auto meshes = pair_of(GetParam(), {0, 1}, {nullptr, process});
   const auto others = pair_of(GetParam(), {1, 2}, {process, nullptr});
   others[0]->set_num_waiters(std::make_shared<std::atomic<int>>(1));
+  std::promise<void> ended;
   const auto failures = run_threads({[&] {
-                                       uint8_t byte;
-                                       std::this_thread::sleep_for(200ms);  // the other wait has lasted longer
-                                       meshes[0]->begin(stamp(1), Deadline::after(200ms));
-                                       meshes[0]->recv(1, &byte, 1);
+                                       wait_and_say(ended, [&] {
+                                         uint8_t byte;
+                                         std::this_thread::sleep_for(200ms);  // the other wait has lasted longer
+                                         meshes[0]->begin(stamp(1), Deadline::after(200ms));
+                                         meshes[0]->recv(1, &byte, 1);
+                                       });
                                      },
                                      [&] {
                                        uint8_t byte;
@@ -196,7 +212,7 @@ TEST_P(Faults, TheEndOfAChainThroughAnotherGroupIsNamed) {
                                        others[0]->recv(1, &byte, 1);
                                      },
                                      [&] {
-                                       std::this_thread::sleep_for(1500ms);
+                                       ended.get_future().wait();
                                        others[0]->poison(Error(ErrorKind::kAborted, "the end of the test"));
                                      }});
   const auto error = error_of(failures[0]);

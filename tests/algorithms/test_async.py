@@ -11,6 +11,7 @@ import torch
 import bagua
 from bagua.errors import InvalidArgument
 from tests.algorithms.quadratic import Quadratic, step_once, target_of, weights_of
+from tests.communication.worlds import fast_in
 from tests.conformance.training import TIMEOUT_S, assert_equal_on_all_ranks, process_group
 from tests.meeting import meet
 
@@ -56,7 +57,7 @@ def _num_rounds(model):
     return len({span.begin_ns for span in model.bagua.timeline().spans if span.kind == "operation"})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@fast_in("dtype", [torch.float64], [torch.float32, torch.float64])
 def test_corrections_add_up_to_zero_exactly(pool2, pool4, dtype):
     """Integers and halves: every mean of two and of four is exact, so nothing may be lost or counted twice."""
     for pool, size in [(pool2, 2), (pool4, 4)]:

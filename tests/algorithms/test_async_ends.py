@@ -87,11 +87,11 @@ def test_an_interval_too_long_for_the_timeout(pool2):
 
 def _early_end(rank, world_size):
     """Rank 2 ends while the others have two rounds to go."""
-    with process_group(timeout_s=4.0), _warnings() as messages:
+    with process_group(timeout_s=2.0), _warnings() as messages:
         model = Quadratic()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=1.2)
-        end = time.monotonic() + (0.3 if rank == 2 else 2.7)
+        bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.6)
+        end = time.monotonic() + (0.15 if rank == 2 else 1.35)
         while time.monotonic() < end:
             step_once(model, optimizer, rank, 0)
             time.sleep(0.02)
@@ -294,13 +294,13 @@ def test_an_optimizer_that_does_not_step_is_named(pool2):
 
 
 def _peer_that_does_not_come(rank, world_size):
-    with process_group(timeout_s=2.0), _warnings() as messages:
+    with process_group(timeout_s=1.0), _warnings() as messages:
         model = Quadratic()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.0)
         step_once(model, optimizer, rank, 0)
         if rank == 1:
-            time.sleep(4)
+            time.sleep(2)
             return None
         model.bagua.remove()
         return messages

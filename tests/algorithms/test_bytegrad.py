@@ -150,7 +150,7 @@ def test_hierarchical(pool_of_two_nodes, codec):
 
 
 def _hierarchical_on_one_node(rank, world_size, algorithm):
-    """Nothing is encoded, so a NaN is an ordinary one, wherever it stands, as without a codec."""
+    """Nothing is encoded, so a NaN stays where it stood; a step with it is refused all the same."""
     with process_group():
         model = torch.nn.Linear(BLOCK, 8, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -170,7 +170,14 @@ def _hierarchical_on_one_node(rank, world_size, algorithm):
         assert torch.equal(model.weight.grad.isnan(), sum(per_rank).isnan())
         assert torch.allclose(model.weight.grad, sum(per_rank) / world_size, equal_nan=True)
         assert not bucket.is_finite()
+        before = model.weight.detach().clone()
+        with pytest.raises(bagua.InvalidArgument, match=r"NaN or Inf on some rank.*bucket 0 \(weight\)"):
+            optimizer.step()
+        assert torch.equal(model.weight, before)
+        optimizer.zero_grad()
+        (model.weight * (1 + rank)).sum().backward()  # the ranks go on together
         optimizer.step()
+        assert_equal_on_all_ranks({"weight": model.weight})
 
 
 @pytest.mark.parametrize("algorithm", ["bytegrad", "qsgd", "qadam"])

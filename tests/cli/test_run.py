@@ -113,6 +113,7 @@ SCRIPT = """
     spin = os.environ.get("BAGUA_SPIN_US")
     line = f"rank {bagua.get_rank()} sum {x[0].item():g} {kind} {sys.argv[1:]} {spin}\\n"
     print(line, end="", flush=True)  # one write even where Python does not buffer: the ranks share the pipe
+    bagua.barrier()  # the launcher ends the others when one has failed
     sys.exit(int(sys.argv[1]) if bagua.get_rank() == 0 else 0)
 """
 
@@ -128,14 +129,10 @@ def bagua_run(*arguments):
     return subprocess.run([sys.executable, "-m", "bagua.run", *arguments], capture_output=True, text=True, timeout=90)
 
 
-def test_a_script_runs_on_two_ranks(script):
-    done = bagua_run("--nproc-per-node", "2", "--no-shared-memory", "--spin-us", "0", script, "0", "--more")
-    assert done.returncode == 0, done.stderr
+def test_a_script_runs_on_two_ranks_and_fails_the_launcher(script):
+    """That one which does not fail ends well is seen in tests/examples."""
+    done = bagua_run("--nproc-per-node", "2", "--no-shared-memory", "--spin-us", "0", script, "3", "--more")
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
-    assert lines == [f"rank {rank} sum 2 tcp ['0', '--more'] 0" for rank in range(2)]
-
-
-def test_a_script_that_fails_fails_the_launcher(script):
-    done = bagua_run("--nproc-per-node", "1", script, "3")
+    assert lines == [f"rank {rank} sum 2 tcp ['3', '--more'] 0" for rank in range(2)]
     assert done.returncode != 0
     assert "exitcode  : 3" in done.stderr

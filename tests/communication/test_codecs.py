@@ -197,13 +197,13 @@ def check_bytes(rank, world_size, codec):
     group = bagua.get_default_group()
     n, numel = world_size, 40_000
     wire = bagua.codecs.get(codec).wire_bytes
-    x, wide = torch.ones(numel), torch.ones(n * numel)
+    x, wide, other = torch.ones(numel), torch.ones(n * numel), torch.ones(n * numel)
     # At most this many bytes; who ends a chain sends less.
     for call, most in (
         (lambda: bagua.broadcast(x, 0, codec=codec), wire(numel, x.dtype)),
         (lambda: bagua.all_gather(wide, x, codec=codec), (n - 1) * wire(numel, x.dtype)),
         (lambda: bagua.reduce_scatter(x, wide, codec=codec), (n - 1) * wire(numel, x.dtype)),
-        (lambda: bagua.all_to_all(wide, wide, codec=codec), (n - 1) * wire(numel, x.dtype)),
+        (lambda: bagua.all_to_all(other, wide, codec=codec), (n - 1) * wire(numel, x.dtype)),
     ):
         before = group.bytes_sent
         call()

@@ -7,11 +7,13 @@ import torch
 import bagua
 from bagua import ReduceOp
 from tests.communication.oracles import DTYPES, assert_reduced, assert_same, ops_of, values
-from tests.communication.worlds import ALL_WORLDS, in_worlds, shm, tcp
+from tests.communication.worlds import ALL_WORLDS, FEW_WORLDS, in_worlds, shm, tcp, through_torch
 
 SIZES = (0, 1, 3, 33, 1025, 65537)
 LARGE = 1_000_003
-THE_OTHERS = [shm(4), tcp(2), tcp(4)]  # what they have is in other worlds too: sizes, transports
+# What they have is in other worlds too: sizes, transports; and over torch every result has the bits of the native
+# transport (test_torch_transport.py).
+THE_OTHERS = [shm(4), tcp(2), tcp(4), through_torch(3)]
 MOST_WORLDS = [world for world in ALL_WORLDS if world not in THE_OTHERS]
 
 
@@ -134,7 +136,7 @@ def check_uneven_all_to_all(rank, world_size):
         assert_same(output, expected, f"rows of {row_shape}")
 
 
-@in_worlds(ALL_WORLDS)
+@in_worlds(FEW_WORLDS, slow=ALL_WORLDS)
 def test_all_to_all_with_uneven_splits(pools, world):
     pools.run(world, check_uneven_all_to_all)
 
@@ -152,6 +154,6 @@ def check_barrier(rank, world_size):
         assert left >= int(everybody.max())
 
 
-@in_worlds(ALL_WORLDS)
+@in_worlds(FEW_WORLDS, slow=ALL_WORLDS)
 def test_nobody_leaves_a_barrier_before_all_have_entered(pools, world):
     pools.run(world, check_barrier)

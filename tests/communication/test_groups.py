@@ -193,7 +193,7 @@ def check_many(rank, world_size):
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-@in_worlds([shm(2), tcp(2)])
+@in_worlds([shm(2)], slow=[tcp(2)])
 def test_many_groups(pools, world):
     pools.run(world, check_many)
 

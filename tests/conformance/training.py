@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import bagua
+from tests.communication.worlds import SAME_TEST
 
 TIMEOUT_S = 15.0
 # Of this package; asking those of others would import them.
@@ -24,7 +25,7 @@ ANY = torch.optim.Optimizer
 
 def slow_but(names: Sequence[str], *fast: str) -> list[Any]:
     """Parameters of a test, those that are not ``fast`` marked slow."""
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [name if name in fast else pytest.param(name, marks=SAME_TEST) for name in names]
 
 
 def make_optimizer(

@@ -229,8 +229,12 @@ def _is_freed(rank, world_size):
         other = bagua.with_bagua(torch.nn.Linear(2, 2))
         model.bagua.remove()
         assert _global_optimizer_pre_hooks
+        kept = weakref.ref(other)
         del other
         gc.collect()
+        assert kept() is None
+        bagua.with_bagua(model)
+        model.bagua.remove()
         assert not _global_optimizer_pre_hooks and not _global_optimizer_post_hooks
 
 

@@ -12,6 +12,7 @@ import torch
 import bagua
 from bagua.algorithms import Algorithm, Declaration
 from bagua.errors import InvalidArgument, RemoteError
+from tests.communication.worlds import SAME_TEST
 from tests.conformance.test_checkpoints import assert_same
 from tests.conformance.training import batch, grads_of, loss_of, make_net, make_optimizer, process_group
 from tests.conformance.variants import VARIANTS, described
@@ -199,7 +200,7 @@ def _states(rank, world_size, variants):
 
 
 FAST = [VARIANTS[[name for name, _ in VARIANTS].index("decentralized")], ("bytegrad", {"error_feedback": True})]
-SLOW = [pytest.param(variant, marks=pytest.mark.slow) for variant in VARIANTS if variant not in FAST]
+SLOW = [pytest.param(variant, marks=SAME_TEST) for variant in VARIANTS if variant not in FAST]
 
 
 def _named(variant):

@@ -33,8 +33,8 @@ def run(launcher: str, script: str, *options: str) -> dict:
 
 @pytest.mark.needs("sklearn", "tqdm")
 def test_digits_reaches_its_accuracy_with_bytegrad():
-    result = run("bagua", "digits.py", "--algorithm", "bytegrad", "--epochs", "6")
-    assert result["test_accuracy"] >= 0.97
+    result = run("bagua", "digits.py", "--algorithm", "bytegrad", "--epochs", "2")
+    assert result["test_accuracy"] >= 0.93
     assert result["ranks"] == 2
     assert result["sent_per_rank_mb"] > 1
     assert 0 < result["exposed_communication_s"] < result["train_s"]

@@ -2,6 +2,7 @@
 connection to it, and never one that waits too, in whatever operation, group or kind of traffic it does."""
 
 import ctypes
+import itertools
 import random
 import re
 import signal
@@ -16,7 +17,7 @@ import torch
 import bagua
 from bagua.testing import Pool, stop
 from benchmarks import hosts
-from tests.communication.worlds import WorldKind, in_worlds, mixed, shm, tcp
+from tests.communication.worlds import SAME_TEST, WorldKind, fast_in, in_worlds, mixed, shm, tcp
 from tests.conformance.training import ALGORITHMS, make_optimizer
 from tests.faults.scenarios import note_time, noted_time, process_group, spawn_in, watch
 
@@ -95,8 +96,11 @@ def check_chain(world, chain, how, is_connected, tmp_path):
         assert seen.at - noted_time(path) < bound(SHORT_S), (rank, seen)
 
 
-@pytest.mark.parametrize("chain", CHAINS)
-@in_worlds([tcp(4)], slow=[shm(4), mixed(4)])
+@fast_in(
+    "world, chain",
+    [(tcp(4), "kinds of traffic")],
+    list(itertools.product([shm(4), tcp(4), mixed(4)], CHAINS)),
+)
 def test_the_end_of_a_chain_is_named(world, chain, tmp_path):
     check_chain(world, chain, "stopped", True, tmp_path)
 
@@ -236,7 +240,10 @@ def test_a_cut_off_host_is_named_by_the_others_and_by_itself(tmp_path):
 
 
 @needs_hosts
-@pytest.mark.parametrize(("size", "pair"), [(2, (0, 1)), (4, (1, 2))], ids=["of two", "of four"])
+@pytest.mark.parametrize(
+    ("size", "pair"),
+    [pytest.param(2, (0, 1), id="of two", marks=SAME_TEST), pytest.param(4, (1, 2), id="of four")],
+)
 def test_a_cut_connection_is_named(size, pair, tmp_path):
     path = str(tmp_path / "since")
     for rank, seen in enumerate(spawn_on_hosts(size, path, sum_until_a_cut, pair)):
@@ -310,7 +317,7 @@ def names_the_silent_one(seen):
 NUM_JOBS = {"shm": 3, "tcp": 3, "mixed": 3, "hosts": 4}  # with 8 algorithms 104
 
 
-@pytest.mark.slow
+@pytest.mark.slow("test_the_end_of_a_chain_is_named")
 @pytest.mark.parametrize("fault", NUM_JOBS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_training_names_no_innocent(algorithm, fault, tmp_path, record_property):

@@ -61,7 +61,7 @@ def die_in_a_stage(rank, world_size, victim, path, operation="all_reduce"):
         return watch(call)
 
 
-@fast_in("victim", [0, 4], range(5))
+@fast_in("victim", [], range(5))
 def test_kill(victim, tmp_path):
     path = str(tmp_path / "died")
     results = spawn_in(WORLD, die_in_a_stage, victim, path, expect_exit={victim: signal.SIGKILL})
@@ -70,7 +70,7 @@ def test_kill(victim, tmp_path):
 
 @fast_in(
     "operation, victim",
-    [("coded", 1), ("neighbor_average", 0)],
+    [("neighbor_average", 0)],
     list(itertools.product(["coded", "neighbor_average"], range(3))),
 )
 def test_kill_in_other_operations(operation, victim, tmp_path):
@@ -127,7 +127,7 @@ def be_stopped_or_late(rank, world_size, culprit, stops, num_before, path, opera
 # Ranks 2 and 4: a leader and a member.
 @fast_in(
     "culprit, how, num_before",
-    [(2, "stopped", 0), (4, "late", 3)],
+    [(2, "stopped", 0)],
     list(itertools.product([2, 4], ["stopped", "late"], [0, 3])),
 )
 def test_a_rank_that_does_not_come(culprit, how, num_before, tmp_path):
@@ -137,7 +137,7 @@ def test_a_rank_that_does_not_come(culprit, how, num_before, tmp_path):
 # Rank 0 is the only one of its node, 1 is a leader, 2 a member.
 @fast_in(
     "operation, culprit, how, num_before",
-    [("neighbor_average", 0, "late", 2), ("coded", 2, "stopped", 2)],
+    [("coded", 0, "late", 2)],
     [
         (operation, *case)
         for operation in ("coded", "neighbor_average")

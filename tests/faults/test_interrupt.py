@@ -80,7 +80,6 @@ def interrupted(rank, world_size, name, connected):
 @fast_in(
     "world, before, name",
     [
-        (shm(2), "connected", "blocking"),
         (shm(2), "connected", "blocking_large"),
         (tcp(2), "connected", "waiting"),
         (tcp(2), "first contact", "behind_another"),
@@ -115,7 +114,7 @@ def interrupted_while_dialing(rank, world_size, path):
         return time.monotonic() - begin
 
 
-@in_worlds([shm(2), tcp(2)])
+@in_worlds([tcp(2)], slow=[shm(2)])
 def test_ctrl_c_while_dialing(world, tmp_path):
     path = str(tmp_path / "stopped")
     seconds = spawn_in(world, interrupted_while_dialing, path, expect_exit={0: signal.SIGSTOP})[1]
@@ -190,12 +189,12 @@ def waits_in_a_handler(rank, world_size, name):
         return watch(bagua.barrier)
 
 
-@pytest.mark.parametrize("name", ["same group", "another group", "later"])
+@fast_in("name", ["another group", "later"], ["same group", "another group", "later"])
 def test_a_handler_that_waits_is_refused(name):
     assert spawn_in(shm(2), waits_in_a_handler, name)[1].rank == 0
 
 
-@in_worlds([shm(2), tcp(2)])
+@in_worlds([tcp(2)], slow=[shm(2)])
 def test_handlers_run_and_may_raise(world, tmp_path):
     seen = spawn_in(world, handlers, str(tmp_path / "handled"))[1]
     assert seen.kind == "RemoteError" and seen.rank == 0

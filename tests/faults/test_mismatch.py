@@ -113,7 +113,7 @@ def differ(rank, world_size, names):
     return seen
 
 
-@in_worlds(WORLDS)
+@in_worlds([shm(3), tcp(3)], slow=WORLDS)
 def test_both_sides_are_shown_on_every_rank(pools, world):
     results = pools.run(world, differ, list(MISMATCHES), timeout=100)
     for name, (_, _, shown) in MISMATCHES.items():
@@ -143,7 +143,7 @@ def swap(rank, world_size):
     return str(caught.value)
 
 
-@in_worlds(WORLDS)
+@in_worlds([mixed(4)], slow=WORLDS)
 def test_order(pools, world):
     for text in pools.run(world, swap):
         assert "all_reduce #2 of 10 float32" in text and "broadcast #2 of 20 float32" in text
@@ -163,7 +163,7 @@ def wait_in_a_circle(rank, world_size, is_connected):
 
 @fast_in(
     "world, before",
-    [(shm(3), "connected"), (tcp(3), "first contact"), (mixed(4), "connected")],
+    [(shm(3), "connected"), (tcp(3), "first contact")],
     list(itertools.product(WORLDS, ["connected", "first contact"])),
 )
 def test_ranks_that_all_wait(pools, world, before):

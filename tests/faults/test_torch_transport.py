@@ -38,12 +38,13 @@ def test_kill_in_mid_collective(operation, tmp_path):
     check_survivors(spawn_in(WORLD, die_in, operation, path, expect_exit={VICTIM: signal.SIGKILL}), noted_time(path))
 
 
+@pytest.mark.slow("test_kill_in_mid_collective")
 def test_a_death_between_calls_is_known_at_the_next_one(tmp_path):
     path = str(tmp_path / "died")
     check_survivors(spawn_in(WORLD, die_between, path, expect_exit={VICTIM: signal.SIGKILL}), noted_time(path))
 
 
-@fast_in("operation", ["coded"], ["small", "coded"])
+@fast_in("operation", [], ["small", "coded"])
 def test_a_stopped_rank(operation, tmp_path):
     arguments = (operation, str(tmp_path / "stopped"))
     results = spawn_in(WORLD, be_stopped, *arguments, expect_exit={CULPRIT: signal.SIGSTOP})
@@ -51,15 +52,17 @@ def test_a_stopped_rank(operation, tmp_path):
     assert any(seen.kind == "DeadlineExceeded" for seen in filter(None, results))
 
 
+@pytest.mark.slow("test_a_late_rank_is_named_with_what_it_did_last")
 def test_a_late_rank_is_named_with_what_it_did_last():
     check_the_late(spawn_in(WORLD, be_late))
 
 
+@pytest.mark.slow("test_the_end_of_a_chain_is_named")
 def test_the_end_of_a_chain_is_named():
     assert [seen.rank for seen in spawn_in(WORLD, a_slow_chain)[:2]] == [2, 2]
 
 
-@fast_in("how", ["destroy", "_exit"], ["destroy", "exit", "_exit"])
+@fast_in("how", [], ["destroy", "exit", "_exit"])
 def test_a_rank_that_leaves_while_others_wait(how, tmp_path):
     path = str(tmp_path / "left")
     expect_exit = None if how == "destroy" else {CULPRIT: 0}
@@ -68,11 +71,13 @@ def test_a_rank_that_leaves_while_others_wait(how, tmp_path):
             assert seen.rank == CULPRIT and seen.at - noted_time(path) < NOTICED_S, seen
 
 
+@pytest.mark.slow("test_destroy_with_operations_pending")
 def test_destroy_with_operations_pending():
     for seen in spawn_in(WORLD, destroys_with_work_pending)[:2]:
         assert seen.rank == CULPRIT and "destroyed the group 'world' with" in seen.message
 
 
+@pytest.mark.slow("test_both_sides_are_shown_on_every_rank")
 def test_mismatches_show_both_sides_on_every_rank():
     pools = Pools()
     try:

@@ -107,6 +107,7 @@ def check_malformed(rank, world_size):
     return lines
 
 
+@pytest.mark.timed
 def test_malformed_but_authenticated(pool2):
     lines, _ = pool2.run(check_malformed)
     assert any("expected 0..1" in line for line in lines), lines

@@ -13,6 +13,7 @@ import bagua
 from bagua import accepting
 from bagua.testing import Pool, send_garbage
 from bagua.testing.ranks import Run
+from tests.communication.worlds import SAME_TEST
 
 pytestmark = pytest.mark.timed
 
@@ -81,7 +82,9 @@ def listening(run: Run, directory, rank):
     return int(port), unix_name
 
 
-@pytest.mark.parametrize("env", [{}, {"BAGUA_SHARED_MEMORY": "0"}], ids=["shm", "tcp"])
+@pytest.mark.parametrize(
+    "env", [pytest.param({}, id="shm"), pytest.param({"BAGUA_SHARED_MEMORY": "0"}, id="tcp", marks=SAME_TEST)]
+)
 def test_a_thousand_connections_of_random_bytes(pool, tmp_path, env):
     run = pool.start(job, args=(str(tmp_path), 1), env=env)
     port, _ = listening(run, tmp_path, 0)
@@ -111,7 +114,9 @@ def connect_late(rank, world_size, directory):
         bagua.destroy_process_group()
 
 
-@pytest.mark.parametrize("env", [{}, {"BAGUA_SHARED_MEMORY": "0"}], ids=["shm", "tcp"])
+@pytest.mark.parametrize(
+    "env", [pytest.param({}, id="shm"), pytest.param({"BAGUA_SHARED_MEMORY": "0"}, id="tcp", marks=SAME_TEST)]
+)
 def test_strangers_that_stay_and_say_nothing_keep_nobody_out(pool, tmp_path, env):
     """More of them than the listener keeps, half of them with half a hello, one of them byte by byte."""
     run = pool.start(connect_late, args=(str(tmp_path),), env=env)

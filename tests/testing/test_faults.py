@@ -103,7 +103,7 @@ def test_send_garbage_sends_bytes_silence_and_nothing():
 
 @pytest.mark.timed
 def test_send_garbage_repeats_itself_for_a_seed():
-    first, second, other = garbage_once(seed=2), garbage_once(seed=2), garbage_once(seed=3)
+    first, second, other = (garbage_once(seed, connections=10) for seed in (2, 2, 3))
     assert first[1].received == second[1].received
     assert first[1].received != other[1].received
 

@@ -238,8 +238,11 @@ def test_a_crash_after_the_last_function_is_seen():
 @pytest.mark.timed
 @pytest.mark.parametrize(
     ("end", "expected"),
-    [(kill, signal.SIGKILL), (stop, signal.SIGSTOP), (lambda: os._exit(9), 9)],  # 9: an exit, not the signal
-    ids=["killed", "stopped", "exit 9"],
+    [
+        pytest.param(kill, signal.SIGKILL, id="killed", marks=pytest.mark.slow("test_two_deaths_at_once")),
+        pytest.param(stop, signal.SIGSTOP, id="stopped", marks=pytest.mark.slow("test_a_stopped_rank")),
+        pytest.param(lambda: os._exit(9), 9, id="exit 9"),  # an exit, not the signal
+    ],
 )
 def test_an_expected_end_leaves_the_others_results(end, expected):
     def run(rank, world_size):

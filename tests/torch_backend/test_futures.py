@@ -115,7 +115,7 @@ def with_hook(rank, world_size, hook):
     return [gradients(rank, model, step) for step in range(3)]
 
 
-@pytest.mark.slow("test_a_callback_starts_operations_and_waits_for_them, test_ddp_with_a_communication_hook")
+@pytest.mark.slow("test_a_callback_starts_operations_and_waits_for_them")
 @pytest.mark.parametrize(
     "hook",
     [

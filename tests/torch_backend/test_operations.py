@@ -43,7 +43,7 @@ def averages(rank, world_size):
         dist.all_reduce(torch.ones(3, dtype=torch.bool), dist.ReduceOp.AVG)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow("test_averages_of_integers[2]"))])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow("test_averages_of_integers"))])
 def test_averages_of_integers(num_ranks, pool2, pool4):
     run(pool2 if num_ranks == 2 else pool4, averages)
 

@@ -1,7 +1,6 @@
 """The events of torch's profilers: those that torch's own backend has, with the same shapes."""
 
 import sys
-import time
 
 import pytest
 import torch
@@ -86,9 +85,7 @@ def refused(rank, world_size):
     with torch.profiler.profile() as profiled:
         with pytest.raises(ValueError):
             dist.all_reduce(torch.ones(3, dtype=torch.bool))
-        begin = time.monotonic()
         dist.barrier()
-    assert time.monotonic() - begin < 20
     assert {event.name for event in profiled.events()} >= {"bagua:all_reduce", "bagua:barrier"}
 
 
