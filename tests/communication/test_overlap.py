@@ -278,3 +278,27 @@ def test_a_tensor_that_overlaps_itself_is_refused_at_once():
             group.all_reduce(np.lib.stride_tricks.as_strided(np.empty(39999, "f4"), (20000, 20000), (4, 4)))
 
     bagua.testing.world(1, check)
+
+
+def all_bytes_of(tensor):
+    strides = [tensor.element_size() * stride for stride in tensor.stride()]
+    return set(itertools.chain.from_iterable(bytes_of(tensor.data_ptr(), tensor.shape, strides, tensor.element_size())))
+
+
+def test_two_tensors_that_interleave():
+    seed = random.randrange(2**32)
+    draw, memory = random.Random(seed), torch.zeros(200, dtype=torch.uint8)
+    num_shared = 0
+    for _ in range(1000):
+        pair = []
+        for _ in range(2):
+            dtype = draw.choice([torch.uint8, torch.int16])
+            of_type = memory.view(dtype)
+            dims = [(draw.randint(1, 4), draw.randint(0, 7)) for _ in range(draw.randint(1, 3))]
+            pair.append(of_type.as_strided(*zip(*dims, strict=True), draw.randint(0, 20)))
+        is_shared = not all_bytes_of(pair[0]).isdisjoint(all_bytes_of(pair[1]))
+        assert (first_to_share([(0, pair[0]), (1, pair[1])]) is not None) == is_shared, f"seed {seed}: {pair}"
+        num_shared += is_shared
+    assert 0 < num_shared < 1000
+    columns = torch.zeros(4000, 4000).split([1999, 2001], dim=1)  # by rows, not by elements: these are 16 million
+    assert first_to_share(list(enumerate(columns))) is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -268,3 +270,58 @@ def _ignored(rank, world_size):
 
 def test_a_closure_that_is_not_called(pool2):
     pool2.run(_ignored)
+
+
+def _frees_locals(rank, world_size):
+    """What a training function holds ends with it, without the garbage collector."""
+    with process_group():
+        model = make_net()
+        optimizer = make_optimizer("gradient_allreduce", model)
+        bagua.with_bagua(model, optimizer)
+
+        def train(step):
+            data = batch(rank, step)
+
+            def closure():
+                optimizer.zero_grad()
+                loss = loss_of(model, data)
+                loss.backward()
+                return loss.detach()
+
+            optimizer.step(closure)
+            return weakref.ref(data[0])
+
+        gc.collect()
+        gc.disable()
+        try:
+            kept = [train(step) for step in range(5)]
+            return sum(ref() is not None for ref in kept)
+        finally:
+            gc.enable()
+
+
+def test_a_step_keeps_nothing_of_its_caller(pool2):
+    assert pool2.run(_frees_locals) == [0, 0]
+
+
+def _another_inside(rank, world_size):
+    """Another optimizer of the same parameters steps in the closure; both steps are those of all ranks."""
+    with process_group():
+        model = make_net()
+        first, second = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.01, 0.02))
+        bagua.with_bagua(model, first)
+
+        def closure():
+            first.zero_grad()
+            loss = loss_of(model, batch(rank, 0))
+            loss.backward()
+            second.step()
+            return loss
+
+        for _ in range(2):
+            first.step(closure)
+            assert_equal_on_all_ranks(dict(model.named_parameters()))
+
+
+def test_another_optimizer_steps_in_the_closure(pool2):
+    pool2.run(_another_inside)

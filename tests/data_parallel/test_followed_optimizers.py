@@ -383,3 +383,91 @@ def _weights_without_sync(rank, world_size, algorithm):
 @pytest.mark.parametrize("algorithm", [name for name in OF_WEIGHTS if name in IN_LOCKSTEP])
 def test_steps_in_no_sync_where_weights_are_exchanged(pool2, algorithm):
     pool2.run(_weights_without_sync, args=(algorithm,))
+
+
+class _Wrapper(torch.optim.Optimizer):
+    """As Lookahead or SAM: an optimizer with hooks of its own around the one that has the state."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.param_groups, self.inner = inner.param_groups, inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def _wrapped(rank, world_size, kind):
+    """The optimizer inside stays the one whose moments and warm-up count: the wrapper has none."""
+    algorithm, options = {"momentum": ("local_sgd", {"sync_every": 1}), "qadam": ("qadam", {"warmup_steps": 2})}[kind]
+    with process_group():
+        models = make_net(), make_net()
+        for model, around in zip(models, (_Wrapper, lambda inner: inner), strict=True):
+            inner = make_optimizer(algorithm, model, **_options_of(algorithm))
+            bagua.with_bagua(model, inner, algorithm=algorithm, **options)
+            outer = around(inner)
+            for step in range(4):
+                inner.zero_grad()
+                loss_of(model, batch(rank, step)).backward()
+                outer.step()
+            if kind == "momentum":
+                moments = {str(i): state["momentum_buffer"] for i, state in enumerate(inner.state.values())}
+                assert moments
+                assert_equal_on_all_ranks(moments)
+            model.bagua.remove()
+        for mine, plain in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(mine, plain)
+
+
+@pytest.mark.parametrize("kind", ["momentum", "qadam"])
+def test_an_optimizer_around_the_one_that_is_followed(pool2, kind):
+    pool2.run(_wrapped, args=(kind,))
+
+
+class _Polyak(torch.optim.SGD):
+    """Its step takes a number, where others take a closure."""
+
+    def step(self, loss_value):
+        for options in self.param_groups:
+            options["lr"] = 0.01 * loss_value
+        return super().step()
+
+
+def _numbers(rank, world_size):
+    with process_group():
+        model = make_net()
+        optimizer = _Polyak(model.parameters(), lr=0.01)
+        bagua.with_bagua(model, optimizer)
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.step(2.0)
+        assert optimizer.param_groups[0]["lr"] == 0.02
+        assert_equal_on_all_ranks(dict(model.named_parameters()))
+
+
+def test_an_argument_of_step_that_is_no_closure(pool2):
+    pool2.run(_numbers)
+
+
+def _left_over(rank, world_size, case):
+    """Gradients of each rank's own, which nobody has synchronised yet when the model is wrapped, or wrapped again."""
+    with process_group():
+        model = make_net()
+        optimizer = make_optimizer("gradient_allreduce", model)
+        if case == "wrapped again":
+            bagua.with_bagua(model, optimizer)
+            with model.no_sync():
+                loss_of(model, batch(rank, 0)).backward()
+        elif case == "weights before":
+            bagua.with_bagua(model, optimizer, algorithm="local_sgd")
+            loss_of(model, batch(rank, 0)).backward()
+        else:
+            loss_of(model, batch(rank, 0)).backward()
+        bagua.with_bagua(model, optimizer, algorithm="bytegrad")
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        with pytest.raises(BaguaError, match="would use gradients that no_sync"):
+            optimizer.step()
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("case", ["wrapped", "wrapped again", "weights before"])
+def test_a_step_of_gradients_from_before_the_wrap(pool2, case):
+    pool2.run(_left_over, args=(case,))
