@@ -27,7 +27,6 @@ class EventLog {
  public:
   static constexpr size_t kOperationSpans = 8192;  // kQueued and kOperation: two for each operation
   static constexpr size_t kPartSpans = 65536;
-  static constexpr size_t kFirstSpans = 256;
 
   static int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -80,21 +79,17 @@ class EventLog {
     int64_t lost_until_ns = 0;  // the end of the last span that was overwritten or cleared
 
     void add(const Event& event) {
+      if (events.capacity() < capacity) {  // all of it with the first span: what grows for hours looks like a leak
+        events.resize(capacity);
+        events.clear();
+      }
       if (events.size() < capacity) {
-        if (events.size() == events.capacity()) grow();
         events.push_back(event);
         return;
       }
       lost_until_ns = events[oldest].end_ns;
       events[oldest] = event;
       oldest = (oldest + 1) % capacity;
-    }
-    // Little for a group that is hardly used, then all of the rest at once: what grows for hours looks like a leak.
-    void grow() {
-      const size_t taken = events.size();
-      if (taken == 0) return events.reserve(std::min(kFirstSpans, capacity));
-      events.resize(capacity);
-      events.resize(taken);
     }
     std::vector<Event> in_order(int64_t after_ns) const {
       std::vector<Event> ordered;
