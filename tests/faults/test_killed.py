@@ -127,11 +127,13 @@ def die_with_messages_under_way(rank, world_size, path):
         x = torch.ones(1000)
         if rank == VICTIM:
             bagua.recv(x, 0)
+            meet()
             note_time(path)
             kill()
         if rank == 0:
             bagua.send(x, VICTIM)
         works = [group.recv(torch.empty(5), VICTIM) for _ in range(3)]
+        meet()
         begin = time.monotonic()
         messages = []
         for work in works:

@@ -235,7 +235,7 @@ def survive(rank, world_size):
     meet()
     begin = time.monotonic()
     messages = []
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises((RuntimeError, bagua.BaguaError)) as raised:  # where it is known already, at the call
         model(torch.ones(2, 4)).sum().backward()
     messages.append(str(raised.value))
     for call in (lambda: dist.all_reduce(torch.ones(1000), group=groups[3]), lambda: functional + 0):
