@@ -130,4 +130,5 @@ class FollowedOptimizers:
 
 
 def ids_of(optimizer: torch.optim.Optimizer) -> list[int]:
+    """The ids of all parameters that it steps, in its order."""
     return [id(parameter) for options in optimizer.param_groups for parameter in options["params"]]

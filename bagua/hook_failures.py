@@ -1,7 +1,8 @@
 """What the code of an algorithm raises on one rank ends the training on all ranks at once, with rank and cause.
 
-Beside the data path: around every hook that ``step.py`` calls, and around a wrap that can no longer be taken back. The
-other ranks would wait for this one until their deadline and then know nothing of the cause.
+Beside the data path: around every hook that training calls (``step.py``, ``optimizer_steps.py``), and around a wrap
+that can no longer be taken back. The other ranks would wait for this one until their deadline and then know nothing of
+the cause.
 """
 
 from __future__ import annotations

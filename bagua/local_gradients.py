@@ -1,6 +1,7 @@
-"""Gradients that a backward inside no_sync has left, until one outside synchronises them: no optimizer may step them.
+"""Gradients of this rank's own, until a backward synchronises them: no optimizer may step them.
 
-Beside the data path: ``step.py`` asks before an optimizer steps. A gradient that was cleared in between is none.
+A backward inside no_sync has left them, or they are older than the wrap. Beside the data path: ``optimizer_steps.py``
+asks before an optimizer steps. A gradient that was cleared in between is none.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class LocalGradients:
         name, more = self._names[held[0]], f" and {len(held) - 1} more" if held[1:] else ""
         return InvalidArgument(
             f"rank {self._group.rank}: {type(optimizer).__name__}.step would use gradients that no_sync() has left "
-            f"unsynchronised, of {name!r}{more}; the ranks would part. Have the last backward before a step outside "
-            "no_sync(), or drop these gradients with zero_grad()",
+            f"unsynchronised, of {name!r}{more}, or a backward before with_bagua; the ranks would part. Have the last "
+            "backward before a step outside no_sync(), or drop these gradients with zero_grad()",
             rank=self._group.rank,
         )
 
