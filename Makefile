@@ -11,6 +11,7 @@ PY := .venv/bin/python
 DEV := build/dev
 export PYTHON
 export PATH := $(PATH):$(HOME)/.cargo/bin
+unexport PYTHONDONTWRITEBYTECODE # without what pytest keeps, each of its processes compiles all tests anew
 
 # Folders are named too: their time changes when a file is added or removed.
 NATIVE_SOURCES := CMakeLists.txt setup.py pyproject.toml $(shell find csrc rust_core -path rust_core/target -prune -o \
@@ -84,5 +85,5 @@ setup-lint: setup
 	@bash scripts/setup.sh --lint
 
 clean: ## remove what was built; .venv stays
-	rm -rf build dist *.egg-info bagua/_C*.so rust_core/target .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info bagua/_C*.so rust_core/target .pytest_cache .ruff_cache
 	find bagua tests examples benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +

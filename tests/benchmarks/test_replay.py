@@ -120,7 +120,7 @@ def measured_while_disturbed(rank, world_size, profile):
 
 
 def test_all_ranks_measure_again_what_was_disturbed_on_one(tmp_path):
-    Profile("one", "made up", (Layer("a", ((30,),), 5.0, 100.0),)).save(tmp_path / "one.json")
+    Profile("one", "made up", (Layer("a", ((30,),), 1.0, 10.0),)).save(tmp_path / "one.json")
     for rank, (results, seen) in enumerate(
         spawn(measured_while_disturbed, 2, timeout=60, args=(str(tmp_path / "one.json"),))
     ):

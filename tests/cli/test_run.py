@@ -130,9 +130,15 @@ def bagua_run(*arguments):
 
 
 def test_a_script_runs_on_two_ranks_and_fails_the_launcher(script):
-    """That one which does not fail ends well is seen in tests/examples."""
     done = bagua_run("--nproc-per-node", "2", "--no-shared-memory", "--spin-us", "0", script, "3", "--more")
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     assert lines == [f"rank {rank} sum 2 tcp ['3', '--more'] 0" for rank in range(2)]
     assert done.returncode != 0
     assert "exitcode  : 3" in done.stderr
+
+
+def test_a_script_that_ends_well(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("print('done')")
+    done = bagua_run("--nproc-per-node", "2", str(path))
+    assert (done.returncode, done.stdout.split()) == (0, ["done"] * 2)

@@ -24,12 +24,13 @@ LEVELS = {"qsgd": 127, "qsgd:bits=4": 7, "qsgd:bits=2": 1}
 SEED = 12345
 
 
-def in_worlds_with_codecs(worlds, one_world):
-    """Every codec in one world, one more in each of the others; all in all are slow, but for those with options."""
+def in_worlds_with_codecs(worlds, one_world, specs=SPECS):
+    """Every codec in one world, one more in each of the others; all in all are slow, and options in one world only."""
     others = [world for world in worlds if world != one_world]
     available = bagua.codecs.available()
-    fast = [(one_world, spec) for spec in SPECS] + list(zip(others, itertools.cycle(available), strict=False))
-    return fast_in("world, codec", fast, list(itertools.product(others, available)))
+    fast = [(one_world, spec) for spec in specs] + list(zip(others, itertools.cycle(available), strict=False))
+    every = [(one_world, spec) for spec in SPECS] + list(itertools.product(others, available))
+    return fast_in("world, codec", fast, every)
 
 
 @functools.lru_cache(maxsize=16)
@@ -186,7 +187,7 @@ def check_reduce_scatter(rank, world_size, codec):
                 assert torch.equal(output, total.to(dtype)), f"reduce_scatter {op.name} {codec} {dtype} {numel}"
 
 
-@in_worlds_with_codecs([shm(1), shm(2), shm(3), tcp(4)], shm(3))
+@in_worlds_with_codecs([shm(1), shm(2), shm(3), tcp(4)], shm(3), bagua.codecs.available())
 def test_movements(pools, world, codec):
     pools.run(world, check_movements, codec)
     pools.run(world, check_reduce_scatter, codec)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-IGNORED_FOLDERS = {".git", ".venv", "build", "dist", "target", "node_modules", ".pytest_cache", ".hypothesis"}
+IGNORED_FOLDERS = {".git", ".venv", "build", "dist", "target", "node_modules", ".pytest_cache"}
 GENERATED = {"build", "dist", ".venv"}  # paths into these appear when something is built
 READERS_FILES = {"train.py"}  # the reader's own script in examples of use
 SUFFIXES = r"\.(py|h|cc|cu|rs|md|toml|txt|sh|in|yml|json|png|supp)"

@@ -48,12 +48,16 @@ def doctests():
     return [*finder.find(bagua, "bagua", globs={})[:1], *found]
 
 
-def run_doctests(rank, world_size, folder):
+def starts_ranks(test):
+    return test.name.startswith("bagua.testing.ranks.")
+
+
+def run_doctests(rank, world_size, folder, are_to_run):
     """What failed, as text, and how many examples have run."""
     os.chdir(folder)
     output, num_run = [], 0
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE, verbose=False)
-    for test in doctests():
+    for test in filter(are_to_run, doctests()):
         has_own = any(end in example.source for example in test.examples for end in OWN_ENDS)
         if not has_own:
             bagua.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -67,11 +71,17 @@ def run_doctests(rank, world_size, folder):
     return "".join(output), num_run
 
 
-def test_doctests(tmp_path):
+def in_a_rank(test):
+    return not starts_ranks(test)
+
+
+def test_doctests(tmp_path, monkeypatch):
     env = {"TORCHELASTIC_USE_AGENT_STORE": None, "MASTER_PORT": str(free_port())}
-    failures, num_run = spawn(run_doctests, 1, args=(tmp_path,), env=env)[0]
-    assert not failures, failures
-    assert num_run > 50
+    failures, num_run = spawn(run_doctests, 1, args=(tmp_path, in_a_rank), env=env)[0]
+    monkeypatch.chdir(tmp_path)
+    more_failures, num_more = run_doctests(0, 1, tmp_path, starts_ranks)
+    assert not failures + more_failures, failures + more_failures
+    assert num_run > 50 and num_more > 2
 
 
 def blocks_of_readme():
