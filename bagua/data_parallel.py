@@ -26,7 +26,7 @@ from bagua.group import ProcessGroup
 from bagua.handle import BaguaHandle, check_names, check_unused, handle_of, other_parameter_ids
 from bagua.hook_failures import fatal
 from bagua.optimizer_hooks import Watch
-from bagua.replicas import BufferBroadcast, broadcast_model, broadcast_optimizer
+from bagua.replicas import BufferBroadcast, OptimizerStates, broadcast_model
 from bagua.step import Step
 from bagua.takeover import begin, begin_gradients, closing_if_refused
 from bagua.world import get_default_group
@@ -94,7 +94,7 @@ def with_bagua(
         "broadcast_buffers": (broadcast_buffers, (bool, type(None))),
     }
 
-    def prepare() -> tuple[Step, dict[str, Any]]:
+    def prepare() -> tuple[tuple[Step, OptimizerStates], dict[str, Any]]:
         nonlocal earlier, optimizers
         earlier = handle_of(model)
         optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
@@ -126,7 +126,7 @@ def with_bagua(
             frozen=[(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad],
             earlier=earlier.step if earlier is not None else None,
         )
-        return step, {
+        return (step, OptimizerStates(optimizers, group)), {
             "the number of with_bagua calls on this model": _num_wraps(earlier),
             "algorithm": chosen.name,
             **{f"option {name!r}": repr(value) for name, value in chosen.options().items()},
@@ -135,13 +135,14 @@ def with_bagua(
         }
 
     remedy = "pass the same model, optimizers, algorithm and options on all ranks"
-    step = agree(group, prepare, remedy)
+    step, states = agree(group, prepare, remedy)
     # Each ends on all ranks before the next begins; until the last has, nothing is changed.
     with closing_if_refused(group):
+        agree(group, lambda: (states.receive(), {}), remedy)
         agree(group, lambda: (step.attach(optimizers), {}), remedy)
         agree(group, lambda: (step.enter_stage(), {}), remedy)
     with fatal(group, "with_bagua"):
-        _take_over(model, optimizers, step, earlier)
+        _take_over(model, states, step, earlier)
     return model
 
 
@@ -261,15 +262,12 @@ _UNEVEN = (
 )
 
 
-def _take_over(
-    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: Step, earlier: BaguaHandle | None
-) -> None:
+def _take_over(model: torch.nn.Module, states: OptimizerStates, step: Step, earlier: BaguaHandle | None) -> None:
     """All ranks are prepared: they become equal, and train on with ``step``."""
     if earlier is not None:
         earlier.algorithm.detach()
     broadcast_model(model, step.group)
-    for optimizer in optimizers:
-        broadcast_optimizer(optimizer, step.group)
+    states.take_over()
     begin(step)
     begin_gradients(earlier.step if earlier is not None else None, step)
     if earlier is not None:

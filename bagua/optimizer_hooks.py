@@ -2,8 +2,9 @@
 
 Beside the data path: torch's global optimizer hooks -> **here** -> ``step.py``. Hooks on an optimizer object would miss
 the one that a trainer makes in its place. Invariants: the hooks are registered while a wrapped model exists, and no
-longer; models hear of a step in the order in which they were wrapped, which all ranks share; nothing that has to be
-undone depends on a post hook, because torch calls none when a step raises.
+longer; models hear of a step in the order in which they were wrapped, which all ranks share; none of them does anything
+for a step that another one refuses; nothing that has to be undone depends on a post hook, because torch calls none when
+a step raises.
 """
 
 from __future__ import annotations
@@ -105,9 +106,11 @@ class Model(Protocol):
 
     def is_wrapper(self, optimizer: torch.optim.Optimizer) -> bool: ...
 
-    def before_optimizer_step(self, call: Call, ids: list[int], has_closure: bool) -> None: ...
+    def check_optimizer_step(self, call: Call, ids: list[int], has_closure: bool) -> bool: ...
 
-    def closure_returned(self, call: Call) -> None: ...
+    def check_closure(self, call: Call) -> None: ...
+
+    def before_optimizer_step(self, call: Call) -> None: ...
 
     def after_optimizer_step(self, call: Call) -> None: ...
 
@@ -152,19 +155,23 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tupl
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     closure = closure if callable(closure) else None
     begun: list[tuple[Model, Call]] = []
-    for model in _models():
-        if model.parameter_ids.isdisjoint(ids) or model.is_wrapper(optimizer):
-            continue
-        call = model.calls.begin(optimizer)
-        if call.is_inner:
-            continue
-        begun.append((model, call))
-        try:
-            model.before_optimizer_step(call, ids, closure is not None)
-        except BaseException:  # torch calls no post hook then
-            for other, raised in begun:
-                other.calls.drop(raised)
-            raise
+    due: list[tuple[Model, Call]] = []
+    try:
+        for model in _models():
+            if model.parameter_ids.isdisjoint(ids) or model.is_wrapper(optimizer):
+                continue
+            call = model.calls.begin(optimizer)
+            if call.is_inner:
+                continue
+            begun.append((model, call))
+            if model.check_optimizer_step(call, ids, closure is not None):
+                due.append((model, call))
+        for model, call in due:
+            model.before_optimizer_step(call)
+    except BaseException:  # torch calls no post hook then
+        for model, call in begun:
+            model.calls.drop(call)
+        raise
     if closure is None or not begun:
         return None
     closure = _told(closure, begun)
@@ -184,7 +191,9 @@ def _told(closure: Callable[..., Any], calls: Sequence[tuple[Model, Call]]) -> C
             for _, call in calls:
                 call.is_evaluating = False
         for model, call in calls:
-            model.closure_returned(call)
+            model.check_closure(call)
+        for model, call in calls:
+            model.before_optimizer_step(call)
         return result
 
     return evaluate

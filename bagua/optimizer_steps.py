@@ -16,10 +16,9 @@ import torch
 
 from bagua.algorithms.base import Algorithm
 from bagua.bucket import Bucket, BucketStorage
-from bagua.errors import BaguaError
 from bagua.followed_optimizers import FollowedOptimizers, ids_of
 from bagua.group import ProcessGroup, Work
-from bagua.hook_failures import fatal
+from bagua.hook_failures import ending, fatal, in_hook
 from bagua.local_gradients import LocalGradients
 from bagua.nonfinite import NonFiniteGuard, is_skipped_by_scaler
 from bagua.optimizer_hooks import Call, Calls
@@ -114,8 +113,8 @@ class OptimizerSteps:
         """Whether it wraps an optimizer of this model, of whose step inside its own we hear."""
         return self._optimizers.is_wrapper(optimizer)
 
-    def before_optimizer_step(self, call: Call, ids: list[int], has_closure: bool) -> None:
-        """An optimizer is about to step the parameters with these ids.
+    def check_optimizer_step(self, call: Call, ids: list[int], has_closure: bool) -> bool:
+        """An optimizer is about to step the parameters with these ids; whether with the gradients that are there.
 
         Raises:
             InvalidArgument: the ranks would part, or it would write NaN into the weights.
@@ -123,16 +122,29 @@ class OptimizerSteps:
         self._recorder.check(self._group)
         # torch says in this way whether this thread runs a backward.
         if self._group.size > 1 and torch._C._current_graph_task_id() != -1:
-            raise self._fail(stepped_in_backward(call.optimizer, self._group.rank))
+            raise ending(self._group, stepped_in_backward(call.optimizer, self._group.rank))
         self._follow(call.optimizer, ids)
         # A closure's gradients are those of its first evaluation, unless it only looks at the loss once more.
-        if (self._has_gradients or not has_closure) and not is_skipped_by_scaler(call.optimizer):
-            self._prepare(call)
+        is_due = (self._has_gradients or not has_closure) and not is_skipped_by_scaler(call.optimizer)
+        if is_due:
+            self._check_gradients(call)
+        return is_due
 
-    def closure_returned(self, call: Call) -> None:
-        """An evaluation of the optimizer's closure has ended: its gradients are what the optimizer goes on with."""
+    def check_closure(self, call: Call) -> None:
+        """An evaluation of the optimizer's closure has ended: its gradients are what the optimizer goes on with.
+
+        Raises:
+            InvalidArgument: as ``check_optimizer_step``.
+        """
         self._follow(call.optimizer, ids_of(call.optimizer))  # another may have stepped in the closure
-        self._prepare(call)
+        self._check_gradients(call)
+
+    def before_optimizer_step(self, call: Call) -> None:
+        """No model has refused the step with the gradients that are there now."""
+        if not call.is_prepared:
+            call.is_prepared = True
+            with self._recorder.hook("before_optimizer_step"), self._in_hook("before_optimizer_step"):
+                self._algorithm.before_optimizer_step(call.optimizer, self._buckets_of(call.optimizer), self._group)
 
     def after_optimizer_step(self, call: Call) -> None:
         """``optimizer.step`` has returned."""
@@ -140,8 +152,10 @@ class OptimizerSteps:
         if is_skipped_by_scaler(call.optimizer):
             return
         if not call.is_prepared:
-            raise self._fail(closure_not_called(call.optimizer, self._group.rank))
-        with self._recorder.hook("after_optimizer_step"), self._guarded("after_optimizer_step"):
+            if self._group.size == 1:
+                return  # as in plain torch
+            raise ending(self._group, closure_not_called(call.optimizer, self._group.rank))
+        with self._recorder.hook("after_optimizer_step"), self._in_hook("after_optimizer_step"):
             self._algorithm.after_optimizer_step(call.optimizer, self._buckets_of(call.optimizer), self._group)
         after_step = self._after_step()
         if after_step is not None:
@@ -151,25 +165,16 @@ class OptimizerSteps:
         with fatal(self._group, f"following a {type(optimizer).__name__}"):
             self._optimizers.follow(optimizer, ids)
 
-    def _prepare(self, call: Call) -> None:
+    def _check_gradients(self, call: Call) -> None:
         error = self.local_gradients.refusal(call.optimizer) if self._sends_gradients else None
         if error is not None:
-            raise self._fail(error)
+            raise ending(self._group, error)
         self._guard.check_step(call.optimizer)
         self._skipped_steps.check_step(call.optimizer)
-        if not call.is_prepared:
-            call.is_prepared = True
-            with self._recorder.hook("before_optimizer_step"), self._guarded("before_optimizer_step"):
-                self._algorithm.before_optimizer_step(call.optimizer, self._buckets_of(call.optimizer), self._group)
 
     def _buckets_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Bucket]:
         index = self._optimizers.index_of(optimizer)
         return [bucket for bucket in self._buckets if bucket.optimizer_index in (None, index)]
 
-    def _guarded(self, hook: str) -> contextlib.AbstractContextManager[None]:
-        return fatal(self._group, f"{hook} of algorithm {self._algorithm.name!r}")
-
-    def _fail(self, error: BaguaError) -> BaguaError:
-        if self._group.size > 1:
-            self._group.poison(error)
-        return error
+    def _in_hook(self, hook: str) -> contextlib.AbstractContextManager[None]:
+        return in_hook(self._group, hook, self._algorithm.name)

@@ -31,6 +31,15 @@ def ready_twice(name: str) -> InvalidArgument:
     )
 
 
+def unfrozen(name: str, rank: int) -> InvalidArgument:
+    """Of a parameter that has no place in a bucket, and begins to train."""
+    return InvalidArgument(
+        f"rank {rank}: parameter {name!r} was frozen when the model was wrapped and is not any more, so it would not "
+        "be synchronised; unfreeze parameters before with_bagua, or call it again before the next forward",
+        rank=rank,
+    )
+
+
 def stepped_in_backward(optimizer: torch.optim.Optimizer, rank: int) -> InvalidArgument:
     """Of an optimizer whose step a hook of backward has called."""
     return InvalidArgument(

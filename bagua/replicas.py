@@ -6,12 +6,16 @@ Data path: before the first step (parameters, buffers, optimizer state) and befo
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from bagua.agreement import agree
 from bagua.errors import InvalidArgument
 from bagua.group import ProcessGroup, Work
+from bagua.hook_failures import ending
 
 _ALIGN_BYTES = 16  # a multiple of every item size, so that a slice of bytes can be viewed as any dtype
 
@@ -33,25 +37,71 @@ def broadcast_model(model: torch.nn.Module, group: ProcessGroup) -> None:
         work.wait()
 
 
-def broadcast_optimizer(optimizer: torch.optim.Optimizer, group: ProcessGroup) -> None:
-    """Makes the state and the options (such as lr) of ``optimizer`` equal to rank 0's.
+class OptimizerStates:
+    """Makes the states and the options (such as lr) of ``optimizers`` equal to rank 0's, in three parts.
 
-    Tensors travel one by one, so that no rank holds the state twice.
+    What the optimizers' own code and objects may refuse comes in the first two, which change nothing. Tensors travel
+    one by one, so that no rank holds a state twice.
+
+    Args:
+        optimizers: in the same order on all ranks.
+        group: the ranks.
+
+    Raises:
+        InvalidArgument: on rank 0, what is to be sent of one cannot be pickled.
     """
-    if group.size == 1:
-        return
-    own_tensors: list[torch.Tensor] = []
-    own = _take_out_tensors(optimizer.state_dict(), own_tensors)
-    original = group.broadcast_object(own, 0)
-    is_equal = own == original  # True on rank 0
-    tensors = own_tensors if is_equal else _empty_tensors(original)
-    for index, tensor in enumerate(tensors):
-        sent = tensor.detach().contiguous()
-        group.broadcast(_bytes_of(sent), 0, label=f"optimizer state {index}").wait()
-        if sent.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(sent)
-    if not is_equal:
-        optimizer.load_state_dict(_put_in_tensors(original, iter(tensors)))
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], group: ProcessGroup) -> None:
+        self._optimizers, self._group = tuple(optimizers) if group.size > 1 else (), group
+        self._tensors: list[list[torch.Tensor]] = [[] for _ in self._optimizers]
+        self._trees = [
+            _take_out_tensors(optimizer.state_dict(), tensors)
+            for optimizer, tensors in zip(self._optimizers, self._tensors, strict=True)
+        ]
+        is_original = group.rank == 0
+        self._pickled = [*map(_pickled, range(len(self._trees)), self._optimizers, self._trees)] if is_original else []
+
+    def receive(self) -> None:
+        """All but the tensors comes from rank 0; collective, one message for all optimizers."""
+        if not self._optimizers:
+            return
+        pickled = self._group.broadcast_object(self._pickled, 0)
+        if self._group.rank == 0:
+            return
+        for index, tree in enumerate(map(pickle.loads, pickled)):
+            if _is_same(self._trees[index], tree):
+                self._trees[index] = None
+            else:
+                self._trees[index], self._tensors[index] = tree, _empty_tensors(tree)
+
+    def take_over(self) -> None:
+        """The tensors follow, and the optimizers take all of it; collective."""
+        for optimizer, tree, tensors in zip(self._optimizers, self._trees, self._tensors, strict=True):
+            for index, tensor in enumerate(tensors):
+                sent = tensor.detach().contiguous()
+                self._group.broadcast(_bytes_of(sent), 0, label=f"optimizer state {index}").wait()
+                if sent.data_ptr() != tensor.data_ptr():
+                    tensor.detach().copy_(sent)
+            if self._group.rank != 0 and tree is not None:
+                optimizer.load_state_dict(_put_in_tensors(tree, iter(tensors)))
+
+
+def _pickled(index: int, optimizer: torch.optim.Optimizer, tree: Any) -> bytes:
+    try:
+        return pickle.dumps(tree)
+    except Exception as error:
+        raise InvalidArgument(
+            f"the state or the options of optimizers[{index}] ({type(optimizer).__name__}), which the other ranks are "
+            f"to get from rank 0, cannot be pickled: {type(error).__name__}: {error}; keep there what pickle.dumps "
+            "takes"
+        ) from error
+
+
+def _is_same(tree: Any, other: Any) -> bool:
+    try:
+        return bool(tree == other)
+    except Exception:  # objects that do not tell, such as NumPy arrays: taking rank 0's is right in any case
+        return False
 
 
 class _TensorSpec(tuple):
@@ -92,54 +142,75 @@ def _put_in_tensors(tree: Any, tensors: Any) -> Any:
 class BufferBroadcast:
     """Sends rank 0's buffers to all ranks in one message, through memory that is kept.
 
-    Buffers are looked up by owner and name each time, so a buffer that a forward replaces is found.
-
-    Raises:
-        InvalidArgument: from ``run``, when a buffer has changed its shape or dtype.
+    Buffers are looked up by owner and name each time, so a buffer that a forward replaces is found. Before them travels
+    a byte that tells whether rank 0 can send its own: if not, all ranks raise, and the group stays whole.
     """
 
     def __init__(self, model: torch.nn.Module, group: ProcessGroup) -> None:
         self._group = group
         self._slots: list[tuple[torch.nn.Module, str, str, torch.Tensor]] = []  # owner, attribute, full name, slot
         places = []
-        end = 0
+        end = _ALIGN_BYTES
         for name, buffer in model.named_buffers():
             owner_name, _, attribute = name.rpartition(".")
             begin, end = end, end + buffer.numel() * buffer.element_size()
             places.append((model.get_submodule(owner_name), attribute, name, buffer, begin, end))
             end += -end % _ALIGN_BYTES
         self._memory = group.empty(end, torch.uint8) if places else torch.empty(0, dtype=torch.uint8)
+        self._is_refused = self._memory[:1]
         for owner, attribute, name, buffer, begin, stop in places:
             slot = self._memory[begin:stop].view(buffer.dtype).view(buffer.shape)
             self._slots.append((owner, attribute, name, slot))
 
     def run(self) -> Work | None:
-        """Blocks until every buffer equals rank 0's. Returns the completed message, if there was one."""
+        """Blocks until every buffer equals rank 0's. Returns the completed message, if there was one.
+
+        Raises:
+            InvalidArgument: on all ranks, if on one a buffer has changed its shape or dtype. Only where rank 0's have
+                not does it end the group.
+        """
         if self._group.size == 1 or not self._slots:
             return None
-        buffers = [self._current(*slot) for slot in self._slots]
+        buffers = [getattr(owner, attribute, None) for owner, attribute, _, _ in self._slots]
+        error = self._refusal(buffers)
         if self._group.rank == 0:
-            for buffer, (_, _, _, slot) in zip(buffers, self._slots, strict=True):
-                slot.copy_(buffer)
+            self._is_refused.fill_(error is not None)
+        if self._group.rank == 0 and error is None:
+            self._copy(buffers, is_sent=True)
         work = self._group.broadcast(self._memory, 0, label="buffers", blocking=True)
         work.wait()
+        if self._is_refused.item():
+            agree(self._group, lambda: _raised(error), "change the buffers of all ranks alike")
+        if error is not None:
+            raise ending(self._group, error)
         if self._group.rank != 0:
-            for buffer, (_, _, _, slot) in zip(buffers, self._slots, strict=True):
-                buffer.copy_(slot)
+            self._copy(buffers, is_sent=False)
         return work
 
-    @staticmethod
-    def _current(owner: torch.nn.Module, attribute: str, name: str, slot: torch.Tensor) -> torch.Tensor:
-        buffer = getattr(owner, attribute)
-        if not isinstance(buffer, torch.Tensor) or buffer.shape != slot.shape or buffer.dtype != slot.dtype:
+    def _copy(self, buffers: Sequence[torch.Tensor], is_sent: bool) -> None:
+        for buffer, (_, _, _, slot) in zip(buffers, self._slots, strict=True):
+            # .data has its own version counter: a second forward before backward must not look like an
+            # in-place change of what the first one saved (BatchNorm saves its statistics).
+            source, target = (buffer, slot) if is_sent else (slot, buffer.data)
+            target.copy_(source)
+
+    def _refusal(self, buffers: Sequence[Any]) -> InvalidArgument | None:
+        for buffer, (_, _, name, slot) in zip(buffers, self._slots, strict=True):
+            if isinstance(buffer, torch.Tensor) and buffer.shape == slot.shape and buffer.dtype == slot.dtype:
+                continue
             now = f"{tuple(buffer.shape)} {buffer.dtype}" if isinstance(buffer, torch.Tensor) else repr(buffer)
-            raise InvalidArgument(
-                f"buffer {name!r} was {tuple(slot.shape)} {slot.dtype} when the model was wrapped and is now {now}; "
-                "call with_bagua again after such a change, or pass broadcast_buffers=False"
+            return InvalidArgument(
+                f"rank {self._group.rank}: buffer {name!r} was {tuple(slot.shape)} {slot.dtype} when the model was "
+                f"wrapped and is now {now}; call with_bagua again after such a change, or pass broadcast_buffers=False",
+                rank=self._group.rank,
             )
-        # .data has its own version counter: a second forward before backward must not look like an
-        # in-place change of what the first one saved (BatchNorm saves its statistics).
-        return buffer.data
+        return None
+
+
+def _raised(error: InvalidArgument | None) -> tuple[None, dict[str, Any]]:
+    if error is not None:
+        raise error
+    return None, {}
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,9 +34,9 @@ from bagua.bucket import Bucket, BucketStorage, Member
 from bagua.end_of_backward import EndOfBackward
 from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.group import ProcessGroup, Work
-from bagua.hook_failures import fatal
+from bagua.hook_failures import ending, in_hook
 from bagua.optimizer_steps import OptimizerSteps
-from bagua.parameter_errors import changed_parameters, never_ready, ready_twice, refused_gradient
+from bagua.parameter_errors import changed_parameters, never_ready, ready_twice, refused_gradient, unfrozen
 from bagua.recorder import Recorder
 from bagua.replicas import BufferBroadcast
 from bagua.timeline import Timeline, snapshot
@@ -104,14 +104,12 @@ class Step:
         """A forward of the model begins; without gradients (evaluation) it is none of our business."""
         if not torch.is_grad_enabled() or self._is_open:  # open: a checkpoint computes it again in backward
             return
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:  # before the look at the group: where all have unfrozen it, each says so itself
+                raise ending(self.group, unfrozen(name, self.group.rank))
         self.recorder.check(self.group)
         if getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise InvalidArgument("torch's DistributedDataParallel is around the wrapped model; leave one of them out")
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise InvalidArgument(
-                    f"parameter {name!r} was frozen when the model was wrapped; call with_bagua again"
-                )
         self._lay_out_if_agreed()
         self._local_ns = None
         if self.synchronises:
@@ -168,7 +166,7 @@ class Step:
             try:
                 first, last = self._mark_ready(index)
             except BaguaError as error:
-                raise self._fail(ready_twice(self.storage.names[index])) from error
+                raise ending(self.group, ready_twice(self.storage.names[index])) from error
             if first != last:
                 self._launch(first, last)
 
@@ -192,7 +190,7 @@ class Step:
         if grad.requires_grad or grad.layout is not torch.strided:
             if grad.requires_grad and not self.synchronises:
                 return  # local, so the graph that create_graph=True asked for stays whole
-            raise self._fail(refused_gradient(member.name, grad))
+            raise ending(self.group, refused_gradient(member.name, grad))
         is_alike = member.is_alike(grad)
         if not (is_alike and self._is_open and self._borrowed.lend(member, grad, self._pending)):
             member.fill(grad, is_alike)
@@ -238,7 +236,7 @@ class Step:
             if len(missing) == len(self._members):
                 return  # autograd.grad() passed through the model: no parameter took part
             if missing:
-                raise self._fail(never_ready(self.storage.names, missing, self.group.rank))
+                raise ending(self.group, never_ready(self.storage.names, missing, self.group.rank))
         try:
             if self.sends_gradients:
                 with self._algorithm("communicate"):  # its Work may end in code of the algorithm
@@ -277,7 +275,7 @@ class Step:
         """Backward raised before its end: other ranks must not wait for what will never be sent."""
         self._is_open = False
         if self.group.size > 1:
-            self._fail(
+            self.group.poison(
                 Aborted(
                     f"backward of rank {self.group.rank} raised after it had started {len(self._pending)} of "
                     f"{len(self.storage.buckets)} buckets, so the ranks are no longer in the same step; start the "
@@ -350,16 +348,10 @@ class Step:
         self._is_checked, model = True, self._model()
         error = None if model is None else changed_parameters(model, self.storage, self.group.rank)
         if error is not None:
-            raise self._fail(error)
+            raise ending(self.group, error)
 
     def _algorithm(self, hook: str) -> contextlib.AbstractContextManager[None]:
-        """Around the algorithm's own code in training: what it raises on one rank ends the training on all."""
-        return fatal(self.group, f"{hook} of algorithm {self.algorithm.name!r}")
-
-    def _fail(self, error: BaguaError) -> BaguaError:
-        if self.group.size > 1:
-            self.group.poison(error)
-        return error
+        return in_hook(self.group, hook, self.algorithm.name)
 
 
 def _record(recorder: Recorder, groups: list[ProcessGroup], work: Work, group: ProcessGroup | None = None) -> None:

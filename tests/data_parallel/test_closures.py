@@ -11,6 +11,7 @@ import torch
 
 import bagua
 from bagua.errors import BaguaError, InvalidArgument
+from bagua.testing import spawn
 from tests.conformance.training import (
     ALGORITHMS,
     OF_GRADIENTS,
@@ -270,6 +271,26 @@ def _ignored(rank, world_size):
 
 def test_a_closure_that_is_not_called(pool2):
     pool2.run(_ignored)
+
+
+def _ignored_alone(rank, world_size):
+    """Nothing can part where there is one rank."""
+    with process_group():
+        results = []
+        for algorithm in (None, "bytegrad", "decentralized"):
+            model = make_net()
+            optimizer = Ignores([p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+            if algorithm is not None:
+                bagua.with_bagua(model, optimizer, algorithm=algorithm)
+            loss_of(model, batch(rank, 0)).backward()
+            for _ in range(3):
+                optimizer.step(lambda: None)
+            results.append([p.detach() for p in model.parameters()])
+        assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[0], results[2]))
+
+
+def test_a_closure_that_a_single_rank_does_not_call():
+    spawn(_ignored_alone, 1)
 
 
 def _frees_locals(rank, world_size):

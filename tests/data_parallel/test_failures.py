@@ -189,6 +189,56 @@ def test_a_buffer_that_is_replaced(pool2):
     pool2.run(_changed_buffer)
 
 
+def _resize(model):
+    model.norm.running_mean = torch.zeros(3)
+
+
+def _retype(model):
+    model.norm.running_var = model.norm.running_var.double()
+
+
+def _delete(model):
+    del model.norm.num_batches_tracked
+
+
+def _unfreeze(model):
+    model.frozen.requires_grad_(True)
+
+
+CHANGES = {  # and what must be told of it
+    _resize: r"buffer 'norm.running_mean' was \(2048,\) torch.float32 when .*is now \(3,\) torch.float32",
+    _retype: r"buffer 'norm.running_var' was .* torch.float32 when .*is now \(2048,\) torch.float64",
+    _delete: r"buffer 'norm.num_batches_tracked' was \(\) torch.int64 when .*is now None",
+    _unfreeze: "parameter 'frozen' was frozen when the model was wrapped and is not any more",
+}
+
+
+def _changed_somewhere(rank, world_size):
+    """Each rank whose own has changed says so of itself; the others name it, and do not wait for their deadline."""
+    for change, told in CHANGES.items():
+        for ranks in ((0,), (1,), (0, 1)):
+            with process_group():
+                model = bagua.with_bagua(make_net())
+                loss_of(model, batch(rank, 0)).backward()
+                meet()
+                if rank in ranks:
+                    change(model)
+                with pytest.raises(BaguaError, match=told) as caught:
+                    for step in range(3):
+                        loss_of(model, batch(rank, step)).backward()
+                assert caught.value.rank in ranks
+                assert (type(caught.value) is InvalidArgument) == (
+                    rank in ranks or (ranks == (0,) and change != _unfreeze)
+                )
+                if rank in ranks:
+                    assert str(caught.value).startswith(f"rank {rank}: ")
+                meet()
+
+
+def test_a_buffer_that_is_replaced_or_a_parameter_that_is_unfrozen_on_some_ranks(pool2):
+    pool2.run(_changed_somewhere)
+
+
 def _bypassed_forward(rank, world_size):
     with process_group():
         model = bagua.with_bagua(make_net(), bucket_bytes=1024)

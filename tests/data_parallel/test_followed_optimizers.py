@@ -473,3 +473,47 @@ def _left_over(rank, world_size, case):
 @pytest.mark.parametrize("case", ["wrapped", "wrapped again", "weights before"])
 def test_a_step_of_gradients_from_before_the_wrap(pool2, case):
     pool2.run(_left_over, args=(case,))
+
+
+def _two_models(rank, world_size, with_closure):
+    """One optimizer steps both: what one of them refuses, the other knows nothing of, whichever was wrapped first."""
+    with process_group():
+        for is_refused_first in (False, True):
+            models = [make_net(seed) for seed in range(2)]
+            optimizer = torch.optim.SGD([p for model in models for p in model.parameters() if p.requires_grad], lr=0.01)
+            wraps = [({"algorithm": "decentralized"}, models[0]), ({"algorithm": "bytegrad"}, models[1])]
+            for options, model in reversed(wraps) if is_refused_first else wraps:
+                bagua.with_bagua(model, optimizer, bucket_bytes=64 * 1024, **options)
+            calls = []
+            algorithm = models[0].bagua.algorithm
+            hook = algorithm.before_optimizer_step
+            algorithm.before_optimizer_step = lambda *args, hook=hook, calls=calls: calls.append(1) or hook(*args)
+
+            def closure(step, models=models, optimizer=optimizer):
+                optimizer.zero_grad()
+                data = batch(rank, step)
+                for model in models:
+                    bad = float("nan") if step == 1 and rank == 1 and model is models[1] else 1.0
+                    (loss_of(model, data) * bad).backward()
+
+            def train(step, closure=closure, optimizer=optimizer):
+                if with_closure:
+                    optimizer.step(lambda: closure(step))
+                else:
+                    closure(step)
+                    optimizer.step()
+
+            train(0)
+            with pytest.raises(InvalidArgument, match="NaN or Inf on some rank"):
+                train(1)
+            assert len(calls) == 1
+            train(2)
+            assert len(calls) == 2
+            assert_equal_on_all_ranks(dict(models[1].named_parameters()))
+            for model in models:
+                model.bagua.remove()
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_what_one_of_two_models_of_an_optimizer_refuses_leaves_the_other_alone(pool2, with_closure):
+    pool2.run(_two_models, args=(with_closure,))

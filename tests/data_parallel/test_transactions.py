@@ -72,12 +72,24 @@ class Fails(Algorithm):
 METHODS = ("check", "options", "bucket_class", "attach", "stage", "synchronises_gradients", "declare", "lay_out")
 
 
+class Stays:
+    """What no rank can send."""
+
+    def __reduce__(self):
+        raise OnPurpose("in __reduce__")
+
+
 def _refused_wraps(model, optimizer, rank):
     """All ways in which another wrap is refused. The rank that refuses gets its own error, the others are told."""
     for where in METHODS:
         for on in ((0,), (1,), (0, 1)):
             with pytest.raises(OnPurpose if rank in on else InvalidArgument, match=f"in {where}"):
                 bagua.with_bagua(model, optimizer, algorithm=Fails(where=where, on=on))
+    kept = next(iter(optimizer.param_groups))
+    kept["stays"] = Stays()
+    with pytest.raises(InvalidArgument, match=r"optimizers\[0\] .*cannot be pickled: OnPurpose: in __reduce__"):
+        bagua.with_bagua(model, optimizer)
+    del kept["stays"]
     is_one = rank == 1
     other = torch.nn.Sequential(model, torch.nn.Linear(2, 2)) if is_one else model
     for arguments in (

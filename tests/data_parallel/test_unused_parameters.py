@@ -71,16 +71,21 @@ def test_a_parameter_frozen_after_the_wrap_is_named(pool2):
 
 
 def _unfrozen_late(rank, world_size):
-    with process_group():
-        model = Branches()
-        model.branches[0].requires_grad_(False)
-        bagua.with_bagua(model)
-        model(1, 2).backward()
-        model.branches[0].requires_grad_(True)
-        with pytest.raises(InvalidArgument, match=r"'branches\.0'.*call with_bagua again"):
-            model(0, 1, 2)
-        bagua.with_bagua(model)
-        model(0, 1, 2).backward()
+    for wraps_again in (False, True):
+        with process_group():
+            model = Branches()
+            model.branches[0].requires_grad_(False)
+            bagua.with_bagua(model)
+            model(1, 2).backward()
+            meet()  # the first to raise ends the group, also for one that has not got so far
+            model.branches[0].requires_grad_(True)
+            if wraps_again:
+                bagua.with_bagua(model)
+                model(0, 1, 2).backward()
+                continue
+            with pytest.raises(InvalidArgument, match=rf"rank {rank}: .*'branches\.0'.*or call it again"):
+                model(0, 1, 2)
+            meet()
 
 
 def test_a_parameter_unfrozen_after_the_wrap_is_an_error(pool2):
