@@ -7,8 +7,10 @@ belonged to the old object would end without a word. Invariant: all that ask her
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 
@@ -42,8 +44,8 @@ class FollowedOptimizers:
         self._algorithm, self._group = algorithm, group
         self._name_of = {id(p): name for name, p in zip(storage.names, storage.parameters, strict=True)}
         self._optimizers = list(optimizers)
-        self._ids = [ids_of(optimizer) for optimizer in optimizers]  # of all that each steps, as last seen
-        self._steps = [self._of_the_model(ids) for ids in self._ids]
+        self._parameters = [_parameters_of(optimizer) for optimizer in optimizers]  # all that each steps, as last seen
+        self._steps = [self._of_the_model(parameters) for parameters in self._parameters]
         self._is_fixed = algorithm.exchanges == "weights" or algorithm.optimizer_class is not torch.optim.Optimizer
         self._agreed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet(optimizers)
 
@@ -64,29 +66,33 @@ class FollowedOptimizers:
         """The ids of the model's parameters that one of them steps."""
         return set().union(*self._steps)
 
-    def follow(self, optimizer: torch.optim.Optimizer, ids: list[int]) -> None:
-        """``optimizer`` is about to step the parameters with these ids, some of them the model's.
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` is about to step parameters, some of them the model's.
 
         Raises:
             InvalidArgument: it cannot take the place of one that the algorithm works with.
         """
         index = next((index for index, other in enumerate(self._optimizers) if other is optimizer), None)
-        if index is not None and self._ids[index] == ids:
+        if index is not None and _are_same(self._parameters[index], optimizer):
             return
-        steps = self._of_the_model(ids)
+        parameters = _parameters_of(optimizer)
+        steps = self._of_the_model(parameters)
         if self._is_fixed:
-            self._follow_fixed(optimizer, ids, steps)
+            self._follow_fixed(optimizer, parameters, steps)
         else:
             # It replaces those that step nothing beside, so that there are never more than needed.
             kept = [i for i, other in enumerate(self._steps) if i != index and not other <= steps]
             replaced = [i for i in range(len(self._steps)) if i not in kept]
             place = replaced[0] if replaced else len(kept)
-            for values, value in ((self._optimizers, optimizer), (self._ids, ids), (self._steps, steps)):
+            new = ((self._optimizers, optimizer), (self._parameters, parameters), (self._steps, steps))
+            for values, value in new:
                 values[:] = [values[i] for i in kept]
                 values.insert(place, value)
             self._algorithm.adopt_optimizers(tuple(self._optimizers))
 
-    def _follow_fixed(self, optimizer: torch.optim.Optimizer, ids: list[int], steps: frozenset[int]) -> None:
+    def _follow_fixed(
+        self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], steps: frozenset[int]
+    ) -> None:
         own = [i for i, other in enumerate(self._optimizers) if other is optimizer]
         index = next((i for i in (*own, *range(len(self._steps))) if self._steps[i] == steps), None)
         if index is None:
@@ -96,7 +102,7 @@ class FollowedOptimizers:
             changed[index] = optimizer
             self._check(optimizer, index, changed)
             self._optimizers = changed
-        self._ids[index] = ids
+        self._parameters[index] = parameters
         self._algorithm.adopt_optimizers(tuple(self._optimizers))  # the same one, too: its groups have changed
 
     def _check(self, optimizer: torch.optim.Optimizer, index: int, changed: Sequence[torch.optim.Optimizer]) -> None:
@@ -125,10 +131,16 @@ class FollowedOptimizers:
             rank=self._group.rank,
         )
 
-    def _of_the_model(self, ids: Sequence[int]) -> frozenset[int]:
-        return frozenset(key for key in ids if key in self._name_of)
+    def _of_the_model(self, parameters: Sequence[torch.Tensor]) -> frozenset[int]:
+        return frozenset(key for key in map(id, parameters) if key in self._name_of)
 
 
-def ids_of(optimizer: torch.optim.Optimizer) -> list[int]:
-    """The ids of all parameters that it steps, in its order."""
-    return [id(parameter) for options in optimizer.param_groups for parameter in options["params"]]
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All that it steps, in its order."""
+    return [parameter for options in optimizer.param_groups for parameter in options["params"]]
+
+
+def _are_same(parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> bool:
+    """Whether they are those that it steps; asked at each step, so nothing is made of each of them."""
+    groups = [options["params"] for options in optimizer.param_groups]
+    return len(parameters) == sum(map(len, groups)) and all(map(operator.is_, parameters, chain.from_iterable(groups)))

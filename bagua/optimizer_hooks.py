@@ -106,7 +106,7 @@ class Model(Protocol):
 
     def is_wrapper(self, optimizer: torch.optim.Optimizer) -> bool: ...
 
-    def check_optimizer_step(self, call: Call, ids: list[int], has_closure: bool) -> bool: ...
+    def check_optimizer_step(self, call: Call, has_closure: bool) -> bool: ...
 
     def check_closure(self, call: Call) -> None: ...
 
@@ -151,20 +151,20 @@ def _models() -> list[Model]:
 
 @torch._disable_dynamo  # a compiled step calls it between its graphs
 def _before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    ids = [*map(id, chain.from_iterable([options["params"] for options in optimizer.param_groups]))]
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     closure = closure if callable(closure) else None
     begun: list[tuple[Model, Call]] = []
     due: list[tuple[Model, Call]] = []
     try:
         for model in _models():
-            if model.parameter_ids.isdisjoint(ids) or model.is_wrapper(optimizer):
+            ids = map(id, chain.from_iterable([options["params"] for options in optimizer.param_groups]))
+            if model.parameter_ids.isdisjoint(ids) or model.is_wrapper(optimizer):  # looks no further than to the first
                 continue
             call = model.calls.begin(optimizer)
             if call.is_inner:
                 continue
             begun.append((model, call))
-            if model.check_optimizer_step(call, ids, closure is not None):
+            if model.check_optimizer_step(call, closure is not None):
                 due.append((model, call))
         for model, call in due:
             model.before_optimizer_step(call)

@@ -7,7 +7,6 @@ alike (NaN under a codec) leaves the group whole. A step that a GradScaler skips
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,9 +15,9 @@ import torch
 
 from bagua.algorithms.base import Algorithm
 from bagua.bucket import Bucket, BucketStorage
-from bagua.followed_optimizers import FollowedOptimizers, ids_of
+from bagua.followed_optimizers import FollowedOptimizers
 from bagua.group import ProcessGroup, Work
-from bagua.hook_failures import ending, fatal, in_hook
+from bagua.hook_failures import ending, fatal
 from bagua.local_gradients import LocalGradients
 from bagua.nonfinite import NonFiniteGuard, is_skipped_by_scaler
 from bagua.optimizer_hooks import Call, Calls
@@ -113,8 +112,8 @@ class OptimizerSteps:
         """Whether it wraps an optimizer of this model, of whose step inside its own we hear."""
         return self._optimizers.is_wrapper(optimizer)
 
-    def check_optimizer_step(self, call: Call, ids: list[int], has_closure: bool) -> bool:
-        """An optimizer is about to step the parameters with these ids; whether with the gradients that are there.
+    def check_optimizer_step(self, call: Call, has_closure: bool) -> bool:
+        """An optimizer is about to step parameters of the model; whether with the gradients that are there.
 
         Raises:
             InvalidArgument: the ranks would part, or it would write NaN into the weights.
@@ -123,7 +122,7 @@ class OptimizerSteps:
         # torch says in this way whether this thread runs a backward.
         if self._group.size > 1 and torch._C._current_graph_task_id() != -1:
             raise ending(self._group, stepped_in_backward(call.optimizer, self._group.rank))
-        self._follow(call.optimizer, ids)
+        self._follow(call.optimizer)
         # A closure's gradients are those of its first evaluation, unless it only looks at the loss once more.
         is_due = (self._has_gradients or not has_closure) and not is_skipped_by_scaler(call.optimizer)
         if is_due:
@@ -136,7 +135,7 @@ class OptimizerSteps:
         Raises:
             InvalidArgument: as ``check_optimizer_step``.
         """
-        self._follow(call.optimizer, ids_of(call.optimizer))  # another may have stepped in the closure
+        self._follow(call.optimizer)  # another may have stepped in the closure
         self._check_gradients(call)
 
     def before_optimizer_step(self, call: Call) -> None:
@@ -161,9 +160,9 @@ class OptimizerSteps:
         if after_step is not None:
             after_step()
 
-    def _follow(self, optimizer: torch.optim.Optimizer, ids: list[int]) -> None:
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         with fatal(self._group, f"following a {type(optimizer).__name__}"):
-            self._optimizers.follow(optimizer, ids)
+            self._optimizers.follow(optimizer)
 
     def _check_gradients(self, call: Call) -> None:
         error = self.local_gradients.refusal(call.optimizer) if self._sends_gradients else None
@@ -176,5 +175,5 @@ class OptimizerSteps:
         index = self._optimizers.index_of(optimizer)
         return [bucket for bucket in self._buckets if bucket.optimizer_index in (None, index)]
 
-    def _in_hook(self, hook: str) -> contextlib.AbstractContextManager[None]:
-        return in_hook(self._group, hook, self._algorithm.name)
+    def _in_hook(self, hook: str) -> fatal:
+        return fatal(self._group, hook, self._algorithm.name)

@@ -7,7 +7,6 @@ a few microseconds per step: what can be computed from the records is computed w
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import struct
@@ -176,6 +175,24 @@ class Checked(Protocol):
     def check(self) -> None: ...
 
 
+class _Hook:
+    """Entered several times per step, so it is no generator."""
+
+    __slots__ = ("_begin_ns", "_name", "_recorder")
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
+
+    def __enter__(self) -> None:
+        self._begin_ns = time.monotonic_ns()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self._recorder.add_outside(self._name, self._begin_ns, time.monotonic_ns())
+        elif isinstance(error, BaguaError):
+            self._recorder.add_failure(self._name, self._begin_ns, self._begin_ns, error)
+
+
 class Recorder:
     """Written by the step, read by ``model.bagua.timeline()``; memory is constant.
 
@@ -233,16 +250,9 @@ class Recorder:
                 sent, over_network = sent + counts[0], over_network + counts[1]
         return sent, over_network
 
-    @contextlib.contextmanager
-    def hook(self, name: str) -> Iterator[None]:
-        """Counts the time inside as ``add_outside``, or records that it failed."""
-        begin_ns = time.monotonic_ns()
-        try:
-            yield
-        except BaguaError as error:
-            self.add_failure(name, begin_ns, begin_ns, error)
-            raise
-        self.add_outside(name, begin_ns, time.monotonic_ns())
+    def hook(self, name: str) -> _Hook:
+        """Around a hook: counts the time inside as ``add_outside``, or records that it failed."""
+        return _Hook(self, name)
 
     def check(self, group: Checked) -> None:
         """Raises what the group has failed with meanwhile, after recording it."""

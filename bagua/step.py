@@ -18,7 +18,6 @@ A backward inside no_sync stays local; every other backward synchronises.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -34,7 +33,7 @@ from bagua.bucket import Bucket, BucketStorage, Member
 from bagua.end_of_backward import EndOfBackward
 from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.group import ProcessGroup, Work
-from bagua.hook_failures import ending, in_hook
+from bagua.hook_failures import ending, fatal
 from bagua.optimizer_steps import OptimizerSteps
 from bagua.parameter_errors import changed_parameters, never_ready, ready_twice, refused_gradient, unfrozen
 from bagua.recorder import Recorder
@@ -350,8 +349,8 @@ class Step:
         if error is not None:
             raise ending(self.group, error)
 
-    def _algorithm(self, hook: str) -> contextlib.AbstractContextManager[None]:
-        return in_hook(self.group, hook, self.algorithm.name)
+    def _algorithm(self, hook: str) -> fatal:
+        return fatal(self.group, hook, self.algorithm.name)
 
 
 def _record(recorder: Recorder, groups: list[ProcessGroup], work: Work, group: ProcessGroup | None = None) -> None:
