@@ -7,7 +7,7 @@ none is left waiting. Only digests travel unless they differ.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -89,15 +89,29 @@ def describe_model(model: torch.nn.Module, optimizers: Sequence[torch.optim.Opti
         described[f"parameter {name!r}"] = f"{tuple(parameter.shape)} {kind}"
     for name, buffer in model.named_buffers():
         described[f"buffer {name!r}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     for index, optimizer in enumerate(optimizers):
-        described.update(describe_optimizer(index, optimizer))
+        described.update(describe_optimizer(index, optimizer, name_of))
     return described
 
 
-def describe_optimizer(index: int, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """As ``describe_model``, of one optimizer."""
+def describe_optimizer(index: int, optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> dict[str, str]:
+    """As ``describe_model``, of one optimizer: its class, and what it steps, by place, since states go by place.
+
+    Options such as lr are not compared: with_bagua makes them rank 0's, and from then on they are the trainer's to
+    change, also on one rank alone where weights are averaged.
+
+    Args:
+        name_of: the names of the model's parameters by their ids; others are known by their shapes.
+    """
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    return {f"optimizer {index}": f"{type(optimizer).__name__} with parameter groups of {sizes}"}
+    described = {f"optimizer {index}": f"{type(optimizer).__name__} with parameter groups of {sizes}"}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            name = name_of.get(id(parameter))
+            told = f"{tuple(parameter.shape)} {parameter.dtype} of another model" if name is None else repr(name)
+            described[f"parameter {place} of group {number} of optimizer {index}"] = told
+    return described
 
 
 def check_model(

@@ -113,7 +113,7 @@ class FollowedOptimizers:
             return
         remedy = "construct an optimizer anew in the same way and at the same step on all ranks"
         try:
-            agree(self._group, lambda: (None, describe_optimizer(index, optimizer)), remedy)
+            agree(self._group, lambda: (None, describe_optimizer(index, optimizer, self._name_of)), remedy)
         except BaguaError as error:
             place = {"rank": error.rank, "operation": error.operation, "bucket": error.bucket}
             message = f"an optimizer ({type(optimizer).__name__}) that was made anew makes its first step: {error}"

@@ -110,6 +110,57 @@ def test_every_rank_names_the_difference(pool2):
             assert re.search(pattern, message), f"{name}: {message}"
 
 
+def _groups(*groups, kind=torch.optim.SGD, lr=0.1):
+    """An optimizer of parameters of the model, by name, and of others, by their sizes."""
+
+    def make(model):
+        own = dict(model.named_parameters())
+        return kind(
+            [{"params": [own.get(p, torch.nn.Parameter(torch.zeros(8))) for p in group]} for group in groups], lr
+        )
+
+    return make
+
+
+_USUAL = _groups(["weight"], ["bias", "other"])
+# What the optimizer of rank 1 has otherwise than _USUAL, and what every rank must read.
+OPTIMIZERS = {
+    "class": (
+        _groups(["weight"], ["bias", "other"], kind=torch.optim.Adagrad),
+        r"optimizer 0: rank 0 has SGD with parameter groups of \[1, 2\], rank 1 has Adagrad with .* \[1, 2\]; pass",
+    ),
+    "number of groups": (
+        _groups(["weight", "bias", "other"]),
+        r"optimizer 0: .* rank 1 has SGD with .* of \[3\]; pass",
+    ),
+    "what is in them": (
+        _groups(["bias"], ["weight", "other"]),
+        "parameter 0 of group 0 of optimizer 0: rank 0 has 'weight', rank 1 has 'bias'; pass",
+    ),
+    "order": (
+        _groups(["weight"], ["other", "bias"]),
+        r"parameter 0 of group 1 of optimizer 0: rank 0 has 'bias', rank 1 has \(8,\) torch.float32 of another model",
+    ),
+}
+
+
+def _optimizers_disagree(rank, world_size):
+    with process_group():
+        for name, (make, told) in OPTIMIZERS.items():
+            model = _linear()
+            with pytest.raises(InvalidArgument, match=f"the ranks disagree about {told}"):
+                bagua.with_bagua(model, (make if rank == 1 else _USUAL)(model))
+            assert not hasattr(model, "bagua"), name
+        model = _linear()
+        optimizer = _groups(["weight"], ["bias"], lr=0.1 + rank)(model)
+        bagua.with_bagua(model, optimizer)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]  # rank 0's
+
+
+def test_optimizers_that_differ_in_more_than_their_options(pool2):
+    pool2.run(_optimizers_disagree)
+
+
 def _wrapped_twice(rank, world_size):
     with process_group():
         inner = torch.nn.Linear(2, 2)
