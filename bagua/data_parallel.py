@@ -319,15 +319,24 @@ def _make_storage(
 
 
 def _install_hooks(model: torch.nn.Module, step: Step) -> list[Any]:
+    called = _called_module(model)
     hooks: list[Any] = [
-        model.register_forward_pre_hook(_ModuleHook(step, _before_forward)),
-        model.register_forward_hook(_ModuleHook(step, _after_forward)),
+        called.register_forward_pre_hook(_ModuleHook(step, _before_forward)),
+        called.register_forward_hook(_ModuleHook(step, _after_forward)),
     ]
     step_ref = weakref.ref(step)
     for index, parameter in enumerate(step.storage.parameters):
         hooks.append(parameter.register_post_accumulate_grad_hook(_gradient_hook(step_ref, index)))
     hooks.append(Watch(step.optimizer_steps))
     return hooks
+
+
+def _called_module(model: torch.nn.Module) -> torch.nn.Module:
+    """Of what torch.compile returns the module inside, which somebody may call as well."""
+    inner = getattr(model, "_orig_mod", model)
+    # Dynamo traces through the call of a container of torch's own, and a whole graph has no place for hooks.
+    is_whole = getattr(getattr(model, "dynamo_ctx", None), "fullgraph", False)
+    return model if is_whole and str(type(inner).forward.__module__).startswith("torch.nn.") else inner
 
 
 def _gradient_hook(step_ref: weakref.ref[Step], index: int) -> Callable[[torch.Tensor], None]:

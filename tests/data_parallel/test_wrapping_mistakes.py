@@ -200,6 +200,15 @@ def _compile_and_pass(model):
     return compiled, compiled
 
 
+def _compile_pass_and_call_what_is_inside(model):
+    return torch.compile(model, backend="eager"), model
+
+
+def _compile_whole(model):
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    return compiled, compiled
+
+
 def _compile_in_place(model):
     model.compile(backend="eager")
     return model, model
@@ -235,6 +244,16 @@ def _compiled_and_run(rank, world_size, make):
             called(torch.randn(6, 4)).square().sum().backward()
 
 
-@pytest.mark.parametrize("make", [_compile, _compile_and_pass, _compile_in_place, _compile_a_part])
+MAKES = (
+    _compile,
+    _compile_and_pass,
+    _compile_pass_and_call_what_is_inside,
+    _compile_whole,
+    _compile_in_place,
+    _compile_a_part,
+)
+
+
+@pytest.mark.parametrize("make", MAKES)
 def test_a_model_that_is_compiled_and_run_before_the_wrap(pool2, make):
     pool2.run(_compiled_and_run, args=(make,))
