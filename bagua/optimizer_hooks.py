@@ -158,7 +158,7 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tupl
     try:
         for model in _models():
             ids = map(id, chain.from_iterable([options["params"] for options in optimizer.param_groups]))
-            if model.parameter_ids.isdisjoint(ids) or model.is_wrapper(optimizer):  # looks no further than to the first
+            if model.parameter_ids.isdisjoint(ids) or model.is_wrapper(optimizer):  # looks as far as the first one
                 continue
             call = model.calls.begin(optimizer)
             if call.is_inner:

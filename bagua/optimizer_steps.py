@@ -142,8 +142,9 @@ class OptimizerSteps:
         """No model has refused the step with the gradients that are there now."""
         if not call.is_prepared:
             call.is_prepared = True
-            with self._recorder.hook("before_optimizer_step"), self._in_hook("before_optimizer_step"):
-                self._algorithm.before_optimizer_step(call.optimizer, self._buckets_of(call.optimizer), self._group)
+            hook, algorithm = "before_optimizer_step", self._algorithm
+            with self._recorder.hook(hook), fatal(self._group, hook, algorithm.name):
+                algorithm.before_optimizer_step(call.optimizer, self._buckets_of(call.optimizer), self._group)
 
     def after_optimizer_step(self, call: Call) -> None:
         """``optimizer.step`` has returned."""
@@ -154,8 +155,9 @@ class OptimizerSteps:
             if self._group.size == 1:
                 return  # as in plain torch
             raise ending(self._group, closure_not_called(call.optimizer, self._group.rank))
-        with self._recorder.hook("after_optimizer_step"), self._in_hook("after_optimizer_step"):
-            self._algorithm.after_optimizer_step(call.optimizer, self._buckets_of(call.optimizer), self._group)
+        hook, algorithm = "after_optimizer_step", self._algorithm
+        with self._recorder.hook(hook), fatal(self._group, hook, algorithm.name):
+            algorithm.after_optimizer_step(call.optimizer, self._buckets_of(call.optimizer), self._group)
         after_step = self._after_step()
         if after_step is not None:
             after_step()
@@ -174,6 +176,3 @@ class OptimizerSteps:
     def _buckets_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Bucket]:
         index = self._optimizers.index_of(optimizer)
         return [bucket for bucket in self._buckets if bucket.optimizer_index in (None, index)]
-
-    def _in_hook(self, hook: str) -> fatal:
-        return fatal(self._group, hook, self._algorithm.name)
