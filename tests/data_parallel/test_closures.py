@@ -23,6 +23,7 @@ from tests.conformance.training import (
     process_group,
     slow_but,
 )
+from tests.meeting import meet
 
 IN_LOCKSTEP = [name for name in ALGORITHMS if bagua.algorithms.get(name).is_lockstep]
 HOOKS = ("before_forward", "after_backward", "before_optimizer_step", "after_optimizer_step")
@@ -140,12 +141,17 @@ def test_a_closure_that_raises_on_all_ranks_leaves_nothing_behind(pool2, algorit
     pool2.run(_raises_everywhere, args=(algorithm, where))
 
 
+SHORT_S = 0.6
+
+
 def _raises_alone(rank, world_size):
-    with process_group(timeout_s=1.5):
+    with process_group():
         model = make_net()
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
         bagua.with_bagua(model, optimizer)
         _step(model, optimizer, batch(rank, 0), True)
+        meet()
+        bagua.get_default_group().set_timeout(SHORT_S)
 
         def closure():
             optimizer.zero_grad()
@@ -157,13 +163,14 @@ def _raises_alone(rank, world_size):
         if rank == 1:
             with pytest.raises(ArithmeticError):
                 optimizer.step(closure)
-            time.sleep(2)
+            meet()  # when the other one has failed
             with pytest.raises(BaguaError):
                 loss_of(model, batch(rank, 1)).backward()
             return ""
         with pytest.raises(BaguaError) as caught:
             optimizer.step(closure)
-        assert time.monotonic() - begin < 3  # twice the timeout
+        assert SHORT_S <= time.monotonic() - begin < 4 * SHORT_S  # twice what is promised
+        meet()
         return str(caught.value)
 
 

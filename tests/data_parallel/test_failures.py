@@ -146,7 +146,7 @@ def test_a_rank_that_dies_in_mid_step_is_named():
     assert survivor < TIMEOUT_S / 3
 
 
-SHORT_S = 1.5
+SHORT_S = 0.6
 
 
 def _rank_stays_away(rank, world_size):

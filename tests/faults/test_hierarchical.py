@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timed
 WORLD = WorldKind("unequal5", 5, nodes=(2, 3), env={"BAGUA_SOCKET_IFNAME": "lo"})
 # Rank 0 alone; 1 and 2. In none of its parts but the world has rank 1 or 2 its own number.
 SMALL = WorldKind("unequal3", 3, nodes=(1, 2), env={"BAGUA_SOCKET_IFNAME": "lo"})
-TIMEOUT_S = 1.0
+TIMEOUT_S = 0.5
 _STOPPED = "does not answer: its process is stopped or its host is unreachable"
 
 

@@ -169,7 +169,7 @@ def test_a_slow_drip_is_cut_off(pool, tmp_path):
     run.result()
 
 
-SHORT_S = 1.0
+SHORT_S = 0.5
 
 
 def with_short_handshake(rank, world_size, directory):

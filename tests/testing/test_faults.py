@@ -86,7 +86,7 @@ class Listener:
 def garbage_once(seed, connections=50):
     listener = Listener()
     try:
-        done = send_garbage("127.0.0.1", listener.port, connections, seed)
+        done = send_garbage("127.0.0.1", listener.port, connections, seed, hold=0.1)
     finally:
         listener.close()
     return done, listener

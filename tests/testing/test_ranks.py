@@ -3,15 +3,24 @@
 import ctypes
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch
 
-from bagua.testing import Pool, RankDied, RankError, RankTraceback, WorldTimeout, free_port, kill, spawn, stop
+from bagua.testing import (
+    Pool,
+    RankDied,
+    RankError,
+    RankTraceback,
+    WorldTimeout,
+    free_port,
+    kill,
+    nursery,
+    spawn,
+    stop,
+)
 from tests.meeting import meet, wait_until
 
 NODE_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -116,7 +125,7 @@ def test_first_failure_is_raised_with_its_own_traceback():
         meet()
         if rank == 1:
             raise KeyError("the cause")
-        time.sleep(0.5)
+        time.sleep(0.2)
         raise ValueError("what the other saw of it")
 
     with pytest.raises(KeyError, match="the cause") as caught:
@@ -153,7 +162,7 @@ def test_a_value_that_cannot_be_pickled_is_an_error_of_its_rank():
 
 @pytest.mark.timed
 def test_others_that_hang_after_a_failure_are_shown(monkeypatch):
-    monkeypatch.setattr("bagua.testing.ranks._GRACE_S", 0.5)
+    monkeypatch.setattr("bagua.testing.ranks._GRACE_S", 0.2)
 
     def fail(rank, world_size):
         if rank == 0:
@@ -176,9 +185,10 @@ def test_the_deadline_shows_every_stack_and_ends_every_process():
             thread.join()
 
     with Pool(3) as pool:
-        run = pool.start(hang, timeout=1.0)
+        pool.run(rank_of)
+        run = pool.start(hang, timeout=0.5)
         begin = time.monotonic()
-        with pytest.raises(WorldTimeout, match=r"ranks \[0, 2\] of 3 had not finished after 1 s") as caught:
+        with pytest.raises(WorldTimeout, match=r"ranks \[0, 2\] of 3 had not finished after 0.5 s") as caught:
             run.result()
         assert time.monotonic() - begin < 30  # half of what they sleep
         assert_gone(run.pids)
@@ -189,9 +199,10 @@ def test_the_deadline_shows_every_stack_and_ends_every_process():
 
 
 @pytest.mark.timed
-def test_the_deadline_holds_for_a_stopped_rank():
+def test_the_deadline_holds_for_a_stopped_rank(monkeypatch):
+    monkeypatch.setattr("bagua.testing.rank_process._DUMP_LIMIT_S", 0.2)
     with pytest.raises(WorldTimeout, match="rank 0 .*\n.*SIGSTOP"):
-        spawn(lambda rank, world_size: stop(), 1, timeout=1.0)
+        spawn(lambda rank, world_size: stop(), 1, timeout=0.5)
 
 
 @pytest.mark.timed
@@ -200,7 +211,7 @@ def test_the_deadline_holds_while_a_rank_keeps_the_gil():
         ctypes.PyDLL(None).sleep(60)
 
     with pytest.raises(WorldTimeout, match="in hold"):
-        spawn(hold, 1, timeout=1.0)
+        spawn(hold, 1, timeout=0.5)
 
 
 @pytest.mark.timed
@@ -337,21 +348,14 @@ def test_a_test_can_act_on_a_running_world():
 
 @pytest.mark.timed
 def test_nothing_is_left_when_the_test_process_is_killed(tmp_path):
-    program = (
-        "import time\n"
-        "from bagua.testing import Pool, nursery\n"
-        "nursery.PRELOADED = ()\n"
-        "pool = Pool(2)\n"
-        "pool.run(lambda rank, world_size: None)\n"
-        "print(*pool.pids, flush=True)\n"
-        "pool.start(lambda rank, world_size: time.sleep(60)).result()\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    pids = [int(word) for word in process.stdout.readline().split()]
+    def test_process(rank, world_size):
+        nursery.PRELOADED = ()
+        pool = Pool(2)
+        (tmp_path / "pids").write_text(" ".join(map(str, pool.run(lambda rank, world_size: os.getpid()))))
+        pool.start(lambda rank, world_size: time.sleep(60))
+        kill()
+
+    spawn(test_process, 1, expect_exit={0: signal.SIGKILL})
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
-    assert all(is_alive(pid) for pid in pids)
-    process.kill()
-    process.wait()
     assert_gone(pids)
-    process.stdout.close()

@@ -16,9 +16,12 @@ from tests.timeline.training import train
 LATE_S = 0.2  # far beyond what another rank of a busy machine loses by chance
 
 
-def _save(rank, world_size, folder, late_rank, algorithm):
+STEPS = 3
+
+
+def _save(rank, world_size, folder, late_rank, algorithm, steps=STEPS):
     with process_group():
-        model = train(algorithm, steps=5, late_rank=late_rank, late_s=LATE_S)
+        model = train(algorithm, steps=steps, late_rank=late_rank, late_s=LATE_S)
         model.bagua.save_timeline(folder)
 
 
@@ -26,7 +29,7 @@ def _save(rank, world_size, folder, late_rank, algorithm):
 def files(pool2, tmp_path_factory):
     """Of two ranks, the second of which is late."""
     folder = tmp_path_factory.mktemp("timeline")
-    pool2.run(_save, args=(str(folder), 1, "gradient_allreduce"))
+    pool2.run(_save, args=(str(folder), 1, "gradient_allreduce", 5))
     return [folder / "rank0.json", folder / "rank1.json"]
 
 
@@ -73,7 +76,7 @@ def test_the_late_rank_is_named(pool2, tmp_path, capsys, algorithm, late_rank):
     assert f"algorithm        {algorithm}, 2 of 2 ranks" in text
     assert f"straggler        rank {late_rank}: the others wait for it" in text
     waited = re.search(rf"rank {late_rank} came last at \d+ of \d+ operations; the others waited ([\d.]+) ms", text)
-    assert float(waited[1]) > 5 * LATE_S * 1e3 / 2
+    assert float(waited[1]) > STEPS * LATE_S * 1e3 / 2
     assert re.search(rf"step \d: [\d.]+ ms for rank {late_rank}", text)
     assert re.search(r"slowest bucket   bucket \d \(", text)
 
@@ -85,7 +88,7 @@ def test_on_two_nodes_with_a_measured_clock(pool_of_two_nodes, tmp_path, capsys)
     text = capsys.readouterr().out
     assert "straggler        rank 2: the others wait for it" in text
     assert re.search(r"clocks +uncertain by rank 2 \d+ us, rank 3 \d+ us, and by 50 us more per second before ", text)
-    assert re.findall(r"^ +(\d)  \S+ +5 ", text, re.MULTILINE) == ["0", "1", "2", "3"]
+    assert re.findall(rf"^ +(\d)  \S+ +{STEPS} ", text, re.MULTILINE) == ["0", "1", "2", "3"]
 
 
 @pytest.mark.timed
@@ -156,7 +159,7 @@ def test_neighbours_on_a_ring_of_four(pool4, tmp_path, capsys):
     pool4.run(_save, args=(str(tmp_path), 2, "low_precision_decentralized"))
     assert cli.main(["timeline", *(f"{tmp_path}/rank{rank}.json" for rank in range(4))]) == 0
     text = capsys.readouterr().out
-    num_exchanges = 5 * len(json.loads((tmp_path / "rank0.json").read_text())["otherData"]["totals"]["buckets"])
+    num_exchanges = STEPS * len(json.loads((tmp_path / "rank0.json").read_text())["otherData"]["totals"]["buckets"])
     assert f"(not told for {num_exchanges} operations, whose ranks wait for their neighbours only)" in text
     assert "straggler        rank 2: the others wait for it" in text
     assert re.search(r"slowest bucket   bucket \d \(.* ms at the median with the wait for neighbours", text)

@@ -173,13 +173,15 @@ def test_uneven_inputs(pool2, divides_by_all):
     compare(pool2, uneven, divides_by_all)
 
 
-DEADLINE_S = 1.5
+DEADLINE_S = 0.5
 
 
 def left_alone(rank, world_size):
     """The Python half of a Work is dropped, its C++ half waits, and the other rank never comes."""
-    start(timeout=timedelta(seconds=DEADLINE_S))
+    start()
     store = dist.distributed_c10d._get_default_group().get_group_store()
+    dist.barrier()
+    dist.group.WORLD.set_timeout(timedelta(seconds=DEADLINE_S))
     if rank == 0:
         x = torch.ones(1)
         torch._C._distributed_c10d._register_work(x, dist.all_reduce(torch.ones(1), async_op=True))

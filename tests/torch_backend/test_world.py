@@ -197,7 +197,7 @@ def late_member(rank, world_size):
     start("gloo")
     if rank == 1:
         with pytest.raises(bagua.DeadlineExceeded, match=r"rank 1 did not come.*of \[1, 2\]"):
-            dist.new_group([1, 2], backend="bagua", timeout=timedelta(seconds=1))
+            dist.new_group([1, 2], backend="bagua", timeout=timedelta(seconds=0.4))
     dist.destroy_process_group()
 
 
