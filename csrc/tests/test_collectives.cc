@@ -31,47 +31,55 @@ const AllReduce kAllReduces[] = {
 
 bool is_half(DType dtype) { return dtype == DType::kF16 || dtype == DType::kBF16; }
 
-// Checks elements first, first + stride, ... of `got`, which holds the reduction of elements offset... of the fixture.
-void check(const std::string& algorithm, const Case& c, const Bytes& got, size_t size, size_t offset, size_t first,
-           size_t stride) {
-  for (size_t i = first; i < c.numel; i += stride) {
-    const double want = expected(c.dtype, c.op, size, offset + i);
-    const double have = load(c.dtype, got, i);
-    if (std::fabs(have - want) <= tolerance(c.dtype, c.op) * std::fabs(want)) continue;
-    require(false, algorithm + ": " + name_of(c) + " over " + std::to_string(size) + " ranks: element " +
-                       std::to_string(i) + " is " + std::to_string(have) + ", expected " + std::to_string(want));
+// Elements first, first + stride, ... of the reduction of elements offset... of the fixture.
+class Expected {
+ public:
+  Expected(const Case& c, size_t size, size_t offset, size_t first, size_t stride)
+      : case_(c), size_(size), first_(first), stride_(stride) {
+    for (size_t i = first; i < c.numel; i += stride) elements_.push_back(expected(c.dtype, c.op, size, offset + i));
   }
-}
+
+  void check(const std::string& algorithm, const Bytes& got) const {
+    size_t i = first_;
+    for (const double want : elements_) {
+      const double have = load(case_.dtype, got, i);
+      if (std::fabs(have - want) > tolerance(case_.dtype, case_.op) * std::fabs(want)) {
+        require(false, algorithm + ": " + name_of(case_) + " over " + std::to_string(size_) + " ranks: element " +
+                           std::to_string(i) + " is " + std::to_string(have) + ", expected " + std::to_string(want));
+      }
+      i += stride_;
+    }
+  }
+
+ private:
+  const Case case_;
+  const size_t size_, first_, stride_;
+  std::vector<double> elements_;
+};
 
 class Reductions : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Sizes, Reductions, ::testing::Values(1, 2, 3, 4, 5, 8));
 
 TEST_P(Reductions, AllReduceEqualsTheOracleOnEveryRank) {
   const auto size = static_cast<size_t>(GetParam());
-  const std::vector<Case> cases = all_cases();
-  for (const AllReduce& algorithm : kAllReduces) {
-    if (size == 1 && algorithm.run != selected) continue;  // algorithms.h asks for two or more ranks
-    SCOPED_TRACE(algorithm.name);
-    std::vector<std::vector<uint64_t>> hashes(size, std::vector<uint64_t>(cases.size()));
-    run_world(GetParam(), [&](Context& context, int rank) {
-      const auto r = static_cast<size_t>(rank);
-      for (size_t n = 0; n < cases.size(); ++n) {
-        const Case& c = cases[n];
+  std::vector<std::vector<std::string>> hashes(size);
+  run_world(GetParam(), [&](Context& context, int rank) {
+    const auto r = static_cast<size_t>(rank);
+    for (const Case& c : all_cases()) {
+      const Bytes before = values(c.dtype, c.op, size, r, c.numel);
+      const Expected share(c, size, 0, r, size);  // each rank checks its own; equal hashes make it everybody's
+      for (const AllReduce& algorithm : kAllReduces) {
+        if (size == 1 && algorithm.run != selected) continue;  // algorithms.h asks for two or more ranks
         if (is_half(c.dtype) && !algorithm.for_halves) continue;
-        Bytes data = values(c.dtype, c.op, size, r, c.numel);
+        Bytes data = before;
         perform(operation(OperationKind::kAllReduce, c.dtype, c.numel, c.op),
                 [&] { algorithm.run(context, data.data(), c.numel, c.dtype, c.op); });
-        // Each rank checks its share; equal hashes make it everybody's.
-        check(algorithm.name, c, data, size, 0, r, size);
-        hashes[r][n] = hash_of(data);
-      }
-    });
-    for (size_t r = 1; r < size; ++r) {
-      for (size_t n = 0; n < cases.size(); ++n) {
-        EXPECT_EQ(hashes[0][n], hashes[r][n]) << name_of(cases[n]) << " rank " << r;
+        share.check(algorithm.name, data);
+        hashes[r].push_back(std::string(algorithm.name) + ": " + name_of(c) + ": " + std::to_string(hash_of(data)));
       }
     }
-  }
+  });
+  for (size_t r = 1; r < size; ++r) EXPECT_EQ(hashes[0], hashes[r]) << "rank " << r;
 }
 
 // Values whose sums round, zeros of both signs, infinities, and NaNs of different payloads.
@@ -128,24 +136,24 @@ const ReduceScatter kReduceScatters[] = {
 
 TEST_P(Reductions, ReduceScatterEqualsTheOracle) {
   const auto size = static_cast<size_t>(GetParam());
-  for (const ReduceScatter& algorithm : kReduceScatters) {
-    if (size == 1 && algorithm.run != collectives::reduce_scatter) continue;
-    SCOPED_TRACE(algorithm.name);
-    run_world(GetParam(), [&](Context& context, int rank) {
-      const auto r = static_cast<size_t>(rank);
-      for (Case c : all_cases()) {
+  run_world(GetParam(), [&](Context& context, int rank) {
+    const auto r = static_cast<size_t>(rank);
+    for (Case c : all_cases()) {
+      if (c.numel > 2000) c.numel = c.numel / size + 1;  // the input is `size` times as large
+      const Bytes input = values(c.dtype, c.op, size, r, size * c.numel);
+      const Bytes before = input;
+      const Expected block(c, size, r * c.numel, 0, c.numel > 2000 ? 3 : 1);
+      for (const ReduceScatter& algorithm : kReduceScatters) {
+        if (size == 1 && algorithm.run != collectives::reduce_scatter) continue;
         if (is_half(c.dtype) && !algorithm.for_halves) continue;
-        if (c.numel > 2000) c.numel = c.numel / size + 1;  // the input is `size` times as large
-        const Bytes input = values(c.dtype, c.op, size, r, size * c.numel);
-        const Bytes before = input;
         Bytes output(c.numel * item_bytes(c.dtype));
         perform(operation(OperationKind::kReduceScatter, c.dtype, c.numel, c.op),
                 [&] { algorithm.run(context, input.data(), output.data(), c.numel, c.dtype, c.op); });
-        check(algorithm.name, c, output, size, r * c.numel, 0, c.numel > 2000 ? 3 : 1);
+        block.check(algorithm.name, output);
         require(input == before, "the input has changed");
       }
-    });
-  }
+    }
+  });
 }
 
 void direct_to(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root) {
@@ -154,22 +162,23 @@ void direct_to(Context& context, void* data, size_t numel, DType dtype, ReduceOp
 
 TEST_P(Reductions, ReduceEqualsTheOracleAtTheRootAndLeavesTheOthersAlone) {
   const auto size = static_cast<size_t>(GetParam());
-  for (const auto run : {collectives::reduce, collectives::tree_reduce, collectives::stripes_reduce, direct_to}) {
-    if (size == 1 && run != collectives::reduce) continue;
-    run_world(GetParam(), [&](Context& context, int rank) {
-      const auto r = static_cast<size_t>(rank);
-      int root = 0;
-      for (const Case& c : all_cases()) {
-        root = (root + 1) % static_cast<int>(size);
-        const Bytes before = values(c.dtype, c.op, size, r, c.numel);
+  run_world(GetParam(), [&](Context& context, int rank) {
+    const auto r = static_cast<size_t>(rank);
+    int root = 0;
+    for (const Case& c : all_cases()) {
+      root = (root + 1) % static_cast<int>(size);
+      const Bytes before = values(c.dtype, c.op, size, r, c.numel);
+      const Expected result(rank == root ? c : Case{c.dtype, c.op, 0}, size, 0, 0, c.numel > 2000 ? 3 : 1);
+      for (const auto run : {collectives::reduce, collectives::tree_reduce, collectives::stripes_reduce, direct_to}) {
+        if (size == 1 && run != collectives::reduce) continue;
         Bytes data = before;
         perform(operation(OperationKind::kReduce, c.dtype, c.numel, c.op, root),
                 [&] { run(context, data.data(), c.numel, c.dtype, c.op, root); });
-        if (rank == root) check("reduce", c, data, size, 0, 0, c.numel > 2000 ? 3 : 1);
+        result.check("reduce", data);
         require(rank == root || data == before, "data of a rank other than the root has changed");
       }
-    });
-  }
+    }
+  });
 }
 
 TEST(Reductions, WhatIsNotDefinedIsRefusedByName) {

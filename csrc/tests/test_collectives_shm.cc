@@ -38,7 +38,7 @@ void connect_shm(Mesh& dialer, Mesh& acceptor) {
 
 std::vector<std::unique_ptr<Mesh>> make_shm_world(int size) {
   std::vector<std::unique_ptr<Mesh>> world;
-  for (int rank = 0; rank < size; ++rank) world.push_back(std::make_unique<Mesh>(rank, size, "shm", 50us));
+  for (int rank = 0; rank < size; ++rank) world.push_back(std::make_unique<Mesh>(rank, size, "shm", 10us));
   for (size_t a = 0; a < world.size(); ++a) {
     for (size_t b = a + 1; b < world.size(); ++b) connect_shm(*world[a], *world[b]);
   }
@@ -87,8 +87,10 @@ INSTANTIATE_TEST_SUITE_P(Worlds, SharedMemory,
 TEST_P(SharedMemory, AllReduceEqualsTheOracle) {
   const auto n = static_cast<size_t>(size());
   run([&](Context& context, int rank) {
+    size_t index = static_cast<size_t>(std::get<1>(GetParam()));
     for (const Case& c : all_cases()) {
-      if (c.numel == 1023) continue;  // 1025 says the same
+      // The way depends on lengths and on whose memory is shared: each type and operator has one of the three.
+      if (c.numel == 1023 || (c.numel <= 1025 && ++index % 3 != 0)) continue;  // 1025 says the same as 1023
       Buffer buffer(values(c.dtype, c.op, n, static_cast<size_t>(rank), c.numel), is_shared(rank));
       perform(operation(OperationKind::kAllReduce, c.dtype, c.numel, c.op),
               [&] { all_reduce(context, buffer.data(), c.numel, c.dtype, c.op, nullptr); });

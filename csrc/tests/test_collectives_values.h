@@ -200,9 +200,14 @@ inline std::vector<Case> all_cases() {
   return taken;
 }
 
+// FNV-1a of words, the last of which is filled up with zeros.
 inline uint64_t hash_of(const Bytes& bytes) {
-  uint64_t hash = 14695981039346656037ull;  // FNV-1a
-  for (const uint8_t byte : bytes) hash = (hash ^ byte) * 1099511628211ull;
+  uint64_t hash = 14695981039346656037ull ^ bytes.size();
+  for (size_t i = 0; i < bytes.size(); i += 8) {
+    uint64_t word = 0;
+    std::memcpy(&word, &bytes[i], std::min<size_t>(8, bytes.size() - i));
+    hash = (hash ^ word) * 1099511628211ull;
+  }
   return hash;
 }
 

@@ -26,7 +26,7 @@
 namespace bagua::testing {
 
 inline const size_t kSmallSizes[] = {0, 1, 3, 31, 32, 33, 1023, 1024, 1025, 2047, 2048, 2049};
-inline constexpr size_t kLargeSize = size_t{1} << 20;
+inline constexpr size_t kLargeSize = size_t{1} << 18;
 
 // numel elements that begin offset_bytes after a 64-byte boundary, zeroed, with a canary behind them.
 class Array {

@@ -69,7 +69,7 @@ TEST_P(BufferedFaults, WhatALeavingPeerSentBeforeStillArrives) {
   meshes[1]->send(0, out.data(), bytes);
   meshes[1]->end();
   meshes[1]->close();
-  std::this_thread::sleep_for(500ms);  // longer than a departure's grace
+  std::this_thread::sleep_for(350ms);  // longer than a departure's grace
   Bytes in(bytes);
   meshes[0]->begin(stamp(1), Deadline::after(30s));
   meshes[0]->recv(1, in.data(), bytes);
@@ -143,7 +143,7 @@ TEST_P(Faults, TheEndOfAChainIsNamed) {
     meshes[rank]->recv(static_cast<int>(rank) + 1, &byte, 1);
   };
   const auto failures =
-      run_threads({[&] { wait_and_say(ended, [&] { wait_for_next(0, 200ms); }); }, [&] { wait_for_next(1, 30s); },
+      run_threads({[&] { wait_and_say(ended, [&] { wait_for_next(0, 80ms); }); }, [&] { wait_for_next(1, 30s); },
                    [&] {
                      ended.get_future().wait();
                      meshes[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
@@ -164,7 +164,7 @@ TEST_P(Faults, TheEndOfAChainThroughOtherOperationsIsNamed) {
     meshes[rank]->begin(stamp(static_cast<uint32_t>(3 - rank)), Deadline::after(timeout));
     meshes[rank]->recv(static_cast<int>(rank) + 1, &byte, 1);
   };
-  const auto failures = run_threads({[&] { wait_and_say(ended, [&] { wait_for_next(0, 200ms); }); },
+  const auto failures = run_threads({[&] { wait_and_say(ended, [&] { wait_for_next(0, 80ms); }); },
                                      [&] { wait_for_next(1, 30s); }, [&] { wait_for_next(2, 30s); },
                                      [&] {
                                        ended.get_future().wait();
@@ -201,8 +201,8 @@ TEST_P(Faults, TheEndOfAChainThroughAnotherGroupIsNamed) {
   const auto failures = run_threads({[&] {
                                        wait_and_say(ended, [&] {
                                          uint8_t byte;
-                                         std::this_thread::sleep_for(200ms);  // the other wait has lasted longer
-                                         meshes[0]->begin(stamp(1), Deadline::after(200ms));
+                                         std::this_thread::sleep_for(100ms);  // the other wait has lasted longer
+                                         meshes[0]->begin(stamp(1), Deadline::after(80ms));
                                          meshes[0]->recv(1, &byte, 1);
                                        });
                                      },
@@ -248,7 +248,7 @@ TEST_P(Faults, TheCauseThatTheNextInTheChainFindsWins) {
       throw;
     }
   };
-  const auto failures = run_threads({[&] { wait_and_tell(0, 1, 300ms); }, [&] { wait_and_tell(1, 2, 300ms); }});
+  const auto failures = run_threads({[&] { wait_and_tell(0, 1, 150ms); }, [&] { wait_and_tell(1, 2, 150ms); }});
   for (const auto& failure : failures) {
     const auto error = error_of(failure);
     ASSERT_TRUE(error);
@@ -380,7 +380,7 @@ TEST_P(Faults, AnInterruptEndsAWait) {
   EXPECT_LT(seconds_since(begin), 5);
   meshes[0]->end();
   // The next operation has no interrupt unless it asks for one.
-  error_of_recv(*meshes[0], 1, 300ms);
+  error_of_recv(*meshes[0], 1, 150ms);
   EXPECT_EQ(calls.load(), 3);
 }
 

@@ -28,7 +28,8 @@ using namespace std::chrono_literals;
 // The connected meshes of ranks 0..size-1.
 using MakeMeshes = std::function<std::vector<std::unique_ptr<Mesh>>(int size)>;
 
-inline std::vector<std::unique_ptr<Mesh>> make_local_meshes(int size) { return make_local_world(size, "test", 50us); }
+// Who spins for long keeps the core from others, as the ranks are more than the cores.
+inline std::vector<std::unique_ptr<Mesh>> make_local_meshes(int size) { return make_local_world(size, "test", 10us); }
 
 struct WorldOptions {
   MakeMeshes make_meshes = make_local_meshes;
