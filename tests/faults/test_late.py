@@ -48,7 +48,7 @@ def be_stopped(rank, world_size, operation, path):
 
 @fast_in(
     "world, operation",
-    [(shm(3), "shared"), (tcp(3), "coded")],
+    [(shm(3), "shared")],
     list(itertools.product([shm(3), tcp(3), mixed(4)], ["small", "shared", "coded"])),
 )
 def test_a_stopped_rank(world, operation, tmp_path):

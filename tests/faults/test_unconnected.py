@@ -143,7 +143,7 @@ def check_the_death(world, how, timeout_s, before_s, tmp_path):
 
 @fast_in(
     "world, how",
-    [(tcp(3), "broadcast")],
+    [(shm(3), "recv")],
     list(itertools.product([tcp(3), shm(3)], ["recv", "send", "broadcast"])),
 )
 def test_a_rank_that_dies_before_it_connects(world, how, tmp_path):

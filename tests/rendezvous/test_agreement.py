@@ -40,7 +40,7 @@ def attempt(rank, world_size, changes, timeout):
 
 
 def failures_of(world_size, changes, timeout=LONG_S, env=None):
-    """By rank. All must fail within `timeout` and what a store gets on top of it; what takes twice as long has failed."""
+    """By rank. All must fail within `timeout` and what a store gets on top; what takes twice as long has failed."""
     results = spawn(attempt, world_size, args=(changes, timeout), env=env)
     for rank, result in enumerate(results):
         if changes.get(rank, {}).get("absent"):

@@ -80,7 +80,7 @@ def test_beside_torch_distributed_on_the_same_port(order, holder):
     spawn(beside_torch, 2, args=(order,), env=env)
 
 
-_ASKED_S = 0.8
+_ASKED_S = 0.5
 
 
 def leave_a_group(rank):
