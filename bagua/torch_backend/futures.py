@@ -2,6 +2,7 @@
 
 torch's own runs a callback at once, on the thread that adds it, where the operation has ended already: what a callback
 starts would come sooner or later than on other ranks. Here all callbacks run on one thread, in the order of operations.
+What torch itself hangs on a future (collect_all) it calls in C++, where the future is completed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from .levels import Level
+from .levels import Level, current_order, in_order
 
 __all__ = ["TorchFuture"]
 
@@ -45,6 +46,7 @@ class TorchFuture(torch.futures.Future):
     def __init__(self, level: Level):
         super().__init__()
         self._level = level
+        self._asked_in = current_order()
 
     def then(self, callback: Callable[[torch.futures.Future], object]) -> TorchFuture:
         """A future of what `callback(self)` returns, called when this one is completed."""
@@ -57,7 +59,11 @@ class TorchFuture(torch.futures.Future):
         self._call(lambda: callback(self))
 
     def _call(self, step: Callable[[], None]) -> None:
-        super().add_done_callback(lambda _: self._level.thread.soon(step))
+        def in_own_order() -> None:  # the thread may be in the middle of a callback that torch runs
+            with in_order(self._level.order):
+                step()
+
+        super().add_done_callback(lambda _: self._level.thread.soon(in_own_order))
 
     def complete(self, produce: Callable[[], object]) -> None:
         """Complete it with what `produce()` returns, or fails with; a failure is a RuntimeError with the message."""
@@ -70,4 +76,5 @@ class TorchFuture(torch.futures.Future):
                 error = wrapped
             self._set_unwrap_func(_raise)
             value = _Failure(error)
-        self.set_result(value)
+        with in_order(self._asked_in):
+            self.set_result(value)

@@ -1,9 +1,16 @@
 """Where a group's collectives run: those that the program starts, and those that callbacks of futures start.
 
-Ranks must start the operations of a group in one order. The program does, and callbacks run in the order in which
-operations end, which is the same; but between the two there is no order. So what a callback starts runs on a group of
-its own with a thread of its own for the callbacks of that, its level: a callback may start operations and wait for
-them, or for their futures, whatever the program and other callbacks do meanwhile.
+Ranks must start the operations of a group in one order. The program does, and callbacks of a group's futures run in the
+order in which its operations end, which is the same; but between the two there is no order. So what such a callback
+starts runs on a group of its own, whatever the program and other callbacks do meanwhile.
+
+Futures that torch makes of ours (torch.futures.collect_all) call back on the thread of whichever group ends last, or at
+once on the thread that adds the callback. No rank can tell which of these it is on another one, so what is started
+there comes in the order of who asked for the futures: the program's, or a callback's. As on other backends, it is for
+that one not to start operations of the same group meanwhile.
+
+A callback may start operations and wait for them, or for their futures: these are completed by a thread that no
+callback around it runs on.
 """
 
 from __future__ import annotations
@@ -12,16 +19,47 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import NamedTuple
 
 from ..callbacks import CallbackThread
 from ..group import ProcessGroup
 
-__all__ = ["Level", "Levels"]
+__all__ = ["Level", "Levels", "Order", "current_order", "in_order"]
+
+# Whose order operations are started in: the names of the groups whose callbacks these are, outermost first; of the
+# program, none. It is the same on all ranks.
+Order = tuple[str, ...]
 
 
-# Of the threads that run callbacks, by identity, whose they are: the names of the groups, outermost first. Each step on
-# this dict is atomic. A dict, which a program without callbacks finds empty, is faster than a threading.local.
-_paths: dict[int, str] = {}
+class _Place(NamedTuple):
+    order: Order
+    depth: int  # how many threads of callbacks there are from the program to this one; no matter to other ranks
+
+
+_PROGRAM = _Place((), 0)
+# Of the threads that run callbacks, by identity. Each step on this dict is atomic. A dict, which a program without
+# callbacks finds empty, is faster than a threading.local.
+_places: dict[int, _Place] = {}
+
+
+def current_order() -> Order:
+    """Of what the calling thread starts."""
+    return _places.get(threading.get_ident(), _PROGRAM).order
+
+
+@contextlib.contextmanager
+def in_order(order: Order) -> Iterator[None]:
+    """Has the calling thread start operations in another order."""
+    thread = threading.get_ident()
+    before = _places.get(thread)
+    _places[thread] = _Place(order, 0 if before is None else before.depth)
+    try:
+        yield
+    finally:
+        if before is None:
+            del _places[thread]
+        else:
+            _places[thread] = before
 
 
 class Level:
@@ -29,53 +67,59 @@ class Level:
 
     Attributes:
         group: runs the operations.
+        order: in which these callbacks start operations.
         thread: runs the callbacks.
     """
 
-    def __init__(self, group: ProcessGroup, path: str):
+    def __init__(self, group: ProcessGroup, place: _Place):
+        order, depth = (*place.order, group.name), place.depth + 1
+
         @contextlib.contextmanager
         def as_callback() -> Iterator[None]:
-            _paths[threading.get_ident()] = f"{path}/{group.name}"
+            _places[threading.get_ident()] = _Place(order, depth)
             try:
                 yield
             finally:
-                del _paths[threading.get_ident()]  # which another thread may get
+                del _places[threading.get_ident()]  # which another thread may get
 
-        self.group = group
-        self.thread = CallbackThread(f"bagua-callbacks-{group.name}", as_callback)
+        self.group, self.order = group, order
+        self.thread = CallbackThread(f"bagua-callbacks-{depth}-{group.name}", as_callback)
 
 
 class Levels:
     """The levels of one group; all but the program's are made when a callback starts an operation."""
 
     def __init__(self, group: ProcessGroup):
-        self.program = Level(group, "")
-        self._by_path = {"": self.program}
-        self._opening = threading.Lock()  # guards writes to _by_path
+        self.program = Level(group, _PROGRAM)
+        self._groups: dict[Order, ProcessGroup] = {(): group}
+        self._by_place = {_PROGRAM: self.program}
+        self._opening = threading.Lock()  # guards writes to the two above
 
     def current(self) -> Level:
         """The level of the calling thread."""
-        if not _paths:
+        if not _places:
             return self.program
-        path = _paths.get(threading.get_ident(), "")
-        level = self._by_path.get(path)
-        return self._open(path) if level is None else level
+        place = _places.get(threading.get_ident(), _PROGRAM)
+        level = self._by_place.get(place)
+        return self._open(place) if level is None else level
 
-    def _open(self, path: str) -> Level:
+    def _open(self, place: _Place) -> Level:
         root = self.program.group
         with self._opening:
-            if path not in self._by_path:
-                group = root.subgroup(f"callbacks of {path[1:]}", range(root.size), root.timeout)
-                self._by_path[path] = Level(group, path)
-            return self._by_path[path]
+            if place.order not in self._groups:
+                name = f"callbacks of {'/'.join(place.order)}"
+                self._groups[place.order] = root.subgroup(name, range(root.size), root.timeout)
+            if place not in self._by_place:
+                self._by_place[place] = Level(self._groups[place.order], place)
+            return self._by_place[place]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Another deadline for the operations from now on."""
-        for level in list(self._by_path.values()):
-            level.group.set_timeout(timeout)
+        for group in list(self._groups.values()):
+            group.set_timeout(timeout)
 
     def close(self) -> None:
         """End the groups, whose pending operations fail, and then the threads, which run the callbacks of those."""
         self.program.group.close()
-        for level in list(self._by_path.values()):
+        for level in list(self._by_place.values()):
             level.thread.close()

@@ -47,6 +47,90 @@ def test_a_callback_starts_operations_and_waits_for_them(pool2):
     run(pool2, chained)
 
 
+def collected(rank, world_size, kind):
+    """Which future is the last, and so which thread calls back, differs between ranks; on some nothing is left to do.
+
+    What is called back starts an operation and waits for its future, and has another behind it.
+    """
+    one, two = dist.new_group(), dist.new_group()
+    results = []
+    for turn in range(8):
+        groups = [one, two] if kind != "one group" else [one, one]
+        gate = threading.Event()
+        last = (turn + rank) % 2
+        before = [dist.barrier(group, async_op=True).get_future() for group in groups]
+        if dist.get_backend() == "bagua":  # gloo's threads are not to be held up
+            before[last].add_done_callback(lambda _, gate=gate: gate.wait(20))
+        tensors = [values(rank, world_size, 9) + turn + i for i in range(2)]
+        futures = [
+            dist.all_reduce(x, group=group, async_op=True).get_future()
+            for x, group in zip(tensors, groups, strict=True)
+        ]
+        if kind != "one group":
+            futures[1 - last].wait()
+
+        def total(_future, tensors=tensors, group=groups[0]):
+            z = (tensors[0] + 2 * tensors[1]) * (rank + 1)
+            third = dist.all_reduce(z, group=group, async_op=True).get_future()
+            return third.then(lambda f: 3 * f.value()[0]).wait()
+
+        if (turn // 2 + rank) % 2:  # all are done on this rank, and perhaps not on the other
+            gate.set()
+            torch.futures.wait_all(futures)
+        if kind == "nested":
+            futures = [torch.futures.collect_all(futures[:1]), torch.futures.collect_all(futures[1:])]
+        result = torch.futures.collect_all(futures).then(total)
+        gate.set()
+        results.append(result.wait())
+    return results
+
+
+@pytest.mark.parametrize("kind", ["two groups", "one group", "nested"])
+def test_callbacks_of_collected_futures(pool2, kind):
+    found = compare(pool2, collected, kind)
+    for turn in range(8):
+        each = [values(r, 2, 9) + turn for r in range(2)]
+        expected = 3 * sum((r + 1) * (sum(each) + 2 * (sum(each) + 2)) for r in range(2))
+        assert all(torch.equal(result[turn], expected) for result in found)
+
+
+def collected_in_a_callback(rank, world_size):
+    """Inside a callback too, while the program goes on with operations of its own."""
+    other = dist.new_group()
+
+    def inner(future):
+        x = future.value()[0]
+        pair = [x * (rank + 1), x + rank]
+        futures = [
+            dist.all_reduce(y, group=group, async_op=True).get_future()
+            for y, group in zip(pair, (None, other), strict=True)
+        ]
+        if rank:
+            torch.futures.wait_all(futures)
+        return torch.futures.collect_all(futures).then(outer).wait()
+
+    def outer(collected):
+        z = sum(future.value()[0] for future in collected.value()) * (rank + 1)
+        dist.all_reduce(z)
+        return z
+
+    results = []
+    for turn in range(6):
+        x = values(rank, world_size, 50) + turn
+        results.append(dist.all_reduce(x, async_op=True).get_future().then(inner))
+        dist.all_reduce(torch.ones(50))
+        dist.all_reduce(torch.ones(50), group=other)
+    ranks = range(world_size)
+    for turn, result in enumerate(results):
+        first = sum(values(r, world_size, 50) + turn for r in ranks)
+        pair = sum(first * (r + 1) for r in ranks) + sum(first + r for r in ranks)
+        assert torch.equal(result.wait(), sum(pair * (r + 1) for r in ranks))
+
+
+def test_futures_collected_in_a_callback(pool2):
+    run(pool2, collected_in_a_callback)
+
+
 def model_of_buckets():
     torch.manual_seed(7)
     return torch.nn.Sequential(*[torch.nn.Linear(24, 24, bias=False) for _ in range(6)])
