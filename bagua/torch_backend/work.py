@@ -117,7 +117,7 @@ class TorchWork(dist.Work):
         with self._asking:
             if self._future is None:
                 future = self._future = TorchFuture(self.level)
-                if all(work.is_completed() for work in self._works):
+                if all(work.is_completed() for work in self._works):  # torch takes its value at once
                     future.complete(self._outcome)
                 else:  # what the thread keeps until then keeps this object alive
                     self.level.thread.after(self._works[-1], lambda: future.complete(self._outcome))

@@ -87,7 +87,7 @@ MAY_IMPORT = {
     "checkpoints": GROUP,
     "error_feedback": BUCKETS,
     "optim": ERRORS,
-    "callbacks": {"_C", "work"},
+    "callbacks": {"_C", "errors", "work"},
     "meeting": GROUP | CONNECTING | TORCH,
     "world": BUCKETS | CONNECTING | TORCH | {"meeting", "world"},
     "communication": BUCKETS | {"world", "communication"},

@@ -55,7 +55,7 @@ def collected(rank, world_size, kind):
     one, two = dist.new_group(), dist.new_group()
     results = []
     for turn in range(8):
-        groups = [one, two] if kind != "one group" else [one, one]
+        groups = [one, two] if kind != "one group" else [None, None]
         gate = threading.Event()
         last = (turn + rank) % 2
         before = [dist.barrier(group, async_op=True).get_future() for group in groups]
@@ -69,9 +69,10 @@ def collected(rank, world_size, kind):
         if kind != "one group":
             futures[1 - last].wait()
 
-        def total(_future, tensors=tensors, group=groups[0]):
+        def total(_future, tensors=tensors, gate=gate):  # no group, which gloo's threads must not be last to let go
+            gate.set()  # on the thread of the program it waits for the other one
             z = (tensors[0] + 2 * tensors[1]) * (rank + 1)
-            third = dist.all_reduce(z, group=group, async_op=True).get_future()
+            third = dist.all_reduce(z, async_op=True).get_future()
             return third.then(lambda f: 3 * f.value()[0]).wait()
 
         if (turn // 2 + rank) % 2:  # all are done on this rank, and perhaps not on the other
