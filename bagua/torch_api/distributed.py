@@ -58,39 +58,39 @@ class BaguaModule:
         ddp.begin()
         return self
 
+    # What is not there is None or empty, no AttributeError: torch.compile takes all of dir() from modules of its own.
+
     @property
-    def bagua_module_name(self) -> str:
-        """A label of yours; nothing goes by it. After with_bagua there is one in any case."""
-        if "_bagua_module_name" not in vars(self):
-            raise AttributeError("bagua_module_name is neither set nor has with_bagua wrapped this module")
-        return vars(self)["_bagua_module_name"]
+    def bagua_module_name(self) -> str | None:
+        """A label of yours; nothing goes by it. None until it is set; after with_bagua there is one in any case."""
+        return vars(self).get("_bagua_module_name")
 
     @bagua_module_name.setter
     def bagua_module_name(self, name: str) -> None:
         self._bagua_module_name = name
 
     @property
-    def bagua_ddp(self) -> BaguaDistributedDataParallel:
-        """What it was wrapped with, and a count of its steps."""
-        ddp = wrapped(self)
-        if ddp is None:
-            raise AttributeError("no attribute of a module that with_bagua has not wrapped")
-        return ddp
+    def bagua_ddp(self) -> BaguaDistributedDataParallel | None:
+        """What it was wrapped with, and a count of its steps; None of a module that with_bagua has not wrapped."""
+        return wrapped(self)
 
     @property
-    def bagua_algorithm(self) -> Algorithm:
-        """The algorithm that it was wrapped with."""
-        return self.bagua_ddp.bagua_algorithm
+    def bagua_algorithm(self) -> Algorithm | None:
+        """The algorithm that it was wrapped with; None where it was not."""
+        ddp = wrapped(self)
+        return None if ddp is None else ddp.bagua_algorithm
 
     @property
     def bagua_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that it was wrapped with."""
-        return self.bagua_ddp.bagua_optimizers
+        """The optimizers that it was wrapped with; none where it was not."""
+        ddp = wrapped(self)
+        return [] if ddp is None else ddp.bagua_optimizers
 
     @property
     def bagua_buckets(self) -> list[Bucket]:
-        """The buckets, in the order in which they travel."""
-        return list(self.bagua.buckets)
+        """The buckets, in the order in which they travel; none where it was not wrapped."""
+        ddp = wrapped(self)
+        return [] if ddp is None else ddp.bagua_buckets
 
 
 def _extend_torch() -> None:
