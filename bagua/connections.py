@@ -25,7 +25,7 @@ from typing import NoReturn
 from . import _C, congestion
 from .accepting import Acceptor, Arrival, close_all
 from .config import Settings
-from .dialing import ALL_MAKE_GROUPS, Patience, dial_tcp, dial_unix
+from .dialing import Patience, dial_tcp, dial_unix
 from .errors import Aborted, InternalError, TransportError
 from .fork_guard import close_in_child
 from .interfaces import InterfaceAddress
@@ -118,8 +118,8 @@ class Endpoint:
             # Polling pays while every rank of this host can have a core of its own; otherwise it takes the peer's.
             spin_us = 50.0 if sum(same_host) <= len(os.sched_getaffinity(0)) else 2.0
 
-        def connect(peer: int, timeout_s: float) -> None:
-            self._connect(name, rank, ranks[peer], timeout_s)
+        def connect(peer: int, left_s: float, timeout_s: float) -> None:
+            self._connect(name, rank, ranks[peer], left_s, timeout_s)
 
         thresholds = self.settings.thresholds
         core = _C.Group(name, ranks.index(rank), ranks, spin_us, same_host, thresholds, connect, self._process)
@@ -161,10 +161,11 @@ class Endpoint:
         """Whether two ranks (global) are on one host."""
         return self.records[rank].host == self.records[peer].host
 
-    def _connect(self, name: str, rank: int, peer: int, timeout_s: float) -> None:
+    def _connect(self, name: str, rank: int, peer: int, left_s: float, timeout_s: float) -> None:
         """Make sure that the group has a channel to `peer`; `rank` and `peer` are global.
 
-        Called by the thread that runs the group's operation: its worker, or the one that called.
+        Called by the thread that runs the group's operation: its worker, or the one that called. `timeout_s` is what
+        the operation was allowed, of which `left_s` are left.
 
         Raises:
             DeadlineExceeded: the peer cannot be reached, or (when it has to dial) has not come.
@@ -182,7 +183,7 @@ class Endpoint:
                     f"the group '{name}' was destroyed while it waited for rank {group_peer}", rank=group_peer
                 )
 
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + left_s
         if registered.ranks.index(rank) < group_peer:
             self._await_dial(name, registered, rank, peer, timeout_s, Patience(deadline, still_wanted))
             return
@@ -232,9 +233,6 @@ class Endpoint:
                 raise gone(self.records[peer], group_peer) from error
             if status is None:
                 self._check_host(registered, rank, peer, timeout_s)
-            if status == b"":
-                what = f"rank {group_peer} has not made the group '{name}'; {ALL_MAKE_GROUPS}"
-                core.throw_late(group_peer, what, timeout_s)
 
         core.blame(group_peer, timeout_s, ask)
         raise AssertionError("blame always raises")

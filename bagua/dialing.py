@@ -19,10 +19,9 @@ from .fork_guard import close_in_child
 from .handshake import dial
 from .rendezvous import RankRecord
 
-__all__ = ["ALL_MAKE_GROUPS", "Patience", "ask", "dial_tcp", "dial_unix", "is_gone", "tell"]
+__all__ = ["Patience", "ask", "dial_tcp", "dial_unix", "is_gone", "tell"]
 
 _SLICE_SECONDS = 0.05
-ALL_MAKE_GROUPS = "all ranks call new_group, in the same order"
 
 
 @dataclass(frozen=True)
@@ -211,4 +210,6 @@ def _wait_for_answer(sock: socket.socket, group: str, patience: Patience) -> Non
     try:
         _wait(sock, select.POLLIN, patience)
     except TimeoutError:
-        raise TransportError(f"it is there but has not made the group '{group}'; {ALL_MAKE_GROUPS}") from None
+        raise TransportError(
+            f"it is there but has not made the group '{group}'; all ranks call new_group, in the same order"
+        ) from None

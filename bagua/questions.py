@@ -100,6 +100,8 @@ class Questions:
         status = bytes.fromhex(answer["status"])
         if status:
             registered.core.take_answer(group_peer, status)
+        else:
+            registered.core.note_absence(group_peer)
         return status
 
     def report(self, names: Iterable[str], rank: int) -> None:

@@ -74,7 +74,7 @@ Mesh::Connector wrap_connector(py::function function) {
   return [held](int peer, Deadline deadline) {
     py::gil_scoped_acquire acquire;
     try {
-      (*held)(peer, std::chrono::duration<double>(deadline.remaining()).count());
+      (*held)(peer, std::chrono::duration<double>(deadline.remaining()).count(), deadline.allowed_seconds());
     } catch (py::error_already_set& raised) {
       if (inline_call != nullptr && !is_bagua_error(raised.value())) inline_call->interrupt(std::move(raised));
       throw from_python(raised.value());

@@ -151,6 +151,9 @@ void bind_group(py::module_& m) {
           "note_question", [](Group& g, int peer) { g.mesh().note_question(peer); }, py::arg("peer"),
           "A question to a peer has left; its silence counts from here.")
       .def(
+          "note_absence", [](Group& g, int peer) { g.mesh().note_absence(peer); }, py::arg("peer"),
+          "The peer's answer: it has not made the group, and waits for nobody elsewhere.")
+      .def(
           "blame",
           [](Group& g, int peer, double allowed_seconds, const std::function<void()>& ask) {
             py::gil_scoped_release release;

@@ -116,6 +116,8 @@ class Mesh {
   void take_answer(int peer, const PeerStatus& theirs);
   // A question to a peer has left that has no control link yet. [any thread]
   void note_question(int peer);
+  // The answer of a peer that has not made this group, and waits for nobody elsewhere. [any thread]
+  void note_absence(int peer);
   // Outside of operations: of the messages that are under way and have a thread waiting for them, the peer of the
   // first.
   void now_awaits_message(int peer);

@@ -165,6 +165,14 @@ void Mesh::take_answer(int peer, const PeerStatus& theirs) {
   keep_answer(peer, theirs);
 }
 
+void Mesh::note_absence(int peer) {
+  PeerStatus theirs;
+  theirs.end.rank = job_rank(peer);
+  theirs.end.witness = job_rank(rank_);
+  theirs.end.state = ChainEnd::kHasNoGroup;
+  keep_answer(peer, theirs);
+}
+
 void Mesh::keep_answer(int peer, const PeerStatus& theirs) {
   std::lock_guard lock(mutex_);
   Peer& p = *peers_[static_cast<size_t>(peer)];
@@ -223,7 +231,8 @@ Mesh::Verdict Mesh::judge_answer(int peer, const PeerStatus& theirs, uint32_t ag
   // A thread that stands still in another group does not excuse a rank that was late before, unless it stands there for
   // one that does not answer; nor one that stands there for this rank, which did call.
   const bool is_circle = end.rank == me || end.rank == theirs_rank;
-  const bool was_late = end.state == ChainEnd::kIsNotWaiting && theirs.elsewhere_ms < 500 * allowed_seconds;
+  const bool is_there = end.state == ChainEnd::kIsNotWaiting || end.state == ChainEnd::kHasNoGroup;
+  const bool was_late = is_there && theirs.elsewhere_ms < 500 * allowed_seconds;
   if (is_elsewhere && (is_circle || was_late)) {
     end = {};
     end.rank = end.witness = theirs_rank;
@@ -241,7 +250,7 @@ Mesh::Verdict Mesh::judge_answer(int peer, const PeerStatus& theirs, uint32_t ag
   }
   const bool is_fresh = end.age_ms + age_ms <= asking_ms;
   const bool is_known =
-      end.state == ChainEnd::kIsNotWaiting ||
+      end.state == ChainEnd::kIsNotWaiting || end.state == ChainEnd::kHasNoGroup ||
       (end.state != ChainEnd::kUnknown && end.silent_ms >= 1000 * answer_grace_seconds(allowed_seconds));
   if (!is_fresh || !is_known) return {-1, false, chain + "why is not known"};
   if (end.rank == me && end.state == ChainEnd::kIsNotWaiting) {
@@ -262,6 +271,12 @@ Mesh::Verdict Mesh::judge_end(const ChainEnd& end, const std::string& before) co
         return {culprit, true, before + who + " is in " + describe(end.operation) + ", " + last};
       }
       return {culprit, true, before + who + " has not called it; " + last + ", and it is not in a collective now"};
+    }
+    case ChainEnd::kHasNoGroup: {
+      const std::string group = end.witness == job_rank(rank_)
+                                    ? "the group '" + name_ + "'"
+                                    : "the group in which " + name_of(end.witness) + " waits for it";
+      return {culprit, true, before + who + " has not made " + group + "; all ranks call new_group, in the same order"};
     }
     case ChainEnd::kDoesNotAnswer:
       if (end.rank == job_rank(rank_)) break;  // the witness's questions get lost on their way to this rank

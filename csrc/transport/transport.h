@@ -64,6 +64,7 @@ struct ChainEnd {
   enum State : uint32_t {
     kUnknown,       // nobody has told yet
     kIsNotWaiting,  // it is there, and waits for nobody
+    kHasNoGroup,    // nor has it made the group (yet) in which the witness waits for it
     kDoesNotAnswer,
     kUnreachable,  // nor does its host acknowledge what is sent to it
   };

@@ -114,6 +114,45 @@ def test_a_subgroup_that_failed_before_a_member_came(world):
     spawn_in(world, subgroup_fails)
 
 
+def wait_for_who_has_no_group(rank, world_size):
+    """0 waits for 1, which waits for 2, which is there and has not made the group."""
+    with process_group() as world:
+        if rank == 2:
+            meet()
+            return None
+        part = world.subgroup("part", [0, 1, 2], LONG_S if rank else 2 * TIMEOUT_S)
+        begin = time.monotonic()
+        with pytest.raises(bagua.BaguaError) as caught:
+            part.recv(torch.ones(3), rank + 1).wait()
+        spent = time.monotonic() - begin
+        part.close()
+        meet()
+        return caught.value.rank, str(caught.value), spent
+
+
+@in_worlds([tcp(3)], slow=[shm(3)])
+def test_a_chain_that_ends_with_who_has_not_made_the_group(world):
+    for named, message, spent in spawn_in(world, wait_for_who_has_no_group)[:2]:
+        assert named == 2 and "rank 1 waits for rank 2; rank 2 has not made the group" in message, message
+        assert f"within {2 * TIMEOUT_S:g} s" in message and "answer" not in message, message
+        assert spent < 4 * TIMEOUT_S, spent
+
+
+def receive_in_vain(rank, world_size):
+    with process_group() as group:
+        meet()
+        group.set_timeout(TIMEOUT_S)
+        seen = None if rank else watch(lambda: bagua.recv(torch.ones(3), 1))
+        meet()
+        return seen
+
+
+@in_worlds([tcp(2)], slow=[shm(2)])
+def test_a_late_message_names_the_time_that_was_allowed(world):
+    seen = spawn_in(world, receive_in_vain)[0]
+    assert seen.rank == 1 and f"did not end within {TIMEOUT_S:g} s: rank 1 has not called it" in seen.message, seen
+
+
 # ---- a low rank waits for a higher one, which would have to connect
 
 
