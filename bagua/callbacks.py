@@ -11,10 +11,12 @@ import contextlib
 import itertools
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 
 from . import _C
+from .errors import DeadlineExceeded
 from .work import Work
 
 __all__ = ["CallbackThread"]
@@ -55,10 +57,13 @@ class CallbackThread:
         """Whether the caller is this thread."""
         return threading.current_thread() is self._thread
 
-    def close(self) -> None:
+    def close(self, timeout_s: float) -> None:
         """Run what is left and end the thread; the operations must have ended. Idempotent.
 
         A step that calls it ends the thread when it returns; a forked child has no thread to end.
+
+        Raises:
+            DeadlineExceeded: a step still runs after `timeout_s`; the thread ends when it returns.
         """
         if self._pid != os.getpid():
             return
@@ -66,7 +71,13 @@ class CallbackThread:
             self._is_closed = True
         self._endings.close()
         if self._thread is not None and not self.is_current():
-            self._thread.join()
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                frame = sys._current_frames().get(self._thread.ident)
+                where = f", in {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+                raise DeadlineExceeded(
+                    f"a callback on the thread {self._name} still runs after {timeout_s:g} s{where}; it is left behind"
+                )
 
     def _submit(self, step: Callable[[], None], enter: Callable[[int], object]) -> None:
         """Has the thread run `step` when the token given to `enter` comes back; once closed, it is run here."""

@@ -16,15 +16,21 @@ callback around it runs on.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import NamedTuple
 
 from ..callbacks import CallbackThread
+from ..errors import DeadlineExceeded
 from ..group import ProcessGroup
+from ..work import to_seconds
 
 __all__ = ["Level", "Levels", "Order", "current_order", "in_order"]
+
+logger = logging.getLogger("bagua")
 
 # Whose order operations are started in: the names of the groups whose callbacks these are, outermost first; of the
 # program, none. It is the same on all ranks.
@@ -119,7 +125,15 @@ class Levels:
             group.set_timeout(timeout)
 
     def close(self) -> None:
-        """End the groups, whose pending operations fail, and then the threads, which run the callbacks of those."""
+        """End the groups, whose pending operations fail, and then the threads, which run the callbacks of those.
+
+        A callback that still runs after the group's timeout is left behind, and logged: torch would take an error for
+        a group that is still open.
+        """
         self.program.group.close()
+        deadline = time.monotonic() + to_seconds(self.program.group.timeout)
         for level in list(self._by_place.values()):
-            level.thread.close()
+            try:
+                level.thread.close(max(deadline - time.monotonic(), 0))
+            except DeadlineExceeded as error:
+                logger.error("group '%s' was destroyed: %s", level.group.name, error)

@@ -24,6 +24,7 @@ class Span:
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor]):
         self._record = torch.autograd._record_function_with_args_enter(name, *tensors)
+        self._ending = threading.Lock()  # guards _record
         self._level: Level | None = None
         self._ended = threading.Event()
 
@@ -37,13 +38,16 @@ class Span:
 
     def end(self) -> None:
         """End it. Idempotent."""
-        record, self._record = self._record, None
+        with self._ending:
+            record, self._record = self._record, None
         if record is not None:
             torch.autograd._record_function_with_args_exit(record)
         self._ended.set()
 
-    def wait(self) -> None:
-        """Until it has ended, which its operation has; a profiler that stops then has all of it."""
-        if self._level.thread.is_current():
+    def wait(self, timeout_s: float) -> None:
+        """Until it has ended, which its operation has; a profiler that stops then has all of it.
+
+        It ends here where the thread of the level has not come to it in time: a callback holds that up.
+        """
+        if self._level.thread.is_current() or not self._ended.wait(timeout_s):
             self.end()
-        self._ended.wait()

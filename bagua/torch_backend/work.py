@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..work import Work
+from ..work import Work, to_seconds
 from .compiling import leave_to_python
 from .futures import TorchFuture
 from .levels import Level
@@ -61,16 +61,22 @@ class TorchWork(dist.Work):
             BaguaError: whatever ended the operation; it names the rank at fault.
             DeadlineExceeded: `timeout` passed and the operation still runs.
         """
+        deadline = None
         if timeout == _NO_TIMEOUT:
-            for work in self._works:
-                work.wait()
+            self._finish()
         else:
             deadline = time.monotonic() + timeout.total_seconds()
             for work in self._works:
                 work.wait(max(deadline - time.monotonic(), 1e-9))
         if self.span is not None:
-            self.span.wait()
+            self.span.wait(
+                to_seconds(self.level.group.timeout) if deadline is None else max(deadline - time.monotonic(), 0)
+            )
         return True
+
+    def _finish(self) -> None:
+        for work in self._works:
+            work.wait()
 
     def synchronize(self) -> None:
         """The same as wait()."""
@@ -86,7 +92,7 @@ class TorchWork(dist.Work):
             return False
         if self.exception() is None:
             with contextlib.suppress(Exception):  # exception() has it
-                self.wait()  # what is staged is copied back
+                self._finish()  # what is staged is copied back
         return True
 
     def is_success(self) -> bool:

@@ -2,9 +2,11 @@
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.autograd.profiler as profiler
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -250,3 +252,36 @@ def destroyed_within(rank, world_size):
 
 def test_a_callback_destroys_the_group(pool2):
     run(pool2, destroyed_within)
+
+
+def held_up(rank, world_size):
+    """A callback that does not end is left behind at the group's timeout, and no wait under a profiler goes past it."""
+    limit_s = 0.5
+    group = dist.new_group()
+    gate, has_begun = threading.Event(), threading.Event()
+    dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future().add_done_callback(
+        lambda _: (has_begun.set(), gate.wait(20))
+    )
+    assert has_begun.wait(20)
+    with profiler.profile():
+        works = [dist.barrier(group, async_op=True) for _ in range(2)]
+        group.set_timeout(timedelta(seconds=limit_s))
+        asked = 0.0
+        is_completed = False
+        while not is_completed:
+            begin = time.monotonic()
+            is_completed = works[1].is_completed()
+            asked = max(asked, time.monotonic() - begin)
+        begin = time.monotonic()
+        works[0].wait()
+        waited = time.monotonic() - begin
+    begin = time.monotonic()
+    dist.destroy_process_group(group)
+    destroyed = time.monotonic() - begin
+    gate.set()
+    assert asked < limit_s and waited < 2 * limit_s and destroyed < 2 * limit_s, (asked, waited, destroyed)
+
+
+@pytest.mark.timed
+def test_a_callback_that_does_not_end_holds_nothing_up_for_long(pool2):
+    run(pool2, held_up)
