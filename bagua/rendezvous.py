@@ -28,7 +28,7 @@ from .errors import DeadlineExceeded, InvalidArgument, RemoteError, TransportErr
 __all__ = ["PROTOCOL", "RankRecord", "exchange_records", "host_identity", "open_store", "reopen_store"]
 
 # Raised whenever bytes on a wire or in a ring change their meaning.
-PROTOCOL = 3
+PROTOCOL = 4
 
 _POLL_SECONDS = 0.05
 # Beyond the timeout, so that torch's own message can come first.

@@ -230,7 +230,7 @@ TEST_P(InPlace, GivesWhatItGivesApart) {
               root = (root + 1) % size;
               for (const bool is_shared : {false, true}) {
                 if (is_shared ? !shares_memory : way.needs_shared && kind.has_control()) continue;
-                if (is_large && shares_memory && is_shared != numel > 500000) continue;
+                if (is_large && shares_memory && is_shared != (numel > 500000)) continue;
                 Comparison(context, way, {nullptr, nullptr, numel, dtype, op, root}, is_shared).run();
               }
             }
