@@ -31,6 +31,7 @@ __all__ = ["PROTOCOL", "RankRecord", "exchange_records", "host_identity", "open_
 PROTOCOL = 4
 
 _POLL_SECONDS = 0.05
+_FIRST_POLL_SECONDS = 0.002  # ranks that are started together come within milliseconds
 # Beyond the timeout, so that torch's own message can come first.
 _STORE_GRACE_SECONDS = 0.5
 # How long a rank must not have got on in a rendezvous that failed for the error to say so.
@@ -199,6 +200,7 @@ class _Meeting:
 
     def get(self, key: str, who: str) -> bytes:
         """Waits for the key, which `who` sets."""
+        pause_s = _FIRST_POLL_SECONDS
         while True:
             value, fault = self._call(lambda: self._look_for(key))
             if value is not None:
@@ -207,7 +209,8 @@ class _Meeting:
                 raise RemoteError(f"another rank gave up at start: {fault.decode()}")
             if time.monotonic() > self._begin + self._timeout_s:
                 self._give_up(who)
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_SECONDS)
 
     def _look_for(self, key: str) -> tuple[bytes | None, bytes | None]:
         """The value of the key, or why another rank has given up."""
