@@ -7,7 +7,8 @@ import textwrap
 
 import pytest
 
-from bagua.run import parse
+from bagua.run import main, parse
+from bagua.testing import spawn
 
 
 @pytest.fixture(autouse=True)
@@ -137,8 +138,13 @@ def test_a_script_runs_on_two_ranks_and_fails_the_launcher(script):
     assert "exitcode  : 3" in done.stderr
 
 
+def launch(rank, world_size, script, written):
+    """In a rank, which has imported torch already."""
+    main(["--nproc-per-node", "2", "--redirects", "3", "--log-dir", written, script])
+
+
 def test_a_script_that_ends_well(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("print('done')")
-    done = bagua_run("--nproc-per-node", "2", str(path))
-    assert (done.returncode, done.stdout.split()) == (0, ["done"] * 2)
+    spawn(launch, 1, args=(str(path), str(tmp_path / "logs")))
+    assert [log.read_text() for log in (tmp_path / "logs").rglob("stdout.log")] == ["done\n"] * 2
