@@ -7,7 +7,7 @@ Data path: before the first step (parameters, buffers, optimizer state) and befo
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,8 +40,10 @@ def broadcast_model(model: torch.nn.Module, group: ProcessGroup) -> None:
 class OptimizerStates:
     """Makes the states and the options (such as lr) of ``optimizers`` equal to rank 0's, in three parts.
 
-    What the optimizers' own code and objects may refuse comes in the first two, which change nothing. Tensors travel
-    one by one, so that no rank holds a state twice.
+    Their ``state_dict`` and their objects may refuse in the first two, which change nothing. ``load_state_dict`` runs in
+    the last, on the ranks whose states are not like rank 0's: what an optimizer's own one raises, or its hooks, is told to
+    all ranks and ends the group. Tensors travel one by one, so that no rank holds a state twice, but for those that
+    ``state_dict`` copies.
 
     Args:
         optimizers: in the same order on all ranks.
@@ -58,6 +60,7 @@ class OptimizerStates:
             _take_out_tensors(optimizer.state_dict(), tensors)
             for optimizer, tensors in zip(self._optimizers, self._tensors, strict=True)
         ]
+        self._are_held = [*map(_are_held, self._optimizers, self._tensors)]
         is_original = group.rank == 0
         self._pickled = [*map(_pickled, range(len(self._trees)), self._optimizers, self._trees)] if is_original else []
 
@@ -69,7 +72,7 @@ class OptimizerStates:
         if self._group.rank == 0:
             return
         for index, tree in enumerate(map(pickle.loads, pickled)):
-            if _is_same(self._trees[index], tree):
+            if self._are_held[index] and _is_same(self._trees[index], tree):
                 self._trees[index] = None
             else:
                 self._trees[index], self._tensors[index] = tree, _empty_tensors(tree)
@@ -83,7 +86,7 @@ class OptimizerStates:
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(sent)
             if self._group.rank != 0 and tree is not None:
-                optimizer.load_state_dict(_put_in_tensors(tree, iter(tensors)))
+                _load(optimizer, _mapped(tree, _TensorSpec, lambda spec, tensors=tensors: tensors[spec[0]]))
 
 
 def _pickled(index: int, optimizer: torch.optim.Optimizer, tree: Any) -> bytes:
@@ -97,6 +100,13 @@ def _pickled(index: int, optimizer: torch.optim.Optimizer, tree: Any) -> bytes:
         ) from error
 
 
+def _are_held(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether these are the tensors that the optimizer steps with, no copies: what is written to them is its state."""
+    held: list[torch.Tensor] = []
+    _take_out_tensors([optimizer.state, optimizer.param_groups], held)
+    return {t.data_ptr() for t in tensors if t.numel()} <= {t.data_ptr() for t in held}
+
+
 def _is_same(tree: Any, other: Any) -> bool:
     try:
         return bool(tree == other)
@@ -104,38 +114,72 @@ def _is_same(tree: Any, other: Any) -> bool:
         return False
 
 
+def _load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """``load_state_dict``, which casts states to the dtype of their parameter; rank 0's have their own."""
+    sent: list[torch.Tensor] = []
+    _take_out_tensors(state_dict, sent)
+    optimizer.load_state_dict(state_dict)
+    if _dtypes_in(optimizer) == [tensor.dtype for tensor in sent]:
+        return
+    for group, sent_group in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for parameter, key in zip(group["params"], sent_group["params"], strict=True):
+            if key in state_dict["state"]:
+                optimizer.state[parameter] = _uncast(optimizer.state[parameter], state_dict["state"][key])
+    if _dtypes_in(optimizer) != [tensor.dtype for tensor in sent]:
+        raise InvalidArgument(
+            f"the load_state_dict of a {type(optimizer).__name__} changes the dtypes of the states that come from rank "
+            "0, which keeps its own; let it take over what state_dict returns as it is"
+        )
+
+
+def _dtypes_in(optimizer: torch.optim.Optimizer) -> list[torch.dtype]:
+    tensors: list[torch.Tensor] = []
+    _take_out_tensors(optimizer.state_dict(), tensors)
+    return [tensor.dtype for tensor in tensors]
+
+
+def _uncast(loaded: Any, sent: Any) -> Any:
+    """``loaded``, with the tensors of ``sent`` in the place of those whose dtype is another."""
+    if isinstance(loaded, torch.Tensor) and isinstance(sent, torch.Tensor):
+        return loaded if loaded.dtype == sent.dtype else sent
+    if isinstance(loaded, dict) and isinstance(sent, dict):
+        loaded.update({key: _uncast(value, sent[key]) for key, value in loaded.items() if key in sent})
+    elif isinstance(loaded, (list, tuple)) and isinstance(sent, (list, tuple)):
+        return type(loaded)(map(_uncast, loaded, sent))
+    return loaded
+
+
 class _TensorSpec(tuple):
-    """Stands for a tensor in a tree: (shape, dtype)."""
+    """Stands for a tensor in a tree: (number, shape, dtype).
+
+    The number is its place among those that travel: trees whose entries are in another order are not the same.
+    """
 
     __slots__ = ()
 
 
 def _take_out_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(tree, torch.Tensor):
-        tensors.append(tree)
-        return _TensorSpec((tuple(tree.shape), tree.dtype))
-    if isinstance(tree, dict):
-        return {key: _take_out_tensors(value, tensors) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_take_out_tensors(value, tensors) for value in tree)
-    return tree
+    def take_out(tensor: torch.Tensor) -> _TensorSpec:
+        tensors.append(tensor)
+        return _TensorSpec((len(tensors) - 1, tuple(tensor.shape), tensor.dtype))
+
+    return _mapped(tree, torch.Tensor, take_out)
 
 
 def _empty_tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, _TensorSpec):
-        shape, dtype = tree
-        return [torch.empty(shape, dtype=dtype)]
-    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return [tensor for child in children for tensor in _empty_tensors(child)]
+    tensors: list[torch.Tensor] = []
+    _mapped(tree, _TensorSpec, lambda spec: tensors.append(torch.empty(spec[1], dtype=spec[2])))
+    return tensors
 
 
-def _put_in_tensors(tree: Any, tensors: Any) -> Any:
-    if isinstance(tree, _TensorSpec):
-        return next(tensors)
+def _mapped(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """The tree with ``change`` of each leaf of this kind in its place, in the order of its entries."""
+    if isinstance(tree, kind):
+        return change(tree)
     if isinstance(tree, dict):
-        return {key: _put_in_tensors(value, tensors) for key, value in tree.items()}
+        return {key: _mapped(value, kind, change) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_put_in_tensors(value, tensors) for value in tree)
+        return type(tree)(_mapped(value, kind, change) for value in tree)
     return tree
 
 

@@ -111,6 +111,78 @@ def test_an_optimizer_state_that_only_rank_0_has(pool2):
     pool2.run(_state_that_only_rank_0_has)
 
 
+def _filled_in_another_order(rank, world_size):
+    """Each rank has stepped its own parameter first: the states are alike but for the order of their keys."""
+    with process_group():
+        model = torch.nn.ModuleList(torch.nn.Linear(3, 3, bias=False) for _ in range(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for index in (0, 1) if rank == 0 else (1, 0):
+            optimizer.zero_grad()
+            (model[index](torch.ones(1, 3)).sum() * (1, 100)[index]).backward()
+            optimizer.step()
+        bagua.with_bagua(model, optimizer)
+        return [optimizer.state[p]["momentum_buffer"].unique().tolist() for p in model.parameters()]
+
+
+def test_optimizer_states_go_by_their_keys_not_by_the_order_in_which_they_were_filled(pool2):
+    assert pool2.run(_filled_in_another_order) == 2 * [[[1.0], [100.0]]]
+
+
+class InFloat32(torch.optim.Optimizer):
+    """Keeps its sums in float32, the count in int64 and a history in a list, whatever the parameters are."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["sum"] = parameter.grad.float() / 3
+            state["count"] = torch.tensor([1 + 2**40])
+            state["history"] = [state["sum"] / 7, {"last": state["sum"] / 9}]
+
+
+def _of_another_dtype(rank, world_size, is_copied):
+    """What torch's load_state_dict casts to the parameter's dtype is not what rank 0 has."""
+    with process_group():
+        model = torch.nn.Linear(3, 1).bfloat16()
+        optimizer = InFloat32(model.parameters())
+        if is_copied:
+            optimizer.register_state_dict_post_hook(lambda optimizer, state: copy.deepcopy(state))
+        if rank == 0:
+            model(torch.ones(1, 3).bfloat16()).sum().backward()
+            optimizer.step()
+        bagua.with_bagua(model, optimizer)
+        for parameter in model.parameters():
+            state = optimizer.state[parameter]
+            history, last = state["history"][0], state["history"][1]["last"]
+            assert [t.dtype for t in (state["sum"], history, last)] == 3 * [torch.float32]
+            assert torch.equal(state["sum"], torch.ones_like(parameter, dtype=torch.float32) / 3)
+            assert torch.equal(history, state["sum"] / 7) and torch.equal(last, state["sum"] / 9)
+            assert state["count"].dtype == torch.int64 and state["count"].item() == 1 + 2**40
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_optimizer_states_of_another_dtype_than_their_parameters(pool2, is_copied):
+    pool2.run(_of_another_dtype, args=(is_copied,))
+
+
+def _copied_states(rank, world_size):
+    with process_group():
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer.register_state_dict_post_hook(lambda optimizer, state: copy.deepcopy(state))
+        (model(torch.ones(1, 3)).sum() * (rank + 1)).backward()
+        optimizer.step()
+        bagua.with_bagua(model, optimizer)
+        return [optimizer.state[p]["momentum_buffer"].unique().tolist() for p in model.parameters()]
+
+
+def test_an_optimizer_whose_state_dict_returns_copies(pool2):
+    assert pool2.run(_copied_states) == 2 * [[[1.0], [1.0]]]
+
+
 def _buffers(rank, world_size, algorithm):
     with process_group():
         model = wrap(make_net(), algorithm=algorithm)
