@@ -159,9 +159,25 @@ def check_model(
 
 
 def _check_memory(value: Any, what: str) -> None:
-    """Raises InvalidArgument for a tensor on the CPU that has no memory; other devices are refused by their names."""
-    if isinstance(value, torch.Tensor) and value.is_cpu and value.layout is torch.strided:
-        address_of(value, what)
+    """Raises InvalidArgument for a tensor whose elements cannot be sent, or not be written where they are."""
+    if not isinstance(value, torch.Tensor):
+        return
+    if not value.is_cpu:
+        raise InvalidArgument(
+            f"{what} is on {value.device}; this release of bagua trains models on the CPU: move the model there with "
+            "model.cpu() before it is wrapped"
+        )
+    if value.layout is not torch.strided:
+        raise InvalidArgument(f"{what} has layout {value.layout}; convert it with .to_dense() first")
+    address_of(value, what)
+    if value.is_conj() or value.is_neg():
+        kind, copied = ("conjugate", "resolve_conj") if value.is_conj() else ("negative", "resolve_neg")
+        raise InvalidArgument(f"{what} is the lazy {kind} of what its memory holds; put .{copied}() in its place")
+    if value.numel() > 0 and any(n > 1 and stride == 0 for n, stride in zip(value.shape, value.stride(), strict=True)):
+        raise InvalidArgument(
+            f"{what} of shape {tuple(value.shape)} is expanded: several of its elements are one place in memory, and "
+            "rank 0's have no room there; put a copy (.clone()) in its place"
+        )
 
 
 def check_steps_all(optimizers: Sequence[torch.optim.Optimizer], algorithm_name: str) -> None:

@@ -40,10 +40,10 @@ def broadcast_model(model: torch.nn.Module, group: ProcessGroup) -> None:
 class OptimizerStates:
     """Makes the states and the options (such as lr) of ``optimizers`` equal to rank 0's, in three parts.
 
-    Their ``state_dict`` and their objects may refuse in the first two, which change nothing. ``load_state_dict`` runs in
-    the last, on the ranks whose states are not like rank 0's: what an optimizer's own one raises, or its hooks, is told to
-    all ranks and ends the group. Tensors travel one by one, so that no rank holds a state twice, but for those that
-    ``state_dict`` copies.
+    Their ``state_dict`` and their objects may refuse in the first two, which change nothing. ``load_state_dict`` runs
+    in the last, on the ranks whose states are not like rank 0's, when the models are equal already: what an optimizer's
+    own one raises, or a hook of it, is told to all ranks and ends the group. Tensors travel one by one, so that no rank
+    holds a state twice, but for those that ``state_dict`` copies.
 
     Args:
         optimizers: in the same order on all ranks.
@@ -210,8 +210,8 @@ class BufferBroadcast:
         """Blocks until every buffer equals rank 0's. Returns the completed message, if there was one.
 
         Raises:
-            InvalidArgument: on all ranks, if on one a buffer has changed its shape or dtype. Only where rank 0's have
-                not does it end the group.
+            InvalidArgument: on all ranks, if on one a buffer has changed its shape or dtype, or has become one that
+                torch cannot write or read. Only where it is rank 0's shapes or dtypes does the group go on.
         """
         if self._group.size == 1 or not self._slots:
             return None
@@ -232,11 +232,19 @@ class BufferBroadcast:
         return work
 
     def _copy(self, buffers: Sequence[torch.Tensor], is_sent: bool) -> None:
-        for buffer, (_, _, _, slot) in zip(buffers, self._slots, strict=True):
-            # .data has its own version counter: a second forward before backward must not look like an
-            # in-place change of what the first one saved (BatchNorm saves its statistics).
-            source, target = (buffer, slot) if is_sent else (slot, buffer.data)
-            target.copy_(source)
+        for buffer, (_, _, name, slot) in zip(buffers, self._slots, strict=True):
+            try:
+                # .data has its own version counter: a second forward before backward must not look like an
+                # in-place change of what the first one saved (BatchNorm saves its statistics).
+                source, target = (buffer, slot) if is_sent else (slot, buffer.data)
+                target.copy_(source)
+            except Exception as error:  # torch's, of a new buffer that is expanded, sparse or the like
+                rank = self._group.rank
+                told = (
+                    f"rank {rank}: buffer {name!r} cannot be {'read' if is_sent else 'written'}: {error}; put a plain "
+                    "copy in its place, or pass broadcast_buffers=False"
+                )
+                raise ending(self._group, InvalidArgument(told, rank=rank)) from error
 
     def _refusal(self, buffers: Sequence[Any]) -> InvalidArgument | None:
         for buffer, (_, _, name, slot) in zip(buffers, self._slots, strict=True):

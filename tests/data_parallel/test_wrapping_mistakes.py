@@ -187,6 +187,52 @@ def test_parameters_buffers_and_states_without_memory(pool2):
     pool2.run(_without_memory)
 
 
+KINDS = {  # of tensors that no rank could write as they are, and what is told of them
+    "sparse": (lambda: torch.eye(3).to_sparse(), r"has layout torch.sparse_coo; .*\.to_dense\(\)"),
+    "conjugate": (lambda: torch.ones(3, dtype=torch.complex64).conj(), r"lazy conjugate .*\.resolve_conj\(\)"),
+    "negative": (lambda: torch.ones(3, dtype=torch.complex64).conj().imag, r"lazy negative .*\.resolve_neg\(\)"),
+    "meta": (lambda: torch.ones(3, device="meta"), r"is on meta; .*model\.cpu\(\)"),
+    "expanded": (lambda: torch.ones(1).expand(3), r"of shape \(3,\) is expanded.*\.clone\(\)"),
+}
+
+
+def _cannot_be_written(rank, world_size):
+    """A wrap that is refused for it, on whichever ranks it is, has changed nothing: they train on."""
+    with process_group():
+        model = _net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        bagua.with_bagua(model, optimizer)
+
+        def train():
+            optimizer.zero_grad()
+            model(torch.ones(2, 4) + rank).square().sum().backward()
+            optimizer.step()
+
+        train()
+        for make, told in KINDS.values():
+            for ranks in ((0, 1), (0,), (1,)):
+                value = make()
+                other = _net()
+                other[0].weight.data.fill_(rank)
+                other.register_buffer("mask", value if rank in ranks else torch.ones(value.shape, dtype=value.dtype))
+                frozen = _net()
+                frozen.own = torch.nn.Parameter(other.mask, requires_grad=False)
+                for refused, what in ((other, "buffer 'mask'"), (frozen, "parameter 'own'")):
+                    with pytest.raises(InvalidArgument, match=f"{what} .*{told}"):
+                        bagua.with_bagua(refused)
+                    assert not hasattr(refused, "bagua")
+                assert torch.all(other[0].weight == rank)
+                optimizer.state[model[0].bias]["more"] = other.mask
+                with pytest.raises(InvalidArgument, match=rf"the state 'more' of optimizers\[0\] \(SGD\) .*{told}"):
+                    bagua.with_bagua(model, optimizer, algorithm="bytegrad")
+                del optimizer.state[model[0].bias]["more"]
+                train()
+
+
+def test_buffers_frozen_parameters_and_states_that_cannot_be_written(pool2):
+    pool2.run(_cannot_be_written)
+
+
 def _normed():
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
 
