@@ -128,6 +128,16 @@ class ProcessGroup:
             raise InvalidArgument(f"the group '{self.name}' was destroyed; call init_process_group or new_group again")
         self._lanes.check()
 
+    def failure(self) -> BaguaError | None:
+        """What ``check`` raises because an operation of the group has failed on any rank; None where none has."""
+        if self.rank < 0 or self._closed or self._pid != os.getpid():
+            return None
+        try:
+            self._lanes.check()
+        except BaguaError as error:
+            return error
+        return None
+
     def poison(self, exception: BaguaError) -> None:
         """Make every later call on every connected rank raise `exception` as the first cause."""
         if self.rank >= 0:

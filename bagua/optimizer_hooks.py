@@ -3,8 +3,8 @@
 Beside the data path: torch's global optimizer hooks -> **here** -> ``step.py``. Hooks on an optimizer object would miss
 the one that a trainer makes in its place. Invariants: the hooks are registered while a wrapped model exists, and no
 longer; models hear of a step in the order in which they were wrapped, which all ranks share; none of them does anything
-for a step that another one refuses; nothing that has to be undone depends on a post hook, because torch calls none when
-a step raises.
+for a step that another one refuses, and what ends the group of one ends those of all; nothing that has to be undone
+depends on a post hook, because torch calls none when a step raises.
 """
 
 from __future__ import annotations
@@ -114,6 +114,10 @@ class Model(Protocol):
 
     def after_optimizer_step(self, call: Call) -> None: ...
 
+    def failure(self) -> Exception | None: ...
+
+    def end(self, error: Any) -> None: ...
+
 
 _lock = threading.Lock()  # guards the hooks against being registered and removed at once
 _watched: dict[weakref.ref[Model], None] = {}  # in the order of wrapping
@@ -157,8 +161,7 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tupl
     due: list[tuple[Model, Call]] = []
     try:
         for model in _models():
-            ids = map(id, chain.from_iterable([options["params"] for options in optimizer.param_groups]))
-            if model.parameter_ids.isdisjoint(ids) or model.is_wrapper(optimizer):  # looks as far as the first one
+            if not _steps(optimizer, model) or model.is_wrapper(optimizer):
                 continue
             call = model.calls.begin(optimizer)
             if call.is_inner:
@@ -171,14 +174,35 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tupl
     except BaseException:  # torch calls no post hook then
         for model, call in begun:
             model.calls.drop(call)
+        _end_together(optimizer)
         raise
     if closure is None or not begun:
         return None
-    closure = _told(closure, begun)
+    closure = _told(closure, optimizer, begun)
     return (args, {**kwargs, "closure": closure}) if "closure" in kwargs else ((args[0], closure, *args[2:]), kwargs)
 
 
-def _told(closure: Callable[..., Any], calls: Sequence[tuple[Model, Call]]) -> Callable[..., Any]:
+def _steps(optimizer: torch.optim.Optimizer, model: Model) -> bool:
+    ids = map(id, chain.from_iterable([options["params"] for options in optimizer.param_groups]))
+    return not model.parameter_ids.isdisjoint(ids)  # looks as far as the first one
+
+
+def _end_together(optimizer: torch.optim.Optimizer) -> None:
+    """A call of its step has raised. If that has ended the group of a model, it ends those of all that it steps.
+
+    Their next exchange is to come on the other ranks, which do not all learn of the one group that ended before that.
+    """
+    models = [model for model in _models() if _steps(optimizer, model)]
+    failures = [model.failure() for model in models]
+    first = next((failure for failure in failures if failure is not None), None)
+    for model, failure in zip(models, failures, strict=True):
+        if first is not None and failure is None:
+            model.end(first)
+
+
+def _told(
+    closure: Callable[..., Any], optimizer: torch.optim.Optimizer, calls: Sequence[tuple[Model, Call]]
+) -> Callable[..., Any]:
     """``closure``, whose evaluations the models know of."""
 
     @functools.wraps(closure)
@@ -190,10 +214,14 @@ def _told(closure: Callable[..., Any], calls: Sequence[tuple[Model, Call]]) -> C
         finally:
             for _, call in calls:
                 call.is_evaluating = False
-        for model, call in calls:
-            model.check_closure(call)
-        for model, call in calls:
-            model.before_optimizer_step(call)
+        try:
+            for model, call in calls:
+                model.check_closure(call)
+            for model, call in calls:
+                model.before_optimizer_step(call)
+        except BaseException:
+            _end_together(optimizer)
+            raise
         return result
 
     return evaluate
@@ -201,10 +229,14 @@ def _told(closure: Callable[..., Any], calls: Sequence[tuple[Model, Call]]) -> C
 
 @torch._disable_dynamo
 def _after(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    for model in _models():
-        call = model.calls.end(optimizer)
-        if call is not None and not call.is_inner:
-            model.after_optimizer_step(call)
+    try:
+        for model in _models():
+            call = model.calls.end(optimizer)
+            if call is not None and not call.is_inner:
+                model.after_optimizer_step(call)
+    except BaseException:
+        _end_together(optimizer)
+        raise
 
 
 def _frame_of_step() -> FrameType:

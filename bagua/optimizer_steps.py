@@ -15,6 +15,7 @@ import torch
 
 from bagua.algorithms.base import Algorithm
 from bagua.bucket import Bucket, BucketStorage
+from bagua.errors import BaguaError
 from bagua.followed_optimizers import FollowedOptimizers
 from bagua.group import ProcessGroup, Work
 from bagua.hook_failures import ending, fatal
@@ -161,6 +162,14 @@ class OptimizerSteps:
         after_step = self._after_step()
         if after_step is not None:
             after_step()
+
+    def failure(self) -> BaguaError | None:
+        """What has ended the group, on whichever rank; None while it is whole."""
+        return self._group.failure()
+
+    def end(self, error: BaguaError) -> None:
+        """Ends the group: another model that the same optimizer steps has failed."""
+        ending(self._group, error)
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         with fatal(self._group, f"following a {type(optimizer).__name__}"):

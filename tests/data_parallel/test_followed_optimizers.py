@@ -15,6 +15,7 @@ from tests.conformance.training import (
     ALGORITHMS,
     OF_GRADIENTS,
     OF_WEIGHTS,
+    TIMEOUT_S,
     assert_equal_on_all_ranks,
     batch,
     loss_of,
@@ -23,6 +24,7 @@ from tests.conformance.training import (
     process_group,
     slow_but,
 )
+from tests.meeting import meet
 
 IN_LOCKSTEP = [name for name in ALGORITHMS if bagua.algorithms.get(name).is_lockstep]
 OWN_KIND = [n for n in ALGORITHMS if bagua.algorithms.get(n).optimizer_class is not torch.optim.Optimizer]
@@ -517,3 +519,54 @@ def _two_models(rank, world_size, with_closure):
 @pytest.mark.parametrize("with_closure", [False, True])
 def test_what_one_of_two_models_of_an_optimizer_refuses_leaves_the_other_alone(pool2, with_closure):
     pool2.run(_two_models, args=(with_closure,))
+
+
+class MayForget(torch.optim.SGD):
+    """Does not call its closure where it is told so."""
+
+    forgets = False
+
+    def step(self, closure=None):
+        return super().step(None if self.forgets else closure)
+
+
+def _two_groups(rank, world_size, where):
+    """What ends the group of one model on rank 1 ends that of the other, too, in which rank 0 waits for rank 1."""
+    for is_refused_first in (False, True):
+        with process_group():
+            models = [torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)]
+            optimizer = MayForget([p for model in models for p in model.parameters()], lr=0.1)
+            algorithms = ["local_sgd" if where == "after" else "gradient_allreduce", "decentralized"]
+            options = [{"sync_every": 1000} if where == "after" else {}, {}]
+            for index in (0, 1) if is_refused_first else (1, 0):
+                group = bagua.new_group(range(world_size), timeout=TIMEOUT_S)
+                bagua.with_bagua(models[index], optimizer, group=group, algorithm=algorithms[index], **options[index])
+
+            def closure(models=models, optimizer=optimizer):
+                optimizer.zero_grad()
+                for model in models:
+                    model(torch.ones(2, 3)).sum().backward()
+                if rank == 1 and where != "after":
+                    with models[0].bagua.no_sync():
+                        models[0](torch.ones(2, 3)).sum().backward()
+
+            optimizer.forgets = rank == 1 and where == "after"
+            told = "closure" if where == "after" else "no_sync"
+            with pytest.raises(BaguaError, match=told) as caught:
+                if where == "before":
+                    closure()
+                    optimizer.step()
+                else:
+                    optimizer.step(closure)
+                for model in models:  # rank 0, if no wait of its own has told it yet
+                    bagua.barrier(group=model.bagua.group)
+            assert caught.value.rank == 1 and (type(caught.value) is InvalidArgument) == (rank == 1)
+            for model in models:
+                with pytest.raises(BaguaError, match=told):
+                    bagua.barrier(group=model.bagua.group)
+            meet()
+
+
+@pytest.mark.parametrize("where", ["before", "in the closure", "after"])
+def test_what_ends_the_group_of_one_of_two_models_of_an_optimizer_ends_the_others(pool2, where):
+    pool2.run(_two_groups, args=(where,))
