@@ -319,11 +319,10 @@ def _make_storage(
 
 
 def _install_hooks(model: torch.nn.Module, step: Step) -> list[Any]:
-    called = _called_module(model)
-    hooks: list[Any] = [
-        called.register_forward_pre_hook(_ModuleHook(step, _before_forward)),
-        called.register_forward_hook(_ModuleHook(step, _after_forward)),
-    ]
+    hooks: list[Any] = []
+    for called, hook in _called_modules(model):
+        hooks.append(called.register_forward_pre_hook(hook(step, _before_forward)))
+        hooks.append(called.register_forward_hook(hook(step, _after_forward)))
     step_ref = weakref.ref(step)
     for index, parameter in enumerate(step.storage.parameters):
         hooks.append(parameter.register_post_accumulate_grad_hook(_gradient_hook(step_ref, index)))
@@ -331,12 +330,14 @@ def _install_hooks(model: torch.nn.Module, step: Step) -> list[Any]:
     return hooks
 
 
-def _called_module(model: torch.nn.Module) -> torch.nn.Module:
-    """Of what torch.compile returns the module inside, which somebody may call as well."""
+def _called_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, type[_ModuleHook]]]:
+    """Whose calls are the model's: of what torch.compile returns the module inside, which somebody may call as well."""
     inner = getattr(model, "_orig_mod", model)
     # Dynamo traces through the call of a container of torch's own, and a whole graph has no place for hooks.
     is_whole = getattr(getattr(model, "dynamo_ctx", None), "fullgraph", False)
-    return model if is_whole and str(type(inner).forward.__module__).startswith("torch.nn.") else inner
+    if is_whole and str(type(inner).forward.__module__).startswith("torch.nn."):
+        return [(model, _ModuleHook), (inner, _InnerModuleHook)]
+    return [(inner, _ModuleHook)]
 
 
 def _gradient_hook(step_ref: weakref.ref[Step], index: int) -> Callable[[torch.Tensor], None]:
@@ -360,7 +361,15 @@ class _ModuleHook:
             self._action(self._step, module, *call)
 
     def __reduce__(self) -> tuple[type, tuple]:
-        return _ModuleHook, ()
+        return type(self), ()
+
+
+class _InnerModuleHook(_ModuleHook):
+    """Of the module inside one that has hooks of its own; when that one's call is traced this is nothing."""
+
+    def __call__(self, module: torch.nn.Module, *call: Any) -> None:
+        if not torch.compiler.is_compiling():
+            super().__call__(module, *call)
 
 
 def _before_forward(step: Step, module: torch.nn.Module, args: tuple) -> None:

@@ -255,6 +255,10 @@ def _compile_whole(model):
     return compiled, compiled
 
 
+def _compile_whole_and_call_what_is_inside(model):
+    return torch.compile(model, backend="eager", fullgraph=True), model
+
+
 def _compile_in_place(model):
     model.compile(backend="eager")
     return model, model
@@ -295,6 +299,7 @@ MAKES = (
     _compile_and_pass,
     _compile_pass_and_call_what_is_inside,
     _compile_whole,
+    _compile_whole_and_call_what_is_inside,
     _compile_in_place,
     _compile_a_part,
 )
