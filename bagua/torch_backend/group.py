@@ -121,10 +121,10 @@ class TorchProcessGroup(dist.ProcessGroup):
         """Another deadline for the operations from now on."""
         self.levels.set_timeout(timeout)
 
-    def shutdown(self) -> None:
-        """End the group; pending operations fail with Aborted. Idempotent."""
+    def shutdown(self, deadline: float | None = None) -> None:
+        """End the group; pending operations fail with Aborted. Callbacks have until `deadline`. Idempotent."""
         on_close, self._on_close = self._on_close, None
-        self.levels.close()
+        self.levels.close(deadline)
         if on_close is not None:
             on_close(self)
 

@@ -10,7 +10,7 @@ there comes in the order of who asked for the futures: the program's, or a callb
 that one not to start operations of the same group meanwhile.
 
 A callback may start operations and wait for them, or for their futures: these are completed by a thread that no
-callback around it runs on.
+callback around it runs on. Futures of other operations it completes itself (futures.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..errors import DeadlineExceeded
 from ..group import ProcessGroup
 from ..work import to_seconds
 
-__all__ = ["Level", "Levels", "Order", "current_order", "in_order"]
+__all__ = ["Level", "Levels", "Order", "current_order", "in_order", "runs_callbacks"]
 
 logger = logging.getLogger("bagua")
 
@@ -51,6 +51,11 @@ _places: dict[int, _Place] = {}
 def current_order() -> Order:
     """Of what the calling thread starts."""
     return _places.get(threading.get_ident(), _PROGRAM).order
+
+
+def runs_callbacks() -> bool:
+    """Whether the calling thread is in the middle of a callback."""
+    return threading.get_ident() in _places
 
 
 @contextlib.contextmanager
@@ -124,14 +129,19 @@ class Levels:
         for group in list(self._groups.values()):
             group.set_timeout(timeout)
 
-    def close(self) -> None:
-        """End the groups, whose pending operations fail, and then the threads, which run the callbacks of those.
-
-        A callback that still runs after the group's timeout is left behind, and logged: torch would take an error for
-        a group that is still open.
-        """
+    def end_operations(self) -> None:
+        """End the groups, whose pending operations fail. Idempotent."""
         self.program.group.close()
-        deadline = time.monotonic() + to_seconds(self.program.group.timeout)
+
+    def close(self, deadline: float | None = None) -> None:
+        """End the groups and then the threads, which run the callbacks of what was pending. Idempotent.
+
+        A callback that still runs at the deadline, by default after the group's timeout, is left behind, and logged:
+        torch would take an error for a group that is still open.
+        """
+        self.end_operations()
+        if deadline is None:
+            deadline = time.monotonic() + to_seconds(self.program.group.timeout)
         for level in list(self._by_place.values()):
             try:
                 level.thread.close(max(deadline - time.monotonic(), 0))

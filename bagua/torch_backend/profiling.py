@@ -11,6 +11,10 @@ from .levels import Level
 
 __all__ = ["Span"]
 
+_PATIENCE_S = (
+    0.05  # with the thread of a level, which comes to the end of an event at once unless a callback runs there
+)
+
 
 class Span:
     """An event from now on, with the shapes of the tensors; on the thread of a level its end is recorded.
@@ -24,6 +28,7 @@ class Span:
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor]):
         self._record = torch.autograd._record_function_with_args_enter(name, *tensors)
+        self._begun_on = threading.get_ident()
         self._ending = threading.Lock()  # guards _record
         self._level: Level | None = None
         self._ended = threading.Event()
@@ -44,10 +49,16 @@ class Span:
             torch.autograd._record_function_with_args_exit(record)
         self._ended.set()
 
-    def wait(self, timeout_s: float) -> None:
-        """Until it has ended, which its operation has; a profiler that stops then has all of it.
+    def settle(self) -> None:
+        """Have it ended, which its operation has; a profiler that stops then has all of it.
 
-        It ends here where the thread of the level has not come to it in time: a callback holds that up.
+        A callback may hold up the thread of the level; it ends without that one then, and nobody waits for a callback.
         """
-        if self._level.thread.is_current() or not self._ended.wait(timeout_s):
+        if not self._level.thread.is_current() and self._ended.wait(_PATIENCE_S):
+            return
+        if threading.get_ident() != self._begun_on:
             self.end()
+        else:
+            other = threading.Thread(target=self.end, name="bagua-profiling")
+            other.start()
+            other.join()

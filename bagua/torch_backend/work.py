@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..work import Work, to_seconds
+from ..work import Work
 from .compiling import leave_to_python
 from .futures import TorchFuture
 from .levels import Level
@@ -48,7 +48,7 @@ class TorchWork(dist.Work):
         self._result = result
         self._source = source
         self._future: TorchFuture | None = None
-        self._asking = threading.Lock()  # guards _future
+        self._asking = threading.Lock()  # guards writes to _future
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Block until the outcome is in its tensors; releases the GIL.
@@ -61,7 +61,6 @@ class TorchWork(dist.Work):
             BaguaError: whatever ended the operation; it names the rank at fault.
             DeadlineExceeded: `timeout` passed and the operation still runs.
         """
-        deadline = None
         if timeout == _NO_TIMEOUT:
             self._finish()
         else:
@@ -69,9 +68,7 @@ class TorchWork(dist.Work):
             for work in self._works:
                 work.wait(max(deadline - time.monotonic(), 1e-9))
         if self.span is not None:
-            self.span.wait(
-                to_seconds(self.level.group.timeout) if deadline is None else max(deadline - time.monotonic(), 0)
-            )
+            self.span.settle()
         return True
 
     def _finish(self) -> None:
@@ -120,15 +117,20 @@ class TorchWork(dist.Work):
 
     def get_future(self) -> TorchFuture:
         """A future of result(). A failure is a RuntimeError with our message, as torch's futures have it."""
-        with self._asking:
-            if self._future is None:
-                future = self._future = TorchFuture(self.level)
-                if all(work.is_completed() for work in self._works):  # torch takes its value at once
-                    future.complete(self._outcome)
-                else:  # what the thread keeps until then keeps this object alive
-                    self.level.thread.after(self._works[-1], lambda: future.complete(self._outcome))
-            return self._future
+        if self._future is None:
+            future = TorchFuture(self.level, self._outcome)
+            has_ended = all(work.is_completed() for work in self._works)
+            if has_ended:  # torch takes its value at once
+                future.take_turn()  # before anybody has it: there are no callbacks
+            with self._asking:
+                if self._future is None:
+                    if not has_ended:  # what the thread keeps until then keeps this object alive
+                        self.level.thread.after(self._works[-1], future.take_turn)
+                    self._future = future
+        return self._future
 
     def _outcome(self) -> list[torch.Tensor]:
-        self.wait()
+        self._finish()
+        if self.span is not None:
+            self.span.settle()
         return self._result

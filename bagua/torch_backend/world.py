@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -29,6 +30,9 @@ __all__ = ["create"]
 
 # Before 2.7 torch let go of the Python half of a Work that it waits for in C++; 2.9 is the oldest that is tested.
 _OLDEST_TORCH = (2, 9)
+
+# How long the end of a program waits for callbacks; those that still run end with it.
+_LAST_CALLBACKS_S = 2.0
 
 _open: set[TorchProcessGroup] = set()
 _open_alone: set[TorchProcessGroup] = set()
@@ -146,9 +150,17 @@ def _forgetter(close: Callable[[], None]) -> Callable[[TorchProcessGroup], None]
 
 
 def _close_all() -> None:
-    """At the end of a program that has not destroyed its groups: their peers can tell it from a crash."""
-    for group in [*_open, *_open_alone]:
-        group.shutdown()
+    """At the end of a program that has not destroyed its groups: their peers can tell it from a crash.
+
+    Callbacks may wait for those of another group: all groups' operations end first, and then all callbacks have one
+    deadline.
+    """
+    groups = [*_open, *_open_alone]
+    for group in groups:
+        group.levels.end_operations()
+    deadline = time.monotonic() + _LAST_CALLBACKS_S
+    for group in groups:
+        group.shutdown(deadline)
 
 
 atexit.register(_close_all)

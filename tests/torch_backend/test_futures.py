@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from bagua.torch_backend import world
 from tests.torch_backend.programs import compare, needs_torch, run, values
 
 pytestmark = needs_torch
@@ -254,6 +255,88 @@ def test_a_callback_destroys_the_group(pool2):
     run(pool2, destroyed_within)
 
 
+def waiting_for_others(rank, world_size):
+    """Callbacks wait for the futures of later operations and for callbacks of these, and start operations meanwhile.
+
+    One rank asks for the futures before the operations have ended, the other perhaps after that.
+    """
+    ranks = range(world_size)
+    for turn in range(4):
+        dist.barrier()
+        if turn % 2 == rank:
+            time.sleep(0.03)
+        tensors = [values(rank, world_size, 20) + turn + i for i in range(3)]
+        works = [dist.all_reduce(x, async_op=True) for x in tensors]
+        if turn < 2 and turn % 2 == rank:
+            works[-1].wait()
+        futures = [work.get_future() for work in works]
+        order = []
+
+        def reduce(y, factor, order=order):
+            order.append(factor)
+            y = y * factor * (rank + 1)
+            dist.all_reduce(y)
+            return y
+
+        def first(_future, futures=futures, reduce=reduce):
+            y = reduce(futures[2].wait()[0], 2)
+            return y + futures[1].then(lambda f: reduce(f.value()[0], 3)).wait() + reduce(y, 5)
+
+        last = futures[0].then(first), *(f.then(lambda f: reduce(f.value()[0], 7)) for f in futures[1:])
+        in_c = torch.futures.collect_all(futures[:1]).then(lambda _, futures=futures: futures[1].wait()[0].clone())
+        sums = [sum(values(r, world_size, 20) + turn + i for r in ranks) for i in range(3)]
+        scale = sum(r + 1 for r in ranks)
+        y = 2 * scale * sums[2]
+        expected = [y + 3 * scale * sums[1] + 5 * scale * y, 7 * scale * sums[1], 7 * scale * sums[2]]
+        for future, value in zip(last, expected, strict=True):
+            assert torch.equal(future.wait(), value)
+        assert order == [2, 3, 5, 7, 7] and torch.equal(in_c.wait(), sums[1])
+
+
+def test_a_callback_waits_for_the_futures_of_other_operations(pool2):
+    run(pool2, waiting_for_others, timeout=20)
+
+
+def waiting_crosswise(rank, world_size):
+    """Callbacks of two groups wait for one another's futures."""
+    groups = [dist.new_group(), dist.new_group()]
+    both = threading.Barrier(2)
+    futures = [
+        [dist.all_reduce(torch.full((9,), 1.0 + i), group=group, async_op=True).get_future() for i in range(2)]
+        for group in groups
+    ]
+    ends = [
+        mine[0].then(lambda _, other=other: (both.wait(10), other[1].wait()[0])[1])
+        for mine, other in zip(futures, futures[::-1], strict=True)
+    ]
+    assert all(torch.equal(end.wait(), torch.full((9,), 2.0 * world_size)) for end in ends)
+
+
+def test_callbacks_of_two_groups_wait_for_one_another(pool2):
+    run(pool2, waiting_crosswise, timeout=20)
+
+
+def asked_under_a_profiler(rank, world_size):
+    """A future of what has ended, while a callback that itself asks for it holds up the level's thread."""
+    has_begun, go = threading.Event(), threading.Event()
+    with profiler.profile():
+        works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2)]
+        first = works[0].get_future().then(lambda _: (has_begun.set(), go.wait(5), works[1].get_future().wait())[2])
+        assert has_begun.wait(20)
+        while not works[1].is_completed():
+            time.sleep(0.001)
+        future = works[1].get_future()
+        assert not go.is_set() and future.wait()[0].tolist() == [world_size] * 3
+        assert not first.done()
+        go.set()
+        first.wait()
+
+
+@pytest.mark.timed
+def test_a_future_under_a_profiler_waits_for_no_callback(pool2):
+    run(pool2, asked_under_a_profiler, timeout=20)
+
+
 def held_up(rank, world_size):
     """A callback that does not end is left behind at the group's timeout, and no wait under a profiler goes past it."""
     limit_s = 0.5
@@ -285,3 +368,26 @@ def held_up(rank, world_size):
 @pytest.mark.timed
 def test_a_callback_that_does_not_end_holds_nothing_up_for_long(pool2):
     run(pool2, held_up)
+
+
+def ending(rank, world_size):
+    """At the end of a program, callbacks of several groups that do not end hold it up once, not each for its timeout."""
+    gate = threading.Event()
+    begun = []
+    for group in (None, dist.new_group(), dist.new_group()):
+        has_begun = threading.Event()
+        dist.barrier(group, async_op=True).get_future().add_done_callback(
+            lambda _, has_begun=has_begun: (has_begun.set(), gate.wait(30))
+        )
+        begun.append(has_begun)
+    assert all(each.wait(20) for each in begun)
+    begin = time.monotonic()
+    world._close_all()
+    spent = time.monotonic() - begin
+    gate.set()
+    assert spent < 2 * world._LAST_CALLBACKS_S, spent
+
+
+@pytest.mark.timed
+def test_callbacks_that_do_not_end_when_the_program_does(pool2):
+    run(pool2, ending)
