@@ -11,9 +11,7 @@ from .levels import Level
 
 __all__ = ["Span"]
 
-_PATIENCE_S = (
-    0.05  # with the thread of a level, which comes to the end of an event at once unless a callback runs there
-)
+_PATIENCE_S = 0.05  # with the thread of a level: only a callback keeps it from ending an event at once
 
 
 class Span:
