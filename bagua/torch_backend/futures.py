@@ -4,7 +4,7 @@ torch's own runs a callback at once, on the thread that adds it, where the opera
 starts would come sooner or later than on other ranks. Here all callbacks run on one thread: when their operation has
 ended, in the order of operations, or if it had ended when its future was asked for, in the order in which they are
 added. Which of these it is differs between ranks; so callbacks that start operations come in one order on all ranks if
-futures are asked for, and callbacks added, in the order of the operations (gloo needs that too).
+each is added where its operation is started, before the next operation is (gloo needs that too).
 
 A callback may wait for a future whose turn on that thread comes later. It makes the value itself then; the callbacks of
 that future keep their turn, so that who waits changes no order. What torch itself hangs on a future (collect_all) it
