@@ -1,0 +1,229 @@
+"""map_reduce: a map and the reduction of its results as one node, which holds a chunk of clients at a time.
+
+The node is a function of this rank's clients alone. Its inputs are shared by the clients (what was broadcast) or placed
+(the clients' axis first); its outputs are sums over the clients or placed. Such functions are closed under derivatives:
+of what is shared the cotangent is a sum, of what is placed it is placed. So every derivative is a node again, that
+computes chunk by chunk, the forward anew where it needs it; what crosses ranks stands around it as for the other verbs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from bagua.errors import InvalidArgument
+from bagua.federated.placement import current
+from bagua.federated.verbs import (
+    Tree,
+    across,
+    check_floating,
+    check_placed,
+    map_fn,
+    reduce_mean,
+    reduce_sum,
+    run_client,
+    shared_of,
+)
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def map_reduce(
+    function: Callable,
+    arguments: Tree,
+    *,
+    reduce: str = "mean",
+    chunk_size: int | None = None,
+    randomness: str = "error",
+    placement: str | None = None,
+) -> Tree:
+    """``reduce_mean(map_fn(function, arguments))`` without holding what each client returns, nor its gradients.
+
+    Forward adds up the results of `chunk_size` clients at a time; backward computes each chunk again. What
+    ``federated.broadcast`` returned is shared by the clients when it is an argument as it is: neither it nor its
+    cotangent is ever held once per client. The result equals that of the two verbs to rounding. Under torch.compile it
+    is computed by the two verbs.
+
+    Args:
+        function: as of ``map_fn``; it is called once more, for one client, to see what it returns.
+        arguments: as of ``map_fn``.
+        reduce: "mean" or "sum".
+        chunk_size: how many clients are computed at a time; None: all.
+        randomness: as of ``map_fn``; functions of random numbers are computed again in backward, with others.
+        placement: the name of the program whose clients are meant; by default the innermost that runs.
+
+    Returns:
+        What the function returns, reduced over the clients of all ranks.
+
+    Raises:
+        InvalidArgument: as map_fn and the reduction, and for another `reduce` or a `chunk_size` below 1.
+    """
+    if reduce not in ("mean", "sum"):
+        raise InvalidArgument(f"reduce={reduce!r}, expected 'mean' or 'sum'")
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise InvalidArgument(f"chunk_size={chunk_size!r}, expected None or an integer of at least 1")
+    verb = f"reduce_{reduce}"
+    if torch.compiler.is_compiling():
+        mapped = map_fn(function, arguments, chunk_size=chunk_size, randomness=randomness, placement=placement)
+        return (reduce_mean if reduce == "mean" else reduce_sum)(mapped, placement=placement)
+    clients = current(placement, "map_reduce")
+    arguments = check_placed(arguments, clients, "map_reduce")
+    leaves, structure = pytree.tree_flatten(arguments if isinstance(arguments, tuple) else (arguments,))
+    shared = [shared_of(leaf, clients) for leaf in leaves]
+    inputs = [leaf if value is None else value for leaf, value in zip(leaves, shared, strict=True)]
+    is_shared = tuple(value is not None for value in shared)
+    of_one = functools.partial(_flat, function, clients, structure)
+
+    # One client, outside of the node: whoever takes tensors from around the function is found where they come from.
+    probe = [x if is_one else first_or_zeros(x) for x, is_one in zip(inputs, is_shared, strict=True)]
+    dims = tuple(None if is_one else 0 for is_one in is_shared)
+    seen: list[Any] = []
+    results = torch.func.vmap(functools.partial(of_one, seen), dims, randomness="same")(*probe)
+    (out_structure,) = seen
+    if reduce == "mean":
+        check_floating(pytree.tree_unflatten(list(results), out_structure), verb)
+
+    def of_chunk(*chunk: torch.Tensor) -> Tensors:
+        mapped = torch.func.vmap(functools.partial(of_one, None), dims, randomness=randomness)(*chunk)
+        return tuple(leaf.sum(0, dtype=leaf.dtype) for leaf in mapped)
+
+    node = Node(of_chunk, is_shared, (True,) * len(results), chunk_size, clients.num_local)
+    return pytree.tree_unflatten(across(verb, node(*inputs), clients), out_structure)
+
+
+def _flat(function: Callable, clients: Any, structure: Any, seen: list | None, *leaves: torch.Tensor) -> Tensors:
+    """The client function from leaves to leaves; the structure of what it returns goes into `seen`."""
+    result = run_client(function, clients, "map_reduce", *pytree.tree_unflatten(list(leaves), structure))
+    flat, out_structure = pytree.tree_flatten(result)
+    if seen is not None:
+        seen.append(out_structure)
+    return tuple(flat)
+
+
+def first_or_zeros(leaf: torch.Tensor) -> torch.Tensor:
+    """The first client's, with the clients' axis, or zeros of its shape where there is none."""
+    return leaf[:1] if leaf.shape[0] else leaf.new_zeros((1, *leaf.shape[1:]))
+
+
+class Node(NamedTuple):
+    """A function over this rank's clients.
+
+    Attributes:
+        of_chunk: the function of a chunk of them: shared and placed inputs to sums and placed outputs.
+        is_shared: by input.
+        is_sum: by output; the others are placed.
+        chunk_size: None for all clients at once.
+        num_clients: on this rank.
+    """
+
+    of_chunk: Callable[..., Tensors]
+    is_shared: tuple[bool, ...]
+    is_sum: tuple[bool, ...]
+    chunk_size: int | None
+    num_clients: int
+
+    def __call__(self, *inputs: torch.Tensor) -> Tensors:
+        return _Function.apply(self, *inputs)
+
+    def compute(self, inputs: Sequence[torch.Tensor]) -> Tensors:
+        """Chunk by chunk: sums add up, placed outputs follow one another."""
+        if not self.num_clients:
+            # What one client of zeros would give, less its values: of the structure that the other ranks have.
+            results = self.of_chunk(*self._part(inputs, first_or_zeros))
+            return tuple(torch.zeros_like(x) if one else x[:0] for x, one in zip(results, self.is_sum, strict=True))
+        sums: list[torch.Tensor | None] = [None] * len(self.is_sum)
+        placed: list[list[torch.Tensor]] = [[] for _ in self.is_sum]
+        step = self.chunk_size or self.num_clients
+        for begin in range(0, self.num_clients, step):
+            chunk = self._part(inputs, lambda x, begin=begin: x[begin : begin + step])
+            for place, result in enumerate(self.of_chunk(*chunk)):
+                if not self.is_sum[place]:
+                    placed[place].append(result)
+                else:
+                    sums[place] = result if sums[place] is None else sums[place] + result
+        return tuple(sums[i] if self.is_sum[i] else torch.cat(placed[i]) for i in range(len(sums)))
+
+    def _part(self, inputs: Sequence[torch.Tensor], part_of: Callable) -> list[torch.Tensor]:
+        return [x if one else part_of(x) for x, one in zip(inputs, self.is_shared, strict=True)]
+
+
+class _Function(torch.autograd.Function):
+    """A node and its derivatives, which are nodes."""
+
+    @staticmethod
+    def forward(node: Node, *inputs: torch.Tensor) -> Tensors:
+        return node.compute(inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensors) -> None:
+        ctx.node = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
+        node, inputs = ctx.node, ctx.saved_tensors
+        given = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
+        wanted = [i for i, x in enumerate(inputs) if ctx.needs_input_grad[i + 1] and _has_tangents(x)]
+        results: list = [None] * len(inputs)
+        if given and wanted:
+
+            def of_chunk(*values: torch.Tensor) -> Tensors:
+                chunk, outer = list(values[: len(inputs)]), values[len(inputs) :]
+
+                def of_wanted(*parts: torch.Tensor) -> Tensors:
+                    for place, part in zip(wanted, parts, strict=True):
+                        chunk[place] = part
+                    outputs = node.of_chunk(*chunk)
+                    return tuple(outputs[i] for i in given)
+
+                _, pull = torch.func.vjp(of_wanted, *(chunk[i] for i in wanted))
+                return pull(outer)
+
+            derivative = Node(
+                of_chunk,
+                (*node.is_shared, *(node.is_sum[i] for i in given)),
+                tuple(node.is_shared[i] for i in wanted),
+                node.chunk_size,
+                node.num_clients,
+            )
+            for place, result in zip(wanted, derivative(*inputs, *(cotangents[i] for i in given)), strict=True):
+                results[place] = result
+        return (None, *results)
+
+    @staticmethod
+    def jvp(ctx: Any, _node: None, *tangents: torch.Tensor | None) -> Tensors:
+        node, inputs = ctx.node, ctx.saved_tensors
+        moving = [i for i, tangent in enumerate(tangents) if tangent is not None and _has_tangents(inputs[i])]
+
+        def of_chunk(*values: torch.Tensor) -> Tensors:
+            chunk, pushed = list(values[: len(inputs)]), values[len(inputs) :]
+
+            def of_moving(*parts: torch.Tensor) -> Tensors:
+                for place, part in zip(moving, parts, strict=True):
+                    chunk[place] = part
+                return node.of_chunk(*chunk)
+
+            return torch.func.jvp(of_moving, tuple(chunk[i] for i in moving), pushed)[1]
+
+        derivative = node._replace(of_chunk=of_chunk, is_shared=(*node.is_shared, *(node.is_shared[i] for i in moving)))
+        cast = (tangents[i].to(inputs[i].dtype) for i in moving)  # torch 2.13 makes float64 of numbers without axes
+        return derivative(*inputs, *cast)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, node: Node, *inputs: torch.Tensor) -> tuple[Tensors, tuple]:
+        # The clients' axis stays the first one, so the batch's goes to the end.
+        moved = [x if dim is None else x.movedim(dim, -1) for x, dim in zip(inputs, in_dims[1:], strict=True)]
+        dims = tuple(None if dim is None else -1 for dim in in_dims[1:])
+        batched = torch.func.vmap(node.of_chunk, dims, -1, randomness=info.randomness)
+        outputs = node._replace(of_chunk=batched)(*moved)
+        return outputs, (-1,) * len(outputs)
+
+
+def _has_tangents(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,0 +1,257 @@
+"""Where clients live: how many there are, which of them this rank holds, the group that sums over all of them.
+
+`program` puts a placement in force while a function runs; the verbs find it there. Operators of a program carry the
+key of their placement, so that derivatives, which run later and elsewhere, find it by `placement_of`. What ranks must
+have in common is agreed when the first reduction of a placement runs, never at a later one.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from bagua import world
+from bagua.errors import InvalidArgument
+from bagua.group import ProcessGroup
+
+Function = TypeVar("Function", bound=Callable)
+
+
+class Placement:
+    """n clients, of which this rank holds `num_local`, in the order of the ranks.
+
+    Attributes:
+        name: such as "clients".
+        size: clients of all ranks.
+        num_local: clients of this rank; may be 0.
+        program: the name of the function that is a program over them.
+        key: what operators carry.
+        is_agreed: whether the ranks are known to have the same program, and sizes that add up.
+        agreed: the shapes, by reduction, of which that is known too.
+    """
+
+    def __init__(self, name: str, size: int, num_local: int, program: str, group: ProcessGroup | None, key: str):
+        self.name = name
+        self.size = size
+        self.num_local = num_local
+        self.program = program
+        self.key = key
+        self.is_agreed = group is None
+        self.agreed: set[tuple] = set()
+        self.lock = threading.Lock()  # guards is_agreed, agreed and the reductions' memory
+        self.is_distributed = group is not None
+        self._group = None if group is None else weakref.ref(group)
+        self._memory: dict[torch.dtype, torch.Tensor] = {}
+
+    def __repr__(self) -> str:
+        return f"Placement({self.name!r}, {self.size}, {self.num_local} here)"
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that hold the clients; None: this process holds them all."""
+        if self._group is None:
+            return None
+        group = self._group()
+        if group is None:
+            raise InvalidArgument(
+                f"the group over which the program {self.program!r} ran is gone; run the program again in the new one"
+            )
+        return group
+
+    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer of that many elements for the reduction that runs, in memory shared with the ranks of this host."""
+        if dtype not in self._memory or self._memory[dtype].numel() < numel:
+            self._memory[dtype] = self.group.empty(numel, dtype)
+        return self._memory[dtype][:numel]
+
+
+_lock = threading.Lock()  # guards what follows
+_by_identity: dict[tuple, Placement] = {}
+_by_key: dict[str, Placement] = {}
+
+
+def _intern(name: str, size: int, num_local: int, program: str, group: ProcessGroup | None) -> Placement:
+    """One object for equal placements: compiled code and graphs hold its key."""
+    identity = (name, size, num_local, program, None if group is None else id(group))
+    with _lock:
+        known = _by_identity.get(identity)
+        if known is None or (group is not None and known._group() is not group):  # an id may come again
+            known = Placement(name, size, num_local, program, group, f"{name}:{size}#{len(_by_key)}")
+            _by_identity[identity] = _by_key[known.key] = known
+        return known
+
+
+def local_placement(name: str, size: int) -> Placement:
+    """All clients in this process."""
+    return _intern(name, size, size, "bagua", None)
+
+
+def placement_of(key: str) -> Placement:
+    """The placement that an operator names."""
+    placement = _by_key.get(key)
+    if placement is None:
+        raise InvalidArgument(f"no placement {key!r} in this process: operators run inside the process that made them")
+    return placement
+
+
+# ---- what is in force
+
+
+class Frame(NamedTuple):
+    """A program that runs, or one of whose client functions runs."""
+
+    placement: Placement
+    is_mapping: bool = False
+
+
+_frames: contextvars.ContextVar[tuple[Frame, ...]] = contextvars.ContextVar("bagua_placements", default=())
+
+
+class _Mirror(threading.local):
+    """The same where torch.compile traces, which follows no context variable."""
+
+    def __init__(self) -> None:  # in every thread; Dynamo guards on attributes of the object, not of its class
+        self.frames: tuple[Frame, ...] = ()
+
+
+_mirror = _Mirror()
+
+
+def frames() -> tuple[Frame, ...]:
+    """What runs, from the outermost program in."""
+    return _mirror.frames if torch.compiler.is_compiling() else _frames.get()
+
+
+def run_in(frame: Frame, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The function's result, while `frame` is the innermost one."""
+    before = _mirror.frames
+    if torch.compiler.is_compiling():
+        _mirror.frames = (*before, frame)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _mirror.frames = before
+    within = (*_frames.get(), frame)
+    token = _frames.set(within)
+    _mirror.frames = within
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _mirror.frames = before
+        _frames.reset(token)
+
+
+def current(name: str | None, verb: str) -> Placement:
+    """The placement that a verb means.
+
+    Raises:
+        InvalidArgument: no program runs, none with that name, or the verb stands in the client function.
+    """
+    running = frames()
+    if not running:
+        raise InvalidArgument(f"{verb} outside of a program: decorate the function with federated.program(clients=n)")
+    found = [frame for frame in running if name is None or frame.placement.name == name][-1:]
+    if not found:
+        names = ", ".join(repr(frame.placement.name) for frame in running)
+        raise InvalidArgument(f"{verb}: no program over {name!r} runs, only over {names}")
+    placement = found[0].placement
+    if any(frame.is_mapping and frame.placement is placement for frame in running):
+        raise InvalidArgument(
+            f"{verb} inside a client function, which sees one client of {placement.name!r} only: call {verb} before or "
+            "after map_fn"
+        )
+    return placement
+
+
+# ---- programs
+
+
+def program(
+    function: Function | None = None,
+    *,
+    group: ProcessGroup | None = None,
+    num_local: int | Sequence[int] | None = None,
+    **sizes: int,
+) -> Any:
+    """A decorator: the function is a program over clients, written in the verbs of this package.
+
+    Server values are equal on all ranks of the group; a placed value is what this rank's clients have, ``[num_local,
+    ...]``, in the order of the ranks. All ranks call the program alike. Its derivatives by torch.func and autograd are
+    programs of the same verbs.
+
+    Args:
+        group: the ranks that hold the clients; by default the default group, or this process alone where
+            init_process_group was not called, and inside of another program's client function.
+        num_local: how many clients this rank holds, or a number for each rank; 0 is allowed. By default they are spread
+            evenly, the first ranks one more.
+        sizes: the placement's name and its number of clients, such as ``clients=100``.
+
+    Example:
+        >>> from bagua import federated
+        >>> @federated.program(clients=3)
+        ... def mean_square(x, y):
+        ...     return federated.reduce_mean(federated.map_fn(lambda x, y: (x - y) ** 2, (federated.broadcast(x), y)))
+        >>> mean_square(torch.tensor(1.0), torch.tensor([1.0, 2.0, 4.0]))
+        tensor(3.3333)
+        >>> torch.func.grad(mean_square)(torch.tensor(1.0), torch.tensor([1.0, 2.0, 4.0]))
+        tensor(-2.6667)
+
+    Raises:
+        InvalidArgument: not one name with a size of at least 1, or numbers that do not add up to it.
+    """
+    if len(sizes) != 1:
+        raise InvalidArgument(f"a program has one placement, such as clients=100, but got {sizes or 'none'}")
+    ((name, size),) = sizes.items()
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise InvalidArgument(f"{name}={size!r}: expected how many there are, an integer of at least 1")
+    if function is None:
+        return functools.partial(program, group=group, num_local=num_local, **sizes)
+    title = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+    @torch.compiler.assume_constant_result
+    def place(is_within_client: bool) -> Placement:
+        ranks = _ranks_of(group, is_within_client)
+        return _intern(name, size, _local_of(size, num_local, ranks, name), title, ranks)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        running = frames()
+        if any(frame.placement.name == name for frame in running):
+            raise InvalidArgument(f"a program over {name!r} inside another over {name!r}: give one another name")
+        return run_in(Frame(place(any(frame.is_mapping for frame in running))), function, args, kwargs)
+
+    return run
+
+
+def _ranks_of(group: ProcessGroup | None, is_within_client: bool) -> ProcessGroup | None:
+    if group is None and (is_within_client or not world.is_initialized()):
+        return None
+    group = world.resolve(group)
+    if group.rank < 0:
+        raise InvalidArgument(f"this rank is not in the group {group.name!r} of the program")
+    return group if group.size > 1 else None
+
+
+def _local_of(size: int, num_local: int | Sequence[int] | None, group: ProcessGroup | None, name: str) -> int:
+    """How many clients this rank holds."""
+    rank, num_ranks = (0, 1) if group is None else (group.rank, group.size)
+    if num_local is None:
+        return size // num_ranks + (rank < size % num_ranks)
+    if isinstance(num_local, int):
+        if not 0 <= num_local <= size:
+            raise InvalidArgument(f"num_local={num_local}, expected 0 to {size}, which is {name}")
+        if group is None and num_local != size:
+            raise InvalidArgument(f"num_local={num_local}, but this process alone holds all {size} {name}")
+        return num_local
+    numbers = list(num_local)
+    if len(numbers) != num_ranks or sum(numbers) != size or min(numbers) < 0:
+        raise InvalidArgument(
+            f"num_local={numbers}, expected a number for each of {num_ranks} ranks, {size} ({name}) in all"
+        )
+    return numbers[rank]

@@ -1,0 +1,236 @@
+"""The verbs that federated programs are written in, over pytrees of tensors.
+
+A placed value has one more axis than a server value, the first: this rank's clients. The verbs find their placement and
+check what they are given; operators.py has what crosses ranks, and its derivatives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from bagua.errors import InvalidArgument
+from bagua.federated.closures import Watch
+from bagua.federated.operators import call
+from bagua.federated.placement import Frame, Placement, current, run_in
+from bagua.federated.reduction import refuse
+
+Tree = Any  # a pytree of tensors
+
+
+def broadcast(value: Tree, *, placement: str | None = None) -> Tree:
+    """What the server has, at every client.
+
+    Args:
+        value: server values, ``[...]`` each; numbers become tensors.
+        placement: the name of the program whose clients are meant; by default the innermost that runs.
+
+    Returns:
+        ``[num_local, ...]`` of the same structure. The clients share the memory.
+    """
+    clients = current(placement, "broadcast")
+    leaves, structure = pytree.tree_flatten(_tensors(value, "broadcast"))
+    shared = across("broadcast", leaves, clients)
+    return pytree.tree_unflatten([_expand(leaf, clients) for leaf in shared], structure)
+
+
+def reduce_sum(value: Tree, *, placement: str | None = None) -> Tree:
+    """The sums over the clients of all ranks: one collective for all tensors of a dtype.
+
+    Args:
+        value: placed values, ``[num_local, ...]`` each.
+
+    Returns:
+        ``[...]`` of the same structure and dtypes, equal on all ranks.
+
+    Raises:
+        InvalidArgument: the first axis is not the clients' one, the values are of bools, or, on all ranks, the ranks
+            have not the same program and shapes, or clients that do not add up.
+    """
+    clients = current(placement, "reduce_sum")
+    return _reduce("reduce_sum", check_placed(value, clients, "reduce_sum"), clients)
+
+
+def reduce_mean(value: Tree, *, placement: str | None = None) -> Tree:
+    """The means over the clients of all ranks, as ``reduce_sum``.
+
+    Raises:
+        InvalidArgument: as reduce_sum, and for integers, whose mean is none.
+    """
+    clients = current(placement, "reduce_mean")
+    return _reduce("reduce_mean", check_floating(check_placed(value, clients, "reduce_mean"), "reduce_mean"), clients)
+
+
+def reduce_weighted_mean(
+    value: Tree, weights: torch.Tensor, *, mask: torch.Tensor | None = None, placement: str | None = None
+) -> Tree:
+    """sum of weight x value over sum of weights, over the clients of all ranks, in one collective.
+
+    Args:
+        value: placed values, ``[num_local, ...]`` each.
+        weights: ``[num_local]``; the mean is differentiable in them.
+        mask: ``[num_local]`` of bools: who takes part. What the others have does not count, whatever it is.
+
+    Returns:
+        ``[...]`` of the same structure and dtypes, equal on all ranks.
+
+    Raises:
+        InvalidArgument: as reduce_mean, and on all ranks where the weights of those who take part add up to 0.
+    """
+    verb = "reduce_weighted_mean"
+    clients = current(placement, verb)
+    leaves, structure = pytree.tree_flatten(check_floating(check_placed(value, clients, verb), verb))
+    weights = torch.as_tensor(weights)
+    for what, vector in (("weights", weights), ("mask", mask)):
+        if vector is not None and tuple(vector.shape) != (clients.num_local,):
+            raise InvalidArgument(f"{verb}: {what} of shape {list(vector.shape)}, expected [{clients.num_local}]")
+    if not weights.is_floating_point():
+        weights = weights.to(torch.get_default_dtype())
+    if mask is not None:
+        if mask.dtype is not torch.bool:
+            raise InvalidArgument(f"{verb}: mask of {mask.dtype}, expected torch.bool")
+        weights = torch.where(mask, weights, torch.zeros_like(weights))
+        leaves = [torch.where(_along(mask, leaf), leaf, torch.zeros_like(leaf)) for leaf in leaves]
+    weighted = [leaf * _along(weights, leaf).to(leaf.dtype) for leaf in leaves]
+    *sums, total = call("reduce_sum", [leaf.sum(0) for leaf in (*weighted, weights)], clients.key)
+    (total,) = call("check_total", [total], clients.key)
+    return pytree.tree_unflatten([one / total.to(one.dtype) for one in sums], structure)
+
+
+def map_fn(
+    function: Callable,
+    arguments: Tree,
+    *,
+    chunk_size: int | None = None,
+    randomness: str = "error",
+    placement: str | None = None,
+) -> Tree:
+    """The function of every client, vectorised.
+
+    Args:
+        function: of one client's values, without their first axis, to a pytree of tensors. It sees the server's values
+            through its arguments only: ``federated.broadcast`` them.
+        arguments: placed values; a tuple is splatted, anything else is one argument.
+        chunk_size: how many clients are computed at a time; None: all.
+        randomness: of the function: "error", "different" for each client or the "same"; see torch.func.vmap.
+
+    Returns:
+        What the function returns, with the clients' axis first.
+
+    Raises:
+        InvalidArgument: the first axis of an argument is not the clients' one; the function returns what is no tensor,
+            uses a tensor from around it to which a gradient leads (not seen under torch.compile: run it once without),
+            or steps an optimizer of torch.optim, whose gradients are not there under torch.func.
+    """
+    clients = current(placement, "map_fn")
+    arguments = check_placed(arguments, clients, "map_fn")
+    splatted = arguments if isinstance(arguments, tuple) else (arguments,)
+    of_one = functools.partial(run_client, function, clients, "map_fn")
+    of_all = torch.func.vmap(of_one, chunk_size=chunk_size, randomness=randomness)
+    if clients.num_local:
+        return of_all(*splatted)
+    # Not every operation can be batched over nothing. One client that is left out again keeps what is differentiated,
+    # and so the collectives, as on ranks that have clients.
+    results = of_all(*pytree.tree_map(lambda leaf: torch.cat([leaf, leaf.new_zeros((1, *leaf.shape[1:]))]), splatted))
+    return pytree.tree_map(lambda leaf: leaf[:0], results)
+
+
+def run_client(function: Callable, clients: Placement, verb: str, *arguments: Any) -> Any:
+    with Watch(verb, arguments):
+        result = run_in(Frame(clients, is_mapping=True), function, arguments, {})
+    for path, leaf in pytree.tree_flatten_with_path(result)[0]:
+        if not isinstance(leaf, torch.Tensor):
+            raise InvalidArgument(
+                f"the client function of {verb} returns {leaf!r}{_at(path)}, a {type(leaf).__name__}, expected "
+                "tensors: return torch.tensor of a number, and leave out what is none"
+            )
+    return result
+
+
+# ---- what the clients share
+
+_SHARED = "_bagua_shared"
+
+
+def _expand(shared: torch.Tensor, clients: Placement) -> torch.Tensor:
+    placed = shared.expand(clients.num_local, *shared.shape)
+    if not torch.compiler.is_compiling():
+        setattr(placed, _SHARED, (clients, shared))
+    return placed
+
+
+def shared_of(leaf: torch.Tensor, clients: Placement) -> torch.Tensor | None:
+    """What all clients have, where `leaf` is as broadcast returned it."""
+    owner, shared = getattr(leaf, _SHARED, (None, None))
+    return shared if owner is clients else None
+
+
+# ---- checks
+
+
+def _reduce(verb: str, value: Tree, clients: Placement) -> Tree:
+    leaves, structure = pytree.tree_flatten(value)
+    return pytree.tree_unflatten(across(verb, [leaf.sum(0, dtype=leaf.dtype) for leaf in leaves], clients), structure)
+
+
+def across(verb: str, leaves: Sequence[torch.Tensor], clients: Placement) -> list[torch.Tensor]:
+    """The operator on leaves; those that have derivatives and those that have none each by themselves."""
+    results = list(leaves)
+    for has_derivatives in (True, False):
+        places = [i for i, x in enumerate(leaves) if (x.is_floating_point() or x.is_complex()) == has_derivatives]
+        if places:
+            for place, result in zip(places, call(verb, [leaves[i] for i in places], clients.key), strict=True):
+                results[place] = result
+    return results
+
+
+def _at(path: tuple) -> str:
+    return f" at {pytree.keystr(path)}" if path else ""
+
+
+def _tensors(value: Tree, verb: str) -> Tree:
+    """With tensors for numbers."""
+
+    def check(path: tuple, leaf: Any) -> torch.Tensor:
+        if isinstance(leaf, torch.Tensor):
+            return leaf
+        if isinstance(leaf, (int, float, complex)):
+            return torch.as_tensor(leaf)
+        raise InvalidArgument(f"{verb} of {leaf!r}{_at(path)}, a {type(leaf).__name__}, expected tensors")
+
+    return pytree.tree_map_with_path(check, value)
+
+
+def check_placed(value: Tree, clients: Placement, verb: str) -> Tree:
+    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+        if not isinstance(leaf, torch.Tensor):
+            raise InvalidArgument(f"{verb} of {leaf!r}{_at(path)}, a {type(leaf).__name__}, expected tensors")
+        if leaf.dim() == 0 or leaf.shape[0] != clients.num_local:
+            held = "all of them" if clients.num_local == clients.size else f"of {clients.size} in all"
+            error = InvalidArgument(
+                f"{verb}: a tensor of shape {list(leaf.shape)}{_at(path)}, expected {clients.num_local} as the first "
+                f"axis, the {clients.name} that this rank holds, {held}; federated.broadcast values of the server, or "
+                "give program(num_local=) what each rank holds"
+            )
+            refuse(clients, error)
+        if verb != "map_fn" and leaf.dtype is torch.bool:
+            raise InvalidArgument(f"{verb} of bools{_at(path)}: say what a sum is by .to(torch.int64) or another dtype")
+    return value
+
+
+def check_floating(value: Tree, verb: str) -> Tree:
+    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+        if not leaf.is_floating_point() and not leaf.is_complex():
+            raise InvalidArgument(
+                f"{verb} of {leaf.dtype}{_at(path)}, whose mean is no integer: use .float() or reduce_sum"
+            )
+    return value
+
+
+def _along(vector: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """[num_local] -> [num_local, 1, ...] with as many axes as leaf."""
+    return vector.reshape(-1, *[1] * (leaf.dim() - 1))

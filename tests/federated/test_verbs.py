@@ -1,0 +1,408 @@
+"""Values and derivatives of federated programs against plain loops in one process, on one to four ranks.
+
+The example is FAX's: least squares of clients with a row each.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import threading
+
+import pytest
+import torch
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import bagua
+from bagua import federated
+from bagua.errors import InvalidArgument
+from bagua.federated import operators
+from tests.communication.worlds import fast_in
+from tests.conformance.training import process_group
+
+X = torch.tensor([2.0, -1.0])
+Y = torch.tensor([[1.0, 2.0], [3.0, -4.0], [-7.0, 6.0]])
+SPLITS = ((3, 3), (5, 1), (4, 0, 2), (2, 2, 1, 1))  # clients by rank
+
+
+def square(x, y):
+    return 0.5 * (x @ y - 1) ** 2
+
+
+def mean_loss(x, y):
+    return federated.reduce_mean(federated.map_fn(square, (federated.broadcast(x), y)))
+
+
+fax = federated.program(mean_loss, clients=3)
+
+
+# ---- FAX's numbers
+
+
+@pytest.mark.parametrize(
+    "second", [hessian, lambda f: jacrev(grad(f)), lambda f: jacfwd(jacfwd(f)), lambda f: jacfwd(grad(f))]
+)
+def test_the_numbers_of_the_paper(second):
+    torch.testing.assert_close(fax(X, Y), torch.tensor(87.166667))
+    gradient = grad(fax)(X, Y)
+    torch.testing.assert_close(gradient, torch.tensor([57.666668, -54.666668]))
+    torch.testing.assert_close(
+        second(fax)(X, Y), torch.tensor([[19.6667, -17.3333], [-17.3333, 18.6667]]), rtol=0, atol=1e-4
+    )
+    torch.testing.assert_close(fax(X - 0.01 * gradient, Y), torch.tensor(35.551258))
+
+
+def test_either_mechanism_holds(monkeypatch):
+    assert operators.MECHANISM == "kernels"
+    monkeypatch.setattr(operators, "_calls", operators._functions())
+    assert operators._hold()
+    test_the_numbers_of_the_paper(hessian)
+
+
+def test_a_mechanism_that_gives_other_numbers_is_not_taken(monkeypatch):
+    without_forward_mode = {
+        name: lambda values, key, call=call: call([v.detach() for v in values], key)
+        for name, call in operators._calls.items()
+    }
+    monkeypatch.setattr(operators, "_calls", without_forward_mode)
+    assert not operators._hold()
+
+
+BROADCAST, MEAN, SUM = "broadcast", "reduce_mean", "reduce_sum"
+SEQUENCES = {  # of verbs, as FAX's
+    "value": (lambda: fax(X, Y), [BROADCAST, MEAN]),
+    "gradient": (lambda: grad(fax)(X, Y), [BROADCAST, MEAN, BROADCAST, SUM]),
+    "tangent": (lambda: jvp(lambda x: fax(x, Y), (X,), (X,)), [BROADCAST] * 2 + [MEAN] * 2),
+    "Hessian": (lambda: hessian(fax)(X, Y), [BROADCAST] * 2 + [MEAN] * 2 + [BROADCAST] + [SUM] * 2),
+    "four models": (lambda: vmap(fax, (0, None))(X.expand(4, 2), Y), [BROADCAST, MEAN]),
+    "gradients of four models": (
+        lambda: vmap(grad(fax), (0, None))(X.expand(4, 2), Y),
+        [BROADCAST, MEAN, BROADCAST, SUM],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SEQUENCES)
+def test_derivatives_are_programs_of_the_same_verbs(what):
+    run, expected = SEQUENCES[what]
+    with federated.record() as verbs:
+        run()
+    assert verbs == expected
+
+
+# ---- on ranks, against loops
+
+
+def oracle(x, y):
+    total = torch.zeros(())
+    for row in y:
+        total = total + 0.5 * (x @ row - 1) ** 2
+    return total / len(y)
+
+
+def derivatives(loss):
+    """By each of torch.func's transforms, of a function of x."""
+    x, t = X.double(), torch.tensor([0.3, -2.0], dtype=torch.float64)
+    yield "value", loss(x)
+    yield "grad", grad(loss)(x)
+    yield "vjp", vjp(loss, x)[1](torch.tensor(2.0, dtype=torch.float64))[0]
+    yield "jvp", jvp(loss, (x,), (t,))[1]
+    yield "hessian", hessian(loss)(x)
+    yield "jacfwd twice", jacfwd(jacfwd(loss))(x)
+    yield "jacrev of grad", jacrev(grad(loss))(x)
+    yield "jvp of grad", jvp(grad(loss), (x,), (t,))[1]
+    yield "third", jvp(lambda x: jvp(grad(loss), (x,), (t,))[1], (x,), (t,))[1]
+    yield "vmap", vmap(loss)(torch.stack([x, t, x + t]))
+    yield "vmap of grad", vmap(grad(loss))(torch.stack([x, t, x + t]))
+    z = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(loss(z), z, create_graph=True)
+    yield "backward", first.detach()
+    yield "backward of backward", torch.autograd.grad((first * t).sum(), z)[0]
+
+
+def fused_loss(chunk_size, x, y):
+    return federated.map_reduce(square, (federated.broadcast(x), y), chunk_size=chunk_size)
+
+
+BODIES = {"two verbs": mean_loss, **{f"chunks of {k}": functools.partial(fused_loss, k) for k in (None, 1, 4)}}
+
+
+FAST = [("two verbs", (2, 2, 1, 1)), ("two verbs", (4, 0, 2)), ("chunks of 4", (5, 1))]
+
+
+def rows_of(number):
+    return torch.randn(number, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def assert_same_as_in_loops(program, mine, rows):
+    pairs = zip(derivatives(lambda x: program(x, mine)), derivatives(lambda x: oracle(x, rows)), strict=True)
+    for (what, ours), (_, theirs) in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=what)
+
+
+@fast_in("body", ["chunks of 1"], list(BODIES))
+def test_derivatives_in_one_process_are_those_of_loops(body):
+    rows = rows_of(6)
+    assert_same_as_in_loops(federated.program(BODIES[body], clients=6), rows, rows)
+
+
+def same_as_in_loops(rank, world_size, split, body):
+    rows = rows_of(sum(split))
+    with process_group():
+        program = federated.program(BODIES[body], clients=sum(split), num_local=split)
+        assert_same_as_in_loops(program, rows.split(split)[rank], rows)
+
+
+@fast_in("body, split", FAST, list(itertools.product(BODIES, SPLITS)))
+def test_derivatives_on_ranks_are_those_of_loops(pools, split, body):
+    pools[len(split)].run(same_as_in_loops, args=(split, body))
+
+
+def in_the_clients_values(rank, world_size, body):
+    """Derivatives in what the clients have stay at the clients."""
+    rows = rows_of(5)
+    mine = rows.split([4, 1])[rank]
+    with process_group():
+        program = federated.program(BODIES[body], clients=5, num_local=[4, 1])
+        found = grad(program, argnums=(0, 1))(X.double(), mine)
+        expected = grad(oracle, argnums=(0, 1))(X.double(), rows)
+        torch.testing.assert_close(found, (expected[0], expected[1].split([4, 1])[rank]))
+
+
+@pytest.mark.parametrize("body", ["two verbs", "chunks of 4"])
+def test_derivatives_in_the_clients_values(pool2, body):
+    pool2.run(in_the_clients_values, args=(body,))
+
+
+# ---- collectives
+
+
+def sent_by(run):
+    bagua.get_default_group().events(clear=True)
+    run()
+    return sum(event.kind == "operation" for event in bagua.get_default_group().events(clear=True, parts=False))
+
+
+def counted(rank, world_size):
+    with process_group():
+        tree = {f"leaf {i}": torch.full((2, 4), float(rank + i)) for i in range(100)}
+        program = federated.program(lambda x, y: mean_loss(x, y), clients=4)
+        many = federated.program(lambda tree: federated.reduce_sum(tree), clients=4)
+        y = torch.ones(2, 2)
+        runs = {
+            "value": lambda: program(X, y),
+            "gradient": lambda: grad(program)(X, y),
+            "gradients of a batch": lambda: vmap(grad(program), (0, None))(X.expand(3, 2), y),
+            "a hundred leaves": lambda: many(tree),
+        }
+        counts = {}
+        for what, run in runs.items():
+            run()  # agrees on the program and its shapes
+            counts[what] = sent_by(run)
+        totals = many(tree)
+        assert all(torch.equal(totals[f"leaf {i}"], torch.full((4,), 4.0 * i + 2)) for i in range(100))
+        return counts
+
+
+def test_a_reduction_is_one_collective(pool2):
+    expected = {"value": 1, "gradient": 2, "gradients of a batch": 2, "a hundred leaves": 1}
+    for counts in pool2.run(counted):
+        assert counts == expected
+
+
+# ---- weighted means
+
+
+def test_a_weighted_mean_is_differentiable_in_its_weights():
+    program = federated.program(
+        lambda x, w: federated.reduce_weighted_mean(
+            federated.map_fn(lambda x, y: x * y, (federated.broadcast(x), Y)), w
+        ),
+        clients=3,
+    )
+
+    def by_hand(x, w):
+        return sum(w[i] * x * Y[i] for i in range(3)) / (w[0] + w[1] + w[2])
+
+    w = torch.tensor([1.0, 2.0, 0.5])
+    for argnums in (0, 1):
+        torch.testing.assert_close(jacrev(program, argnums)(X, w), jacrev(by_hand, argnums)(X, w))
+        torch.testing.assert_close(jacfwd(program, argnums)(X, w), jacfwd(by_hand, argnums)(X, w))
+
+
+def test_who_does_not_take_part_does_not_count():
+    program = federated.program(lambda x, w, mask: federated.reduce_weighted_mean(x, w, mask=mask), clients=3)
+    x = torch.tensor([1.0, float("nan"), 4.0])
+    w, mask = torch.tensor([1.0, float("inf"), 3.0]), torch.tensor([True, False, True])
+    assert program(x, w, mask) == 13 / 4
+    torch.testing.assert_close(grad(program, 0)(x, w, mask), torch.tensor([0.25, 0.0, 0.75]))
+    assert torch.isfinite(grad(program, 1)(x, w, mask)).all()
+
+
+# ---- torch.compile
+
+
+TRANSFORMS = {
+    "value": lambda f: f,
+    "grad": grad,
+    "hessian": hessian,
+    "jvp": lambda f: lambda x, y: jvp(f, (x, y), (x, y)),
+}
+
+
+@pytest.mark.slow("test_derivatives_are_programs_of_the_same_verbs")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_compiled(transform):
+    torch.compiler.reset()
+    transformed = TRANSFORMS[transform](fax)
+    compiled = torch.compile(transformed, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(X, Y), transformed(X, Y))
+
+
+# ---- programs
+
+
+def test_programs_within_programs():
+    """Silos of clients: the inner program runs for every silo at once."""
+    inner = federated.program(lambda x, y: mean_loss(x, y), clients=3)
+
+    @federated.program(silos=2)
+    def outer(x, ys):
+        return federated.reduce_sum(federated.map_fn(inner, (federated.broadcast(x), ys)))
+
+    ys = torch.stack([Y, 2 * Y])
+    torch.testing.assert_close(outer(X, ys), oracle(X, Y) + oracle(X, 2 * Y))
+    torch.testing.assert_close(grad(outer)(X, ys), grad(lambda x: oracle(x, Y) + oracle(x, 2 * Y))(X))
+
+
+def test_threads_have_programs_of_their_own():
+    def run(number, found):
+        program = federated.program(lambda x: federated.reduce_sum(federated.broadcast(x)), clients=number)
+        for _ in range(50):
+            found.append(float(program(torch.tensor(1.0))))
+
+    found = {number: [] for number in range(1, 5)}
+    threads = [threading.Thread(target=run, args=item) for item in found.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: [float(number)] * 50 for number in found}
+
+
+# ---- mistakes
+
+
+def captures(x, lr):
+    return federated.reduce_mean(federated.map_fn(lambda x, y: lr * (x - y).sum(), (federated.broadcast(x), Y)))
+
+
+def captures_in_a_node(x, lr):
+    return federated.map_reduce(lambda x, y: grad(lambda z: (z * x * y).sum())(lr), (federated.broadcast(x), Y))
+
+
+@pytest.mark.parametrize("body", [captures, captures_in_a_node])
+def test_a_gradient_through_a_closure_is_refused(body):
+    program, lr = federated.program(body, clients=3), torch.tensor(0.5)
+
+    def by_lr(lr):
+        return program(X, lr)
+
+    assert torch.isfinite(program(X, lr)), "a constant may be used"
+    leaf = lr.clone().requires_grad_()
+    ways = [
+        lambda: grad(by_lr)(lr),
+        lambda: vmap(grad(by_lr))(lr.expand(2)),
+        lambda: by_lr(leaf),
+        lambda: hessian(by_lr)(lr),
+    ]
+    for way in ways:
+        with pytest.raises(InvalidArgument, match=r"tensor of shape \[\] from around it in .*test_verbs.py:\d+"):
+            way()
+    with torch.no_grad():
+        federated.program(captures, clients=3)(X, leaf)
+
+
+def step_of_torch(x, y):
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    torch.optim.SGD([parameter], lr=0.1).step()
+    return x
+
+
+MISTAKES = {
+    "outside": (lambda: federated.broadcast(X), "outside of a program"),
+    "other clients": (lambda: fax(X, Y[:2]), r"shape \[2, 2\] at \[1\], expected 3 as the first axis"),
+    "a number": (
+        lambda: federated.program(federated.reduce_sum, clients=3)(torch.tensor(1.0)),
+        "expected 3 as the first",
+    ),
+    "mean of integers": (
+        lambda: federated.program(federated.reduce_mean, clients=3)(torch.ones(3, dtype=torch.int64)),
+        "reduce_mean of torch.int64",
+    ),
+    "bools": (lambda: federated.program(federated.reduce_sum, clients=3)(torch.ones(3, dtype=torch.bool)), "of bools"),
+    "no tensor": (
+        lambda: federated.program(lambda: federated.map_fn(lambda y: {"n": 3}, Y), clients=3)(),
+        r"returns 3 at \['n'\], a int",
+    ),
+    "no weight": (
+        lambda: federated.program(federated.reduce_weighted_mean, clients=3)(Y, torch.zeros(3)),
+        "add up to 0",
+    ),
+    "verbs at a client": (
+        lambda: federated.program(lambda: federated.map_fn(lambda y: federated.reduce_sum(y), Y), clients=3)(),
+        "reduce_sum inside a client function",
+    ),
+    "an optimizer": (
+        lambda: federated.program(lambda: federated.map_fn(step_of_torch, (Y, Y)), clients=3)(),
+        "SGD.*inside a client function",
+    ),
+    "two sizes": (lambda: federated.program(mean_loss, clients=3, silos=2), "one placement"),
+    "no clients": (lambda: federated.program(mean_loss, clients=0), "clients=0"),
+    "the same name": (
+        lambda: federated.program(lambda: fax(X, Y), clients=2)(),
+        "a program over 'clients' inside another",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_mistakes(what):
+    run, message = MISTAKES[what]
+    with pytest.raises(InvalidArgument, match=message):
+        run()
+
+
+def differs(rank, world_size, what):
+    """What this rank sees where rank 1 runs another program, other clients or other shapes."""
+    total = lambda y: federated.reduce_sum(y)  # noqa: E731
+    other = lambda y: federated.reduce_sum(y)  # noqa: E731
+    other.__qualname__ = "other"
+    is_odd = rank == 1
+    with process_group():
+        program = federated.program(
+            other if is_odd and what == "program" else total,
+            clients=7 if is_odd and what == "clients" else 6,
+            num_local=2 if what == "sizes" else 3,
+        )
+        rows = 1 if is_odd and what == "axis" else 2 if what == "sizes" else 3
+        with pytest.raises(InvalidArgument) as caught:
+            program(torch.ones(rows, 5 if is_odd and what == "shapes" else 4))
+        bagua.barrier()  # the group is as it was
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "messages"),
+    [
+        ("program", ["rank 1 has .*other"] * 2),
+        ("clients", ["rank 0 has 6 clients, rank 1 has 7 clients"] * 2),
+        ("shapes", [r"rank 0 has \[4\] torch.float32, rank 1 has \[5\]"] * 2),
+        ("sizes", [r"the ranks hold \[2, 2\] clients, 4 in all, but .* is over 6"] * 2),
+        ("axis", ["rank 1 raised InvalidArgument: .*expected 3 as the first", "expected 3 as the first"]),
+    ],
+)
+def test_a_rank_that_differs_is_named_on_all(pool2, what, messages):
+    for found, message in zip(pool2.run(differs, args=(what,)), messages, strict=True):
+        assert re.search(message, found), found
