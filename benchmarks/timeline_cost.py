@@ -55,10 +55,7 @@ def _measure_one(algorithm: str, repetitions: int) -> dict:
     counts = _count(step, train)
 
     def record_with(recorder: Any) -> Callable[[], None]:
-        def prepare() -> None:
-            step.recorder = recorder
-
-        return prepare
+        return lambda: _give(step, recorder)
 
     samples = timing.interleaved(
         {
@@ -68,7 +65,7 @@ def _measure_one(algorithm: str, repetitions: int) -> dict:
         repetitions=repetitions,
         barrier=bagua.barrier,
     )
-    step.recorder = real
+    _give(step, real)
     if model.bagua.timeline().summary()["steps"] != 3 + _COUNTED_STEPS + repetitions + 1:
         raise RuntimeError(f"{algorithm}: the recorder has not seen every step")
     costs = _costs_of_calls(type(real)(), repetitions)
@@ -127,8 +124,16 @@ def _sleeping_model(algorithm: str) -> tuple[Any, Callable[[], None]]:
     return model, train
 
 
+def _give(step: Any, recorder: Any) -> None:
+    """The step and what it does around the optimizer's record with it from here on."""
+    step.recorder = step.optimizer_steps._recorder = recorder
+
+
 class _Nothing:
     """A recorder that records nothing."""
+
+    def check(self, group: Any) -> None:
+        group.check()
 
     def hook(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -157,14 +162,16 @@ def _count(step: Any, train: Callable[[], None]) -> dict[str, float]:
     import bagua
 
     group = bagua.get_default_group()
-    real, step.recorder = step.recorder, _Counting(step.recorder)
+    real, counting = step.recorder, _Counting(step.recorder)
+    _give(step, counting)
     num_spans = 0
     for _ in range(_COUNTED_STEPS):  # the log is a ring: one step at a time
         group.events(clear=True)
         train()
         num_spans += len(group.events())
-    calls, step.recorder = step.recorder.calls, real
-    expected = {"hook": 3, "add_compute": 1, "add_work": NUM_BUCKETS, "add_step": 1}
+    calls = counting.calls
+    _give(step, real)
+    expected = {"hook": 3, "check": 2, "add_compute": 1, "add_work": NUM_BUCKETS, "add_step": 1}
     per_step = {name: count / _COUNTED_STEPS for name, count in calls.items()}
     if per_step != expected:
         raise RuntimeError(f"calls of the recorder per step are {per_step}, expected {expected}")
@@ -196,6 +203,7 @@ def _costs_of_calls(recorder: Any, repetitions: int) -> list[dict[str, float]]:
         step, work = _seconds_per_call(add_step), _seconds_per_call(lambda: next(works))
         return {
             "hook": _seconds_per_call(hook),
+            "check": _seconds_per_call(lambda: recorder.check(_Well)),
             "add_compute": _seconds_per_call(lambda: recorder.add_compute("forward", 1, 2)),
             "add_work": max(0.0, work_and_step - step - work),
             "add_step": step,
@@ -204,6 +212,13 @@ def _costs_of_calls(recorder: Any, repetitions: int) -> list[dict[str, float]]:
         }
 
     return [take_costs() for _ in range(repetitions)]
+
+
+class _Well:
+    """A group that has not failed."""
+
+    @staticmethod
+    def check() -> None: ...
 
 
 class _Ended:
