@@ -258,19 +258,15 @@ def test_a_callback_destroys_the_group(pool2):
 def waiting_for_others(rank, world_size):
     """Callbacks wait for the futures of later operations and for callbacks of these, and start operations meanwhile.
 
-    One rank asks for the futures before the operations have ended, the other perhaps after that.
+    Each is added where its operation is started. One rank asks for the futures before the operations have ended, the
+    other perhaps after that.
     """
     ranks = range(world_size)
     for turn in range(4):
         dist.barrier()
         if turn % 2 == rank:
             time.sleep(0.03)
-        tensors = [values(rank, world_size, 20) + turn + i for i in range(3)]
-        works = [dist.all_reduce(x, async_op=True) for x in tensors]
-        if turn < 2 and turn % 2 == rank:
-            works[-1].wait()
-        futures = [work.get_future() for work in works]
-        order = []
+        futures, last, order, are_started = [], [], [], threading.Event()
 
         def reduce(y, factor, order=order):
             order.append(factor)
@@ -278,11 +274,18 @@ def waiting_for_others(rank, world_size):
             dist.all_reduce(y)
             return y
 
-        def first(_future, futures=futures, reduce=reduce):
+        def first(_future, futures=futures, reduce=reduce, are_started=are_started):
+            assert are_started.wait(20)
             y = reduce(futures[2].wait()[0], 2)
             return y + futures[1].then(lambda g: reduce(g.value()[0], 3)).wait() + reduce(y, 5)
 
-        last = futures[0].then(first), *(f.then(lambda f: reduce(f.value()[0], 7)) for f in futures[1:])
+        for i in range(3):
+            work = dist.all_reduce(values(rank, world_size, 20) + turn + i, async_op=True)
+            if turn < 2 and turn % 2 == rank:
+                work.wait()
+            futures.append(work.get_future())
+            last.append(futures[i].then(first if i == 0 else (lambda f, reduce=reduce: reduce(f.value()[0], 7))))
+        are_started.set()
         in_c = torch.futures.collect_all(futures[:1]).then(lambda _, futures=futures: futures[1].wait()[0].clone())
         sums = [sum(values(r, world_size, 20) + turn + i for r in ranks) for i in range(3)]
         scale = sum(r + 1 for r in ranks)
