@@ -117,7 +117,8 @@ def _behind_nobody(rank, world_size):
         while not _num_rounds(model):
             step()
         model.bagua.pause()
-        spans = [span for span in model.bagua.timeline().spans if span.kind == "operation"]
+        # An operation that was started may still be queued for the thread that carries it out.
+        spans = [span for span in model.bagua.timeline().spans if span.kind in ("queued", "operation")]
         return min(span.begin_ns for span in spans), end_ns, max(span.end_ns for span in spans)
 
 
