@@ -19,6 +19,7 @@ torch.autograd.Functions around the operators take their place, which torch.comp
 from __future__ import annotations
 
 import contextvars
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -259,18 +260,24 @@ def _hold() -> bool:
 
 def _choose() -> str:
     """Installs the mechanism that holds, and says which."""
+    why = "they give other derivatives than they should"
     try:
         _calls.update(_install_kernels())
         if _hold():
             return "kernels"
     except Exception as error:  # of names that torch has not, or has otherwise
-        _why_not.append(error)
+        why = f"{type(error).__name__}: {error}"
     _calls.update(_functions())
     if not _hold():
         raise InternalError(f"torch {torch.__version__} differentiates bagua.federated wrongly by either mechanism")
+    warnings.warn(
+        f"bagua.federated: torch.compile cannot differentiate programs with torch {torch.__version__}, whose kernels "
+        f"for derivatives cannot be used ({why}); without torch.compile nothing changes",
+        RuntimeWarning,
+        stacklevel=2,
+    )
     return "functions"
 
 
 _TRIED = local_placement("tried", 3)
-_why_not: list[Exception] = []
 MECHANISM = _choose()

@@ -60,6 +60,16 @@ def test_either_mechanism_holds(monkeypatch):
     test_the_numbers_of_the_paper(hessian)
 
 
+def test_the_fallback_is_told_of(monkeypatch):
+    def install():
+        raise ImportError("no _SingleLevelFunction")
+
+    monkeypatch.setattr(operators, "_calls", dict(operators._calls))
+    monkeypatch.setattr(operators, "_install_kernels", install)
+    with pytest.warns(RuntimeWarning, match="cannot differentiate programs .*no _SingleLevelFunction"):
+        assert operators._choose() == "functions"
+
+
 def test_a_mechanism_that_gives_other_numbers_is_not_taken(monkeypatch):
     without_forward_mode = {
         name: lambda values, key, call=call: call([v.detach() for v in values], key)
