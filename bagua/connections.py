@@ -135,6 +135,7 @@ class Endpoint:
     def close_core(self, name: str, core: _C.Group) -> None:
         """End the core's worker and say goodbye to the peers."""
         with self._changed:
+            self._questions.end(name)
             self._groups.pop(name, None)
             self._changed.notify_all()
         try:
@@ -228,10 +229,10 @@ class Endpoint:
 
         def ask() -> None:
             try:
-                status = self._questions.ask(name, registered, rank, peer, patience.still_wanted, seconds)
+                answers = self._questions.ask(name, registered, rank, peer, patience.still_wanted, seconds)
             except ConnectionRefusedError as error:
                 raise gone(self.records[peer], group_peer) from error
-            if status is None:
+            if not answers:
                 self._check_host(registered, rank, peer, timeout_s)
 
         core.blame(group_peer, timeout_s, ask)

@@ -211,5 +211,5 @@ def _wait_for_answer(sock: socket.socket, group: str, patience: Patience) -> Non
         _wait(sock, select.POLLIN, patience)
     except TimeoutError:
         raise TransportError(
-            f"it is there but has not made the group '{group}'; all ranks call new_group, in the same order"
+            f"it is there but does not have the group '{group}', or takes no connection for it"
         ) from None

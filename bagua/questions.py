@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ logger = logging.getLogger("bagua")
 _ANSWER_SECONDS = 1.0
 _REPORT_SECONDS = 0.3  # to all of them; who listens takes it at once
 _MAX_REPORTS = 32
+_MAX_ENDED = 1000
 _MAX_TEXT = 1000  # characters; fits the first message of a connection, however JSON writes them
 
 
@@ -64,7 +66,10 @@ class Questions:
         process: _C.ProcessWaits,
     ):
         self._records, self._secret, self._groups, self._process = records, secret, groups, process
-        self._ended: dict[str, dict] = {}  # groups that have failed and were closed: why
+        # The latest groups that were closed, and why those have failed that did. A group is here before it is gone from
+        # `groups`, into which readers look first.
+        self._ended: dict[str, dict | None] = {}
+        self._lock = threading.Lock()  # for changes of it
 
     def ask(
         self,
@@ -74,11 +79,11 @@ class Questions:
         peer: int,
         still_wanted: Callable[[], None],
         seconds: float = _ANSWER_SECONDS,
-    ) -> bytes | None:
+    ) -> bool:
         """What a rank (global) does in a group; it learns what this one does. Waits `seconds` for the answer.
 
         Returns:
-            Its status; empty when it has not made the group and waits for nobody elsewhere, None without an answer.
+            Whether it has answered.
 
         Raises:
             InvalidArgument: they are in different operations.
@@ -94,15 +99,11 @@ class Questions:
         except ConnectionRefusedError:
             raise
         except (OSError, TransportError):
-            return None
+            return False
         if answer["cause"] is not None:
             raise _remote(answer["cause"], group_peer)
-        status = bytes.fromhex(answer["status"])
-        if status:
-            registered.core.take_answer(group_peer, status)
-        else:
-            registered.core.note_absence(group_peer)
-        return status
+        registered.core.take_answer(group_peer, bytes.fromhex(answer["status"]))
+        return True
 
     def report(self, names: Iterable[str], rank: int) -> None:
         """Before groups of the same ranks are closed: if they have failed, tell those who are not connected.
@@ -114,7 +115,8 @@ class Questions:
         causes = [cause for group in groups if (cause := group.cause()) is not None]
         if not causes:
             return
-        self._ended.update(dict.fromkeys(names, causes[0]))
+        for name in names:
+            self.end(name, causes[0])
         cores, ranks = [group.core for group in groups], groups[0].ranks
         size, place = len(ranks), ranks.index(rank)
         distances = range(1, size) if size <= _MAX_REPORTS else [1 << k for k in range((size - 1).bit_length())]
@@ -130,11 +132,19 @@ class Questions:
 
     def has_ended(self, name: str) -> bool:
         """Whether the group was closed after a failure."""
-        return name in self._ended
+        return self._ended.get(name) is not None
 
     def begin(self, name: str) -> None:
-        """A group of this name is made."""
-        self._ended.pop(name, None)
+        """A group of this name has been made."""
+        with self._lock:
+            self._ended.pop(name, None)
+
+    def end(self, name: str, cause: dict | None = None) -> None:
+        """A group of this name is about to be closed, after a failure if there is a cause."""
+        with self._lock:
+            self._ended.setdefault(name, cause)
+            if len(self._ended) > _MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
 
     def is_one(self, about: dict) -> bool:
         """Whether an authenticated connection is a question or a report."""
@@ -157,7 +167,8 @@ class Questions:
     def _answer(self, sock: socket.socket, about: dict) -> None:
         registered = self._groups.get(about["group"])
         if registered is None:
-            answer = {"status": self._process.status().hex(), "cause": self._ended.get(about["group"])}
+            has_left, cause = about["group"] in self._ended, self._ended.get(about["group"])
+            answer = {"status": self._process.status(has_left).hex(), "cause": cause}
         else:
             answer = {"status": registered.core.answer().hex(), "cause": registered.cause()}
         message = json.dumps(answer).encode()

@@ -28,7 +28,7 @@ from .errors import DeadlineExceeded, InvalidArgument, RemoteError, TransportErr
 __all__ = ["PROTOCOL", "RankRecord", "exchange_records", "host_identity", "open_store", "reopen_store"]
 
 # Raised whenever bytes on a wire or in a ring change their meaning.
-PROTOCOL = 4
+PROTOCOL = 5
 
 _POLL_SECONDS = 0.05
 _FIRST_POLL_SECONDS = 0.002  # ranks that are started together come within milliseconds

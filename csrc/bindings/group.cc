@@ -114,11 +114,10 @@ void bind_group(py::module_& m) {
       .def(py::init<>())
       .def(
           "status",
-          [](ProcessWaits& process) {
-            const auto status = process.status();
-            return status ? bytes_of(*status) : py::bytes();
+          [](ProcessWaits& process, bool has_left) {
+            return bytes_of(process.status(has_left ? PeerStatus::kHasLeft : PeerStatus::kHasNotMade));
           },
-          "Of a process whose program stands still for an operation of some group; else empty.");
+          py::arg("has_left"), "What its program stands still for, for who asks about a group that is not there.");
   py::class_<Group> group(m, "Group");
   group
       .def(py::init<const std::string&, int, std::vector<int>, double, std::vector<bool>,
@@ -150,9 +149,6 @@ void bind_group(py::module_& m) {
       .def(
           "note_question", [](Group& g, int peer) { g.mesh().note_question(peer); }, py::arg("peer"),
           "A question to a peer has left; its silence counts from here.")
-      .def(
-          "note_absence", [](Group& g, int peer) { g.mesh().note_absence(peer); }, py::arg("peer"),
-          "The peer's answer: it has not made the group, and waits for nobody elsewhere.")
       .def(
           "blame",
           [](Group& g, int peer, double allowed_seconds, const std::function<void()>& ask) {

@@ -222,6 +222,38 @@ TEST_P(Faults, TheEndOfAChainThroughAnotherGroupIsNamed) {
       "rank 1 has not called it: it waits in another group for rank 2 of the job; rank 2 of the job has not called it");
 }
 
+// Rank 1 waits for rank 0 in turn, in another group.
+TEST_P(Faults, ARankThatStandsInAnotherGroupIsNamedWithIt) {
+  const auto process = std::make_shared<ProcessWaits>();
+  const auto meshes = pair_of(GetParam(), {0, 1}, {nullptr, process});
+  const auto others = pair_of(GetParam(), {1, 0}, {process, nullptr});
+  others[0]->set_num_waiters(std::make_shared<std::atomic<int>>(1));
+  std::promise<void> ended;
+  const auto failures = run_threads({[&] {
+                                       wait_and_say(ended, [&] {
+                                         uint8_t byte;
+                                         while (!process->longest_but(nullptr)) std::this_thread::yield();
+                                         meshes[0]->begin(stamp(1), Deadline::after(80ms));
+                                         meshes[0]->recv(1, &byte, 1);
+                                       });
+                                     },
+                                     [&] {
+                                       uint8_t byte;
+                                       others[0]->begin(stamp(3), Deadline::after(30s));
+                                       others[0]->recv(1, &byte, 1);
+                                     },
+                                     [&] {
+                                       ended.get_future().wait();
+                                       others[0]->poison(Error(ErrorKind::kAborted, "the end of the test"));
+                                     }});
+  const auto error = error_of(failures[0]);
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->rank(), 1);
+  EXPECT_CONTAINS(std::string(error->what()),
+                  "rank 1 has not called it; and has finished none before, and it is in all_reduce #3 of 1 uint8 (SUM) "
+                  "of group 'test' now");
+}
+
 TEST_P(Faults, WhoLeavesForAFailureElsewhereSaysSo) {
   const auto process = std::make_shared<ProcessWaits>();
   const auto meshes = pair_of(GetParam(), {2, 1}, {nullptr, process});
@@ -288,6 +320,66 @@ TEST(FaultsOfOneEnd, WhoWaitsForADialIsNamedByOthersAsWaiting) {
   EXPECT_EQ(error->rank(), 2);
   EXPECT_EQ(meanwhile->waiting_for, 2);
   EXPECT_EQ(meanwhile->operation, stamp(4));
+}
+
+std::string why_late(PeerStatus::Group group) {
+  Mesh mesh(0, 2, "test", 20us);
+  ProcessWaits process;
+  const auto error = error_of([&] {
+    mesh.begin(stamp(1), Deadline::after(0ms));
+    mesh.blame(1, 0.05, [&] { mesh.take_answer(1, process.status(group)); });
+  });
+  EXPECT_TRUE(error && error->rank() == 1);
+  return error->what();
+}
+
+TEST(FaultsOfOneEnd, WhoDoesNotHaveTheGroupIsNamedWithIt) {
+  EXPECT_CONTAINS(why_late(PeerStatus::kHasNotMade),
+                  ": rank 1 has not made the group 'test'; all ranks call new_group");
+  EXPECT_CONTAINS(why_late(PeerStatus::kHasLeft), ": rank 1 has destroyed the group 'test'; destroy a group only when");
+}
+
+TEST(FaultsOfOneEnd, AChainEndsWithWhoHasDestroyedTheGroup) {
+  Meshes meshes;
+  for (int rank = 0; rank < 2; ++rank) meshes.push_back(std::make_unique<Mesh>(rank, 3, "test", 20us));
+  connect_pair(*meshes[0], *meshes[1], kShm);
+  ProcessWaits process;
+  meshes[1]->set_connector([&](int peer, Deadline) {
+    for (;; std::this_thread::sleep_for(1ms)) {
+      meshes[1]->throw_if_poisoned();
+      meshes[1]->take_answer(peer, process.status(PeerStatus::kHasLeft));
+    }
+  });
+  std::promise<void> ended;
+  const auto failures = run_threads({[&] {
+                                       wait_and_say(ended, [&] {
+                                         uint8_t byte;
+                                         meshes[0]->begin(stamp(1), Deadline::after(80ms));
+                                         meshes[0]->recv(1, &byte, 1);
+                                       });
+                                     },
+                                     [&] {
+                                       uint8_t byte;
+                                       meshes[1]->begin(stamp(1), Deadline::after(30s));
+                                       meshes[1]->recv(2, &byte, 1);
+                                     },
+                                     [&] {
+                                       ended.get_future().wait();
+                                       meshes[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
+                                     }});
+  const auto error = error_of(failures[0]);
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->rank(), 2);
+  EXPECT_CONTAINS(std::string(error->what()),
+                  "rank 1 waits for rank 2; rank 2 has destroyed the group in which rank 1 waits for it");
+}
+
+TEST(FaultsOfOneEnd, ALongNameOfAGroupIsCut) {
+  PeerStatus status;
+  ProcessWaits::Wait wait;
+  wait.group = std::string(100, 'g');
+  wait.write_to(status);
+  EXPECT_EQ(std::string(status.elsewhere_group.data()), std::string(63, 'g'));
 }
 
 // ---- first causes

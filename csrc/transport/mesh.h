@@ -116,8 +116,6 @@ class Mesh {
   void take_answer(int peer, const PeerStatus& theirs);
   // A question to a peer has left that has no control link yet. [any thread]
   void note_question(int peer);
-  // The answer of a peer that has not made this group, and waits for nobody elsewhere. [any thread]
-  void note_absence(int peer);
   // Outside of operations: of the messages that are under way and have a thread waiting for them, the peer of the
   // first.
   void now_awaits_message(int peer);
@@ -160,11 +158,12 @@ class Mesh {
   void ask(int peer, const ControlLink::Question& question = {});
   int waits_for() const { return waiting_for_.load(std::memory_order_acquire); }
   ChainEnd end_behind_locked(int peer) const;
+  ChainEnd end_at(int peer, const PeerStatus& theirs) const;
   PeerStatus::Hearing hearing(int peer);
   Verdict judge(int peer, TimePoint since, double allowed_seconds) const;
   Verdict judge_answer(int peer, const PeerStatus& theirs, uint32_t age_ms, uint32_t asking_ms,
                        double allowed_seconds) const;
-  Verdict judge_end(const ChainEnd& end, const std::string& before) const;
+  Verdict judge_end(const ChainEnd& end, const std::string& before, const std::string& elsewhere) const;
   Verdict ask_others_about(const Verdict& verdict, double allowed_seconds);
   std::optional<Verdict> count_voices(const Verdict& verdict, TimePoint since, bool is_last) const;
   void pause();

@@ -39,6 +39,15 @@ std::string seconds_text(double seconds) {
   return text;
 }
 
+// "barrier #3 of group 'world'"; empty for who waits nowhere else.
+std::string elsewhere_text(const PeerStatus& theirs) {
+  if (theirs.elsewhere_ms == 0) return "";
+  const auto& name = theirs.elsewhere_group;
+  const std::string group(name.begin(), std::find(name.begin(), name.end(), '\0'));
+  const bool is_message = theirs.elsewhere.kind == OperationKind::kNone;
+  return (is_message ? "a send or recv" : describe(theirs.elsewhere)) + " of group '" + group + "'";
+}
+
 }  // namespace
 
 // ---- who waits for whom: what this rank knows and tells
@@ -56,8 +65,7 @@ PeerStatus Mesh::status() const {
   }
   if (status.operation.kind == OperationKind::kNone && process_) {
     if (const auto wait = process_->longest_but(this)) {
-      status.elsewhere_ms = std::max(wait->elsewhere_ms, 1u);
-      status.end = wait->end;
+      wait->write_to(status);
       return status;
     }
   }
@@ -85,12 +93,13 @@ ChainEnd Mesh::end_behind_locked(int peer) const {
 }
 
 std::optional<ProcessWaits::Wait> Mesh::wait_of_a_thread() const {
+  std::lock_guard lock(mutex_);  // an operation that is waited in does not end meanwhile
   const int peer = waits_for();
   const bool stands_still = peer >= 0 && num_waiters_ && num_waiters_->load(std::memory_order_relaxed) > 0;
   if (!stands_still) return std::nullopt;
   const TimePoint since(TimePoint::duration(waiting_since_ns_.load(std::memory_order_relaxed)));
-  std::lock_guard lock(mutex_);
-  return ProcessWaits::Wait{milliseconds_in(Deadline::Clock::now() - since), end_behind_locked(peer)};
+  return ProcessWaits::Wait{milliseconds_in(Deadline::Clock::now() - since), status_.operation, name_,
+                            end_behind_locked(peer)};
 }
 
 void Mesh::now_awaits_message(int peer) {
@@ -162,15 +171,22 @@ PeerStatus::Hearing Mesh::hearing(int peer) {
 
 void Mesh::take_answer(int peer, const PeerStatus& theirs) {
   check_status(theirs, status(), peer);
-  keep_answer(peer, theirs);
+  PeerStatus answer = theirs;
+  if (answer.group != PeerStatus::kHasMade && answer.elsewhere_ms == 0) answer.end = end_at(peer, answer);
+  keep_answer(peer, answer);
 }
 
-void Mesh::note_absence(int peer) {
-  PeerStatus theirs;
-  theirs.end.rank = job_rank(peer);
-  theirs.end.witness = job_rank(rank_);
-  theirs.end.state = ChainEnd::kHasNoGroup;
-  keep_answer(peer, theirs);
+// Of a chain that ends with a peer, whatever keeps it from what this rank waits for.
+ChainEnd Mesh::end_at(int peer, const PeerStatus& theirs) const {
+  ChainEnd end;
+  end.rank = job_rank(peer);
+  end.witness = job_rank(rank_);
+  end.state = theirs.group == PeerStatus::kHasMade   ? ChainEnd::kIsNotWaiting
+              : theirs.group == PeerStatus::kHasLeft ? ChainEnd::kHasLeftGroup
+                                                     : ChainEnd::kHasNoGroup;
+  end.operation = theirs.operation;
+  end.last_finished = theirs.last_finished;
+  return end;
 }
 
 void Mesh::keep_answer(int peer, const PeerStatus& theirs) {
@@ -210,7 +226,7 @@ Mesh::Verdict Mesh::judge(int peer, TimePoint since, double allowed_seconds) con
       age_ms = milliseconds_in(now - p.answered_at);
     }
   }
-  if (silent.state != ChainEnd::kUnknown) return judge_end(silent, "");
+  if (silent.state != ChainEnd::kUnknown) return judge_end(silent, "", "");
   if (theirs) return judge_answer(peer, *theirs, age_ms, milliseconds_in(now - since), allowed_seconds);
   return {peer, false, "rank " + std::to_string(peer) + " has not answered yet"};
 }
@@ -231,15 +247,12 @@ Mesh::Verdict Mesh::judge_answer(int peer, const PeerStatus& theirs, uint32_t ag
   // A thread that stands still in another group does not excuse a rank that was late before, unless it stands there for
   // one that does not answer; nor one that stands there for this rank, which did call.
   const bool is_circle = end.rank == me || end.rank == theirs_rank;
-  const bool is_there = end.state == ChainEnd::kIsNotWaiting || end.state == ChainEnd::kHasNoGroup;
-  const bool was_late = is_there && theirs.elsewhere_ms < 500 * allowed_seconds;
-  if (is_elsewhere && (is_circle || was_late)) {
-    end = {};
-    end.rank = end.witness = theirs_rank;
-    end.state = ChainEnd::kIsNotWaiting;
-    end.operation = theirs.operation;
-    end.last_finished = theirs.last_finished;
-  }
+  const auto is_there = [&] {
+    return end.state == ChainEnd::kIsNotWaiting || end.state == ChainEnd::kHasNoGroup ||
+           end.state == ChainEnd::kHasLeftGroup;
+  };
+  const bool was_late = is_there() && theirs.elsewhere_ms < 500 * allowed_seconds;
+  if (is_elsewhere && (is_circle || was_late)) end = end_at(peer, theirs);
   std::string chain;
   if (end.rank != theirs_rank) {
     chain = who + (is_elsewhere ? " has not called it: it waits in another group" : " waits");
@@ -250,16 +263,16 @@ Mesh::Verdict Mesh::judge_answer(int peer, const PeerStatus& theirs, uint32_t ag
   }
   const bool is_fresh = end.age_ms + age_ms <= asking_ms;
   const bool is_known =
-      end.state == ChainEnd::kIsNotWaiting || end.state == ChainEnd::kHasNoGroup ||
-      (end.state != ChainEnd::kUnknown && end.silent_ms >= 1000 * answer_grace_seconds(allowed_seconds));
+      is_there() || (end.state != ChainEnd::kUnknown && end.silent_ms >= 1000 * answer_grace_seconds(allowed_seconds));
   if (!is_fresh || !is_known) return {-1, false, chain + "why is not known"};
   if (end.rank == me && end.state == ChainEnd::kIsNotWaiting) {
     return {-1, true, chain + "so the ranks wait for one another in a circle"};
   }
-  return judge_end(end, chain);
+  return judge_end(end, chain, end.rank == theirs_rank ? elsewhere_text(theirs) : "");
 }
 
-Mesh::Verdict Mesh::judge_end(const ChainEnd& end, const std::string& before) const {
+// `before` is said of the chain that leads there, and `elsewhere` is where its end waits, if that is known.
+Mesh::Verdict Mesh::judge_end(const ChainEnd& end, const std::string& before, const std::string& elsewhere) const {
   const std::string who = name_of(end.rank);
   const int culprit = group_rank(end.rank);
   switch (end.state) {
@@ -270,13 +283,21 @@ Mesh::Verdict Mesh::judge_end(const ChainEnd& end, const std::string& before) co
       if (end.operation.kind != OperationKind::kNone) {
         return {culprit, true, before + who + " is in " + describe(end.operation) + ", " + last};
       }
-      return {culprit, true, before + who + " has not called it; " + last + ", and it is not in a collective now"};
+      return {culprit, true,
+              before + who + " has not called it; " + last + ", and it is " +
+                  (elsewhere.empty() ? "not in a collective" : "in " + elsewhere) + " now"};
     }
-    case ChainEnd::kHasNoGroup: {
+    case ChainEnd::kHasNoGroup:
+    case ChainEnd::kHasLeftGroup: {
+      const bool has_left = end.state == ChainEnd::kHasLeftGroup;
       const std::string group = end.witness == job_rank(rank_)
                                     ? "the group '" + name_ + "'"
                                     : "the group in which " + name_of(end.witness) + " waits for it";
-      return {culprit, true, before + who + " has not made " + group + "; all ranks call new_group, in the same order"};
+      return {culprit, true,
+              before + who + (has_left ? " has destroyed " : " has not made ") + group +
+                  (elsewhere.empty() ? "" : ", and is in " + elsewhere + " now") +
+                  (has_left ? "; destroy a group only when all its ranks have finished with it"
+                            : "; all ranks call new_group, in the same order")};
     }
     case ChainEnd::kDoesNotAnswer:
       if (end.rank == job_rank(rank_)) break;  // the witness's questions get lost on their way to this rank

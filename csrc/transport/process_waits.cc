@@ -2,6 +2,7 @@
 #include "csrc/transport/process_waits.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "csrc/transport/mesh.h"
 
@@ -12,6 +13,14 @@ namespace {
 constexpr uint32_t kMaxHops = 64;
 
 }  // namespace
+
+void ProcessWaits::Wait::write_to(PeerStatus& status) const {
+  status.elsewhere_ms = std::max(waited_ms, 1u);
+  status.elsewhere = operation;
+  status.elsewhere_group = {};
+  std::memcpy(status.elsewhere_group.data(), group.data(), std::min(group.size(), status.elsewhere_group.size() - 1));
+  status.end = end;
+}
 
 void ProcessWaits::add(Mesh* mesh) {
   std::lock_guard lock(mutex_);
@@ -29,18 +38,18 @@ std::optional<ProcessWaits::Wait> ProcessWaits::longest_but(const Mesh* asked) {
   for (const Mesh* mesh : meshes_) {
     if (mesh == asked) continue;
     const auto wait = mesh->wait_of_a_thread();
-    if (wait && (!longest || wait->elsewhere_ms > longest->elsewhere_ms)) longest = wait;
+    if (wait && (!longest || wait->waited_ms > longest->waited_ms)) longest = wait;
   }
   return longest;
 }
 
-std::optional<PeerStatus> ProcessWaits::status() {
-  const auto wait = longest_but(nullptr);
-  if (!wait) return std::nullopt;
+PeerStatus ProcessWaits::status(PeerStatus::Group group) {
   PeerStatus status;
-  status.elsewhere_ms = std::max(wait->elsewhere_ms, 1u);
-  status.end = wait->end;
-  ask_onward_but(nullptr, kMaxHops);
+  status.group = group;
+  if (const auto wait = longest_but(nullptr)) {
+    wait->write_to(status);
+    ask_onward_but(nullptr, kMaxHops);
+  }
   return status;
 }
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "csrc/common/error.h"
@@ -26,12 +27,16 @@ class ProcessWaits {
 
   // The longest of the waits, in other groups than `asked`, for which a thread of the program stands still.
   struct Wait {
-    uint32_t elsewhere_ms = 0;
+    uint32_t waited_ms = 0;
+    Operation operation;  // kNone: a message
+    std::string group;
     ChainEnd end;
+
+    void write_to(PeerStatus& status) const;
   };
   std::optional<Wait> longest_but(const Mesh* asked);
-  // The same as an answer to who asks about a group that is not there (yet); asks along the waits too.
-  std::optional<PeerStatus> status();
+  // The answer to who asks about a group that is not there (yet, or any more); asks along the waits too.
+  PeerStatus status(PeerStatus::Group group);
   // Asks along all of them (Mesh::ask_onward).
   void ask_onward_but(const Mesh* asked, uint32_t hops);
 

@@ -9,6 +9,7 @@
 // own: two ranks that call different collectives get an error that shows both sides.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -66,7 +67,8 @@ struct ChainEnd {
     kIsNotWaiting,  // it is there, and waits for nobody
     kHasNoGroup,    // nor has it made the group (yet) in which the witness waits for it
     kDoesNotAnswer,
-    kUnreachable,  // nor does its host acknowledge what is sent to it
+    kUnreachable,   // nor does its host acknowledge what is sent to it
+    kHasLeftGroup,  // it has destroyed the group in which the witness waits for it
   };
   int32_t rank = -1;
   int32_t witness = -1;  // who waits for it
@@ -83,12 +85,17 @@ struct PeerStatus {
   Operation operation;        // kNone when idle
   Operation last_finished;    // kNone before the first
   int32_t waiting_for = -1;   // in this group
-  uint32_t elsewhere_ms = 0;  // it waits in another group, for so long
-  ChainEnd end;               // of the chain that begins with this rank
+  uint32_t elsewhere_ms = 0;  // it waits in another group, for so long; which, and in what, stands in the next two
+  Operation elsewhere;        // kNone: for a message
+  std::array<char, 64> elsewhere_group{};  // ends with a 0; long names are cut
+  ChainEnd end;                            // of the chain that begins with this rank
   // Of the rank that the question is about: whether this one hears from it.
   enum Hearing : uint32_t { kCannotTell, kNotYetKnown, kHears, kHearsNothing };
   Hearing hearing = kCannotTell;
-  uint32_t padding = 0;
+  // Of the group that the question is about. A rank that does not have it waits, if at all, elsewhere, and leaves to
+  // who asks to say whose status this is (`end`).
+  enum Group : uint32_t { kHasMade, kHasNotMade, kHasLeft };
+  Group group = kHasMade;
 };
 
 // "all_reduce #12 of 1024 float32 (SUM) with codec qsgd:bits=4"

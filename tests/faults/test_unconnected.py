@@ -1,5 +1,6 @@
 """Failures among ranks that have not connected yet: whom they name, and how the reason reaches them."""
 
+import functools
 import itertools
 import signal
 import socket
@@ -136,6 +137,37 @@ def test_a_chain_that_ends_with_who_has_not_made_the_group(world):
         assert named == 2 and "rank 1 waits for rank 2; rank 2 has not made the group" in message, message
         assert f"within {2 * TIMEOUT_S:g} s" in message and "answer" not in message, message
         assert spent < 4 * TIMEOUT_S, spent
+
+
+def wait_for_who_is_elsewhere(rank, world_size):
+    """Rank 1 is in a collective of the world: it has not made the one group yet, and has destroyed the other."""
+    with process_group() as world:
+
+        def told(name):
+            meet()
+            with pytest.raises(bagua.DeadlineExceeded) as caught:
+                world.subgroup(name, [0, 1], TIMEOUT_S).barrier().wait()
+            world.barrier().wait()
+            return caught.value.rank, str(caught.value)
+
+        if rank == 0:
+            return told("unmade"), told("destroyed")
+        meet()
+        world.barrier().wait()
+        world.subgroup("destroyed", [0, 1], TIMEOUT_S).close()
+        meet()
+        world.barrier().wait()
+        return None
+
+
+@in_worlds([tcp(2)], slow=[shm(2)])
+def test_a_rank_elsewhere_that_has_no_such_group(world):
+    (unmade, why_unmade), (destroyed, why_destroyed) = spawn_in(world, wait_for_who_is_elsewhere)[0]
+    assert unmade == destroyed == 1
+    ends = "rank 1 has not made the group 'world/unmade', and is in barrier #1 of group 'world' now; all ranks call"
+    assert ends in why_unmade, why_unmade
+    ends = "rank 1 has destroyed the group 'world/destroyed', and is in barrier #2 of group 'world' now; destroy a"
+    assert ends in why_destroyed, why_destroyed
 
 
 def receive_in_vain(rank, world_size):
@@ -283,6 +315,7 @@ def test_who_does_not_answer_keeps_nobody_from_being_told(listener):
 
 
 def test_questions_about_unknown_groups(listener):
+    """They are answered, whether the group has not been made or has been destroyed; the latest of these are known."""
     answers = Questions([], b"secret", {}, bagua._C.ProcessWaits())
     acceptor = Acceptor([listener], b"secret", lambda sock, about, _: answers.take(sock, about), pytest.fail)
     asks = Questions([record_of(listener)], b"secret", {}, bagua._C.ProcessWaits())
@@ -292,7 +325,12 @@ def test_questions_about_unknown_groups(listener):
         def __init__(self):
             self.core, self.ranks = core, [0]
 
-    assert asks.ask("nobody's", Group(), 0, 0, lambda: None) == b""
+    assert asks.ask("nobody's", Group(), 0, 0, lambda: None)
+    for number in range(1001):
+        answers.end(f"group {number}")
+    for name, has in {"group 0": "not made", "group 1": "destroyed", "group 1000": "destroyed"}.items():
+        with pytest.raises(bagua.DeadlineExceeded, match=f"rank 0 has {has} the group"):
+            core.blame(0, TIMEOUT_S, functools.partial(asks.ask, name, Group(), 0, 0, lambda: None))
     assert tell([record_of(listener)], b"secret", {"groups": ["nobody's"], "from": 0, "cause": {}}, 1.0) == 0
     acceptor.close()
     listener.close()
