@@ -1,12 +1,24 @@
 """Differentiable federated programs: algorithms over many clients, written in verbs and differentiated as a whole."""
 
+from bagua.federated.fixed_point import FixedPoint
+from bagua.federated.graph import Graph
 from bagua.federated.map_reduce import map_reduce
 from bagua.federated.operators import record
 from bagua.federated.placement import program
+from bagua.federated.platform import Client, IsolatedClients, Platform, run_on
+from bagua.federated.rounds import Cost, cost_of
+from bagua.federated.trace import trace
 from bagua.federated.verbs import broadcast, map_fn, reduce_mean, reduce_sum, reduce_weighted_mean
 
 __all__ = [
+    "Client",
+    "Cost",
+    "FixedPoint",
+    "Graph",
+    "IsolatedClients",
+    "Platform",
     "broadcast",
+    "cost_of",
     "map_fn",
     "map_reduce",
     "program",
@@ -14,4 +26,6 @@ __all__ = [
     "reduce_mean",
     "reduce_sum",
     "reduce_weighted_mean",
+    "run_on",
+    "trace",
 ]

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
 from bagua.federated.placement import frames
+from bagua.federated.traced import tracing
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
@@ -51,16 +53,32 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._verb = verb
         self._level = 0 if torch.compiler.is_compiling() else torch._C._functorch.maybe_current_level()
+        self._trace = tracing()
+        self._modes = {_innermost(t).fake_mode for t in pytree.tree_leaves(arguments)} if self._trace else set()
         for tensor in pytree.tree_leaves(arguments):
             if isinstance(tensor, torch.Tensor):
                 setattr(tensor, _MARK, True)
 
+    def __enter__(self) -> Watch:
+        if self._trace:
+            self._trace.watches.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._trace:
+            self._trace.watches.pop()
+        super().__exit__(*exception)
+
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if torch.is_grad_enabled() and function not in _HARMLESS and not _reads_attribute(function):
+        if self._trace:
+            is_looked_at = self is self._trace.watches[-1]  # a map inside has tensors of its own
+        else:
+            is_looked_at = torch.is_grad_enabled() and function not in _HARMLESS
+        if is_looked_at and not _reads_attribute(function):
             for tensor in given:
-                if not hasattr(tensor, _MARK) and self._is_tracked_outside(tensor):
+                if not hasattr(tensor, _MARK) and self._is_from_outside(tensor):
                     raise self._objection(tensor)
         result = function(*args, **kwargs)
         for tensor in pytree.tree_leaves(result):
@@ -69,29 +87,48 @@ class Watch(TorchFunctionMode):
                 setattr(tensor, _MARK, True)
         return result
 
-    def _is_tracked_outside(self, tensor: torch.Tensor) -> bool:
-        """Whether a gradient leads to it at a level of torch.func below the client function's, or without any."""
+    def _is_from_outside(self, tensor: torch.Tensor) -> bool:
+        """Whether it is what the client function may not use.
+
+        In a trace, a value of that trace; otherwise a tensor that a gradient leads to at a level of torch.func below
+        the client function's, or without any.
+        """
         if torch.compiler.is_compiling():
             return tensor.requires_grad
         functorch = torch._C._functorch
         while functorch.is_functorch_wrapped_tensor(tensor):
             level = functorch.maybe_get_level(tensor)
-            if level == self._level and functorch.is_batchedtensor(tensor):
-                return False  # another for every client
-            if level < self._level and functorch.is_gradtrackingtensor(tensor):
-                return True
+            if not self._trace:
+                if level == self._level and functorch.is_batchedtensor(tensor):
+                    return False  # another for every client
+                if level < self._level and functorch.is_gradtrackingtensor(tensor):
+                    return True
             tensor = functorch.get_unwrapped(tensor)
             if hasattr(tensor, _MARK):
                 return False
+        if self._trace and isinstance(tensor, FakeTensor):
+            return tensor.fake_mode not in self._modes
         return tensor.requires_grad
 
     def _objection(self, tensor: torch.Tensor) -> InvalidArgument:
         where = "" if torch.compiler.is_compiling() else _place_of_use()
+        if self._trace:
+            return InvalidArgument(
+                f"the client function uses a tensor of shape {list(tensor.shape)} from around it{where}, which clients "
+                f"have not: pass federated.broadcast(tensor) to {self._verb} as an argument"
+            )
         return InvalidArgument(
             f"the client function uses a tensor of shape {list(tensor.shape)} from around it{where}, and a gradient "
             f"leads to it: its derivative would be wrong. Pass federated.broadcast(tensor) to {self._verb} as an "
             "argument, or use tensor.detach()"
         )
+
+
+def _innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """Without what torch.func has wrapped around it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _reads_attribute(function: Callable) -> bool:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
 from bagua.federated.placement import current
+from bagua.federated.traced import tracing
 from bagua.federated.verbs import (
     Tree,
     across,
@@ -45,8 +46,8 @@ def map_reduce(
 
     Forward adds up the results of `chunk_size` clients at a time; backward computes each chunk again. What
     ``federated.broadcast`` returned is shared by the clients when it is an argument as it is: neither it nor its
-    cotangent is ever held once per client. The result equals that of the two verbs to rounding. Under torch.compile it
-    is computed by the two verbs.
+    cotangent is ever held once per client. The result equals that of the two verbs to rounding. Under torch.compile
+    and federated.trace it is the two verbs.
 
     Args:
         function: as of ``map_fn``; it is called once more, for one client, to see what it returns.
@@ -67,7 +68,7 @@ def map_reduce(
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise InvalidArgument(f"chunk_size={chunk_size!r}, expected None or an integer of at least 1")
     verb = f"reduce_{reduce}"
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or tracing():
         mapped = map_fn(function, arguments, chunk_size=chunk_size, randomness=randomness, placement=placement)
         return (reduce_mean if reduce == "mean" else reduce_sum)(mapped, placement=placement)
     clients = current(placement, "map_reduce")

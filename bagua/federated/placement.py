@@ -128,6 +128,10 @@ def frames() -> tuple[Frame, ...]:
     return _mirror.frames if torch.compiler.is_compiling() else _frames.get()
 
 
+# What federated.trace keeps while it runs; nothing communicates then.
+trace_in_force: contextvars.ContextVar[Any] = contextvars.ContextVar("bagua_trace", default=None)
+
+
 def run_in(frame: Frame, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The function's result, while `frame` is the innermost one."""
     before = _mirror.frames
@@ -217,7 +221,13 @@ def program(
     @torch.compiler.assume_constant_result
     def place(is_within_client: bool) -> Placement:
         ranks = _ranks_of(group, is_within_client)
-        return _intern(name, size, _local_of(size, num_local, ranks, name), title, ranks)
+        trace = None if torch.compiler.is_compiling() else trace_in_force.get()
+        placement = _intern(
+            name, size, _local_of(size, num_local, ranks, name), title, ranks if trace is None else None
+        )
+        if trace is not None:
+            trace.add_program(placement, functools.partial(program, group=group, num_local=num_local))
+        return placement
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

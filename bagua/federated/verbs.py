@@ -18,6 +18,8 @@ from bagua.federated.closures import Watch
 from bagua.federated.operators import call
 from bagua.federated.placement import Frame, Placement, current, run_in
 from bagua.federated.reduction import refuse
+from bagua.federated.traced import Spec, Trace, tracing
+from bagua.federated.traced import call as traced_call
 
 Tree = Any  # a pytree of tensors
 
@@ -34,8 +36,10 @@ def broadcast(value: Tree, *, placement: str | None = None) -> Tree:
     """
     clients = current(placement, "broadcast")
     leaves, structure = pytree.tree_flatten(_tensors(value, "broadcast"))
-    shared = across("broadcast", leaves, clients)
-    return pytree.tree_unflatten([_expand(leaf, clients) for leaf in shared], structure)
+    placed = across("broadcast", leaves, clients)
+    if not tracing():
+        placed = [_expand(leaf, clients) for leaf in placed]
+    return pytree.tree_unflatten(placed, structure)
 
 
 def reduce_sum(value: Tree, *, placement: str | None = None) -> Tree:
@@ -90,15 +94,20 @@ def reduce_weighted_mean(
             raise InvalidArgument(f"{verb}: {what} of shape {list(vector.shape)}, expected [{clients.num_local}]")
     if not weights.is_floating_point():
         weights = weights.to(torch.get_default_dtype())
-    if mask is not None:
-        if mask.dtype is not torch.bool:
-            raise InvalidArgument(f"{verb}: mask of {mask.dtype}, expected torch.bool")
-        weights = torch.where(mask, weights, torch.zeros_like(weights))
-        leaves = [torch.where(_along(mask, leaf), leaf, torch.zeros_like(leaf)) for leaf in leaves]
-    weighted = [leaf * _along(weights, leaf).to(leaf.dtype) for leaf in leaves]
-    *sums, total = call("reduce_sum", [leaf.sum(0) for leaf in (*weighted, weights)], clients.key)
+    if mask is not None and mask.dtype is not torch.bool:
+        raise InvalidArgument(f"{verb}: mask of {mask.dtype}, expected torch.bool")
+    weighted = map_fn(_weigh, (leaves, weights, [] if mask is None else [mask]), placement=placement)
+    *sums, total = reduce_sum(weighted, placement=placement)
     (total,) = call("check_total", [total], clients.key)
     return pytree.tree_unflatten([one / total.to(one.dtype) for one in sums], structure)
+
+
+def _weigh(leaves: list[torch.Tensor], weight: torch.Tensor, mask: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One client's values times its weight, and the weight itself."""
+    if mask:
+        weight = torch.where(mask[0], weight, torch.zeros_like(weight))
+        leaves = [torch.where(mask[0], leaf, torch.zeros_like(leaf)) for leaf in leaves]
+    return [*(leaf * weight.to(leaf.dtype) for leaf in leaves), weight]
 
 
 def map_fn(
@@ -129,6 +138,8 @@ def map_fn(
     clients = current(placement, "map_fn")
     arguments = check_placed(arguments, clients, "map_fn")
     splatted = arguments if isinstance(arguments, tuple) else (arguments,)
+    if trace := tracing():
+        return _trace_map(trace, function, splatted, clients, randomness)
     of_one = functools.partial(run_client, function, clients, "map_fn")
     of_all = torch.func.vmap(of_one, chunk_size=chunk_size, randomness=randomness)
     if clients.num_local:
@@ -137,6 +148,25 @@ def map_fn(
     # and so the collectives, as on ranks that have clients.
     results = of_all(*pytree.tree_map(lambda leaf: torch.cat([leaf, leaf.new_zeros((1, *leaf.shape[1:]))]), splatted))
     return pytree.tree_map(lambda leaf: leaf[:0], results)
+
+
+def _trace_map(trace: Trace, function: Callable, arguments: tuple, clients: Placement, randomness: str) -> Tree:
+    """map_fn while federated.trace runs: one operator over this rank's clients."""
+    leaves, structure = pytree.tree_flatten(arguments)
+    if not leaves:
+        raise InvalidArgument("map_fn over no tensors: give the client function an argument")
+    structures: list[Any] = []
+
+    def of_one(*values: torch.Tensor) -> list[torch.Tensor]:
+        result = run_client(function, clients, "map_fn", *pytree.tree_unflatten(list(values), structure))
+        flat, out_structure = pytree.tree_flatten(result)
+        structures.append(out_structure)
+        return flat
+
+    specs = [Spec(tuple(leaf.shape[1:]), leaf.dtype, leaf.device) for leaf in leaves]
+    name = getattr(function, "__name__", type(function).__name__).strip("<>_")
+    made = trace.add(name, of_one, specs, randomness, clients.key)
+    return pytree.tree_unflatten(traced_call("map", leaves, made.key), structures[0])
 
 
 def run_client(function: Callable, clients: Placement, verb: str, *arguments: Any) -> Any:
@@ -174,16 +204,19 @@ def shared_of(leaf: torch.Tensor, clients: Placement) -> torch.Tensor | None:
 
 def _reduce(verb: str, value: Tree, clients: Placement) -> Tree:
     leaves, structure = pytree.tree_flatten(value)
-    return pytree.tree_unflatten(across(verb, [leaf.sum(0, dtype=leaf.dtype) for leaf in leaves], clients), structure)
+    if not tracing():
+        leaves = [leaf.sum(0, dtype=leaf.dtype) for leaf in leaves]
+    return pytree.tree_unflatten(across(verb, leaves, clients), structure)
 
 
 def across(verb: str, leaves: Sequence[torch.Tensor], clients: Placement) -> list[torch.Tensor]:
     """The operator on leaves; those that have derivatives and those that have none each by themselves."""
     results = list(leaves)
+    run = traced_call if tracing() else call
     for has_derivatives in (True, False):
         places = [i for i, x in enumerate(leaves) if (x.is_floating_point() or x.is_complex()) == has_derivatives]
         if places:
-            for place, result in zip(places, call(verb, [leaves[i] for i in places], clients.key), strict=True):
+            for place, result in zip(places, run(verb, [leaves[i] for i in places], clients.key), strict=True):
                 results[place] = result
     return results
 
@@ -229,8 +262,3 @@ def check_floating(value: Tree, verb: str) -> Tree:
                 f"{verb} of {leaf.dtype}{_at(path)}, whose mean is no integer: use .float() or reduce_sum"
             )
     return value
-
-
-def _along(vector: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """[num_local] -> [num_local, 1, ...] with as many axes as leaf."""
-    return vector.reshape(-1, *[1] * (leaf.dim() - 1))

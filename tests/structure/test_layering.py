@@ -119,7 +119,12 @@ MAY_IMPORT = {
     "cli": CONFIG | {"run", "doctor", "bench", "trace_report"},
 }
 # Beside the standard library.
-THIRD_PARTY = {"errors": set(), "config": set(), "metrics": {"torch", "prometheus_client"}}
+THIRD_PARTY = {
+    "errors": set(),
+    "config": set(),
+    "metrics": {"torch", "prometheus_client"},
+    "federated": {"torch", "numpy", "cryptography"},
+}
 THIRD_PARTY_DEFAULT = {"torch", "numpy"}
 
 

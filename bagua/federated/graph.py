@@ -1,0 +1,386 @@
+"""A federated program as data: a graph of verbs, with the client functions as graphs of one client.
+
+A graph is called as the program that it was traced from, on one process or on ranks, under the transforms of torch.func
+or in another trace. It can be printed, drawn, saved and loaded; rounds.py tells what it sends, platform.py
+runs it where clients are somewhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from bagua.errors import InvalidArgument
+from bagua.federated import operators, verbs
+from bagua.federated.placement import current, program
+
+SERVER = "server"
+EVERYWHERE = "everywhere"  # constants, which clients have with the graph
+BROADCAST, MAP = "broadcast", "map"
+REDUCTIONS = ("reduce_sum", "reduce_mean")
+
+
+@dataclass(eq=False)
+class Value:
+    """What an input is, or a result of a node.
+
+    Attributes:
+        shape: without the clients' axis.
+        place: "server", "everywhere", or the name of the clients.
+        axis: of the clients, in what torch's operators see; None at the server.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: str
+    axis: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of one client, or of the server's."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+class NumClients(NamedTuple):
+    """In the arguments of an operator: how many clients of that name there are where it runs."""
+
+    placement: str
+
+
+@dataclass(eq=False)
+class Node:
+    """A verb, or an operator of torch.
+
+    Attributes:
+        verb: "broadcast", "map", "reduce_sum", "reduce_mean", or "" for an operator.
+        target: the operator's name, such as "aten.add.Tensor", or that of a map's client function.
+        args, kwargs: of Values, numbers, NumClients, and what else operators take; a verb's args are Values.
+        placement: the clients of a verb.
+        randomness: of a map, as of map_fn.
+    """
+
+    verb: str
+    target: str
+    args: tuple
+    kwargs: dict[str, Any]
+    results: list[Value]
+    placement: str = ""
+    randomness: str = "error"
+
+    @property
+    def inputs(self) -> list[Value]:
+        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
+
+    @property
+    def place(self) -> str:
+        """Where it is computed; a verb that sends is of the clients."""
+        return self.placement or self.results[0].place
+
+    @property
+    def title(self) -> str:
+        return {MAP: f"map {self.target}", "": self.target.removesuffix(".default")}.get(self.verb, self.verb)
+
+    def __str__(self) -> str:
+        arguments = [_text(arg) for arg in self.args] + [f"{key}={_text(arg)}" for key, arg in self.kwargs.items()]
+        return f"{', '.join(result.name for result in self.results)} = {self.title}({', '.join(arguments)})"
+
+
+def _text(argument: Any) -> str:
+    if isinstance(argument, Value):
+        return argument.name
+    if isinstance(argument, NumClients):
+        return f"num_{argument.placement}"
+    if isinstance(argument, (list, tuple)):
+        return f"[{', '.join(map(_text, argument))}]"
+    return str(argument)
+
+
+@dataclass(eq=False)
+class Graph:
+    """Nodes in an order in which they can run. Made by ``federated.trace`` and ``Graph.load``.
+
+    Attributes:
+        name: of the traced function.
+        inputs: by leaf of the arguments.
+        outputs: by leaf of what it returns: Values, or what is no tensor.
+        structures: of the arguments and of what is returned; None for client functions, whose are flat.
+        constants: tensors that the function took from around it, by name.
+        placements: how many clients there are, by name.
+        functions: the client functions of the maps, by name.
+        programs: by name of clients, what puts them in force where the graph is called.
+    """
+
+    name: str
+    inputs: list[Value]
+    nodes: list[Node]
+    outputs: list[Any]
+    structures: tuple[Any, Any] | None = None
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    placements: dict[str, int] = field(default_factory=dict)
+    functions: dict[str, Graph] = field(default_factory=dict)
+    programs: dict[str, Callable] = field(default_factory=dict)
+
+    # ---- as a function
+
+    def __call__(self, *args: Any) -> Any:
+        """What the traced function returns for such arguments.
+
+        Args:
+            args: of the structure, shapes and dtypes of those that it was traced with; placed values are ``[num_local,
+                ...]``, for this rank's clients.
+
+        Raises:
+            InvalidArgument: for others, and what the verbs raise.
+        """
+        leaves, structure = pytree.tree_flatten(args)
+        if structure != self.structures[0]:
+            raise InvalidArgument(
+                f"{self.name} was traced with arguments of structure {self.structures[0]}, but got {structure}"
+            )
+        return pytree.tree_unflatten(self._in_programs(leaves), self.structures[1])
+
+    def _in_programs(self, leaves: Sequence[torch.Tensor]) -> list:
+        run = functools.partial(self.run, leaves)
+        for name, size in self.placements.items():
+            run = functools.update_wrapper(functools.partial(run), self.run)
+            run.__qualname__ = self.name
+            run = self.programs.get(name, program)(run, **{name: size})
+        return run()
+
+    def run(self, leaves: Sequence[Any]) -> list:
+        """The leaves of what the function returns, inside of its programs."""
+        known: dict[Value, Any] = {}
+        for value, leaf in zip(self.inputs, leaves, strict=True):
+            self._check(value, leaf)
+            known[value] = leaf
+        for node in self.nodes:
+            known.update(zip(node.results, self.compute(node, known), strict=True))
+        return [known[output] if isinstance(output, Value) else output for output in self.outputs]
+
+    def compute(self, node: Node, known: dict[Value, Any]) -> Sequence[torch.Tensor]:
+        """What a node gives, by the verbs of the program that runs."""
+        if not node.verb:
+            return self.compute_operator(node, known, lambda name: current(name, "a traced operator").num_local)
+        values = [known[value] for value in node.args]
+        if node.verb == BROADCAST:
+            return verbs.broadcast(values, placement=node.placement)
+        if node.verb == MAP:
+            function = self.functions[node.target].as_client_function()
+            mapped = verbs.map_fn(function, tuple(values), randomness=node.randomness, placement=node.placement)
+            return list(mapped)
+        return getattr(verbs, node.verb)(values, placement=node.placement)
+
+    def compute_operator(
+        self, node: Node, known: dict[Value, Any], num_clients: Callable[[str], int]
+    ) -> Sequence[torch.Tensor]:
+        """What an operator of torch gives, or a constant."""
+        if node.target in self.constants:
+            return [self.constants[node.target]]
+
+        def given(argument: Any) -> Any:
+            if isinstance(argument, Value):
+                return known[argument]
+            return num_clients(argument.placement) if isinstance(argument, NumClients) else argument
+
+        args, kwargs = pytree.tree_map(given, (node.args, node.kwargs), is_leaf=lambda x: isinstance(x, NumClients))
+        if node.target == CHECK_TOTAL:
+            return operators.call(
+                "check_total", list(args), current(node.placement or None, "reduce_weighted_mean").key
+            )
+        result = operator_of(node.target)(*args, **kwargs)
+        return [result] if isinstance(result, torch.Tensor) else result
+
+    def as_client_function(self) -> Callable[..., tuple]:
+        """Of one client's leaves to its results."""
+
+        def client(*leaves: torch.Tensor) -> tuple:
+            return tuple(self._in_programs(leaves))
+
+        client.__name__ = self.name
+        return client
+
+    def _check(self, value: Value, leaf: Any) -> None:
+        shape = leaf.shape if isinstance(leaf, torch.Tensor) else None
+        if shape is not None and value.place != SERVER and len(shape):
+            shape = shape[1:]  # the verbs look at the clients' axis
+        if shape is None or tuple(shape) != value.shape or leaf.dtype != value.dtype:
+            got = f"{leaf.dtype} of shape {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+            clients = "" if value.place == SERVER else f" for each of this rank's {value.place}"
+            raise InvalidArgument(f"{self.name} was traced for {value.name}: {value}{clients}, but got {got}")
+
+    def signature(self) -> tuple:
+        """Equal for graphs that compute the same in the same way, whatever their values are called."""
+        numbers = {value: number for number, value in enumerate(self.inputs)}
+        for node in self.nodes:
+            for result in node.results:
+                numbers[result] = len(numbers)
+
+        def token(argument: Any) -> Any:
+            if isinstance(argument, Value):
+                return ("value", numbers[argument])
+            if isinstance(argument, (list, tuple)) and not isinstance(argument, NumClients):
+                return tuple(map(token, argument))
+            return (type(argument).__name__, str(argument))
+
+        def target(node: Node) -> Any:
+            if node.verb == MAP:
+                return self.functions[node.target].signature()
+            return id(self.constants[node.target]) if node.target in self.constants else node.target
+
+        nodes = tuple(
+            (node.verb, target(node), token(node.args), token(list(node.kwargs.items())), node.randomness)
+            for node in self.nodes
+        )
+        return tuple(map(str, self.inputs)), nodes, token(self.outputs), tuple(self.placements.items())
+
+    # ---- for readers
+
+    def verbs(self) -> list[str]:
+        """The verbs that communicate, in their order."""
+        return [node.verb for node in self.nodes if node.verb and node.verb != MAP]
+
+    def __str__(self) -> str:
+        over = " and ".join(f"{size} {name}" for name, size in self.placements.items())
+        lines = [f"{self.name} over {over}:" if self.structures else f"{self.name}, of one client:"]
+        rows = [(f"{value.name}", value) for value in self.inputs]
+        rows += [(str(node), node.results[0]) for node in self.nodes]
+        width = min(max((len(text) for text, _ in rows), default=0), 72)
+        for text, value in rows:
+            place = f" at {value.place}" if self.structures else ""
+            lines.append(f"    {text:<{width}}  # {value}{place}")
+        lines.append(f"    return {', '.join(_text(output) for output in self.outputs)}")
+        for function in self.functions.values():
+            lines += ["", str(function)]
+        return "\n".join(lines)
+
+    def to_dot(self) -> str:
+        """Graphviz text: the server's and the clients' nodes in a box each, what is sent as bold edges."""
+        places: dict[str, list[str]] = {}
+        lines = [f"digraph {_quoted(self.name)} {{", "  rankdir=LR; node [shape=box];"]
+        source: dict[Value, str] = {}
+        edges = []
+        for value in self.inputs:
+            source[value] = value.name
+            places.setdefault(value.place, []).append(f"{_quoted(value.name)} [shape=ellipse];")
+        for index, node in enumerate(self.nodes):
+            name = f"{index}"
+            place = SERVER if node.verb in REDUCTIONS else node.results[0].place
+            places.setdefault(place, []).append(f"{_quoted(name)} [label={_quoted(node.title)}];")
+            is_sent = node.verb in (BROADCAST, *REDUCTIONS)
+            for value in dict.fromkeys(node.inputs):
+                style = ", style=bold" if is_sent else ""
+                edges.append(f"{_quoted(source[value])} -> {_quoted(name)} [label={_quoted(str(value))}{style}];")
+            source.update((result, name) for result in node.results)
+        places.setdefault(SERVER, []).append('"return" [shape=ellipse];')
+        edges += [f'{_quoted(source[value])} -> "return";' for value in self.outputs if isinstance(value, Value)]
+        for number, (place, members) in enumerate(places.items()):
+            lines.append(f"  subgraph cluster_{number} {{ label={_quoted(place)};")
+            lines += [f"    {member}" for member in members]
+            lines.append("  }")
+        return "\n".join([*lines, *(f"  {edge}" for edge in edges), "}"])
+
+    # ---- files
+
+    def save(self, path: Any) -> None:
+        """Writes it to a file that ``Graph.load`` reads; see to_bytes."""
+        from bagua.federated.graph_files import to_bytes
+
+        with open(path, "wb") as file:
+            file.write(to_bytes(self))
+
+    @staticmethod
+    def load(path: Any) -> Graph:
+        """The graph that was saved there. Nothing but operators of torch and the verbs can be in it: none is run here.
+
+        Raises:
+            InvalidArgument: it is no such file.
+        """
+        from bagua.federated.graph_files import from_bytes
+
+        with open(path, "rb") as file:
+            return from_bytes(file.read())
+
+
+CHECK_TOTAL = f"{operators.NAMESPACE}.check_total.default"
+
+
+def operator_of(target: str) -> Any:
+    """torch's operator of a name such as "aten.add.Tensor"."""
+    namespace, name, overload = target.split(".")
+    if namespace not in ("aten", "prims"):
+        raise InvalidArgument(f"a graph of the operator {target!r}, expected one of torch's own (aten, prims)")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    except AttributeError:
+        raise InvalidArgument(f"torch {torch.__version__} has no operator {target!r}, which the graph needs") from None
+
+
+def leaf_name(argument: str, path: tuple) -> str:
+    """What a leaf of an argument is called in a graph, such as "params_weight"."""
+    rest = "".join(c if c.isalnum() else "_" for c in pytree.keystr(path)).strip("_")
+    return f"{argument}_{rest}" if rest else argument
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+# ---- what nobody needs
+
+
+def without_dead_nodes(graph: Graph) -> Graph:
+    """Only what outputs depend on: reductions of which nothing is used are not sent, nor computed by clients."""
+    needed = {output for output in graph.outputs if isinstance(output, Value)}
+    nodes: list[Node] = []
+    functions: dict[str, Graph] = {}
+    for node in reversed(graph.nodes):
+        used = [result in needed for result in node.results]
+        if not any(used):
+            continue
+        if node.verb == MAP:
+            function, kept = _narrowed(graph.functions[node.target], used)
+            name = _name_for(function, functions)
+            results = [result for result, is_used in zip(node.results, used, strict=True) if is_used]
+            node = replace(node, target=name, args=tuple(node.args[i] for i in kept), results=results)
+        elif node.verb:
+            pairs = [(a, r) for a, r, is_used in zip(node.args, node.results, used, strict=True) if is_used]
+            node = replace(node, args=tuple(a for a, _ in pairs), results=[r for _, r in pairs])
+        needed.update(node.inputs)
+        nodes.append(node)
+    nodes.reverse()
+    constants = {
+        name: graph.constants[name] for name in dict.fromkeys(n.target for n in nodes) if name in graph.constants
+    }
+    return replace(graph, nodes=nodes, functions=dict(reversed(functions.items())), constants=constants)
+
+
+def _narrowed(function: Graph, used: list[bool]) -> tuple[Graph, list[int]]:
+    """A client function with those outputs only, and which of its inputs they need; at least one."""
+    outputs = [output for output, is_used in zip(function.outputs, used, strict=True) if is_used]
+    narrow = without_dead_nodes(replace(function, outputs=outputs))
+    needed = {value for node in narrow.nodes for value in node.inputs} | set(filter(_is_value, outputs))
+    kept = [i for i, value in enumerate(narrow.inputs) if value in needed] or [0]
+    return replace(narrow, inputs=[narrow.inputs[i] for i in kept]), kept
+
+
+def _is_value(output: Any) -> bool:
+    return isinstance(output, Value)
+
+
+def _name_for(function: Graph, functions: dict[str, Graph]) -> str:
+    """The name under which it is among the functions: another's where it is the same but for names."""
+    name, number = function.name, 1
+    while name in functions and functions[name].signature() != function.signature():
+        number += 1
+        name = f"{function.name}_{number}"
+    functions[name] = replace(function, name=name)
+    return name

@@ -1,0 +1,184 @@
+"""Graphs as bytes, to be kept or sent to clients: JSON and tensors, from which nothing is run.
+
+Operators are kept by name, and only torch's own (aten, prims) are taken back, so that a graph from elsewhere can
+compute, but neither read files nor run other code. torch.load does the rest with weights_only.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from bagua.errors import InvalidArgument
+from bagua.federated.graph import (
+    BROADCAST,
+    CHECK_TOTAL,
+    MAP,
+    REDUCTIONS,
+    Graph,
+    Node,
+    NumClients,
+    Value,
+    operator_of,
+)
+
+_FORMAT = "bagua federated graph"
+_VERSION = 1
+_ENUMS = {
+    "dtype": torch.dtype, "device": torch.device, "layout": torch.layout, "memory_format": torch.memory_format
+}  # fmt: skip
+
+
+def to_bytes(graph: Graph) -> bytes:
+    """What ``from_bytes`` reads. Where its programs run, in which group, is not kept."""
+    constants: list[torch.Tensor] = []
+    text = json.dumps({"format": _FORMAT, "version": _VERSION, "graph": _encode_graph(graph, constants)})
+    file = io.BytesIO()
+    torch.save({"graph": text, "constants": constants}, file)
+    return file.getvalue()
+
+
+def from_bytes(data: bytes) -> Graph:
+    """The graph.
+
+    Raises:
+        InvalidArgument: they are of something else, or it has operators that are not torch's own.
+    """
+    try:
+        content = torch.load(io.BytesIO(data), weights_only=True)
+        description = json.loads(content["graph"])
+        if description["format"] != _FORMAT:
+            raise ValueError(description["format"])
+        version = description["version"]
+    except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError) as error:
+        raise InvalidArgument(f"not a graph that Graph.save wrote: {error}") from None
+    if version != _VERSION:
+        raise InvalidArgument(f"a graph of version {version}, expected {_VERSION}: trace the program again")
+    try:
+        return _decode_graph(description["graph"], content["constants"])
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidArgument(f"a graph that Graph.save did not write: {type(error).__name__} {error}") from None
+
+
+# ---- to JSON
+
+
+def _encode_graph(graph: Graph, constants: list[torch.Tensor]) -> dict[str, Any]:
+    numbers = {value: number for number, value in enumerate(graph.inputs)}
+    for node in graph.nodes:
+        for result in node.results:
+            numbers[result] = len(numbers)
+    first_constant = len(constants)
+    constants.extend(graph.constants.values())
+
+    def encode(argument: Any) -> Any:
+        if isinstance(argument, Value):
+            return {"value": numbers[argument]}
+        if isinstance(argument, NumClients):
+            return {"num_clients": argument.placement}
+        if isinstance(argument, (list, tuple)):
+            return {"list" if isinstance(argument, list) else "tuple": [encode(one) for one in argument]}
+        for name, kind in _ENUMS.items():
+            if isinstance(argument, kind):
+                return {name: str(argument).removeprefix("torch.")}
+        if argument is None or isinstance(argument, (bool, int, str)):
+            return argument
+        if isinstance(argument, float):
+            return {"float": argument.hex()}  # with infinities, NaN and every bit
+        if isinstance(argument, complex):
+            return {"complex": [argument.real.hex(), argument.imag.hex()]}
+        raise InvalidArgument(f"{graph.name} cannot be saved with {argument!r}, a {type(argument).__name__}")
+
+    def describe(value: Value) -> list:
+        return [value.name, list(value.shape), str(value.dtype).removeprefix("torch."), value.place, value.axis]
+
+    return {
+        "name": graph.name,
+        "inputs": [describe(value) for value in graph.inputs],
+        "nodes": [
+            {
+                "verb": node.verb,
+                "target": node.target,
+                "args": [encode(one) for one in node.args],
+                "kwargs": {key: encode(one) for key, one in node.kwargs.items()},
+                "results": [describe(value) for value in node.results],
+                "placement": node.placement,
+                "randomness": node.randomness,
+            }
+            for node in graph.nodes
+        ],
+        "outputs": [encode(output) for output in graph.outputs],
+        "structures": graph.structures and [pytree.treespec_dumps(structure) for structure in graph.structures],
+        "constants": {name: first_constant + index for index, name in enumerate(graph.constants)},
+        "placements": graph.placements,
+        "functions": {name: _encode_graph(function, constants) for name, function in graph.functions.items()},
+    }
+
+
+# ---- and back
+
+
+def _enum(kind: str, name: str) -> Any:
+    """torch.float32 and its kin."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, _ENUMS[kind]):
+        raise InvalidArgument(f"a graph with the {kind} {name!r}, which torch {torch.__version__} has not")
+    return found
+
+
+def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) -> Graph:
+    values: list[Value] = []
+
+    def value(described: list) -> Value:
+        name, shape, dtype, place, axis = described
+        values.append(Value(name, tuple(shape), _enum("dtype", dtype), place, axis))
+        return values[-1]
+
+    def decode(argument: Any) -> Any:
+        if not isinstance(argument, dict):
+            return argument
+        ((kind, content),) = argument.items()
+        if kind in ("list", "tuple"):
+            return (list if kind == "list" else tuple)(map(decode, content))
+        if kind == "complex":
+            return complex(*map(float.fromhex, content))
+        decoders = {
+            "value": values.__getitem__,
+            "num_clients": NumClients,
+            "float": float.fromhex,
+            "device": torch.device,
+        }
+        return decoders[kind](content) if kind in decoders else _enum(kind, content)
+
+    inputs = [value(described) for described in description["inputs"]]
+    nodes = []
+    for described in description["nodes"]:
+        args = tuple(map(decode, described["args"]))
+        kwargs = {key: decode(one) for key, one in described["kwargs"].items()}
+        results = [value(one) for one in described["results"]]
+        target = described["target"]
+        if described["verb"] not in ("", BROADCAST, MAP, *REDUCTIONS):
+            raise InvalidArgument(f"a graph with the verb {described['verb']!r}, which is none")
+        if not described["verb"] and target != CHECK_TOTAL and target not in description["constants"]:
+            operator_of(target)
+        if described["verb"] == MAP and target not in description["functions"]:
+            raise InvalidArgument(f"a graph with a map of {target!r}, which is not in it")
+        nodes.append(
+            Node(described["verb"], target, args, kwargs, results, described["placement"], described["randomness"])
+        )
+    structures = description["structures"]
+    return Graph(
+        description["name"],
+        inputs,
+        nodes,
+        [decode(output) for output in description["outputs"]],
+        structures and tuple(map(pytree.treespec_loads, structures)),
+        {name: constants[index] for name, index in description["constants"].items()},
+        description["placements"],
+        {name: _decode_graph(function, constants) for name, function in description["functions"].items()},
+    )

@@ -1,0 +1,223 @@
+"""Programs where clients are somewhere else: what a place that runs them must offer, and both sides of what is sent.
+
+    graph = federated.trace(torch.func.grad(loss), x, y)
+    platform = federated.IsolatedClients([federated.Client(y=row) for row in rows])
+    gradient = federated.run_on(platform, graph, x=x)
+
+The server runs the graph's rounds (rounds.py). It sends every client the same request and gets a reply from each: first
+the graph, for public keys, then for every round the values that are broadcast, for the clients' masked parts of the
+reductions. Clients keep their values from round to round. All of what is sent are bytes from which nothing is run.
+"""
+
+from __future__ import annotations
+
+import io
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from bagua.errors import InvalidArgument
+from bagua.federated import secure_sum
+from bagua.federated.fixed_point import FixedPoint
+from bagua.federated.graph import CHECK_TOTAL, MAP, SERVER, Graph, Node, Value, leaf_name
+from bagua.federated.graph_files import from_bytes, to_bytes
+from bagua.federated.rounds import rounds_of
+
+Tree = Any  # a pytree of tensors
+
+
+class Platform(ABC):
+    """What carries bytes between a server and its clients. Implement it for yours.
+
+    At a client, ``federated.Client(...).answer(request)`` is the reply; the client must be the same object, or one
+    restored from ``state``, for all requests of a run.
+    """
+
+    @property
+    @abstractmethod
+    def num_clients(self) -> int:
+        """How many clients answer."""
+
+    @abstractmethod
+    def exchange(self, request: bytes) -> Sequence[bytes]:
+        """Gives the request to all clients.
+
+        Returns:
+            Their replies, in an order that is the same in every exchange of a run.
+
+        Raises:
+            Exception: a client did not reply; the run ends with it, since no sum can be had without all.
+        """
+
+
+class IsolatedClients(Platform):
+    """Clients in this process, each of which gets bytes only and sees its own data only.
+
+    Args:
+        clients: of the run.
+    """
+
+    def __init__(self, clients: Sequence[Client]) -> None:
+        self.clients = list(clients)
+
+    @property
+    def num_clients(self) -> int:
+        return len(self.clients)
+
+    def exchange(self, request: bytes) -> list[bytes]:
+        return [client.answer(request) for client in self.clients]
+
+
+def run_on(platform: Platform, graph: Graph, *, coding: FixedPoint | None = None, **values: Tree) -> Tree:
+    """What the traced function returns, computed by a server and the platform's clients.
+
+    Sums are of fixed point numbers with masks: they differ from those of the program by ``coding.tolerance(n)`` at
+    most, which means are divided by n of.
+
+    Args:
+        platform: that carries what is sent; as many clients as the graph is over.
+        graph: over one placement, of ``federated.trace``.
+        coding: of the sums; None: FixedPoint(), of 62 bits with 32 behind the point.
+        values: the server's, by the names of the traced function's arguments.
+
+    Raises:
+        InvalidArgument: values that are missing, or of other shapes, another number of clients than the graph's, fewer
+            than two, a value that is out of the range of `coding`, or total weights of 0.
+    """
+    coding = coding or FixedPoint()
+    rounds, last = rounds_of(graph)
+    ((_, size),) = graph.placements.items()
+    if platform.num_clients != size:
+        raise InvalidArgument(f"{graph.name} is over {size} clients, but the platform has {platform.num_clients}")
+    if size < 2:
+        raise InvalidArgument(f"{graph.name} is over 1 client: its sums would be that client's values, refused")
+    known = _bind(graph, [value for value in graph.inputs if value.place == SERVER], values, "the server")
+    session = secrets.token_bytes(16)
+    opening = {"what": "open", "graph": to_bytes(graph), "coding": (coding.bits, coding.fraction_bits)}
+    keys = [_read(reply)["key"] for reply in platform.exchange(_write({**opening, "session": session}))]
+    for number, this in enumerate(rounds):
+        for node in this.at_server:
+            known.update(zip(node.results, _at_server(graph, node, known), strict=True))
+        sent = [known[value] for value in this.sent_down()]
+        request = {"what": "round", "session": session, "number": number, "values": sent}
+        replies = platform.exchange(_write(request | ({"keys": keys} if number == 0 else {})))
+        masked = [_read(reply)["masked"] for reply in replies]
+        sums = secure_sum.add_up(coding, masked, [_like(value) for node in this.up for value in node.args])
+        for node in this.up:
+            for result in node.results:
+                total = sums.pop(0)
+                known[result] = total / size if node.verb == "reduce_mean" else total
+    for node in last:
+        known.update(zip(node.results, _at_server(graph, node, known), strict=True))
+    leaves = [known[output] if isinstance(output, Value) else output for output in graph.outputs]
+    return pytree.tree_unflatten(leaves, graph.structures[1])
+
+
+def _like(value: Value) -> torch.Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+def _at_server(graph: Graph, node: Node, known: dict[Value, Any]) -> Sequence[torch.Tensor]:
+    if node.target == CHECK_TOTAL:
+        if any(bool((known[value] == 0).any()) for value in node.args):
+            raise InvalidArgument("the weights of the clients that take part add up to 0, so there is no mean")
+        return [known[value] for value in node.args]
+    return graph.compute_operator(node, known, lambda name: 1)
+
+
+class Client:
+    """One client of a run.
+
+    Args:
+        data: its own values, by the names of the traced function's arguments, without the clients' axis.
+    """
+
+    def __init__(self, **data: Tree) -> None:
+        self._data = data
+        self._graph: Graph | None = None
+
+    def answer(self, request: bytes) -> bytes:
+        """The reply to a request of run_on.
+
+        Raises:
+            InvalidArgument: it comes out of turn, the graph needs data that this client has not, there are fewer than
+                two clients, or a value is out of the range of a sum.
+        """
+        message = _read(request)
+        if message["what"] == "open":
+            return _write({"key": self._open(message)})
+        return _write({"masked": self._round(message)})
+
+    def _open(self, message: dict[str, Any]) -> bytes:
+        graph = from_bytes(message["graph"])
+        self._rounds, _ = rounds_of(graph)
+        self._graph, self._session, self._next = graph, message["session"], 0
+        bits, fraction_bits = message["coding"]
+        self._sum = secure_sum.SecureSum(FixedPoint(bits, fraction_bits))
+        ((where, _),) = graph.placements.items()
+        placed = [value for value in graph.inputs if value.place == where]
+        self._known = {value: leaf[None] for value, leaf in _bind(graph, placed, self._data, "a client").items()}
+        return self._sum.public_key
+
+    def _round(self, message: dict[str, Any]) -> torch.Tensor:
+        graph = self._graph
+        if graph is None or message["session"] != self._session or message["number"] != self._next:
+            raise InvalidArgument(
+                f"round {message['number']} out of turn: a client answers each round of a run once, in their order"
+            )
+        self._next += 1
+        if message["number"] == 0:
+            ((_, size),) = graph.placements.items()
+            if len(message["keys"]) != size:
+                raise InvalidArgument(f"{len(message['keys'])} clients take part in a program over {size}")
+            self._sum.meet(message["keys"], self._session)
+        this = self._rounds[message["number"]]
+        known = self._known
+        known.update(zip(this.sent_down(), message["values"], strict=True))
+        for node in this.at_clients:
+            known.update(zip(node.results, self._compute(graph, node), strict=True))
+        # What leaves a client: parts of sums, masked.
+        parts = [known[value][0] for node in this.up for value in node.args]
+        return self._sum.mask(parts, message["number"])
+
+    def _compute(self, graph: Graph, node: Node) -> Sequence[torch.Tensor]:
+        """What a node gives at one client, whose axis has one element."""
+        if node.verb == MAP:
+            function = graph.functions[node.target].as_client_function()
+            return [result[None] for result in function(*(self._known[value][0] for value in node.args))]
+        if node.verb:
+            return [self._known[value][None] for value in node.args]
+        return graph.compute_operator(node, self._known, lambda name: 1)
+
+
+def _bind(graph: Graph, inputs: Sequence[Value], given: dict[str, Tree], whose: str) -> dict[Value, torch.Tensor]:
+    """The inputs' tensors, which are found by name."""
+    leaves: dict[str, Any] = {}
+    bound: dict[Value, torch.Tensor] = {}
+    for name, tree in given.items():
+        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+            leaves[leaf_name(name, path)] = leaf
+    for value in inputs:
+        leaf = leaves.pop(value.name, None)
+        if not isinstance(leaf, torch.Tensor) or tuple(leaf.shape) != value.shape or leaf.dtype != value.dtype:
+            got = f"{leaf.dtype} of shape {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+            raise InvalidArgument(f"{graph.name} needs of {whose} {value.name}: {value}, but got {got}")
+        bound[value] = leaf
+    if leaves:
+        known = ", ".join(value.name for value in inputs) or "nothing"
+        raise InvalidArgument(f"{graph.name} takes no {next(iter(leaves))} of {whose}, only {known}")
+    return bound
+
+
+def _write(message: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(message, file)
+    return file.getvalue()
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    return torch.load(io.BytesIO(data), weights_only=True)

@@ -1,0 +1,112 @@
+"""What a graph sends, and when: its rounds, each down to the clients and up again, and their bytes.
+
+Nodes are as early as what they need allows: what clients compute for a reduction needs the reductions before it only
+through what is broadcast. All reductions of a round travel together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bagua.errors import InvalidArgument
+from bagua.federated.graph import BROADCAST, EVERYWHERE, REDUCTIONS, SERVER, Graph, Node, Value
+
+
+@dataclass
+class Round:
+    """One exchange.
+
+    Attributes:
+        at_server: nodes that the server computes before it.
+        down: the broadcasts, each of values that clients cannot make themselves.
+        at_clients: nodes that every client computes then, constants too.
+        up: the reductions.
+    """
+
+    at_server: list[Node] = field(default_factory=list)
+    down: list[Node] = field(default_factory=list)
+    at_clients: list[Node] = field(default_factory=list)
+    up: list[Node] = field(default_factory=list)
+
+    @property
+    def bytes_down(self) -> int:
+        """To each client."""
+        return sum(value.nbytes for value in self.sent_down())
+
+    @property
+    def bytes_up(self) -> int:
+        """From each client, in the values' own dtypes; masked sums are of integers, see secure_sum.py."""
+        return sum(value.nbytes for node in self.up for value in node.args)
+
+    def sent_down(self) -> list[Value]:
+        """What travels, without constants, and every value once."""
+        return list(dict.fromkeys(v for node in self.down for v in node.args if v.place == SERVER))
+
+
+def rounds_of(graph: Graph) -> tuple[list[Round], list[Node]]:
+    """The rounds, and what the server computes after the last.
+
+    Raises:
+        InvalidArgument: the graph is not over one placement, or returns what clients have.
+    """
+    if len(graph.placements) != 1:
+        raise InvalidArgument(
+            f"{graph.name} is over {', '.join(graph.placements) or 'no clients'}, expected one placement: trace the "
+            "part that is over one"
+        )
+    (where,) = graph.placements
+    for output in graph.outputs:
+        if isinstance(output, Value) and output.place == where:
+            raise InvalidArgument(
+                f"{graph.name} returns {output.name}: {output}, which stays at the {where}: reduce it, or leave it out"
+            )
+    stage: dict[Value, int] = dict.fromkeys(graph.inputs, 0)
+    rounds: list[Round] = []
+    for node in graph.nodes:
+        at = max((stage[value] for value in node.inputs), default=0)
+        while len(rounds) <= at:
+            rounds.append(Round())
+        this = rounds[at]
+        if node.verb in REDUCTIONS:
+            this.up.append(node)
+        elif node.verb == BROADCAST:
+            this.down.append(node)
+        elif node.results[0].place in (SERVER, EVERYWHERE):
+            this.at_server.append(node)
+        if node.verb not in REDUCTIONS and node.results[0].place != SERVER:
+            this.at_clients.append(node)
+        stage.update((result, at + (node.verb in REDUCTIONS)) for result in node.results)
+    last: list[Node] = []
+    while rounds and not rounds[-1].up:
+        last = [*rounds.pop().at_server, *last]
+    return rounds, last
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a graph sends, to and from each client.
+
+    Attributes:
+        rounds: exchanges one after the other.
+        bytes_down, bytes_up: of each round.
+    """
+
+    bytes_down: tuple[int, ...]
+    bytes_up: tuple[int, ...]
+
+    @property
+    def rounds(self) -> int:
+        return len(self.bytes_up)
+
+    def __str__(self) -> str:
+        down, up = sum(self.bytes_down), sum(self.bytes_up)
+        lines = [f"{self.rounds} rounds, {down} bytes down and {up} bytes up per client"]
+        for number, (one_down, one_up) in enumerate(zip(self.bytes_down, self.bytes_up, strict=True)):
+            lines.append(f"    round {number}: {one_down} down, {one_up} up")
+        return "\n".join(lines)
+
+
+def cost_of(graph: Graph) -> Cost:
+    """Rounds and bytes of a graph."""
+    rounds, _ = rounds_of(graph)
+    return Cost(tuple(one.bytes_down for one in rounds), tuple(one.bytes_up for one in rounds))

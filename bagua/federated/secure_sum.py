@@ -1,0 +1,147 @@
+"""Sums of clients' values of which the server sees nothing but the sum: pairwise masks modulo 2^bits.
+
+Every two clients agree on a seed that the server cannot derive: X25519 over public keys that it passes on. From the
+seed both make the same numbers; one adds them, the other subtracts them, so they cancel in the sum of all clients and
+hide each one's values until then (Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine
+Learning", 2017, without its recovery from clients that drop out: all must answer). Values are in fixed point, for sums
+in real numbers do not cancel exactly.
+
+A server that follows the protocol learns the sums and nothing else. One that does not could pass on public keys of its
+own; against that, exchange the clients' keys by a way that it does not control.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bagua.errors import InvalidArgument
+from bagua.federated.fixed_point import FixedPoint
+
+_SEED_BYTES = 32
+
+
+def _cryptography() -> Any:
+    try:
+        from cryptography.hazmat.primitives import ciphers, hashes
+        from cryptography.hazmat.primitives.asymmetric import x25519
+        from cryptography.hazmat.primitives.ciphers import algorithms
+        from cryptography.hazmat.primitives.kdf import hkdf
+    except ImportError:
+        raise InvalidArgument("masked sums need the package cryptography: pip install 'bagua[federated]'") from None
+    return ciphers, hashes, x25519, algorithms, hkdf
+
+
+@dataclass
+class SecureSum:
+    """One client's side.
+
+    Args:
+        coding: of the values; equal at all clients and the server.
+    """
+
+    coding: FixedPoint
+    _key: Any = field(init=False, repr=False)
+    _seeds: dict[int, bytes] = field(init=False, default_factory=dict, repr=False)
+    _index: int = field(init=False, default=-1)
+
+    def __post_init__(self) -> None:
+        self._key = _cryptography()[2].X25519PrivateKey.generate()
+
+    @property
+    def public_key(self) -> bytes:
+        return self._key.public_key().public_bytes_raw()
+
+    def meet(self, public_keys: Sequence[bytes], session: bytes) -> int:
+        """Agrees on a seed with every other client.
+
+        Args:
+            public_keys: of all clients, in an order that is the same for all.
+            session: names what runs; seeds of another session are others.
+
+        Returns:
+            Which of the clients this is.
+
+        Raises:
+            InvalidArgument: fewer than two clients, this one is not among them, or a key comes twice.
+        """
+        if len(public_keys) < 2:
+            raise InvalidArgument(
+                f"a masked sum over {len(public_keys)} client, expected two at least: the sum would be its value"
+            )
+        if public_keys.count(self.public_key) != 1 or len(set(public_keys)) != len(public_keys):
+            raise InvalidArgument("the public keys of the clients are not one of each, or not this client's among them")
+        _, hashes, x25519, _, hkdf = _cryptography()
+        self._index = list(public_keys).index(self.public_key)
+        for index, other in enumerate(public_keys):
+            if index != self._index:
+                shared = self._key.exchange(x25519.X25519PublicKey.from_public_bytes(other))
+                made = hkdf.HKDF(hashes.SHA256(), _SEED_BYTES, salt=session, info=b"bagua.federated masks")
+                self._seeds[index] = made.derive(shared)
+        return self._index
+
+    def mask(self, values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+        """What the server may see of this client's values.
+
+        Args:
+            values: floating or of integers.
+            number: of the sum in the session, another for each: masks are never used twice.
+
+        Returns:
+            int64 of all values' elements one after the other, from 0 to 2**bits - 1.
+
+        Raises:
+            InvalidArgument: a value is out of the range of a sum over so many clients.
+        """
+        num_clients = len(self._seeds) + 1
+        codes = torch.cat([encode(self.coding, value, num_clients).reshape(-1) for value in values])
+        for other, seed in self._seeds.items():
+            numbers = _numbers(seed, number, codes.numel())
+            codes = codes + numbers if self._index < other else codes - numbers
+        return self.coding.wrap(codes)
+
+
+def add_up(coding: FixedPoint, masked: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The server's side: the sums of what the clients masked.
+
+    Args:
+        masked: of all clients.
+        likes: tensors of the shapes and dtypes of the sums.
+    """
+    total = torch.zeros_like(masked[0])
+    for one in masked:
+        total = coding.wrap(total + one)
+    parts = total.split([like.numel() for like in likes])
+    return [decode(coding, part.reshape(like.shape), like) for part, like in zip(parts, likes, strict=True)]
+
+
+def encode(coding: FixedPoint, value: torch.Tensor, num_terms: int) -> torch.Tensor:
+    """Codes of floating values; integers are theirs already, and need no bits behind the point."""
+    if value.is_floating_point():
+        return coding.encode(value, num_terms)
+    largest = (coding.modulus // 2 - 1) // num_terms
+    found = int(value.to(torch.int64).abs().max()) if value.numel() else 0
+    if not 0 <= found <= largest:
+        raise InvalidArgument(
+            f"an integer of magnitude {found} is out of range, {largest} for a sum of {num_terms} terms modulo "
+            f"2^{coding.bits}: give more bits"
+        )
+    return coding.wrap(value.to(torch.int64))
+
+
+def decode(coding: FixedPoint, codes: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if like.is_floating_point():
+        return coding.decode(codes, like)
+    half = coding.modulus // 2
+    return (coding.wrap(codes + half) - half).to(like.dtype)
+
+
+def _numbers(seed: bytes, number: int, count: int) -> torch.Tensor:
+    """Uniform int64, the same for the same seed and number."""
+    ciphers, _, _, algorithms, _ = _cryptography()
+    nonce = (0).to_bytes(4, "little") + number.to_bytes(12, "little")  # of ChaCha20: the block counter, then the nonce
+    stream = ciphers.Cipher(algorithms.ChaCha20(seed, nonce), mode=None).encryptor().update(bytes(8 * count))
+    return torch.frombuffer(bytearray(stream), dtype=torch.int64) if count else torch.zeros(0, dtype=torch.int64)

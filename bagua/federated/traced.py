@@ -1,0 +1,334 @@
+"""What the verbs are while federated.trace runs: operators over whole placed values, of which a map is one.
+
+Nothing is computed: torch traces with tensors that have shapes only, and what appears in the graph are these operators
+and torch's own. A map names its client function, which is traced by itself, for one client. Derivatives of a map, and
+a batch of maps, are maps of client functions that are made from the first one:
+
+    map(f)(x)       tangents:   map of jvp(f) over x and its tangents
+                    cotangents: map of vjp(f) over x and the cotangents of what f returns
+                    batch:      map of vmap(f), the batch's axis being the first of a client's
+
+which is why a derivative of a federated program is one. Only public names of torch.autograd take part in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+
+from bagua.errors import InternalError, InvalidArgument
+from bagua.federated.placement import Placement, placement_of, trace_in_force
+
+NAMESPACE = "bagua_traced"
+VERBS = ("broadcast", "reduce_sum", "reduce_mean")
+_TRANSPOSED = {"broadcast": "reduce_sum", "reduce_sum": "broadcast", "reduce_mean": "broadcast"}
+Tensors = Sequence[torch.Tensor]
+
+
+class Spec(NamedTuple):
+    """What is known of a tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Spec:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class ClientFunction:
+    """What one client computes, traced.
+
+    Attributes:
+        key: what a map's operator names it by.
+        name: for readers, such as "vjp(loss)".
+        module: its graph of torch's operators and, for programs inside of it, of those of this file.
+        inputs, outputs: of one client.
+        randomness: as of map_fn.
+        placement: the key of the clients.
+    """
+
+    key: str
+    name: str
+    module: fx.GraphModule
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    randomness: str
+    placement: str
+
+
+@dataclass
+class Trace:
+    """What is found while a function is traced."""
+
+    client_functions: dict[str, ClientFunction] = field(default_factory=dict)
+    placements: dict[str, Placement] = field(default_factory=dict)  # by name
+    programs: dict[str, Callable] = field(default_factory=dict)  # that put them in force again
+    watches: list[Any] = field(default_factory=list)  # over the client functions that are traced now, inner last
+    _derived: dict[tuple, ClientFunction] = field(default_factory=dict)
+
+    def add_program(self, placement: Placement, program: Callable) -> None:
+        known = self.placements.setdefault(placement.name, placement)
+        if (known.size, known.num_local) != (placement.size, placement.num_local):
+            raise InvalidArgument(
+                f"a traced function runs programs over {known.size} and over {placement.size} {placement.name}: give "
+                "one of them another name"
+            )
+        self.programs.setdefault(placement.name, program)
+
+    def add(
+        self, name: str, function: Callable[..., Tensors], inputs: Sequence[Spec], randomness: str, placement: str
+    ) -> ClientFunction:
+        module = graph_of_one(function, inputs)
+        (results,) = next(node for node in module.graph.nodes if node.op == "output").args
+        outputs = tuple(Spec.of(result.meta["val"]) for result in results)
+        key = f"{len(self.client_functions)}"
+        made = ClientFunction(key, name, module, tuple(inputs), outputs, randomness, placement)
+        self.client_functions[key] = made
+        return made
+
+    def derive(self, base: ClientFunction, how: str, places: tuple, function: Callable, inputs: Tensors) -> str:
+        """The key of what is made from `base` at these places of its inputs and outputs."""
+        specs = tuple(Spec((*x.shape[1:],), x.dtype, x.device) for x in inputs)
+        identity = (base.key, how, places, specs)
+        if identity not in self._derived:
+            self._derived[identity] = self.add(f"{how}({base.name})", function, specs, base.randomness, base.placement)
+        return self._derived[identity].key
+
+
+def tracing() -> Trace | None:
+    """The trace that runs here."""
+    return None if torch.compiler.is_compiling() else trace_in_force.get()
+
+
+@contextmanager
+def run_trace() -> Iterator[Trace]:
+    trace = Trace()
+    token = trace_in_force.set(trace)
+    try:
+        yield trace
+    finally:
+        trace_in_force.reset(token)
+
+
+# ---- graphs
+
+
+def graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The operators that a function of tensors to tensors runs: pure ones, none of whose results is unused."""
+    make = functools.partial(make_fx, tracing_mode="fake", _allow_non_fake_inputs=True)
+    first = _without_dead_nodes(make(lambda *xs: tuple(function(*xs)))(*examples))
+    # In a second pass, since torch cannot make functions of torch.autograd functional.
+    pure = torch.func.functionalize(lambda *xs: fx.Interpreter(first).run(*xs), remove="mutations")
+    return _without_dead_nodes(make(pure)(*examples))
+
+
+def graph_of_one(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[Spec]) -> fx.GraphModule:
+    """The same of a client function, which is traced while something else is."""
+    with (
+        temporarily_clear_interpreter_stack(),
+        disable_proxy_modes_tracing(),
+        unset_fake_temporarily(),
+        torch.enable_grad(),
+        _set_fwd_grad_enabled(True),
+    ):
+        watches = trace_in_force.get().watches
+        watches.append(None)  # what torch does to trace is not watched
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                examples = [spec.empty() for spec in inputs]
+            return graph_of(function, examples)
+        finally:
+            watches.pop()
+
+
+def _without_dead_nodes(module: fx.GraphModule) -> fx.GraphModule:
+    for node in reversed(list(module.graph.nodes)):
+        is_mutable = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+        if node.op in ("call_function", "get_attr") and not node.users and not is_mutable:
+            module.graph.erase_node(node)
+    module.recompile()
+    return module
+
+
+class _Replay(fx.Interpreter):
+    """A graph run again in a trace, with derivatives for the operators of this file."""
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        name = _NAMES.get(target)
+        return call(name, *args) if name else super().call_function(target, args, kwargs)
+
+
+# ---- operators
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def _fake(name: str, values: Tensors, key: str) -> list[torch.Tensor]:
+    if name == "map":
+        n = values[0].shape[0]
+        return [values[0].new_empty((n, *s.shape), dtype=s.dtype, device=s.device) for s in _function_of(key).outputs]
+    if name == "broadcast":
+        return [value.new_empty((placement_of(key).num_local, *value.shape)) for value in values]
+    return [value.new_empty(value.shape[1:]) for value in values]
+
+
+def _define(name: str) -> Any:
+    _library.define(f"{name}(Tensor[] values, str key) -> Tensor[]")
+
+    def compute(values: Tensors, key: str) -> list[torch.Tensor]:
+        raise InternalError(f"{NAMESPACE}::{name} is there to be traced, not to be run")
+
+    _library.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", functools.partial(_fake, name), lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+OPERATORS = {name: _define(name) for name in (*VERBS, "map")}
+_NAMES = {operator: name for name, operator in OPERATORS.items()}
+
+
+def call(name: str, values: Tensors, key: str) -> list[torch.Tensor]:
+    """The operator of that name, with its derivatives."""
+    return list(_Map.apply(key, *values) if name == "map" else _Verb.apply(name, key, *values))
+
+
+def _function_of(key: str) -> ClientFunction:
+    return trace_in_force.get().client_functions[key]
+
+
+def _has_tangents(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _fill(places: Sequence[int], results: Tensors, size: int) -> tuple:
+    filled: list = [None] * size
+    for place, result in zip(places, results, strict=True):
+        filled[place] = result
+    return tuple(filled)
+
+
+class _Verb(torch.autograd.Function):
+    """broadcast, reduce_sum or reduce_mean of values that all have derivatives, or that all have none."""
+
+    @staticmethod
+    def forward(name: str, key: str, *values: torch.Tensor) -> tuple:
+        return tuple(OPERATORS[name](list(values), key))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.name, ctx.key = inputs[:2]
+        ctx.dtypes = [value.dtype for value in inputs[2:]]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
+        given = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
+        values = [cotangents[i] for i in given]
+        if ctx.name == "reduce_mean":
+            size = placement_of(ctx.key).size
+            values = [value / size for value in values]
+        results = call(_TRANSPOSED[ctx.name], values, ctx.key) if given else []
+        return (None, None, *_fill(given, results, len(cotangents)))
+
+    @staticmethod
+    def jvp(ctx: Any, _name: None, _key: None, *tangents: torch.Tensor | None) -> tuple:
+        moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+        values = [tangents[i].to(ctx.dtypes[i]) for i in moving]
+        return _fill(moving, call(ctx.name, values, ctx.key), len(tangents))
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple, name: str, key: str, *values: torch.Tensor) -> tuple:
+        before, after = (0, 1) if name == "broadcast" else (1, 0)  # a batch comes after the clients' axis
+        moved = [x if dim is None else x.movedim(dim, before) for x, dim in zip(values, dims[2:], strict=True)]
+        return tuple(call(name, moved, key)), tuple(None if dim is None else after for dim in dims[2:])
+
+
+class _Map(torch.autograd.Function):
+    """A client function over placed values."""
+
+    @staticmethod
+    def forward(key: str, *values: torch.Tensor) -> tuple:
+        return tuple(OPERATORS["map"](list(values), key))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, outputs: tuple) -> None:
+        ctx.key = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(output for output in outputs if not _has_tangents(output.dtype)))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
+        base, values = _function_of(ctx.key), ctx.saved_tensors
+        given = tuple(i for i, cotangent in enumerate(cotangents) if cotangent is not None)
+        wanted = tuple(i for i, x in enumerate(values) if ctx.needs_input_grad[i + 1] and _has_tangents(x.dtype))
+        if not given or not wanted:
+            return (None,) * (1 + len(values))
+
+        def pull(*parts: torch.Tensor) -> tuple:
+            inputs, outer = list(parts[: len(values)]), parts[len(values) :]
+
+            def of_wanted(*chosen: torch.Tensor) -> tuple:
+                outputs = _Replay(base.module).run(*_replaced(inputs, wanted, chosen))
+                return tuple(outputs[i] for i in given)
+
+            return torch.func.vjp(of_wanted, *(inputs[i] for i in wanted))[1](tuple(outer))
+
+        inputs = [*values, *(cotangents[i] for i in given)]
+        key = trace_in_force.get().derive(base, "vjp", (given, wanted), pull, inputs)
+        return (None, *_fill(wanted, call("map", inputs, key), len(values)))
+
+    @staticmethod
+    def jvp(ctx: Any, _key: None, *tangents: torch.Tensor | None) -> tuple:
+        base, values = _function_of(ctx.key), ctx.saved_tensors
+        floating = tuple(i for i, spec in enumerate(base.outputs) if _has_tangents(spec.dtype))
+        moving = tuple(i for i, x in enumerate(values) if tangents[i] is not None and _has_tangents(x.dtype))
+
+        def push(*parts: torch.Tensor) -> tuple:
+            inputs, pushed = list(parts[: len(values)]), parts[len(values) :]
+
+            def of_moving(*chosen: torch.Tensor) -> tuple:
+                outputs = _Replay(base.module).run(*_replaced(inputs, moving, chosen))
+                return tuple(outputs[i] for i in floating)
+
+            primals = tuple(inputs[i] for i in moving)
+            results, moved = torch.func.jvp(of_moving, primals, tuple(pushed))
+            # torch 2.13 makes float64 tangents of numbers without axes, whatever their primals are.
+            return tuple(tangent.to(result.dtype) for tangent, result in zip(moved, results, strict=True))
+
+        inputs = [*values, *(tangents[i].to(values[i].dtype) for i in moving)]
+        key = trace_in_force.get().derive(base, "jvp", (moving,), push, inputs)
+        return _fill(floating, call("map", inputs, key), len(base.outputs))
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple, key: str, *values: torch.Tensor) -> tuple:
+        base = _function_of(key)
+        moved = [x if dim is None else x.movedim(dim, 1) for x, dim in zip(values, dims[1:], strict=True)]
+        is_batched = tuple(None if dim is None else 0 for dim in dims[1:])
+        batched = torch.func.vmap(_Replay(base.module).run, is_batched, randomness=info.randomness)
+        derived = trace_in_force.get().derive(base, "vmap", (is_batched, info.randomness), batched, moved)
+        return tuple(call("map", moved, derived)), (1,) * len(base.outputs)
+
+
+def _replaced(values: Tensors, places: Sequence[int], chosen: Tensors) -> list[torch.Tensor]:
+    replaced = list(values)
+    for place, value in zip(places, chosen, strict=True):
+        replaced[place] = value
+    return replaced

@@ -1,0 +1,218 @@
+"""Programs on isolated clients: equal to the program to the tolerance of their sums, and what the server sees.
+
+The oracle is the program in one process; the server's view is what it receives as bytes.
+"""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch.func import grad, hessian, jvp
+
+from bagua import federated
+from bagua.errors import InvalidArgument
+from bagua.federated import secure_sum
+from tests.communication.worlds import fast_in
+from tests.federated.test_trace import network, two_rounds, weighted
+from tests.federated.test_verbs import X, Y, fax
+
+CODING = federated.FixedPoint(bits=48, fraction_bits=24)
+
+
+@federated.program(clients=3)
+def count(x, y):
+    """Of integers and of real numbers."""
+    near = federated.map_fn(lambda x, y: (y > x).to(torch.int32), (federated.broadcast(x), y))
+    return {"near": federated.reduce_sum(near), "mean": federated.reduce_mean(y), "three": 3}
+
+
+def clients_of(y):
+    return federated.IsolatedClients([federated.Client(y=row) for row in y])
+
+
+RUNS = {
+    "value": fax,
+    "gradient": grad(fax),
+    "Hessian": hessian(fax),
+    "weighted": weighted,
+    "gradient of weighted": grad(weighted),
+    "integers": count,
+}
+
+
+@fast_in("name", ["gradient", "weighted", "integers"], list(RUNS))
+def test_isolated_clients_give_what_the_program_gives(name):
+    function = RUNS[name]
+    graph = federated.trace(function, X, Y)
+    # Half a step for each of three clients, and the division of a weighted mean makes it larger.
+    found = federated.run_on(clients_of(Y), graph, coding=CODING, x=X)
+    torch.testing.assert_close(found, function(X, Y), rtol=1e-6, atol=9 * CODING.tolerance(3))
+
+
+def test_a_sum_is_within_its_tolerance_and_not_better():
+    coding = federated.FixedPoint(bits=30, fraction_bits=4)
+    torch.manual_seed(0)
+    y = torch.rand(5, 400, dtype=torch.float64)
+    program = federated.program(lambda y: federated.reduce_sum(y), clients=5)
+    graph = federated.trace(program, y)
+    found = federated.run_on(clients_of(y), graph, coding=coding)
+    error = (found - y.sum(0)).abs().max()
+    assert coding.tolerance(5) / 4 < error <= coding.tolerance(5)
+
+
+@pytest.mark.slow("test_isolated_clients_give_what_the_program_gives")
+def test_hypergradients_over_five_rounds():
+    parameters, rate, images, labels = network()
+    function = grad(two_rounds, (0, 1))
+    graph = federated.trace(function, parameters, rate, images, labels)
+    clients = [federated.Client(images=images[i], labels=labels[i]) for i in range(3)]
+    found = federated.run_on(federated.IsolatedClients(clients), graph, parameters=parameters, rate=rate)
+    torch.testing.assert_close(found, function(parameters, rate, images, labels), rtol=1e-4, atol=1e-6)
+
+
+# ---- what the server sees
+
+
+class Listening(federated.IsolatedClients):
+    """Keeps all replies."""
+
+    def __init__(self, clients):
+        super().__init__(clients)
+        self.replies = []
+
+    def exchange(self, request):
+        replies = super().exchange(request)
+        self.replies.append([torch.load(io.BytesIO(reply), weights_only=True) for reply in replies])
+        return replies
+
+
+def test_the_server_sees_masked_vectors_only():
+    """Of each client, a public key and numbers that are uniform whatever its values are."""
+    y = torch.zeros(3, 4000)  # whoever saw codes would see zeros
+    program = federated.program(lambda y: federated.reduce_sum(y), clients=3)
+    graph = federated.trace(program, y)
+    views = []
+    for _ in range(2):
+        platform = Listening([federated.Client(y=row) for row in y])
+        assert torch.equal(federated.run_on(platform, graph, coding=CODING), torch.zeros(4000))
+        opening, (first, second, third) = platform.replies
+        assert all(list(reply) == ["key"] and len(reply["key"]) == 32 for reply in opening)
+        for reply in (first, second, third):
+            assert list(reply) == ["masked"]
+            masked = reply["masked"]
+            assert masked.dtype == torch.int64 and int(masked.min()) >= 0 and int(masked.max()) < 2**48
+            ones = torch.stack([(masked >> bit) & 1 for bit in range(48)]).double().mean(1)
+            assert (ones - 0.5).abs().max() < 5 * 0.5 / 4000**0.5  # five standard deviations of each bit's mean
+        total = CODING.wrap(first["masked"] + second["masked"] + third["masked"])
+        assert torch.equal(total, torch.zeros(4000, dtype=torch.int64))
+        pairs = CODING.wrap(first["masked"] + second["masked"])  # one client less is no sum of anything
+        assert len(pairs.unique()) > 3990
+        views.append(first["masked"])
+    assert (views[0] == views[1]).sum() < 5  # new seeds for every run
+
+
+def test_masks_of_two_sums_differ():
+    coding = federated.FixedPoint(bits=62)
+    first, second = (secure_sum.SecureSum(coding) for _ in range(2))
+    keys = [first.public_key, second.public_key]
+    assert [first.meet(keys, b"session"), second.meet(keys, b"session")] == [0, 1]
+    zeros = [torch.zeros(1000)]
+    masks = [first.mask(zeros, number) for number in (0, 1)]
+    assert (masks[0] == masks[1]).sum() == 0
+    assert torch.equal(coding.wrap(masks[1] + second.mask(zeros, 1)), torch.zeros(1000, dtype=torch.int64))
+
+
+def test_masks_are_those_of_the_seed_s_stream_by_hand():
+    """The numbers are ChaCha20's, 8 bytes each, so that other implementations can take part."""
+    numbers = secure_sum._numbers(bytes(range(32)), 7, 3)
+    state = [int.from_bytes(b"expand 32-byte k"[i : i + 4], "little") for i in range(0, 16, 4)]
+    state += [int.from_bytes(bytes(range(32))[i : i + 4], "little") for i in range(0, 32, 4)] + [0, 7, 0, 0]
+    stream = b"".join(word.to_bytes(4, "little") for word in chacha_block(state))
+    expected = [int.from_bytes(stream[i : i + 8], "little", signed=True) for i in range(0, 24, 8)]
+    assert numbers.tolist() == expected
+
+
+def chacha_block(state):
+    """RFC 8439, 2.3."""
+    words = list(state)
+
+    def turn(a, b, c, d):
+        for x, y, z, bits in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+            words[x] = (words[x] + words[y]) & 0xFFFFFFFF
+            words[z] ^= words[x]
+            words[z] = ((words[z] << bits) | (words[z] >> (32 - bits))) & 0xFFFFFFFF
+
+    for _ in range(10):
+        for i in range(4):
+            turn(i, i + 4, i + 8, i + 12)
+        for i in range(4):
+            turn(i, (i + 1) % 4 + 4, (i + 2) % 4 + 8, (i + 3) % 4 + 12)
+    return [(a + b) & 0xFFFFFFFF for a, b in zip(words, state, strict=True)]
+
+
+# ---- what is refused
+
+
+def test_what_is_out_of_range_raises():
+    graph = federated.trace(fax, X, Y)
+    with pytest.raises(InvalidArgument, match="out of the range of fixed point"):
+        federated.run_on(clients_of(Y), graph, coding=federated.FixedPoint(bits=12, fraction_bits=8), x=X)
+    many = federated.trace(federated.program(lambda y: federated.reduce_sum(y), clients=3), torch.zeros(3).int())
+    big = federated.IsolatedClients([federated.Client(y=torch.tensor(400, dtype=torch.int32)) for _ in range(3)])
+    with pytest.raises(InvalidArgument, match="an integer of magnitude 400 is out of range, 170 for a sum of 3"):
+        federated.run_on(big, many, coding=federated.FixedPoint(bits=10, fraction_bits=0))
+
+
+def test_fewer_than_two_clients_are_refused():
+    alone = federated.trace(federated.program(lambda y: federated.reduce_sum(y), clients=1), Y[:1])
+    with pytest.raises(InvalidArgument, match="would be that client's values"):
+        federated.run_on(clients_of(Y[:1]), alone)
+    # By the client, too, whatever the server says.
+    member = secure_sum.SecureSum(CODING)
+    with pytest.raises(InvalidArgument, match="over 1 client, expected two"):
+        member.meet([member.public_key], b"session")
+    with pytest.raises(InvalidArgument, match="one of each"):
+        member.meet([member.public_key] * 2, b"session")
+
+
+def test_a_round_is_answered_once():
+    graph = federated.trace(fax, X, Y)
+    platform = Listening([federated.Client(y=row) for row in Y])
+    requests = []
+    exchange = platform.exchange
+    platform.exchange = lambda request: requests.append(request) or exchange(request)
+    federated.run_on(platform, graph, x=X)
+    with pytest.raises(InvalidArgument, match="round 0 out of turn"):
+        platform.clients[0].answer(requests[1])
+
+
+@pytest.mark.parametrize(
+    "clients, values, message",
+    [
+        (Y[:2], {"x": X}, "over 3 clients, but the platform has 2"),
+        (Y, {}, "needs of the server x: float32\\[2\\], but got None"),
+        (Y, {"x": X.double()}, "needs of the server x: float32\\[2\\], but got torch.float64"),
+        (Y, {"x": X, "z": X}, "takes no z of the server, only x"),
+        (Y.double(), {"x": X}, "needs of a client y: float32\\[2\\], but got torch.float64"),
+    ],
+)
+def test_values_are_those_of_the_graph(clients, values, message):
+    graph = federated.trace(fax, X, Y)
+    with pytest.raises(InvalidArgument, match=message):
+        federated.run_on(clients_of(clients), graph, **values)
+
+
+def test_what_stays_at_clients_does_not_leave():
+    tangents = lambda x, y: jvp(lambda y: federated.broadcast(x) * y, (y,), (y,))[1]  # noqa: E731
+    graph = federated.trace(federated.program(tangents, clients=3), X, Y)
+    torch.testing.assert_close(graph(X, Y), X * Y)
+    with pytest.raises(InvalidArgument, match="stays at the clients: reduce it"):
+        federated.run_on(clients_of(Y), graph, x=X)
+
+
+def test_weights_of_nobody_have_no_mean():
+    graph = federated.trace(weighted, X, Y)
+    with pytest.raises(InvalidArgument, match="add up to 0"):
+        federated.run_on(clients_of(Y - 100), graph, x=X)

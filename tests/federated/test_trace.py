@@ -1,0 +1,333 @@
+"""Programs as data: what is in a graph, that it computes what the program does, and what it sends.
+
+The oracle is the program itself, which test_verbs.py holds against loops.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+
+from bagua import federated
+from bagua.errors import InvalidArgument
+from bagua.federated.graph import MAP
+from bagua.federated.graph_files import from_bytes, to_bytes
+from tests.communication.worlds import fast_in
+from tests.conformance.training import process_group
+from tests.federated.test_verbs import SPLITS, X, Y, fax, sent_by
+
+BROADCAST, MEAN, SUM = "broadcast", "reduce_mean", "reduce_sum"
+
+
+def moons(x, y):
+    return vmap(grad(fax), (0, None))(x.expand(4, 2), y)
+
+
+def tangent(x, y):
+    return jvp(lambda x: fax(x, y), (x,), (torch.ones_like(x),))
+
+
+@federated.program(clients=3)
+def weighted(x, y):
+    losses = federated.map_fn(lambda x, y: (x @ y - 1) ** 2, (federated.broadcast(x), y))
+    return federated.reduce_weighted_mean(losses, torch.ones(3) + losses.detach(), mask=y[:, 0] > -5)
+
+
+@federated.program(clients=3)
+def outside_of_maps(x, y):
+    """Elementwise and along axes that are not the clients'."""
+    shared = federated.broadcast(x)
+    moved = (shared * y).unsqueeze(1).expand(3, 4, 2).transpose(1, 2)[:, :, 1:3]
+    return federated.reduce_mean({"a": moved.sum(1), "b": (shared - y).view(3, 2, 1).mean((1, 2)) + torch.zeros(3)})
+
+
+@federated.program(clients=3)
+def within(x, y):
+    """A program inside of a client function."""
+
+    @federated.program(sensors=2)
+    def of_sensors(x, y):
+        return federated.reduce_sum(federated.map_fn(lambda x, v: torch.sin(x * v), (federated.broadcast(x.sum()), y)))
+
+    return federated.reduce_mean(federated.map_fn(of_sensors, (federated.broadcast(x), y)))
+
+
+def loss_of(parameters, images, labels):
+    hidden = torch.relu(images @ parameters["w"] + parameters["b"])
+    return F.cross_entropy(hidden @ parameters["out"], labels)
+
+
+def local_steps(parameters, images, labels, rate):
+    for _ in range(2):
+        gradient = grad(loss_of)(parameters, images, labels)
+        parameters = {name: value - rate * gradient[name] for name, value in parameters.items()}
+    return parameters
+
+
+@federated.program(clients=3)
+def two_rounds(parameters, rate, images, labels):
+    for _ in range(2):
+        mapped = federated.map_fn(
+            local_steps, (federated.broadcast(parameters), images, labels, federated.broadcast(rate))
+        )
+        parameters = federated.reduce_mean(mapped)
+    return federated.reduce_mean(federated.map_fn(loss_of, (federated.broadcast(parameters), images, labels)))
+
+
+def network():
+    torch.manual_seed(0)
+    parameters = {"w": torch.randn(8, 16) * 0.1, "b": torch.zeros(16), "out": torch.randn(16, 3) * 0.1}
+    return parameters, torch.tensor(0.1), torch.randn(3, 5, 8), torch.randint(0, 3, (3, 5))
+
+
+def second(program):
+    return lambda x, y: grad(lambda x: grad(program)(x, y).sum())(x)
+
+
+FUNCTIONS = {  # with the verbs that are left when dead ones are gone
+    "value": (fax, [BROADCAST, MEAN]),
+    "gradient": (grad(fax), [BROADCAST, BROADCAST, SUM]),
+    "tangent": (tangent, [BROADCAST] * 2 + [MEAN] * 2),
+    "Hessian": (hessian(fax), [BROADCAST] * 3 + [SUM]),
+    "Hessian, reverse": (jacrev(grad(fax)), [BROADCAST] * 3 + [SUM]),
+    "Hessian, forward": (jacfwd(jacfwd(fax)), [BROADCAST] * 3 + [MEAN]),
+    "gradients of four models": (moons, [BROADCAST, BROADCAST, SUM]),
+    "weighted": (weighted, [BROADCAST, SUM]),
+    "gradient of weighted": (grad(weighted), [BROADCAST, SUM, BROADCAST, SUM]),
+    "twice": (second(weighted), None),
+    "outside of maps": (outside_of_maps, [BROADCAST, MEAN]),
+    "its derivative": (lambda x, y: jacrev(lambda x: outside_of_maps(x, y)["a"])(x), None),
+    "within": (within, [BROADCAST, MEAN]),
+    "gradient of within": (grad(within), [BROADCAST, BROADCAST, SUM]),
+    "tangent of within": (lambda x, y: jvp(lambda x: within(x, y), (x,), (X,)), None),
+}
+
+
+FAST = ("value", "gradient", "Hessian", "gradient of weighted", "outside of maps", "within")
+
+
+@functools.cache
+def graph_of(name):
+    return federated.trace(FUNCTIONS[name][0], X, Y)
+
+
+@fast_in("name", FAST, list(FUNCTIONS))
+def test_a_graph_is_the_program(name):
+    function, expected = FUNCTIONS[name]
+    graph = graph_of(name)
+    assert expected is None or graph.verbs() == expected
+    x, y = X + 0.3, Y - 0.2  # not what was traced
+    torch.testing.assert_close(graph(x, y), function(x, y))
+    loaded = from_bytes(to_bytes(graph))
+    assert str(loaded) == str(graph)
+    torch.testing.assert_close(loaded(x, y), graph(x, y), rtol=0, atol=0)
+
+
+@fast_in("name", ["value"], ["value", "weighted", "within"])
+def test_a_graph_is_differentiated_again(name, tmp_path):
+    function, _ = FUNCTIONS[name]
+    graph_of(name).save(tmp_path / "graph")
+    graph = federated.Graph.load(tmp_path / "graph")
+    torch.testing.assert_close(grad(graph)(X, Y), grad(function)(X, Y))
+    torch.testing.assert_close(hessian(graph)(X, Y), hessian(function)(X, Y))
+    of_gradient = federated.trace(grad(graph), X, Y)
+    torch.testing.assert_close(of_gradient(X, Y), grad(function)(X, Y))
+    torch.testing.assert_close(jacfwd(of_gradient)(X, Y), hessian(function)(X, Y))
+    x = X.clone().requires_grad_()
+    graph(x, Y).backward()
+    torch.testing.assert_close(x.grad, grad(function)(X, Y))
+
+
+@pytest.mark.slow("test_rounds_of_local_steps")
+def test_rounds_of_a_hypergradient():
+    arguments = network()
+    function = grad(two_rounds, (0, 1))
+    graph = federated.trace(function, *arguments)
+    torch.testing.assert_close(graph(*arguments), function(*arguments))
+    assert federated.cost_of(graph).rounds == 5
+
+
+def test_rounds_of_local_steps():
+    arguments = network()
+    graph = federated.trace(two_rounds, *arguments)
+    torch.testing.assert_close(graph(*arguments), two_rounds(*arguments))
+    model = 4 * sum(value.numel() for value in arguments[0].values())
+    cost = federated.cost_of(graph)
+    assert cost.bytes_down == (model + 4, model, model)  # the learning rate stays at the clients
+    assert cost.bytes_up == (model, model, 4)
+
+
+def test_the_client_function_is_one_unbatched_node():
+    for name in ("value", "gradient"):
+        graph = graph_of(name)
+        (mapped,) = [node for node in graph.nodes if node.verb == MAP]
+        client = graph.functions[mapped.target]
+        assert [value.shape for value in client.inputs][:2] == [(2,), (2,)]
+        assert "aten.dot" in str(client) and "clients" not in str(client)
+
+
+PRINTED = """\
+fax over 3 clients:
+    x                                     # float32[2] at server
+    y                                     # float32[2] at clients
+    broadcast = broadcast(x)              # float32[2] at clients
+    square = map square(broadcast, y)     # float32[] at clients
+    mean = reduce_mean(square)            # float32[] at server
+    return mean
+
+square, of one client:
+    x0                                    # float32[2]
+    x1                                    # float32[2]
+    dot = aten.dot(x0, x1)                # float32[]
+    sub = aten.sub.Tensor(dot, 1)         # float32[]
+    pow = aten.pow.Tensor_Scalar(sub, 2)  # float32[]
+    mul = aten.mul.Tensor(pow, 0.5)       # float32[]
+    return mul"""
+
+
+def test_a_graph_is_readable():
+    def words(text):
+        return [line.split() for line in text.splitlines()]
+
+    assert words(str(graph_of("value"))) == words(PRINTED.replace("fax", "mean_loss"))
+    dot = graph_of("value").to_dot()
+    assert dot.startswith('digraph "mean_loss" {') and dot.count("style=bold") == 2
+    assert 'label="server"' in dot and 'label="clients"' in dot and 'label="map square"' in dot
+
+
+@fast_in("number", [1], range(len(SPLITS)))
+def test_graphs_on_ranks(pools, number):
+    split = SPLITS[number]
+    results = pools[len(split)].run(on_ranks, args=(split,))
+    for result in results:
+        torch.testing.assert_close(result, results[0])
+    sizes = sum(split)
+    y = torch.linspace(-2, 2, sizes * 2).reshape(sizes, 2)
+    program = federated.program(fax.__wrapped__, clients=sizes)
+    torch.testing.assert_close(results[0][0], program(X, y))
+    torch.testing.assert_close(results[0][1], grad(program)(X, y))
+
+
+def on_ranks(rank, world_size, split):
+    with process_group():
+        sizes = sum(split)
+        y = torch.linspace(-2, 2, sizes * 2).reshape(sizes, 2).split(split)[rank]
+        program = federated.program(fax.__wrapped__, clients=sizes, num_local=split)
+        graphs = []
+        sent = sent_by(lambda: graphs.extend(federated.trace(f, X, y) for f in (program, grad(program))))
+        assert sent == 0
+        return [graph(X, y) for graph in graphs]
+
+
+def test_tracing_takes_the_same_for_any_number_of_clients():
+    def trace(n):
+        program = federated.program(fax.__wrapped__, clients=n)
+        return federated.trace(grad(program), X, torch.zeros(n, 2))
+
+    few, many = trace(2), trace(2048)
+    assert len(few.nodes) == len(many.nodes)
+    assert [str(value) for node in few.nodes for value in node.results] == [
+        str(value) for node in many.nodes for value in node.results
+    ]
+
+
+def unbroadcast(x, y):
+    return federated.reduce_mean(y * x)
+
+
+def captured(x, y):
+    return federated.reduce_mean(federated.map_fn(lambda y: (y * x).sum(), y))
+
+
+def captured_detached(x, y):
+    return federated.reduce_mean(federated.map_fn(lambda y: (y * x.detach()).sum(), y))
+
+
+def captured_data(x, y):
+    return federated.reduce_mean(federated.map_fn(lambda x, y: x * y, (federated.broadcast(x), Y)))
+
+
+def flipped(x, y):
+    return federated.reduce_mean(y.flip(0))
+
+
+def centred(x, y):
+    return federated.reduce_mean(y - y.mean(0))
+
+
+def broadcast_twice(x, y):
+    return federated.reduce_mean(federated.broadcast(federated.broadcast(x))[0] * y)
+
+
+REFUSED = {
+    unbroadcast: "aten.mul.* on x: float32\\[2\\], which is at the server, and on values of the clients",
+    captured: "uses a tensor of shape \\[2\\] from around it in .*test_trace.py:[0-9]+, which clients have not",
+    captured_detached: "uses a tensor of shape \\[2\\] from around it in .*test_trace.py:[0-9]+, which",
+    captured_data: "map over clients of a tensor of shape \\[3, 2\\] from around the traced function",
+    flipped: "aten.flip.default on values of the clients, which may mix them: use map_fn",
+    centred: "along the axis of clients of y: use a reduction",
+    broadcast_twice: "which is at the clients already",
+}
+
+
+@pytest.mark.parametrize("function", REFUSED)
+def test_what_cannot_leave_the_data_centre_is_refused(function):
+    with pytest.raises(InvalidArgument, match=REFUSED[function]):
+        federated.trace(federated.program(function, clients=3), X, Y)
+
+
+def test_a_graph_is_called_as_it_was_traced():
+    with pytest.raises(InvalidArgument, match="traced for x: float32\\[2\\], but got torch.float64 of shape \\[2\\]"):
+        graph_of("value")(X.double(), Y)
+    with pytest.raises(InvalidArgument, match="expected 3 as the first"):
+        graph_of("value")(X, Y[:2])
+    with pytest.raises(InvalidArgument, match="arguments of structure"):
+        graph_of("value")(X)
+
+
+def edited(graph, change):
+    content = torch.load(io.BytesIO(to_bytes(graph)), weights_only=True)
+    description = json.loads(content["graph"])
+    change(description)
+    file = io.BytesIO()
+    torch.save({"graph": json.dumps(description), "constants": content["constants"]}, file)
+    return file.getvalue()
+
+
+def set_target(target):
+    def change(description):
+        (function,) = description["graph"]["functions"].values()
+        function["nodes"][0]["target"] = target
+
+    return change
+
+
+def set_verb(description):
+    description["graph"]["nodes"][0]["verb"] = "pytree"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (set_target("torch.load.default"), "one of torch's own"),
+        (set_target("aten.from_file.elsewhere"), "has no operator"),
+        (set_verb, "which is none"),
+        (lambda d: d.update(version=2), "version 2, expected 1"),
+        (lambda d: d["graph"]["nodes"].reverse(), "did not write"),
+    ],
+)
+def test_nothing_but_operators_can_be_loaded(change, message):
+    with pytest.raises(InvalidArgument, match=message):
+        from_bytes(edited(graph_of("value"), change))
+
+
+@pytest.mark.parametrize("data", [b"", b"graph", to_bytes.__doc__.encode()])
+def test_other_bytes_are_no_graph(data):
+    with pytest.raises(InvalidArgument, match="not a graph"):
+        from_bytes(data)
