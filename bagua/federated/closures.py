@@ -1,26 +1,24 @@
 """The trap of closures: a client function may see a value of the server only through its arguments.
 
 A tensor that a client function takes from around it, and to which a gradient leads, has the right value and a wrong
-derivative in reverse mode: each rank would add up its own clients only. While a client function runs, every operation
-on such a tensor raises. Constants are free to be used.
+derivative in reverse mode: each rank would add up its own clients only. While a client function runs, or torch.compile
+traces it, every operation on such a tensor raises. Constants are free to be used.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
 from bagua.federated.placement import frames
-from bagua.federated.traced import tracing
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
@@ -38,7 +36,16 @@ _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCHS = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _MARK = "_bagua_inside"
 # They give something else than a value that a gradient flows through.
-_HARMLESS = {torch.Tensor.detach, torch.detach, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel}
+_READ = {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel}
+_DETACH = {torch.Tensor.detach, torch.detach}
+_functorch = torch._C._functorch
+_is_wrapped = _functorch.is_functorch_wrapped_tensor
+
+
+@torch.compiler.assume_constant_result
+def _current_level() -> int:
+    """Of torch.func's transforms; 0 outside of them. torch.compile runs this, too, under those that it traces."""
+    return _functorch.maybe_current_level() or 0
 
 
 class Watch(TorchFunctionMode):
@@ -52,83 +59,113 @@ class Watch(TorchFunctionMode):
     def __init__(self, verb: str, arguments: Any) -> None:
         super().__init__()
         self._verb = verb
-        self._level = 0 if torch.compiler.is_compiling() else torch._C._functorch.maybe_current_level()
-        self._trace = tracing()
-        self._modes = {_innermost(t).fake_mode for t in pytree.tree_leaves(arguments)} if self._trace else set()
+        self._is_node = verb == "map_reduce"  # which computes below the transforms around it
+        self._level = _current_level()
         for tensor in pytree.tree_leaves(arguments):
             if isinstance(tensor, torch.Tensor):
                 setattr(tensor, _MARK, True)
 
-    def __enter__(self) -> Watch:
-        if self._trace:
-            self._trace.watches.append(self)
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        if self._trace:
-            self._trace.watches.pop()
-        super().__exit__(*exception)
-
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if self._trace:
-            is_looked_at = self is self._trace.watches[-1]  # a map inside has tensors of its own
-        else:
-            is_looked_at = torch.is_grad_enabled() and function not in _HARMLESS
-        if is_looked_at and not _reads_attribute(function):
+        given = _tensors_in([*args, *kwargs.values()])
+        if function not in _READ and not _reads_attribute(function):
+            is_checked = torch.is_grad_enabled() and function not in _DETACH
             for tensor in given:
-                if not hasattr(tensor, _MARK) and self._is_from_outside(tensor):
-                    raise self._objection(tensor)
+                if (is_checked or self._is_node) and not self._is_inside(tensor):
+                    self._check(tensor, is_checked)
         result = function(*args, **kwargs)
-        for tensor in pytree.tree_leaves(result):
+        # torch.compile lets no one mark what is in a list; that is looked at when it is used.
+        for tensor in [result] if torch.compiler.is_compiling() else _tensors_in([result]):
             # What a function gives back as it came, such as Tensor.float, is not from inside.
             if isinstance(tensor, torch.Tensor) and not any(tensor is one for one in given):
                 setattr(tensor, _MARK, True)
         return result
 
-    def _is_from_outside(self, tensor: torch.Tensor) -> bool:
-        """Whether it is what the client function may not use.
-
-        In a trace, a value of that trace; otherwise a tensor that a gradient leads to at a level of torch.func below
-        the client function's, or without any.
-        """
-        if torch.compiler.is_compiling():
-            return tensor.requires_grad
-        functorch = torch._C._functorch
-        while functorch.is_functorch_wrapped_tensor(tensor):
-            level = functorch.maybe_get_level(tensor)
-            if not self._trace:
-                if level == self._level and functorch.is_batchedtensor(tensor):
-                    return False  # another for every client
-                if level < self._level and functorch.is_gradtrackingtensor(tensor):
-                    return True
-            tensor = functorch.get_unwrapped(tensor)
-            if hasattr(tensor, _MARK):
+    def _is_inside(self, tensor: torch.Tensor) -> bool:
+        """Whether it was born inside, under the transforms too that the client function calls."""
+        while not hasattr(tensor, _MARK):
+            if torch.compiler.is_compiling() or not _is_wrapped(tensor):
                 return False
-        if self._trace and isinstance(tensor, FakeTensor):
-            return tensor.fake_mode not in self._modes
-        return tensor.requires_grad
+            if _functorch.maybe_get_level(tensor) <= self._level:
+                return False
+            tensor = _functorch.get_unwrapped(tensor)
+        return True
 
-    def _objection(self, tensor: torch.Tensor) -> InvalidArgument:
-        where = "" if torch.compiler.is_compiling() else _place_of_use()
-        if self._trace:
-            return InvalidArgument(
-                f"the client function uses a tensor of shape {list(tensor.shape)} from around it{where}, which clients "
-                f"have not: pass federated.broadcast(tensor) to {self._verb} as an argument"
-            )
-        return InvalidArgument(
-            f"the client function uses a tensor of shape {list(tensor.shape)} from around it{where}, and a gradient "
-            f"leads to it: its derivative would be wrong. Pass federated.broadcast(tensor) to {self._verb} as an "
-            "argument, or use tensor.detach()"
+    def _check(self, tensor: torch.Tensor, is_checked: bool) -> None:
+        if torch.compiler.is_compiling():
+            _check_constant(tensor, self._level, tensor.shape, self._verb)
+        elif _is_wrapped(tensor) or tensor.requires_grad:
+            if is_checked:
+                _check_constant(tensor, self._level, tensor.shape, self._verb)
+            if self._is_node:
+                self._check_unwrapped(tensor)
+
+    def _check_unwrapped(self, tensor: torch.Tensor) -> None:
+        shape = list(tensor.shape)
+        while _is_wrapped(tensor):
+            level = _functorch.maybe_get_level(tensor)
+            if level == self._level and _functorch.is_batchedtensor(tensor):
+                return  # another for every client
+            if level <= self._level:
+                raise InvalidArgument(
+                    f"the client function uses a tensor of shape {shape} from around it{_place_of_use()}, over which a "
+                    f"transform of torch.func runs: pass federated.broadcast(tensor) to {self._verb} as an argument"
+                )
+            tensor = _functorch.get_unwrapped(tensor)
+
+
+# ---- whether a gradient leads to a tensor
+#
+# An operator, since every level of torch.func (and autograd, below them) dispatches it anew, with the tensor as it is
+# there. It runs where torch.compile traces, too, where a tensor does not tell what it is wrapped in.
+
+_library = torch.library.Library("bagua_federated", "FRAGMENT")
+_library.define("check_constant(Tensor value, int level, SymInt[] shape, str verb) -> Tensor")
+_check_constant = torch.ops.bagua_federated.check_constant.default
+
+
+def _nothing(value: torch.Tensor, level: int, shape: Sequence[int], verb: str) -> torch.Tensor:
+    return value.new_empty(0)
+
+
+def _check_here(keyset: Any, value: torch.Tensor, level: int, shape: Sequence[int], verb: str) -> torch.Tensor:
+    """At one level: those above the client function's are the function's own."""
+    if value.requires_grad and torch.is_grad_enabled() and _current_level() <= level:
+        raise InvalidArgument(
+            f"the client function uses a tensor of shape {list(shape)} from around it{_place_of_use()}, and a gradient "
+            f"leads to it: its derivative would be wrong. Pass federated.broadcast(tensor) to {verb} as an argument, "
+            "or use tensor.detach()"
         )
+    with torch._C._AutoDispatchBelowAutograd():
+        return _check_constant.redispatch(keyset & torch._C._after_autograd_keyset, value, level, shape, verb)
 
 
-def _innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """Without what torch.func has wrapped around it."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
+def _check_batched(
+    info: Any, in_dims: tuple, value: torch.Tensor, level: int, shape: Sequence[int], verb: str
+) -> tuple[torch.Tensor, None]:
+    """What is another for every client is from inside; batches of programs and of the function itself say nothing."""
+    if _current_level() == level:
+        return value.new_empty(0), None
+    return _check_constant(value, level, shape, verb), None
+
+
+_library.impl("check_constant", _nothing, "CompositeExplicitAutograd")
+_library.impl("check_constant", _check_here, "Autograd", with_keyset=True)
+torch.library.register_fake("bagua_federated::check_constant", _nothing, lib=_library)
+torch.library.register_vmap("bagua_federated::check_constant", _check_batched, lib=_library)
+
+
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    """Those that torch's functions take and return: by themselves, in lists, tuples and dictionaries."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors_in(value)
+        elif isinstance(value, dict):
+            found += _tensors_in(value.values())
+    return found
 
 
 def _reads_attribute(function: Callable) -> bool:

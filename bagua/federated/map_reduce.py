@@ -218,12 +218,15 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, node: Node, *inputs: torch.Tensor) -> tuple[Tensors, tuple]:
-        # The clients' axis stays the first one, so the batch's goes to the end.
-        moved = [x if dim is None else x.movedim(dim, -1) for x, dim in zip(inputs, in_dims[1:], strict=True)]
-        dims = tuple(None if dim is None else -1 for dim in in_dims[1:])
-        batched = torch.func.vmap(node.of_chunk, dims, -1, randomness=info.randomness)
-        outputs = node._replace(of_chunk=batched)(*moved)
-        return outputs, (-1,) * len(outputs)
+        # The clients' axis stays the first one, so the batch's is the second of what is placed. Never -1: torch 2.13
+        # writes out of bounds where it has to expand a result that is the same for the whole batch.
+        moved, dims = [], []
+        for x, dim, one in zip(inputs, in_dims[1:], node.is_shared, strict=True):
+            dims.append(None if dim is None else 0 if one else 1)
+            moved.append(x if dim is None else x.movedim(dim, dims[-1]))
+        out_dims = tuple(0 if one else 1 for one in node.is_sum)
+        batched = torch.func.vmap(node.of_chunk, tuple(dims), out_dims, randomness=info.randomness)
+        return node._replace(of_chunk=batched)(*moved), out_dims
 
 
 def _has_tangents(tensor: torch.Tensor) -> bool:

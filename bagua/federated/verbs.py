@@ -132,8 +132,8 @@ def map_fn(
 
     Raises:
         InvalidArgument: the first axis of an argument is not the clients' one; the function returns what is no tensor,
-            uses a tensor from around it to which a gradient leads (not seen under torch.compile: run it once without),
-            or steps an optimizer of torch.optim, whose gradients are not there under torch.func.
+            uses a tensor from around it to which a gradient leads (torch.compile raises a RuntimeError that says so), or
+            steps an optimizer of torch.optim, whose gradients are not there under torch.func.
     """
     clients = current(placement, "map_fn")
     arguments = check_placed(arguments, clients, "map_fn")

@@ -128,11 +128,33 @@ def derivatives(loss):
     z = x.clone().requires_grad_()
     (first,) = torch.autograd.grad(loss(z), z, create_graph=True)
     yield "backward", first.detach()
-    yield "backward of backward", torch.autograd.grad((first * t).sum(), z)[0]
+    constant = 0 * z.sum()  # torch asks for a graph, which the gradient of a linear function has none of
+    yield "backward of backward", torch.autograd.grad((first * t).sum() + constant, z)[0]
 
 
 def fused_loss(chunk_size, x, y):
     return federated.map_reduce(square, (federated.broadcast(x), y), chunk_size=chunk_size)
+
+
+def local_loss(x, y):
+    """After a step at the client, whose derivative is taken within."""
+    return square(x - 0.1 * grad(square)(x, y), y)
+
+
+def linear(x, y):
+    return x @ y
+
+
+@pytest.mark.parametrize("function", [local_loss, linear])
+def test_a_node_is_the_two_verbs(function):
+    rows = rows_of(3)
+    node = federated.program(
+        lambda x: federated.map_reduce(function, (federated.broadcast(x), rows), chunk_size=2), clients=3
+    )
+    for (what, ours), (_, theirs) in zip(
+        derivatives(node), derivatives(lambda x: sum(function(x, row) for row in rows) / 3), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=what)
 
 
 BODIES = {"two verbs": mean_loss, **{f"chunks of {k}": functools.partial(fused_loss, k) for k in (None, 1, 4)}}
@@ -312,26 +334,57 @@ def captures_in_a_node(x, lr):
     return federated.map_reduce(lambda x, y: grad(lambda z: (z * x * y).sum())(lr), (federated.broadcast(x), Y))
 
 
-@pytest.mark.parametrize("body", [captures, captures_in_a_node])
-def test_a_gradient_through_a_closure_is_refused(body):
+CAPTURING = {"two verbs": captures, "a node": captures_in_a_node}
+
+
+def ways_to_a_closure(body):
+    """Functions with their argument, in which a gradient leads to a tensor that a client function captures."""
     program, lr = federated.program(body, clients=3), torch.tensor(0.5)
 
     def by_lr(lr):
         return program(X, lr)
 
+    return {
+        "grad": (grad(by_lr), lr),
+        "vmap of grad": (vmap(grad(by_lr)), lr.expand(2)),
+        "grad of vmap": (grad(lambda lr: vmap(by_lr)(lr).sum()), lr.expand(2)),
+        "autograd": (by_lr, lr.clone().requires_grad_()),
+        "hessian": (hessian(by_lr), lr),
+    }
+
+
+@pytest.mark.parametrize("body", [captures, captures_in_a_node])
+def test_a_gradient_through_a_closure_is_refused(body):
+    program, lr = federated.program(body, clients=3), torch.tensor(0.5)
     assert torch.isfinite(program(X, lr)), "a constant may be used"
-    leaf = lr.clone().requires_grad_()
-    ways = [
-        lambda: grad(by_lr)(lr),
-        lambda: vmap(grad(by_lr))(lr.expand(2)),
-        lambda: by_lr(leaf),
-        lambda: hessian(by_lr)(lr),
-    ]
-    for way in ways:
-        with pytest.raises(InvalidArgument, match=r"tensor of shape \[\] from around it in .*test_verbs.py:\d+"):
-            way()
+    for way, argument in ways_to_a_closure(body).values():
+        with pytest.raises(InvalidArgument, match=r"tensor of shape \[2?\] from around it in .*test_verbs.py:\d+"):
+            way(argument)
     with torch.no_grad():
-        federated.program(captures, clients=3)(X, leaf)
+        program(X, lr.clone().requires_grad_())
+
+
+@fast_in("way", ["grad"], list(ways_to_a_closure(captures)))
+@fast_in("body", ["two verbs"], list(CAPTURING))
+def test_torch_compile_refuses_it_too(body, way):
+    torch.compiler.reset()
+    function, argument = ways_to_a_closure(CAPTURING[body])[way]
+    with pytest.raises(RuntimeError, match=r"tensor of shape \[2?\] from around it"):
+        torch.compile(function, backend="eager")(argument)
+
+
+def test_forward_mode_and_batches_go_through_a_closure():
+    program, lr = federated.program(captures, clients=3), torch.tensor(0.5)
+    torch.testing.assert_close(jvp(lambda lr: program(X, lr), (lr,), (lr,))[1], program(X, lr))
+    torch.testing.assert_close(vmap(lambda lr: program(X, lr))(torch.stack([lr, 2 * lr]))[1], program(X, 2 * lr))
+
+
+def test_they_do_not_go_through_that_of_a_node():
+    """A node computes anew, under no transform but its own."""
+    program, lr = federated.program(captures_in_a_node, clients=3), torch.tensor(0.5)
+    for way in (vmap(lambda lr: program(X, lr)), lambda lr: jvp(lambda lr: program(X[0], lr), (lr[0],), (lr[0],))):
+        with torch.no_grad(), pytest.raises(InvalidArgument, match="over which a transform of torch.func runs"):
+            way(lr.expand(3))
 
 
 def step_of_torch(x, y):
