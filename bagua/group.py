@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
@@ -36,7 +37,10 @@ class ProcessGroup:
         name: the same on all ranks.
         timeout: deadline of each operation.
         subgroups: those that ``subgroup`` has made and that are open.
+        before_operation: of all groups: raises where an operation of the group may not stand.
     """
+
+    before_operation: ClassVar[Callable[[ProcessGroup], None] | None] = None
 
     def __init__(self, network: Network, name: str, ranks: Sequence[int], global_rank: int, timeout: timedelta | float):
         self.name = name
@@ -119,6 +123,8 @@ class ProcessGroup:
             InvalidArgument: this process is not a member, or a forked child of one, or the group was destroyed.
         """
         self._check_member()
+        if ProcessGroup.before_operation is not None:
+            ProcessGroup.before_operation(self)
         if self._pid != os.getpid():
             raise InvalidArgument(
                 f"this process is a forked child of rank {self._global_rank} (process {self._pid}) and no rank itself; "

@@ -97,6 +97,11 @@ def _kind_without_memory(tensor: torch.Tensor) -> str:
         return f"{name}, which stands for a tensor that is spread over ranks; pass the local part, .to_local()"
     if hasattr(tensor, "fake_mode"):
         return f"{name}, which has a shape but no values; make and pass the real tensor, outside FakeTensorMode"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return (
+            f"{name} of shape {tuple(tensor.shape)} inside a transform of torch.func (vmap, grad, ...), which does not "
+            "see through collectives: communicate outside of it, or by bagua.federated"
+        )
     return (
         f"{name} of shape {tuple(tensor.shape)} without memory of its own: a wrapper of other tensors, or freed; pass "
         "the tensor that holds the values"

@@ -3,6 +3,7 @@
 from bagua.federated.fixed_point import FixedPoint
 from bagua.federated.graph import Graph
 from bagua.federated.map_reduce import map_reduce
+from bagua.federated.model_parallel import copy_to_group, reduce_from_group
 from bagua.federated.operators import record
 from bagua.federated.placement import program
 from bagua.federated.platform import Client, IsolatedClients, Platform, run_on
@@ -18,11 +19,13 @@ __all__ = [
     "IsolatedClients",
     "Platform",
     "broadcast",
+    "copy_to_group",
     "cost_of",
     "map_fn",
     "map_reduce",
     "program",
     "record",
+    "reduce_from_group",
     "reduce_mean",
     "reduce_sum",
     "reduce_weighted_mean",

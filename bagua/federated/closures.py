@@ -38,6 +38,10 @@ _MARK = "_bagua_inside"
 # They give something else than a value that a gradient flows through.
 _READ = {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel}
 _DETACH = {torch.Tensor.detach, torch.detach}
+_COMMUNICATION = {
+    "torch.distributed.distributed_c10d",
+    *(f"torch._ops.{name}" for name in ("c10d", "_c10d_functional", "_c10d_functional_autograd")),
+}
 _functorch = torch._C._functorch
 _is_wrapped = _functorch.is_functorch_wrapped_tensor
 
@@ -67,6 +71,12 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if getattr(function, "__module__", "") in _COMMUNICATION:
+            raise InvalidArgument(
+                f"{function.__name__} of torch.distributed inside a client function, where torch.func's transforms do "
+                "not see through it: return the value, and call federated.reduce_sum after map_fn. The ranks that "
+                "share a client communicate inside, by federated.copy_to_group and reduce_from_group"
+            )
         given = _tensors_in([*args, *kwargs.values()])
         if function not in _READ and not _reads_attribute(function):
             is_checked = torch.is_grad_enabled() and function not in _DETACH

@@ -11,13 +11,15 @@ import contextvars
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from bagua import world
-from bagua.errors import InvalidArgument
+from bagua import agreement, world
+from bagua.errors import BaguaError, InvalidArgument
 from bagua.group import ProcessGroup
 
 Function = TypeVar("Function", bound=Callable)
@@ -63,6 +65,15 @@ class Placement:
                 f"the group over which the program {self.program!r} ran is gone; run the program again in the new one"
             )
         return group
+
+    @contextmanager
+    def everywhere(self) -> Iterator[None]:
+        """What is raised inside is raised on all ranks of the group."""
+        try:
+            yield
+        except Exception as error:
+            error.raised_over = self.key
+            raise
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer of that many elements for the reduction that runs, in memory shared with the ranks of this host."""
@@ -173,6 +184,53 @@ def current(name: str | None, verb: str) -> Placement:
     return placement
 
 
+# ---- groups inside of client functions
+
+
+def mapping() -> tuple[str, ...]:
+    """The keys of the placements of which a client function runs, from the outermost in."""
+    return tuple([frame.placement.key for frame in frames() if frame.is_mapping])
+
+
+def check_group(group: ProcessGroup, keys: Iterable[str]) -> None:
+    """Raises InvalidArgument where a client function of one of these would communicate with other clients' ranks."""
+    for clients in [placement_of(key) for key in keys]:
+        if clients.is_distributed and len(set(group.ranks) & set(clients.group.ranks)) > 1:
+            raise InvalidArgument(
+                f"a client function, which sees one client of {clients.name!r} only, communicates in the group "
+                f"{group.name!r} of ranks {group.ranks}, which hold other clients, too: return the value, and call "
+                "federated.reduce_sum after map_fn. The ranks that share a client communicate inside, by "
+                "federated.copy_to_group and reduce_from_group"
+            )
+
+
+def _check_operation(group: ProcessGroup) -> None:
+    keys = [frame.placement.key for frame in _frames.get() if frame.is_mapping]
+    if keys:
+        check_group(group, keys)
+
+
+ProcessGroup.before_operation = staticmethod(_check_operation)
+
+
+@torch.compiler.assume_constant_result
+def shards(group: ProcessGroup, within: tuple[str, ...]) -> Placement:
+    """The ranks of the group as a placement with one place on each.
+
+    Args:
+        within: the keys of the placements of which a client function runs; the ranks must hold the same clients.
+    """
+    if not isinstance(group, ProcessGroup):
+        raise InvalidArgument(
+            f"expected a group of bagua.new_group or bagua.from_torch_group, but got a {type(group).__name__}"
+        )
+    ranks = _members_of(group)
+    check_group(group, within)
+    held = [placement_of(key) for key in within]
+    title = ", in ".join(f"{one.program} of {one.num_local} {one.name} on this rank" for one in reversed(held))
+    return _intern("shards", group.size, 1 if ranks else group.size, title or "no program", ranks)
+
+
 # ---- programs
 
 
@@ -219,8 +277,8 @@ def program(
     title = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
 
     @torch.compiler.assume_constant_result
-    def place(is_within_client: bool) -> Placement:
-        ranks = _ranks_of(group, is_within_client)
+    def place(within: tuple[str, ...]) -> Placement:
+        ranks = _ranks_of(group, within)
         trace = None if torch.compiler.is_compiling() else trace_in_force.get()
         placement = _intern(
             name, size, _local_of(size, num_local, ranks, name), title, ranks if trace is None else None
@@ -234,17 +292,52 @@ def program(
         running = frames()
         if any(frame.placement.name == name for frame in running):
             raise InvalidArgument(f"a program over {name!r} inside another over {name!r}: give one another name")
-        return run_in(Frame(place(any(frame.is_mapping for frame in running))), function, args, kwargs)
+        frame = Frame(place(mapping()))
+        if torch.compiler.is_compiling():
+            return run_in(frame, function, args, kwargs)
+        try:
+            return run_in(frame, function, args, kwargs)
+        except Exception as error:
+            _tell(frame.placement, error)
+            raise
 
     return run
 
 
-def _ranks_of(group: ProcessGroup | None, is_within_client: bool) -> ProcessGroup | None:
-    if group is None and (is_within_client or not world.is_initialized()):
+def _tell(placement: Placement, error: Exception) -> None:
+    """Tells the other ranks, which wait for this one in a reduction, or soon will, what it raises in the program.
+
+    They are told in place of the agreement on the next reduction. Where they have agreed on that one before, they learn
+    that this rank calls something else.
+    """
+    is_of_a_failed_group = isinstance(error, BaguaError) and not isinstance(error, InvalidArgument)
+    is_known = is_of_a_failed_group or getattr(error, "raised_over", None) == placement.key
+    if is_known or not placement.is_distributed:
+        return
+
+    def fail() -> NoReturn:
+        raise error
+
+    try:
+        with temporarily_clear_interpreter_stack():  # torch.func's transforms have nothing to do with it
+            agreement.agree(placement.group, fail, "")
+    except Exception as failure:  # this one, or that the others do something else or are gone
+        if failure is not error and error.__cause__ is None:
+            error.__cause__ = failure
+
+
+def _ranks_of(group: ProcessGroup | None, within: tuple[str, ...]) -> ProcessGroup | None:
+    if group is None and (within or not world.is_initialized()):
         return None
     group = world.resolve(group)
+    check_group(group, within)
+    return _members_of(group)
+
+
+def _members_of(group: ProcessGroup) -> ProcessGroup | None:
+    """The group; None where this rank is all of it."""
     if group.rank < 0:
-        raise InvalidArgument(f"this rank is not in the group {group.name!r} of the program")
+        raise InvalidArgument(f"this rank is not in the group {group.name!r} of ranks {group.ranks}")
     return group if group.size > 1 else None
 
 

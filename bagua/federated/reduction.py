@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NoReturn
 
 import torch
 
@@ -52,21 +51,6 @@ def _sum_one_dtype(placement: Placement, values: list[torch.Tensor], dtype: torc
     return [torch.view_as_complex(part.clone()) if dtype.is_complex else part.clone() for part in parts]
 
 
-def refuse(placement: Placement, error: InvalidArgument) -> NoReturn:
-    """Raises what is wrong with this rank's values, when the others know of it.
-
-    They are told in place of the agreement on the next reduction. Where they have agreed on that one before, they learn
-    that this rank calls something else.
-    """
-    if placement.is_distributed:
-
-        def fail() -> NoReturn:
-            raise error
-
-        agreement.agree(placement.group, fail, "")
-    raise error
-
-
 def agree(placement: Placement, values: Sequence[torch.Tensor], verb: str) -> None:
     """Compares the program and the shapes with the other ranks', the first time that they run here.
 
@@ -85,12 +69,13 @@ def agree(placement: Placement, values: Sequence[torch.Tensor], verb: str) -> No
             described[f"tensor {index} of a client"] = f"{list(shape)} {dtype}"
         return None, described
 
-    agreement.agree(placement.group, describe, "run the same program with values of the same shapes on all ranks")
-    numbers = placement.group.all_gather_object(placement.num_local)
-    if sum(numbers) != placement.size:
-        raise InvalidArgument(
-            f"the ranks hold {numbers} clients, {sum(numbers)} in all, but the program {placement.program!r} is over "
-            f"{placement.size} {placement.name}; give program(num_local=) what each rank holds"
-        )
+    with placement.everywhere():
+        agreement.agree(placement.group, describe, "run the same program with values of the same shapes on all ranks")
+        numbers = placement.group.all_gather_object(placement.num_local)
+        if sum(numbers) != placement.size:
+            raise InvalidArgument(
+                f"the ranks hold {numbers} clients, {sum(numbers)} in all, but the program {placement.program!r} is "
+                f"over {placement.size} {placement.name}; give program(num_local=) what each rank holds"
+            )
     placement.is_agreed = True
     placement.agreed.add(shapes)

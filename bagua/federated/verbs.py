@@ -17,7 +17,6 @@ from bagua.errors import InvalidArgument
 from bagua.federated.closures import Watch
 from bagua.federated.operators import call
 from bagua.federated.placement import Frame, Placement, current, run_in
-from bagua.federated.reduction import refuse
 from bagua.federated.traced import Spec, Trace, tracing
 from bagua.federated.traced import call as traced_call
 
@@ -35,7 +34,7 @@ def broadcast(value: Tree, *, placement: str | None = None) -> Tree:
         ``[num_local, ...]`` of the same structure. The clients share the memory.
     """
     clients = current(placement, "broadcast")
-    leaves, structure = pytree.tree_flatten(_tensors(value, "broadcast"))
+    leaves, structure = pytree.tree_flatten(check_tensors(value, "broadcast"))
     placed = across("broadcast", leaves, clients)
     if not tracing():
         placed = [_expand(leaf, clients) for leaf in placed]
@@ -132,8 +131,9 @@ def map_fn(
 
     Raises:
         InvalidArgument: the first axis of an argument is not the clients' one; the function returns what is no tensor,
-            uses a tensor from around it to which a gradient leads (torch.compile raises a RuntimeError that says so), or
-            steps an optimizer of torch.optim, whose gradients are not there under torch.func.
+            uses a tensor from around it to which a gradient leads (torch.compile raises a RuntimeError that says so),
+            communicates with ranks that hold other clients, or steps an optimizer of torch.optim, whose gradients are
+            not there under torch.func.
     """
     clients = current(placement, "map_fn")
     arguments = check_placed(arguments, clients, "map_fn")
@@ -225,7 +225,7 @@ def _at(path: tuple) -> str:
     return f" at {pytree.keystr(path)}" if path else ""
 
 
-def _tensors(value: Tree, verb: str) -> Tree:
+def check_tensors(value: Tree, verb: str) -> Tree:
     """With tensors for numbers."""
 
     def check(path: tuple, leaf: Any) -> torch.Tensor:
@@ -244,12 +244,11 @@ def check_placed(value: Tree, clients: Placement, verb: str) -> Tree:
             raise InvalidArgument(f"{verb} of {leaf!r}{_at(path)}, a {type(leaf).__name__}, expected tensors")
         if leaf.dim() == 0 or leaf.shape[0] != clients.num_local:
             held = "all of them" if clients.num_local == clients.size else f"of {clients.size} in all"
-            error = InvalidArgument(
+            raise InvalidArgument(
                 f"{verb}: a tensor of shape {list(leaf.shape)}{_at(path)}, expected {clients.num_local} as the first "
                 f"axis, the {clients.name} that this rank holds, {held}; federated.broadcast values of the server, or "
                 "give program(num_local=) what each rank holds"
             )
-            refuse(clients, error)
         if verb != "map_fn" and leaf.dtype is torch.bool:
             raise InvalidArgument(f"{verb} of bools{_at(path)}: say what a sum is by .to(torch.int64) or another dtype")
     return value

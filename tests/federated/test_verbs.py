@@ -16,7 +16,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import bagua
 from bagua import federated
-from bagua.errors import InvalidArgument
+from bagua.errors import BaguaError, InvalidArgument
 from bagua.federated import operators
 from tests.communication.worlds import fast_in
 from tests.conformance.training import process_group
@@ -393,48 +393,122 @@ def step_of_torch(x, y):
     return x
 
 
+# Of programs over two clients on a rank, for x [2] and y [2, 2], and what is said of them.
 MISTAKES = {
-    "outside": (lambda: federated.broadcast(X), "outside of a program"),
-    "other clients": (lambda: fax(X, Y[:2]), r"shape \[2, 2\] at \[1\], expected 3 as the first axis"),
-    "a number": (
-        lambda: federated.program(federated.reduce_sum, clients=3)(torch.tensor(1.0)),
-        "expected 3 as the first",
-    ),
+    "other clients": (lambda x, y: mean_loss(x, y[:1]), r"shape \[1, 2\] at \[1\], expected 2 as the first axis"),
+    "a number": (lambda x, y: federated.reduce_sum(x.sum()), r"shape \[\], expected 2 as the first axis"),
     "mean of integers": (
-        lambda: federated.program(federated.reduce_mean, clients=3)(torch.ones(3, dtype=torch.int64)),
+        lambda x, y: federated.reduce_mean(torch.ones(2, dtype=torch.int64)) * x.sum(),
         "reduce_mean of torch.int64",
     ),
-    "bools": (lambda: federated.program(federated.reduce_sum, clients=3)(torch.ones(3, dtype=torch.bool)), "of bools"),
-    "no tensor": (
-        lambda: federated.program(lambda: federated.map_fn(lambda y: {"n": 3}, Y), clients=3)(),
-        r"returns 3 at \['n'\], a int",
-    ),
-    "no weight": (
-        lambda: federated.program(federated.reduce_weighted_mean, clients=3)(Y, torch.zeros(3)),
-        "add up to 0",
+    "bools": (lambda x, y: federated.reduce_sum(y > 0) * x.sum(), "reduce_sum of bools"),
+    "no tensor": (lambda x, y: federated.map_fn(lambda y: {"n": 3}, y), r"returns 3 at \['n'\], a int"),
+    "nothing": (lambda x, y: federated.map_reduce(lambda y: None, y), "returns None"),
+    "no tensor of the server": (lambda x, y: federated.broadcast([x, "x"]), "broadcast of 'x' at .*expected tensors"),
+    "other weights": (lambda x, y: federated.reduce_weighted_mean(y, x[:1]), r"weights of shape \[1\], expected \[2\]"),
+    "no mask": (
+        lambda x, y: federated.reduce_weighted_mean(y, x, mask=x),
+        "mask of torch.float32, expected torch.bool",
     ),
     "verbs at a client": (
-        lambda: federated.program(lambda: federated.map_fn(lambda y: federated.reduce_sum(y), Y), clients=3)(),
+        lambda x, y: federated.map_fn(lambda y: federated.reduce_sum(y), y),
         "reduce_sum inside a client function",
     ),
-    "an optimizer": (
-        lambda: federated.program(lambda: federated.map_fn(step_of_torch, (Y, Y)), clients=3)(),
+    "an optimizer": (lambda x, y: federated.map_fn(step_of_torch, (y, y)), "SGD.*inside a client function"),
+    "an optimizer in a node": (
+        lambda x, y: federated.map_reduce(step_of_torch, (y, y)),
         "SGD.*inside a client function",
     ),
-    "two sizes": (lambda: federated.program(mean_loss, clients=3, silos=2), "one placement"),
-    "no clients": (lambda: federated.program(mean_loss, clients=0), "clients=0"),
     "the same name": (
-        lambda: federated.program(lambda: fax(X, Y), clients=2)(),
+        lambda x, y: federated.program(mean_loss, clients=2)(x, y),
         "a program over 'clients' inside another",
     ),
+    "no weight": (lambda x, y: federated.reduce_weighted_mean(x * y, torch.zeros(2)), "add up to 0"),
 }
+
+
+def refused(rank, world_size, what, wrong_rank):
+    """What a rank sees, by transform, where all ranks run the body of that name, or one alone."""
+    found = {}
+    body, _ = MISTAKES[what]
+    is_wrong = wrong_rank in (None, rank)
+    for transform, (make, server) in {
+        "none": (lambda f: f, X),
+        "grad": (lambda f: grad(lambda *args: f(*args).sum()), X),
+        "hessian": (lambda f: hessian(lambda *args: f(*args).sum()), X),
+        "vmap": (lambda f: vmap(f, (0, None)), torch.stack([X, X, X])),
+    }.items():
+        program = federated.program(lambda x, y: (body if is_wrong else mean_loss)(x, y), clients=2 * world_size)
+        f = make(program)
+        with pytest.raises(InvalidArgument) as caught:
+            f(server, Y[:2])
+        found[transform] = str(caught.value)
+        if world_size > 1:
+            bagua.barrier()  # the group is as it was
+    return found
 
 
 @pytest.mark.parametrize("what", MISTAKES)
 def test_mistakes(what):
-    run, message = MISTAKES[what]
+    for found in refused(0, 1, what, None).values():
+        assert re.search(MISTAKES[what][1], found), found
+
+
+def refused_on_ranks(rank, world_size):
+    found = {}
+    with process_group():
+        for what in MISTAKES:
+            for wrong_rank in (None, 1):
+                if (what, wrong_rank) != ("no weight", 1):  # which is right where the other's clients have some
+                    found[what, wrong_rank] = refused(rank, world_size, what, wrong_rank)
+    return found
+
+
+def test_mistakes_on_ranks_are_known_on_all(pool2):
+    for rank, cases in enumerate(pool2.run(refused_on_ranks)):
+        for (what, wrong_rank), messages in cases.items():
+            said = "rank 1 raised InvalidArgument: .*" if (wrong_rank, rank) == (1, 0) else ""
+            for transform, message in messages.items():
+                assert re.search(said + MISTAKES[what][1], message), (what, wrong_rank, rank, transform, message)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda: federated.broadcast(X), "outside of a program"),
+        (lambda: federated.map_fn(torch.sin, X), "outside of a program"),
+        (lambda: federated.map_reduce(torch.sin, X), "outside of a program"),
+        (lambda: grad(lambda x: federated.reduce_mean(x))(X), "outside of a program"),
+        (lambda: federated.program(mean_loss, clients=3, silos=2), "one placement"),
+        (lambda: federated.program(mean_loss, clients=0), "clients=0"),
+        (lambda: federated.program(mean_loss, clients=3, num_local=2)(X, Y), "num_local=2, but this process alone"),
+    ],
+)
+def test_mistakes_around_programs(run, message):
     with pytest.raises(InvalidArgument, match=message):
         run()
+
+
+def a_later_mistake(rank, world_size):
+    """What ranks see where one alone fails in a program whose reductions have run before."""
+
+    def body(x, y, fails):
+        if fails:
+            raise ZeroDivisionError("of rank 1")
+        return mean_loss(x, y)
+
+    with process_group():
+        program = federated.program(body, clients=4)
+        program(X, Y[:2], False)
+        with pytest.raises((BaguaError, ZeroDivisionError)) as caught:
+            grad(program)(X, Y[:2], rank == 1)
+        return caught.value
+
+
+def test_a_later_mistake_keeps_nobody_waiting(pool2):
+    others, own = pool2.run(a_later_mistake)
+    assert isinstance(own, ZeroDivisionError)
+    assert isinstance(others, BaguaError) and "rank 1" in str(others)
 
 
 def differs(rank, world_size, what):
