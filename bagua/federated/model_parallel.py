@@ -27,7 +27,7 @@ def copy_to_group(value: Tree, group: ProcessGroup) -> Tree:
         Tensors of the same structure, shapes and dtypes.
 
     Example:
-        >>> import bagua
+        >>> import bagua, torch
         >>> from bagua import federated
         >>> bagua.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
         >>> model = bagua.new_group([0])
