@@ -2,7 +2,8 @@
 
 A tensor that a client function takes from around it, and to which a gradient leads, has the right value and a wrong
 derivative in reverse mode: each rank would add up its own clients only. While a client function runs, or torch.compile
-traces it, every operation on such a tensor raises. Constants are free to be used.
+traces it, every operation on such a tensor raises. Constants are free to be used. In federated.trace nothing but
+constants is: a client that is somewhere else has only what was sent to it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
 from bagua.federated.placement import frames
+from bagua.federated.traced import Trace, tracing
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
@@ -79,10 +82,10 @@ class Watch(TorchFunctionMode):
             )
         given = _tensors_in([*args, *kwargs.values()])
         if function not in _READ and not _reads_attribute(function):
-            is_checked = torch.is_grad_enabled() and function not in _DETACH
+            is_followed = torch.is_grad_enabled() and function not in _DETACH
             for tensor in given:
-                if (is_checked or self._is_node) and not self._is_inside(tensor):
-                    self._check(tensor, is_checked)
+                if not self._is_inside(tensor):
+                    self._check(tensor, is_followed)
         result = function(*args, **kwargs)
         # torch.compile lets no one mark what is in a list; that is looked at when it is used.
         for tensor in [result] if torch.compiler.is_compiling() else _tensors_in([result]):
@@ -101,11 +104,13 @@ class Watch(TorchFunctionMode):
             tensor = _functorch.get_unwrapped(tensor)
         return True
 
-    def _check(self, tensor: torch.Tensor, is_checked: bool) -> None:
+    def _check(self, tensor: torch.Tensor, is_followed: bool) -> None:
+        """Of a tensor from outside; `is_followed` says whether a gradient follows through the function."""
         if torch.compiler.is_compiling():
-            _check_constant(tensor, self._level, tensor.shape, self._verb)
+            if is_followed or self._is_node:
+                _check_constant(tensor, self._level, tensor.shape, self._verb)
         elif _is_wrapped(tensor) or tensor.requires_grad:
-            if is_checked:
+            if is_followed:
                 _check_constant(tensor, self._level, tensor.shape, self._verb)
             if self._is_node:
                 self._check_unwrapped(tensor)
@@ -122,6 +127,49 @@ class Watch(TorchFunctionMode):
                     f"transform of torch.func runs: pass federated.broadcast(tensor) to {self._verb} as an argument"
                 )
             tensor = _functorch.get_unwrapped(tensor)
+
+
+class TraceWatch(Watch):
+    """Objects to every value of the trace that the client function is not given, and to tensors that require gradients.
+
+    While a map inside of the client function is traced, that map's watch looks, not this one.
+    """
+
+    def __init__(self, trace: Trace, verb: str, arguments: Any) -> None:
+        super().__init__(verb, arguments)
+        self._trace = trace
+        self._modes = {_innermost(tensor).fake_mode for tensor in pytree.tree_leaves(arguments)}
+
+    def __enter__(self) -> TraceWatch:
+        self._trace.watches.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._trace.watches.pop()
+        super().__exit__(*exception)
+
+    def _check(self, tensor: torch.Tensor, is_followed: bool) -> None:
+        shape = list(tensor.shape)
+        tensor = _innermost(tensor)
+        is_outer = tensor.fake_mode not in self._modes if isinstance(tensor, FakeTensor) else tensor.requires_grad
+        if is_outer and self is self._trace.watches[-1]:
+            raise InvalidArgument(
+                f"the client function uses a tensor of shape {shape} from around it{_place_of_use()}, which clients have "
+                f"not: pass federated.broadcast(tensor) to {self._verb} as an argument"
+            )
+
+
+def watch(verb: str, arguments: Any) -> Watch:
+    """What looks at the tensors that the client function of the verb uses."""
+    trace = tracing()
+    return TraceWatch(trace, verb, arguments) if trace else Watch(verb, arguments)
+
+
+def _innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """Without what torch.func has wrapped around it."""
+    while _is_wrapped(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
 
 
 # ---- whether a gradient leads to a tensor

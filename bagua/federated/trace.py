@@ -168,14 +168,14 @@ class _Conversion:
         while True:
             before = len(places)
             for node in reversed(nodes):
-                verb = traced._NAMES.get(node.target)
+                verb = traced.NAMES.get(node.target)
                 if verb == BROADCAST or (not verb and _is_made_from_nothing(node)):
                     continue
                 where = self._placement_of(node, verb).name if verb else places.get(node)
                 if where is not None:
                     places.update((argument, where) for argument in node.all_input_nodes)
             for node in nodes:
-                verb = traced._NAMES.get(node.target)
+                verb = traced.NAMES.get(node.target)
                 if verb in (BROADCAST, MAP):
                     places[node] = self._placement_of(node, verb).name
                 elif not verb and not _is_made_from_nothing(node):
@@ -203,7 +203,7 @@ class _Conversion:
     def _convert(self, node: fx.Node) -> Any:
         if node.target is operator.getitem:
             return self._known[node.args[0]][node.args[1]]
-        verb = traced._NAMES.get(node.target)
+        verb = traced.NAMES.get(node.target)
         if verb:
             return self._verb(node, verb)
         args, kwargs = _plain(fx.map_arg((node.args, node.kwargs), lambda given: self._known[given]))

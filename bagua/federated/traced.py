@@ -170,7 +170,7 @@ class _Replay(fx.Interpreter):
     """A graph run again in a trace, with derivatives for the operators of this file."""
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        name = _NAMES.get(target)
+        name = NAMES.get(target)
         return call(name, *args) if name else super().call_function(target, args, kwargs)
 
 
@@ -200,7 +200,7 @@ def _define(name: str) -> Any:
 
 
 OPERATORS = {name: _define(name) for name in (*VERBS, "map")}
-_NAMES = {operator: name for name, operator in OPERATORS.items()}
+NAMES = {operator: name for name, operator in OPERATORS.items()}
 
 
 def call(name: str, values: Tensors, key: str) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
-from bagua.federated.closures import Watch
+from bagua.federated.closures import watch
 from bagua.federated.operators import call
 from bagua.federated.placement import Frame, Placement, current, run_in
 from bagua.federated.traced import Spec, Trace, tracing
@@ -170,7 +170,7 @@ def _trace_map(trace: Trace, function: Callable, arguments: tuple, clients: Plac
 
 
 def run_client(function: Callable, clients: Placement, verb: str, *arguments: Any) -> Any:
-    with Watch(verb, arguments):
+    with watch(verb, arguments):
         result = run_in(Frame(clients, is_mapping=True), function, arguments, {})
     for path, leaf in pytree.tree_flatten_with_path(result)[0]:
         if not isinstance(leaf, torch.Tensor):
