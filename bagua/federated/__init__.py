@@ -1,11 +1,12 @@
 """Differentiable federated programs: algorithms over many clients, written in verbs and differentiated as a whole."""
 
+from bagua.federated import aggregators, sampling
 from bagua.federated.fixed_point import FixedPoint
 from bagua.federated.graph import Graph
 from bagua.federated.map_reduce import map_reduce
 from bagua.federated.model_parallel import copy_to_group, reduce_from_group
 from bagua.federated.operators import record
-from bagua.federated.placement import program
+from bagua.federated.placement import local_slice, program
 from bagua.federated.platform import Client, IsolatedClients, Platform, run_on
 from bagua.federated.rounds import Cost, cost_of
 from bagua.federated.trace import trace
@@ -18,9 +19,11 @@ __all__ = [
     "Graph",
     "IsolatedClients",
     "Platform",
+    "aggregators",
     "broadcast",
     "copy_to_group",
     "cost_of",
+    "local_slice",
     "map_fn",
     "map_reduce",
     "program",
@@ -30,5 +33,6 @@ __all__ = [
     "reduce_sum",
     "reduce_weighted_mean",
     "run_on",
+    "sampling",
     "trace",
 ]

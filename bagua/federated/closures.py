@@ -154,8 +154,8 @@ class TraceWatch(Watch):
         is_outer = tensor.fake_mode not in self._modes if isinstance(tensor, FakeTensor) else tensor.requires_grad
         if is_outer and self is self._trace.watches[-1]:
             raise InvalidArgument(
-                f"the client function uses a tensor of shape {shape} from around it{_place_of_use()}, which clients have "
-                f"not: pass federated.broadcast(tensor) to {self._verb} as an argument"
+                f"the client function uses a tensor of shape {shape} from around it{_place_of_use()}, which clients "
+                f"have not: pass federated.broadcast(tensor) to {self._verb} as an argument"
             )
 
 

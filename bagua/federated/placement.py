@@ -36,6 +36,7 @@ class Placement:
         key: what operators carry.
         is_agreed: whether the ranks are known to have the same program, and sizes that add up.
         agreed: the shapes, by reduction, of which that is known too.
+        numbers: how many clients each rank holds, once that is known; see reduction.clients_by_rank.
     """
 
     def __init__(self, name: str, size: int, num_local: int, program: str, group: ProcessGroup | None, key: str):
@@ -46,7 +47,8 @@ class Placement:
         self.key = key
         self.is_agreed = group is None
         self.agreed: set[tuple] = set()
-        self.lock = threading.Lock()  # guards is_agreed, agreed and the reductions' memory
+        self.numbers: list[int] | None = [num_local] if group is None else None
+        self.lock = threading.Lock()  # guards is_agreed, agreed, numbers and the reductions' memory
         self.is_distributed = group is not None
         self._group = None if group is None else weakref.ref(group)
         self._memory: dict[torch.dtype, torch.Tensor] = {}
@@ -358,3 +360,27 @@ def _local_of(size: int, num_local: int | Sequence[int] | None, group: ProcessGr
             f"num_local={numbers}, expected a number for each of {num_ranks} ranks, {size} ({name}) in all"
         )
     return numbers[rank]
+
+
+def local_slice(size: int, *, group: ProcessGroup | None = None, num_local: Sequence[int] | None = None) -> slice:
+    """Which of `size` clients this rank holds in a program with the same arguments: the part of what is known of all.
+
+    Args:
+        size: clients of all ranks.
+        group: as of ``program``.
+        num_local: a number for each rank; by default they are spread evenly, as by ``program``.
+
+    Raises:
+        InvalidArgument: as program.
+
+    Example:
+        >>> local_slice(5)
+        slice(0, 5, None)
+    """
+    ranks = _ranks_of(group, is_within_client=False)
+    rank, num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    if num_local is None:
+        begin = rank * (size // num_ranks) + min(rank, size % num_ranks)
+    else:
+        begin = sum(list(num_local)[:rank])
+    return slice(begin, begin + _local_of(size, num_local, ranks, "clients"))

@@ -71,11 +71,62 @@ def agree(placement: Placement, values: Sequence[torch.Tensor], verb: str) -> No
 
     with placement.everywhere():
         agreement.agree(placement.group, describe, "run the same program with values of the same shapes on all ranks")
+        _count(placement)
+    placement.is_agreed = True
+    placement.agreed.add(shapes)
+
+
+def clients_by_rank(placement: Placement) -> list[int]:
+    """How many clients each rank holds; the ranks tell each other the first time."""
+    with placement.lock, placement.everywhere():
+        return _count(placement)
+
+
+def _count(placement: Placement) -> list[int]:
+    if placement.numbers is None:
         numbers = placement.group.all_gather_object(placement.num_local)
         if sum(numbers) != placement.size:
             raise InvalidArgument(
                 f"the ranks hold {numbers} clients, {sum(numbers)} in all, but the program {placement.program!r} is "
                 f"over {placement.size} {placement.name}; give program(num_local=) what each rank holds"
             )
-    placement.is_agreed = True
-    placement.agreed.add(shapes)
+        placement.numbers = numbers
+    return placement.numbers
+
+
+def gather_over_ranks(placement: Placement, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The values of all clients on every rank, in the order of the ranks: one collective.
+
+    Each rank sends and holds what all clients have: n times as much as a sum, and the server sees every client's
+    values.
+
+    Args:
+        values: ``[num_local, ...]`` each, not under any transform.
+
+    Returns:
+        New tensors ``[n, ...]`` of the same dtypes, equal on all ranks.
+    """
+    if placement.group is None:
+        return [value.clone() for value in values]
+    with placement.lock:
+        agree(placement, [torch.empty(value.shape[1:], dtype=value.dtype, device="meta") for value in values], "gather")
+        numbers = placement.numbers
+        # A row of bytes for every client, whatever its tensors are; ranks with fewer clients send rows that none reads.
+        rows = [_fresh(value).unsqueeze(-1).flatten(1).view(torch.uint8) for value in values]
+        widths = [row.shape[1] for row in rows]
+        most, width = max(numbers), sum(widths)
+        memory = placement.memory((1 + len(numbers)) * most * width, torch.uint8)
+        mine, everyone = memory[: most * width], memory[most * width :]
+        mine.view(most, width)[: placement.num_local].copy_(torch.cat(rows, 1))
+        placement.group.all_gather(everyone, mine, blocking=True).wait()
+        by_rank = everyone.view(len(numbers), most, width)
+        gathered = torch.cat([by_rank[rank, :number] for rank, number in enumerate(numbers)])
+        return [
+            _fresh(part).view(value.dtype).reshape(placement.size, *value.shape[1:])
+            for part, value in zip(gathered.split(widths, 1), values, strict=True)
+        ]
+
+
+def _fresh(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with plain strides, also of axes of one element, whose strides `contiguous` does not look at."""
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,469 @@
+"""Aggregators: from what the clients have to what the server gets, as a chain of steps with state.
+
+A chain reads in the order in which things happen:
+
+    at the clients    Clip, then the weights if any, then Quantize
+    over all of them  Sum, SecureSum, or a robust one: Median, TrimmedMean
+    at the server     Noise, then Mean
+
+An aggregator is called inside of a ``federated.program``. Its value does not depend on the number of ranks, but for the
+rounding of sums of floats. Steps keep their state in pytrees that the caller carries from round to round, so that a
+program stays a function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy
+import torch
+from torch.utils import _pytree as pytree
+
+from bagua import codecs
+from bagua.errors import InvalidArgument
+from bagua.federated.fixed_point import FixedPoint
+from bagua.federated.operators import call
+from bagua.federated.placement import Placement, current
+from bagua.federated.sampling import seed_of
+from bagua.federated.straight_through import coded, first_client, gathered, modular_sum
+from bagua.federated.verbs import check_floating, check_placed, reduce_sum
+
+Tree = Any  # a pytree of tensors
+State = Any  # a pytree of tensors and numbers
+
+# The order of a chain.
+CLIP, QUANTIZE, REDUCE, NOISE, MEAN = range(5)
+
+
+class Step:
+    """One step of an aggregator. Write your own by deriving from it; ``stage`` says where it stands in the chain.
+
+    Steps up to QUANTIZE have ``at_clients``, those of REDUCE ``reduce``, later ones ``at_server``.
+    """
+
+    stage: ClassVar[int]
+
+    def init(self, like: Tree) -> State:
+        """The state before the first round, for server values like these."""
+        return ()
+
+    def at_clients(self, value: Tree, state: State, clients: Placement) -> tuple[Tree, State]:
+        """From placed values to placed values of the same shapes."""
+        raise NotImplementedError
+
+    def reduce(self, value: Tree, mask: torch.Tensor | None, clients: Placement) -> Tree:
+        """From placed values ``[num_local, ...]`` to server values ``[...]``.
+
+        Args:
+            mask: ``[num_local]``, who takes part; the others' values are zeros. None: all.
+        """
+        raise NotImplementedError
+
+    def at_server(self, value: Tree, state: State, total: torch.Tensor | int) -> tuple[Tree, State]:
+        """From server values to server values.
+
+        Args:
+            total: the sum of the weights, or how many clients take part.
+        """
+        raise NotImplementedError
+
+
+# ---- at the clients
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip(Step):
+    """Scales each client's value down to an L2 norm, over its whole pytree, of at most `norm`.
+
+    Args:
+        norm: above 0; a number or a tensor ``[]``.
+    """
+
+    stage: ClassVar[int] = CLIP
+    norm: float | torch.Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.norm, torch.Tensor) and not self.norm > 0:
+            raise InvalidArgument(f"Clip(norm={self.norm!r}), expected a number above 0")
+
+    def at_clients(self, value: Tree, state: State, clients: Placement) -> tuple[Tree, State]:
+        return clip(value, self.norm)[0], state
+
+
+def clip(value: Tree, norm: float | torch.Tensor) -> tuple[Tree, torch.Tensor]:
+    """The clipped values, and each client's norm before, ``[num_local]``."""
+    leaves = pytree.tree_leaves(value)
+    squares = sum(leaf.abs().square().unsqueeze(-1).flatten(1).sum(1) for leaf in leaves)
+    is_zero = squares == 0  # where the norm has no derivative
+    norms = torch.where(is_zero, squares, torch.where(is_zero, torch.ones_like(squares), squares).sqrt())
+    # Without branches: a client within the bound is multiplied by exactly 1.
+    factor = norm / torch.maximum(norms, torch.as_tensor(norm, dtype=norms.dtype))
+    return pytree.tree_map(lambda leaf: leaf * along(factor, leaf).to(leaf.dtype), value), norms
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantize(Step):
+    """Replaces each client's value by what the server would decode: one message per client, over its whole pytree.
+
+    What is coded depends on the client alone, so results do not depend on the number of ranks. (The collective that
+    adds up what is decoded carries full precision.) Derivatives go straight through: in reverse mode cotangents, in
+    forward mode tangents are not coded.
+
+    Args:
+        codec: its name with options, such as "minmax_uint8" or "qsgd:bits=4"; see bagua.codecs.
+        seed: what codecs that round at random draw from, with the round and the number of the client in its program.
+
+    State: the number of the round.
+
+    Raises:
+        InvalidArgument: no such codec, or values of a dtype that it does not encode.
+    """
+
+    stage: ClassVar[int] = QUANTIZE
+    codec: str
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        codecs.get(self.codec)
+
+    def init(self, like: Tree) -> int:
+        return 0
+
+    def at_clients(self, value: Tree, state: int, clients: Placement) -> tuple[Tree, int]:
+        codec = codecs.get(self.codec)
+        leaves, structure = pytree.tree_flatten(value)
+        for leaf in leaves:
+            if leaf.dtype not in codec.dtypes:
+                names = ", ".join(map(str, codec.dtypes))
+                raise InvalidArgument(f"Quantize({self.codec!r}) of {leaf.dtype}, expected one of {names}")
+        keys: list[int] = []
+        if codec.is_random:
+            begin = first_client(clients)
+            numbers = range(begin, begin + clients.num_local)
+            keys = [seed_of(self.seed, "quantize", state, number) for number in numbers]
+        return pytree.tree_unflatten(coded(leaves, codec.spec, keys), structure), state + 1
+
+    def wire_bytes(self, like: Tree) -> int:
+        """Bytes of one client's messages for a server value like this."""
+        leaves, codec = pytree.tree_leaves(like), codecs.get(self.codec)
+        numels = {leaf.dtype: 0 for leaf in leaves}
+        for leaf in leaves:
+            numels[leaf.dtype] += leaf.numel()
+        return sum(codec.wire_bytes(numel, dtype) for dtype, numel in numels.items())
+
+
+# ---- over all clients
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum(Step):
+    """The sum, as ``reduce_sum``; the reduction of a chain that names none."""
+
+    stage: ClassVar[int] = REDUCE
+
+    def reduce(self, value: Tree, mask: torch.Tensor | None, clients: Placement) -> Tree:
+        return reduce_sum(value, placement=clients.name)
+
+
+@dataclasses.dataclass(frozen=True)
+class SecureSum(Step):
+    """The sum as secure aggregation computes it: each client's values in fixed point, integers added up modulo 2^bits.
+
+    A platform adds to each client's integers masks that cancel out in the sum (``federated.interpreter``); the result
+    is the same. Sums of integers do not depend on the order, so results are equal to the bit on any number of ranks.
+
+    Of n clients each value has to be below 2^(bits - 1 - fraction_bits) / n in magnitude; the result differs from the
+    sum by at most n / 2^(fraction_bits + 1), and its rounding to its dtype. By default that is 262,144 and 2.4e-7 for
+    2,048 clients. In reverse mode cotangents, in forward mode tangents are those of the plain sum.
+
+    Args:
+        bits: 2 to 62.
+        fraction_bits: 0 to bits - 2.
+
+    Raises:
+        InvalidArgument: on all ranks, where a value is out of range or not finite.
+    """
+
+    stage: ClassVar[int] = REDUCE
+    bits: int = 62
+    fraction_bits: int = 32
+
+    def __post_init__(self) -> None:
+        FixedPoint(self.bits, self.fraction_bits)
+
+    def reduce(self, value: Tree, mask: torch.Tensor | None, clients: Placement) -> Tree:
+        leaves, structure = pytree.tree_flatten(check_floating(check_placed(value, clients, "SecureSum"), "SecureSum"))
+        coding = FixedPoint(self.bits, self.fraction_bits)
+        return pytree.tree_unflatten(modular_sum(leaves, coding, clients), structure)
+
+
+class Robust(Step):
+    """A reduction that a minority of clients cannot move far: of each coordinate by itself, over the clients.
+
+    It is not compatible with secure aggregation: it needs every client's values, which all ranks gather, n times as
+    much as a sum. Every client that takes part counts alike: there are no weights. NaN counts as the largest value.
+    """
+
+    stage: ClassVar[int] = REDUCE
+
+    def reduce(self, value: Tree, mask: torch.Tensor | None, clients: Placement) -> Tree:
+        name = type(self).__name__
+        leaves, structure = pytree.tree_flatten(check_floating(check_placed(value, clients, name), name))
+        for leaf in leaves:
+            if leaf.is_complex():
+                raise InvalidArgument(f"{name} of {leaf.dtype}: complex numbers have no order")
+        if mask is None:
+            everyone, number = gathered(leaves, clients), torch.tensor(clients.size)
+        else:
+            *everyone, taking_part = gathered([*leaves, mask.to(leaves[0].dtype)], clients)
+            taking_part = taking_part > 0
+            (number,) = call("check_total", [taking_part.sum()], clients.key)
+            # The others are sorted behind all that take part.
+            nothing = torch.tensor(float("nan"))
+            everyone = [torch.where(along(taking_part, leaf), leaf, nothing.to(leaf.dtype)) for leaf in everyone]
+        ordered = [leaf.sort(0).values for leaf in everyone]
+        return pytree.tree_unflatten([self._middle(leaf, number) for leaf in ordered], structure)
+
+    def _middle(self, ordered: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """From ``[n, ...]``, of which the first `number` count."""
+        begin, end = self._kept(number)
+        places = torch.arange(ordered.shape[0])
+        is_kept = (places >= begin) & (places < end)
+        kept = torch.where(along(is_kept, ordered), ordered, torch.zeros_like(ordered))
+        return kept.sum(0) / (end - begin).to(ordered.dtype)
+
+    def _kept(self, number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Median(Robust):
+    """The median of each coordinate, of an even number of clients the mean of the two in the middle.
+
+    Not compatible with secure aggregation. Source: Yin et al., arXiv 1803.01498.
+    """
+
+    def _kept(self, number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (number - 1) // 2, number // 2 + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TrimmedMean(Robust):
+    """The mean of each coordinate without its largest and its smallest values.
+
+    Not compatible with secure aggregation. Source: Yin et al., arXiv 1803.01498.
+
+    Args:
+        fraction: of the clients that are left out at each end, from 0 to below 0.5; their number is rounded down.
+    """
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fraction < 0.5:
+            raise InvalidArgument(f"TrimmedMean(fraction={self.fraction!r}), expected 0 to below 0.5")
+
+    def _kept(self, number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        trimmed = (number.to(torch.float64) * self.fraction).floor().to(torch.int64)
+        return trimmed, number - trimmed
+
+
+# ---- at the server
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise(Step):
+    """Adds Gaussian noise to the sum, once, the same on all ranks; it is a constant for derivatives.
+
+    For differential privacy there is more to do: see ``federated.privacy``.
+
+    Args:
+        stddev: of each coordinate of the sum (not of the mean), at least 0.
+        seed: with the round it decides the noise: who knows it can take the noise away again.
+
+    State: the number of the round.
+    """
+
+    stage: ClassVar[int] = NOISE
+    stddev: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not self.stddev >= 0:
+            raise InvalidArgument(f"Noise(stddev={self.stddev!r}), expected at least 0")
+
+    def init(self, like: Tree) -> int:
+        return 0
+
+    def at_server(self, value: Tree, state: int, total: torch.Tensor | int) -> tuple[Tree, int]:
+        return add_noise(value, self.stddev, self.seed, state), state + 1
+
+
+@torch.compiler.disable
+def add_noise(value: Tree, stddev: float | torch.Tensor, seed: int, round: int) -> Tree:
+    """Server values with Gaussian noise that depends on seed and round alone."""
+    # NumPy's, because torch's random operations are not allowed under vmap.
+    generator = numpy.random.default_rng(seed_of(seed, "noise", round))
+
+    def add(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf + stddev * torch.from_numpy(generator.standard_normal(tuple(leaf.shape))).to(leaf.dtype)
+
+    return pytree.tree_map(add, check_floating(value, "Noise"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean(Step):
+    """Divides the sum by the total weight of the clients that take part: by their number where there are no weights."""
+
+    stage: ClassVar[int] = MEAN
+
+    def at_server(self, value: Tree, state: State, total: torch.Tensor | int) -> tuple[Tree, State]:
+        if isinstance(total, int):
+            return pytree.tree_map(lambda leaf: leaf / total, value), state
+        return pytree.tree_map(lambda leaf: leaf / total.to(leaf.dtype), value), state
+
+
+# ---- the chain
+
+
+class Aggregator:
+    """A chain of steps: clip, quantize, one reduction over the clients, noise, mean; those that are named.
+
+    Args:
+        steps: in their order. Without a reduction among them it is ``Sum()``.
+
+    Raises:
+        InvalidArgument: steps in another order, two reductions, or steps after a robust reduction.
+
+    Example:
+        >>> import torch
+        >>> from bagua import federated
+        >>> from bagua.federated.aggregators import Aggregator, Clip, Mean, SecureSum
+        >>> aggregate = Aggregator(Clip(5.0), SecureSum(), Mean())
+        >>> @federated.program(clients=2)
+        ... def mean_of_clipped(updates, state):
+        ...     return aggregate(updates, state)
+        >>> state = aggregate.init(torch.zeros(2))
+        >>> mean, state = mean_of_clipped(torch.tensor([[1.0, 2.0], [6.0, 8.0]]), state)
+        >>> mean
+        tensor([2., 3.])
+    """
+
+    def __init__(self, *steps: Step) -> None:
+        chain = list(steps)
+        reductions = [step for step in chain if step.stage == REDUCE]
+        names = [type(step).__name__ for step in chain]
+        if len(reductions) > 1:
+            robust = [type(step).__name__ for step in reductions if isinstance(step, Robust)]
+            why = f": {robust[0]} needs every client's values, which secure sums hide" if robust else ""
+            raise InvalidArgument(f"{' and '.join(type(r).__name__ for r in reductions)} in one aggregator{why}")
+        if not reductions:
+            place = next((i for i, step in enumerate(chain) if step.stage > REDUCE), len(chain))
+            reductions = [Sum()]
+            chain[place:place] = reductions
+        stages = [step.stage for step in chain]
+        if stages != sorted(stages):
+            raise InvalidArgument(
+                f"steps in the order {', '.join(names)}, expected: clip, quantize, a sum or a robust reduction, noise, "
+                "mean"
+            )
+        if isinstance(reductions[0], Robust) and chain[-1] is not reductions[0]:
+            raise InvalidArgument(
+                f"{names[-1]} after {type(reductions[0]).__name__}, which is no sum but a mean itself"
+            )
+        self.steps = tuple(chain)
+        self._place = chain.index(reductions[0])
+        self._reduction = reductions[0]
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether the server sees nothing but sums over the clients, so that masks may hide each one's values."""
+        return not isinstance(self._reduction, Robust)
+
+    def init(self, like: Tree) -> tuple[State, ...]:
+        """The state before the first round.
+
+        Args:
+            like: a server value: what one client has, or the model.
+        """
+        return tuple(step.init(like) for step in self.steps)
+
+    def __call__(
+        self,
+        value: Tree,
+        state: tuple[State, ...],
+        *,
+        weights: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        placement: str | None = None,
+    ) -> tuple[Tree, tuple[State, ...]]:
+        """What the server gets, and the state after the round.
+
+        Args:
+            value: placed values, ``[num_local, ...]`` each, floating.
+            state: of ``init`` or of the round before.
+            weights: ``[num_local]``; they multiply what is clipped, before it is quantized. None: all 1.
+            mask: ``[num_local]`` of bools: who takes part. What the others have does not count, whatever it is.
+            placement: the name of the program whose clients are meant; by default the innermost that runs.
+
+        Returns:
+            ``[...]`` of the same structure and dtypes, equal on all ranks.
+
+        Raises:
+            InvalidArgument: as the verbs; weights of a robust reduction; on all ranks: total weight 0, or a value out
+                of the range of a secure sum.
+        """
+        clients = current(placement, "an aggregator")
+        value = check_floating(check_placed(value, clients, "an aggregator"), "an aggregator")
+        if len(state) != len(self.steps):
+            raise InvalidArgument(f"a state of {len(state)} steps for an aggregator of {len(self.steps)}: use its init")
+        for name, vector in (("weights", weights), ("mask", mask)):
+            if vector is not None and tuple(vector.shape) != (clients.num_local,):
+                raise InvalidArgument(f"{name} of shape {list(vector.shape)}, expected [{clients.num_local}]")
+        if mask is not None:
+            if mask.dtype is not torch.bool:
+                raise InvalidArgument(f"mask of {mask.dtype}, expected torch.bool")
+            value = only_of(mask, value)
+        counts = self._counts(weights, mask)
+        is_weighted, states = weights is None, list(state)
+        for place, step in enumerate(self.steps[: self._place + 1]):
+            if step.stage > CLIP and not is_weighted:
+                value, is_weighted = (
+                    pytree.tree_map(lambda leaf: leaf * along(counts, leaf).to(leaf.dtype), value),
+                    True,
+                )
+            if place < self._place:
+                value, states[place] = step.at_clients(value, states[place], clients)
+        after = range(self._place + 1, len(self.steps))
+        total: torch.Tensor | int = clients.size
+        if counts is None or not after:
+            value = self._reduction.reduce(value, mask, clients)
+        else:  # in the same collective
+            value, total = self._reduction.reduce((value, counts), mask, clients)
+            (total,) = call("check_total", [total], clients.key)
+        for place in after:
+            value, states[place] = self.steps[place].at_server(value, states[place], total)
+        return value, tuple(states)
+
+    def _counts(self, weights: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """What each client counts, floating; None: 1 each."""
+        if weights is None:
+            return None if mask is None else mask.to(torch.get_default_dtype())
+        if not self.is_secure:
+            raise InvalidArgument(
+                f"weights for {type(self._reduction).__name__}, where all clients count alike: use mask"
+            )
+        if not weights.is_floating_point():
+            weights = weights.to(torch.get_default_dtype())
+        return weights if mask is None else only_of(mask, weights)
+
+
+def along(vector: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """[clients] -> [clients, 1, ...] with as many axes as leaf."""
+    return vector.reshape(-1, *[1] * (leaf.dim() - 1))
+
+
+def only_of(mask: torch.Tensor, value: Tree) -> Tree:
+    """With zeros for the clients that do not take part."""
+    return pytree.tree_map(lambda leaf: torch.where(along(mask, leaf), leaf, torch.zeros_like(leaf)), value)

@@ -1,0 +1,254 @@
+"""What aggregators do to clients' values that no verb does: code them, add them up modulo 2^k, gather them.
+
+Coding and fixed point are steps, whose derivative is 0 nearly everywhere and of no use. In reverse mode cotangents go
+straight through them, as if the values were sent as they are; in forward mode tangents are those of the values, and
+are summed uncoded. So both modes agree: the derivative is that of the program without coding, at the coded values.
+Gathering is linear and its derivatives are exact. They are operators that tracing and fake tensors know, with
+derivatives by public names of torch; torch.compile runs them as they are, outside of its graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bagua import codecs
+from bagua.errors import InvalidArgument
+from bagua.federated.fixed_point import FixedPoint
+from bagua.federated.operators import NAMESPACE, call
+from bagua.federated.placement import Placement, placement_of
+from bagua.federated.reduction import clients_by_rank, gather_over_ranks
+
+Tensors = list[torch.Tensor]
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def _define(name: str, arguments: str, kernel: Callable, fake: Callable) -> Any:
+    _library.define(f"{name}({arguments}) -> Tensor[]")
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _as_their_primals(tangents: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> Tensors:
+    """torch 2.13 makes float64 tangents of numbers without axes, whatever their primals are."""
+    return [tangent.to(like.dtype) for tangent, like in zip(tangents, likes, strict=True)]
+
+
+# ---- coded client by client
+
+
+def _code(values: Tensors, codec: str, keys: Sequence[int]) -> Tensors:
+    coding = codecs.get(codec)
+    results = []
+    for value in values:
+        rows = value.contiguous().flatten(0, -2)
+        result = torch.empty_like(rows)
+        for place, row in enumerate(rows):  # a message for each client
+            encoded = coding.encode(row, key=keys[place % len(keys)] if keys else None)
+            result[place] = coding.decode(encoded, row.numel(), row.dtype)
+        results.append(result.view(value.shape))
+    return results
+
+
+_code_operator = _define(
+    "code",
+    "Tensor[] values, str codec, int[] keys",
+    _code,
+    lambda values, codec, keys: [torch.empty_like(value) for value in values],
+)
+
+
+class _Coded(torch.autograd.Function):
+    """Of ``[..., num_local, numel]``."""
+
+    @staticmethod
+    def forward(codec: str, keys: tuple, value: torch.Tensor) -> torch.Tensor:
+        return _code_operator([value], codec, list(keys))[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.dtype = output.dtype
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple:
+        return None, None, cotangent
+
+    @staticmethod
+    def jvp(ctx: Any, _codec: None, _keys: None, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent.to(ctx.dtype, copy=True)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, codec: str, keys: tuple, value: torch.Tensor) -> tuple:
+        return _Coded.apply(codec, keys, value.movedim(in_dims[2], 0)), 0
+
+
+@torch.compiler.disable
+def coded(values: Sequence[torch.Tensor], codec: str, keys: Sequence[int] = ()) -> Tensors:
+    """What the server decodes: each client's values as one message for each dtype.
+
+    Args:
+        values: placed, ``[num_local, ...]``, of dtypes that the codec encodes.
+        codec: its spec, such as "qsgd:bits=4".
+        keys: what each local client draws from, for a codec that rounds at random.
+    """
+    results = list(values)
+    for dtype in {value.dtype for value in values}:  # nothing crosses ranks here, so their order does not matter
+        places = [i for i, value in enumerate(values) if value.dtype == dtype]
+        rows = [values[i].unsqueeze(-1).flatten(1) for i in places]
+        message = _Coded.apply(codec, tuple(keys), torch.cat(rows, 1))
+        for place, part in zip(places, message.split([row.shape[1] for row in rows], 1), strict=True):
+            results[place] = part.reshape(values[place].shape)
+    return results
+
+
+# ---- added up modulo 2^k
+
+
+def _modular_sum(values: Tensors, bits: int, fraction_bits: int, placement: str) -> Tensors:
+    clients, coding = placement_of(placement), FixedPoint(bits, fraction_bits)
+    group, failure = clients.group, None
+    try:
+        codes = coding.encode(values, clients.size)
+    except InvalidArgument as error:  # told to the others in the sum
+        failure, codes = error, [torch.zeros(value.shape, dtype=torch.int64) for value in values]
+    has_failed = torch.zeros(1 if group is None else group.size, dtype=torch.int64)
+    has_failed[0 if group is None else group.rank] = failure is not None
+    *sums, has_failed = call("reduce_sum", [*(code.sum(0) for code in codes), has_failed], placement)
+    if failure is not None:
+        raise failure
+    if has_failed.any():
+        rank = int(has_failed.argmax())
+        raise InvalidArgument(f"rank {rank} has clients with values out of the range of fixed point", rank=rank)
+    return coding.decode(sums, values)
+
+
+_modular_sum_operator = _define(
+    "modular_sum",
+    "Tensor[] values, int bits, int fraction_bits, str placement",
+    _modular_sum,
+    lambda values, bits, fraction_bits, placement: [value.new_empty(value.shape[1:]) for value in values],
+)
+
+
+class _ModularSum(torch.autograd.Function):
+    """Of ``[num_local, ...]``; a batch has the last axis."""
+
+    @staticmethod
+    def forward(coding: FixedPoint, key: str, *values: torch.Tensor) -> tuple:
+        return tuple(_modular_sum_operator(list(values), coding.bits, coding.fraction_bits, key))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, outputs: tuple) -> None:
+        ctx.key, ctx.likes = inputs[1], outputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple:
+        number = placement_of(ctx.key).num_local
+        shared = call("broadcast", list(cotangents), ctx.key)
+        return None, None, *(one.expand(number, *one.shape) for one in shared)
+
+    @staticmethod
+    def jvp(ctx: Any, _coding: None, _key: None, *tangents: torch.Tensor) -> tuple:
+        sums = [tangent.sum(0) for tangent in _as_their_primals(tangents, ctx.likes)]
+        return tuple(call("reduce_sum", sums, ctx.key))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, coding: FixedPoint, key: str, *values: torch.Tensor) -> tuple:
+        return _last(_ModularSum, in_dims[2:], values, coding, key)
+
+
+def _last(function: Any, dims: tuple, values: tuple, *arguments: Any) -> tuple:
+    """The function with the batch's axis at the end, so that the clients' one stays the first."""
+    moved = [x if dim is None else x.movedim(dim, -1) for x, dim in zip(values, dims, strict=True)]
+    return function.apply(*arguments, *moved), tuple(None if dim is None else -1 for dim in dims)
+
+
+@torch.compiler.disable
+def modular_sum(values: Sequence[torch.Tensor], coding: FixedPoint, clients: Placement) -> Tensors:
+    """The sums over all clients, each client's values in fixed point, in one collective of int64.
+
+    Raises:
+        InvalidArgument: on all ranks, where a value is out of the range that `coding` has for so many clients.
+    """
+    return list(_ModularSum.apply(coding, clients.key, *values))
+
+
+# ---- gathered
+
+
+def _gather(values: Tensors, placement: str) -> Tensors:
+    return gather_over_ranks(placement_of(placement), values)
+
+
+_gather_operator = _define(
+    "gather",
+    "Tensor[] values, str placement",
+    _gather,
+    lambda values, placement: [value.new_empty((placement_of(placement).size, *value.shape[1:])) for value in values],
+)
+
+
+class _Gathered(torch.autograd.Function):
+    """``[num_local, ...]`` -> ``[n, ...]``, equal on all ranks; a batch has the last axis."""
+
+    @staticmethod
+    def forward(key: str, *values: torch.Tensor) -> tuple:
+        return tuple(_gather_operator(list(values), key))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, outputs: tuple) -> None:
+        ctx.key, ctx.likes = inputs[0], outputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple:
+        return None, *_Own.apply(ctx.key, *cotangents)
+
+    @staticmethod
+    def jvp(ctx: Any, _key: None, *tangents: torch.Tensor) -> tuple:
+        return _Gathered.apply(ctx.key, *_as_their_primals(tangents, ctx.likes))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, key: str, *values: torch.Tensor) -> tuple:
+        return _last(_Gathered, in_dims[1:], values, key)
+
+
+class _Own(torch.autograd.Function):
+    """``[n, ...]``, equal on all ranks -> ``[num_local, ...]``; the transpose of _Gathered."""
+
+    @staticmethod
+    def forward(key: str, *values: torch.Tensor) -> tuple:
+        clients = placement_of(key)
+        begin = first_client(clients)
+        return tuple(value[begin : begin + clients.num_local].clone() for value in values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, outputs: tuple) -> None:
+        ctx.key, ctx.likes = inputs[0], outputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple:
+        return None, *_Gathered.apply(ctx.key, *cotangents)
+
+    @staticmethod
+    def jvp(ctx: Any, _key: None, *tangents: torch.Tensor) -> tuple:
+        return _Own.apply(ctx.key, *_as_their_primals(tangents, ctx.likes))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, key: str, *values: torch.Tensor) -> tuple:
+        return _last(_Own, in_dims[1:], values, key)
+
+
+@torch.compiler.disable
+def gathered(values: Sequence[torch.Tensor], clients: Placement) -> Tensors:
+    """All clients' values on all ranks, ``[n, ...]``, in one collective."""
+    return list(_Gathered.apply(clients.key, *values))
+
+
+def first_client(clients: Placement) -> int:
+    """The number of this rank's first client: how many the ranks before have."""
+    rank = 0 if clients.group is None else clients.group.rank
+    return sum(clients_by_rank(clients)[:rank])
