@@ -1,0 +1,134 @@
+"""Metrics weighted by examples: sums and counts, which add up over batches, clients and ranks before they are divided.
+
+A mean of clients' means would count each client alike, whatever it has; a mean of batches' means would count a short
+last batch too much. A client function returns ``Ratio`` and ``Total``, pytrees of tensors; ``reduce`` adds them up over
+the clients in one collective; ``result`` divides. (After FedJAX's metrics.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from bagua.errors import InvalidArgument
+from bagua.federated.verbs import reduce_sum
+
+Tree = Any  # a pytree of Ratio and Total
+
+
+class Ratio(NamedTuple):
+    """A sum and what it is divided by in the end, both ``[]``, or ``[...]`` for several metrics at once."""
+
+    sum: torch.Tensor
+    count: torch.Tensor
+
+
+class Total(NamedTuple):
+    """A sum that stays one."""
+
+    sum: torch.Tensor
+
+
+def mean(values: torch.Tensor, mask: torch.Tensor | None = None) -> Ratio:
+    """The mean of values of examples.
+
+    Args:
+        values: ``[examples]``, or more axes, all of which are averaged over.
+        mask: of the same shape: which count, bools, or weights. None: all. What is masked out may be anything.
+
+    Raises:
+        InvalidArgument: a mask of another shape.
+
+    Example:
+        >>> import torch
+        >>> result(mean(torch.tensor([1.0, 2.0, 6.0])))
+        tensor(3.)
+        >>> result(mean(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([True, True, False])))
+        tensor(1.5000)
+    """
+    if not values.is_floating_point():
+        values = values.to(torch.get_default_dtype())
+    if mask is None:
+        return Ratio(values.sum(), torch.full((), values.numel(), dtype=values.dtype))
+    if mask.shape != values.shape:
+        raise InvalidArgument(f"mask of shape {list(mask.shape)} for values of shape {list(values.shape)}")
+    weights = mask.to(values.dtype)
+    return Ratio(torch.where(weights != 0, values * weights, torch.zeros_like(values)).sum(), weights.sum())
+
+
+def accuracy(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None = None) -> Ratio:
+    """The share of examples whose largest logit is the label's.
+
+    Args:
+        logits: ``[examples, ..., classes]``.
+        labels: ``[examples, ...]``, integers.
+        mask: as of ``mean``.
+
+    Example:
+        >>> import torch
+        >>> result(accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1])))
+        tensor(0.5000)
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise InvalidArgument(f"logits of shape {list(logits.shape)} for labels of shape {list(labels.shape)}")
+    return mean(logits.argmax(-1) == labels, mask)
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None = None) -> Ratio:
+    """The mean over examples of -log softmax(logits)[label], in nats; arguments as of ``accuracy``."""
+    if logits.shape[:-1] != labels.shape:
+        raise InvalidArgument(f"logits of shape {list(logits.shape)} for labels of shape {list(labels.shape)}")
+    chosen = logits.log_softmax(-1).gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)
+    return mean(-chosen, mask)
+
+
+def count(mask: torch.Tensor) -> Total:
+    """How many examples count.
+
+    Args:
+        mask: bools of any shape, or weights, which add up.
+    """
+    return Total(mask.to(torch.get_default_dtype() if mask.dtype is torch.bool else mask.dtype).sum())
+
+
+def merge(one: Tree, other: Tree) -> Tree:
+    """The metrics of both, such as of two batches."""
+    return pytree.tree_map(torch.add, one, other)
+
+
+def reduce(metrics: Tree, *, mask: torch.Tensor | None = None, placement: str | None = None) -> Tree:
+    """The metrics of all clients, inside of a program: one collective for all of them.
+
+    Args:
+        metrics: a pytree of placed ``Ratio`` and ``Total``, as ``map_fn`` returns them.
+        mask: ``[num_local]`` of bools: whose count.
+        placement: the name of the program whose clients are meant; by default the innermost that runs.
+
+    Returns:
+        The same, of the server, equal on all ranks.
+    """
+    if mask is not None:
+
+        def masked(leaf: torch.Tensor) -> torch.Tensor:
+            return torch.where(mask.reshape(-1, *[1] * (leaf.dim() - 1)), leaf, torch.zeros_like(leaf))
+
+        metrics = pytree.tree_map(masked, metrics)
+    return reduce_sum(metrics, placement=placement)
+
+
+def result(metrics: Tree) -> Tree:
+    """The values: of a ``Ratio`` sum / count, NaN where nothing counts; of a ``Total`` the sum. Placed ones keep their
+    axis.
+
+    Example:
+        >>> import torch
+        >>> result({"loss": Ratio(torch.tensor(6.0), torch.tensor(4.0)), "examples": Total(torch.tensor(4.0))})
+        {'loss': tensor(1.5000), 'examples': tensor(4.)}
+    """
+
+    def divide(metric: Ratio | Total) -> torch.Tensor:
+        return metric.sum / metric.count if isinstance(metric, Ratio) else metric.sum
+
+    return pytree.tree_map(divide, metrics, is_leaf=lambda node: isinstance(node, (Ratio, Total)))

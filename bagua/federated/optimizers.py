@@ -1,0 +1,172 @@
+"""Server optimizers: functions from values, gradients and a state to new ones, on pytrees, and so differentiable.
+
+torch.optim changes parameters in place by their ``.grad``, which does nothing under torch.func; these change nothing.
+As gradient give the mean gradient of the clients, or the server's model minus the mean of the clients' models (FedOpt's
+pseudo-gradient, Reddi et al., arXiv 2003.00295). Hyperparameters may be tensors, and have derivatives then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from bagua.errors import InvalidArgument
+
+Tree = Any  # a pytree of tensors
+State = Any  # a pytree of tensors and numbers
+Number = float | torch.Tensor
+
+
+class Optimizer:
+    """``init`` gives the state, ``apply`` a step."""
+
+    def init(self, value: Tree) -> State:
+        """The state before the first step, for values like these."""
+        raise NotImplementedError
+
+    def apply(self, value: Tree, gradient: Tree, state: State) -> tuple[Tree, State]:
+        """The values and the state after a step that descends along the gradient.
+
+        Raises:
+            InvalidArgument: the gradient has not the structure and shapes of the values.
+        """
+        raise NotImplementedError
+
+
+def _zeros(value: Tree) -> Tree:
+    return pytree.tree_map(torch.zeros_like, value)
+
+
+def _map(function: Callable, value: Tree, gradient: Tree, *more: Tree) -> Tree:
+    """The function of leaves that belong together."""
+    shapes = [
+        {pytree.keystr(path): tuple(leaf.shape) for path, leaf in pytree.tree_flatten_with_path(tree)[0]}
+        for tree in (value, gradient)
+    ]
+    if shapes[0] != shapes[1]:
+        raise InvalidArgument(f"a gradient of shapes {shapes[1]}, expected those of the values, {shapes[0]}")
+    return pytree.tree_map(function, value, gradient, *more)
+
+
+def _check(name: str, value: Number, low: float, high: float) -> None:
+    if not isinstance(value, torch.Tensor) and not low <= value < high:
+        raise InvalidArgument(f"{name}={value!r}, expected {low} to below {high}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SGD(Optimizer):
+    """value - learning_rate * gradient, or with momentum m of the momentum's buffer b.
+
+    b = momentum * b + gradient, as torch.optim.SGD; nesterov steps along gradient + momentum * b.
+
+    Args:
+        learning_rate: at least 0.
+        momentum: 0 to below 1.
+
+    State: the buffer, like the values; nothing without momentum.
+
+    Example:
+        >>> import torch
+        >>> optimizer = SGD(0.1)
+        >>> value = torch.tensor([1.0, 2.0])
+        >>> optimizer.apply(value, torch.tensor([10.0, 0.0]), optimizer.init(value))
+        (tensor([0., 2.]), ())
+    """
+
+    learning_rate: Number
+    momentum: Number = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        _check("learning_rate", self.learning_rate, 0, float("inf"))
+        _check("momentum", self.momentum, 0, 1)
+        if self.nesterov and not self._has_momentum:
+            raise InvalidArgument("nesterov=True without momentum")
+
+    @property
+    def _has_momentum(self) -> bool:
+        return isinstance(self.momentum, torch.Tensor) or self.momentum != 0
+
+    def init(self, value: Tree) -> State:
+        return _zeros(value) if self._has_momentum else ()
+
+    def apply(self, value: Tree, gradient: Tree, state: State) -> tuple[Tree, State]:
+        direction = gradient
+        if self._has_momentum:
+            state = direction = _map(lambda _, g, b: self.momentum * b + g, value, gradient, state)
+            if self.nesterov:
+                direction = pytree.tree_map(lambda g, b: g + self.momentum * b, gradient, state)
+        return _map(lambda x, d: x - self.learning_rate * d, value, direction), state
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptive(Optimizer):
+    """value - learning_rate * m / (sqrt(v) + epsilon), where m and v begin at 0 and are corrected for that.
+
+    The defaults are FedOpt's, whose steps are small in number and large in size: an epsilon of 1e-3, a second moment
+    that forgets sooner. (The paper leaves the correction out and begins v at epsilon squared.)
+
+    Args:
+        learning_rate: at least 0.
+        betas: of the first and the second moment, 0 to below 1.
+        epsilon: above 0.
+
+    State: {"step": a number, "first": m, "second": v}.
+    """
+
+    learning_rate: Number
+    betas: tuple[Number, Number] = (0.9, 0.99)
+    epsilon: Number = 1e-3
+
+    def __post_init__(self) -> None:
+        _check("learning_rate", self.learning_rate, 0, float("inf"))
+        for index, beta in enumerate(self.betas):
+            _check(f"betas[{index}]", beta, 0, 1)
+        if not isinstance(self.epsilon, torch.Tensor) and not self.epsilon > 0:
+            raise InvalidArgument(f"epsilon={self.epsilon!r}, expected a number above 0")
+
+    def init(self, value: Tree) -> State:
+        return {"step": 0, "first": _zeros(value), "second": _zeros(value)}
+
+    def apply(self, value: Tree, gradient: Tree, state: State) -> tuple[Tree, State]:
+        beta_1, beta_2 = self.betas
+        step = state["step"] + 1
+        first = _map(lambda _, g, m: beta_1 * m + (1 - beta_1) * g, value, gradient, state["first"])
+        second = _map(lambda _, g, v: self._second(v, g * g, beta_2), value, gradient, state["second"])
+
+        def move(x: torch.Tensor, _: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            m, v = m / (1 - beta_1**step), v / (1 - beta_2**step)
+            is_zero = v == 0  # where the root has no derivative
+            root = torch.where(is_zero, v, torch.where(is_zero, torch.ones_like(v), v).sqrt())
+            return x - self.learning_rate * m / (root + self.epsilon)
+
+        return _map(move, value, gradient, first, second), {"step": step, "first": first, "second": second}
+
+    def _second(self, v: torch.Tensor, square: torch.Tensor, beta: Number) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Adam(Adaptive):
+    """FedAdam: v = beta_2 * v + (1 - beta_2) * gradient^2. Arguments and state as of ``Adaptive``.
+
+    With betas (0.9, 0.999) and epsilon 1e-8 it is torch.optim.Adam.
+    """
+
+    def _second(self, v: torch.Tensor, square: torch.Tensor, beta: Number) -> torch.Tensor:
+        return beta * v + (1 - beta) * square
+
+
+@dataclasses.dataclass(frozen=True)
+class Yogi(Adaptive):
+    """FedYogi: v = v - (1 - beta_2) * gradient^2 * sign(v - gradient^2). Arguments and state as of ``Adaptive``.
+
+    So v, where it is large, falls slowly. Source: Zaheer et al., Adaptive Methods for Nonconvex Optimization.
+    """
+
+    def _second(self, v: torch.Tensor, square: torch.Tensor, beta: Number) -> torch.Tensor:
+        return v - (1 - beta) * square * torch.sign(v - square)
