@@ -1,6 +1,6 @@
 """Differentiable federated programs: algorithms over many clients, written in verbs and differentiated as a whole."""
 
-from bagua.federated import aggregators, metrics, optimizers, partition, sampling
+from bagua.federated import aggregators, metrics, optimizers, partition, privacy, sampling
 from bagua.federated.fixed_point import FixedPoint
 from bagua.federated.graph import Graph
 from bagua.federated.map_reduce import map_reduce
@@ -29,6 +29,7 @@ __all__ = [
     "metrics",
     "optimizers",
     "partition",
+    "privacy",
     "program",
     "record",
     "reduce_from_group",

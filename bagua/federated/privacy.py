@@ -1,0 +1,230 @@
+"""DP-FedAvg: a mean over clients that differs little whoever takes part, and what that guarantees.
+
+Each client's value is clipped to an L2 norm over its whole pytree, the sum gets Gaussian noise of that scale once, and
+an accountant says what epsilon and delta come of all rounds. The norm follows a quantile of the clients' norms, which
+is itself estimated with noise; the split of the noise between both keeps the guarantee that of `noise_multiplier`
+alone.
+Sources: McMahan et al., arXiv 1710.06963; Andrew et al., arXiv 1905.03871.
+
+The guarantee is of a client's whole data (not of an example), against whoever sees the models and not the updates: for
+protection from the server too, use ``SecureSum`` as the reduction, on a platform that masks. It holds as far as the
+seed is secret, and in exact arithmetic: the noise is drawn from an ordinary generator, in floating point.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from bagua.errors import InvalidArgument
+from bagua.federated.aggregators import Robust, Step, Sum, add_noise, clip, only_of
+from bagua.federated.operators import call
+from bagua.federated.placement import current
+from bagua.federated.sampling import seed_of
+from bagua.federated.verbs import check_floating, check_placed
+
+Tree = Any  # a pytree of tensors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrivateMean:
+    """The mean of clipped values with Gaussian noise, called as an ``Aggregator``, without weights.
+
+    Args:
+        noise_multiplier: deviation of the noise of the sum in units of the clipping norm, at least 0; what the
+            accountant is told.
+        clip: the norm, or the one of the first round, above 0.
+        quantile: 0 to 1: the share of clients whose norms are to be below the clipping norm, which follows it; None: it
+            stays as it is.
+        learning_rate: of the norm's logarithm, for each round, by the difference of the shares.
+        count_stddev: deviation of the noise of the number of clients below the norm; by default a 20th of the clients.
+        seed: decides all noise, with the round: keep it secret.
+        reduction: ``Sum()`` or ``SecureSum(...)``.
+
+    State: {"round": its number, "clip": the norm, ``[]``}.
+
+    Raises:
+        InvalidArgument: a number out of range; a noise for the number of clients that is too small for the multiplier;
+        a
+            robust reduction.
+
+    Example:
+        >>> import torch
+        >>> from bagua import federated
+        >>> private_mean = PrivateMean(noise_multiplier=0.0, clip=5.0, seed=1)
+        >>> program = federated.program(private_mean, clients=2)
+        >>> program(torch.tensor([[3.0, 4.0], [30.0, 40.0]]), private_mean.init(torch.zeros(2)))[0]
+        tensor([3., 4.])
+    """
+
+    noise_multiplier: float
+    clip: float
+    quantile: float | None = None
+    learning_rate: float = 0.2
+    count_stddev: float | None = None
+    seed: int
+    reduction: Step = dataclasses.field(default_factory=Sum)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.noise_multiplier < math.inf:
+            raise InvalidArgument(f"noise_multiplier={self.noise_multiplier!r}, expected a number of at least 0")
+        if not 0 < self.clip < math.inf:
+            raise InvalidArgument(f"clip={self.clip!r}, expected a norm above 0")
+        if self.quantile is not None and not 0 <= self.quantile <= 1:
+            raise InvalidArgument(f"quantile={self.quantile!r}, expected None or a share, from 0 to 1")
+        if isinstance(self.reduction, Robust) or not isinstance(self.reduction, Step):
+            raise InvalidArgument(f"reduction={self.reduction!r}, expected Sum() or SecureSum(...)")
+
+    def init(self, like: Tree) -> dict[str, Any]:
+        """The state before the first round."""
+        return {"round": 0, "clip": torch.tensor(float(self.clip))}
+
+    def stddevs(self, clients: int) -> tuple[float, float]:
+        """Deviations of the noise of the sum, in units of the norm, and of that of the number of clients below it.
+
+        With z_b = 2 * count_stddev the two together tell as much as noise of ``noise_multiplier`` alone: z^-2 of the
+        sum is noise_multiplier^-2 - z_b^-2.
+        """
+        if self.quantile is None or self.noise_multiplier == 0:
+            return self.noise_multiplier, self.count_stddev or 0.0
+        count_stddev = clients / 20 if self.count_stddev is None else self.count_stddev
+        if not 2 * count_stddev > self.noise_multiplier:
+            raise InvalidArgument(
+                f"count_stddev={count_stddev} tells more than noise_multiplier={self.noise_multiplier} allows in all; "
+                "expected more than half of that: give count_stddev, or take more clients"
+            )
+        return (self.noise_multiplier**-2 - (2 * count_stddev) ** -2) ** -0.5, count_stddev
+
+    def __call__(
+        self,
+        value: Tree,
+        state: dict[str, Any],
+        *,
+        mask: torch.Tensor | None = None,
+        placement: str | None = None,
+    ) -> tuple[Tree, dict[str, Any]]:
+        """The mean with noise, and the state after the round; one collective for each dtype.
+
+        Args:
+            value: placed values, ``[num_local, ...]`` each, floating: the changes of the clients' models.
+            state: of ``init`` or of the round before.
+            mask: ``[num_local]`` of bools: who takes part, which must not depend on what the clients have.
+            placement: the name of the program whose clients are meant; by default the innermost that runs.
+
+        Returns:
+            ``[...]`` of the same structure and dtypes, equal on all ranks.
+
+        Raises:
+            InvalidArgument: as an ``Aggregator``.
+        """
+        clients = current(placement, "PrivateMean")
+        value = check_floating(check_placed(value, clients, "PrivateMean"), "PrivateMean")
+        if mask is None:
+            mask = torch.ones(clients.num_local, dtype=torch.bool)
+        elif mask.dtype is not torch.bool or tuple(mask.shape) != (clients.num_local,):
+            raise InvalidArgument(
+                f"mask of {mask.dtype} and shape {list(mask.shape)}, expected bools [{clients.num_local}]"
+            )
+        stddev, count_stddev = self.stddevs(clients.size)
+        norm, round = state["clip"], state["round"]
+        clipped, norms = clip(only_of(mask, value), norm)
+        # Moved by a half, the most that a client can add or take away is a half too.
+        is_below = torch.where(mask, (norms <= norm).to(norm.dtype) - 0.5, torch.zeros((), dtype=norm.dtype))
+        counted = mask.to(norm.dtype)
+        total, below, number = self.reduction.reduce((clipped, is_below, counted), mask, clients)
+        (number,) = call("check_total", [number], clients.key)
+        noisy = add_noise(total, stddev * norm.detach(), self.seed, round)
+        mean = pytree.tree_map(lambda leaf: leaf / number.to(leaf.dtype), noisy)
+        if self.quantile is not None:
+            share = add_noise(below, count_stddev, seed_of(self.seed, "quantile"), round) / number + 0.5
+            norm = norm * torch.exp(-self.learning_rate * (share - self.quantile))
+        return mean, {"round": round + 1, "clip": norm}
+
+
+# ---- the accountant
+
+
+def epsilon(*, noise_multiplier: float, rounds: int, cohort: int, population: int, delta: float) -> float:
+    """The epsilon of (epsilon, delta) differential privacy of all rounds together, by dp-accounting's Renyi accountant.
+
+    Neighbours are populations in which one client's data are replaced by others; in each round a cohort is drawn
+    without replacement (``sampling.cohort``) and averaged by a ``PrivateMean``, adaptive or not. Replacing a client
+    moves the sum by up to twice the norm, which is counted here.
+
+    Args:
+        noise_multiplier: of the PrivateMean; 0 gives inf.
+        rounds: how many, at least 1.
+        cohort: clients of a round, of a program; those that drop out of it included.
+        population: clients to draw from.
+        delta: 0 to 1, both excluded; below 1 / population.
+
+    Raises:
+        InvalidArgument: a number out of range, or dp-accounting is not installed.
+
+    Example:
+        >>> epsilon(noise_multiplier=1.0, rounds=100, cohort=100, population=100_000, delta=1e-6)  # doctest: +SKIP
+        5.638042995574478
+    """
+    _check_accounting(rounds, cohort, population, delta)
+    if not noise_multiplier >= 0:
+        raise InvalidArgument(f"noise_multiplier={noise_multiplier!r}, expected a number of at least 0")
+    accounting = _Accounting()
+    return float(
+        accounting.new().compose(accounting.round(noise_multiplier, cohort, population), rounds).get_epsilon(delta)
+    )
+
+
+def noise_multiplier(*, epsilon: float, rounds: int, cohort: int, population: int, delta: float) -> float:
+    """The smallest noise multiplier, to 1e-4 at most above it, whose ``epsilon`` is at most the given one."""
+    _check_accounting(rounds, cohort, population, delta)
+    if not 0 < epsilon < math.inf:
+        raise InvalidArgument(f"epsilon={epsilon!r}, expected a number above 0")
+    accounting = _Accounting()
+
+    def all_rounds(multiplier: float) -> Any:
+        return accounting.library.SelfComposedDpEvent(accounting.round(multiplier, cohort, population), rounds)
+
+    bracket = accounting.library.LowerEndpointAndGuess(0.0, 1.0)
+    found = accounting.library.calibrate_dp_mechanism(accounting.new, all_rounds, epsilon, delta, bracket, tol=1e-4)
+    return float(found)
+
+
+class _Accounting:
+    """dp-accounting, imported when it is needed."""
+
+    def __init__(self) -> None:
+        try:
+            import dp_accounting
+            from dp_accounting import rdp
+        except ImportError as error:
+            raise InvalidArgument(
+                f"the accountant needs dp-accounting, which cannot be imported ({error}); pip install bagua[federated]"
+            ) from error
+        self.library = dp_accounting
+        relations = dp_accounting.NeighboringRelation
+        self.new = lambda: rdp.RdpAccountant(neighboring_relation=relations.REPLACE_ONE)
+        of_added = rdp.RdpAccountant(neighboring_relation=relations.ADD_OR_REMOVE_ONE)
+        # Replacing a client moves the sum twice as far as adding one, which dp-accounting 0.6 does not count.
+        one = dp_accounting.GaussianDpEvent(1.0)
+        counts_twice = self.new().compose(one).get_epsilon(1e-5) > of_added.compose(one).get_epsilon(1e-5)
+        self._scale = 1.0 if counts_twice else 0.5
+
+    def round(self, multiplier: float, cohort: int, population: int) -> Any:
+        """What one round tells."""
+        if multiplier == 0:
+            return self.library.NonPrivateDpEvent()
+        gaussian = self.library.GaussianDpEvent(self._scale * multiplier)
+        return self.library.SampledWithoutReplacementDpEvent(population, cohort, gaussian)
+
+
+def _check_accounting(rounds: int, cohort: int, population: int, delta: float) -> None:
+    if rounds < 1:
+        raise InvalidArgument(f"rounds={rounds!r}, expected at least 1")
+    if not 1 <= cohort <= population:
+        raise InvalidArgument(f"a cohort of {cohort} of {population} clients, expected 1 to all of them")
+    if not 0 < delta < 1:
+        raise InvalidArgument(f"delta={delta!r}, expected a number from 0 to 1, both excluded")

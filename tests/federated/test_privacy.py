@@ -1,0 +1,171 @@
+"""DP-FedAvg against loops over clients and rounds; the accountant against its library and the exact mechanism."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.func import grad, jvp
+
+from bagua import federated
+from bagua.errors import InvalidArgument
+from bagua.federated import privacy
+from bagua.federated.aggregators import Median, SecureSum, add_noise
+from bagua.federated.privacy import PrivateMean
+from bagua.federated.sampling import seed_of
+from tests.conformance.training import process_group
+
+MASK = torch.tensor([True, True, False, True, True, True])
+ROUNDS = 4
+
+
+def updates(round):
+    generator = torch.Generator().manual_seed(round)
+    scale = torch.tensor([0.1, 0.5, 50.0, 1.0, 3.0, 0.0])
+    return {
+        "w": torch.randn(6, 3, generator=generator) * scale[:, None],
+        "b": torch.randn(6, generator=generator) * scale,
+    }
+
+
+def private_mean(**options):
+    return PrivateMean(
+        **{"noise_multiplier": 0.8, "clip": 1.0, "quantile": 0.5, "count_stddev": 1.0, "seed": 3, **options}
+    )
+
+
+def in_loops(z, quantile):
+    norm, means = 1.0, []
+    z_sum = z if quantile is None else (z**-2 - (2 * 1.0) ** -2) ** -0.5
+    for number in range(ROUNDS):
+        value, below, total = updates(number), 0, torch.zeros(4, dtype=torch.float64)
+        for i in range(6):
+            if MASK[i]:
+                flat = torch.cat([value["w"][i], value["b"][i].reshape(1)]).double()
+                length = flat.square().sum().sqrt().item()
+                total += flat * min(1.0, norm / length if length else 1.0)
+                below += length <= norm
+        unit = add_noise({"w": torch.zeros(3), "b": torch.zeros(())}, 1.0, 3, number)
+        total = total + z_sum * norm * torch.cat([unit["w"], unit["b"].reshape(1)])
+        means.append(total / 5)
+        if quantile is not None:
+            noise = float(add_noise(torch.zeros(()), 1.0, seed_of(3, "quantile"), number))
+            norm *= math.exp(-0.2 * ((below + noise) / 5 - quantile))
+    return torch.stack(means), norm
+
+
+def on_ranks(rank, world_size, split):
+    with process_group():
+        own = federated.local_slice(6, num_local=split)
+        for options in ({}, {"quantile": None}, {"reduction": SecureSum()}):
+            mean = private_mean(**options)
+            program = federated.program(mean, clients=6, num_local=split)
+            state, found = mean.init(updates(0)), []
+            for number in range(ROUNDS):
+                mine = {name: leaf[own] for name, leaf in updates(number).items()}
+                value, state = program(mine, state, mask=MASK[own])
+                found.append(torch.cat([value["w"], value["b"].reshape(1)]))
+            means, norm = in_loops(0.8, options.get("quantile", 0.5))
+            torch.testing.assert_close(torch.stack(found), means.float(), rtol=1e-4, atol=1e-5)
+            assert float(state["clip"]) == pytest.approx(norm, rel=1e-4) and state["round"] == ROUNDS
+
+
+@pytest.mark.parametrize("split", [(4, 2), (3, 0, 3)], ids=str)
+def test_rounds_are_those_of_loops(pools, split):
+    pools[len(split)].run(on_ranks, args=(split,))
+
+
+def test_the_norm_finds_the_quantile():
+    mean = PrivateMean(noise_multiplier=0.0, clip=0.1, quantile=0.7, seed=1)
+    program, state = federated.program(mean, clients=101), mean.init(torch.zeros(1))
+    norms = torch.linspace(0, 10, 101).unsqueeze(1)
+    for _ in range(200):
+        _, state = program(norms, state)
+    assert abs(float(state["clip"]) - 7.0) < 0.3
+
+
+def test_both_noises_together_are_as_much_as_one():
+    """A client moves (sum / norm, number below it) by up to (1, 1/2), in units of the deviations by 1 / multiplier."""
+    for multiplier in (0.3, 1.0, 3.0):
+        z_sum, z_count = private_mean(noise_multiplier=multiplier, count_stddev=2.0).stddevs(6)
+        assert math.hypot(1 / z_sum, 0.5 / z_count) == pytest.approx(1 / multiplier)
+    assert PrivateMean(noise_multiplier=1.0, clip=1.0, quantile=0.5, seed=0).stddevs(100)[1] == 5.0
+    assert PrivateMean(noise_multiplier=1.0, clip=1.0, seed=0).stddevs(100) == (1.0, 0.0)
+
+
+def test_it_is_differentiable():
+    mean = private_mean()
+    program, state = federated.program(mean, clients=6), mean.init(torch.zeros(3))
+
+    def loss(x):
+        return program({name: x * leaf for name, leaf in updates(1).items()}, state)[0]["w"].square().sum()
+
+    x, step = torch.tensor(0.7), 1e-2
+    difference = (loss(x + step) - loss(x - step)) / (2 * step)
+    torch.testing.assert_close(grad(loss)(x), difference, rtol=2e-2, atol=1e-3)
+    torch.testing.assert_close(jvp(loss, (x,), (torch.ones(()),))[1], grad(loss)(x))
+
+
+# ---- the accountant
+
+
+@pytest.mark.needs("dp_accounting")
+def test_epsilon_is_the_librarys():
+    import dp_accounting
+    from dp_accounting import rdp
+
+    accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
+    gaussian = dp_accounting.GaussianDpEvent(1.2 / 2)  # of the sum's movement, up to twice the norm
+    accountant.compose(dp_accounting.SampledWithoutReplacementDpEvent(10_000, 50, gaussian), 300)
+    expected = accountant.get_epsilon(1e-6)
+    job = {"rounds": 300, "cohort": 50, "population": 10_000, "delta": 1e-6}
+    assert privacy.epsilon(noise_multiplier=1.2, **job) == pytest.approx(expected, rel=1e-12)
+    assert privacy.noise_multiplier(epsilon=expected, **job) == pytest.approx(1.2, abs=2e-4)
+    assert privacy.epsilon(noise_multiplier=0.0, **job) == math.inf
+
+
+@pytest.mark.needs("dp_accounting")
+@pytest.mark.parametrize("multiplier", [1.0, 4.0])
+def test_epsilon_is_no_less_than_that_of_the_exact_mechanism(multiplier):
+    """All clients in one round: two sums 2 norms apart, with noise of `multiplier` norms (Balle and Wang, 2018)."""
+
+    def delta_of(epsilon):
+        gap = 2 / multiplier
+        below = lambda x: math.erfc(-x / math.sqrt(2)) / 2  # noqa: E731
+        return below(gap / 2 - epsilon / gap) - math.exp(epsilon) * below(-gap / 2 - epsilon / gap)
+
+    found = privacy.epsilon(noise_multiplier=multiplier, rounds=1, cohort=100, population=100, delta=1e-5)
+    assert delta_of(found) <= 1e-5 <= delta_of(0.8 * found)
+
+
+def test_without_the_library(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "dp_accounting", None)
+    with pytest.raises(InvalidArgument, match=r"needs dp-accounting, .*pip install bagua\[federated\]"):
+        privacy.epsilon(noise_multiplier=1.0, rounds=1, cohort=1, population=2, delta=1e-5)
+
+
+JOB = {"rounds": 3, "cohort": 5, "population": 10, "delta": 1e-5}
+MISTAKES = {
+    "multiplier": (lambda: private_mean(noise_multiplier=-1.0), "noise_multiplier=-1.0"),
+    "clip": (lambda: private_mean(clip=0.0), "clip=0.0"),
+    "quantile": (lambda: private_mean(quantile=1.5), "quantile=1.5"),
+    "robust": (lambda: private_mean(reduction=Median()), r"reduction=Median\(\), expected Sum"),
+    "count": (lambda: private_mean(noise_multiplier=2.0).stddevs(6), "count_stddev=1.0 tells more than noise_multip"),
+    "mask": (
+        lambda: federated.program(private_mean(), clients=6)(updates(0), private_mean().init(0), mask=torch.ones(6)),
+        r"mask of torch.float32 and shape \[6\], expected bools \[6\]",
+    ),
+    "rounds": (lambda: privacy.epsilon(noise_multiplier=1.0, **{**JOB, "rounds": 0}), "rounds=0"),
+    "cohort": (lambda: privacy.epsilon(noise_multiplier=1.0, **{**JOB, "cohort": 11}), "a cohort of 11 of 10"),
+    "delta": (lambda: privacy.epsilon(noise_multiplier=1.0, **{**JOB, "delta": 0.0}), "delta=0.0"),
+    "a negative multiplier": (lambda: privacy.epsilon(noise_multiplier=-1.0, **JOB), "noise_multiplier=-1.0"),
+    "epsilon": (lambda: privacy.noise_multiplier(epsilon=0.0, **JOB), "epsilon=0.0"),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_mistakes(what):
+    make, message = MISTAKES[what]
+    with pytest.raises(InvalidArgument, match=message):
+        make()
