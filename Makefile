@@ -24,6 +24,8 @@ endif
 PYTEST = $(PY) -m pytest $(PYTEST_ARGS)
 # Not for the tests whose outcome depends on time: those run by themselves, after the rest.
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
+# Only the files that have such tests: the others need not be imported.
+TIMED = -m "not slow and timed" $$(grep -rl --include='test_*.py' 'mark\.timed' tests)
 TIMES ?= 1
 
 .PHONY: help demo test test-all test-timed test-native package lint format bench sanitize build setup setup-tests setup-lint clean
@@ -36,14 +38,14 @@ demo: build ## train a CNN on two ranks with bytegrad, and beside it with torch 
 
 test: test-native ## Rust, C++ and Python tests but the slow ones
 	$(PYTEST) -m "not slow and not timed" $(PARALLEL)
-	$(PYTEST) -m "not slow and timed"
+	$(PYTEST) $(TIMED)
 
 test-all: test-native ## all tests, the slow ones and the examples too
 	$(PYTEST) -m "not timed" $(PARALLEL)
 	$(PYTEST) -m "timed"
 
 test-timed: setup-tests build ## the tests whose outcome depends on time, TIMES=1 times in a row
-	for run in $$(seq $(TIMES)); do echo "run $$run of $(TIMES)"; $(PYTEST) -m "not slow and timed"; done
+	for run in $$(seq $(TIMES)); do echo "run $$run of $(TIMES)"; $(PYTEST) $(TIMED); done
 
 test-native: setup-tests build
 	cargo test --quiet --offline --locked --manifest-path rust_core/Cargo.toml --target-dir build/rust

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from .errors import TransportError
 from .fork_guard import close_in_child
-from .handshake import accept
+from .handshake import accept, be_prompt
 
 __all__ = ["Acceptor", "Arrival", "close_all"]
 
@@ -170,6 +170,8 @@ class Acceptor:
             if len(self._strangers) >= _MAX_STRANGERS:
                 self._refuse(next(iter(self._strangers.values())), "too many connections at once")
             is_unix = sock.family == socket.AF_UNIX
+            if not is_unix:
+                be_prompt(sock)
             stranger = _Stranger(sock, accept(self._secret, sock.sendall), time.monotonic(), is_unix)
             stranger.needed = next(stranger.generator)
             self._strangers[sock] = stranger

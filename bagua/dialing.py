@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from .errors import TransportError
 from .fork_guard import close_in_child
-from .handshake import dial
+from .handshake import be_prompt, dial
 from .rendezvous import RankRecord
 
 __all__ = ["Patience", "ask", "dial_tcp", "dial_unix", "is_gone", "tell"]
@@ -68,7 +68,6 @@ def dial_tcp(record: RankRecord, secret: bytes, abouts: list[dict], patience: Pa
     try:
         for about in abouts:
             sockets.append(_proven_tcp(record, secret, about, patience))
-            sockets[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _wait_for_answer(sockets[0], abouts[0]["group"], patience)
         if sockets[0].recv(1) != b"A":
             raise TransportError("the connection ended before the peer accepted it")
@@ -88,7 +87,7 @@ def tell(records: Sequence[RankRecord], secret: bytes, about: dict, seconds: flo
     try:
         for record in records:
             family, _, _, _, address = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
-            sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
+            sock = _prompt_socket(family)
             under_way[sock.fileno()] = (sock, _Telling(sock, secret, about))
             sock.setblocking(False)
             sock.connect_ex(address)  # how it ends shows when it is used
@@ -160,7 +159,7 @@ def _proven_tcp(record: RankRecord, secret: bytes, about: dict, patience: Patien
 
 def _proven(family: int, address: object, secret: bytes, about: dict, patience: Patience) -> socket.socket:
     """A connected, non-blocking socket after the handshake."""
-    sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
+    sock = _prompt_socket(family)
     try:
         sock.setblocking(False)
         _connect(sock, address, patience)
@@ -174,6 +173,13 @@ def _proven(family: int, address: object, secret: bytes, about: dict, patience: 
     except BaseException:
         sock.close()
         raise
+
+
+def _prompt_socket(family: int) -> socket.socket:
+    sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
+    if family != socket.AF_UNIX:
+        be_prompt(sock)
+    return sock
 
 
 def _connect(sock: socket.socket, address: object, patience: Patience) -> None:

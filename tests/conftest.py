@@ -18,6 +18,14 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(missing)}, which cannot be imported"))
 
 
+def pytest_itemcollected(item):
+    """The process that forks ranks gets ready while the rest of the tests is collected."""
+    if {"pool2", "pool4"} & set(item.fixturenames) and not item.config.option.collectonly:
+        from bagua.testing import rank_process
+
+        rank_process.prepare()
+
+
 @pytest.fixture(scope="session")
 def pool2():
     """Two warm ranks, shared by all tests that leave no process group and no global state behind."""

@@ -80,6 +80,11 @@ class RankProcess:
         os.close(self._dump)
 
 
+def prepare() -> None:
+    """Starts the process that forks ranks, unless it is there: it imports torch while the caller does other things."""
+    _Nursery.shared()
+
+
 def dump_stacks(ranks: list[RankProcess]) -> str:
     """The stack of every thread of the given ranks."""
     before = [rank.dump_bytes() for rank in ranks]

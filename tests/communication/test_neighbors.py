@@ -28,19 +28,29 @@ def values(rank, numel, dtype):
 SEED = 99  # of codecs that round at random
 
 
+@functools.lru_cache(maxsize=64)
+def received(codec, rank, numel, dtype):
+    """What the codec makes of a rank's values, in float32; not to be changed (cached)."""
+    x = torch.zeros(numel)
+    key = _C.derive_key(_C.derive_key(SEED, rank), 0)
+    coder = bagua.codecs.get(codec)
+    coder.decode_add(coder.encode(values(rank, numel, dtype), key=key), x, dtype)
+    return x
+
+
+@functools.lru_cache(maxsize=64)
+def magnitudes(n, numel, dtype):
+    """The sum over ranks of |x|; not to be changed (cached)."""
+    return sum(values(r, numel, dtype).double().abs() for r in range(n))
+
+
 def expected_average(topology, n, i, s, numel, dtype, codec=None):
     row = neighbor_weights(topology, n, i, s)
     total = torch.zeros(numel, dtype=torch.float64)
     for j in range(n):
         if row[j] == 0:
             continue
-        x = values(j, numel, dtype)
-        if codec is not None and j != i:
-            x = torch.zeros(numel)
-            key = _C.derive_key(_C.derive_key(SEED, j), 0)
-            bagua.codecs.get(codec).decode_add(
-                bagua.codecs.get(codec).encode(values(j, numel, dtype), key=key), x, dtype
-            )
+        x = values(j, numel, dtype) if codec is None or j == i else received(codec, j, numel, dtype)
         total += row[j] * x.double()
     return total
 
@@ -55,8 +65,7 @@ def check_full_precision(group, dtypes=DTYPES):
                     group.neighbor_average(x, topology, step).wait()
                     exact = expected_average(topology, group.size, group.rank, step, numel, dtype)
                     # The mean of all is an all_reduce, which adds f32 in f32.
-                    scale = sum(values(r, numel, dtype).double().abs() for r in range(group.size))
-                    allowed = torch.finfo(dtype).eps * (exact.abs() + scale)
+                    allowed = torch.finfo(dtype).eps * (exact.abs() + magnitudes(group.size, numel, dtype))
                     assert ((x.double() - exact).abs() <= allowed).all(), what
                     is_mean_of_all = len({*neighbor_weights(topology, group.size, group.rank, step)}) == 1
                     if not is_mean_of_all and dtype is not torch.float64:

@@ -73,12 +73,14 @@ def assert_same(ours, theirs, place="state"):
 
 def _resume(rank, world_size, variant, kind):
     with process_group():
-        for stop in (1, 4):
-            model, optimizer = start(variant, kind=kind)
-            train(model, optimizer, rank, range(stop))
-            file = io.BytesIO()
-            torch.save(states_of(model, optimizer), file)
-            train(model, optimizer, rank, range(stop, 8))
+        model, optimizer = start(variant, kind=kind)
+        files = {}
+        for step in range(8):
+            if step in (1, 4):
+                files[step] = io.BytesIO()
+                torch.save(states_of(model, optimizer), files[step])
+            train(model, optimizer, rank, [step])
+        for stop, file in files.items():
             file.seek(0)
             saved = torch.load(file, weights_only=True)
             resumed, resumed_optimizer = start(variant, seed=5, kind=kind)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -52,8 +54,14 @@ def _train(model, make_optimizer, wrap, set_to_none):
     return model.state_dict()
 
 
+@functools.cache
+def _plain(name, set_to_none):
+    """Of torch alone, once in the life of a rank; not to be changed."""
+    return _train(make_net(), OPTIMIZERS[name], lambda model, _: model, set_to_none)
+
+
 def _equals_plain_torch(rank, world_size, algorithm, name, set_to_none):
-    expected = _train(make_net(), OPTIMIZERS[name], lambda model, _: model, set_to_none)
+    expected = _plain(name, set_to_none)
     with process_group():
 
         def wrap(model, optimizers):

@@ -6,9 +6,8 @@ A new file of bagua/ or room of csrc/ that no table names is a failure too: say 
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 STDLIB = frozenset(sys.stdlib_module_names)
@@ -137,12 +136,18 @@ def module_name(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports_of(path):
     """(line, dotted name) of every import, relative ones resolved; `from a import b` gives a.b."""
     name = module_name(path)
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -162,20 +167,20 @@ def room_of(path):
     return path.relative_to(ROOT / "bagua").with_suffix("").parts[0]
 
 
-@pytest.mark.parametrize("path", production_files(), ids=module_name)
-def test_python_imports(path):
-    room = room_of(path)
-    if room == "__init__":  # the facade
-        allowed, third_party = {*MAY_IMPORT, "_C"}, set()
-    else:
-        assert room in MAY_IMPORT, f"bagua/{room} is in no table: add it to MAY_IMPORT here, and to the map of rooms"
-        allowed, third_party = MAY_IMPORT[room], THIRD_PARTY.get(room, THIRD_PARTY_DEFAULT)
-    for line, name in imports_of(path):
-        top, _, rest = name.partition(".")
-        if top == "bagua":
-            assert rest.split(".")[0] in allowed, f"{path}:{line}: {room} must not import {name}"
+def test_python_imports():
+    for path in production_files():
+        room = room_of(path)
+        if room == "__init__":  # the facade
+            allowed, third_party = {*MAY_IMPORT, "_C"}, set()
         else:
-            assert top in STDLIB | third_party, f"{path}:{line}: {room} must not import {name}"
+            assert room in MAY_IMPORT, f"bagua/{room} is in no table: add it to MAY_IMPORT, and to the map of rooms"
+            allowed, third_party = MAY_IMPORT[room], THIRD_PARTY.get(room, THIRD_PARTY_DEFAULT)
+        for line, name in imports_of(path):
+            top, _, rest = name.partition(".")
+            if top == "bagua":
+                assert rest.split(".")[0] in allowed, f"{path}:{line}: {room} must not import {name}"
+            else:
+                assert top in STDLIB | third_party, f"{path}:{line}: {room} must not import {name}"
 
 
 def test_algorithms_do_not_know_each_other():
@@ -199,7 +204,7 @@ def test_only_algorithms_know_concrete_algorithms():
 
 def test_only_config_reads_the_environment():
     for path in production_files():
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         writes = {
             id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "update"
         }
@@ -209,23 +214,25 @@ def test_only_config_reads_the_environment():
                 assert allowed, f"{path}:{node.lineno}: only bagua/config.py reads os.environ"
 
 
-@pytest.mark.parametrize(
-    "path", sorted([*(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]), ids=lambda p: p.name
-)
-def test_examples_and_benchmarks_use_public_names(path):
+def public_names():
     public = {p.parent.name for p in (ROOT / "bagua").glob("*/__init__.py")}
-    facade = ast.parse((ROOT / "bagua/__init__.py").read_text())
-    for node in ast.walk(facade):
+    for node in ast.walk(ast.parse((ROOT / "bagua/__init__.py").read_text())):
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             public |= set(ast.literal_eval(node.value))
-    for line, name in imports_of(path):
-        parts = name.split(".")
-        if parts[0] == "bagua":
-            assert len(parts) == 1 or parts[1] in public, f"{path}:{line}: {name} is not public"
-            assert not any(part.startswith("_") for part in parts[1:]), f"{path}:{line}: {name} is private"
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "bagua":
-            assert node.attr in public, f"{path}:{node.lineno}: bagua.{node.attr} is not public"
+    return public
+
+
+def test_examples_and_benchmarks_use_public_names():
+    public = public_names()
+    for path in sorted([*(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]):
+        for line, name in imports_of(path):
+            parts = name.split(".")
+            if parts[0] == "bagua":
+                assert len(parts) == 1 or parts[1] in public, f"{path}:{line}: {name} is not public"
+                assert not any(part.startswith("_") for part in parts[1:]), f"{path}:{line}: {name} is private"
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "bagua":
+                assert node.attr in public, f"{path}:{node.lineno}: bagua.{node.attr} is not public"
 
 
 # ---- C++ ------------------------------------------------------------------------------------------------
@@ -254,25 +261,29 @@ def cpp_room(relative):
     return "/".join(parts[:2]) if parts[0] == "transport" else parts[0]
 
 
-@pytest.mark.parametrize("path", cpp_files(), ids=lambda p: str(p.relative_to(ROOT / "csrc")))
-def test_cpp_includes(path):
-    room = cpp_room(path.relative_to(ROOT))
-    for bracket, included in INCLUDE.findall(path.read_text()):
-        where = f"{path}: #include {included}"
-        if bracket == "<" or not included.startswith("csrc/"):
-            if room != "bindings":
-                assert not re.match(r"(pybind11|Python\.h|bagua_rust)", included), f"{where}: only csrc/bindings may"
-            assert not re.match(r"(torch|ATen|c10)/", included), f"{where}: the core does not know libtorch"
-            assert bracket == "<" or room == "bindings", f"{where}: own headers are named from the root, csrc/..."
-            continue
-        assert (ROOT / included).exists(), f"{where}: no such file"
-        target = cpp_room(included)
-        if room in EVERYTHING or target == room:
-            continue
-        allowed = MAY_INCLUDE.get(room) or MAY_INCLUDE.get(re.sub("/.*", "/*", room))
-        assert allowed is not None, f"csrc/{room} is in no table: add it to MAY_INCLUDE here, and to the map of rooms"
-        allowed_here = target in allowed or included.removeprefix("csrc/") in allowed
-        assert allowed_here, f"{where}: {room} may include {sorted(allowed) or 'nothing of csrc'} only"
+def test_cpp_includes():
+    for path in cpp_files():
+        room = cpp_room(path.relative_to(ROOT))
+        for bracket, included in INCLUDE.findall(path.read_text()):
+            where = f"{path}: #include {included}"
+            if bracket == "<" or not included.startswith("csrc/"):
+                if room != "bindings":
+                    assert not re.match(r"(pybind11|Python\.h|bagua_rust)", included), (
+                        f"{where}: only csrc/bindings may"
+                    )
+                assert not re.match(r"(torch|ATen|c10)/", included), f"{where}: the core does not know libtorch"
+                assert bracket == "<" or room == "bindings", f"{where}: own headers are named from the root, csrc/..."
+                continue
+            assert (ROOT / included).exists(), f"{where}: no such file"
+            target = cpp_room(included)
+            if room in EVERYTHING or target == room:
+                continue
+            allowed = MAY_INCLUDE.get(room) or MAY_INCLUDE.get(re.sub("/.*", "/*", room))
+            assert allowed is not None, (
+                f"csrc/{room} is in no table: add it to MAY_INCLUDE here, and to the map of rooms"
+            )
+            allowed_here = target in allowed or included.removeprefix("csrc/") in allowed
+            assert allowed_here, f"{where}: {room} may include {sorted(allowed) or 'nothing of csrc'} only"
 
 
 def test_cuda_and_no_cuda_have_the_same_files():
@@ -291,13 +302,13 @@ def rust_code(path):
     return re.sub(r"//[^\n]*", "", text)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "rust_core/src").glob("*.rs")), ids=lambda p: p.name)
-def test_rust_orders_and_does_nothing_else(path):
-    code = rust_code(path)
-    found = FORBIDDEN_IN_RUST.search(code)
-    assert found is None, f"{path}: {found[0]}: no socket, thread, clock or file in the ordering core"
-    if path.name != "ffi.rs":
-        assert not re.search(r"\bunsafe\s*(\{|fn|impl|extern)", code), f"{path}: unsafe belongs in ffi.rs"
+def test_rust_orders_and_does_nothing_else():
+    for path in sorted((ROOT / "rust_core/src").glob("*.rs")):
+        code = rust_code(path)
+        found = FORBIDDEN_IN_RUST.search(code)
+        assert found is None, f"{path}: {found[0]}: no socket, thread, clock or file in the ordering core"
+        if path.name != "ffi.rs":
+            assert not re.search(r"\bunsafe\s*(\{|fn|impl|extern)", code), f"{path}: unsafe belongs in ffi.rs"
 
 
 def test_rust_has_no_dependencies():

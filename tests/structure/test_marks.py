@@ -5,8 +5,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time"}
@@ -52,13 +50,26 @@ def readers_of_a_clock(path):
             yield test, definitions[test]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "tests")))
-def test_what_reads_a_clock_is_timed(path):
+def unmarked_in(path):
+    """The tests that read a clock and are not marked, nor their file."""
+    if not any(clock in path.read_text() for clock in CLOCKS):
+        return []
     module = [node for node in tree_of(path).body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)]
     if "timed" in marks_of(module):
-        return
-    unmarked = [name for name, node in readers_of_a_clock(path) if "timed" not in marks_of(node.decorator_list)]
-    assert not set(unmarked) - ORDERS, "mark them timed, or wait for what must come with tests.meeting.wait_until"
+        return []
+    return [name for name, node in readers_of_a_clock(path) if "timed" not in marks_of(node.decorator_list)]
+
+
+def test_what_reads_a_clock_is_timed():
+    unmarked = [f"{path.relative_to(ROOT)}: {name}" for path in FILES for name in set(unmarked_in(path)) - ORDERS]
+    assert not unmarked, "mark them timed, or wait for what must come with tests.meeting.wait_until"
+
+
+def test_the_mark_is_where_the_makefile_looks_for_it():
+    text = (ROOT / "Makefile").read_text()
+    assert text.count("grep -rl --include='test_*.py' 'mark\\.timed' tests") == 1
+    elsewhere = [path for path in (ROOT / "tests").rglob("*.py") if "mark.timed" in path.read_text()]
+    assert set(elsewhere) <= set(FILES)
 
 
 def test_what_is_slow_names_a_fast_test():
