@@ -21,6 +21,7 @@ import signal
 import socket
 import struct
 import warnings
+import weakref
 from typing import NamedTuple
 
 NUM_DESCRIPTORS = 5
@@ -47,6 +48,10 @@ def serve(descriptor: int, preload: list[str]) -> RankDescriptors | None:
     for name in preload:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    # What torch would undo of its registries at the end of a program need not be undone at the end of every rank: most
+    # of a short rank's time went there, into copies of what it shares with us.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     gc.freeze()  # a collection in a rank would otherwise touch, and so copy, all that it shares with us
 
     server = socket.socket(fileno=descriptor)

@@ -18,8 +18,10 @@ from tests.communication.worlds import SAME_TEST
 TIMEOUT_S = 15.0
 # Of this package; asking those of others would import them.
 ALGORITHMS = [name for name in bagua.algorithms.available() if importlib.util.find_spec(f"bagua.algorithms.{name}")]
-OF_GRADIENTS = [name for name in ALGORITHMS if bagua.algorithms.get(name).exchanges == "gradients"]
-OF_WEIGHTS = [name for name in ALGORITHMS if bagua.algorithms.get(name).exchanges == "weights"]
+# Each rank imports this file, and each question goes through all installed packages.
+_EXCHANGES = {name: bagua.algorithms.get(name).exchanges for name in ALGORITHMS}
+OF_GRADIENTS = [name for name in ALGORITHMS if _EXCHANGES[name] == "gradients"]
+OF_WEIGHTS = [name for name in ALGORITHMS if _EXCHANGES[name] == "weights"]
 ANY = torch.optim.Optimizer
 
 

@@ -177,7 +177,15 @@ def test_nobody_is_named_in_a_circle(world):
 # ---- cut cables: every rank is a host of its own
 
 CONNECTION = re.compile(r"the connection between rank (\d) and rank (\d) is silent")
-needs_hosts = pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
+needs_hosts = pytest.mark.usefixtures("can_make_hosts")
+
+
+@pytest.fixture(scope="module")
+def can_make_hosts():
+    """Asked by tests only: it makes one, and every rank imports this file."""
+    reason = hosts.why_not()
+    if reason is not None:
+        pytest.skip(reason)
 
 
 def move_to(host):
@@ -320,9 +328,9 @@ NUM_JOBS = {"shm": 3, "tcp": 3, "mixed": 3, "hosts": 4}  # with 8 algorithms 104
 @pytest.mark.slow("test_the_end_of_a_chain_is_named")
 @pytest.mark.parametrize("fault", NUM_JOBS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_training_names_no_innocent(algorithm, fault, tmp_path, record_property):
-    if fault == "hosts" and hosts.why_not() is not None:
-        pytest.skip(hosts.why_not())
+def test_training_names_no_innocent(algorithm, fault, tmp_path, record_property, request):
+    if fault == "hosts":
+        request.getfixturevalue("can_make_hosts")
     worlds: dict[str, WorldKind] = {"shm": shm(4), "tcp": tcp(4), "mixed": mixed(4)}
     longest = 0.0
     for job in range(NUM_JOBS[fault]):
