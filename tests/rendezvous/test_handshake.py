@@ -1,10 +1,15 @@
 """The handshake by itself: both roles as generators, and everything that strangers may try."""
 
+import math
+import queue
 import secrets
+import socket
 import struct
 
 import pytest
 
+from bagua import dialing
+from bagua.accepting import Acceptor
 from bagua.errors import TransportError
 from bagua.handshake import MAGIC, accept, dial
 
@@ -147,3 +152,18 @@ def test_a_truncated_handshake_waits_for_more():
     assert acceptor.result is None and not acceptor.take(), "nothing is said before the hello is complete"
     acceptor.feed(hello[-1:])
     assert acceptor.take()
+
+
+def test_tcp_holds_no_small_message_back():
+    """On either side, whatever is said after the proof: 40 ms each time, until the other side acknowledges it."""
+    arrived = queue.Queue()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        acceptor = Acceptor([listener], SECRET, lambda sock, about, _: arrived.put(sock), pytest.fail)
+        patience = dialing.Patience(math.inf, lambda: None)
+        try:
+            with dialing._proven(socket.AF_INET, listener.getsockname(), SECRET, ABOUT, patience) as dialed:
+                with arrived.get(timeout=20) as accepted:
+                    for sock in (dialed, accepted):
+                        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        finally:
+            acceptor.close()
