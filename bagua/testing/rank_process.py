@@ -120,10 +120,11 @@ class _Nursery:
         self._server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         preload = [name for name in nursery.PRELOADED if name != "pytest" or name in sys.modules]
         program = (
-            f"import sys; sys.path[:] = {sys.path!r}\n"
+            f"import os, sys; sys.path[:] = {sys.path!r}\n"
             "from bagua.testing import nursery, worker\n"
             f"descriptors = nursery.serve({theirs.fileno()}, {preload!r})\n"
-            "if descriptors: worker.rank_main(descriptors)"
+            "if descriptors: worker.rank_main(descriptors)\n"
+            "os._exit(0)"  # without the tearing down of modules, as a rank
         )
         # One thread each for the numerical libraries, as torchrun does; they read it when they are loaded.
         environ = {"OMP_NUM_THREADS": "1", **os.environ}

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.nn.parallel import DistributedDataParallel
 
 from bagua.torch_backend import world
-from tests.torch_backend.programs import TIMEOUT, compare, needs_torch, run, values
+from tests.torch_backend.programs import compare, needs_torch, run, values
 
 pytestmark = needs_torch
 
