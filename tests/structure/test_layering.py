@@ -122,11 +122,7 @@ THIRD_PARTY = {
     "errors": set(),
     "config": set(),
     "metrics": {"torch", "prometheus_client"},
-<<<<<<< HEAD
-    "federated": {"torch", "numpy", "cryptography"},
-=======
-    "federated": {"torch", "numpy", "dp_accounting"},
->>>>>>> 0f463f6 (bagua.federated: DP-FedAvg with adaptive clipping, and its accountant)
+    "federated": {"torch", "numpy", "cryptography", "dp_accounting"},
 }
 THIRD_PARTY_DEFAULT = {"torch", "numpy"}
 
