@@ -377,7 +377,7 @@ def local_slice(size: int, *, group: ProcessGroup | None = None, num_local: Sequ
         >>> local_slice(5)
         slice(0, 5, None)
     """
-    ranks = _ranks_of(group, is_within_client=False)
+    ranks = _ranks_of(group, ())
     rank, num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     if num_local is None:
         begin = rank * (size // num_ranks) + min(rank, size % num_ranks)
