@@ -1,4 +1,4 @@
-"""Figures of a wrapped model for dashboards: plain values, TensorBoard scalars, Prometheus metrics.
+"""Figures of a wrapped model, or of anything that has some, for dashboards: values, TensorBoard, Prometheus.
 
 Beside the data path, and pull only: nothing is computed before somebody asks, nothing is sent anywhere. Neither
 TensorBoard nor prometheus-client is needed for the rest of bagua; `pip install bagua[metrics]` installs both.
@@ -6,8 +6,9 @@ TensorBoard nor prometheus-client is needed for the rest of bagua; `pip install 
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from bagua.errors import InvalidArgument
 from bagua.handle import BaguaHandle, handle_of
 from bagua.step import Step
 
-__all__ = ["PrometheusCollector", "add_scalars", "values"]
+__all__ = ["FiguresCollector", "PrometheusCollector", "add_figures", "add_scalars", "values"]
 
 # What Prometheus calls counters: they only grow, until the model is wrapped anew.
 _COUNTERS = {
@@ -86,8 +87,56 @@ def add_scalars(model: torch.nn.Module, writer: ScalarWriter, step: int | None =
         ...     bagua.metrics.add_scalars(model, writer, step)
     """
     figures = values(model)
+    add_figures(figures, writer, int(figures["steps"]) if step is None else step)
+
+
+def add_figures(figures: Mapping[str, float], writer: ScalarWriter, step: int, prefix: str = "bagua") -> None:
+    """Writes figures as scalars ``<prefix>/<name>``; arguments as of ``add_scalars``."""
     for name, value in figures.items():
-        writer.add_scalar(f"bagua/{name}", value, int(figures["steps"]) if step is None else step)
+        writer.add_scalar(f"{prefix}/{name}", value, step)
+
+
+class FiguresCollector:
+    """A collector of prometheus-client: gauges ``<prefix>_<name>`` of what a function gives, asked for at every scrape.
+
+    Args:
+        figures: gives numbers by name, from any thread; characters that Prometheus has not in names become "_".
+        prefix: of the names.
+        labels: the same for all.
+
+    Raises:
+        InvalidArgument: prometheus-client is not installed.
+
+    Example:
+        >>> from prometheus_client import REGISTRY                                # doctest: +SKIP
+        >>> REGISTRY.register(bagua.metrics.FiguresCollector(lambda: {"queue": 3}, "serving"))    # doctest: +SKIP
+    """
+
+    def __init__(
+        self, figures: Callable[[], Mapping[str, float]], prefix: str, labels: Mapping[str, str] | None = None
+    ) -> None:
+        self._core = _prometheus("FiguresCollector")
+        self._figures, self._prefix, self._labels = figures, prefix, dict(labels or {})
+
+    def collect(self) -> list[Any]:
+        """One family for each figure."""
+        families = []
+        for name, value in self._figures().items():
+            full = re.sub("[^a-zA-Z0-9_:]", "_", f"{self._prefix}_{name}")
+            family = self._core.GaugeMetricFamily(full, name, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), value)
+            families.append(family)
+        return families
+
+
+def _prometheus(what: str) -> Any:
+    try:
+        from prometheus_client import core
+    except ImportError as error:
+        raise InvalidArgument(
+            f"{what} needs prometheus-client, which cannot be imported ({error}); pip install prometheus-client"
+        ) from error
+    return core
 
 
 class PrometheusCollector:
@@ -110,13 +159,7 @@ class PrometheusCollector:
     """
 
     def __init__(self, models: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
-        try:
-            from prometheus_client import core
-        except ImportError as error:
-            raise InvalidArgument(
-                f"PrometheusCollector needs prometheus-client, which cannot be imported ({error}); "
-                "pip install prometheus-client"
-            ) from error
+        core = _prometheus("PrometheusCollector")
         if not isinstance(models, Mapping):
             models = {type(models).__name__: models}
         if not models:

@@ -9,16 +9,19 @@ from bagua.federated.operators import record
 from bagua.federated.placement import local_slice, program
 from bagua.federated.platform import Client, IsolatedClients, Platform, run_on
 from bagua.federated.rounds import Cost, cost_of
+from bagua.federated.simulation import Availability, Simulation
 from bagua.federated.trace import trace
 from bagua.federated.verbs import broadcast, map_fn, reduce_mean, reduce_sum, reduce_weighted_mean
 
 __all__ = [
+    "Availability",
     "Client",
     "Cost",
     "FixedPoint",
     "Graph",
     "IsolatedClients",
     "Platform",
+    "Simulation",
     "aggregators",
     "broadcast",
     "copy_to_group",

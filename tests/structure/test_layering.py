@@ -110,7 +110,7 @@ MAY_IMPORT = {
     "data_parallel": STEPPING | {"algorithms", "step", "takeover", "handle", "data_parallel"},
     "torch_backend": GROUP - {"_C"} | {"callbacks", "meeting", "world", "torch_backend"},
     "torch_api": STEPPING - {"_C"} | {"algorithms", "step", "handle", "data_parallel", "torch_api"},
-    "federated": ERRORS | {"group", "world", "agreement", "codecs", "federated"},
+    "federated": ERRORS | {"group", "world", "agreement", "codecs", "metrics", "federated"},
     "run": CONFIG | {"congestion"},
     "doctor": STEPPING | CONNECTING | {"run"},
     "profiles": ERRORS,
