@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import numpy
 import torch
 from torch.utils import _pytree as pytree
 
@@ -26,11 +25,11 @@ from bagua.federated.fixed_point import FixedPoint
 from bagua.federated.operators import call
 from bagua.federated.placement import Placement, current
 from bagua.federated.sampling import seed_of
-from bagua.federated.straight_through import coded, first_client, gathered, modular_sum
+from bagua.federated.straight_through import coded, gathered, modular_sum, noise
 from bagua.federated.verbs import check_floating, check_placed, reduce_sum
 
 Tree = Any  # a pytree of tensors
-State = Any  # a pytree of tensors and numbers
+State = Any  # a pytree of tensors
 
 # The order of a chain.
 CLIP, QUANTIZE, REDUCE, NOISE, MEAN = range(5)
@@ -114,7 +113,7 @@ class Quantize(Step):
         codec: its name with options, such as "minmax_uint8" or "qsgd:bits=4"; see bagua.codecs.
         seed: what codecs that round at random draw from, with the round and the number of the client in its program.
 
-    State: the number of the round.
+    State: the number of the round, int64 ``[]``.
 
     Raises:
         InvalidArgument: no such codec, or values of a dtype that it does not encode.
@@ -127,22 +126,19 @@ class Quantize(Step):
     def __post_init__(self) -> None:
         codecs.get(self.codec)
 
-    def init(self, like: Tree) -> int:
-        return 0
+    def init(self, like: Tree) -> torch.Tensor:
+        return first_round()
 
-    def at_clients(self, value: Tree, state: int, clients: Placement) -> tuple[Tree, int]:
+    def at_clients(self, value: Tree, state: torch.Tensor, clients: Placement) -> tuple[Tree, torch.Tensor]:
         codec = codecs.get(self.codec)
         leaves, structure = pytree.tree_flatten(value)
         for leaf in leaves:
             if leaf.dtype not in codec.dtypes:
                 names = ", ".join(map(str, codec.dtypes))
                 raise InvalidArgument(f"Quantize({self.codec!r}) of {leaf.dtype}, expected one of {names}")
-        keys: list[int] = []
-        if codec.is_random:
-            begin = first_client(clients)
-            numbers = range(begin, begin + clients.num_local)
-            keys = [seed_of(self.seed, "quantize", state, number) for number in numbers]
-        return pytree.tree_unflatten(coded(leaves, codec.spec, keys), structure), state + 1
+        return pytree.tree_unflatten(
+            coded(leaves, codec.spec, seed_of(self.seed, "quantize"), state, clients), structure
+        ), state + 1
 
     def wire_bytes(self, like: Tree) -> int:
         """Bytes of one client's messages for a server value like this."""
@@ -282,7 +278,7 @@ class Noise(Step):
         stddev: of each coordinate of the sum (not of the mean), at least 0.
         seed: with the round it decides the noise: who knows it can take the noise away again.
 
-    State: the number of the round.
+    State: the number of the round, int64 ``[]``.
     """
 
     stage: ClassVar[int] = NOISE
@@ -293,23 +289,23 @@ class Noise(Step):
         if not self.stddev >= 0:
             raise InvalidArgument(f"Noise(stddev={self.stddev!r}), expected at least 0")
 
-    def init(self, like: Tree) -> int:
-        return 0
+    def init(self, like: Tree) -> torch.Tensor:
+        return first_round()
 
-    def at_server(self, value: Tree, state: int, total: torch.Tensor | int) -> tuple[Tree, int]:
+    def at_server(self, value: Tree, state: torch.Tensor, total: torch.Tensor | int) -> tuple[Tree, torch.Tensor]:
         return add_noise(value, self.stddev, self.seed, state), state + 1
 
 
-@torch.compiler.disable
-def add_noise(value: Tree, stddev: float | torch.Tensor, seed: int, round: int) -> Tree:
-    """Server values with Gaussian noise that depends on seed and round alone."""
-    # NumPy's, because torch's random operations are not allowed under vmap.
-    generator = numpy.random.default_rng(seed_of(seed, "noise", round))
+def add_noise(value: Tree, stddev: float | torch.Tensor, seed: int, round: torch.Tensor) -> Tree:
+    """Server values with Gaussian noise that depends on seed, round and the place in the tree alone."""
+    leaves, structure = pytree.tree_flatten(check_floating(value, "Noise"))
+    noisy = [leaf + stddev * noise(round, seed_of(seed, "noise", place), leaf) for place, leaf in enumerate(leaves)]
+    return pytree.tree_unflatten(noisy, structure)
 
-    def add(leaf: torch.Tensor) -> torch.Tensor:
-        return leaf + stddev * torch.from_numpy(generator.standard_normal(tuple(leaf.shape))).to(leaf.dtype)
 
-    return pytree.tree_map(add, check_floating(value, "Noise"))
+def first_round() -> torch.Tensor:
+    """The number of the round as steps keep it, so that a program is a function of tensors alone: int64 ``[]``."""
+    return torch.zeros((), dtype=torch.int64)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from bagua.errors import InvalidArgument
 
 Tree = Any  # a pytree of tensors
-State = Any  # a pytree of tensors and numbers
+State = Any  # a pytree of tensors
 Number = float | torch.Tensor
 
 
@@ -115,7 +115,7 @@ class Adaptive(Optimizer):
         betas: of the first and the second moment, 0 to below 1.
         epsilon: above 0.
 
-    State: {"step": a number, "first": m, "second": v}.
+    State: {"step": how many were taken, int64 ``[]``, "first": m, "second": v}.
     """
 
     learning_rate: Number
@@ -130,7 +130,7 @@ class Adaptive(Optimizer):
             raise InvalidArgument(f"epsilon={self.epsilon!r}, expected a number above 0")
 
     def init(self, value: Tree) -> State:
-        return {"step": 0, "first": _zeros(value), "second": _zeros(value)}
+        return {"step": torch.zeros((), dtype=torch.int64), "first": _zeros(value), "second": _zeros(value)}
 
     def apply(self, value: Tree, gradient: Tree, state: State) -> tuple[Tree, State]:
         beta_1, beta_2 = self.betas
@@ -139,7 +139,7 @@ class Adaptive(Optimizer):
         second = _map(lambda _, g, v: self._second(v, g * g, beta_2), value, gradient, state["second"])
 
         def move(x: torch.Tensor, _: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            m, v = m / (1 - beta_1**step), v / (1 - beta_2**step)
+            m, v = (one / (1 - beta ** step.double()).to(x.dtype) for one, beta in ((m, beta_1), (v, beta_2)))
             is_zero = v == 0  # where the root has no derivative
             root = torch.where(is_zero, v, torch.where(is_zero, torch.ones_like(v), v).sqrt())
             return x - self.learning_rate * m / (root + self.epsilon)

@@ -21,7 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
-from bagua.federated.aggregators import Robust, Step, Sum, add_noise, clip, only_of
+from bagua.federated.aggregators import Robust, Step, Sum, add_noise, clip, first_round, only_of
 from bagua.federated.operators import call
 from bagua.federated.placement import current
 from bagua.federated.sampling import seed_of
@@ -45,7 +45,7 @@ class PrivateMean:
         seed: decides all noise, with the round: keep it secret.
         reduction: ``Sum()`` or ``SecureSum(...)``.
 
-    State: {"round": its number, "clip": the norm, ``[]``}.
+    State: {"round": its number, int64 ``[]``, "clip": the norm, ``[]``}.
 
     Raises:
         InvalidArgument: a number out of range; a noise for the number of clients that is too small for the multiplier;
@@ -81,7 +81,7 @@ class PrivateMean:
 
     def init(self, like: Tree) -> dict[str, Any]:
         """The state before the first round."""
-        return {"round": 0, "clip": torch.tensor(float(self.clip))}
+        return {"round": first_round(), "clip": torch.tensor(float(self.clip))}
 
     def stddevs(self, clients: int) -> tuple[float, float]:
         """Deviations of the noise of the sum, in units of the norm, and of that of the number of clients below it.

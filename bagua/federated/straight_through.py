@@ -1,4 +1,4 @@
-"""What aggregators do to clients' values that no verb does: code them, add them up modulo 2^k, gather them.
+"""What aggregators do that no verb does: code clients' values, add them up modulo 2^k, gather them, draw noise.
 
 Coding and fixed point are steps, whose derivative is 0 nearly everywhere and of no use. In reverse mode cotangents go
 straight through them, as if the values were sent as they are; in forward mode tangents are those of the values, and
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from bagua import codecs
@@ -20,14 +21,16 @@ from bagua.federated.fixed_point import FixedPoint
 from bagua.federated.operators import NAMESPACE, call
 from bagua.federated.placement import Placement, placement_of
 from bagua.federated.reduction import clients_by_rank, gather_over_ranks
+from bagua.federated.sampling import seed_of
 
 Tensors = list[torch.Tensor]
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def _define(name: str, arguments: str, kernel: Callable, fake: Callable) -> Any:
-    _library.define(f"{name}({arguments}) -> Tensor[]")
+def _define(schema: str, kernel: Callable, fake: Callable) -> Any:
+    name = schema.partition("(")[0]
+    _library.define(schema)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -41,24 +44,27 @@ def _as_their_primals(tangents: Sequence[torch.Tensor], likes: Sequence[torch.Te
 # ---- coded client by client
 
 
-def _code(values: Tensors, codec: str, keys: Sequence[int]) -> Tensors:
+def _code(values: Tensors, round: torch.Tensor, codec: str, seed: int, placement: str) -> Tensors:
     coding = codecs.get(codec)
+    keys: list[int | None] = [None]
+    if coding.is_random:
+        begin, number = first_client(placement_of(placement)), placement_of(placement).num_local
+        keys = [seed_of(seed, int(round), client) for client in range(begin, begin + number)]
     results = []
     for value in values:
         rows = value.contiguous().flatten(0, -2)
         result = torch.empty_like(rows)
         for place, row in enumerate(rows):  # a message for each client
-            encoded = coding.encode(row, key=keys[place % len(keys)] if keys else None)
+            encoded = coding.encode(row, key=keys[place % len(keys)])
             result[place] = coding.decode(encoded, row.numel(), row.dtype)
         results.append(result.view(value.shape))
     return results
 
 
 _code_operator = _define(
-    "code",
-    "Tensor[] values, str codec, int[] keys",
+    "code(Tensor[] values, Tensor round, str codec, int seed, str placement) -> Tensor[]",
     _code,
-    lambda values, codec, keys: [torch.empty_like(value) for value in values],
+    lambda values, round, codec, seed, placement: [torch.empty_like(value) for value in values],
 )
 
 
@@ -66,8 +72,8 @@ class _Coded(torch.autograd.Function):
     """Of ``[..., num_local, numel]``."""
 
     @staticmethod
-    def forward(codec: str, keys: tuple, value: torch.Tensor) -> torch.Tensor:
-        return _code_operator([value], codec, list(keys))[0]
+    def forward(value: torch.Tensor, round: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        return _code_operator([value], round, *arguments)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
@@ -75,31 +81,32 @@ class _Coded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple:
-        return None, None, cotangent
+        return cotangent, None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, _codec: None, _keys: None, tangent: torch.Tensor) -> torch.Tensor:
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
         return tangent.to(ctx.dtype, copy=True)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, codec: str, keys: tuple, value: torch.Tensor) -> tuple:
-        return _Coded.apply(codec, keys, value.movedim(in_dims[2], 0)), 0
+    def vmap(info: Any, in_dims: tuple, value: torch.Tensor, *arguments: Any) -> tuple:
+        return _Coded.apply(value.movedim(in_dims[0], 0), *arguments), 0
 
 
 @torch.compiler.disable
-def coded(values: Sequence[torch.Tensor], codec: str, keys: Sequence[int] = ()) -> Tensors:
+def coded(values: Sequence[torch.Tensor], codec: str, seed: int, round: torch.Tensor, clients: Placement) -> Tensors:
     """What the server decodes: each client's values as one message for each dtype.
 
     Args:
         values: placed, ``[num_local, ...]``, of dtypes that the codec encodes.
         codec: its spec, such as "qsgd:bits=4".
-        keys: what each local client draws from, for a codec that rounds at random.
+        seed: what a codec that rounds at random draws from, with the round and the number of the client.
+        round: int64 ``[]``.
     """
     results = list(values)
     for dtype in {value.dtype for value in values}:  # nothing crosses ranks here, so their order does not matter
         places = [i for i, value in enumerate(values) if value.dtype == dtype]
         rows = [values[i].unsqueeze(-1).flatten(1) for i in places]
-        message = _Coded.apply(codec, tuple(keys), torch.cat(rows, 1))
+        message = _Coded.apply(torch.cat(rows, 1), round, codec, seed, clients.key)
         for place, part in zip(places, message.split([row.shape[1] for row in rows], 1), strict=True):
             results[place] = part.reshape(values[place].shape)
     return results
@@ -127,8 +134,7 @@ def _modular_sum(values: Tensors, bits: int, fraction_bits: int, placement: str)
 
 
 _modular_sum_operator = _define(
-    "modular_sum",
-    "Tensor[] values, int bits, int fraction_bits, str placement",
+    "modular_sum(Tensor[] values, int bits, int fraction_bits, str placement) -> Tensor[]",
     _modular_sum,
     lambda values, bits, fraction_bits, placement: [value.new_empty(value.shape[1:]) for value in values],
 )
@@ -185,8 +191,7 @@ def _gather(values: Tensors, placement: str) -> Tensors:
 
 
 _gather_operator = _define(
-    "gather",
-    "Tensor[] values, str placement",
+    "gather(Tensor[] values, str placement) -> Tensor[]",
     _gather,
     lambda values, placement: [value.new_empty((placement_of(placement).size, *value.shape[1:])) for value in values],
 )
@@ -252,3 +257,28 @@ def first_client(clients: Placement) -> int:
     """The number of this rank's first client: how many the ranks before have."""
     rank = 0 if clients.group is None else clients.group.rank
     return sum(clients_by_rank(clients)[:rank])
+
+
+# ---- noise
+
+
+def _noise(round: torch.Tensor, seed: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    # NumPy's generator: torch's operations on random numbers are not allowed under vmap.
+    generator = numpy.random.default_rng(seed_of(seed, int(round)))
+    return torch.from_numpy(numpy.asarray(generator.standard_normal(tuple(shape)))).to(dtype)
+
+
+_noise_operator = _define(
+    "noise(Tensor round, int seed, int[] shape, ScalarType dtype) -> Tensor",
+    _noise,
+    lambda round, seed, shape, dtype: round.new_empty(shape, dtype=dtype),
+)
+
+
+def noise(round: torch.Tensor, seed: int, like: torch.Tensor) -> torch.Tensor:
+    """Of the standard normal distribution, in the shape and dtype of a server value; the same on all ranks.
+
+    Args:
+        round: int64 ``[]``; with the seed it decides the numbers.
+    """
+    return _noise_operator(round, seed, like.shape, like.dtype)

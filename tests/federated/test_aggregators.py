@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.func import grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 import bagua
 from bagua import federated
@@ -34,7 +36,7 @@ from tests.conformance.training import process_group
 SPLITS = ((3, 3), (5, 1), (4, 0, 2), (2, 2, 1, 1))  # clients by rank
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0, 1.0, 4.0])
 MASK = torch.tensor([True, True, False, True, True, False])
-ROUND = 3
+ROUND = torch.tensor(3)
 
 CHAINS = {
     "mean": (Mean(),),
@@ -93,7 +95,7 @@ def in_loops(steps, values, weights, mask):
                 v = v * (kinds[Clip].norm / norm)
         v = v * weight_of[i]
         if Quantize in kinds:
-            key = seed_of(kinds[Quantize].seed, "quantize", ROUND, i)
+            key = seed_of(seed_of(kinds[Quantize].seed, "quantize"), 3, i)
             v = straight(v, code(kinds[Quantize].codec, key, v))
         if SecureSum in kinds:
             step = 2.0 ** -kinds[SecureSum].fraction_bits
@@ -150,7 +152,7 @@ def check_against_loops(name, split, rank, ways=ALL_WAYS):
         if name in ROBUST and weights is not None:
             continue
         aggregate = Aggregator(*CHAINS[name])
-        state = tuple(ROUND if isinstance(s, int) else s for s in aggregate.init(torch.zeros(3)))
+        state = tuple(ROUND if torch.is_tensor(s) else s for s in aggregate.init(torch.zeros(3)))
 
         @federated.program(clients=number, num_local=split)
         def program(x, y, weights=weights, mask=mask, aggregate=aggregate, state=state):
@@ -159,7 +161,7 @@ def check_against_loops(name, split, rank, ways=ALL_WAYS):
                 values["b"] = torch.where(mask[own], values["b"], torch.tensor(float("nan")))
             mine = (None if one is None else one[own] for one in (weights, mask))
             aggregated, after = aggregate(values, state, **dict(zip(("weights", "mask"), mine, strict=True)))
-            assert all(a == s + 1 for a, s in zip(after, state, strict=True) if isinstance(s, int))
+            assert all(a == ROUND + 1 for a in after if torch.is_tensor(a))
             return loss_of(aggregated)
 
         def by_hand(x, weights=weights, mask=mask):
@@ -282,6 +284,31 @@ def test_a_batch_on_any_axis_is_coded_model_by_model():
     assert torch.equal(vmap(of_one, 1)(values.movedim(-1, 1)), by_model.T)
     median = torch.stack([run(Median(), values=values[..., i]) for i in range(5)], -1)
     assert torch.equal(vmap(lambda values: run(Median(), values=values), -1, -1)(values), median)
+
+
+@pytest.mark.parametrize("name", ["all", "median"])
+def test_traced(name):
+    """Graphs are made of fake tensors, and draw for the round that they are given."""
+    aggregate = Aggregator(*CHAINS[name])
+    rows, x = rows_of(6), torch.tensor([0.5, -1.0, 2.0])
+
+    @federated.program(clients=6)
+    def loss(x, rows, state):
+        aggregated, after = aggregate(federated.map_fn(client, (federated.broadcast(x), rows)), state)
+        return loss_of(aggregated), after
+
+    gradient = grad(loss, has_aux=True)
+    graph = make_fx(gradient, tracing_mode="fake")(x, rows, aggregate.init(x))
+    found = [str(n.target).split(".")[1] for n in graph.graph.nodes if str(n.target).startswith("bagua_federated")]
+    assert (
+        found
+        == {
+            "all": ["broadcast", "code", "modular_sum", "noise", "noise", "broadcast", "reduce_sum"],
+            "median": ["broadcast", "gather", "reduce_sum"],
+        }[name]
+    )
+    later = pytree.tree_map(lambda round: round + 5, aggregate.init(x))
+    torch.testing.assert_close(graph(x, rows, later), gradient(x, rows, later))
 
 
 @pytest.mark.slow("test_in_one_process")

@@ -46,11 +46,11 @@ def in_loops(z, quantile):
                 length = flat.square().sum().sqrt().item()
                 total += flat * min(1.0, norm / length if length else 1.0)
                 below += length <= norm
-        unit = add_noise({"w": torch.zeros(3), "b": torch.zeros(())}, 1.0, 3, number)
+        unit = add_noise({"w": torch.zeros(3), "b": torch.zeros(())}, 1.0, 3, torch.tensor(number))
         total = total + z_sum * norm * torch.cat([unit["w"], unit["b"].reshape(1)])
         means.append(total / 5)
         if quantile is not None:
-            noise = float(add_noise(torch.zeros(()), 1.0, seed_of(3, "quantile"), number))
+            noise = float(add_noise(torch.zeros(()), 1.0, seed_of(3, "quantile"), torch.tensor(number)))
             norm *= math.exp(-0.2 * ((below + noise) / 5 - quantile))
     return torch.stack(means), norm
 
@@ -110,6 +110,9 @@ def test_it_is_differentiable():
 # ---- the accountant
 
 
+ALL_ROUNDS = {"rounds": 300, "cohort": 50, "population": 10_000, "delta": 1e-6}
+
+
 @pytest.mark.needs("dp_accounting")
 def test_epsilon_is_the_librarys():
     import dp_accounting
@@ -118,11 +121,17 @@ def test_epsilon_is_the_librarys():
     accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
     gaussian = dp_accounting.GaussianDpEvent(1.2 / 2)  # of the sum's movement, up to twice the norm
     accountant.compose(dp_accounting.SampledWithoutReplacementDpEvent(10_000, 50, gaussian), 300)
-    expected = accountant.get_epsilon(1e-6)
-    job = {"rounds": 300, "cohort": 50, "population": 10_000, "delta": 1e-6}
-    assert privacy.epsilon(noise_multiplier=1.2, **job) == pytest.approx(expected, rel=1e-12)
-    assert privacy.noise_multiplier(epsilon=expected, **job) == pytest.approx(1.2, abs=2e-4)
-    assert privacy.epsilon(noise_multiplier=0.0, **job) == math.inf
+    found = privacy.epsilon(noise_multiplier=1.2, **ALL_ROUNDS)
+    assert found == pytest.approx(accountant.get_epsilon(1e-6), rel=1e-12)
+    assert privacy.epsilon(noise_multiplier=0.0, **ALL_ROUNDS) == math.inf
+
+
+@pytest.mark.needs("dp_accounting")
+@pytest.mark.slow("test_epsilon_is_the_librarys")
+def test_the_multiplier_for_an_epsilon():
+    found = privacy.noise_multiplier(epsilon=4.0, **ALL_ROUNDS)
+    assert privacy.epsilon(noise_multiplier=found, **ALL_ROUNDS) <= 4.0
+    assert privacy.epsilon(noise_multiplier=found - 2e-4, **ALL_ROUNDS) > 4.0
 
 
 @pytest.mark.needs("dp_accounting")
