@@ -91,9 +91,10 @@ class Clip(Step):
 
 
 def clip(value: Tree, norm: float | torch.Tensor) -> tuple[Tree, torch.Tensor]:
-    """The clipped values, and each client's norm before, ``[num_local]``."""
+    """The clipped values, and each client's norm before, float64 ``[num_local]``."""
     leaves = pytree.tree_leaves(value)
-    squares = sum(leaf.abs().square().unsqueeze(-1).flatten(1).sum(1) for leaf in leaves)
+    # In float64: squares of float16 and float32 overflow where the values do not.
+    squares = sum(leaf.abs().double().square().unsqueeze(-1).flatten(1).sum(1) for leaf in leaves)
     is_zero = squares == 0  # where the norm has no derivative
     norms = torch.where(is_zero, squares, torch.where(is_zero, torch.ones_like(squares), squares).sqrt())
     # Without branches: a client within the bound is multiplied by exactly 1.
@@ -298,9 +299,13 @@ class Noise(Step):
 
 def add_noise(value: Tree, stddev: float | torch.Tensor, seed: int, round: torch.Tensor) -> Tree:
     """Server values with Gaussian noise that depends on seed, round and the place in the tree alone."""
-    leaves, structure = pytree.tree_flatten(check_floating(value, "Noise"))
-    noisy = [leaf + stddev * noise(round, seed_of(seed, "noise", place), leaf) for place, leaf in enumerate(leaves)]
-    return pytree.tree_unflatten(noisy, structure)
+    leaves, structure = pytree.tree_flatten(value)
+    for place, leaf in enumerate(leaves):
+        if not leaf.is_floating_point():
+            raise InvalidArgument(f"noise for {leaf.dtype}, expected real floating values")
+        drawn = noise(round, seed_of(seed, "noise", place), leaf)
+        leaves[place] = leaf + (stddev * drawn).to(leaf.dtype)
+    return pytree.tree_unflatten(leaves, structure)
 
 
 def first_round() -> torch.Tensor:

@@ -263,6 +263,17 @@ def test_noise_has_its_deviation_and_is_added_once():
     assert not torch.equal(noise, run(Noise(0.5, seed=5), values=torch.zeros(3, 20000)))
 
 
+@pytest.mark.parametrize("dtype, large", [(torch.float16, 6e4), (torch.float32, 3e38), (torch.bfloat16, 3e38)])
+def test_norms_do_not_overflow_and_dtypes_stay(dtype, large):
+    values = {"x": torch.tensor([[large, -large], [0.5, 0.0]], dtype=dtype), "y": torch.zeros(2, dtype=dtype)}
+    aggregate = Aggregator(Clip(1.0), Noise(0.0, seed=1))
+    program = federated.program(lambda: aggregate(values, aggregate.init(values)), clients=2)
+    found, _ = program()
+    assert found["x"].dtype == found["y"].dtype == dtype
+    expected = torch.tensor([0.5 + 0.5**0.5, -(0.5**0.5)], dtype=torch.float64)
+    torch.testing.assert_close(found["x"].double(), expected, rtol=3e-2, atol=0)
+
+
 def test_a_message_is_of_one_client():
     like = {"w": torch.zeros(3000), "b": torch.zeros(7), "h": torch.zeros(5, dtype=torch.float16)}
     codec = bagua.codecs.get("minmax_uint8")
@@ -341,6 +352,10 @@ MISTAKES = {
     "bits": (lambda: SecureSum(bits=64), "bits=64"),
     "a fraction": (lambda: TrimmedMean(0.5), "fraction=0.5"),
     "a deviation": (lambda: Noise(-1.0, seed=0), "stddev=-1.0"),
+    "complex noise": (
+        lambda: run(Noise(1.0, seed=1), values=torch.zeros(2, dtype=torch.complex64)),
+        "noise for torch.c",
+    ),
     "integers": (lambda: run(Mean(), values=torch.arange(3)), "an aggregator of torch.int64"),
     "weights of a median": (
         lambda: run(Median(), values=torch.zeros(2), weights=torch.ones(2)),
