@@ -100,7 +100,8 @@ class Cost:
 
     def __str__(self) -> str:
         down, up = sum(self.bytes_down), sum(self.bytes_up)
-        lines = [f"{self.rounds} rounds, {down} bytes down and {up} bytes up per client"]
+        rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
+        lines = [f"{rounds}, {down} bytes down and {up} bytes up per client"]
         for number, (one_down, one_up) in enumerate(zip(self.bytes_down, self.bytes_up, strict=True)):
             lines.append(f"    round {number}: {one_down} down, {one_up} up")
         return "\n".join(lines)

@@ -115,3 +115,12 @@ def test_the_blocks_of_the_readme(tmp_path):
     blocks = blocks_of_readme()
     assert len(blocks) >= 5
     assert spawn(run_blocks, 2, args=(blocks, tmp_path)) == [[[1.5] * 3]] * 2
+
+
+def test_the_examples_of_federated_programs():
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    path = str(ROOT / "docs" / "federated.md")
+    output = []
+    test = doctest.DocTestParser().get_doctest(Path(path).read_text(), {}, "federated.md", path, 0)
+    results = doctest.DocTestRunner(optionflags=options, verbose=False).run(test, out=output.append)
+    assert not results.failed and results.attempted > 20, "".join(output)
