@@ -26,6 +26,7 @@ from bagua.federated.operators import call
 from bagua.federated.placement import Placement, current
 from bagua.federated.sampling import seed_of
 from bagua.federated.straight_through import coded, gathered, modular_sum, noise
+from bagua.federated.traced import tracing
 from bagua.federated.verbs import check_floating, check_placed, reduce_sum
 
 Tree = Any  # a pytree of tensors
@@ -167,8 +168,9 @@ class Sum(Step):
 class SecureSum(Step):
     """The sum as secure aggregation computes it: each client's values in fixed point, integers added up modulo 2^bits.
 
-    A platform adds to each client's integers masks that cancel out in the sum (``federated.interpreter``); the result
-    is the same. Sums of integers do not depend on the order, so results are equal to the bit on any number of ranks.
+    A platform adds to each client's integers masks that cancel out in the sum (``federated.run_on``); the result is the
+    same. In ``federated.trace`` it is a sum like any other, since the platform codes and masks all of them. Sums of
+    integers do not depend on the order, so results are equal to the bit on any number of ranks.
 
     Of n clients each value has to be below 2^(bits - 1 - fraction_bits) / n in magnitude; the result differs from the
     sum by at most n / 2^(fraction_bits + 1), and its rounding to its dtype. By default that is 262,144 and 2.4e-7 for
@@ -191,6 +193,8 @@ class SecureSum(Step):
 
     def reduce(self, value: Tree, mask: torch.Tensor | None, clients: Placement) -> Tree:
         leaves, structure = pytree.tree_flatten(check_floating(check_placed(value, clients, "SecureSum"), "SecureSum"))
+        if tracing():
+            return reduce_sum(value, placement=clients.name)
         coding = FixedPoint(self.bits, self.fraction_bits)
         return pytree.tree_unflatten(modular_sum(leaves, coding, clients), structure)
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
-from bagua.federated import operators, verbs
+from bagua.federated import operators, straight_through, verbs
 from bagua.federated.placement import current, program
 
 SERVER = "server"
@@ -64,6 +64,7 @@ class Node:
         verb: "broadcast", "map", "reduce_sum", "reduce_mean", or "" for an operator.
         target: the operator's name, such as "aten.add.Tensor", or that of a map's client function.
         args, kwargs: of Values, numbers, NumClients, and what else operators take; a verb's args are Values.
+        results: None for what the operator leaves out.
         placement: the clients of a verb.
         randomness: of a map, as of map_fn.
     """
@@ -72,7 +73,7 @@ class Node:
     target: str
     args: tuple
     kwargs: dict[str, Any]
-    results: list[Value]
+    results: list[Value | None]
     placement: str = ""
     randomness: str = "error"
 
@@ -83,7 +84,7 @@ class Node:
     @property
     def place(self) -> str:
         """Where it is computed; a verb that sends is of the clients."""
-        return self.placement or self.results[0].place
+        return self.placement or next(filter(None, self.results)).place
 
     @property
     def title(self) -> str:
@@ -91,7 +92,8 @@ class Node:
 
     def __str__(self) -> str:
         arguments = [_text(arg) for arg in self.args] + [f"{key}={_text(arg)}" for key, arg in self.kwargs.items()]
-        return f"{', '.join(result.name for result in self.results)} = {self.title}({', '.join(arguments)})"
+        results = [result.name if result else "_" for result in self.results]
+        return f"{', '.join(results)} = {self.title}({', '.join(arguments)})"
 
 
 def _text(argument: Any) -> str:
@@ -196,6 +198,9 @@ class Graph:
             return operators.call(
                 "check_total", list(args), current(node.placement or None, "reduce_weighted_mean").key
             )
+        if node.target == CODE:
+            (values, round, codec, seed) = args
+            return [straight_through.coded_rows(value, round, codec, seed) for value in values]
         result = operator_of(node.target)(*args, **kwargs)
         return [result] if isinstance(result, torch.Tensor) else result
 
@@ -217,12 +222,14 @@ class Graph:
             clients = "" if value.place == SERVER else f" for each of this rank's {value.place}"
             raise InvalidArgument(f"{self.name} was traced for {value.name}: {value}{clients}, but got {got}")
 
+    def numbers(self) -> dict[Value, int]:
+        """Of all values, inputs first, in their order."""
+        results = [result for node in self.nodes for result in node.results if result]
+        return {value: number for number, value in enumerate([*self.inputs, *results])}
+
     def signature(self) -> tuple:
         """Equal for graphs that compute the same in the same way, whatever their values are called."""
-        numbers = {value: number for number, value in enumerate(self.inputs)}
-        for node in self.nodes:
-            for result in node.results:
-                numbers[result] = len(numbers)
+        numbers = self.numbers()
 
         def token(argument: Any) -> Any:
             if isinstance(argument, Value):
@@ -252,7 +259,7 @@ class Graph:
         over = " and ".join(f"{size} {name}" for name, size in self.placements.items())
         lines = [f"{self.name} over {over}:" if self.structures else f"{self.name}, of one client:"]
         rows = [(f"{value.name}", value) for value in self.inputs]
-        rows += [(str(node), node.results[0]) for node in self.nodes]
+        rows += [(str(node), next(filter(None, node.results))) for node in self.nodes]
         width = min(max((len(text) for text, _ in rows), default=0), 72)
         for text, value in rows:
             place = f" at {value.place}" if self.structures else ""
@@ -310,14 +317,27 @@ class Graph:
             return from_bytes(file.read())
 
 
+# Beside torch's own operators.
 CHECK_TOTAL = f"{operators.NAMESPACE}.check_total.default"
+CODE = f"{operators.NAMESPACE}.code.default"
+NOISE = f"{operators.NAMESPACE}.noise.default"
+
+
+def is_known(target: str) -> bool:
+    """Whether a graph may have the operator."""
+    return target.split(".")[0] in ("aten", "prims") or target in (CHECK_TOTAL, CODE, NOISE)
+
+
+def name_of(target: str) -> str:
+    """Such as "add" for "aten.add.Tensor"."""
+    return target.split(".")[1]
 
 
 def operator_of(target: str) -> Any:
-    """torch's operator of a name such as "aten.add.Tensor"."""
-    namespace, name, overload = target.split(".")
-    if namespace not in ("aten", "prims"):
+    """The operator of a name such as "aten.add.Tensor"."""
+    if not is_known(target) or target.count(".") != 2:
         raise InvalidArgument(f"a graph of the operator {target!r}, expected one of torch's own (aten, prims)")
+    namespace, name, overload = target.split(".")
     try:
         return getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except AttributeError:

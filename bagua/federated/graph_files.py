@@ -69,10 +69,7 @@ def from_bytes(data: bytes) -> Graph:
 
 
 def _encode_graph(graph: Graph, constants: list[torch.Tensor]) -> dict[str, Any]:
-    numbers = {value: number for number, value in enumerate(graph.inputs)}
-    for node in graph.nodes:
-        for result in node.results:
-            numbers[result] = len(numbers)
+    numbers = graph.numbers()
     first_constant = len(constants)
     constants.extend(graph.constants.values())
 
@@ -106,7 +103,7 @@ def _encode_graph(graph: Graph, constants: list[torch.Tensor]) -> dict[str, Any]
                 "target": node.target,
                 "args": [encode(one) for one in node.args],
                 "kwargs": {key: encode(one) for key, one in node.kwargs.items()},
-                "results": [describe(value) for value in node.results],
+                "results": [value and describe(value) for value in node.results],
                 "placement": node.placement,
                 "randomness": node.randomness,
             }
@@ -160,7 +157,7 @@ def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) ->
     for described in description["nodes"]:
         args = tuple(map(decode, described["args"]))
         kwargs = {key: decode(one) for key, one in described["kwargs"].items()}
-        results = [value(one) for one in described["results"]]
+        results = [one and value(one) for one in described["results"]]
         target = described["target"]
         if described["verb"] not in ("", BROADCAST, MAP, *REDUCTIONS):
             raise InvalidArgument(f"a graph with the verb {described['verb']!r}, which is none")

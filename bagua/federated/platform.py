@@ -25,7 +25,7 @@ from bagua.federated import secure_sum
 from bagua.federated.fixed_point import FixedPoint
 from bagua.federated.graph import CHECK_TOTAL, MAP, SERVER, Graph, Node, Value, leaf_name
 from bagua.federated.graph_files import from_bytes, to_bytes
-from bagua.federated.rounds import rounds_of
+from bagua.federated.rounds import Turn, client_side, rounds_of
 
 Tree = Any  # a pytree of tensors
 
@@ -97,8 +97,10 @@ def run_on(platform: Platform, graph: Graph, *, coding: FixedPoint | None = None
         raise InvalidArgument(f"{graph.name} is over 1 client: its sums would be that client's values, refused")
     known = _bind(graph, [value for value in graph.inputs if value.place == SERVER], values, "the server")
     session = secrets.token_bytes(16)
-    opening = {"what": "open", "graph": to_bytes(graph), "coding": (coding.bits, coding.fraction_bits)}
-    keys = [_read(reply)["key"] for reply in platform.exchange(_write({**opening, "session": session}))]
+    clients_graph, turns = client_side(graph, rounds)
+    opening = {"what": "open", "session": session, "graph": to_bytes(clients_graph), "turns": list(map(tuple, turns))}
+    opening["coding"] = (coding.bits, coding.fraction_bits)
+    keys = [_read(reply)["key"] for reply in platform.exchange(_write(opening))]
     for number, this in enumerate(rounds):
         for node in this.at_server:
             known.update(zip(node.results, _at_server(graph, node, known), strict=True))
@@ -154,35 +156,39 @@ class Client:
 
     def _open(self, message: dict[str, Any]) -> bytes:
         graph = from_bytes(message["graph"])
-        self._rounds, _ = rounds_of(graph)
-        self._graph, self._session, self._next = graph, message["session"], 0
+        turns = [Turn(*numbers) for numbers in message["turns"]]
+        ((where, size),) = graph.placements.items()
+        placed = [value for value in graph.inputs if value.place == where]
+        totals = tuple(map(sum, zip(*turns, strict=True)))
+        if totals != (len(graph.inputs) - len(placed), len(graph.nodes), len(graph.outputs)):
+            raise InvalidArgument(f"rounds of {totals} inputs, nodes and outputs, which {graph.name} has not")
+        self._known = {value: leaf[None] for value, leaf in _bind(graph, placed, self._data, "a client").items()}
+        self._graph, self._turns, self._num_clients = graph, turns, size
+        self._session, self._next = message["session"], 0
         bits, fraction_bits = message["coding"]
         self._sum = secure_sum.SecureSum(FixedPoint(bits, fraction_bits))
-        ((where, _),) = graph.placements.items()
-        placed = [value for value in graph.inputs if value.place == where]
-        self._known = {value: leaf[None] for value, leaf in _bind(graph, placed, self._data, "a client").items()}
         return self._sum.public_key
 
     def _round(self, message: dict[str, Any]) -> torch.Tensor:
-        graph = self._graph
-        if graph is None or message["session"] != self._session or message["number"] != self._next:
+        graph, number = self._graph, message["number"]
+        if graph is None or message["session"] != self._session or number != self._next or number >= len(self._turns):
             raise InvalidArgument(
-                f"round {message['number']} out of turn: a client answers each round of a run once, in their order"
+                f"round {number} out of turn: a client answers each round of a run once, in their order"
             )
         self._next += 1
-        if message["number"] == 0:
-            ((_, size),) = graph.placements.items()
-            if len(message["keys"]) != size:
-                raise InvalidArgument(f"{len(message['keys'])} clients take part in a program over {size}")
+        if number == 0:
+            if len(message["keys"]) != self._num_clients:
+                raise InvalidArgument(f"{len(message['keys'])} clients take part in a program over {self._num_clients}")
             self._sum.meet(message["keys"], self._session)
-        this = self._rounds[message["number"]]
-        known = self._known
-        known.update(zip(this.sent_down(), message["values"], strict=True))
-        for node in this.at_clients:
-            known.update(zip(node.results, self._compute(graph, node), strict=True))
+        begin = Turn(*map(sum, zip(*self._turns[:number], strict=True))) if number else Turn(0, 0, 0)
+        turn = self._turns[number]
+        sent = [value for value in graph.inputs if value.place == SERVER][begin.inputs :][: turn.inputs]
+        self._known.update(zip(sent, message["values"], strict=True))
+        for node in graph.nodes[begin.nodes :][: turn.nodes]:
+            self._known.update(zip(node.results, self._compute(graph, node), strict=True))
         # What leaves a client: parts of sums, masked.
-        parts = [known[value][0] for node in this.up for value in node.args]
-        return self._sum.mask(parts, message["number"])
+        parts = [self._known[value][0] for value in graph.outputs[begin.outputs :][: turn.outputs]]
+        return self._sum.mask(parts, number)
 
     def _compute(self, graph: Graph, node: Node) -> Sequence[torch.Tensor]:
         """What a node gives at one client, whose axis has one element."""

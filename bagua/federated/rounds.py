@@ -6,7 +6,9 @@ through what is broadcast. All reductions of a round travel together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from bagua.errors import InvalidArgument
 from bagua.federated.graph import BROADCAST, EVERYWHERE, REDUCTIONS, SERVER, Graph, Node, Value
@@ -80,6 +82,41 @@ def rounds_of(graph: Graph) -> tuple[list[Round], list[Node]]:
     while rounds and not rounds[-1].up:
         last = [*rounds.pop().at_server, *last]
     return rounds, last
+
+
+class Turn(NamedTuple):
+    """How many inputs a client gets in a round, how many nodes it computes, and how many outputs it gives."""
+
+    inputs: int
+    nodes: int
+    outputs: int
+
+
+def client_side(graph: Graph, rounds: Sequence[Round]) -> tuple[Graph, list[Turn]]:
+    """What a client computes, without anything that is the server's own.
+
+    Returns:
+        A graph whose inputs are the clients' own, then what they are sent round by round; whose nodes, and whose
+        outputs, which are parts of reductions, come round by round too. And how many of each a round has.
+    """
+    placed = [value for value in graph.inputs if value.place in graph.placements]
+    inputs, nodes, outputs, turns = placed, [], [], []
+    for this in rounds:
+        sent = this.sent_down()
+        parts = [value for node in this.up for value in node.args]
+        turns.append(Turn(len(sent), len(this.at_clients), len(parts)))
+        inputs, nodes, outputs = [*inputs, *sent], [*nodes, *this.at_clients], [*outputs, *parts]
+    targets = {node.target for node in nodes}
+    return replace(
+        graph,
+        inputs=inputs,
+        nodes=nodes,
+        outputs=outputs,
+        structures=None,
+        constants={name: tensor for name, tensor in graph.constants.items() if name in targets},
+        functions={name: function for name, function in graph.functions.items() if name in targets},
+        programs={},
+    ), turns
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,11 @@ class _Coded(torch.autograd.Function):
         return _Coded.apply(value.movedim(in_dims[0], 0), *arguments), 0
 
 
+def coded_rows(value: torch.Tensor, round: torch.Tensor, codec: str, seed: int) -> torch.Tensor:
+    """What the server decodes of each row of ``[..., rows, numel]``, by a codec that draws nothing."""
+    return _Coded.apply(value, round, codec, seed, "")
+
+
 @torch.compiler.disable
 def coded(values: Sequence[torch.Tensor], codec: str, seed: int, round: torch.Tensor, clients: Placement) -> Tensors:
     """What the server decodes: each client's values as one message for each dtype.

@@ -16,11 +16,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from bagua import codecs
 from bagua.errors import InvalidArgument
-from bagua.federated import traced
+from bagua.federated import operators, traced
 from bagua.federated.graph import (
     BROADCAST,
     CHECK_TOTAL,
+    CODE,
     EVERYWHERE,
     MAP,
     SERVER,
@@ -28,7 +30,9 @@ from bagua.federated.graph import (
     Node,
     NumClients,
     Value,
+    is_known,
     leaf_name,
+    name_of,
     without_dead_nodes,
 )
 from bagua.federated.placement import placement_of
@@ -213,11 +217,30 @@ class _Conversion:
             totals = [self._value(value.name, like, None) for value, like in zip(values, node.meta["val"], strict=True)]
             self._nodes.append(Node("", target, tuple(values), {}, totals, name))
             return totals
-        if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "prims"):
-            raise InvalidArgument(
-                f"the traced function runs {target}, which is neither of torch's own operators nor a verb"
-            )
+        if target == CODE:
+            return self._code(node, *args)
+        if "as_strided" in target or not is_known(target):
+            raise InvalidArgument(f"the traced function runs {target}, {_why_not(target)}{_line_of(node)}")
         return self._operator(node, target, args, kwargs)
+
+    def _code(
+        self, node: fx.Node, values: list[Value], round: Value, codec: str, seed: int, key: str
+    ) -> list[Value | None]:
+        """A codec, client by client."""
+        where = placement_of(key).name
+        if codecs.get(codec).is_random:
+            raise InvalidArgument(
+                f"Quantize({codec!r}) draws by the number of a client, which a client that is somewhere else does not "
+                "know: use a codec that rounds to nearest, such as 'minmax_uint8'"
+            )
+        for value, like in zip(values, node.meta["val"], strict=True):
+            if value.place != where or value.axis != like.dim() - 2:
+                raise InvalidArgument(f"a codec over {value.name}, which are no rows of {where}")
+        results = [
+            self._value("coded", like, where, value.axis) for value, like in zip(values, node.meta["val"], strict=True)
+        ]
+        self._nodes.append(Node("", CODE, (values, round, codec, seed), {}, results))
+        return results
 
     def _verb(self, node: fx.Node, verb: str) -> list[Value]:
         placement = self._placement_of(node, verb)
@@ -269,6 +292,10 @@ class _Conversion:
             return kept
         if isinstance(like, torch.Tensor) and _is_made_from_nothing(node):
             return self._filled(target, args, like)
+        if name_of(target) in ("view", "expand", "unsqueeze", "reshape", "_to_copy") and self._is_filled(args[0]):
+            return self._filled("aten.full.default", (None, self._filled_with[args[0]][0]), like)
+        if name_of(target) in ("view", "_unsafe_view"):
+            target = "aten.reshape.default"  # other strides than those that were traced are as good
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Value)]
         where = next((value.place for value in inputs if value.axis is not None), None)
         axis = None
@@ -279,16 +306,16 @@ class _Conversion:
                 )
             except Mixed as error:
                 raise InvalidArgument(f"outside of map_fn, the traced function runs {error}{_line_of(node)}") from None
-        likes = [like] if isinstance(like, torch.Tensor) else list(like)
+        likes = [like] if isinstance(like, torch.Tensor) else list(like)  # some are None, where nothing was asked for
         is_constant = where is None and all(value.place == EVERYWHERE for value in inputs)
-        base = target.split(".")[1].strip("_")
-        results = [self._value(base, one, where, axis, is_constant) for one in likes]
+        base = name_of(target).strip("_")
+        results = [one if one is None else self._value(base, one, where, axis, is_constant) for one in likes]
         self._nodes.append(Node("", target, args, kwargs, results))
         return results[0] if isinstance(like, torch.Tensor) else results
 
     def _filled(self, target: str, args: tuple, like: torch.Tensor) -> Value:
         """For zeros_like, new_ones and their kin: aten.full, which depends on no value."""
-        name = target.split(".")[1]
+        name = name_of(target)
         number = 1 if "ones" in name else 0 if "zero" in name else args[-1]
         source = args[0] if isinstance(args[0], Value) and name.endswith("_like") else None
         shape: list[Any] = list(like.shape)
@@ -301,13 +328,12 @@ class _Conversion:
         self._filled_with[result] = (number, kwargs)
         return result
 
+    def _is_filled(self, value: Any) -> bool:
+        return value in self._filled_with and value.place == EVERYWHERE
+
     def _spread(self, value: Value, axis: int, where: str) -> Value:
         """A constant of equal elements, one for each client, as the clients' own; others as they are."""
-        if (
-            value not in self._filled_with
-            or value.place != EVERYWHERE
-            or value.shape[axis : axis + 1] != (self._num_local(where),)
-        ):
+        if not self._is_filled(value) or value.shape[axis : axis + 1] != (self._num_local(where),):
             return value
         number, kwargs = self._filled_with[value]
         shape: list[Any] = list(value.shape)
@@ -345,6 +371,14 @@ class _Conversion:
         return Value(self._name(base), tuple(shape), like.dtype, where or (EVERYWHERE if is_constant else SERVER), axis)
 
 
+def _why_not(target: str) -> str:
+    if "gather" in target and target.startswith(operators.NAMESPACE):
+        return "which needs every client's values: they do not leave the clients"
+    if "as_strided" in target:
+        return "which depends on how tensors lie in memory: use .reshape() or .contiguous()"
+    return "which is neither of torch's own operators nor a verb"
+
+
 def _plain(argument: Any) -> Any:
     """Without torch.fx's kinds of lists and dictionaries."""
     if isinstance(argument, dict):
@@ -356,7 +390,7 @@ def _plain(argument: Any) -> Any:
 
 def _is_made_from_nothing(node: fx.Node) -> bool:
     """Whether the operator takes no value from its arguments, but a shape at most."""
-    name = str(node.target).split(".")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
+    name = name_of(str(node.target)) if isinstance(node.target, torch._ops.OpOverload) else ""
     return name in (
         "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zeros", "ones", "full",
         "_efficientzerotensor", "_new_zeros_with_same_feature_meta",
@@ -365,7 +399,7 @@ def _is_made_from_nothing(node: fx.Node) -> bool:
 
 def _is_nothing_new(target: str, args: tuple, kwargs: dict, like: Any) -> Any:
     """The argument that the operator returns as it is, if so."""
-    name = target.split(".")[1]
+    name = name_of(target)
     value = args[1] if name == "copy" and len(args) == 2 else args[0] if args else None
     if not isinstance(value, Value) or not isinstance(like, torch.Tensor) or value.dtype != like.dtype:
         return None

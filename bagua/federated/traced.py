@@ -166,11 +166,16 @@ def _without_dead_nodes(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
 class _Replay(fx.Interpreter):
     """A graph run again in a trace, with derivatives for the operators of this file."""
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         name = NAMES.get(target)
+        if target in _VIEWS:
+            target = torch.ops.aten.reshape.default  # of other strides than those that were traced
         return call(name, *args) if name else super().call_function(target, args, kwargs)
 
 

@@ -179,6 +179,14 @@ def _select_backward(args: tuple, shape: list[int], like: Any, clients: NumClien
     return axis, _sized(args, axis, clients)
 
 
+def _cat(args: tuple, shape: list[int], like: Any, clients: NumClients, n: int) -> tuple[int, tuple]:
+    first = args[0][0]
+    _not_along({_positive(args[1] if len(args) > 1 else 0, len(shape))}, (first,), clients)
+    if any(value.axis != first.axis for value in args[0]):
+        raise Mixed(f"a concatenation of values whose axes of {clients.placement} do not meet: use map_fn")
+    return first.axis, args
+
+
 _RULES: dict[str, Rule] = {
     "permute": _permute,
     "transpose": _transpose,
@@ -194,6 +202,7 @@ _RULES: dict[str, Rule] = {
     "mean": _reduction,
     "amax": _reduction,
     "amin": _reduction,
+    "cat": _cat,
     "slice": _along(1),
     "slice_backward": _slice_backward,
     "select_backward": _select_backward,
