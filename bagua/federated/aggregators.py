@@ -98,8 +98,8 @@ def clip(value: Tree, norm: float | torch.Tensor) -> tuple[Tree, torch.Tensor]:
     squares = sum(leaf.abs().double().square().unsqueeze(-1).flatten(1).sum(1) for leaf in leaves)
     is_zero = squares == 0  # where the norm has no derivative
     norms = torch.where(is_zero, squares, torch.where(is_zero, torch.ones_like(squares), squares).sqrt())
-    # Without branches: a client within the bound is multiplied by exactly 1.
-    factor = norm / torch.maximum(norms, torch.as_tensor(norm, dtype=norms.dtype))
+    bound = torch.as_tensor(norm, dtype=norms.dtype)
+    factor = bound / torch.maximum(norms, bound)  # of a client within the bound exactly 1
     return pytree.tree_map(lambda leaf: leaf * along(factor, leaf).to(leaf.dtype), value), norms
 
 

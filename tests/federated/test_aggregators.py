@@ -274,6 +274,12 @@ def test_norms_do_not_overflow_and_dtypes_stay(dtype, large):
     torch.testing.assert_close(found["x"].double(), expected, rtol=3e-2, atol=0)
 
 
+def test_what_is_within_the_norm_stays_to_the_bit():
+    values = torch.randn(1, 1000, generator=torch.Generator().manual_seed(1))
+    for norm in (41.0, 49.0, 97.3, 1000.0):
+        assert values.norm() < norm and torch.equal(run(Clip(norm), values=values), values[0])
+
+
 def test_a_message_is_of_one_client():
     like = {"w": torch.zeros(3000), "b": torch.zeros(7), "h": torch.zeros(5, dtype=torch.float16)}
     codec = bagua.codecs.get("minmax_uint8")
