@@ -25,9 +25,9 @@ from bagua.federated.fixed_point import FixedPoint
 from bagua.federated.operators import call
 from bagua.federated.placement import Placement, current
 from bagua.federated.sampling import seed_of
-from bagua.federated.straight_through import coded, gathered, modular_sum, noise
+from bagua.federated.straight_through import coded, first_client, gathered, modular_sum, noise
 from bagua.federated.traced import tracing
-from bagua.federated.verbs import check_floating, check_placed, reduce_sum
+from bagua.federated.verbs import broadcast, check_floating, check_placed, map_fn, reduce_sum
 
 Tree = Any  # a pytree of tensors
 State = Any  # a pytree of tensors
@@ -88,19 +88,28 @@ class Clip(Step):
             raise InvalidArgument(f"Clip(norm={self.norm!r}), expected a number above 0")
 
     def at_clients(self, value: Tree, state: State, clients: Placement) -> tuple[Tree, State]:
-        return clip(value, self.norm)[0], state
+        return clip(value, self.norm, clients)[0], state
 
 
-def clip(value: Tree, norm: float | torch.Tensor) -> tuple[Tree, torch.Tensor]:
-    """The clipped values, and each client's norm before, float64 ``[num_local]``."""
-    leaves = pytree.tree_leaves(value)
+def clip(value: Tree, norm: float | torch.Tensor, clients: Placement) -> tuple[Tree, torch.Tensor]:
+    """The clipped values, and whose norms were not above the bound before, bool ``[num_local]``."""
+    is_number = not isinstance(norm, torch.Tensor)
+
+    def clip_one(value: Tree, bound: torch.Tensor | float = norm if is_number else 0.0) -> tuple[Tree, torch.Tensor]:
+        return _clip_one(value, bound)
+
+    arguments = (value,) if is_number else (value, broadcast(norm, placement=clients.name))
+    return map_fn(clip_one, arguments, placement=clients.name)
+
+
+def _clip_one(value: Tree, bound: float | torch.Tensor) -> tuple[Tree, torch.Tensor]:
     # In float64: squares of float16 and float32 overflow where the values do not.
-    squares = sum(leaf.abs().double().square().unsqueeze(-1).flatten(1).sum(1) for leaf in leaves)
-    is_zero = squares == 0  # where the norm has no derivative
-    norms = torch.where(is_zero, squares, torch.where(is_zero, torch.ones_like(squares), squares).sqrt())
-    bound = torch.as_tensor(norm, dtype=norms.dtype)
-    factor = bound / torch.maximum(norms, bound)  # of a client within the bound exactly 1
-    return pytree.tree_map(lambda leaf: leaf * along(factor, leaf).to(leaf.dtype), value), norms
+    square = sum(leaf.abs().double().square().sum() for leaf in pytree.tree_leaves(value))
+    is_zero = square == 0  # where the norm has no derivative
+    norm = torch.where(is_zero, square, torch.where(is_zero, torch.ones_like(square), square).sqrt())
+    bound = torch.ones_like(norm) * bound
+    factor = bound / torch.maximum(norm, bound)  # of a client within the bound exactly 1
+    return pytree.tree_map(lambda leaf: leaf * factor.to(leaf.dtype), value), norm <= bound
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,14 +142,25 @@ class Quantize(Step):
 
     def at_clients(self, value: Tree, state: torch.Tensor, clients: Placement) -> tuple[Tree, torch.Tensor]:
         codec = codecs.get(self.codec)
-        leaves, structure = pytree.tree_flatten(value)
-        for leaf in leaves:
+        for leaf in pytree.tree_leaves(value):
             if leaf.dtype not in codec.dtypes:
                 names = ", ".join(map(str, codec.dtypes))
                 raise InvalidArgument(f"Quantize({self.codec!r}) of {leaf.dtype}, expected one of {names}")
-        return pytree.tree_unflatten(
-            coded(leaves, codec.spec, seed_of(self.seed, "quantize"), state, clients), structure
-        ), state + 1
+        seed, placed = seed_of(self.seed, "quantize"), [value]
+        if codec.is_random:
+            if tracing():
+                raise InvalidArgument(
+                    f"Quantize({self.codec!r}) in a traced program, whose clients do not know their numbers, from "
+                    "which it draws: use a codec that does not round at random"
+                )
+            begin = first_client(clients)
+            placed += [broadcast(state, placement=clients.name), torch.arange(begin, begin + clients.num_local)]
+
+        def quantize(value: Tree, round: torch.Tensor | None = None, client: torch.Tensor | None = None) -> Tree:
+            leaves, structure = pytree.tree_flatten(value)
+            return pytree.tree_unflatten(coded(leaves, codec.spec, seed, round, client), structure)
+
+        return map_fn(quantize, tuple(placed), placement=clients.name), state + 1
 
     def wire_bytes(self, like: Tree) -> int:
         """Bytes of one client's messages for a server value like this."""
@@ -168,9 +188,9 @@ class Sum(Step):
 class SecureSum(Step):
     """The sum as secure aggregation computes it: each client's values in fixed point, integers added up modulo 2^bits.
 
-    A platform adds to each client's integers masks that cancel out in the sum (``federated.run_on``); the result is the
-    same. In ``federated.trace`` it is a sum like any other, since the platform codes and masks all of them. Sums of
-    integers do not depend on the order, so results are equal to the bit on any number of ranks.
+    A platform adds to each client's integers masks that cancel out in the sum; the result is the same. So in
+    ``federated.trace`` it is ``reduce_sum``, which ``federated.run_on`` computes in that way. Sums of integers do not
+    depend on the order, so results are equal to the bit on any number of ranks.
 
     Of n clients each value has to be below 2^(bits - 1 - fraction_bits) / n in magnitude; the result differs from the
     sum by at most n / 2^(fraction_bits + 1), and its rounding to its dtype. By default that is 262,144 and 2.4e-7 for
@@ -192,9 +212,9 @@ class SecureSum(Step):
         FixedPoint(self.bits, self.fraction_bits)
 
     def reduce(self, value: Tree, mask: torch.Tensor | None, clients: Placement) -> Tree:
-        leaves, structure = pytree.tree_flatten(check_floating(check_placed(value, clients, "SecureSum"), "SecureSum"))
         if tracing():
             return reduce_sum(value, placement=clients.name)
+        leaves, structure = pytree.tree_flatten(check_floating(check_placed(value, clients, "SecureSum"), "SecureSum"))
         coding = FixedPoint(self.bits, self.fraction_bits)
         return pytree.tree_unflatten(modular_sum(leaves, coding, clients), structure)
 
@@ -210,6 +230,8 @@ class Robust(Step):
 
     def reduce(self, value: Tree, mask: torch.Tensor | None, clients: Placement) -> Tree:
         name = type(self).__name__
+        if tracing():
+            raise InvalidArgument(f"{name} in a traced program, whose clients' values stay with them: use a sum")
         leaves, structure = pytree.tree_flatten(check_floating(check_placed(value, clients, name), name))
         for leaf in leaves:
             if leaf.is_complex():
@@ -281,7 +303,8 @@ class Noise(Step):
 
     Args:
         stddev: of each coordinate of the sum (not of the mean), at least 0.
-        seed: with the round it decides the noise: who knows it can take the noise away again.
+        seed: with the round it decides the noise: who knows it can take the noise away again. The graph of a traced
+            program holds it.
 
     State: the number of the round, int64 ``[]``.
     """

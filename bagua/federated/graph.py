@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
-from bagua.federated import operators, straight_through, verbs
+from bagua.federated import operators, verbs
 from bagua.federated.placement import current, program
 
 SERVER = "server"
@@ -198,9 +198,6 @@ class Graph:
             return operators.call(
                 "check_total", list(args), current(node.placement or None, "reduce_weighted_mean").key
             )
-        if node.target == CODE:
-            (values, round, codec, seed) = args
-            return [straight_through.coded_rows(value, round, codec, seed) for value in values]
         result = operator_of(node.target)(*args, **kwargs)
         return [result] if isinstance(result, torch.Tensor) else result
 
@@ -317,15 +314,14 @@ class Graph:
             return from_bytes(file.read())
 
 
-# Beside torch's own operators.
+# Beside torch's own operators. The latter are what aggregators compute at one client and at the server.
 CHECK_TOTAL = f"{operators.NAMESPACE}.check_total.default"
-CODE = f"{operators.NAMESPACE}.code.default"
-NOISE = f"{operators.NAMESPACE}.noise.default"
+OF_AGGREGATORS = tuple(f"{operators.NAMESPACE}.{name}.default" for name in ("code", "noise"))
 
 
 def is_known(target: str) -> bool:
     """Whether a graph may have the operator."""
-    return target.split(".")[0] in ("aten", "prims") or target in (CHECK_TOTAL, CODE, NOISE)
+    return target.split(".")[0] in ("aten", "prims") or target in (CHECK_TOTAL, *OF_AGGREGATORS)
 
 
 def name_of(target: str) -> str:

@@ -42,7 +42,8 @@ class PrivateMean:
             stays as it is.
         learning_rate: of the norm's logarithm, for each round, by the difference of the shares.
         count_stddev: deviation of the noise of the number of clients below the norm; by default a 20th of the clients.
-        seed: decides all noise, with the round: keep it secret.
+        seed: decides all noise, with the round: keep it secret. The graph of a traced program holds it; run_on sends
+            clients none of it.
         reduction: ``Sum()`` or ``SecureSum(...)``.
 
     State: {"round": its number, int64 ``[]``, "clip": the norm, ``[]``}.
@@ -131,9 +132,9 @@ class PrivateMean:
             )
         stddev, count_stddev = self.stddevs(clients.size)
         norm, round = state["clip"], state["round"]
-        clipped, norms = clip(only_of(mask, value), norm)
+        clipped, is_within = clip(only_of(mask, value), norm, clients)
         # Moved by a half, the most that a client can add or take away is a half too.
-        is_below = torch.where(mask, (norms <= norm).to(norm.dtype) - 0.5, torch.zeros((), dtype=norm.dtype))
+        is_below = only_of(mask, is_within.to(norm.dtype) - 0.5)
         counted = mask.to(norm.dtype)
         total, below, number = self.reduction.reduce((clipped, is_below, counted), mask, clients)
         (number,) = call("check_total", [number], clients.key)

@@ -3,8 +3,8 @@
 Coding and fixed point are steps, whose derivative is 0 nearly everywhere and of no use. In reverse mode cotangents go
 straight through them, as if the values were sent as they are; in forward mode tangents are those of the values, and
 are summed uncoded. So both modes agree: the derivative is that of the program without coding, at the coded values.
-Gathering is linear and its derivatives are exact. They are operators that tracing and fake tensors know, with
-derivatives by public names of torch; torch.compile runs them as they are, outside of its graphs.
+Gathering is linear and its derivatives are exact. All of it are operators that tracing and fake tensors know; graphs of
+federated.trace have coding and noise in them. torch.compile runs sums and gathering outside of its graphs.
 """
 
 from __future__ import annotations
@@ -44,75 +44,59 @@ def _as_their_primals(tangents: Sequence[torch.Tensor], likes: Sequence[torch.Te
 # ---- coded client by client
 
 
-def _code(values: Tensors, round: torch.Tensor, codec: str, seed: int, placement: str) -> Tensors:
+def _code(
+    value: torch.Tensor, round: torch.Tensor | None, client: torch.Tensor | None, codec: str, seed: int
+) -> torch.Tensor:
     coding = codecs.get(codec)
+    rows = value.contiguous().flatten(0, -2) if value.dim() > 1 else value.contiguous().unsqueeze(0)
     keys: list[int | None] = [None]
-    if coding.is_random:
-        begin, number = first_client(placement_of(placement)), placement_of(placement).num_local
-        keys = [seed_of(seed, int(round), client) for client in range(begin, begin + number)]
-    results = []
-    for value in values:
-        rows = value.contiguous().flatten(0, -2)
-        result = torch.empty_like(rows)
-        for place, row in enumerate(rows):  # a message for each client
-            encoded = coding.encode(row, key=keys[place % len(keys)])
-            result[place] = coding.decode(encoded, row.numel(), row.dtype)
-        results.append(result.view(value.shape))
-    return results
+    if round is not None and client is not None:
+        drawn = torch.broadcast_tensors(round.reshape(-1), client.reshape(-1))
+        keys = [seed_of(seed, *numbers) for numbers in torch.stack(drawn, 1).tolist()]
+    result = torch.empty_like(rows)
+    for place, row in enumerate(rows):  # a message for each client
+        result[place] = coding.decode(coding.encode(row, key=keys[place % len(keys)]), row.numel(), row.dtype)
+    return result.view(value.shape)
 
 
 _code_operator = _define(
-    "code(Tensor[] values, Tensor round, str codec, int seed, str placement) -> Tensor[]",
+    "code(Tensor value, Tensor? round, Tensor? client, str codec, int seed) -> Tensor",
     _code,
-    lambda values, round, codec, seed, placement: [torch.empty_like(value) for value in values],
+    lambda value, round, client, codec, seed: torch.empty_like(value),
 )
 
 
-class _Coded(torch.autograd.Function):
-    """Of ``[..., num_local, numel]``."""
-
-    @staticmethod
-    def forward(value: torch.Tensor, round: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        return _code_operator([value], round, *arguments)[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        ctx.dtype = output.dtype
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple:
-        return cotangent, None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
-        return tangent.to(ctx.dtype, copy=True)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, value: torch.Tensor, *arguments: Any) -> tuple:
-        return _Coded.apply(value.movedim(in_dims[0], 0), *arguments), 0
+def _batch_of_code(info: Any, in_dims: tuple, value: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, int]:
+    """Batches of clients and of models are axes before that of a message."""
+    moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip((value, *arguments), in_dims, strict=True)]
+    if in_dims[0] is None:
+        moved[0] = value.expand(info.batch_size, *value.shape)
+    return _code_operator(*moved), 0
 
 
-def coded_rows(value: torch.Tensor, round: torch.Tensor, codec: str, seed: int) -> torch.Tensor:
-    """What the server decodes of each row of ``[..., rows, numel]``, by a codec that draws nothing."""
-    return _Coded.apply(value, round, codec, seed, "")
+torch.library.register_vmap(f"{NAMESPACE}::code", _batch_of_code, lib=_library)
 
 
-@torch.compiler.disable
-def coded(values: Sequence[torch.Tensor], codec: str, seed: int, round: torch.Tensor, clients: Placement) -> Tensors:
-    """What the server decodes: each client's values as one message for each dtype.
+def coded(
+    values: Sequence[torch.Tensor], codec: str, seed: int, round: torch.Tensor | None, client: torch.Tensor | None
+) -> Tensors:
+    """What the server decodes of one client's values, inside of its function: one message for each dtype.
 
     Args:
-        values: placed, ``[num_local, ...]``, of dtypes that the codec encodes.
+        values: of dtypes that the codec encodes.
         codec: its spec, such as "qsgd:bits=4".
         seed: what a codec that rounds at random draws from, with the round and the number of the client.
-        round: int64 ``[]``.
+        round, client: int64 ``[]``; None for a codec that does not.
     """
     results = list(values)
     for dtype in {value.dtype for value in values}:  # nothing crosses ranks here, so their order does not matter
         places = [i for i, value in enumerate(values) if value.dtype == dtype]
-        rows = [values[i].unsqueeze(-1).flatten(1) for i in places]
-        message = _Coded.apply(torch.cat(rows, 1), round, codec, seed, clients.key)
-        for place, part in zip(places, message.split([row.shape[1] for row in rows], 1), strict=True):
+        rows = [values[i].reshape(-1) for i in places]
+        message = torch.cat(rows)
+        plain = message.detach()
+        # What is added is 0, and has the derivative: in every mode, and in graphs.
+        message = _code_operator(plain, round, client, codec, seed) + (message - plain)
+        for place, part in zip(places, message.split([row.shape[0] for row in rows]), strict=True):
             results[place] = part.reshape(values[place].shape)
     return results
 
@@ -130,11 +114,12 @@ def _modular_sum(values: Tensors, bits: int, fraction_bits: int, placement: str)
     has_failed = torch.zeros(1 if group is None else group.size, dtype=torch.int64)
     has_failed[0 if group is None else group.rank] = failure is not None
     *sums, has_failed = call("reduce_sum", [*(code.sum(0) for code in codes), has_failed], placement)
-    if failure is not None:
-        raise failure
-    if has_failed.any():
-        rank = int(has_failed.argmax())
-        raise InvalidArgument(f"rank {rank} has clients with values out of the range of fixed point", rank=rank)
+    with clients.everywhere():
+        if failure is not None:
+            raise failure
+        if has_failed.any():
+            rank = int(has_failed.argmax())
+            raise InvalidArgument(f"rank {rank} has clients with values out of the range of fixed point", rank=rank)
     return coding.decode(sums, values)
 
 

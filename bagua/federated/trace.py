@@ -16,13 +16,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from bagua import codecs
 from bagua.errors import InvalidArgument
 from bagua.federated import operators, traced
 from bagua.federated.graph import (
     BROADCAST,
     CHECK_TOTAL,
-    CODE,
     EVERYWHERE,
     MAP,
     SERVER,
@@ -217,30 +215,9 @@ class _Conversion:
             totals = [self._value(value.name, like, None) for value, like in zip(values, node.meta["val"], strict=True)]
             self._nodes.append(Node("", target, tuple(values), {}, totals, name))
             return totals
-        if target == CODE:
-            return self._code(node, *args)
         if "as_strided" in target or not is_known(target):
             raise InvalidArgument(f"the traced function runs {target}, {_why_not(target)}{_line_of(node)}")
         return self._operator(node, target, args, kwargs)
-
-    def _code(
-        self, node: fx.Node, values: list[Value], round: Value, codec: str, seed: int, key: str
-    ) -> list[Value | None]:
-        """A codec, client by client."""
-        where = placement_of(key).name
-        if codecs.get(codec).is_random:
-            raise InvalidArgument(
-                f"Quantize({codec!r}) draws by the number of a client, which a client that is somewhere else does not "
-                "know: use a codec that rounds to nearest, such as 'minmax_uint8'"
-            )
-        for value, like in zip(values, node.meta["val"], strict=True):
-            if value.place != where or value.axis != like.dim() - 2:
-                raise InvalidArgument(f"a codec over {value.name}, which are no rows of {where}")
-        results = [
-            self._value("coded", like, where, value.axis) for value, like in zip(values, node.meta["val"], strict=True)
-        ]
-        self._nodes.append(Node("", CODE, (values, round, codec, seed), {}, results))
-        return results
 
     def _verb(self, node: fx.Node, verb: str) -> list[Value]:
         placement = self._placement_of(node, verb)

@@ -328,6 +328,43 @@ def test_traced(name):
     torch.testing.assert_close(graph(x, rows, later), gradient(x, rows, later))
 
 
+@pytest.mark.parametrize("name", ["clip", "all"])
+def test_isolated_clients(name):
+    """A chain leaves the data centre: its graph, and that of its gradient, on clients that see their own data only."""
+    aggregate = Aggregator(*CHAINS[name])
+    rows, x = rows_of(6), torch.tensor([0.5, -1.0, 2.0])
+
+    @federated.program(clients=6)
+    def loss(x, y, w, m, state):
+        values = federated.map_fn(client, (federated.broadcast(x), y))
+        return loss_of(aggregate(values, state, weights=w, mask=m)[0])
+
+    state = pytree.tree_map(lambda round: round + 5, aggregate.init(x))
+    for function in (loss, grad(loss)):
+        graph = federated.trace(function, x, rows, WEIGHTS, MASK, state)
+        expected = function(x, rows, WEIGHTS, MASK, state)
+        torch.testing.assert_close(graph(x, rows, WEIGHTS, MASK, state), expected)
+        clients = [federated.Client(y=rows[i], w=WEIGHTS[i], m=MASK[i]) for i in range(6)]
+        of_server = {"state": state} if "state" in str(graph) else {}
+        found = federated.run_on(federated.IsolatedClients(clients), graph, x=x, **of_server)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_norm_that_is_learned():
+    """Its derivative is over all clients, whichever rank holds them."""
+    values = torch.tensor([[3.0, 4.0], [0.3, 0.4], [6.0, 8.0]])
+
+    @federated.program(clients=3)
+    def loss(norm):
+        aggregate = Aggregator(Clip(norm), Sum())
+        return aggregate(values, aggregate.init(values))[0].sum()
+
+    with federated.record() as verbs:
+        found = grad(loss)(torch.tensor(2.0))
+    torch.testing.assert_close(found, torch.tensor(1.4 * 2))
+    assert verbs == ["broadcast", "reduce_sum", "broadcast", "reduce_sum"]
+
+
 @pytest.mark.slow("test_in_one_process")
 @pytest.mark.parametrize("name", ["all", "median"])
 def test_compiled(name):
@@ -363,6 +400,14 @@ MISTAKES = {
         "noise for torch.c",
     ),
     "integers": (lambda: run(Mean(), values=torch.arange(3)), "an aggregator of torch.int64"),
+    "a traced median": (
+        lambda: federated.trace(lambda x: run(Median(), values=x), torch.zeros(3)),
+        "Median in a traced program, whose clients' values stay with them",
+    ),
+    "traced at random": (
+        lambda: federated.trace(lambda x: run(Quantize("qsgd"), values=x), torch.zeros(3)),
+        "does not round at random",
+    ),
     "weights of a median": (
         lambda: run(Median(), values=torch.zeros(2), weights=torch.ones(2)),
         "weights for Median, where all clients count alike",

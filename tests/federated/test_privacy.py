@@ -107,6 +107,17 @@ def test_it_is_differentiable():
     torch.testing.assert_close(jvp(loss, (x,), (torch.ones(()),))[1], grad(loss)(x))
 
 
+def test_isolated_clients():
+    """What the server gets of clients in other places, by sums of masked vectors, is the private mean."""
+    mean = private_mean(reduction=SecureSum())
+    program, state = federated.program(mean, clients=6), mean.init(updates(1))
+    graph = federated.trace(lambda values, mask, state: program(values, state, mask=mask), updates(1), MASK, state)
+    own = [{name: leaf[i] for name, leaf in updates(1).items()} for i in range(6)]
+    clients = [federated.Client(values=own[i], mask=MASK[i]) for i in range(6)]
+    found = federated.run_on(federated.IsolatedClients(clients), graph, state=state)
+    torch.testing.assert_close(found, program(updates(1), state, mask=MASK), rtol=1e-5, atol=1e-6)
+
+
 # ---- the accountant
 
 
