@@ -6,9 +6,9 @@ A chain reads in the order in which things happen:
     over all of them  Sum, SecureSum, or a robust one: Median, TrimmedMean
     at the server     Noise, then Mean
 
-An aggregator is called inside of a ``federated.program``. Its value does not depend on the number of ranks, but for the
-rounding of sums of floats. Steps keep their state in pytrees that the caller carries from round to round, so that a
-program stays a function.
+An aggregator is called inside of a ``federated.program``, on what all clients of a rank have at once, so it needs
+memory for that. Its value does not depend on the number of ranks, but for the rounding of sums of floats. Steps keep
+their state in pytrees that the caller carries from round to round, so that a program stays a function.
 """
 
 from __future__ import annotations
@@ -457,10 +457,8 @@ class Aggregator:
         is_weighted, states = weights is None, list(state)
         for place, step in enumerate(self.steps[: self._place + 1]):
             if step.stage > CLIP and not is_weighted:
-                value, is_weighted = (
-                    pytree.tree_map(lambda leaf: leaf * along(counts, leaf).to(leaf.dtype), value),
-                    True,
-                )
+                value = pytree.tree_map(lambda leaf: leaf * along(counts, leaf).to(leaf.dtype), value)
+                is_weighted = True
             if place < self._place:
                 value, states[place] = step.at_clients(value, states[place], clients)
         after = range(self._place + 1, len(self.steps))
