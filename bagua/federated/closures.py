@@ -37,7 +37,7 @@ register_optimizer_step_pre_hook(_refuse_step)
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCHS = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_MARK = "_bagua_inside"
+_MARK = "_bagua_inside"  # the level of the innermost client function in which a tensor was born
 # They give something else than a value that a gradient flows through.
 _READ = {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel}
 _DETACH = {torch.Tensor.detach, torch.detach}
@@ -70,7 +70,7 @@ class Watch(TorchFunctionMode):
         self._level = _current_level()
         for tensor in pytree.tree_leaves(arguments):
             if isinstance(tensor, torch.Tensor):
-                setattr(tensor, _MARK, True)
+                setattr(tensor, _MARK, self._level)
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -91,12 +91,12 @@ class Watch(TorchFunctionMode):
         for tensor in [result] if torch.compiler.is_compiling() else _tensors_in([result]):
             # What a function gives back as it came, such as Tensor.float, is not from inside.
             if isinstance(tensor, torch.Tensor) and not any(tensor is one for one in given):
-                setattr(tensor, _MARK, True)
+                setattr(tensor, _MARK, self._level)
         return result
 
     def _is_inside(self, tensor: torch.Tensor) -> bool:
         """Whether it was born inside, under the transforms too that the client function calls."""
-        while not hasattr(tensor, _MARK):
+        while getattr(tensor, _MARK, -1) < self._level:
             if torch.compiler.is_compiling() or not _is_wrapped(tensor):
                 return False
             if _functorch.maybe_get_level(tensor) <= self._level:

@@ -334,7 +334,13 @@ def captures_in_a_node(x, lr):
     return federated.map_reduce(lambda x, y: grad(lambda z: (z * x * y).sum())(lr), (federated.broadcast(x), Y))
 
 
-CAPTURING = {"two verbs": captures, "a node": captures_in_a_node}
+def captures_of_a_client(x, lr):
+    """The program within sees what is a client's, but around its own client function."""
+    within = federated.program(lambda lr, y: federated.reduce_sum(federated.map_fn(lambda y: lr * y, y)), parts=2)
+    return federated.reduce_mean(federated.map_fn(within, (federated.broadcast(lr), Y)))
+
+
+CAPTURING = {"two verbs": captures, "a node": captures_in_a_node, "a program within": captures_of_a_client}
 
 
 def ways_to_a_closure(body):
@@ -353,8 +359,9 @@ def ways_to_a_closure(body):
     }
 
 
-@pytest.mark.parametrize("body", [captures, captures_in_a_node])
+@pytest.mark.parametrize("body", CAPTURING)
 def test_a_gradient_through_a_closure_is_refused(body):
+    body = CAPTURING[body]
     program, lr = federated.program(body, clients=3), torch.tensor(0.5)
     assert torch.isfinite(program(X, lr)), "a constant may be used"
     for way, argument in ways_to_a_closure(body).values():
