@@ -334,10 +334,14 @@ def captures_in_a_node(x, lr):
     return federated.map_reduce(lambda x, y: grad(lambda z: (z * x * y).sum())(lr), (federated.broadcast(x), Y))
 
 
+@federated.program(parts=2)
+def captures_within(lr, y):
+    return federated.reduce_sum(federated.map_fn(lambda y: lr * y, y))
+
+
 def captures_of_a_client(x, lr):
     """The program within sees what is a client's, but around its own client function."""
-    within = federated.program(lambda lr, y: federated.reduce_sum(federated.map_fn(lambda y: lr * y, y)), parts=2)
-    return federated.reduce_mean(federated.map_fn(within, (federated.broadcast(lr), Y)))
+    return federated.reduce_mean(federated.map_fn(captures_within, (federated.broadcast(lr), Y)))
 
 
 CAPTURING = {"two verbs": captures, "a node": captures_in_a_node, "a program within": captures_of_a_client}
@@ -376,7 +380,8 @@ def test_a_gradient_through_a_closure_is_refused(body):
 def test_torch_compile_refuses_it_too(body, way):
     torch.compiler.reset()
     function, argument = ways_to_a_closure(CAPTURING[body])[way]
-    with pytest.raises(RuntimeError, match=r"tensor of shape \[2?\] from around it"):
+    # Where torch.compile cannot trace a function as a whole, it runs as it is.
+    with pytest.raises((RuntimeError, InvalidArgument), match=r"tensor of shape \[2?\] from around it"):
         torch.compile(function, backend="eager")(argument)
 
 
