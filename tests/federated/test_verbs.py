@@ -292,6 +292,22 @@ def test_compiled(transform):
     torch.testing.assert_close(compiled(X, Y), transformed(X, Y))
 
 
+def in_parts(x, y):
+    """By an operation that returns a list."""
+    first, second = torch.chunk(x * y, 2)
+    return local_loss(x, y) + (first * second).sum()
+
+
+@pytest.mark.slow("test_a_node_is_the_two_verbs")
+def test_compiled_steps_at_the_client():
+    torch.compiler.reset()
+    program = federated.program(
+        lambda x, y: federated.reduce_mean(federated.map_fn(in_parts, (federated.broadcast(x), y))), clients=3
+    )
+    compiled = torch.compile(grad(program), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(X, Y), grad(program)(X, Y))
+
+
 # ---- programs
 
 
