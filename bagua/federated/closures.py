@@ -148,14 +148,15 @@ class TraceWatch(Watch):
         self._trace.watches.pop()
         super().__exit__(*exception)
 
-    def _check(self, tensor: torch.Tensor, is_followed: bool) -> None:
-        shape = list(tensor.shape)
+    def _is_inside(self, tensor: torch.Tensor) -> bool:
         tensor = _innermost(tensor)
-        is_outer = tensor.fake_mode not in self._modes if isinstance(tensor, FakeTensor) else tensor.requires_grad
-        if is_outer and self is self._trace.watches[-1]:
+        return tensor.fake_mode in self._modes if isinstance(tensor, FakeTensor) else not tensor.requires_grad
+
+    def _check(self, tensor: torch.Tensor, is_followed: bool) -> None:
+        if self is self._trace.watches[-1]:
             raise InvalidArgument(
-                f"the client function uses a tensor of shape {shape} from around it{_place_of_use()}, which clients "
-                f"have not: pass federated.broadcast(tensor) to {self._verb} as an argument"
+                f"the client function uses a tensor of shape {list(tensor.shape)} from around it{_place_of_use()}, which "
+                f"clients have not: pass federated.broadcast(tensor) to {self._verb} as an argument"
             )
 
 

@@ -249,6 +249,14 @@ def captured_detached(x, y):
     return federated.reduce_mean(federated.map_fn(lambda y: (y * x.detach()).sum(), y))
 
 
+def captured_within(x, y):
+    @federated.program(sensors=2)
+    def of_sensors(x, y):
+        return federated.reduce_sum(federated.map_fn(lambda v: v * x.sum(), y))
+
+    return federated.reduce_mean(federated.map_fn(of_sensors, (federated.broadcast(x), y)))
+
+
 def captured_data(x, y):
     return federated.reduce_mean(federated.map_fn(lambda x, y: x * y, (federated.broadcast(x), Y)))
 
@@ -269,6 +277,7 @@ REFUSED = {
     unbroadcast: "aten.mul.* on x: float32\\[2\\], which is at the server, and on values of the clients",
     captured: "uses a tensor of shape \\[2\\] from around it in .*test_trace.py:[0-9]+, which clients have not",
     captured_detached: "uses a tensor of shape \\[2\\] from around it in .*test_trace.py:[0-9]+, which",
+    captured_within: "uses a tensor of shape \\[2\\] from around it in .*test_trace.py:[0-9]+, which",
     captured_data: "map over clients of a tensor of shape \\[3, 2\\] from around the traced function",
     flipped: "aten.flip.default on values of the clients, which may mix them: use map_fn",
     centred: "along the axis of clients of y: use a reduction",
