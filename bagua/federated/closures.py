@@ -89,10 +89,20 @@ class Watch(TorchFunctionMode):
         result = function(*args, **kwargs)
         # torch.compile lets no one mark what is in a list; that is looked at when it is used.
         for tensor in [result] if torch.compiler.is_compiling() else _tensors_in([result]):
-            # What a function gives back as it came, such as Tensor.float, is not from inside.
-            if isinstance(tensor, torch.Tensor) and not any(tensor is one for one in given):
-                setattr(tensor, _MARK, self._level)
+            if isinstance(tensor, torch.Tensor):
+                self._mark(tensor, given)
         return result
+
+    def _mark(self, tensor: torch.Tensor, given: list[torch.Tensor]) -> None:
+        """As born inside: what a function of `given` returns, and what is left of it where a transform inside ends."""
+        # What a function gives back as it came, such as Tensor.float, is not from inside.
+        while not any(tensor is one for one in given):
+            setattr(tensor, _MARK, self._level)
+            if torch.compiler.is_compiling() or not _is_wrapped(tensor):
+                return
+            if _functorch.maybe_get_level(tensor) <= self._level:
+                return
+            tensor = _functorch.get_unwrapped(tensor)
 
     def _is_inside(self, tensor: torch.Tensor) -> bool:
         """Whether it was born inside, under the transforms too that the client function calls."""
@@ -155,8 +165,8 @@ class TraceWatch(Watch):
     def _check(self, tensor: torch.Tensor, is_followed: bool) -> None:
         if self is self._trace.watches[-1]:
             raise InvalidArgument(
-                f"the client function uses a tensor of shape {list(tensor.shape)} from around it{_place_of_use()}, which "
-                f"clients have not: pass federated.broadcast(tensor) to {self._verb} as an argument"
+                f"the client function uses a tensor of shape {list(tensor.shape)} from around it{_place_of_use()}, "
+                f"which clients have not: pass federated.broadcast(tensor) to {self._verb} as an argument"
             )
 
 

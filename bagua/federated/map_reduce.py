@@ -76,6 +76,9 @@ def map_reduce(
     leaves, structure = pytree.tree_flatten(arguments if isinstance(arguments, tuple) else (arguments,))
     shared = [shared_of(leaf, clients) for leaf in leaves]
     inputs = [leaf if value is None else value for leaf, value in zip(leaves, shared, strict=True)]
+    if all(value is not None for value in shared):  # nothing has the clients' axis, which vmap wants
+        inputs.append(torch.empty(clients.num_local, 0))
+        shared.append(None)
     is_shared = tuple(value is not None for value in shared)
     of_one = functools.partial(_flat, function, clients, structure)
 
@@ -97,8 +100,13 @@ def map_reduce(
 
 
 def _flat(function: Callable, clients: Any, structure: Any, seen: list | None, *leaves: torch.Tensor) -> Tensors:
-    """The client function from leaves to leaves; the structure of what it returns goes into `seen`."""
-    result = run_client(function, clients, "map_reduce", *pytree.tree_unflatten(list(leaves), structure))
+    """The client function from leaves to leaves; the structure of what it returns goes into `seen`.
+
+    What follows the leaves of its arguments is there for its axis only.
+    """
+    result = run_client(
+        function, clients, "map_reduce", *pytree.tree_unflatten(list(leaves[: structure.num_leaves]), structure)
+    )
     flat, out_structure = pytree.tree_flatten(result)
     if seen is not None:
         seen.append(out_structure)
