@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
@@ -145,8 +146,8 @@ def map_fn(
     if clients.num_local:
         return of_all(*splatted)
     # Not every operation can be batched over nothing. One client that is left out again keeps what is differentiated,
-    # and so the collectives, as on ranks that have clients.
-    results = of_all(*pytree.tree_map(lambda leaf: torch.cat([leaf, leaf.new_zeros((1, *leaf.shape[1:]))]), splatted))
+    # and so the collectives, as on ranks that have clients. (torch.cat would lose the tangents of what has no other axis.)
+    results = of_all(*pytree.tree_map(lambda leaf: pad(leaf, [0, 0] * (leaf.dim() - 1) + [0, 1]), splatted))
     return pytree.tree_map(lambda leaf: leaf[:0], results)
 
 

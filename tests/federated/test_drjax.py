@@ -202,9 +202,7 @@ def on_ranks(rank, world_size, numbers):
     with process_group():
         for number in numbers:
             clients = fixture()[number]["program"]["clients"]
-            if clients == 1:
-                continue
-            split = [clients - (clients + 1) // 3, (clients + 1) // 3]
+            split = [clients - clients // 3, clients // 3]  # of one or two clients, a rank has none
             if number % 2:
                 split.reverse()
             case = Case(number, split, rank)

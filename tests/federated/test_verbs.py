@@ -207,6 +207,36 @@ def test_derivatives_in_the_clients_values(pool2, body):
     pool2.run(in_the_clients_values, args=(body,))
 
 
+def test_a_node_of_what_the_clients_share_alone():
+    """A gradient within it is of no client, and yet from inside."""
+    program = federated.program(
+        lambda x: federated.map_reduce(grad(lambda x: (x**3).sum()), federated.broadcast(x), chunk_size=2), clients=3
+    )
+    torch.testing.assert_close(program(X), 3 * X**2)
+    torch.testing.assert_close(jacrev(program)(X), torch.diag(6 * X))
+    torch.testing.assert_close(jacfwd(program)(X), torch.diag(6 * X))
+
+
+def numbers_without_axes(rank, world_size):
+    """A rank without clients has tangents, too."""
+    with process_group():
+        mine = torch.tensor([2.0, 3.0])[: 2 * rank]
+        program = federated.program(
+            lambda x: federated.reduce_mean(
+                federated.map_fn(lambda x, y: (x * y) ** 2, (federated.broadcast(x), mine))
+            ),
+            clients=2,
+            num_local=[0, 2],
+        )
+        torch.testing.assert_close(
+            jvp(grad(program), (torch.tensor(1.0),), (torch.tensor(1.0),))[1], torch.tensor(13.0)
+        )
+
+
+def test_numbers_without_axes_on_a_rank_without_clients(pool2):
+    pool2.run(numbers_without_axes)
+
+
 # ---- collectives
 
 
