@@ -146,7 +146,7 @@ def map_fn(
     if clients.num_local:
         return of_all(*splatted)
     # Not every operation can be batched over nothing. One client that is left out again keeps what is differentiated,
-    # and so the collectives, as on ranks that have clients. (torch.cat would lose the tangents of what has no other axis.)
+    # and so the collectives, as on ranks that have clients. (torch.cat loses tangents of what has no other axis.)
     results = of_all(*pytree.tree_map(lambda leaf: pad(leaf, [0, 0] * (leaf.dim() - 1) + [0, 1]), splatted))
     return pytree.tree_map(lambda leaf: leaf[:0], results)
 
