@@ -101,11 +101,16 @@ def client_side(graph: Graph, rounds: Sequence[Round]) -> tuple[Graph, list[Turn
     """
     placed = [value for value in graph.inputs if value.place in graph.placements]
     inputs, nodes, outputs, turns = placed, [], [], []
+    needed = {value for this in rounds for node in this.up for value in node.args}
+    for node in reversed([node for this in rounds for node in this.at_clients]):
+        if needed.intersection(node.results):
+            needed.update(node.inputs)
     for this in rounds:
         sent = this.sent_down()
+        own = [node for node in this.at_clients if needed.intersection(node.results)]
         parts = [value for node in this.up for value in node.args]
-        turns.append(Turn(len(sent), len(this.at_clients), len(parts)))
-        inputs, nodes, outputs = [*inputs, *sent], [*nodes, *this.at_clients], [*outputs, *parts]
+        turns.append(Turn(len(sent), len(own), len(parts)))
+        inputs, nodes, outputs = [*inputs, *sent], [*nodes, *own], [*outputs, *parts]
     targets = {node.target for node in nodes}
     return replace(
         graph,

@@ -23,6 +23,7 @@ from bagua.federated.graph import (
     CHECK_TOTAL,
     EVERYWHERE,
     MAP,
+    OF_AGGREGATORS,
     SERVER,
     Graph,
     Node,
@@ -284,7 +285,9 @@ class _Conversion:
             except Mixed as error:
                 raise InvalidArgument(f"outside of map_fn, the traced function runs {error}{_line_of(node)}") from None
         likes = [like] if isinstance(like, torch.Tensor) else list(like)  # some are None, where nothing was asked for
-        is_constant = where is None and all(value.place == EVERYWHERE for value in inputs)
+        # Not of what is drawn: clients would draw other numbers, or learn the seed.
+        is_drawn = torch.Tag.nondeterministic_seeded in node.target.tags or target in OF_AGGREGATORS
+        is_constant = where is None and not is_drawn and all(value.place == EVERYWHERE for value in inputs)
         base = name_of(target).strip("_")
         results = [one if one is None else self._value(base, one, where, axis, is_constant) for one in likes]
         self._nodes.append(Node("", target, args, kwargs, results))

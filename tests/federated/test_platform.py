@@ -13,7 +13,8 @@ from torch.func import grad, hessian, jvp
 
 from bagua import federated
 from bagua.errors import InvalidArgument
-from bagua.federated import secure_sum
+from bagua.federated import aggregators, secure_sum
+from bagua.federated.graph_files import from_bytes
 from tests.communication.worlds import fast_in
 from tests.federated.test_trace import network, two_rounds, weighted
 from tests.federated.test_verbs import X, Y, fax
@@ -111,6 +112,47 @@ def test_the_server_sees_masked_vectors_only():
         assert len(pairs.unique()) > 3990
         views.append(first["masked"])
     assert (views[0] == views[1]).sum() < 5  # new seeds for every run
+
+
+def test_clients_are_sent_their_part_only():
+    """Not what the server computes, such as noise by a seed that is its secret."""
+
+    @federated.program(clients=3)
+    def noisy(x, y):
+        total = federated.reduce_sum(federated.map_fn(lambda x, y: x * y, (federated.broadcast(x), y)))
+        return aggregators.add_noise(total, 1.0, 271828, torch.tensor(0)) * 3
+
+    graph = federated.trace(noisy, X, Y)
+    assert "271828" in str(graph) or "noise" in str(graph)
+    platform = clients_of(Y)
+    requests = []
+    exchange = platform.exchange
+    platform.exchange = lambda request: (
+        requests.append(torch.load(io.BytesIO(request), weights_only=True)) or exchange(request)
+    )
+    torch.testing.assert_close(federated.run_on(platform, graph, x=X), noisy(X, Y))
+    opening, first = requests
+    sent = from_bytes(opening["graph"])
+    assert [node.verb for node in sent.nodes] == ["broadcast", "map"] and "noise" not in str(sent)
+    assert [value.tolist() for value in first["values"]] == [X.tolist()]
+
+
+def test_what_the_server_draws_is_drawn_once():
+    """All clients get the same numbers, although no argument of the program is in them."""
+
+    @federated.program(clients=3)
+    def dithered(y):
+        noise = federated.broadcast(torch.randn(2))
+        mean = federated.reduce_mean(federated.map_fn(lambda noise, y: noise + y, (noise, y)))
+        return mean, federated.reduce_sum(federated.map_fn(lambda noise: noise * noise, noise))
+
+    graph = federated.trace(dithered, Y)
+    torch.manual_seed(1)
+    drawn = torch.randn(2)
+    torch.manual_seed(1)
+    mean, squares = federated.run_on(clients_of(Y), graph)
+    torch.testing.assert_close(mean, drawn + Y.mean(0))
+    torch.testing.assert_close(squares, 3 * drawn**2)
 
 
 def test_masks_of_two_sums_differ():

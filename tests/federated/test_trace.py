@@ -12,7 +12,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from bagua import federated
 from bagua.errors import InvalidArgument
@@ -161,6 +161,67 @@ def test_rounds_of_local_steps():
     cost = federated.cost_of(graph)
     assert cost.bytes_down == (model + 4, model, model)  # the learning rate stays at the clients
     assert cost.bytes_up == (model, model, 4)
+
+
+class Convolutions(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            torch.nn.Conv2d(1, 4, 3, padding=1),
+            torch.nn.GroupNorm(2, 4),
+            torch.nn.ReLU(),
+            torch.nn.MaxPool2d(2),
+            torch.nn.Flatten(),
+            torch.nn.Linear(16, 3),
+        )
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(7, 8)
+        self.layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+        self.out = torch.nn.Linear(8, 3)
+
+    def forward(self, tokens):
+        return self.out(self.layer(self.embedding(tokens)).mean(1))
+
+
+MODELS = {
+    "convolutions": (Convolutions, lambda: torch.randn(3, 5, 1, 4, 4)),
+    "attention": (Attention, lambda: torch.randint(0, 7, (3, 5, 4))),
+}
+
+
+@pytest.mark.slow("test_a_graph_is_the_program")
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_modules(name):
+    torch.manual_seed(0)
+    make, draw = MODELS[name]
+    model, inputs, labels = make(), draw(), torch.randint(0, 3, (3, 5))
+    parameters = {key: value.detach() for key, value in model.named_parameters()}
+
+    def of_client(parameters, inputs, labels):
+        return F.cross_entropy(functional_call(model, parameters, (inputs,)), labels)
+
+    def step(parameters, inputs, labels):
+        gradient = grad(of_client)(parameters, inputs, labels)
+        return {key: parameters[key] - 0.1 * gradient[key] for key in parameters}
+
+    @federated.program(clients=3)
+    def loss(parameters, inputs, labels):
+        return federated.reduce_mean(federated.map_fn(of_client, (federated.broadcast(parameters), inputs, labels)))
+
+    @federated.program(clients=3)
+    def fedavg(parameters, inputs, labels):
+        return federated.reduce_mean(federated.map_fn(step, (federated.broadcast(parameters), inputs, labels)))
+
+    clients = [federated.Client(inputs=x, labels=y) for x, y in zip(inputs, labels, strict=True)]
+    for function in (grad(loss), fedavg):
+        expected = function(parameters, inputs, labels)
+        graph = from_bytes(to_bytes(federated.trace(function, parameters, inputs, labels)))
+        torch.testing.assert_close(graph(parameters, inputs, labels), expected)
+        found = federated.run_on(federated.IsolatedClients(clients), graph, parameters=parameters)
+        torch.testing.assert_close(found, expected)
 
 
 def test_the_client_function_is_one_unbatched_node():
