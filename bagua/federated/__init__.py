@@ -1,5 +1,10 @@
 """Differentiable federated programs: algorithms over many clients, written in verbs and differentiated as a whole."""
 
+import torch
+
+if not hasattr(torch.library, "register_vmap"):
+    raise ImportError(f"bagua.federated needs torch 2.5 or later, but this is torch {torch.__version__}")
+
 from bagua.federated import aggregators, metrics, optimizers, partition, privacy, sampling
 from bagua.federated.fixed_point import FixedPoint
 from bagua.federated.graph import Graph
