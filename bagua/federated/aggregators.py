@@ -93,23 +93,18 @@ class Clip(Step):
 
 def clip(value: Tree, norm: float | torch.Tensor, clients: Placement) -> tuple[Tree, torch.Tensor]:
     """The clipped values, and whose norms were not above the bound before, bool ``[num_local]``."""
-    is_number = not isinstance(norm, torch.Tensor)
 
-    def clip_one(value: Tree, bound: torch.Tensor | float = norm if is_number else 0.0) -> tuple[Tree, torch.Tensor]:
-        return _clip_one(value, bound)
+    def clip_one(value: Tree, bound: float | torch.Tensor = norm) -> tuple[Tree, torch.Tensor]:
+        # In float64: squares of float16 and float32 overflow where the values do not.
+        square = sum(leaf.abs().double().square().sum() for leaf in pytree.tree_leaves(value))
+        is_zero = square == 0  # where the norm has no derivative
+        length = torch.where(is_zero, square, torch.where(is_zero, torch.ones_like(square), square).sqrt())
+        bound = torch.ones_like(length) * bound
+        factor = bound / torch.maximum(length, bound)  # of a client within the bound exactly 1
+        return pytree.tree_map(lambda leaf: leaf * factor.to(leaf.dtype), value), length <= bound
 
-    arguments = (value,) if is_number else (value, broadcast(norm, placement=clients.name))
-    return map_fn(clip_one, arguments, placement=clients.name)
-
-
-def _clip_one(value: Tree, bound: float | torch.Tensor) -> tuple[Tree, torch.Tensor]:
-    # In float64: squares of float16 and float32 overflow where the values do not.
-    square = sum(leaf.abs().double().square().sum() for leaf in pytree.tree_leaves(value))
-    is_zero = square == 0  # where the norm has no derivative
-    norm = torch.where(is_zero, square, torch.where(is_zero, torch.ones_like(square), square).sqrt())
-    bound = torch.ones_like(norm) * bound
-    factor = bound / torch.maximum(norm, bound)  # of a client within the bound exactly 1
-    return pytree.tree_map(lambda leaf: leaf * factor.to(leaf.dtype), value), norm <= bound
+    bounds = (broadcast(norm, placement=clients.name),) if isinstance(norm, torch.Tensor) else ()
+    return map_fn(clip_one, (value, *bounds), placement=clients.name)
 
 
 @dataclasses.dataclass(frozen=True)
