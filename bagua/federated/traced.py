@@ -194,7 +194,9 @@ def _fake(name: str, values: Tensors, key: str) -> list[torch.Tensor]:
 
 
 def _define(name: str) -> Any:
-    _library.define(f"{name}(Tensor[] values, str key) -> Tensor[]")
+    # The tag keeps torch from computing it while it traces, where all values are constants.
+    tags = (torch.Tag.nondeterministic_seeded,)
+    _library.define(f"{name}(Tensor[] values, str key) -> Tensor[]", tags=tags)
 
     def compute(values: Tensors, key: str) -> list[torch.Tensor]:
         raise InternalError(f"{NAMESPACE}::{name} is there to be traced, not to be run")

@@ -48,6 +48,15 @@ def outside_of_maps(x, y):
 
 
 @federated.program(clients=3)
+def of_constants(x, y):
+    two, eye = torch.tensor(2.0), torch.eye(2)
+    mapped = federated.map_fn(
+        lambda x, y, two, eye: two * (eye @ x - y), tuple(map(federated.broadcast, (x, x, two, eye)))
+    )
+    return federated.reduce_sum(mapped), federated.reduce_mean(federated.broadcast(two) + torch.ones(3))
+
+
+@federated.program(clients=3)
 def within(x, y):
     """A program inside of a client function."""
 
@@ -103,13 +112,14 @@ FUNCTIONS = {  # with the verbs that are left when dead ones are gone
     "twice": (second(weighted), None),
     "outside of maps": (outside_of_maps, [BROADCAST, MEAN]),
     "its derivative": (lambda x, y: jacrev(lambda x: outside_of_maps(x, y)["a"])(x), None),
+    "of constants": (of_constants, [BROADCAST] * 5 + [SUM, MEAN]),
     "within": (within, [BROADCAST, MEAN]),
     "gradient of within": (grad(within), [BROADCAST, BROADCAST, SUM]),
     "tangent of within": (lambda x, y: jvp(lambda x: within(x, y), (x,), (X,)), None),
 }
 
 
-FAST = ("value", "gradient", "Hessian", "gradient of weighted", "outside of maps", "within")
+FAST = ("value", "gradient", "Hessian", "gradient of weighted", "outside of maps", "of constants", "within")
 
 
 @functools.cache
