@@ -112,7 +112,7 @@ FUNCTIONS = {  # with the verbs that are left when dead ones are gone
     "twice": (second(weighted), None),
     "outside of maps": (outside_of_maps, [BROADCAST, MEAN]),
     "its derivative": (lambda x, y: jacrev(lambda x: outside_of_maps(x, y)["a"])(x), None),
-    "of constants": (of_constants, [BROADCAST] * 5 + [SUM, MEAN]),
+    "of constants": (of_constants, [BROADCAST] * 4 + [SUM, BROADCAST, MEAN]),
     "within": (within, [BROADCAST, MEAN]),
     "gradient of within": (grad(within), [BROADCAST, BROADCAST, SUM]),
     "tangent of within": (lambda x, y: jvp(lambda x: within(x, y), (x,), (X,)), None),
