@@ -143,11 +143,13 @@ class Graph:
         Raises:
             InvalidArgument: for others, and what the verbs raise.
         """
-        leaves, structure = pytree.tree_flatten(args)
-        if structure != self.structures[0]:
+        try:
+            leaves = self.structures[0].flatten_up_to(args)  # keys of dictionaries in any order
+        except ValueError:
             raise InvalidArgument(
-                f"{self.name} was traced with arguments of structure {self.structures[0]}, but got {structure}"
-            )
+                f"{self.name} was traced with arguments of structure {self.structures[0]}, but got "
+                f"{pytree.tree_structure(args)}"
+            ) from None
         return pytree.tree_unflatten(self._in_programs(leaves), self.structures[1])
 
     def _in_programs(self, leaves: Sequence[torch.Tensor]) -> list:
@@ -320,8 +322,30 @@ OF_AGGREGATORS = tuple(f"{operators.NAMESPACE}.{name}.default" for name in ("cod
 
 
 def is_known(target: str) -> bool:
-    """Whether a graph may have the operator."""
-    return target.split(".")[0] in ("aten", "prims") or target in (CHECK_TOTAL, *OF_AGGREGATORS)
+    """Whether a graph may have the operator: it computes new tensors from tensors, and does nothing else."""
+    if target in (CHECK_TOTAL, *OF_AGGREGATORS):
+        return True
+    return (
+        target.count(".") == 2
+        and target.split(".")[0] in ("aten", "prims")
+        and not name_of(target).startswith(_NOT_PURE)
+    )
+
+
+# How the names of operators begin that read files or memory that is nobody's, or whose results have no values.
+_NOT_PURE = (
+    "from_file",
+    "empty",
+    "new_empty",
+    "as_strided",
+    "resize",
+    "set",
+    "data",
+    "_nested",
+    "_sparse",
+    "sparse",
+    "to_",
+)
 
 
 def name_of(target: str) -> str:
@@ -331,13 +355,16 @@ def name_of(target: str) -> str:
 
 def operator_of(target: str) -> Any:
     """The operator of a name such as "aten.add.Tensor"."""
-    if not is_known(target) or target.count(".") != 2:
+    if not is_known(target):
         raise InvalidArgument(f"a graph of the operator {target!r}, expected one of torch's own (aten, prims)")
     namespace, name, overload = target.split(".")
     try:
-        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        operator = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except AttributeError:
         raise InvalidArgument(f"torch {torch.__version__} has no operator {target!r}, which the graph needs") from None
+    if operator._schema.is_mutable:
+        raise InvalidArgument(f"a graph of the operator {target!r}, which writes into its arguments")
+    return operator
 
 
 def leaf_name(argument: str, path: tuple) -> str:

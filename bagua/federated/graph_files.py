@@ -61,6 +61,8 @@ def from_bytes(data: bytes) -> Graph:
         raise InvalidArgument(f"a graph of version {version}, expected {_VERSION}: trace the program again")
     try:
         return _decode_graph(description["graph"], content["constants"])
+    except InvalidArgument:
+        raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise InvalidArgument(f"a graph that Graph.save did not write: {type(error).__name__} {error}") from None
 
@@ -110,14 +112,29 @@ def _encode_graph(graph: Graph, constants: list[torch.Tensor]) -> dict[str, Any]
             for node in graph.nodes
         ],
         "outputs": [encode(output) for output in graph.outputs],
-        "structures": graph.structures and [pytree.treespec_dumps(structure) for structure in graph.structures],
+        "structures": graph.structures and [_dumps(structure, graph.name) for structure in graph.structures],
         "constants": {name: first_constant + index for index, name in enumerate(graph.constants)},
         "placements": graph.placements,
         "functions": {name: _encode_graph(function, constants) for name, function in graph.functions.items()},
     }
 
 
+def _dumps(structure: Any, name: str) -> str:
+    try:
+        return pytree.treespec_dumps(structure)
+    except NotImplementedError as error:
+        raise InvalidArgument(
+            f"{name} cannot be saved with its structure {structure}: use dictionaries, lists and tuples ({error})"
+        ) from None
+
+
 # ---- and back
+
+
+def _natural(number: Any, least: int = 0) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise InvalidArgument(f"a graph with the number {number!r}, expected an integer of at least {least}")
+    return number
 
 
 def _enum(kind: str, name: str) -> Any:
@@ -145,7 +162,7 @@ def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) ->
         if kind == "complex":
             return complex(*map(float.fromhex, content))
         decoders = {
-            "value": values.__getitem__,
+            "value": lambda number: values[range(len(values))[_natural(number)]],
             "num_clients": NumClients,
             "float": float.fromhex,
             "device": torch.device,
@@ -169,6 +186,9 @@ def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) ->
             Node(described["verb"], target, args, kwargs, results, described["placement"], described["randomness"])
         )
     structures = description["structures"]
+    if structures is not None and len(structures) != 2:
+        raise InvalidArgument(f"a graph with {len(structures)} structures, expected two")
+    placements = {name: _natural(size, 1) for name, size in description["placements"].items()}
     return Graph(
         description["name"],
         inputs,
@@ -176,6 +196,6 @@ def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) ->
         [decode(output) for output in description["outputs"]],
         structures and tuple(map(pytree.treespec_loads, structures)),
         {name: constants[index] for name, index in description["constants"].items()},
-        description["placements"],
+        placements,
         {name: _decode_graph(function, constants) for name, function in description["functions"].items()},
     )

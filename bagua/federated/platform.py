@@ -12,6 +12,7 @@ reductions. Clients keep their values from round to round. All of what is sent a
 from __future__ import annotations
 
 import io
+import pickle
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -72,7 +73,7 @@ class IsolatedClients(Platform):
         return [client.answer(request) for client in self.clients]
 
 
-def run_on(platform: Platform, graph: Graph, *, coding: FixedPoint | None = None, **values: Tree) -> Tree:
+def run_on(platform: Platform, graph: Graph, /, *, coding: FixedPoint | None = None, **values: Tree) -> Tree:
     """What the traced function returns, computed by a server and the platform's clients.
 
     Sums are of fixed point numbers with masks: they differ from those of the program by ``coding.tolerance(n)`` at
@@ -100,14 +101,13 @@ def run_on(platform: Platform, graph: Graph, *, coding: FixedPoint | None = None
     clients_graph, turns = client_side(graph, rounds)
     opening = {"what": "open", "session": session, "graph": to_bytes(clients_graph), "turns": list(map(tuple, turns))}
     opening["coding"] = (coding.bits, coding.fraction_bits)
-    keys = [_read(reply)["key"] for reply in platform.exchange(_write(opening))]
+    keys = _replies(platform, opening, "key", size)
     for number, this in enumerate(rounds):
         for node in this.at_server:
             known.update(zip(node.results, _at_server(graph, node, known), strict=True))
         sent = [known[value] for value in this.sent_down()]
         request = {"what": "round", "session": session, "number": number, "values": sent}
-        replies = platform.exchange(_write(request | ({"keys": keys} if number == 0 else {})))
-        masked = [_read(reply)["masked"] for reply in replies]
+        masked = _replies(platform, request | ({"keys": keys} if number == 0 else {}), "masked", size)
         sums = secure_sum.add_up(coding, masked, [_like(value) for node in this.up for value in node.args])
         for node in this.up:
             for result in node.results:
@@ -121,6 +121,25 @@ def run_on(platform: Platform, graph: Graph, *, coding: FixedPoint | None = None
 
 def _like(value: Value) -> torch.Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+def _replies(platform: Platform, request: dict[str, Any], key: str, size: int) -> list:
+    """What each client replies under that key.
+
+    Raises:
+        InvalidArgument: it is not one reply of each client.
+    """
+    replies = [_read(reply) for reply in platform.exchange(_write(request))]
+    if len(replies) != size or any(key not in reply for reply in replies):
+        raise InvalidArgument(
+            f"{len(replies)} replies, of which {sum(key in reply for reply in replies)} have a {key}: expected one of "
+            f"each of {size} clients, since no sum can be had without all"
+        )
+    if key == "masked":
+        found = [reply.get("index", -1) for reply in replies]
+        if sorted(found) != list(range(size)):
+            raise InvalidArgument(f"replies of the clients {found}, expected one of each of {size}")
+    return [reply[key] for reply in replies]
 
 
 def _at_server(graph: Graph, node: Node, known: dict[Value, Any]) -> Sequence[torch.Tensor]:
@@ -138,7 +157,7 @@ class Client:
         data: its own values, by the names of the traced function's arguments, without the clients' axis.
     """
 
-    def __init__(self, **data: Tree) -> None:
+    def __init__(self, /, **data: Tree) -> None:
         self._data = data
         self._graph: Graph | None = None
 
@@ -152,7 +171,8 @@ class Client:
         message = _read(request)
         if message["what"] == "open":
             return _write({"key": self._open(message)})
-        return _write({"masked": self._round(message)})
+        masked = self._round(message)
+        return _write({"masked": masked, "index": self._sum.index})
 
     def _open(self, message: dict[str, Any]) -> bytes:
         graph = from_bytes(message["graph"])
@@ -226,4 +246,10 @@ def _write(message: dict[str, Any]) -> bytes:
 
 
 def _read(data: bytes) -> dict[str, Any]:
-    return torch.load(io.BytesIO(data), weights_only=True)
+    try:
+        message = torch.load(io.BytesIO(data), weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError) as error:
+        raise InvalidArgument(f"{len(data)} bytes that are no message of run_on: {error}") from None
+    if not isinstance(message, dict):
+        raise InvalidArgument(f"a message of {type(message).__name__}, expected what run_on sends")
+    return message

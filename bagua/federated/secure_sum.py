@@ -46,7 +46,7 @@ class SecureSum:
     coding: FixedPoint
     _key: Any = field(init=False, repr=False)
     _seeds: dict[int, bytes] = field(init=False, default_factory=dict, repr=False)
-    _index: int = field(init=False, default=-1)
+    index: int = field(init=False, default=-1)  # of this client, once it has met the others
 
     def __post_init__(self) -> None:
         self._key = _cryptography()[2].X25519PrivateKey.generate()
@@ -75,13 +75,13 @@ class SecureSum:
         if public_keys.count(self.public_key) != 1 or len(set(public_keys)) != len(public_keys):
             raise InvalidArgument("the public keys of the clients are not one of each, or not this client's among them")
         _, hashes, x25519, _, hkdf = _cryptography()
-        self._index = list(public_keys).index(self.public_key)
+        self.index = list(public_keys).index(self.public_key)
         for index, other in enumerate(public_keys):
-            if index != self._index:
+            if index != self.index:
                 shared = self._key.exchange(x25519.X25519PublicKey.from_public_bytes(other))
                 made = hkdf.HKDF(hashes.SHA256(), _SEED_BYTES, salt=session, info=b"bagua.federated masks")
                 self._seeds[index] = made.derive(shared)
-        return self._index
+        return self.index
 
     def mask(self, values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
         """What the server may see of this client's values.
@@ -97,10 +97,10 @@ class SecureSum:
             InvalidArgument: a value is out of the range of a sum over so many clients.
         """
         num_clients = len(self._seeds) + 1
-        codes = torch.cat([encode(self.coding, value, num_clients).reshape(-1) for value in values])
+        codes = torch.cat([encode(self.coding, _real(value), num_clients).reshape(-1) for value in values])
         for other, seed in self._seeds.items():
             numbers = _numbers(seed, number, codes.numel())
-            codes = codes + numbers if self._index < other else codes - numbers
+            codes = codes + numbers if self.index < other else codes - numbers
         return self.coding.wrap(codes)
 
 
@@ -110,12 +110,27 @@ def add_up(coding: FixedPoint, masked: Sequence[torch.Tensor], likes: Sequence[t
     Args:
         masked: of all clients.
         likes: tensors of the shapes and dtypes of the sums.
+
+    Raises:
+        InvalidArgument: masked values of another number or dtype than these.
     """
+    likes = [torch.empty(like.shape, dtype=like.dtype) for like in likes]
+    sizes = [_real(like).numel() for like in likes]
+    for index, one in enumerate(masked):
+        if not isinstance(one, torch.Tensor) or one.dtype != torch.int64 or tuple(one.shape) != (sum(sizes),):
+            got = f"{one.dtype} {list(one.shape)}" if isinstance(one, torch.Tensor) else type(one).__name__
+            raise InvalidArgument(f"client {index} sent {got} for a sum, expected int64 [{sum(sizes)}]")
     total = torch.zeros_like(masked[0])
     for one in masked:
         total = coding.wrap(total + one)
-    parts = total.split([like.numel() for like in likes])
-    return [decode(coding, part.reshape(like.shape), like) for part, like in zip(parts, likes, strict=True)]
+    parts = total.split(sizes)
+    sums = [decode(coding, part.reshape(_real(x).shape), _real(x)) for part, x in zip(parts, likes, strict=True)]
+    return [torch.view_as_complex(s) if x.is_complex() else s for s, x in zip(sums, likes, strict=True)]
+
+
+def _real(value: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as two real ones."""
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
 def encode(coding: FixedPoint, value: torch.Tensor, num_terms: int) -> torch.Tensor:

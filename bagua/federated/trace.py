@@ -93,10 +93,16 @@ def trace(function: Callable, *args: Any) -> Graph:
 
     if traced.tracing():
         raise InvalidArgument("a trace inside of a trace: call the function itself")
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise InvalidArgument("trace inside of a transform of torch.func: trace the transform of the function")
+    names = _names(function, args)
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidArgument(f"two tensors of the arguments are called {twice}: rename an argument or a key")
     with traced.run_trace() as run:
         module = traced.graph_of(flat, leaves)
         out_structure, results = found
-        graph = _Conversion(run, module, _names(function, args)).graph(_title(function))
+        graph = _Conversion(run, module, names).graph(_title(function))
     tensors = iter(graph.outputs)
     graph.outputs = [next(tensors) if isinstance(result, torch.Tensor) else result for result in results]
     graph.structures = (structure, out_structure)
@@ -216,7 +222,7 @@ class _Conversion:
             totals = [self._value(value.name, like, None) for value, like in zip(values, node.meta["val"], strict=True)]
             self._nodes.append(Node("", target, tuple(values), {}, totals, name))
             return totals
-        if "as_strided" in target or not is_known(target):
+        if not is_known(target) and not _is_made_from_nothing(node):
             raise InvalidArgument(f"the traced function runs {target}, {_why_not(target)}{_line_of(node)}")
         return self._operator(node, target, args, kwargs)
 
@@ -286,7 +292,7 @@ class _Conversion:
                 raise InvalidArgument(f"outside of map_fn, the traced function runs {error}{_line_of(node)}") from None
         likes = [like] if isinstance(like, torch.Tensor) else list(like)  # some are None, where nothing was asked for
         # Not of what is drawn: clients would draw other numbers, or learn the seed.
-        is_drawn = torch.Tag.nondeterministic_seeded in node.target.tags or target in OF_AGGREGATORS
+        is_drawn = traced.is_drawn(node.target) or target in OF_AGGREGATORS
         is_constant = where is None and not is_drawn and all(value.place == EVERYWHERE for value in inputs)
         base = name_of(target).strip("_")
         results = [one if one is None else self._value(base, one, where, axis, is_constant) for one in likes]
@@ -296,7 +302,7 @@ class _Conversion:
     def _filled(self, target: str, args: tuple, like: torch.Tensor) -> Value:
         """For zeros_like, new_ones and their kin: aten.full, which depends on no value."""
         name = name_of(target)
-        number = 1 if "ones" in name else 0 if "zero" in name else args[-1]
+        number = 1 if "ones" in name else 0 if "zero" in name or "empty" in name else args[-1]
         source = args[0] if isinstance(args[0], Value) and name.endswith("_like") else None
         shape: list[Any] = list(like.shape)
         where, axis = (None, None) if source is None or source.axis is None else (source.place, source.axis)
@@ -373,7 +379,7 @@ def _is_made_from_nothing(node: fx.Node) -> bool:
     name = name_of(str(node.target)) if isinstance(node.target, torch._ops.OpOverload) else ""
     return name in (
         "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zeros", "ones", "full",
-        "_efficientzerotensor", "_new_zeros_with_same_feature_meta",
+        "empty", "empty_like", "new_empty", "_efficientzerotensor", "_new_zeros_with_same_feature_meta",
     )  # fmt: skip
 
 

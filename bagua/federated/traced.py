@@ -14,6 +14,7 @@ which is why a derivative of a federated program is one. Only public names of to
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -105,6 +106,11 @@ class Trace:
     def derive(self, base: ClientFunction, how: str, places: tuple, function: Callable, inputs: Tensors) -> str:
         """The key of what is made from `base` at these places of its inputs and outputs."""
         specs = tuple(Spec((*x.shape[1:],), x.dtype, x.device) for x in inputs)
+        if how != "vmap" and any(is_drawn(node.target) for node in base.module.graph.nodes):
+            raise InvalidArgument(
+                f"the client function {base.name} draws random numbers, and its derivative would draw others: draw "
+                "them outside of it, such as with federated.sampling.per_client, and make them an argument"
+            )
         identity = (base.key, how, places, specs)
         if identity not in self._derived:
             self._derived[identity] = self.add(f"{how}({base.name})", function, specs, base.randomness, base.placement)
@@ -129,13 +135,33 @@ def run_trace() -> Iterator[Trace]:
 # ---- graphs
 
 
+_lock = threading.RLock()  # torch traces in one thread at a time
+
+
+def is_drawn(operator: Any) -> bool:
+    """Whether the operator gives random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()) and operator not in NAMES
+
+
 def graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The operators that a function of tensors to tensors runs: pure ones, none of whose results is unused."""
+    with _lock:
+        return _graph_of(function, examples)
+
+
+def _graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor]) -> fx.GraphModule:
     make = functools.partial(make_fx, tracing_mode="fake", _allow_non_fake_inputs=True)
     first = _without_dead_nodes(make(lambda *xs: tuple(function(*xs)))(*examples))
     # In a second pass, since torch cannot make functions of torch.autograd functional.
     pure = torch.func.functionalize(lambda *xs: fx.Interpreter(first).run(*xs), remove="mutations")
-    return _without_dead_nodes(make(pure)(*examples))
+    module = _without_dead_nodes(make(pure)(*examples))
+    for node in module.graph.nodes:
+        if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+            raise InvalidArgument(
+                f"the traced function writes into a tensor that it is given or takes from around it ({node.target} of "
+                f"shape {list(node.args[0].meta['val'].shape)}): return new values instead"
+            )
+    return module
 
 
 def graph_of_one(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[Spec]) -> fx.GraphModule:

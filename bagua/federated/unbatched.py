@@ -148,6 +148,12 @@ def _select(args: tuple, shape: list[int], like: Any, clients: NumClients, n: in
 
 
 def _squeeze(args: tuple, shape: list[int], like: Any, clients: NumClients, n: int) -> tuple[int, tuple]:
+    if len(args) < 2:
+        if n == 1:
+            raise Mixed(
+                f"a squeeze of {shape} without dims, which takes the axis of {clients.placement} too: name dims"
+            )
+        return _without([dim for dim, size in enumerate(shape) if size == 1], args, shape, clients), args
     dims = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
     return _without([dim for dim in dims if shape[dim] == 1], args, shape, clients), args
 

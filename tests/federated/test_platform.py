@@ -101,7 +101,7 @@ def test_the_server_sees_masked_vectors_only():
         opening, (first, second, third) = platform.replies
         assert all(list(reply) == ["key"] and len(reply["key"]) == 32 for reply in opening)
         for reply in (first, second, third):
-            assert list(reply) == ["masked"]
+            assert list(reply) == ["masked", "index"]
             masked = reply["masked"]
             assert masked.dtype == torch.int64 and int(masked.min()) >= 0 and int(masked.max()) < 2**48
             ones = torch.stack([(masked >> bit) & 1 for bit in range(48)]).double().mean(1)
@@ -258,3 +258,25 @@ def test_weights_of_nobody_have_no_mean():
     graph = federated.trace(weighted, X, Y)
     with pytest.raises(InvalidArgument, match="add up to 0"):
         federated.run_on(clients_of(Y - 100), graph, x=X)
+
+
+def test_complex_values_keep_both_parts():
+    y = torch.tensor([[1 + 2j, 3 - 5j], [0.5j, -1.0], [2.0, 2.0 - 1j]])
+    program = federated.program(lambda y: (federated.reduce_sum(y), federated.reduce_mean(y)), clients=3)
+    found = federated.run_on(clients_of(y), federated.trace(program, y))
+    torch.testing.assert_close(found, program(y))
+
+
+@pytest.mark.parametrize("change", [lambda r: r[:2], lambda r: [*r, r[0]], lambda r: [r[0], *r[:2]]])
+def test_a_round_needs_one_reply_of_every_client(change):
+    graph, platform = federated.trace(fax, X, Y), clients_of(Y)
+    exchange = platform.exchange
+    rounds = iter(range(10))
+    platform.exchange = lambda request: change(exchange(request)) if next(rounds) else exchange(request)
+    with pytest.raises(InvalidArgument, match="repl"):
+        federated.run_on(platform, graph, x=X)
+
+
+def test_bytes_that_are_no_message():
+    with pytest.raises(InvalidArgument, match="no message of run_on"):
+        federated.Client(y=Y[0]).answer(b"garbage")

@@ -5,6 +5,7 @@ The oracle is the program itself, which test_verbs.py holds against loops.
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import io
 import json
@@ -396,7 +397,9 @@ def set_verb(description):
     "change, message",
     [
         (set_target("torch.load.default"), "one of torch's own"),
-        (set_target("aten.from_file.elsewhere"), "has no operator"),
+        (set_target("aten.add.elsewhere"), "has no operator"),
+        (set_target("aten.from_file.default"), "one of torch's own"),
+        (set_target("aten.add_.Tensor"), "writes into its arguments"),
         (set_verb, "which is none"),
         (lambda d: d.update(version=2), "version 2, expected 1"),
         (lambda d: d["graph"]["nodes"].reverse(), "did not write"),
@@ -411,3 +414,55 @@ def test_nothing_but_operators_can_be_loaded(change, message):
 def test_other_bytes_are_no_graph(data):
     with pytest.raises(InvalidArgument, match="not a graph"):
         from_bytes(data)
+
+
+# ---- what would be silently wrong
+
+
+def trace_of(body, *arguments):
+    return federated.trace(federated.program(body, clients=3), *arguments)
+
+
+def test_derivatives_of_random_client_functions_are_refused():
+    """They would draw other numbers than the function."""
+
+    @federated.program(clients=3)
+    def dropped(x):
+        return federated.reduce_sum(federated.map_fn(F.dropout, (federated.broadcast(x),), randomness="different"))
+
+    assert federated.trace(dropped, X).verbs() == [BROADCAST, SUM]
+    for derivative in (jacrev(dropped), lambda x: jvp(dropped, (x,), (x,))):
+        with pytest.raises(InvalidArgument, match="draws random numbers, and its derivative would draw others"):
+            federated.trace(derivative, X)
+
+
+def test_a_client_function_that_writes_into_its_argument_is_refused():
+    with pytest.raises(InvalidArgument, match="writes into a tensor .*copy_.* of shape \\[2\\]"):
+        trace_of(lambda y: federated.reduce_sum(federated.map_fn(lambda y: y.add_(1), (y,))), Y.clone())
+
+
+@pytest.mark.parametrize(
+    "transform", [grad, lambda f: lambda x: jvp(f, (x,), (x,)), lambda f: lambda x: vmap(f)(x[None])]
+)
+def test_traces_inside_of_transforms_are_refused(transform):
+    with pytest.raises(InvalidArgument, match="trace the transform of the function"):
+        transform(lambda x: federated.trace(fax, x, Y)(x, Y))(X)
+
+
+def test_arguments_in_another_order_are_the_same():
+    graph = trace_of(lambda p, y: federated.reduce_sum(y) * p["a"] - p["b"], {"a": X, "b": 2 * X}, Y)
+    torch.testing.assert_close(graph({"b": 2 * X, "a": X}, Y), Y.sum(0) * X - 2 * X)
+
+
+def test_names_of_arguments_are_their_own():
+    with pytest.raises(InvalidArgument, match="called p_u_v: rename"):
+        trace_of(lambda p: federated.reduce_sum(p["u.v"] + p["u_v"]), {"u.v": Y, "u_v": Y})
+
+
+def test_threads_trace_beside_one_another():
+    def trace():
+        return [str(federated.trace(grad(fax), X, Y)) for _ in range(4)]
+
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        found = [future.result() for future in [threads.submit(trace) for _ in range(3)]]
+    assert {text for texts in found for text in texts} == {str(federated.trace(grad(fax), X, Y))}
