@@ -22,6 +22,7 @@ from bagua.federated.verbs import (
     Tree,
     across,
     check_floating,
+    check_no_bools,
     check_placed,
     map_fn,
     reduce_mean,
@@ -88,8 +89,8 @@ def map_reduce(
     seen: list[Any] = []
     results = torch.func.vmap(functools.partial(of_one, seen), dims, randomness="same")(*probe)
     (out_structure,) = seen
-    if reduce == "mean":
-        check_floating(pytree.tree_unflatten(list(results), out_structure), verb)
+    check = check_floating if reduce == "mean" else check_no_bools
+    check(pytree.tree_unflatten(list(results), out_structure), verb)
 
     def of_chunk(*chunk: torch.Tensor) -> Tensors:
         mapped = torch.func.vmap(functools.partial(of_one, None), dims, randomness=randomness)(*chunk)
@@ -170,6 +171,8 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensors) -> None:
         ctx.node = inputs[0]
+        ctx.following = [i for i, x in enumerate(output) if _has_tangents(x)]  # counts among the results have none
+        ctx.mark_non_differentiable(*(x for x in output if not _has_tangents(x)))
         ctx.save_for_backward(*inputs[1:])
         ctx.save_for_forward(*inputs[1:])
         ctx.set_materialize_grads(False)
@@ -177,7 +180,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
         node, inputs = ctx.node, ctx.saved_tensors
-        given = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
+        given = [i for i in ctx.following if cotangents[i] is not None]
         wanted = [i for i, x in enumerate(inputs) if ctx.needs_input_grad[i + 1] and _has_tangents(x)]
         results: list = [None] * len(inputs)
         if given and wanted:
@@ -206,8 +209,8 @@ class _Function(torch.autograd.Function):
         return (None, *results)
 
     @staticmethod
-    def jvp(ctx: Any, _node: None, *tangents: torch.Tensor | None) -> Tensors:
-        node, inputs = ctx.node, ctx.saved_tensors
+    def jvp(ctx: Any, _node: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        node, inputs, following = ctx.node, ctx.saved_tensors, ctx.following
         moving = [i for i, tangent in enumerate(tangents) if tangent is not None and _has_tangents(inputs[i])]
 
         def of_chunk(*values: torch.Tensor) -> Tensors:
@@ -216,13 +219,21 @@ class _Function(torch.autograd.Function):
             def of_moving(*parts: torch.Tensor) -> Tensors:
                 for place, part in zip(moving, parts, strict=True):
                     chunk[place] = part
-                return node.of_chunk(*chunk)
+                outputs = node.of_chunk(*chunk)
+                return tuple(outputs[i] for i in following)
 
             return torch.func.jvp(of_moving, tuple(chunk[i] for i in moving), pushed)[1]
 
-        derivative = node._replace(of_chunk=of_chunk, is_shared=(*node.is_shared, *(node.is_shared[i] for i in moving)))
+        derivative = node._replace(
+            of_chunk=of_chunk,
+            is_shared=(*node.is_shared, *(node.is_shared[i] for i in moving)),
+            is_sum=tuple(node.is_sum[i] for i in following),
+        )
         cast = (tangents[i].to(inputs[i].dtype) for i in moving)  # torch 2.13 makes float64 of numbers without axes
-        return derivative(*inputs, *cast)
+        results: list[torch.Tensor | None] = [None] * len(node.is_sum)
+        for place, result in zip(following, derivative(*inputs, *cast), strict=True):
+            results[place] = result
+        return tuple(results)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, node: Node, *inputs: torch.Tensor) -> tuple[Tensors, tuple]:

@@ -56,7 +56,7 @@ def reduce_sum(value: Tree, *, placement: str | None = None) -> Tree:
             have not the same program and shapes, or clients that do not add up.
     """
     clients = current(placement, "reduce_sum")
-    return _reduce("reduce_sum", check_placed(value, clients, "reduce_sum"), clients)
+    return _reduce("reduce_sum", check_no_bools(check_placed(value, clients, "reduce_sum"), "reduce_sum"), clients)
 
 
 def reduce_mean(value: Tree, *, placement: str | None = None) -> Tree:
@@ -250,7 +250,12 @@ def check_placed(value: Tree, clients: Placement, verb: str) -> Tree:
                 f"axis, the {clients.name} that this rank holds, {held}; federated.broadcast values of the server, or "
                 "give program(num_local=) what each rank holds"
             )
-        if verb != "map_fn" and leaf.dtype is torch.bool:
+    return value
+
+
+def check_no_bools(value: Tree, verb: str) -> Tree:
+    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+        if leaf.dtype is torch.bool:
             raise InvalidArgument(f"{verb} of bools{_at(path)}: say what a sum is by .to(torch.int64) or another dtype")
     return value
 

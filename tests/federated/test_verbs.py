@@ -157,6 +157,27 @@ def test_a_node_is_the_two_verbs(function):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=what)
 
 
+def test_a_node_takes_masks():
+    """Examples that count, of clients that have different numbers of them: arguments of bools, and sums."""
+    rows = torch.stack([rows_of(3), rows_of(3) + 1.0])
+    mask = torch.tensor([[True, False, True], [False, True, False]])
+
+    def of_client(x, rows, mask):
+        values = torch.where(mask, vmap(square, (None, 0))(x, rows), 0.0)
+        return values.sum(), mask.sum()
+
+    @federated.program(clients=2)
+    def mean(x):
+        total, number = federated.map_reduce(of_client, (federated.broadcast(x), rows, mask), reduce="sum")
+        return total / number
+
+    chosen = [rows[0][0], rows[0][2], rows[1][1]]
+    for (what, ours), (_, theirs) in zip(
+        derivatives(mean), derivatives(lambda x: sum(square(x, row) for row in chosen) / 3), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=what)
+
+
 BODIES = {"two verbs": mean_loss, **{f"chunks of {k}": functools.partial(fused_loss, k) for k in (None, 1, 4)}}
 
 
@@ -460,6 +481,10 @@ MISTAKES = {
         "reduce_mean of torch.int64",
     ),
     "bools": (lambda x, y: federated.reduce_sum(y > 0) * x.sum(), "reduce_sum of bools"),
+    "bools of a node": (
+        lambda x, y: federated.map_reduce(lambda y: y > 0, y, reduce="sum") * x.sum(),
+        "reduce_sum of bools",
+    ),
     "no tensor": (lambda x, y: federated.map_fn(lambda y: {"n": 3}, y), r"returns 3 at \['n'\], a int"),
     "nothing": (lambda x, y: federated.map_reduce(lambda y: None, y), "returns None"),
     "no tensor of the server": (lambda x, y: federated.broadcast([x, "x"]), "broadcast of 'x' at .*expected tensors"),
