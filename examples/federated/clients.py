@@ -1,0 +1,181 @@
+"""What the federated examples share: where they run, digits at clients, a small model, training at one client.
+
+The digits are scikit-learn's, 8 x 8 pixels, 1437 to train and 360 to test. A Dirichlet draw spreads each label unevenly
+over the clients, whose tensors are padded to the longest client's. Everything is drawn by seed and client, so a run on
+several ranks computes what a run on one process does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import bagua
+from bagua import federated
+from bagua.federated import metrics, partition, sampling
+
+CLIENTS = 20
+ALPHA = 0.3  # of the Dirichlet draw: a client has most of its digits of two to four labels
+BATCH_SIZE = 16
+
+Model = dict[str, torch.Tensor]
+
+
+# ---- where the examples run
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """With the options that all examples have."""
+    made = argparse.ArgumentParser(description=description.splitlines()[0])
+    made.add_argument("--seed", type=int, default=0, help="of the data, the model and every draw")
+    return made
+
+
+@contextlib.contextmanager
+def ranks() -> Iterator[Callable[[str], None]]:
+    """The ranks of a launcher, or this process alone; gives a print of rank 0."""
+    torch.set_num_threads(1)  # as many cores as ranks, and sums in one order
+    is_launched = "RANK" in os.environ
+    if is_launched:
+        bagua.init_process_group()
+    is_shown = not is_launched or bagua.get_rank() == 0
+    try:
+        yield lambda line: print(line, flush=True) if is_shown else None
+    finally:
+        if is_launched:
+            bagua.destroy_process_group()
+
+
+def finish(say: Callable[[str], None], claim: str, *, holds: bool, **values: Any) -> None:
+    """The last lines: whether the example shows what it claims, and its values as JSON. Exit status 1 if not."""
+    say(f"{'shown' if holds else 'NOT shown'}: {claim}")
+    say(json.dumps(values))
+    if not holds:
+        sys.exit(1)
+
+
+# ---- digits at clients
+
+
+class Digits(NamedTuple):
+    """Of one client, or placed: one more axis in front.
+
+    Attributes:
+        images: [longest, 64], 0 to 1.
+        labels: [longest].
+        mask: [longest], which rows are digits; the others are padding.
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    mask: torch.Tensor
+
+
+def load_digits(seed: int, alpha: float = ALPHA) -> tuple[Digits, torch.Tensor, torch.Tensor]:
+    """The digits of this rank's clients, and the images and labels of the test, which are the server's."""
+    from sklearn import datasets
+    from sklearn.model_selection import train_test_split
+
+    images, labels = datasets.load_digits(return_X_y=True)
+    images, labels = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+    train, test = train_test_split(range(len(labels)), test_size=0.2, random_state=0, stratify=labels)
+    parts = partition.dirichlet(labels[train], CLIENTS, alpha=alpha, seed=seed)
+    train = torch.tensor(train)
+    longest = max(len(part) for part in parts)
+    own = parts[federated.local_slice(CLIENTS)]
+    rows = torch.zeros(len(own), longest, dtype=torch.int64)
+    mask = torch.zeros(len(own), longest, dtype=torch.bool)
+    for client, part in enumerate(own):
+        rows[client, : len(part)] = train[part]
+        mask[client, : len(part)] = True
+    return Digits(images[rows], labels[rows], mask), images[test], labels[test]
+
+
+def draw_batches(seed: int, round: int, steps: int) -> torch.Tensor:
+    """Where the batches of this rank's clients come from: ``[num_local, steps, BATCH_SIZE]`` of 0 to below 1.
+
+    Clients have different numbers of examples, so they scale the draws themselves.
+    """
+    own = range(CLIENTS)[federated.local_slice(CLIENTS)]
+    return sampling.per_client(lambda g: torch.rand(steps, BATCH_SIZE, generator=g), own, seed=seed, round=round)
+
+
+# ---- the model
+
+
+def make_model(seed: int) -> Model:
+    """64 pixels, 64 hidden units, 10 labels."""
+    generator = sampling.generator_of(seed, "model")
+    return {
+        "in": torch.randn(64, 64, generator=generator) / 8,
+        "in_bias": torch.zeros(64),
+        "out": torch.randn(64, 10, generator=generator) / 8,
+        "out_bias": torch.zeros(10),
+    }
+
+
+def logits_of(model: Model, images: torch.Tensor) -> torch.Tensor:
+    hidden = torch.relu(images @ model["in"] + model["in_bias"])
+    return hidden @ model["out"] + model["out_bias"]
+
+
+def loss_of(model: Model, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy."""
+    return torch.nn.functional.cross_entropy(logits_of(model, images), labels)
+
+
+def accuracy_of(model: Model, images: torch.Tensor, labels: torch.Tensor) -> float:
+    return float(metrics.result(metrics.accuracy(logits_of(model, images), labels)))
+
+
+# ---- training at one client
+
+
+def train(
+    model: Model,
+    digits: Digits,
+    draws: torch.Tensor,
+    rate: float | torch.Tensor,
+    direction: Callable[[Model, Model], Model] = lambda gradient, now: gradient,
+) -> Model:
+    """One client's model after a step of SGD for each of its batches.
+
+    Args:
+        model: to begin with.
+        digits: of the client.
+        draws: as of draw_batches, of the client.
+        rate: of learning.
+        direction: along which it descends, from the gradient and the model of the step.
+    """
+    number = digits.mask.sum()
+    for draw in draws:
+        rows = (draw * number).long()
+        gradient = torch.func.grad(loss_of)(model, digits.images[rows], digits.labels[rows])
+        along = direction(gradient, model)
+        model = {name: leaf - rate * along[name] for name, leaf in model.items()}
+    return model
+
+
+@federated.program(clients=CLIENTS)
+def fedavg(model: Model, digits: Digits, draws: torch.Tensor, rate: float | torch.Tensor) -> Model:
+    """The mean of the clients' models, by their numbers of examples, after each has trained."""
+    local = federated.map_fn(train, (federated.broadcast(model), digits, draws, federated.broadcast(rate)))
+    return federated.reduce_weighted_mean(local, digits.mask.sum(1))
+
+
+@federated.program(clients=CLIENTS)
+def mean_loss(model: Model, digits: Digits) -> torch.Tensor:
+    """Of all examples of all clients."""
+
+    def of_client(model: Model, digits: Digits) -> metrics.Ratio:
+        return metrics.cross_entropy(logits_of(model, digits.images), digits.labels, digits.mask)
+
+    total = federated.map_reduce(of_client, (federated.broadcast(model), digits), reduce="sum", chunk_size=5)
+    return metrics.result(total)

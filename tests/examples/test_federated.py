@@ -1,0 +1,80 @@
+"""The federated examples show what they claim, and compute on two ranks what they do on one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bagua.testing import spawn
+from tests.examples.test_examples import ROOT, run, run_as_a_rank
+
+FOLDER = ROOT / "examples" / "federated"
+ALL = {
+    "fedsgd": ("digits.py", "--algorithm", "fedsgd"),
+    "fedavg": ("digits.py", "--algorithm", "fedavg"),
+    "fedprox": ("digits.py", "--algorithm", "fedprox"),
+    "scaffold": ("digits.py", "--algorithm", "scaffold"),
+    "hypergradient": ("hypergradient.py",),
+    "client_weights": ("client_weights.py",),
+    "personalised": ("personalised.py",),
+    "diloco": ("diloco.py",),
+}
+
+
+def run_without_ranks(rank, world_size, script, options):
+    """As `python script`: no launcher tells a rank."""
+    del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    return run_as_a_rank(rank, world_size, script, options)
+
+
+def assert_equal_but_for_rounding(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert other[name] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-3)), name
+
+
+@pytest.mark.needs("sklearn")
+def test_digits_computes_on_two_ranks_what_it_does_on_one_process():
+    options = ["--algorithm", "scaffold", "--rounds", "4", "--at-least", "0.4"]
+    (alone,) = spawn(run_without_ranks, 1, args=(FOLDER / "digits.py", options))
+    by_first, by_others = spawn(run_as_a_rank, 2, args=(FOLDER / "digits.py", options))
+    assert not by_others
+    results = [json.loads(printed.splitlines()[-1]) for printed in (alone, by_first)]
+    assert_equal_but_for_rounding(*results)
+    assert results[0]["test_accuracy"] > 0.4
+
+
+@pytest.mark.needs("sklearn")
+def test_personalised_models_are_better_at_their_clients():
+    (printed,) = spawn(run_without_ranks, 1, args=(FOLDER / "personalised.py", ["--rounds", "5", "--steps", "5"]))
+    result = json.loads(printed.splitlines()[-1])
+    assert result["accuracy_after"] > result["accuracy_before"] > 0.3
+    assert result["digits"] > 300
+
+
+@pytest.mark.slow("test_digits_computes_on_two_ranks_what_it_does_on_one_process")
+@pytest.mark.needs("sklearn", "tqdm")
+@pytest.mark.parametrize("name", ALL)
+def test_shows_what_it_claims(name):
+    """Each says so by its exit status."""
+    script, *options = ALL[name]
+    command = [sys.executable, str(FOLDER / script), *options]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 12
+    assert lines[-2].startswith("shown: ")
+    assert_equal_but_for_rounding(json.loads(lines[-1]), run("bagua", f"federated/{script}", *options))
+
+
+@pytest.mark.needs("sklearn")
+def test_a_claim_that_does_not_hold_is_an_exit_status():
+    options = ["--algorithm", "fedsgd", "--rounds", "1", "--at-least", "0.99"]
+    with pytest.raises(SystemExit, match="^1$"):
+        spawn(run_without_ranks, 1, args=(FOLDER / "digits.py", options))
