@@ -83,7 +83,7 @@ def main() -> None:
         before, after = values["accuracy before"], values["accuracy after"]
         claim = f"fine-tuning takes {values['digits']:.0f} digits held back from accuracy {before:.3f} to {after:.3f}"
         values = {name.replace(" ", "_"): value for name, value in values.items()}
-        finish(say, claim, holds=after > before, **values, better=better, worse=worse)
+        finish(say, claim, holds=after > before, **values)
 
 
 if __name__ == "__main__":
