@@ -161,6 +161,51 @@ class Client:
         self._data = data
         self._graph: Graph | None = None
 
+    def state(self) -> bytes:
+        """What ``restore`` needs to answer the next request of a run, without the data.
+
+        It has the client's secret key and values: it must not leave the client. After the last round it is of no run.
+        A client is restored from its newest state only, for one that answers a round twice uses its masks twice.
+        """
+        if self._graph is None or self._next == len(self._turns):
+            return _write({"run": None})
+        done = sum(turn.nodes for turn in self._turns[: self._next])
+        sent = sum(turn.outputs for turn in self._turns[: self._next])
+        needed = {value for node in self._graph.nodes[done:] for value in node.inputs} | set(self._graph.outputs[sent:])
+        run = {
+            "graph": self._graph_bytes,
+            "turns": list(map(tuple, self._turns)),
+            "session": self._session,
+            "next": self._next,
+            "coding": (self._sum.coding.bits, self._sum.coding.fraction_bits),
+            "sum": self._sum.state(),
+            # Cloned, since torch.save writes all of the memory that a view is of.
+            "known": {
+                number: self._known[value].clone()
+                for value, number in self._graph.numbers().items()
+                if value in needed and value in self._known and value not in self._own_values()
+            },
+        }
+        return _write({"run": run})
+
+    @classmethod
+    def restore(cls, state: bytes, /, **data: Tree) -> Client:
+        """The client of which this is the state.
+
+        Args:
+            state: of ``state()``, kept where nobody else reads it.
+            data: the client's own values, as before.
+        """
+        client = cls(**data)
+        run = _read(state)["run"]
+        if run is not None:
+            client._begin(run)
+            client._next = run["next"]
+            client._sum = secure_sum.SecureSum.restore(FixedPoint(*run["coding"]), run["sum"])
+            values = list(client._graph.numbers())
+            client._known.update((values[number], tensor) for number, tensor in run["known"].items())
+        return client
+
     def answer(self, request: bytes) -> bytes:
         """The reply to a request of run_on.
 
@@ -175,19 +220,25 @@ class Client:
         return _write({"masked": masked, "index": self._sum.index})
 
     def _open(self, message: dict[str, Any]) -> bytes:
-        graph = from_bytes(message["graph"])
-        turns = [Turn(*numbers) for numbers in message["turns"]]
-        ((where, size),) = graph.placements.items()
-        placed = [value for value in graph.inputs if value.place == where]
-        totals = tuple(map(sum, zip(*turns, strict=True)))
-        if totals != (len(graph.inputs) - len(placed), len(graph.nodes), len(graph.outputs)):
-            raise InvalidArgument(f"rounds of {totals} inputs, nodes and outputs, which {graph.name} has not")
-        self._known = {value: leaf[None] for value, leaf in _bind(graph, placed, self._data, "a client").items()}
-        self._graph, self._turns, self._num_clients = graph, turns, size
-        self._session, self._next = message["session"], 0
-        bits, fraction_bits = message["coding"]
-        self._sum = secure_sum.SecureSum(FixedPoint(bits, fraction_bits))
+        self._begin(message)
+        self._sum = secure_sum.SecureSum(FixedPoint(*message["coding"]))
         return self._sum.public_key
+
+    def _begin(self, run: dict[str, Any]) -> None:
+        graph, turns = from_bytes(run["graph"]), [Turn(*numbers) for numbers in run["turns"]]
+        ((_, size),) = graph.placements.items()
+        totals = tuple(map(sum, zip(*turns, strict=True)))
+        num_sent = sum(value.place == SERVER for value in graph.inputs)
+        if totals != (num_sent, len(graph.nodes), len(graph.outputs)):
+            raise InvalidArgument(f"rounds of {totals} inputs, nodes and outputs, which {graph.name} has not")
+        self._graph_bytes, self._graph, self._turns, self._num_clients = run["graph"], graph, turns, size
+        self._session, self._next = run["session"], 0
+        self._known: dict[Value, torch.Tensor] = dict(self._own_values())
+
+    def _own_values(self) -> dict[Value, torch.Tensor]:
+        ((where, _),) = self._graph.placements.items()
+        placed = [value for value in self._graph.inputs if value.place == where]
+        return {value: leaf[None] for value, leaf in _bind(self._graph, placed, self._data, "a client").items()}
 
     def _round(self, message: dict[str, Any]) -> torch.Tensor:
         graph, number = self._graph, message["number"]

@@ -55,6 +55,18 @@ class SecureSum:
     def public_key(self) -> bytes:
         return self._key.public_key().public_bytes_raw()
 
+    def state(self) -> dict[str, Any]:
+        """Plain values for ``restore``, the secret key among them."""
+        return {"key": self._key.private_bytes_raw(), "seeds": self._seeds, "index": self.index}
+
+    @classmethod
+    def restore(cls, coding: FixedPoint, state: dict[str, Any]) -> SecureSum:
+        """The same side again."""
+        restored = cls(coding)
+        restored._key = _cryptography()[2].X25519PrivateKey.from_private_bytes(state["key"])
+        restored._seeds, restored.index = dict(state["seeds"]), state["index"]
+        return restored
+
     def meet(self, public_keys: Sequence[bytes], session: bytes) -> int:
         """Agrees on a seed with every other client.
 

@@ -122,7 +122,7 @@ THIRD_PARTY = {
     "errors": set(),
     "config": set(),
     "metrics": {"torch", "prometheus_client"},
-    "federated": {"torch", "numpy", "cryptography", "dp_accounting"},
+    "federated": {"torch", "numpy", "cryptography", "dp_accounting", "flwr"},
 }
 THIRD_PARTY_DEFAULT = {"torch", "numpy"}
 

@@ -1,0 +1,174 @@
+"""Flower (flwr) as a platform: run_on's requests travel as Flower's messages, one Flower round for each exchange.
+
+    app = flower.server_app(lambda platform: federated.run_on(platform, graph, x=x), clients=4)    # at the server
+    app = flower.client_app(lambda context: {"y": rows[context.node_config["partition-id"]]})     # at every client
+
+What a client keeps between rounds, its secret key among it, is in the state of its node's context, which Flower does
+not send to the server; so each round may be answered by another process. flwr is imported when one of these is made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bagua.errors import BaguaError, DeadlineExceeded, InvalidArgument
+from bagua.federated.platform import Client, Platform
+
+_ACTION = "bagua"
+_RECORD = "bagua"  # of messages and of the context's state; its one array is _BYTES
+_BYTES = "bytes"
+_POLL_SECONDS = 0.1
+
+
+def _flwr() -> tuple[Any, Any, Any]:
+    try:
+        import flwr.app
+        import flwr.clientapp
+        import flwr.serverapp
+    except ImportError as error:
+        raise InvalidArgument(
+            f"programs on Flower need the package flwr ({error}): pip install 'bagua[flower]'"
+        ) from None
+    return flwr.app, flwr.clientapp, flwr.serverapp
+
+
+def _record(data: bytes) -> Any:
+    """Bytes as an array, which Flower sends in pieces where it is large."""
+    app = _flwr()[0]
+    return app.ArrayRecord({_BYTES: app.Array(dtype="uint8", shape=(len(data),), stype="bytes", data=data)})
+
+
+def _bytes(records: Any) -> bytes:
+    return records[_RECORD][_BYTES].data
+
+
+class FlowerPlatform(Platform):
+    """The nodes of a Flower grid, inside of a ServerApp.
+
+    Args:
+        grid: that Flower gives the ServerApp.
+        clients: how many nodes there are, which are waited for; or the ids of those that take part.
+        timeout: in seconds, of the wait for nodes and of each exchange.
+
+    Raises:
+        InvalidArgument: there are more nodes than `clients`, so it is open which take part; flwr is not installed.
+        DeadlineExceeded: there are fewer after `timeout`.
+    """
+
+    def __init__(self, grid: Any, clients: int | Sequence[int], *, timeout: float = 600.0) -> None:
+        _flwr()
+        self._grid, self._timeout, self._exchanges = grid, timeout, 0
+        self.nodes = self._wait_for(clients) if isinstance(clients, int) else list(clients)
+
+    @property
+    def num_clients(self) -> int:
+        return len(self.nodes)
+
+    def exchange(self, request: bytes) -> list[bytes]:
+        """Replies in the order of ``nodes``.
+
+        Raises:
+            DeadlineExceeded: nodes, which are named, did not reply within the timeout.
+            BaguaError: at nodes, which are named, the client failed; with the error of one.
+        """
+        app = _flwr()[0]
+        number, self._exchanges = self._exchanges, self._exchanges + 1
+        messages = [
+            app.Message(
+                app.RecordDict({_RECORD: _record(request)}),
+                node,
+                f"{app.MessageType.QUERY}.{_ACTION}",
+                group_id=str(number),
+                ttl=self._timeout,
+            )
+            for node in self.nodes
+        ]
+        replies = {reply.metadata.src_node_id: reply for reply in self._send(messages)}
+        failed = [node for node in self.nodes if node in replies and replies[node].has_error()]
+        if failed:
+            error = replies[failed[0]].error
+            raise BaguaError(
+                f"the client on node {', '.join(map(str, failed))} of Flower failed in exchange {number} of "
+                f"{len(self.nodes)} clients; node {failed[0]}, code {error.code}: {error.reason}"
+            )
+        missing = [node for node in self.nodes if node not in replies]
+        if missing:
+            raise DeadlineExceeded(
+                f"no reply within {self._timeout:g} s of node {', '.join(map(str, missing))} of Flower in exchange "
+                f"{number} of {len(self.nodes)} clients: is its SuperNode running?"
+            )
+        return [_bytes(replies[node].content) for node in self.nodes]
+
+    def _send(self, messages: list[Any]) -> list[Any]:
+        """The replies that came, until one of them is an error: nobody waits for the rest of a sum that is lost."""
+        waiting = set(self._grid.push_messages(messages))
+        replies: list[Any] = []
+        deadline = time.monotonic() + self._timeout
+        while waiting and time.monotonic() < deadline:
+            came = list(self._grid.pull_messages(waiting))
+            replies += came
+            waiting -= {reply.metadata.reply_to_message_id for reply in came}
+            if any(reply.has_error() for reply in came):
+                break
+            if waiting:
+                time.sleep(_POLL_SECONDS)
+        return replies
+
+    def _wait_for(self, count: int) -> list[int]:
+        deadline = time.monotonic() + self._timeout
+        while len(nodes := sorted(self._grid.get_node_ids())) < count:
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(
+                    f"{len(nodes)} nodes of Flower are connected after {self._timeout:g} s, expected {count}: {nodes}"
+                )
+            time.sleep(_POLL_SECONDS)
+        if len(nodes) > count:
+            raise InvalidArgument(
+                f"{len(nodes)} nodes of Flower for {count} clients: give the ids of those that take part, of {nodes}"
+            )
+        return nodes
+
+
+def server_app(function: Callable[[Platform], Any], clients: int, *, timeout: float = 600.0) -> Any:
+    """A ServerApp that runs programs.
+
+    Args:
+        function: what to do on the platform: calls of ``federated.run_on``, and what happens with their results.
+        clients, timeout: of FlowerPlatform.
+
+    Returns:
+        flwr.serverapp.ServerApp, for `flwr run` or Flower's simulation.
+    """
+    app = _flwr()[2].ServerApp()
+
+    @app.main()
+    def main(grid: Any, context: Any) -> None:
+        function(FlowerPlatform(grid, clients, timeout=timeout))
+
+    return app
+
+
+def client_app(data_of: Callable[[Any], dict[str, Any]]) -> Any:
+    """A ClientApp that answers server_app's programs.
+
+    Args:
+        data_of: of a node's context, its own values by the names of the traced functions' arguments, the same in all
+            rounds of a run. Called in every round.
+
+    Returns:
+        flwr.clientapp.ClientApp.
+    """
+    flwr_app, clientapp, _ = _flwr()
+    app = clientapp.ClientApp()
+
+    @app.query(_ACTION)
+    def answer(message: Any, context: Any) -> Any:
+        data = data_of(context)
+        client = Client.restore(_bytes(context.state), **data) if _RECORD in context.state else Client(**data)
+        reply = client.answer(_bytes(message.content))
+        context.state[_RECORD] = _record(client.state())
+        return flwr_app.Message(flwr_app.RecordDict({_RECORD: _record(reply)}), reply_to=message)
+
+    return app
