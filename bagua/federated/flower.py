@@ -96,8 +96,8 @@ class FlowerPlatform(Platform):
         missing = [node for node in self.nodes if node not in replies]
         if missing:
             raise DeadlineExceeded(
-                f"no reply within {self._timeout:g} s of node {', '.join(map(str, missing))} of Flower in exchange "
-                f"{number} of {len(self.nodes)} clients: is its SuperNode running?"
+                f"node {', '.join(map(str, missing))} of Flower did not reply in exchange {number} of "
+                f"{len(self.nodes)} clients, within {self._timeout:g} s: is its SuperNode running?"
             )
         return [_bytes(replies[node].content) for node in self.nodes]
 

@@ -34,7 +34,9 @@ def run_without_ranks(rank, world_size, script, options):
 def assert_equal_but_for_rounding(one, other):
     assert one.keys() == other.keys()
     for name, value in one.items():
-        tolerance = 0.02 if "accurac" in name else 5e-5  # accuracies are steps: a digit or two may fall on the other side
+        tolerance = (
+            0.02 if "accurac" in name else 5e-5
+        )  # accuracies are steps: a digit or two may fall on the other side
         assert other[name] == (value if isinstance(value, str) else pytest.approx(value, rel=tolerance)), name
 
 

@@ -73,6 +73,53 @@ def test_hypergradients_over_five_rounds():
     torch.testing.assert_close(found, function(parameters, rate, images, labels), rtol=1e-4, atol=1e-6)
 
 
+# ---- clients that are saved between rounds
+
+
+class Saved(federated.IsolatedClients):
+    """Of each client, only bytes are left between two requests."""
+
+    def __init__(self, y):
+        super().__init__([])
+        self.rows, self.states = list(y), [federated.Client().state() for _ in y]
+
+    num_clients = property(lambda self: len(self.rows))
+
+    def exchange(self, request):
+        clients = [federated.Client.restore(state, y=row) for state, row in zip(self.states, self.rows, strict=True)]
+        replies = [client.answer(request) for client in clients]
+        self.states = [client.state() for client in clients]
+        return replies
+
+
+def test_clients_are_restored_between_rounds():
+    function = grad(weighted)  # several rounds, whose later ones need what clients have computed in earlier ones
+    graph = federated.trace(function, X, Y)
+    assert federated.cost_of(graph).rounds > 1
+    platform = Saved(Y)
+    for _ in range(2):  # the second begins with what the first has left
+        found = federated.run_on(platform, graph, coding=CODING, x=X)
+        torch.testing.assert_close(found, function(X, Y), rtol=1e-6, atol=9 * CODING.tolerance(3))
+    # Nothing of a run that has ended, the key neither.
+    assert platform.states[0] == federated.Client().state()
+
+
+def test_a_state_does_not_have_the_data():
+    data = torch.arange(100_000.0)
+    program = federated.program(lambda x, y: federated.reduce_sum(federated.broadcast(x) * y.sum(-1)), clients=2)
+    graph = federated.trace(program, X[0], torch.stack([data, data]))
+    sizes = []
+
+    class Watched(federated.IsolatedClients):
+        def exchange(self, request):
+            replies = super().exchange(request)
+            sizes.extend(len(client.state()) for client in self.clients)
+            return replies
+
+    federated.run_on(Watched([federated.Client(y=data) for _ in range(2)]), graph, coding=None, x=X[0] * 1e-6)
+    assert max(sizes) < 50_000 < data.nbytes
+
+
 # ---- what the server sees
 
 

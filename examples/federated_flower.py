@@ -1,0 +1,114 @@
+"""Handwritten digits at four clients, on Flower: FedSGD's gradient and FedAvg, equal to the program in one process.
+
+    python examples/federated_flower.py     # needs pip install 'bagua[examples,flower]' 'flwr[simulation]'
+
+Runs in Flower's simulation, where a client is one of its nodes. Each line compares what Flower gave with the program in
+one process; the last one is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import torch
+from flwr.simulation import run_simulation
+from sklearn.datasets import load_digits
+from torch.func import functional_call, grad
+
+from bagua import federated
+from bagua.federated import flower
+
+CLIENTS, LOCAL_STEPS, ROUNDS = 4, 5, 5
+
+
+def load_data() -> tuple[torch.Tensor, torch.Tensor]:
+    """Images (clients, N, 64) and labels (clients, N): every fourth image is one client's."""
+    images, labels = load_digits(return_X_y=True)
+    each = len(labels) // CLIENTS * CLIENTS
+    images = torch.tensor(images[:each], dtype=torch.float32) / 16
+    labels = torch.tensor(labels[:each])
+    return images.reshape(-1, CLIENTS, 64).transpose(0, 1).contiguous(), labels.reshape(-1, CLIENTS).T.contiguous()
+
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10))
+start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def loss_of(parameters, images, labels):
+    return torch.nn.functional.cross_entropy(functional_call(model, parameters, images), labels)
+
+
+@federated.program(clients=CLIENTS)
+def loss(parameters, images, labels):
+    """The mean over clients; its gradient is a step of FedSGD."""
+    sent = federated.broadcast(parameters)
+    return federated.reduce_mean(federated.map_fn(loss_of, (sent, images, labels)))
+
+
+def train(parameters, images, labels):
+    """Some steps of gradient descent at a client."""
+    for _ in range(LOCAL_STEPS):
+        slopes = grad(loss_of)(parameters, images, labels)
+        parameters = {name: value - 0.5 * slopes[name] for name, value in parameters.items()}
+    return parameters
+
+
+@federated.program(clients=CLIENTS)
+def fedavg(parameters, images, labels):
+    """One round."""
+    sent = federated.broadcast(parameters)
+    return federated.reduce_mean(federated.map_fn(train, (sent, images, labels)))
+
+
+def data_of(context) -> dict[str, torch.Tensor]:
+    """A node's own images."""
+    images, labels = load_data()
+    mine = context.node_config["partition-id"]
+    return {"images": images[mine], "labels": labels[mine]}
+
+
+def difference(found, expected) -> float:
+    if isinstance(found, torch.Tensor):
+        return float((found - expected).abs().max())
+    return max(difference(found[name], expected[name]) for name in expected)
+
+
+def main() -> None:
+    images, labels = load_data()
+    graphs = {
+        "value": federated.trace(loss, start, images, labels),
+        "gradient": federated.trace(grad(loss), start, images, labels),
+        "round": federated.trace(fedavg, start, images, labels),
+    }
+    found: dict = {}
+
+    def serve(platform: federated.Platform) -> None:
+        found["value"] = federated.run_on(platform, graphs["value"], parameters=start)
+        found["gradient"] = federated.run_on(platform, graphs["gradient"], parameters=start)
+        found["model"] = start
+        for _ in range(ROUNDS):
+            found["model"] = federated.run_on(platform, graphs["round"], parameters=found["model"])
+
+    began = time.perf_counter()
+    run_simulation(flower.server_app(serve, CLIENTS, timeout=60), flower.client_app(data_of), CLIENTS)
+    seconds = time.perf_counter() - began
+
+    expected = {"value": loss(start, images, labels), "gradient": grad(loss)(start, images, labels), "model": start}
+    for _ in range(ROUNDS):
+        expected["model"] = fedavg(expected["model"], images, labels)
+    # Half a step for each client's part of a mean, and what float32 rounds in another order.
+    tolerance = ROUNDS * (federated.FixedPoint().tolerance(CLIENTS) + 1e-6)
+    differences = {name: difference(found[name], expected[name]) for name in expected}
+    for name, one in differences.items():
+        print(f"{name:9} differs by {one:.1e} at most")
+        assert one <= tolerance, f"{name} on Flower differs by {one}, expected at most {tolerance}"
+    for name in ("value", "gradient", "round"):
+        print(f"{name:9} {federated.cost_of(graphs[name])}".splitlines()[0])
+    trained = float(loss(found["model"], images, labels))
+    print(json.dumps({"loss": [round(float(found["value"]), 4), round(trained, 4)], "seconds": round(seconds, 1)}))
+
+
+if __name__ == "__main__":
+    main()
