@@ -83,8 +83,8 @@ class Node:
 
     @property
     def place(self) -> str:
-        """Where it is computed; a verb that sends is of the clients."""
-        return self.placement or next(filter(None, self.results)).place
+        """Where its results are."""
+        return next(filter(None, self.results)).place
 
     @property
     def title(self) -> str:
@@ -279,8 +279,7 @@ class Graph:
             places.setdefault(value.place, []).append(f"{_quoted(value.name)} [shape=ellipse];")
         for index, node in enumerate(self.nodes):
             name = f"{index}"
-            place = SERVER if node.verb in REDUCTIONS else node.results[0].place
-            places.setdefault(place, []).append(f"{_quoted(name)} [label={_quoted(node.title)}];")
+            places.setdefault(node.place, []).append(f"{_quoted(name)} [label={_quoted(node.title)}];")
             is_sent = node.verb in (BROADCAST, *REDUCTIONS)
             for value in dict.fromkeys(node.inputs):
                 style = ", style=bold" if is_sent else ""
@@ -321,31 +320,30 @@ CHECK_TOTAL = f"{operators.NAMESPACE}.check_total.default"
 OF_AGGREGATORS = tuple(f"{operators.NAMESPACE}.{name}.default" for name in ("code", "noise"))
 
 
-def is_known(target: str) -> bool:
-    """Whether a graph may have the operator: it computes new tensors from tensors, and does nothing else."""
+def refusal(operator: Any) -> str:
+    """Why an operator may not be in a graph, and "" for one that may: it computes new tensors, and does nothing else.
+
+    Not by name alone, since torch.ops has what TorchScript needs, too, such as aten.save.
+    """
+    target = str(operator)
     if target in (CHECK_TOTAL, *OF_AGGREGATORS):
-        return True
-    return (
-        target.count(".") == 2
-        and target.split(".")[0] in ("aten", "prims")
-        and not name_of(target).startswith(_NOT_PURE)
-    )
+        return ""
+    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace not in ("aten", "prims"):
+        return "which is neither of torch's own operators (aten, prims) nor a verb"
+    schema = operator._schema
+    if schema.is_mutable:
+        return "which writes into its arguments"
+    if not schema.returns or any(str(one.type) not in ("Tensor", "List[Tensor]") for one in schema.returns):
+        return "which gives something else than tensors"
+    names = {argument.name for argument in schema.arguments}
+    if names & {"storage_offset", "storage"} or {"size", "stride"} <= names:
+        return "which depends on how tensors lie in memory: use .reshape() or .contiguous()"
+    if names & {"filename"} or any(word in target for word in _WITHOUT_VALUES):
+        return "which reads a file, or memory that has no values of the program"
+    return ""
 
 
-# How the names of operators begin that read files or memory that is nobody's, or whose results have no values.
-_NOT_PURE = (
-    "from_file",
-    "empty",
-    "new_empty",
-    "as_strided",
-    "resize",
-    "set",
-    "data",
-    "_nested",
-    "_sparse",
-    "sparse",
-    "to_",
-)
+_WITHOUT_VALUES = ("empty", "sparse", "quantized", "nested")
 
 
 def name_of(target: str) -> str:
@@ -354,16 +352,19 @@ def name_of(target: str) -> str:
 
 
 def operator_of(target: str) -> Any:
-    """The operator of a name such as "aten.add.Tensor"."""
-    if not is_known(target):
-        raise InvalidArgument(f"a graph of the operator {target!r}, expected one of torch's own (aten, prims)")
-    namespace, name, overload = target.split(".")
-    try:
-        operator = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    except AttributeError:
-        raise InvalidArgument(f"torch {torch.__version__} has no operator {target!r}, which the graph needs") from None
-    if operator._schema.is_mutable:
-        raise InvalidArgument(f"a graph of the operator {target!r}, which writes into its arguments")
+    """The operator of a name such as "aten.add.Tensor".
+
+    Raises:
+        InvalidArgument: this torch has none of that name, or it may not be in a graph.
+    """
+    namespace, name, overload = [*target.split("."), "", ""][:3]
+    operator = None
+    if namespace in ("aten", "prims", operators.NAMESPACE) and target.count(".") == 2:
+        operator = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
+    if operator is None:
+        raise InvalidArgument(f"a graph of the operator {target!r}, which torch {torch.__version__} has not")
+    if why := refusal(operator):
+        raise InvalidArgument(f"a graph of the operator {target!r}, {why}")
     return operator
 
 

@@ -1,7 +1,8 @@
 """Graphs as bytes, to be kept or sent to clients: JSON and tensors, from which nothing is run.
 
-Operators are kept by name, and only torch's own (aten, prims) are taken back, so that a graph from elsewhere can
-compute, but neither read files nor run other code. torch.load does the rest with weights_only.
+Operators are kept by name, and only those of torch (aten, prims) that compute new tensors are taken back: a graph from
+elsewhere can compute, but neither read nor write files nor run other code, though it may ask for more memory or time
+than there is. torch.load does the rest with weights_only.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Platform(ABC):
         """Gives the request to all clients.
 
         Returns:
-            Their replies, in an order that is the same in every exchange of a run.
+            Their replies, one of each, in any order.
 
         Raises:
             Exception: a client did not reply; the run ends with it, since no sum can be had without all.
@@ -87,7 +87,8 @@ def run_on(platform: Platform, graph: Graph, /, *, coding: FixedPoint | None = N
 
     Raises:
         InvalidArgument: values that are missing, or of other shapes, another number of clients than the graph's, fewer
-            than two, a value that is out of the range of `coding`, or total weights of 0.
+            than two, replies that are not one of each client, a value that is out of the range of `coding`, or total
+            weights of 0.
     """
     coding = coding or FixedPoint()
     rounds, last = rounds_of(graph)
@@ -172,6 +173,7 @@ class Client:
         done = sum(turn.nodes for turn in self._turns[: self._next])
         sent = sum(turn.outputs for turn in self._turns[: self._next])
         needed = {value for node in self._graph.nodes[done:] for value in node.inputs} | set(self._graph.outputs[sent:])
+        needed -= set(self._own_values())
         run = {
             "graph": self._graph_bytes,
             "turns": list(map(tuple, self._turns)),
@@ -183,7 +185,7 @@ class Client:
             "known": {
                 number: self._known[value].clone()
                 for value, number in self._graph.numbers().items()
-                if value in needed and value in self._known and value not in self._own_values()
+                if value in needed and value in self._known
             },
         }
         return _write({"run": run})

@@ -73,9 +73,9 @@ def rounds_of(graph: Graph) -> tuple[list[Round], list[Node]]:
             this.up.append(node)
         elif node.verb == BROADCAST:
             this.down.append(node)
-        elif node.results[0].place in (SERVER, EVERYWHERE):
+        elif node.place in (SERVER, EVERYWHERE):
             this.at_server.append(node)
-        if node.verb not in REDUCTIONS and node.results[0].place != SERVER:
+        if node.verb not in REDUCTIONS and node.place != SERVER:
             this.at_clients.append(node)
         stage.update((result, at + (node.verb in REDUCTIONS)) for result in node.results)
     last: list[Node] = []

@@ -29,9 +29,9 @@ from bagua.federated.graph import (
     Node,
     NumClients,
     Value,
-    is_known,
     leaf_name,
     name_of,
+    refusal,
     without_dead_nodes,
 )
 from bagua.federated.placement import placement_of
@@ -222,8 +222,10 @@ class _Conversion:
             totals = [self._value(value.name, like, None) for value, like in zip(values, node.meta["val"], strict=True)]
             self._nodes.append(Node("", target, tuple(values), {}, totals, name))
             return totals
-        if not is_known(target) and not _is_made_from_nothing(node):
-            raise InvalidArgument(f"the traced function runs {target}, {_why_not(target)}{_line_of(node)}")
+        if not _is_made_from_nothing(node) and (why := refusal(node.target)):
+            if target == f"{operators.NAMESPACE}.gather.default":
+                why = "which needs every client's values: they do not leave the clients"
+            raise InvalidArgument(f"the traced function runs {target}, {why}{_line_of(node)}")
         return self._operator(node, target, args, kwargs)
 
     def _verb(self, node: fx.Node, verb: str) -> list[Value]:
@@ -292,7 +294,7 @@ class _Conversion:
                 raise InvalidArgument(f"outside of map_fn, the traced function runs {error}{_line_of(node)}") from None
         likes = [like] if isinstance(like, torch.Tensor) else list(like)  # some are None, where nothing was asked for
         # Not of what is drawn: clients would draw other numbers, or learn the seed.
-        is_drawn = traced.is_drawn(node.target) or target in OF_AGGREGATORS
+        is_drawn = traced.is_drawn(node) or target in OF_AGGREGATORS
         is_constant = where is None and not is_drawn and all(value.place == EVERYWHERE for value in inputs)
         base = name_of(target).strip("_")
         results = [one if one is None else self._value(base, one, where, axis, is_constant) for one in likes]
@@ -355,14 +357,6 @@ class _Conversion:
         elif axis is not None:
             del shape[axis]
         return Value(self._name(base), tuple(shape), like.dtype, where or (EVERYWHERE if is_constant else SERVER), axis)
-
-
-def _why_not(target: str) -> str:
-    if "gather" in target and target.startswith(operators.NAMESPACE):
-        return "which needs every client's values: they do not leave the clients"
-    if "as_strided" in target:
-        return "which depends on how tensors lie in memory: use .reshape() or .contiguous()"
-    return "which is neither of torch's own operators nor a verb"
 
 
 def _plain(argument: Any) -> Any:

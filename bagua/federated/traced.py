@@ -106,7 +106,7 @@ class Trace:
     def derive(self, base: ClientFunction, how: str, places: tuple, function: Callable, inputs: Tensors) -> str:
         """The key of what is made from `base` at these places of its inputs and outputs."""
         specs = tuple(Spec((*x.shape[1:],), x.dtype, x.device) for x in inputs)
-        if how != "vmap" and any(is_drawn(node.target) for node in base.module.graph.nodes):
+        if how != "vmap" and any(map(is_drawn, base.module.graph.nodes)):
             raise InvalidArgument(
                 f"the client function {base.name} draws random numbers, and its derivative would draw others: draw "
                 "them outside of it, such as with federated.sampling.per_client, and make them an argument"
@@ -138,9 +138,16 @@ def run_trace() -> Iterator[Trace]:
 _lock = threading.RLock()  # torch traces in one thread at a time
 
 
-def is_drawn(operator: Any) -> bool:
-    """Whether the operator gives random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()) and operator not in NAMES
+def is_drawn(node: fx.Node) -> bool:
+    """Whether the node gives random numbers."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) or node.target in NAMES:
+        return False
+    places = [place for place, one in enumerate(node.target._schema.arguments) if one.name == "dropout_p"]
+    if not places:
+        return True
+    default = node.target._schema.arguments[places[0]].default_value
+    given = node.args[places[0]] if len(node.args) > places[0] else node.kwargs.get("dropout_p", default)
+    return given != 0  # attention draws for its dropout only
 
 
 def graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor]) -> fx.GraphModule:

@@ -6,6 +6,7 @@ The oracle is the program in one process; the server's view is what it receives 
 from __future__ import annotations
 
 import io
+import itertools
 
 import pytest
 import torch
@@ -190,7 +191,7 @@ def test_clients_are_sent_their_part_only():
         return aggregators.add_noise(total, 1.0, 271828, torch.tensor(0)) * 3
 
     graph = federated.trace(noisy, X, Y)
-    assert "271828" in str(graph) or "noise" in str(graph)
+    assert "noise" in str(graph)
     platform = clients_of(Y)
     requests = []
     exchange = platform.exchange
@@ -347,3 +348,13 @@ def test_a_round_needs_one_reply_of_every_client(change):
 def test_bytes_that_are_no_message():
     with pytest.raises(InvalidArgument, match="no message of run_on"):
         federated.Client(y=Y[0]).answer(b"garbage")
+
+
+def test_replies_come_in_any_order():
+    graph, platform = federated.trace(grad(fax), X, Y), clients_of(Y)
+    exchange = platform.exchange
+    turns = itertools.count()
+    platform.exchange = lambda request: (lambda replies, by: replies[by:] + replies[:by])(
+        exchange(request), next(turns) % 3
+    )
+    torch.testing.assert_close(federated.run_on(platform, graph, x=X), grad(fax)(X, Y))
