@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
+from bagua.federated.attention import in_clients
 from bagua.federated.placement import frames
 from bagua.federated.traced import Trace, tracing
 
@@ -86,7 +87,7 @@ class Watch(TorchFunctionMode):
             for tensor in given:
                 if not self._is_inside(tensor):
                     self._check(tensor, is_followed)
-        result = function(*args, **kwargs)
+        result = in_clients(function)(*args, **kwargs)
         # torch.compile lets no one mark what is in a list; that is looked at when it is used.
         for tensor in [result] if torch.compiler.is_compiling() else _tensors_in([result]):
             if isinstance(tensor, torch.Tensor):
