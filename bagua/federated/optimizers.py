@@ -32,7 +32,8 @@ class Optimizer:
         """The values and the state after a step that descends along the gradient.
 
         Raises:
-            InvalidArgument: the gradient has not the structure and shapes of the values.
+            InvalidArgument: the gradient has not the structure and shapes of the values, the state is of another
+                optimizer or of other values, or values are not floating.
         """
         raise NotImplementedError
 
@@ -42,14 +43,25 @@ def _zeros(value: Tree) -> Tree:
 
 
 def _map(function: Callable, value: Tree, gradient: Tree, *more: Tree) -> Tree:
-    """The function of leaves that belong together."""
+    """The function of leaves that belong together, the gradient's in the values' dtypes."""
+    leaves, structure = pytree.tree_flatten(value)
+    for leaf in leaves:
+        if not leaf.is_floating_point() and not leaf.is_complex():
+            raise InvalidArgument(f"an optimizer's step of {leaf.dtype}, expected floating values: leave others out")
     shapes = [
         {pytree.keystr(path): tuple(leaf.shape) for path, leaf in pytree.tree_flatten_with_path(tree)[0]}
         for tree in (value, gradient)
     ]
     if shapes[0] != shapes[1]:
         raise InvalidArgument(f"a gradient of shapes {shapes[1]}, expected those of the values, {shapes[0]}")
-    return pytree.tree_map(function, value, gradient, *more)
+    gradients = [one.to(leaf.dtype) for one, leaf in zip(pytree.tree_leaves(gradient), leaves, strict=True)]
+    for state in more:
+        if pytree.tree_structure(state) != structure:
+            raise InvalidArgument(
+                f"a state of structure {pytree.tree_structure(state)}, expected that of the values, {structure}: use "
+                "this optimizer's init"
+            )
+    return pytree.tree_map(function, value, pytree.tree_unflatten(gradients, structure), *more)
 
 
 def _check(name: str, value: Number, low: float, high: float) -> None:
@@ -124,15 +136,22 @@ class Adaptive(Optimizer):
 
     def __post_init__(self) -> None:
         _check("learning_rate", self.learning_rate, 0, float("inf"))
+        if len(self.betas) != 2:
+            raise InvalidArgument(f"betas={self.betas!r}, expected two: of the first and the second moment")
         for index, beta in enumerate(self.betas):
             _check(f"betas[{index}]", beta, 0, 1)
-        if not isinstance(self.epsilon, torch.Tensor) and not self.epsilon > 0:
-            raise InvalidArgument(f"epsilon={self.epsilon!r}, expected a number above 0")
+        if not isinstance(self.epsilon, torch.Tensor) and not 0 < self.epsilon < float("inf"):
+            raise InvalidArgument(f"epsilon={self.epsilon!r}, expected a finite number above 0")
 
     def init(self, value: Tree) -> State:
         return {"step": torch.zeros((), dtype=torch.int64), "first": _zeros(value), "second": _zeros(value)}
 
     def apply(self, value: Tree, gradient: Tree, state: State) -> tuple[Tree, State]:
+        if not isinstance(state, dict) or set(state) != {"step", "first", "second"}:
+            raise InvalidArgument(f"a state {state!r} for {type(self).__name__}: use this optimizer's init")
+        for leaf in pytree.tree_leaves(value):
+            if leaf.is_complex():
+                raise InvalidArgument(f"{type(self).__name__} of {leaf.dtype}, expected real values: use view_as_real")
         beta_1, beta_2 = self.betas
         step = state["step"] + 1
         first = _map(lambda _, g, m: beta_1 * m + (1 - beta_1) * g, value, gradient, state["first"])
@@ -142,12 +161,15 @@ class Adaptive(Optimizer):
             m, v = (one / (1 - beta ** step.double()).to(x.dtype) for one, beta in ((m, beta_1), (v, beta_2)))
             is_zero = v == 0  # where the root has no derivative
             root = torch.where(is_zero, v, torch.where(is_zero, torch.ones_like(v), v).sqrt())
-            return x - self.learning_rate * m / (root + self.epsilon)
+            return self._decayed(x) - self.learning_rate * m / (root + self.epsilon)
 
         return _map(move, value, gradient, first, second), {"step": step, "first": first, "second": second}
 
     def _second(self, v: torch.Tensor, square: torch.Tensor, beta: Number) -> torch.Tensor:
         raise NotImplementedError
+
+    def _decayed(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +181,26 @@ class Adam(Adaptive):
 
     def _second(self, v: torch.Tensor, square: torch.Tensor, beta: Number) -> torch.Tensor:
         return beta * v + (1 - beta) * square
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam whose step first takes learning_rate * weight_decay of the values away from them, whatever the gradient is.
+
+    With betas (0.9, 0.999) and epsilon 1e-8 it is torch.optim.AdamW. Source: Loshchilov and Hutter, arXiv 1711.05101.
+
+    Args:
+        weight_decay: at least 0.
+    """
+
+    weight_decay: Number = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check("weight_decay", self.weight_decay, 0, float("inf"))
+
+    def _decayed(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 - self.learning_rate * self.weight_decay)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch.func import grad, jacfwd
 
 from bagua.errors import InvalidArgument
-from bagua.federated.optimizers import SGD, Adam, Yogi
+from bagua.federated.optimizers import SGD, Adam, AdamW, Yogi
 
 SHAPES = {"w": (3, 2), "b": ()}
 
@@ -35,7 +35,13 @@ TORCHS = {
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     ),
     "adam": (Adam(0.1, (0.8, 0.95), 1e-2), lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.8, 0.95), eps=1e-2)),
+    "adamw": (
+        AdamW(0.1, (0.8, 0.95), 1e-2, weight_decay=0.3),
+        lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.8, 0.95), eps=1e-2, weight_decay=0.3),
+    ),
+    "adamw by default": (AdamW(0.1, (0.9, 0.999), 1e-8), lambda p: torch.optim.AdamW(p, lr=0.1)),
 }
+STEPS = 50
 
 
 @pytest.mark.parametrize("name", TORCHS)
@@ -43,11 +49,13 @@ def test_steps_are_those_of_torch(name):
     ours, theirs = TORCHS[name]
     value = {key: torch.nn.Parameter(leaf) for key, leaf in values(0).items()}
     optimizer = theirs(list(value.values()))
-    for seed in range(1, 6):
+    for seed in range(1, STEPS + 1):
         for key, gradient in values(seed).items():
             value[key].grad = gradient
         optimizer.step()
-    torch.testing.assert_close(steps(ours), {key: leaf.detach() for key, leaf in value.items()}, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        steps(ours, STEPS), {key: leaf.detach() for key, leaf in value.items()}, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_yogi_by_hand():
@@ -66,6 +74,7 @@ def test_yogi_by_hand():
 KINDS = {
     "momentum": lambda lr: SGD(lr, momentum=0.9),
     "adam": lambda lr: Adam(lr, epsilon=0.1),
+    "adamw": lambda lr: AdamW(lr, epsilon=0.1, weight_decay=0.5),
     "yogi": lambda lr: Yogi(lr, epsilon=0.1),
 }
 
@@ -94,6 +103,17 @@ def test_training_is_differentiable(name):
     assert found[2] == 0
 
 
+@pytest.mark.parametrize("optimizer", [SGD(0.1, momentum=0.9, nesterov=True), AdamW(0.1), Yogi(0.1)])
+def test_dtypes_are_those_of_the_values(optimizer):
+    for dtype, other in ((torch.bfloat16, torch.float32), (torch.float32, torch.float64)):
+        value = torch.ones(2, dtype=dtype)
+        state = before = optimizer.init(value)
+        value, state = optimizer.apply(value, torch.ones(2, dtype=other), state)
+        assert value.dtype == dtype
+        after, first = torch.utils._pytree.tree_leaves(state), torch.utils._pytree.tree_leaves(before)
+        assert [leaf.dtype for leaf in after] == [leaf.dtype for leaf in first]
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -102,6 +122,20 @@ def test_training_is_differentiable(name):
         (lambda: SGD(0.1, nesterov=True), "nesterov=True without momentum"),
         (lambda: Adam(0.1, betas=(0.9, 1.0)), r"betas\[1\]=1.0"),
         (lambda: Yogi(0.1, epsilon=0.0), "epsilon=0.0"),
+        (lambda: Adam(0.1, epsilon=float("inf")), "epsilon=inf"),
+        (lambda: Adam(0.1, betas=(0.9,)), r"betas=\(0.9,\), expected two"),
+        (lambda: AdamW(0.1, weight_decay=-0.1), "weight_decay=-0.1"),
+        (lambda: SGD(0.1, momentum=0.9).apply(torch.zeros(2), torch.zeros(2), ()), "a state of structure .*init"),
+        (lambda: Adam(0.1).apply(torch.zeros(2), torch.zeros(2), ()), r"a state \(\) for Adam: use this .* init"),
+        (
+            lambda: Adam(0.1).apply({"x": torch.zeros(2)}, {"x": torch.zeros(2)}, Adam(0.1).init(torch.zeros(2))),
+            "a state of structure .*init",
+        ),
+        (lambda: SGD(0.1).apply(torch.tensor([3]), torch.tensor([1]), ()), "step of torch.int64, expected floating"),
+        (
+            lambda: Adam(0.1).apply(torch.ones(2) * 1j, torch.ones(2), Adam(0.1).init(torch.ones(2) * 1j)),
+            "Adam of torch.complex64, expected real",
+        ),
         (
             lambda: SGD(0.1).apply({"x": torch.zeros(2)}, {"x": torch.zeros(3)}, ()),
             r"gradient of shapes .*\(3,\).*, expected those of the values, .*\(2,\)",
