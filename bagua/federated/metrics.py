@@ -13,7 +13,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
-from bagua.federated.verbs import reduce_sum
+from bagua.federated.aggregators import only_of
+from bagua.federated.placement import current
+from bagua.federated.verbs import check_placed, reduce_sum
 
 Tree = Any  # a pytree of Ratio and Total
 
@@ -38,6 +40,9 @@ def mean(values: torch.Tensor, mask: torch.Tensor | None = None) -> Ratio:
         values: ``[examples]``, or more axes, all of which are averaged over.
         mask: of the same shape: which count, bools, or weights. None: all. What is masked out may be anything.
 
+    Returns:
+        Sums in float32, of float64 in float64.
+
     Raises:
         InvalidArgument: a mask of another shape.
 
@@ -50,12 +55,13 @@ def mean(values: torch.Tensor, mask: torch.Tensor | None = None) -> Ratio:
     """
     if not values.is_floating_point():
         values = values.to(torch.get_default_dtype())
+    values = values.to(torch.promote_types(values.dtype, torch.float32))  # 257 is no bfloat16, 65,536 no float16
     if mask is None:
         return Ratio(values.sum(), torch.full((), values.numel(), dtype=values.dtype))
     if mask.shape != values.shape:
         raise InvalidArgument(f"mask of shape {list(mask.shape)} for values of shape {list(values.shape)}")
     weights = mask.to(values.dtype)
-    return Ratio(torch.where(weights != 0, values * weights, torch.zeros_like(values)).sum(), weights.sum())
+    return Ratio((torch.where(weights != 0, values, torch.zeros_like(values)) * weights).sum(), weights.sum())
 
 
 def accuracy(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None = None) -> Ratio:
@@ -80,6 +86,9 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor
     """The mean over examples of -log softmax(logits)[label], in nats; arguments as of ``accuracy``."""
     if logits.shape[:-1] != labels.shape:
         raise InvalidArgument(f"logits of shape {list(logits.shape)} for labels of shape {list(labels.shape)}")
+    if mask is not None and mask.shape == labels.shape:  # pads, such as labels -100, are no classes
+        labels = torch.where(mask != 0, labels, torch.zeros_like(labels))
+        logits = torch.where((mask != 0).unsqueeze(-1), logits, torch.zeros_like(logits))
     chosen = logits.log_softmax(-1).gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)
     return mean(-chosen, mask)
 
@@ -90,7 +99,11 @@ def count(mask: torch.Tensor) -> Total:
     Args:
         mask: bools of any shape, or weights, which add up.
     """
-    return Total(mask.to(torch.get_default_dtype() if mask.dtype is torch.bool else mask.dtype).sum())
+    if mask.dtype is torch.bool:
+        mask = mask.to(torch.get_default_dtype())
+    if mask.is_floating_point():
+        mask = mask.to(torch.promote_types(mask.dtype, torch.float32))
+    return Total(mask.sum())
 
 
 def merge(one: Tree, other: Tree) -> Tree:
@@ -110,11 +123,14 @@ def reduce(metrics: Tree, *, mask: torch.Tensor | None = None, placement: str | 
         The same, of the server, equal on all ranks.
     """
     if mask is not None:
-
-        def masked(leaf: torch.Tensor) -> torch.Tensor:
-            return torch.where(mask.reshape(-1, *[1] * (leaf.dim() - 1)), leaf, torch.zeros_like(leaf))
-
-        metrics = pytree.tree_map(masked, metrics)
+        clients = current(placement, "metrics.reduce")
+        check_placed(metrics, clients, "metrics.reduce")
+        if mask.dtype is not torch.bool or tuple(mask.shape) != (clients.num_local,):
+            raise InvalidArgument(
+                f"metrics.reduce: mask of {mask.dtype} and shape {list(mask.shape)}, expected bools "
+                f"[{clients.num_local}]"
+            )
+        metrics = only_of(mask, metrics)
     return reduce_sum(metrics, placement=placement)
 
 

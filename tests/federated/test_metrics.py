@@ -88,6 +88,36 @@ def test_weights_and_several_at_once():
     assert metrics.result([both, metrics.count(weights)])[0].tolist() == [0.5, 1.5]
 
 
+@pytest.mark.parametrize("dtype, number", [(torch.bfloat16, 257), (torch.float16, 70_000)])
+def test_halves_are_counted_and_added_up_in_float32(dtype, number):
+    """Of so many examples neither the number nor the sum is one of the dtype."""
+    values = torch.full((number,), 3.0, dtype=dtype)
+    found = metrics.mean(values, torch.ones(number))
+    assert found == metrics.mean(values) == (3.0 * number, number)
+    one = metrics.mean(values[:1])
+    assert metrics.merge(found, one) == (3.0 * (number + 1), number + 1)
+    assert metrics.count(torch.ones(number, dtype=dtype)) == (number,)
+
+
+def test_pads_are_no_classes_and_have_no_derivative():
+    logits = torch.tensor([[1.0, 2.0], [float("nan"), float("inf")], [0.5, 0.0]])
+    labels, mask = torch.tensor([0, -100, 1]), torch.tensor([True, False, True])
+    expected = torch.nn.functional.cross_entropy(logits[mask], labels[mask])
+    torch.testing.assert_close(metrics.result(metrics.cross_entropy(logits, labels, mask)), expected)
+    gradient = torch.func.grad(lambda x: metrics.cross_entropy(x, labels, mask).sum)(logits)
+    assert gradient.isfinite().all() and not gradient[1].any() and gradient[0].any()
+    weights = torch.tensor([1.0, 0.0, 1.0])
+    gradient = torch.func.grad(lambda w: metrics.mean(torch.tensor([1.0, float("nan"), 3.0]), w).sum)(weights)
+    assert gradient.tolist() == [1.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize("mask", [torch.ones(3), torch.tensor([True])], ids=["no bools", "another shape"])
+def test_a_mask_of_clients_that_is_none(mask):
+    program = federated.program(lambda x: metrics.reduce(metrics.Total(x), mask=mask), clients=3)
+    with pytest.raises(InvalidArgument, match=r"mask of torch\..* and shape .*, expected bools \[3\]"):
+        program(torch.ones(3))
+
+
 @pytest.mark.parametrize("function", [metrics.accuracy, metrics.cross_entropy])
 def test_mistakes(function):
     with pytest.raises(InvalidArgument, match=r"logits of shape \[3, 4\] for labels of shape \[4\]"):
