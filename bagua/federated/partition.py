@@ -1,17 +1,22 @@
 """Partitions of a dataset over clients: lists of indices, every example at exactly one client, by seed.
 
 Indices of a client are in random order. They are the same on all ranks; each rank takes those of its clients.
+``padded`` makes placed values of them, with a mask.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy
 import torch
+from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
 from bagua.federated.sampling import seed_of
 
 Partition = list[torch.Tensor]
+Tree = Any  # a pytree of tensors
 
 
 def iid(num_examples: int, clients: int, *, seed: int, allow_empty: bool = False) -> Partition:
@@ -73,7 +78,7 @@ def dirichlet(labels: torch.Tensor, clients: int, *, alpha: float, seed: int, al
     for label in numpy.unique(values):
         (places,) = numpy.nonzero(values == label)
         generator.shuffle(places)
-        shares = generator.dirichlet(numpy.full(clients, alpha))
+        shares = generator.dirichlet(numpy.full(clients, min(alpha, 1e100)))  # whose sums are finite; even by then
         ends = numpy.round(numpy.cumsum(shares) * len(places)).astype(numpy.int64)
         ends[-1] = len(places)
         client_of[places] = numpy.searchsorted(ends, numpy.arange(len(places)), side="right")
@@ -127,6 +132,50 @@ def by_label(
     return _by_client(client_of, clients, generator)
 
 
+def padded(data: Tree, partition: Partition, *, length: int | None = None) -> tuple[Tree, torch.Tensor]:
+    """The examples of each client one below the other, filled up with zeros to the same number: placed values.
+
+    Args:
+        data: a pytree of ``[examples, ...]``, of the whole dataset.
+        partition: of the clients that are wanted, such as ``parts[federated.local_slice(len(parts))]``.
+        length: of the result; by default the longest of these clients'. Give ``max(map(len, parts))`` of all clients
+            where shapes are to be the same on all ranks.
+
+    Returns:
+        ``[clients, length, ...]`` of the same structure and dtypes; and bool ``[clients, length]``: what is an example,
+        as the mask of ``metrics.mean``.
+
+    Raises:
+        InvalidArgument: a client has more than `length` examples, or an index that is not one of the dataset.
+
+    Example:
+        >>> import torch
+        >>> padded(torch.tensor([1.0, 2.0, 3.0]), [torch.tensor([2]), torch.tensor([1, 0])])
+        (tensor([[3., 0.],
+                [2., 1.]]), tensor([[ True, False],
+                [ True,  True]]))
+    """
+    longest = max(map(len, partition), default=0)
+    length = longest if length is None else length
+    if length < longest:
+        raise InvalidArgument(f"length={length} for a client with {longest} examples, expected at least as many")
+    rows = torch.zeros(len(partition), length, dtype=torch.int64)
+    mask = torch.zeros(len(partition), length, dtype=torch.bool)
+    for client, indices in enumerate(partition):
+        rows[client, : len(indices)] = torch.as_tensor(indices)
+        mask[client, : len(indices)] = True
+
+    def take(leaf: torch.Tensor) -> torch.Tensor:
+        wrong = rows[mask & ((rows < 0) | (rows >= leaf.shape[0]))]
+        if len(wrong):
+            raise InvalidArgument(f"index {int(wrong[0])} of an example, but the data have {leaf.shape[0]} of them")
+        taken = leaf.new_zeros((*rows.shape, *leaf.shape[1:]))
+        taken[mask] = leaf[rows[mask]]
+        return taken
+
+    return pytree.tree_map(take, data), mask
+
+
 def _generator(seed: int, kind: str) -> numpy.random.Generator:
     return numpy.random.default_rng(seed_of(seed, "partition", kind))
 
@@ -141,6 +190,8 @@ def _labels(labels: torch.Tensor) -> numpy.ndarray:
 def _check(num_examples: int, clients: int, allow_empty: bool, shards: int = 1) -> None:
     if clients < 1:
         raise InvalidArgument(f"clients={clients}, expected at least 1")
+    if num_examples < 0:
+        raise InvalidArgument(f"num_examples={num_examples}, expected at least 0")
     if num_examples < clients * shards and not allow_empty:
         what = f"{clients} clients" if shards == 1 else f"{clients} clients with {shards} shards each"
         raise InvalidArgument(f"{num_examples} examples for {what}: give allow_empty=True if some may have none")

@@ -90,12 +90,8 @@ def load_digits(seed: int, alpha: float = ALPHA) -> tuple[Digits, torch.Tensor, 
     train = torch.tensor(train)
     longest = max(len(part) for part in parts)
     own = parts[federated.local_slice(CLIENTS)]
-    rows = torch.zeros(len(own), longest, dtype=torch.int64)
-    mask = torch.zeros(len(own), longest, dtype=torch.bool)
-    for client, part in enumerate(own):
-        rows[client, : len(part)] = train[part]
-        mask[client, : len(part)] = True
-    return Digits(images[rows], labels[rows], mask), images[test], labels[test]
+    placed, mask = partition.padded((images[train], labels[train]), own, length=longest)
+    return Digits(*placed, mask), images[test], labels[test]
 
 
 def draw_batches(seed: int, round: int, steps: int) -> torch.Tensor:

@@ -84,7 +84,36 @@ def test_empty_clients_where_allowed():
         assert len(parts) == 8 and sorted(itertools.chain(*(part.tolist() for part in parts))) == list(range(5))
 
 
+@pytest.mark.parametrize("alpha", [1e16, 1e307, 1.7e308])
+def test_dirichlet_of_a_huge_alpha_is_even(alpha):
+    parts = partition.dirichlet(LABELS, 7, alpha=alpha, seed=0)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 10  # one for each label
+
+
+@pytest.mark.parametrize("length", [None, 9])
+def test_padded(length):
+    generator = torch.Generator().manual_seed(1)
+    data = {"image": torch.randn(20, 2, 3, generator=generator), "label": torch.arange(20)}
+    parts = [torch.tensor([3, 19, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([5, 1, 2, 4, 6])]
+    found, mask = partition.padded(data, parts, length=length)
+    longest = length or 5
+    assert mask.shape == (3, longest) and found["image"].shape == (3, longest, 2, 3)
+    assert found["label"].dtype == torch.int64 and mask.sum(1).tolist() == [3, 0, 5]
+    for client, part in enumerate(parts):
+        for place in range(longest):
+            is_there = place < len(part)
+            assert mask[client, place] == is_there
+            for name, leaf in data.items():
+                expected = leaf[part[place]] if is_there else torch.zeros_like(leaf[0])
+                assert torch.equal(found[name][client, place], expected)
+    nobody, mask = partition.padded(data, [], length=4)
+    assert nobody["image"].shape == (0, 4, 2, 3) and mask.shape == (0, 4)
+
+
 MISTAKES = {
+    "short": (lambda: partition.padded(LABELS, [torch.arange(3)], length=2), "length=2 for a client with 3 examples"),
+    "an index": (lambda: partition.padded(LABELS[:3], [torch.tensor([0, 3])]), "index 3 of an example, but .* 3 of"),
+    "no number": (lambda: partition.iid(-3, 2, seed=0, allow_empty=True), "num_examples=-3"),
     "few": (lambda: partition.iid(3, 4, seed=0), "3 examples for 4 clients: give allow_empty"),
     "few shards": (lambda: partition.by_label(LABELS[:7], 4, seed=0), "7 examples for 4 clients with 2 shards each"),
     "no client": (lambda: partition.iid(3, 0, seed=0), "clients=0"),
