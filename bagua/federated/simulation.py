@@ -50,9 +50,14 @@ class Round(NamedTuple):
     mask: torch.Tensor
     participants: int
 
-    def per_client(self, draw: Callable[[torch.Generator], torch.Tensor]) -> torch.Tensor:
-        """``[num_local, ...]`` of random numbers, each client's own; see ``sampling.per_client``."""
-        return sampling.per_client(draw, self.clients, seed=self.seed, round=self.number)
+    def per_client(self, draw: Callable[[torch.Generator], torch.Tensor], *, use: str = "") -> torch.Tensor:
+        """``[num_local, ...]`` of random numbers, each client's own; see ``sampling.per_client``.
+
+        Args:
+            use: what for, another word for each: two draws for the same use are from equal generators.
+        """
+        seed = sampling.seed_of(self.seed, "use", use) if use else self.seed
+        return sampling.per_client(draw, self.clients, seed=seed, round=self.number)
 
 
 Step = Callable[[State, Round], tuple[State, Mapping[str, Any]]]
@@ -230,7 +235,7 @@ class Simulation:
                 torch.default_generator.manual_seed(round.seed)
                 self.state, figures = self._step(self.state, round)
         self.round += 1
-        return {**{name: float(value) for name, value in figures.items()}, "participants": float(round.participants)}
+        return {**{name: _number(name, x) for name, x in figures.items()}, "participants": float(round.participants)}
 
     def _show(self, rounds: int) -> None:
         figures = "  ".join(f"{name} {value:.4g}" for name, value in self._figures.items() if name != "rounds")
@@ -272,9 +277,9 @@ class Simulation:
         """Goes on where ``save`` was called; rank 0 reads, all ranks call it. The number of ranks may be another.
 
         Raises:
-            InvalidArgument: on all ranks: the checkpoint is of a simulation with another seed, population, cohort or
-                availability, or its state has another structure. On the others, where rank 0 cannot read it: it
-                raises what the system says.
+            InvalidArgument: on all ranks: the file is no checkpoint, or that of a simulation with another seed,
+                population, cohort or availability, or its state has another structure. On the others, where rank 0
+                cannot read it: it raises what the system says.
         """
 
         def read() -> tuple[bytes, dict[str, Any]]:
@@ -285,7 +290,16 @@ class Simulation:
             payload = self._group.broadcast_object(payload)
 
         def parse() -> tuple[dict[str, Any], dict[str, Any]]:
-            content = torch.load(io.BytesIO(payload), weights_only=True)
+            try:
+                content = torch.load(io.BytesIO(payload), weights_only=True)
+                is_ours = isinstance(content, dict) and {"round", "job", "leaves", "structure"} <= content.keys()
+            except Exception as error:  # torch raises what its parsers do
+                raise InvalidArgument(
+                    f"{path} is no checkpoint of a Simulation, or not all of one ({type(error).__name__}): give a file "
+                    "that save wrote"
+                ) from error
+            if not is_ours:
+                raise InvalidArgument(f"{path} is no checkpoint of a Simulation: give a file that save wrote")
             for name, value in self._job.items():
                 if content["job"][name] != value:
                     raise InvalidArgument(
@@ -305,6 +319,13 @@ class Simulation:
         if self._group is None or self._group.size == 1:
             return prepare()[0]
         return agreement.agree(self._group, prepare, "a state is the same on all ranks: take it from reductions only")
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgument(f"the figure {name!r} is {value!r}, expected a number or a tensor []") from error
 
 
 def _described(leaves: Sequence[Any]) -> dict[str, str]:

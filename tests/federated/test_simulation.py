@@ -211,6 +211,35 @@ def test_a_checkpoint_of_another_simulation_is_refused(tmp_path, options, messag
         other.load(tmp_path / "checkpoint")
 
 
+@pytest.mark.parametrize("content", [b"", b"no archive", None], ids=["empty", "text", "another object"])
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
+    path = tmp_path / "other"
+    torch.save({"weights": torch.zeros(2)}, path) if content is None else path.write_bytes(content)
+    with pytest.raises(InvalidArgument, match=rf"{path} is no checkpoint of a Simulation.*give a file that save wrote"):
+        simulation().load(path)
+
+
+def test_draws_for_another_use_are_others():
+    round, other = simulation().sample(0), simulation().sample(1)
+
+    def draw(generator):
+        return torch.rand(4, generator=generator)
+
+    found = [round.per_client(draw), round.per_client(draw, use="a"), round.per_client(draw, use="b")]
+    found += [other.per_client(draw, use="a")]
+    assert len({row for one in found for row in map(tuple, one.tolist())}) == 4 * COHORT
+    assert torch.equal(found[1], round.per_client(draw, use="a"))
+
+
+def test_a_figure_that_is_none_is_named():
+    def step(state, round):
+        return state, {"norms": torch.zeros(2)}
+
+    run = Simulation(step, torch.zeros(1), population=2, cohort=1, seed=0)
+    with pytest.raises(InvalidArgument, match=r"the figure 'norms' is tensor\(\[0., 0.\]\), expected a number"):
+        run.run(1)
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
