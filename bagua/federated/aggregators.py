@@ -14,6 +14,7 @@ their state in pytrees that the caller carries from round to round, so that a pr
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +28,7 @@ from bagua.federated.placement import Placement, current
 from bagua.federated.sampling import seed_of
 from bagua.federated.straight_through import coded, first_client, gathered, modular_sum, noise
 from bagua.federated.traced import tracing
-from bagua.federated.verbs import broadcast, check_floating, check_placed, map_fn, reduce_sum
+from bagua.federated.verbs import broadcast, check_floating, check_placed, divided, map_fn, reduce_sum
 
 Tree = Any  # a pytree of tensors
 State = Any  # a pytree of tensors
@@ -77,34 +78,62 @@ class Clip(Step):
     """Scales each client's value down to an L2 norm, over its whole pytree, of at most `norm`.
 
     Args:
-        norm: above 0; a number or a tensor ``[]``.
+        norm: above 0 and finite; a number or a tensor ``[]``.
+
+    Norms are exact to the rounding of the values' dtype. What is not finite stays to be seen, as NaN.
     """
 
     stage: ClassVar[int] = CLIP
     norm: float | torch.Tensor
 
     def __post_init__(self) -> None:
-        if not isinstance(self.norm, torch.Tensor) and not self.norm > 0:
-            raise InvalidArgument(f"Clip(norm={self.norm!r}), expected a number above 0")
+        if not isinstance(self.norm, torch.Tensor) and not 0 < self.norm < math.inf:
+            raise InvalidArgument(f"Clip(norm={self.norm!r}), expected a finite number above 0")
 
     def at_clients(self, value: Tree, state: State, clients: Placement) -> tuple[Tree, State]:
         return clip(value, self.norm, clients)[0], state
 
 
-def clip(value: Tree, norm: float | torch.Tensor, clients: Placement) -> tuple[Tree, torch.Tensor]:
-    """The clipped values, and whose norms were not above the bound before, bool ``[num_local]``."""
+def clip(
+    value: Tree, norm: float | torch.Tensor, clients: Placement, *, is_bounded: bool = False
+) -> tuple[Tree, torch.Tensor]:
+    """The clipped values, and whose norms were not above the bound before, bool ``[num_local]``.
+
+    Args:
+        is_bounded: whether what is not finite is bounded too: all zeros for a client that has NaN or an infinity.
+    """
 
     def clip_one(value: Tree, bound: float | torch.Tensor = norm) -> tuple[Tree, torch.Tensor]:
-        # In float64: squares of float16 and float32 overflow where the values do not.
-        square = sum(leaf.abs().double().square().sum() for leaf in pytree.tree_leaves(value))
-        is_zero = square == 0  # where the norm has no derivative
-        length = torch.where(is_zero, square, torch.where(is_zero, torch.ones_like(square), square).sqrt())
+        leaves, structure = pytree.tree_flatten(value)
+        is_finite = torch.ones((), dtype=torch.bool)
+        if is_bounded:
+            is_finite = torch.stack([leaf.isfinite().all() for leaf in leaves]).all()
+            leaves = [torch.where(is_finite, leaf, torch.zeros_like(leaf)) for leaf in leaves]
+        length = _norm(leaves)
         bound = torch.ones_like(length) * bound
-        factor = bound / torch.maximum(length, bound)  # of a client within the bound exactly 1
-        return pytree.tree_map(lambda leaf: leaf * factor.to(leaf.dtype), value), length <= bound
+        is_within = length <= bound
+        factor = torch.where(is_within, torch.ones_like(length), bound / torch.where(is_within, bound, length))
+        # In float64, for the factor may be below what float16 and float32 can tell from 0.
+        wide = [leaf.to(torch.promote_types(leaf.dtype, torch.float64)) for leaf in leaves]
+        clipped = [(one * factor).to(leaf.dtype) for one, leaf in zip(wide, leaves, strict=True)]
+        return pytree.tree_unflatten(clipped, structure), is_within & is_finite
 
     bounds = (broadcast(norm, placement=clients.name),) if isinstance(norm, torch.Tensor) else ()
     return map_fn(clip_one, (value, *bounds), placement=clients.name)
+
+
+def _norm(leaves: list[torch.Tensor]) -> torch.Tensor:
+    """The L2 norm of all together, float64 ``[]``; its derivative at 0 is 0."""
+    # In float64: squares of float16 and float32 overflow where the values do not.
+    magnitudes = [leaf.abs().double() for leaf in leaves]
+    scale = torch.ones((), dtype=torch.float64)
+    if any(leaf.dtype in (torch.float64, torch.complex128) and leaf.numel() for leaf in leaves):
+        largest = torch.stack([one.detach().amax() for one in magnitudes if one.numel()]).amax()
+        scale = torch.where(largest.isfinite() & (largest > 0), largest, scale)
+    square = sum((one / scale).square().sum() for one in magnitudes)
+    is_zero = square == 0
+    root = torch.where(is_zero, square, torch.where(is_zero, torch.ones_like(square), square).sqrt())
+    return root * scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +218,8 @@ class SecureSum(Step):
 
     Of n clients each value has to be below 2^(bits - 1 - fraction_bits) / n in magnitude; the result differs from the
     sum by at most n / 2^(fraction_bits + 1), and its rounding to its dtype. By default that is 262,144 and 2.4e-7 for
-    2,048 clients. In reverse mode cotangents, in forward mode tangents are those of the plain sum.
+    2,048 clients. The total of weights differs by as much: let it be far above that. In reverse mode cotangents, in
+    forward mode tangents are those of the plain sum.
 
     Args:
         bits: 2 to 62.
@@ -249,7 +279,9 @@ class Robust(Step):
         places = torch.arange(ordered.shape[0])
         is_kept = (places >= begin) & (places < end)
         kept = torch.where(along(is_kept, ordered), ordered, torch.zeros_like(ordered))
-        return kept.sum(0) / (end - begin).to(ordered.dtype)
+        # In float32 at least: neither a sum nor a number of clients needs to be one of float16.
+        wide = torch.promote_types(ordered.dtype, torch.float32)
+        return (kept.sum(0, dtype=wide) / (end - begin).to(wide)).to(ordered.dtype)
 
     def _kept(self, number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError
@@ -344,7 +376,7 @@ class Mean(Step):
     def at_server(self, value: Tree, state: State, total: torch.Tensor | int) -> tuple[Tree, State]:
         if isinstance(total, int):
             return pytree.tree_map(lambda leaf: leaf / total, value), state
-        return pytree.tree_map(lambda leaf: leaf / total.to(leaf.dtype), value), state
+        return pytree.tree_map(lambda leaf: divided(leaf, total), value), state
 
 
 # ---- the chain
@@ -357,7 +389,7 @@ class Aggregator:
         steps: in their order. Without a reduction among them it is ``Sum()``.
 
     Raises:
-        InvalidArgument: steps in another order, two reductions, or steps after a robust reduction.
+        InvalidArgument: steps in another order, two reductions or means, or steps after a robust reduction.
 
     Example:
         >>> import torch
@@ -395,6 +427,8 @@ class Aggregator:
             raise InvalidArgument(
                 f"{names[-1]} after {type(reductions[0]).__name__}, which is no sum but a mean itself"
             )
+        if stages.count(MEAN) > 1:
+            raise InvalidArgument(f"steps {', '.join(names)}, which divide by the total weight twice: leave one out")
         self.steps = tuple(chain)
         self._place = chain.index(reductions[0])
         self._reduction = reductions[0]

@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
+from bagua.federated.operators import call
 from bagua.federated.placement import current
 from bagua.federated.traced import tracing
 from bagua.federated.verbs import (
@@ -24,11 +25,14 @@ from bagua.federated.verbs import (
     check_floating,
     check_no_bools,
     check_placed,
+    check_tensors,
+    divided,
     map_fn,
     reduce_mean,
     reduce_sum,
     run_client,
     shared_of,
+    splat,
 )
 
 Tensors = tuple[torch.Tensor, ...]
@@ -53,7 +57,8 @@ def map_reduce(
     Args:
         function: as of ``map_fn``; it is called once more, for one client, to see what it returns.
         arguments: as of ``map_fn``.
-        reduce: "mean" or "sum".
+        reduce: "mean", "sum", or "weighted_mean" of a function that returns a pair: a value, and its weight ``[]``;
+            that is ``reduce_weighted_mean`` of the two.
         chunk_size: how many clients are computed at a time; None: all.
         randomness: as of ``map_fn``; functions of random numbers are computed again in backward, with others.
         placement: the name of the program whose clients are meant; by default the innermost that runs.
@@ -62,19 +67,27 @@ def map_reduce(
         What the function returns, reduced over the clients of all ranks.
 
     Raises:
-        InvalidArgument: as map_fn and the reduction, and for another `reduce` or a `chunk_size` below 1.
+        InvalidArgument: as map_fn and the reduction, for another `reduce` or a `chunk_size` below 1, and for what is
+            no value and weight where a weighted mean is wanted.
     """
-    if reduce not in ("mean", "sum"):
-        raise InvalidArgument(f"reduce={reduce!r}, expected 'mean' or 'sum'")
+    if reduce not in ("mean", "sum", "weighted_mean"):
+        raise InvalidArgument(f"reduce={reduce!r}, expected 'mean', 'sum' or 'weighted_mean'")
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise InvalidArgument(f"chunk_size={chunk_size!r}, expected None or an integer of at least 1")
+    if reduce == "weighted_mean":
+        clients = current(placement, "map_reduce")
+        options = {"chunk_size": chunk_size, "randomness": randomness, "placement": placement}
+        weighted = functools.wraps(function)(functools.partial(_weighted, function))
+        leaves, total = map_reduce(weighted, arguments, reduce="sum", **options)
+        (total,) = call("check_total", [total], clients.key)
+        return pytree.tree_map(lambda leaf: divided(leaf, total), leaves)
     verb = f"reduce_{reduce}"
     if torch.compiler.is_compiling() or tracing():
         mapped = map_fn(function, arguments, chunk_size=chunk_size, randomness=randomness, placement=placement)
         return (reduce_mean if reduce == "mean" else reduce_sum)(mapped, placement=placement)
     clients = current(placement, "map_reduce")
     arguments = check_placed(arguments, clients, "map_reduce")
-    leaves, structure = pytree.tree_flatten(arguments if isinstance(arguments, tuple) else (arguments,))
+    leaves, structure = pytree.tree_flatten(splat(arguments))
     shared = [shared_of(leaf, clients) for leaf in leaves]
     inputs = [leaf if value is None else value for leaf, value in zip(leaves, shared, strict=True)]
     if all(value is not None for value in shared):  # nothing has the clients' axis, which vmap wants
@@ -98,6 +111,25 @@ def map_reduce(
 
     node = Node(of_chunk, is_shared, (True,) * len(results), chunk_size, clients.num_local)
     return pytree.tree_unflatten(across(verb, node(*inputs), clients), out_structure)
+
+
+def _weighted(function: Callable, *arguments: Any) -> tuple[Tree, torch.Tensor]:
+    """One client's value times its weight, and the weight."""
+    result = function(*arguments)
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise InvalidArgument(
+            f"map_reduce(reduce='weighted_mean') of a function that returns a {type(result).__name__}, expected a "
+            "pair: a value and its weight"
+        )
+    value, weight = result
+    if not isinstance(weight, torch.Tensor) or weight.dim() or weight.is_complex():
+        got = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, torch.Tensor) else repr(weight)
+        raise InvalidArgument(
+            f"map_reduce(reduce='weighted_mean') with a weight {got}, expected a real tensor []: of one client"
+        )
+    check_floating(check_tensors(value, "map_reduce"), "map_reduce")
+    weight = weight if weight.is_floating_point() else weight.to(torch.get_default_dtype())
+    return pytree.tree_map(lambda leaf: leaf * weight.to(leaf.dtype), value), weight
 
 
 def _flat(function: Callable, clients: Any, structure: Any, seen: list | None, *leaves: torch.Tensor) -> Tensors:
@@ -155,7 +187,8 @@ class Node(NamedTuple):
                     placed[place].append(result)
                 else:
                     sums[place] = result if sums[place] is None else sums[place] + result
-        return tuple(sums[i] if self.is_sum[i] else torch.cat(placed[i]) for i in range(len(sums)))
+        # Of its own memory: forward mode writes into tangents, and those of what nothing moves are expanded zeros.
+        return tuple(sums[i].contiguous() if self.is_sum[i] else torch.cat(placed[i]) for i in range(len(sums)))
 
     def _part(self, inputs: Sequence[torch.Tensor], part_of: Callable) -> list[torch.Tensor]:
         return [x if one else part_of(x) for x, one in zip(inputs, self.is_shared, strict=True)]

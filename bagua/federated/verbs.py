@@ -99,7 +99,13 @@ def reduce_weighted_mean(
     weighted = map_fn(_weigh, (leaves, weights, [] if mask is None else [mask]), placement=placement)
     *sums, total = reduce_sum(weighted, placement=placement)
     (total,) = call("check_total", [total], clients.key)
-    return pytree.tree_unflatten([one / total.to(one.dtype) for one in sums], structure)
+    return pytree.tree_unflatten([divided(one, total) for one in sums], structure)
+
+
+def divided(value: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """value / total in float32 at least: a total need not be a number of float16."""
+    wide = torch.promote_types(value.dtype, torch.float32)
+    return (value.to(wide) / total.to(wide)).to(value.dtype)
 
 
 def _weigh(leaves: list[torch.Tensor], weight: torch.Tensor, mask: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -123,7 +129,7 @@ def map_fn(
     Args:
         function: of one client's values, without their first axis, to a pytree of tensors. It sees the server's values
             through its arguments only: ``federated.broadcast`` them.
-        arguments: placed values; a tuple is splatted, anything else is one argument.
+        arguments: placed values; a plain tuple is splatted, anything else, a NamedTuple too, is one argument.
         chunk_size: how many clients are computed at a time; None: all.
         randomness: of the function: "error", "different" for each client or the "same"; see torch.func.vmap.
 
@@ -138,7 +144,7 @@ def map_fn(
     """
     clients = current(placement, "map_fn")
     arguments = check_placed(arguments, clients, "map_fn")
-    splatted = arguments if isinstance(arguments, tuple) else (arguments,)
+    splatted = splat(arguments)
     if trace := tracing():
         return _trace_map(trace, function, splatted, clients, randomness)
     of_one = functools.partial(run_client, function, clients, "map_fn")
@@ -149,6 +155,11 @@ def map_fn(
     # and so the collectives, as on ranks that have clients. (torch.cat loses tangents of what has no other axis.)
     results = of_all(*pytree.tree_map(lambda leaf: pad(leaf, [0, 0] * (leaf.dim() - 1) + [0, 1]), splatted))
     return pytree.tree_map(lambda leaf: leaf[:0], results)
+
+
+def splat(arguments: Tree) -> tuple:
+    """The arguments of a client function: a NamedTuple is a value of its own, as any other class."""
+    return arguments if type(arguments) is tuple else (arguments,)
 
 
 def _trace_map(trace: Trace, function: Callable, arguments: tuple, clients: Placement, randomness: str) -> Tree:

@@ -274,6 +274,36 @@ def test_norms_do_not_overflow_and_dtypes_stay(dtype, large):
     torch.testing.assert_close(found["x"].double(), expected, rtol=3e-2, atol=0)
 
 
+@pytest.mark.parametrize(
+    "dtype, large, norm",
+    [
+        (torch.float16, 6e4, 1e-2),
+        (torch.float32, 3e38, 1e-8),
+        (torch.float64, 1e300, 2.0),
+        (torch.float64, 1e-300, 1e-301),
+    ],
+)
+def test_clipped_values_have_the_norm_at_any_scale(dtype, large, norm):
+    """Where factors are below the dtype, or squares beyond it, too."""
+    values = torch.tensor([[large, -large, 0.0, large, large]], dtype=dtype)
+    expected = torch.tensor([0.5, -0.5, 0.0, 0.5, 0.5], dtype=torch.float64) * norm
+    found = run(Clip(norm), values=values)
+    rtol = {torch.float16: 1e-3, torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=0)
+
+
+def test_totals_that_are_no_halves():
+    """Weights that add up to more than float16 has, and numbers of clients that bfloat16 has not."""
+    values, weights = torch.full((100,), 1e-3, dtype=torch.float16), torch.full((100,), 1000.0)
+    assert run(Mean(), values=values, weights=weights) == values[0]
+    assert federated.program(federated.reduce_weighted_mean, clients=100)(values, weights) == values[0]
+    large = torch.full((100,), 6e4, dtype=torch.float16)
+    assert run(Median(), values=large) == run(TrimmedMean(0.1), values=large) == large[0]
+    odd = torch.zeros(771, dtype=torch.bfloat16)
+    odd[:257] = 3.0  # a 771st is no bfloat16
+    assert run(TrimmedMean(0.0), values=odd) == 1
+
+
 def test_what_is_within_the_norm_stays_to_the_bit():
     values = torch.randn(1, 1000, generator=torch.Generator().manual_seed(1))
     for norm in (41.0, 49.0, 97.3, 1000.0):
@@ -387,6 +417,8 @@ MISTAKES = {
     "another order": (lambda: Aggregator(Mean(), Clip(1.0)), "steps in the order Mean, Clip, expected: clip, quant"),
     "a mean of a median": (lambda: Aggregator(Median(), Mean()), "Mean after Median"),
     "a norm": (lambda: Clip(0.0), r"Clip\(norm=0.0\)"),
+    "no norm": (lambda: Clip(math.inf), r"Clip\(norm=inf\)"),
+    "two means": (lambda: Aggregator(Mean(), Mean()), "which divide by the total weight twice"),
     "a codec": (lambda: Quantize("mp3"), "unknown codec 'mp3'"),
     "a dtype": (
         lambda: run(Quantize("qsgd"), values=torch.zeros(2, dtype=torch.float64)),

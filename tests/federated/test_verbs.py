@@ -9,6 +9,7 @@ import functools
 import itertools
 import re
 import threading
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -314,6 +315,104 @@ def test_a_weighted_mean_is_differentiable_in_its_weights():
         torch.testing.assert_close(jacfwd(program, argnums)(X, w), jacfwd(by_hand, argnums)(X, w))
 
 
+def weighted_client(x, y):
+    return {"loss": square(x, y), "x": x * y}, y.abs().sum()
+
+
+@fast_in("chunk_size", [None], [None, 1, 2])
+def test_a_node_of_a_weighted_mean_is_the_two_verbs(chunk_size):
+    rows = rows_of(5)
+
+    @federated.program(clients=5)
+    def node(x, rows=rows):
+        found = federated.map_reduce(
+            weighted_client, (federated.broadcast(x), rows), reduce="weighted_mean", chunk_size=chunk_size
+        )
+        return found["loss"] + found["x"].sum() ** 2
+
+    def by_hand(x):
+        losses, xs, total = 0.0, 0.0, 0.0
+        for row in rows:
+            weight = row.abs().sum()
+            losses, xs, total = losses + weight * square(x, row), xs + weight * (x * row), total + weight
+        return losses / total + (xs / total).sum() ** 2
+
+    for (what, ours), (_, theirs) in zip(derivatives(node), derivatives(by_hand), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=what)
+    with federated.record() as verbs:
+        node(X.double())
+    assert verbs == ["broadcast", "reduce_sum"]
+    graph = federated.trace(node, X.double(), rows)
+    torch.testing.assert_close(graph(X.double(), rows), by_hand(X.double()))
+    assert "weighted_client" in str(graph)
+
+
+def weighted_on_ranks(rank, world_size, split):
+    rows = rows_of(6)
+
+    def of_client(x, y):
+        return x * y, (y[0] > 0).to(torch.int64) + 1
+
+    with process_group():
+        own = federated.local_slice(6, num_local=split)
+        node = federated.program(
+            lambda x, y: federated.map_reduce(
+                of_client, (federated.broadcast(x), y), reduce="weighted_mean", chunk_size=2
+            ),
+            clients=6,
+            num_local=split,
+        )
+        found = node(X.double(), rows[own])
+        operations = sent_by(lambda: node(X.double(), rows[own]))
+    weights = [1 + int(row[0] > 0) for row in rows]
+    expected = sum(w * X.double() * row for w, row in zip(weights, rows, strict=True)) / sum(weights)
+    torch.testing.assert_close(found, expected)
+    return operations
+
+
+def test_a_node_of_a_weighted_mean_on_ranks(pools):
+    """Integers count as float32, and are reduced after the float64 values, as those of reduce_weighted_mean."""
+    assert pools[3].run(weighted_on_ranks, args=((4, 0, 2),)) == [2, 2, 2]
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_forward_mode_twice_of_what_does_not_move(chunk_size):
+    """Such as the number of a client's examples."""
+    node = federated.program(
+        lambda x: federated.map_reduce(
+            lambda x, y: ((x @ y) ** 2, y.sum()), (federated.broadcast(x), Y), reduce="sum", chunk_size=chunk_size
+        ),
+        clients=3,
+    )
+    moving, still = jacfwd(jacfwd(node))(X)
+    torch.testing.assert_close(moving, sum(2 * row.outer(row) for row in Y))
+    assert not still.any()
+
+
+@pytest.mark.parametrize("verb", ["map_fn", "map_reduce"])
+def test_a_named_tuple_is_one_argument(verb):
+    """As of any other class; in traces too."""
+
+    def of_pair(pair):
+        assert type(pair) is Pair
+        return square(pair.x, pair.y)
+
+    @federated.program(clients=3)
+    def loss(x, y):
+        pair = Pair(federated.broadcast(x), y)
+        if verb == "map_reduce":
+            return federated.map_reduce(of_pair, pair, chunk_size=2)
+        return federated.reduce_mean(federated.map_fn(of_pair, pair))
+
+    torch.testing.assert_close(grad(loss)(X, Y), grad(fax)(X, Y))
+    torch.testing.assert_close(federated.trace(grad(loss), X, Y)(X, Y), grad(fax)(X, Y))
+
+
 def test_who_does_not_take_part_does_not_count():
     program = federated.program(lambda x, w, mask: federated.reduce_weighted_mean(x, w, mask=mask), clients=3)
     x = torch.tensor([1.0, float("nan"), 4.0])
@@ -506,6 +605,18 @@ MISTAKES = {
         lambda x, y: federated.program(mean_loss, clients=2)(x, y),
         "a program over 'clients' inside another",
     ),
+    "no pair": (
+        lambda x, y: federated.map_reduce(lambda y: y.sum(), y, reduce="weighted_mean"),
+        "returns a Tensor, expected a pair: a value and its weight",
+    ),
+    "no weight of a client": (
+        lambda x, y: federated.map_reduce(lambda y: (y, y), y, reduce="weighted_mean"),
+        r"with a weight torch.float32 \[2\], expected a real tensor \[\]",
+    ),
+    "no weight in a node": (
+        lambda x, y: federated.map_reduce(lambda y: (y, 0 * y.sum()), y, reduce="weighted_mean"),
+        "add up to 0",
+    ),
     "no weight": (lambda x, y: federated.reduce_weighted_mean(x * y, torch.zeros(2)), "add up to 0"),
 }
 
@@ -542,7 +653,9 @@ def refused_on_ranks(rank, world_size):
     with process_group():
         for what in MISTAKES:
             for wrong_rank in (None, 1):
-                if (what, wrong_rank) != ("no weight", 1):  # which is right where the other's clients have some
+                if not (
+                    what.startswith("no weight") and wrong_rank == 1 and what != "no weight of a client"
+                ):  # which is right where the other's clients have some
                     found[what, wrong_rank] = refused(rank, world_size, what, wrong_rank)
     return found
 
