@@ -13,6 +13,7 @@ seed is secret, and in exact arithmetic: the noise is drawn from an ordinary gen
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
-from bagua.federated.aggregators import Robust, Step, Sum, add_noise, clip, first_round, only_of
+from bagua.federated.aggregators import Robust, SecureSum, Step, Sum, add_noise, clip, first_round, only_of
 from bagua.federated.operators import call
 from bagua.federated.placement import current
 from bagua.federated.sampling import seed_of
@@ -42,16 +43,17 @@ class PrivateMean:
             stays as it is.
         learning_rate: of the norm's logarithm, for each round, by the difference of the shares.
         count_stddev: deviation of the noise of the number of clients below the norm; by default a 20th of the clients.
-        seed: decides all noise, with the round: keep it secret. The graph of a traced program holds it; run_on sends
-            clients none of it.
-        reduction: ``Sum()`` or ``SecureSum(...)``.
+        seed: decides all noise, with the round: keep it secret, and give every PrivateMean and every training one of
+            its own, for the difference of two results with the same noise has none. The graph of a traced program
+            holds it; run_on sends clients none of it.
+        reduction: ``Sum()`` or ``SecureSum(...)``. What the rounding to fixed point may add to a client's norm, the
+            noise is scaled up by: half a step times the root of the number of coordinates.
 
     State: {"round": its number, int64 ``[]``, "clip": the norm, ``[]``}.
 
     Raises:
         InvalidArgument: a number out of range; a noise for the number of clients that is too small for the multiplier;
-        a
-            robust reduction.
+            a robust reduction; a quantile with fixed point without a bit behind the point.
 
     Example:
         >>> import torch
@@ -79,6 +81,11 @@ class PrivateMean:
             raise InvalidArgument(f"quantile={self.quantile!r}, expected None or a share, from 0 to 1")
         if isinstance(self.reduction, Robust) or not isinstance(self.reduction, Step):
             raise InvalidArgument(f"reduction={self.reduction!r}, expected Sum() or SecureSum(...)")
+        if self.quantile is not None and isinstance(self.reduction, SecureSum) and self.reduction.fraction_bits < 1:
+            raise InvalidArgument(
+                f"reduction={self.reduction!r} with quantile={self.quantile!r}, expected fraction_bits of at least 1: "
+                "clients count halves"
+            )
 
     def init(self, like: Tree) -> dict[str, Any]:
         """The state before the first round."""
@@ -111,7 +118,8 @@ class PrivateMean:
         """The mean with noise, and the state after the round; one collective for each dtype.
 
         Args:
-            value: placed values, ``[num_local, ...]`` each, floating: the changes of the clients' models.
+            value: placed values, ``[num_local, ...]`` each, floating: the changes of the clients' models. A client's
+                count as zeros, with a norm above the bound, where one of them is NaN or infinite.
             state: of ``init`` or of the round before.
             mask: ``[num_local]`` of bools: who takes part, which must not depend on what the clients have.
             placement: the name of the program whose clients are meant; by default the innermost that runs.
@@ -132,18 +140,32 @@ class PrivateMean:
             )
         stddev, count_stddev = self.stddevs(clients.size)
         norm, round = state["clip"], state["round"]
-        clipped, is_within = clip(only_of(mask, value), norm, clients)
+        # In float32 at least: rounding to fewer bits would move a clipped norm, and make the noise coarse.
+        dtypes = [leaf.dtype for leaf in pytree.tree_leaves(value)]
+        value = pytree.tree_map(lambda leaf: leaf.to(torch.promote_types(leaf.dtype, torch.float32)), value)
+        clipped, is_within = clip(only_of(mask, value), norm, clients, is_bounded=True)
         # Moved by a half, the most that a client can add or take away is a half too.
         is_below = only_of(mask, is_within.to(norm.dtype) - 0.5)
         counted = mask.to(norm.dtype)
         total, below, number = self.reduction.reduce((clipped, is_below, counted), mask, clients)
         (number,) = call("check_total", [number], clients.key)
-        noisy = add_noise(total, stddev * norm.detach(), self.seed, round)
-        mean = pytree.tree_map(lambda leaf: leaf / number.to(leaf.dtype), noisy)
+        noisy, structure = pytree.tree_flatten(
+            add_noise(total, stddev * (norm.detach() + self._rounding(total)), self.seed, round)
+        )
+        means = [(leaf / number.to(leaf.dtype)).to(dtype) for leaf, dtype in zip(noisy, dtypes, strict=True)]
         if self.quantile is not None:
             share = add_noise(below, count_stddev, seed_of(self.seed, "quantile"), round) / number + 0.5
             norm = norm * torch.exp(-self.learning_rate * (share - self.quantile))
-        return mean, {"round": round + 1, "clip": norm}
+            numbers = torch.finfo(norm.dtype)
+            norm = norm.clamp(numbers.tiny, numbers.max)  # however many rounds all clients are on one side
+        return pytree.tree_unflatten(means, structure), {"round": round + 1, "clip": norm}
+
+    def _rounding(self, total: Tree) -> float:
+        """By how much fixed point may move the norm of one client's values."""
+        if not isinstance(self.reduction, SecureSum):
+            return 0.0
+        numel = sum(leaf.numel() for leaf in pytree.tree_leaves(total))
+        return math.ldexp(math.sqrt(numel), -self.reduction.fraction_bits - 1)
 
 
 # ---- the accountant
@@ -171,27 +193,29 @@ def epsilon(*, noise_multiplier: float, rounds: int, cohort: int, population: in
         5.638042995574478
     """
     _check_accounting(rounds, cohort, population, delta)
-    if not noise_multiplier >= 0:
-        raise InvalidArgument(f"noise_multiplier={noise_multiplier!r}, expected a number of at least 0")
-    accounting = _Accounting()
-    return float(
-        accounting.new().compose(accounting.round(noise_multiplier, cohort, population), rounds).get_epsilon(delta)
-    )
+    if not 0 <= noise_multiplier < math.inf:
+        raise InvalidArgument(f"noise_multiplier={noise_multiplier!r}, expected a finite number of at least 0")
+    return _Accounting().epsilon(noise_multiplier, rounds, cohort, population, delta)
 
 
 def noise_multiplier(*, epsilon: float, rounds: int, cohort: int, population: int, delta: float) -> float:
-    """The smallest noise multiplier, to 1e-4 at most above it, whose ``epsilon`` is at most the given one."""
+    """The smallest noise multiplier, to 1e-4 or a millionth of it above, whose ``epsilon`` is at most the given one."""
     _check_accounting(rounds, cohort, population, delta)
     if not 0 < epsilon < math.inf:
-        raise InvalidArgument(f"epsilon={epsilon!r}, expected a number above 0")
+        raise InvalidArgument(f"epsilon={epsilon!r}, expected a finite number above 0")
     accounting = _Accounting()
-
-    def all_rounds(multiplier: float) -> Any:
-        return accounting.library.SelfComposedDpEvent(accounting.round(multiplier, cohort, population), rounds)
-
-    bracket = accounting.library.LowerEndpointAndGuess(0.0, 1.0)
-    found = accounting.library.calibrate_dp_mechanism(accounting.new, all_rounds, epsilon, delta, bracket, tol=1e-4)
-    return float(found)
+    low, high = 0.0, 1.0
+    while accounting.epsilon(high, rounds, cohort, population, delta) > epsilon:
+        low, high = high, 2 * high
+        if high > 1e12:
+            raise InvalidArgument(f"epsilon={epsilon!r} is out of reach of {rounds} rounds: expected a larger one")
+    while high - low > max(1e-4, 1e-6 * high):
+        middle = (low + high) / 2
+        if accounting.epsilon(middle, rounds, cohort, population, delta) > epsilon:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 class _Accounting:
@@ -208,21 +232,36 @@ class _Accounting:
         self.library = dp_accounting
         relations = dp_accounting.NeighboringRelation
         self.new = lambda: rdp.RdpAccountant(neighboring_relation=relations.REPLACE_ONE)
+        # Of orders far beyond the library's own, which end at an epsilon of log(1 / delta) / 1000 or so.
+        orders = [1 + 2 ** (exponent / 8) for exponent in range(-64, 241)]
+        self._unsampled = lambda: rdp.RdpAccountant(orders, neighboring_relation=relations.REPLACE_ONE)
         of_added = rdp.RdpAccountant(neighboring_relation=relations.ADD_OR_REMOVE_ONE)
         # Replacing a client moves the sum twice as far as adding one, which dp-accounting 0.6 does not count.
         one = dp_accounting.GaussianDpEvent(1.0)
         counts_twice = self.new().compose(one).get_epsilon(1e-5) > of_added.compose(one).get_epsilon(1e-5)
         self._scale = 1.0 if counts_twice else 0.5
 
-    def round(self, multiplier: float, cohort: int, population: int) -> Any:
-        """What one round tells."""
+    def epsilon(self, multiplier: float, rounds: int, cohort: int, population: int, delta: float) -> float:
+        """Of all rounds: that of the sampled cohorts, or of cohorts that an attacker knows where that is less.
+
+        The library's bound for sampling without replacement loses its digits in cancellation where the noise is large:
+        it stays at a third or so, however large, and raises from there on. The bound without sampling holds as well.
+        """
         if multiplier == 0:
-            return self.library.NonPrivateDpEvent()
+            return math.inf
         gaussian = self.library.GaussianDpEvent(self._scale * multiplier)
-        return self.library.SampledWithoutReplacementDpEvent(population, cohort, gaussian)
+        sampled = self.library.SampledWithoutReplacementDpEvent(population, cohort, gaussian)
+        found = []
+        for make, event in ((self._unsampled, gaussian), (self.new, sampled)):
+            with contextlib.suppress(ValueError, OverflowError):
+                found.append(float(make().compose(event, rounds).get_epsilon(delta)))
+        return min((one for one in found if not math.isnan(one)), default=math.inf)
 
 
 def _check_accounting(rounds: int, cohort: int, population: int, delta: float) -> None:
+    for name, number in (("rounds", rounds), ("cohort", cohort), ("population", population)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise InvalidArgument(f"{name}={number!r}, expected an integer")
     if rounds < 1:
         raise InvalidArgument(f"rounds={rounds!r}, expected at least 1")
     if not 1 <= cohort <= population:

@@ -85,6 +85,54 @@ def test_the_norm_finds_the_quantile():
     assert abs(float(state["clip"]) - 7.0) < 0.3
 
 
+def run(mean, values):
+    return federated.program(mean, clients=len(values))(values, mean.init(values[0]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_no_client_moves_the_sum_by_more_than_the_norm(bad):
+    """Whatever it sends: what is not finite is zeros, and above the norm."""
+    values = torch.tensor([[0.3, 0.4], [bad, 0.0], [0.3, bad]])
+    mean = private_mean(noise_multiplier=0.0, count_stddev=0.0)
+    found, state = run(mean, values)
+    torch.testing.assert_close(found, torch.tensor([0.1, 0.4 / 3]))
+    assert float(state["clip"]) == pytest.approx(math.exp(-0.2 * (1 / 3 - 0.5)))
+    gradient = grad(lambda values: run(mean, values)[0].sum())(values)
+    assert gradient.isfinite().all() and not gradient[1:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_clipped_and_added_up_in_float32(dtype):
+    """Rounding each client to bfloat16 could lengthen it by 2^-9, and a sum of 1000 of them is no sum."""
+    values = torch.randn(1000, 8, generator=torch.Generator().manual_seed(1)).to(dtype) + 1
+    mean = private_mean(quantile=None)
+    found, expected = run(mean, values)[0], run(mean, values.float())[0]
+    assert found.dtype == dtype and torch.equal(found, expected.to(dtype))
+
+
+def test_the_noise_covers_the_rounding_to_fixed_point():
+    """Each coordinate of a client's may be rounded up by half a step: here all are, and its norm doubles."""
+    numel, fraction_bits = 4096, 6
+    step = 2.0**-fraction_bits
+    values = torch.full((1, numel), 0.51 * step)
+    reduction = SecureSum(bits=40, fraction_bits=fraction_bits)
+    moved = run(private_mean(noise_multiplier=0.0, quantile=None, reduction=reduction), values)[0].norm()
+    assert moved > 1.9 * values.norm()
+    options = {"noise_multiplier": 1.0, "clip": 0.51, "quantile": None}
+    with_noise = run(private_mean(**options, reduction=reduction), values)[0] - step
+    unit = add_noise(torch.zeros(numel), 1.0, 3, torch.tensor(0))
+    torch.testing.assert_close(with_noise, unit * (0.51 + 64 * step / 2))
+    assert 0.51 + 64 * step / 2 >= moved
+
+
+def test_the_norm_stays_a_number_however_long_it_moves_one_way():
+    mean = PrivateMean(noise_multiplier=0.0, clip=1.0, quantile=0.0, learning_rate=50.0, seed=1)
+    program, state = federated.program(mean, clients=2), mean.init(torch.zeros(1))
+    for _ in range(5):
+        value, state = program(torch.zeros(2, 1), state)
+    assert float(state["clip"]) > 0 and value == 0
+
+
 def test_both_noises_together_are_as_much_as_one():
     """A client moves (sum / norm, number below it) by up to (1, 1/2), in units of the deviations by 1 / multiplier."""
     for multiplier in (0.3, 1.0, 3.0):
@@ -146,6 +194,24 @@ def test_the_multiplier_for_an_epsilon():
 
 
 @pytest.mark.needs("dp_accounting")
+@pytest.mark.parametrize("multiplier", [200.0, 1e4, 1e10])
+def test_epsilon_where_the_noise_is_large(multiplier):
+    """At most that of concentrated privacy, which knows of no sampling: rho + 2 sqrt(rho log(1 / delta))."""
+    rho = 100 * 0.5 * (2 / multiplier) ** 2
+    bound = rho + 2 * math.sqrt(rho * math.log(1e9))
+    found = privacy.epsilon(noise_multiplier=multiplier, rounds=100, cohort=5, population=10, delta=1e-9)
+    assert 0 <= found <= bound
+
+
+@pytest.mark.needs("dp_accounting")
+@pytest.mark.slow("test_epsilon_where_the_noise_is_large")
+def test_the_multiplier_for_a_small_epsilon():
+    job = {"rounds": 100, "cohort": 5, "population": 10, "delta": 1e-9}
+    found = privacy.noise_multiplier(epsilon=0.05, **job)
+    assert 0.049 < privacy.epsilon(noise_multiplier=found, **job) <= 0.05
+
+
+@pytest.mark.needs("dp_accounting")
 @pytest.mark.parametrize("multiplier", [1.0, 4.0])
 def test_epsilon_is_no_less_than_that_of_the_exact_mechanism(multiplier):
     """All clients in one round: two sums 2 norms apart, with noise of `multiplier` norms (Balle and Wang, 2018)."""
@@ -176,6 +242,15 @@ MISTAKES = {
         lambda: federated.program(private_mean(), clients=6)(updates(0), private_mean().init(0), mask=torch.ones(6)),
         r"mask of torch.float32 and shape \[6\], expected bools \[6\]",
     ),
+    "halves of clients": (
+        lambda: private_mean(reduction=SecureSum(bits=40, fraction_bits=0)),
+        "fraction_bits of at least 1",
+    ),
+    "no integer": (
+        lambda: privacy.epsilon(noise_multiplier=1.0, **{**JOB, "cohort": 2.5}),
+        "cohort=2.5, expected an i",
+    ),
+    "no finite multiplier": (lambda: privacy.epsilon(noise_multiplier=math.inf, **JOB), "noise_multiplier=inf"),
     "rounds": (lambda: privacy.epsilon(noise_multiplier=1.0, **{**JOB, "rounds": 0}), "rounds=0"),
     "cohort": (lambda: privacy.epsilon(noise_multiplier=1.0, **{**JOB, "cohort": 11}), "a cohort of 11 of 10"),
     "delta": (lambda: privacy.epsilon(noise_multiplier=1.0, **{**JOB, "delta": 0.0}), "delta=0.0"),
