@@ -653,9 +653,8 @@ def refused_on_ranks(rank, world_size):
     with process_group():
         for what in MISTAKES:
             for wrong_rank in (None, 1):
-                if not (
-                    what.startswith("no weight") and wrong_rank == 1 and what != "no weight of a client"
-                ):  # which is right where the other's clients have some
+                # Which are right where the other's clients have some.
+                if wrong_rank is None or what not in ("no weight", "no weight in a node"):
                     found[what, wrong_rank] = refused(rank, world_size, what, wrong_rank)
     return found
 
