@@ -28,7 +28,15 @@ from bagua.federated.placement import Placement, current
 from bagua.federated.sampling import seed_of
 from bagua.federated.straight_through import coded, first_client, gathered, modular_sum, noise
 from bagua.federated.traced import tracing
-from bagua.federated.verbs import broadcast, check_floating, check_placed, divided, map_fn, reduce_sum
+from bagua.federated.verbs import (
+    broadcast,
+    check_floating,
+    check_placed,
+    check_weights,
+    divided,
+    map_fn,
+    reduce_sum,
+)
 
 Tree = Any  # a pytree of tensors
 State = Any  # a pytree of tensors
@@ -78,7 +86,7 @@ class Clip(Step):
     """Scales each client's value down to an L2 norm, over its whole pytree, of at most `norm`.
 
     Args:
-        norm: above 0 and finite; a number or a tensor ``[]``.
+        norm: above 0 and finite; a number or a tensor ``[]``, which counts as 0 below that.
 
     Norms are exact to the rounding of the values' dtype. What is not finite stays to be seen, as NaN.
     """
@@ -111,11 +119,13 @@ def clip(
             leaves = [torch.where(is_finite, leaf, torch.zeros_like(leaf)) for leaf in leaves]
         length = _norm(leaves)
         bound = torch.ones_like(length) * bound
+        bound = torch.where(bound < 0, torch.zeros_like(bound), bound)  # or values would change their signs
         is_within = length <= bound
-        factor = torch.where(is_within, torch.ones_like(length), bound / torch.where(is_within, bound, length))
+        one = torch.ones_like(length)
+        factor = torch.where(is_within, one, bound / torch.where(is_within, one, length))
         # In float64, for the factor may be below what float16 and float32 can tell from 0.
         wide = [leaf.to(torch.promote_types(leaf.dtype, torch.float64)) for leaf in leaves]
-        clipped = [(one * factor).to(leaf.dtype) for one, leaf in zip(wide, leaves, strict=True)]
+        clipped = [(w * factor).to(leaf.dtype) for w, leaf in zip(wide, leaves, strict=True)]
         return pytree.tree_unflatten(clipped, structure), is_within & is_finite
 
     bounds = (broadcast(norm, placement=clients.name),) if isinstance(norm, torch.Tensor) else ()
@@ -341,8 +351,8 @@ class Noise(Step):
     seed: int
 
     def __post_init__(self) -> None:
-        if not self.stddev >= 0:
-            raise InvalidArgument(f"Noise(stddev={self.stddev!r}), expected at least 0")
+        if not 0 <= self.stddev < math.inf:
+            raise InvalidArgument(f"Noise(stddev={self.stddev!r}), expected a finite number of at least 0")
 
     def init(self, like: Tree) -> torch.Tensor:
         return first_round()
@@ -475,6 +485,8 @@ class Aggregator:
         value = check_floating(check_placed(value, clients, "an aggregator"), "an aggregator")
         if len(state) != len(self.steps):
             raise InvalidArgument(f"a state of {len(state)} steps for an aggregator of {len(self.steps)}: use its init")
+        weights = None if weights is None else check_weights(weights, "an aggregator")
+        mask = None if mask is None else torch.as_tensor(mask)
         for name, vector in (("weights", weights), ("mask", mask)):
             if vector is not None and tuple(vector.shape) != (clients.num_local,):
                 raise InvalidArgument(f"{name} of shape {list(vector.shape)}, expected [{clients.num_local}]")
@@ -509,8 +521,6 @@ class Aggregator:
             raise InvalidArgument(
                 f"weights for {type(self._reduction).__name__}, where all clients count alike: use mask"
             )
-        if not weights.is_floating_point():
-            weights = weights.to(torch.get_default_dtype())
         return weights if mask is None else only_of(mask, weights)
 
 

@@ -188,6 +188,9 @@ def _labels(labels: torch.Tensor) -> numpy.ndarray:
 
 
 def _check(num_examples: int, clients: int, allow_empty: bool, shards: int = 1) -> None:
+    for name, number in (("clients", clients), ("shards_per_client", shards)):
+        if not isinstance(number, int):
+            raise InvalidArgument(f"{name}={number!r}, expected an integer")
     if clients < 1:
         raise InvalidArgument(f"clients={clients}, expected at least 1")
     if num_examples < 0:

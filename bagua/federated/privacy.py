@@ -47,7 +47,8 @@ class PrivateMean:
             its own, for the difference of two results with the same noise has none. The graph of a traced program
             holds it; run_on sends clients none of it.
         reduction: ``Sum()`` or ``SecureSum(...)``. What the rounding to fixed point may add to a client's norm, the
-            noise is scaled up by: half a step times the root of the number of coordinates.
+            noise is scaled up by: half a step times the root of the number of coordinates. Let its bits be those of the
+            platform, if the program runs on one.
 
     State: {"round": its number, int64 ``[]``, "clip": the norm, ``[]``}.
 
@@ -79,6 +80,10 @@ class PrivateMean:
             raise InvalidArgument(f"clip={self.clip!r}, expected a norm above 0")
         if self.quantile is not None and not 0 <= self.quantile <= 1:
             raise InvalidArgument(f"quantile={self.quantile!r}, expected None or a share, from 0 to 1")
+        if not 0 <= self.learning_rate < math.inf:
+            raise InvalidArgument(f"learning_rate={self.learning_rate!r}, expected a finite number of at least 0")
+        if self.count_stddev is not None and not 0 <= self.count_stddev < math.inf:
+            raise InvalidArgument(f"count_stddev={self.count_stddev!r}, expected None or a finite number of at least 0")
         if isinstance(self.reduction, Robust) or not isinstance(self.reduction, Step):
             raise InvalidArgument(f"reduction={self.reduction!r}, expected Sum() or SecureSum(...)")
         if self.quantile is not None and isinstance(self.reduction, SecureSum) and self.reduction.fraction_bits < 1:

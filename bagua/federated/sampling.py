@@ -8,6 +8,7 @@ a round that is computed again draws the same. The numbers are not those of a cr
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
 from collections.abc import Callable, Iterable
 
@@ -50,7 +51,7 @@ def cohort(population: int, size: int, *, seed: int, round: int) -> torch.Tensor
         int64 ``[size]``, in random order, equal on all ranks.
 
     Raises:
-        InvalidArgument: a size that is not from 1 to the population.
+        InvalidArgument: a size that is not from 1 to the population, or no integers.
 
     Example:
         >>> cohort(1000, 3, seed=1, round=0).tolist() == cohort(1000, 3, seed=1, round=0).tolist()
@@ -58,6 +59,9 @@ def cohort(population: int, size: int, *, seed: int, round: int) -> torch.Tensor
         >>> sorted(cohort(4, 4, seed=1, round=0).tolist())
         [0, 1, 2, 3]
     """
+    for name, number in (("population", population), ("size", size)):
+        if not isinstance(number, int):
+            raise InvalidArgument(f"{name}={number!r}, expected an integer")
     if not 1 <= size <= population:
         raise InvalidArgument(f"a cohort of {size} of {population} clients, expected 1 to all of them")
     return torch.tensor(random.Random(seed_of(seed, "cohort", round)).sample(range(population), size))
@@ -115,4 +119,4 @@ def per_client(
 
 def numbers_of(clients: Iterable[int] | torch.Tensor) -> list[int]:
     """As Python's integers."""
-    return clients.tolist() if isinstance(clients, torch.Tensor) else list(clients)
+    return clients.tolist() if isinstance(clients, torch.Tensor) else [operator.index(client) for client in clients]

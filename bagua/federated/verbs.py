@@ -88,12 +88,10 @@ def reduce_weighted_mean(
     verb = "reduce_weighted_mean"
     clients = current(placement, verb)
     leaves, structure = pytree.tree_flatten(check_floating(check_placed(value, clients, verb), verb))
-    weights = torch.as_tensor(weights)
+    weights = check_weights(weights, verb)
     for what, vector in (("weights", weights), ("mask", mask)):
         if vector is not None and tuple(vector.shape) != (clients.num_local,):
             raise InvalidArgument(f"{verb}: {what} of shape {list(vector.shape)}, expected [{clients.num_local}]")
-    if not weights.is_floating_point():
-        weights = weights.to(torch.get_default_dtype())
     if mask is not None and mask.dtype is not torch.bool:
         raise InvalidArgument(f"{verb}: mask of {mask.dtype}, expected torch.bool")
     weighted = map_fn(_weigh, (leaves, weights, [] if mask is None else [mask]), placement=placement)
@@ -269,6 +267,14 @@ def check_no_bools(value: Tree, verb: str) -> Tree:
         if leaf.dtype is torch.bool:
             raise InvalidArgument(f"{verb} of bools{_at(path)}: say what a sum is by .to(torch.int64) or another dtype")
     return value
+
+
+def check_weights(weights: Any, verb: str) -> torch.Tensor:
+    """As floating numbers."""
+    weights = torch.as_tensor(weights)
+    if weights.is_complex():
+        raise InvalidArgument(f"{verb}: weights of {weights.dtype}, expected real numbers")
+    return weights if weights.is_floating_point() else weights.to(torch.get_default_dtype())
 
 
 def check_floating(value: Tree, verb: str) -> Tree:

@@ -292,6 +292,15 @@ def test_clipped_values_have_the_norm_at_any_scale(dtype, large, norm):
     torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=0)
 
 
+def test_a_learned_norm_below_0_is_0():
+    values = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    assert run(Clip(torch.tensor(-1.0)), values=values).tolist() == [0.0, 0.0]
+
+
+def test_weights_and_masks_may_be_lists():
+    assert run(Mean(), values=torch.tensor([1.0, 2.0, 9.0]), weights=[1, 3, 1], mask=[True, True, False]) == 1.75
+
+
 def test_totals_that_are_no_halves():
     """Weights that add up to more than float16 has, and numbers of clients that bfloat16 has not."""
     values, weights = torch.full((100,), 1e-3, dtype=torch.float16), torch.full((100,), 1000.0)
@@ -418,6 +427,11 @@ MISTAKES = {
     "a mean of a median": (lambda: Aggregator(Median(), Mean()), "Mean after Median"),
     "a norm": (lambda: Clip(0.0), r"Clip\(norm=0.0\)"),
     "no norm": (lambda: Clip(math.inf), r"Clip\(norm=inf\)"),
+    "a deviation without end": (lambda: Noise(math.inf, seed=0), "stddev=inf"),
+    "complex weights": (
+        lambda: run(Mean(), values=torch.zeros(2), weights=torch.ones(2) * 1j),
+        "weights of torch.complex64, expected real",
+    ),
     "two means": (lambda: Aggregator(Mean(), Mean()), "which divide by the total weight twice"),
     "a codec": (lambda: Quantize("mp3"), "unknown codec 'mp3'"),
     "a dtype": (

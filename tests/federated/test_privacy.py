@@ -242,6 +242,8 @@ MISTAKES = {
         lambda: federated.program(private_mean(), clients=6)(updates(0), private_mean().init(0), mask=torch.ones(6)),
         r"mask of torch.float32 and shape \[6\], expected bools \[6\]",
     ),
+    "learning rate": (lambda: private_mean(learning_rate=math.nan), "learning_rate=nan"),
+    "deviation of the count": (lambda: private_mean(count_stddev=-1.0), "count_stddev=-1.0"),
     "halves of clients": (
         lambda: private_mean(reduction=SecureSum(bits=40, fraction_bits=0)),
         "fraction_bits of at least 1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 
+import numpy
 import pytest
 import torch
 
@@ -68,6 +69,11 @@ def test_draws_do_not_depend_on_the_ranks(pools):
             torch.testing.assert_close(value, total / 6, rtol=1e-12, atol=0)
 
 
+def test_numbers_of_clients_may_be_numpys():
+    found = sampling.per_client(lambda g: torch.rand(2, generator=g), numpy.array([3, 8]), seed=1)
+    assert torch.equal(found, sampling.per_client(lambda g: torch.rand(2, generator=g), [3, 8], seed=1))
+
+
 def test_seeds_depend_on_every_part():
     parts = [(1,), (2,), (1, 2), (2, 1), (12,), (1, "2"), ("1", 2), (1, 2, 0), (-1, 2)]
     seeds = [sampling.seed_of(*one) for one in parts]
@@ -78,6 +84,7 @@ def test_seeds_depend_on_every_part():
     "make, message",
     [
         (lambda: sampling.cohort(3, 4, seed=1, round=0), "a cohort of 4 of 3 clients"),
+        (lambda: sampling.cohort(3, 1.5, seed=1, round=0), "size=1.5, expected an integer"),
         (lambda: sampling.cohort(3, 0, seed=1, round=0), "a cohort of 0 of 3"),
         (lambda: sampling.participates([1], 1.5, seed=1, round=0), "rate=1.5"),
         (lambda: sampling.seed_of(0.5), "seed of 0.5, a float"),
