@@ -127,7 +127,7 @@ def _weighted(function: Callable, *arguments: Any) -> tuple[Tree, torch.Tensor]:
         raise InvalidArgument(
             f"map_reduce(reduce='weighted_mean') with a weight {got}, expected a real tensor []: of one client"
         )
-    check_floating(check_tensors(value, "map_reduce"), "map_reduce")
+    value = check_floating(check_tensors(value, "map_reduce"), "map_reduce")
     weight = weight if weight.is_floating_point() else weight.to(torch.get_default_dtype())
     return pytree.tree_map(lambda leaf: leaf * weight.to(leaf.dtype), value), weight
 

@@ -125,6 +125,7 @@ def reduce(metrics: Tree, *, mask: torch.Tensor | None = None, placement: str | 
     if mask is not None:
         clients = current(placement, "metrics.reduce")
         check_placed(metrics, clients, "metrics.reduce")
+        mask = torch.as_tensor(mask)
         if mask.dtype is not torch.bool or tuple(mask.shape) != (clients.num_local,):
             raise InvalidArgument(
                 f"metrics.reduce: mask of {mask.dtype} and shape {list(mask.shape)}, expected bools "

@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
-from bagua.federated.sampling import seed_of
+from bagua.federated.sampling import integer, seed_of
 
 Partition = list[torch.Tensor]
 Tree = Any  # a pytree of tensors
@@ -188,9 +188,8 @@ def _labels(labels: torch.Tensor) -> numpy.ndarray:
 
 
 def _check(num_examples: int, clients: int, allow_empty: bool, shards: int = 1) -> None:
-    for name, number in (("clients", clients), ("shards_per_client", shards)):
-        if not isinstance(number, int):
-            raise InvalidArgument(f"{name}={number!r}, expected an integer")
+    for name, number in (("num_examples", num_examples), ("clients", clients), ("shards_per_client", shards)):
+        integer(name, number)
     if clients < 1:
         raise InvalidArgument(f"clients={clients}, expected at least 1")
     if num_examples < 0:

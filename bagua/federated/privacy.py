@@ -25,7 +25,7 @@ from bagua.errors import InvalidArgument
 from bagua.federated.aggregators import Robust, SecureSum, Step, Sum, add_noise, clip, first_round, only_of
 from bagua.federated.operators import call
 from bagua.federated.placement import current
-from bagua.federated.sampling import seed_of
+from bagua.federated.sampling import integer, seed_of
 from bagua.federated.verbs import check_floating, check_placed
 
 Tree = Any  # a pytree of tensors
@@ -139,7 +139,8 @@ class PrivateMean:
         value = check_floating(check_placed(value, clients, "PrivateMean"), "PrivateMean")
         if mask is None:
             mask = torch.ones(clients.num_local, dtype=torch.bool)
-        elif mask.dtype is not torch.bool or tuple(mask.shape) != (clients.num_local,):
+        mask = torch.as_tensor(mask)
+        if mask.dtype is not torch.bool or tuple(mask.shape) != (clients.num_local,):
             raise InvalidArgument(
                 f"mask of {mask.dtype} and shape {list(mask.shape)}, expected bools [{clients.num_local}]"
             )
@@ -265,8 +266,7 @@ class _Accounting:
 
 def _check_accounting(rounds: int, cohort: int, population: int, delta: float) -> None:
     for name, number in (("rounds", rounds), ("cohort", cohort), ("population", population)):
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise InvalidArgument(f"{name}={number!r}, expected an integer")
+        integer(name, number)
     if rounds < 1:
         raise InvalidArgument(f"rounds={rounds!r}, expected at least 1")
     if not 1 <= cohort <= population:

@@ -11,6 +11,7 @@ import hashlib
 import operator
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -59,9 +60,7 @@ def cohort(population: int, size: int, *, seed: int, round: int) -> torch.Tensor
         >>> sorted(cohort(4, 4, seed=1, round=0).tolist())
         [0, 1, 2, 3]
     """
-    for name, number in (("population", population), ("size", size)):
-        if not isinstance(number, int):
-            raise InvalidArgument(f"{name}={number!r}, expected an integer")
+    population, size = integer("population", population), integer("size", size)
     if not 1 <= size <= population:
         raise InvalidArgument(f"a cohort of {size} of {population} clients, expected 1 to all of them")
     return torch.tensor(random.Random(seed_of(seed, "cohort", round)).sample(range(population), size))
@@ -120,3 +119,14 @@ def per_client(
 def numbers_of(clients: Iterable[int] | torch.Tensor) -> list[int]:
     """As Python's integers."""
     return clients.tolist() if isinstance(clients, torch.Tensor) else [operator.index(client) for client in clients]
+
+
+def integer(name: str, number: Any) -> int:
+    """As Python's integer, of NumPy's too.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    if isinstance(number, bool) or not hasattr(type(number), "__index__"):
+        raise InvalidArgument(f"{name}={number!r}, expected an integer")
+    return operator.index(number)

@@ -164,6 +164,7 @@ class Simulation:
         name: str = "federated",
         progress: bool | None = None,
     ) -> None:
+        population, cohort = sampling.integer("population", population), sampling.integer("cohort", cohort)
         if not 1 <= cohort <= population:
             raise InvalidArgument(f"a cohort of {cohort} of {population} clients, expected 1 to all of them")
         self.state = state
@@ -251,9 +252,9 @@ class Simulation:
         The file is there as a whole or not at all; one of the same name is replaced.
 
         Raises:
-            InvalidArgument: on all ranks, where the state is not the same on all, and on the others, where rank 0
-            cannot
-                write: it raises what the system says.
+            InvalidArgument: on all ranks, where the state is not the same on all, or has what ``load`` could not read,
+                such as a number of NumPy's; and on the others, where rank 0 cannot write: it raises what the system
+                says.
         """
         leaves, structure = pytree.tree_flatten(self.state)
         leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -328,9 +329,29 @@ def _number(name: str, value: Any) -> float:
         raise InvalidArgument(f"the figure {name!r} is {value!r}, expected a number or a tensor []") from error
 
 
+def _check_leaf(index: int, leaf: Any) -> None:
+    """That load can read it: what is saved and cannot be read is lost."""
+    try:
+        if isinstance(leaf, torch.Tensor):
+            is_good = leaf.layout is torch.strided
+        else:
+            written = io.BytesIO()
+            torch.save(leaf, written)
+            torch.load(io.BytesIO(written.getvalue()), weights_only=True)
+            is_good = True
+    except Exception:  # torch raises what pickle and its parsers do
+        is_good = False
+    if not is_good:
+        raise InvalidArgument(
+            f"leaf {index} of the state is {leaf!r}, a {type(leaf).__name__} that a checkpoint cannot hold, expected "
+            "dense tensors and Python's numbers: use torch.as_tensor, float or int"
+        )
+
+
 def _described(leaves: Sequence[Any]) -> dict[str, str]:
     described = {}
     for index, leaf in enumerate(leaves):
+        _check_leaf(index, leaf)
         if isinstance(leaf, torch.Tensor):
             flat = leaf.clone(memory_format=torch.contiguous_format).reshape(-1)
             data = flat.view(torch.uint8).numpy() if leaf.numel() else b""

@@ -88,7 +88,7 @@ def reduce_weighted_mean(
     verb = "reduce_weighted_mean"
     clients = current(placement, verb)
     leaves, structure = pytree.tree_flatten(check_floating(check_placed(value, clients, verb), verb))
-    weights = check_weights(weights, verb)
+    weights, mask = check_weights(weights, verb), None if mask is None else torch.as_tensor(mask)
     for what, vector in (("weights", weights), ("mask", mask)):
         if vector is not None and tuple(vector.shape) != (clients.num_local,):
             raise InvalidArgument(f"{verb}: {what} of shape {list(vector.shape)}, expected [{clients.num_local}]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy
 import pytest
 import torch
 
@@ -217,6 +218,30 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
     torch.save({"weights": torch.zeros(2)}, path) if content is None else path.write_bytes(content)
     with pytest.raises(InvalidArgument, match=rf"{path} is no checkpoint of a Simulation.*give a file that save wrote"):
         simulation().load(path)
+
+
+@pytest.mark.parametrize(
+    "leaf", [numpy.float64(1.5), numpy.ones(2), torch.eye(2).to_sparse()], ids=["number", "array", "sparse"]
+)
+def test_what_could_not_be_loaded_is_not_saved(tmp_path, leaf):
+    run = Simulation(lambda state, round: (state, {}), {"a": leaf}, population=3, cohort=2, seed=0)
+    with pytest.raises(
+        InvalidArgument, match="leaf 0 of the state is .* a checkpoint cannot hold, expected dense tens"
+    ):
+        run.run(1, checkpoint=tmp_path / "checkpoint")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_may_be_numpys(tmp_path):
+    def make():
+        sizes = {"population": numpy.int64(9), "cohort": numpy.int32(2)}
+        return Simulation(lambda state, round: (state + 1, {}), 0, seed=0, **sizes)
+
+    run = make()
+    run.run(2, checkpoint=tmp_path / "checkpoint")
+    other = make()
+    other.load(tmp_path / "checkpoint")
+    assert (other.round, other.state) == (2, 2)
 
 
 def test_draws_for_another_use_are_others():

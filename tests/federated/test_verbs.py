@@ -609,6 +609,10 @@ MISTAKES = {
         lambda x, y: federated.map_reduce(lambda y: y.sum(), y, reduce="weighted_mean"),
         "returns a Tensor, expected a pair: a value and its weight",
     ),
+    "a value that is no floating one": (
+        lambda x, y: federated.map_reduce(lambda y: (3, y.sum()), y, reduce="weighted_mean"),
+        "map_reduce of torch.int64",
+    ),
     "no weight of a client": (
         lambda x, y: federated.map_reduce(lambda y: (y, y), y, reduce="weighted_mean"),
         r"with a weight torch.float32 \[2\], expected a real tensor \[\]",
