@@ -115,17 +115,20 @@ def clip(
         leaves, structure = pytree.tree_flatten(value)
         is_finite = torch.ones((), dtype=torch.bool)
         if is_bounded:
-            is_finite = torch.stack([leaf.isfinite().all() for leaf in leaves]).all()
-            leaves = [torch.where(is_finite, leaf, torch.zeros_like(leaf)) for leaf in leaves]
+            is_finite = sum((leaf.detach() * 0).sum().abs() for leaf in leaves) == 0  # or NaN
+            leaves = [torch.where(is_finite, leaf, torch.zeros((), dtype=leaf.dtype)) for leaf in leaves]
         length = _norm(leaves)
         bound = torch.ones_like(length) * bound
         bound = torch.where(bound < 0, torch.zeros_like(bound), bound)  # or values would change their signs
-        is_within = length <= bound
-        one = torch.ones_like(length)
+        is_within, one = length <= bound, torch.ones_like(length)
         factor = torch.where(is_within, one, bound / torch.where(is_within, one, length))
-        # In float64, for the factor may be below what float16 and float32 can tell from 0.
-        wide = [leaf.to(torch.promote_types(leaf.dtype, torch.float64)) for leaf in leaves]
-        clipped = [(w * factor).to(leaf.dtype) for w, leaf in zip(wide, leaves, strict=True)]
+        # Times its root, twice: a factor may be below what float32 has, which has its root.
+        is_zero = factor == 0
+        root = torch.where(is_zero, factor, torch.where(is_zero, one, factor).sqrt())
+        clipped = []
+        for leaf in leaves:
+            wide = torch.promote_types(leaf.dtype, torch.float32)
+            clipped.append((leaf.to(wide) * root.to(wide) * root.to(wide)).to(leaf.dtype))
         return pytree.tree_unflatten(clipped, structure), is_within & is_finite
 
     bounds = (broadcast(norm, placement=clients.name),) if isinstance(norm, torch.Tensor) else ()
@@ -135,12 +138,13 @@ def clip(
 def _norm(leaves: list[torch.Tensor]) -> torch.Tensor:
     """The L2 norm of all together, float64 ``[]``; its derivative at 0 is 0."""
     # In float64: squares of float16 and float32 overflow where the values do not.
-    magnitudes = [leaf.abs().double() for leaf in leaves]
+    values = [(leaf.abs() if leaf.is_complex() else leaf).double() for leaf in leaves]
     scale = torch.ones((), dtype=torch.float64)
     if any(leaf.dtype in (torch.float64, torch.complex128) and leaf.numel() for leaf in leaves):
-        largest = torch.stack([one.detach().amax() for one in magnitudes if one.numel()]).amax()
+        largest = torch.stack([one.detach().abs().amax() for one in values if one.numel()]).amax()
         scale = torch.where(largest.isfinite() & (largest > 0), largest, scale)
-    square = sum((one / scale).square().sum() for one in magnitudes)
+        values = [one / scale for one in values]
+    square = sum(one.square().sum() for one in values)
     is_zero = square == 0
     root = torch.where(is_zero, square, torch.where(is_zero, torch.ones_like(square), square).sqrt())
     return root * scale

@@ -226,7 +226,7 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
 def test_what_could_not_be_loaded_is_not_saved(tmp_path, leaf):
     run = Simulation(lambda state, round: (state, {}), {"a": leaf}, population=3, cohort=2, seed=0)
     with pytest.raises(
-        InvalidArgument, match="leaf 0 of the state is .* a checkpoint cannot hold, expected dense tens"
+        InvalidArgument, match="(?s)leaf 0 of the state is .* a checkpoint cannot hold, expected dense tens"
     ):
         run.run(1, checkpoint=tmp_path / "checkpoint")
     assert list(tmp_path.iterdir()) == []
