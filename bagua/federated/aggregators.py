@@ -122,13 +122,12 @@ def clip(
         bound = torch.where(bound < 0, torch.zeros_like(bound), bound)  # or values would change their signs
         is_within, one = length <= bound, torch.ones_like(length)
         factor = torch.where(is_within, one, bound / torch.where(is_within, one, length))
-        # Times its root, twice: a factor may be below what float32 has, which has its root.
-        is_zero = factor == 0
-        root = torch.where(is_zero, factor, torch.where(is_zero, one, factor).sqrt())
+        power = torch.where(factor < 2.0**-126, 2.0**-126 * one, one)  # or float32 would have no such factor
+        factor = factor / power
         clipped = []
         for leaf in leaves:
             wide = torch.promote_types(leaf.dtype, torch.float32)
-            clipped.append((leaf.to(wide) * root.to(wide) * root.to(wide)).to(leaf.dtype))
+            clipped.append((leaf.to(wide) * power.to(wide) * factor.to(wide)).to(leaf.dtype))
         return pytree.tree_unflatten(clipped, structure), is_within & is_finite
 
     bounds = (broadcast(norm, placement=clients.name),) if isinstance(norm, torch.Tensor) else ()
