@@ -51,7 +51,7 @@ _is_wrapped = _functorch.is_functorch_wrapped_tensor
 
 
 @torch.compiler.assume_constant_result
-def _current_level() -> int:
+def current_level() -> int:
     """Of torch.func's transforms; 0 outside of them. torch.compile runs this, too, under those that it traces."""
     return _functorch.maybe_current_level() or 0
 
@@ -68,7 +68,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._verb = verb
         self._is_node = verb == "map_reduce"  # which computes below the transforms around it
-        self._level = _current_level()
+        self._level = current_level()
         for tensor in pytree.tree_leaves(arguments):
             if isinstance(tensor, torch.Tensor):
                 setattr(tensor, _MARK, self._level)
@@ -200,7 +200,7 @@ def _nothing(value: torch.Tensor, level: int, shape: Sequence[int], verb: str) -
 
 def _check_here(keyset: Any, value: torch.Tensor, level: int, shape: Sequence[int], verb: str) -> torch.Tensor:
     """At one level: those above the client function's are the function's own."""
-    if value.requires_grad and torch.is_grad_enabled() and _current_level() <= level:
+    if value.requires_grad and torch.is_grad_enabled() and current_level() <= level:
         raise InvalidArgument(
             f"the client function uses a tensor of shape {list(shape)} from around it{_place_of_use()}, and a gradient "
             f"leads to it: its derivative would be wrong. Pass federated.broadcast(tensor) to {verb} as an argument, "
@@ -214,7 +214,7 @@ def _check_batched(
     info: Any, in_dims: tuple, value: torch.Tensor, level: int, shape: Sequence[int], verb: str
 ) -> tuple[torch.Tensor, None]:
     """What is another for every client is from inside; batches of programs and of the function itself say nothing."""
-    if _current_level() == level:
+    if current_level() == level:
         return value.new_empty(0), None
     return _check_constant(value, level, shape, verb), None
 

@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
+from bagua.federated.closures import current_level
 from bagua.federated.operators import call
 from bagua.federated.placement import current
 from bagua.federated.traced import tracing
@@ -55,7 +57,7 @@ def map_reduce(
     and federated.trace it is the two verbs.
 
     Args:
-        function: as of ``map_fn``; it is called once more, for one client, to see what it returns.
+        function: as of ``map_fn``; where the result is differentiated it is called once more, for one client.
         arguments: as of ``map_fn``.
         reduce: "mean", "sum", or "weighted_mean" of a function that returns a pair: a value, and its weight ``[]``;
             that is ``reduce_weighted_mean`` of the two.
@@ -96,21 +98,32 @@ def map_reduce(
     is_shared = tuple(value is not None for value in shared)
     of_one = functools.partial(_flat, function, clients, structure)
 
-    # One client, outside of the node: whoever takes tensors from around the function is found where they come from.
-    probe = [x if is_one else first_or_zeros(x) for x, is_one in zip(inputs, is_shared, strict=True)]
     dims = tuple(None if is_one else 0 for is_one in is_shared)
     seen: list[Any] = []
-    results = torch.func.vmap(functools.partial(of_one, seen), dims, randomness="same")(*probe)
-    (out_structure,) = seen
     check = check_floating if reduce == "mean" else check_no_bools
-    check(pytree.tree_unflatten(list(results), out_structure), verb)
 
     def of_chunk(*chunk: torch.Tensor) -> Tensors:
-        mapped = torch.func.vmap(functools.partial(of_one, None), dims, randomness=randomness)(*chunk)
+        mapped = torch.func.vmap(functools.partial(of_one, seen), dims, randomness=randomness)(*chunk)
         return tuple(leaf.sum(0, dtype=leaf.dtype) for leaf in mapped)
 
-    node = Node(of_chunk, is_shared, (True,) * len(results), chunk_size, clients.num_local)
-    return pytree.tree_unflatten(across(verb, node(*inputs), clients), out_structure)
+    node = Node(of_chunk, is_shared, None, chunk_size, clients.num_local)
+    if _is_differentiated(inputs):
+        # One client, outside of the node: whoever takes tensors from around the function is found where they come from.
+        probe = [x if is_one else first_or_zeros(x) for x, is_one in zip(inputs, is_shared, strict=True)]
+        results = torch.func.vmap(functools.partial(of_one, seen), dims, randomness="same")(*probe)
+        check(pytree.tree_unflatten(list(results), seen[0]), verb)
+        results = node._replace(is_sum=(True,) * len(results))(*inputs)
+    else:
+        results = node.compute(inputs)
+        check(pytree.tree_unflatten(list(results), seen[0]), verb)
+    return pytree.tree_unflatten(across(verb, results, clients), seen[0])
+
+
+def _is_differentiated(inputs: Sequence[torch.Tensor]) -> bool:
+    """Or may be: under any transform, and in forward mode, it is taken to be."""
+    if current_level() or forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def _weighted(function: Callable, *arguments: Any) -> tuple[Tree, torch.Tensor]:
@@ -132,7 +145,7 @@ def _weighted(function: Callable, *arguments: Any) -> tuple[Tree, torch.Tensor]:
     return pytree.tree_map(lambda leaf: leaf * weight.to(leaf.dtype), value), weight
 
 
-def _flat(function: Callable, clients: Any, structure: Any, seen: list | None, *leaves: torch.Tensor) -> Tensors:
+def _flat(function: Callable, clients: Any, structure: Any, seen: list, *leaves: torch.Tensor) -> Tensors:
     """The client function from leaves to leaves; the structure of what it returns goes into `seen`.
 
     What follows the leaves of its arguments is there for its axis only.
@@ -141,8 +154,7 @@ def _flat(function: Callable, clients: Any, structure: Any, seen: list | None, *
         function, clients, "map_reduce", *pytree.tree_unflatten(list(leaves[: structure.num_leaves]), structure)
     )
     flat, out_structure = pytree.tree_flatten(result)
-    if seen is not None:
-        seen.append(out_structure)
+    seen[:] = [out_structure]
     return tuple(flat)
 
 
@@ -157,14 +169,14 @@ class Node(NamedTuple):
     Attributes:
         of_chunk: the function of a chunk of them: shared and placed inputs to sums and placed outputs.
         is_shared: by input.
-        is_sum: by output; the others are placed.
+        is_sum: by output; the others are placed. None: all of them are.
         chunk_size: None for all clients at once.
         num_clients: on this rank.
     """
 
     of_chunk: Callable[..., Tensors]
     is_shared: tuple[bool, ...]
-    is_sum: tuple[bool, ...]
+    is_sum: tuple[bool, ...] | None
     chunk_size: int | None
     num_clients: int
 
@@ -176,19 +188,24 @@ class Node(NamedTuple):
         if not self.num_clients:
             # What one client of zeros would give, less its values: of the structure that the other ranks have.
             results = self.of_chunk(*self._part(inputs, first_or_zeros))
-            return tuple(torch.zeros_like(x) if one else x[:0] for x, one in zip(results, self.is_sum, strict=True))
-        sums: list[torch.Tensor | None] = [None] * len(self.is_sum)
-        placed: list[list[torch.Tensor]] = [[] for _ in self.is_sum]
+            return tuple(torch.zeros_like(x) if one else x[:0] for x, one in self._with_kind(results))
+        totals: list[Any] = []
         step = self.chunk_size or self.num_clients
         for begin in range(0, self.num_clients, step):
             chunk = self._part(inputs, lambda x, begin=begin: x[begin : begin + step])
-            for place, result in enumerate(self.of_chunk(*chunk)):
-                if not self.is_sum[place]:
-                    placed[place].append(result)
+            for place, (result, is_sum) in enumerate(self._with_kind(self.of_chunk(*chunk))):
+                if not begin:
+                    totals.append(result if is_sum else [result])
+                elif is_sum:
+                    totals[place] = totals[place] + result
                 else:
-                    sums[place] = result if sums[place] is None else sums[place] + result
+                    totals[place].append(result)
         # Of its own memory: forward mode writes into tangents, and those of what nothing moves are expanded zeros.
-        return tuple(sums[i].contiguous() if self.is_sum[i] else torch.cat(placed[i]) for i in range(len(sums)))
+        return tuple(total.contiguous() if is_sum else torch.cat(total) for total, is_sum in self._with_kind(totals))
+
+    def _with_kind(self, results: Sequence[Any]) -> list[tuple[Any, bool]]:
+        """Beside each of the outputs, whether it is a sum."""
+        return [(x, self.is_sum is None or self.is_sum[place]) for place, x in enumerate(results)]
 
     def _part(self, inputs: Sequence[torch.Tensor], part_of: Callable) -> list[torch.Tensor]:
         return [x if one else part_of(x) for x, one in zip(inputs, self.is_shared, strict=True)]
