@@ -50,6 +50,9 @@ class Spec(NamedTuple):
     def empty(self) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
+    def zeros(self) -> torch.Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
 
 @dataclass(frozen=True)
 class ClientFunction:
@@ -274,6 +277,7 @@ class _Verb(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.name, ctx.key = inputs[:2]
         ctx.dtypes = [value.dtype for value in inputs[2:]]
+        ctx.results = [Spec.of(result) for result in output]
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -290,7 +294,9 @@ class _Verb(torch.autograd.Function):
     def jvp(ctx: Any, _name: None, _key: None, *tangents: torch.Tensor | None) -> tuple:
         moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
         values = [tangents[i].to(ctx.dtypes[i]) for i in moving]
-        return _fill(moving, call(ctx.name, values, ctx.key), len(tangents))
+        results = _fill(moving, call(ctx.name, values, ctx.key), len(tangents))
+        # torch wants all or none.
+        return tuple(s.zeros() if x is None else x for x, s in zip(results, ctx.results, strict=True))
 
     @staticmethod
     def vmap(info: Any, dims: tuple, name: str, key: str, *values: torch.Tensor) -> tuple:
@@ -340,6 +346,8 @@ class _Map(torch.autograd.Function):
         base, values = _function_of(ctx.key), ctx.saved_tensors
         floating = tuple(i for i, spec in enumerate(base.outputs) if _has_tangents(spec.dtype))
         moving = tuple(i for i, x in enumerate(values) if tangents[i] is not None and _has_tangents(x.dtype))
+        if not floating or not moving:
+            return (None,) * len(base.outputs)
 
         def push(*parts: torch.Tensor) -> tuple:
             inputs, pushed = list(parts[: len(values)]), parts[len(values) :]

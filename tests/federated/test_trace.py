@@ -68,6 +68,15 @@ def within(x, y):
     return federated.reduce_mean(federated.map_fn(of_sensors, (federated.broadcast(x), y)))
 
 
+@federated.program(clients=3)
+def partly_moving(x, y):
+    """Of a reduction and of a broadcast only some values have tangents; integers become floating outside of a map."""
+    near = federated.map_fn(lambda x, y: (x * y > 0).long(), (federated.broadcast(x), y))
+    means = federated.broadcast(federated.reduce_mean([federated.broadcast(x) * y, y + 1, near.to(y.dtype)]))
+    mapped = federated.map_fn(lambda a, b, c, y: (a * b * y).sin() * c, (*means, y))
+    return federated.reduce_sum(mapped)
+
+
 def loss_of(parameters, images, labels):
     hidden = torch.relu(images @ parameters["w"] + parameters["b"])
     return F.cross_entropy(hidden @ parameters["out"], labels)
@@ -117,10 +126,14 @@ FUNCTIONS = {  # with the verbs that are left when dead ones are gone
     "within": (within, [BROADCAST, MEAN]),
     "gradient of within": (grad(within), [BROADCAST, BROADCAST, SUM]),
     "tangent of within": (lambda x, y: jvp(lambda x: within(x, y), (x,), (X,)), None),
+    "tangent of some": (lambda x, y: jvp(lambda x: partly_moving(x, y), (x,), (X,)), None),
 }
 
 
-FAST = ("value", "gradient", "Hessian", "gradient of weighted", "outside of maps", "of constants", "within")
+FAST = (
+    "value", "gradient", "Hessian", "gradient of weighted", "outside of maps", "of constants", "within",
+    "tangent of some",
+)  # fmt: skip
 
 
 @functools.cache
