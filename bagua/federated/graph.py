@@ -333,6 +333,8 @@ def refusal(operator: Any) -> str:
     schema = operator._schema
     if schema.is_mutable:
         return "which writes into its arguments"
+    if target == "aten._local_scalar_dense.default":
+        return "which makes a number of a tensor, such as by .item(), and only shapes are known: keep it a tensor"
     if not schema.returns or any(str(one.type) not in ("Tensor", "List[Tensor]") for one in schema.returns):
         return "which gives something else than tensors"
     names = {argument.name for argument in schema.arguments}

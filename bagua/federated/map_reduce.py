@@ -26,6 +26,7 @@ from bagua.federated.verbs import (
     across,
     check_floating,
     check_no_bools,
+    check_options,
     check_placed,
     check_tensors,
     divided,
@@ -74,8 +75,7 @@ def map_reduce(
     """
     if reduce not in ("mean", "sum", "weighted_mean"):
         raise InvalidArgument(f"reduce={reduce!r}, expected 'mean', 'sum' or 'weighted_mean'")
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-        raise InvalidArgument(f"chunk_size={chunk_size!r}, expected None or an integer of at least 1")
+    check_options(chunk_size, randomness)
     if reduce == "weighted_mean":
         clients = current(placement, "map_reduce")
         options = {"chunk_size": chunk_size, "randomness": randomness, "placement": placement}

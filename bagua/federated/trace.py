@@ -331,6 +331,12 @@ class _Conversion:
         return result
 
     def _constant(self, node: fx.Node, tensor: torch.Tensor) -> Value:
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgument(
+                f"the traced function uses a {type(tensor).__name__}, which a graph cannot keep{_line_of(node)}: draw "
+                "outside of it, such as with federated.sampling.per_client, and make the numbers an argument; or "
+                "without a generator, after torch.manual_seed"
+            )
         title = f"constant_{len(self._constants)}"
         self._constants[title] = tensor.detach()
         result = self._value(title, tensor, None, None, True)

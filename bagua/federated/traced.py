@@ -18,14 +18,20 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import fx
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from bagua.errors import InternalError, InvalidArgument
 from bagua.federated.placement import Placement, placement_of, trace_in_force
@@ -99,6 +105,12 @@ class Trace:
         self, name: str, function: Callable[..., Tensors], inputs: Sequence[Spec], randomness: str, placement: str
     ) -> ClientFunction:
         module = graph_of_one(function, inputs)
+        drawn = [node for node in module.graph.nodes if is_drawn(node)]
+        if drawn and randomness == "error":
+            raise InvalidArgument(
+                f"the client function {name} draws random numbers ({drawn[0].target}): say map_fn(randomness="
+                '"different") for others at each client, or "same"'
+            )
         (results,) = next(node for node in module.graph.nodes if node.op == "output").args
         outputs = tuple(Spec.of(result.meta["val"]) for result in results)
         key = f"{len(self.client_functions)}"
@@ -161,17 +173,44 @@ def graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequence
 
 def _graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor]) -> fx.GraphModule:
     make = functools.partial(make_fx, tracing_mode="fake", _allow_non_fake_inputs=True)
-    first = _without_dead_nodes(make(lambda *xs: tuple(function(*xs)))(*examples))
+    try:
+        first = _without_dead_nodes(make(lambda *xs: tuple(function(*xs)))(*examples))
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
+        _refuse_values(str(getattr(error, "func", "a branch")))
+    for node in first.graph.nodes:
+        if isinstance(like := node.meta.get("val"), torch.Tensor) and not all(isinstance(d, int) for d in like.shape):
+            _refuse_values(str(node.target))
+        if node.target is torch.ops.aten._embedding_bag_forward_only.default:  # which has no derivative
+            node.target = torch.ops.aten._embedding_bag.default
+        if _writes(node) and getattr(node.args[0], "op", "") in ("get_attr", "placeholder"):
+            _refuse_write(node)
     # In a second pass, since torch cannot make functions of torch.autograd functional.
     pure = torch.func.functionalize(lambda *xs: fx.Interpreter(first).run(*xs), remove="mutations")
     module = _without_dead_nodes(make(pure)(*examples))
     for node in module.graph.nodes:
-        if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
-            raise InvalidArgument(
-                f"the traced function writes into a tensor that it is given or takes from around it ({node.target} of "
-                f"shape {list(node.args[0].meta['val'].shape)}): return new values instead"
-            )
+        if _writes(node):
+            _refuse_write(node)
     return module
+
+
+def _refuse_values(what: str) -> NoReturn:
+    raise InvalidArgument(
+        f"the traced function runs {what}, for which a tensor's values must be known, and only shapes are: use "
+        "torch.where instead of a branch or of indices by a mask, and tensors instead of .item()"
+    ) from None
+
+
+def _writes(node: fx.Node) -> bool:
+    return getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+
+
+def _refuse_write(node: fx.Node) -> NoReturn:
+    tensor = getattr(node.args[0], "meta", {}).get("val")
+    shape = f" of shape {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else ""
+    raise InvalidArgument(
+        f"the traced function writes into a tensor that it is given or takes from around it ({node.target}{shape}), "
+        "such as the running statistics of a module: clone it first, and return new values instead"
+    )
 
 
 def graph_of_one(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[Spec]) -> fx.GraphModule:
@@ -195,8 +234,7 @@ def graph_of_one(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequen
 
 def _without_dead_nodes(module: fx.GraphModule) -> fx.GraphModule:
     for node in reversed(list(module.graph.nodes)):
-        is_mutable = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-        if node.op in ("call_function", "get_attr") and not node.users and not is_mutable:
+        if node.op in ("call_function", "get_attr") and not node.users and not _writes(node):
             module.graph.erase_node(node)
     module.recompile()
     return module

@@ -140,9 +140,12 @@ def map_fn(
             communicates with ranks that hold other clients, or steps an optimizer of torch.optim, whose gradients are
             not there under torch.func.
     """
+    check_options(chunk_size, randomness)
     clients = current(placement, "map_fn")
     arguments = check_placed(arguments, clients, "map_fn")
     splatted = splat(arguments)
+    if not pytree.tree_leaves(splatted):
+        raise InvalidArgument("map_fn over no tensors: give the client function an argument")
     if trace := tracing():
         return _trace_map(trace, function, splatted, clients, randomness)
     of_one = functools.partial(run_client, function, clients, "map_fn")
@@ -163,8 +166,6 @@ def splat(arguments: Tree) -> tuple:
 def _trace_map(trace: Trace, function: Callable, arguments: tuple, clients: Placement, randomness: str) -> Tree:
     """map_fn while federated.trace runs: one operator over this rank's clients."""
     leaves, structure = pytree.tree_flatten(arguments)
-    if not leaves:
-        raise InvalidArgument("map_fn over no tensors: give the client function an argument")
     structures: list[Any] = []
 
     def of_one(*values: torch.Tensor) -> list[torch.Tensor]:
@@ -179,9 +180,31 @@ def _trace_map(trace: Trace, function: Callable, arguments: tuple, clients: Plac
     return pytree.tree_unflatten(traced_call("map", leaves, made.key), structures[0])
 
 
+# What torch says of client functions under vmap.
+_EXPLAINED = {
+    "called random operation while in randomness error mode": (
+        'draws random numbers: say randomness="different" for others at each client, or "same"'
+    ),
+    "more than one element of the written-to tensor refers to": (
+        "writes into what was broadcast, whose memory the clients share, such as the running statistics of a module: "
+        "clone it first, and return new values"
+    ),
+    "Batching rule not implemented": (
+        "runs what torch cannot batch, such as a recurrent layer: write it in other operators, or call the graph of "
+        "federated.trace, which takes such layers apart"
+    ),
+}
+
+
 def run_client(function: Callable, clients: Placement, verb: str, *arguments: Any) -> Any:
     with watch(verb, arguments):
-        result = run_in(Frame(clients, is_mapping=True), function, arguments, {})
+        try:
+            result = run_in(Frame(clients, is_mapping=True), function, arguments, {})
+        except RuntimeError as error:
+            why = next((text for said, text in _EXPLAINED.items() if said in str(error)), None)
+            if why is None:
+                raise
+            raise InvalidArgument(f"the client function of {verb} {why}. torch says: {error}") from error
     for path, leaf in pytree.tree_flatten_with_path(result)[0]:
         if not isinstance(leaf, torch.Tensor):
             raise InvalidArgument(
@@ -210,6 +233,13 @@ def shared_of(leaf: torch.Tensor, clients: Placement) -> torch.Tensor | None:
 
 
 # ---- checks
+
+
+def check_options(chunk_size: Any, randomness: Any) -> None:
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise InvalidArgument(f"chunk_size={chunk_size!r}, expected None or an integer of at least 1")
+    if randomness not in ("error", "different", "same"):
+        raise InvalidArgument(f"randomness={randomness!r}, expected 'error', 'different' or 'same'")
 
 
 def _reduce(verb: str, value: Tree, clients: Placement) -> Tree:

@@ -210,9 +210,15 @@ class Attention(torch.nn.Module):
         return self.out(self.layer(self.embedding(tokens)).mean(1))
 
 
+class Bag(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.EmbeddingBag(7, 8), torch.nn.Linear(8, 3))
+
+
 MODELS = {
     "convolutions": (Convolutions, lambda: torch.randn(3, 5, 1, 4, 4)),
     "attention": (Attention, lambda: torch.randint(0, 7, (3, 5, 4))),
+    "bag": (Bag, lambda: torch.randint(0, 7, (3, 5, 4))),
 }
 
 
@@ -246,6 +252,31 @@ def test_models_of_modules(name):
         torch.testing.assert_close(graph(parameters, inputs, labels), expected)
         found = federated.run_on(federated.IsolatedClients(clients), graph, parameters=parameters)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.slow("test_a_graph_is_the_program")
+@pytest.mark.parametrize("make", [torch.nn.GRU, torch.nn.LSTM])
+def test_recurrent_networks_are_taken_apart(make):
+    """torch cannot batch them, so the oracle is a loop."""
+    torch.manual_seed(0)
+    model, y = make(4, 3, batch_first=True), torch.randn(3, 5, 2, 4)
+    parameters = {key: value.detach() for key, value in model.named_parameters()}
+
+    def of_client(parameters, y):
+        return functional_call(model, parameters, (y,))[0].square().mean()
+
+    def loss(parameters, y):
+        return federated.reduce_mean(federated.map_fn(of_client, (federated.broadcast(parameters), y)))
+
+    def in_a_loop(parameters, y):
+        return sum(of_client(parameters, one) for one in y) / 3
+
+    program = federated.program(loss, clients=3)
+    with pytest.raises(InvalidArgument, match=r"torch cannot batch, .* graph of federated.trace"):
+        program(parameters, y)
+    expected = grad(in_a_loop)(parameters, y)
+    torch.testing.assert_close(federated.trace(grad(program), parameters, y)(parameters, y), expected)
+    torch.testing.assert_close(grad(federated.trace(program, parameters, y))(parameters, y), expected)
 
 
 def test_the_client_function_is_one_unbatched_node():
@@ -454,9 +485,44 @@ def test_derivatives_of_random_client_functions_are_refused():
             federated.trace(derivative, X)
 
 
-def test_a_client_function_that_writes_into_its_argument_is_refused():
-    with pytest.raises(InvalidArgument, match="writes into a tensor .*copy_.* of shape \\[2\\]"):
-        trace_of(lambda y: federated.reduce_sum(federated.map_fn(lambda y: y.add_(1), (y,))), Y.clone())
+UNKNOWN = {  # what a trace cannot keep
+    "a write": (lambda y: y.add_(1), "writes into a tensor .*add_.* of shape \\[2\\]"),
+    "a write into a part": (lambda y: y[..., 0].add_(1), "writes into a tensor .*copy_.* of shape \\[2\\]"),
+    "a write into a constant": (lambda y: Y.add_(1), "writes into a tensor .*add_.* of shape \\[3, 2\\]"),
+    "random numbers": (lambda y: y + torch.rand(2), r"draws random numbers \(aten.rand.default\): say map_fn"),
+}
+UNKNOWN_ANYWHERE = {  # of client functions and of the server
+    "a generator": (
+        lambda y: y + torch.randn(2, generator=torch.Generator()),
+        "uses a Generator, which a graph cannot keep.*sampling.per_client",
+    ),
+    "a number": (lambda y: y * y.sum().item(), "values must be known|keep it a tensor"),
+    "a mask": (lambda y: y[y > 0].sum(), "runs aten.(nonzero|index).*, for which a tensor's values must be known"),
+    "a branch": (lambda y: y if y.sum() > 0 else -y, "values must be known.* use torch.where"),
+}
+
+
+@pytest.mark.parametrize("what", [*UNKNOWN, *UNKNOWN_ANYWHERE])
+def test_what_a_trace_does_not_know_is_refused(what):
+    function, message = {**UNKNOWN, **UNKNOWN_ANYWHERE}[what]
+    randomness = "different" if what == "a generator" else "error"
+    with pytest.raises(InvalidArgument, match=message):
+        trace_of(lambda y: federated.reduce_sum(federated.map_fn(function, (y,), randomness=randomness)), Y.clone())
+
+
+@fast_in("what", ["a generator", "a number", "a mask"], list(UNKNOWN_ANYWHERE))
+def test_what_a_trace_does_not_know_of_the_server_is_refused(what):
+    function, message = UNKNOWN_ANYWHERE[what]
+    with pytest.raises(InvalidArgument, match=message):
+        trace_of(lambda y: function(federated.reduce_sum(y)), Y.clone())
+
+
+def test_client_functions_draw_where_it_is_said():
+    def drawn(y):
+        return federated.reduce_sum(federated.map_fn(lambda y: y + torch.rand(2), (y,), randomness="different"))
+
+    torch.manual_seed(0)
+    assert not torch.equal(trace_of(drawn, Y)(Y), Y.sum(0))
 
 
 @pytest.mark.parametrize(

@@ -592,6 +592,19 @@ MISTAKES = {
         lambda x, y: federated.reduce_weighted_mean(y, x, mask=x),
         "mask of torch.float32, expected torch.bool",
     ),
+    "complex weights": (lambda x, y: federated.reduce_weighted_mean(y, x * 1j), "weights of torch.complex64"),
+    "no arguments": (lambda x, y: federated.map_fn(lambda: x, ()), "map_fn over no tensors"),
+    "another randomness": (
+        lambda x, y: federated.map_fn(torch.sin, y, randomness="some"),
+        "randomness='some', expected",
+    ),
+    "no clients at a time": (lambda x, y: federated.map_fn(torch.sin, y, chunk_size=0), "chunk_size=0, expected"),
+    "random numbers": (lambda x, y: federated.map_fn(torch.rand_like, y), 'draws random numbers: say randomness="dif'),
+    "random numbers in a node": (lambda x, y: federated.map_reduce(torch.rand_like, y), "draws random numbers: say"),
+    "writes": (
+        lambda x, y: federated.map_fn(lambda x: x.add_(1), federated.broadcast(x)),
+        "writes into what was broadcast, .* clone it first",
+    ),
     "verbs at a client": (
         lambda x, y: federated.map_fn(lambda y: federated.reduce_sum(y), y),
         "reduce_sum inside a client function",
