@@ -43,12 +43,14 @@ def sum_over_ranks(placement: Placement, values: Sequence[torch.Tensor], verb: s
 
 def _sum_one_dtype(placement: Placement, values: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     real = [torch.view_as_real(value) if dtype.is_complex else value for value in values]
+    if dtype is torch.int16:  # which is not sent
+        real = [value.to(torch.int32) for value in real]
     buffer = placement.memory(sum(value.numel() for value in real), real[0].dtype)
     parts = [part.view(value.shape) for part, value in zip(buffer.split([v.numel() for v in real]), real, strict=True)]
     for part, value in zip(parts, real, strict=True):
         part.copy_(value)
     placement.group.all_reduce(buffer, blocking=True, label=placement.name).wait()
-    return [torch.view_as_complex(part.clone()) if dtype.is_complex else part.clone() for part in parts]
+    return [torch.view_as_complex(part.clone()) if dtype.is_complex else part.to(dtype, copy=True) for part in parts]
 
 
 def agree(placement: Placement, values: Sequence[torch.Tensor], verb: str) -> None:

@@ -295,6 +295,31 @@ def test_a_reduction_is_one_collective(pool2):
         assert counts == expected
 
 
+KINDS = [
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+]  # fmt: skip
+
+
+def of_every_kind(rank, world_size):
+    values = torch.arange(10.0).reshape(5, 2)
+    mine = values.split([4, 1])[rank]
+    with process_group():
+        for reduce in (
+            federated.reduce_sum,
+            lambda tree: federated.map_reduce(lambda tree: tree, (tree,), reduce="sum", chunk_size=2),
+        ):
+            program = federated.program(lambda tree, reduce=reduce: reduce(tree), clients=5, num_local=[4, 1])
+            found = program({kind: mine.to(kind) for kind in KINDS} | {"numbers": mine[:, 0].short()})
+            assert torch.equal(found.pop("numbers"), torch.tensor(20, dtype=torch.int16))
+            for kind, total in found.items():
+                assert torch.equal(total, torch.tensor([20, 25]).to(kind)), kind
+
+
+def test_sums_are_of_every_kind_of_number(pool2):
+    pool2.run(of_every_kind)
+
+
 # ---- weighted means
 
 
