@@ -140,6 +140,15 @@ class Watch(TorchFunctionMode):
             tensor = _functorch.get_unwrapped(tensor)
 
 
+def _embedding(input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any):
+    """torch's, but for the row of `padding_idx`, which is a constant: under vmap, torch 2.13 gives it a gradient."""
+    rows = torch.nn.functional.embedding(input, weight, None, *args, **kwargs)
+    if padding_idx is None:
+        return rows
+    is_padding = (input == padding_idx % weight.shape[0]).unsqueeze(-1)
+    return torch.where(is_padding, rows.detach(), rows)
+
+
 class TraceWatch(Watch):
     """Objects to every value of the trace that the client function is not given, and to tensors that require gradients.
 

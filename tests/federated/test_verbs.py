@@ -447,6 +447,29 @@ def test_who_does_not_take_part_does_not_count():
     assert torch.isfinite(grad(program, 1)(x, w, mask)).all()
 
 
+# ---- where torch's batched derivatives are wrong
+
+
+@pytest.mark.parametrize("padding_idx", [None, 2, -3])
+def test_rows_of_padding_have_no_gradient(padding_idx):
+    """They would have one under vmap; in torch's loops they have tangents, so the oracle is reverse mode alone."""
+    torch.manual_seed(0)
+    rows, indices = torch.randn(5, 2, dtype=torch.float64), torch.tensor([[0, 2, 2], [1, 4, 2], [3, 3, 0]])
+
+    def of_client(rows, indices):
+        return (torch.nn.functional.embedding(indices, rows, padding_idx).cumsum(0) ** 2).sum()
+
+    def body(rows):
+        return federated.reduce_sum(federated.map_fn(of_client, (federated.broadcast(rows), indices)))
+
+    def in_a_loop(rows):
+        return sum(of_client(rows, one) for one in indices)
+
+    program = federated.program(body, clients=3)
+    torch.testing.assert_close(grad(program)(rows), grad(in_a_loop)(rows))
+    torch.testing.assert_close(hessian(program)(rows), jacrev(grad(in_a_loop))(rows))
+
+
 # ---- torch.compile
 
 
