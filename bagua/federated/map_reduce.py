@@ -4,6 +4,8 @@ The node is a function of this rank's clients alone. Its inputs are shared by th
 (the clients' axis first); its outputs are sums over the clients or placed. Such functions are closed under derivatives:
 of what is shared the cotangent is a sum, of what is placed it is placed. So every derivative is a node again, that
 computes chunk by chunk, the forward anew where it needs it; what crosses ranks stands around it as for the other verbs.
+Where a node computes, torch has gradients disabled. Derivatives within enable them, since torch has for some functions
+(silu, linalg.det) another derivative then, which has no derivative itself, or a wrong one.
 """
 
 from __future__ import annotations
@@ -245,7 +247,8 @@ class _Function(torch.autograd.Function):
                     return tuple(outputs[i] for i in given)
 
                 _, pull = torch.func.vjp(of_wanted, *(chunk[i] for i in wanted))
-                return pull(outer)
+                with torch.enable_grad():
+                    return pull(outer)
 
             derivative = Node(
                 of_chunk,
@@ -272,7 +275,8 @@ class _Function(torch.autograd.Function):
                 outputs = node.of_chunk(*chunk)
                 return tuple(outputs[i] for i in following)
 
-            return torch.func.jvp(of_moving, tuple(chunk[i] for i in moving), pushed)[1]
+            with torch.enable_grad():
+                return torch.func.jvp(of_moving, tuple(chunk[i] for i in moving), pushed)[1]
 
         derivative = node._replace(
             of_chunk=of_chunk,

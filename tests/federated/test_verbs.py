@@ -146,7 +146,17 @@ def linear(x, y):
     return x @ y
 
 
-@pytest.mark.parametrize("function", [local_loss, linear])
+def volume(x, y):
+    """The derivative of det is another where torch has gradients disabled."""
+    return torch.linalg.det(torch.outer(x, y) + torch.eye(2, dtype=x.dtype)) ** 2 + torch.nn.functional.silu(x @ y)
+
+
+def pulled(x, y):
+    """The transform has ended where its function is used."""
+    return vjp(lambda x: torch.nn.functional.silu(x @ y), x)[1](x.sum())[0] @ y
+
+
+@fast_in("function", [local_loss, linear, pulled], [local_loss, linear, pulled, volume])
 def test_a_node_is_the_two_verbs(function):
     rows = rows_of(3)
     node = federated.program(
@@ -468,6 +478,19 @@ def test_rows_of_padding_have_no_gradient(padding_idx):
     program = federated.program(body, clients=3)
     torch.testing.assert_close(grad(program)(rows), grad(in_a_loop)(rows))
     torch.testing.assert_close(hessian(program)(rows), jacrev(grad(in_a_loop))(rows))
+
+
+def test_the_source_of_select_scatter_has_its_own_gradient():
+    """Another client's, under vmap."""
+    x, y = torch.tensor([2.0, -1.0], dtype=torch.float64), rows_of(3)
+
+    def of_client(x, y):
+        return (torch.select_scatter(torch.outer(x, y), x * y, -1, -2) ** 3 * y).sum()
+
+    program = federated.program(
+        lambda x: federated.reduce_sum(federated.map_fn(of_client, (federated.broadcast(x), y))), clients=3
+    )
+    torch.testing.assert_close(grad(program)(x), grad(lambda x: sum(of_client(x, row) for row in y))(x))
 
 
 # ---- torch.compile
