@@ -110,7 +110,7 @@ class Watch(TorchFunctionMode):
         while getattr(tensor, _MARK, -1) < self._level:
             if torch.compiler.is_compiling() or not _is_wrapped(tensor):
                 return False
-            if _functorch.maybe_get_level(tensor) <= self._level:
+            if 0 <= _functorch.maybe_get_level(tensor) <= self._level:  # below 0 where its transform has ended
                 return False
             tensor = _functorch.get_unwrapped(tensor)
         return True
@@ -140,13 +140,30 @@ class Watch(TorchFunctionMode):
             tensor = _functorch.get_unwrapped(tensor)
 
 
+# ---- where torch 2.13 differentiates batches wrongly
+
+
 def _embedding(input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any):
-    """torch's, but for the row of `padding_idx`, which is a constant: under vmap, torch 2.13 gives it a gradient."""
+    """The row of `padding_idx` is a constant: under vmap, torch gives it a gradient."""
     rows = torch.nn.functional.embedding(input, weight, None, *args, **kwargs)
     if padding_idx is None:
         return rows
     is_padding = (input == padding_idx % weight.shape[0]).unsqueeze(-1)
     return torch.where(is_padding, rows.detach(), rows)
+
+
+def _select_scatter(input: torch.Tensor, src: torch.Tensor, dim: int, index: int) -> torch.Tensor:
+    """torch gives each client's `src` the gradients of others."""
+    dim %= input.dim()
+    index %= input.shape[dim]
+    return torch.slice_scatter(input, src.unsqueeze(dim), dim, index, index + 1)
+
+
+_CORRECTED: dict[Callable, Callable] = {
+    torch.nn.functional.embedding: _embedding,
+    torch.select_scatter: _select_scatter,
+    torch.Tensor.select_scatter: _select_scatter,
+}
 
 
 class TraceWatch(Watch):

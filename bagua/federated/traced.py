@@ -186,11 +186,27 @@ def _graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequenc
             _refuse_write(node)
     # In a second pass, since torch cannot make functions of torch.autograd functional.
     pure = torch.func.functionalize(lambda *xs: fx.Interpreter(first).run(*xs), remove="mutations")
-    module = _without_dead_nodes(make(pure)(*examples))
+    module = _without_dead_nodes(make(pure, decomposition_table=_DIFFERENTIABLE)(*examples))
     for node in module.graph.nodes:
         if _writes(node):
             _refuse_write(node)
     return module
+
+
+def _select_scatter(value: torch.Tensor, source: torch.Tensor, dim: int, index: int) -> torch.Tensor:
+    dim, index = dim % value.dim(), index % value.shape[dim]
+    return torch.ops.aten.slice_scatter.default(value, source.unsqueeze(dim), dim, index, index + 1)
+
+
+def _copy(value: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    return source.to(value.dtype).expand(value.shape)
+
+
+# What writes become, where torch 2.13 has no derivative (copy), or a wrong one under vmap (select_scatter).
+_DIFFERENTIABLE = {
+    torch.ops.aten.select_scatter.default: _select_scatter,
+    torch.ops.aten.copy.default: _copy,
+}
 
 
 def _refuse_values(what: str) -> NoReturn:

@@ -69,6 +69,20 @@ def within(x, y):
 
 
 @federated.program(clients=3)
+def written(x, y):
+    """Client functions that write into what they made: rows, parts of them, by broadcasting, and in another dtype."""
+
+    def of_client(x, y):
+        table = torch.outer(x, y)
+        table[-1] = x * y
+        table[:, 0].mul_(y)
+        table[0, :1].copy_(x[1].double() ** 2)
+        return (table**2).sum()
+
+    return federated.reduce_mean(federated.map_fn(of_client, (federated.broadcast(x), y)))
+
+
+@federated.program(clients=3)
 def partly_moving(x, y):
     """Of a reduction and of a broadcast only some values have tangents; integers become floating outside of a map."""
     near = federated.map_fn(lambda x, y: (x * y > 0).long(), (federated.broadcast(x), y))
@@ -126,13 +140,15 @@ FUNCTIONS = {  # with the verbs that are left when dead ones are gone
     "within": (within, [BROADCAST, MEAN]),
     "gradient of within": (grad(within), [BROADCAST, BROADCAST, SUM]),
     "tangent of within": (lambda x, y: jvp(lambda x: within(x, y), (x,), (X,)), None),
+    "written": (written, [BROADCAST, MEAN]),
+    "gradient of written": (grad(written), [BROADCAST, BROADCAST, SUM]),
     "tangent of some": (lambda x, y: jvp(lambda x: partly_moving(x, y), (x,), (X,)), None),
 }
 
 
 FAST = (
     "value", "gradient", "Hessian", "gradient of weighted", "outside of maps", "of constants", "within",
-    "tangent of some",
+    "tangent of some", "gradient of written",
 )  # fmt: skip
 
 
@@ -153,7 +169,7 @@ def test_a_graph_is_the_program(name):
     torch.testing.assert_close(loaded(x, y), graph(x, y), rtol=0, atol=0)
 
 
-@fast_in("name", ["value"], ["value", "weighted", "within"])
+@fast_in("name", ["value", "written"], ["value", "weighted", "within", "written"])
 def test_a_graph_is_differentiated_again(name, tmp_path):
     function, _ = FUNCTIONS[name]
     graph_of(name).save(tmp_path / "graph")
