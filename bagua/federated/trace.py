@@ -99,8 +99,10 @@ def trace(function: Callable, *args: Any) -> Graph:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidArgument(f"two tensors of the arguments are called {twice}: rename an argument or a key")
+    # As objects of their own: torch takes an object that is given twice for one argument.
+    examples = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
     with traced.run_trace() as run:
-        module = traced.graph_of(flat, leaves)
+        module = traced.graph_of(flat, examples)
         out_structure, results = found
         graph = _Conversion(run, module, names).graph(_title(function))
     tensors = iter(graph.outputs)

@@ -554,6 +554,11 @@ def test_arguments_in_another_order_are_the_same():
     torch.testing.assert_close(graph({"b": 2 * X, "a": X}, Y), Y.sum(0) * X - 2 * X)
 
 
+def test_a_tensor_that_is_given_twice_is_two_arguments():
+    graph = trace_of(lambda y, z, x, w: federated.reduce_sum(y) * x - federated.reduce_mean(z) * w, Y, Y, X, X)
+    torch.testing.assert_close(graph(Y, 2 * Y, X, 3 * X), Y.sum(0) * X - (2 * Y).mean(0) * 3 * X)
+
+
 def test_names_of_arguments_are_their_own():
     with pytest.raises(InvalidArgument, match="called p_u_v: rename"):
         trace_of(lambda p: federated.reduce_sum(p["u.v"] + p["u_v"]), {"u.v": Y, "u_v": Y})
