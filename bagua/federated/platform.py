@@ -16,6 +16,7 @@ import pickle
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from torch.utils import _pytree as pytree
 from bagua.errors import InvalidArgument
 from bagua.federated import secure_sum
 from bagua.federated.fixed_point import FixedPoint
-from bagua.federated.graph import CHECK_TOTAL, MAP, SERVER, Graph, Node, Value, leaf_name
+from bagua.federated.graph import CHECK_TOTAL, MAP, SERVER, Graph, Node, Value, leaf_name, operator_of
 from bagua.federated.graph_files import from_bytes, to_bytes
 from bagua.federated.rounds import Turn, client_side, rounds_of
+from bagua.federated.traced import is_drawn
 
 Tree = Any  # a pytree of tensors
 
@@ -95,6 +97,7 @@ def run_on(platform: Platform, graph: Graph, /, *, coding: FixedPoint | None = N
     ((_, size),) = graph.placements.items()
     if platform.num_clients != size:
         raise InvalidArgument(f"{graph.name} is over {size} clients, but the platform has {platform.num_clients}")
+    _refuse_same_numbers(graph)
     if size < 2:
         raise InvalidArgument(f"{graph.name} is over 1 client: its sums would be that client's values, refused")
     known = _bind(graph, [value for value in graph.inputs if value.place == SERVER], values, "the server")
@@ -120,6 +123,27 @@ def run_on(platform: Platform, graph: Graph, /, *, coding: FixedPoint | None = N
     return pytree.tree_unflatten(leaves, graph.structures[1])
 
 
+def _refuse_same_numbers(graph: Graph) -> None:
+    """Of maps whose clients are to draw the same random numbers: each draws its own where it is."""
+    for node in graph.nodes:
+        if node.verb == MAP and node.randomness == "same" and _draws(graph.functions[node.target]):
+            raise InvalidArgument(
+                f'the client function {node.target} draws random numbers, the "same" at all clients, which are not in '
+                "one process: draw them at the server and federated.broadcast them"
+            )
+
+
+def _draws(function: Graph) -> bool:
+    operators = [node for node in function.nodes if not node.verb and node.target not in function.constants]
+    return any(is_drawn(replace(node, target=operator_of(node.target))) for node in operators) or any(
+        map(_draws, function.functions.values())
+    )
+
+
+# Of requests.
+_CONTENT = {"open": {"graph", "turns", "session", "coding"}, "round": {"number", "session", "values"}}
+
+
 def _like(value: Value) -> torch.Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
@@ -130,15 +154,19 @@ def _replies(platform: Platform, request: dict[str, Any], key: str, size: int) -
     Raises:
         InvalidArgument: it is not one reply of each client.
     """
-    replies = [_read(reply) for reply in platform.exchange(_write(request))]
+    replies = [_read(reply) for reply in platform.exchange(_write(request)) or ()]
     if len(replies) != size or any(key not in reply for reply in replies):
         raise InvalidArgument(
             f"{len(replies)} replies, of which {sum(key in reply for reply in replies)} have a {key}: expected one of "
             f"each of {size} clients, since no sum can be had without all"
         )
+    if key == "key":
+        odd = next((i for i, one in enumerate(replies) if not isinstance(one[key], bytes) or len(one[key]) != 32), None)
+        if odd is not None:
+            raise InvalidArgument(f"reply {odd} has the key {replies[odd][key]!r}, expected 32 bytes")
     if key == "masked":
         found = [reply.get("index", -1) for reply in replies]
-        if sorted(found) != list(range(size)):
+        if sorted(map(str, found)) != sorted(map(str, range(size))):
             raise InvalidArgument(f"replies of the clients {found}, expected one of each of {size}")
     return [reply[key] for reply in replies]
 
@@ -216,6 +244,8 @@ class Client:
                 two clients, or a value is out of the range of a sum.
         """
         message = _read(request)
+        if not _CONTENT.get(message.get("what"), {""}) <= message.keys():
+            raise InvalidArgument(f"a message with {', '.join(map(str, message)) or 'nothing'}: none that run_on sends")
         if message["what"] == "open":
             return _write({"key": self._open(message)})
         masked = self._round(message)
@@ -250,12 +280,15 @@ class Client:
             )
         self._next += 1
         if number == 0:
-            if len(message["keys"]) != self._num_clients:
-                raise InvalidArgument(f"{len(message['keys'])} clients take part in a program over {self._num_clients}")
-            self._sum.meet(message["keys"], self._session)
+            keys = message.get("keys", [])
+            if len(keys) != self._num_clients:
+                raise InvalidArgument(f"{len(keys)} clients take part in a program over {self._num_clients}")
+            self._sum.meet(keys, self._session)
         begin = Turn(*map(sum, zip(*self._turns[:number], strict=True))) if number else Turn(0, 0, 0)
         turn = self._turns[number]
         sent = [value for value in graph.inputs if value.place == SERVER][begin.inputs :][: turn.inputs]
+        if len(message["values"]) != len(sent):
+            raise InvalidArgument(f"round {number} with {len(message['values'])} values, expected {len(sent)}")
         self._known.update(zip(sent, message["values"], strict=True))
         for node in graph.nodes[begin.nodes :][: turn.nodes]:
             self._known.update(zip(node.results, self._compute(graph, node), strict=True))
@@ -299,6 +332,8 @@ def _write(message: dict[str, Any]) -> bytes:
 
 
 def _read(data: bytes) -> dict[str, Any]:
+    if not isinstance(data, bytes):
+        raise InvalidArgument(f"a message that is a {type(data).__name__}, expected bytes, as Client.answer returns")
     try:
         message = torch.load(io.BytesIO(data), weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError) as error:

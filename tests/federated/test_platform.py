@@ -5,6 +5,7 @@ The oracle is the program in one process; the server's view is what it receives 
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 
@@ -345,9 +346,64 @@ def test_a_round_needs_one_reply_of_every_client(change):
         federated.run_on(platform, graph, x=X)
 
 
-def test_bytes_that_are_no_message():
-    with pytest.raises(InvalidArgument, match="no message of run_on"):
-        federated.Client(y=Y[0]).answer(b"garbage")
+def as_bytes(message):
+    file = io.BytesIO()
+    torch.save(message, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "request_, message",
+    [
+        (b"garbage", "no message of run_on"),
+        ("garbage", "a message that is a str, expected bytes"),
+        (as_bytes({}), "a message with nothing: none that run_on sends"),
+        (as_bytes({"what": "open"}), "a message with what: none"),
+        (as_bytes({"what": "close", "graph": 3}), "a message with what, graph: none"),
+    ],
+)
+def test_what_is_no_message(request_, message):
+    with pytest.raises(InvalidArgument, match=message):
+        federated.Client(y=Y[0]).answer(request_)
+
+
+@pytest.mark.parametrize(
+    "number, change, message",
+    [
+        (0, lambda reply: None, "a message that is a NoneType"),
+        (0, lambda reply: as_bytes({"key": b"short"}), "reply 1 has the key b'short', expected 32 bytes"),
+        (1, lambda reply: as_bytes({"masked": 3, "index": "first"}), "replies of the clients .*'first'"),
+        (1, lambda reply: as_bytes({"masked": torch.zeros(2), "index": 1}), "sent torch.float32 \\[2\\] for a sum"),
+    ],
+)
+def test_a_reply_that_is_none_of_a_client_is_named(number, change, message):
+    graph, platform = federated.trace(fax, X, Y), clients_of(Y)
+    exchange, requests = platform.exchange, itertools.count()
+
+    def with_another_reply(request):
+        replies = exchange(request)
+        if next(requests) == number:
+            index = 1 if number == 0 else [torch.load(io.BytesIO(r))["index"] for r in replies].index(1)
+            replies[index] = change(replies[index])
+        return replies
+
+    platform.exchange = with_another_reply
+    with pytest.raises(InvalidArgument, match=message):
+        federated.run_on(platform, graph, x=X)
+
+
+def test_clients_that_are_somewhere_else_do_not_draw_the_same():
+    def noisy(y, randomness):
+        mapped = federated.map_fn(lambda y: y + torch.rand(2), y, randomness=randomness)
+        return federated.reduce_sum(mapped)
+
+    same, different = (
+        federated.trace(federated.program(functools.partial(noisy, randomness=kind), clients=3), Y)
+        for kind in ("same", "different")
+    )
+    assert not torch.equal(federated.run_on(clients_of(Y), different), Y.sum(0))
+    with pytest.raises(InvalidArgument, match='draws random numbers, the "same" at all clients'):
+        federated.run_on(clients_of(Y), same)
 
 
 def test_replies_come_in_any_order():
