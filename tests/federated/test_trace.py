@@ -501,10 +501,11 @@ def test_derivatives_of_random_client_functions_are_refused():
             federated.trace(derivative, X)
 
 
+CONSTANT = torch.zeros(3, 2)
 UNKNOWN = {  # what a trace cannot keep
     "a write": (lambda y: y.add_(1), "writes into a tensor .*add_.* of shape \\[2\\]"),
     "a write into a part": (lambda y: y[..., 0].add_(1), "writes into a tensor .*copy_.* of shape \\[2\\]"),
-    "a write into a constant": (lambda y: Y.add_(1), "writes into a tensor .*add_.* of shape \\[3, 2\\]"),
+    "a write into a constant": (lambda y: CONSTANT.add_(1), "writes into a tensor .*add_.* of shape \\[3, 2\\]"),
     "random numbers": (lambda y: y + torch.rand(2), r"draws random numbers \(aten.rand.default\): say map_fn"),
 }
 UNKNOWN_ANYWHERE = {  # of client functions and of the server
