@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
-from bagua.federated.attention import in_clients
 from bagua.federated.placement import frames
+from bagua.federated.substitutes import in_clients
 from bagua.federated.traced import Trace, tracing
 
 
@@ -138,32 +138,6 @@ class Watch(TorchFunctionMode):
                     f"transform of torch.func runs: pass federated.broadcast(tensor) to {self._verb} as an argument"
                 )
             tensor = _functorch.get_unwrapped(tensor)
-
-
-# ---- where torch 2.13 differentiates batches wrongly
-
-
-def _embedding(input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any):
-    """The row of `padding_idx` is a constant: under vmap, torch gives it a gradient."""
-    rows = torch.nn.functional.embedding(input, weight, None, *args, **kwargs)
-    if padding_idx is None:
-        return rows
-    is_padding = (input == padding_idx % weight.shape[0]).unsqueeze(-1)
-    return torch.where(is_padding, rows.detach(), rows)
-
-
-def _select_scatter(input: torch.Tensor, src: torch.Tensor, dim: int, index: int) -> torch.Tensor:
-    """torch gives each client's `src` the gradients of others."""
-    dim %= input.dim()
-    index %= input.shape[dim]
-    return torch.slice_scatter(input, src.unsqueeze(dim), dim, index, index + 1)
-
-
-_CORRECTED: dict[Callable, Callable] = {
-    torch.nn.functional.embedding: _embedding,
-    torch.select_scatter: _select_scatter,
-    torch.Tensor.select_scatter: _select_scatter,
-}
 
 
 class TraceWatch(Watch):

@@ -1,4 +1,4 @@
-"""Attention inside of client functions against its definition in plain loops, and its derivatives."""
+"""What client functions compute in the place of torch's, against definitions in plain loops: attention."""
 
 from __future__ import annotations
 

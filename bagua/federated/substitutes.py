@@ -1,7 +1,8 @@
-"""Attention inside of client functions, of operators that have batching rules and all derivatives.
+"""What client functions compute in the place of torch's functions that vmap makes slow, or whose derivatives are wrong.
 
 On CPU torch computes attention by a fused kernel, which vmap would call once for each client, and which has neither
-tangents nor a second derivative. What it is defined by, a softmax between two products, has all of them.
+tangents nor a second derivative; what it is defined by, a softmax between two products, has all of them. Two functions
+torch 2.13 differentiates wrongly under vmap.
 """
 
 from __future__ import annotations
@@ -43,9 +44,28 @@ def _calling_it(function: types.FunctionType) -> types.FunctionType:
     return copy
 
 
+def _embedding(input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any):
+    """The row of `padding_idx` is a constant: under vmap, torch gives it a gradient."""
+    rows = functional.embedding(input, weight, None, *args, **kwargs)
+    if padding_idx is None:
+        return rows
+    is_padding = (input == padding_idx % weight.shape[0]).unsqueeze(-1)
+    return torch.where(is_padding, rows.detach(), rows)
+
+
+def _select_scatter(input: torch.Tensor, src: torch.Tensor, dim: int, index: int) -> torch.Tensor:
+    """torch gives each client's `src` the gradients of others."""
+    dim %= input.dim()
+    index %= input.shape[dim]
+    return torch.slice_scatter(input, src.unsqueeze(dim), dim, index, index + 1)
+
+
 _SUBSTITUTES: dict[Callable, Callable] = {
     _fused: _attention,
     functional.multi_head_attention_forward: _calling_it(functional.multi_head_attention_forward),
+    functional.embedding: _embedding,
+    torch.select_scatter: _select_scatter,
+    torch.Tensor.select_scatter: _select_scatter,
 }
 
 
