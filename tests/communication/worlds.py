@@ -59,7 +59,7 @@ def in_worlds(worlds: list[WorldKind], slow: Sequence[WorldKind] = ()) -> pytest
 def fast_in(names: str, fast: Sequence, every: Sequence) -> pytest.MarkDecorator:
     """Parametrises a test: `fast` have each value of every parameter once, of `every` the others are slow."""
     others = [pytest.param(*_values(value), marks=SAME_TEST) for value in every if value not in fast]
-    return pytest.mark.parametrize(names, [*fast, *others], ids=str)
+    return pytest.mark.parametrize(names, [*fast, *others], ids=lambda value: getattr(value, "__name__", str(value)))
 
 
 def _values(value: object) -> tuple:
