@@ -127,14 +127,15 @@ def compiled_loop(turns: Turns, task: Any, clients: int) -> None:
     turns.serve(lambda: round_of(*parts))
 
 
-def _bagua_round(task: Any, clients: int) -> Callable[..., Model]:
+def _bagua_round(task: Any, clients: int, chunk_size: int | None = None) -> Callable[..., Model]:
     from bagua import federated
 
     train = client_function(task)
 
     @federated.program(clients=clients)
     def fedavg(model: Model, inputs: Any, labels: Any) -> Model:
-        return federated.reduce_mean(federated.map_fn(train, (federated.broadcast(model), inputs, labels)))
+        arguments = (federated.broadcast(model), inputs, labels)
+        return federated.reduce_mean(federated.map_fn(train, arguments, chunk_size=chunk_size))
 
     return fedavg
 
@@ -142,6 +143,13 @@ def _bagua_round(task: Any, clients: int) -> Callable[..., Model]:
 def bagua(turns: Turns, task: Any, clients: int) -> None:
     parts = _torch_parts(task, clients)
     fedavg = _bagua_round(task, clients)
+    turns.serve(lambda: fedavg(*parts))
+
+
+def bagua_in_chunks(turns: Turns, task: Any, clients: int) -> None:
+    """A chunk's values fit into a core's cache."""
+    parts = _torch_parts(task, clients)
+    fedavg = _bagua_round(task, clients, chunk_size=16)
     turns.serve(lambda: fedavg(*parts))
 
 

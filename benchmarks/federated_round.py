@@ -29,6 +29,7 @@ from federated_tasks import STEPS, TASKS
 LOOP = Contender("loop over clients, autograd", "loop")
 LOOP_FUNC = Contender("loop over clients, torch.func", "loop_func")
 BAGUA = Contender("bagua", "bagua")
+BAGUA_IN_CHUNKS = Contender("bagua, chunk_size=16", "bagua_in_chunks")
 BAGUA_COMPILED = Contender("bagua, torch.compile", "bagua_compiled")
 LOOP_OF_COMPILED = Contender("loop over a compiled client", "loop_of_compiled")
 COMPILED_LOOP = Contender("compiled loop over clients", "compiled_loop")
@@ -39,6 +40,7 @@ ROUNDS = (
     LOOP_FUNC,
     LOOP_OF_COMPILED,
     BAGUA,
+    BAGUA_IN_CHUNKS,
     BAGUA_COMPILED,
     DRJAX,
     Contender("pfl-research", "pfl", "pfl"),

@@ -1,10 +1,11 @@
 """What do more ranks, more leaves and more clients cost a federated program?
 
-Ranks: the gradient of a mean loss and a round of FedAvg of the transformer of federated_round.py, so many clients on each
-rank; beside it the same clients in programs that know nothing of one another, on the same processes at the same time.
-Leaves: the mean of a pytree of a hundred, as one value and leaf by leaf, and one all_reduce of as many bytes; with the
-number of collectives. Clients: the highest resident memory beyond what was there before, of the gradient of a mean loss
-by map_reduce and by map_fn and reduce_mean, of a model of 10 MB. Values are compared with one another before.
+Ranks: the gradient of a mean loss and a round of FedAvg of the transformer of federated_round.py, so many clients on
+each rank; beside it the same clients in programs that know nothing of one another, on the same processes at the same
+time. Leaves: the mean of a pytree of a hundred, as one value and leaf by leaf, and one all_reduce of as many bytes;
+with the number of collectives. Clients: the highest resident memory beyond what was there before, of the gradient of a
+mean loss through a local step, by map_reduce and by map_fn and reduce_mean, of a model of 10 MB. Values are compared
+with one another before.
 
     python benchmarks/federated_scaling.py [--ranks 2] [--quick]
 """
