@@ -136,6 +136,7 @@ def main() -> None:
     parser = report.parser(__doc__)
     for package in ("drjax", "pfl", "flower"):
         parser.add_argument(f"--{package}", default=sys.executable, help="the interpreter that has it")
+    parser.add_argument("--task", choices=sorted(TASKS), help="this one alone, without the table of first rounds")
     args = parser.parse_args()
     pythons = _pythons(args)
     missing = [package for package in ("drjax", "pfl", "flwr") if package not in pythons]
@@ -147,10 +148,14 @@ def main() -> None:
         ),
         **({"not there": ", ".join(missing)} if missing else {}),
     }
-    result = report.Report(__file__, "how long a round of FedAvg takes, beside loops and other frameworks", args, setup)
+    result = report.Report(
+        __file__, "how long a round of FedAvg takes, beside loops and other frameworks", args, setup, args.task or ""
+    )
     with Running(LOOP_OF_COMPILED, sys.executable, "transformer", 1, sorted(os.sched_getaffinity(0))) as one:
         one.turn(_LIMIT_S)  # leaves the headers compiled
-    cases = (("transformer", (4,)),) if args.quick else CASES
+    cases = [(task, clients) for task, clients in CASES if args.task in (None, task)]
+    if args.quick:
+        cases = [(task, (4,)) for task, _ in cases if task != "cnn" or args.task]
     every_rows: dict[tuple[str, int], list[report.Row]] = {}
     seconds: dict[str, dict[int, float]] = {}
     for task, every_clients in cases:
@@ -163,6 +168,9 @@ def main() -> None:
             result.add(report.Table(f"A round: {task}, {clients} clients", rows))
             for failure in failures:
                 result.say(f"Failed: {failure}")
+    if args.task:
+        result.write()
+        return
     every_clients = (2, 4) if args.quick else FIRST_CLIENTS
     add_first_rounds(seconds, every_clients, pythons)
     result.say("### Until the first round: transformer", "", *first_lines(seconds, every_clients))

@@ -88,7 +88,7 @@ def _verify_mean(together: dict[str, Any], apart: dict[str, Any]) -> None:
 
     for name, value in together.items():
         mean = apart[name].clone()
-        bagua.all_reduce(mean, op="avg")
+        bagua.all_reduce(mean, op=bagua.ReduceOp.AVG)
         torch.testing.assert_close(value, mean, rtol=1e-4, atol=1e-5)
 
 
