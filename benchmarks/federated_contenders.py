@@ -361,14 +361,15 @@ class Running:
         for rank in range(ranks):
             mine = list(cores[: contender.cores]) if ranks == 1 else [cores[rank]]
             options = [contender.function, task, str(clients), str(self.result), ",".join(map(str, mine)), str(rank)]
-            environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+            here = Path(__file__).resolve().parent
+            environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
             environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}  # no graph is known
             if ranks > 1:
                 environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
                 environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             self._processes.append(
                 subprocess.Popen(
-                    [python, __file__, *options],
+                    [python, "-c", "import federated_contenders; federated_contenders.serve_turns()", *options],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self._log,
@@ -434,16 +435,11 @@ def has(python: str, package: str) -> bool:
     return found.returncode == 0
 
 
-def _main() -> None:
+def serve_turns() -> None:
+    """A contender's process, from its arguments on."""
     function, task, clients, result, cores, rank = sys.argv[1:]
     os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-    here = Path(__file__).resolve().parent
-    sys.path[:0] = [str(here), str(here.parent)]
     from federated_tasks import TASKS
 
     turns = Turns(Path(result).with_suffix(f".{rank}.npz") if rank != "0" else Path(result))
     globals()[function](turns, TASKS[task], int(clients))
-
-
-if __name__ == "__main__":
-    _main()

@@ -184,13 +184,16 @@ def _figure(every_rows: dict[tuple[str, int], list[report.Row]], seconds: dict[s
         for row in rows if task == "transformer" else ():
             per_client.setdefault(row.case, {})[clients] = row.p50
     titles = ("a round: transformer", "until the first round is done")
+    colors = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys([*per_client, *seconds]))}
     for axis, lines, title in zip(axes, (per_client, seconds), titles, strict=True):
         for name, of_one in lines.items():
             known = {clients: of_one[clients] for clients in sorted(of_one) if of_one[clients] != float("inf")}
-            axis.plot(list(known), list(known.values()), marker="o", label=name)
-        axis.set(xscale="log", yscale="log", xlabel="clients", ylabel="s", title=title)
+            axis.plot(list(known), list(known.values()), marker="o", label=name, color=colors[name])
+        axis.set_xscale("log", base=2)
+        axis.set(yscale="log", xlabel="clients", ylabel="s", title=title)
+        axis.xaxis.set_major_formatter("{x:.0f}")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.15), ncols=2)
     figure.tight_layout()
     return figure
 
