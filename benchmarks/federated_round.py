@@ -193,7 +193,7 @@ def _figure(every_rows: dict[tuple[str, int], list[report.Row]], seconds: dict[s
         axis.set(yscale="log", xlabel="clients", ylabel="s", title=title)
         axis.xaxis.set_major_formatter("{x:.0f}")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.15), ncols=2)
+        axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.18), ncols=2)
     figure.tight_layout()
     return figure
 
