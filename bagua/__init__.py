@@ -5,9 +5,10 @@
 True
 """
 
-from . import algorithms, codecs, metrics, optim, profiles, torch_backend
+from . import algorithms, codecs, metrics, optim, torch_backend
 from ._C import __version__
-from .communication import (
+from .data_parallel import DistributedDataParallel, with_bagua
+from .distributed.collectives import (
     all_gather,
     all_gather_object,
     all_reduce,
@@ -24,18 +25,8 @@ from .communication import (
     scatter,
     send,
 )
-from .data_parallel import DistributedDataParallel, with_bagua
-from .errors import (
-    Aborted,
-    BaguaError,
-    DeadlineExceeded,
-    InternalError,
-    InvalidArgument,
-    RemoteError,
-    TransportError,
-)
-from .group import ProcessGroup, ReduceOp, Work
-from .world import (
+from .distributed.process_group import ProcessGroup, ReduceOp, Work
+from .distributed.world import (
     destroy_process_group,
     from_torch_group,
     get_default_group,
@@ -48,6 +39,16 @@ from .world import (
     is_initialized,
     new_group,
 )
+from .errors import (
+    Aborted,
+    BaguaError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidArgument,
+    RemoteError,
+    TransportError,
+)
+from .replay import profiles
 
 __all__ = [
     "Aborted",

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
+from bagua.data_parallel.handle import BaguaHandle, handle_of
+from bagua.data_parallel.step import Step
 from bagua.errors import InvalidArgument
-from bagua.handle import BaguaHandle, handle_of
-from bagua.step import Step
 
 __all__ = ["FiguresCollector", "PrometheusCollector", "add_figures", "add_scalars", "values"]
 

@@ -27,7 +27,7 @@ from replay_cases import Case, Outcome
 from replay_plots import by_rate
 from replay_systems import ALONE
 
-from bagua.profiles import Profile
+from bagua.replay.profiles import Profile
 
 DOCUMENT = report.ROOT / "docs" / "performance.md"
 _RELAXATIONS = ("bytegrad", "qsgd:bits=4", "decentralized", "local_sgd")

@@ -45,7 +45,7 @@ from replay_plots import PLOTTED, plot
 from replay_systems import ALONE, DDP_HOOKS, check, is_launched, measure, measure_here, parse
 
 import bagua
-from bagua.profiles import Profile
+from bagua.replay.profiles import Profile
 
 SYSTEMS = (
     *DDP_HOOKS,

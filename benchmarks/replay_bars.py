@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from replay_cases import Case, Outcome, is_ddp
 from replay_systems import ALONE, DDP_HOOKS, is_launched, parse
 
-from bagua.profiles import Profile
+from bagua.replay.profiles import Profile
 
 # Profile and system at 4 hosts, 1 Gbit/s, scale 0.1: the time of the best DDP over ours, and ours over the bound.
 BARS = {

@@ -28,7 +28,7 @@ from sent_bytes import sent_bytes
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import bagua
-from bagua.profiles import Profile, SleepingModel
+from bagua.replay.profiles import Profile, SleepingModel
 
 ALONE = "compute alone"
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import bagua
-from bagua.profiles import SleepingModel
+from bagua.replay.profiles import SleepingModel
 
 _SAMPLES = 256  # of each tensor, at least, where it has as many
 # How far gradients may be from their mean, an L2 norm over the mean's, beyond what rounding to their dtype takes.

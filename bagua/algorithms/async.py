@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 
+from bagua.algorithms._weights import loaded_steps
 from bagua.algorithms.base import About, Algorithm, Declaration, Training
 from bagua.algorithms.registry import register
-from bagua.algorithms.weights import loaded_steps
-from bagua.bucket import Bucket
+from bagua.buckets import Bucket
+from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
 from bagua.errors import Aborted, BaguaError, InvalidArgument
-from bagua.group import ProcessGroup, ReduceOp, Work
 
 logger = logging.getLogger("bagua")
 

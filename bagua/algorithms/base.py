@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from bagua.bucket import Bucket
+from bagua.buckets import Bucket
+from bagua.distributed.process_group import ProcessGroup, Work
 from bagua.errors import InvalidArgument
-from bagua.group import ProcessGroup, Work
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from bagua.algorithms._compressed import CompressedGradients
 from bagua.algorithms.base import About
-from bagua.algorithms.compressed import CompressedGradients
 from bagua.algorithms.registry import register
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from bagua.algorithms._weights import ExchangedWeights
 from bagua.algorithms.base import About, Declaration, Training
 from bagua.algorithms.registry import register
-from bagua.algorithms.weights import ExchangedWeights
-from bagua.bucket import Bucket
+from bagua.buckets import Bucket
+from bagua.distributed.dtypes import check_topology
+from bagua.distributed.process_group import ProcessGroup, Work
 from bagua.errors import InvalidArgument
-from bagua.group import ProcessGroup, Work
-from bagua.reduction import check_topology
 
 
 @dataclasses.dataclass

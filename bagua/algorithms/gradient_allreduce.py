@@ -10,8 +10,8 @@ import dataclasses
 
 from bagua.algorithms.base import About, Algorithm, Declaration
 from bagua.algorithms.registry import register
-from bagua.bucket import Bucket
-from bagua.group import ProcessGroup, ReduceOp, Work
+from bagua.buckets import Bucket
+from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
 
 
 @register

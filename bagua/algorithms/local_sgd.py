@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from bagua.algorithms._weights import ExchangedWeights
 from bagua.algorithms.base import About, Declaration, Training
 from bagua.algorithms.registry import register
-from bagua.algorithms.weights import ExchangedWeights
-from bagua.bucket import Bucket
+from bagua.buckets import Bucket
+from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
 from bagua.errors import InvalidArgument
-from bagua.group import ProcessGroup, ReduceOp, Work
 
 _MOMENTUM = ("average", "reset", "keep")
 

@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 import torch
 
 from bagua import codecs
+from bagua.algorithms._weights import ExchangedWeights
 from bagua.algorithms.base import About, Declaration, Training
 from bagua.algorithms.registry import register
-from bagua.algorithms.weights import ExchangedWeights
-from bagua.bucket import Bucket
-from bagua.checkpoints import check_place, place_of
+from bagua.buckets import Bucket
+from bagua.distributed.checkpoints import check_place, place_of
+from bagua.distributed.process_group import ProcessGroup, Work
 from bagua.errors import InvalidArgument
-from bagua.group import ProcessGroup, Work
 
 
 @register

@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 import torch
 
 from bagua import codecs, optim
+from bagua.algorithms._compressed import CompressedGradients
 from bagua.algorithms.base import About, Declaration, Training
-from bagua.algorithms.compressed import CompressedGradients
 from bagua.algorithms.registry import register
-from bagua.bucket import Bucket, Member
+from bagua.buckets import Bucket, Member
+from bagua.distributed.process_group import ProcessGroup, Work
 from bagua.errors import InvalidArgument
-from bagua.group import ProcessGroup, Work
 
 _WARMUP, _COMPRESSED = "warm-up", "compressed"
 # Times the learning rate. With b1 = 0.9 and b2 = 0.999 no step of Adam is longer than 3.2 times, and what is rounded to

@@ -1,5 +1,7 @@
 """Names to algorithms. An algorithm is one file of this folder, found by its file stem; there is no list.
 
+What several algorithms share lies in files whose names begin with an underscore, which are none themselves.
+
 Code outside the package registers a class with the same decorator, under the class's own ``name``. An installed package
 declares its algorithms as entry points of the group ``bagua.algorithms``, ``name = "module:Class"`` or
 ``name = "module"``; they are listed at once and imported when they are asked for. Two claims to one name are an error
@@ -19,7 +21,7 @@ from bagua.algorithms.base import Algorithm
 from bagua.errors import InternalError, InvalidArgument
 
 _PACKAGE = "bagua.algorithms"
-_NOT_PLUGINS = ("base", "compressed", "registry", "weights")
+_NOT_PLUGINS = ("base", "registry")
 _ENTRY_POINTS = "bagua.algorithms"  # the group
 _classes: dict[str, type[Algorithm]] = {}
 _loaded: dict[str, str] = {}  # the entry points that have been imported: name to value
@@ -104,7 +106,8 @@ def create(name: str, options: dict[str, Any]) -> Algorithm:
 
 def _file_stems() -> list[str]:
     path = importlib.import_module(_PACKAGE).__path__
-    return [module.name for module in pkgutil.iter_modules(path) if module.name not in _NOT_PLUGINS]
+    names = [module.name for module in pkgutil.iter_modules(path)]
+    return [name for name in names if name not in _NOT_PLUGINS and not name.startswith("_")]
 
 
 # ---- entry points of installed packages

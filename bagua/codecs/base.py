@@ -13,9 +13,9 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from bagua import _C
+from bagua.distributed.dtypes import address_of
+from bagua.distributed.process_group import dtype_code
 from bagua.errors import InvalidArgument
-from bagua.group import dtype_code
-from bagua.reduction import address_of
 
 
 class SeededCodec(NamedTuple):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch.utils import _pytree as pytree
 
+from bagua.distributed.process_group import ProcessGroup
 from bagua.federated.placement import mapping, shards
 from bagua.federated.verbs import Tree, across, check_tensors
-from bagua.group import ProcessGroup
 
 
 def copy_to_group(value: Tree, group: ProcessGroup) -> Tree:

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from bagua import agreement, world
+from bagua.distributed import consensus, world
+from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import BaguaError, InvalidArgument
-from bagua.group import ProcessGroup
 
 Function = TypeVar("Function", bound=Callable)
 
@@ -322,7 +322,7 @@ def _tell(placement: Placement, error: Exception) -> None:
 
     try:
         with temporarily_clear_interpreter_stack():  # torch.func's transforms have nothing to do with it
-            agreement.agree(placement.group, fail, "")
+            consensus.agree(placement.group, fail, "")
     except Exception as failure:  # this one, or that the others do something else or are gone
         if failure is not error and error.__cause__ is None:
             error.__cause__ = failure

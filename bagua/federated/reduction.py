@@ -11,7 +11,7 @@ from itertools import groupby
 
 import torch
 
-from bagua import agreement
+from bagua.distributed import consensus
 from bagua.errors import InvalidArgument
 from bagua.federated.placement import Placement
 
@@ -72,7 +72,7 @@ def agree(placement: Placement, values: Sequence[torch.Tensor], verb: str) -> No
         return None, described
 
     with placement.everywhere():
-        agreement.agree(placement.group, describe, "run the same program with values of the same shapes on all ranks")
+        consensus.agree(placement.group, describe, "run the same program with values of the same shapes on all ranks")
         _count(placement)
     placement.is_agreed = True
     placement.agreed.add(shapes)

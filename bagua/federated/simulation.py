@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from bagua import agreement, world
 from bagua import metrics as dashboards
+from bagua.distributed import consensus, world
+from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import InvalidArgument
 from bagua.federated import sampling
 from bagua.federated.placement import local_slice
-from bagua.group import ProcessGroup
 
 State = Any  # a pytree of tensors and numbers, equal on all ranks
 
@@ -319,7 +319,7 @@ class Simulation:
         """What `prepare` returns; where it fails on one rank, all raise."""
         if self._group is None or self._group.size == 1:
             return prepare()[0]
-        return agreement.agree(self._group, prepare, "a state is the same on all ranks: take it from reductions only")
+        return consensus.agree(self._group, prepare, "a state is the same on all ranks: take it from reductions only")
 
 
 def _number(name: str, value: Any) -> float:

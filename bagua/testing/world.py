@@ -12,8 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 from bagua import _C
+from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import Aborted, BaguaError
-from bagua.group import ProcessGroup
 
 __all__ = ["world"]
 
@@ -62,7 +62,7 @@ def world(
 
     Args:
         size: number of ranks.
-        fn: called with the rank's ProcessGroup; must not use the process-wide state of bagua.world.
+        fn: called with the rank's ProcessGroup; must not use the process-wide state of bagua.distributed.world.
         timeout: deadline of each operation.
         nodes: the node of each rank, for hierarchical operations; by default all are on one.
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from bagua.distributed.memory_overlap import first_to_share
+from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import InvalidArgument
-from bagua.group import ProcessGroup
-from bagua.overlap import first_to_share
 from bagua.torch_api.process_group import (
     BaguaProcessGroup,
     CommMember,

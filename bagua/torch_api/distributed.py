@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from bagua import data_parallel
-from bagua.bucket import Bucket
+from bagua.buckets import Bucket
 from bagua.errors import InvalidArgument
 from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.data_parallel.bagua_distributed import BaguaDistributedDataParallel, wrapped

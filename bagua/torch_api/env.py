@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import socket
 
-from bagua import config, world
-from bagua.bucket import DEFAULT_BUCKET_BYTES
+from bagua import config
+from bagua.buckets import DEFAULT_BUCKET_BYTES
+from bagua.distributed import world
 
 __all__ = [
     "find_free_network_port",

@@ -16,9 +16,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from bagua import world
+from bagua.distributed import world
+from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import InvalidArgument
-from bagua.group import ProcessGroup
 
 __all__ = [
     "BaguaCommunicator",

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from ..distributed.dtypes import address_of, is_known
+from ..distributed.memory_overlap import first_to_share, shares_with_itself
 from ..errors import InvalidArgument
-from ..overlap import first_to_share, shares_with_itself
-from ..reduction import address_of, is_known
 
 __all__ = ["as_carrier", "check_apart", "concatenate", "copy_out", "one"]
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from ..distributed.process_group import ProcessGroup, Work
 from ..errors import InvalidArgument
-from ..group import ProcessGroup, Work
 from .carrier import as_carrier, check_apart, concatenate, copy_out, one
 from .compiling import leave_to_python
 from .levels import Levels

@@ -9,7 +9,7 @@ import torch
 import torch.autograd.profiler as profiler
 import torch.distributed as dist
 
-from ..group import ProcessGroup, ReduceOp
+from ..distributed.process_group import ProcessGroup, ReduceOp
 from .profiling import Span
 from .work import TorchWork
 

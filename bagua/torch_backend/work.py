@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..work import Work
+from ..distributed.work import Work
 from .compiling import leave_to_python
 from .futures import TorchFuture
 from .levels import Level

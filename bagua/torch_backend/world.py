@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from .. import world
+from ..distributed import world
+from ..distributed.init import open_alone
+from ..distributed.process_group import ProcessGroup
 from ..errors import BaguaError, InvalidArgument
-from ..group import ProcessGroup
-from ..meeting import open_alone
 from .group import TorchProcessGroup
 
 __all__ = ["create"]

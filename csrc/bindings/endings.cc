@@ -1,4 +1,4 @@
-// Endings for Python: the queue of bagua/callbacks.py.
+// Endings for Python: the queue of bagua/distributed/callbacks.py.
 #include "csrc/engine/endings.h"
 
 #include <memory>

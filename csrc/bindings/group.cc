@@ -1,5 +1,6 @@
-// The class Group for Python: connections, state, and the thread on which its operations run. bagua/group.py keeps the
-// tensors alive and checks shapes and types; nothing here validates what it already did.
+// The class Group for Python: connections, state, and the thread on which its operations run.
+// bagua/distributed/process_group.py keeps the tensors alive and checks shapes and types; nothing here validates what
+// it already did.
 #include "csrc/bindings/group.h"
 
 #include <cstring>

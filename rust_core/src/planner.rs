@@ -1,6 +1,6 @@
 //! The bucket planner: tensor sizes and an expected ready order in, bucket layout out.
 //!
-//! Data path: gradient sizes -> **plan** -> memory (`bagua/bucket.py`) and schedule (`scheduler`).
+//! Data path: gradient sizes -> **plan** -> memory (`bagua/buckets.py`) and schedule (`scheduler`).
 //!
 //! Invariants: a pure function, so ranks that pass the same arguments get the same plan; each
 //! tensor lies in exactly one bucket; tensors of different keys never share a bucket; every offset

@@ -11,8 +11,8 @@ import torch
 import bagua
 from bagua.errors import InvalidArgument
 from tests.algorithms.quadratic import Quadratic, step_once, target_of, weights_of
-from tests.communication.worlds import fast_in
 from tests.conformance.training import TIMEOUT_S, assert_equal_on_all_ranks, process_group
+from tests.distributed.worlds import fast_in
 from tests.meeting import meet
 
 

@@ -21,8 +21,8 @@ import bagua
 from bagua.errors import InvalidArgument
 from bagua.testing import spawn
 from tests.algorithms.quadratic import Quadratic, step_once
-from tests.communication.worlds import fast_in
 from tests.conformance.training import process_group
+from tests.distributed.worlds import fast_in
 from tests.meeting import meet
 
 pytestmark = pytest.mark.timed

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import bagua
-from tests.communication.worlds import fast_in
 from tests.conformance.training import assert_equal_on_all_ranks, process_group
+from tests.distributed.worlds import fast_in
 
 BLOCK = 2048
 WITHOUT_FEEDBACK = [name for name in bagua.codecs.available() if not bagua.codecs.get(name).needs_error_feedback]

@@ -10,8 +10,8 @@ import torch
 import bagua
 from bagua.errors import InvalidArgument
 from tests.algorithms.quadratic import Quadratic, step_once, target_of
-from tests.communication.worlds import fast_in
 from tests.conformance.training import process_group
+from tests.distributed.worlds import fast_in
 
 LR = 0.2
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bagua.profiles import Layer, Profile
+from bagua.replay.profiles import Layer, Profile
 from bagua.testing import spawn
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -149,7 +149,7 @@ def verify_all(rank, world_size):
     import torch
     from contenders import destroy, initialise
 
-    from bagua.profiles import SleepingModel
+    from bagua.replay.profiles import SleepingModel
 
     initialise()
     torch.manual_seed(rank)
@@ -442,7 +442,7 @@ LAYERS = (Layer("first", ((300, 40),), 1.0, 2.0), Layer("second", ((50, 300),), 
 def launched(options, tmp_path):
     """The table, the header and the plots of two ranks that `bagua run` starts."""
     Profile("tiny", "made up", LAYERS).save(tmp_path / "tiny.json")
-    command = [sys.executable, "-m", "bagua.cli", "run", "--nproc-per-node", "2", BENCHMARKS / "replay.py"]
+    command = [sys.executable, "-m", "bagua", "run", "--nproc-per-node", "2", BENCHMARKS / "replay.py"]
     command += ["--profiles", tmp_path / "tiny.json", "--systems", "ddp", "bytegrad", "async", "--quick"]
     done = subprocess.run(
         [*command, "--out", tmp_path / "out", *options], capture_output=True, text=True, timeout=120, check=False

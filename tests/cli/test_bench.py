@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import bagua.bench
+import bagua.cli.bench
 from bagua import cli
-from bagua.profiles import Layer, Profile, SleepingModel, record
+from bagua.replay.profiles import Layer, Profile, SleepingModel, record
 
 PROFILES = Path(__file__).parents[2] / "benchmarks" / "profiles"
 # Parameters, milliseconds of forward, of backward.
@@ -442,7 +442,7 @@ def test_a_folder_that_is_somebody_elses(tmp_path, capsys):
     if user == 0:  # who may write everywhere
         os.seteuid(65534)
     try:
-        assert bagua.bench.main(["record", f"{__file__}:no_function", "--out", f"{folder}/x.json"]) == 1
+        assert bagua.cli.bench.main(["record", f"{__file__}:no_function", "--out", f"{folder}/x.json"]) == 1
     finally:
         os.seteuid(user)
     assert f"--out is {folder}/x.json, " in capsys.readouterr().err

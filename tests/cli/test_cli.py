@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from bagua import cli, doctor
+from bagua import cli
+from bagua.cli import doctor
 
 
 def test_without_arguments_it_lists_the_commands(capsys):
@@ -73,7 +74,7 @@ def test_doctor_refuses_unknown_options(no_launcher, capsys):
 def run_command(*arguments, env=None, timeout=90):
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
-        [sys.executable, "-m", "bagua.cli", *arguments],
+        [sys.executable, "-m", "bagua", *arguments],
         env={**environ, **(env or {})},
         capture_output=True,
         text=True,

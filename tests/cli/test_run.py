@@ -6,7 +6,7 @@ import textwrap
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from bagua.run import main, parse
+from bagua.cli.run import main, parse
 from bagua.testing import spawn
 
 

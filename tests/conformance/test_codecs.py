@@ -9,8 +9,8 @@ import torch
 
 import bagua
 from bagua import _C
+from bagua.distributed.process_group import dtype_code
 from bagua.errors import InvalidArgument
-from bagua.group import dtype_code
 from tests.codec_specs import ROUNDINGS, SPECS
 
 CODECS = [bagua.codecs.get(spec) for spec in SPECS]

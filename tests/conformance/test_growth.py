@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import bagua
-from tests.communication.worlds import SAME_TEST
 from tests.conformance.training import make_optimizer, process_group
 from tests.conformance.variants import VARIANTS, described
+from tests.distributed.worlds import SAME_TEST
 
 _FIRST, _LAST = 200, 700
 # What the memory allocator may take for itself. A leak of a single object per step is more.

@@ -12,7 +12,6 @@ import torch
 
 import bagua
 from bagua.errors import InvalidArgument
-from tests.communication.worlds import fast_in
 from tests.conformance.training import (
     ALGORITHMS,
     OF_GRADIENTS,
@@ -26,6 +25,7 @@ from tests.conformance.training import (
     process_group,
     wrap,
 )
+from tests.distributed.worlds import fast_in
 
 of_gradients = pytest.mark.parametrize("algorithm", OF_GRADIENTS)
 of_all = pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -10,7 +10,6 @@ import torch
 
 import bagua
 from bagua.testing import world as thread_world
-from tests.communication.worlds import fast_in, shm, tcp
 from tests.conformance.training import (
     OF_GRADIENTS,
     batch,
@@ -21,6 +20,7 @@ from tests.conformance.training import (
     process_group,
 )
 from tests.conformance.variants import VARIANTS, described
+from tests.distributed.worlds import fast_in, shm, tcp
 
 _seeding = threading.Lock()  # ranks that are threads share torch's generator
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import bagua
-from tests.communication.worlds import SAME_TEST
+from tests.distributed.worlds import SAME_TEST
 
 TIMEOUT_S = 15.0
 # Of this package; asking those of others would import them.

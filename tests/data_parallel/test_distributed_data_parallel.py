@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bagua
-from bagua.data_parallel import _TORCH_ONLY
+from bagua.data_parallel.api import _TORCH_ONLY
 from bagua.errors import InvalidArgument
 from tests.conformance.training import (
     assert_equal_on_all_ranks,

@@ -12,10 +12,10 @@ import torch
 import bagua
 from bagua.algorithms import Algorithm, Declaration
 from bagua.errors import InvalidArgument, RemoteError
-from tests.communication.worlds import SAME_TEST
 from tests.conformance.test_checkpoints import assert_same
 from tests.conformance.training import batch, grads_of, loss_of, make_net, make_optimizer, process_group
 from tests.conformance.variants import VARIANTS, described
+from tests.distributed.worlds import SAME_TEST
 
 
 class OnPurpose(Exception):

@@ -12,9 +12,9 @@ import torch
 
 import bagua
 from bagua.testing import Pool
-from tests.communication.worlds import fast_in
 from tests.conformance import test_checkpoints, test_gradients, test_replicas, test_scaled_gradients, test_single_rank
 from tests.conformance.training import assert_equal_on_all_ranks, batch, loss_of, make_net, process_group
+from tests.distributed.worlds import fast_in
 
 PLUGIN = Path(__file__).parents[2] / "examples/plugin"
 pytestmark = pytest.mark.needs("setuptools")

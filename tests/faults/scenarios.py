@@ -14,7 +14,7 @@ import torch
 
 import bagua
 from bagua.testing import Pool, kill
-from tests.communication.worlds import WorldKind, mixed, shm, tcp
+from tests.distributed.worlds import WorldKind, mixed, shm, tcp
 
 WORLDS = [shm(3), tcp(3), mixed(4)]
 LONG_S = 20.0  # a timeout that does not pass

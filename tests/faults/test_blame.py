@@ -17,8 +17,8 @@ import torch
 import bagua
 from bagua.testing import Pool, stop
 from benchmarks import hosts
-from tests.communication.worlds import SAME_TEST, WorldKind, fast_in, in_worlds, mixed, shm, tcp
 from tests.conformance.training import ALGORITHMS, make_optimizer
+from tests.distributed.worlds import SAME_TEST, WorldKind, fast_in, in_worlds, mixed, shm, tcp
 from tests.faults.scenarios import note_time, noted_time, process_group, spawn_in, watch
 
 pytestmark = pytest.mark.timed

@@ -13,7 +13,7 @@ import torch
 import bagua
 from bagua import _C
 from bagua.testing import free_port, kill, spawn
-from tests.communication.worlds import in_worlds, mixed, shm, tcp
+from tests.distributed.worlds import in_worlds, mixed, shm, tcp
 from tests.faults.scenarios import note_time, noted_time, process_group, spawn_in, watch
 from tests.faults.test_killed import VICTIM, check_survivors
 from tests.meeting import meet

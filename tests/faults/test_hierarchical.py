@@ -9,7 +9,7 @@ import torch
 
 import bagua
 from bagua.testing import kill, stop
-from tests.communication.worlds import WorldKind, fast_in
+from tests.distributed.worlds import WorldKind, fast_in
 from tests.faults.scenarios import (
     check_patience,
     die_in_the_middle,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bagua
-from tests.communication.worlds import fast_in, in_worlds, shm, tcp
+from tests.distributed.worlds import fast_in, in_worlds, shm, tcp
 from tests.faults.scenarios import (
     NOTICED_S,
     note_time,

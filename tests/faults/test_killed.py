@@ -12,7 +12,7 @@ import torch
 
 import bagua
 from bagua.testing import Pool, kill
-from tests.communication.worlds import fast_in, in_worlds, mixed, shm, tcp
+from tests.distributed.worlds import fast_in, in_worlds, mixed, shm, tcp
 from tests.faults.scenarios import (
     LONG_S,
     NOTICED_S,

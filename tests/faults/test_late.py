@@ -12,7 +12,7 @@ import torch
 
 import bagua
 from bagua.testing import stop
-from tests.communication.worlds import SAME_TEST, fast_in, in_worlds, mixed, shm, tcp
+from tests.distributed.worlds import SAME_TEST, fast_in, in_worlds, mixed, shm, tcp
 from tests.faults.scenarios import (
     LONG_S,
     NOTICED_S,

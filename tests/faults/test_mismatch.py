@@ -8,7 +8,7 @@ import torch
 
 import bagua
 from bagua import ReduceOp
-from tests.communication.worlds import Pools, fast_in, in_worlds, mixed, shm, tcp
+from tests.distributed.worlds import Pools, fast_in, in_worlds, mixed, shm, tcp
 from tests.faults.scenarios import WORLDS
 
 pytestmark = pytest.mark.timed

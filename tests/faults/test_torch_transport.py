@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import bagua
 from bagua.testing import spawn
-from tests.communication.worlds import Pools, fast_in, through_torch
+from tests.distributed.worlds import Pools, fast_in, through_torch
 from tests.faults.scenarios import NOTICED_S, noted_time, process_group, spawn_in, watch
 from tests.faults.test_killed import VICTIM, check_survivors, die_between, die_in
 from tests.faults.test_late import (

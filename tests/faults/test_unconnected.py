@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import bagua
-from bagua import watching
-from bagua.accepting import Acceptor
-from bagua.dialing import tell
-from bagua.questions import Questions, Registered
-from bagua.rendezvous import RankRecord
+from bagua.net import liveness
+from bagua.net.connector import tell
+from bagua.net.listener import Acceptor
+from bagua.net.peer_status import Questions, Registered
+from bagua.net.rendezvous import RankRecord
 from bagua.testing import kill
-from tests.communication.worlds import fast_in, in_worlds, shm, tcp
+from tests.distributed.worlds import fast_in, in_worlds, shm, tcp
 from tests.faults.scenarios import (
     LONG_S,
     NOTICED_S,
@@ -357,14 +357,14 @@ class Clock:
 def test_when_an_awaited_rank_is_asked(monkeypatch, listener, timeout_s, asked_at):
     """At intervals that double up to a sixteenth of the timeout, of 0.5 to 8 s: a death is noticed in time."""
     clock, seen = Clock(), []
-    monkeypatch.setattr(watching, "time", clock)
+    monkeypatch.setattr(liveness, "time", clock)
 
     class Told:
         def ask(self, *of):
             seen.append(clock.now - 100.0)
 
     core = bagua._C.local_world("asked", 1, 1.0)[0]
-    watch = watching.Watch(Told(), record_of(listener), "asked", Registered(core, [0]), 0, 0, False, timeout_s)
+    watch = liveness.Watch(Told(), record_of(listener), "asked", Registered(core, [0]), 0, 0, False, timeout_s)
     while clock.now < 100.0 + asked_at[-1]:
         clock.now += 0.125
         watch.look(lambda: None)

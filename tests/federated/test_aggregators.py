@@ -30,8 +30,8 @@ from bagua.federated.aggregators import (
     TrimmedMean,
 )
 from bagua.federated.sampling import seed_of
-from tests.communication.worlds import fast_in
 from tests.conformance.training import process_group
+from tests.distributed.worlds import fast_in
 
 SPLITS = ((3, 3), (5, 1), (4, 0, 2), (2, 2, 1, 1))  # clients by rank
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0, 1.0, 4.0])

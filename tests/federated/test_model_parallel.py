@@ -16,8 +16,8 @@ from torch.func import grad, hessian, jvp, vmap
 import bagua
 from bagua import federated
 from bagua.errors import InvalidArgument
-from tests.communication.worlds import fast_in
 from tests.conformance.training import process_group
+from tests.distributed.worlds import fast_in
 
 
 @contextlib.contextmanager

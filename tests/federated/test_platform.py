@@ -17,7 +17,7 @@ from bagua import federated
 from bagua.errors import InvalidArgument
 from bagua.federated import aggregators, secure_sum
 from bagua.federated.graph_files import from_bytes
-from tests.communication.worlds import fast_in
+from tests.distributed.worlds import fast_in
 from tests.federated.test_trace import network, two_rounds, weighted
 from tests.federated.test_verbs import X, Y, fax
 

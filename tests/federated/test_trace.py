@@ -19,8 +19,8 @@ from bagua import federated
 from bagua.errors import InvalidArgument
 from bagua.federated.graph import MAP
 from bagua.federated.graph_files import from_bytes, to_bytes
-from tests.communication.worlds import fast_in
 from tests.conformance.training import process_group
+from tests.distributed.worlds import fast_in
 from tests.federated.test_verbs import SPLITS, X, Y, fax, sent_by
 
 BROADCAST, MEAN, SUM = "broadcast", "reduce_mean", "reduce_sum"

@@ -19,8 +19,8 @@ import bagua
 from bagua import federated
 from bagua.errors import BaguaError, InvalidArgument
 from bagua.federated import operators
-from tests.communication.worlds import fast_in
 from tests.conformance.training import process_group
+from tests.distributed.worlds import fast_in
 
 X = torch.tensor([2.0, -1.0])
 Y = torch.tensor([[1.0, 2.0], [3.0, -4.0], [-7.0, 6.0]])

@@ -1,6 +1,7 @@
-"""What may import what: the tables below are the section of that name in the design, file by file.
+"""What may import what: the tables below are the section of that name in the design.
 
-A new file of bagua/ or room of csrc/ that no table names is a failure too: say here what it may see.
+A new package, file of a package with an order, or room of csrc/ that no table names is a failure too: say here what it
+may see.
 """
 
 import ast
@@ -9,114 +10,123 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 STDLIB = frozenset(sys.stdlib_module_names)
 
 # ---- Python ---------------------------------------------------------------------------------------------
-# Top-level names of bagua -> the names of bagua they may import. Groups stand for what is below them.
+# "errors" stands for a file at the top or a whole package, "net.links" for one file of a package, and
+# "data_parallel.__init__" for what the package itself exports.
 ERRORS = {"errors"}
 CONFIG = {"errors", "config"}
-CONNECTING = {
-    "interfaces",
-    "handshake",
-    "rendezvous",
-    "fork_guard",
-    "dialing",
-    "accepting",
-    "questions",
-    "watching",
-    "congestion",
-    "connections",
+CORE = CONFIG | {"_C"}
+# ProcessGroup and what it is made of.
+GROUP = {
+    f"distributed.{name}"
+    for name in ("objects", "topology", "memory_overlap", "dtypes", "work", "tensors", "channels", "process_group")
 }
-TORCH = {"torch_pump", "torch_transport"}
-GROUP = CONFIG | {"_C", "reduction", "work", "overlap", "tensors", "nodes", "lanes", "objects", "group"}
-BUCKETS = GROUP | {"codecs", "bucket", "checkpoints"}
-POLICY = BUCKETS | {"error_feedback", "optim"}
-STEPPING = POLICY | {
-    "world",
-    "communication",
-    "agreement",
-    "nonfinite",
-    "replicas",
-    "recorder",
-    "clocks",
-    "trace",
-    "timeline",
-    "unused",
-    "parameter_errors",
-    "hook_failures",
-    "optimizer_hooks",
-}
-# What watches over the optimizers' steps, from the ground up.
-OPTIMIZERS = STEPPING | {"algorithms", "followed_optimizers", "local_gradients", "skipped_steps"}
+BUCKETS = CORE | GROUP | {"distributed.checkpoints", "codecs", "buckets"}
+RECORDS = {f"profiler.{name}" for name in ("recorder", "chrome_trace", "clock_sync", "timeline")}
+STEPPING = (
+    BUCKETS | RECORDS | {"optim", "distributed.world", "distributed.collectives", "distributed.consensus", "algorithms"}
+)
 
+# What a file at the top, and any file of a package, may import beside its own package.
 MAY_IMPORT = {
     "errors": set(),
     "config": ERRORS,
-    "recorder": ERRORS,
-    "clocks": GROUP - {"_C"},
-    "trace": ERRORS | {"recorder"},
-    "timeline": ERRORS | {"recorder", "clocks", "trace"},
-    "stragglers": set(),
-    "trace_file": ERRORS | {"trace"},
-    "trace_report": ERRORS | {"trace", "trace_file", "stragglers"},
-    "metrics": ERRORS | {"handle", "step"},
-    "interfaces": CONFIG,
-    "handshake": CONFIG,
-    "rendezvous": CONFIG | {"_C"},
-    "fork_guard": set(),
-    "congestion": ERRORS,
-    "dialing": CONFIG | CONNECTING,
-    "accepting": CONFIG | CONNECTING,
-    "questions": CONFIG | CONNECTING | {"_C"},
-    "watching": CONFIG | CONNECTING,
-    "torch_pump": ERRORS | {"_C"},
-    "torch_transport": CONFIG | TORCH | {"_C"},
-    "connections": CONFIG | CONNECTING | TORCH | {"_C"},
-    "reduction": CONFIG | {"_C"},
-    "work": CONFIG | {"_C"},
-    "overlap": set(),
-    "tensors": CONFIG | {"overlap", "reduction"},
-    "nodes": set(),
-    "objects": set(),
-    "lanes": CONFIG | {"_C"},
-    "group": GROUP,
-    "codecs": GROUP | {"codecs"},
-    "bucket": BUCKETS,
-    "checkpoints": GROUP,
-    "error_feedback": BUCKETS,
     "optim": ERRORS,
-    "callbacks": {"_C", "errors", "work"},
-    "meeting": GROUP | CONNECTING | TORCH,
-    "world": BUCKETS | CONNECTING | TORCH | {"meeting", "world"},
-    "communication": BUCKETS | {"world", "communication"},
-    "algorithms": (POLICY | {"algorithms"}) - {"_C"},
-    "end_of_backward": set(),
-    "borrowed": POLICY | {"algorithms"},
-    "agreement": STEPPING,
-    "optimizer_hooks": set(),
-    "local_gradients": BUCKETS,
-    "followed_optimizers": STEPPING | {"algorithms"},
-    "nonfinite": STEPPING | {"followed_optimizers"},
-    "replicas": STEPPING,
-    "unused": STEPPING,
-    "parameter_errors": STEPPING,
-    "skipped_steps": STEPPING | {"algorithms", "followed_optimizers"},
-    "hook_failures": ERRORS | {"group"},
-    "optimizer_steps": OPTIMIZERS,
-    "step": STEPPING | {"algorithms", "borrowed", "end_of_backward", "optimizer_steps", "step"},
-    "takeover": STEPPING | {"step"},
-    "handle": STEPPING | {"algorithms", "step", "takeover", "handle"},
-    "data_parallel": STEPPING | {"algorithms", "step", "takeover", "handle", "data_parallel"},
-    "torch_backend": GROUP - {"_C"} | {"callbacks", "meeting", "world", "torch_backend"},
-    "torch_api": STEPPING - {"_C"} | {"algorithms", "step", "handle", "data_parallel", "torch_api"},
-    "federated": ERRORS | {"group", "world", "agreement", "codecs", "metrics", "federated"},
-    "run": CONFIG | {"congestion"},
-    "doctor": STEPPING | CONNECTING | {"run"},
-    "profiles": ERRORS,
-    "bench": ERRORS | {"profiles"},
-    "cli": CONFIG | {"run", "doctor", "bench", "trace_report"},
+    "net": CORE,
+    "distributed": CORE | {"net", "codecs", "buckets"},
+    "codecs": CORE | GROUP,
+    "buckets": CORE | GROUP | {"codecs"},
+    "algorithms": (BUCKETS - {"_C"}) | {"optim"},
+    "profiler": CONFIG | GROUP,
+    "data_parallel": STEPPING,
+    "metrics": ERRORS | {"data_parallel.handle", "data_parallel.step"},
+    "replay": ERRORS,
+    "cli": CORE | {"net", "distributed", "replay"},
+    "run": {"cli.run"},
+    "__main__": {"cli.__init__"},
+    "torch_backend": CONFIG | GROUP | {f"distributed.{name}" for name in ("callbacks", "init", "world")},
+    "torch_api": (STEPPING - {"_C"}) | {f"data_parallel.{name}" for name in ("__init__", "step", "handle")},
+    "federated": ERRORS
+    | {"distributed.process_group", "distributed.world", "distributed.consensus", "codecs", "metrics"},
 }
+
+# The files of a package from the ground up: each may import those before it, and beside its package what stands here.
+ORDER = {
+    "net": {
+        "fork_guard": set(),
+        "interfaces": CONFIG,
+        "auth": CONFIG,
+        "rendezvous": CORE,
+        "congestion": ERRORS,
+        "connector": CONFIG,
+        "listener": CONFIG,
+        "peer_status": CORE,
+        "liveness": CONFIG,
+        "torch_forwarder": ERRORS | {"_C"},
+        "torch_transport": CORE,
+        "links": CORE,
+        "__init__": set(),
+    },
+    "distributed": {
+        "objects": set(),
+        "topology": set(),
+        "memory_overlap": set(),
+        "dtypes": CORE,
+        "work": CORE,
+        "tensors": CONFIG,
+        "channels": CORE,
+        "process_group": CORE,
+        "checkpoints": CONFIG,
+        "callbacks": ERRORS | {"_C"},
+        "consensus": CONFIG | {"buckets"},  # what with_bagua compares
+        "init": CORE | {"net"},
+        "world": CONFIG | {"net"},
+        "collectives": CONFIG | {"codecs"},
+        "__init__": set(),
+    },
+    "profiler": {
+        "stragglers": set(),
+        "recorder": ERRORS,
+        "chrome_trace": ERRORS,
+        "trace_file": ERRORS,
+        "report": ERRORS,
+        "clock_sync": CONFIG | GROUP,
+        "timeline": ERRORS,
+        "__init__": set(),
+    },
+    "data_parallel": {
+        "end_of_backward": set(),
+        "optimizer_hooks": set(),
+        "failures": ERRORS | {"distributed.process_group"},
+        "local_gradients": BUCKETS,
+        "zero_copy": BUCKETS | {"algorithms"},
+        "unused_parameters": BUCKETS,
+        "parameter_errors": BUCKETS,
+        "state_sync": BUCKETS | {"distributed.consensus"},
+        "followed_optimizers": BUCKETS | {"distributed.consensus", "algorithms"},
+        "overflow": BUCKETS,
+        "skipped_steps": BUCKETS | {"algorithms"},
+        "optimizer_steps": BUCKETS | {"algorithms", "profiler.recorder"},
+        "step": STEPPING,
+        "takeover": STEPPING,
+        "handle": STEPPING,
+        "api": STEPPING,
+        "__init__": set(),
+    },
+    "cli": {
+        "run": CONFIG | {"net.congestion"},
+        "doctor": CORE | {"net", "distributed"},
+        "bench": ERRORS | {"replay"},
+        "__init__": CONFIG,
+    },
+}
+# What single files may import beside that.
+BESIDE = {"algorithms._error_feedback": {"_C"}}
 # Beside the standard library.
 THIRD_PARTY = {
     "errors": set(),
@@ -163,29 +173,104 @@ def room_of(path):
     return path.relative_to(ROOT / "bagua").with_suffix("").parts[0]
 
 
+def place_of(name):
+    """What the tables call a dotted name of bagua without "bagua.": "errors", "net.links", "data_parallel.__init__"."""
+    top, _, rest = name.partition(".")
+    folder = ROOT / "bagua" / top
+    if not folder.is_dir():
+        return top
+    first = rest.split(".")[0]
+    known = first and ((folder / first).is_dir() or (folder / f"{first}.py").exists())
+    return f"{top}.{first if known else '__init__'}"
+
+
+def may_import(importer, imported):
+    """Both as place_of names them."""
+    top, _, file = importer.partition(".")
+    imported_top, _, imported_file = imported.partition(".")
+    order = ORDER.get(top)
+    if imported_top == top:
+        files = list(order or ())
+        return not order or imported_file in files[: files.index(file)]
+    allowed = MAY_IMPORT[top] | BESIDE.get(importer, set())
+    if order:
+        allowed_here = order[file]
+        return all({imported, imported_top} & names for names in (allowed, allowed_here))
+    return bool({imported, imported_top} & allowed)
+
+
 def test_python_imports():
     for path in production_files():
         room = room_of(path)
+        importer = place_of(module_name(path).partition(".")[2] + (".__init__" if path.stem == "__init__" else ""))
         if room == "__init__":  # the facade
             allowed, third_party = {*MAY_IMPORT, "_C"}, set()
         else:
-            assert room in MAY_IMPORT, f"bagua/{room} is in no table: add it to MAY_IMPORT, and to the map of rooms"
-            allowed, third_party = MAY_IMPORT[room], THIRD_PARTY.get(room, THIRD_PARTY_DEFAULT)
+            assert room in MAY_IMPORT, f"bagua/{room} is in no table: add it to MAY_IMPORT, and to the map of packages"
+            third_party = THIRD_PARTY.get(room, THIRD_PARTY_DEFAULT)
+            if room in ORDER:
+                assert path.stem in ORDER[room], f"{path} is in no table: add it to ORDER"
         for line, name in imports_of(path):
             top, _, rest = name.partition(".")
-            if top == "bagua":
-                assert rest.split(".")[0] in allowed, f"{path}:{line}: {room} must not import {name}"
-            else:
+            if top != "bagua":
                 assert top in STDLIB | third_party, f"{path}:{line}: {room} must not import {name}"
+            elif room == "__init__":
+                assert rest.split(".")[0] in allowed, f"{path}:{line}: {name} is in no table"
+            else:
+                assert may_import(importer, place_of(rest)), f"{path}:{line}: {importer} must not import {name}"
+
+
+def test_the_tables_name_what_is_there():
+    top = {path.stem for path in (ROOT / "bagua").glob("*.py")} - {"__init__"}
+    packages = {path.parent.name for path in (ROOT / "bagua").glob("*/__init__.py")} - {"testing"}
+    assert set(MAY_IMPORT) == top | packages
+    for package, files in ORDER.items():
+        assert set(files) == {path.stem for path in (ROOT / "bagua" / package).glob("*.py")}
+    known = {"_C", *MAY_IMPORT} | {f"{package}.{file}" for package, files in ORDER.items() for file in files}
+    for allowed in (
+        *MAY_IMPORT.values(),
+        *BESIDE.values(),
+        *(names for files in ORDER.values() for names in files.values()),
+    ):
+        assert allowed <= known
+
+
+def test_the_top_is_the_public_face_and_foundations():
+    assert len(list((ROOT / "bagua").glob("*.py"))) <= 12
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported"),
+    [
+        ("net.auth", "net.links"),
+        ("net.links", "distributed.process_group"),
+        ("net.congestion", "config"),
+        ("distributed.tensors", "net.links"),
+        ("distributed.process_group", "distributed.world"),
+        ("distributed.dtypes", "buckets"),
+        ("codecs.base", "distributed.world"),
+        ("algorithms.bytegrad", "_C"),
+        ("algorithms.bytegrad", "data_parallel.step"),
+        ("data_parallel.step", "data_parallel.api"),
+        ("data_parallel.step", "profiler.report"),
+        ("profiler.recorder", "distributed.work"),
+        ("torch_api.env", "data_parallel.zero_copy"),
+        ("federated.verbs", "buckets"),
+        ("errors", "config"),
+    ],
+)
+def test_the_tables_refuse(importer, imported):
+    assert place_of(importer) == importer
+    assert not may_import(importer, imported)
 
 
 def test_algorithms_do_not_know_each_other():
-    shared = {"base", "compressed", "registry", "weights", "__init__"}
     for path in sorted((ROOT / "bagua/algorithms").glob("*.py")):
         for line, name in imports_of(path):
             parts = name.split(".")
             if parts[:2] == ["bagua", "algorithms"] and path.stem != "__init__":
-                assert parts[2] in shared, f"{path}:{line}: an algorithm must not import another one ({name})"
+                shared = parts[2] in ("base", "registry") or parts[2].startswith("_")
+                assert shared, f"{path}:{line}: an algorithm must not import another one ({name})"
 
 
 def test_only_algorithms_know_concrete_algorithms():
@@ -211,7 +296,7 @@ def test_only_config_reads_the_environment():
 
 
 def public_names():
-    public = {p.parent.name for p in (ROOT / "bagua").glob("*/__init__.py")}
+    public = {p.parent.name for p in (ROOT / "bagua").glob("*/__init__.py")} - set(ORDER)
     for node in ast.walk(ast.parse((ROOT / "bagua/__init__.py").read_text())):
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             public |= set(ast.literal_eval(node.value))

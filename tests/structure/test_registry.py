@@ -9,11 +9,11 @@ import bagua
 from bagua import _C
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_PLUGINS = {"__init__", "base", "compressed", "registry", "weights"}
+NO_PLUGINS = {"base", "registry"}
 
 
 def stems(folder, suffix=".py"):
-    return {path.stem for path in (ROOT / folder).glob(f"*{suffix}")} - NO_PLUGINS
+    return {path.stem for path in (ROOT / folder).glob(f"[!_]*{suffix}")} - NO_PLUGINS
 
 
 def class_names(path):

@@ -99,7 +99,8 @@ MEMBERS = {
 # Public names of the original that are not here, by where it has them.
 ABSENT = {
     bagua.torch_api: "contrib checkpoint model_parallel moe BaguaTensor get_backend tensor bucket utils",
-    bagua: "distributed script service bagua_define",
+    bagua: "script service bagua_define",
+    bagua.distributed: "launch run",
     algorithms: "AlgorithmImpl GlobalAlgorithmRegistry",
     communication: (
         "get_communicator get_backend broadcast_nccl_unique_id run_flask_app start_autotune_server "

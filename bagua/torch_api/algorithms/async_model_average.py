@@ -7,8 +7,8 @@ import dataclasses
 import torch
 
 from bagua import algorithms
+from bagua.data_parallel.handle import BaguaHandle, handle_of
 from bagua.errors import InvalidArgument
-from bagua.handle import BaguaHandle, handle_of
 from bagua.torch_api.algorithms.base import Algorithm
 
 __all__ = ["AsyncModelAverageAlgorithm"]

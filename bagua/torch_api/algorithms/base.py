@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 from bagua import algorithms
+from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import InvalidArgument
-from bagua.group import ProcessGroup
 
 __all__ = ["Algorithm"]
 

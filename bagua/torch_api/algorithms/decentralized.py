@@ -9,8 +9,8 @@ import functools
 import warnings
 
 from bagua import algorithms
+from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import InvalidArgument
-from bagua.group import ProcessGroup
 from bagua.torch_api.algorithms.base import Algorithm
 
 

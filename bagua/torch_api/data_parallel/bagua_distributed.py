@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from bagua.bucket import Bucket
+from bagua.buckets import Bucket
+from bagua.data_parallel.handle import BaguaHandle
 from bagua.errors import InvalidArgument
-from bagua.handle import BaguaHandle
 from bagua.torch_api.algorithms import Algorithm
 from bagua.torch_api.process_group import BaguaProcessGroup
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import InvalidArgument
-from bagua.group import ProcessGroup
 from bagua.torch_api.process_group import BaguaProcessGroup, to_bagua_process_group
 
 __all__ = ["all_reduce"]

@@ -1,0 +1,352 @@
+"""The memory of what is exchanged, gradients or weights, and the buckets that travel as one message each.
+
+Data path: gradient ready -> **bucket** -> scheduler -> algorithm -> engine.
+
+Where gradients are exchanged they lie in the buckets for good. Weights are copied in before an exchange and out after
+it. Invariants: one allocation, shared with the ranks of this host, holds all buckets. Its size depends
+on the parameters alone, because the planner pads every tensor by itself, so a new plan re-slices the
+same memory and costs none. A view has the shape and dtype of its parameter, and its strides where
+the parameter is dense. Padding is zero whenever a bucket is sent.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bagua import _C, codecs
+from bagua.distributed.process_group import ProcessGroup, dtype_code
+from bagua.errors import InvalidArgument
+
+DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024  # of the largest
+SMALL_BUCKET_BYTES = 512 * 1024  # of the first and the last
+ALIGN_BYTES = 64
+Kind = tuple[torch.dtype, Hashable, int | None]  # dtype, Algorithm.bucket_class, index of the optimizer
+GRADIENT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Member:
+    """One parameter's place in a bucket. Every gradient passes by here, so what does not change is looked up once.
+
+    Attributes:
+        index: of the parameter.
+        name: of the parameter.
+        parameter: the parameter.
+        view: the part of ``bucket.flat`` that is its gradient, or weight; dense.
+        num_bytes: size of ``view`` in bytes.
+    """
+
+    __slots__ = ("_address", "_dtype", "_stride", "index", "name", "num_bytes", "parameter", "view")
+
+    def __init__(self, index: int, name: str, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
+        self.index, self.name, self.parameter, self.view = index, name, parameter, view
+        self.num_bytes = view.nbytes
+        self._address, self._dtype, self._stride = view.data_ptr(), view.dtype, view.stride()
+
+    def is_alike(self, grad: torch.Tensor) -> bool:
+        """Whether ``grad``, of the parameter's shape, lies in memory byte for byte as ``view`` does."""
+        if type(grad) is not torch.Tensor and grad.data_ptr() == 0:
+            return False  # a wrapper: what it stands for is torch's to copy
+        return grad.dtype is self._dtype and grad.stride() == self._stride and grad.is_cpu and not grad.is_neg()
+
+    def fill(self, grad: torch.Tensor, is_alike: bool) -> None:
+        """view <- grad, past the caches where it ``is_alike``: what reads the bucket next is communication, later."""
+        if is_alike:
+            _C.copy_to_cold(self._address, grad.data_ptr(), self.num_bytes)
+        else:
+            self.view.copy_(grad)
+
+
+class Bucket:
+    """Gradients, or weights, of one dtype that lie side by side and are communicated as one message.
+
+    Attributes:
+        index: place in the launch order, equal on all ranks.
+        label: ``"bucket 3"``, the name in error messages and in the timeline.
+        kind: what ``Algorithm.bucket_class`` returned for its parameters.
+        optimizer_index: which optimizer steps all its parameters; None where gradients are exchanged.
+        flat: 1-D tensor of ``numel`` elements in shared memory, padding included.
+        members: its parameters in the order in which they are expected to become ready.
+        declaration: what the algorithm said it sends for this bucket (``Algorithm.declare``).
+        parts: while it is communicated, if not None, where the gradients are that are not in ``flat``: first element
+            and tensor of every member, see ``Algorithm.takes_parts``.
+
+    Example:
+        >>> for bucket in model.bagua.buckets:
+        ...     print(bucket.label, bucket.num_bytes, bucket.names, bucket.declaration)
+        bucket 0 128 ('bias', 'weight') all_reduce, full precision
+    """
+
+    def __init__(
+        self,
+        index: int,
+        kind: Hashable,
+        optimizer_index: int | None,
+        flat: torch.Tensor,
+        members: Sequence[Member],
+        gaps: Sequence[tuple[int, int]],
+    ) -> None:
+        self.index = index
+        self.label = f"bucket {index}"
+        self.kind = kind
+        self.optimizer_index = optimizer_index
+        self.flat = flat
+        self.members = tuple(members)
+        self.declaration: Any = None
+        self.parts: list[tuple[int, torch.Tensor]] | None = None
+        self._gaps = gaps
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The one dtype of all its gradients."""
+        return self.flat.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of ``flat``, padding included."""
+        return self.flat.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of ``flat`` in bytes."""
+        return self.flat.numel() * self.flat.element_size()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its parameters."""
+        return tuple(member.name for member in self.members)
+
+    def zero_padding(self, flat: torch.Tensor | None = None) -> None:
+        """Clears the elements between gradients: a codec leaves its rounding there, and would widen later blocks."""
+        flat = self.flat if flat is None else flat
+        for begin, end in self._gaps:
+            flat[begin:end].zero_()
+
+    def load(self, tensors: Sequence[torch.Tensor] | None = None, flat: torch.Tensor | None = None) -> None:
+        """flat <- the weights.
+
+        Args:
+            tensors: instead of the weights, one per member and of its shape.
+            flat: instead of the bucket's own, of its size.
+        """
+        sources = [member.parameter.detach() for member in self.members] if tensors is None else list(tensors)
+        torch._foreach_copy_(self._views(flat), sources)
+        self.zero_padding(flat)
+
+    def weights(self) -> list[tuple[int, torch.Tensor]] | None:
+        """Where the weights are, which may not change meanwhile: ``parts`` of a reduction, which copies them itself.
+
+        None where one does not lie in memory as its view does: ``load`` then.
+        """
+        parts = []
+        for member in self.members:
+            weight = member.parameter.detach()
+            if weight.shape != member.view.shape or not member.is_alike(weight):
+                return None
+            parts.append((self.place_of(member)[0], weight))
+        return parts
+
+    @torch.no_grad()
+    def store(self, tensors: Sequence[torch.Tensor] | None = None, flat: torch.Tensor | None = None) -> None:
+        """The weights <- flat; arguments as for ``load``."""
+        destinations = [member.parameter for member in self.members] if tensors is None else list(tensors)
+        torch._foreach_copy_(destinations, self._views(flat))
+
+    @torch.no_grad()
+    def add_to_weights(self) -> None:
+        """The weights += flat."""
+        torch._foreach_add_([member.parameter for member in self.members], self._views(None))
+
+    def place_of(self, member: Member) -> tuple[int, int]:
+        """The first element of ``member`` in ``flat``, and the one behind its last."""
+        begin = member.view.storage_offset() - self.flat.storage_offset()
+        return begin, begin + member.view.numel()
+
+    def _views(self, flat: torch.Tensor | None) -> list[torch.Tensor]:
+        if flat is None:
+            return [member.view for member in self.members]
+        start = flat.storage_offset()
+        return [flat.as_strided(m.view.shape, m.view.stride(), start + self.place_of(m)[0]) for m in self.members]
+
+    def is_finite(self) -> bool:
+        """Whether it holds no NaN and no Inf.
+
+        A codec turns a block with NaN or Inf into NaN on all ranks, so where one is declared, which means that the
+        ranks are several, one element of each block tells, and all ranks get the same answer.
+        """
+        # Float16 may overflow where it is decoded, in any element.
+        is_told = self.declaration is not None and self.declaration.codec is not None and self.dtype != torch.float16
+        stride = codecs.get(self.declaration.codec).block_numel if is_told else 1
+        return _C.all_finite([self.flat.data_ptr()], [self.numel], [dtype_code(self.dtype)], stride)
+
+    def __repr__(self) -> str:
+        return f"Bucket({self.label!r}, {self.dtype}, numel={self.numel}, names={list(self.names)})"
+
+
+def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether floating-point tensors hold no NaN and no Inf; one pass, one call for all that lie in one piece."""
+    dense = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.is_contiguous()]
+    if len(dense) < len(tensors):
+        others = [tensor for tensor in tensors if tensor.layout is not torch.strided or not tensor.is_contiguous()]
+        if not all(map(_is_finite, others)):
+            return False
+    addresses, numels = [tensor.data_ptr() for tensor in dense], [tensor.numel() for tensor in dense]
+    return _C.all_finite(addresses, numels, [dtype_code(tensor.dtype) for tensor in dense], 1)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    values = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
+    return bool(values.isfinite().all())
+
+
+def check_parameter(name: str, parameter: torch.Tensor) -> None:
+    """Raises InvalidArgument if the gradients of ``parameter`` cannot be reduced in this release."""
+    if parameter.device.type != "cpu":
+        raise InvalidArgument(
+            f"parameter {name!r} is on {parameter.device}; this release of bagua trains models on the CPU: "
+            "move the model there with model.cpu() before it is wrapped"
+        )
+    if parameter.dtype not in GRADIENT_DTYPES:
+        raise InvalidArgument(
+            f"parameter {name!r} has dtype {parameter.dtype}; gradients of {', '.join(map(str, GRADIENT_DTYPES))} "
+            "can be reduced"
+        )
+
+
+class BucketStorage:
+    """The memory of one model's exchange, sliced into buckets by a plan.
+
+    Args:
+        named_parameters: (name, parameter), each once, all of them fit for ``check_parameter``.
+        group: allocates the memory; every rank makes the same call.
+        bucket_bytes: cap of a bucket, in bytes.
+        small_bucket_bytes: what no cap goes below, the first bucket's and the last one's. Caps double after the first
+            and halve towards the last: it leaves early, and little is left to send when backward ends. Where all
+            weights are ready at once, ``bucket_bytes``: then all caps are alike, and messages as few as can be.
+        bucket_class: ``Algorithm.bucket_class``; parameters of different classes share no bucket.
+        optimizer_of: which optimizer steps a parameter, by its id; parameters of different ones share no bucket.
+        order: expected ready order as indices into ``named_parameters``; the default is last to first.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        group: ProcessGroup,
+        *,
+        bucket_bytes: int,
+        small_bucket_bytes: int,
+        bucket_class: Callable[[torch.nn.Parameter], Hashable],
+        optimizer_of: Mapping[int, int] | None = None,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        self.names = [name for name, _ in named_parameters]
+        self.parameters = [parameter for _, parameter in named_parameters]
+        self.buckets: tuple[Bucket, ...] = ()
+        self.members: list[Member] = []  # by index
+        self.views: list[torch.Tensor] = []
+        self.order: list[int] = []
+        self._group, self._caps_bytes = group, (small_bucket_bytes, bucket_bytes)
+        optimizer_of = {} if optimizer_of is None else optimizer_of
+        kinds = [(p.dtype, bucket_class(p), optimizer_of.get(id(p))) for p in self.parameters]
+        self._kinds, self._keys = _number(kinds)
+        self.memory = group.empty(sum(_padded_bytes(parameter) for parameter in self.parameters), torch.uint8)
+        self.lay_out(list(reversed(range(len(self.names)))) if order is None else order)
+
+    def anew(self, order: Sequence[int]) -> BucketStorage:
+        """The same in memory of its own, laid out for ``order``; gradients stay where they are."""
+        new = copy.copy(self)
+        new.memory = self._group.empty(self.memory.numel(), torch.uint8)
+        new.lay_out(order)
+        return new
+
+    def lay_out(self, order: Sequence[int]) -> None:
+        """Slices the memory anew for the ready order ``order``; gradients that lie in it move with their views.
+
+        Only gradients that are live (``parameter.grad`` is not None) need memory while they move.
+        """
+        self.order = list(order)
+        self.plan = self._make_plan(self.order)
+        self.buckets = self._slice(self.plan)
+        self.members = sorted((m for bucket in self.buckets for m in bucket.members), key=lambda member: member.index)
+        self.views = [member.view for member in self.members]
+        live = [(member, member.parameter.grad) for member in self.members if self._holds(member.parameter.grad)]
+        live = [(member, _park(grad, member.view)) for member, grad in live]  # all parked before the first is written
+        for member, grad in live:
+            if grad is not None:
+                member.view.copy_(grad)
+            member.parameter.grad = member.view
+        for bucket in self.buckets:
+            bucket.zero_padding()
+
+    def release_gradients(self) -> None:
+        """Moves the gradients out: from now on the memory is for weights, or for nothing."""
+        for parameter in self.parameters:
+            if self._holds(parameter.grad):
+                parameter.grad = parameter.grad.clone()
+
+    def hand_over_gradients(self, successor: BucketStorage) -> None:
+        """Moves the gradients of the parameters that ``successor`` has, too, into its memory."""
+        for member in successor.members:
+            if self._holds(member.parameter.grad):
+                member.view.copy_(member.parameter.grad)
+                member.parameter.grad = member.view
+
+    def _make_plan(self, order: Sequence[int]) -> Any:
+        numels = [parameter.numel() for parameter in self.parameters]
+        item_bytes = [parameter.element_size() for parameter in self.parameters]
+        return _C.BucketPlan(numels, item_bytes, self._keys, list(order), *self._caps_bytes, ALIGN_BYTES)
+
+    def _slice(self, plan: Any) -> tuple[Bucket, ...]:
+        buckets = []
+        begin = 0
+        for index, planned in enumerate(plan.buckets):
+            dtype, kind, optimizer_index = self._kinds[planned.key]
+            end = begin + planned.numel * planned.item_bytes
+            flat = self.memory[begin:end].view(dtype)
+            members = []
+            gaps = []
+            filled_numel = 0
+            for tensor, offset_numel, numel in planned.members:
+                if filled_numel < offset_numel:
+                    gaps.append((filled_numel, offset_numel))
+                filled_numel = offset_numel + numel
+                view = _shaped_like(flat[offset_numel:filled_numel], self.parameters[tensor])
+                members.append(Member(tensor, self.names[tensor], self.parameters[tensor], view))
+            if filled_numel < planned.numel:
+                gaps.append((filled_numel, planned.numel))
+            buckets.append(Bucket(index, kind, optimizer_index, flat, members, gaps))
+            begin = end
+        return tuple(buckets)
+
+    def _holds(self, grad: torch.Tensor | None) -> bool:
+        if grad is None or grad.layout is not torch.strided:
+            return False
+        return grad.untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr()
+
+
+def _padded_bytes(parameter: torch.Tensor) -> int:
+    num_bytes = parameter.numel() * parameter.element_size()
+    return num_bytes + -num_bytes % ALIGN_BYTES
+
+
+def _park(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:
+    """A copy of ``grad``, or None where it already lies where ``view`` does."""
+    return None if grad.data_ptr() == view.data_ptr() else grad.clone()
+
+
+def _number(kinds: Sequence[Kind]) -> tuple[list[Kind], list[int]]:
+    """The different kinds in order of appearance, so that all ranks number them alike, and each one's number."""
+    numbers: dict[Kind, int] = {}
+    keys = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+    return list(numbers), keys
+
+
+def _shaped_like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """``flat`` with the shape of ``parameter`` and, if that is dense, its strides: the layout autograd gives a grad."""
+    dense_stride = torch.empty_like(parameter, device="meta").stride()
+    if dense_stride == parameter.stride():
+        return flat.as_strided(parameter.shape, dense_stride)
+    return flat.view(parameter.shape)

@@ -1,0 +1,136 @@
+"""`bagua doctor`: what is built, what this host has, and, with several ranks, what lies between them.
+
+Alone it looks at this host. With --nproc-per-node N, or under a launcher, every pair of ranks is measured: round trip
+of 8 bytes and rate of 16 MiB messages, with the transport that carried them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from bagua import _C, config
+from bagua.cli.run import main as launch
+from bagua.distributed import collectives, world
+from bagua.errors import BaguaError
+from bagua.net import congestion
+from bagua.net.interfaces import interface_addresses
+
+__all__ = ["main", "report_host"]
+
+_CPU_FLAGS = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "asimd", "sve")
+_PING_BYTES, _PINGS = 8, 200
+_BULK_BYTES, _BULKS = 16 << 20, 5
+
+
+def _cpu_features() -> list[str]:
+    with open("/proc/cpuinfo") as file:
+        words = set(file.read().split())
+    return [flag for flag in _CPU_FLAGS if flag in words]
+
+
+def _transports(settings: config.Settings) -> str:
+    if settings.backend == "torch":
+        return "torch (BAGUA_BACKEND)"
+    congestion.check(settings.tcp_congestion)
+    control = congestion.describe(settings.tcp_congestion)
+    tcp = f"tcp ({settings.tcp_streams} streams per peer, congestion control {control})"
+    return f"shm {tcp}" if settings.shared_memory else tcp
+
+
+def report_host() -> str:
+    """What is built and what this host offers, as text."""
+    settings = config.settings()
+    lines = [
+        f"bagua {_C.__version__}  python {platform.python_version()}  torch {torch.__version__}",
+        f"machine        {platform.machine()}, {len(os.sched_getaffinity(0))} cores, kernel {platform.release()}",
+        f"cpu features   {' '.join(_cpu_features()) or 'none that the kernels use'}",
+        f"core           CUDA {'built in' if _C.has_cuda else 'not built in (CPU tensors only)'}",
+        f"codecs         {' '.join(_C.registered_codecs())}",
+        f"transports     {_transports(settings)}",
+    ]
+    for address in interface_addresses():
+        chosen = "  <- BAGUA_SOCKET_IFNAME" if settings.interface == address.interface else ""
+        lines.append(f"interface      {address.interface:<12} {address.address}{chosen}")
+    return "\n".join(lines)
+
+
+def _ping(peer: int, first: bool, tensor: torch.Tensor) -> float:
+    """Seconds of one round trip."""
+    begin = time.perf_counter()
+    if first:
+        collectives.send(tensor, peer)
+        collectives.recv(tensor, peer)
+    else:
+        collectives.recv(tensor, peer)
+        collectives.send(tensor, peer)
+    return time.perf_counter() - begin
+
+
+def _measure_pair(peer: int, first: bool) -> tuple[float, float]:
+    """(one-way latency in microseconds, rate in GB/s) between this rank and `peer`."""
+    small, large = torch.zeros(_PING_BYTES, dtype=torch.uint8), torch.zeros(_BULK_BYTES, dtype=torch.uint8)
+    _ping(peer, first, small), _ping(peer, first, large)  # connect and touch the memory
+    latency = statistics.median(_ping(peer, first, small) for _ in range(_PINGS)) / 2
+    rate = 2 * _BULK_BYTES / statistics.median(_ping(peer, first, large) for _ in range(_BULKS))
+    return latency * 1e6, rate / 1e9
+
+
+def _report_peers() -> None:
+    rank, size = world.get_rank(), world.get_world_size()
+    group = world.get_default_group()
+    between_hosts = "torch" if config.settings().backend == "torch" else "tcp"
+    rows = []
+    for first in range(size):
+        for second in range(first + 1, size):
+            if rank in (first, second):
+                latency, rate = _measure_pair(second if rank == first else first, rank == first)
+                if rank == first:
+                    kind = "shm" if second in group.local_ranks else between_hosts
+                    rows.append(f"{first:>4} {second:>4}  {kind:<5} {latency:>10.1f} us {rate:>8.2f} GB/s")
+            collectives.barrier()
+    gathered = collectives.all_gather_object(rows)
+    if rank == 0:
+        print("rank peer  over     one way        rate")
+        for line in (line for lines in gathered for line in lines):
+            print(line)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; 0 when everything that was tried worked."""
+    parser = argparse.ArgumentParser(prog="bagua doctor", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--nproc-per-node", type=int, default=1, help="measure between that many ranks on this host")
+    args = parser.parse_args(argv)
+    under_launcher = config.is_launched()
+    if not under_launcher and args.nproc_per_node > 1:
+        launch(["--nproc-per-node", str(args.nproc_per_node), "-m", "bagua.cli.doctor"])
+        return 0
+    try:
+        if not under_launcher or config.launch_environment().rank == 0:
+            print(report_host(), flush=True)
+    except BaguaError as error:
+        print(f"settings       FAILED: {error}", file=sys.stderr)
+        return 1
+    if not under_launcher:
+        print("peers          none (add --nproc-per-node 2, or run it under `bagua run`)")
+        return 0
+    try:
+        world.init_process_group()
+        _report_peers()
+    except BaguaError as error:
+        print(f"peers          FAILED: {error}", file=sys.stderr)
+        return 1
+    finally:
+        world.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""``model.bagua``: the user's side of a wrapped model.
+
+Beside the data path. Invariant: it is no Module, Parameter or buffer, so a wrapped model's state_dict is
+the plain model's; a copy or a pickle of the model gets a handle that says that it is a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagua.algorithms import Algorithm
+from bagua.buckets import Bucket
+from bagua.data_parallel.failures import fatal
+from bagua.data_parallel.step import Step
+from bagua.data_parallel.takeover import become, successor
+from bagua.distributed.consensus import agree
+from bagua.distributed.process_group import ProcessGroup
+from bagua.errors import BaguaError, InvalidArgument
+from bagua.profiler import clock_sync
+from bagua.profiler.timeline import Timeline
+
+_STATE_VERSION = 2
+_STATE_KEYS = {"version", "algorithm", "num_steps", "layout", "ready_order", "state"}
+_attached: weakref.WeakSet[BaguaHandle] = weakref.WeakSet()
+
+
+class BaguaHandle:
+    """What bagua knows about a model that ``with_bagua`` has wrapped.
+
+    Example:
+        >>> model = bagua.with_bagua(model, optimizer, algorithm="bytegrad")
+        >>> model.bagua.algorithm.name, len(model.bagua.buckets)
+        ('bytegrad', 2)
+    """
+
+    def __init__(self, model: torch.nn.Module, step: Step, hooks: Sequence[Any], num_wraps: int) -> None:
+        self.num_wraps = num_wraps
+        self.step = step
+        self._model = weakref.ref(model)
+        self._hooks = list(hooks)
+        model.bagua, model.no_sync = self, _NoSync(self)  # until ``remove``
+        _attached.add(self)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm, with its options as attributes."""
+        return self.step.algorithm
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks that train together."""
+        return self.step.group
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The gradient buckets in launch order. They are laid out anew once, after the first step."""
+        return self.step.storage.buckets
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside stay local: their gradients add up until the first backward outside.
+
+        It is the place of ``backward()`` that counts; have the forward inside too, which saves the
+        broadcast of the buffers. Where gradients are exchanged, an optimizer that would step what is left local
+        raises InvalidArgument, on all ranks; where weights are, they are exchanged at its step all the same, but a
+        GradScaler's ranks agree on skipped steps in backwards outside only.
+
+        Example:
+            >>> with model.bagua.no_sync():
+            ...     loss(model(x1), y1).backward()
+            >>> loss(model(x2), y2).backward()  # synchronises the sum of both
+        """
+        if not self._hooks:
+            raise InvalidArgument("model.bagua.remove() was called: this model is no longer synchronised")
+        before = self.step.synchronises
+        self.step.synchronises = False
+        try:
+            yield
+        finally:
+            self.step.synchronises = before
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs besides the states of model and optimizers: plain data, no communication.
+
+        The order of the gradients is part of it, because the place of a gradient in its bucket decides
+        how its sum is rounded; with it a resumed run continues bit for bit.
+        """
+        order = self.step.order
+        names = self.step.storage.names
+        return {
+            "version": _STATE_VERSION,
+            "algorithm": self.algorithm.name,
+            "num_steps": self.step.num_steps,
+            "layout": [names[index] for index in self.step.storage.order],
+            "ready_order": None if order is None else [names[index] for index in order],
+            "state": self.algorithm.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what ``state_dict`` returned; collective.
+
+        Raises:
+            InvalidArgument: it belongs to another algorithm or model, or the ranks load different states; on all ranks,
+                which then train on as before.
+        """
+        remedy = "load the checkpoint of one step on all ranks; where an algorithm remembers something, each its own"
+
+        def prepare() -> tuple[None, dict[str, Any]]:
+            _check_state(state, self)
+            self.algorithm.check_idle()
+            index_of = {name: index for index, name in enumerate(self.step.storage.names)}
+            layout, order = (
+                None if names is None else [index_of[name] for name in names]
+                for names in (state["layout"], state["ready_order"])
+            )
+            described = {key: state[key] for key in ("num_steps", "layout", "ready_order")}
+            return successor(self.step, state["num_steps"], layout, order), described
+
+        loaded = agree(self.group, prepare, remedy)
+        # Each ends on all ranks before the next begins, so a rank that refuses its part leaves nobody waiting.
+        agree(self.group, lambda: (loaded.algorithm.load_state_dict(state["state"]), {}), remedy)
+        agree(self.group, lambda: (loaded.enter_stage(), {}), remedy)
+        with fatal(self.group, "load_state_dict"):
+            become(self.step, loaded)
+
+    def pause(self) -> None:
+        """Stops what the algorithm does in the background; collective, idempotent.
+
+        Raises:
+            InvalidArgument: the algorithm does nothing in the background.
+        """
+        self.group.check()
+        self.algorithm.pause()
+
+    def resume(self) -> None:
+        """Goes on after ``pause``; collective, idempotent."""
+        self.group.check()
+        self.algorithm.resume()
+
+    def timeline(self, parts: bool = True) -> Timeline:
+        """What happened when on this rank: steps, spans and a summary. Local, also after a failure of the group.
+
+        Takes up to half a second where a codec makes many spans, and a tenth of that without ``parts``, what
+        operations consist of: encode, wire, decode and reduce.
+        """
+        return self.step.timeline(parts)
+
+    def save_timeline(self, folder: str | Path) -> Path:
+        """Writes this rank's trace to ``folder``/rank<rank>.json, its times on rank 0's clock; collective.
+
+        `bagua timeline folder/rank*.json` merges the files and says who waited for whom. The offset of the clocks is
+        measured here and not when the model is wrapped, because clocks of different hosts drift apart: so the steps
+        that the file holds, the last ones, are the near past. It takes some milliseconds per node.
+
+        Args:
+            folder: made where it is missing; each host has its own unless they share a disk.
+
+        Returns:
+            The path of this rank's file.
+
+        Raises:
+            InvalidArgument: on every rank, where one cannot write its file.
+            BaguaError: the group has failed, or was destroyed; ``timeline().save(path)`` works then too.
+
+        Example:
+            >>> model.bagua.save_timeline("timeline")
+            PosixPath('timeline/rank0.json')
+        """
+        try:
+            self.group.check()
+            clock = clock_sync.measure(self.group)
+        except BaguaError as error:
+            message = f"{error}; model.bagua.timeline().save(path) writes what this rank knows, without the others"
+            place = {"rank": error.rank, "operation": error.operation, "bucket": error.bucket}
+            raise type(error)(message, **place) from error
+        path = Path(folder) / f"rank{self.group.rank}.json"
+
+        def write() -> tuple[None, dict[str, Any]]:
+            self.timeline().save(path, clock)
+            return None, {}
+
+        agree(self.group, write, "name a folder that every rank can write to")
+        return path
+
+    def remove(self) -> None:
+        """Ends the synchronisation on this rank; weights and gradients stay as they are. Idempotent."""
+        try:
+            if self._hooks:
+                self.algorithm.detach()
+        finally:  # of a group that has failed too
+            self.remove_hooks()
+
+    def remove_hooks(self) -> None:
+        """The part of ``remove`` that is left when the algorithm has been detached already."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        _attached.discard(self)
+        model = self._model()
+        if model is not None and getattr(model, "bagua", None) is self:
+            holder = model if "bagua" in vars(model) else model._orig_mod  # what torch.compile returns passes them on
+            del holder.bagua, holder.no_sync
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return _CopiedHandle, ()
+
+
+class _NoSync:
+    """``model.no_sync``; in a copy or a pickle of the model, which is not synchronised, it does nothing."""
+
+    def __init__(self, handle: BaguaHandle | None = None) -> None:
+        self._handle = handle
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        """As ``model.bagua.no_sync()``, under the name at which Accelerate and other trainers look."""
+        return contextlib.nullcontext() if self._handle is None else self._handle.no_sync()
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return _NoSync, ()
+
+
+class _CopiedHandle:
+    """``bagua`` of a copied or unpickled model, which is an ordinary module."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise InvalidArgument(
+            f"model.bagua.{name}: this model is a copy of one that was wrapped and is not synchronised itself; "
+            "call bagua.with_bagua on it"
+        )
+
+
+def handle_of(model: torch.nn.Module) -> BaguaHandle | None:
+    """The handle of a wrapped model, None for one that is not wrapped.
+
+    Raises:
+        InvalidArgument: the model uses the name ``bagua`` for something else.
+    """
+    handle = getattr(model, "bagua", None)
+    if handle is None or isinstance(handle, _CopiedHandle):
+        return None
+    if not isinstance(handle, BaguaHandle):
+        raise InvalidArgument(f"the model has an attribute `bagua` of its own ({type(handle).__name__}); rename it")
+    return handle
+
+
+def check_names(model: torch.nn.Module) -> None:
+    """Raises InvalidArgument for a model that cannot be given the attributes ``bagua`` and ``no_sync``."""
+    if isinstance(getattr(type(model), "bagua", None), property):
+        raise InvalidArgument(f"a {type(model).__name__} is synchronised already; pass its .module to with_bagua")
+    own = getattr(model, "no_sync", None)
+    if own is not None and not isinstance(own, _NoSync):
+        raise InvalidArgument(
+            f"{type(model).__name__} has a `no_sync` of its own. Where that means that it synchronises its gradients "
+            "itself, wrap the module inside; otherwise rename it, because trainers that accumulate gradients call it"
+        )
+
+
+def check_unused(algorithm: Algorithm, handle: BaguaHandle | None) -> None:
+    """Raises InvalidArgument if a handle other than ``handle`` runs this very object, which remembers one training."""
+    if any(other is not handle and other.algorithm is algorithm for other in _attached):
+        raise InvalidArgument(
+            f"this instance of algorithm {algorithm.name!r} belongs to another model already; make one for each"
+        )
+
+
+def other_parameter_ids(handle: BaguaHandle | None) -> set[int]:
+    """The ids of the parameters that are synchronised by handles other than ``handle``."""
+    return {id(parameter) for other in _attached if other is not handle for parameter in other.step.storage.parameters}
+
+
+def _check_state(state: Mapping[str, Any], handle: BaguaHandle) -> None:
+    if not isinstance(state, Mapping) or set(state) != _STATE_KEYS or state["version"] != _STATE_VERSION:
+        raise InvalidArgument(f"this is no state of version {_STATE_VERSION} from model.bagua.state_dict()")
+    if state["algorithm"] != handle.algorithm.name:
+        raise InvalidArgument(
+            f"the state is of algorithm {state['algorithm']!r}, the model runs {handle.algorithm.name!r}; "
+            "wrap it with the algorithm of the checkpoint, load, and then change with with_bagua"
+        )
+    names = handle.step.storage.names
+    difference = {name for order in (state["layout"], state["ready_order"] or names) for name in {*order} ^ {*names}}
+    if difference:
+        raise InvalidArgument(f"the state is of a model with other trainable parameters: {sorted(difference)[:4]}")

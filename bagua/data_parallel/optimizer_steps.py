@@ -1,0 +1,187 @@
+"""The optimizers' part of a training step: what must hold before they change weights, and what the algorithm does then.
+
+Data path: ``optimizer_hooks.py`` -> **here** -> the algorithm's hooks around the optimizer's step. Invariants: what
+would let the ranks part is refused on all of them, because the rank that refuses poisons the group; what all ranks see
+alike (NaN under a codec) leaves the group whole. A step that a GradScaler skips is none.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bagua.algorithms.base import Algorithm
+from bagua.buckets import Bucket, BucketStorage
+from bagua.data_parallel.failures import ending, fatal
+from bagua.data_parallel.followed_optimizers import FollowedOptimizers
+from bagua.data_parallel.local_gradients import LocalGradients
+from bagua.data_parallel.optimizer_hooks import Call, Calls
+from bagua.data_parallel.overflow import NonFiniteGuard, is_skipped_by_scaler
+from bagua.data_parallel.parameter_errors import closure_not_called, stepped_in_backward
+from bagua.data_parallel.skipped_steps import SkippedSteps
+from bagua.distributed.process_group import ProcessGroup, Work
+from bagua.errors import BaguaError
+from bagua.profiler.recorder import Recorder
+
+
+class OptimizerSteps:
+    """What one model has to do with its optimizers' steps.
+
+    Args:
+        optimizers: those that were passed to with_bagua.
+        storage: its parameters and their buckets.
+        algorithm: whose hooks are called.
+        group: the ranks that train together.
+        recorder: gets the times of the hooks.
+        after_step: a bound method, not kept alive; called at the end of each step.
+
+    Attributes:
+        parameter_ids: of the parameters that it is about.
+        calls: of ``optimizer.step``, under way.
+        local_gradients: those that no backward has synchronised.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        storage: BucketStorage,
+        algorithm: Algorithm,
+        group: ProcessGroup,
+        recorder: Recorder,
+        after_step: Callable[[], None],
+    ) -> None:
+        self.parameter_ids = frozenset(map(id, storage.parameters))
+        self.calls = Calls()
+        self.local_gradients = LocalGradients(storage, group)
+        self._buckets: Sequence[Bucket] = storage.buckets
+        self._algorithm, self._group, self._recorder = algorithm, group, recorder
+        self._after_step = weakref.WeakMethod(after_step)
+        self._optimizers = FollowedOptimizers(optimizers, storage, algorithm, group)
+        self._guard = NonFiniteGuard(self._optimizers)
+        self._skipped_steps = SkippedSteps(self._optimizers, algorithm, group)
+        self._sends_gradients = True
+        self._has_gradients = False  # of a backward outside any closure, which no step has followed yet
+
+    # --- from forward and backward -------------------------------------------------------------
+
+    def adopt_layout(self, buckets: Sequence[Bucket], sends_gradients: bool) -> None:
+        """The buckets are new ones, for gradients or for weights."""
+        self._buckets, self._sends_gradients = buckets, sends_gradients
+        self._guard.watch(buckets if sends_gradients else (), self._group, self._algorithm.refuses_nonfinite)
+
+    def draft(self) -> OptimizerSteps:
+        """A copy that can adopt a layout without changing this one, which is to ``become`` it or not."""
+        new = copy.copy(self)
+        new._guard = copy.copy(self._guard)
+        return new
+
+    def become(self, draft: OptimizerSteps) -> None:
+        """Takes over the layout of a ``draft``; the hooks go on to know this object."""
+        vars(self).update(vars(draft))
+
+    def counts_forward(self) -> bool:
+        """A synchronising forward begins; whether all ranks are at the same one.
+
+        They are but for a closure whose first evaluation is over: with gradients of its own each rank evaluates it as
+        often as it needs.
+        """
+        call = self.calls.evaluating()
+        if call is None:
+            return True
+        call.num_forwards += 1
+        return self._sends_gradients or (call.num_forwards == 1 and not call.is_prepared)
+
+    def agree_on_skips(self) -> Work | None:
+        """Gradients stay local, and a backward has ended. Returns the completed message, if there was one."""
+        return self._skipped_steps.agree(self.calls.evaluating())
+
+    def backward_ended(self, pending: Sequence[tuple[Bucket, Work]]) -> None:
+        """A synchronising backward has ended.
+
+        Raises:
+            InvalidArgument: a gradient is NaN, and no step that could be refused will be seen.
+        """
+        self._has_gradients |= self.calls.evaluating() is None
+        self._guard.check_backward(pending)
+
+    # --- from the optimizer --------------------------------------------------------------------
+
+    def is_wrapper(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it wraps an optimizer of this model, of whose step inside its own we hear."""
+        return self._optimizers.is_wrapper(optimizer)
+
+    def check_optimizer_step(self, call: Call, has_closure: bool) -> bool:
+        """An optimizer is about to step parameters of the model; whether with the gradients that are there.
+
+        Raises:
+            InvalidArgument: the ranks would part, or it would write NaN into the weights.
+        """
+        self._recorder.check(self._group)
+        # torch says in this way whether this thread runs a backward.
+        if self._group.size > 1 and torch._C._current_graph_task_id() != -1:
+            raise ending(self._group, stepped_in_backward(call.optimizer, self._group.rank))
+        self._follow(call.optimizer)
+        # A closure's gradients are those of its first evaluation, unless it only looks at the loss once more.
+        is_due = (self._has_gradients or not has_closure) and not is_skipped_by_scaler(call.optimizer)
+        if is_due:
+            self._check_gradients(call)
+        return is_due
+
+    def check_closure(self, call: Call) -> None:
+        """An evaluation of the optimizer's closure has ended: its gradients are what the optimizer goes on with.
+
+        Raises:
+            InvalidArgument: as ``check_optimizer_step``.
+        """
+        self._follow(call.optimizer)  # another may have stepped in the closure
+        self._check_gradients(call)
+
+    def before_optimizer_step(self, call: Call) -> None:
+        """No model has refused the step with the gradients that are there now."""
+        if not call.is_prepared:
+            call.is_prepared = True
+            hook, algorithm = "before_optimizer_step", self._algorithm
+            with self._recorder.hook(hook), fatal(self._group, hook, algorithm.name):
+                algorithm.before_optimizer_step(call.optimizer, self._buckets_of(call.optimizer), self._group)
+
+    def after_optimizer_step(self, call: Call) -> None:
+        """``optimizer.step`` has returned."""
+        self._has_gradients = False
+        if is_skipped_by_scaler(call.optimizer):
+            return
+        if not call.is_prepared:
+            if self._group.size == 1:
+                return  # as in plain torch
+            raise ending(self._group, closure_not_called(call.optimizer, self._group.rank))
+        hook, algorithm = "after_optimizer_step", self._algorithm
+        with self._recorder.hook(hook), fatal(self._group, hook, algorithm.name):
+            algorithm.after_optimizer_step(call.optimizer, self._buckets_of(call.optimizer), self._group)
+        after_step = self._after_step()
+        if after_step is not None:
+            after_step()
+
+    def failure(self) -> BaguaError | None:
+        """What has ended the group, on whichever rank; None while it is whole."""
+        return self._group.failure()
+
+    def end(self, error: BaguaError) -> None:
+        """Ends the group: another model that the same optimizer steps has failed."""
+        ending(self._group, error)
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        with fatal(self._group, f"following a {type(optimizer).__name__}"):
+            self._optimizers.follow(optimizer)
+
+    def _check_gradients(self, call: Call) -> None:
+        error = self.local_gradients.refusal(call.optimizer) if self._sends_gradients else None
+        if error is not None:
+            raise ending(self._group, error)
+        self._guard.check_step(call.optimizer)
+        self._skipped_steps.check_step(call.optimizer)
+
+    def _buckets_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Bucket]:
+        index = self._optimizers.index_of(optimizer)
+        return [bucket for bucket in self._buckets if bucket.optimizer_index in (None, index)]

@@ -1,0 +1,92 @@
+"""Refuses to write NaN into the weights when a rank's gradient was NaN or Inf and the algorithm uses a codec.
+
+Beside the data path, at its end: ``step.py`` asks after backward and before an optimizer step. All ranks decide
+alike without a message: what they look at is the result, equal on all of them. For the parameters of an optimizer that
+was passed to with_bagua, or has stepped before, the error is raised when it is really stepped, so that a GradScaler
+can skip the step; for others at the end of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bagua.buckets import Bucket, are_finite
+from bagua.data_parallel.followed_optimizers import FollowedOptimizers
+from bagua.distributed.process_group import ProcessGroup, Work
+from bagua.errors import InvalidArgument
+
+
+class NonFiniteGuard:
+    """Watches the buckets of a model under an algorithm that uses a codec: those too that travel without.
+
+    Args:
+        optimizers: those for which ``check_step`` will be called before they change weights.
+    """
+
+    def __init__(self, optimizers: FollowedOptimizers) -> None:
+        self._optimizers = optimizers
+        self._watched: tuple[Bucket, ...] = ()
+        self._suspects: list[Bucket] = []  # buckets with NaN after the last synchronising backward
+
+    def watch(self, buckets: Sequence[Bucket], group: ProcessGroup, is_asked: bool) -> None:
+        """Takes the buckets of a new layout. A single rank sends nothing, so nothing is quantised.
+
+        Args:
+            is_asked: by the algorithm; a codec in any declaration asks for it, too.
+        """
+        uses_codec = is_asked or any(bucket.declaration.codec is not None for bucket in buckets)
+        self._watched = tuple(buckets) if group.size > 1 and uses_codec else ()
+
+    def check_backward(self, pending: Sequence[tuple[Bucket, Work]]) -> None:
+        """All gradients are synchronised, by the works in ``pending``; raises InvalidArgument if no later check can."""
+        if not self._watched:
+            return
+        works = dict(pending)
+        self._suspects = [bucket for bucket in self._watched if not _is_finite(bucket, works.get(bucket))]
+        if not self._suspects:
+            return
+        checked = self._optimizers.stepped_ids()
+        unchecked = [b for b in self._suspects if not _is_finite_of(b, {id(m.parameter) for m in b.members} - checked)]
+        if unchecked:
+            raise self._error(unchecked, "; for a GradScaler to do so, pass the optimizer to with_bagua")
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` is about to change weights by the gradients that are there.
+
+        Raises:
+            InvalidArgument: a gradient that it would use is NaN; names buckets, parameters and codec.
+        """
+        if not self._suspects:
+            return
+        stepped = {id(parameter) for options in optimizer.param_groups for parameter in options["params"]}
+        bad = [bucket for bucket in self._suspects if not _is_finite_of(bucket, stepped)]
+        if bad:
+            raise self._error(bad)
+
+    def _error(self, buckets: Sequence[Bucket], more: str = "") -> InvalidArgument:
+        codecs = [bucket.declaration.codec for bucket in buckets]
+        under = ["" if codec is None else f" under codec {codec!r}" for codec in codecs]
+        told = "; ".join(f"{b.label} ({', '.join(b.names)}){how}" for b, how in zip(buckets, under, strict=True))
+        return InvalidArgument(
+            f"a gradient is NaN or Inf on some rank, which a codec cannot average: {told}. No rank has changed a "
+            f"weight; skip the step with zero_grad(), as torch.amp.GradScaler does{more}",
+            bucket=buckets[0].label,
+        )
+
+
+def is_skipped_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether GradScaler makes this step do nothing: it steps fused optimizers anyway, with ``found_inf`` set."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf > 0)
+
+
+def _is_finite(bucket: Bucket, work: Work | None) -> bool:
+    known = None if work is None else work.is_result_finite  # where the worker has looked, as it was told to
+    return bucket.is_finite() if known is None else known
+
+
+def _is_finite_of(bucket: Bucket, parameter_ids: set[int]) -> bool:
+    grads = [m.parameter.grad for m in bucket.members if id(m.parameter) in parameter_ids]
+    return are_finite([grad for grad in grads if grad is not None])

@@ -1,0 +1,89 @@
+"""What to say of a wrapped model's parameters whose gradients cannot be synchronised.
+
+Beside the data path: ``step.py`` raises these where a backward leaves the way that gradients should go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bagua.buckets import BucketStorage
+from bagua.errors import InvalidArgument
+
+
+def refused_gradient(name: str, grad: torch.Tensor) -> InvalidArgument:
+    """Of a gradient that is sparse, or has a graph."""
+    if grad.layout is not torch.strided:
+        return InvalidArgument(f"parameter {name!r} has a {grad.layout} gradient; bagua sends dense ones")
+    return InvalidArgument(
+        f"backward(create_graph=True) would lose the graph of {name!r}.grad when it is averaged; use "
+        "torch.autograd.grad for higher-order terms, or no_sync()"
+    )
+
+
+def ready_twice(name: str) -> InvalidArgument:
+    """Of a parameter whose gradient was complete, and was added to again."""
+    return InvalidArgument(
+        f"parameter {name!r} became ready twice in one backward, after its gradient may have been sent; this happens "
+        "when it is used in two checkpoint() calls: pass use_reentrant=False to them"
+    )
+
+
+def unfrozen(name: str, rank: int) -> InvalidArgument:
+    """Of a parameter that has no place in a bucket, and begins to train."""
+    return InvalidArgument(
+        f"rank {rank}: parameter {name!r} was frozen when the model was wrapped and is not any more, so it would not "
+        "be synchronised; unfreeze parameters before with_bagua, or call it again before the next forward",
+        rank=rank,
+    )
+
+
+def stepped_in_backward(optimizer: torch.optim.Optimizer, rank: int) -> InvalidArgument:
+    """Of an optimizer whose step a hook of backward has called."""
+    return InvalidArgument(
+        f"rank {rank}: {type(optimizer).__name__}.step was called inside backward, before gradients are synchronised; "
+        "the ranks would part. Call it after backward: an optimizer in backward (register_post_accumulate_grad_hook, "
+        "torch.distributed.optim._apply_optimizer_in_backward) cannot train a wrapped model",
+        rank=rank,
+    )
+
+
+def closure_not_called(optimizer: torch.optim.Optimizer, rank: int) -> InvalidArgument:
+    """Of an optimizer that has stepped without the gradients that it was to have."""
+    return InvalidArgument(
+        f"rank {rank}: {type(optimizer).__name__}.step was given a closure and has stepped without calling it, and "
+        "there was no backward before; call backward yourself, or have the optimizer call the closure",
+        rank=rank,
+    )
+
+
+def never_ready(names: Sequence[str], missing: Sequence[int], rank: int) -> InvalidArgument:
+    """What to say of a backward that has left out the parameters ``missing`` of ``names``, where none may be."""
+    num = len(missing)
+    shown = ", ".join(repr(names[index]) for index in missing[:8]) + (f" and {num - 8} more" if num > 8 else "")
+    return InvalidArgument(
+        f"rank {rank}: backward has ended and {num} of {len(names)} parameters have no gradient: {shown}. "
+        "They took no part in the loss, or were frozen after the model was wrapped; pass find_unused_parameters=True, "
+        "or set requires_grad=False before with_bagua",
+        rank=rank,
+    )
+
+
+def changed_parameters(model: torch.nn.Module, storage: BucketStorage, rank: int) -> InvalidArgument | None:
+    """What to say where the model has no longer the parameters that it was wrapped with, whose gradients are hooked."""
+    current = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    known = {id(parameter): name for name, parameter in zip(storage.names, storage.parameters, strict=True)}
+    held = {id(parameter) for parameter in model.parameters()}
+    gone = [name for key, name in known.items() if key not in held]
+    new = [name for key, name in current.items() if key not in known and name not in gone]
+    told = [("were replaced", gone), ("were added", new)]
+    what = "; ".join(f"{len(names)} {verb}, {names[0]!r} for one" for verb, names in told if names)
+    if not what:
+        return None
+    return InvalidArgument(
+        f"rank {rank}: since with_bagua the model has got other parameters, which are not synchronised: {what}; "
+        "do what replaces or adds them (modules, load_state_dict(assign=True)) before with_bagua, or call it again",
+        rank=rank,
+    )

@@ -1,0 +1,1 @@
+"""Process groups and collectives on tensors, and how processes become a world."""

@@ -1,0 +1,102 @@
+"""A thread for what follows from operations: callbacks, in the order in which the operations ended.
+
+Beside the data path: work -> **here**. The thread that ends an operation only leaves a number in a queue of the core
+(csrc/engine/endings.h), so that it neither waits for Python nor for a callback; a callback here may start operations
+and wait for them. The thread is started by its first task and joined by close().
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from bagua import _C
+from bagua.distributed.work import Work
+from bagua.errors import DeadlineExceeded
+
+__all__ = ["CallbackThread"]
+
+logger = logging.getLogger("bagua")
+
+
+class CallbackThread:
+    """Runs steps one after the other.
+
+    Args:
+        name: of the thread.
+        around: makes a context that the thread is in.
+    """
+
+    def __init__(self, name: str, around: Callable[[], contextlib.AbstractContextManager]):
+        self._name, self._around = name, around
+        self._endings = _C.Endings()
+        self._tokens = itertools.count()
+        self._steps: dict[int, Callable[[], None]] = {}  # by token; each step on this dict is atomic
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # guards the two below
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def after(self, work: Work, step: Callable[[], None]) -> None:
+        """Run `step` when the operation has ended, well or not."""
+        self._submit(step, lambda token: self._endings.watch(work.core, token))
+
+    def soon(self, step: Callable[[], None]) -> None:
+        """Run `step` after those of the operations that have ended; at once where that is this thread itself."""
+        if self.is_current():
+            step()
+        else:
+            self._submit(step, self._endings.push)
+
+    def is_current(self) -> bool:
+        """Whether the caller is this thread."""
+        return threading.current_thread() is self._thread
+
+    def close(self, timeout_s: float) -> None:
+        """Run what is left and end the thread; the operations must have ended. Idempotent.
+
+        A step that calls it ends the thread when it returns; a forked child has no thread to end.
+
+        Raises:
+            DeadlineExceeded: a step still runs after `timeout_s`; the thread ends when it returns.
+        """
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            self._is_closed = True
+        self._endings.close()
+        if self._thread is not None and not self.is_current():
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                frame = sys._current_frames().get(self._thread.ident)
+                where = f", in {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+                raise DeadlineExceeded(
+                    f"a callback on the thread {self._name} still runs after {timeout_s:g} s{where}; it is left behind"
+                )
+
+    def _submit(self, step: Callable[[], None], enter: Callable[[int], object]) -> None:
+        """Has the thread run `step` when the token given to `enter` comes back; once closed, it is run here."""
+        with self._lock:  # all of it, so that close() comes before or after
+            if not self._is_closed:
+                if self._thread is None:
+                    # A daemon: a program that ends without closing its groups must reach the code that closes them.
+                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._thread.start()
+                token = next(self._tokens)
+                self._steps[token] = step
+                enter(token)
+                return
+        step()
+
+    def _run(self) -> None:
+        with self._around():
+            while (token := self._endings.next()) is not None:
+                try:
+                    self._steps.pop(token)()
+                except BaseException:
+                    logger.exception("a callback of an operation failed")

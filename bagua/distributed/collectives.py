@@ -1,0 +1,229 @@
+"""The MPI-style collectives as functions; names follow torch.distributed.
+
+Tensors are torch tensors or NumPy arrays, of any shape and strides. Ranks in arguments (src, dst) are global ranks, as
+in torch.distributed. Collectives work in place unless an output is named. With `async_op=True` they return a Work at
+once, otherwise they return None when this rank's part is done.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
+from bagua.distributed.world import resolve
+from bagua.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from bagua.codecs import Codec
+
+__all__ = [
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "empty",
+    "gather",
+    "neighbor_average",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+]
+
+
+def empty(*size: int, dtype: torch.dtype = torch.float32, group: ProcessGroup | None = None) -> torch.Tensor:
+    """A CPU tensor in memory that the group's ranks on this host share: collectives on it are copy-free.
+
+    Args:
+        size: the shape, as numbers or as one sequence.
+
+    Returns:
+        A contiguous tensor of that shape. It is zeroed (the kernel hands the memory out so), despite its name.
+    """
+    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    numel = 1
+    for extent in shape:
+        numel *= int(extent)
+    return resolve(group).empty(numel, dtype).view(shape)
+
+
+def _finish(work: Work, async_op: bool) -> Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def _group_rank(group: ProcessGroup, rank: int, name: str) -> int:
+    if rank not in group.ranks:
+        group.check()
+        raise InvalidArgument(f"{name} {rank} is not a rank of the group '{group.name}' (ranks {group.ranks})")
+    return group.ranks.index(rank)
+
+
+def all_reduce(
+    tensor, op=ReduceOp.SUM, group=None, async_op=False, *, codec: str | Codec | None = None, hierarchical: bool = False
+) -> Work | None:
+    """tensor <- op over ranks of tensor.
+
+    Args:
+        tensor: same shape and type on all ranks.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
+        codec: a codec for the two-shot compressed all-reduce, by its name ("bf16", "minmax_uint8", ...), its name with
+            options ("qsgd:bits=4"), as codecs.get returned it, or with a seed (Codec.with_seed): what travels is
+            encoded, sums are in f32, and all ranks end bit-identical. SUM and AVG of f32, f16 and bf16.
+        hierarchical: reduce inside each node at full precision, then among one rank per node (with the codec, if
+            any), then broadcast inside each node. Right for nodes with different numbers of ranks. Pays where the
+            network is slower than the node; where all ranks are on one node nothing is encoded.
+
+    Raises:
+        InvalidArgument: type, op or codec do not fit, or the ranks called different operations.
+        DeadlineExceeded, TransportError, RemoteError: a rank is late, dead, or failed first; the message names it.
+    """
+    work = resolve(group).all_reduce(tensor, op, codec=codec, hierarchical=hierarchical, blocking=not async_op)
+    return _finish(work, async_op)
+
+
+def neighbor_average(
+    tensor,
+    topology: str = "ring",
+    step: int = 0,
+    codec: str | Codec | None = None,
+    group=None,
+    async_op: bool = False,
+    *,
+    hierarchical: bool = False,
+) -> Work | None:
+    """tensor <- weighted average of this rank's and its neighbours' tensors: decentralised communication.
+
+    All topologies keep the mean over ranks (they are doubly stochastic).
+
+    Args:
+        tensor: floating point, same shape and type on all ranks.
+        topology: "ring" (left, self, right: 1/3 each), "shift_one" (pairs that change with each step), "exponential"
+            (takes from the rank 2^(step mod ceil(log2 n)) places before; exact mean after log2 n steps for n a power of
+            two) or "all" (the mean over all ranks).
+        step: the same on all ranks: how many averagings came before. Only shift_one and exponential depend on it.
+        codec: name of a codec for what travels; the own values stay as they are. f32, f16 and bf16.
+        hierarchical: the nodes' means, at full precision, are averaged by the topology of nodes, which count by their
+            ranks; the codec is for what travels between nodes. Ranks of one node get the same; on one node all do.
+
+    Raises:
+        InvalidArgument: topology, step, type or codec do not fit, or the ranks called different operations.
+        DeadlineExceeded, TransportError, RemoteError: a rank is late, dead, or failed first; the message names it.
+
+    Source: the primitives D_FP_S and D_LP_S of arXiv 2107.01499.
+    """
+    work = resolve(group).neighbor_average(
+        tensor, topology, step, codec=codec, hierarchical=hierarchical, blocking=not async_op
+    )
+    return _finish(work, async_op)
+
+
+def reduce(tensor, dst: int, op=ReduceOp.SUM, group=None, async_op=False) -> Work | None:
+    """tensor of rank `dst` <- op over ranks of tensor. The other ranks' tensors may be used as scratch."""
+    group = resolve(group)
+    return _finish(group.reduce(tensor, _group_rank(group, dst, "dst"), op, blocking=not async_op), async_op)
+
+
+def broadcast(tensor, src: int, group=None, async_op=False, *, codec: str | Codec | None = None) -> Work | None:
+    """tensor <- tensor of rank `src`; with a codec the decoded values, there too: all ranks end equal."""
+    group = resolve(group)
+    src = _group_rank(group, src, "src")
+    return _finish(group.broadcast(tensor, src, codec=codec, blocking=not async_op), async_op)
+
+
+def barrier(group=None, async_op=False) -> Work | None:
+    """Ends when every rank of the group has called it."""
+    return _finish(resolve(group).barrier(blocking=not async_op), async_op)
+
+
+def all_gather(output, input, group=None, async_op=False, *, codec: str | Codec | None = None) -> Work | None:
+    """output <- the inputs of all ranks, one after the other by rank. output has `size` times input's elements.
+
+    input may be this rank's own block of output; otherwise they share no memory. With a codec the decoded values, the
+    own ones too: all ranks end bit-identical.
+    """
+    return _finish(resolve(group).all_gather(output, input, codec=codec, blocking=not async_op), async_op)
+
+
+def gather(output, input, dst: int, group=None, async_op=False) -> Work | None:
+    """output of rank `dst` <- the inputs of all ranks by rank; the other ranks pass output=None.
+
+    There input may be the own block of output; otherwise they share no memory.
+    """
+    group = resolve(group)
+    return _finish(group.gather(output, input, _group_rank(group, dst, "dst"), blocking=not async_op), async_op)
+
+
+def scatter(output, input, src: int, group=None, async_op=False) -> Work | None:
+    """output <- this rank's block of rank `src`'s input; the other ranks pass input=None.
+
+    There output may be the own block of input; otherwise they share no memory.
+    """
+    group = resolve(group)
+    return _finish(group.scatter(output, input, _group_rank(group, src, "src"), blocking=not async_op), async_op)
+
+
+def reduce_scatter(
+    output, input, op=ReduceOp.SUM, group=None, async_op=False, *, codec: str | Codec | None = None
+) -> Work | None:
+    """output <- op over ranks of this rank's block of input. input has `size` times output's elements.
+
+    output may be this rank's own block of input; otherwise they share no memory. With a codec what travels is encoded
+    once, the own block too; sums are in f32 and rounded once. SUM and AVG.
+    """
+    return _finish(resolve(group).reduce_scatter(output, input, op, codec=codec, blocking=not async_op), async_op)
+
+
+def all_to_all(
+    output,
+    input,
+    output_splits=None,
+    input_splits=None,
+    group=None,
+    async_op=False,
+    *,
+    codec: str | Codec | None = None,
+) -> Work | None:
+    """Block r of input goes to rank r; block r of output comes from rank r. They share no memory.
+
+    Args:
+        output_splits, input_splits: rows (of dimension 0) per rank; equal blocks by default.
+        codec: name of a codec; every block, the own one too, is encoded and decoded once.
+    """
+    group = resolve(group)
+    work = group.all_to_all(output, input, output_splits, input_splits, codec=codec, blocking=not async_op)
+    return _finish(work, async_op)
+
+
+def send(tensor, dst: int, group=None, async_op=False) -> Work | None:
+    """Send tensor to rank `dst`, which calls recv with a tensor of the same size and type."""
+    group = resolve(group)
+    return _finish(group.send(tensor, _group_rank(group, dst, "dst")), async_op)
+
+
+def recv(tensor, src: int, group=None, async_op=False) -> Work | None:
+    """tensor <- what rank `src` sends. Messages of one pair of ranks arrive in the order in which they were sent."""
+    group = resolve(group)
+    return _finish(group.recv(tensor, _group_rank(group, src, "src")), async_op)
+
+
+def broadcast_object(obj: object, src: int = 0, group=None) -> object:
+    """The picklable object of rank `src`, on all ranks. Unpickles: use it only among ranks that trust each other."""
+    group = resolve(group)
+    group.check()
+    return group.broadcast_object(obj, _group_rank(group, src, "src"))
+
+
+def all_gather_object(obj: object, group=None) -> list:
+    """The picklable objects of all ranks, by rank. Unpickles: use it only among ranks that trust each other."""
+    group = resolve(group)
+    group.check()
+    return group.all_gather_object(obj)

@@ -1,0 +1,417 @@
+"""ProcessGroup: some ranks, their transports, and the collectives on tensors as methods.
+
+Tensors cross into the core as addresses: tensors.py checks them and stages those that the core cannot work on, this
+file checks how they fit together, and the Work keeps them alive. channels.py holds the cores, several per group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+
+from bagua import _C
+from bagua.distributed import objects
+from bagua.distributed.channels import Lanes, Network
+from bagua.distributed.dtypes import ReduceOp, Residuals, check_codec, check_op, check_topology, dtype_code
+from bagua.distributed.tensors import Array, check_pair, places_of, prepare, split_numels
+from bagua.distributed.topology import Nodes
+from bagua.distributed.work import Work, to_seconds
+from bagua.errors import BaguaError, InvalidArgument
+
+__all__ = ["ProcessGroup", "ReduceOp", "Work", "dtype_code"]
+
+
+class ProcessGroup:
+    """Ranks that communicate.
+
+    Made by init_process_group and new_group, not by hand. Ranks in the arguments of the methods are ranks of the
+    group; the functions of bagua.distributed.collectives translate from global ranks.
+
+    Attributes:
+        rank: this process's rank in the group, -1 when it is not a member.
+        size, ranks: how many they are, and their global ranks.
+        name: the same on all ranks.
+        timeout: deadline of each operation.
+        subgroups: those that ``subgroup`` has made and that are open.
+        before_operation: of all groups: raises where an operation of the group may not stand.
+    """
+
+    before_operation: ClassVar[Callable[[ProcessGroup], None] | None] = None
+
+    def __init__(self, network: Network, name: str, ranks: Sequence[int], global_rank: int, timeout: timedelta | float):
+        self.name = name
+        self.ranks = list(ranks)
+        self.size = len(self.ranks)
+        self.set_timeout(timeout)
+        self._network = network
+        self._global_rank = global_rank
+        self.rank = self.ranks.index(global_rank) if global_rank in self.ranks else -1
+        self._parent: ProcessGroup | None = None
+        self.subgroups: dict[ProcessGroup, None] = {}  # in the order in which they were made
+        self.before_close: Callable[[], None] | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        if self.rank >= 0:
+            shares_memory = [peer == global_rank or network.share_memory(global_rank, peer) for peer in self.ranks]
+            self.local_ranks = [rank for rank in range(self.size) if shares_memory[rank]]
+            self._lanes = Lanes(network, name, self.ranks, self.rank)
+            self._core, self._p2p_core = self._lanes.collectives, self._lanes.messages
+
+    def __repr__(self) -> str:
+        return f"ProcessGroup({self.name!r}, rank={self.rank}, size={self.size})"
+
+    # ---- set-up
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        """The ranks of the group by node."""
+        ranks, network = self.ranks, self._network
+        return Nodes.of(self.size, lambda a, b: network.same_node(ranks[a], ranks[b]))
+
+    def subgroup(self, name: str, ranks: Sequence[int], timeout: timedelta | float) -> ProcessGroup:
+        """A group of some ranks of this one, made by its members alone and closed with this one at the latest.
+
+        Args:
+            name: the same on all members, and unlike that of any group of the same ranks that is open or has failed.
+            ranks: ranks of this group, among them this process's; the same order on all members.
+        """
+        self.check()
+        ranks = [self.ranks[rank] for rank in ranks]
+        return self.adopt(ProcessGroup(self._network, f"{self.name}/{name}", ranks, self._global_rank, timeout))
+
+    def adopt(self, child: ProcessGroup) -> ProcessGroup:
+        """The child, which is closed with this group at the latest."""
+        child._parent, self.subgroups[child] = self, None
+        return child
+
+    def close(self) -> None:
+        """End the worker threads and say goodbye to the peers. Idempotent; a forked child only forgets the group."""
+        if self._pid != os.getpid():
+            return
+        if self.before_close is not None and not self._closed:
+            self.before_close()
+        for child in reversed(list(self.subgroups)):  # while this one still tells whether it has failed
+            child.close()
+        self._closed = True
+        if self._parent is not None:
+            self._parent.subgroups.pop(self, None)
+        if self.rank >= 0:
+            self._lanes.close()
+
+    # ---- state
+
+    def set_timeout(self, timeout: timedelta | float) -> None:
+        """Another deadline for the operations that are started from now on; the ranks need not agree about it."""
+        self._timeout_s = to_seconds(timeout)
+        self.timeout = timedelta(seconds=self._timeout_s)
+
+    def _check_member(self) -> None:
+        if self.rank < 0:
+            raise InvalidArgument(
+                f"rank {self._global_rank} is not a member of the group '{self.name}' (ranks {self.ranks}); "
+                "only members may call its operations"
+            )
+
+    def check(self) -> None:
+        """Raise the first cause when an operation of the group has failed on any rank.
+
+        Raises:
+            InvalidArgument: this process is not a member, or a forked child of one, or the group was destroyed.
+        """
+        self._check_member()
+        if ProcessGroup.before_operation is not None:
+            ProcessGroup.before_operation(self)
+        if self._pid != os.getpid():
+            raise InvalidArgument(
+                f"this process is a forked child of rank {self._global_rank} (process {self._pid}) and no rank itself; "
+                "call bagua in the parent"
+            )
+        if self._closed:
+            raise InvalidArgument(f"the group '{self.name}' was destroyed; call init_process_group or new_group again")
+        self._lanes.check()
+
+    def failure(self) -> BaguaError | None:
+        """What ``check`` raises because an operation of the group has failed on any rank; None where none has."""
+        if self.rank < 0 or self._closed or self._pid != os.getpid():
+            return None
+        try:
+            self._lanes.check()
+        except BaguaError as error:
+            return error
+        return None
+
+    def poison(self, exception: BaguaError) -> None:
+        """Make every later call on every connected rank raise `exception` as the first cause."""
+        if self.rank >= 0:
+            self._lanes.poison(exception)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has sent (through sockets, rings or shared memory) since the group was made."""
+        return self._lanes.total(lambda core: core.bytes_sent) if self.rank >= 0 else 0
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload bytes that this rank has received."""
+        return self._lanes.total(lambda core: core.bytes_received) if self.rank >= 0 else 0
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Scratch memory that the group keeps between operations."""
+        return self._lanes.total(lambda core: core.workspace_bytes) if self.rank >= 0 else 0
+
+    def events(self, clear: bool = False, parts: bool = True, after_ns: int = 0) -> list[_C.Event]:
+        """What the worker did when, oldest first, where it ended later than after_ns: spans on the steady clock."""
+        self._check_member()
+        return self._core.events(clear, parts, after_ns)
+
+    def kept_since_ns(self) -> tuple[int, int]:
+        """``events`` lacks none of the operations that began later, and none of the parts of such; 0: it lacks none."""
+        return self._core.kept_since_ns()
+
+    # ---- memory
+
+    def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A zeroed 1-D CPU tensor in memory that the ranks of this host share.
+
+        Collectives on it are copy-free: peers reduce straight from and into it. Private memory when no other rank of
+        the group is on this host.
+        """
+        self._check_member()
+        item_bytes = torch.empty((), dtype=dtype).element_size()
+        if numel < 0:
+            raise InvalidArgument(f"numel {numel} is negative")
+        if numel == 0 or len(self.local_ranks) == 1:
+            return torch.zeros(numel, dtype=dtype)
+        return torch.frombuffer(_C.SharedMemory(numel * item_bytes), dtype=dtype, count=numel)
+
+    # ---- operations
+
+    def _work(self, core_work: _C.Work, keep: object, label: str = "", finish=None) -> Work:
+        # The deadline counts from the start of the operation, which may be queued behind others.
+        return Work(core_work, keep, 1000.0 * self._timeout_s, label, finish, self._lanes.share_failure)
+
+    def _check_root(self, root: int, name: str) -> int:
+        if not 0 <= root < self.size:
+            raise InvalidArgument(f"{name} {root} is not a rank of the group '{self.name}' (0..{self.size - 1})")
+        return root
+
+    def all_reduce(
+        self,
+        tensor: Array,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        codec: str | None = None,
+        hierarchical: bool = False,
+        label: str = "",
+        blocking: bool = False,
+        feedback: Residuals | None = None,
+        parts: Sequence[tuple[int, torch.Tensor]] | None = None,
+        checks_result: bool = False,  # then Work.is_result_finite tells
+    ) -> Work:
+        """tensor <- op over ranks of tensor, or of parts (places_of); see bagua.all_reduce, for feedback Residuals."""
+        self.check()
+        data, give_back = prepare(tensor, "tensor")
+        op = check_op(op, data.dtype)
+        codec = check_codec(codec, data.dtype, op)
+        arguments = (data.data_ptr(), data.numel(), dtype_code(data.dtype), int(op), codec, self._timeout_s, blocking)
+        residuals, places = None if feedback is None else feedback.addresses(data.numel()), places_of(parts, data)
+        if hierarchical:
+            nodes = (self.nodes.node_of(self.rank), self.nodes.leaders)
+            work = self._core.hierarchical_all_reduce(*nodes, *arguments, residuals, places, checks_result)
+        else:
+            work = self._core.all_reduce(*arguments, residuals, places, checks_result)
+        return self._work(work, (tensor, data, feedback, parts), label, give_back)
+
+    def neighbor_average(
+        self,
+        tensor: Array,
+        topology: str = "ring",
+        step: int = 0,
+        *,
+        codec: str | None = None,
+        hierarchical: bool = False,
+        label: str = "",
+        blocking: bool = False,
+        parts: Sequence[tuple[int, torch.Tensor]] | None = None,
+    ) -> Work:
+        """tensor <- weighted average of the neighbours' tensors, or of parts; see bagua.neighbor_average."""
+        self.check()
+        data, give_back = prepare(tensor, "tensor")
+        number = check_topology(topology, step, data.dtype)
+        codec = check_codec(codec, data.dtype)
+        place = (data.data_ptr(), data.numel(), dtype_code(data.dtype), number, step)
+        arguments = (*place, codec, self._timeout_s, blocking, places_of(parts, data))
+        if hierarchical:
+            nodes = (self.nodes.node_of(self.rank), self.nodes.leaders, self.nodes.smallest)
+            work = self._core.hierarchical_neighbor_average(*nodes, *arguments)
+        else:
+            work = self._core.neighbor_average(*arguments)
+        return self._work(work, (tensor, data, parts), label, give_back)
+
+    def difference_ring_average(
+        self, tensor: Array, replicas: Sequence[torch.Tensor], *, codec: str, label: str = ""
+    ) -> Work:
+        """tensor <- own, where own += D(codec(tensor + left/3 + right/3 - 5/3 own)), and left and right likewise.
+
+        `replicas` are own, left and right: float32, contiguous, of tensor's size, equal on all ranks at first; between
+        two ranks left and right may be one tensor.
+        """
+        self.check()
+        data, give_back = prepare(tensor, "tensor")
+        spec = check_codec(codec, data.dtype)
+        places = [replica.data_ptr() for replica in replicas]
+        work = self._core.difference_ring_average(
+            data.data_ptr(), data.numel(), dtype_code(data.dtype), *places, spec, self._timeout_s, False
+        )
+        return self._work(work, (tensor, data, replicas), label, give_back)
+
+    def reduce(self, tensor: Array, dst: int, op: ReduceOp = ReduceOp.SUM, *, blocking: bool = False) -> Work:
+        """tensor of rank `dst` <- op over ranks of tensor; the others' tensors end undefined."""
+        self.check()
+        self._check_root(dst, "dst")
+        data, give_back = prepare(tensor, "tensor", is_written=dst == self.rank)
+        op = check_op(op, data.dtype)
+        place = (data.data_ptr(), data.numel(), dtype_code(data.dtype))
+        work = self._core.reduce(*place, int(op), dst, self._timeout_s, blocking)
+        return self._work(work, (tensor, data), finish=give_back)
+
+    def reduce_scatter(
+        self,
+        output: Array,
+        input: Array,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        codec: str | None = None,
+        blocking: bool = False,
+    ) -> Work:
+        """output <- op over ranks of the rank-th block of their input; input is `size` blocks of output's size."""
+        self.check()
+        source, (into, give_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
+        op = check_op(op, into.dtype)
+        codec = check_codec(codec, into.dtype, op)
+        check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output", self.size)
+        kind = dtype_code(into.dtype)
+        work = self._core.reduce_scatter(
+            source.data_ptr(), into.data_ptr(), into.numel(), kind, int(op), codec, self._timeout_s, blocking
+        )
+        return self._work(work, (source, into), finish=give_back)
+
+    def all_gather(self, output: Array, input: Array, *, codec: str | None = None, blocking: bool = False) -> Work:
+        """output[r] <- input of rank r; output is `size` blocks of input's size."""
+        self.check()
+        source, (into, give_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
+        codec = check_codec(codec, source.dtype)
+        check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input", self.size)
+        place = (source.data_ptr(), into.data_ptr(), source.nbytes, dtype_code(source.dtype))
+        work = self._core.all_gather(*place, codec, self._timeout_s, blocking)
+        return self._work(work, (source, into), finish=give_back)
+
+    def gather(self, output: Array | None, input: Array, dst: int, *, blocking: bool = False) -> Work:
+        """output of rank `dst` [r] <- input of rank r; the other ranks pass output=None."""
+        self.check()
+        self._check_root(dst, "dst")
+        source = prepare(input, "input", is_written=False).data
+        into, give_back = None, None
+        if self.rank == dst:
+            into, give_back = prepare(output, "output")
+            check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input", self.size)
+        place, kind = 0 if into is None else into.data_ptr(), dtype_code(source.dtype)
+        work = self._core.gather(source.data_ptr(), place, source.nbytes, kind, dst, self._timeout_s, blocking)
+        return self._work(work, (source, into), finish=give_back)
+
+    def scatter(self, output: Array, input: Array | None, src: int, *, blocking: bool = False) -> Work:
+        """output <- input of rank `src` [rank]; the other ranks pass input=None."""
+        self.check()
+        self._check_root(src, "src")
+        into, give_back = prepare(output, "output")
+        source = None
+        if self.rank == src:
+            source = prepare(input, "input", is_written=False).data
+            check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output", self.size)
+        origin, kind = 0 if source is None else source.data_ptr(), dtype_code(into.dtype)
+        work = self._core.scatter(origin, into.data_ptr(), into.nbytes, kind, src, self._timeout_s, blocking)
+        return self._work(work, (source, into), finish=give_back)
+
+    def all_to_all(
+        self,
+        output: Array,
+        input: Array,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        *,
+        codec: str | None = None,
+        blocking: bool = False,
+    ) -> Work:
+        """Block r of input goes to rank r, block r of output comes from rank r; splits count rows of dimension 0."""
+        self.check()
+        source, (into, give_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
+        codec = check_codec(codec, source.dtype)
+        if source.dtype != into.dtype:
+            raise InvalidArgument(f"input is {source.dtype} but output is {into.dtype}; give them one type")
+        work = self._core.all_to_all(
+            source.data_ptr(),
+            split_numels(source, input_splits, "input", self.size),
+            into.data_ptr(),
+            split_numels(into, output_splits, "output", self.size),
+            dtype_code(source.dtype),
+            codec,
+            self._timeout_s,
+            blocking,
+        )
+        return self._work(work, (source, into), finish=give_back)
+
+    def broadcast(
+        self, tensor: Array, src: int, *, codec: str | None = None, label: str = "", blocking: bool = False
+    ) -> Work:
+        """tensor <- tensor of rank `src`, in place."""
+        self.check()
+        self._check_root(src, "src")
+        # With a codec the source's own values become the decoded ones.
+        data, give_back = prepare(tensor, "tensor", is_written=src != self.rank or codec is not None)
+        codec = check_codec(codec, data.dtype)
+        place = (data.data_ptr(), data.nbytes, dtype_code(data.dtype))
+        work = self._core.broadcast(*place, src, codec, self._timeout_s, blocking)
+        return self._work(work, (tensor, data), label, give_back)
+
+    def barrier(self, *, timeout: timedelta | float | None = None, blocking: bool = False) -> Work:
+        """Completes when every rank has called it; `timeout` in place of the group's."""
+        self.check()
+        timeout_s = self._timeout_s if timeout is None else to_seconds(timeout)
+        return self._work(self._core.barrier(timeout_s, blocking), None)
+
+    def send(self, tensor: Array, dst: int, *, tag: int = 0) -> Work:
+        """Sends to rank `dst`, which must call recv with the same size, type and tag (which never reorders)."""
+        self._check_peer(dst, "dst")
+        data = prepare(tensor, "tensor", is_written=False).data
+        work = self._p2p_core.send(data.data_ptr(), data.nbytes, dtype_code(data.dtype), dst, tag, self._timeout_s)
+        self._lanes.watch(dst, self._timeout_s)
+        return self._work(work, (tensor, data))
+
+    def recv(self, tensor: Array, src: int, *, tag: int = 0) -> Work:
+        """tensor <- what rank `src` sends."""
+        self._check_peer(src, "src")
+        data, give_back = prepare(tensor, "tensor")
+        work = self._p2p_core.recv(data.data_ptr(), data.nbytes, dtype_code(data.dtype), src, tag, self._timeout_s)
+        self._lanes.watch(src, self._timeout_s)
+        return self._work(work, (tensor, data), finish=give_back)
+
+    def _check_peer(self, peer: int, name: str) -> None:
+        self.check()
+        if self._check_root(peer, name) == self.rank:
+            raise InvalidArgument(f"{name} {peer} is this rank itself; a rank cannot send to itself")
+
+    # ---- Python objects
+
+    def broadcast_object(self, obj: object, src: int = 0) -> object:
+        """The object of rank `src`, pickled; only among ranks that trust each other."""
+        return objects.broadcast(self, obj, src)
+
+    def all_gather_object(self, obj: object) -> list:
+        """The objects of all ranks, by rank, pickled; only among ranks that trust each other."""
+        return objects.all_gather(self, obj)

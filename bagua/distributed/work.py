@@ -1,0 +1,149 @@
+"""Work: the handle of an operation that runs in the background."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+from bagua import _C
+from bagua.errors import BaguaError, DeadlineExceeded, InvalidArgument
+
+__all__ = ["Work", "to_seconds"]
+
+# Operations whose Work was dropped while they ran, with the tensors that the core still reads and writes. Each step on
+# this dict is atomic, since a finaliser may run in the middle of any other code.
+_abandoned: dict[int, tuple[_C.Work, object]] = {}
+
+
+def _forget_completed() -> None:
+    for key, (core, _) in list(_abandoned.items()):
+        if core.is_completed():
+            _abandoned.pop(key, None)
+
+
+def to_seconds(timeout: timedelta | float | int) -> float:
+    """Seconds of a timeout. Raises InvalidArgument when it is not positive and finite."""
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not (value > 0 and math.isfinite(value)):
+        raise InvalidArgument(f"timeout {timeout!r} is not a positive, finite time")
+    return value
+
+
+class Work:
+    """The handle of an operation that was started with `async_op=True`.
+
+    The tensors that it names must not be touched until it is completed, and they hold the result when wait() has
+    returned. They are kept alive as long as the core needs them, even if the Work is dropped.
+    """
+
+    __slots__ = ("_core", "_failure", "_finish", "_finishing", "_has_failed", "_keep", "_limit_s", "label")
+
+    def __init__(
+        self,
+        core: _C.Work,
+        keep: object,
+        limit_s: float,
+        label: str,
+        finish: Callable[[], None] | None,
+        has_failed: Callable[[BaguaError], None],
+    ):
+        self._core = core
+        self._has_failed = has_failed  # told what wait() finds that the operation has failed of
+        self._keep = keep
+        self._limit_s = limit_s
+        self.label = label
+        self._finish = finish  # copies a staged result back; None when there is nothing (left) to do
+        self._finishing = threading.Lock() if finish is not None else None  # guards these two; held until it is done
+        self._failure: BaseException | None = None  # of _finish: no later wait() looks like success
+        if _abandoned:
+            _forget_completed()
+
+    def __del__(self):
+        if self._keep is not None and not self._core.is_completed():
+            _abandoned[id(self._core)] = (self._core, self._keep)
+
+    @property
+    def ticket(self) -> int:
+        """Identifies the operation in ProcessGroup.events()."""
+        return self._core.ticket
+
+    @property
+    def core(self) -> _C.Work:
+        """The core's side of it, which keeps no tensor: ``sent`` is (bytes, of them over a network), None before."""
+        return self._core
+
+    @property
+    def nonfinite_blocks(self) -> int:
+        """Blocks of this rank's input or reduced stripe that held a NaN or an Inf under a codec. Once completed.
+
+        In a hierarchical operation only the ranks that lead their nodes encode, and count.
+        """
+        return self._core.nonfinite_blocks
+
+    @property
+    def is_result_finite(self) -> bool | None:
+        """Whether the result holds no NaN and no Inf; None where the operation was not to look. Once completed."""
+        return self._core.is_result_finite
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, well or not. Never blocks."""
+        return self._core.is_completed()
+
+    def exception(self) -> BaseException | None:
+        """What the operation raised, or what kept wait() from putting its result in place; None while it runs and when
+        it ended well."""
+        return self._core.error() or self._failure
+
+    def wait(self, timeout: timedelta | float | None = None) -> None:
+        """Block until the operation has ended; releases the GIL.
+
+        Args:
+            timeout: how long to wait for it; by default as long as it can take, since the operation itself has the
+                group's timeout as its deadline.
+
+        Raises:
+            BaguaError: whatever ended the operation.
+            DeadlineExceeded: `timeout` passed and the operation still runs.
+        """
+        limit_s = self._limit_s if timeout is None else to_seconds(timeout)
+        try:
+            ended = self._core.wait(limit_s)
+        except BaguaError as error:
+            self._has_failed(error)
+            if self.label and error.bucket is None:
+                raise type(error)(
+                    f"{self.label}: {error}", rank=error.rank, operation=error.operation, bucket=self.label
+                ) from None
+            raise
+        if not ended:
+            raise DeadlineExceeded(f"the operation {self.label or self.ticket} is still running after {limit_s:g} s")
+        if self._finishing is not None:
+            with self._finishing:
+                finish, self._finish = self._finish, None
+                if finish is not None:
+                    try:
+                        finish()
+                    except BaseException as error:
+                        self._failure = error
+                        raise
+                if self._failure is not None:
+                    raise self._failure
+        self._keep = None
+
+    def finish_with(self, step: Callable[[], None]) -> None:
+        """Have wait() run `step` once, when the result is in place; to be called by who made the Work, at once."""
+        first = self._finish
+        self._finish = step if first is None else lambda: (first(), step())
+        self._finishing = self._finishing or threading.Lock()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback()` once, when the operation has ended, well or not.
+
+        It is called at once, on this thread, when that is so already; otherwise by the thread that ends the operation.
+        There it must not start or wait for an operation (InvalidArgument), and it holds up the operations that follow.
+        wait() on this Work is allowed: it copies a staged result back and raises what the operation raised. What the
+        callback itself raises goes to sys.unraisablehook.
+        """
+        self._core.add_done_callback(callback)

@@ -1,0 +1,250 @@
+"""A rank's records as a file in the trace-event format, which Perfetto and chrome://tracing open.
+
+Beside the data path: records -> **events** -> file. One process per rank, one lane (a thread of the format) per kind
+of work. Times are microseconds on rank 0's clock where an offset is known. Invariant: slices of one lane are nested
+or apart, as the format wants it; each lane is what one thread did in turn.
+
+Format: "Trace Event Format", Google, 2016 (the JSON object form; ``otherData`` is free for the program's own).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bagua.errors import InvalidArgument
+from bagua.profiler.recorder import Compute, Failure, Outside, Span, StepRecord
+
+__all__ = ["FORMAT", "LANES", "document", "write"]
+
+FORMAT = "bagua timeline 1"
+STEPS, COMPUTE, WAITS, COORDINATION, READY, OPERATIONS, ENCODE, WIRE, DECODE = LANES = (
+    "steps",
+    "compute",
+    "waits (exposed communication)",
+    "coordination",
+    "buckets ready",
+    "operations",
+    "encode",
+    "wire",
+    "decode and reduce",
+)
+_LANE_OF_KIND = {
+    "operation": OPERATIONS,
+    "encode": ENCODE,
+    "wire": WIRE,
+    "decode": DECODE,
+    "reduce": DECODE,
+}
+_Mark = StepRecord | Outside | Compute
+_LANES_PER_GROUP = 100  # thread ids of a group's lanes begin at multiples of it
+
+
+def document(
+    marks: tuple[Sequence[StepRecord], Sequence[Outside], Sequence[Compute]],
+    spans: Sequence[Span],
+    coordination: Sequence[Span],
+    kept_since_ns: dict[str, tuple[int, int]],
+    failure: Failure | None,
+    about: dict[str, Any],
+) -> dict[str, Any]:
+    """The whole file as plain data.
+
+    Args:
+        marks: what the training thread has done.
+        kept_since_ns: as in ``Timeline``; ``otherData`` has ``operations_since_us`` of it, on rank 0's clock, None
+            where no operation was dropped.
+        about: goes to ``otherData``; its rank, host and, in ``clock``, offset_ns are used here.
+    """
+    offset_ns = about["clock"]["offset_ns"] or 0
+    events = _Events(about["rank"], offset_ns)
+    groups = list(dict.fromkeys([about["group"], *(span.group for span in spans)]))
+    events.name_lanes(f"rank {about['rank']} on {about['host']}", groups)
+    _add_marks(events, *marks)
+    if failure is not None:
+        _add_failure(events, failure)
+    _add_spans(events, spans, groups, kept_since_ns)
+    _add_coordination(events, coordination)
+    since_ns = max((operations_ns for operations_ns, _ in kept_since_ns.values()), default=0)
+    since_us = (since_ns + offset_ns) / 1e3 if since_ns else None
+    ended = None if failure is None else dataclasses.asdict(failure)
+    about = {"format": FORMAT, **about, "operations_since_us": since_us, "failure": ended}
+    return {"traceEvents": events.events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def write(path: str | Path, content: dict[str, Any]) -> None:
+    """Writes ``content``, one event per line; folders are made.
+
+    Raises:
+        InvalidArgument: the path cannot be written to.
+    """
+    path = Path(path)
+    events = ",\n".join(json.dumps(event) for event in content["traceEvents"])
+    rest = json.dumps({key: value for key, value in content.items() if key != "traceEvents"}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'{{"traceEvents": [\n{events}\n],\n{rest[1:]}\n')
+    except OSError as error:
+        raise InvalidArgument(f"the timeline cannot be written to {path}: {error}; name another place") from error
+
+
+class _Events:
+    """Collects events of one process, moved to rank 0's clock."""
+
+    def __init__(self, rank: int, offset_ns: int) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._rank, self._offset_ns = rank, offset_ns
+
+    def name_lanes(self, process: str, groups: Sequence[str]) -> None:
+        self._meta("process_name", 0, name=process)
+        self._meta("process_sort_index", 0, sort_index=self._rank)
+        for number, group in enumerate(groups):
+            for lane in LANES if number == 0 else LANES[LANES.index(READY) :]:
+                thread = self.thread(lane, number)
+                self._meta("thread_name", thread, name=lane if number == 0 else f"{lane}, {group}")
+                self._meta("thread_sort_index", thread, sort_index=thread)
+
+    @staticmethod
+    def thread(lane: str, number: int) -> int:
+        return number * _LANES_PER_GROUP + LANES.index(lane) + 1
+
+    def _meta(self, name: str, thread: int, /, **args: Any) -> None:
+        self.events.append({"ph": "M", "name": name, "pid": self._rank, "tid": thread, "args": args})
+
+    def slice(self, lane: str, name: str, begin_ns: int, end_ns: int, number: int = 0, /, **args: Any) -> None:
+        """``number`` counts the groups."""
+        self._add(lane, name, begin_ns, number, args, ph="X", dur=(end_ns - begin_ns) / 1e3)
+
+    def instant(self, lane: str, name: str, time_ns: int, number: int = 0, /, **args: Any) -> None:
+        self._add(lane, name, time_ns, number, args, ph="i", s="t")
+
+    def _add(self, lane: str, name: str, time_ns: int, number: int, args: dict[str, Any], **kind: Any) -> None:
+        place = {"pid": self._rank, "tid": self.thread(lane, number), "ts": (time_ns + self._offset_ns) / 1e3}
+        self.events.append({"name": name, "cat": lane, **kind, **place, "args": args})
+
+
+def _add_marks(
+    events: _Events, steps: Sequence[StepRecord], outside: Sequence[Outside], compute: Sequence[Compute]
+) -> None:
+    """Steps, computation and waits, from what bagua sees: its hooks, forwards, and both ends of backward."""
+    marks: list[_Mark] = sorted([*steps, *outside, *compute], key=lambda mark: (mark.begin_ns, mark.end_ns))
+    for mark, following in itertools.zip_longest(marks, marks[1:]):
+        if isinstance(mark, StepRecord):
+            name = f"backward {mark.index}"
+            events.slice(COMPUTE, name, mark.begin_ns, mark.wait_ns)
+            events.slice(WAITS, name, mark.wait_ns, mark.end_ns)
+        elif isinstance(mark, Compute):
+            events.slice(COMPUTE, mark.what, mark.begin_ns, mark.end_ns)
+            if mark.what == "forward" and _is_backward(following):
+                events.slice(COMPUTE, "loss", mark.end_ns, max(mark.end_ns, following.begin_ns))
+        else:
+            if mark.end_ns > mark.begin_ns:
+                events.slice(WAITS, mark.hook, mark.begin_ns, mark.end_ns)
+            if mark.hook == "before_optimizer_step" and getattr(following, "hook", "") == "after_optimizer_step":
+                events.slice(COMPUTE, "optimizer step", mark.end_ns, max(mark.end_ns, following.begin_ns))
+    for step, begin_ns, end_ns, outside_ns in _whole_steps(marks):
+        events.slice(
+            STEPS,
+            f"step {step.index}",
+            begin_ns,
+            end_ns,
+            index=step.index,
+            exposed_us=(step.end_ns - step.wait_ns + outside_ns) / 1e3,
+            outside_us=outside_ns / 1e3,
+            bytes_sent=step.bytes_sent,
+            network_bytes_sent=step.network_bytes_sent,
+            num_buckets=step.num_buckets,
+        )
+
+
+def _is_backward(mark: _Mark | None) -> bool:
+    return isinstance(mark, StepRecord) or (isinstance(mark, Compute) and mark.what == "local backward")
+
+
+def _begins_anew(mark: _Mark) -> bool:
+    """Whether a step that has had its backward must be over."""
+    return not isinstance(mark, Outside) or mark.hook == "before_forward"
+
+
+def _whole_steps(marks: Sequence[_Mark]) -> Iterator[tuple[StepRecord, int, int, int]]:
+    """Each step with its begin, its end, and the nanoseconds of the hooks between the two.
+
+    It goes from its first forward, which may be inside no_sync, to the end of the optimizer's steps that follow: unlike
+    a StepRecord, which counts what was outside since the backward before.
+    """
+    begin_ns, step, end_ns, outside_ns = None, None, 0, 0
+    for mark in marks:
+        if step is not None and _begins_anew(mark):
+            yield step, begin_ns, end_ns, outside_ns
+            begin_ns, step, outside_ns = None, None, 0
+        if begin_ns is None:
+            begin_ns = mark.begin_ns
+        if isinstance(mark, StepRecord):
+            step = mark
+        elif isinstance(mark, Outside):
+            outside_ns += mark.end_ns - mark.begin_ns
+        end_ns = mark.end_ns
+    if step is not None:
+        yield step, begin_ns, end_ns, outside_ns
+
+
+def _add_failure(events: _Events, failure: Failure) -> None:
+    if failure.wait_ns > failure.begin_ns:
+        events.slice(COMPUTE, f"{failure.where} {failure.step}", failure.begin_ns, failure.wait_ns)
+    told = {"step": failure.step, "error": failure.error, "rank": failure.rank}
+    events.slice(WAITS, f"{failure.where} failed", failure.wait_ns, failure.end_ns, **told)
+
+
+def _add_spans(
+    events: _Events, spans: Sequence[Span], groups: Sequence[str], kept_since_ns: dict[str, tuple[int, int]]
+) -> None:
+    by_operation: dict[tuple[str, int], list[Span]] = {}
+    for span in spans:
+        by_operation.setdefault((span.group, span.ticket), []).append(span)
+    for (group, _), parts in by_operation.items():
+        number = groups.index(group)
+        for part in parts:
+            if part.kind == "queued":
+                waited_us = (part.end_ns - part.begin_ns) / 1e3
+                events.instant(READY, part.label, part.begin_ns, number, queued_us=waited_us)
+            else:
+                args = _identity(part) if part.kind == "operation" else {"bytes": part.bytes}
+                events.slice(_LANE_OF_KIND[part.kind], part.label, part.begin_ns, part.end_ns, number, **args)
+        operation = next((part for part in parts if part.kind == "operation"), None)
+        if operation is not None and operation.begin_ns > kept_since_ns[group][1]:  # else parts may be lost
+            for begin_ns, end_ns in _gaps(operation, parts):
+                events.slice(WIRE, operation.label, begin_ns, end_ns, number)
+
+
+def _add_coordination(events: _Events, spans: Sequence[Span]) -> None:
+    for span in spans:
+        if span.kind == "operation":
+            events.slice(COORDINATION, span.label, span.begin_ns, span.end_ns, **_identity(span))
+
+
+def _identity(operation: Span) -> dict[str, Any]:
+    """What tells an operation from others, on all ranks, and what `bagua timeline` has to know of it."""
+    some = {"waits_for_some": True} if operation.waits_for_some else {}
+    return {"group": operation.group, "ticket": operation.ticket, "bytes": operation.bytes, **some}
+
+
+def _gaps(operation: Span, parts: Sequence[Span]) -> Iterator[tuple[int, int]]:
+    """What an operation spends on moving bytes, and on waiting for its peers, is what it does not spend on arithmetic.
+
+    So it is at full precision, where the engine does not record the two apart. Of an all_reduce over TCP it records no
+    arithmetic either.
+    """
+    if any(part.kind == "wire" for part in parts):
+        return
+    at_ns = operation.begin_ns
+    arithmetic = [part for part in parts if part.kind not in ("queued", "operation")]
+    for part in sorted(arithmetic, key=lambda part: part.begin_ns):
+        if part.begin_ns > at_ns:
+            yield at_ns, part.begin_ns
+        at_ns = max(at_ns, part.end_ns)
+    if operation.end_ns > at_ns:
+        yield at_ns, operation.end_ns

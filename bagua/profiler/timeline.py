@@ -1,0 +1,123 @@
+"""What happened when on one rank: a snapshot of the records, and the trace that it makes.
+
+Beside the data path. ``bagua timeline`` (report.py) lays the files of several ranks side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bagua.profiler import chrome_trace
+from bagua.profiler.clock_sync import ClockOffset
+from bagua.profiler.recorder import Compute, Failure, Outside, Recorder, Span, StepRecord
+
+__all__ = ["Compute", "Failure", "Outside", "Recorder", "Span", "StepRecord", "Timeline", "snapshot"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A snapshot: the last steps, the engine's last spans, and totals since the model was wrapped.
+
+    Attributes:
+        steps: the last 4096, oldest first.
+        spans: of the last 4096 operations that each group's engine keeps, and of their last 65536 parts, those of this
+            model.
+        totals: what ``summary`` returns.
+        outside: hooks around forwards and optimizer steps.
+        compute: forwards, and backwards inside no_sync.
+        coordination: spans of the ranks' small messages beside the buckets: "ready order", "buffers", "used
+            parameters", "finite gradients".
+        place: where it was recorded: rank, world_size, group, algorithm, host, boot_id and pid.
+        kept_since_ns: by group, of operations and of parts: the spans lack none of the operations that began later, and
+            none of the parts of such; 0 where none was dropped.
+        failure: what ended the training of this rank, None while nothing has.
+
+    Example:
+        >>> model.bagua.timeline().summary()
+        {'steps': ..., 'exposed_s': ..., 'bytes_sent': ..., 'network_bytes_sent': ...,
+         'buckets': {'bucket 0': 'all_reduce, full precision'}}
+        >>> model.bagua.timeline().save("rank0.json")  # for ui.perfetto.dev
+    """
+
+    steps: tuple[StepRecord, ...]
+    spans: tuple[Span, ...]
+    totals: dict[str, Any]
+    outside: tuple[Outside, ...]
+    compute: tuple[Compute, ...]
+    coordination: tuple[Span, ...]
+    place: dict[str, Any]
+    kept_since_ns: dict[str, tuple[int, int]]
+    failure: Failure | None = None
+
+    def summary(self) -> dict[str, Any]:
+        """Totals from when the model was wrapped to the end of its last backward.
+
+        They are: steps, exposed_s (seconds), bytes_sent and network_bytes_sent (of them those that went over a network,
+        not through shared memory), of this model's operations, and buckets by label.
+        """
+        return dict(self.totals)
+
+    def save(self, path: str | Path, clock: ClockOffset | None = None) -> None:
+        """Writes this rank's trace, a JSON file that Perfetto and chrome://tracing open; folders are made.
+
+        Without ``clock`` times stay on this host's clock; then `bagua timeline` can merge the files of ranks of one
+        host only. ``model.bagua.save_timeline(folder)`` measures it and saves all ranks.
+
+        Args:
+            path: of the file.
+            clock: this rank's offset to rank 0's clock, as ``bagua.profiler.clock_sync.measure`` finds it.
+
+        Raises:
+            InvalidArgument: the file cannot be written.
+        """
+        offset = dict.fromkeys(("offset_ns", "uncertainty_ns", "measured_ns", "measurement"))
+        if clock is not None:
+            offset = dataclasses.asdict(clock)
+        about = {**self.place, "clock": offset, "totals": self.totals}
+        marks = (self.steps, self.outside, self.compute)
+        chrome_trace.write(
+            path, chrome_trace.document(marks, self.spans, self.coordination, self.kept_since_ns, self.failure, about)
+        )
+
+
+def snapshot(
+    recorder: Recorder,
+    events: Iterable[tuple[str, Any]],
+    kept_since_ns: dict[str, tuple[int, int]],
+    buckets: Sequence[Any],
+    place: dict[str, Any],
+) -> Timeline:
+    """What is known now.
+
+    Args:
+        events: the engines', each with its group's name.
+        kept_since_ns: as in Timeline.
+        buckets: as they are laid out now.
+        place: rank, world_size, group and algorithm.
+    """
+    totals = {**recorder.totals(), "buckets": {bucket.label: str(bucket.declaration) for bucket in buckets}}
+    host = {"host": socket.gethostname(), "boot_id": _boot_id(), "pid": os.getpid()}
+    spans, coordination = recorder.spans(events)
+    place = {**place, **host}
+    return Timeline(
+        recorder.steps(),
+        spans,
+        totals,
+        recorder.outside(),
+        recorder.compute(),
+        coordination,
+        place,
+        kept_since_ns,
+        recorder.failure(),
+    )
+
+
+def _boot_id() -> str:
+    """Equal where CLOCK_MONOTONIC is the same."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,232 @@
+"""async_op: many operations under way, completed in any order, dropped, or left for the end of the program."""
+
+import gc
+import itertools
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import bagua
+from bagua import ReduceOp
+from bagua.distributed.work import _abandoned
+from bagua.testing import world as thread_world
+from tests.distributed.oracles import DTYPES, assert_reduced, assert_same, ops_of, values
+from tests.distributed.worlds import FEW_WORLDS, TIMEOUT_S, fast_in, in_worlds, shm
+from tests.meeting import meet
+
+NUM_OPERATIONS = 60
+
+
+def submit_random(rng, rank, world_size):
+    """One random operation, the same on all ranks: its Work and what to check once it is completed."""
+    kind = rng.choice(["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier", "codec"])
+    dtype = rng.choice(DTYPES)
+    numel = rng.choice((0, 1, 33, 1000, 30_000))
+    root = rng.randrange(world_size)
+    op = rng.choice([op for op in ops_of(dtype) if op is not ReduceOp.PRODUCT])
+    inputs = [values(r, world_size, numel, dtype) for r in range(world_size)]
+    mine = inputs[rank].clone()
+    what = f"{kind} {dtype} {numel} {op.name}"
+    if kind == "all_reduce":
+        return bagua.all_reduce(mine, op, async_op=True), lambda: assert_reduced(mine, inputs, op, what)
+    if kind == "broadcast":
+        return bagua.broadcast(mine, root, async_op=True), lambda: assert_same(mine, inputs[root], what)
+    if kind == "barrier":
+        return bagua.barrier(async_op=True), lambda: None
+    if kind == "codec":
+        x = torch.full((numel,), 3.0)
+        return bagua.all_reduce(x, codec="bf16", async_op=True), lambda: assert_same(x, x * 0 + 3 * world_size, what)
+    if kind == "all_gather":
+        output = torch.empty(numel * world_size, dtype=dtype)
+        return bagua.all_gather(output, mine, async_op=True), lambda: assert_same(output, torch.cat(inputs), what)
+    wide = [values(r, world_size, numel * world_size, dtype) for r in range(world_size)]
+    blocks = [x.view(world_size, numel)[rank] for x in wide]
+    if kind == "reduce_scatter":
+        output = torch.empty(numel, dtype=dtype)
+        work = bagua.reduce_scatter(output, wide[rank].clone(), op, async_op=True)
+        return work, lambda: assert_reduced(output, blocks, op, what)
+    output = torch.empty(numel * world_size, dtype=dtype)
+    work = bagua.all_to_all(output, wide[rank].clone(), async_op=True)
+    return work, lambda: assert_same(output, torch.cat(blocks), what)
+
+
+def check_random_order(rank, world_size, seed):
+    shared, own = random.Random(seed), random.Random(100 * seed + rank)
+    pending = []
+    for i in range(NUM_OPERATIONS):
+        pending.append(submit_random(shared, rank, world_size))
+        if own.random() < 0.2:
+            time.sleep(0.001)
+        if i % 7 == 0:  # a blocking call behind the queued ones
+            x = torch.ones(5)
+            bagua.all_reduce(x)
+            assert x[0] == world_size
+    own.shuffle(pending)
+    for work, check in pending:
+        work.wait()
+        assert work.is_completed() and work.exception() is None
+        check()
+
+
+@fast_in(
+    "world, seed", list(zip(FEW_WORLDS, [1, 2, 3, 1, 2], strict=True)), list(itertools.product(FEW_WORLDS, [1, 2, 3]))
+)
+def test_completed_in_any_order(pools, world, seed):
+    pools.run(world, check_random_order, seed)
+
+
+def check_layouts(rank, world_size):
+    """Transposed, strided, expanded-from and zero-dimensional tensors, blocking and not."""
+    base = values(rank, world_size, 12_000, torch.float32).view(100, 120)
+    inputs = [values(r, world_size, 12_000, torch.float32).view(100, 120) for r in range(world_size)]
+    total = sum(x.double() for x in inputs).float()
+
+    def views(x):
+        return {"transposed": x.t(), "strided": x[::3, 1::2], "column": x[:, 5], "row": x[7], "one": x[3, 4]}
+
+    for name in views(base):
+        for async_op in (False, True):
+            x = base.clone()
+            view = views(x)[name]
+            work = bagua.all_reduce(view, async_op=async_op)
+            if async_op:
+                work.wait()
+            assert_same(view, views(total)[name], f"all_reduce {name}")
+            view.copy_(views(base)[name])
+            assert torch.equal(x, base), f"{name}: elements beside the view have changed"
+
+            wide = torch.zeros(world_size, 1000, 2)[..., 0]  # not contiguous
+            bagua.all_gather(wide, base.view(-1)[:2000:2])
+            assert_same(wide, torch.stack([x.view(-1)[:2000:2] for x in inputs]), "all_gather")
+    scalar = torch.tensor(float(rank))
+    bagua.all_reduce(scalar, ReduceOp.MAX)
+    assert scalar.shape == () and scalar == world_size - 1
+    empty = torch.empty(0, 7)
+    bagua.all_reduce(empty)
+    bagua.broadcast(empty, 0)
+    leaf = torch.ones(5, requires_grad=True)
+    bagua.all_reduce(leaf)
+    assert leaf.requires_grad and leaf.is_leaf and (leaf == world_size).all()
+
+
+@in_worlds(FEW_WORLDS)
+def test_layouts(pools, world):
+    pools.run(world, check_layouts)
+
+
+def check_dropped(rank, world_size):
+    """Work that nobody keeps still has its memory: other tensors of the same size are made meanwhile."""
+    for i in range(30):
+        bagua.all_reduce(torch.full((50_000,), float(i)), async_op=True)
+        torch.full((50_000,), -1.0)
+    result = torch.ones(1)
+    bagua.all_reduce(result)
+    assert result == world_size
+    gc.collect()
+    work = bagua.barrier(async_op=True)
+    work.wait()
+    assert len(_abandoned) <= 1, "what is completed has been let go"
+
+
+@in_worlds([shm(2), shm(3)])
+def test_dropped_work_keeps_its_memory_while_it_runs(pools, world):
+    pools.run(world, check_dropped)
+
+
+def check_wait_with_timeout(rank, world_size):
+    x = torch.ones(4)
+    if rank == 1:
+        meet()  # when the other one has waited
+    work = bagua.all_reduce(x, async_op=True)
+    if rank == 0:
+        assert not work.is_completed()
+        begin = time.monotonic()
+        with pytest.raises(bagua.DeadlineExceeded, match=r"still running after 0\.05 s"):
+            work.wait(0.05)
+        assert 0.05 <= time.monotonic() - begin < TIMEOUT_S / 4
+        for timeout in (0, -1, float("inf")):
+            with pytest.raises(bagua.InvalidArgument, match="timeout"):
+                work.wait(timeout)
+        meet()
+    work.wait()
+    assert (x == world_size).all()
+    work.wait()  # again is harmless
+    bagua.all_reduce(x)  # and the group is as good as before
+
+
+@pytest.mark.timed
+def test_wait_with_a_timeout_of_its_own(pools):
+    pools.run(shm(2), check_wait_with_timeout)
+
+
+def check_threads(rank, world_size):
+    """Several threads of a process use groups of their own at the same time."""
+    groups = [bagua.new_group() for _ in range(3)]
+    failures = []
+
+    def work(group):
+        try:
+            for i in range(50):
+                x = torch.full((2000,), float(i + rank))
+                bagua.all_reduce(x, group=group)
+                assert x[0] == world_size * i + world_size * (world_size - 1) / 2
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def test_threads_with_groups_of_their_own(pools):
+    pools.run(shm(2), check_threads)
+
+
+def check_a_failed_copy_back(group):
+    """A result that could not be put where it belongs never looks like success, however often one asks."""
+    target = torch.zeros(3, 4)
+    work = group.all_reduce(target.t())
+    attempts = []
+
+    def fail():
+        attempts.append(len(attempts))
+        raise MemoryError("no room")
+
+    work.finish_with(fail)
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            work.wait()
+        assert isinstance(work.exception(), MemoryError)
+    assert attempts == [0]
+
+
+def check_an_output_that_changes(group):
+    """This rank has no result then, and the others have theirs."""
+    array = np.ones((3, 8), dtype=np.float32)[:, ::2]
+    work = group.all_reduce(array)
+    array.flags.writeable = group.rank != 1
+    for _ in range(2):
+        if group.rank == 1:
+            with pytest.raises(bagua.InvalidArgument, match="result cannot be written to tensor: .*; pass a copy"):
+                work.wait()
+            assert isinstance(work.exception(), bagua.InvalidArgument) and (array == 1).all()
+        else:
+            work.wait()
+            assert work.exception() is None and (array == group.size).all()
+    group.barrier().wait()
+
+
+def test_an_output_that_changes_while_the_operation_runs():
+    thread_world(2, check_an_output_that_changes)
+
+
+def test_a_failed_copy_back():
+    thread_world(2, check_a_failed_copy_back)

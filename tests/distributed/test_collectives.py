@@ -1,0 +1,159 @@
+"""Every collective, type, operator and size, against plain loops, in every kind of world."""
+
+import time
+
+import torch
+
+import bagua
+from bagua import ReduceOp
+from tests.distributed.oracles import DTYPES, assert_reduced, assert_same, ops_of, values
+from tests.distributed.worlds import ALL_WORLDS, FEW_WORLDS, in_worlds, shm, tcp, through_torch
+
+SIZES = (0, 1, 3, 33, 1025, 65537)
+LARGE = 1_000_003
+# What they have is in other worlds too: sizes, transports; and over torch every result has the bits of the native
+# transport (test_torch_transport.py).
+THE_OTHERS = [shm(4), tcp(2), tcp(4), through_torch(3)]
+MOST_WORLDS = [world for world in ALL_WORLDS if world not in THE_OTHERS]
+
+
+def all_values(world_size, numel, dtype, small=False):
+    return [values(rank, world_size, numel, dtype, small) for rank in range(world_size)]
+
+
+def check_all_reduce(rank, world_size):
+    for dtype in DTYPES:
+        for numel in SIZES:
+            for op in ops_of(dtype):
+                inputs = all_values(world_size, numel, dtype, small=op is ReduceOp.PRODUCT)
+                x = inputs[rank].clone()
+                bagua.all_reduce(x, op)
+                assert_reduced(x, inputs, op, f"all_reduce {op.name} {dtype} {numel}")
+    inputs = all_values(world_size, LARGE, torch.float32)
+    x = inputs[rank].clone()
+    bagua.all_reduce(x)
+    assert_reduced(x, inputs, ReduceOp.SUM, f"all_reduce {LARGE}")
+
+
+@in_worlds(MOST_WORLDS, slow=THE_OTHERS)
+def test_all_reduce(pools, world):
+    pools.run(world, check_all_reduce)
+
+
+def cases():
+    """Every type with every operator, the largest size with one operator only."""
+    for dtype in DTYPES:
+        for numel in SIZES:
+            for op in ops_of(dtype)[: 1 if numel == SIZES[-1] else None]:
+                yield dtype, numel, op
+
+
+def check_reduce(rank, world_size):
+    root = 0
+    for dtype, numel, op in cases():
+        root = (root + 1) % world_size
+        inputs = all_values(world_size, numel, dtype, small=op is ReduceOp.PRODUCT)
+        x = inputs[rank].clone()
+        bagua.reduce(x, root, op)
+        if rank == root:
+            assert_reduced(x, inputs, op, f"reduce {op.name} {dtype} {numel} to {root}")
+
+
+def check_reduce_scatter(rank, world_size):
+    for dtype, numel, op in cases():
+        inputs = all_values(world_size, numel * world_size, dtype, small=op is ReduceOp.PRODUCT)
+        source, output = inputs[rank].clone(), torch.empty(numel, dtype=dtype)
+        bagua.reduce_scatter(output, source, op)
+        blocks = [x.view(world_size, numel)[rank] for x in inputs]
+        what = f"reduce_scatter {op.name} {dtype} {numel}"
+        assert_reduced(output, blocks, op, what)
+        assert_same(source, inputs[rank], f"input of {what}")
+
+
+@in_worlds(MOST_WORLDS, slow=THE_OTHERS)
+def test_reduce_and_reduce_scatter(pools, world):
+    pools.run(world, check_reduce)
+    pools.run(world, check_reduce_scatter)
+
+
+def check_movements(rank, world_size):
+    root = 0
+    for dtype in DTYPES:
+        for numel in SIZES if dtype is not torch.float32 else (*SIZES, LARGE):
+            root = (root + 1) % world_size
+            what = f"{dtype} {numel}"
+            inputs = all_values(world_size, numel, dtype)
+            mine = inputs[rank].clone()
+            wide = torch.cat(inputs)
+
+            x = mine.clone()
+            bagua.broadcast(x, root)
+            assert_same(x, inputs[root], f"broadcast {what} from {root}")
+
+            output = torch.empty(world_size * numel, dtype=dtype)
+            bagua.all_gather(output, mine)
+            assert_same(output, wide, f"all_gather {what}")
+
+            output = torch.empty(world_size * numel, dtype=dtype) if rank == root else None
+            bagua.gather(output, mine, root)
+            if rank == root:
+                assert_same(output, wide, f"gather {what} to {root}")
+
+            output = torch.empty(numel, dtype=dtype)
+            bagua.scatter(output, wide.clone() if rank == root else None, root)
+            assert_same(output, mine, f"scatter {what} from {root}")
+
+            # Block r of rank s's input is values(s) rotated by r, so that no two blocks are alike.
+            blocks = [[x.roll(r) for r in range(world_size)] for x in inputs]
+            output = torch.empty(world_size * numel, dtype=dtype)
+            bagua.all_to_all(output, torch.cat(blocks[rank]))
+            assert_same(output, torch.cat([blocks[s][rank] for s in range(world_size)]), f"all_to_all {what}")
+            assert_same(mine, inputs[rank], f"inputs {what}")
+        bagua.barrier()
+
+
+@in_worlds(MOST_WORLDS, slow=THE_OTHERS)
+def test_movements(pools, world):
+    pools.run(world, check_movements)
+
+
+def check_uneven_all_to_all(rank, world_size):
+    def rows(source, target):  # how many rows go from one rank to another, some of them none
+        return (3 * source + 5 * target) % 4
+
+    for row_shape in ((), (7,), (3, 5)):
+        blocks = [
+            [torch.full((rows(s, t), *row_shape), 10.0 * s + t) for t in range(world_size)] for s in range(world_size)
+        ]
+        expected = torch.cat([blocks[s][rank] for s in range(world_size)])
+        output = torch.empty_like(expected)
+        bagua.all_to_all(
+            output,
+            torch.cat(blocks[rank]),
+            output_splits=[rows(s, rank) for s in range(world_size)],
+            input_splits=[rows(rank, t) for t in range(world_size)],
+        )
+        assert_same(output, expected, f"rows of {row_shape}")
+
+
+@in_worlds(FEW_WORLDS, slow=ALL_WORLDS)
+def test_all_to_all_with_uneven_splits(pools, world):
+    pools.run(world, check_uneven_all_to_all)
+
+
+def check_barrier(rank, world_size):
+    for last in range(world_size):
+        entered = torch.zeros(1, dtype=torch.int64)
+        if rank == last:
+            time.sleep(0.05)
+        entered[0] = time.monotonic_ns()
+        bagua.barrier()
+        left = time.monotonic_ns()
+        everybody = torch.empty(world_size, dtype=torch.int64)
+        bagua.all_gather(everybody, entered)
+        assert left >= int(everybody.max())
+
+
+@in_worlds(FEW_WORLDS, slow=ALL_WORLDS)
+def test_nobody_leaves_a_barrier_before_all_have_entered(pools, world):
+    pools.run(world, check_barrier)

@@ -1,0 +1,161 @@
+"""Ranks that disagree, come twice or do not come: every rank is told what it is, and in time."""
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+import bagua
+from bagua import _C, config
+from bagua.net import rendezvous
+from bagua.testing import free_port, spawn
+
+pytestmark = pytest.mark.timed
+
+TIMEOUT_S = 0.5
+LONG_S = 60.0
+QUICKLY_S = LONG_S / 3  # it is the disagreement that was noticed, no deadline that has passed
+
+
+def attempt(rank, world_size, changes, timeout):
+    """init_process_group after this rank's changes: None, or the class, message and seconds of its failure."""
+    mine = changes.get(rank, {})
+    if mine.get("absent"):
+        return None
+    os.environ.update(mine.get("env", {}))
+    if "version" in mine:
+        _C.__version__ = mine["version"]
+    if "protocol" in mine:
+        rendezvous.PROTOCOL = mine["protocol"]
+    begin = time.monotonic()
+    try:
+        bagua.init_process_group(timeout=timeout, **mine.get("arguments", {}))
+    except bagua.BaguaError as error:
+        assert not bagua.is_initialized()
+        return type(error).__name__, str(error), time.monotonic() - begin
+    bagua.destroy_process_group()
+    return None
+
+
+def failures_of(world_size, changes, timeout=LONG_S, env=None):
+    """By rank. All must fail within `timeout` and what a store gets on top; what takes twice as long has failed."""
+    results = spawn(attempt, world_size, args=(changes, timeout), env=env)
+    for rank, result in enumerate(results):
+        if changes.get(rank, {}).get("absent"):
+            continue
+        assert result is not None, f"rank {rank} did not notice"
+        assert result[2] < 2 * (timeout + rendezvous._STORE_GRACE_SECONDS), f"rank {rank} took {result[2]:.1f} s"
+    return results
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"env": {"WORLD_SIZE": "4"}}, "about world_size: rank 0 has 3, rank 2 has 4; start all ranks with the same"),
+        ({"version": "9.9"}, f"about bagua version: rank 0 has '{_C.__version__}', rank 2 has '9.9'; install the same"),
+        (
+            {"protocol": rendezvous.PROTOCOL - 1},
+            f"about wire protocol: rank 0 has {rendezvous.PROTOCOL}, rank 2 has {rendezvous.PROTOCOL - 1}; install the",
+        ),
+        ({"arguments": {"backend": "native"}}, "about backend: rank 0 has 'auto', rank 2 has 'native'; pass the same"),
+        (
+            {"env": {"BAGUA_THRESHOLDS": "direct_bytes=7"}},
+            "about thresholds: rank 0 has 'the defaults', rank 2 has 'direct_bytes=7'; set the same BAGUA_THRESHOLDS",
+        ),
+        ({"arguments": {"auth_token": "x"}}, "about auth_token: rank 2's token is not rank 0's; pass the same"),
+    ],
+    ids=["world_size", "version", "protocol", "backend", "thresholds", "token"],
+)
+def test_ranks_that_disagree(change, message):
+    for kind, text, seconds in failures_of(3, {2: change}):
+        assert f"the ranks disagree {message}" in text
+        assert kind in ("InvalidArgument", "RemoteError")
+        assert seconds < QUICKLY_S
+
+
+@pytest.mark.slow("test_ranks_that_disagree")
+def test_ranks_that_disagree_in_the_store_of_rank_0():
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
+    for _, text, seconds in failures_of(3, {2: {"version": "9.9"}}, env=env):
+        assert "the ranks disagree about bagua version" in text and seconds < QUICKLY_S
+
+
+def test_tokens_that_differ():
+    changes = {rank: {"arguments": {"auth_token": token}} for rank, token in enumerate(["one", "one", "two"])}
+    for _, text, _ in failures_of(3, changes):
+        assert "rank 2's token is not rank 0's" in text
+        assert "one" not in text.split("'")[0] and "two" not in text, "a token is never printed"
+
+
+def test_the_same_token_from_argument_and_environment():
+    changes = {0: {"arguments": {"auth_token": "secret"}}, 1: {"env": {"BAGUA_AUTH_TOKEN": "secret"}}}
+    assert spawn(attempt, 2, args=(changes, 30.0)) == [None, None]
+
+
+def test_two_processes_with_the_same_rank():
+    results = failures_of(3, {2: {"env": {"RANK": "1"}}})
+    for kind, text, seconds in results:
+        assert "two processes say that they are rank 1; give each process its own RANK" in text
+        assert kind in ("InvalidArgument", "RemoteError")
+        assert seconds < QUICKLY_S
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_does_not_come(missing):
+    results = failures_of(3, {missing: {"absent": True}}, timeout=TIMEOUT_S)
+    for rank, result in enumerate(results):
+        if rank != missing:
+            assert result[0] in ("DeadlineExceeded", "RemoteError")
+            assert f"rank {missing} did not come to the rendezvous within {TIMEOUT_S:g} s" in result[1]
+    assert max(result[2] for result in results if result) >= TIMEOUT_S, "somebody has waited so long"
+
+
+def test_a_bad_setting_is_refused_before_anything_is_opened():
+    for kind, text, seconds in failures_of(2, {}, env={"BAGUA_SOCKET_IFNAM": "lo"}):
+        assert kind == "InvalidArgument" and "BAGUA_SOCKET_IFNAM is not a setting of bagua" in text
+        assert seconds < QUICKLY_S
+    for kind, text, _ in failures_of(2, {}, env={"BAGUA_SOCKET_IFNAME": "nope0"}):
+        assert kind == "InvalidArgument" and "interface 'nope0' has no address on this host; there are lo (127" in text
+    for kind, text, _ in failures_of(1, {}, env={"BAGUA_THRESHOLDS": "ring_bytes=1"}):
+        assert kind == "InvalidArgument" and "names 'ring_bytes'; the thresholds are broadcast_tree_bytes, " in text
+    for kind, text, _ in failures_of(1, {0: {"arguments": {"backend": "mpi"}}}):
+        assert kind == "InvalidArgument" and "backend 'mpi' is unknown; the backends are auto, native" in text
+
+
+def test_a_port_in_use_by_another_program():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
+        first, second = failures_of(2, {}, timeout=TIMEOUT_S, env=env)
+    assert first[0] == "TransportError"
+    assert f"MASTER_PORT {port} on 127.0.0.1 is in use by another program; choose a free port" in first[1]
+    assert second[0] == "TransportError" and f"cannot reach rank 0's store at 127.0.0.1:{port}" in second[1]
+
+
+def test_nobody_at_the_masters_address():
+    port = free_port()
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
+    _, second = failures_of(2, {0: {"absent": True}}, timeout=TIMEOUT_S, env=env)
+    assert second[0] == "TransportError"
+    address = f"127.0.0.1:{port} (MASTER_ADDR:MASTER_PORT)"
+    assert f"cannot reach rank 0's store at {address} within {TIMEOUT_S:g} s" in second[1]
+    assert "check that rank 0 is running and that the address is reachable" in second[1]
+
+
+def gives_up(rank, world_size):
+    """Rank 0 holds the store and ends in the middle of the rendezvous."""
+    if rank == 0:
+        store = rendezvous.open_store(config.launch_environment(), timedelta(seconds=30))
+        dist.PrefixStore("bagua/init1", store).wait(["claim/1"])
+        os._exit(0)
+    return attempt(rank, world_size, {}, 30.0)
+
+
+def test_a_store_that_goes_away():
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
+    _, result = spawn(gives_up, 2, env=env, expect_exit={0: 0})
+    assert result[0] == "TransportError" and "the store is gone: rank 0 (or the launcher) ended" in result[1]
+    assert result[2] < 30.0 / 3
