@@ -397,7 +397,8 @@ class Running:
         """Seconds of a round, on the slowest rank.
 
         Raises:
-            RuntimeError: the contender failed or took longer, with the end of what it printed.
+            TimeoutError: it takes longer.
+            RuntimeError: the contender failed, with the end of what it printed.
         """
         for process in self._processes:
             process.stdin.write(b"\n")
@@ -408,7 +409,7 @@ class Running:
     def _answer(self, process: subprocess.Popen, deadline: float) -> float:
         if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
             process.kill()
-            raise RuntimeError("took too long")
+            raise TimeoutError(f"{self.contender.name} takes too long")
         line = process.stdout.readline()
         if not line:
             self._log.seek(0)

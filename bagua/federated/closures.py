@@ -85,14 +85,18 @@ class Watch(TorchFunctionMode):
         if function not in _READ and not _reads_attribute(function):
             is_followed = torch.is_grad_enabled() and function not in _DETACH
             for tensor in given:
-                if not self._is_inside(tensor):
-                    self._check(tensor, is_followed)
+                self.check(tensor, is_followed)
         result = in_clients(function)(*args, **kwargs)
         # torch.compile lets no one mark what is in a list; that is looked at when it is used.
         for tensor in [result] if torch.compiler.is_compiling() else _tensors_in([result]):
             if isinstance(tensor, torch.Tensor):
                 self._mark(tensor, given)
         return result
+
+    def check(self, tensor: torch.Tensor, is_followed: bool = True) -> None:
+        """Of what an operation uses, or the client function returns; `is_followed` says whether a gradient follows."""
+        if not self._is_inside(tensor):
+            self._check(tensor, is_followed and torch.is_grad_enabled())
 
     def _mark(self, tensor: torch.Tensor, given: list[torch.Tensor]) -> None:
         """As born inside: what a function of `given` returns, and what is left of it where a transform inside ends."""

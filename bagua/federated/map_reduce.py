@@ -4,8 +4,8 @@ The node is a function of this rank's clients alone. Its inputs are shared by th
 (the clients' axis first); its outputs are sums over the clients or placed. Such functions are closed under derivatives:
 of what is shared the cotangent is a sum, of what is placed it is placed. So every derivative is a node again, that
 computes chunk by chunk, the forward anew where it needs it; what crosses ranks stands around it as for the other verbs.
-Where a node computes, torch has gradients disabled. Derivatives within enable them, since torch has for some functions
-(silu, linalg.det) another derivative then, which has no derivative itself, or a wrong one.
+Where autograd calls a node, torch has gradients disabled. Derivatives within enable them, since torch has for some
+functions (silu, linalg.det) another derivative then, which has no derivative itself, or a wrong one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
@@ -92,6 +91,8 @@ def map_reduce(
     clients = current(placement, "map_reduce")
     arguments = check_placed(arguments, clients, "map_reduce")
     leaves, structure = pytree.tree_flatten(splat(arguments))
+    if not leaves:
+        raise InvalidArgument("map_reduce over no tensors: give the client function an argument")
     shared = [shared_of(leaf, clients) for leaf in leaves]
     inputs = [leaf if value is None else value for leaf, value in zip(leaves, shared, strict=True)]
     if all(value is not None for value in shared):  # nothing has the clients' axis, which vmap wants
@@ -122,10 +123,8 @@ def map_reduce(
 
 
 def _is_differentiated(inputs: Sequence[torch.Tensor]) -> bool:
-    """Or may be: under any transform, and in forward mode, it is taken to be."""
-    if current_level() or forward_ad._current_level >= 0:
-        return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    """Or may be: under any transform it is taken to be. Tangents outside of transforms go through what is computed."""
+    return current_level() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
 
 
 def _weighted(function: Callable, *arguments: Any) -> tuple[Tree, torch.Tensor]:
@@ -192,18 +191,23 @@ class Node(NamedTuple):
             results = self.of_chunk(*self._part(inputs, first_or_zeros))
             return tuple(torch.zeros_like(x) if one else x[:0] for x, one in self._with_kind(results))
         totals: list[Any] = []
+        dtypes: list[torch.dtype] = []
         step = self.chunk_size or self.num_clients
         for begin in range(0, self.num_clients, step):
             chunk = self._part(inputs, lambda x, begin=begin: x[begin : begin + step])
             for place, (result, is_sum) in enumerate(self._with_kind(self.of_chunk(*chunk))):
                 if not begin:
-                    totals.append(result if is_sum else [result])
+                    dtypes.append(result.dtype)
+                    totals.append(_wide(result) if is_sum else [result])
                 elif is_sum:
                     totals[place] = totals[place] + result
                 else:
                     totals[place].append(result)
         # Of its own memory: forward mode writes into tangents, and those of what nothing moves are expanded zeros.
-        return tuple(total.contiguous() if is_sum else torch.cat(total) for total, is_sum in self._with_kind(totals))
+        return tuple(
+            total.to(dtype).contiguous() if is_sum else torch.cat(total)
+            for (total, is_sum), dtype in zip(self._with_kind(totals), dtypes, strict=True)
+        )
 
     def _with_kind(self, results: Sequence[Any]) -> list[tuple[Any, bool]]:
         """Beside each of the outputs, whether it is a sum."""
@@ -211,6 +215,11 @@ class Node(NamedTuple):
 
     def _part(self, inputs: Sequence[torch.Tensor], part_of: Callable) -> list[torch.Tensor]:
         return [x if one else part_of(x) for x, one in zip(inputs, self.is_shared, strict=True)]
+
+
+def _wide(total: torch.Tensor) -> torch.Tensor:
+    """Halves are added up in float32, as torch does within a sum."""
+    return total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
 
 
 class _Function(torch.autograd.Function):

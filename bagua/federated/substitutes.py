@@ -1,8 +1,9 @@
 """What client functions compute in the place of torch's functions that vmap makes slow, or whose derivatives are wrong.
 
-On CPU torch computes attention by a fused kernel, which vmap would call once for each client, and which has neither
-tangents nor a second derivative; what it is defined by, a softmax between two products, has all of them. Two functions
-torch 2.13 differentiates wrongly under vmap.
+On CPU torch computes attention by a fused kernel, which vmap calls once for each client, and which has neither tangents
+nor a second derivative; what it is defined by, a softmax between two products, has all of them. The kernel is left in
+its place where sequences are long and a gradient is all that is asked for. Two functions torch 2.13 differentiates
+wrongly under vmap.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional
+
+from bagua.federated.traced import tracing
 
 _fused = functional.scaled_dot_product_attention
 _by_definition = torch.ops.aten._scaled_dot_product_attention_math.default
+_functorch = torch._C._functorch
+_MANY = 64 * 64  # scores of a head, from which on the fused kernel is faster, client by client
 
 
 def _attention(
@@ -28,12 +34,30 @@ def _attention(
     **kwargs: Any,
 ) -> torch.Tensor:
     """torch.nn.functional.scaled_dot_product_attention."""
-    if query.device.type != "cpu":
+    is_mask = attn_mask is not None and attn_mask.dtype is torch.bool
+    is_refused = attn_mask is not None and not is_mask and attn_mask.dtype != query.dtype
+    scores = query.shape[-2] * key.shape[-2]
+    if query.device.type != "cpu" or is_refused or (scores >= _MANY and _has_gradient_alone(query, key, value)):
         return _fused(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
-    if attn_mask is not None and attn_mask.dtype is torch.bool:
+    if is_mask:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
     result, _ = _by_definition(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
     return result.view(result.shape)  # torch.compile lets no one mark what came in a tuple
+
+
+def _has_gradient_alone(*tensors: torch.Tensor) -> bool:
+    """Whether at most one gradient, and no tangent, goes through what is computed now."""
+    if torch.compiler.is_compiling() or tracing() or forward_ad._current_level >= 0:
+        return False
+    kinds = [level.key() for level in _functorch.get_interpreter_stack() or ()]
+    if _functorch.TransformType.Jvp in kinds or kinds.count(_functorch.TransformType.Grad) > 1:
+        return False
+    for tensor in tensors:  # autograd's may be differentiated again, later
+        while _functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = _functorch.get_unwrapped(tensor)
+        if tensor.requires_grad:
+            return False
+    return True
 
 
 def _calling_it(function: types.FunctionType) -> types.FunctionType:
@@ -45,16 +69,18 @@ def _calling_it(function: types.FunctionType) -> types.FunctionType:
 
 
 def _embedding(input: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any):
-    """The row of `padding_idx` is a constant: under vmap, torch gives it a gradient."""
+    """The row of `padding_idx` is a constant, without tangents too: under vmap, torch gives it a gradient."""
+    if padding_idx is None or not -weight.shape[0] <= padding_idx < weight.shape[0]:
+        return functional.embedding(input, weight, padding_idx, *args, **kwargs)
     rows = functional.embedding(input, weight, None, *args, **kwargs)
-    if padding_idx is None:
-        return rows
     is_padding = (input == padding_idx % weight.shape[0]).unsqueeze(-1)
     return torch.where(is_padding, rows.detach(), rows)
 
 
 def _select_scatter(input: torch.Tensor, src: torch.Tensor, dim: int, index: int) -> torch.Tensor:
     """torch gives each client's `src` the gradients of others."""
+    if not (-input.dim() <= dim < input.dim() and -input.shape[dim] <= index < input.shape[dim]):
+        return torch.select_scatter(input, src, dim, index)  # which says so
     dim %= input.dim()
     index %= input.shape[dim]
     return torch.slice_scatter(input, src.unsqueeze(dim), dim, index, index + 1)

@@ -199,7 +199,8 @@ def _select_scatter(value: torch.Tensor, source: torch.Tensor, dim: int, index: 
 
 
 def _copy(value: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    return source.to(value.dtype).expand(value.shape)
+    result = source.to(value.dtype).expand(value.shape)
+    return result.clone(memory_format=torch.contiguous_format if value.is_contiguous() else torch.preserve_format)
 
 
 # What writes become, where torch 2.13 has no derivative (copy), or a wrong one under vmap (select_scatter).

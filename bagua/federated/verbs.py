@@ -197,7 +197,7 @@ _EXPLAINED = {
 
 
 def run_client(function: Callable, clients: Placement, verb: str, *arguments: Any) -> Any:
-    with watch(verb, arguments):
+    with watch(verb, arguments) as watching:
         try:
             result = run_in(Frame(clients, is_mapping=True), function, arguments, {})
         except RuntimeError as error:
@@ -205,6 +205,9 @@ def run_client(function: Callable, clients: Placement, verb: str, *arguments: An
             if why is None:
                 raise
             raise InvalidArgument(f"the client function of {verb} {why}. torch says: {error}") from error
+        for leaf in [] if torch.compiler.is_compiling() else pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                watching.check(leaf)
     for path, leaf in pytree.tree_flatten_with_path(result)[0]:
         if not isinstance(leaf, torch.Tensor):
             raise InvalidArgument(
@@ -236,7 +239,8 @@ def shared_of(leaf: torch.Tensor, clients: Placement) -> torch.Tensor | None:
 
 
 def check_options(chunk_size: Any, randomness: Any) -> None:
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+    is_number = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
+    if chunk_size is not None and (not is_number or chunk_size < 1):
         raise InvalidArgument(f"chunk_size={chunk_size!r}, expected None or an integer of at least 1")
     if randomness not in ("error", "different", "same"):
         raise InvalidArgument(f"randomness={randomness!r}, expected 'error', 'different' or 'same'")

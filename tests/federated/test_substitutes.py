@@ -106,6 +106,47 @@ def test_local_steps_with_attention_have_all_derivatives(kind, no_loop_over_clie
     torch.testing.assert_close(jvp(after_a_step, (rate,), (torch.ones_like(rate),))[1], slope, rtol=1e-6, atol=1e-9)
 
 
+def test_long_sequences_have_all_derivatives():
+    torch.manual_seed(0)
+    inputs, long = torch.randn(CLIENTS, 1, 1, 64, 2, dtype=torch.float64), {"is_causal": True}
+
+    def of_client(scale, x):
+        return functional.scaled_dot_product_attention(scale * x, x, x, **long).square().mean()
+
+    @federated.program(clients=CLIENTS)
+    def loss(scale):
+        return federated.reduce_mean(federated.map_fn(of_client, (federated.broadcast(scale), inputs)))
+
+    def oracle(scale):
+        return sum(of_client(scale, x) for x in inputs) / CLIENTS
+
+    scale, distance = torch.tensor(1.5, dtype=torch.float64), 1e-4
+    slopes = [(oracle(scale + d + distance) - oracle(scale + d - distance)) / (2 * distance) for d in (-1e-3, 0, 1e-3)]
+    torch.testing.assert_close(loss(scale), oracle(scale))
+    torch.testing.assert_close(grad(loss)(scale), slopes[1], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(jvp(loss, (scale,), (torch.ones_like(scale),))[1], slopes[1], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(grad(grad(loss))(scale), (slopes[2] - slopes[0]) / 2e-3, rtol=1e-4, atol=1e-9)
+    followed = scale.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(loss(followed), followed, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope, followed)
+    torch.testing.assert_close(curvature, (slopes[2] - slopes[0]) / 2e-3, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: functional.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(4, 4, dtype=torch.int64)),
+        lambda x: torch.select_scatter(x[0], x[0, 0], 0, 4),
+        lambda x: torch.select_scatter(x[0], x[0, 0], 2, 0),
+        lambda x: functional.embedding(torch.tensor([1]), x[0], padding_idx=7),
+    ],
+)
+def test_what_torch_refuses_is_refused(function):
+    program = federated.program(lambda x: federated.map_fn(function, x), clients=CLIENTS)
+    with pytest.raises((RuntimeError, IndexError, AssertionError)):
+        program(torch.randn(CLIENTS, 2, 4, 3))
+
+
 @pytest.mark.slow("test_attention_is_its_definition")
 @pytest.mark.parametrize("kind", ["sdpa", "module"])
 def test_compiled_as_one_graph(kind):

@@ -572,3 +572,13 @@ def test_threads_trace_beside_one_another():
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
         found = [future.result() for future in [threads.submit(trace) for _ in range(3)]]
     assert {text for texts in found for text in texts} == {str(federated.trace(grad(fax), X, Y))}
+
+
+def test_what_is_written_over_a_whole_tensor_has_its_layout():
+    def of_client(y):
+        square = torch.zeros(2, 2)
+        square[:] = torch.stack([y, 2 * y]).t()
+        return square.view(4)
+
+    program = federated.program(lambda y: federated.reduce_sum(federated.map_fn(of_client, y)), clients=3)
+    torch.testing.assert_close(federated.trace(program, Y)(Y), sum(of_client(y) for y in Y))

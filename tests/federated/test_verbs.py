@@ -305,6 +305,38 @@ def test_a_reduction_is_one_collective(pool2):
         assert counts == expected
 
 
+def test_chunks_of_halves_add_up_in_float32():
+    ones = torch.ones(2048, 1, dtype=torch.bfloat16)
+    shared = torch.ones((), dtype=torch.bfloat16)
+    program = federated.program(
+        lambda shared, x: federated.map_reduce(
+            lambda a, b: a * b, (federated.broadcast(shared), x), reduce="sum", chunk_size=1
+        ).sum(),
+        clients=2048,
+    )
+    assert float(program(shared, ones)) == float(grad(program)(shared, ones)) == 2048
+
+
+def test_tangents_outside_of_transforms_reach_through_a_node():
+    program = federated.program(
+        lambda x: federated.map_reduce(square, (federated.broadcast(x), Y), chunk_size=2), clients=3
+    )
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
+        tangent = torch.autograd.forward_ad.unpack_dual(program(dual)).tangent
+    torch.testing.assert_close(tangent, jvp(lambda x: fax(x, Y), (X,), (torch.ones_like(X),))[1])
+
+
+@pytest.mark.parametrize("verb", ["map_fn", "map_reduce"])
+def test_a_tensor_from_around_that_is_returned_as_it_is_is_refused(verb):
+    weight = torch.ones(2, requires_grad=True)
+    program = federated.program(lambda y: getattr(federated, verb)(lambda y: {"w": weight, "y": y}, y), clients=3)
+    with pytest.raises(InvalidArgument, match=r"shape \[2\] from around it"):
+        program(Y)
+    with torch.no_grad():
+        program(Y)
+
+
 KINDS = [
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
