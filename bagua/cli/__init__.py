@@ -6,6 +6,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from bagua._C import __version__
+
 __all__ = ["main"]
 
 _COMMANDS = {
@@ -20,9 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Dispatch to a subcommand; returns its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: bagua COMMAND [options]\n")
+        print("usage: bagua COMMAND [options], or bagua --version\n")
         for name, (_, text) in _COMMANDS.items():
             print(f"  {name:<9} {text}")
+        return 0
+    if argv[0] == "--version":
+        print(f"bagua {__version__}")
         return 0
     if argv[0] not in _COMMANDS:
         print(f"bagua: {argv[0]!r} is not a command; the commands are {', '.join(_COMMANDS)}", file=sys.stderr)

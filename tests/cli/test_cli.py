@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import bagua
 from bagua import cli
 from bagua.cli import doctor
 
@@ -17,6 +18,11 @@ def test_without_arguments_it_lists_the_commands(capsys):
         output = capsys.readouterr().out
         assert output.startswith("usage: bagua COMMAND")
         assert all(re.search(rf"^  {name} ", output, re.MULTILINE) for name in cli._COMMANDS)
+
+
+def test_the_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"bagua {bagua.__version__}\n"
 
 
 def test_an_unknown_command(capsys):

@@ -122,7 +122,7 @@ ORDER = {
         "run": CONFIG | {"net.congestion"},
         "doctor": CORE | {"net", "distributed"},
         "bench": ERRORS | {"replay"},
-        "__init__": CONFIG,
+        "__init__": CORE,
     },
 }
 # What single files may import beside that.
