@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from bagua import _C
+from bagua.algorithms._checkpoints import check_writer, writer_of
 from bagua.buckets import Bucket, Member
-from bagua.distributed.checkpoints import check_place, place_of
-from bagua.distributed.dtypes import ReduceOp, Residuals
+from bagua.distributed.arguments import ReduceOp
 from bagua.distributed.process_group import ProcessGroup
+from bagua.distributed.tensors import Residuals
 from bagua.errors import InvalidArgument
 
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -116,7 +117,7 @@ class ErrorFeedback:
             begin, end = bucket.place_of(member)
             worker[member.name] = self._kept.worker[bucket.index][begin:end].clone()
         owner = [self._kept.owner[bucket.index].clone() for bucket in self._buckets]
-        return {"place": place_of(self._group), "worker": worker, "owner": owner}
+        return {"place": writer_of(self._group), "worker": worker, "owner": owner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes back what ``state_dict`` returned on this rank for the same layout.
@@ -124,7 +125,7 @@ class ErrorFeedback:
         Raises:
             InvalidArgument: it is of other parameters, another dtype or another number of ranks.
         """
-        check_place(state["place"], self._group, "what this rank's codes have left out")
+        check_writer(state["place"], self._group, "what this rank's codes have left out")
         own = self.state_dict()
         for kind, theirs, ours in (
             ("worker", dict(state["worker"]), own["worker"]),

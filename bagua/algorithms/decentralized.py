@@ -17,7 +17,7 @@ from bagua.algorithms._weights import ExchangedWeights
 from bagua.algorithms.base import About, Declaration, Training
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket
-from bagua.distributed.dtypes import check_topology
+from bagua.distributed.arguments import check_topology
 from bagua.distributed.process_group import ProcessGroup, Work
 from bagua.errors import InvalidArgument
 

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import torch
 
 from bagua import codecs
+from bagua.algorithms._checkpoints import check_writer, writer_of
 from bagua.algorithms._weights import ExchangedWeights
 from bagua.algorithms.base import About, Declaration, Training
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket
-from bagua.distributed.checkpoints import check_place, place_of
 from bagua.distributed.process_group import ProcessGroup, Work
 from bagua.errors import InvalidArgument
 
@@ -160,11 +160,11 @@ class LowPrecisionDecentralized(ExchangedWeights):
 
     def state_dict(self) -> dict[str, Any]:
         replicas = {index: [replica.clone() for replica in replicas] for index, replicas in self._replicas.items()}
-        return {**super().state_dict(), "place": place_of(self.training.group), "replicas": replicas}
+        return {**super().state_dict(), "place": writer_of(self.training.group), "replicas": replicas}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        check_place(state["place"], self.training.group, "replicas of its own weights and its neighbours'")
+        check_writer(state["place"], self.training.group, "replicas of its own weights and its neighbours'")
         self._loading = state["replicas"]  # for the layout that follows
 
     def _load(self, loading: dict[int, list[torch.Tensor]]) -> None:

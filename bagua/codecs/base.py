@@ -13,8 +13,8 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from bagua import _C
-from bagua.distributed.dtypes import address_of
 from bagua.distributed.process_group import dtype_code
+from bagua.distributed.tensors import address_of
 from bagua.errors import InvalidArgument
 
 

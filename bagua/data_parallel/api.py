@@ -26,7 +26,8 @@ from bagua.data_parallel.optimizer_hooks import Watch
 from bagua.data_parallel.state_sync import BufferBroadcast, OptimizerStates, broadcast_model
 from bagua.data_parallel.step import Step
 from bagua.data_parallel.takeover import begin, begin_gradients, closing_if_refused
-from bagua.distributed.consensus import agree, check_model, check_types, describe_model, optimizers_of_parameters
+from bagua.data_parallel.validation import check_model, check_types, describe_model, optimizers_of_parameters
+from bagua.distributed.consensus import agree
 from bagua.distributed.process_group import ProcessGroup
 from bagua.distributed.world import get_default_group
 from bagua.errors import InvalidArgument

@@ -16,7 +16,8 @@ import torch
 
 from bagua.algorithms.base import Algorithm
 from bagua.buckets import BucketStorage
-from bagua.distributed.consensus import agree, check_steps_all, describe_optimizer
+from bagua.data_parallel.validation import check_steps_all, describe_optimizer
+from bagua.distributed.consensus import agree
 from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import BaguaError, InvalidArgument
 

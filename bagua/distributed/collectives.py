@@ -1,4 +1,4 @@
-"""The MPI-style collectives as functions; names follow torch.distributed.
+"""The collectives as functions; names follow torch.distributed.
 
 Tensors are torch tensors or NumPy arrays, of any shape and strides. Ranks in arguments (src, dst) are global ranks, as
 in torch.distributed. Collectives work in place unless an output is named. With `async_op=True` they return a Work at
@@ -44,7 +44,7 @@ def empty(*size: int, dtype: torch.dtype = torch.float32, group: ProcessGroup | 
         size: the shape, as numbers or as one sequence.
 
     Returns:
-        A contiguous tensor of that shape. It is zeroed (the kernel hands the memory out so), despite its name.
+        A contiguous tensor of that shape, zeroed despite the name, because the kernel zeroes new memory.
     """
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
     numel = 1
@@ -107,9 +107,9 @@ def neighbor_average(
     Args:
         tensor: floating point, same shape and type on all ranks.
         topology: "ring" (left, self, right: 1/3 each), "shift_one" (pairs that change with each step), "exponential"
-            (takes from the rank 2^(step mod ceil(log2 n)) places before; exact mean after log2 n steps for n a power of
-            two) or "all" (the mean over all ranks).
-        step: the same on all ranks: how many averagings came before. Only shift_one and exponential depend on it.
+            (averages with the rank that is 2^(step mod ceil(log2 n)) lower; exact mean after log2 n steps for n a power
+            of two) or "all" (the mean over all ranks).
+        step: the number of averagings before this one, the same on all ranks. shift_one and exponential depend on it.
         codec: name of a codec for what travels; the own values stay as they are. f32, f16 and bf16.
         hierarchical: the nodes' means, at full precision, are averaged by the topology of nodes, which count by their
             ranks; the codec is for what travels between nodes. Ranks of one node get the same; on one node all do.
@@ -140,7 +140,7 @@ def broadcast(tensor, src: int, group=None, async_op=False, *, codec: str | Code
 
 
 def barrier(group=None, async_op=False) -> Work | None:
-    """Ends when every rank of the group has called it."""
+    """Returns when every rank of the group has called it."""
     return _finish(resolve(group).barrier(blocking=not async_op), async_op)
 
 

@@ -1,12 +1,13 @@
-"""ProcessGroup: some ranks, their transports, and the collectives on tensors as methods.
+"""ProcessGroup: some ranks, their connections, and the collectives on tensors and Python objects as methods.
 
 Tensors cross into the core as addresses: tensors.py checks them and stages those that the core cannot work on, this
-file checks how they fit together, and the Work keeps them alive. channels.py holds the cores, several per group.
+file checks how they fit together, and the Work keeps them alive. cores.py holds the two cores of a group.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
@@ -15,11 +16,10 @@ from typing import ClassVar
 import torch
 
 from bagua import _C
-from bagua.distributed import objects
-from bagua.distributed.channels import Lanes, Network
-from bagua.distributed.dtypes import ReduceOp, Residuals, check_codec, check_op, check_topology, dtype_code
-from bagua.distributed.tensors import Array, check_pair, places_of, prepare, split_numels
-from bagua.distributed.topology import Nodes
+from bagua.distributed.arguments import ReduceOp, check_codec, check_op, check_topology, dtype_code
+from bagua.distributed.cores import GroupCores, Network
+from bagua.distributed.nodes import Nodes
+from bagua.distributed.tensors import Array, Residuals, check_pair, prepare, segments_of, split_numels
 from bagua.distributed.work import Work, to_seconds
 from bagua.errors import BaguaError, InvalidArgument
 
@@ -34,11 +34,11 @@ class ProcessGroup:
 
     Attributes:
         rank: this process's rank in the group, -1 when it is not a member.
-        size, ranks: how many they are, and their global ranks.
+        size, ranks: the number of ranks, and their global ranks.
         name: the same on all ranks.
         timeout: deadline of each operation.
-        subgroups: those that ``subgroup`` has made and that are open.
-        before_operation: of all groups: raises where an operation of the group may not stand.
+        subgroups: the open ones that ``subgroup`` has made.
+        before_operation: called with the group before each operation of any group; raises where one is not allowed.
     """
 
     before_operation: ClassVar[Callable[[ProcessGroup], None] | None] = None
@@ -59,8 +59,8 @@ class ProcessGroup:
         if self.rank >= 0:
             shares_memory = [peer == global_rank or network.share_memory(global_rank, peer) for peer in self.ranks]
             self.local_ranks = [rank for rank in range(self.size) if shares_memory[rank]]
-            self._lanes = Lanes(network, name, self.ranks, self.rank)
-            self._core, self._p2p_core = self._lanes.collectives, self._lanes.messages
+            self._cores = GroupCores(network, name, self.ranks, self.rank)
+            self._core, self._p2p_core = self._cores.collectives, self._cores.p2p
 
     def __repr__(self) -> str:
         return f"ProcessGroup({self.name!r}, rank={self.rank}, size={self.size})"
@@ -74,39 +74,39 @@ class ProcessGroup:
         return Nodes.of(self.size, lambda a, b: network.same_node(ranks[a], ranks[b]))
 
     def subgroup(self, name: str, ranks: Sequence[int], timeout: timedelta | float) -> ProcessGroup:
-        """A group of some ranks of this one, made by its members alone and closed with this one at the latest.
+        """A group of some ranks of this one. Only its members call it; it is closed with this one at the latest.
 
         Args:
-            name: the same on all members, and unlike that of any group of the same ranks that is open or has failed.
-            ranks: ranks of this group, among them this process's; the same order on all members.
+            name: the same on all members; no other group of the same ranks that is open or has failed may have it.
+            ranks: ranks of this group, this process's among them; in the same order on all members.
         """
         self.check()
         ranks = [self.ranks[rank] for rank in ranks]
         return self.adopt(ProcessGroup(self._network, f"{self.name}/{name}", ranks, self._global_rank, timeout))
 
     def adopt(self, child: ProcessGroup) -> ProcessGroup:
-        """The child, which is closed with this group at the latest."""
+        """Close `child` with this group at the latest; returns it."""
         child._parent, self.subgroups[child] = self, None
         return child
 
     def close(self) -> None:
-        """End the worker threads and say goodbye to the peers. Idempotent; a forked child only forgets the group."""
+        """End the worker threads and announce the shutdown to the peers. Idempotent; does nothing in a forked child."""
         if self._pid != os.getpid():
             return
         if self.before_close is not None and not self._closed:
             self.before_close()
-        for child in reversed(list(self.subgroups)):  # while this one still tells whether it has failed
+        for child in reversed(list(self.subgroups)):  # while this one can still report whether it has failed
             child.close()
         self._closed = True
         if self._parent is not None:
             self._parent.subgroups.pop(self, None)
         if self.rank >= 0:
-            self._lanes.close()
+            self._cores.close()
 
     # ---- state
 
     def set_timeout(self, timeout: timedelta | float) -> None:
-        """Another deadline for the operations that are started from now on; the ranks need not agree about it."""
+        """Set the deadline of operations that are started from now on; it may differ between ranks."""
         self._timeout_s = to_seconds(timeout)
         self.timeout = timedelta(seconds=self._timeout_s)
 
@@ -128,19 +128,19 @@ class ProcessGroup:
             ProcessGroup.before_operation(self)
         if self._pid != os.getpid():
             raise InvalidArgument(
-                f"this process is a forked child of rank {self._global_rank} (process {self._pid}) and no rank itself; "
+                f"this process is a forked child of rank {self._global_rank} (process {self._pid}) and not a rank; "
                 "call bagua in the parent"
             )
         if self._closed:
             raise InvalidArgument(f"the group '{self.name}' was destroyed; call init_process_group or new_group again")
-        self._lanes.check()
+        self._cores.check()
 
     def failure(self) -> BaguaError | None:
         """What ``check`` raises because an operation of the group has failed on any rank; None where none has."""
         if self.rank < 0 or self._closed or self._pid != os.getpid():
             return None
         try:
-            self._lanes.check()
+            self._cores.check()
         except BaguaError as error:
             return error
         return None
@@ -148,22 +148,22 @@ class ProcessGroup:
     def poison(self, exception: BaguaError) -> None:
         """Make every later call on every connected rank raise `exception` as the first cause."""
         if self.rank >= 0:
-            self._lanes.poison(exception)
+            self._cores.poison(exception)
 
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has sent (through sockets, rings or shared memory) since the group was made."""
-        return self._lanes.total(lambda core: core.bytes_sent) if self.rank >= 0 else 0
+        return self._cores.total(lambda core: core.bytes_sent) if self.rank >= 0 else 0
 
     @property
     def bytes_received(self) -> int:
         """Payload bytes that this rank has received."""
-        return self._lanes.total(lambda core: core.bytes_received) if self.rank >= 0 else 0
+        return self._cores.total(lambda core: core.bytes_received) if self.rank >= 0 else 0
 
     @property
     def workspace_bytes(self) -> int:
         """Scratch memory that the group keeps between operations."""
-        return self._lanes.total(lambda core: core.workspace_bytes) if self.rank >= 0 else 0
+        return self._cores.total(lambda core: core.workspace_bytes) if self.rank >= 0 else 0
 
     def events(self, clear: bool = False, parts: bool = True, after_ns: int = 0) -> list[_C.Event]:
         """What the worker did when, oldest first, where it ended later than after_ns: spans on the steady clock."""
@@ -194,7 +194,7 @@ class ProcessGroup:
 
     def _work(self, core_work: _C.Work, keep: object, label: str = "", finish=None) -> Work:
         # The deadline counts from the start of the operation, which may be queued behind others.
-        return Work(core_work, keep, 1000.0 * self._timeout_s, label, finish, self._lanes.share_failure)
+        return Work(core_work, keep, 1000.0 * self._timeout_s, label, finish, self._cores.share_failure)
 
     def _check_root(self, root: int, name: str) -> int:
         if not 0 <= root < self.size:
@@ -214,19 +214,19 @@ class ProcessGroup:
         parts: Sequence[tuple[int, torch.Tensor]] | None = None,
         checks_result: bool = False,  # then Work.is_result_finite tells
     ) -> Work:
-        """tensor <- op over ranks of tensor, or of parts (places_of); see bagua.all_reduce, for feedback Residuals."""
+        """tensor <- op over ranks of tensor, or of parts (segments_of); see bagua.all_reduce, and Residuals."""
         self.check()
-        data, give_back = prepare(tensor, "tensor")
+        data, copy_back = prepare(tensor, "tensor")
         op = check_op(op, data.dtype)
         codec = check_codec(codec, data.dtype, op)
         arguments = (data.data_ptr(), data.numel(), dtype_code(data.dtype), int(op), codec, self._timeout_s, blocking)
-        residuals, places = None if feedback is None else feedback.addresses(data.numel()), places_of(parts, data)
+        residuals, segments = None if feedback is None else feedback.addresses(data.numel()), segments_of(parts, data)
         if hierarchical:
             nodes = (self.nodes.node_of(self.rank), self.nodes.leaders)
-            work = self._core.hierarchical_all_reduce(*nodes, *arguments, residuals, places, checks_result)
+            work = self._core.hierarchical_all_reduce(*nodes, *arguments, residuals, segments, checks_result)
         else:
-            work = self._core.all_reduce(*arguments, residuals, places, checks_result)
-        return self._work(work, (tensor, data, feedback, parts), label, give_back)
+            work = self._core.all_reduce(*arguments, residuals, segments, checks_result)
+        return self._work(work, (tensor, data, feedback, parts), label, copy_back)
 
     def neighbor_average(
         self,
@@ -242,17 +242,17 @@ class ProcessGroup:
     ) -> Work:
         """tensor <- weighted average of the neighbours' tensors, or of parts; see bagua.neighbor_average."""
         self.check()
-        data, give_back = prepare(tensor, "tensor")
+        data, copy_back = prepare(tensor, "tensor")
         number = check_topology(topology, step, data.dtype)
         codec = check_codec(codec, data.dtype)
-        place = (data.data_ptr(), data.numel(), dtype_code(data.dtype), number, step)
-        arguments = (*place, codec, self._timeout_s, blocking, places_of(parts, data))
+        memory = (data.data_ptr(), data.numel(), dtype_code(data.dtype))
+        arguments = (*memory, number, step, codec, self._timeout_s, blocking, segments_of(parts, data))
         if hierarchical:
             nodes = (self.nodes.node_of(self.rank), self.nodes.leaders, self.nodes.smallest)
             work = self._core.hierarchical_neighbor_average(*nodes, *arguments)
         else:
             work = self._core.neighbor_average(*arguments)
-        return self._work(work, (tensor, data, parts), label, give_back)
+        return self._work(work, (tensor, data, parts), label, copy_back)
 
     def difference_ring_average(
         self, tensor: Array, replicas: Sequence[torch.Tensor], *, codec: str, label: str = ""
@@ -263,23 +263,23 @@ class ProcessGroup:
         two ranks left and right may be one tensor.
         """
         self.check()
-        data, give_back = prepare(tensor, "tensor")
+        data, copy_back = prepare(tensor, "tensor")
         spec = check_codec(codec, data.dtype)
-        places = [replica.data_ptr() for replica in replicas]
+        addresses = [replica.data_ptr() for replica in replicas]
         work = self._core.difference_ring_average(
-            data.data_ptr(), data.numel(), dtype_code(data.dtype), *places, spec, self._timeout_s, False
+            data.data_ptr(), data.numel(), dtype_code(data.dtype), *addresses, spec, self._timeout_s, False
         )
-        return self._work(work, (tensor, data, replicas), label, give_back)
+        return self._work(work, (tensor, data, replicas), label, copy_back)
 
     def reduce(self, tensor: Array, dst: int, op: ReduceOp = ReduceOp.SUM, *, blocking: bool = False) -> Work:
-        """tensor of rank `dst` <- op over ranks of tensor; the others' tensors end undefined."""
+        """tensor of rank `dst` <- op over ranks of tensor; the other ranks' tensors are undefined afterwards."""
         self.check()
         self._check_root(dst, "dst")
-        data, give_back = prepare(tensor, "tensor", is_written=dst == self.rank)
+        data, copy_back = prepare(tensor, "tensor", is_written=dst == self.rank)
         op = check_op(op, data.dtype)
-        place = (data.data_ptr(), data.numel(), dtype_code(data.dtype))
-        work = self._core.reduce(*place, int(op), dst, self._timeout_s, blocking)
-        return self._work(work, (tensor, data), finish=give_back)
+        memory = (data.data_ptr(), data.numel(), dtype_code(data.dtype))
+        work = self._core.reduce(*memory, int(op), dst, self._timeout_s, blocking)
+        return self._work(work, (tensor, data), finish=copy_back)
 
     def reduce_scatter(
         self,
@@ -292,7 +292,7 @@ class ProcessGroup:
     ) -> Work:
         """output <- op over ranks of the rank-th block of their input; input is `size` blocks of output's size."""
         self.check()
-        source, (into, give_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
+        source, (into, copy_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
         op = check_op(op, into.dtype)
         codec = check_codec(codec, into.dtype, op)
         check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output", self.size)
@@ -300,43 +300,43 @@ class ProcessGroup:
         work = self._core.reduce_scatter(
             source.data_ptr(), into.data_ptr(), into.numel(), kind, int(op), codec, self._timeout_s, blocking
         )
-        return self._work(work, (source, into), finish=give_back)
+        return self._work(work, (source, into), finish=copy_back)
 
     def all_gather(self, output: Array, input: Array, *, codec: str | None = None, blocking: bool = False) -> Work:
         """output[r] <- input of rank r; output is `size` blocks of input's size."""
         self.check()
-        source, (into, give_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
+        source, (into, copy_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
         codec = check_codec(codec, source.dtype)
         check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input", self.size)
-        place = (source.data_ptr(), into.data_ptr(), source.nbytes, dtype_code(source.dtype))
-        work = self._core.all_gather(*place, codec, self._timeout_s, blocking)
-        return self._work(work, (source, into), finish=give_back)
+        memory = (source.data_ptr(), into.data_ptr(), source.nbytes, dtype_code(source.dtype))
+        work = self._core.all_gather(*memory, codec, self._timeout_s, blocking)
+        return self._work(work, (source, into), finish=copy_back)
 
     def gather(self, output: Array | None, input: Array, dst: int, *, blocking: bool = False) -> Work:
         """output of rank `dst` [r] <- input of rank r; the other ranks pass output=None."""
         self.check()
         self._check_root(dst, "dst")
         source = prepare(input, "input", is_written=False).data
-        into, give_back = None, None
+        into, copy_back = None, None
         if self.rank == dst:
-            into, give_back = prepare(output, "output")
+            into, copy_back = prepare(output, "output")
             check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input", self.size)
-        place, kind = 0 if into is None else into.data_ptr(), dtype_code(source.dtype)
-        work = self._core.gather(source.data_ptr(), place, source.nbytes, kind, dst, self._timeout_s, blocking)
-        return self._work(work, (source, into), finish=give_back)
+        address, kind = 0 if into is None else into.data_ptr(), dtype_code(source.dtype)
+        work = self._core.gather(source.data_ptr(), address, source.nbytes, kind, dst, self._timeout_s, blocking)
+        return self._work(work, (source, into), finish=copy_back)
 
     def scatter(self, output: Array, input: Array | None, src: int, *, blocking: bool = False) -> Work:
         """output <- input of rank `src` [rank]; the other ranks pass input=None."""
         self.check()
         self._check_root(src, "src")
-        into, give_back = prepare(output, "output")
+        into, copy_back = prepare(output, "output")
         source = None
         if self.rank == src:
             source = prepare(input, "input", is_written=False).data
             check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output", self.size)
-        origin, kind = 0 if source is None else source.data_ptr(), dtype_code(into.dtype)
-        work = self._core.scatter(origin, into.data_ptr(), into.nbytes, kind, src, self._timeout_s, blocking)
-        return self._work(work, (source, into), finish=give_back)
+        address, kind = 0 if source is None else source.data_ptr(), dtype_code(into.dtype)
+        work = self._core.scatter(address, into.data_ptr(), into.nbytes, kind, src, self._timeout_s, blocking)
+        return self._work(work, (source, into), finish=copy_back)
 
     def all_to_all(
         self,
@@ -350,7 +350,7 @@ class ProcessGroup:
     ) -> Work:
         """Block r of input goes to rank r, block r of output comes from rank r; splits count rows of dimension 0."""
         self.check()
-        source, (into, give_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
+        source, (into, copy_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
         codec = check_codec(codec, source.dtype)
         if source.dtype != into.dtype:
             raise InvalidArgument(f"input is {source.dtype} but output is {into.dtype}; give them one type")
@@ -364,7 +364,7 @@ class ProcessGroup:
             self._timeout_s,
             blocking,
         )
-        return self._work(work, (source, into), finish=give_back)
+        return self._work(work, (source, into), finish=copy_back)
 
     def broadcast(
         self, tensor: Array, src: int, *, codec: str | None = None, label: str = "", blocking: bool = False
@@ -373,11 +373,11 @@ class ProcessGroup:
         self.check()
         self._check_root(src, "src")
         # With a codec the source's own values become the decoded ones.
-        data, give_back = prepare(tensor, "tensor", is_written=src != self.rank or codec is not None)
+        data, copy_back = prepare(tensor, "tensor", is_written=src != self.rank or codec is not None)
         codec = check_codec(codec, data.dtype)
-        place = (data.data_ptr(), data.nbytes, dtype_code(data.dtype))
-        work = self._core.broadcast(*place, src, codec, self._timeout_s, blocking)
-        return self._work(work, (tensor, data), label, give_back)
+        memory = (data.data_ptr(), data.nbytes, dtype_code(data.dtype))
+        work = self._core.broadcast(*memory, src, codec, self._timeout_s, blocking)
+        return self._work(work, (tensor, data), label, copy_back)
 
     def barrier(self, *, timeout: timedelta | float | None = None, blocking: bool = False) -> Work:
         """Completes when every rank has called it; `timeout` in place of the group's."""
@@ -390,28 +390,44 @@ class ProcessGroup:
         self._check_peer(dst, "dst")
         data = prepare(tensor, "tensor", is_written=False).data
         work = self._p2p_core.send(data.data_ptr(), data.nbytes, dtype_code(data.dtype), dst, tag, self._timeout_s)
-        self._lanes.watch(dst, self._timeout_s)
+        self._cores.monitor(dst, self._timeout_s)
         return self._work(work, (tensor, data))
 
     def recv(self, tensor: Array, src: int, *, tag: int = 0) -> Work:
         """tensor <- what rank `src` sends."""
         self._check_peer(src, "src")
-        data, give_back = prepare(tensor, "tensor")
+        data, copy_back = prepare(tensor, "tensor")
         work = self._p2p_core.recv(data.data_ptr(), data.nbytes, dtype_code(data.dtype), src, tag, self._timeout_s)
-        self._lanes.watch(src, self._timeout_s)
-        return self._work(work, (tensor, data), finish=give_back)
+        self._cores.monitor(src, self._timeout_s)
+        return self._work(work, (tensor, data), finish=copy_back)
 
     def _check_peer(self, peer: int, name: str) -> None:
         self.check()
         if self._check_root(peer, name) == self.rank:
             raise InvalidArgument(f"{name} {peer} is this rank itself; a rank cannot send to itself")
 
-    # ---- Python objects
+    # ---- Python objects, pickled. Unpickling runs code, so only among ranks that trust each other; all have proved
+    # that they know the job's secret.
 
     def broadcast_object(self, obj: object, src: int = 0) -> object:
-        """The object of rank `src`, pickled; only among ranks that trust each other."""
-        return objects.broadcast(self, obj, src)
+        """The object of rank `src`, on all ranks. Blocks."""
+        payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if self.rank == src else None
+        size = torch.tensor([len(payload) if payload is not None else 0])
+        self.broadcast(size, src, blocking=True).wait()
+        if payload is None:
+            payload = torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast(payload, src, blocking=True).wait()
+        return obj if self.rank == src else pickle.loads(payload.numpy().tobytes())
 
     def all_gather_object(self, obj: object) -> list:
-        """The objects of all ranks, by rank, pickled; only among ranks that trust each other."""
-        return objects.all_gather(self, obj)
+        """The objects of all ranks, by rank. Blocks."""
+        payload = bytearray(pickle.dumps(obj))
+        sizes = torch.empty(self.size, dtype=torch.int64)
+        self.all_gather(sizes, torch.tensor([len(payload)]), blocking=True).wait()
+        longest = int(sizes.max())
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(payload)] = torch.frombuffer(payload, dtype=torch.uint8)
+        gathered = torch.empty(self.size * longest, dtype=torch.uint8)
+        self.all_gather(gathered, mine, blocking=True).wait()
+        rows = gathered.view(self.size, longest)
+        return [pickle.loads(rows[rank, : int(sizes[rank])].numpy().tobytes()) for rank in range(self.size)]

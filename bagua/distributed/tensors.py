@@ -1,22 +1,23 @@
-"""What collectives accept: torch tensors and NumPy arrays, checked and made ready for the core.
+"""The tensors that collectives accept: torch's and NumPy's, checked and made ready for the core.
 
-Data path: communication -> group -> **here** -> core. Invariant: the core gets contiguous CPU memory of a type that it
-knows; whatever else a caller brings is copied, and copied back when the operation has ended, or refused.
+Data path: collectives -> ProcessGroup -> **here** -> core. Invariant: the core gets contiguous CPU memory of a type
+that it knows; anything else is copied, and copied back when the operation has ended, or refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from bagua.distributed.dtypes import address_of, dtype_code
+from bagua.distributed.arguments import dtype_code
 from bagua.distributed.memory_overlap import shares_with_itself
 from bagua.errors import InvalidArgument
 
-__all__ = ["Array", "Prepared", "address_of", "check_pair", "places_of", "prepare", "split_numels"]
+__all__ = ["Array", "Prepared", "Residuals", "address_of", "check_pair", "prepare", "segments_of", "split_numels"]
 
 Array = torch.Tensor | np.ndarray
 
@@ -25,7 +26,7 @@ class Prepared(NamedTuple):
     """A caller's tensor as the core sees it."""
 
     data: torch.Tensor  # contiguous, on the CPU
-    give_back: Callable[[], None] | None  # puts the result where the caller looks for it; None: it is there already
+    copy_back: Callable[[], None] | None  # copies the result to the caller's tensor; None if that is `data`
 
 
 def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
@@ -34,12 +35,12 @@ def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
     Args:
         tensor: any shape and strides, 0-dim and empty ones too.
         what: its name in error messages.
-        is_written: whether the operation writes to it; a read-only array, or elements that share memory, will not do
-            then.
+        is_written: whether the operation writes to it; then it may not be read-only, and no two of its elements may
+            share memory.
 
     Raises:
-        InvalidArgument: no tensor, not on the CPU, without memory, sparse, read-only, overlapping itself, or of a type
-            that the core does not know.
+        InvalidArgument: not a tensor, not on the CPU, without memory, sparse, read-only, overlapping itself, or of a
+            type that the core does not know.
     """
     if isinstance(tensor, np.ndarray):
         return _prepare_array(tensor, what, is_written)
@@ -50,7 +51,7 @@ def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
     if tensor.layout != torch.strided:
         raise InvalidArgument(f"{what} has layout {tensor.layout}; convert it with .to_dense() first")
     dtype_code(tensor.dtype)
-    address = address_of(tensor, what)  # what has none may not know the operations that follow either
+    address = address_of(tensor, what)  # before other methods, which a tensor without memory may not have either
     if is_written and not tensor.is_contiguous():
         _check_overlap(tensor.shape, tensor.stride(), 1, what)
     detached = tensor.detach()
@@ -77,16 +78,16 @@ def _prepare_array(array: np.ndarray, what: str, is_written: bool) -> Prepared:
 
 
 def _copy_back(what: str, copy: Callable[[], object]) -> Callable[[], None]:
-    def give_back() -> None:
+    def copy_or_explain() -> None:
         try:
             copy()
         except (RuntimeError, ValueError) as error:
             raise InvalidArgument(
-                f"the operation has ended, but its result cannot be written to {what}: {error}; pass a copy, or leave "
-                "it as it is until wait() has returned"
+                f"the operation has ended, but its result cannot be written to {what}: {error}; pass a copy, or do not "
+                "change it until wait() has returned"
             ) from error
 
-    return give_back
+    return copy_or_explain
 
 
 def _check_overlap(shape: Sequence[int], strides: Sequence[int], item: int, what: str) -> None:
@@ -95,12 +96,12 @@ def _check_overlap(shape: Sequence[int], strides: Sequence[int], item: int, what
         return
     if any(stride == 0 and length > 1 for length, stride in zip(shape, strides, strict=True)):
         raise InvalidArgument(
-            f"{what} of shape {tuple(shape)} is expanded: several of its elements are one place in memory, and the "
-            "result has no room there; pass a copy (.clone(), numpy.array)"
+            f"{what} of shape {tuple(shape)} is expanded: several of its elements share one memory location, so it "
+            "cannot hold the result; pass a copy (.clone(), numpy.array)"
         )
     raise InvalidArgument(
         f"{what} of shape {tuple(shape)} and strides {tuple(strides)} overlaps itself: several of its elements "
-        "share memory, and the result has no room there; pass a copy (.clone(), numpy.array)"
+        "share memory, so it cannot hold the result; pass a copy (.clone(), numpy.array)"
     )
 
 
@@ -128,25 +129,96 @@ def split_numels(tensor: torch.Tensor, splits: Sequence[int] | None, name: str, 
     return [split * row_numel for split in splits]
 
 
-def places_of(parts: Sequence[tuple[int, torch.Tensor]] | None, data: torch.Tensor) -> list[tuple[int, int, int]]:
-    """First element, number of elements and address of each part, for the core.
+def segments_of(parts: Sequence[tuple[int, torch.Tensor]] | None, data: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Offset in elements, number of elements and address of each part, for the core.
 
     Args:
-        parts: (first element in ``data``, tensor), ascending and apart; between them are zeros. A tensor is dense: its
-            elements lie in memory as they are to lie in ``data``. None is no parts: the values are those of ``data``.
+        parts: (offset in ``data`` in elements, tensor), ascending and disjoint; gaps between them count as zeros. A
+            tensor is dense: its elements have the same order in memory as in ``data``. None: ``data`` has the values.
 
     Raises:
         InvalidArgument: they do not fit ``data``.
     """
     dtype, limit, end = data.dtype, data.numel(), 0
-    places = []
+    segments = []
     for begin, part in parts or ():
         numel = part.numel()
         if part.dtype is not dtype or begin < end or begin + numel > limit:
             raise InvalidArgument(
-                f"a part of {numel} {part.dtype} elements is to lie from element {begin} on, behind one that "
-                f"ends at {end}, in a tensor of {limit} {dtype}; parts are ascending, apart, and inside"
+                f"a part of {numel} {part.dtype} elements is at offset {begin}, after one that ends at {end}, in a "
+                f"tensor of {limit} {dtype}; parts must be ascending, disjoint, and inside the tensor"
             )
         end = begin + numel
-        places.append((begin, numel, address_of(part, "a part")))
-    return places
+        segments.append((begin, numel, address_of(part, "a part")))
+    return segments
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Error feedback of an all_reduce with a codec: what earlier ones failed to send, and where this one writes that.
+
+    The outputs may be the inputs. All of one type, float32 or bfloat16, contiguous.
+
+    Attributes:
+        worker_in, worker_out: of this rank's contribution, of its size.
+        owner_in, owner_out: of the stripe of the result that this rank encodes; empty where it encodes none.
+    """
+
+    worker_in: torch.Tensor
+    worker_out: torch.Tensor
+    owner_in: torch.Tensor
+    owner_out: torch.Tensor
+
+    def addresses(self, numel: int) -> tuple[int, int, int, int, int]:
+        """In the core's form, for a tensor of `numel` elements. A rank that encodes nothing has empty ones.
+
+        Raises:
+            InvalidArgument: their sizes do not fit, or they are not contiguous or not of one type.
+        """
+        tensors = (self.worker_in, self.worker_out, self.owner_in, self.owner_out)
+        sizes = [tensor.numel() for tensor in tensors]
+        if {*sizes[:2]} not in ({0}, {numel}) or sizes[2] != sizes[3] or sizes[2] > numel:
+            raise InvalidArgument(f"residuals have {sizes} elements, the tensor {numel}")
+        if len({tensor.dtype for tensor in tensors}) > 1 or not all(tensor.is_contiguous() for tensor in tensors):
+            raise InvalidArgument("residuals are not contiguous, or not of one dtype")
+        addresses = (address_of(tensor, "a residual") for tensor in tensors)
+        return (*addresses, dtype_code(self.worker_in.dtype))
+
+
+def address_of(tensor: torch.Tensor, what: str) -> int:
+    """The address of a CPU tensor's first element.
+
+    Args:
+        what: its name in error messages.
+
+    Raises:
+        InvalidArgument: it has elements but no memory of its own, as a DTensor or a FakeTensor has none. An empty one
+            may have none.
+    """
+    if type(tensor) is torch.Tensor or not hasattr(tensor, "fake_mode"):  # whose data_ptr() warns
+        try:
+            address = tensor.data_ptr()
+        except (RuntimeError, NotImplementedError):  # of tensors inside torch.func's transforms
+            address = 0
+        # A view of memory that does not exist has its own offset as address.
+        if address != tensor.storage_offset() * tensor.element_size() or tensor.numel() == 0:
+            return address
+    raise InvalidArgument(f"{what} is a {_kind_without_memory(tensor)}")
+
+
+def _kind_without_memory(tensor: torch.Tensor) -> str:
+    """How an error message names a tensor without memory, and what to do about it."""
+    name = type(tensor).__name__
+    if hasattr(tensor, "to_local"):
+        return f"{name}, which stands for a tensor that is spread over ranks; pass the local part, .to_local()"
+    if hasattr(tensor, "fake_mode"):
+        return f"{name}, which has a shape but no values; make and pass the real tensor, outside FakeTensorMode"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return (
+            f"{name} of shape {tuple(tensor.shape)} inside a transform of torch.func (vmap, grad, ...), which does not "
+            "see through collectives: communicate outside of it, or by bagua.federated"
+        )
+    return (
+        f"{name} of shape {tuple(tensor.shape)} without memory of its own: a wrapper of other tensors, or freed; pass "
+        "the tensor that holds the values"
+    )

@@ -12,8 +12,8 @@ from bagua.errors import BaguaError, DeadlineExceeded, InvalidArgument
 
 __all__ = ["Work", "to_seconds"]
 
-# Operations whose Work was dropped while they ran, with the tensors that the core still reads and writes. Each step on
-# this dict is atomic, since a finaliser may run in the middle of any other code.
+# Operations whose Work was dropped while they ran, with the tensors that the core still reads and writes. A finaliser
+# may run in the middle of any other code, so every access to this dict is a single atomic step.
 _abandoned: dict[int, tuple[_C.Work, object]] = {}
 
 
@@ -50,13 +50,13 @@ class Work:
         has_failed: Callable[[BaguaError], None],
     ):
         self._core = core
-        self._has_failed = has_failed  # told what wait() finds that the operation has failed of
+        self._has_failed = has_failed  # called with the error that wait() finds
         self._keep = keep
         self._limit_s = limit_s
         self.label = label
         self._finish = finish  # copies a staged result back; None when there is nothing (left) to do
-        self._finishing = threading.Lock() if finish is not None else None  # guards these two; held until it is done
-        self._failure: BaseException | None = None  # of _finish: no later wait() looks like success
+        self._finishing = threading.Lock() if finish is not None else None  # guards _finish and _failure, while it runs
+        self._failure: BaseException | None = None  # of _finish: every later wait() raises it too
         if _abandoned:
             _forget_completed()
 
@@ -71,7 +71,7 @@ class Work:
 
     @property
     def core(self) -> _C.Work:
-        """The core's side of it, which keeps no tensor: ``sent`` is (bytes, of them over a network), None before."""
+        """The core's handle, which keeps no tensor; ``sent`` is (bytes, bytes over a network), None until it ends."""
         return self._core
 
     @property
@@ -92,19 +92,18 @@ class Work:
         return self._core.is_completed()
 
     def exception(self) -> BaseException | None:
-        """What the operation raised, or what kept wait() from putting its result in place; None while it runs and when
-        it ended well."""
+        """What the operation raised, or what kept wait() from copying its result back; None while it runs and after
+        success."""
         return self._core.error() or self._failure
 
     def wait(self, timeout: timedelta | float | None = None) -> None:
         """Block until the operation has ended; releases the GIL.
 
         Args:
-            timeout: how long to wait for it; by default as long as it can take, since the operation itself has the
-                group's timeout as its deadline.
+            timeout: how long to wait; by default until the operation ends, which the group's timeout limits.
 
         Raises:
-            BaguaError: whatever ended the operation.
+            BaguaError: the operation has failed.
             DeadlineExceeded: `timeout` passed and the operation still runs.
         """
         limit_s = self._limit_s if timeout is None else to_seconds(timeout)
@@ -133,7 +132,7 @@ class Work:
         self._keep = None
 
     def finish_with(self, step: Callable[[], None]) -> None:
-        """Have wait() run `step` once, when the result is in place; to be called by who made the Work, at once."""
+        """Have wait() run `step` once, after the result is in place. Called right after the Work was made."""
         first = self._finish
         self._finish = step if first is None else lambda: (first(), step())
         self._finishing = self._finishing or threading.Lock()
@@ -141,8 +140,8 @@ class Work:
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback()` once, when the operation has ended, well or not.
 
-        It is called at once, on this thread, when that is so already; otherwise by the thread that ends the operation.
-        There it must not start or wait for an operation (InvalidArgument), and it holds up the operations that follow.
+        If it has ended already, on this thread before this returns; otherwise on the thread that ends the operation,
+        where the callback delays the operations that follow and must not start or wait for one (InvalidArgument).
         wait() on this Work is allowed: it copies a staged result back and raises what the operation raised. What the
         callback itself raises goes to sys.unraisablehook.
         """

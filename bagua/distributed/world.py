@@ -1,7 +1,7 @@
-"""The process-wide state: the default group, the groups made beside it, and who this process is.
+"""The process-wide state: the default group, the groups made from it, and this process's ranks.
 
-init_process_group meets the other ranks and makes the default group; destroy_process_group ends everything. The
-functions that take `group=None` mean the default group by it.
+init_process_group connects to the other ranks and makes the default group; destroy_process_group closes everything.
+Functions that take `group=None` use the default group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from multiprocessing.util import Finalize
 import torch.distributed as dist
 
 from bagua import config
-from bagua.distributed.init import describe_thresholds, meet, spell
+from bagua.distributed.bootstrap import bootstrap, describe_thresholds, format_ranks
 from bagua.distributed.process_group import ProcessGroup
 from bagua.distributed.work import to_seconds
 from bagua.errors import BaguaError, InvalidArgument
@@ -41,12 +41,12 @@ __all__ = [
     "resolve",
 ]
 
-# How long rank 0, when it gives up, leaves the store open for the others to read why.
+# How long rank 0 keeps the store open after it has given up, for the others to read why.
 _FAULT_SECONDS = 1.0
 
 
 class _World:
-    """What init_process_group set up."""
+    """What init_process_group has set up."""
 
     def __init__(self, endpoint: Endpoint, group: ProcessGroup, launch: config.LaunchEnvironment, store: dist.Store):
         self.endpoint = endpoint
@@ -64,7 +64,7 @@ class _World:
 _world: _World | None = None
 # How often this process has called init_process_group: part of the keys in the store, so that it can be called again.
 _num_inits = 0
-# What a forked child has of its parent's. Kept: the destructors would wait for threads that it does not have.
+# A forked child's copy of its parent's world. Kept: destructors would wait for threads that the child does not have.
 _inherited: list[_World] = []
 
 
@@ -77,20 +77,20 @@ def init_process_group(
     timeout: timedelta | float = timedelta(minutes=5),
     auth_token: str | None = None,
 ) -> None:
-    """Meet the other ranks and make the default group. Collective; all ranks pass the same arguments.
+    """Connect to the other ranks and make the default group. Collective; all ranks pass the same arguments.
 
     Args:
         backend: "native" (shared memory on a host, TCP between hosts); "torch": the default group of torch.distributed
             moves the bytes (gloo, MPI, ...), or a gloo group made for it if there is none; destroy bagua's groups
             before torch's. "auto" is what BAGUA_BACKEND says, or native.
-        store: a torch.distributed store to meet in; by default the one that torchrun's environment describes.
+        store: a torch.distributed store for the rendezvous; by default the one that torchrun's environment describes.
         rank, world_size: by default RANK and WORLD_SIZE from the environment.
         timeout: deadline of the rendezvous and of every operation of the group; a number is seconds.
         auth_token: secret that connections must prove; by default a random one that only this job's store knows.
 
     Raises:
         InvalidArgument: a variable is missing, or the ranks disagree (world size, version, token, ...); on every rank
-            (RemoteError on a rank that had not come to the disputed record yet). With "torch": the default group has
+            (RemoteError on a rank that had not read the disputed record yet). With "torch": the default group has
             other ranks, or does not move CPU tensors.
         TransportError: MASTER_PORT is in use, or rank 0 cannot be reached.
         DeadlineExceeded: a rank did not come within the timeout; it is named.
@@ -110,10 +110,10 @@ def init_process_group(
         raise InvalidArgument(f"backend {backend!r} is unknown; the backends are {', '.join(config.BACKENDS)}")
     timeout = timedelta(seconds=to_seconds(timeout))
     settings = config.settings()
-    describe_thresholds(settings.thresholds)  # a mistake there is known before anybody is waited for
+    describe_thresholds(settings.thresholds)  # refuses a mistake before this rank waits for others
     backend = settings.backend if backend == "auto" else backend
     launch = config.launch_environment(rank, world_size, needs_master=store is None)
-    through_torch = TorchTransport(launch, timeout) if backend == "torch" else None
+    torch_transport = TorchTransport(launch, timeout) if backend == "torch" else None
     is_served_by_rank_0 = store is None and not launch.use_agent_store
     init = f"bagua/init{_num_inits}"
     if is_served_by_rank_0 and launch.rank != 0 and _num_inits > 1:
@@ -121,7 +121,7 @@ def init_process_group(
     elif store is None:
         store = rendezvous.open_store(launch, timeout)
     try:
-        endpoint, group = meet(
+        endpoint, group = bootstrap(
             dist.PrefixStore(init, store),
             launch,
             "world",
@@ -130,8 +130,8 @@ def init_process_group(
             timeout,
             settings,
             auth_token,
-            through_torch,
-            through_torch.description if through_torch else backend,
+            torch_transport,
+            torch_transport.description if torch_transport else backend,
         )
     except BaguaError:
         if is_served_by_rank_0 and launch.rank == 0:
@@ -163,19 +163,19 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     world.endpoint.close()
 
 
-# A rank that ends says goodbye, so that its peers can tell an end from a crash.
+# A rank announces its shutdown, so that its peers can tell a normal exit from a crash.
 atexit.register(destroy_process_group)
 
 
-def _leave_in_child() -> None:
+def _forget_in_child() -> None:
     global _world
     if _world is not None:
         _inherited.append(_world)
         _world = None
 
 
-# A forked child (a DataLoader worker) is no rank.
-os.register_at_fork(after_in_child=_leave_in_child)
+# A forked child (a DataLoader worker) is not a rank.
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_initialized() -> bool:
@@ -221,7 +221,7 @@ def new_group(ranks: Sequence[int] | None = None, *, timeout: timedelta | float 
         )
     world.num_new_groups += 1
     # The count is equal on all ranks because all call it in the same order; the ranks make a mistake visible.
-    name = f"group{world.num_new_groups}:{spell(ranks)}"
+    name = f"group{world.num_new_groups}:{format_ranks(ranks)}"
     timeout = world.group.timeout if timeout is None else timeout
     return world.group.adopt(ProcessGroup(world.endpoint, name, ranks, world.group.rank, timeout))
 
@@ -236,7 +236,7 @@ def from_torch_group(group: dist.ProcessGroup, *, timeout: timedelta | float | N
         timeout: deadline of its operations; by default the world's.
 
     Returns:
-        The group; the same one whenever it is asked for again. Its bytes go bagua's way, not torch's.
+        The group; the same one on every call. Its bytes travel over bagua's connections, not torch's.
 
     Raises:
         InvalidArgument: this process is not a member, or torch's ranks are not bagua's.
@@ -257,7 +257,7 @@ def from_torch_group(group: dist.ProcessGroup, *, timeout: timedelta | float | N
     ranks = dist.get_process_group_ranks(group)
     # Not by torch's name, which members may number differently (new_group with use_local_synchronization).
     world.num_converted[tuple(ranks)] += 1
-    name = f"torch{world.num_converted[tuple(ranks)]}:{spell(ranks)}"
+    name = f"torch{world.num_converted[tuple(ranks)]}:{format_ranks(ranks)}"
     timeout = world.group.timeout if timeout is None else timeout
     converted = world.group.adopt(ProcessGroup(world.endpoint, name, ranks, world.group.rank, timeout))
     world.converted[group] = converted

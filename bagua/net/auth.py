@@ -5,8 +5,8 @@
     dialer    -> HMAC-SHA256(secret, "dialer" | hello | acceptor's random bytes)
     acceptor  -> HMAC-SHA256(secret, "acceptor" | hello | acceptor's random bytes)
 
-The dialer proves itself first, so a stranger learns nothing. A generator yields how many bytes it needs next and is
-sent exactly those; it writes through `send`, whose messages are small enough for any socket buffer.
+The dialer proves itself first, so an unauthenticated peer learns nothing. A generator yields how many bytes it needs
+next and is sent exactly those; it writes through `send`, whose messages are small enough for any socket buffer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator
 
 from bagua.errors import TransportError
 
-__all__ = ["MAGIC", "accept", "be_prompt", "dial"]
+__all__ = ["MAGIC", "accept", "dial", "set_no_delay"]
 
 MAGIC = b"BAGUA/1\n"
 _RANDOM_BYTES = 32
@@ -31,11 +31,11 @@ _MAX_HELLO_BYTES = 16 * 1024
 Handshake = Generator[int, bytes, dict]
 
 
-def be_prompt(sock: socket.socket) -> None:
-    """For a TCP socket, before the handshake: TCP sends small messages at once.
+def set_no_delay(sock: socket.socket) -> None:
+    """Switch Nagle's algorithm off on a TCP socket, before the handshake.
 
-    It would hold back the second of two that go the same way until the first is acknowledged, which takes the other
-    side up to 40 ms when it has nothing to send: the acceptor's proof, and its answer after it.
+    It holds back the second of two small messages that go the same way, here the acceptor's proof and its answer after
+    it, until the first is acknowledged, which a peer with nothing to send delays by up to 40 ms.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -45,9 +45,11 @@ def _proof(secret: bytes, role: bytes, hello: bytes, challenge: bytes) -> bytes:
 
 
 def accept(secret: bytes, send: Callable[[bytes], None]) -> Handshake:
-    """The listening side; returns what the dialer says of itself. Raises TransportError for strangers.
+    """The listening side; returns what the dialer says about itself.
 
-    And ValueError or RecursionError where that is no JSON.
+    Raises:
+        TransportError: the peer does not speak the protocol, or does not know the secret.
+        ValueError, RecursionError: an authenticated peer describes itself by something that is not JSON.
     """
     prefix = yield _PREFIX.size
     magic, _, length = _PREFIX.unpack(prefix)

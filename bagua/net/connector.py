@@ -1,7 +1,7 @@
-"""The way out: opens a connection to another rank's listener and proves who we are (listener.py is the way in).
+"""Outgoing connections: dials another rank's listener and authenticates itself (listener.py accepts them).
 
-Nothing here waits in one piece: every `_SLICE_SECONDS` the caller's `still_wanted` may raise, so that a rank whose
-group has failed or is being destroyed does not stand at a closed door until its deadline.
+Every wait is cut into pieces of `_POLL_SECONDS`, between which the caller's `still_wanted` may raise: a rank whose
+group has failed or is being destroyed must not go on dialing until its deadline.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bagua.errors import TransportError
-from bagua.net.auth import be_prompt, dial
+from bagua.net.auth import dial, set_no_delay
 from bagua.net.fork_guard import close_in_child
 from bagua.net.rendezvous import RankRecord
 
-__all__ = ["Patience", "ask", "dial_tcp", "dial_unix", "is_gone", "tell"]
+__all__ = ["Deadline", "dial_tcp", "dial_unix", "has_exited", "notify", "query"]
 
-_SLICE_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long to wait, and whether it is still worth it."""
+class Deadline:
+    """Until when to wait, and whether anybody still needs the result."""
 
-    deadline: float  # on the monotonic clock
-    still_wanted: Callable[[], None]
+    at: float  # on the monotonic clock
+    still_wanted: Callable[[], None]  # raises when nobody does
 
-    def slice(self) -> float:
-        """Seconds to wait before looking again. Raises TimeoutError, or what `still_wanted` raises."""
+    def next_wait_s(self) -> float:
+        """Seconds to wait before checking again. Raises TimeoutError, or what `still_wanted` raises."""
         self.still_wanted()
-        left = self.deadline - time.monotonic()
+        left = self.at - time.monotonic()
         if left <= 0:
             raise TimeoutError("timed out")
-        return min(left, _SLICE_SECONDS)
+        return min(left, _POLL_SECONDS)
 
     def pause(self) -> None:
-        time.sleep(self.slice())
+        time.sleep(self.next_wait_s())
 
 
 def dial_unix(
-    record: RankRecord, secret: bytes, about: dict, descriptors: list[int], patience: Patience
+    record: RankRecord, secret: bytes, about: dict, descriptors: list[int], deadline: Deadline
 ) -> tuple[socket.socket, int]:
-    """A connection to a rank of this host, which gets the `descriptors`; and the descriptor that it gave for them."""
-    sock = _proven(socket.AF_UNIX, "\0" + record.unix_name, secret, about, patience)
+    """A connection to a rank of this host, to which the `descriptors` are passed, and the doorbell that it returns."""
+    sock = _authenticated(socket.AF_UNIX, "\0" + record.unix_name, secret, about, deadline)
     try:
         socket.send_fds(sock, [b"F"], descriptors)
-        _wait_for_answer(sock, about["group"], patience)
+        _wait_for_answer(sock, about["group"], deadline)
         answer, received, _, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if answer != b"D" or len(received) != 1:
             for fd in received:
@@ -62,13 +62,13 @@ def dial_unix(
     return sock, received[0]
 
 
-def dial_tcp(record: RankRecord, secret: bytes, abouts: list[dict], patience: Patience) -> list[socket.socket]:
+def dial_tcp(record: RankRecord, secret: bytes, abouts: list[dict], deadline: Deadline) -> list[socket.socket]:
     """Connections to a rank, one for each of `abouts`, of which the first carries the answer."""
     sockets: list[socket.socket] = []
     try:
         for about in abouts:
-            sockets.append(_proven_tcp(record, secret, about, patience))
-        _wait_for_answer(sockets[0], abouts[0]["group"], patience)
+            sockets.append(_authenticated_tcp(record, secret, about, deadline))
+        _wait_for_answer(sockets[0], abouts[0]["group"], deadline)
         if sockets[0].recv(1) != b"A":
             raise TransportError("the connection ended before the peer accepted it")
     except BaseException:
@@ -78,41 +78,41 @@ def dial_tcp(record: RankRecord, secret: bytes, abouts: list[dict], patience: Pa
     return sockets
 
 
-def tell(records: Sequence[RankRecord], secret: bytes, about: dict, seconds: float) -> int:
-    """Leave a message with several ranks at once; returns how many have not taken it in time."""
+def notify(records: Sequence[RankRecord], secret: bytes, about: dict, seconds: float) -> int:
+    """Send one message to several ranks at once; returns how many did not take it in time."""
     deadline = time.monotonic() + seconds
     poller = select.poll()
-    under_way: dict[int, tuple[socket.socket, _Telling]] = {}
-    num_told = 0
+    pending: dict[int, tuple[socket.socket, _Notification]] = {}
+    num_notified = 0
     try:
         for record in records:
             family, _, _, _, address = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
-            sock = _prompt_socket(family)
-            under_way[sock.fileno()] = (sock, _Telling(sock, secret, about))
+            sock = _new_socket(family)
+            pending[sock.fileno()] = (sock, _Notification(sock, secret, about))
             sock.setblocking(False)
-            sock.connect_ex(address)  # how it ends shows when it is used
+            sock.connect_ex(address)  # a failure shows in advance()
             poller.register(sock, select.POLLOUT)
-        while under_way and (left := deadline - time.monotonic()) > 0:
+        while pending and (left := deadline - time.monotonic()) > 0:
             for fd, _ in poller.poll(1000 * left):
-                sock, telling = under_way[fd]
+                sock, notification = pending[fd]
                 try:
-                    if not telling.advance():
+                    if not notification.advance():
                         poller.modify(fd, select.POLLIN)
                         continue
-                    num_told += 1
+                    num_notified += 1
                 except (OSError, TransportError):
-                    pass  # nobody there
+                    pass  # nobody listens there
                 poller.unregister(fd)
-                del under_way[fd]
+                del pending[fd]
                 sock.close()
     finally:
-        for sock, _ in under_way.values():
+        for sock, _ in pending.values():
             sock.close()
-    return len(records) - num_told
+    return len(records) - num_notified
 
 
-class _Telling:
-    """The handshake of one connection, as far as it has come."""
+class _Notification:
+    """One message under way: the state of its connection's handshake."""
 
     def __init__(self, sock: socket.socket, secret: bytes, about: dict):
         self._sock = sock
@@ -121,7 +121,7 @@ class _Telling:
         self._received = b""
 
     def advance(self) -> bool:
-        """Go on, now that the socket is ready; whether the message has been taken."""
+        """Continue, now that the socket is ready; whether the peer has taken the message."""
         if self._needed is None:
             self._needed = next(self._handshake)
             return False
@@ -139,35 +139,35 @@ class _Telling:
         return False
 
 
-def ask(record: RankRecord, secret: bytes, about: dict, patience: Patience) -> bytes:
-    """What a rank answers to a question, over a connection of its own: four bytes of length, and that many."""
-    with _proven_tcp(record, secret, about, patience) as sock:
-        return _receive(sock, int.from_bytes(_receive(sock, 4, patience), "little"), patience)
+def query(record: RankRecord, secret: bytes, about: dict, deadline: Deadline) -> bytes:
+    """A rank's answer to `about`, over a connection of its own: four bytes of length, and as many as they say."""
+    with _authenticated_tcp(record, secret, about, deadline) as sock:
+        return _receive(sock, int.from_bytes(_receive(sock, 4, deadline), "little"), deadline)
 
 
-def is_gone(record: RankRecord) -> bool:
-    """Whether a rank of this host has ended: its Unix listener is there from before its record until its end."""
+def has_exited(record: RankRecord) -> bool:
+    """Whether a rank of this host has exited: it opens its Unix listener before it publishes its record."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         return probe.connect_ex("\0" + record.unix_name) == errno.ECONNREFUSED
 
 
-def _proven_tcp(record: RankRecord, secret: bytes, about: dict, patience: Patience) -> socket.socket:
+def _authenticated_tcp(record: RankRecord, secret: bytes, about: dict, deadline: Deadline) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
-    return _proven(family, address, secret, about, patience)
+    return _authenticated(family, address, secret, about, deadline)
 
 
-def _proven(family: int, address: object, secret: bytes, about: dict, patience: Patience) -> socket.socket:
+def _authenticated(family: int, address: object, secret: bytes, about: dict, deadline: Deadline) -> socket.socket:
     """A connected, non-blocking socket after the handshake."""
-    sock = _prompt_socket(family)
+    sock = _new_socket(family)
     try:
         sock.setblocking(False)
-        _connect(sock, address, patience)
+        _connect(sock, address, deadline)
         handshake = dial(secret, about, sock.sendall)
         needed = next(handshake)
         while True:
             try:
-                needed = handshake.send(_receive(sock, needed, patience))
+                needed = handshake.send(_receive(sock, needed, deadline))
             except StopIteration:
                 return sock
     except BaseException:
@@ -175,36 +175,36 @@ def _proven(family: int, address: object, secret: bytes, about: dict, patience: 
         raise
 
 
-def _prompt_socket(family: int) -> socket.socket:
+def _new_socket(family: int) -> socket.socket:
     sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
     if family != socket.AF_UNIX:
-        be_prompt(sock)
+        set_no_delay(sock)
     return sock
 
 
-def _connect(sock: socket.socket, address: object, patience: Patience) -> None:
+def _connect(sock: socket.socket, address: object, deadline: Deadline) -> None:
     code = sock.connect_ex(address)
     while code == errno.EAGAIN:  # a Unix listener whose queue is full
-        patience.pause()
+        deadline.pause()
         code = sock.connect_ex(address)
     if code == errno.EINPROGRESS:
-        _wait(sock, select.POLLOUT, patience)
+        _wait(sock, select.POLLOUT, deadline)
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if code != 0:
         raise OSError(code, os.strerror(code))
 
 
-def _wait(sock: socket.socket, event: int, patience: Patience) -> None:
+def _wait(sock: socket.socket, event: int, deadline: Deadline) -> None:
     poller = select.poll()
     poller.register(sock, event)
-    while not poller.poll(1000 * patience.slice()):
+    while not poller.poll(1000 * deadline.next_wait_s()):
         pass
 
 
-def _receive(sock: socket.socket, count: int, patience: Patience) -> bytes:
+def _receive(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
     message = bytearray()
     while len(message) < count:
-        _wait(sock, select.POLLIN, patience)
+        _wait(sock, select.POLLIN, deadline)
         part = sock.recv(count - len(message))
         if not part:
             raise TransportError("the peer closed the connection during the handshake")
@@ -212,10 +212,10 @@ def _receive(sock: socket.socket, count: int, patience: Patience) -> bytes:
     return bytes(message)
 
 
-def _wait_for_answer(sock: socket.socket, group: str, patience: Patience) -> None:
+def _wait_for_answer(sock: socket.socket, group: str, deadline: Deadline) -> None:
     try:
-        _wait(sock, select.POLLIN, patience)
+        _wait(sock, select.POLLIN, deadline)
     except TimeoutError:
         raise TransportError(
-            f"it is there but does not have the group '{group}', or takes no connection for it"
+            f"it is running but does not have the group '{group}', or accepts no connection for it"
         ) from None

@@ -1,6 +1,6 @@
-"""Sockets that a forked child must not keep; the Python half of csrc/transport/fork_guard.h.
+"""Closes a rank's sockets in forked children; the Python half of csrc/transport/fork_guard.h.
 
-A DataLoader worker inherits every socket of its rank. As long as it has one, the peers do not see that the rank died.
+A DataLoader worker inherits every socket of its rank. While it holds one open, the peers cannot see that the rank died.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def close_in_child(sock: socket.socket) -> socket.socket:
-    """Have `sock` closed in every forked child, as long as it is a socket of Python; returns it."""
+    """Have `sock` closed in every forked child, until it is detached from Python; returns it."""
     _sockets.add(sock)
     return sock
 

@@ -1,4 +1,4 @@
-"""Network interfaces of this host, and which address of it the other hosts should use."""
+"""Network interfaces of this host, and the address at which other hosts should reach it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def choose_address(interface: str | None, single_host: bool, master_addr: str) -
 
     Args:
         interface: the user's choice, which wins: an interface ("eth0") or one of its addresses.
-        single_host: whether all ranks are on this host; then nothing outside can reach the listener.
+        single_host: whether all ranks are on this host; then no other host can reach the listener.
         master_addr: otherwise, the interface of the route to this host is taken.
 
     Raises:

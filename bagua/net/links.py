@@ -1,8 +1,8 @@
-"""Opens, authenticates and hands over the connections between ranks; the core moves the bytes from there.
+"""Opens the links between ranks, over shared memory, TCP or torch, and passes them to the core, which moves the bytes.
 
-One Endpoint per process: a TCP listener, an abstract Unix listener (nothing is left behind after kill -9) and the
-thread that serves them (listener.py). Of two ranks of a group the higher one dials (connector.py; the core knows this
-rule too: Mesh::awaits_dial). A connection for a group that this rank has not made yet waits until it does.
+One Endpoint per process: a TCP socket and an abstract Unix socket that listen (nothing is left behind after kill -9),
+and the thread that serves them (listener.py). Of two ranks of a group the higher one dials (connector.py; the core
+knows this rule too: Mesh::awaits_dial). A link to a group that this rank has not made yet waits until it does.
 
 Same host:    one Unix socket (the control link); the dialer passes the descriptors of a pair of rings and of its
               doorbell, the acceptor answers with its own doorbell.
@@ -26,12 +26,12 @@ from bagua import _C
 from bagua.config import Settings
 from bagua.errors import Aborted, InternalError, TransportError
 from bagua.net import congestion
-from bagua.net.connector import Patience, dial_tcp, dial_unix
+from bagua.net.connector import Deadline, dial_tcp, dial_unix
 from bagua.net.fork_guard import close_in_child
 from bagua.net.interfaces import InterfaceAddress
-from bagua.net.listener import Acceptor, Arrival, close_all
-from bagua.net.liveness import REFUSED_SECONDS, Watch, Watcher, gone
-from bagua.net.peer_status import Questions, Registered
+from bagua.net.listener import IncomingLink, Listener, close_all
+from bagua.net.liveness import REFUSED_SECONDS, LivenessCheck, LivenessMonitor, exited_error
+from bagua.net.peer_status import PeerStatus, RegisteredGroup
 from bagua.net.rendezvous import RankRecord
 from bagua.net.torch_transport import TorchTransport
 
@@ -40,18 +40,18 @@ __all__ = ["Endpoint"]
 logger = logging.getLogger("bagua")
 
 _POLL_SECONDS = 0.05
-# Who dials for so long asks too how the peer is, so that it can tell those that wait for it.
-_WATCHED_AFTER_SECONDS = 0.5
+# A rank that has dialed for so long queries the peer's status too, so that it can answer ranks that wait for itself.
+_MONITORED_AFTER_SECONDS = 0.5
 _DOORBELL_BYTES = 64  # csrc/transport/doorbell.h
 
 
 class Endpoint:
-    """The listening sockets of this process and the way to the other ranks.
+    """This process as other ranks reach it: its listening sockets, and its links to them.
 
     Args:
         settings: transport settings.
         address: where to listen for TCP.
-        torch_transport: what moves the data of all ranks, if torch does.
+        torch_transport: moves the data of all ranks, with backend="torch".
     """
 
     def __init__(self, settings: Settings, address: InterfaceAddress, torch_transport: TorchTransport | None = None):
@@ -64,15 +64,15 @@ class Endpoint:
         self.address = address
         self.records: list[RankRecord] = []
         self.secret = b""
-        self._groups: dict[str, Registered] = {}
-        self._arrivals: dict[tuple[str, int], Arrival] = {}  # (group, dialer's global rank)
+        self._groups: dict[str, RegisteredGroup] = {}
+        self._incoming: dict[tuple[str, int], IncomingLink] = {}  # (group, dialer's global rank)
         self._changed = threading.Condition()  # guards the two above and announces attachments
-        self._acceptor: Acceptor | None = None
-        self._failure: InternalError | None = None  # of the acceptor's thread; guarded by the same lock
+        self._listener: Listener | None = None
+        self._failure: InternalError | None = None  # of the listener's thread; guarded by the same lock
         self._process = _C.ProcessWaits()
-        self._questions = Questions([], b"", self._groups, self._process)
-        self._watcher = Watcher()
-        self._listeners: list[socket.socket] = []
+        self._peer_status = PeerStatus([], b"", self._groups, self._process)
+        self._monitor = LivenessMonitor()
+        self._sockets: list[socket.socket] = []
         tcp = self._listen(address.family, _bindable(address))
         self.port: int = tcp.getsockname()[1]
         self.unix_name = f"bagua-{os.getpid()}-{secrets.token_hex(8)}" if settings.shared_memory else ""
@@ -80,29 +80,29 @@ class Endpoint:
             self._listen(socket.AF_UNIX, "\0" + self.unix_name)
 
     def _listen(self, family: int, address: object) -> socket.socket:
-        listener = close_in_child(socket.socket(family, socket.SOCK_STREAM))
-        self._listeners.append(listener)
-        listener.bind(address)
-        listener.listen(1024)
-        return listener
+        sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
+        self._sockets.append(sock)
+        sock.bind(address)
+        sock.listen(1024)
+        return sock
 
     def start(self, records: list[RankRecord], secret: bytes) -> None:
-        """Begin to accept; called once, when the rank table and the secret are known."""
+        """Begin to accept; called once, when the table of ranks and the secret are known."""
         self.records, self.secret = records, secret
-        self._questions = Questions(records, secret, self._groups, self._process)
-        self._acceptor = Acceptor(self._listeners, secret, self._arrived, self._accepts_no_more)
+        self._peer_status = PeerStatus(records, secret, self._groups, self._process)
+        self._listener = Listener(self._sockets, secret, self._accepted, self._listener_failed)
 
     def close(self) -> None:
-        """Stop accepting and close everything that was not handed to a group."""
-        self._watcher.close()
-        if self._acceptor is not None:
-            self._acceptor.close()
-        for listener in self._listeners:
-            listener.close()
+        """Stop accepting and close everything that was not passed to a group."""
+        self._monitor.close()
+        if self._listener is not None:
+            self._listener.close()
+        for sock in self._sockets:
+            sock.close()
         with self._changed:
-            for arrival in self._arrivals.values():
-                arrival.close()
-            self._arrivals.clear()
+            for link in self._incoming.values():
+                link.close()
+            self._incoming.clear()
         if self._torch is not None:
             self._torch.close()
 
@@ -116,7 +116,7 @@ class Endpoint:
         same_host = [peer == rank or self.share_memory(rank, peer) for peer in ranks]
         spin_us = self.settings.spin_us
         if spin_us is None:
-            # Polling pays while every rank of this host can have a core of its own; otherwise it takes the peer's.
+            # Polling pays while every rank of this host can have a CPU core of its own; otherwise it takes the peer's.
             spin_us = 50.0 if sum(same_host) <= len(os.sched_getaffinity(0)) else 2.0
 
         def connect(peer: int, left_s: float, timeout_s: float) -> None:
@@ -127,16 +127,16 @@ class Endpoint:
         with self._changed:
             if self._failure is not None:
                 core.poison(self._failure)
-            self._groups[name] = Registered(core, ranks)
-            self._questions.begin(name)
-            for group, peer in [key for key in self._arrivals if key[0] == name]:
+            self._groups[name] = RegisteredGroup(core, ranks)
+            self._peer_status.group_opened(name)
+            for group, peer in [key for key in self._incoming if key[0] == name]:
                 self._attach_if_complete(group, peer)
         return core
 
     def close_core(self, name: str, core: _C.Group) -> None:
-        """End the core's worker and say goodbye to the peers."""
+        """End the core's worker thread and announce the shutdown to the peers."""
         with self._changed:
-            self._questions.end(name)
+            self._peer_status.group_closes(name)
             self._groups.pop(name, None)
             self._changed.notify_all()
         try:
@@ -148,11 +148,11 @@ class Endpoint:
                 self._torch.join(name)
 
     def report(self, names: list[str], rank: int) -> None:
-        """Before the cores of these names are closed: if one has failed, tell why to ranks that are not connected."""
-        self._questions.report(names, rank)
+        """Called before these cores are closed: if one has failed, tell ranks that are not connected why."""
+        self._peer_status.report(names, rank)
         with self._changed:
-            for group, peer in [key for key in self._arrivals if self._questions.has_ended(key[0])]:
-                self._arrivals.pop((group, peer)).close()
+            for group, peer in [key for key in self._incoming if self._peer_status.has_failed(key[0])]:
+                self._incoming.pop((group, peer)).close()
 
     def share_memory(self, rank: int, peer: int) -> bool:
         """Whether two ranks (global) are on one host and both have shared memory switched on."""
@@ -166,12 +166,12 @@ class Endpoint:
     def _connect(self, name: str, rank: int, peer: int, left_s: float, timeout_s: float) -> None:
         """Make sure that the group has a channel to `peer`; `rank` and `peer` are global.
 
-        Called by the thread that runs the group's operation: its worker, or the one that called. `timeout_s` is what
-        the operation was allowed, of which `left_s` are left.
+        Called by the thread that runs the group's operation: its worker, or the caller's. `timeout_s` is the timeout of
+        the operation, of which `left_s` are left.
 
         Raises:
-            DeadlineExceeded: the peer cannot be reached, or (when it has to dial) has not come.
-            TransportError: its process has ended.
+            DeadlineExceeded: the peer cannot be reached, or (where it has to dial) has not dialed.
+            TransportError: its process has exited.
         """
         registered = self._groups.get(name)
         if registered is None:
@@ -185,76 +185,77 @@ class Endpoint:
                     f"the group '{name}' was destroyed while it waited for rank {group_peer}", rank=group_peer
                 )
 
-        deadline = time.monotonic() + left_s
+        begin = time.monotonic()
         if registered.ranks.index(rank) < group_peer:
-            self._await_dial(name, registered, rank, peer, timeout_s, Patience(deadline, still_wanted))
+            self._await_dial(name, registered, rank, peer, timeout_s, Deadline(begin + left_s, still_wanted))
             return
-        watched_from = time.monotonic() + _WATCHED_AFTER_SECONDS
-        is_watched = False
+        is_monitored = False
 
         def still_dialing() -> None:
-            nonlocal is_watched
+            nonlocal is_monitored
             still_wanted()
-            if not is_watched and time.monotonic() > watched_from:
-                is_watched = True
-                self.watch(name, rank, peer, timeout_s)
+            if not is_monitored and time.monotonic() > begin + _MONITORED_AFTER_SECONDS:
+                is_monitored = True
+                self.monitor(name, rank, peer, timeout_s)
 
-        self._dial_until(name, registered, rank, peer, timeout_s, Patience(deadline, still_dialing))
+        self._dial_until(name, registered, rank, peer, timeout_s, Deadline(begin + left_s, still_dialing))
 
     def _await_dial(
-        self, name: str, registered: Registered, rank: int, peer: int, timeout_s: float, patience: Patience
+        self, name: str, registered: RegisteredGroup, rank: int, peer: int, timeout_s: float, deadline: Deadline
     ) -> None:
-        watch = self._watch(name, registered, rank, peer, timeout_s)
-        while not self._wait_for_attachment(registered.core, watch.group_peer):
-            patience.still_wanted()
-            if time.monotonic() > patience.deadline:
-                self._raise_late(name, registered, rank, peer, timeout_s, patience)
-            watch.look(patience.still_wanted)
+        check = self._liveness_check(name, registered, rank, peer, timeout_s)
+        while not self._wait_for_attachment(registered.core, check.group_peer):
+            deadline.still_wanted()
+            if time.monotonic() > deadline.at:
+                self._raise_late(name, registered, rank, peer, timeout_s, deadline)
+            check.check(deadline.still_wanted)
 
-    def _watch(self, name: str, registered: Registered, rank: int, peer: int, timeout_s: float) -> Watch:
-        shares_memory = self.share_memory(rank, peer)
-        return Watch(self._questions, self.records[peer], name, registered, rank, peer, shares_memory, timeout_s)
+    def _liveness_check(
+        self, name: str, registered: RegisteredGroup, rank: int, peer: int, timeout_s: float
+    ) -> LivenessCheck:
+        record, shares_memory = self.records[peer], self.share_memory(rank, peer)
+        return LivenessCheck(self._peer_status, record, name, registered, rank, peer, shares_memory, timeout_s)
 
-    def watch(self, name: str, rank: int, peer: int, timeout_s: float) -> None:
-        """A group waits for `peer` (`rank` and `peer` are global): fail it if the peer will not connect."""
+    def monitor(self, name: str, rank: int, peer: int, timeout_s: float) -> None:
+        """A group waits for `peer` (`rank` and `peer` are global): fail the group if the peer will never connect."""
         registered = self._groups.get(name)
         if registered is not None:
-            self._watcher.add(self._watch(name, registered, rank, peer, timeout_s))
+            self._monitor.add(self._liveness_check(name, registered, rank, peer, timeout_s))
 
     def _raise_late(
-        self, name: str, registered: Registered, rank: int, peer: int, timeout_s: float, patience: Patience
+        self, name: str, registered: RegisteredGroup, rank: int, peer: int, timeout_s: float, deadline: Deadline
     ) -> NoReturn:
-        """Find out whom to name for a connection that has not come (Mesh::blame)."""
+        """The connection was not made in time: raise an error that names the rank at fault (Mesh::blame)."""
         core, group_peer = registered.core, registered.ranks.index(peer)
         seconds = core.answer_grace_seconds(timeout_s)
 
-        def ask() -> None:
+        def query() -> None:
             try:
-                answers = self._questions.ask(name, registered, rank, peer, patience.still_wanted, seconds)
+                answers = self._peer_status.query(name, registered, rank, peer, deadline.still_wanted, seconds)
             except ConnectionRefusedError as error:
-                raise gone(self.records[peer], group_peer) from error
+                raise exited_error(self.records[peer], group_peer) from error
             if not answers:
                 self._check_host(registered, rank, peer, timeout_s)
 
-        core.blame(group_peer, timeout_s, ask)
+        core.blame(group_peer, timeout_s, query)
         raise AssertionError("blame always raises")
 
-    def _check_host(self, registered: Registered, rank: int, peer: int, timeout_s: float) -> None:
-        """Raise if the kernel of a silent rank's host takes no connection: no sign that the process is to blame."""
+    def _check_host(self, registered: RegisteredGroup, rank: int, peer: int, timeout_s: float) -> None:
+        """Raise if the host of a silent rank cannot be reached: then nothing shows that the process is to blame."""
         record, core = self.records[peer], registered.core
         if self.share_memory(rank, peer):
             return
         try:
             address = (record.address, record.port)
             socket.create_connection(address, core.answer_grace_seconds(timeout_s)).close()
-        except ConnectionRefusedError:  # that comes from there, too
+        except ConnectionRefusedError:  # the host itself refused, so it can be reached
             return
         except OSError as error:
             here, there = registered.ranks.index(rank), registered.ranks.index(peer)
             what = (
                 f"the connection between rank {here} and rank {there} is silent: cannot connect to rank {there} at "
-                f"{record.address}:{record.port}: {error} (the link is cut, a host is down, or a firewall is in the "
-                "way; BAGUA_SOCKET_IFNAME chooses the interface)"
+                f"{record.address}:{record.port}: {error} (the network is cut, the host is down, or a firewall is in "
+                "the way; BAGUA_SOCKET_IFNAME chooses the interface)"
             )
             core.throw_late(-1, what, timeout_s)
 
@@ -269,31 +270,31 @@ class Endpoint:
     # ---- dialing
 
     def _dial_until(
-        self, name: str, registered: Registered, rank: int, peer: int, timeout_s: float, patience: Patience
+        self, name: str, registered: RegisteredGroup, rank: int, peer: int, timeout_s: float, deadline: Deadline
     ) -> None:
         record, group_peer = self.records[peer], registered.ranks.index(peer)
         dial = self._dial_unix if self.share_memory(rank, peer) else self._dial_tcp
         refused_since: float | None = None
         while True:
             try:
-                dial(name, registered.core, rank, peer, group_peer, patience)
+                dial(name, registered.core, rank, peer, group_peer, deadline)
                 return
             except (OSError, TransportError) as error:
-                patience.still_wanted()
-                if isinstance(error, TransportError):  # it listens, but does not want this connection (any more)
+                deadline.still_wanted()
+                if isinstance(error, TransportError):  # it listens, but does not accept this connection (any more)
                     with contextlib.suppress(ConnectionRefusedError):
-                        self._questions.ask(name, registered, rank, peer, patience.still_wanted)
+                        self._peer_status.query(name, registered, rank, peer, deadline.still_wanted)
                 now = time.monotonic()
                 refused_since = (refused_since or now) if isinstance(error, ConnectionRefusedError) else None
                 if refused_since is not None and now - refused_since > REFUSED_SECONDS:
-                    raise gone(self.records[peer], group_peer) from error
-                if now > patience.deadline - _POLL_SECONDS:
-                    if isinstance(error, TransportError):  # it is there: it may itself be kept waiting
-                        self._raise_late(name, registered, rank, peer, timeout_s, patience)
+                    raise exited_error(self.records[peer], group_peer) from error
+                if now > deadline.at - _POLL_SECONDS:
+                    if isinstance(error, TransportError):  # it is running: it may itself be kept waiting
+                        self._raise_late(name, registered, rank, peer, timeout_s, deadline)
                     self._check_host(registered, rank, peer, timeout_s)
                     what = (
                         f"cannot connect to rank {group_peer} at {record.address}:{record.port}: {error}; check that "
-                        "its process runs and that no firewall is in the way, or choose the interface with "
+                        "its process is running and that no firewall is in the way, or choose the interface with "
                         "BAGUA_SOCKET_IFNAME"
                     )
                     registered.core.throw_late(group_peer, what, timeout_s)
@@ -311,23 +312,23 @@ class Endpoint:
             "tag": tag,
         }
 
-    def _dial_unix(self, name: str, core: _C.Group, rank: int, peer: int, group_peer: int, patience: Patience) -> None:
+    def _dial_unix(self, name: str, core: _C.Group, rank: int, peer: int, group_peer: int, deadline: Deadline) -> None:
         ring_bytes = self.settings.shm_ring_bytes
         about = self._about(name, rank, peer, secrets.token_hex(8), 0)
         rings = os.memfd_create("bagua-rings", os.MFD_CLOEXEC)
         try:
             os.ftruncate(rings, _C.shm_segment_bytes(ring_bytes))
-            sock, doorbell = dial_unix(self.records[peer], self.secret, about, [rings, core.doorbell_fd()], patience)
+            sock, doorbell = dial_unix(self.records[peer], self.secret, about, [rings, core.doorbell_fd()], deadline)
         except BaseException:
             os.close(rings)
             raise
         core.attach_shm(group_peer, sock.detach(), rings, ring_bytes, True, doorbell)
 
-    def _dial_tcp(self, name: str, core: _C.Group, rank: int, peer: int, group_peer: int, patience: Patience) -> None:
+    def _dial_tcp(self, name: str, core: _C.Group, rank: int, peer: int, group_peer: int, deadline: Deadline) -> None:
         link = secrets.token_hex(8)
         tag = self._torch.next_tag() if self._torch is not None else 0
         abouts = [self._about(name, rank, peer, link, index, tag) for index in range(1 + self.settings.tcp_streams)]
-        sockets = dial_tcp(self.records[peer], self.secret, abouts, patience)
+        sockets = dial_tcp(self.records[peer], self.secret, abouts, deadline)
         self._attach_tcp(name, core, group_peer, peer, sockets, tag)
 
     def _attach_tcp(
@@ -341,72 +342,72 @@ class Endpoint:
         else:
             core.attach_tcp(group_peer, control, data)
 
-    # ---- accepting: on the acceptor's thread, and in open_core for what came before the group
+    # ---- accepting: on the listener's thread, and in open_core for links that came before the group was made
 
-    def _arrived(self, sock: socket.socket, about: dict, descriptors: list[int]) -> None:
-        if self._questions.is_one(about):
+    def _accepted(self, sock: socket.socket, about: dict, descriptors: list[int]) -> None:
+        if self._peer_status.is_status_message(about):
             close_all([], descriptors)
-            self._questions.take(sock, about)
+            self._peer_status.handle(sock, about)
             return
         try:
-            announced = Arrival.announced(about, len(self.records), bool(descriptors))
+            announced = IncomingLink.announced(about, len(self.records), bool(descriptors))
         except BaseException:
             close_all([sock], descriptors)
             raise
         group, peer, index = about["group"], about["from"], about["index"]
-        if self._questions.has_ended(group):
+        if self._peer_status.has_failed(group):
             close_all([sock], descriptors)
             return
         with self._changed:
-            arrival = self._arrivals.get((group, peer))
-            if arrival is None or arrival.link != announced.link or index in arrival.sockets:
-                if arrival is not None:
-                    arrival.close()  # the dialer gave that attempt up
-                arrival = self._arrivals[group, peer] = announced
-            arrival.sockets[index] = sock
+            link = self._incoming.get((group, peer))
+            if link is None or link.id != announced.id or index in link.sockets:
+                if link is not None:
+                    link.close()  # the dialer has abandoned that attempt
+                link = self._incoming[group, peer] = announced
+            link.sockets[index] = sock
             if descriptors:
-                close_all([], arrival.descriptors)
-                arrival.descriptors = descriptors
+                close_all([], link.descriptors)
+                link.descriptors = descriptors
             self._attach_if_complete(group, peer)
 
-    def _accepts_no_more(self, error: Exception) -> None:
+    def _listener_failed(self, error: Exception) -> None:
         with self._changed:
-            self._failure = InternalError(f"a rank takes no connections any more, because of {error!r}; see its log")
+            self._failure = InternalError(f"a rank no longer accepts connections, because of {error!r}; see its log")
             for registered in self._groups.values():
                 registered.core.poison(self._failure)
 
     def _attach_if_complete(self, group: str, peer: int) -> None:
         registered = self._groups.get(group)
-        if registered is None or not self._arrivals[group, peer].is_complete:
+        if registered is None or not self._incoming[group, peer].is_complete:
             return
-        arrival = self._arrivals.pop((group, peer))
+        link = self._incoming.pop((group, peer))
         try:
-            self._attach(group, registered, peer, arrival)
-        except Exception as error:  # whatever a peer brings, this rank goes on
+            self._attach(group, registered, peer, link)
+        except Exception as error:  # nothing that a peer sends may end this rank
             logger.warning("the connection of rank %d to group '%s' failed: %s", peer, group, error)
         finally:
-            arrival.close()
+            link.close()
         self._changed.notify_all()
 
-    def _attach(self, name: str, registered: Registered, peer: int, arrival: Arrival) -> None:
-        """Answer the dialer and hand the connection to the core; what stays in `arrival` the caller closes."""
+    def _attach(self, name: str, registered: RegisteredGroup, peer: int, link: IncomingLink) -> None:
+        """Answer the dialer and pass the connection to the core; what stays in `link` the caller closes."""
         core, group_peer = registered.core, registered.ranks.index(peer)
         if core.is_attached(group_peer):
             raise TransportError(f"rank {group_peer} is connected already")
-        control = arrival.sockets[0]
-        if arrival.descriptors:
-            sizes = _C.shm_segment_bytes(arrival.ring_bytes), _DOORBELL_BYTES
-            for fd, size in zip(arrival.descriptors, sizes, strict=True):
-                if os.fstat(fd).st_size < size:  # to touch it would be the end of this process
-                    raise TransportError(f"it brought {os.fstat(fd).st_size} bytes of shared memory, expected {size}")
+        control = link.sockets[0]
+        if link.descriptors:
+            sizes = _C.shm_segment_bytes(link.ring_bytes), _DOORBELL_BYTES
+            for fd, size in zip(link.descriptors, sizes, strict=True):
+                if os.fstat(fd).st_size < size:  # reading behind the end of a segment would kill this process (SIGBUS)
+                    raise TransportError(f"it passed {os.fstat(fd).st_size} bytes of shared memory, expected {size}")
             socket.send_fds(control, [b"D"], [core.doorbell_fd()])
-            rings, doorbell = arrival.descriptors
-            arrival.descriptors = []
-            core.attach_shm(group_peer, control.detach(), rings, arrival.ring_bytes, False, doorbell)
+            rings, doorbell = link.descriptors
+            link.descriptors = []
+            core.attach_shm(group_peer, control.detach(), rings, link.ring_bytes, False, doorbell)
         else:
             control.sendall(b"A")
-            sockets = [arrival.sockets[index] for index in range(1 + arrival.streams)]
-            self._attach_tcp(name, core, group_peer, peer, sockets, arrival.tag)
+            sockets = [link.sockets[index] for index in range(1 + link.streams)]
+            self._attach_tcp(name, core, group_peer, peer, sockets, link.tag)
 
 
 def _bindable(address: InterfaceAddress) -> tuple:

@@ -1,7 +1,7 @@
-"""The way in: one thread, "bagua-accept", serves the listeners of a rank without ever blocking (connector.py dials).
+"""Incoming connections: one thread, "bagua-accept", serves a rank's listening sockets without ever blocking.
 
-A connection is a stranger until the handshake has proved that it knows the job's secret; a stranger costs nothing but
-a log line, and those become rarer as strangers become more.
+A peer is unauthenticated until the handshake (auth.py) has proved that it knows the job's secret. Until then it costs
+a log line at most, and the log lines become rarer as refused connections become more.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from bagua.errors import TransportError
-from bagua.net.auth import accept, be_prompt
+from bagua.net.auth import accept, set_no_delay
 from bagua.net.fork_guard import close_in_child
 
-__all__ = ["Acceptor", "Arrival", "close_all"]
+__all__ = ["IncomingLink", "Listener", "close_all"]
 
 logger = logging.getLogger("bagua")
 
-# A connection that has not proved itself by then is dropped; so is the oldest when there are too many.
+# A peer that has not authenticated itself by then is dropped; so is the oldest when there are too many.
 _HANDSHAKE_SECONDS = 10.0
-_MAX_STRANGERS = 128
+_MAX_UNAUTHENTICATED = 128
 _NO_DESCRIPTORS_PAUSE_SECONDS = 0.1
 
 
 @dataclass
-class Arrival:
-    """What an authenticated peer has brought so far for one group."""
+class IncomingLink:
+    """The connections of an authenticated peer's link to one group, as far as they have been accepted."""
 
-    link: str
+    id: str
     streams: int
     ring_bytes: int
     tag: int
@@ -43,8 +43,8 @@ class Arrival:
     descriptors: list[int] = field(default_factory=list)  # Unix: rings, doorbell
 
     @classmethod
-    def announced(cls, about: dict, num_ranks: int, is_unix: bool) -> Arrival:
-        """By what the dialer says of itself, which knows the secret, but may be of another version, or broken.
+    def announced(cls, about: dict, num_ranks: int, is_unix: bool) -> IncomingLink:
+        """From the dialer's description of itself: it knows the secret, but may be of another version, or broken.
 
         Raises:
             TransportError: a field is missing, of another type or out of its range.
@@ -71,7 +71,7 @@ class Arrival:
 
 
 def close_all(sockets: Iterable[socket.socket], descriptors: Iterable[int]) -> None:
-    """What an authenticated peer has brought, when nobody wants it."""
+    """Close what an authenticated peer has passed and nobody will use."""
     for sock in sockets:
         sock.close()
     for fd in descriptors:
@@ -79,7 +79,7 @@ def close_all(sockets: Iterable[socket.socket], descriptors: Iterable[int]) -> N
 
 
 @dataclass
-class _Stranger:
+class _UnauthenticatedPeer:
     """A connection in the middle of its handshake."""
 
     sock: socket.socket
@@ -89,42 +89,42 @@ class _Stranger:
     needed: int = 0
     received: bytearray = field(default_factory=bytearray)
     is_silent: bool = True  # has sent nothing yet
-    about: dict | None = None  # set once authenticated; a Unix dialer then still owes its descriptors
+    about: dict | None = None  # set once authenticated; a Unix dialer then has yet to pass its descriptors
 
 
-class Acceptor:
-    """Hands every connection that has proved itself to `arrived`.
+class Listener:
+    """Passes every authenticated connection to `accepted`.
 
     Args:
-        listeners: TCP and Unix sockets, owned by the caller, who closes them after close().
-        secret: what a connection must know.
-        arrived: called on the thread with the socket, what the dialer says of itself, and (Unix) its two descriptors;
-            owns the socket and the descriptors, also when it raises.
-        failed: called on the thread when it ends by a mistake of its own, so that nobody waits in vain.
+        sockets: listening TCP and Unix sockets, owned by the caller, who closes them after close().
+        secret: what a peer must know.
+        accepted: called on the thread with the socket, what the dialer says about itself, and (Unix) its two
+            descriptors; it owns the socket and the descriptors, also when it raises.
+        failed: called on the thread when an error of its own ends it, so that nobody waits for connections in vain.
     """
 
     def __init__(
         self,
-        listeners: list[socket.socket],
+        sockets: list[socket.socket],
         secret: bytes,
-        arrived: Callable[[socket.socket, dict, list[int]], None],
+        accepted: Callable[[socket.socket, dict, list[int]], None],
         failed: Callable[[Exception], None],
     ):
-        self._listeners = listeners
+        self._sockets = sockets
         self._secret = secret
-        self._arrived, self._failed = arrived, failed
+        self._accepted, self._failed = accepted, failed
         self._num_refused = 0
         self._selector = selectors.DefaultSelector()
-        self._strangers: dict[socket.socket, _Stranger] = {}  # the thread's own, oldest first
+        self._unauthenticated: dict[socket.socket, _UnauthenticatedPeer] = {}  # used by the thread only; oldest first
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="bagua-accept", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop accepting; closes the connections that have not arrived."""
+        """Stop accepting, and close the connections that are not authenticated yet."""
         os.write(self._wake_write, b"x")
         self._thread.join()
-        for sock in self._strangers:
+        for sock in self._unauthenticated:
             sock.close()
         self._selector.close()
         os.close(self._wake_read)
@@ -136,93 +136,93 @@ class Acceptor:
         try:
             self._serve()
         except Exception as error:
-            logger.exception("the thread that takes connections ended")
+            logger.exception("the thread that accepts connections has failed")
             self._failed(error)
 
     def _serve(self) -> None:
-        for listener in self._listeners:
-            listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ, None)
+        for sock in self._sockets:
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ, None)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         while True:
-            for key, _ in self._selector.select(timeout=1.0 if self._strangers else None):
+            for key, _ in self._selector.select(timeout=1.0 if self._unauthenticated else None):
                 if key.fileobj == self._wake_read:
                     return
                 if key.data is None:
-                    self._take_connections(key.fileobj)
-                elif key.data.sock in self._strangers:  # an earlier event may have pushed it out
+                    self._accept_connections(key.fileobj)
+                elif key.data.sock in self._unauthenticated:  # an earlier event may have dropped it
                     self._advance(key.data)
             now = time.monotonic()
-            for stranger in [s for s in self._strangers.values() if now - s.since > _HANDSHAKE_SECONDS]:
-                self._refuse(stranger, "it said nothing for too long")
+            for peer in [p for p in self._unauthenticated.values() if now - p.since > _HANDSHAKE_SECONDS]:
+                self._refuse(peer, f"it did not authenticate itself within {_HANDSHAKE_SECONDS:g} s")
 
-    def _take_connections(self, listener: socket.socket) -> None:
+    def _accept_connections(self, listener: socket.socket) -> None:
         while True:
             try:
                 sock, _ = listener.accept()
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
-                    # The connection stays in the queue and would wake us at once.
+                    # The connection stays in the queue, so select() would return at once.
                     logger.warning("no file descriptor left for a new connection; raise `ulimit -n`")
                     time.sleep(_NO_DESCRIPTORS_PAUSE_SECONDS)
-                return  # otherwise: nobody left in the queue, or the connection was given up in the meantime
+                return  # the queue is empty, or the peer has closed the connection in the meantime
             close_in_child(sock).setblocking(False)
-            if len(self._strangers) >= _MAX_STRANGERS:
-                self._refuse(next(iter(self._strangers.values())), "too many connections at once")
+            if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED:
+                self._refuse(next(iter(self._unauthenticated.values())), "too many unauthenticated connections")
             is_unix = sock.family == socket.AF_UNIX
             if not is_unix:
-                be_prompt(sock)
-            stranger = _Stranger(sock, accept(self._secret, sock.sendall), time.monotonic(), is_unix)
-            stranger.needed = next(stranger.generator)
-            self._strangers[sock] = stranger
-            self._selector.register(sock, selectors.EVENT_READ, stranger)
+                set_no_delay(sock)
+            peer = _UnauthenticatedPeer(sock, accept(self._secret, sock.sendall), time.monotonic(), is_unix)
+            peer.needed = next(peer.generator)
+            self._unauthenticated[sock] = peer
+            self._selector.register(sock, selectors.EVENT_READ, peer)
 
-    def _forget(self, stranger: _Stranger) -> None:
-        self._selector.unregister(stranger.sock)
-        del self._strangers[stranger.sock]
+    def _forget(self, peer: _UnauthenticatedPeer) -> None:
+        self._selector.unregister(peer.sock)
+        del self._unauthenticated[peer.sock]
 
-    def _refuse(self, stranger: _Stranger, why: str) -> None:
-        port = stranger.sock.getsockname()[1] if not stranger.is_unix else "(Unix)"
-        self._forget(stranger)
-        stranger.sock.close()
+    def _refuse(self, peer: _UnauthenticatedPeer, why: str) -> None:
+        port = peer.sock.getsockname()[1] if not peer.is_unix else "(Unix)"
+        self._forget(peer)
+        peer.sock.close()
         self._num_refused += 1
         # The first, then ever more rarely: a flood must not fill the disk.
         if self._num_refused & (self._num_refused - 1) == 0:
             logger.warning("refused connection %d to port %s: %s", self._num_refused, port, why)
 
-    def _advance(self, stranger: _Stranger) -> None:
+    def _advance(self, peer: _UnauthenticatedPeer) -> None:
         try:
-            while stranger.about is None:
-                self._read_handshake(stranger)
-            descriptors = _receive_descriptors(stranger.sock, 2) if stranger.is_unix else []
+            while peer.about is None:
+                self._read_handshake(peer)
+            descriptors = _receive_descriptors(peer.sock, 2) if peer.is_unix else []
         except BlockingIOError:
             return
-        except Exception as error:  # whatever a stranger does, the thread goes on
-            if stranger.is_unix and stranger.is_silent:  # a rank that looks whether this one is there (dialing.is_gone)
-                self._forget(stranger)
-                stranger.sock.close()
+        except Exception as error:  # no peer may end the thread
+            if peer.is_unix and peer.is_silent:  # a rank that checks whether this one is running (connector.has_exited)
+                self._forget(peer)
+                peer.sock.close()
             else:
-                self._refuse(stranger, str(error) or type(error).__name__)
+                self._refuse(peer, str(error) or type(error).__name__)
             return
-        self._forget(stranger)
+        self._forget(peer)
         try:
-            self._arrived(stranger.sock, stranger.about, descriptors)
+            self._accepted(peer.sock, peer.about, descriptors)
         except Exception as error:
-            logger.warning("a connection of rank %s failed: %s", stranger.about.get("from"), error)
+            logger.warning("a connection of rank %s failed: %s", peer.about.get("from"), error)
 
-    def _read_handshake(self, stranger: _Stranger) -> None:
-        part = stranger.sock.recv(stranger.needed - len(stranger.received))
+    def _read_handshake(self, peer: _UnauthenticatedPeer) -> None:
+        part = peer.sock.recv(peer.needed - len(peer.received))
         if not part:
-            raise TransportError("it closed before it had proved itself")
-        stranger.is_silent = False
-        stranger.received += part
-        if len(stranger.received) < stranger.needed:
+            raise TransportError("it closed the connection before it had authenticated itself")
+        peer.is_silent = False
+        peer.received += part
+        if len(peer.received) < peer.needed:
             return
-        message, stranger.received = bytes(stranger.received), bytearray()
+        message, peer.received = bytes(peer.received), bytearray()
         try:
-            stranger.needed = stranger.generator.send(message)
+            peer.needed = peer.generator.send(message)
         except StopIteration as finished:
-            stranger.about = finished.value
+            peer.about = finished.value
 
 
 def _receive_descriptors(sock: socket.socket, count: int) -> list[int]:

@@ -1,6 +1,6 @@
-"""Who is there, and do we agree: the store, the rank table and the job secret.
+"""How ranks find each other and check that they fit together: the store, the table of ranks and the job secret.
 
-Every rank publishes one record in torch's store (its version, its world size, how it is reached, a proof of the token)
+Every rank publishes one record in torch's store (its address, version, world size, a proof that it knows the token)
 and reads everybody's. All ranks compare all records with rank 0's, so that all of them raise the same difference.
 Connections are made later, on first use (links.py).
 """
@@ -31,25 +31,25 @@ __all__ = ["PROTOCOL", "RankRecord", "exchange_records", "host_identity", "open_
 PROTOCOL = 5
 
 _POLL_SECONDS = 0.05
-_FIRST_POLL_SECONDS = 0.002  # ranks that are started together come within milliseconds
-# Beyond the timeout, so that torch's own message can come first.
+_FIRST_POLL_SECONDS = 0.002  # ranks that are started together arrive within milliseconds
+# On top of the timeout, so that torch's own message can come first.
 _STORE_GRACE_SECONDS = 0.5
-# How long a rank must not have got on in a rendezvous that failed for the error to say so.
-_STANDSTILL_SECONDS = 1.0
+# The error of a failed rendezvous mentions that this rank, or the store, made no progress for longer than this.
+_STALL_SECONDS = 1.0
 
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank tells the others at start."""
+    """What one rank tells the others about itself at start."""
 
     rank: int
     world_size: int
     version: str
     protocol: int
     backend: str
-    thresholds: str  # of the selector: ranks choose algorithms without a message
+    thresholds: str  # of the selector; equal on all ranks, so that all choose the same algorithms without a message
     host: str  # equal for ranks that can share memory
     node_rank: int
     address: str  # of the TCP listener; IPv4 or IPv6, never truncated
@@ -71,7 +71,7 @@ def open_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
     """torch's TCPStore at MASTER_ADDR:MASTER_PORT, shared with torch.distributed whichever comes first.
 
     Raises:
-        TransportError: the port is taken by another program, or nobody listens there, or answers, within the timeout.
+        TransportError: another program uses the port, or nobody listens there or answers within the timeout.
     """
     is_server = launch.rank == 0 and not launch.use_agent_store
 
@@ -90,7 +90,7 @@ def open_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
 
     where = f"{launch.master_addr}:{launch.master_port}"
     try:
-        store = _answered(make, timeout.total_seconds() + _STORE_GRACE_SECONDS)
+        store = _call_within(make, timeout.total_seconds() + _STORE_GRACE_SECONDS)
     except (RuntimeError, ValueError, OSError) as error:
         if is_server and "EADDRINUSE" in str(error):
             raise TransportError(
@@ -107,9 +107,10 @@ def open_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
 
 
 def reopen_store(launch: LaunchEnvironment, init: str, timeout: timedelta) -> dist.Store:
-    """open_store for one of rank 0's guests that was in a group before: rank 0 may still be in it.
+    """open_store on a rank other than 0 that was in a group before: rank 0, which serves the store, may still be in it.
 
-    When it leaves the group its store ends, and another one begins when it comes to this rendezvous, which is awaited.
+    The old store ends when rank 0 leaves that group; this waits for the new one, which starts when rank 0 comes to this
+    rendezvous.
 
     Args:
         init: the prefix in the store of this rendezvous.
@@ -122,7 +123,7 @@ def reopen_store(launch: LaunchEnvironment, init: str, timeout: timedelta) -> di
         left_s = max(deadline - time.monotonic(), _POLL_SECONDS)
         try:
             store = open_store(launch, timedelta(seconds=left_s))
-            _Meeting(dist.PrefixStore(init, store), timedelta(seconds=left_s)).get("nonce", "rank 0")
+            _RendezvousStore(dist.PrefixStore(init, store), timedelta(seconds=left_s)).get("nonce", "rank 0")
             return store
         except TransportError:
             if time.monotonic() > deadline:
@@ -130,11 +131,11 @@ def reopen_store(launch: LaunchEnvironment, init: str, timeout: timedelta) -> di
             time.sleep(_POLL_SECONDS)
 
 
-def _answered(call: Callable[[], Answer], seconds: float) -> Answer:
+def _call_within(call: Callable[[], Answer], seconds: float) -> Answer:
     """What `call` returns, or TimeoutError.
 
-    On a thread of its own, because torch waits without an end for a server that has stopped, and for a stranger that
-    accepts a connection and then says nothing. Then the thread ends when that server does, or with this process.
+    It runs on a thread of its own, because torch waits forever for a server that was stopped, or for another program
+    that accepts the connection and never answers. Such a thread ends when that server does, or with this process.
     """
     ended: list[tuple[Answer | None, Exception | None]] = []
 
@@ -148,29 +149,29 @@ def _answered(call: Callable[[], Answer], seconds: float) -> Answer:
     thread.start()
     thread.join(seconds)
     if not ended:
-        raise TimeoutError("no answer: rank 0 or the launcher's agent stands still, or another program listens there")
+        raise TimeoutError("no answer: rank 0 or the launcher's agent hangs, or another program listens there")
     answer, error = ended[0]
     if error is not None:
         raise error
     return answer
 
 
-class _Meeting:
-    """The store of one rendezvous, every call of which ends: with its deadline, or a moment later.
+class _RendezvousStore:
+    """The store of one rendezvous. Every call ends by the rendezvous' deadline, or a moment later.
 
     Raises:
-        TransportError: the store does not answer, or is gone.
+        TransportError: the store does not answer, or has ended.
     """
 
     def __init__(self, store: dist.Store, timeout: timedelta):
         self._store, self._timeout_s = store, timeout.total_seconds()
         self._begin = time.monotonic()
-        self._last_answer, self._standstill_s = self._begin, 0.0
+        self._last_answer, self._stalled_s = self._begin, 0.0
 
     def _call(self, call: Callable[[], Answer]) -> Answer:
         left_s = self._begin + self._timeout_s + _STORE_GRACE_SECONDS - time.monotonic()
         try:
-            answer = _answered(call, max(left_s, _POLL_SECONDS))
+            answer = _call_within(call, max(left_s, _POLL_SECONDS))
         except TimeoutError as error:
             raise TransportError(
                 f"the store of the rendezvous has not answered for {time.monotonic() - self._last_answer:.3g} s, of "
@@ -179,12 +180,12 @@ class _Meeting:
             ) from error
         except RuntimeError as error:  # torch's DistError is one
             raise TransportError(
-                "the store is gone: rank 0 (or the launcher) ended or gave up in the rendezvous, see its log "
+                "the store has ended: rank 0 (or the launcher) exited or gave up during the rendezvous, see its log "
                 f"({error})",
                 rank=0,
             ) from error
         now = time.monotonic()
-        self._standstill_s, self._last_answer = max(self._standstill_s, now - self._last_answer), now
+        self._stalled_s, self._last_answer = max(self._stalled_s, now - self._last_answer), now
         return answer
 
     def add(self, key: str, amount: int) -> int:
@@ -194,7 +195,7 @@ class _Meeting:
         self._call(lambda: self._store.set(key, value))
 
     def publish_fault(self, message: str) -> None:
-        """Tell the ranks that still wait why this rank gives up."""
+        """Tell the ranks that are still waiting why this rank gives up."""
         with contextlib.suppress(TransportError):
             self.set("fault", message)
 
@@ -206,7 +207,7 @@ class _Meeting:
             if value is not None:
                 return value
             if fault is not None:
-                raise RemoteError(f"another rank gave up at start: {fault.decode()}")
+                raise RemoteError(f"another rank gave up during the rendezvous: {fault.decode()}")
             if time.monotonic() > self._begin + self._timeout_s:
                 self._give_up(who)
             time.sleep(pause_s)
@@ -223,11 +224,11 @@ class _Meeting:
             f"{who} did not come to the rendezvous within {self._timeout_s:g} s; check that it was started, that its "
             "log shows no error, and that all ranks have the same WORLD_SIZE and MASTER_ADDR"
         )
-        if self._standstill_s > _STANDSTILL_SECONDS:  # the others may have given up for this very reason
+        if self._stalled_s > _STALL_SECONDS:  # the others may have given up for this very reason
             message += (
-                f"; but this rank, or the store, stood still for {self._standstill_s:.3g} s, which may be the cause"
+                f"; but this rank, or the store, made no progress for {self._stalled_s:.3g} s, which may be the cause"
             )
-        self.publish_fault(message)  # who comes now need not wait in vain
+        self.publish_fault(message)  # a rank that comes later need not wait in vain
         raise DeadlineExceeded(message)
 
 
@@ -240,17 +241,17 @@ def exchange_records(
         InvalidArgument: on every rank alike, naming the first difference with both sides.
         DeadlineExceeded: naming the ranks that did not come within the timeout.
         RemoteError: another rank gave up first.
-        TransportError: the store is gone, or does not answer.
+        TransportError: the store has ended, or does not answer.
     """
-    meeting = _Meeting(store, timeout)
-    if meeting.add(f"claim/{mine.rank}", 1) != 1:
-        message = f"two processes say that they are rank {mine.rank}; give each process its own RANK"
-        meeting.publish_fault(message)
+    rendezvous = _RendezvousStore(store, timeout)
+    if rendezvous.add(f"claim/{mine.rank}", 1) != 1:
+        message = f"two processes claim to be rank {mine.rank}; give each process its own RANK"
+        rendezvous.publish_fault(message)
         raise InvalidArgument(message, rank=mine.rank)
     if mine.rank == 0:
-        meeting.set("nonce", secrets.token_hex(16) + ":" + ("" if auth_token else secrets.token_hex(32)))
-    nonce, _, generated = meeting.get("nonce", "rank 0").decode().partition(":")
-    # A token of people is stretched; a generated one is known only to those who can read the store.
+        rendezvous.set("nonce", secrets.token_hex(16) + ":" + ("" if auth_token else secrets.token_hex(32)))
+    nonce, _, generated = rendezvous.get("nonce", "rank 0").decode().partition(":")
+    # A token that people chose is stretched; a generated one is random, and only those who can read the store know it.
     if auth_token and not generated:
         secret = hashlib.pbkdf2_hmac("sha256", auth_token.encode(), nonce.encode(), 100_000)
     else:
@@ -258,18 +259,18 @@ def exchange_records(
         secret += auth_token.encode() if auth_token else b""
     proof = hmac.new(secret, b"bagua token proof", hashlib.sha256).hexdigest()
     mine = RankRecord(**{**asdict(mine), "token_proof": proof})
-    meeting.set(f"rank/{mine.rank}", json.dumps(asdict(mine)))
-    first = _read_record(meeting, 0)
-    _compare(meeting, first, mine)
+    rendezvous.set(f"rank/{mine.rank}", json.dumps(asdict(mine)))
+    first = _read_record(rendezvous, 0)
+    _compare(rendezvous, first, mine)
     records = [first]
     for rank in range(1, mine.world_size):
-        records.append(_read_record(meeting, rank))
-        _compare(meeting, first, records[-1])
+        records.append(_read_record(rendezvous, rank))
+        _compare(rendezvous, first, records[-1])
     return records, secret
 
 
-def _read_record(meeting: _Meeting, rank: int) -> RankRecord:
-    return RankRecord(**json.loads(meeting.get(f"rank/{rank}", f"rank {rank}")))
+def _read_record(rendezvous: _RendezvousStore, rank: int) -> RankRecord:
+    return RankRecord(**json.loads(rendezvous.get(f"rank/{rank}", f"rank {rank}")))
 
 
 _COMPARED = (
@@ -282,7 +283,7 @@ _COMPARED = (
 )
 
 
-def _compare(meeting: _Meeting, first: RankRecord, other: RankRecord) -> None:
+def _compare(rendezvous: _RendezvousStore, first: RankRecord, other: RankRecord) -> None:
     for field, name, remedy in _COMPARED:
         ours, theirs = getattr(first, field), getattr(other, field)
         if ours == theirs:
@@ -291,5 +292,5 @@ def _compare(meeting: _Meeting, first: RankRecord, other: RankRecord) -> None:
         if field == "token_proof":
             sides = f"rank {other.rank}'s token is not rank 0's"
         message = f"the ranks disagree about {name}: {sides}; {remedy}"
-        meeting.publish_fault(message)
+        rendezvous.publish_fault(message)
         raise InvalidArgument(message, rank=other.rank)

@@ -1,10 +1,18 @@
-"""backend="torch": which process group of torch.distributed moves the bytes, and the pumps that call it.
+"""backend="torch": a process group of torch.distributed moves the payload, and two threads per peer call it.
 
-Beside the data path: links.py makes bagua's own control connection to a peer as for TCP, without data streams;
-then attach() joins the peer's channel (csrc/transport/torch) to the group by a Pump. So failures, deadlines and
-goodbyes are those of every transport, and only payload travels through torch.
+Beside the data path: links.py makes bagua's own control connection to a peer as for TCP, without data streams; then
+attach() joins the peer's channel (csrc/transport/torch) to the group by a Forwarder. So failures, deadlines and
+shutdown are those of every transport, and only payload travels through torch.
 
-Invariant: of two ranks the one that dials names the tags of their link, others for each of its links, so a frame that
+csrc/transport/torch cuts messages into frames and checks them; the Forwarder's threads call torch. They copy frames to
+and from memory of their own, so whatever torch still does with a frame after a failure corrupts nothing.
+
+torch's point-to-point works complete in wait() and cannot be polled before (gloo), nor cancelled, and a wait that times
+out breaks the connections of the whole group. So the threads wait without a limit: the deadline is the operation's and
+the core keeps it. A frame to receive is requested only when the core has posted a receive, so after a normal end no
+thread is inside torch.
+
+Invariant: of two ranks the one that dials chooses the tags of their link, others for each of its links, so a frame that
 an operation left behind in torch never reaches another link.
 """
 
@@ -14,7 +22,8 @@ import itertools
 import os
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -23,9 +32,8 @@ import torch.distributed as dist
 from bagua import _C
 from bagua.config import LaunchEnvironment
 from bagua.errors import BaguaError, InvalidArgument, TransportError
-from bagua.net.torch_forwarder import Pump
 
-__all__ = ["TorchTransport"]
+__all__ = ["Forwarder", "TorchTransport"]
 
 # A link has one tag for each size of frame. Away from the small tags that programs choose for their own messages, below
 # the 2^20 that the usual MPIs have.
@@ -36,11 +44,16 @@ _links = itertools.count()
 
 # How long the threads of a link that has ended may take; only one that is stuck in torch takes longer.
 _JOIN_SECONDS = 0.3
-_POLL_SECONDS = 0.002
+_FLUSH_POLL_SECONDS = 0.002
+
+# How many frames of a direction are with torch at a time: two messages, each with its header.
+_WINDOW = 4
+_NO_LIMIT = timedelta(days=365)
+_WORK_POLL_SECONDS = 0.0002
 
 
 class TorchTransport:
-    """The way through torch.distributed of one process.
+    """This process's use of torch.distributed as a transport.
 
     Uses the default group of torch.distributed if there is one, otherwise (start) a gloo group of its own, which
     leaves torch.distributed alone: the program may initialise it before or after.
@@ -58,8 +71,9 @@ class TorchTransport:
         self._launch = launch
         self._timeout = timeout
         self._lock = threading.Lock()  # guards the next one
-        self._pumps: dict[str, list[tuple[int, Pump]]] = defaultdict(list)  # by group name: peer in the group, pump
-        self._stuck: list[Pump] = []  # of groups that failed; the closing thread's
+        # By group name: peer in the group, forwarder.
+        self._forwarders: dict[str, list[tuple[int, Forwarder]]] = defaultdict(list)
+        self._stuck: list[Forwarder] = []  # of groups that failed; the closing thread's
         self._group: dist.ProcessGroup | None = None
         self._is_own = not dist.is_initialized()
         self._cpu_backend = "gloo" if self._is_own else _cpu_backend_of_default_group(launch)
@@ -71,11 +85,11 @@ class TorchTransport:
 
     @property
     def description(self) -> str:
-        """What all ranks must have in common."""
+        """Which group it uses; must be equal on all ranks."""
         return "torch (a gloo group of its own)" if self._is_own else f"torch (the default group, {self._cpu_backend})"
 
     def start(self, store: dist.Store, address: str) -> None:
-        """Make or take the group; collective, called once. `address`: where an own group listens.
+        """Make the group, or take the default one; collective, called once. `address`: where an own group listens.
 
         Raises:
             TransportError: the gloo group could not be made; a rank did not come or cannot be reached.
@@ -98,15 +112,15 @@ class TorchTransport:
             ) from error
 
     def close(self) -> None:
-        """End the threads that failures left in torch, which takes an own group. After all groups are closed.
+        """End the threads that failures left inside torch, which only an own group allows. After all groups are closed.
 
-        On the program's group they stay until torch lets them go (a peer ends, or the program), and hold nothing up.
+        On the program's group they stay until torch returns (when a peer exits, or the program), and block nothing.
         """
         group, self._group = self._group, None
         if self._is_own and self._stuck:
             _break_connections(group)
             deadline = time.monotonic() + _JOIN_SECONDS
-            self._stuck = [pump for pump in self._stuck if not pump.join(deadline)]
+            self._stuck = [forwarder for forwarder in self._stuck if not forwarder.join(deadline)]
 
     # ---- links
 
@@ -115,42 +129,42 @@ class TorchTransport:
         return _FIRST_TAG + next(_links) % _NUM_LINKS * len(_C.TORCH_FRAME_SIZES)
 
     def attach(self, name: str, core: _C.Group, group_peer: int, peer: int, control_fd: int, tag: int) -> None:
-        """Give the core its channel to a peer (`peer` is its global rank) and start to pump."""
+        """Give the core its channel to a peer (`peer` is its global rank) and start to forward its frames."""
         link = core.attach_torch(group_peer, control_fd)
         blocks_others = self._cpu_backend == "mpi"  # its wait() holds the lock that every call of MPI takes
         with self._lock:
-            self._pumps[name].append(
-                (group_peer, Pump(link, self._group, peer, tag, blocks_others, f"{name}-{group_peer}"))
+            self._forwarders[name].append(
+                (group_peer, Forwarder(link, self._group, peer, tag, blocks_others, f"{name}-{group_peer}"))
             )
 
     def flush(self, name: str, core: _C.Group) -> None:
-        """Wait until the peers of a group have received what this rank sent, before it says goodbye.
+        """Wait until the peers of a group have received what this rank sent, before it shuts its links down.
 
-        Sockets of a process that ends still deliver; torch's process group does not. Returns early when the group has
-        failed or has operations pending (they are aborted anyway), and at the timeout.
+        The sockets of a process that exits still deliver; torch's process group does not. Returns early when the group
+        has failed or has operations pending (they are aborted anyway), and at the timeout.
         """
         if self._pid != os.getpid():  # a forked child: the threads are its parent's, and they may have held any lock
             return
         deadline = time.monotonic() + self._timeout.total_seconds()
         while core.is_idle() and time.monotonic() < deadline:
             with self._lock:
-                pumps = list(self._pumps[name])
-            if not any(pump.link.has_unsent and not core.has_departed(peer) for peer, pump in pumps):
+                forwarders = list(self._forwarders[name])
+            if not any(forwarder.link.has_unsent and not core.has_departed(peer) for peer, forwarder in forwarders):
                 return
             try:
                 core.check()
             except BaguaError:
                 return
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_FLUSH_POLL_SECONDS)
 
     def join(self, name: str) -> None:
         """Wait for the threads of a group whose core has been closed. One that is stuck in torch is left to close()."""
         if self._pid != os.getpid():
             return
         with self._lock:
-            pumps = self._pumps.pop(name, [])
+            forwarders = self._forwarders.pop(name, [])
         deadline = time.monotonic() + _JOIN_SECONDS
-        self._stuck += [pump for _, pump in pumps if not pump.join(deadline)]
+        self._stuck += [forwarder for _, forwarder in forwarders if not forwarder.join(deadline)]
 
 
 def _cpu_backend_of_default_group(launch: LaunchEnvironment) -> str:
@@ -167,7 +181,7 @@ def _cpu_backend_of_default_group(launch: LaunchEnvironment) -> str:
     name = by_device.get("cpu")
     if name == "bagua":
         raise InvalidArgument(
-            "the default group of torch.distributed is bagua itself, so bytes would go round in circles; initialise "
+            "the default group of torch.distributed is bagua itself, which would send through itself; initialise "
             'torch.distributed with "gloo", or leave backend="torch" out'
         )
     if name is None or not _has_cpu_backend():
@@ -193,3 +207,107 @@ def _break_connections(group: dist.ProcessGroup) -> None:
         work.wait(timedelta(milliseconds=1))
     except RuntimeError:
         pass
+
+
+class Forwarder:
+    """Moves frames between `link` and the rank `peer` until the link ends.
+
+    Args:
+        link: one peer's frames in one group.
+        group: the process group of torch (or one of its backends) that moves CPU tensors.
+        peer: rank in `group`.
+        tag: the first of len(_C.TORCH_FRAME_SIZES) that tell this link's frames from those of other links, both ways.
+        blocks_others: whether a work's wait() keeps other threads from calling `group`; then works are polled.
+        name: of the threads.
+    """
+
+    def __init__(
+        self, link: _C.TorchLink, group: dist.ProcessGroup, peer: int, tag: int, blocks_others: bool, name: str
+    ):
+        self.link = link
+        self._group = group
+        self._peer = peer
+        self._tag = tag
+        self._blocks_others = blocks_others
+        # Daemons: one that torch does not let go of must not keep the program from ending.
+        self._threads = [
+            threading.Thread(target=self._run, args=(move,), name=f"bagua-torch-{verb}-{name}", daemon=True)
+            for verb, move in (("send", self._send), ("recv", self._receive))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, deadline: float) -> bool:
+        """Wait for the threads of an ended link; False when torch still holds one at `deadline` (monotonic)."""
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    # ---- everything below runs on the threads
+
+    def _run(self, move: Callable[[], None]) -> None:
+        try:
+            move()
+        except Exception as error:  # torch raises several kinds, and the core must hear of each
+            rank = self.link.peer
+            self.link.fail(
+                TransportError(
+                    f"torch.distributed lost the connection to rank {rank}: {error}; its process died or the network "
+                    "between the hosts failed",
+                    rank=rank,
+                )
+            )
+
+    def _send(self) -> None:
+        frames, works = _Frames(), deque()
+        while True:
+            frame = frames.next()
+            size = self.link.take(frame.data_ptr(), not works) if len(works) < _WINDOW else _C.TorchLink.NONE
+            if size == _C.TorchLink.ENDED:
+                break
+            if size == _C.TorchLink.NONE:
+                self._complete(works.popleft())
+                self.link.sent()
+                continue
+            part = frame[: _C.TORCH_FRAME_SIZES[size]]
+            works.append(self._group.send([part], self._peer, self._tag + size))
+            frames.advance()
+        while works:  # their frames must live until torch has finished with them
+            self._complete(works.popleft())
+
+    def _receive(self) -> None:
+        frames, works = _Frames(), deque()
+        while True:
+            size = self.link.expect(not works) if len(works) < _WINDOW else _C.TorchLink.NONE
+            if size == _C.TorchLink.ENDED:
+                break
+            if size == _C.TorchLink.NONE:
+                work, frame = works.popleft()
+                self._complete(work)
+                self.link.deliver(frame.data_ptr())
+                continue
+            frame = frames.next()
+            part = frame[: _C.TORCH_FRAME_SIZES[size]]
+            works.append((self._group.recv([part], self._peer, self._tag + size), frame))
+            frames.advance()
+        while works:
+            self._complete(works.popleft()[0])
+
+    def _complete(self, work: dist.Work) -> None:
+        while self._blocks_others and not work.is_completed():
+            time.sleep(_WORK_POLL_SECONDS)
+        work.wait(_NO_LIMIT)
+
+
+class _Frames:
+    """The frames of one direction, used in turn. Pages that no frame has touched cost no memory."""
+
+    def __init__(self) -> None:
+        self._frames = [torch.empty(_C.TORCH_FRAME_SIZES[-1], dtype=torch.uint8) for _ in range(_WINDOW)]
+        self._turn = 0
+
+    def next(self) -> torch.Tensor:
+        return self._frames[self._turn]
+
+    def advance(self) -> None:
+        self._turn = (self._turn + 1) % _WINDOW

@@ -1,6 +1,6 @@
-"""Ranks as threads of one process, over the local transport: for the fast nine tenths of the tests.
+"""Ranks as threads of one process, over the local transport: for the many tests that need no processes.
 
-The core under them is the real one (engine, collectives, codecs); only the channels differ. No process is started
+The core under them is the real one (engine, collectives, codecs); only the transport differs. No process is started
 and torch is not imported again, so a world of four costs about a millisecond.
 """
 
@@ -36,13 +36,13 @@ class _LocalNetwork:
             return self._cores[key][ranks.index(rank)]
 
     def report(self, names: list[str], rank: int) -> None:
-        """Threads are always connected."""
+        """All ranks hear of a failure through the core, since they are always connected."""
 
     def close_core(self, name: str, core: _C.Group) -> None:
         core.close()
 
-    def watch(self, name: str, rank: int, peer: int, timeout_s: float) -> None:
-        """They have no connection to wait for."""
+    def monitor(self, name: str, rank: int, peer: int, timeout_s: float) -> None:
+        """They are connected from the start."""
 
     def share_memory(self, rank: int, peer: int) -> bool:
         return True

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ..distributed.dtypes import address_of, is_known
+from ..distributed.arguments import is_reducible
 from ..distributed.memory_overlap import first_to_share, shares_with_itself
+from ..distributed.tensors import address_of
 from ..errors import InvalidArgument
 
 __all__ = ["as_carrier", "check_apart", "concatenate", "copy_out", "one"]
@@ -24,7 +25,7 @@ def as_carrier(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         InvalidArgument: the tensor is a lazy conjugate, whose memory holds other values.
     """
-    if is_known(tensor.dtype) or tensor.layout != torch.strided:  # the group refuses other layouts
+    if is_reducible(tensor.dtype) or tensor.layout != torch.strided:  # the group refuses other layouts
         return tensor
     if tensor.is_conj():
         raise InvalidArgument("the tensor is a lazy conjugate (x.conj()); call .resolve_conj() on it first")

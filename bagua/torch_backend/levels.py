@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import NamedTuple
 
-from ..distributed.callbacks import CallbackThread
 from ..distributed.process_group import ProcessGroup
 from ..distributed.work import to_seconds
 from ..errors import DeadlineExceeded
+from .callback_thread import CallbackThread
 
 __all__ = ["Level", "Levels", "Order", "current_order", "in_order", "runs_callbacks"]
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ..distributed import world
-from ..distributed.init import open_alone
+from ..distributed.bootstrap import bootstrap_alone
 from ..distributed.process_group import ProcessGroup
 from ..errors import BaguaError, InvalidArgument
 from .group import TorchProcessGroup
@@ -97,7 +97,7 @@ def _create_alone(options, ranks: list[int]) -> TorchProcessGroup:
     shared = dist.PrefixStore(f"bagua/{_name(ranks)}", c10d._get_default_store())
     store = dist.PrefixStore(f"{shared.add(f'turn of {options.group_rank}', 1)}", shared)
     try:
-        group, close = open_alone(store, ranks, dist.get_rank(), dist.get_world_size(), options.timeout)
+        group, close = bootstrap_alone(store, ranks, dist.get_rank(), dist.get_world_size(), options.timeout)
     except BaguaError as error:
         raise type(error)(
             f"{error} (ranks count within the group of {ranks})", rank=error.rank, operation=error.operation

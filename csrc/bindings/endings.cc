@@ -1,4 +1,4 @@
-// Endings for Python: the queue of bagua/distributed/callbacks.py.
+// Endings for Python: the queue of bagua/torch_backend/callback_thread.py.
 #include "csrc/engine/endings.h"
 
 #include <memory>

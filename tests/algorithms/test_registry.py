@@ -158,7 +158,7 @@ def test_an_instance_belongs_to_one_model(pool2):
 
 
 def test_residuals_of_another_size_are_refused():
-    from bagua.distributed.dtypes import Residuals
+    from bagua.distributed.tensors import Residuals
     from bagua.testing import world
 
     def check(group):

@@ -7,7 +7,7 @@ import torch
 
 import bagua
 from bagua import ReduceOp
-from bagua.distributed.topology import Nodes
+from bagua.distributed.nodes import Nodes
 from bagua.testing import world as thread_world
 from tests.codec_specs import CONTRACTIONS, SPECS
 from tests.distributed.oracles import DTYPES, FLOATS, assert_same, compressed_sum, ops_of, reduced, values

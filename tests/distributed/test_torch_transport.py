@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import bagua
 from bagua import _C, ReduceOp
-from bagua.net.torch_forwarder import Pump
+from bagua.net.torch_transport import Forwarder
 from bagua.testing import spawn
 from tests.distributed.oracles import DTYPES, assert_same, ops_of, values
 from tests.distributed.worlds import TIMEOUT_S
@@ -183,7 +183,7 @@ def wrong_groups(rank, world_size):
     dist.Backend.register_backend("bagua", lambda *a: dist.ProcessGroupGloo(*a[:3], timeout=a[3]), devices=["cpu"])
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
     cases = [
-        ("cpu:bagua", 1, "is bagua itself, so bytes would go round in circles"),
+        ("cpu:bagua", 1, "is bagua itself, which would send through itself"),
         ("cuda:gloo", 1, r'\(cuda:gloo\) does not move CPU tensors; initialise it with "cpu:gloo,cuda:nccl"'),
         ("gloo", 2, "this process is rank 0 of 1 in torch.distributed but rank 0 of 2 in bagua"),
     ]
@@ -323,10 +323,10 @@ def test_works_are_polled_where_waiting_shuts_others_out():
     cores = [
         _C.Group("polled", rank, [0, 1], 20.0, [True, False][:: 1 - 2 * rank], {}, refuse, None) for rank in range(2)
     ]
-    pumps = []
+    forwarders = []
     for rank, core in enumerate(cores):
         link = core.attach_torch(1 - rank, sockets[rank].detach())
-        pumps.append(Pump(link, world.rank(rank), 1 - rank, 0, True, f"polled-{rank}"))
+        forwarders.append(Forwarder(link, world.rank(rank), 1 - rank, 0, True, f"polled-{rank}"))
     data = [torch.full((70_000,), float(rank + 1)) for rank in range(2)]
     works = [
         core.all_reduce(x.data_ptr(), x.numel(), 0, 0, None, 10.0, False) for core, x in zip(cores, data, strict=True)
@@ -334,6 +334,6 @@ def test_works_are_polled_where_waiting_shuts_others_out():
     for work, x in zip(works, data, strict=True):
         assert work.wait(10.0)
         assert (x == 3).all()
-    for core, pump in zip(cores, pumps, strict=True):
+    for core, forwarder in zip(cores, forwarders, strict=True):
         core.close()
-        assert pump.join(time.monotonic() + TIMEOUT_S / 3)
+        assert forwarder.join(time.monotonic() + TIMEOUT_S / 3)

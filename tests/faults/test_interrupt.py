@@ -94,7 +94,7 @@ def test_ctrl_c(world, before, name):
     assert seen.rank == 0 and (
         "interrupted" in seen.message
         or "destroyed the group" in seen.message
-        or ("left the group" in seen.message or "cannot connect" in seen.message or "listens no more" in seen.message)
+        or ("left the group" in seen.message or "cannot connect" in seen.message or "no longer listens" in seen.message)
     ), seen
 
 

@@ -12,9 +12,9 @@ import torch
 
 import bagua
 from bagua.net import liveness
-from bagua.net.connector import tell
-from bagua.net.listener import Acceptor
-from bagua.net.peer_status import Questions, Registered
+from bagua.net.connector import notify
+from bagua.net.listener import Listener
+from bagua.net.peer_status import PeerStatus, RegisteredGroup
 from bagua.net.rendezvous import RankRecord
 from bagua.testing import kill
 from tests.distributed.worlds import fast_in, in_worlds, shm, tcp
@@ -209,7 +209,7 @@ def check_the_death(world, how, timeout_s, before_s, tmp_path):
     arguments = (how, timeout_s, before_s, path)
     seen = spawn_in(world, wait_for_the_highest, *arguments, expect_exit={2: signal.SIGKILL})[0]
     assert seen.rank == 2 and seen.kind == "TransportError" and "rank 2 (process " in seen.message, seen
-    assert "listens no more" in seen.message and seen.at - noted_time(path) < timeout_s / 2, seen
+    assert "no longer listens" in seen.message and seen.at - noted_time(path) < timeout_s / 2, seen
 
 
 @fast_in(
@@ -269,7 +269,7 @@ def test_who_is_waited_for_in_vain_tells_whose_fault_it_is(world, waits_in, fail
     assert seconds < NOTICED_S
 
 
-# ---- telling
+# ---- reports
 
 
 def record_of(listener):
@@ -284,7 +284,7 @@ def listener():
         yield listener
 
 
-def test_who_does_not_answer_keeps_nobody_from_being_told(listener):
+def test_a_rank_that_does_not_answer_keeps_no_report_from_the_others(listener):
     """One that is stopped, one that has ended and one that knows another secret stand before one that listens."""
     told = []
     arrived = threading.Event()
@@ -302,40 +302,40 @@ def test_who_does_not_answer_keeps_nobody_from_being_told(listener):
         records = [record_of(sock) for sock in (stopped, ended, foreign, listener)]
         ended.close()
         acceptors = [
-            Acceptor([foreign], b"another", take, pytest.fail),
-            Acceptor([listener], b"secret", take, pytest.fail),
+            Listener([foreign], b"another", take, pytest.fail),
+            Listener([listener], b"secret", take, pytest.fail),
         ]
         longest = {"groups": ["world", "world/p2p"], "cause": {"text": 1000 * "\N{GRINNING FACE}"}}
         begin = time.monotonic()
-        assert tell(records, b"secret", longest, TIMEOUT_S) == 3
+        assert notify(records, b"secret", longest, TIMEOUT_S) == 3
         assert time.monotonic() - begin < 2 * TIMEOUT_S
         assert arrived.wait(LONG_S) and told == [longest]
         for acceptor in acceptors:
             acceptor.close()
 
 
-def test_questions_about_unknown_groups(listener):
+def test_status_queries_about_unknown_groups(listener):
     """They are answered, whether the group has not been made or has been destroyed; the latest of these are known."""
-    answers = Questions([], b"secret", {}, bagua._C.ProcessWaits())
-    acceptor = Acceptor([listener], b"secret", lambda sock, about, _: answers.take(sock, about), pytest.fail)
-    asks = Questions([record_of(listener)], b"secret", {}, bagua._C.ProcessWaits())
+    answering = PeerStatus([], b"secret", {}, bagua._C.ProcessWaits())
+    acceptor = Listener([listener], b"secret", lambda sock, about, _: answering.handle(sock, about), pytest.fail)
+    asking = PeerStatus([record_of(listener)], b"secret", {}, bagua._C.ProcessWaits())
     core = bagua._C.local_world("here", 1, 1.0)[0]
 
     class Group:
         def __init__(self):
             self.core, self.ranks = core, [0]
 
-    assert asks.ask("nobody's", Group(), 0, 0, lambda: None)
+    assert asking.query("nobody's", Group(), 0, 0, lambda: None)
     for number in range(1001):
-        answers.end(f"group {number}")
+        answering.group_closes(f"group {number}")
     for name, has in {"group 0": "not made", "group 1": "destroyed", "group 1000": "destroyed"}.items():
         with pytest.raises(bagua.DeadlineExceeded, match=f"rank 0 has {has} the group"):
-            core.blame(0, TIMEOUT_S, functools.partial(asks.ask, name, Group(), 0, 0, lambda: None))
-    assert tell([record_of(listener)], b"secret", {"groups": ["nobody's"], "from": 0, "cause": {}}, 1.0) == 0
+            core.blame(0, TIMEOUT_S, functools.partial(asking.query, name, Group(), 0, 0, lambda: None))
+    assert notify([record_of(listener)], b"secret", {"groups": ["nobody's"], "from": 0, "cause": {}}, 1.0) == 0
     acceptor.close()
     listener.close()
     with pytest.raises(ConnectionRefusedError):
-        asks.ask("nobody's", Group(), 0, 0, lambda: None)
+        asking.query("nobody's", Group(), 0, 0, lambda: None)
     core.close()
 
 
@@ -359,14 +359,15 @@ def test_when_an_awaited_rank_is_asked(monkeypatch, listener, timeout_s, asked_a
     clock, seen = Clock(), []
     monkeypatch.setattr(liveness, "time", clock)
 
-    class Told:
-        def ask(self, *of):
+    class Status:
+        def query(self, *of):
             seen.append(clock.now - 100.0)
 
     core = bagua._C.local_world("asked", 1, 1.0)[0]
-    watch = liveness.Watch(Told(), record_of(listener), "asked", Registered(core, [0]), 0, 0, False, timeout_s)
+    group = RegisteredGroup(core, [0])
+    check = liveness.LivenessCheck(Status(), record_of(listener), "asked", group, 0, 0, False, timeout_s)
     while clock.now < 100.0 + asked_at[-1]:
         clock.now += 0.125
-        watch.look(lambda: None)
+        check.check(lambda: None)
     assert seen == asked_at
     core.close()

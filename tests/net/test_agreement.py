@@ -98,7 +98,7 @@ def test_the_same_token_from_argument_and_environment():
 def test_two_processes_with_the_same_rank():
     results = failures_of(3, {2: {"env": {"RANK": "1"}}})
     for kind, text, seconds in results:
-        assert "two processes say that they are rank 1; give each process its own RANK" in text
+        assert "two processes claim to be rank 1; give each process its own RANK" in text
         assert kind in ("InvalidArgument", "RemoteError")
         assert seconds < QUICKLY_S
 
@@ -157,5 +157,5 @@ def gives_up(rank, world_size):
 def test_a_store_that_goes_away():
     env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
     _, result = spawn(gives_up, 2, env=env, expect_exit={0: 0})
-    assert result[0] == "TransportError" and "the store is gone: rank 0 (or the launcher) ended" in result[1]
+    assert result[0] == "TransportError" and "the store has ended: rank 0 (or the launcher) exited" in result[1]
     assert result[2] < 30.0 / 3

@@ -11,7 +11,7 @@ import pytest
 from bagua.errors import TransportError
 from bagua.net import connector
 from bagua.net.auth import MAGIC, accept, dial
-from bagua.net.listener import Acceptor
+from bagua.net.listener import Listener
 
 SECRET = b"the job's secret"
 ABOUT = {"group": "world", "from": 1, "to": 0}
@@ -158,10 +158,10 @@ def test_tcp_holds_no_small_message_back():
     """On either side, whatever is said after the proof: 40 ms each time, until the other side acknowledges it."""
     arrived = queue.Queue()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        acceptor = Acceptor([listener], SECRET, lambda sock, about, _: arrived.put(sock), pytest.fail)
-        patience = connector.Patience(math.inf, lambda: None)
+        acceptor = Listener([listener], SECRET, lambda sock, about, _: arrived.put(sock), pytest.fail)
+        deadline = connector.Deadline(math.inf, lambda: None)
         try:
-            with connector._proven(socket.AF_INET, listener.getsockname(), SECRET, ABOUT, patience) as dialed:
+            with connector._authenticated(socket.AF_INET, listener.getsockname(), SECRET, ABOUT, deadline) as dialed:
                 with arrived.get(timeout=20) as accepted:
                     for sock in (dialed, accepted):
                         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -235,7 +235,7 @@ def test_rank_0_is_stopped_before_the_rendezvous(tmp_path):
     results = spawn(meets_a_rank_that_is_stopped, 3, args=(str(tmp_path),), env=env, expect_exit={0: signal.SIGKILL})
     for kind, rank, message, seconds in results[1:]:
         assert (kind, rank) == ("TransportError", None)
-        assert "cannot reach rank 0's store" in message and "rank 0 or the launcher's agent stands still" in message
+        assert "cannot reach rank 0's store" in message and "rank 0 or the launcher's agent hangs" in message
         assert seconds < 4 * _ASKED_S  # twice what is promised
 
 

@@ -48,17 +48,17 @@ def say(family, address, secret, about):
     original, auth.json = auth.json, sent
     try:
         # Over the Unix socket the last one is kept for a group that is not there yet.
-        patience = connector.Patience(time.monotonic() + (10 if family == socket.AF_INET else 1), lambda: None)
-        with connector._proven(family, address, secret, about, patience) as sock:
+        deadline = connector.Deadline(time.monotonic() + (10 if family == socket.AF_INET else 1), lambda: None)
+        with connector._authenticated(family, address, secret, about, deadline) as sock:
             if family == socket.AF_UNIX and isinstance(about, dict):
                 read, write = os.pipe()
                 socket.send_fds(sock, [b"F"], [read, write])  # of no memory at all
                 os.close(read)
                 os.close(write)
             with contextlib.suppress(ConnectionResetError, TimeoutError):  # it did not read all
-                connector._wait(sock, connector.select.POLLIN, patience)
+                connector._wait(sock, connector.select.POLLIN, deadline)
                 while sock.recv(1000):  # the answer to a question
-                    connector._wait(sock, connector.select.POLLIN, patience)
+                    connector._wait(sock, connector.select.POLLIN, deadline)
     finally:
         auth.json = original
 
@@ -96,7 +96,7 @@ def check_malformed(rank, world_size):
         bagua.all_reduce(x, group=group)
         assert x.tolist() == [8.0] * 3
         bagua.destroy_process_group(group)
-        assert endpoint._arrivals == {}
+        assert endpoint._incoming == {}
         deadline = time.monotonic() + 10
         while len(_descriptors()) > len(descriptors) and time.monotonic() < deadline:
             time.sleep(0.05)  # until the thread has seen the last ends
@@ -120,10 +120,10 @@ def check_broken(rank, world_size):
     bagua.all_reduce(torch.ones(3))
     begin = time.monotonic()
     if rank == 0:
-        acceptor = bagua.distributed.world._world.endpoint._acceptor
+        acceptor = bagua.distributed.world._world.endpoint._listener
         acceptor._take_connections = None
     bagua.barrier()
-    with pytest.raises(bagua.BaguaError, match="takes no connections any more, because of TypeError") as caught:
+    with pytest.raises(bagua.BaguaError, match="no longer accepts connections, because of TypeError") as caught:
         for _ in range(2):
             bagua.all_reduce(torch.ones(3), group=bagua.new_group())
     assert isinstance(caught.value, InternalError) == (rank == 0)

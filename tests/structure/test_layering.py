@@ -24,9 +24,9 @@ CORE = CONFIG | {"_C"}
 # ProcessGroup and what it is made of.
 GROUP = {
     f"distributed.{name}"
-    for name in ("objects", "topology", "memory_overlap", "dtypes", "work", "tensors", "channels", "process_group")
+    for name in ("nodes", "memory_overlap", "arguments", "work", "tensors", "cores", "process_group")
 }
-BUCKETS = CORE | GROUP | {"distributed.checkpoints", "codecs", "buckets"}
+BUCKETS = CORE | GROUP | {"codecs", "buckets"}
 RECORDS = {f"profiler.{name}" for name in ("recorder", "chrome_trace", "clock_sync", "timeline")}
 STEPPING = (
     BUCKETS | RECORDS | {"optim", "distributed.world", "distributed.collectives", "distributed.consensus", "algorithms"}
@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "config": ERRORS,
     "optim": ERRORS,
     "net": CORE,
-    "distributed": CORE | {"net", "codecs", "buckets"},
+    "distributed": CORE | {"net", "codecs"},
     "codecs": CORE | GROUP,
     "buckets": CORE | GROUP | {"codecs"},
     "algorithms": (BUCKETS - {"_C"}) | {"optim"},
@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "cli": CORE | {"net", "distributed", "replay"},
     "run": {"cli.run"},
     "__main__": {"cli.__init__"},
-    "torch_backend": CONFIG | GROUP | {f"distributed.{name}" for name in ("callbacks", "init", "world")},
+    "torch_backend": CONFIG | GROUP | {f"distributed.{name}" for name in ("bootstrap", "world")},
     "torch_api": (STEPPING - {"_C"}) | {f"data_parallel.{name}" for name in ("__init__", "step", "handle")},
     "federated": ERRORS
     | {"distributed.process_group", "distributed.world", "distributed.consensus", "codecs", "metrics"},
@@ -67,24 +67,20 @@ ORDER = {
         "listener": CONFIG,
         "peer_status": CORE,
         "liveness": CONFIG,
-        "torch_forwarder": ERRORS | {"_C"},
         "torch_transport": CORE,
         "links": CORE,
         "__init__": set(),
     },
     "distributed": {
-        "objects": set(),
-        "topology": set(),
+        "nodes": set(),
         "memory_overlap": set(),
-        "dtypes": CORE,
+        "arguments": CORE,
         "work": CORE,
         "tensors": CONFIG,
-        "channels": CORE,
+        "cores": CORE,
         "process_group": CORE,
-        "checkpoints": CONFIG,
-        "callbacks": ERRORS | {"_C"},
-        "consensus": CONFIG | {"buckets"},  # what with_bagua compares
-        "init": CORE | {"net"},
+        "consensus": ERRORS,
+        "bootstrap": CORE | {"net"},
         "world": CONFIG | {"net"},
         "collectives": CONFIG | {"codecs"},
         "__init__": set(),
@@ -103,6 +99,7 @@ ORDER = {
         "end_of_backward": set(),
         "optimizer_hooks": set(),
         "failures": ERRORS | {"distributed.process_group"},
+        "validation": BUCKETS,
         "local_gradients": BUCKETS,
         "zero_copy": BUCKETS | {"algorithms"},
         "unused_parameters": BUCKETS,
@@ -126,7 +123,7 @@ ORDER = {
     },
 }
 # What single files may import beside that.
-BESIDE = {"algorithms._error_feedback": {"_C"}}
+BESIDE = {"algorithms._error_feedback": {"_C"}, "torch_backend.callback_thread": {"_C"}}
 # Beside the standard library.
 THIRD_PARTY = {
     "errors": set(),
@@ -247,7 +244,8 @@ def test_the_top_is_the_public_face_and_foundations():
         ("net.congestion", "config"),
         ("distributed.tensors", "net.links"),
         ("distributed.process_group", "distributed.world"),
-        ("distributed.dtypes", "buckets"),
+        ("distributed.arguments", "buckets"),
+        ("distributed.consensus", "buckets"),
         ("codecs.base", "distributed.world"),
         ("algorithms.bytegrad", "_C"),
         ("algorithms.bytegrad", "data_parallel.step"),

@@ -1,6 +1,6 @@
-"""Which ranks of a group share a node, and who leads each: what hierarchical collectives are made of.
+"""Which ranks of a group share a node, and which rank leads each node: for hierarchical collectives.
 
-Beside the data path. Invariant: a pure function of facts that all ranks have (who is on which host), so all ranks
+Beside the data path. Invariant: a pure function of what all ranks know (which rank is on which host), so all ranks
 agree without a message. A node is a host as the rendezvous sees it; nodes may have different numbers of ranks.
 """
 
@@ -28,7 +28,7 @@ class Nodes:
 
     @classmethod
     def of(cls, size: int, same_node: Callable[[int, int], bool]) -> Nodes:
-        """Sort `size` ranks into nodes by who is on one node with whom."""
+        """Sort `size` ranks into nodes, given which pairs share one."""
         members: list[list[int]] = []
         for rank in range(size):
             node = next((node for node in members if same_node(node[0], rank)), None)

@@ -1,6 +1,6 @@
-"""How processes meet: an endpoint for each, the rendezvous in a store of theirs, and the group of all of them.
+"""Makes a group of processes that are not connected yet: endpoint, rendezvous in a store, and the group of all of them.
 
-The world is met so (world.py), and a group of torch.distributed whose ranks have no world in common.
+Used for the world (world.py), and for a group of torch.distributed whose ranks have no world of bagua in common.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from bagua.net.interfaces import choose_address
 from bagua.net.links import Endpoint
 from bagua.net.torch_transport import TorchTransport
 
-__all__ = ["describe_thresholds", "meet", "open_alone", "spell"]
+__all__ = ["bootstrap", "bootstrap_alone", "describe_thresholds", "format_ranks"]
 
 logger = logging.getLogger("bagua")
 
 
-def meet(
+def bootstrap(
     store: dist.Store,
     launch: config.LaunchEnvironment,
     name: str,
@@ -34,13 +34,12 @@ def meet(
     timeout: timedelta,
     settings: config.Settings,
     auth_token: str | None = None,
-    through_torch: TorchTransport | None = None,
+    torch_transport: TorchTransport | None = None,
     backend: str = "native",
 ) -> tuple[Endpoint, ProcessGroup]:
-    """The rendezvous of `size` processes in a store that is theirs alone, and the group of all of them."""
-    # Without a second process of this job there is nobody else to listen to; torchrun tells how many share the host.
+    """The rendezvous of `size` processes in a store that only they use, and the group of all of them."""
     address = choose_address(settings.interface, launch.single_host, launch.master_addr)
-    endpoint = Endpoint(settings, address, through_torch)
+    endpoint = Endpoint(settings, address, torch_transport)
     try:
         mine = rendezvous.RankRecord(
             rank=rank,
@@ -58,8 +57,8 @@ def meet(
             token_proof="",
         )
         records, secret = rendezvous.exchange_records(store, mine, auth_token or settings.auth_token, timeout)
-        if through_torch:
-            through_torch.start(store, address.address)
+        if torch_transport:
+            torch_transport.start(store, address.address)
         endpoint.start(records, secret)
         group = ProcessGroup(endpoint, name, range(size), rank, timeout)
     except BaseException:
@@ -77,19 +76,19 @@ def meet(
     return endpoint, group
 
 
-def open_alone(
+def bootstrap_alone(
     store: dist.Store, ranks: Sequence[int], rank: int, world_size: int, timeout: timedelta
 ) -> tuple[ProcessGroup, Callable[[], None]]:
-    """A group beside the world, or without one: its members meet by themselves and share nothing with other groups.
+    """A group beside the world, or without one: its members connect by themselves and share nothing with other groups.
 
     Args:
-        store: of these ranks alone, and new.
+        store: new, and used by these ranks only.
         ranks: global ranks of the members, in the group's order; a rank of the group counts within these.
         rank, world_size: this process among all processes of the job.
         timeout: deadline of the rendezvous and of every operation.
 
     Returns:
-        The group, and what closes its connections after the group itself.
+        The group, and a function that closes its endpoint after the group itself was closed.
 
     Raises:
         BaguaError: what init_process_group raises.
@@ -97,17 +96,21 @@ def open_alone(
     settings = config.settings()
     if settings.backend == "torch":
         raise InvalidArgument(
-            f"BAGUA_BACKEND=torch moves bytes for all ranks, but the group has {spell(ranks)} of {world_size}; call "
-            "bagua.init_process_group() on all ranks first"
+            f"BAGUA_BACKEND=torch moves bytes for all ranks, but the group has {format_ranks(ranks)} of {world_size}; "
+            "call bagua.init_process_group() on all ranks first"
         )
     launch = config.launch_environment(rank, world_size, needs_master=False)
-    name = f"ranks {spell(ranks)}"
-    endpoint, group = meet(store, launch, name, list(ranks).index(rank), len(ranks), timeout, settings)
+    name = f"ranks {format_ranks(ranks)}"
+    endpoint, group = bootstrap(store, launch, name, list(ranks).index(rank), len(ranks), timeout, settings)
     return group, endpoint.close
 
 
 def describe_thresholds(changes: dict[str, int]) -> str:
-    """How the selector's thresholds differ from the defaults, as the ranks compare it."""
+    """How the selector's thresholds differ from the defaults; the ranks compare it.
+
+    Raises:
+        InvalidArgument: there is no such threshold.
+    """
     known = _C.default_thresholds()
     for name in changes:
         if name not in known:
@@ -115,6 +118,6 @@ def describe_thresholds(changes: dict[str, int]) -> str:
     return ",".join(f"{name}={value}" for name, value in sorted(changes.items())) or "the defaults"
 
 
-def spell(ranks: Sequence[int]) -> str:
-    """All of them if they are few, otherwise enough to see a mistake."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """All ranks if they are few, otherwise the first, the last and their number."""
     return ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}..{ranks[-1]}({len(ranks)})"

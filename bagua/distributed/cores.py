@@ -1,7 +1,7 @@
-"""The cores of one group on one of its members: worker threads and connections, one set per kind of traffic.
+"""The cores of a group on one of its members: a core (_C.Group) is a worker thread with connections of its own.
 
-Data path: group -> **here** -> core. Collectives, and send and recv, have a core each, so that a message between two
-ranks never stands in the way of a collective.
+Data path: ProcessGroup -> **here** -> core. Collectives have one core, send and recv another, so that a message between
+two ranks never blocks a collective. What one of them fails with fails the other too.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Protocol
 from bagua import _C
 from bagua.errors import BaguaError
 
-__all__ = ["Lanes", "Network"]
+__all__ = ["GroupCores", "Network"]
 
-_MESSAGES = "/p2p"  # behind the group's name
+_P2P = "/p2p"  # follows the group's name
 
 
 class Network(Protocol):
-    """What connects the ranks: connections.Endpoint between processes, bagua.testing's between threads."""
+    """What connects the ranks: net.links.Endpoint between processes, testing.world's between threads."""
 
     def open_core(self, name: str, ranks: list[int], rank: int) -> _C.Group: ...
 
@@ -28,15 +28,15 @@ class Network(Protocol):
 
     def close_core(self, name: str, core: _C.Group) -> None: ...
 
-    def watch(self, name: str, rank: int, peer: int, timeout_s: float) -> None: ...
+    def monitor(self, name: str, rank: int, peer: int, timeout_s: float) -> None: ...
 
     def share_memory(self, rank: int, peer: int) -> bool: ...
 
     def same_node(self, rank: int, peer: int) -> bool: ...
 
 
-class Lanes:
-    """Opens, sums up and closes the cores.
+class GroupCores:
+    """Opens and closes the cores of one group, and shares failures between them.
 
     Args:
         network: connects the ranks.
@@ -45,35 +45,36 @@ class Lanes:
         rank: this process's rank in the group.
 
     Attributes:
-        collectives, messages: the cores that every member has.
+        collectives, p2p: the two cores; one and the same in a group of one rank.
     """
 
     def __init__(self, network: Network, name: str, ranks: Sequence[int], rank: int):
         self._network, self._name, self._rank = network, name, ranks[rank]
-        self._ranks, self._place = list(ranks), rank
-        self._cores: dict[str, _C.Group] = {}
-        self._cause: BaguaError | None = None  # the first that was raised
+        self._ranks, self._group_rank = list(ranks), rank
+        self._cores: dict[str, _C.Group] = {}  # by what follows the group's name
+        self._cause: BaguaError | None = None  # of the group's failure; the first that was raised
 
         def open_core(suffix: str) -> _C.Group:
             core = self._cores[suffix] = network.open_core(name + suffix, list(ranks), ranks[rank])
             return core
 
         self.collectives = open_core("")
-        # Before its first use, so that a peer that sends first finds it; else two ranks may wait for a third that waits
-        # for one of them.
-        self.messages = open_core(_MESSAGES) if len(ranks) > 1 else self.collectives
+        # Opened before its first use, so that a peer that sends first finds it; otherwise two ranks could wait for a
+        # third that waits for one of them.
+        self.p2p = open_core(_P2P) if len(ranks) > 1 else self.collectives
 
     def check(self) -> None:
-        """Raise the first cause when an operation has failed on any rank, and tell the peers of all lanes."""
+        """Raise the first cause when an operation has failed on any rank, and fail both cores with it."""
         if self._cause is None:
             self.share_failure()
         if self._cause is not None:
             raise copy.copy(self._cause)
 
     def share_failure(self, raised: BaguaError | None = None) -> None:
-        """What one lane has failed of, the others fail of too: whoever waits for this rank there learns it at once.
+        """Fail both cores with what one of them failed with, so that peers that wait for this rank on either hear it.
 
-        What was `raised` first stays: meanwhile another lane may have heard of it from a peer, as that one's.
+        What was `raised` first stays the cause: by now the other core may have heard of it from a peer, which names
+        that peer.
         """
         try:
             for core in self._cores.values():
@@ -88,21 +89,24 @@ class Lanes:
         for core in self._cores.values():
             core.poison(exception)
 
-    def watch(self, peer: int, timeout_s: float) -> None:
-        """A message to or from `peer` (of the group) was submitted; of the two the higher rank connects."""
-        if peer > self._place and not self.messages.is_attached(peer):
-            self._network.watch(self._name + _MESSAGES, self._rank, self._ranks[peer], timeout_s)
+    def monitor(self, peer: int, timeout_s: float) -> None:
+        """A message to or from `peer` (of the group) was submitted: check that the peer is alive until it connects.
+
+        Only where the peer has to dial, which the higher rank does; otherwise this rank notices by dialing.
+        """
+        if peer > self._group_rank and not self.p2p.is_attached(peer):
+            self._network.monitor(self._name + _P2P, self._rank, self._ranks[peer], timeout_s)
 
     def total(self, count: Callable[[_C.Group], int]) -> int:
         """The sum of a number that every core keeps."""
         return sum(count(core) for core in self._cores.values())
 
     def close(self) -> None:
-        """End the worker threads and say goodbye to the peers."""
+        """End the worker threads and announce the shutdown to the peers."""
         for core in self._cores.values():
             core.abort_pending()
         self.share_failure()
-        with contextlib.ExitStack() as stack:  # all of them close, whatever comes in between
+        with contextlib.ExitStack() as stack:  # both close, even if one of them raises
             for suffix, core in self._cores.items():
                 stack.callback(self._network.close_core, self._name + suffix, core)
             self._network.report([self._name + suffix for suffix in self._cores], self._rank)

@@ -1,0 +1,178 @@
+"""What with_bagua refuses: models, optimizers and settings that cannot be synchronised, or that differ between ranks.
+
+Beside the data path, before anything is changed. The checks raise for what one rank can see by itself; the descriptions
+are compared between the ranks (distributed/consensus.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bagua.buckets import check_parameter
+from bagua.distributed.tensors import address_of
+from bagua.errors import InvalidArgument
+
+__all__ = [
+    "check_model",
+    "check_steps_all",
+    "check_types",
+    "describe_model",
+    "describe_optimizer",
+    "optimizers_of_parameters",
+]
+
+
+def describe_model(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+    """What must be equal on all ranks of a model and its optimizers, section to value.
+
+    Example:
+        >>> describe_model(torch.nn.Linear(2, 1, bias=False), [])
+        {"parameter 'weight'": '(1, 2) torch.float32 on cpu requires_grad=True'}
+    """
+    described = {}
+    for name, parameter in model.named_parameters():
+        kind = f"{parameter.dtype} on {parameter.device.type} requires_grad={parameter.requires_grad}"
+        described[f"parameter {name!r}"] = f"{tuple(parameter.shape)} {kind}"
+    for name, buffer in model.named_buffers():
+        described[f"buffer {name!r}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    for index, optimizer in enumerate(optimizers):
+        described.update(describe_optimizer(index, optimizer, name_of))
+    return described
+
+
+def describe_optimizer(index: int, optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> dict[str, str]:
+    """As ``describe_model``, of one optimizer: its class, and its parameters by index, since states are keyed by index.
+
+    Options such as lr are not compared: with_bagua sets them to rank 0's, and from then on the trainer may change them,
+    also on one rank alone where weights are averaged.
+
+    Args:
+        name_of: the names of the model's parameters by their ids; other parameters are described by their shapes.
+    """
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    described = {f"optimizer {index}": f"{type(optimizer).__name__} with parameter groups of {sizes}"}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            name = name_of.get(id(parameter))
+            known_as = f"{tuple(parameter.shape)} {parameter.dtype} of another model" if name is None else repr(name)
+            described[f"parameter {position} of group {number} of optimizer {index}"] = known_as
+    return described
+
+
+def check_model(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], taken_parameter_ids: Iterable[int]
+) -> None:
+    """Raises InvalidArgument for what cannot be synchronised, as far as one rank can see by itself."""
+    taken = set(taken_parameter_ids)
+    uninitialized = (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, uninitialized):
+            raise InvalidArgument(f"{name!r} has no shape yet: call the model once before with_bagua (lazy modules)")
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            _check_memory(tensor, f"{kind} {name!r}")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            raise InvalidArgument(
+                f"{f'module {name!r}' if name else 'the model'} is torch's DistributedDataParallel, which synchronises "
+                "gradients itself; pass its .module to with_bagua instead"
+            )
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            raise InvalidArgument(
+                f"module {name!r} ({type(module).__name__}) gives sparse gradients; bagua sends dense ones: "
+                "construct it with sparse=False"
+            )
+    trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise InvalidArgument("no parameter of the model requires a gradient; there is nothing to synchronise")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            check_parameter(name, parameter)
+        if id(parameter) in taken:
+            raise InvalidArgument(
+                f"parameter {name!r} is synchronised by another model that was wrapped before; wrap the outermost "
+                "module only, or call .bagua.remove() on the other one first"
+            )
+    for index, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InvalidArgument(f"optimizers[{index}] is a {type(optimizer).__name__}, expected a torch optimizer")
+        if not any(id(p) in trainable for group in optimizer.param_groups for p in group["params"]):
+            raise InvalidArgument(f"optimizers[{index}] ({type(optimizer).__name__}) steps no parameter of this model")
+        for state in optimizer.state.values():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                _check_memory(value, f"the state {key!r} of optimizers[{index}] ({type(optimizer).__name__})")
+
+
+def _check_memory(value: Any, what: str) -> None:
+    """Raises InvalidArgument for a tensor whose elements cannot be sent, or not be written where they are."""
+    if not isinstance(value, torch.Tensor):
+        return
+    if not value.is_cpu:
+        raise InvalidArgument(
+            f"{what} is on {value.device}; this release of bagua trains models on the CPU: move the model there with "
+            "model.cpu() before it is wrapped"
+        )
+    if value.layout is not torch.strided:
+        raise InvalidArgument(f"{what} has layout {value.layout}; convert it with .to_dense() first")
+    address_of(value, what)
+    if value.is_conj() or value.is_neg():
+        kind, copied = ("conjugate", "resolve_conj") if value.is_conj() else ("negative", "resolve_neg")
+        raise InvalidArgument(f"{what} is the lazy {kind} of what its memory holds; replace it by its .{copied}()")
+    if value.numel() > 0 and any(n > 1 and stride == 0 for n, stride in zip(value.shape, value.stride(), strict=True)):
+        raise InvalidArgument(
+            f"{what} of shape {tuple(value.shape)} is expanded: several of its elements share one memory location, so "
+            "it cannot hold rank 0's values; replace it by a copy (.clone())"
+        )
+
+
+def check_steps_all(optimizers: Sequence[torch.optim.Optimizer], algorithm_name: str) -> None:
+    """Raises InvalidArgument for an optimizer that steps only some of the parameters on each rank."""
+    for optimizer in optimizers:
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+            raise InvalidArgument(
+                f"algorithm {algorithm_name!r} averages weights that every rank has stepped by itself, but with a "
+                f"{type(optimizer).__name__} each rank steps its part of them; use an algorithm that averages gradients"
+            )
+
+
+def optimizers_of_parameters(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], algorithm_name: str
+) -> dict[int, int]:
+    """Which of the optimizers steps each trainable parameter, by the parameter's id.
+
+    Raises:
+        InvalidArgument: none or several do, so that it is not clear when its weights may be exchanged; or one does in
+            part only.
+    """
+    check_steps_all(optimizers, algorithm_name)
+    found: dict[int, int] = {}
+    name_of = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for index, optimizer in enumerate(optimizers):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in name_of):
+            if found.setdefault(id(parameter), index) != index:
+                raise InvalidArgument(
+                    f"algorithm {algorithm_name!r} exchanges weights once per optimizer step, but parameter "
+                    f"{name_of[id(parameter)]!r} is stepped by optimizers {found[id(parameter)]} and {index}; "
+                    "give each parameter to one"
+                )
+    unstepped = [name for parameter_id, name in name_of.items() if parameter_id not in found]
+    if unstepped:
+        raise InvalidArgument(
+            f"algorithm {algorithm_name!r} exchanges weights when they are stepped, but no optimizer that was passed "
+            f"to with_bagua steps {unstepped[0]!r}{f' and {len(unstepped) - 1} more' if unstepped[1:] else ''}; pass "
+            "all optimizers of the model, and freeze what none of them steps"
+        )
+    return found
+
+
+def check_types(settings: dict[str, tuple[Any, type | tuple[type, ...]]]) -> None:
+    """Raises InvalidArgument for a setting whose value is not of its type, and for numbers below 1."""
+    for name, (value, expected) in settings.items():
+        types = expected if isinstance(expected, tuple) else (expected,)
+        if type(value) not in types or (expected is int and value < 1):
+            wanted = "an integer of at least 1" if expected is int else f"a {types[0].__name__}"
+            raise InvalidArgument(f"{name} is {value!r}, expected {wanted}")
