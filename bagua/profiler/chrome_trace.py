@@ -1,8 +1,8 @@
-"""A rank's records as a file in the trace-event format, which Perfetto and chrome://tracing open.
+"""Writes a rank's records as a file in the trace-event format, which Perfetto and chrome://tracing open.
 
-Beside the data path: records -> **events** -> file. One process per rank, one lane (a thread of the format) per kind
-of work. Times are microseconds on rank 0's clock where an offset is known. Invariant: slices of one lane are nested
-or apart, as the format wants it; each lane is what one thread did in turn.
+Beside the data path: records -> **trace events** -> file. One process per rank, one track (a thread of the format) per
+kind of work. Times are microseconds on rank 0's clock where the offset to it is known. Invariant: slices of one track
+are nested or disjoint, as the format requires. RankTrace (rank_trace.py) reads the file.
 
 Format: "Trace Event Format", Google, 2016 (the JSON object form; ``otherData`` is free for the program's own).
 """
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from bagua.errors import InvalidArgument
-from bagua.profiler.recorder import Compute, Failure, Outside, Span, StepRecord
+from bagua.profiler.recorder import Compute, ExposedHook, Failure, Span, StepRecord
 
-__all__ = ["FORMAT", "LANES", "document", "write"]
+__all__ = ["FORMAT", "TRACKS", "document", "write"]
 
 FORMAT = "bagua timeline 1"
-STEPS, COMPUTE, WAITS, COORDINATION, READY, OPERATIONS, ENCODE, WIRE, DECODE = LANES = (
+STEPS, COMPUTE, WAITS, COORDINATION, READY, OPERATIONS, ENCODE, WIRE, DECODE = TRACKS = (
     "steps",
     "compute",
     "waits (exposed communication)",
@@ -33,19 +33,19 @@ STEPS, COMPUTE, WAITS, COORDINATION, READY, OPERATIONS, ENCODE, WIRE, DECODE = L
     "wire",
     "decode and reduce",
 )
-_LANE_OF_KIND = {
+_TRACK_OF_KIND = {
     "operation": OPERATIONS,
     "encode": ENCODE,
     "wire": WIRE,
     "decode": DECODE,
     "reduce": DECODE,
 }
-_Mark = StepRecord | Outside | Compute
-_LANES_PER_GROUP = 100  # thread ids of a group's lanes begin at multiples of it
+_Record = StepRecord | ExposedHook | Compute
+_TRACKS_PER_GROUP = 100  # the thread ids of a group's tracks begin at a multiple of this
 
 
 def document(
-    marks: tuple[Sequence[StepRecord], Sequence[Outside], Sequence[Compute]],
+    records: tuple[Sequence[StepRecord], Sequence[ExposedHook], Sequence[Compute]],
     spans: Sequence[Span],
     coordination: Sequence[Span],
     kept_since_ns: dict[str, tuple[int, int]],
@@ -55,7 +55,7 @@ def document(
     """The whole file as plain data.
 
     Args:
-        marks: what the training thread has done.
+        records: of the training thread: steps, exposed hooks and computation.
         kept_since_ns: as in ``Timeline``; ``otherData`` has ``operations_since_us`` of it, on rank 0's clock, None
             where no operation was dropped.
         about: goes to ``otherData``; its rank, host and, in ``clock``, offset_ns are used here.
@@ -63,8 +63,8 @@ def document(
     offset_ns = about["clock"]["offset_ns"] or 0
     events = _Events(about["rank"], offset_ns)
     groups = list(dict.fromkeys([about["group"], *(span.group for span in spans)]))
-    events.name_lanes(f"rank {about['rank']} on {about['host']}", groups)
-    _add_marks(events, *marks)
+    events.name_tracks(f"rank {about['rank']} on {about['host']}", groups)
+    _add_records(events, *records)
     if failure is not None:
         _add_failure(events, failure)
     _add_spans(events, spans, groups, kept_since_ns)
@@ -77,7 +77,7 @@ def document(
 
 
 def write(path: str | Path, content: dict[str, Any]) -> None:
-    """Writes ``content``, one event per line; folders are made.
+    """Writes ``content``, one event per line; creates folders.
 
     Raises:
         InvalidArgument: the path cannot be written to.
@@ -89,107 +89,107 @@ def write(path: str | Path, content: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f'{{"traceEvents": [\n{events}\n],\n{rest[1:]}\n')
     except OSError as error:
-        raise InvalidArgument(f"the timeline cannot be written to {path}: {error}; name another place") from error
+        raise InvalidArgument(f"the timeline cannot be written to {path}: {error}; give another path") from error
 
 
 class _Events:
-    """Collects events of one process, moved to rank 0's clock."""
+    """Collects the trace events of one rank, with times on rank 0's clock."""
 
     def __init__(self, rank: int, offset_ns: int) -> None:
         self.events: list[dict[str, Any]] = []
         self._rank, self._offset_ns = rank, offset_ns
 
-    def name_lanes(self, process: str, groups: Sequence[str]) -> None:
+    def name_tracks(self, process: str, groups: Sequence[str]) -> None:
         self._meta("process_name", 0, name=process)
         self._meta("process_sort_index", 0, sort_index=self._rank)
         for number, group in enumerate(groups):
-            for lane in LANES if number == 0 else LANES[LANES.index(READY) :]:
-                thread = self.thread(lane, number)
-                self._meta("thread_name", thread, name=lane if number == 0 else f"{lane}, {group}")
+            for track in TRACKS if number == 0 else TRACKS[TRACKS.index(READY) :]:
+                thread = self.thread(track, number)
+                self._meta("thread_name", thread, name=track if number == 0 else f"{track}, {group}")
                 self._meta("thread_sort_index", thread, sort_index=thread)
 
     @staticmethod
-    def thread(lane: str, number: int) -> int:
-        return number * _LANES_PER_GROUP + LANES.index(lane) + 1
+    def thread(track: str, number: int) -> int:
+        return number * _TRACKS_PER_GROUP + TRACKS.index(track) + 1
 
     def _meta(self, name: str, thread: int, /, **args: Any) -> None:
         self.events.append({"ph": "M", "name": name, "pid": self._rank, "tid": thread, "args": args})
 
-    def slice(self, lane: str, name: str, begin_ns: int, end_ns: int, number: int = 0, /, **args: Any) -> None:
-        """``number`` counts the groups."""
-        self._add(lane, name, begin_ns, number, args, ph="X", dur=(end_ns - begin_ns) / 1e3)
+    def slice(self, track: str, name: str, begin_ns: int, end_ns: int, number: int = 0, /, **args: Any) -> None:
+        """Adds a slice; ``number`` is the group's."""
+        self._add(track, name, begin_ns, number, args, ph="X", dur=(end_ns - begin_ns) / 1e3)
 
-    def instant(self, lane: str, name: str, time_ns: int, number: int = 0, /, **args: Any) -> None:
-        self._add(lane, name, time_ns, number, args, ph="i", s="t")
+    def instant(self, track: str, name: str, time_ns: int, number: int = 0, /, **args: Any) -> None:
+        self._add(track, name, time_ns, number, args, ph="i", s="t")
 
-    def _add(self, lane: str, name: str, time_ns: int, number: int, args: dict[str, Any], **kind: Any) -> None:
-        place = {"pid": self._rank, "tid": self.thread(lane, number), "ts": (time_ns + self._offset_ns) / 1e3}
-        self.events.append({"name": name, "cat": lane, **kind, **place, "args": args})
+    def _add(self, track: str, name: str, time_ns: int, number: int, args: dict[str, Any], **kind: Any) -> None:
+        position = {"pid": self._rank, "tid": self.thread(track, number), "ts": (time_ns + self._offset_ns) / 1e3}
+        self.events.append({"name": name, "cat": track, **kind, **position, "args": args})
 
 
-def _add_marks(
-    events: _Events, steps: Sequence[StepRecord], outside: Sequence[Outside], compute: Sequence[Compute]
+def _add_records(
+    events: _Events, steps: Sequence[StepRecord], hooks: Sequence[ExposedHook], compute: Sequence[Compute]
 ) -> None:
-    """Steps, computation and waits, from what bagua sees: its hooks, forwards, and both ends of backward."""
-    marks: list[_Mark] = sorted([*steps, *outside, *compute], key=lambda mark: (mark.begin_ns, mark.end_ns))
-    for mark, following in itertools.zip_longest(marks, marks[1:]):
-        if isinstance(mark, StepRecord):
-            name = f"backward {mark.index}"
-            events.slice(COMPUTE, name, mark.begin_ns, mark.wait_ns)
-            events.slice(WAITS, name, mark.wait_ns, mark.end_ns)
-        elif isinstance(mark, Compute):
-            events.slice(COMPUTE, mark.what, mark.begin_ns, mark.end_ns)
-            if mark.what == "forward" and _is_backward(following):
-                events.slice(COMPUTE, "loss", mark.end_ns, max(mark.end_ns, following.begin_ns))
+    """Steps, computation and waits, from what the training thread records: hooks, forwards, both ends of backward."""
+    records: list[_Record] = sorted([*steps, *hooks, *compute], key=lambda record: (record.begin_ns, record.end_ns))
+    for record, following in itertools.zip_longest(records, records[1:]):
+        if isinstance(record, StepRecord):
+            name = f"backward {record.index}"
+            events.slice(COMPUTE, name, record.begin_ns, record.wait_ns)
+            events.slice(WAITS, name, record.wait_ns, record.end_ns)
+        elif isinstance(record, Compute):
+            events.slice(COMPUTE, record.what, record.begin_ns, record.end_ns)
+            if record.what == "forward" and _is_backward(following):
+                events.slice(COMPUTE, "loss", record.end_ns, max(record.end_ns, following.begin_ns))
         else:
-            if mark.end_ns > mark.begin_ns:
-                events.slice(WAITS, mark.hook, mark.begin_ns, mark.end_ns)
-            if mark.hook == "before_optimizer_step" and getattr(following, "hook", "") == "after_optimizer_step":
-                events.slice(COMPUTE, "optimizer step", mark.end_ns, max(mark.end_ns, following.begin_ns))
-    for step, begin_ns, end_ns, outside_ns in _whole_steps(marks):
+            if record.end_ns > record.begin_ns:
+                events.slice(WAITS, record.hook, record.begin_ns, record.end_ns)
+            if record.hook == "before_optimizer_step" and getattr(following, "hook", "") == "after_optimizer_step":
+                events.slice(COMPUTE, "optimizer step", record.end_ns, max(record.end_ns, following.begin_ns))
+    for step, begin_ns, end_ns, hooks_ns in _whole_steps(records):
         events.slice(
             STEPS,
             f"step {step.index}",
             begin_ns,
             end_ns,
             index=step.index,
-            exposed_us=(step.end_ns - step.wait_ns + outside_ns) / 1e3,
-            outside_us=outside_ns / 1e3,
+            exposed_us=(step.end_ns - step.wait_ns + hooks_ns) / 1e3,
+            outside_us=hooks_ns / 1e3,
             bytes_sent=step.bytes_sent,
             network_bytes_sent=step.network_bytes_sent,
             num_buckets=step.num_buckets,
         )
 
 
-def _is_backward(mark: _Mark | None) -> bool:
-    return isinstance(mark, StepRecord) or (isinstance(mark, Compute) and mark.what == "local backward")
+def _is_backward(record: _Record | None) -> bool:
+    return isinstance(record, StepRecord) or (isinstance(record, Compute) and record.what == "local backward")
 
 
-def _begins_anew(mark: _Mark) -> bool:
-    """Whether a step that has had its backward must be over."""
-    return not isinstance(mark, Outside) or mark.hook == "before_forward"
+def _begins_anew(record: _Record) -> bool:
+    """Whether this begins another step, if the current one has had its backward."""
+    return not isinstance(record, ExposedHook) or record.hook == "before_forward"
 
 
-def _whole_steps(marks: Sequence[_Mark]) -> Iterator[tuple[StepRecord, int, int, int]]:
-    """Each step with its begin, its end, and the nanoseconds of the hooks between the two.
+def _whole_steps(records: Sequence[_Record]) -> Iterator[tuple[StepRecord, int, int, int]]:
+    """Each step with its begin, its end, and the nanoseconds in hooks between the two.
 
-    It goes from its first forward, which may be inside no_sync, to the end of the optimizer's steps that follow: unlike
-    a StepRecord, which counts what was outside since the backward before.
+    A step extends from its first forward, which may be inside no_sync, to the end of the optimizer's steps after its
+    backward. A StepRecord instead counts the hooks since the previous backward.
     """
-    begin_ns, step, end_ns, outside_ns = None, None, 0, 0
-    for mark in marks:
-        if step is not None and _begins_anew(mark):
-            yield step, begin_ns, end_ns, outside_ns
-            begin_ns, step, outside_ns = None, None, 0
+    begin_ns, step, end_ns, hooks_ns = None, None, 0, 0
+    for record in records:
+        if step is not None and _begins_anew(record):
+            yield step, begin_ns, end_ns, hooks_ns
+            begin_ns, step, hooks_ns = None, None, 0
         if begin_ns is None:
-            begin_ns = mark.begin_ns
-        if isinstance(mark, StepRecord):
-            step = mark
-        elif isinstance(mark, Outside):
-            outside_ns += mark.end_ns - mark.begin_ns
-        end_ns = mark.end_ns
+            begin_ns = record.begin_ns
+        if isinstance(record, StepRecord):
+            step = record
+        elif isinstance(record, ExposedHook):
+            hooks_ns += record.end_ns - record.begin_ns
+        end_ns = record.end_ns
     if step is not None:
-        yield step, begin_ns, end_ns, outside_ns
+        yield step, begin_ns, end_ns, hooks_ns
 
 
 def _add_failure(events: _Events, failure: Failure) -> None:
@@ -213,9 +213,9 @@ def _add_spans(
                 events.instant(READY, part.label, part.begin_ns, number, queued_us=waited_us)
             else:
                 args = _identity(part) if part.kind == "operation" else {"bytes": part.bytes}
-                events.slice(_LANE_OF_KIND[part.kind], part.label, part.begin_ns, part.end_ns, number, **args)
+                events.slice(_TRACK_OF_KIND[part.kind], part.label, part.begin_ns, part.end_ns, number, **args)
         operation = next((part for part in parts if part.kind == "operation"), None)
-        if operation is not None and operation.begin_ns > kept_since_ns[group][1]:  # else parts may be lost
+        if operation is not None and operation.begin_ns > kept_since_ns[group][1]:  # otherwise parts may be missing
             for begin_ns, end_ns in _gaps(operation, parts):
                 events.slice(WIRE, operation.label, begin_ns, end_ns, number)
 
@@ -227,16 +227,15 @@ def _add_coordination(events: _Events, spans: Sequence[Span]) -> None:
 
 
 def _identity(operation: Span) -> dict[str, Any]:
-    """What tells an operation from others, on all ranks, and what `bagua timeline` has to know of it."""
+    """What identifies an operation on all ranks, and what `bagua timeline` needs to know about it."""
     some = {"waits_for_some": True} if operation.waits_for_some else {}
     return {"group": operation.group, "ticket": operation.ticket, "bytes": operation.bytes, **some}
 
 
 def _gaps(operation: Span, parts: Sequence[Span]) -> Iterator[tuple[int, int]]:
-    """What an operation spends on moving bytes, and on waiting for its peers, is what it does not spend on arithmetic.
+    """The time that an operation spends on moving bytes and waiting for peers: all that it does not spend on arithmetic.
 
-    So it is at full precision, where the engine does not record the two apart. Of an all_reduce over TCP it records no
-    arithmetic either.
+    At full precision the engine does not record the wire itself, and for an all_reduce over TCP no arithmetic either.
     """
     if any(part.kind == "wire" for part in parts):
         return

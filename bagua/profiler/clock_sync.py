@@ -1,7 +1,7 @@
 """How far this rank's clock is from rank 0's, so that the ranks' timelines can be laid side by side.
 
-Beside the data path. A leader of a node asks rank 0 for the time, again and again; the answer lies between the moment
-of asking and that of hearing, so of several rounds the shortest says most (Cristian, "Probabilistic clock
+Beside the data path. The leader of each node asks rank 0 for the time in several rounds. Rank 0 reads its clock between
+the request and the answer, so the shortest round bounds the offset best (Cristian, "Probabilistic clock
 synchronization", 1989). Ranks of one node share the kernel's CLOCK_MONOTONIC, so they share their leader's offset,
 and those of rank 0's node have none. Cost: per node a connection and ROUNDS round trips, one node after the other.
 """
@@ -25,12 +25,12 @@ ROUNDS = 32
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """What to add to a time of this rank to have it on rank 0's clock, in nanoseconds.
+    """The nanoseconds to add to a time of this rank to have it on rank 0's clock.
 
     Attributes:
         offset_ns: the estimate.
-        uncertainty_ns: how far at most it is from the truth at the time of the measurement. Clocks of different hosts
-            drift apart, so times long before are less certain.
+        uncertainty_ns: the largest possible error of the estimate at the time of the measurement. Clocks of different
+            hosts drift apart, so it is larger for times long before.
         measured_ns: when it was measured, on rank 0's clock.
         measurement: the same on all ranks that measured together.
     """
@@ -109,5 +109,5 @@ def _answer(group: ProcessGroup, leader: int, clock: Callable[[], int]) -> None:
 
 
 def _pair(group: ProcessGroup, leader: int) -> ProcessGroup:
-    """A group of its own, so that nothing else that the two send stands in the way, nor can be taken for an answer."""
+    """A group of its own, so that nothing else that the two send delays an answer or is mistaken for one."""
     return group.subgroup(f"clock-{leader}", [0, leader], group.timeout)

@@ -1,8 +1,8 @@
-"""What is written down while training goes on: a record per synchronising step, and the labels of operations.
+"""Records training as it runs: one record per synchronising step, and the labels of operations.
 
-Beside the data path. ``step.py`` writes into rings of fixed size and adds up totals; the engine keeps its own ring of
-spans. Clock: CLOCK_MONOTONIC in nanoseconds, the same on both sides. It is always on, so nothing here takes more than
-a few microseconds per step: what can be computed from the records is computed when somebody asks.
+Beside the data path. The step writes into rings of fixed size and adds up totals; the engine keeps its own ring of
+spans. Clock: CLOCK_MONOTONIC in nanoseconds, the same on both sides. Recording is always on, so nothing here takes more
+than a few microseconds per step: what can be derived from the records is computed when it is read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bagua.errors import BaguaError
 
 KEPT_STEPS = 4096
 KEPT_LABELS = 16384
-_OUTSIDE_PER_STEP = 3  # a forward's hook, and the two of an optimizer's step
+_HOOKS_PER_STEP = 3  # a forward's hook, and the two of an optimizer's step
 _COMPUTE_PER_STEP = 2  # a forward, and a backward that is local; steps that accumulate have more, of fewer steps
 
 
@@ -33,10 +33,10 @@ class StepRecord:
         begin_ns: autograd reached the model's output: backward's computation began.
         wait_ns: backward's computation had ended; from here on communication was exposed.
         end_ns: all gradients were synchronised and ``backward()`` returned.
-        outside_ns: time that the optimizer's steps after the backward before, and the forwards before this one, spent
-            in the algorithm, exchanging weights mostly, and on broadcasting buffers.
-        bytes_sent: payload of the model's operations that have ended since the step before.
-        network_bytes_sent: of them those that went over a network, not through shared memory.
+        hooks_ns: exposed communication in the hooks since the previous backward: in optimizer steps and forwards, where
+            weights are exchanged and buffers broadcast.
+        bytes_sent: payload of the model's operations that have ended since the previous step.
+        network_bytes_sent: the part of it that went over a network, not through shared memory.
         num_buckets: messages, one per bucket.
     """
 
@@ -44,20 +44,25 @@ class StepRecord:
     begin_ns: int
     wait_ns: int
     end_ns: int
-    outside_ns: int
+    hooks_ns: int
     bytes_sent: int
     network_bytes_sent: int
     num_buckets: int
 
     @property
     def exposed_ns(self) -> int:
-        """Time since the end of the backward before in which this rank did nothing but wait for communication."""
-        return self.end_ns - self.wait_ns + self.outside_ns
+        """Time since the end of the previous backward in which this rank did nothing but wait for communication."""
+        return self.end_ns - self.wait_ns + self.hooks_ns
+
+    @property
+    def outside_ns(self) -> int:
+        """The same as ``hooks_ns``."""
+        return self.hooks_ns
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
-    """Time in a hook outside backward, which counts as exposed communication.
+class ExposedHook:
+    """Exposed communication in a hook of the forward or of the optimizer.
 
     ``hook`` is before_forward, before_optimizer_step or after_optimizer_step.
     """
@@ -69,7 +74,7 @@ class Outside:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Computation beside synchronising backwards: ``what`` is forward, or local backward, inside no_sync."""
+    """Computation other than a synchronising backward: ``what`` is forward, or local backward (inside no_sync)."""
 
     what: str
     begin_ns: int
@@ -81,13 +86,13 @@ class Failure:
     """What ended the training of this rank.
 
     Attributes:
-        where: "backward", the hook, as ``Outside`` has it, or "computation" where bagua looked and found the failure.
-        step: its index, as a StepRecord would have it.
-        begin_ns: of the backward; of a hook, that of the wait.
+        where: "backward", the name of a hook as in ``ExposedHook``, or "computation" if it was found between the two.
+        step: the index that the StepRecord would have had.
+        begin_ns: of the backward; equal to wait_ns for a hook.
         wait_ns: from here on the rank waited.
         end_ns: when it raised.
         error: kind and message.
-        rank: who is to blame, as far as is known.
+        rank: the rank to blame, if known.
     """
 
     where: str
@@ -104,10 +109,10 @@ class Span:
     """One interval of the engine's worker thread: ``kind`` is queued, operation, encode, wire, decode or reduce.
 
     Attributes:
-        bytes: of the tensor for an operation, of the part or message for the others.
+        bytes: of the tensor for an operation, of the chunk or message for the others.
         group: name of the group whose engine it was.
         ticket: counts the operations of that engine; the same operation has the same one on all ranks.
-        waits_for_some: of an operation: its rank waited for its neighbours only, as on a ring.
+        waits_for_some: for an operation: its rank waited for its neighbours only, as on a ring.
     """
 
     label: str
@@ -121,7 +126,7 @@ class Span:
 
 
 class Operation(Protocol):
-    """What the recorder needs of the core's Work: ``sent`` is (bytes, of them over a network), None until it ends."""
+    """The part of the core's Work that is used: ``sent`` is (bytes, bytes over a network), None until it ends."""
 
     @property
     def ticket(self) -> int: ...
@@ -131,7 +136,7 @@ class Operation(Protocol):
 
 
 class _Ring:
-    """The last `capacity` records of so many integers each. All of its memory is taken at once, and never more."""
+    """The last `capacity` records, of `num_fields` integers each. Its memory is allocated once and never grows."""
 
     def __init__(self, capacity: int, num_fields: int) -> None:
         self._record = struct.Struct(f"={1 + num_fields}q")  # the first one is the record's number, from 1
@@ -139,18 +144,18 @@ class _Ring:
         self._count = 0
 
     def add(self, *values: int) -> None:
-        """Overwrites the oldest record where all places are taken."""
-        place = self._count % self._capacity * self._record.size
+        """Append a record; overwrites the oldest one when the ring is full."""
+        offset = self._count % self._capacity * self._record.size
         self._count += 1
-        self._record.pack_into(self._memory, place, self._count, *values)
+        self._record.pack_into(self._memory, offset, self._count, *values)
 
     def newest_first(self) -> Iterator[tuple[int, ...]]:
-        """Those that are there now."""
+        """A snapshot, newest first."""
         count, memory = self._count, bytes(self._memory)
         numbers = range(count, max(count - self._capacity, 0), -1)
-        places = ((number - 1) % self._capacity * self._record.size for number in numbers)
-        records = map(self._record.unpack_from, itertools.repeat(memory), places)
-        # The others were overwritten, or not written yet, when the memory was copied.
+        offsets = ((number - 1) % self._capacity * self._record.size for number in numbers)
+        records = map(self._record.unpack_from, itertools.repeat(memory), offsets)
+        # Records with another number were overwritten, or not written yet, when the memory was copied.
         return (record[1:] for number, record in zip(numbers, records, strict=True) if record[0] == number)
 
     def records(self) -> list[tuple[int, ...]]:
@@ -159,24 +164,24 @@ class _Ring:
 
 
 class _Names(dict[str, int]):
-    """Numbers for the names of hooks, groups and labels, which are few."""
+    """Numbers the names of hooks, groups and labels, of which there are few."""
 
     def __missing__(self, name: str) -> int:
         return self.setdefault(name, len(self))
 
-    def spelled(self) -> list[str]:
-        """By number."""
+    def by_number(self) -> list[str]:
+        """The names, in the order of their numbers."""
         return list(self)
 
 
 class Checked(Protocol):
-    """What the recorder needs of a ProcessGroup."""
+    """The part of a ProcessGroup that is used."""
 
     def check(self) -> None: ...
 
 
 class _Hook:
-    """Entered several times per step, so it is no generator."""
+    """The context manager of Recorder.hook. A class, because a generator would take longer, several times per step."""
 
     __slots__ = ("_begin_ns", "_name", "_recorder")
 
@@ -188,7 +193,7 @@ class _Hook:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if error is None:
-            self._recorder.add_outside(self._name, self._begin_ns, time.monotonic_ns())
+            self._recorder.add_exposed_hook(self._name, self._begin_ns, time.monotonic_ns())
         elif isinstance(error, BaguaError):
             self._recorder.add_failure(self._name, self._begin_ns, self._begin_ns, error)
 
@@ -196,30 +201,30 @@ class _Hook:
 class Recorder:
     """Written by the step, read by ``model.bagua.timeline()``; memory is constant.
 
-    Any thread may read: each read is of one container, by one call that does not let other threads in between.
+    Any thread may read: each read copies one container in a single atomic step.
     """
 
     def __init__(self) -> None:
         self._names = _Names()
         self._steps = _Ring(KEPT_STEPS, len(dataclasses.fields(StepRecord)))
-        self._outside = _Ring(_OUTSIDE_PER_STEP * KEPT_STEPS, 3)  # name of the hook, begin, end
+        self._exposed_hooks = _Ring(_HOOKS_PER_STEP * KEPT_STEPS, 3)  # name of the hook, begin, end
         self._compute = _Ring(_COMPUTE_PER_STEP * KEPT_STEPS, 3)
         self._labels = _Ring(KEPT_LABELS, 4)  # names of group and label, ticket, whether it is a bucket's
-        self._uncounted: deque[Operation] = deque(maxlen=KEPT_LABELS)  # what they have sent is not in a step yet
+        self._uncounted: deque[Operation] = deque(maxlen=KEPT_LABELS)  # their bytes are not in a step's record yet
         self._failure: Failure | None = None
         self._num_steps = 0
         self._exposed_ns = 0
         self._bytes_sent = 0
         self._network_bytes_sent = 0
-        self._outside_ns = 0
+        self._hooks_ns = 0
 
-    def add_outside(self, hook: str, begin_ns: int, end_ns: int) -> None:
-        """Counts time outside backward towards the step that follows."""
-        self._outside.add(self._names[hook], begin_ns, end_ns)
-        self._outside_ns += end_ns - begin_ns
+    def add_exposed_hook(self, hook: str, begin_ns: int, end_ns: int) -> None:
+        """Adds the time in a hook to the next step's record."""
+        self._exposed_hooks.add(self._names[hook], begin_ns, end_ns)
+        self._hooks_ns += end_ns - begin_ns
 
     def add_compute(self, what: str, begin_ns: int, end_ns: int) -> None:
-        """As ``Compute``."""
+        """Records a ``Compute``."""
         self._compute.add(self._names[what], begin_ns, end_ns)
 
     def add_work(self, group: str, work: Operation, label: str, is_bucket: bool = True) -> None:
@@ -230,16 +235,16 @@ class Recorder:
     def add_step(self, begin_ns: int, wait_ns: int, end_ns: int, num_buckets: int) -> None:
         """Records a complete step."""
         sent, over_network = self._count_sent()
-        outside_ns = self._outside_ns
-        self._steps.add(self._num_steps, begin_ns, wait_ns, end_ns, outside_ns, sent, over_network, num_buckets)
+        hooks_ns = self._hooks_ns
+        self._steps.add(self._num_steps, begin_ns, wait_ns, end_ns, hooks_ns, sent, over_network, num_buckets)
         self._num_steps += 1
-        self._exposed_ns += end_ns - wait_ns + outside_ns
+        self._exposed_ns += end_ns - wait_ns + hooks_ns
         self._bytes_sent += sent
         self._network_bytes_sent += over_network
-        self._outside_ns = 0
+        self._hooks_ns = 0
 
     def _count_sent(self) -> tuple[int, int]:
-        """What the operations that have ended have sent, in all and over a network; the others stay for later."""
+        """Bytes that ended operations have sent, in all and over a network; the others are counted later."""
         sent = over_network = 0
         for _ in range(len(self._uncounted)):
             work = self._uncounted.popleft()
@@ -251,11 +256,11 @@ class Recorder:
         return sent, over_network
 
     def hook(self, name: str) -> _Hook:
-        """Around a hook: counts the time inside as ``add_outside``, or records that it failed."""
+        """A context manager around a hook: records the time inside, as add_exposed_hook, or that the hook failed."""
         return _Hook(self, name)
 
     def check(self, group: Checked) -> None:
-        """Raises what the group has failed with meanwhile, after recording it."""
+        """Raises the group's failure, if it has failed meanwhile, after recording it."""
         try:
             group.check()
         except BaguaError as error:
@@ -264,7 +269,7 @@ class Recorder:
             raise
 
     def add_failure(self, where: str, begin_ns: int, wait_ns: int, error: BaguaError) -> None:
-        """Records what this rank raises now; what fails after the first failure follows from it."""
+        """Records the error that this rank raises now. Only the first is kept: later ones are its consequences."""
         if self._failure is None:
             message = f"{type(error).__name__}: {error}"
             times = (begin_ns, wait_ns, time.monotonic_ns())
@@ -275,14 +280,14 @@ class Recorder:
         records = list(itertools.islice(self._steps.newest_first(), last))
         return tuple(StepRecord(*record) for record in reversed(records))
 
-    def outside(self) -> tuple[Outside, ...]:
-        """The hooks outside backward of about as many steps, oldest first."""
-        records, names = self._outside.records(), self._names.spelled()
-        return tuple(Outside(names[hook], begin_ns, end_ns) for hook, begin_ns, end_ns in records)
+    def exposed_hooks(self) -> tuple[ExposedHook, ...]:
+        """The exposed communication in hooks, of the same steps about, oldest first."""
+        records, names = self._exposed_hooks.records(), self._names.by_number()
+        return tuple(ExposedHook(names[hook], begin_ns, end_ns) for hook, begin_ns, end_ns in records)
 
     def compute(self) -> tuple[Compute, ...]:
-        """The forwards and local backwards of about as many steps, oldest first."""
-        records, names = self._compute.records(), self._names.spelled()
+        """The forwards and local backwards of the same steps about, oldest first."""
+        records, names = self._compute.records(), self._names.by_number()
         return tuple(Compute(names[what], begin_ns, end_ns) for what, begin_ns, end_ns in records)
 
     def failure(self) -> Failure | None:
@@ -290,9 +295,9 @@ class Recorder:
         return self._failure
 
     def spans(self, events: Iterable[tuple[str, Any]]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """``events``, the engines' by group, under their labels: those of buckets, and the others of this model.
+        """The engines' ``events``, each with its group's name, as spans of this model: those of buckets, and the others.
 
-        Those of other models and of users are left out.
+        Operations of other models and of the user's own calls are not in it.
         """
         events = tuple(events)
         labels = self._labels_of({(group, event.ticket) for group, event in events})
@@ -302,15 +307,15 @@ class Recorder:
             named = labels.get((group, event.ticket))
             if named is not None:
                 label, is_bucket = named
-                place = (group, event.ticket, event.waits_for_some)
-                span = Span(label, event.kind, event.begin_ns, event.end_ns, event.bytes, *place)
+                operation = (group, event.ticket, event.waits_for_some)
+                span = Span(label, event.kind, event.begin_ns, event.end_ns, event.bytes, *operation)
                 (of_buckets if is_bucket else others).append(span)
         return tuple(of_buckets), tuple(others)
 
     def _labels_of(self, operations: set[tuple[str, int]]) -> dict[tuple[str, int], tuple[str, bool]]:
-        """By group and ticket: the label, and whether it is a bucket's; the last ones are found without a long look."""
+        """By group and ticket: the label, and whether it is a bucket's. Searches from the newest, which is asked most."""
         found: dict[tuple[str, int], tuple[str, bool]] = {}
-        records, names = self._labels.newest_first(), self._names.spelled()
+        records, names = self._labels.newest_first(), self._names.by_number()
         for group, label, ticket, of_bucket in records:
             if len(found) == len(operations):
                 break

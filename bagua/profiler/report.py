@@ -1,7 +1,7 @@
-"""`bagua timeline`: lays the traces of several ranks side by side, and says in words what they show.
+"""`bagua timeline`: merges the traces of several ranks, and summarises in words what they show.
 
 Beside the data path: files of ``model.bagua.save_timeline`` -> **one trace, one text**. Times in the files are on rank
-0's clock already; here it is checked that they come from one measurement.
+0's clock already; this file checks that they come from one measurement.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 from bagua.errors import InvalidArgument
 from bagua.profiler import chrome_trace
-from bagua.profiler.stragglers import Arrival, Latecomer, caused_ns, latecomers, straggler
-from bagua.profiler.trace_file import DRIFT, LANES_OF_OPERATIONS, MERGED, RankTrace
+from bagua.profiler.rank_trace import DRIFT, MERGED, OPERATION_TRACKS, RankTrace
+from bagua.profiler.stragglers import Arrival, Straggler, caused_ns, persistent_straggler, stragglers
 
 __all__ = ["load", "main", "merge", "report"]
 
@@ -31,7 +31,8 @@ def load(paths: Sequence[str | Path]) -> list[RankTrace]:
     """The files of ranks that belong together, by rank.
 
     Raises:
-        InvalidArgument: a file is no timeline; two are of one rank, of two groups, or on clocks that do not compare.
+        InvalidArgument: a file is not a timeline; two are of one rank, of two groups, or on clocks that were not
+            compared.
     """
     ranks = sorted((RankTrace.load(path) for path in paths), key=lambda one: one.rank)
     for one, other in itertools.pairwise(ranks):
@@ -40,27 +41,27 @@ def load(paths: Sequence[str | Path]) -> list[RankTrace]:
         for name in ("group", "world_size"):
             if one.about[name] != other.about[name]:
                 raise InvalidArgument(
-                    f"{one.path} and {other.path} are not of one group: {name} is {one.about[name]!r} and "
+                    f"{one.path} and {other.path} are of different groups: {name} is {one.about[name]!r} and "
                     f"{other.about[name]!r}; name the files of one call of model.bagua.save_timeline(folder)"
                 )
         if one.clock != other.clock:
             raise InvalidArgument(
-                f"{one.path} and {other.path} are not on one clock: they were not saved together; call "
+                f"{one.path} and {other.path} are on different clocks: they were not saved together; call "
                 "model.bagua.save_timeline(folder) on all ranks and name the files of that call"
             )
     return ranks
 
 
 def merge(ranks: Sequence[RankTrace]) -> dict[str, Any]:
-    """One trace with a process per rank; operations say who came last, and how long another one waited."""
-    late = {latecomer.operation: latecomer for latecomer in latecomers(_arrivals(ranks))}
+    """One trace with a process per rank; operations have the rank that came last, and how long others waited for it."""
+    found = {straggler.operation: straggler for straggler in stragglers(_arrivals(ranks))}
     events = []
     for one in ranks:
         for event in one.events:
-            latecomer = late.get(_operation_of(event))
-            if latecomer is not None:
-                told = {"last_rank": latecomer.rank, "waited_for_it_us": latecomer.waited_ns / 1e3}
-                event = {**event, "args": {**event["args"], **told}}
+            straggler = found.get(_operation_of(event))
+            if straggler is not None:
+                last = {"last_rank": straggler.rank, "waited_for_it_us": straggler.waited_ns / 1e3}
+                event = {**event, "args": {**event["args"], **last}}
             events.append(event)
     about = {"format": MERGED, "ranks": [one.about for one in ranks]}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
@@ -68,13 +69,13 @@ def merge(ranks: Sequence[RankTrace]) -> dict[str, Any]:
 
 def _operation_of(event: dict[str, Any]) -> tuple[str, int] | None:
     """What identifies an operation on all ranks; None for other events."""
-    if event.get("cat") not in LANES_OF_OPERATIONS:
+    if event.get("cat") not in OPERATION_TRACKS:
         return None
     return event["args"].get("group"), event["args"].get("ticket")
 
 
 def _times_ns(event: dict[str, Any]) -> tuple[int, int]:
-    """Begin and end of a slice; rounded, because the file has microseconds as doubles."""
+    """Begin and end of a slice; rounded, because the file has microseconds as floating-point numbers."""
     begin_ns = round(event["ts"] * 1e3)
     return begin_ns, begin_ns + round(event["dur"] * 1e3)
 
@@ -90,13 +91,13 @@ def _arrivals(ranks: Sequence[RankTrace]) -> list[Arrival]:
             (one.about["boot_id"], one.about["clock"].get("offset_ns")),
         )
         for one in ranks
-        for lane in LANES_OF_OPERATIONS
-        for event in one.slices(lane)
+        for track in OPERATION_TRACKS
+        for event in one.slices(track)
     ]
 
 
 def _among_some(arrivals: Sequence[Arrival]) -> set[Any]:
-    """Operations in which a rank waits for its neighbours only; under a hierarchical one the nodes' leaders do."""
+    """Operations in which a rank waits for its neighbours only; in a hierarchical one, a leader for other leaders."""
     return {arrival.operation for arrival in arrivals if arrival.waits_for_some}
 
 
@@ -135,8 +136,8 @@ def _failure_lines(one: RankTrace) -> list[str]:
 
 
 def _table_of_ranks(ranks: Sequence[RankTrace]) -> list[str]:
-    """Totals and means over all steps: the median of an algorithm that exchanges every eighth step would be that of
-    the others. A step's length is the median of those in the files, so that pauses between steps do not count."""
+    """Totals, and means over all steps: with an algorithm that communicates in every eighth step only, a median would
+    show the others. The length of a step is the median of those in the files, so that pauses do not count."""
     lines = [
         "rank  host                 steps  step p50 ms  exposed ms/step  exposed total s  "
         "sent MB  sent MB/step  network MB/step"
@@ -149,13 +150,13 @@ def _table_of_ranks(ranks: Sequence[RankTrace]) -> list[str]:
         exposed = f"{1e3 * totals['exposed_s'] / num_steps:15.3f}  {totals['exposed_s']:15.3f}"
         sent = f"{totals['bytes_sent'] / 1e6:7.2f}  {totals['bytes_sent'] / 1e6 / num_steps:12.3f}"
         over_network = f"{totals['network_bytes_sent'] / 1e6 / num_steps:15.3f}"
-        place = f"{one.rank:4d}  {one.about['host'][:20]:<20} {totals['steps']:5d}"
-        lines.append(f"{place}  {_median(apart):>11}  {exposed}  {sent}  {over_network}")
+        rank = f"{one.rank:4d}  {one.about['host'][:20]:<20} {totals['steps']:5d}"
+        lines.append(f"{rank}  {_median(apart):>11}  {exposed}  {sent}  {over_network}")
     return lines
 
 
 def _covered_steps(ranks: Sequence[RankTrace]) -> list[str]:
-    """Which steps the operations are of, where the engines have dropped those of the first ones."""
+    """Which steps the operations belong to, where the engines have dropped those of earlier steps."""
     if all(math.isinf(one.operations_since_us) for one in ranks):
         return []
     kept = [
@@ -178,54 +179,54 @@ def _straggler_lines(ranks: Sequence[RankTrace]) -> list[str]:
     if len(ranks) < max(2, ranks[0].about["world_size"]):
         return ["straggler        unknown: name the files of all ranks"]
     arrivals = _arrivals(ranks)
-    found = latecomers(arrivals)
+    found = stragglers(arrivals)
     if not arrivals:
         return ["straggler        unknown: the files hold no operations"]
     among_some = _among_some(arrivals)
     num_operations = len({arrival.operation for arrival in arrivals} - among_some)
-    untold = f"not told for {len(among_some)} operations, whose ranks wait for their neighbours only"
+    unknown = f"not known for {len(among_some)} operations, whose ranks wait for their neighbours only"
     if not num_operations:
-        return [f"straggler        {untold}"]
+        return [f"straggler        {unknown}"]
     in_background = all(group != ranks[0].about["group"] for (group, _) in {one.operation for one in arrivals})
     caused = caused_ns(found, [one.rank for one in ranks])
     times = [arrival.begin_ns for arrival in arrivals]
-    rank = straggler(caused, max(times) - min(times))
+    rank = persistent_straggler(caused, max(times) - min(times))
     lines = [f"straggler        {'none stands out' if rank is None else f'rank {rank}: the others wait for it'}"]
     if in_background:
         lines.append("                 (operations in the background: no step waits for them)")
     if among_some:
-        lines.append(f"                 ({untold})")
+        lines.append(f"                 ({unknown})")
     for one in ranks:
-        own = [latecomer.waited_ns for latecomer in found if latecomer.rank == one.rank]
+        own = [straggler.waited_ns for straggler in found if straggler.rank == one.rank]
         waited = f"{caused[one.rank] / 1e6:.2f} ms for it, at one {max(own, default=0) / 1e6:.2f} ms"
         came_last = f"rank {one.rank} came last at {len(own)} of {num_operations} operations"
         lines.append(f"                 {came_last}; the others waited {waited}")
     by_step = _by_step(ranks, found)
-    for (index, late), late_ns in sorted(by_step.items(), key=lambda item: -item[1])[:_SHOWN_STEPS]:
-        lines.append(f"                 step {index}: {late_ns / 1e6:.2f} ms for rank {late}")
+    for (index, rank), waited_ns in sorted(by_step.items(), key=lambda item: -item[1])[:_SHOWN_STEPS]:
+        lines.append(f"                 step {index}: {waited_ns / 1e6:.2f} ms for rank {rank}")
     return lines
 
 
-def _by_step(ranks: Sequence[RankTrace], found: Sequence[Latecomer]) -> dict[tuple[int, int], int]:
-    """Nanoseconds by step, of the late rank, and that rank."""
+def _by_step(ranks: Sequence[RankTrace], found: Sequence[Straggler]) -> dict[tuple[int, int], int]:
+    """Nanoseconds that others waited for a rank, by (step of that rank, rank)."""
     waited: dict[tuple[int, int], int] = {}
     steps = {
         one.rank: [(*_times_ns(step), step["args"]["index"]) for step in one.slices(chrome_trace.STEPS)]
         for one in ranks
     }
-    for latecomer in found:
-        of_rank = steps[latecomer.rank]
-        place = bisect.bisect_right(of_rank, latecomer.begin_ns, key=lambda step: step[0]) - 1
-        if place >= 0 and latecomer.begin_ns <= of_rank[place][1]:
-            key = (of_rank[place][2], latecomer.rank)
-            waited[key] = waited.get(key, 0) + latecomer.waited_ns
+    for straggler in found:
+        of_rank = steps[straggler.rank]
+        index = bisect.bisect_right(of_rank, straggler.begin_ns, key=lambda step: step[0]) - 1
+        if index >= 0 and straggler.begin_ns <= of_rank[index][1]:
+            key = (of_rank[index][2], straggler.rank)
+            waited[key] = waited.get(key, 0) + straggler.waited_ns
     return waited
 
 
 def _slowest_bucket(ranks: Sequence[RankTrace]) -> list[str]:
-    """By the median duration of its operations, since the last rank came: what is left is its own doing.
+    """By the median duration of its operations after the last rank has come, which leaves what the bucket itself takes.
 
-    Where ranks wait for their neighbours only, since each rank itself came.
+    Where ranks wait for their neighbours only, after each rank itself has come.
     """
     if len(ranks) < ranks[0].about["world_size"]:
         return ["slowest bucket   unknown: name the files of all ranks, for which an operation may have waited"]

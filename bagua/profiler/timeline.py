@@ -1,6 +1,6 @@
-"""What happened when on one rank: a snapshot of the records, and the trace that it makes.
+"""Timeline: a snapshot of one rank's records, for ``model.bagua.timeline()``, which can be saved as a trace.
 
-Beside the data path. ``bagua timeline`` (report.py) lays the files of several ranks side by side.
+Beside the data path. ``bagua timeline`` (report.py) merges the files of several ranks.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 from bagua.profiler import chrome_trace
 from bagua.profiler.clock_sync import ClockOffset
-from bagua.profiler.recorder import Compute, Failure, Outside, Recorder, Span, StepRecord
+from bagua.profiler.recorder import Compute, ExposedHook, Failure, Recorder, Span, StepRecord
 
-__all__ = ["Compute", "Failure", "Outside", "Recorder", "Span", "StepRecord", "Timeline", "snapshot"]
+__all__ = ["Compute", "Failure", "ExposedHook", "Recorder", "Span", "StepRecord", "Timeline", "snapshot"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +26,17 @@ class Timeline:
 
     Attributes:
         steps: the last 4096, oldest first.
-        spans: of the last 4096 operations that each group's engine keeps, and of their last 65536 parts, those of this
-            model.
+        spans: those of this model, of the last 4096 operations that each group's engine keeps and their last 65536
+            parts.
         totals: what ``summary`` returns.
-        outside: hooks around forwards and optimizer steps.
+        exposed_hooks: exposed communication in the hooks of forwards and optimizer steps.
         compute: forwards, and backwards inside no_sync.
         coordination: spans of the ranks' small messages beside the buckets: "ready order", "buffers", "used
             parameters", "finite gradients".
         place: where it was recorded: rank, world_size, group, algorithm, host, boot_id and pid.
-        kept_since_ns: by group, of operations and of parts: the spans lack none of the operations that began later, and
-            none of the parts of such; 0 where none was dropped.
-        failure: what ended the training of this rank, None while nothing has.
+        kept_since_ns: by group, for operations and for parts: ``spans`` has all operations that began later, and all
+            parts of such; 0 where none was dropped.
+        failure: what ended the training of this rank; None if nothing did.
 
     Example:
         >>> model.bagua.timeline().summary()
@@ -48,26 +48,31 @@ class Timeline:
     steps: tuple[StepRecord, ...]
     spans: tuple[Span, ...]
     totals: dict[str, Any]
-    outside: tuple[Outside, ...]
+    exposed_hooks: tuple[ExposedHook, ...]
     compute: tuple[Compute, ...]
     coordination: tuple[Span, ...]
     place: dict[str, Any]
     kept_since_ns: dict[str, tuple[int, int]]
     failure: Failure | None = None
 
+    @property
+    def outside(self) -> tuple[ExposedHook, ...]:
+        """The same as ``exposed_hooks``."""
+        return self.exposed_hooks
+
     def summary(self) -> dict[str, Any]:
         """Totals from when the model was wrapped to the end of its last backward.
 
-        They are: steps, exposed_s (seconds), bytes_sent and network_bytes_sent (of them those that went over a network,
-        not through shared memory), of this model's operations, and buckets by label.
+        They are: steps, exposed_s (seconds), bytes_sent and network_bytes_sent (the part that went over a network, not
+        through shared memory) of this model's operations, and buckets by label.
         """
         return dict(self.totals)
 
     def save(self, path: str | Path, clock: ClockOffset | None = None) -> None:
-        """Writes this rank's trace, a JSON file that Perfetto and chrome://tracing open; folders are made.
+        """Writes this rank's trace, a JSON file that Perfetto and chrome://tracing open; creates folders.
 
-        Without ``clock`` times stay on this host's clock; then `bagua timeline` can merge the files of ranks of one
-        host only. ``model.bagua.save_timeline(folder)`` measures it and saves all ranks.
+        Without ``clock`` times stay on this host's clock, and `bagua timeline` can merge files of one host only.
+        ``model.bagua.save_timeline(folder)`` measures it and saves all ranks.
 
         Args:
             path: of the file.
@@ -80,9 +85,9 @@ class Timeline:
         if clock is not None:
             offset = dataclasses.asdict(clock)
         about = {**self.place, "clock": offset, "totals": self.totals}
-        marks = (self.steps, self.outside, self.compute)
+        records = (self.steps, self.exposed_hooks, self.compute)
         chrome_trace.write(
-            path, chrome_trace.document(marks, self.spans, self.coordination, self.kept_since_ns, self.failure, about)
+            path, chrome_trace.document(records, self.spans, self.coordination, self.kept_since_ns, self.failure, about)
         )
 
 
@@ -93,10 +98,10 @@ def snapshot(
     buckets: Sequence[Any],
     place: dict[str, Any],
 ) -> Timeline:
-    """What is known now.
+    """The timeline up to now.
 
     Args:
-        events: the engines', each with its group's name.
+        events: of the groups' engines, each with its group's name.
         kept_since_ns: as in Timeline.
         buckets: as they are laid out now.
         place: rank, world_size, group and algorithm.
@@ -109,7 +114,7 @@ def snapshot(
         recorder.steps(),
         spans,
         totals,
-        recorder.outside(),
+        recorder.exposed_hooks(),
         recorder.compute(),
         coordination,
         place,

@@ -98,7 +98,7 @@ def check_bad_parts(rank, world_size):
     group = bagua.get_default_group()
     tensor = torch.ones(10)
     for parts, what in (
-        ([(0, torch.ones(4)), (3, torch.ones(2))], "from element 3 on, behind one that ends at 4"),
+        ([(0, torch.ones(4)), (3, torch.ones(2))], "at offset 3, after one that ends at 4"),
         ([(8, torch.ones(3))], "a part of 3 .* in a tensor of 10"),
         ([(0, torch.ones(3, dtype=torch.float64))], "torch.float64"),
     ):

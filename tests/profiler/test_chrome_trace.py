@@ -1,4 +1,4 @@
-"""The trace of one rank: valid JSON with every lane, times that fit together, bytes that add up."""
+"""The trace of one rank: valid JSON with every track, times that fit together, bytes that add up."""
 
 import contextlib
 import itertools
@@ -23,30 +23,30 @@ from tests.meeting import meet
 from tests.profiler.training import train
 
 
-def slices(content, lane):
+def slices(content, track):
     """(name, begin, end, args) in nanoseconds, as the recorder had them: the file rounds microseconds to doubles."""
     found = []
     for event in content["traceEvents"]:
-        if event["ph"] == "X" and event["cat"] == lane:
+        if event["ph"] == "X" and event["cat"] == track:
             begin_ns = round(event["ts"] * 1e3)
             found.append((event["name"], begin_ns, begin_ns + round(event["dur"] * 1e3), event["args"]))
     return found
 
 
-def check_nesting(content, lane):
+def check_nesting(content, track):
     """Slices of one thread are nested or apart: else viewers draw them wrongly."""
     open_until = []
-    for begin_ns, negative_end_ns in sorted((begin_ns, -end_ns) for _, begin_ns, end_ns, _ in slices(content, lane)):
+    for begin_ns, negative_end_ns in sorted((begin_ns, -end_ns) for _, begin_ns, end_ns, _ in slices(content, track)):
         while open_until and open_until[-1] <= begin_ns:
             open_until.pop()
         assert not open_until or -negative_end_ns <= open_until[-1]
         open_until.append(-negative_end_ns)
 
 
-def test_the_page_on_timelines_explains_every_lane():
+def test_the_page_on_timelines_explains_every_track():
     page = (Path(__file__).resolve().parents[2] / "docs/timeline.md").read_text()
     assert [
-        lane for lane in chrome_trace.LANES if not re.search(rf"^\|.*`{re.escape(lane)}`.*\|", page, re.MULTILINE)
+        track for track in chrome_trace.TRACKS if not re.search(rf"^\|.*`{re.escape(track)}`.*\|", page, re.MULTILINE)
     ] == []
 
 
@@ -71,18 +71,18 @@ def test_the_trace_of_a_rank(pool2, tmp_path, algorithm):
     assert about["failure"] is None
 
     names = {event["tid"]: event["args"]["name"] for event in content["traceEvents"] if event["name"] == "thread_name"}
-    assert list(names.values()) == list(chrome_trace.LANES)
+    assert list(names.values()) == list(chrome_trace.TRACKS)
     filled = {event["cat"] for event in content["traceEvents"] if event["ph"] != "M"}
-    expected = set(chrome_trace.LANES) if algorithm == "bytegrad" else set(chrome_trace.LANES) - {chrome_trace.ENCODE}
+    expected = set(chrome_trace.TRACKS) if algorithm == "bytegrad" else set(chrome_trace.TRACKS) - {chrome_trace.ENCODE}
     assert expected - filled <= {chrome_trace.DECODE}, "small tensors at full precision are summed without a span"
-    for lane in chrome_trace.LANES:
-        check_nesting(content, lane)
+    for track in chrome_trace.TRACKS:
+        check_nesting(content, track)
 
     steps = slices(content, chrome_trace.STEPS)
     assert [name for name, *_ in steps] == [f"step {index}" for index in range(4)]
-    for lane in (chrome_trace.OPERATIONS, chrome_trace.WAITS):
-        for name, begin, end, _ in slices(content, lane):
-            assert any(first <= begin and end <= last for _, first, last, _ in steps), f"{lane}: {name}"
+    for track in (chrome_trace.OPERATIONS, chrome_trace.WAITS):
+        for name, begin, end, _ in slices(content, track):
+            assert any(first <= begin and end <= last for _, first, last, _ in steps), f"{track}: {name}"
     ready = [event for event in content["traceEvents"] if event.get("cat") == chrome_trace.READY]
     assert (
         len(ready) == len(slices(content, chrome_trace.OPERATIONS)) == sum(step.num_buckets for step in timeline.steps)
@@ -172,7 +172,7 @@ def contents(pool2, tmp_path_factory):
 
 @pytest.mark.parametrize("algorithm", EXCHANGES)
 def test_the_waits_inside_a_step_add_up_to_what_it_exposed(contents, algorithm):
-    steps, waits = (slices(contents[algorithm], lane) for lane in (chrome_trace.STEPS, chrome_trace.WAITS))
+    steps, waits = (slices(contents[algorithm], track) for track in (chrome_trace.STEPS, chrome_trace.WAITS))
     for name, begin, end, args in steps:
         inside = [(wait, until - since) for wait, since, until, _ in waits if begin <= since and until <= end]
         assert sum(ns for _, ns in inside) == pytest.approx(args["exposed_us"] * 1e3, abs=1), name
@@ -193,7 +193,7 @@ def test_the_step_that_exchanges_is_the_one_that_waits(contents):
     assert min(exposed_us[1], exposed_us[3]) > max(exposed_us[0], exposed_us[2])
 
 
-def test_rounds_in_the_background_have_lanes_of_their_own(contents):
+def test_rounds_in_the_background_have_tracks_of_their_own(contents):
     content = contents["async"]
     names = {event["tid"]: event["args"]["name"] for event in content["traceEvents"] if event["name"] == "thread_name"}
     of_rounds = {name for name in names.values() if name.startswith("operations, ")}
@@ -280,7 +280,7 @@ def _one_rank_cannot_write(rank, world_size, folder):
     with process_group():
         model = train(steps=1)
         place = f"{folder}/free" if rank == 0 else f"{folder}/taken/folder"
-        with pytest.raises(InvalidArgument, match=r"taken/folder/rank1.json: .*; name another place"):
+        with pytest.raises(InvalidArgument, match=r"taken/folder/rank1.json: .*; give another path"):
             model.bagua.save_timeline(place)
         bagua.barrier()
 

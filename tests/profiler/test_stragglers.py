@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from bagua.profiler.stragglers import Arrival, Latecomer, caused_ns, latecomers, straggler
+from bagua.profiler.stragglers import Arrival, Straggler, caused_ns, persistent_straggler, stragglers
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -21,29 +21,29 @@ def test_against_plain_loops(seed):
         for rank in range(4):
             until_ns = ends[operation, rank] if ends[operation, rank] < came_ns else came_ns
             waited_ns = max(waited_ns, until_ns - begins[operation, rank])
-        expected.append(Latecomer(operation, last, came_ns, waited_ns))
-    found = latecomers(arrivals)
-    assert found == sorted(expected, key=lambda latecomer: latecomer.begin_ns)
+        expected.append(Straggler(operation, last, came_ns, waited_ns))
+    found = stragglers(arrivals)
+    assert found == sorted(expected, key=lambda straggler: straggler.begin_ns)
     caused = caused_ns(found, range(5))
     assert caused[4] == 0 and sum(caused.values()) == sum(one.waited_ns for one in expected)
 
 
-def test_what_the_clocks_cannot_tell_is_left_out():
+def test_what_the_clocks_cannot_tell_apart_has_no_straggler():
     first = Arrival("a", 0, 100, 200, 10)
-    assert latecomers([first, Arrival("a", 1, 125, 200, 15)]) == []
-    assert latecomers([first, Arrival("a", 1, 126, 200, 15)]) == [Latecomer("a", 1, 126, 26)]
-    assert latecomers([first]) == []
+    assert stragglers([first, Arrival("a", 1, 125, 200, 15)]) == []
+    assert stragglers([first, Arrival("a", 1, 126, 200, 15)]) == [Straggler("a", 1, 126, 26)]
+    assert stragglers([first]) == []
     one, other = (Arrival("a", rank, 100 + rank, 200, 10, clock="host") for rank in range(2))
-    assert latecomers([one, other]) == [Latecomer("a", 1, 101, 1)], "they read one clock"
+    assert stragglers([one, other]) == [Straggler("a", 1, 101, 1)], "they read one clock"
 
 
 def test_nobody_is_named_where_ranks_wait_for_their_neighbours_only():
     """Of two pairs, rank 0 waits for 1, while 2 and 3 come later together: nobody waits for the last one."""
     times = {0: (0, 52), 1: (50, 52), 2: (59, 61), 3: (60, 61)}
-    assert [one.rank for one in latecomers([Arrival("all", rank, *times[rank]) for rank in times])] == [3]
+    assert [one.rank for one in stragglers([Arrival("all", rank, *times[rank]) for rank in times])] == [3]
     for marked in ({0, 1, 2, 3}, {2}):
         pairs = [Arrival("pairs", rank, *times[rank], waits_for_some=rank in marked) for rank in times]
-        assert latecomers(pairs) == []
+        assert stragglers(pairs) == []
 
 
 @pytest.mark.parametrize(
@@ -58,4 +58,4 @@ def test_nobody_is_named_where_ranks_wait_for_their_neighbours_only():
     ],
 )
 def test_whom_to_name(caused, elapsed_ns, named):
-    assert straggler(caused, elapsed_ns) == named
+    assert persistent_straggler(caused, elapsed_ns) == named

@@ -161,7 +161,7 @@ def test_neighbours_on_a_ring_of_four(pool4, tmp_path, capsys):
     assert cli.main(["timeline", *(f"{tmp_path}/rank{rank}.json" for rank in range(4))]) == 0
     text = capsys.readouterr().out
     num_exchanges = STEPS * len(json.loads((tmp_path / "rank0.json").read_text())["otherData"]["totals"]["buckets"])
-    assert f"(not told for {num_exchanges} operations, whose ranks wait for their neighbours only)" in text
+    assert f"(not known for {num_exchanges} operations, whose ranks wait for their neighbours only)" in text
     assert "straggler        rank 2: the others wait for it" in text
     assert re.search(r"slowest bucket   bucket \d \(.* ms at the median with the wait for neighbours", text)
     merged = report.merge(report.load([tmp_path / f"rank{rank}.json" for rank in range(4)]))
@@ -178,7 +178,7 @@ def test_only_neighbours(files, tmp_path, capsys):
     assert cli.main(["timeline", *(str(edited(path, tmp_path / path.name, mark)) for path in files)]) == 0
     text = capsys.readouterr().out
     assert re.search(
-        r"straggler        not told for \d+ operations, whose ranks wait for their neighbours only\n", text
+        r"straggler        not known for \d+ operations, whose ranks wait for their neighbours only\n", text
     )
 
 
@@ -265,10 +265,10 @@ def test_clocks_that_drift_apart_make_no_straggler(tmp_path, capsys, ppm, is_tol
 NEVER = "0" * 16
 GARBAGE = {
     "no JSON": (b"\xff\xfe\x00", "cannot be read as a timeline"),
-    "no object": ("[1, 2]", "is no timeline of a rank: its otherData.format is None"),
+    "no object": ("[1, 2]", "is not a rank's timeline: its otherData.format is None"),
     "merged": (
         '{"otherData": {"format": "bagua merged timeline 1"}}',
-        "is merged already; name the files of the ranks",
+        "is a merged trace; name the files of the ranks",
     ),
 }
 
@@ -295,7 +295,7 @@ BROKEN = {
     "empty totals": (with_about(totals={}), "otherData.totals.steps is None"),
     "a clock of text": (with_about(clock={"uncertainty_ns": "?"}), "otherData.clock.uncertainty_ns is '?'"),
     "no events": (lambda content: content.update(traceEvents=None), "traceEvents is None"),
-    "an event at no time": (lambda content: content["traceEvents"][-1].update(ts=float("nan")), "is no trace event"),
+    "an event at no time": (lambda content: content["traceEvents"][-1].update(ts=float("nan")), "is not a trace event"),
 }
 
 
@@ -309,7 +309,7 @@ def test_a_file_that_was_changed(files, tmp_path, capsys, case):
 
 
 def _one_of_each(path):
-    """A file of a rank with one event of each kind and lane, and everything that a file can have."""
+    """A file of a rank with one event of each kind and track, and everything that a file can have."""
     content = json.loads(path.read_text())
     kinds = {
         (event["ph"], event.get("cat"), event["name"] if event["ph"] == "M" else ""): event
@@ -382,12 +382,12 @@ def test_files_that_do_not_belong_together(files, tmp_path, capsys):
 
     other = edited(files[1], tmp_path / "other.json", with_about(group="pair"))
     assert cli.main(["timeline", str(files[0]), str(other)]) == 1
-    assert "are not of one group: group is 'world' and 'pair'" in capsys.readouterr().err
+    assert "are of different groups: group is 'world' and 'pair'" in capsys.readouterr().err
 
     clock = {"offset_ns": 0, "uncertainty_ns": 0, "measurement": NEVER}
     other = edited(files[1], tmp_path / "other.json", with_about(clock=clock))
     assert cli.main(["timeline", str(files[0]), str(other)]) == 1
-    assert f"{files[0]} and {other} are not on one clock" in capsys.readouterr().err
+    assert f"{files[0]} and {other} are on different clocks" in capsys.readouterr().err
 
 
 def test_saved_by_each_rank_alone(files, tmp_path, capsys):
@@ -400,7 +400,7 @@ def test_saved_by_each_rank_alone(files, tmp_path, capsys):
     assert "straggler        rank 1" in capsys.readouterr().out
     edited(files[1], other, with_about(clock=clock))
     assert cli.main(["timeline", str(mine), str(other)]) == 1
-    assert "are not on one clock" in capsys.readouterr().err
+    assert "are on different clocks" in capsys.readouterr().err
 
 
 def test_it_cannot_write(files, tmp_path, capsys):

@@ -89,7 +89,7 @@ ORDER = {
         "stragglers": set(),
         "recorder": ERRORS,
         "chrome_trace": ERRORS,
-        "trace_file": ERRORS,
+        "rank_trace": ERRORS,
         "report": ERRORS,
         "clock_sync": CONFIG | GROUP,
         "timeline": ERRORS,

@@ -1,7 +1,7 @@
-"""The file of one rank's timeline, read again: whatever stands in it, it is either sound or refused.
+"""RankTrace: reads the file of one rank's timeline, and refuses one that is damaged.
 
-Beside the data path: file of ``model.bagua.save_timeline`` -> **RankTrace** -> report. What a person, a full disk or
-another version has changed is told with the name of what is wrong, and not by what fails later for its sake.
+Beside the data path: file of ``model.bagua.save_timeline`` -> **RankTrace** -> report. If a person, a full disk or
+another version has changed the file, the error names the field that is wrong; nothing fails later because of it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 from bagua.errors import InvalidArgument
 from bagua.profiler import chrome_trace
 
-__all__ = ["DRIFT", "LANES_OF_OPERATIONS", "MERGED", "RankTrace"]
+__all__ = ["DRIFT", "OPERATION_TRACKS", "MERGED", "RankTrace"]
 
 MERGED = "bagua merged timeline 1"
-LANES_OF_OPERATIONS = (chrome_trace.OPERATIONS, chrome_trace.COORDINATION)
-# Seconds per second by which the clocks of two hosts differ at most: what crystals do.
+OPERATION_TRACKS = (chrome_trace.OPERATIONS, chrome_trace.COORDINATION)
+# Seconds per second by which the clocks of two hosts drift apart at most: the accuracy of quartz crystals.
 DRIFT = 50e-6
 
 _Check = Callable[[Any], bool]
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e18  # as nanoseconds 31 years; not if it is no number
+    return type(value) in (int, float) and abs(value) < 1e18  # 31 years in nanoseconds; false for NaN
 
 
 def _is_int(value: Any) -> bool:
@@ -46,7 +46,7 @@ def _or_null(check: _Check) -> _Check:
     return lambda value: value is None or check(value)
 
 
-# What the report reads, by its place.
+# The fields that the report reads.
 _ABOUT: dict[str, _Check] = {
     **dict.fromkeys(("rank", "world_size"), _is_int),
     **dict.fromkeys(("group", "host", "boot_id", "algorithm"), _is_text),
@@ -70,13 +70,13 @@ _FAILURE = {
     "rank": _or_null(_is_int),
 }
 _EVENT = {"name": _is_text, "pid": _is_int, "tid": _is_int, "args": _is_object, "cat": _or_null(_is_text)}
-_TIMES: dict[str, dict[str, _Check]] = {  # what an event has, by its `ph`
+_TIMES: dict[str, dict[str, _Check]] = {  # further fields of an event, by its `ph`
     "M": {},
     "i": {"ts": _is_number},
     "X": {"ts": _is_number, "dur": _is_number},
 }
 _OPERATION = {"group": _is_text, "ticket": _is_int, "bytes": _is_number}
-_ARGS = {chrome_trace.STEPS: {"index": _is_int}, **dict.fromkeys(LANES_OF_OPERATIONS, _OPERATION)}  # by its `cat`
+_ARGS = {chrome_trace.STEPS: {"index": _is_int}, **dict.fromkeys(OPERATION_TRACKS, _OPERATION)}  # by its `cat`
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class RankTrace:
 
     @staticmethod
     def load(path: str | Path) -> RankTrace:
-        """Reads what ``Timeline.save`` or ``model.bagua.save_timeline`` wrote.
+        """Reads a file of ``Timeline.save`` or ``model.bagua.save_timeline``.
 
         Raises:
-            InvalidArgument: it is none, with what is wrong.
+            InvalidArgument: it is not one, or is damaged; the message says where.
         """
         try:
             content = json.loads(Path(path).read_text())
@@ -107,38 +107,38 @@ class RankTrace:
         about = content.get("otherData") if isinstance(content, dict) else None
         found = about.get("format") if isinstance(about, dict) else None
         if found == MERGED:
-            raise InvalidArgument(f"{path} is merged already; name the files of the ranks, such as rank0.json")
+            raise InvalidArgument(f"{path} is a merged trace; name the files of the ranks, such as rank0.json")
         if found != chrome_trace.FORMAT:
             raise InvalidArgument(
-                f"{path} is no timeline of a rank: its otherData.format is {found!r}, expected "
+                f"{path} is not a rank's timeline: its otherData.format is {found!r}, expected "
                 f"{chrome_trace.FORMAT!r}; model.bagua.save_timeline(folder) writes one per rank"
             )
         _check_about(path, about)
         events = content.get("traceEvents")
         if not isinstance(events, list):
-            raise InvalidArgument(f"{path}: traceEvents is {str(events)[:80]}; save the timeline anew")
+            raise InvalidArgument(f"{path}: traceEvents is {str(events)[:80]}; save the timeline again")
         for event in events:
             if not _is_event(event):
-                raise InvalidArgument(f"{path}: {str(event)[:80]} is no trace event; save the timeline anew")
+                raise InvalidArgument(f"{path}: {str(event)[:80]} is not a trace event; save the timeline again")
         return RankTrace(Path(path), about, events)
 
     @property
     def rank(self) -> int:
-        """In the group that trained."""
+        """The rank in the group that trained."""
         return self.about["rank"]
 
     @property
     def clock(self) -> str:
-        """Equal for files that are on one clock: of one measurement, or of one host where none was taken."""
+        """Equal for files whose times are on one clock: of one measurement, or of one host where none was taken."""
         return self.about["clock"].get("measurement") or self.about["boot_id"]
 
     @property
     def uncertainty_ns(self) -> int:
-        """How far its times may be from rank 0's clock, when the clocks were compared."""
+        """How far its times may be from rank 0's clock, at the moment when the clocks were compared."""
         return self.about["clock"].get("uncertainty_ns") or 0
 
     def uncertainty_at(self, time_ns: int) -> int:
-        """The same at another time, by how far clocks may have drifted apart until then."""
+        """The same at another time, to which the clocks may have drifted apart."""
         if not self.uncertainty_ns:
             return 0  # on rank 0's host
         age_ns = abs(time_ns - self.about["clock"]["measured_ns"])
@@ -146,22 +146,22 @@ class RankTrace:
 
     @property
     def operations_since_us(self) -> float:
-        """It holds every operation that began later."""
+        """The file has every operation that began later; earlier ones may be missing."""
         since_us = self.about.get("operations_since_us")
         return -math.inf if since_us is None else since_us
 
-    def slices(self, lane: str) -> list[dict[str, Any]]:
-        """The slices of one of ``trace.LANES``, all groups', in the order of time."""
-        found = [event for event in self.events if event.get("cat") == lane and event["ph"] == "X"]
+    def slices(self, track: str) -> list[dict[str, Any]]:
+        """The slices of one of ``chrome_trace.TRACKS``, of all groups, in order of time."""
+        found = [event for event in self.events if event.get("cat") == track and event["ph"] == "X"]
         return sorted(found, key=lambda event: event["ts"])
 
 
 def _check_about(path: str | Path, about: dict[str, Any]) -> None:
-    def check(content: dict[str, Any], checks: dict[str, _Check], place: str) -> None:
+    def check(content: dict[str, Any], checks: dict[str, _Check], prefix: str) -> None:
         for name, is_sound in checks.items():
             if not is_sound(content.get(name)):
-                told = repr(content.get(name))[:80]
-                raise InvalidArgument(f"{path}: otherData.{place}{name} is {told}; save the timeline anew")
+                value = repr(content.get(name))[:80]
+                raise InvalidArgument(f"{path}: otherData.{prefix}{name} is {value}; save the timeline again")
 
     check(about, _ABOUT, "")
     check(about, {"rank": lambda rank: 0 <= rank < about["world_size"]}, "")
