@@ -233,7 +233,7 @@ def _identity(operation: Span) -> dict[str, Any]:
 
 
 def _gaps(operation: Span, parts: Sequence[Span]) -> Iterator[tuple[int, int]]:
-    """The time that an operation spends on moving bytes and waiting for peers: all that it does not spend on arithmetic.
+    """The time that an operation spends on moving bytes and waiting for peers: all but its arithmetic.
 
     At full precision the engine does not record the wire itself, and for an all_reduce over TCP no arithmetic either.
     """

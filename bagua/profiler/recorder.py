@@ -295,7 +295,7 @@ class Recorder:
         return self._failure
 
     def spans(self, events: Iterable[tuple[str, Any]]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """The engines' ``events``, each with its group's name, as spans of this model: those of buckets, and the others.
+        """Of the engines' ``events``, each with its group's name, this model's spans: of buckets, and others.
 
         Operations of other models and of the user's own calls are not in it.
         """
@@ -313,7 +313,7 @@ class Recorder:
         return tuple(of_buckets), tuple(others)
 
     def _labels_of(self, operations: set[tuple[str, int]]) -> dict[tuple[str, int], tuple[str, bool]]:
-        """By group and ticket: the label, and whether it is a bucket's. Searches from the newest, which is asked most."""
+        """By group and ticket: the label, and whether it is a bucket's. Searches from the newest."""
         found: dict[tuple[str, int], tuple[str, bool]] = {}
         records, names = self._labels.newest_first(), self._names.by_number()
         for group, label, ticket, of_bucket in records:

@@ -7,7 +7,7 @@ from typing import NamedTuple, NoReturn
 
 
 class RankDied(RuntimeError):
-    """A rank ended without telling why: killed by a signal, crashed, or os._exit."""
+    """A rank ended without an exception: killed by a signal, crashed, or os._exit."""
 
     def __init__(self, rank: int, exit_code: int | None, details: str = "") -> None:
         self.rank = rank
@@ -22,7 +22,7 @@ class RankDied(RuntimeError):
 
 
 class RankError(RuntimeError):
-    """A rank raised an exception that cannot be carried to another process; its traceback is the cause."""
+    """A rank raised an exception that cannot be pickled; its traceback is the cause."""
 
 
 class WorldTimeout(TimeoutError):
@@ -45,12 +45,12 @@ class Failure(NamedTuple):
 
     at: float
     rank: int
-    error: BaseException | None  # None where it could not be carried over
+    error: BaseException | None  # None where it could not be pickled
     text: str | None  # traceback
 
 
 def raise_first(failures: list[Failure], num_ranks: int, stuck: str) -> NoReturn:
-    """Raises the first cause. A death goes before any exception: the others' are what they saw of it."""
+    """Raises the first cause. A death comes before any exception, since those of other ranks follow from it."""
     first, *others = sorted(failures, key=lambda failure: (not isinstance(failure.error, RankDied), failure.at))
     text = f"rank {first.rank} of {num_ranks}:\n{first.text}" if first.text else ""
     for other in others:

@@ -1,4 +1,4 @@
-"""Things that go wrong, on purpose: processes that die or stop, ranks that fail at a step, strangers at the port."""
+"""Fault injection: processes that die or stop, ranks that fail at a step, unauthenticated peers that send garbage."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def kill(pid: int | None = None) -> None:
 
 
 def stop(pid: int | None = None) -> None:
-    """Stops a process (this one by default) with SIGSTOP: it is there and connected, and does nothing."""
+    """Stops a process (this one by default) with SIGSTOP: it stays connected and does nothing."""
     os.kill(os.getpid() if pid is None else pid, signal.SIGSTOP)
 
 
 def cont(pid: int) -> None:
-    """Lets a stopped process go on."""
+    """Lets a stopped process continue."""
     os.kill(pid, signal.SIGCONT)
 
 
 @dataclass(frozen=True)
 class FailAt:
-    """Calls are free of effect except on one rank at one step; made by :func:`fail_at`."""
+    """A fault on one rank at one step; calls on others do nothing. Made by :func:`fail_at`."""
 
     rank: int
     step: int
@@ -94,44 +94,44 @@ def send_garbage(
     timeout: float = 2.0,
     hold: float = 0.5,
 ) -> Garbage:
-    """Connects as a stranger again and again: random bytes, half a message, nothing at all, a silent guest.
+    """Connects as unauthenticated peers that send random bytes, half a message, or nothing.
 
     A fifth of the connections are closed without a byte, a fifth stay open and silent until the end (64 at
-    most), the rest send up to ``max_bytes`` random bytes. What the listener answers is read by nobody.
+    most), the rest send up to ``max_bytes`` random bytes. The listener's answers are not read.
 
     Args:
         seed: the same seed sends the same bytes in the same order.
         timeout: seconds for each connection.
-        hold: seconds that the silent guests stay after the last connection.
+        hold: seconds that the silent connections stay open after the last one was made.
     """
     rng = random.Random(seed)
     connected = refused = sent_bytes = 0
-    guests: list[socket.socket] = []
+    silent: list[socket.socket] = []
     try:
         for _ in range(connections):
             kind = rng.randrange(5)
             data = rng.randbytes(rng.randint(1, max_bytes))
             try:
-                stranger = socket.create_connection((host, port), timeout=timeout)
+                sock = socket.create_connection((host, port), timeout=timeout)
             except OSError:
                 refused += 1
                 continue
             connected += 1
             if kind == 0:
-                guests.append(stranger)
-                if len(guests) > 64:
-                    guests.pop(0).close()
+                silent.append(sock)
+                if len(silent) > 64:
+                    silent.pop(0).close()
                 continue
-            with stranger:
+            with sock:
                 if kind == 1:
                     continue
                 try:
-                    stranger.sendall(data)
+                    sock.sendall(data)
                     sent_bytes += len(data)
                 except OSError:  # the listener hung up first, as it may
                     pass
         time.sleep(hold)
     finally:
-        for guest in guests:
-            guest.close()
+        for sock in silent:
+            sock.close()
     return Garbage(connected, refused, sent_bytes)

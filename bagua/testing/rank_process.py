@@ -12,7 +12,7 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
-from bagua.testing import nursery, worker
+from bagua.testing import spawner, worker
 
 EXIT_LIMIT_S = 20.0
 _START_LIMIT_S = 120.0
@@ -31,11 +31,11 @@ class RankProcess:
         self.connection = Connection(ours.detach())
         self.exit_pipe = Connection(exit_read, writable=False)
         with theirs:
-            _Nursery.shared().fork(nursery.RankDescriptors(theirs.fileno(), exit_write, 1, 2, self._dump))
+            _Spawner.shared().fork(spawner.RankDescriptors(theirs.fileno(), exit_write, 1, 2, self._dump))
         os.close(exit_write)
         if not self.exit_pipe.poll(_START_LIMIT_S):
             raise RuntimeError(f"rank {rank} was not started within {_START_LIMIT_S:.0f} s")
-        self.pid = nursery.read_number(self.exit_pipe.fileno())
+        self.pid = spawner.read_number(self.exit_pipe.fileno())
 
     def receive(self) -> worker.Outcome | None:
         """The answer to the last task; None when the rank is dead."""
@@ -45,9 +45,9 @@ class RankProcess:
             return None
 
     def wait_exit(self, timeout: float) -> int | None:
-        """Exit status, negative for a signal; None when the rank is still there."""
+        """Exit status, negative for a signal; None if the rank is still running after `timeout`."""
         if self._code is None and self.exit_pipe.poll(max(0.0, timeout)):
-            self._code = nursery.read_number(self.exit_pipe.fileno())
+            self._code = spawner.read_number(self.exit_pipe.fileno())
         return self._code
 
     def is_stopped(self) -> bool:
@@ -73,7 +73,7 @@ class RankProcess:
         return os.pread(self._dump, self.dump_bytes(), 0).decode(errors="replace")
 
     def close(self) -> None:
-        """After the process was told to end or was killed: waits for that, frees this end."""
+        """Called after the process was told to end or was killed: waits for it, and frees what this end holds."""
         self.connection.close()
         self.wait_exit(EXIT_LIMIT_S)
         self.exit_pipe.close()
@@ -81,8 +81,8 @@ class RankProcess:
 
 
 def prepare() -> None:
-    """Starts the process that forks ranks, unless it is there: it imports torch while the caller does other things."""
-    _Nursery.shared()
+    """Starts the spawner, unless it is running: it imports torch while the caller does other things."""
+    _Spawner.shared()
 
 
 def dump_stacks(ranks: list[RankProcess]) -> str:
@@ -110,21 +110,21 @@ def _stack_of(rank: RankProcess) -> str:
     return rank.read_dump() or "    gave no stack"
 
 
-class _Nursery:
-    """The client of this process's nursery."""
+class _Spawner:
+    """The client of this process's spawner."""
 
-    _shared: _Nursery | None = None
+    _shared: _Spawner | None = None
 
     def __init__(self) -> None:
         self.owner = os.getpid()
         self._server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        preload = [name for name in nursery.PRELOADED if name != "pytest" or name in sys.modules]
+        preload = [name for name in spawner.PRELOADED if name != "pytest" or name in sys.modules]
         program = (
             f"import os, sys; sys.path[:] = {sys.path!r}\n"
-            "from bagua.testing import nursery, worker\n"
-            f"descriptors = nursery.serve({theirs.fileno()}, {preload!r})\n"
+            "from bagua.testing import spawner, worker\n"
+            f"descriptors = spawner.serve({theirs.fileno()}, {preload!r})\n"
             "if descriptors: worker.rank_main(descriptors)\n"
-            "os._exit(0)"  # without the tearing down of modules, as a rank
+            "os._exit(0)"  # without tearing down modules, like a rank
         )
         # One thread each for the numerical libraries, as torchrun does; they read it when they are loaded.
         environ = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -138,16 +138,16 @@ class _Nursery:
             )
         atexit.register(self.close)
 
-    def fork(self, descriptors: nursery.RankDescriptors) -> None:
+    def fork(self, descriptors: spawner.RankDescriptors) -> None:
         """Starts a rank that owns copies of the descriptors."""
-        nursery.request(self._server, descriptors)
+        spawner.request(self._server, descriptors)
 
     def is_usable(self) -> bool:
         """False in a fork of the process that started it, and when it has died."""
         return self.owner == os.getpid() and self._process.poll() is None
 
     def close(self) -> None:
-        """Ends the nursery, and the kernel its ranks."""
+        """Ends the spawner; the kernel ends its ranks with it."""
         if self.owner == os.getpid():
             self._server.close()
             try:
@@ -157,7 +157,7 @@ class _Nursery:
                 self._process.wait()
 
     @classmethod
-    def shared(cls) -> _Nursery:
+    def shared(cls) -> _Spawner:
         if cls._shared is None or not cls._shared.is_usable():
             cls._shared = cls()
         return cls._shared

@@ -23,7 +23,7 @@ from bagua.testing.rank_process import EXIT_LIMIT_S, RankProcess, dump_stacks
 
 T = TypeVar("T")
 
-# How long the others may go on after the first failure: long enough to tell what they saw of it.
+# How long the others may continue after the first failure, so that they can report what they saw of it.
 _GRACE_S = 5.0
 
 
@@ -64,7 +64,7 @@ def spawn(
 
 
 class Pool:
-    """Ranks that stay alive between functions, and with them what the functions leave in their modules.
+    """Ranks that stay alive between functions, with the state that functions leave in their modules.
 
     Every function gets a store of its own and destroys the process groups that it makes. A rank that
     fails, dies or does not finish takes all of them with it; the next run starts new ones. Not for use from
@@ -130,7 +130,7 @@ class Pool:
             }
             try:
                 rank.connection.send(task)
-            except OSError:  # nobody there any more
+            except OSError:  # the rank has died
                 code = rank.wait_exit(EXIT_LIMIT_S)
                 self.kill()
                 raise RankDied(rank.rank, code, "between two functions") from None

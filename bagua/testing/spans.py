@@ -1,4 +1,4 @@
-"""What the engine writes down, without an engine: for measuring what that takes."""
+"""Records spans as the engine does, without an engine: for measuring what recording costs."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ __all__ = ["record_spans"]
 
 
 def record_spans(count: int) -> None:
-    """Writes ``count`` spans as an engine does, into a log of their own."""
+    """Writes ``count`` spans, as an engine does, into a ring of their own."""
     _C.record_spans(count)

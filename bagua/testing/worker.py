@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
-from bagua.testing.nursery import RankDescriptors
+from bagua.testing.spawner import RankDescriptors
 
 STACK_SIGNAL = signal.SIGUSR1
 _SHIFT_BYTES = 32 << 20
@@ -73,7 +73,7 @@ def rank_main(descriptors: RankDescriptors) -> NoReturn:
 
 
 def _exit() -> NoReturn:
-    """Ends as a program does, less the tearing down of modules: with torch in memory it takes half a second."""
+    """Exits like a program, but without tearing down modules, which takes half a second with torch in memory."""
     threading._shutdown()  # type: ignore[attr-defined]  # joins the threads that are no daemons
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -113,7 +113,7 @@ def dumps(value: Any) -> bytes:
 
 
 def _make_importable(module: str, file: str | None) -> None:
-    """A test file is often no importable module: load it from its path under the name its functions carry."""
+    """A test file is often not importable as a module: load it from its path, under the name in its functions."""
     if module in sys.modules or file is None:
         return
     with contextlib.suppress(ImportError, ValueError):

@@ -1,4 +1,4 @@
-"""Thin aliases for code written for the original Bagua project: the same names and arguments, on bagua's own core.
+"""Thin aliases for code written for the original Bagua project: the same names and arguments, on this bagua.
 
 >>> import bagua.torch_api as bagua
 >>> bagua.get_world_size()
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from . import algorithms, communication, data_parallel, env, left_out
+from . import algorithms, communication, data_parallel, env, unsupported
 from .communication import (
     ReduceOp,
     allgather,
@@ -84,6 +84,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name in left_out.INSTEAD:
-        raise left_out.NoSuchName(left_out.advice(name))
+    if name in unsupported.INSTEAD:
+        raise unsupported.NoSuchName(unsupported.advice(name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

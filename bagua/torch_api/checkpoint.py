@@ -1,5 +1,5 @@
-"""Not in this package: importing it, or anything below it, says what to use instead."""
+"""Not supported: importing this module, or anything below it, raises an error that says what to use instead."""
 
-from .left_out import NoSuchModule, advice
+from .unsupported import NoSuchModule, advice
 
 raise NoSuchModule(advice("checkpoint"))

@@ -1,4 +1,4 @@
-"""The collectives by the original project's names and arguments; the functions that make groups are known here too.
+"""The collectives by the original project's names and arguments; the functions that make groups are exported here too.
 
 Data path: the caller -> **here** -> bagua.ProcessGroup. Arguments are translated, nothing else: what is sent is what
 bagua's own collectives send. Ranks in arguments count within ``comm``. All calls return when this rank's part is done.
@@ -168,7 +168,7 @@ def allgather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: object
 
 
 def allgather_inplace(tensor: torch.Tensor, comm: object | None = None) -> None:
-    """The same; tensor is nranks blocks, of which each rank brings the one of its rank."""
+    """The same; tensor is nranks blocks, of which each rank contributes the one at its rank."""
     if (group := communicating_group(comm)) is not None:
         blocks = _blocks(tensor, group)
         group.all_gather(blocks, blocks[group.rank].clone(), blocking=True).wait()
@@ -253,7 +253,7 @@ def alltoall_v(
     """send_counts[r] elements of send_tensor, from send_displs[r] on, go to rank r; likewise what comes from it.
 
     Raises:
-        InvalidArgument: a count or displacement is missing or leads out of its tensor, or two receive in one place.
+        InvalidArgument: a count or displacement is missing or out of range, or two ranks' blocks overlap.
     """
     if (group := communicating_group(comm)) is None:
         return
@@ -261,7 +261,7 @@ def alltoall_v(
     targets = _parts(recv_tensor, recv_counts, recv_displs, group, "recv")
     if (pair := first_to_share([(0, target) for target in targets])) is not None:
         raise InvalidArgument(
-            f"what comes from ranks {pair[0]} and {pair[1]} is to go to one place: recv_counts {list(recv_counts)} and "
+            f"what comes from ranks {pair[0]} and {pair[1]} would share memory: recv_counts {list(recv_counts)} and "
             f"recv_displs {list(recv_displs)} overlap"
         )
     source, received = torch.cat(sources), torch.cat(targets)
@@ -274,7 +274,7 @@ def alltoall_v(
 def alltoall_v_inplace(
     tensor: torch.Tensor, counts: Sequence[int], displs: Sequence[int], comm: object | None = None
 ) -> None:
-    """The same, within one tensor: as many elements come from a rank, to the same place, as go to it."""
+    """The same, within one tensor: what comes from a rank has the count and displacement of what goes to it."""
     if communicating_group(comm) is not None:
         alltoall_v(tensor.clone(), counts, displs, tensor, counts, displs, comm)
 
@@ -299,7 +299,7 @@ def _rank_not_in_group(group: BaguaProcessGroup | None = None) -> bool:
 
 
 def _native(op: ReduceOp | int) -> object:
-    """Operators are known by name; a mere number is one of the original's."""
+    """The operator for bagua, which goes by names; a plain number is one of the original's."""
     try:
         return op if hasattr(op, "name") else ReduceOp(op)
     except ValueError:
@@ -323,28 +323,28 @@ def _copy(send_tensor: torch.Tensor, recv_tensor: torch.Tensor) -> None:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         raise InvalidArgument(
-            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has no order in memory that could "
-            "be cut in blocks; pass tensor.contiguous()"
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous, so it cannot be "
+            "split into blocks; pass tensor.contiguous()"
         )
     return tensor.detach().view(-1)
 
 
 def _blocks(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     if tensor.numel() % group.size:
-        raise InvalidArgument(f"a tensor of {tensor.numel()} elements cannot be cut in {group.size} blocks of one size")
+        raise InvalidArgument(f"a tensor of {tensor.numel()} elements cannot be split into {group.size} equal blocks")
     return _flat(tensor).view(group.size, tensor.numel() // group.size)
 
 
 def _counted(tensor: torch.Tensor, numel: int) -> torch.Tensor:
     if tensor.numel() != numel:
-        raise InvalidArgument(f"tensor has {tensor.numel()} elements, expected {numel} by count and place of the rank")
+        raise InvalidArgument(f"tensor has {tensor.numel()} elements, expected {numel} for this count and rank")
     return _flat(tensor)
 
 
 def _parts(
     tensor: torch.Tensor, counts: Sequence[int], displs: Sequence[int], group: ProcessGroup, name: str
 ) -> list[torch.Tensor]:
-    """Views of the pieces that the counts and displacements describe."""
+    """Views of the blocks that the counts and displacements describe."""
     flat, counts, displs = _flat(tensor), [int(count) for count in counts], [int(displ) for displ in displs]
     ends = [displ + count for displ, count in zip(displs, counts, strict=False)]
     is_inside = min([*counts, *displs], default=0) >= 0 and max(ends, default=0) <= flat.numel()

@@ -1,7 +1,7 @@
-"""``model.with_bagua`` and what else the original project puts on torch.nn.Module; importing this file puts it there.
+"""``model.with_bagua`` and what else the original project adds to torch.nn.Module; importing this file adds it.
 
-Data path: the caller -> **here** -> bagua.with_bagua. Invariant: the one place of the package that changes a class of
-torch; it adds names and replaces none of torch's own.
+Data path: the caller -> **here** -> bagua.with_bagua. Invariant: no other file of the package changes a class of torch;
+this one adds names and replaces none of torch's own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BaguaModule:
             do_flatten: True; gradients always lie in the buckets.
 
         Returns:
-            The module itself. Its ``bagua_ddp``, and the other properties below, are those of now on.
+            The module itself. Its ``bagua_ddp``, and the other properties below, now refer to this call.
 
         Raises:
             InvalidArgument: as bagua.with_bagua; and for an argument that cannot be honoured.
@@ -58,11 +58,12 @@ class BaguaModule:
         ddp.begin()
         return self
 
-    # What is not there is None or empty, no AttributeError: torch.compile takes all of dir() from modules of its own.
+    # Of a module that is not wrapped they are None or empty. An AttributeError would break torch.compile, which reads
+    # every name in dir() of its own modules.
 
     @property
     def bagua_module_name(self) -> str | None:
-        """A label of yours; nothing goes by it. None until it is set; after with_bagua there is one in any case."""
+        """A label for the user; bagua does not use it. with_bagua sets one; until then None, if none was set."""
         return vars(self).get("_bagua_module_name")
 
     @bagua_module_name.setter
@@ -71,7 +72,7 @@ class BaguaModule:
 
     @property
     def bagua_ddp(self) -> BaguaDistributedDataParallel | None:
-        """What it was wrapped with, and a count of its steps; None of a module that with_bagua has not wrapped."""
+        """What it was wrapped with, and a count of its steps; None for a module that with_bagua has not wrapped."""
         return wrapped(self)
 
     @property
@@ -88,7 +89,7 @@ class BaguaModule:
 
     @property
     def bagua_buckets(self) -> list[Bucket]:
-        """The buckets, in the order in which they travel; none where it was not wrapped."""
+        """The buckets, in the order in which they are sent; none where it was not wrapped."""
         ddp = wrapped(self)
         return [] if ddp is None else ddp.bagua_buckets
 

@@ -1,7 +1,7 @@
 """Who this process is, by the original project's names.
 
-Beside the data path. These work before init_process_group too, because programs choose their device by them first;
-then they say what the launcher told this process, and without a launcher that it is the only one.
+Beside the data path. These work before init_process_group too, because programs choose their device by them first.
+Until then they return what the launcher has set in the environment; without a launcher, this process is the only one.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ def get_node_rank() -> int:
 
 
 def get_master_addr() -> str:
-    """Where rank 0 is, by the launcher's word; 127.0.0.1 without a launcher."""
+    """The address of rank 0, as the launcher has set it; 127.0.0.1 without a launcher."""
     return _launched().master_addr
 
 
 def get_default_bucket_size() -> int:
-    """Bytes of a bucket, at most, where the program says nothing else."""
+    """The default cap of a bucket, in bytes."""
     return DEFAULT_BUCKET_BYTES
 
 
 def find_free_network_port() -> int:
     """A TCP port of this host that nothing listens on at the moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))  # any address, so that it is free on all of them; nothing listens
+        probe.bind(("", 0))  # on all addresses, so that it is free on each of them
         return probe.getsockname()[1]
 
 

@@ -1,7 +1,7 @@
-"""init_process_group, groups and communicators as the original project has them: thin covers of bagua.ProcessGroup.
+"""init_process_group, groups and communicators as the original project has them: thin wrappers of bagua.ProcessGroup.
 
-Beside the data path. A group has up to three communicators; a communicator is what collectives take. On a rank that is
-no member it is ``CommMember.NON_COMM_MEMBER``, with which every collective returns at once and does nothing.
+Beside the data path. A group has up to three communicators, which collectives take as an argument. On a rank that is
+not a member it is ``CommMember.NON_COMM_MEMBER``, with which every collective returns at once and does nothing.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ __all__ = [
 _TIMEOUT = timedelta(minutes=30)
 _TORCH_BACKEND = "bagua" if torch.__version__ >= (2, 9) else "gloo"
 
-# How often each kind of part of a group was made, for their names: equal on all ranks of a part, which all make it.
+# How many subgroups of each kind a group has had, for their names: equal on all members, since all of them make each.
 _num_parts: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 class comm:
-    """What stands in the place of the default group's communicator."""
+    """Stands for the default group's communicator."""
 
     WORLD = object()
 
 
 class CommMember:
-    """The same, and what stands in the place of the communicator of a group without this rank."""
+    """The same, and what stands for the communicator of a group that this rank is not a member of."""
 
     WORLD = comm.WORLD
     NON_COMM_MEMBER = object()
@@ -99,12 +99,12 @@ class BaguaProcessGroup:
 
     @property
     def intra_ranks(self) -> list[int]:
-        """Global ranks of the members on this node, ascending; none on a rank that is no member."""
+        """Global ranks of the members on this node, ascending; none on a rank that is not a member."""
         return [self.group.ranks[rank] for rank in self._members_of_this_node()]
 
     @property
     def inter_ranks(self) -> list[int]:
-        """Global ranks of one member of each node, that of the lowest rank."""
+        """Global ranks of each node's leader, the member with the lowest rank."""
         return [self.group.ranks[rank] for rank in self.group.nodes.leaders]
 
     def _members_of_this_node(self) -> Sequence[int]:
@@ -119,7 +119,7 @@ class BaguaProcessGroup:
         return self._intra_node
 
     def get_inter_node_communicator(self) -> BaguaCommunicator | object:
-        """One member of each node, that of the lowest rank."""
+        """Each node's leader, the member with the lowest rank."""
         return self._inter_node
 
     @functools.cached_property
@@ -142,22 +142,22 @@ _default: BaguaProcessGroup | None = None
 
 
 def init_process_group(store: dist.Store | None = None) -> None:
-    """Meets the other ranks; torch.distributed is initialised too if it is not, so that its functions work after it.
+    """Connects to the other ranks; initialises torch.distributed too if it is not, so that its functions work.
 
     Args:
-        store: where they meet; by default what the launcher's environment describes. Then this process's rank and the
-            number of ranks still come from the environment.
+        store: for the rendezvous; by default the one that the launcher's environment describes. With a store, too, rank
+            and world size come from the environment.
 
     Raises:
         InvalidArgument, TransportError, DeadlineExceeded: as bagua.init_process_group.
     """
     world.init_process_group(store=store, timeout=_TIMEOUT)
     if not dist.is_initialized():
-        place = {}
+        rendezvous = {}
         if store is not None:
             prefixed = dist.PrefixStore("bagua.torch_api", store)
-            place = {"store": prefixed, "rank": world.get_rank(), "world_size": world.get_world_size()}
-        dist.init_process_group(_TORCH_BACKEND, timeout=_TIMEOUT, **place)
+            rendezvous = {"store": prefixed, "rank": world.get_rank(), "world_size": world.get_world_size()}
+        dist.init_process_group(_TORCH_BACKEND, timeout=_TIMEOUT, **rendezvous)
 
 
 def is_initialized() -> bool:
@@ -211,7 +211,7 @@ def communicating_group(comm: object) -> ProcessGroup | None:
     """The group of a collective's argument ``comm``; None where this rank takes no part.
 
     Raises:
-        InvalidArgument: it is no communicator, or bagua is not initialised.
+        InvalidArgument: it is not a communicator, or bagua is not initialised.
     """
     if comm is None or comm is CommMember.WORLD:
         return world.get_default_group()
@@ -231,7 +231,7 @@ def to_bagua_process_group(
     """The group that an argument ``process_group`` means; None means all ranks.
 
     Raises:
-        InvalidArgument: it is no group, or none that this process is in.
+        InvalidArgument: it is not a group, or not one that this process is in.
     """
     if process_group is None:
         return get_default_group()

@@ -1,8 +1,8 @@
 """The backend "bagua" of torch.distributed: `dist.init_process_group("bagua")`, and unmodified programs run on it.
 
-`world.py` makes torch's groups on top of bagua's world, `group.py` translates torch's calls into ours, `work.py` our
-handles into torch's. `import bagua` registers the backend in torch's public registry; torch 2.14 and later find it by
-the entry point `torch.distributed.backends` without that.
+`lifecycle.py` creates and closes torch's groups, `group.py` translates torch's calls into ours, `work.py` our handles
+into torch's. `import bagua` registers the backend in torch's public registry; torch 2.14 and later find it through the
+entry point `torch.distributed.backends` without that.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from .group import TorchProcessGroup
+from .lifecycle import create
 from .work import TorchWork
-from .world import create
 
 __all__ = ["TorchProcessGroup", "TorchWork", "register"]
 

@@ -1,8 +1,8 @@
-"""A thread for what follows from operations: callbacks, in the order in which the operations ended.
+"""A thread that runs callbacks of operations, in the order in which the operations ended.
 
-Beside the data path: work -> **here**. The thread that ends an operation only leaves a number in a queue of the core
-(csrc/engine/endings.h), so that it neither waits for Python nor for a callback; a callback here may start operations
-and wait for them. The thread is started by its first task and joined by close().
+Beside the data path: Work -> **here**. The thread that ends an operation only puts a number into a queue of the core
+(csrc/engine/endings.h), so that it waits neither for Python nor for a callback; a callback here may start operations
+and wait for them. The thread is started by its first step and joined by close().
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class CallbackThread:
 
     Args:
         name: of the thread.
-        around: makes a context that the thread is in.
+        around: makes the context manager in which the thread runs.
     """
 
     def __init__(self, name: str, around: Callable[[], contextlib.AbstractContextManager]):
         self._name, self._around = name, around
         self._endings = _C.Endings()
         self._tokens = itertools.count()
-        self._steps: dict[int, Callable[[], None]] = {}  # by token; each step on this dict is atomic
+        self._steps: dict[int, Callable[[], None]] = {}  # by token; each access is atomic
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards the two below
         self._thread: threading.Thread | None = None
@@ -47,7 +47,7 @@ class CallbackThread:
         self._submit(step, lambda token: self._endings.watch(work.core, token))
 
     def soon(self, step: Callable[[], None]) -> None:
-        """Run `step` after those of the operations that have ended; at once where that is this thread itself."""
+        """Run `step` after those of operations that have ended already; at once if called on this thread itself."""
         if self.is_current():
             step()
         else:
@@ -58,9 +58,9 @@ class CallbackThread:
         return threading.current_thread() is self._thread
 
     def close(self, timeout_s: float) -> None:
-        """Run what is left and end the thread; the operations must have ended. Idempotent.
+        """Run the remaining steps and end the thread; the operations must have ended. Idempotent.
 
-        A step that calls it ends the thread when it returns; a forked child has no thread to end.
+        If a step calls it, the thread ends when that step returns. Does nothing in a forked child.
 
         Raises:
             DeadlineExceeded: a step still runs after `timeout_s`; the thread ends when it returns.
@@ -76,15 +76,15 @@ class CallbackThread:
                 frame = sys._current_frames().get(self._thread.ident)
                 where = f", in {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
                 raise DeadlineExceeded(
-                    f"a callback on the thread {self._name} still runs after {timeout_s:g} s{where}; it is left behind"
+                    f"a callback on the thread {self._name} still runs after {timeout_s:g} s{where}; not waiting for it"
                 )
 
     def _submit(self, step: Callable[[], None], enter: Callable[[int], object]) -> None:
-        """Has the thread run `step` when the token given to `enter` comes back; once closed, it is run here."""
+        """Have the thread run `step` when the token passed to `enter` comes back; after close(), run it here."""
         with self._lock:  # all of it, so that close() comes before or after
             if not self._is_closed:
                 if self._thread is None:
-                    # A daemon: a program that ends without closing its groups must reach the code that closes them.
+                    # A daemon: a program that exits without closing its groups must reach the code that closes them.
                     self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                     self._thread.start()
                 token = next(self._tokens)

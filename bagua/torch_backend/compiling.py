@@ -1,6 +1,6 @@
-"""What torch.compile is to leave alone: C++ calls our methods in the middle of compiled code, and it would trace them.
+"""Keeps torch.compile from tracing our methods, which C++ calls in the middle of compiled code.
 
-No wrapper around a method costs time in a program that compiles nothing: the mark is on the code.
+The methods' code objects are marked, rather than the methods wrapped, so a program that compiles nothing pays nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["leave_to_python"]
 
 
 def leave_to_python(cls: type) -> type:
-    """Have torch.compile run the methods of a class, and all that they call, as they are, and never trace them."""
+    """Have torch.compile run the methods of a class, and all that they call, as plain Python."""
     if not hasattr(eval_frame, "_FrameExecStrategy"):  # a torch that the backend refuses
         return cls
     strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)

@@ -1,14 +1,14 @@
 """TorchFuture: torch's future of an operation, whose callbacks run on the thread of its level and may do anything.
 
-torch's own runs a callback at once, on the thread that adds it, where the operation has ended already: what a callback
-starts would come sooner or later than on other ranks. Here all callbacks run on one thread: when their operation has
-ended, in the order of operations, or if it had ended when its future was asked for, in the order in which they are
-added. Which of these it is differs between ranks; so callbacks that start operations come in one order on all ranks if
-each is added where its operation is started, before the next operation is (gloo needs that too).
+torch's own futures run a callback at once, on the thread that adds it, if the operation has ended already; what the
+callback starts would then come sooner or later than on other ranks. Here all callbacks run on one thread: when their
+operation has ended, in the order of operations; or, if it had ended when its future was asked for, in the order in
+which they are added. Which of the two applies differs between ranks, so callbacks that start operations run in the same
+order on all ranks if each is added right after its operation is started, before the next one is (gloo needs that too).
 
-A callback may wait for a future whose turn on that thread comes later. It makes the value itself then; the callbacks of
-that future keep their turn, so that who waits changes no order. What torch itself hangs on a future (collect_all) it
-calls in C++, where the future is completed.
+A callback may wait for a future whose turn on that thread comes later. Then it computes the value itself, and the
+callbacks of that future keep their turn, so that waiting changes no order. Callbacks that torch itself adds to a future
+(collect_all) run in C++, on the thread that completes the future.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 
-from .levels import Level, current_order, in_order, runs_callbacks
+from .callback_levels import Level, current_order, in_order, runs_callbacks
 
 __all__ = ["TorchFuture"]
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("bagua")
 
 
 class _Failure:
-    """The value of a future that failed: from Python C++ can be given no other error than a value that raises."""
+    """The value of a failed future: the only way to pass an error to C++ from Python is a value that raises."""
 
     __slots__ = ("error",)
 
@@ -48,12 +48,12 @@ def _raise(failure: _Failure) -> None:
 
 
 class TorchFuture(torch.futures.Future):
-    """A future whose value is made in its turn on the level's thread, or by a callback that waits for it before.
+    """A future whose value is computed in its turn on the level's thread, or by a callback that waits for it earlier.
 
     Args:
-        level: whose thread runs the callbacks.
-        produce: makes the value, or raises; called once.
-        is_callback: whether `produce` is one; otherwise it may run on any thread.
+        level: its thread runs the callbacks.
+        produce: computes the value, or raises; called once.
+        is_callback: whether `produce` is a callback; otherwise it may run on any thread.
     """
 
     def __init__(self, level: Level, produce: Callable[[], object], is_callback: bool = False):
@@ -61,21 +61,21 @@ class TorchFuture(torch.futures.Future):
         self._level, self._is_callback = level, is_callback
         self._asked_in = current_order()
         self._lock = threading.Lock()  # guards the two below
-        self._produce: Callable[[], object] | None = produce  # None: the value is made, or being made
+        self._produce: Callable[[], object] | None = produce  # None: the value is there, or being computed
         self._callbacks: list[Callable[[], None]] | None = []  # None: its turn has come
 
     def wait(self) -> object:
         """The value when there is one; raises what it failed with."""
         if runs_callbacks() and (not self._is_callback or self._level.thread.is_current()):
-            self._make()  # its turn may never come: the thread that it comes on may be this one, or wait for this one
+            self._try_complete()  # its turn may never come: the level's thread is this one, or may wait for this one
         return super().wait()
 
     def then(self, callback: Callable[[torch.futures.Future], object]) -> TorchFuture:
         """A future of what `callback(self)` returns, called when this one is completed."""
 
         def produce() -> object:
-            self._settle()
-            with in_order(self._level.order):  # the thread may be in the middle of a callback that torch runs
+            self._ensure_completed()
+            with in_order(self._level.order):  # the thread may be inside a callback that torch runs
                 return callback(self)
 
         behind = TorchFuture(self._level, produce, is_callback=True)
@@ -95,7 +95,7 @@ class TorchFuture(torch.futures.Future):
         self._call(call)
 
     def _call(self, step: Callable[[], None]) -> None:
-        """Has the level's thread run `step` in this future's turn; soon when that has passed."""
+        """Have the level's thread run `step` in this future's turn, or soon if that has passed."""
         with self._lock:
             if self._callbacks is not None:
                 self._callbacks.append(step)
@@ -103,28 +103,29 @@ class TorchFuture(torch.futures.Future):
         self._level.thread.soon(step)
 
     def take_turn(self) -> None:
-        """Complete it, unless that has been done, and run its callbacks: on the thread of its level, or before any."""
-        self._settle()
+        """Complete it, if that has not been done, and run its callbacks. Called on the level's thread, or before there
+        are any."""
+        self._ensure_completed()
         with self._lock:
             callbacks, self._callbacks = self._callbacks, None
         for step in callbacks:
             step()
 
-    def _settle(self) -> None:
-        """Have it completed, well or not; by another thread if that has begun."""
-        if not self._make():
+    def _ensure_completed(self) -> None:
+        """Complete it, or wait until the thread that has begun to has done so; never raises its failure."""
+        if not self._try_complete():
             with contextlib.suppress(Exception):
                 super().wait()
 
-    def _make(self) -> bool:
-        """Complete it with the value, or the failure, a RuntimeError with the message; False if somebody else does."""
+    def _try_complete(self) -> bool:
+        """Complete it with the value, or with the failure as a RuntimeError; False if another thread has begun to."""
         with self._lock:
             produce, self._produce = self._produce, None
         if produce is None:
             return False
         try:
             value = produce()
-        except BaseException as error:  # who waits must not do so for ever
+        except BaseException as error:  # a waiter must not wait forever
             if not isinstance(error, RuntimeError):
                 wrapped = RuntimeError(f"{type(error).__name__}: {error}")
                 wrapped.__cause__ = error

@@ -7,20 +7,22 @@ here. Ranks are ranks of the group. An operation that torch will wait for at onc
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
+import torch.autograd.profiler as profiler
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ..distributed.process_group import ProcessGroup, Work
+from ..distributed.process_group import ProcessGroup, ReduceOp, Work
 from ..errors import InvalidArgument
-from .carrier import as_carrier, check_apart, concatenate, copy_out, one
+from .callback_levels import Levels
 from .compiling import leave_to_python
-from .levels import Levels
-from .operations import divide_integers, operation
+from .profiling import Span
+from .tensors import as_wire_dtype, check_disjoint, concatenate, copy_out, only_element
 from .work import TorchWork
 
 __all__ = ["TorchProcessGroup"]
@@ -49,6 +51,46 @@ def _is_blocking(opts) -> bool:
     return not opts.asyncOp
 
 
+def _operation(event: str, inputs: int | None = None) -> Callable[[Callable[..., TorchWork]], Callable[..., TorchWork]]:
+    """Decorates a method that starts an operation: gives its work a level, and an event in torch's profiler.
+
+    Args:
+        event: its name in torch's profiler, after "bagua:".
+        inputs: position of the argument with the input tensors.
+    """
+
+    def decorate(start: Callable[..., TorchWork]) -> Callable[..., TorchWork]:
+        @functools.wraps(start)
+        def method(self, *arguments, **options) -> TorchWork:
+            level = self.levels.current()
+            if not profiler._is_profiler_enabled:
+                work = start(self, *arguments, **options)
+                work.level = level
+                return work
+            span = Span(f"bagua:{event}", [] if inputs is None else list(_tensors(arguments[inputs])))
+            try:
+                work = start(self, *arguments, **options)
+            except BaseException:
+                span.end()
+                raise
+            work.level = level
+            work.span = span
+            span.end_after(work.last, level)
+            return work
+
+        return method
+
+    return decorate
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    else:
+        for part in value:
+            yield from _tensors(part)
+
+
 @leave_to_python
 class TorchProcessGroup(dist.ProcessGroup):
     """A group of torch.distributed with the backend "bagua"; made by init_process_group and new_group, not by hand.
@@ -65,10 +107,10 @@ class TorchProcessGroup(dist.ProcessGroup):
     ):
         super().__init__(group.rank, group.size)
         self.levels = Levels(group)
-        # DDP.join gives C++ the Work of a one-element all_reduce and drops it. C++ keeps its own half, but the one that
-        # waits is ours, and without it that one waits for ever. torch does not tell when C++ lets go: it does so in the
-        # backward of the same forward, or in the next forward, so the last ones are kept, which takes a few kilobytes:
-        # theirs is a tensor of its own, no view of others.
+        # DDP.join passes the Work of a one-element all_reduce to C++ and drops it. C++ keeps its own half, but waits
+        # through ours, and without it would wait forever. It releases its half in the backward of the same forward, or
+        # in the next forward, which nothing reports. So the last ones are kept, which takes a few kilobytes, since
+        # DDP.join's tensor is not a view of a larger one.
         self._kept: deque[TorchWork] = deque(maxlen=256)
         self._store = store
         self._torch_name = name
@@ -79,11 +121,11 @@ class TorchProcessGroup(dist.ProcessGroup):
     def group(self) -> ProcessGroup:
         """The group of bagua that runs collectives, for calls that torch.distributed does not have (a codec).
 
-        As given; in a callback of a future, the group of what callbacks start (levels.py).
+        In a callback of a future it is the group of the callbacks' level (callback_levels.py).
         """
         return self.levels.current().group
 
-    # ---- what torch asks about a group
+    # ---- properties of a group that torch queries
 
     def getBackendName(self) -> str:
         return "bagua"
@@ -108,7 +150,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         return [_CPU]
 
     def _get_backend(self, device: torch.device) -> object:
-        """Where torch asks for abilities of a backend: the group itself; for other devices there is none."""
+        """The backend whose abilities torch queries: the group itself; there is none for other devices."""
         return self if device.type == "cpu" else super()._get_backend(device)
 
     get_backend = _get_backend
@@ -118,7 +160,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Another deadline for the operations from now on."""
+        """Set the deadline of operations that are started from now on."""
         self.levels.set_timeout(timeout)
 
     def shutdown(self, deadline: float | None = None) -> None:
@@ -132,51 +174,51 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     # ---- reductions
 
-    @operation("all_reduce", 0)
+    @_operation("all_reduce", 0)
     def allreduce(self, tensors, opts=_ALLREDUCE) -> TorchWork:
-        tensor = one(tensors, "tensors")
+        tensor = only_element(tensors, "tensors")
         blocking = _is_blocking(opts)
         work = TorchWork([self._all_reduce(tensor, opts.reduceOp.op, blocking)], [tensor])
         if not blocking and tensor.numel() == 1 and tensor.untyped_storage().nbytes() == tensor.element_size():
             self._kept.append(work)
         return work
 
-    @operation("all_reduce", 0)
+    @_operation("all_reduce", 0)
     def allreduce_coalesced(self, tensors, opts=_ALLREDUCE_COALESCED) -> TorchWork:
         op, blocking = opts.reduceOp.op, _is_blocking(opts)
-        check_apart([[tensor] for tensor in tensors])
+        check_disjoint([[tensor] for tensor in tensors])
         return TorchWork([self._all_reduce(tensor, op, blocking) for tensor in tensors], list(tensors))
 
     def _all_reduce(self, tensor: torch.Tensor, op, blocking: bool) -> Work:
         group = self.group
-        op, finish = divide_integers(op, tensor, group)
+        op, finish = _divide_integers(op, tensor, group)
         work = group.all_reduce(tensor, op, blocking=blocking)
         if finish is not None:
             work.finish_with(finish)
         return work
 
-    @operation("reduce", 0)
+    @_operation("reduce", 0)
     def reduce(self, tensors, opts=_REDUCE) -> TorchWork:
-        tensor = one(tensors, "tensors")
-        op, finish = divide_integers(opts.reduceOp.op, tensor, self.group)
+        tensor = only_element(tensors, "tensors")
+        op, finish = _divide_integers(opts.reduceOp.op, tensor, self.group)
         work = self.group.reduce(tensor, opts.rootRank, op, blocking=_is_blocking(opts))
         if finish is not None and self.group.rank == opts.rootRank:
             work.finish_with(finish)
         return TorchWork([work], [tensor])
 
-    @operation("reduce_scatter", 1)
+    @_operation("reduce_scatter", 1)
     def reduce_scatter(self, outputs, inputs, opts=_REDUCE_SCATTER) -> TorchWork:
-        output, parts = one(outputs, "output_tensors"), one(inputs, "input_tensors")
+        output, parts = only_element(outputs, "output_tensors"), only_element(inputs, "input_tensors")
         self._check_parts(parts, output, "input_list", "output")
         return self._reduce_scatter([output], [concatenate(parts)], opts)
 
-    @operation("reduce_scatter", 1)
+    @_operation("reduce_scatter", 1)
     def reduce_scatter_single(self, output, input, opts=_REDUCE_SCATTER) -> TorchWork:
         return self._reduce_scatter([output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
-    @operation("reduce_scatter", 1)
+    @_operation("reduce_scatter", 1)
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts=_REDUCE_SCATTER) -> TorchWork:
         return self._reduce_scatter(outputs, inputs, opts)
 
@@ -184,29 +226,29 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     def _reduce_scatter(self, outputs, inputs, opts) -> TorchWork:
         op, blocking = opts.reduceOp.op, _is_blocking(opts)
-        check_apart([[output] for output in outputs], inputs)
+        check_disjoint([[output] for output in outputs], inputs)
         works = []
         for output, input in zip(outputs, inputs, strict=True):
-            reduced_by, finish = divide_integers(op, output, self.group)
+            reduced_by, finish = _divide_integers(op, output, self.group)
             works.append(self.group.reduce_scatter(output, input, reduced_by, blocking=blocking))
             if finish is not None:
                 works[-1].finish_with(finish)
         return TorchWork(works, list(outputs))
 
-    # ---- movements, of any type
+    # ---- data movement, of any dtype
 
-    @operation("broadcast", 0)
+    @_operation("broadcast", 0)
     def broadcast(self, tensors, opts=_BROADCAST) -> TorchWork:
-        tensor = one(tensors, "tensors")
+        tensor = only_element(tensors, "tensors")
         return TorchWork(
-            [self.group.broadcast(as_carrier(tensor), opts.rootRank, blocking=_is_blocking(opts))], [tensor]
+            [self.group.broadcast(as_wire_dtype(tensor), opts.rootRank, blocking=_is_blocking(opts))], [tensor]
         )
 
-    @operation("all_gather", 1)
+    @_operation("all_gather", 1)
     def allgather(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
-        return self._allgather([one(outputs, "output_tensors")], [one(inputs, "input_tensors")], opts)
+        return self._allgather([only_element(outputs, "output_tensors")], [only_element(inputs, "input_tensors")], opts)
 
-    @operation("all_gather", 1)
+    @_operation("all_gather", 1)
     def allgather_coalesced(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
         """outputs[r][i] <- inputs[i] of rank r."""
         self._check_count(outputs, "output_tensor_lists")
@@ -217,27 +259,27 @@ class TorchProcessGroup(dist.ProcessGroup):
         blocking = _is_blocking(opts)
         for parts, tensor in zip(outputs, inputs, strict=True):
             self._check_parts(parts, tensor, "tensor_list", "tensor")
-        check_apart(outputs, inputs, "tensor_list")
+        check_disjoint(outputs, inputs, "tensor_list")
         works, results = [], []
         for parts, tensor in zip(outputs, inputs, strict=True):
             gathered = self._room_for_all(tensor)
-            work = self.group.all_gather(gathered, as_carrier(tensor), blocking=blocking)
+            work = self.group.all_gather(gathered, as_wire_dtype(tensor), blocking=blocking)
             work.finish_with(copy_out(gathered, parts))
             works.append(work)
             results += parts
         return TorchWork(works, results)
 
     def _room_for_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        carrier = as_carrier(tensor)
-        return torch.empty(self.group.size * carrier.numel(), dtype=carrier.dtype)
+        view = as_wire_dtype(tensor)
+        return torch.empty(self.group.size * view.numel(), dtype=view.dtype)
 
-    @operation("all_gather", 1)
+    @_operation("all_gather", 1)
     def all_gather_single(self, output, input, opts=_ALLGATHER) -> TorchWork:
         return self._all_gather_single([output], [input], opts)
 
     _allgather_base = all_gather_single
 
-    @operation("all_gather", 1)
+    @_operation("all_gather", 1)
     def all_gather_single_coalesced(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
         return self._all_gather_single(outputs, inputs, opts)
 
@@ -245,88 +287,88 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     def _all_gather_single(self, outputs, inputs, opts) -> TorchWork:
         blocking = _is_blocking(opts)
-        check_apart([[output] for output in outputs], inputs)
+        check_disjoint([[output] for output in outputs], inputs)
         works = [
-            self.group.all_gather(as_carrier(output), as_carrier(input), blocking=blocking)
+            self.group.all_gather(as_wire_dtype(output), as_wire_dtype(input), blocking=blocking)
             for output, input in zip(outputs, inputs, strict=True)
         ]
         return TorchWork(works, list(outputs))
 
-    @operation("gather", 1)
+    @_operation("gather", 1)
     def gather(self, outputs, inputs, opts=_GATHER) -> TorchWork:
-        tensor = one(inputs, "input_tensors")
+        tensor = only_element(inputs, "input_tensors")
         if self.group.rank != opts.rootRank:
             return self._gather(None, tensor, [], opts)
-        parts = one(outputs, "output_tensors")
+        parts = only_element(outputs, "output_tensors")
         self._check_parts(parts, tensor, "gather_list", "tensor")
-        check_apart([parts], name="gather_list")
+        check_disjoint([parts], name="gather_list")
         gathered = self._room_for_all(tensor)
         return self._gather(gathered, tensor, list(parts), opts, copy_out(gathered, parts))
 
-    @operation("gather", 1)
+    @_operation("gather", 1)
     def gather_single(self, output, input, opts=_GATHER) -> TorchWork:
         if self.group.rank != opts.rootRank:
             return self._gather(None, input, [], opts)
-        return self._gather(as_carrier(output), input, [output], opts)
+        return self._gather(as_wire_dtype(output), input, [output], opts)
 
     gather_into_tensor = gather_single
 
     def _gather(self, output, input, result, opts, finish: Callable[[], None] | None = None) -> TorchWork:
-        work = self.group.gather(output, as_carrier(input), opts.rootRank, blocking=_is_blocking(opts))
+        work = self.group.gather(output, as_wire_dtype(input), opts.rootRank, blocking=_is_blocking(opts))
         if finish is not None:
             work.finish_with(finish)
         return TorchWork([work], result)
 
-    @operation("scatter", 1)
+    @_operation("scatter", 1)
     def scatter(self, outputs, inputs, opts=_SCATTER) -> TorchWork:
-        output, source = one(outputs, "output_tensors"), None
+        output, source = only_element(outputs, "output_tensors"), None
         if self.group.rank == opts.rootRank:
-            parts = one(inputs, "input_tensors")
+            parts = only_element(inputs, "input_tensors")
             self._check_parts(parts, output, "scatter_list", "tensor")
-            source = concatenate(as_carrier(part) for part in parts)
-        work = self.group.scatter(as_carrier(output), source, opts.rootRank, blocking=_is_blocking(opts))
+            source = concatenate(as_wire_dtype(part) for part in parts)
+        work = self.group.scatter(as_wire_dtype(output), source, opts.rootRank, blocking=_is_blocking(opts))
         return TorchWork([work], [output])
 
-    @operation("all_to_all", 1)
+    @_operation("all_to_all", 1)
     def alltoall(self, outputs, inputs, opts=_ALLTOALL) -> TorchWork:
         self._check_count(outputs, "output_tensor_list")
         self._check_count(inputs, "input_tensor_list")
-        sources, carriers = [as_carrier(tensor) for tensor in inputs], [as_carrier(tensor) for tensor in outputs]
-        into = torch.empty(sum(carrier.numel() for carrier in carriers), dtype=carriers[0].dtype)
-        output_splits = [carrier.numel() for carrier in carriers]
+        sources, views = [as_wire_dtype(tensor) for tensor in inputs], [as_wire_dtype(tensor) for tensor in outputs]
+        into = torch.empty(sum(view.numel() for view in views), dtype=views[0].dtype)
+        output_splits = [view.numel() for view in views]
         input_splits = [source.numel() for source in sources]
-        source, finish = concatenate(sources), copy_out(into, carriers)
-        check_apart([outputs], name="output_tensor_list")
+        source, finish = concatenate(sources), copy_out(into, views)
+        check_disjoint([outputs], name="output_tensor_list")
         work = self.group.all_to_all(into, source, output_splits, input_splits, blocking=_is_blocking(opts))
         work.finish_with(finish)
         return TorchWork([work], list(outputs))
 
-    @operation("all_to_all", 1)
+    @_operation("all_to_all", 1)
     def all_to_all_single(self, output, input, output_splits, input_splits, opts=_ALLTOALL) -> TorchWork:
         work = self.group.all_to_all(
-            as_carrier(output), as_carrier(input), output_splits or None, input_splits or None,
+            as_wire_dtype(output), as_wire_dtype(input), output_splits or None, input_splits or None,
             blocking=_is_blocking(opts),
         )  # fmt: skip
         return TorchWork([work], [output])
 
     alltoall_base = all_to_all_single
 
-    # ---- between two ranks; a callback's too are matched with the program's, by their order
+    # ---- between two ranks; those of callbacks run on the program's group, too, and are matched by their order
 
-    @operation("send", 0)
+    @_operation("send", 0)
     def send(self, tensors, dst: int, tag: int = 0) -> TorchWork:
-        tensor = one(tensors, "tensors")
-        return TorchWork([self.levels.program.group.send(as_carrier(tensor), dst, tag=tag)], [tensor])
+        tensor = only_element(tensors, "tensors")
+        return TorchWork([self.levels.program.group.send(as_wire_dtype(tensor), dst, tag=tag)], [tensor])
 
-    @operation("recv", 0)
+    @_operation("recv", 0)
     def recv(self, tensors, src: int, tag: int = 0) -> TorchWork:
-        tensor = one(tensors, "tensors")
-        return TorchWork([self.levels.program.group.recv(as_carrier(tensor), src, tag=tag)], [tensor], source=src)
+        tensor = only_element(tensors, "tensors")
+        return TorchWork([self.levels.program.group.recv(as_wire_dtype(tensor), src, tag=tag)], [tensor], source=src)
 
     def recv_anysource(self, tensors, tag: int = 0) -> TorchWork:
         raise InvalidArgument("the backend 'bagua' cannot receive from any rank that sends; name the sender with src=")
 
-    @operation("barrier")
+    @_operation("barrier")
     def barrier(self, opts=_BARRIER) -> TorchWork:
         timeout = opts.timeout if opts.timeout.total_seconds() >= 0 else None
         return TorchWork([self.group.barrier(timeout=timeout, blocking=not opts.asyncOp)], [])
@@ -345,3 +387,16 @@ class TorchProcessGroup(dist.ProcessGroup):
                     f"{name}[{rank}] is {part.dtype} of shape {tuple(part.shape)}, but {other} is {tensor.dtype} of "
                     f"shape {tuple(tensor.shape)}; all ranks give tensors of one type and shape"
                 )
+
+
+def _divide_integers(
+    op: dist.ReduceOp.RedOpType, tensor: torch.Tensor, group: ProcessGroup
+) -> tuple[object, Callable[[], None] | None]:
+    """The operator to reduce with, and what to do with the result, so that integers are averaged as NCCL does it.
+
+    That is their sum, which may overflow, divided by the number of ranks and rounded towards zero.
+    """
+    dtype = tensor.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool or op != dist.ReduceOp.AVG:
+        return op, None
+    return ReduceOp.SUM, lambda: tensor.div_(group.size, rounding_mode="trunc")

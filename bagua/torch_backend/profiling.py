@@ -1,4 +1,4 @@
-"""The events of operations in torch's profilers, named and measured as those of torch's own backends."""
+"""Events of operations in torch's profilers, named and measured like those of torch's own backends."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 import torch
 
-from .levels import Level
+from .callback_levels import Level
 
 __all__ = ["Span"]
 
-_PATIENCE_S = 0.05  # with the thread of a level: only a callback keeps it from ending an event at once
+_FINALIZE_WAIT_S = 0.05  # for the level's thread, which ends an event at once unless a callback is running on it
 
 
 class Span:
-    """An event from now on, with the shapes of the tensors; on the thread of a level its end is recorded.
+    """An event that begins now, with the shapes of the tensors; its end is recorded on the thread of a level.
 
-    Never on the thread that starts it: this is how the profiler knows an asynchronous event.
+    Never on the thread that begins it: that is how the profiler recognises an asynchronous event.
 
     Args:
         name: of the event.
@@ -32,7 +32,7 @@ class Span:
         self._ended = threading.Event()
 
     def end_after(self, work, level: Level) -> None:
-        """Have it end when the operation `work` has; at once when it is None."""
+        """End it when the operation `work` ends; soon if that is None."""
         self._level = level
         if work is None:
             level.thread.soon(self.end)
@@ -47,12 +47,12 @@ class Span:
             torch.autograd._record_function_with_args_exit(record)
         self._ended.set()
 
-    def settle(self) -> None:
-        """Have it ended, which its operation has; a profiler that stops then has all of it.
+    def finalize(self) -> None:
+        """Make sure that it has ended, as its operation has, so that a profiler that stops now has the whole event.
 
-        A callback may hold up the thread of the level; it ends without that one then, and nobody waits for a callback.
+        If a callback blocks the level's thread, the end is recorded on another thread instead of waiting for it.
         """
-        if not self._level.thread.is_current() and self._ended.wait(_PATIENCE_S):
+        if not self._level.thread.is_current() and self._ended.wait(_FINALIZE_WAIT_S):
             return
         if threading.get_ident() != self._begun_on:
             self.end()

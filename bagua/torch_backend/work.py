@@ -1,6 +1,6 @@
-"""TorchWork: operations of bagua behind the handle that torch's programs, its DDP and its compiled graphs wait on.
+"""TorchWork: operations of bagua as the handle that torch's programs, its DDP and its compiled graphs wait for.
 
-A torch future is made only when somebody asks for one; then the thread of the operation's level completes it.
+A torch future is made only when it is asked for; then the thread of the operation's level completes it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.work import Work
+from .callback_levels import Level
 from .compiling import leave_to_python
 from .futures import TorchFuture
-from .levels import Level
 from .profiling import Span
 
 __all__ = ["TorchWork"]
@@ -32,11 +32,11 @@ class TorchWork(dist.Work):
     Args:
         works: the operations of bagua that it consists of; it has ended when all of them have.
         result: the tensors that hold the outcome, for get_future() and result().
-        source: rank of the group that sent it, for what recv returns.
+        source: for a recv, the rank of the group that sends.
 
     Attributes:
-        level: where it runs; set by who starts it, as is
-        span: its event in torch's profiler, if that runs.
+        level: where it runs.
+        span: its event in torch's profiler, if one is running.
     """
 
     level: Level
@@ -54,11 +54,10 @@ class TorchWork(dist.Work):
         """Block until the outcome is in its tensors; releases the GIL.
 
         Args:
-            timeout: how long to wait for it; by default as long as it can take, since the operation itself has the
-                group's timeout as its deadline.
+            timeout: how long to wait; by default until the operation ends, which the group's timeout limits.
 
         Raises:
-            BaguaError: whatever ended the operation; it names the rank at fault.
+            BaguaError: the operation has failed; it names the rank at fault.
             DeadlineExceeded: `timeout` passed and the operation still runs.
         """
         if timeout == _NO_TIMEOUT:
@@ -68,7 +67,7 @@ class TorchWork(dist.Work):
             for work in self._works:
                 work.wait(max(deadline - time.monotonic(), 1e-9))
         if self.span is not None:
-            self.span.settle()
+            self.span.finalize()
         return True
 
     def _finish(self) -> None:
@@ -88,8 +87,8 @@ class TorchWork(dist.Work):
         if not all(work.is_completed() for work in self._works):
             return False
         if self.exception() is None:
-            with contextlib.suppress(Exception):  # exception() has it
-                self._finish()  # what is staged is copied back
+            with contextlib.suppress(Exception):  # exception() returns it from now on
+                self._finish()  # copies staged results back
         return True
 
     def is_success(self) -> bool:
@@ -105,7 +104,7 @@ class TorchWork(dist.Work):
         return self._result
 
     def source_rank(self) -> int:
-        """The rank of the group that sent what was received; -1 for another operation."""
+        """For a recv, the rank of the group that sent; otherwise -1."""
         return self._source
 
     _source_rank = source_rank  # its name in torch's Python API
@@ -116,15 +115,15 @@ class TorchWork(dist.Work):
         return self._works[-1] if self._works else None
 
     def get_future(self) -> TorchFuture:
-        """A future of result(). A failure is a RuntimeError with our message, as torch's futures have it."""
+        """A future of result(). It fails with a RuntimeError that has our message, as torch's futures do."""
         if self._future is None:
             future = TorchFuture(self.level, self._outcome)
             has_ended = all(work.is_completed() for work in self._works)
-            if has_ended:  # torch takes its value at once
-                future.take_turn()  # before anybody has it: there are no callbacks
+            if has_ended:  # complete it before it is returned, while it cannot have callbacks
+                future.take_turn()
             with self._asking:
                 if self._future is None:
-                    if not has_ended:  # what the thread keeps until then keeps this object alive
+                    if not has_ended:  # the thread's reference keeps this object alive until then
                         self.level.thread.after(self._works[-1], future.take_turn)
                     self._future = future
         return self._future
@@ -132,5 +131,5 @@ class TorchWork(dist.Work):
     def _outcome(self) -> list[torch.Tensor]:
         self._finish()
         if self.span is not None:
-            self.span.settle()
+            self.span.finalize()
         return self._result

@@ -1,4 +1,4 @@
-"""The handshake by itself: both roles as generators, and everything that strangers may try."""
+"""The handshake by itself: both roles as generators, and everything that unauthenticated peers may try."""
 
 import math
 import queue

@@ -1,4 +1,4 @@
-"""Strangers at the listening port while a job runs: the job does not notice, and they leave nothing behind."""
+"""Unauthenticated peers at the listening port while a job runs: the job goes on, and they leave nothing behind."""
 
 import contextlib
 import logging
@@ -95,70 +95,65 @@ def test_a_thousand_connections_of_random_bytes(pool, tmp_path, env):
     for _, descriptors_before, descriptors_after, lines in results:
         assert descriptors_after <= descriptors_before
         assert len(lines) <= 12, lines
-    assert results[0][3], "strangers are mentioned"
-    assert max(results[0][0]) < TIMEOUT_S / 4, "a step waited for strangers"
+    assert results[0][3], "refused connections are logged"
+    assert max(results[0][0]) < TIMEOUT_S / 4, "a step waited for unauthenticated peers"
 
 
-def connect_late(rank, world_size, directory):
-    """Connects to the other rank only after the strangers are there, by a new group that has no connection yet."""
+@contextlib.contextmanager
+def listening_until_stopped(rank, directory):
+    """A rank that publishes its listener and waits for the file `stop`; it has no connections yet."""
     bagua.init_process_group(timeout=TIMEOUT_S)
     try:
         endpoint = bagua.distributed.world._world.endpoint
         publish(directory, rank, f"{endpoint.port} {endpoint.unix_name}")
         while not os.path.exists(f"{directory}/stop"):
             time.sleep(0.01)
+        yield
+    finally:
+        bagua.destroy_process_group()
+
+
+def connect_late(rank, world_size, directory):
+    """Connects to the other rank only after the unauthenticated peers have."""
+    with listening_until_stopped(rank, directory):
         begin = time.monotonic()
         step(rank, world_size)
         return time.monotonic() - begin
-    finally:
-        bagua.destroy_process_group()
 
 
 @pytest.mark.parametrize(
     "env", [pytest.param({}, id="shm"), pytest.param({"BAGUA_SHARED_MEMORY": "0"}, id="tcp", marks=SAME_TEST)]
 )
-def test_strangers_that_stay_and_say_nothing_keep_nobody_out(pool, tmp_path, env):
+def test_silent_unauthenticated_peers_keep_no_rank_out(pool, tmp_path, env):
     """More of them than the listener keeps, half of them with half a hello, one of them byte by byte."""
     run = pool.start(connect_late, args=(str(tmp_path),), env=env)
-    with contextlib.ExitStack() as guests:
+    with contextlib.ExitStack() as sockets:
         for rank in range(2):
             port, unix_name = listening(run, tmp_path, rank)
             for i in range(200):
-                guest = guests.enter_context(socket.create_connection(("127.0.0.1", port)))
+                sock = sockets.enter_context(socket.create_connection(("127.0.0.1", port)))
                 if i % 2:
-                    guest.sendall(b"BAGUA/1\n" + bytes(i % 30))
+                    sock.sendall(b"BAGUA/1\n" + bytes(i % 30))
             for i in range(100 if unix_name else 0):
-                guest = guests.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                guest.connect("\0" + unix_name)
+                sock = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                sock.connect("\0" + unix_name)
                 with contextlib.suppress(OSError):
-                    guest.sendall(bytes(i % 3))
+                    sock.sendall(bytes(i % 3))
         (tmp_path / "stop").touch()
-        assert max(run.result()) < listener._HANDSHAKE_SECONDS, "nobody had to wait until the strangers were cut off"
-
-
-def idle(rank, world_size, directory):
-    """Waits for the end; the accepting thread works without the main one."""
-    bagua.init_process_group(timeout=TIMEOUT_S)
-    try:
-        endpoint = bagua.distributed.world._world.endpoint
-        publish(directory, rank, f"{endpoint.port} {endpoint.unix_name}")
-        while not os.path.exists(f"{directory}/stop"):
-            time.sleep(0.01)
-    finally:
-        bagua.destroy_process_group()
+        assert max(run.result()) < listener._HANDSHAKE_SECONDS, "no rank had to wait until the others were dropped"
 
 
 def test_a_slow_drip_is_cut_off(pool, tmp_path):
     """A byte now and then does not keep a connection open for longer than a handshake may take."""
     run = pool.start(with_short_handshake, args=(str(tmp_path),))
     port, _ = listening(run, tmp_path, 0)
-    with socket.create_connection(("127.0.0.1", port)) as guest:
-        guest.settimeout(0.1)
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.settimeout(0.1)
         begin = time.monotonic()
         while time.monotonic() - begin < TIMEOUT_S:
             try:
-                guest.sendall(b"B")
-                if guest.recv(1) == b"":
+                sock.sendall(b"B")
+                if sock.recv(1) == b"":
                     break
             except TimeoutError:
                 continue
@@ -175,6 +170,7 @@ SHORT_S = 0.5
 def with_short_handshake(rank, world_size, directory):
     seconds, listener._HANDSHAKE_SECONDS = listener._HANDSHAKE_SECONDS, SHORT_S
     try:
-        idle(rank, world_size, directory)
+        with listening_until_stopped(rank, directory):
+            pass
     finally:
         listener._HANDSHAKE_SECONDS = seconds

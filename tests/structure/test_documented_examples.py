@@ -16,7 +16,7 @@ import torch
 import bagua
 from bagua.algorithms import register
 from bagua.testing import free_port, spawn
-from bagua.torch_api.left_out import NoSuchModule
+from bagua.torch_api.unsupported import NoSuchModule
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN_ENDS = ("init_process_group(", "spawn(", "Pool(", "world(")  # an example with one of these makes its own world

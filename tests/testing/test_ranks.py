@@ -17,8 +17,8 @@ from bagua.testing import (
     WorldTimeout,
     free_port,
     kill,
-    nursery,
     spawn,
+    spawner,
     stop,
 )
 from tests.meeting import meet, wait_until
@@ -349,7 +349,7 @@ def test_a_test_can_act_on_a_running_world():
 @pytest.mark.timed
 def test_nothing_is_left_when_the_test_process_is_killed(tmp_path):
     def test_process(rank, world_size):
-        nursery.PRELOADED = ()
+        spawner.PRELOADED = ()
         pool = Pool(2)
         (tmp_path / "pids").write_text(" ".join(map(str, pool.run(lambda rank, world_size: os.getpid()))))
         pool.start(lambda rank, world_size: time.sleep(60))

@@ -255,7 +255,7 @@ def _overlaps(rank, world_size):
             (lambda: api.alltoall(x, x), "no all_to_all in place"),
             (
                 lambda: api.alltoall_v(ones, ones, places, x, 2 * ones, places),
-                "comes from ranks 0 and 1 is to go to one place",
+                "comes from ranks 0 and 1 would share memory",
             ),
         ):
             with pytest.raises(bagua.InvalidArgument, match=message):
@@ -279,10 +279,10 @@ def _refused(rank, world_size):
             "elements of torch.float32": lambda: api.allreduce(x, torch.ones(8)),
             "of torch.float64": lambda: api.reduce(x, x.double(), rank),
             "op 4 is not one of SUM \\(0\\)": lambda: api.allreduce_inplace(x, 4),
-            "cannot be cut in 2 blocks": lambda: api.allgather_inplace(x),
+            "cannot be split into 2 equal blocks": lambda: api.allgather_inplace(x),
             "strides": lambda: api.alltoall_inplace(torch.ones(2, 3).T),
-            "expected 18 by count": lambda: api.gather_inplace(x, 9, rank),
-            "expected 4 by count": lambda: api.scatter_inplace(x, 4, 1 - rank),
+            "expected 18 for this count": lambda: api.gather_inplace(x, 9, rank),
+            "expected 4 for this count": lambda: api.scatter_inplace(x, 4, 1 - rank),
             "lie in send_tensor, which has 9": lambda: api.alltoall_v(x, [5, 5], [0, 5], x, [5, 4], [0, 5]),
             "recv_counts \\[9\\]": lambda: api.alltoall_v(x, [5, 4], [0, 5], x, [9], [0]),
             "stream": lambda: api.new_group(stream=object()),

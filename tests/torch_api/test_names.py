@@ -244,7 +244,7 @@ def test_a_module_that_is_not_wrapped_has_every_attribute_that_it_lists():
 
 
 @pytest.mark.parametrize("name", ["contrib", "checkpoint", "model_parallel", "moe", "BaguaTensor", "get_backend"])
-def test_what_is_left_out_says_so(name):
+def test_unsupported_names_say_so(name):
     with pytest.raises(bagua.InvalidArgument, match=f"has no {name}: .") as caught:
         getattr(bagua.torch_api, name)
     assert isinstance(caught.value, AttributeError) and not hasattr(bagua.torch_api, name)
@@ -262,7 +262,7 @@ def test_what_is_left_out_says_so(name):
         "from bagua.torch_api.model_parallel.moe import MoE",
     ],
 )
-def test_modules_that_are_left_out_say_so(statement):
+def test_unsupported_modules_say_so(statement):
     with pytest.raises(ImportError, match=r"bagua.torch_api has no (contrib|checkpoint|model_parallel): .") as caught:
         exec(statement, {})
     assert isinstance(caught.value, bagua.InvalidArgument)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from bagua.torch_backend import world
+from bagua.torch_backend import lifecycle
 from tests.torch_backend.programs import compare, needs_torch, run, values
 
 pytestmark = needs_torch
@@ -385,11 +385,11 @@ def ending(rank, world_size):
         )
         begun.append(has_begun)
     assert all(each.wait(20) for each in begun)
-    usual, world._LAST_CALLBACKS_S = world._LAST_CALLBACKS_S, limit_s
+    usual, lifecycle._LAST_CALLBACKS_S = lifecycle._LAST_CALLBACKS_S, limit_s
     begin = time.monotonic()
-    world._close_all()
+    lifecycle._close_all()
     spent = time.monotonic() - begin
-    world._LAST_CALLBACKS_S = usual
+    lifecycle._LAST_CALLBACKS_S = usual
     gate.set()
     assert limit_s <= spent < (len(begun) - 1) * limit_s, spent
 

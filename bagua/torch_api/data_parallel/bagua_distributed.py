@@ -1,4 +1,4 @@
-"""What a wrapped model was wrapped with, as the original project's ``model.bagua_ddp`` tells it.
+"""``model.bagua_ddp`` of the original project: what a model was wrapped with.
 
 Beside the data path: ``model.bagua`` is what trains. Invariants: one per wrap, found by the model's handle, so that a
 copy of the model has none; it holds the model weakly, since the table of them must not keep models alive.
@@ -33,7 +33,7 @@ class BaguaDistributedDataParallel:
         parameters_to_ignore: empty, because what would be in it is refused.
 
     Raises:
-        InvalidArgument: the algorithm is none of the original's classes, or parameters are to be left out.
+        InvalidArgument: the algorithm is none of the original's classes, or parameters are to be ignored.
 
     Example:
         >>> model.bagua_ddp.bagua_train_step_counter                              # doctest: +SKIP
@@ -70,7 +70,7 @@ class BaguaDistributedDataParallel:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The model itself; None when it is no more."""
+        """The model itself; None after it was deleted."""
         return self._module()
 
     @property
@@ -85,7 +85,7 @@ class BaguaDistributedDataParallel:
 
     @property
     def bagua_buckets(self) -> list[Bucket]:
-        """The buckets, in the order in which they travel."""
+        """The buckets, in the order in which they are sent."""
         return list(self.bagua.buckets)
 
     @property

@@ -1,7 +1,7 @@
 """DistributedDataParallel with the original project's arguments.
 
-Data path: the caller -> **here** -> bagua.DistributedDataParallel. The original goes over to torch's class, without the
-algorithm, for arguments that it does not support; here they are honoured or refused.
+Data path: the caller -> **here** -> bagua.DistributedDataParallel. For arguments that it does not support the original
+falls back to torch's class, without the algorithm; here they are honoured or refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DEFAULT_ALGORITHM = GradientAllReduceAlgorithm()
 
 
 class DistributedDataParallel(data_parallel.DistributedDataParallel):
-    """Takes the place of torch's class of that name; ``module`` is the wrapped module.
+    """Replaces torch's class of that name; ``module`` is the wrapped module.
 
     Args:
         module: the module to train, with its parameters on the CPU.

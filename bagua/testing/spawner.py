@@ -1,12 +1,12 @@
 """The process that forks ranks: it has imported torch and bagua once, so that a new rank costs milliseconds.
 
-Data path of a test: ranks.py (the test's process) -> this server -> worker.py (a rank). One nursery per test
-process, started when first used. It runs no user code and starts no thread, so a fork of it is as good as a
+Data path of a test: ranks.py (the test's process) -> this process -> worker.py (a rank). Each test process has one
+spawner, started when first used. It runs no user code and starts no thread, so a fork of it is as good as a
 fresh process that has just finished its imports.
 
 Protocol, on a Unix socket of packets: the request is one byte with five descriptors (the rank's connection,
-its exit pipe, stdout, stderr, a file for stack dumps). The rank's pid goes into the exit pipe at once, its
-wait status when it has ended. When the socket closes the nursery ends, and the kernel ends its ranks with it.
+its exit pipe, stdout, stderr, a file for stack dumps). The rank's pid is written to the exit pipe at once, its
+wait status when it has ended. When the socket closes the spawner ends, and the kernel ends its ranks with it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RankDescriptors(NamedTuple):
 
 
 def request(server: socket.socket, descriptors: RankDescriptors) -> None:
-    """Asks the nursery behind `server` for one more rank; the caller keeps and closes its own copies."""
+    """Asks the spawner at the other end of `server` for a rank; the caller keeps and closes its own copies."""
     socket.send_fds(server, [b"f"], descriptors)
 
 
@@ -48,11 +48,11 @@ def serve(descriptor: int, preload: list[str]) -> RankDescriptors | None:
     for name in preload:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    # What torch would undo of its registries at the end of a program need not be undone at the end of every rank: most
-    # of a short rank's time went there, into copies of what it shares with us.
+    # torch's finalizers clean up its registries at exit, which a rank does not need: for a short rank they take longer
+    # than all else, because they copy pages that it shares with this process.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
-    gc.freeze()  # a collection in a rank would otherwise touch, and so copy, all that it shares with us
+    gc.freeze()  # otherwise a collection in a rank would touch, and so copy, all pages that it shares with this process
 
     server = socket.socket(fileno=descriptor)
     wake_read, wake_write = socket.socketpair()
@@ -78,12 +78,12 @@ def serve(descriptor: int, preload: list[str]) -> RankDescriptors | None:
             pid = _fork()
             if pid == 0:
                 break
-            _tell(received.exit_pipe, pid)
+            _write_number(received.exit_pipe, pid)
             exit_pipes[pid] = received.exit_pipe
             for unused in set(received) - {received.exit_pipe}:
                 os.close(unused)
 
-    # A new rank: none of the nursery's descriptors may stay open in it, or others would miss their end of file.
+    # A new rank: none of the spawner's descriptors may stay open in it, or others would miss their end of file.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for held in (server, wake_read, wake_write):
@@ -118,7 +118,7 @@ def _reap(exit_pipes: dict[int, int]) -> None:
         if pid == 0:
             return
         pipe = exit_pipes.pop(pid)
-        _tell(pipe, os.waitstatus_to_exitcode(status))
+        _write_number(pipe, os.waitstatus_to_exitcode(status))
         os.close(pipe)
 
 
@@ -126,11 +126,11 @@ def read_number(pipe: int) -> int:
     """The next number of an exit pipe: the pid, then the exit code (negative for a signal)."""
     data = os.read(pipe, struct.calcsize(_NUMBER))
     if not data:
-        raise RuntimeError("the process that starts the ranks has ended; its output tells why")
+        raise RuntimeError("the process that starts the ranks has ended; its output shows why")
     (number,) = struct.unpack(_NUMBER, data)
     return number
 
 
-def _tell(pipe: int, value: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # a test that gave up does not read any more
+def _write_number(pipe: int, value: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # a test that gave up no longer reads
         os.write(pipe, struct.pack(_NUMBER, value))

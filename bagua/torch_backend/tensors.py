@@ -1,6 +1,6 @@
-"""Tensors as the collectives of bagua take them: types that only move, and lists of tensors.
+"""torch's tensors and lists of tensors in the form that bagua's collectives take.
 
-A type that the core does not reduce is moved as one of the same size that it knows, the carrier: a view, bit for bit.
+A type that the core cannot reduce is moved as a wire dtype, one of the same size that it knows: a view, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from ..distributed.memory_overlap import first_to_share, shares_with_itself
 from ..distributed.tensors import address_of
 from ..errors import InvalidArgument
 
-__all__ = ["as_carrier", "check_apart", "concatenate", "copy_out", "one"]
+__all__ = ["as_wire_dtype", "check_disjoint", "concatenate", "copy_out", "only_element"]
 
-_CARRIERS = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
+_WIRE_DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
 
 
-def as_carrier(tensor: torch.Tensor) -> torch.Tensor:
+def as_wire_dtype(tensor: torch.Tensor) -> torch.Tensor:
     """A view of the same memory in a type that the core can move; complex128 gets one dimension more.
 
     Raises:
         InvalidArgument: the tensor is a lazy conjugate, whose memory holds other values.
     """
-    if is_reducible(tensor.dtype) or tensor.layout != torch.strided:  # the group refuses other layouts
+    if is_reducible(tensor.dtype) or tensor.layout != torch.strided:  # ProcessGroup refuses other layouts
         return tensor
     if tensor.is_conj():
         raise InvalidArgument("the tensor is a lazy conjugate (x.conj()); call .resolve_conj() on it first")
     if tensor.dtype is torch.complex128:
         return torch.view_as_real(tensor.detach())
-    return tensor.detach().view(_CARRIERS[tensor.element_size()])
+    return tensor.detach().view(_WIRE_DTYPES[tensor.element_size()])
 
 
-def one(items: Sequence, name: str):
-    """The only element of torch's lists, which date from several devices per process.
+def only_element(items: Sequence, name: str):
+    """The only element of one of torch's lists, which have one per device of the process.
 
     Raises:
         InvalidArgument: there are more or fewer.
@@ -46,34 +46,38 @@ def one(items: Sequence, name: str):
     return items[0]
 
 
-def check_apart(
+def check_disjoint(
     written: Sequence[Sequence[torch.Tensor]], read: Sequence[torch.Tensor] = (), name: str = "tensors"
 ) -> None:
-    """Of operations that may run in any order, what each writes and what each reads, before one of them is started.
+    """Check operations that may run in any order, before one of them is started.
+
+    Args:
+        written: the tensors that each operation writes.
+        read: the tensor that each operation reads.
+        name: of the list, in error messages.
 
     Raises:
-        InvalidArgument: two results are to be in one place, or one where another operation reads; or there is no
-            memory for one.
+        InvalidArgument: two results share memory, or one shares it with what another operation reads; or one has none.
     """
     results = [(operation, tensor) for operation, tensors in enumerate(written) for tensor in tensors]
-    read = read if len(written) > 1 else ()  # one operation copies its list after it has read
+    read = read if len(written) > 1 else ()  # a single operation copies its list after it has read
     if len(results) == 1:
         return  # the collective itself checks one output and one input
     tensors = [*results, *enumerate(read)]
     if not all(tensor.is_cpu and tensor.layout is torch.strided for _, tensor in tensors):
-        return  # refused by what moves them
+        return  # ProcessGroup refuses them
     for _, tensor in tensors:
         address_of(tensor, f"one of {name}")
     for _, tensor in results:
         if not tensor.is_contiguous() and shares_with_itself(tensor.shape, tensor.stride()):
             raise InvalidArgument(
                 f"one of {name}, of shape {tuple(tensor.shape)} and strides {tensor.stride()}, overlaps itself, and "
-                "the result has no room there; pass a copy (.clone())"
+                "it cannot hold the result; pass a copy (.clone())"
             )
     pair = first_to_share(results, list(enumerate(read)))
     if pair is not None:
         raise InvalidArgument(
-            f"{name} has tensors that share memory, where a result is to be written: one of shape "
+            f"{name} has tensors that share memory, to which a result is to be written: one of shape "
             f"{tuple(tensors[pair[0]][1].shape)} with one of shape {tuple(tensors[pair[1]][1].shape)}; give each a "
             "tensor of its own"
         )
@@ -91,18 +95,18 @@ def concatenate(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def copy_out(source: torch.Tensor, parts: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """What fills `parts`, one after the other, from the elements of `source`; called when these have arrived.
+    """A function that fills `parts`, one after the other, with the elements of `source` when these have arrived.
 
     Raises:
         InvalidArgument: the parts are of different types.
     """
-    carriers = [as_carrier(part).detach() for part in parts]
-    _check_one_type([source, *carriers])
+    views = [as_wire_dtype(part).detach() for part in parts]
+    _check_one_type([source, *views])
 
     def copy() -> None:
-        pieces = source.split([carrier.numel() for carrier in carriers])
-        for carrier, piece in zip(carriers, pieces, strict=True):
-            carrier.copy_(piece.view(carrier.shape))
+        pieces = source.split([view.numel() for view in views])
+        for view, piece in zip(views, pieces, strict=True):
+            view.copy_(piece.view(view.shape))
 
     return copy
 

@@ -1,8 +1,8 @@
-"""What the original project has and this package has not, and what to use instead.
+"""Names of the original project that this package does not support, and what to use instead.
 
-Beside the data path. The attribute ``bagua.torch_api.NAME`` tells it, and so does the import of a file of this folder
-that has nothing else to do: contrib.py, checkpoint.py, model_parallel.py. ``from bagua.torch_api import NAME`` tells it
-for those files only: of other names Python says that they cannot be imported, whatever the attribute says.
+Beside the data path. The attribute ``bagua.torch_api.NAME`` raises with that advice, and so does importing contrib.py,
+checkpoint.py or model_parallel.py, which exist for that. ``from bagua.torch_api import NAME`` gives the advice for
+these three only: of other names Python says that they cannot be imported, whatever the attribute's error says.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ INSTEAD = {
 
 
 class NoSuchName(InvalidArgument, AttributeError):
-    """A name that is not here; an AttributeError, so that hasattr is False."""
+    """The name is not supported; an AttributeError, so that hasattr is False."""
 
 
 class NoSuchModule(InvalidArgument, ImportError):
-    """A module that is not here; an ImportError, so that a program can do without it."""
+    """The module is not supported; an ImportError, so that a program can do without it."""
 
 
 def advice(name: str) -> str:
-    """That it is not here, and what to use instead."""
+    """The error message for an unsupported name: what to use instead."""
     return f"bagua.torch_api has no {name}: {INSTEAD[name]}"

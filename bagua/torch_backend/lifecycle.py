@@ -1,10 +1,10 @@
-"""torch's groups on bagua's world: who opens it, who closes it, and how the groups are named.
+"""How torch.distributed's groups with the backend "bagua" are created and closed.
 
-Groups share the world's endpoint (listeners, rank table, secret). The world is bagua's own if the program has made it,
-otherwise the first group of all ranks makes it through torch's store, and the last one to be closed closes it. Where
-torch's default group is another backend's, not all ranks have the same groups of bagua: a group of some ranks then has
-an endpoint of its own. A group has worker threads and connections of its own: calls of bagua and of torch.distributed,
-and of different groups, never wait for each other, and only a group's members take part in making it.
+Groups share the endpoint of bagua's world (listening sockets, table of ranks, secret). If the program has not
+initialised bagua itself, the first group of all ranks does, through torch's store, and the last group that is closed
+destroys it again. If torch's default group has another backend, not all ranks have the same groups of bagua, so a group
+of some ranks has an endpoint of its own. Every group has worker threads and connections of its own: calls of bagua and
+of torch.distributed, and of different groups, never block each other, and only its members take part in making a group.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from .group import TorchProcessGroup
 
 __all__ = ["create"]
 
-# Before 2.7 torch let go of the Python half of a Work that it waits for in C++; 2.9 is the oldest that is tested.
+# Before 2.7 torch released the Python half of a Work while it waited for it in C++; 2.9 is the oldest that is tested.
 _OLDEST_TORCH = (2, 9)
 
-# How long the end of a program waits for callbacks; those that still run end with it.
+# How long an exiting program waits for callbacks; those that still run end with it.
 _LAST_CALLBACKS_S = 2.0
 
 _open: set[TorchProcessGroup] = set()
 _open_alone: set[TorchProcessGroup] = set()
-# The world that this file has opened.
+# The default group of bagua, if this file has initialised it.
 _opened: ProcessGroup | None = None
-# How many groups of the same ranks were made in this world: equal on all of them, since all of them make each one.
+# How many groups of the same ranks were made in this world: equal on these ranks, since each of them makes every one.
 _uses: Counter[str] = Counter()
 
 
 def create(options, backend_options: object | None) -> TorchProcessGroup:
-    """The creator that torch.distributed calls on the members of a group that is being made.
+    """Called by torch.distributed on the members of a group to create it.
 
     Args:
         options: torch's DistributedBackendOptions.
         backend_options: `pg_options` of init_process_group and new_group.
 
     Raises:
-        InvalidArgument: torch is too old, there are backend options, or the group needs a world that is not there.
+        InvalidArgument: torch is too old, there are backend options, or bagua is initialised with other ranks.
         BaguaError: what bagua.init_process_group raises.
     """
     if torch.__version__ < _OLDEST_TORCH:
@@ -79,12 +79,12 @@ def _name(ranks: list[int]) -> str:
 
 
 def _world_size(options) -> int:
-    """The number of torch's ranks; the default group, which is being made, is all of them."""
+    """The number of torch's ranks: those of the default group, which may be the one that is being made."""
     return dist.get_world_size() if options.global_ranks_in_group else options.group_size
 
 
 def _is_shared() -> bool:
-    """Whether all ranks have the same world, so that any of them can make a group on it."""
+    """Whether all ranks have the same world, so that some of them can make a group from it."""
     if isinstance(dist.group.WORLD, TorchProcessGroup):
         return True
     return world.is_initialized() and world.get_default_group() is not _opened
@@ -92,8 +92,8 @@ def _is_shared() -> bool:
 
 def _create_alone(options, ranks: list[int]) -> TorchProcessGroup:
     """A group with an endpoint of its own."""
-    # Not options.store, which has torch's name of the group in it (see above), and what a group of that name that was
-    # there before has written. How many of the same ranks there were is counted in the store that all ranks share.
+    # Not options.store: its keys contain torch's name of the group, on which the members may disagree (see create), and
+    # may hold what an earlier group of that name wrote. Groups of the same ranks are counted in torch's default store.
     shared = dist.PrefixStore(f"bagua/{_name(ranks)}", c10d._get_default_store())
     store = dist.PrefixStore(f"{shared.add(f'turn of {options.group_rank}', 1)}", shared)
     try:
@@ -108,7 +108,7 @@ def _create_alone(options, ranks: list[int]) -> TorchProcessGroup:
 
 
 def _share_world(options) -> ProcessGroup:
-    """bagua's default group, which is opened here if there is none."""
+    """bagua's default group; initialises bagua if it is not."""
     global _opened
     is_default = not options.global_ranks_in_group
     rank = options.group_rank if is_default else dist.get_rank()
@@ -150,9 +150,9 @@ def _forgetter(close: Callable[[], None]) -> Callable[[TorchProcessGroup], None]
 
 
 def _close_all() -> None:
-    """At the end of a program that has not destroyed its groups: their peers can tell it from a crash.
+    """When a program exits without destroying its groups: announces the shutdown, so that peers see no crash.
 
-    Callbacks may wait for those of another group: all groups' operations end first, and then all callbacks have one
+    Callbacks may wait for those of another group, so all groups' operations end first, and then all callbacks share one
     deadline.
     """
     groups = [*_open, *_open_alone]
@@ -166,12 +166,12 @@ def _close_all() -> None:
 atexit.register(_close_all)
 
 
-def _leave_in_child() -> None:
+def _forget_in_child() -> None:
     global _opened
     _opened = None
     _open.clear()
     _open_alone.clear()
 
 
-# A forked child (a DataLoader worker) is no rank, and closes nothing.
-os.register_at_fork(after_in_child=_leave_in_child)
+# A forked child (a DataLoader worker) is not a rank, and closes nothing.
+os.register_at_fork(after_in_child=_forget_in_child)
