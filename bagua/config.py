@@ -1,8 +1,8 @@
 """The only reader of os.environ.
 
 Two groups of variables: those that torchrun sets (RANK, WORLD_SIZE, ...), and bagua's own (BAGUA_*), which tune the
-transports. A misspelt setting that silently does nothing costs its user days, so a BAGUA_ variable that is nearly one
-of them is an error. Others are somebody else's: Kubernetes makes such variables from the names of services.
+transports. A misspelt setting that is silently ignored costs its user days, so a BAGUA_ variable whose name is close to
+a setting's is an error. Others are ignored: Kubernetes, for one, makes such variables from the names of services.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class LaunchEnvironment:
     rank: int
     world_size: int
     local_rank: int | None  # None: not started by torchrun; the rank's position on its host is used
-    local_world_size: int  # ranks that were started on this host, as far as the launcher tells
+    local_world_size: int  # ranks that were started on this host, according to the launcher
     node_rank: int
     master_addr: str
     master_port: int
     use_agent_store: bool
     restart_count: int
-    single_host: bool  # all ranks were started on this host, as far as the launcher tells
+    single_host: bool  # all ranks were started on this host, according to the launcher
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ def launch_environment(
 
     Args:
         rank, world_size: as given to init_process_group, or None.
-        needs_master: whether MASTER_ADDR and MASTER_PORT must be there (not when the caller brings a store).
+        needs_master: whether MASTER_ADDR and MASTER_PORT must be set (not if the caller passes a store).
 
     Raises:
-        InvalidArgument: a variable is missing or makes no sense; all missing ones are named.
+        InvalidArgument: a variable is missing or invalid; all missing ones are named.
     """
     env = os.environ if environ is None else environ
     needed = [name for name, given in (("RANK", rank), ("WORLD_SIZE", world_size)) if given is None]
@@ -124,7 +124,7 @@ def launch_environment(
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a launcher has told this process its rank."""
+    """Whether a launcher has set this process's rank in the environment."""
     env = os.environ if environ is None else environ
     return "RANK" in env and "WORLD_SIZE" in env
 

@@ -1,8 +1,8 @@
 """The exception tree. The same classes exist in three languages (csrc/common/error.h, rust_core/src/error.rs);
 the binding layer translates them one to one.
 
-A message carries the value, what was expected and what to do. `rank` is the rank at fault (None when none is),
-`operation` the collective that was running, `bucket` the gradient bucket it served.
+A message carries the value, what was expected and what to do. `rank` is the rank at fault (None if no rank is),
+`operation` the collective that was running, `bucket` the gradient bucket that it was for.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class BaguaError(Exception):
 
     Args:
         message: the value, what was expected, what to do.
-        rank: rank (of the group concerned) that is at fault, if one is.
+        rank: the rank (of the group concerned) at fault, if there is one.
         operation: the collective or verb that was running, e.g. "all_reduce".
-        bucket: label of the bucket that the operation served, e.g. "bucket 3".
+        bucket: label of the bucket that the operation was for, e.g. "bucket 3".
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Figures of a wrapped model, or of anything that has some, for dashboards: values, TensorBoard, Prometheus.
+"""Metrics of a wrapped model, or of any function that returns some, for dashboards: values, TensorBoard, Prometheus.
 
-Beside the data path, and pull only: nothing is computed before somebody asks, nothing is sent anywhere. Neither
+Beside the data path, and pull only: they are computed when they are read, and nothing is sent anywhere. Neither
 TensorBoard nor prometheus-client is needed for the rest of bagua; `pip install bagua[metrics]` installs both.
 """
 
@@ -19,7 +19,7 @@ from bagua.errors import InvalidArgument
 
 __all__ = ["FiguresCollector", "PrometheusCollector", "add_figures", "add_scalars", "values"]
 
-# What Prometheus calls counters: they only grow, until the model is wrapped anew.
+# Prometheus' counters, which only grow, until the model is wrapped again.
 _COUNTERS = {
     "steps": "Synchronising backwards.",
     "exposed_communication_seconds": "Time in which this rank waited for communication.",
@@ -41,7 +41,7 @@ _LABELS = ("model", "rank", "group", "algorithm")
 
 
 class ScalarWriter(Protocol):
-    """What is needed of torch.utils.tensorboard.SummaryWriter."""
+    """The part of torch.utils.tensorboard.SummaryWriter that is used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None: ...
 
@@ -97,10 +97,10 @@ def add_figures(figures: Mapping[str, float], writer: ScalarWriter, step: int, p
 
 
 class FiguresCollector:
-    """A collector of prometheus-client: gauges ``<prefix>_<name>`` of what a function gives, asked for at every scrape.
+    """A collector of prometheus-client: gauges ``<prefix>_<name>`` of a function's result, called at every scrape.
 
     Args:
-        figures: gives numbers by name, from any thread; characters that Prometheus has not in names become "_".
+        figures: returns numbers by name; called on any thread. Characters that Prometheus does not allow become "_".
         prefix: of the names.
         labels: the same for all.
 
@@ -143,8 +143,8 @@ class PrometheusCollector:
     """A collector of prometheus-client: ``bagua_<name>`` of ``values``, counters with the ending ``_total``.
 
     Labels: ``model``, ``rank``, ``group`` and ``algorithm``. It holds the models weakly, and follows one that is
-    wrapped anew. A process has one collector for all its models: the registry refuses a second one, whose metrics would
-    have the same names.
+    wrapped again. A process has one collector for all its models: the registry refuses a second one, whose metrics
+    would have the same names.
 
     Args:
         models: a wrapped model, whose label is the name of its class, or several by the label of each.
@@ -174,7 +174,7 @@ class PrometheusCollector:
         return list(self._families().values())
 
     def collect(self) -> list[Any]:
-        """One family per figure; none when the models are gone, or ``model.bagua.remove()`` was called for all."""
+        """One family per figure; none if all models were deleted, or ``model.bagua.remove()`` was called for them."""
         families = self._families()
         for label, reference in self._models.items():
             model = reference()

@@ -1,4 +1,4 @@
-"""Points at which ranks wait for one another outside of the product, in the store of the test's own process.
+"""Points at which ranks wait for one another without bagua, in the store of the test's own process.
 
 A collective, a barrier too, ends on one rank while others are still in it: what dies, stops or fails there right
 after it may yet fail them in that call. After `meet` nobody is in a call any more.

@@ -38,14 +38,14 @@ def agree(group: ProcessGroup, prepare: Callable[[], tuple[Prepared, dict[str, A
         prepared, described = prepare()
     except Exception as error:  # the others hear of it first; raised below
         failure = error
-    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    text = None if failure is None else f"{type(failure).__name__}: {failure}"
     digest = hashlib.sha256(repr(list(described.items())).encode()).hexdigest()
-    everyone = group.all_gather_object((told, digest))
+    everyone = group.all_gather_object((text, digest))
     if failure is not None:
         raise failure
-    for rank, (told, _) in enumerate(everyone):
-        if told is not None:
-            raise InvalidArgument(f"rank {rank} raised {told}", rank=rank)
+    for rank, (text, _) in enumerate(everyone):
+        if text is not None:
+            raise InvalidArgument(f"rank {rank} raised {text}", rank=rank)
     if len({digest for _, digest in everyone}) > 1:
         raise _disagreement(group.all_gather_object(described), remedy)
     return prepared

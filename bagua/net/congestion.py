@@ -1,11 +1,11 @@
 """Which congestion control TCP uses on the data connections between hosts (tcp(7), TCP_CONGESTION).
 
-The system's, unless that is BBR and the peer is near: then a loss-based one. About every ten seconds BBR lets a busy
-connection run nearly dry for 200 ms, to see its shortest round trip (ProbeRTT in Cardwell et al., "BBR:
+The system's default, unless that is BBR and the peer is near: then a loss-based one. About every ten seconds BBR
+throttles a busy connection for 200 ms, to measure its shortest round trip (ProbeRTT in Cardwell et al., "BBR:
 Congestion-Based Congestion Control", ACM Queue 14(5), 2016). Hosts do so at different times, and a collective waits for
-the slowest, so their pauses add up (benchmarks/congestion.py measures them). Far away, where a lost packet says little
-about the network's load and costs a loss-based control much, BBR stays. The kernel goes on to pace the packets of a
-connection that has begun with BBR.
+the slowest, so their pauses add up (benchmarks/congestion.py measures them). To distant peers BBR stays: there a lost
+packet says little about the network's load and slows a loss-based control down for long. The kernel goes on pacing the
+packets of a connection that began with BBR.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ logger = logging.getLogger("bagua")
 AUTO, SYSTEM = "auto", "system"
 
 _PAUSING = ("bbr",)
-_LOSS_BASED = ("cubic", "reno")  # the first that this process may use; reno is open to every one unless forbidden
+_LOSS_BASED = ("cubic", "reno")  # the first that this process may use; every process may use reno unless forbidden
 _NEAR_S = 0.005  # round trip: one site, or two of one region
 _NAME_BYTES = 16  # TCP_CA_NAME_MAX
 _MIN_RTT_OFFSET = 148  # of tcpi_min_rtt in struct tcp_info; microseconds
 
 
 def check(chosen: str) -> None:
-    """Raise where this host does not let the process use what BAGUA_TCP_CONGESTION names.
+    """Check that this process may use the congestion control that BAGUA_TCP_CONGESTION names.
 
     Raises:
-        InvalidArgument: the kernel has no such congestion control, or keeps it for the privileged; the message names
-            those that there are, and what to do.
+        InvalidArgument: the kernel does not have it, or only privileged processes may use it; the message names those
+            that it has, and what to do.
     """
     if chosen in (AUTO, SYSTEM):
         return
@@ -45,33 +45,33 @@ def check(chosen: str) -> None:
             _set(probe, chosen)
         except OSError as error:
             if error.errno == errno.ENOENT:
-                why = f"its kernel has {_listed('available')}; perhaps `modprobe tcp_{chosen}`, as root, brings it"
+                why = f"its kernel has {_listed('available')}; `modprobe tcp_{chosen}`, as root, may add it"
             else:
                 why = (
-                    f"{error.strerror}: every process may use {_listed('allowed')}; root can add to "
+                    f"{error.strerror}: every process may use {_listed('allowed')}; root can add it to "
                     "net.ipv4.tcp_allowed_congestion_control"
                 )
             raise InvalidArgument(
-                f"BAGUA_TCP_CONGESTION={chosen!r} cannot be used on this host: {why}; {SYSTEM!r} leaves the system's"
+                f"BAGUA_TCP_CONGESTION={chosen!r} cannot be used on this host: {why}; {SYSTEM!r} keeps its default"
             ) from None
 
 
 def choose(sock: socket.socket, chosen: str) -> None:
-    """Make a connected data socket use what ``chosen`` says: a name that was checked, "auto" or "system".
+    """Set the congestion control of a connected data socket: ``chosen`` is a checked name, "auto" or "system".
 
-    A route may forbid what the host allows (`ip route ... congctl lock`): then its own stays, with a warning.
+    A route may forbid what the host allows (`ip route ... congctl lock`): then the route's stays, with a warning.
     """
     if chosen == SYSTEM:
         return
     if chosen != AUTO:
         if not _set_first(sock, (chosen,)):
-            logger.warning("a connection does not take BAGUA_TCP_CONGESTION=%s and keeps what it has", chosen)
+            logger.warning("a connection does not accept BAGUA_TCP_CONGESTION=%s and keeps its default", chosen)
         return
     try:
         of_system = _name_of(sock)
         if of_system in _PAUSING and _round_trip_s(sock) < _NEAR_S:
             if _set_first(sock, _LOSS_BASED):
-                logger.info("a connection to a near host has %s in the place of %s", _name_of(sock), of_system)
+                logger.info("a connection to a near host uses %s instead of %s", _name_of(sock), of_system)
             else:
                 logger.info("a connection keeps %s: none of %s may be used here", of_system, ", ".join(_LOSS_BASED))
     except OSError as error:  # a kernel without these options
@@ -81,7 +81,7 @@ def choose(sock: socket.socket, chosen: str) -> None:
 
 
 def describe(chosen: str) -> str:
-    """What ``choose`` makes of it in this process, for people."""
+    """What ``choose`` does with it in this process, as text for people."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             of_system = _name_of(probe)
@@ -111,7 +111,7 @@ def _name_of(sock: socket.socket) -> str:
 
 
 def _round_trip_s(sock: socket.socket) -> float:
-    """The shortest that the kernel has seen on a connection; the handshake's at least."""
+    """The shortest round trip that the kernel has measured on a connection; at least TCP's handshake was one."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_OFFSET + 4)
     if len(info) < _MIN_RTT_OFFSET + 4:
         raise OSError("this kernel's tcp_info has no tcpi_min_rtt")  # before Linux 4.6

@@ -195,8 +195,8 @@ def _whole_steps(records: Sequence[_Record]) -> Iterator[tuple[StepRecord, int, 
 def _add_failure(events: _Events, failure: Failure) -> None:
     if failure.wait_ns > failure.begin_ns:
         events.slice(COMPUTE, f"{failure.where} {failure.step}", failure.begin_ns, failure.wait_ns)
-    told = {"step": failure.step, "error": failure.error, "rank": failure.rank}
-    events.slice(WAITS, f"{failure.where} failed", failure.wait_ns, failure.end_ns, **told)
+    args = {"step": failure.step, "error": failure.error, "rank": failure.rank}
+    events.slice(WAITS, f"{failure.where} failed", failure.wait_ns, failure.end_ns, **args)
 
 
 def _add_spans(

@@ -188,8 +188,7 @@ def gather_inplace(tensor: torch.Tensor, count: int, dst: int, comm: object | No
     """
     if (group := communicating_group(comm)) is None:
         return
-    is_root = group.rank == dst
-    flat = _counted(tensor, count * group.size if is_root else count)
+    is_root, flat = _of_count(tensor, count, dst, group)
     mine = flat[group.rank * count :][:count].clone() if is_root else flat
     group.gather(flat if is_root else None, mine, dst, blocking=True).wait()
 
@@ -208,8 +207,7 @@ def scatter_inplace(tensor: torch.Tensor, count: int, src: int, comm: object | N
     """
     if (group := communicating_group(comm)) is None:
         return
-    is_root = group.rank == src
-    flat = _counted(tensor, count * group.size if is_root else count)
+    is_root, flat = _of_count(tensor, count, src, group)
     output = torch.empty_like(flat[:count]) if is_root else flat
     group.scatter(output, flat if is_root else None, src, blocking=True).wait()
 
@@ -335,10 +333,13 @@ def _blocks(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return _flat(tensor).view(group.size, tensor.numel() // group.size)
 
 
-def _counted(tensor: torch.Tensor, numel: int) -> torch.Tensor:
+def _of_count(tensor: torch.Tensor, count: int, root: int, group: ProcessGroup) -> tuple[bool, torch.Tensor]:
+    """Whether this rank is the root, and the flat tensor, which has ``count`` elements, on the root for each rank."""
+    is_root = group.rank == root
+    numel = count * group.size if is_root else count
     if tensor.numel() != numel:
         raise InvalidArgument(f"tensor has {tensor.numel()} elements, expected {numel} for this count and rank")
-    return _flat(tensor)
+    return is_root, _flat(tensor)
 
 
 def _parts(

@@ -253,7 +253,7 @@ def _other_places(rank, world_size, algorithm):
             optimizer.step()
 
 
-def _one_optimizer_left_out(rank, world_size, algorithm):
+def _one_optimizer_not_passed(rank, world_size, algorithm):
     with process_group():
         model = make_net()
         others = [p for p in model.parameters() if p.requires_grad and p is not model.scale]
@@ -271,7 +271,7 @@ def _one_optimizer_left_out(rank, world_size, algorithm):
 
 @of_gradients
 def test_nan_in_parameters_of_an_optimizer_that_was_not_passed(pool2, algorithm):
-    pool2.run(_one_optimizer_left_out, args=(algorithm,))
+    pool2.run(_one_optimizer_not_passed, args=(algorithm,))
 
 
 @of_gradients

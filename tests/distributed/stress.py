@@ -123,14 +123,14 @@ class Memory:
         tensor.copy_(values)
         return tensor
 
-    def give_back(self, call: Call, tensor: torch.Tensor) -> None:
+    def release(self, call: Call, tensor: torch.Tensor) -> None:
         if call.is_shared and not call.is_strided and tensor.numel() > 0:
             base = tensor._base
             self._free[base.dtype, base.numel()].append(base)
 
 
 def splits(call: Call, source: int, target: int) -> int:
-    """Rows that go from one member (by its place in the group) to another in all_to_all."""
+    """Rows that go from one member (by group rank) to another in all_to_all."""
     return (source * 3 + target * 5 + call.index) % 4 * (call.numel // 4)
 
 
@@ -145,7 +145,7 @@ class Started:
             self._work.wait()
         self._check()
         for tensor in self._tensors:
-            memory.give_back(call, tensor)
+            memory.release(call, tensor)
 
 
 def expect(call: Call, actual: torch.Tensor, exact: torch.Tensor, error_bound: torch.Tensor | float = 0.0) -> None:
@@ -219,11 +219,11 @@ def _reduce(call, group, rank, memory):
 
 
 def _reduce_scatter(call, group, rank, memory):
-    n, place = len(call.members), call.members.index(rank)
+    n, group_rank = len(call.members), call.members.index(rank)
     inputs = [call.input_of(r, n * call.numel) for r in call.members]
-    x, out = memory.take(call, inputs[place]), torch.empty(call.numel, dtype=call.dtype)
+    x, out = memory.take(call, inputs[group_rank]), torch.empty(call.numel, dtype=call.dtype)
     work = bagua.reduce_scatter(out, x, call.op, **_options(call, group))
-    blocks = [y.view(n, call.numel)[place] for y in inputs]
+    blocks = [y.view(n, call.numel)[group_rank] for y in inputs]
     bound = codec_bound(call, blocks, 1)
     if call.codec in CONTRACTIONS:
         return Started(work, [x], lambda: expect(call, out, decoded_sum(call.codec, blocks, call.op, [0] * n)))
@@ -248,23 +248,23 @@ def _gather(call, group, rank, memory):
 
 
 def _scatter(call, group, rank, memory):
-    n, place = len(call.members), call.members.index(rank)
+    n, group_rank = len(call.members), call.members.index(rank)
     values = call.input_of(call.root, n * call.numel)
     x = memory.take(call, values) if rank == call.root else None
     out = torch.empty(call.numel, dtype=call.dtype)
     work = bagua.scatter(out, x, call.root, **_options(call, group))
-    expected = values.view(n, call.numel)[place]
+    expected = values.view(n, call.numel)[group_rank]
     return Started(work, [] if x is None else [x], lambda: expect(call, out, expected))
 
 
 def _all_to_all(call, group, rank, memory):
-    n, place = len(call.members), call.members.index(rank)
+    n, group_rank = len(call.members), call.members.index(rank)
     rows = [[splits(call, s, t) for t in range(n)] for s in range(n)]
     inputs = [call.input_of(call.members[s], sum(rows[s])) for s in range(n)]
-    x = memory.take(call, inputs[place])
-    expected = torch.cat([coded(call, inputs[s].split(rows[s])[place]) for s in range(n)])
+    x = memory.take(call, inputs[group_rank])
+    expected = torch.cat([coded(call, inputs[s].split(rows[s])[group_rank]) for s in range(n)])
     out = torch.empty_like(expected)
-    work = bagua.all_to_all(out, x, [rows[s][place] for s in range(n)], rows[place], **_options(call, group))
+    work = bagua.all_to_all(out, x, [rows[s][group_rank] for s in range(n)], rows[group_rank], **_options(call, group))
     bound = codec_bound(call, [expected], 1)
     return Started(work, [x], lambda: expect(call, out, expected, bound))
 
@@ -277,13 +277,13 @@ def _broadcast(call, group, rank, memory):
 
 
 def _neighbor_average(call, group, rank, memory):
-    n, place = len(call.members), call.members.index(rank)
+    n, group_rank = len(call.members), call.members.index(rank)
     inputs = [call.input_of(r, call.numel) for r in call.members]
-    x = memory.take(call, inputs[place])
+    x = memory.take(call, inputs[group_rank])
     work = bagua.neighbor_average(x, call.topology, call.index, **_options(call, group))
     exact = torch.zeros(call.numel, dtype=torch.float64)
-    for j, weight in enumerate(neighbor_weights(call.topology, n, place, call.index)):
-        exact += weight * (inputs[j] if j == place else coded(call, inputs[j])).double()
+    for j, weight in enumerate(neighbor_weights(call.topology, n, group_rank, call.index)):
+        exact += weight * (inputs[j] if j == group_rank else coded(call, inputs[j])).double()
     return Started(work, [x], lambda: expect(call, x, exact, codec_bound(call, inputs, 1) + 1e-12))
 
 

@@ -24,7 +24,7 @@ def check_strides(group):
     for dtype in DTYPES:
         op, combine = (bagua.ReduceOp.BOR, np.bitwise_or) if dtype == "bool" else (bagua.ReduceOp.SUM, np.add)
         for x, base in views(dtype):
-            is_inside = None if base is None else mark(base, x)
+            is_inside = None if base is None else inside_of(base, x)
             untouched = None if base is None else base[~is_inside].copy()
             inputs = [(x + r).astype(dtype) for r in range(group.size)]
             x[...] = inputs[group.rank]
@@ -37,7 +37,7 @@ def check_strides(group):
                 np.testing.assert_array_equal(base[~is_inside], untouched)
 
 
-def mark(base, view):
+def inside_of(base, view):
     """Which elements of `base` its view shows."""
     before = base.copy()
     base[...] = 0
@@ -159,7 +159,7 @@ def test_arrays_and_tensors_in_one_call():
 
 
 def check_expanded(group):
-    """What is only read may be expanded; what is written has no room for its values."""
+    """What is only read may be expanded; what is written cannot hold its values."""
     row = torch.arange(4.0)
     output = torch.empty(6 * group.size, 2)
     group.all_gather(output[: 4 * group.size].view(-1), row.expand(2, 4)).wait()
@@ -180,10 +180,10 @@ def test_expanded_tensors():
 
 def shares_memory(shape, strides, item):
     """Whether two elements of an array share a byte, asked of every pair."""
-    places = [
+    offsets = [
         sum(i * s for i, s in zip(index, strides, strict=True)) for index in itertools.product(*map(range, shape))
     ]
-    return any(abs(a - b) < item for a, b in itertools.combinations(places, 2))
+    return any(abs(a - b) < item for a, b in itertools.combinations(offsets, 2))
 
 
 def layouts():

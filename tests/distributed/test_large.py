@@ -8,18 +8,18 @@ from tests.distributed.worlds import in_worlds, mixed, shm, tcp
 
 pytestmark = pytest.mark.slow("nothing: it takes so many elements to count them")
 NUMEL = (1 << 31) + 66
-PLACES = [0, (1 << 31) - 1, 1 << 31, NUMEL - 1]
+OFFSETS = [0, (1 << 31) - 1, 1 << 31, NUMEL - 1]
 
 
 def marked(value, dtype=torch.uint8):
     x = torch.zeros(NUMEL, dtype=dtype)
-    x[PLACES] = value
+    x[OFFSETS] = value
     return x
 
 
 def check(x, value):
-    assert x[PLACES].tolist() == [value] * len(PLACES)
-    assert int(x.count_nonzero()) == len(PLACES)
+    assert x[OFFSETS].tolist() == [value] * len(OFFSETS)
+    assert int(x.count_nonzero()) == len(OFFSETS)
 
 
 def check_large(rank, world_size):
@@ -58,7 +58,7 @@ def check_large_coded(rank, world_size):
         x.zero_()
     bagua.broadcast(x, 0, codec="fp16")
     check(x, 3)
-    x[PLACES] = 4 * rank
+    x[OFFSETS] = 4 * rank
     bagua.neighbor_average(x, "ring", codec="bf16")
     check(x, 2)
     half = NUMEL // 2
@@ -66,7 +66,7 @@ def check_large_coded(rank, world_size):
     bagua.all_gather(x.zero_(), mine, codec="bf16")
     check(x, 2)
     bagua.reduce_scatter(mine, x, codec="bf16")
-    mine_at = [place - rank * half for place in PLACES if place // half == rank]
+    mine_at = [offset - rank * half for offset in OFFSETS if offset // half == rank]
     assert mine[mine_at].tolist() == [4] * len(mine_at)
     assert int(mine.count_nonzero()) == len(mine_at)
 

@@ -69,11 +69,11 @@ def has_both(collective, rank):
     return rank == 0 or collective not in ("gather", "scatter")
 
 
-def buffers(memory, collective, rank, size, numel, place, dtype):
+def buffers(memory, collective, rank, size, numel, offset, dtype):
     """The whole and the small buffer in one piece of memory, filled for the collective."""
     whole = memory[size * numel :][: size * numel]
     small_numel = size * numel if collective == "all_to_all" else numel
-    small = memory[size * numel + place :][:small_numel]
+    small = memory[size * numel + offset :][:small_numel]
     mine = values(rank, size, size * numel, dtype)
     if collective in READS_THE_WHOLE:
         small.fill_(0)
@@ -90,7 +90,7 @@ def check_table(rank, size, dtype):
     for numel, collective, make in itertools.product(NUMELS, COLLECTIVES, (torch.empty, bagua.empty)):
         memory = make(3 * size * numel, dtype=dtype)
         want = expected(collective, rank, size, numel, dtype)
-        for name, (place, is_allowed) in placements(collective, rank, size, numel).items():
+        for name, (offset, is_allowed) in placements(collective, rank, size, numel).items():
             what = f"{collective} of blocks of {numel} {dtype}, {name}, rank {rank} of {size}"
             if not has_both(collective, rank):
                 if is_allowed:
@@ -99,7 +99,7 @@ def check_table(rank, size, dtype):
                     call(collective, output, source)
                     assert output is None or torch.equal(output, want), what
                 continue
-            output, source = buffers(memory, collective, rank, size, numel, place, dtype)
+            output, source = buffers(memory, collective, rank, size, numel, offset, dtype)
             before = source.clone()
             if is_allowed:
                 call(collective, output, source)
@@ -123,12 +123,12 @@ TABLE = [shm(2), shm(3), tcp(3), through_torch(3)]
 
 @in_worlds(TABLE, slow=[shm(4), tcp(4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=str)
-def test_every_collective_in_every_place(pools, world, dtype):
+def test_every_collective_at_every_offset(pools, world, dtype):
     pools.run(world, check_table, dtype)
 
 
 @in_worlds([tcp(3)], slow=TABLE)
-def test_other_types_in_every_place(pools, world):
+def test_other_types_at_every_offset(pools, world):
     pools.run(world, check_table, torch.float64)
 
 

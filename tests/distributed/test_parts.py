@@ -1,4 +1,4 @@
-"""Reductions of values that lie in several places: bit-equal to copying them into one tensor first."""
+"""Reductions of values in several segments of memory: bit-equal to copying them into one tensor first."""
 
 import itertools
 import random
@@ -74,8 +74,8 @@ def test_averages_of_parts(pools, world):
     pools.run(world, check_averages_of_parts)
 
 
-def check_own_place(rank, world_size):
-    """Some parts lie in the tensor itself already."""
+def check_parts_of_the_tensor_itself(rank, world_size):
+    """Some parts are views of the tensor itself, at their own offsets."""
     group = bagua.get_default_group()
     tensor = torch.arange(100_000, dtype=torch.float32) * (rank + 1)
     expected = tensor.clone()
@@ -90,8 +90,8 @@ def check_own_place(rank, world_size):
         assert torch.equal(into, whole)
 
 
-def test_parts_in_their_own_place(pools):
-    pools.run(shm(2), check_own_place)
+def test_parts_of_the_tensor_itself(pools):
+    pools.run(shm(2), check_parts_of_the_tensor_itself)
 
 
 def check_bad_parts(rank, world_size):

@@ -52,7 +52,7 @@ FEW_WORLDS = [shm(2), shm(3), tcp(2), mixed(4), through_torch(2)]
 
 
 def in_worlds(worlds: list[WorldKind], slow: Sequence[WorldKind] = ()) -> pytest.MarkDecorator:
-    """Parametrises a test over `world`; those of `slow` are for tests of seconds, and left out by make test."""
+    """Parametrises a test over `world`; those of `slow` are for tests of seconds, and skipped by make test."""
     return fast_in("world", worlds, slow)
 
 

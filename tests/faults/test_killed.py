@@ -110,7 +110,7 @@ def die_before_first_contact(rank, world_size, path, victim):
 
 @fast_in("world, victim", [(tcp(3), 2)], list(itertools.product([shm(3), tcp(3)], [0, 2])))
 def test_a_death_before_the_first_contact(world, victim, tmp_path):
-    """The ranks that dial are refused; so are the questions of those that wait to be dialled."""
+    """The ranks that dial are refused; so are the status queries of those that wait to be dialled."""
     path = str(tmp_path / "died")
     results = spawn_in(world, die_before_first_contact, path, victim, expect_exit={victim: signal.SIGKILL})
     for rank, seen in enumerate(results):

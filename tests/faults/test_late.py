@@ -1,4 +1,4 @@
-"""Ranks that are stopped, late, gone or somewhere else: the deadline names the culprit and what it does instead."""
+"""Ranks that are stopped, late, exited or elsewhere: the deadline names the culprit and what it does instead."""
 
 import atexit
 import itertools

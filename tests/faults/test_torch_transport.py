@@ -115,7 +115,7 @@ def test_frames_of_different_sizes_do_not_meet():
     assert all("of 3000000 float32" in text and "of 100000 float32" in text for text in messages)
 
 
-def pumping():
+def forwarding():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("bagua-torch-")]
 
 
@@ -129,7 +129,7 @@ def fail_and_start_again(rank, world_size):
             group.set_timeout(TIMEOUT_S)
             if fails and rank == 0:
                 assert watch(lambda: bagua.all_reduce(torch.ones(50_000))).rank == 1
-                assert not pumping(), "while the other rank is still there"
+                assert not forwarding(), "while the other rank is still there"
             meet()
         with process_group():
             x = torch.ones(50_000)

@@ -79,7 +79,7 @@ def test_what_auto_does_is_logged(connection, two_names, monkeypatch, caplog):
     assert f"a connection keeps {pausing}: none of not-loaded may be used here" in caplog.text
     monkeypatch.setattr(congestion, "_LOSS_BASED", (other,))
     congestion.choose(connection[0], "auto")
-    assert f"a connection to a near host has {other} in the place of {pausing}" in caplog.text
+    assert f"a connection to a near host uses {other} instead of {pausing}" in caplog.text
 
 
 def test_auto_leaves_one_that_does_not_pause(connection, two_names, monkeypatch):
@@ -143,7 +143,7 @@ def test_description(two_names, monkeypatch):
 def test_what_the_kernel_does_not_have_is_refused_before_anybody_connects():
     message = (
         r"BAGUA_TCP_CONGESTION='not-loaded' cannot be used on this host: its kernel has .*reno.*; perhaps `modprobe "
-        r"tcp_not-loaded`, as root, brings it; 'system' leaves the system's"
+        r"tcp_not-loaded`, as root, may add it; 'system' keeps its default"
     )
     with pytest.raises(InvalidArgument, match=message):
         Endpoint(settings({"BAGUA_TCP_CONGESTION": "not-loaded"}), InterfaceAddress("lo", "127.0.0.1"))
@@ -158,7 +158,7 @@ def test_what_is_kept_for_the_privileged_is_refused(monkeypatch):
     monkeypatch.setattr(congestion, "_set", refuse)
     message = (
         r"BAGUA_TCP_CONGESTION='bbr' cannot be used on this host: Operation not permitted: every process may use .*; "
-        r"root can add to net.ipv4.tcp_allowed_congestion_control; 'system' leaves"
+        r"root can add it to net.ipv4.tcp_allowed_congestion_control; 'system' keeps"
     )
     with pytest.raises(InvalidArgument, match=message):
         congestion.check("bbr")
@@ -168,7 +168,7 @@ def test_a_connection_whose_route_forbids_the_choice_keeps_its_own(connection, c
     before = control_of(connection[0])
     congestion.choose(connection[0], "not-loaded")
     assert control_of(connection[0]) == before
-    assert "a connection does not take BAGUA_TCP_CONGESTION=not-loaded and keeps what it has" in caplog.text
+    assert "a connection does not accept BAGUA_TCP_CONGESTION=not-loaded and keeps its default" in caplog.text
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

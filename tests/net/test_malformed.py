@@ -57,7 +57,7 @@ def say(family, address, secret, about):
                 os.close(write)
             with contextlib.suppress(ConnectionResetError, TimeoutError):  # it did not read all
                 connector._wait(sock, connector.select.POLLIN, deadline)
-                while sock.recv(1000):  # the answer to a question
+                while sock.recv(1000):  # the answer to a status query
                     connector._wait(sock, connector.select.POLLIN, deadline)
     finally:
         auth.json = original

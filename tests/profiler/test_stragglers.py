@@ -41,8 +41,8 @@ def test_nobody_is_named_where_ranks_wait_for_their_neighbours_only():
     """Of two pairs, rank 0 waits for 1, while 2 and 3 come later together: nobody waits for the last one."""
     times = {0: (0, 52), 1: (50, 52), 2: (59, 61), 3: (60, 61)}
     assert [one.rank for one in stragglers([Arrival("all", rank, *times[rank]) for rank in times])] == [3]
-    for marked in ({0, 1, 2, 3}, {2}):
-        pairs = [Arrival("pairs", rank, *times[rank], waits_for_some=rank in marked) for rank in times]
+    for waiting in ({0, 1, 2, 3}, {2}):
+        pairs = [Arrival("pairs", rank, *times[rank], waits_for_some=rank in waiting) for rank in times]
         assert stragglers(pairs) == []
 
 

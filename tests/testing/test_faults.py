@@ -59,22 +59,22 @@ class Listener:
         self.thread.start()
 
     def serve(self):
-        guests = []
+        sockets = []
         while True:
-            guest, _ = self.socket.accept()
-            guest.settimeout(0.05)
+            sock, _ = self.socket.accept()
+            sock.settimeout(0.05)
             data = b""
             try:
-                while chunk := guest.recv(65536):
+                while chunk := sock.recv(65536):
                     data += chunk
             except TimeoutError:
                 self.silent += 1
-                guests.append(guest)
+                sockets.append(sock)
             if data == b"stop":
                 break
             self.received.append(data)
-        for guest in guests:
-            guest.close()
+        for sock in sockets:
+            sock.close()
 
     def close(self):
         with socket.create_connection(("127.0.0.1", self.port)) as last:

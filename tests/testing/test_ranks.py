@@ -220,12 +220,12 @@ def test_a_killed_rank_is_named_and_comes_before_what_others_saw():
         if rank == 1:
             time.sleep(0.2)
             kill()
-        raise ConnectionError("peer is gone")
+        raise ConnectionError("peer has exited")
 
     with pytest.raises(RankDied, match="rank 1 was killed by SIGKILL") as caught:
         spawn(die, 2)
     assert (caught.value.rank, caught.value.exit_code) == (1, -signal.SIGKILL)
-    assert "ConnectionError: peer is gone" in str(caught.value.__cause__)
+    assert "ConnectionError: peer has exited" in str(caught.value.__cause__)
 
 
 def test_a_crash_shows_where():
