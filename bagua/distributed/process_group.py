@@ -166,12 +166,12 @@ class ProcessGroup:
         return self._cores.total(lambda core: core.workspace_bytes) if self.rank >= 0 else 0
 
     def events(self, clear: bool = False, parts: bool = True, after_ns: int = 0) -> list[_C.Event]:
-        """What the worker did when, oldest first, where it ended later than after_ns: spans on the steady clock."""
+        """The worker's spans that ended after `after_ns`, oldest first, with times on the steady clock."""
         self._check_member()
         return self._core.events(clear, parts, after_ns)
 
     def kept_since_ns(self) -> tuple[int, int]:
-        """``events`` lacks none of the operations that began later, and none of the parts of such; 0: it lacks none."""
+        """Times since when ``events`` has all operations, and all parts of operations; 0 if none was dropped."""
         return self._core.kept_since_ns()
 
     # ---- memory
@@ -212,7 +212,7 @@ class ProcessGroup:
         blocking: bool = False,
         feedback: Residuals | None = None,
         parts: Sequence[tuple[int, torch.Tensor]] | None = None,
-        checks_result: bool = False,  # then Work.is_result_finite tells
+        checks_result: bool = False,  # for Work.is_result_finite
     ) -> Work:
         """tensor <- op over ranks of tensor, or of parts (segments_of); see bagua.all_reduce, and Residuals."""
         self.check()
@@ -380,7 +380,7 @@ class ProcessGroup:
         return self._work(work, (tensor, data), label, copy_back)
 
     def barrier(self, *, timeout: timedelta | float | None = None, blocking: bool = False) -> Work:
-        """Completes when every rank has called it; `timeout` in place of the group's."""
+        """Completes when every rank has called it; `timeout` overrides the group's."""
         self.check()
         timeout_s = self._timeout_s if timeout is None else to_seconds(timeout)
         return self._work(self._core.barrier(timeout_s, blocking), None)

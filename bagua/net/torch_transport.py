@@ -182,7 +182,7 @@ def _cpu_backend_of_default_group(launch: LaunchEnvironment) -> str:
     if name == "bagua":
         raise InvalidArgument(
             "the default group of torch.distributed is bagua itself, which would send through itself; initialise "
-            'torch.distributed with "gloo", or leave backend="torch" out'
+            'torch.distributed with "gloo", or do not pass backend="torch"'
         )
     if name is None or not _has_cpu_backend():
         raise InvalidArgument(
@@ -229,7 +229,7 @@ class Forwarder:
         self._peer = peer
         self._tag = tag
         self._blocks_others = blocks_others
-        # Daemons: one that torch does not let go of must not keep the program from ending.
+        # Daemons: one that is stuck inside torch must not keep the program from exiting.
         self._threads = [
             threading.Thread(target=self._run, args=(move,), name=f"bagua-torch-{verb}-{name}", daemon=True)
             for verb, move in (("send", self._send), ("recv", self._receive))

@@ -6,7 +6,7 @@ Nothing in the library itself imports this package.
 from bagua.testing.failures import RankDied, RankError, RankTraceback, WorldTimeout
 from bagua.testing.faults import FailAt, Garbage, InjectedFault, cont, fail_at, kill, send_garbage, stop
 from bagua.testing.ranks import Pool, Run, free_port, spawn
-from bagua.testing.world import world
+from bagua.testing.thread_ranks import world
 
 __all__ = [
     "FailAt",

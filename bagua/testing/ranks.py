@@ -253,7 +253,7 @@ class Run:
         deadline = self._deadline
         while pending and not self._only_stopped_ranks(pending):
             by_object = {o: rank for rank in pending.values() for o in (rank.connection, rank.exit_pipe)}
-            # With a rank to be found stopped, look now and then; everything else wakes us.
+            # A rank that is stopped wakes nobody, so poll if one is expected to be; everything else wakes wait().
             limit = max(0.0, deadline - time.monotonic())
             ready = wait(list(by_object), min(limit, 0.1) if self._expect_exit else limit)
             for rank in {by_object[o].rank: by_object[o] for o in ready}.values():
@@ -273,7 +273,7 @@ class Run:
                 )
 
     def _take(self, rank: RankProcess) -> None:
-        """Records what a rank answered, or how it died."""
+        """Records a rank's answer, or how it died."""
         expected = self._expect_exit.get(rank.rank)
         outcome = rank.receive()
         if outcome is None:
@@ -298,7 +298,7 @@ class Run:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago, for the one case that needs a number before the socket."""
+    """A TCP port that was free a moment ago, for tests that need a number before there is a socket."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -203,7 +203,7 @@ def _nodes_matrix(counts):
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_nodes_of_unequal_size(topology):
-    from bagua.testing.world import world
+    from bagua.testing.thread_ranks import world
 
     counts = [1, 3, 2]
 
