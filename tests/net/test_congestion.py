@@ -142,7 +142,7 @@ def test_description(two_names, monkeypatch):
 
 def test_what_the_kernel_does_not_have_is_refused_before_anybody_connects():
     message = (
-        r"BAGUA_TCP_CONGESTION='not-loaded' cannot be used on this host: its kernel has .*reno.*; perhaps `modprobe "
+        r"BAGUA_TCP_CONGESTION='not-loaded' cannot be used on this host: its kernel has .*reno.*; `modprobe "
         r"tcp_not-loaded`, as root, may add it; 'system' keeps its default"
     )
     with pytest.raises(InvalidArgument, match=message):

@@ -120,8 +120,8 @@ def check_broken(rank, world_size):
     bagua.all_reduce(torch.ones(3))
     begin = time.monotonic()
     if rank == 0:
-        acceptor = bagua.distributed.world._world.endpoint._listener
-        acceptor._take_connections = None
+        listener = bagua.distributed.world._world.endpoint._listener
+        listener._accept_connections = None
     bagua.barrier()
     with pytest.raises(bagua.BaguaError, match="no longer accepts connections, because of TypeError") as caught:
         for _ in range(2):
