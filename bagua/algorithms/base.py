@@ -44,7 +44,7 @@ class Declaration:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class About:
-    """A row of the README's table of algorithms: what a user wants to know before choosing.
+    """A row of the table in docs/algorithms.md: what a user wants to know before choosing.
 
     Attributes:
         sends: what travels.
