@@ -361,7 +361,7 @@ def test_cpp_includes():
                 continue
             allowed = MAY_INCLUDE.get(room) or MAY_INCLUDE.get(re.sub("/.*", "/*", room))
             assert allowed is not None, (
-                f"csrc/{room} is in no table: add it to MAY_INCLUDE here, and to the table in README"
+                f"csrc/{room} is in no table: add it to MAY_INCLUDE here, and to the table in CONTRIBUTING.md"
             )
             allowed_here = target in allowed or included.removeprefix("csrc/") in allowed
             assert allowed_here, f"{where}: {room} may include {sorted(allowed) or 'nothing of csrc'} only"
