@@ -1,4 +1,4 @@
-"""find_unused_parameters: what a parameter contributes that this rank's backward left out.
+"""find_unused_parameters: what a parameter contributes that this rank's backward has not used.
 
 Data path: end of backward, around the last buckets. Invariant: every rank sends the same buckets and behind
 them one small message about use, whatever its own backward used: which buckets are already under way differs.
@@ -49,17 +49,17 @@ class UnusedParameters:
         self.is_used[:] = bytes(len(self.is_used))
         return self._group.all_reduce(self._used, ReduceOp.MAX, label="used parameters")
 
-    def settle(self) -> list[int]:
+    def finalize(self) -> list[int]:
         """All communication has ended: parameters that no rank has used, which are returned, keep their gradients."""
-        left_out = []
+        unused = []
         is_used_anywhere = self._used.tolist()
         for index in self._missing:
             view = self._storage.views[index]
             if is_used_anywhere[index]:
                 self._storage.parameters[index].grad = view
                 continue
-            left_out.append(index)
+            unused.append(index)
             if index in self._kept:
                 view.copy_(self._kept[index])
         self._kept = {}
-        return left_out
+        return unused
