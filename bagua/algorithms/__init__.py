@@ -3,7 +3,7 @@
 The class of each is an attribute: ``bagua.with_bagua(model, algorithm=bagua.algorithms.QSGD(bits=4))``.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bagua.algorithms.base import Algorithm, ParameterState
 from bagua.algorithms.bucket_group import BucketGroup, Declaration
@@ -25,11 +25,9 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """The classes of this package's algorithms, whose files are imported when somebody asks for one."""
-        cls = class_named(name)
-        if cls is None:
-            raise AttributeError(f"module 'bagua.algorithms' has no attribute {name!r}")
-        return cls
+def __getattr__(name: str) -> Any:
+    """The classes of this package's algorithms, whose files are imported when somebody asks for one."""
+    cls = class_named(name)
+    if cls is None:
+        raise AttributeError(f"module 'bagua.algorithms' has no attribute {name!r}")
+    return cls
