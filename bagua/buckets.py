@@ -233,6 +233,10 @@ class Bucket:
         segments, self._segments, self.before_read = self._segments, None, None
         return segments
 
+    def is_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether it is ``flat``."""
+        return tensor is self._flat
+
     def memory(self, with_gradients: bool) -> torch.Tensor:
         """``flat`` for an operation: its gradients, or a place for its result."""
         return self.flat if with_gradients else self._flat

@@ -6,7 +6,7 @@ Data path: policy. No algorithm by itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -109,7 +109,7 @@ class CompressedGradients(Algorithm):
             return f"{bucket.num_bytes} bytes, below {self.min_compressed_bytes}"
         return ""
 
-    def communicate(self, bucket: Bucket, group: BucketGroup) -> Work:
+    def communicate(self, bucket: Bucket, group: BucketGroup, prepare: Callable[[], None] | None = None) -> Work:
         reason, codec = self.exempt(bucket), self._codec
         if reason:
             codec = None
@@ -121,6 +121,7 @@ class CompressedGradients(Algorithm):
             codec=codec,
             hierarchical=self.hierarchical,
             feedback="residual" if self.error_feedback else None,
+            prepare=prepare,
             reason=reason,
         )
 

@@ -8,6 +8,7 @@ no algorithm declares anything, and what is said of a bucket is what was sent.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import types
@@ -114,6 +115,7 @@ class BucketGroup:
         codec: str | codecs.Codec | codecs.SeededCodec | None = None,
         hierarchical: bool = False,
         feedback: str | None = None,
+        prepare: Callable[[], None] | None = None,
         reason: str = "",
         label: str = "",
         blocking: bool = False,
@@ -124,15 +126,19 @@ class BucketGroup:
         Args:
             feedback: of a bucket under a codec, the name of a ``parameter_state`` of the shape of the gradients: what
                 the codes leave out, at both ends, goes there and is added to what is encoded next.
+            prepare: of a bucket, called before it is read, to change what is in it.
             reason: why a bucket is treated differently from what the options ask; shown in its declaration.
             parts: of a bucket, what is reduced instead of what it holds: first element and tensor of each part.
         """
-        bucket = tensor if isinstance(tensor, Bucket) else None
+        bucket = self._bucket_in(tensor)
         spec = getattr(codec, "spec", codec)
         is_one_node = hierarchical and len(self.process_group.nodes.members) == 1
         if is_one_node:
             codec, spec, reason = None, None, reason or "one node"
-        is_zero_copy = self._begin(bucket, "all_reduce", spec, reason, hierarchical and not is_one_node)
+        is_direct = codec is not None and not hierarchical and prepare is None and parts is None
+        is_zero_copy = self._begin(bucket, "all_reduce", spec, reason, hierarchical and not is_one_node, is_direct)
+        if prepare is not None:
+            prepare()
         residuals = None
         if bucket is not None:
             if parts is None and is_zero_copy:
@@ -174,7 +180,7 @@ class BucketGroup:
             reason, parts: as for ``all_reduce``.
             flat: of a bucket, what is averaged instead of its own memory; of its size.
         """
-        bucket = tensor if isinstance(tensor, Bucket) else None
+        bucket = self._bucket_in(tensor)
         self._begin(bucket, f"neighbor_average ({topology})", codec, reason, hierarchical)
         if bucket is not None:
             tensor = bucket.memory(with_gradients=parts is None) if flat is None else flat
@@ -213,18 +219,28 @@ class BucketGroup:
     send = _recorded("send")
     recv = _recorded("recv")
 
+    def _bucket_in(self, tensor: Bucket | torch.Tensor) -> Bucket | None:
+        """The bucket whose memory an operation is for."""
+        if isinstance(tensor, Bucket):
+            return tensor
+        return self._current if self._current is not None and self._current.is_memory(tensor) else None
+
     def _label(self, bucket: Bucket | None) -> str:
         bucket = self._current if bucket is None else bucket
         return "" if bucket is None else bucket.label
 
-    def _begin(self, bucket: Bucket | None, operation: str, codec: str | None, reason: str, hierarchical: bool) -> bool:
+    def _begin(
+        self,
+        bucket: Bucket | None,
+        operation: str,
+        codec: str | None,
+        reason: str,
+        hierarchical: bool,
+        is_direct: bool = False,
+    ) -> bool:
         """Writes down what is to be sent; whether gradients may be read where autograd has put them."""
-        if bucket is None:
-            bucket = self._current
-            is_zero_copy = False
-        else:
-            is_direct = operation == "all_reduce" and codec is not None and not hierarchical
-            is_zero_copy = bucket is self._current and is_direct and not bucket.is_read
+        is_zero_copy = is_direct and bucket is not None and bucket is self._current and not bucket.is_read
+        bucket = self._current if bucket is None else bucket
         if bucket is None:
             return False
         sent = bucket.declaration  # mostly what it was in the step before
@@ -271,8 +287,9 @@ class BucketGroup:
         """What ``algorithm`` will send for ``bucket`` first, as far as it does not look at the gradients before.
 
         Known before the first backward in this way, for who looks at ``bucket.declaration``, and so that its gradients
-        need not be copied; None is no error.
+        need not be copied; None is no error. A copy of the algorithm is asked, which may count its calls.
         """
+        algorithm = copy.copy(algorithm)
         self._current, self._is_planning, bucket.before_read = bucket, True, _look
         try:
             work = algorithm.communicate(bucket, self)

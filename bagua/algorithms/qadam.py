@@ -116,7 +116,9 @@ class QAdam(CompressedGradients):
         self._num_steps = [optimizer.num_steps() for optimizer in training.optimizers]
         self._units = [1.0] * len(training.optimizers)  # R
         self._largest = [0.0] * len(training.optimizers)  # gradient of the last backward, until the optimizer steps
-        self._coded: list[Member] = []  # those that a codec is for, in the present layout
+        # In the present layout: those of each bucket, and those that a codec is for.
+        self._members_of: dict[int, tuple[Member, ...]] = {}
+        self._coded: list[Member] = []
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         for optimizer in self.training.optimizers:
@@ -148,6 +150,7 @@ class QAdam(CompressedGradients):
                 f"to with_bagua steps {_told(unknown)}; pass all optimizers of the model, and freeze what none of them "
                 "steps"
             )
+        self._members_of = {bucket.index: bucket.members for bucket in buckets}
         self._coded = [m for bucket in buckets if not super(QAdam, self).exempt(bucket) for m in bucket.members]
         super().lay_out(buckets)
 
@@ -161,7 +164,7 @@ class QAdam(CompressedGradients):
         reason = super().exempt(bucket)
         if reason or not self._is_warm():
             return reason or _WARMUP
-        late = self._in_warm_up(bucket.members)
+        late = self._in_warm_up(self._members_of[bucket.index])
         return f"{_WARMUP} of {_told(late)}" if late else ""
 
     def _is_warm(self) -> bool:
@@ -188,23 +191,26 @@ class QAdam(CompressedGradients):
     def communicate(self, bucket: Bucket, group: BucketGroup) -> Work:
         if self.exempt(bucket) or group.size == 1:
             return super().communicate(bucket, group)
-        terms = [self._terms(member) for member in bucket.members]
-        for member, (exp_avg, beta, decay, rest) in zip(bucket.members, terms, strict=True):
-            if decay:
-                member.view.add_(member.parameter.detach(), alpha=decay)
-            member.view.mul_(rest)
-            if exp_avg is not None:
-                member.view.add_(exp_avg, alpha=beta)
+        members = self._members_of[bucket.index]
+        terms = [self._terms(member) for member in members]
+
+        def form_momentum() -> None:
+            for member, (exp_avg, beta, decay, rest) in zip(members, terms, strict=True):
+                if decay:
+                    member.view.add_(member.parameter.detach(), alpha=decay)
+                member.view.mul_(rest)
+                if exp_avg is not None:
+                    member.view.add_(exp_avg, alpha=beta)
 
         def leave_gradients() -> None:
-            for member, (exp_avg, beta, decay, rest) in zip(bucket.members, terms, strict=True):
+            for member, (exp_avg, beta, decay, rest) in zip(members, terms, strict=True):
                 if exp_avg is not None:
                     member.view.sub_(exp_avg, alpha=beta)
                 member.view.div_(rest)
                 if decay:
                     member.view.sub_(member.parameter.detach(), alpha=decay)
 
-        work = super().communicate(bucket, group)
+        work = super().communicate(bucket, group, form_momentum)
         work.finish_with(leave_gradients)
         return work
 

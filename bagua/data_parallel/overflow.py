@@ -76,8 +76,9 @@ class NonFiniteGuard:
         codecs = [None if bucket.declaration is None else bucket.declaration.codec for bucket in buckets]
         under = ["" if codec is None else f" under codec {codec!r}" for codec in codecs]
         told = "; ".join(f"{b.label} ({', '.join(b.names)}){how}" for b, how in zip(buckets, under, strict=True))
+        which = "which a codec cannot average" if any(codecs) else "which would be in all that comes of the bucket"
         return InvalidArgument(
-            f"a gradient is NaN or Inf on some rank, which a codec cannot average: {told}. No rank has changed a "
+            f"a gradient is NaN or Inf on some rank, {which}: {told}. No rank has changed a "
             f"weight; skip the step with zero_grad(), as torch.amp.GradScaler does{more}",
             bucket=buckets[0].label,
         )

@@ -104,9 +104,10 @@ ORDER = {
         "optimizer_hooks": set(),
         "failures": ERRORS | {"distributed.process_group"},
         "local_gradients": BUCKETS,
-        "zero_copy": BUCKETS | {"algorithms"},
+        "zero_copy": BUCKETS,
         "unused_parameters": BUCKETS,
         "parameter_errors": BUCKETS,
+        "parameter_state": BUCKETS | {"algorithms"},
         "state_sync": BUCKETS | {"distributed.consensus"},
         "followed_optimizers": BUCKETS | {"distributed.consensus", "algorithms"},
         "overflow": BUCKETS,
@@ -126,7 +127,7 @@ ORDER = {
     },
 }
 # What single files may import beside that.
-BESIDE = {"algorithms._error_feedback": {"_C"}}
+BESIDE: dict[str, set[str]] = {}
 # Beside the standard library.
 THIRD_PARTY = {
     "errors": set(),
