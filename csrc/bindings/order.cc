@@ -246,7 +246,7 @@ void bind_step_knowledge(py::class_<StepMachine>& machine) {
       .def(
           "observed_order", [](const Step& step) { return *step.list("observed_order", bagua_step_observed_order); },
           "All tensors, in the order in which they became ready in the last complete step, those that did not in the\n"
-          "layout's order behind them; before that, in the layout's order.");
+          "layout's order behind them; in a new layout, in its order.");
 }
 
 }  // namespace

@@ -166,7 +166,7 @@ int32_t bagua_step_missing(BaguaStep* step, uint64_t* out_tensors, uint64_t capa
                            BaguaRustError* error);
 
 /* All tensors, in the order in which they became ready in the last complete step, those that did not in the layout's
- * order behind them; before the first complete step, in the layout's order. */
+ * order behind them; in a new layout, in its order. */
 int32_t bagua_step_observed_order(BaguaStep* step, uint64_t* out_tensors, uint64_t capacity, uint64_t* out_num,
                                   BaguaRustError* error);
 

@@ -103,8 +103,7 @@ pub struct StepMachine {
     suspended: VecDeque<(usize, usize)>, // bucket and num_launched then, first suspended first; capacity for all
     last_started: Option<usize>,         // the bucket that may be suspended
     // What outlives it.
-    observed_order: Vec<usize>, // of the last complete step
-    has_observed: bool,
+    observed_order: Vec<usize>, // of the last complete step, or the layout's
     agreed_order: Option<Vec<usize>>,
 }
 
@@ -129,7 +128,6 @@ impl StepMachine {
             suspended: VecDeque::new(),
             last_started: None,
             observed_order: (0..num_tensors).collect(),
-            has_observed: false,
             agreed_order: None,
         }
     }
@@ -153,9 +151,7 @@ impl StepMachine {
         self.suspended = VecDeque::with_capacity(num_tensors_of.len());
         self.num_tensors_of = num_tensors_of;
         self.is_laid_out = true;
-        if !self.has_observed {
-            self.observed_order.clone_from(&self.layout_order);
-        }
+        self.observed_order.clone_from(&self.layout_order);
         self.drop_step();
         Ok(())
     }
@@ -260,7 +256,6 @@ impl StepMachine {
         ready.copy_from_slice(&self.arrivals);
         let never_ready = self.layout_order.iter().filter(|&&tensor| !self.is_ready[tensor]);
         unready.iter_mut().zip(never_ready).for_each(|(slot, &tensor)| *slot = tensor);
-        self.has_observed = true;
         self.phase = match (self.launches, self.agrees_on_skips) {
             (true, _) => Phase::Launching,
             (false, true) => Phase::AgreeingOnSkips,
@@ -358,7 +353,7 @@ impl StepMachine {
     }
 
     /// The tensors in the order in which they became ready in the last complete step, those that did
-    /// not in the layout's order behind them; before the first complete step, the layout's order.
+    /// not in the layout's order behind them; in a new layout, its order.
     pub fn observed_order(&self) -> &[usize] {
         &self.observed_order
     }

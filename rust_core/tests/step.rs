@@ -260,6 +260,13 @@ fn replanning_from_the_observed_order_removes_all_waiting() {
         let replanned = planned(&layout.case, &observed, seed);
         assert_eq!(planned(&layout.case, &events, seed), replanned, "seed {seed}");
 
+        let reversed: Vec<u64> = observed.iter().rev().copied().collect();
+        step.lay_out(&layout.bucket_of, &reversed).unwrap();
+        assert_eq!(
+            entries(step.observed_order()),
+            reversed,
+            "seed {seed}: a new layout's, before a step in it"
+        );
         step.lay_out(&entries(&replanned.bucket_of), &observed).unwrap();
         step.begin().unwrap();
         for (index, &tensor) in events.iter().enumerate() {
@@ -405,6 +412,19 @@ fn a_bucket_is_suspended_right_after_its_start() {
     assert_eq!(step.next_decision(), Some(Launch(0)));
     step.abort();
     assert_eq!(step.suspended(0), refused(0, None));
+}
+
+/// What was not taken stays: a bucket that is to be resumed is a decision, also where none can be launched.
+#[test]
+fn decisions_that_were_not_taken_are_told_of_again() {
+    let mut step = StepMachine::new(5, false);
+    step.lay_out(&[0, 1, 2, 3, 3], &[0, 1, 2, 3, 4]).unwrap();
+    step.begin().unwrap();
+    (0..3).for_each(|tensor| assert_eq!(step.ready(tensor), Ok(true)));
+    assert_eq!((step.next_decision(), step.suspended(0)), (Some(Launch(0)), Ok(())));
+    assert_eq!((step.next_decision(), step.next_decision()), (Some(Launch(1)), Some(Launch(2))));
+    assert_eq!(step.ready(3), Ok(true));
+    assert_eq!((step.next_decision(), step.next_decision()), (Some(Resume(0)), None));
 }
 
 /// Only a new stage, or a stage that launches or does not as before, is a reason to lay out; what is
