@@ -155,27 +155,27 @@ int32_t bagua_step_agree(BaguaStep* step, const uint64_t* order, uint64_t order_
 
 /* Writes whether a step is open (from begin to finish or abort), and how many buckets are launched in it, or were in
  * the last one. */
-int32_t bagua_step_state(BaguaStep* step, bool* out_is_open, uint64_t* out_num_launched, BaguaRustError* error);
+int32_t bagua_step_state(const BaguaStep* step, bool* out_is_open, uint64_t* out_num_launched, BaguaRustError* error);
 
 /* The following four write a list of tensors to out_tensors and its length to *out_num. `capacity` of the number of
  * tensors always suffices. Errors: BUFFER_TOO_SMALL, and *out_num is the capacity needed. */
 
 /* The tensors that are not ready, ascending; after the step's end those that never became ready; before the first
  * step, all. */
-int32_t bagua_step_missing(BaguaStep* step, uint64_t* out_tensors, uint64_t capacity, uint64_t* out_num,
+int32_t bagua_step_missing(const BaguaStep* step, uint64_t* out_tensors, uint64_t capacity, uint64_t* out_num,
                            BaguaRustError* error);
 
 /* All tensors, in the order in which they became ready in the last complete step, those that did not in the layout's
  * order behind them; in a new layout, in its order. */
-int32_t bagua_step_observed_order(BaguaStep* step, uint64_t* out_tensors, uint64_t capacity, uint64_t* out_num,
+int32_t bagua_step_observed_order(const BaguaStep* step, uint64_t* out_tensors, uint64_t capacity, uint64_t* out_num,
                                   BaguaRustError* error);
 
 /* The order that bagua_step_agree was called with last; NO_LIST before. */
-int32_t bagua_step_agreed_order(BaguaStep* step, uint64_t* out_tensors, uint64_t capacity, uint64_t* out_num,
+int32_t bagua_step_agreed_order(const BaguaStep* step, uint64_t* out_tensors, uint64_t capacity, uint64_t* out_num,
                                 BaguaRustError* error);
 
 /* The agreed order, while the buckets are not laid out for it; else NO_LIST. */
-int32_t bagua_step_layout_due(BaguaStep* step, uint64_t* out_tensors, uint64_t capacity, uint64_t* out_num,
+int32_t bagua_step_layout_due(const BaguaStep* step, uint64_t* out_tensors, uint64_t capacity, uint64_t* out_num,
                               BaguaRustError* error);
 
 /* Writes the name of a topology, NUL-terminated. Topologies are numbered 0, 1, ...; the first number that is

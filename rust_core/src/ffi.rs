@@ -73,133 +73,77 @@ impl From<&Error> for BaguaRustError {
 /// `*out_num` of a list that there is not.
 pub const BAGUA_NO_LIST: u64 = u64::MAX;
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_plan(
-    tensors: *const TensorSpec,
-    num_tensors: u64,
-    order: *const u64,
-    order_len: u64,
-    options: *const PlanOptions,
-    out_bucket: *mut u64,
-    out_offset_numel: *mut u64,
-    out_bucket_numel: *mut u64,
-    out_num_buckets: *mut u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    guard(error, || {
-        // SAFETY: the header's promise, for each; an output has room for an entry per tensor.
-        let (tensors, order, options, out_bucket, out_offset, out_numel, out_num) = unsafe {
-            (
-                input(tensors, num_tensors, "tensors")?,
-                input(order, order_len, "order")?,
-                shared(options, "options")?,
-                output(out_bucket, num_tensors, "out_bucket")?,
-                output(out_offset_numel, num_tensors, "out_offset_numel")?,
-                output(out_bucket_numel, num_tensors, "out_bucket_numel")?,
-                slot(out_num_buckets, "out_num_buckets")?,
-            )
-        };
+/// Defines the exported functions. Each gets `error` as its last argument and runs in `guard`.
+macro_rules! export {
+    ($(fn $name:ident($($argument:ident: $type:ty),*) $body:block)*) => {$(
+        #[no_mangle]
+        pub unsafe extern "C" fn $name($($argument: $type,)* error: *mut BaguaRustError) -> i32 {
+            guard(error, || {
+                // SAFETY: the header's promise; `bagua_step_free` has a proof of its own.
+                unsafe { $body }
+                Ok(())
+            })
+        }
+    )*};
+}
+
+export! {
+    fn bagua_plan(
+        tensors: *const TensorSpec, num_tensors: u64, order: *const u64, order_len: u64,
+        options: *const PlanOptions, out_bucket: *mut u64, out_offset_numel: *mut u64,
+        out_bucket_numel: *mut u64, out_num_buckets: *mut u64
+    ) {
+        let tensors = input(tensors, num_tensors, "tensors")?;
+        let order = input(order, order_len, "order")?;
+        let options = shared(options, "options")?;
+        let out_bucket = output(out_bucket, num_tensors, "out_bucket")?;
+        let out_offset_numel = output(out_offset_numel, num_tensors, "out_offset_numel")?;
+        let out_bucket_numel = output(out_bucket_numel, num_tensors, "out_bucket_numel")?;
+        let out_num_buckets = slot(out_num_buckets, "out_num_buckets")?;
         let planned = plan(tensors, order, *options)?;
         fill(out_bucket, planned.bucket_of.iter().map(|&bucket| bucket as u64));
-        fill(out_offset, planned.offset_numel_of.iter().copied());
-        fill(out_numel, planned.bucket_numels.iter().copied());
-        out_num.write(planned.bucket_numels.len() as u64);
-        Ok(())
-    })
-}
+        fill(out_offset_numel, planned.offset_numel_of.iter().copied());
+        fill(out_bucket_numel, planned.bucket_numels.iter().copied());
+        out_num_buckets.write(planned.bucket_numels.len() as u64);
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_step_new(
-    num_tensors: u64,
-    finds_unused: bool,
-    out_step: *mut *mut StepMachine,
-    error: *mut BaguaRustError,
-) -> i32 {
-    guard(error, || {
+    fn bagua_step_new(num_tensors: u64, finds_unused: bool, out_step: *mut *mut StepMachine) {
         let num_tensors = array_len::<(usize, usize)>(num_tensors, "num_tensors")?;
-        // SAFETY: the header's promise.
-        let out_step = unsafe { slot(out_step, "out_step") }?;
+        let out_step = slot(out_step, "out_step")?;
         out_step.write(Box::into_raw(Box::new(StepMachine::new(num_tensors, finds_unused))));
-        Ok(())
-    })
-}
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_step_free(step: *mut StepMachine, error: *mut BaguaRustError) -> i32 {
-    guard(error, || {
-        // SAFETY: the header's promise; the handle came from `Box::into_raw` in `bagua_step_new` and
-        // is not used afterwards.
-        drop(unsafe { Box::from_raw(unique(step, "step")?) });
-        Ok(())
-    })
-}
+    fn bagua_step_free(step: *mut StepMachine) {
+        // The handle came from `Box::into_raw` in `bagua_step_new`, and is not used afterwards.
+        drop(Box::from_raw(unique(step, "step")?));
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_step_lay_out(
-    step: *mut StepMachine,
-    bucket_of: *const u64,
-    bucket_of_len: u64,
-    order: *const u64,
-    order_len: u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    on_step(step, error, |step| {
-        // SAFETY: the header's promise, for both.
-        let bucket_of = unsafe { input(bucket_of, bucket_of_len, "bucket_of") }?;
-        let order = unsafe { input(order, order_len, "order") }?;
-        step.lay_out(bucket_of, order)
-    })
-}
+    fn bagua_step_lay_out(
+        step: *mut StepMachine, bucket_of: *const u64, bucket_of_len: u64, order: *const u64, order_len: u64
+    ) {
+        let bucket_of = input(bucket_of, bucket_of_len, "bucket_of")?;
+        unique(step, "step")?.lay_out(bucket_of, input(order, order_len, "order")?)?;
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_step_set_stage(
-    step: *mut StepMachine,
-    stage: i64,
-    launches: bool,
-    agrees_on_skips: bool,
-    out_is_new: *mut bool,
-    error: *mut BaguaRustError,
-) -> i32 {
-    on_step(step, error, |step| {
-        // SAFETY: the header's promise.
-        let out_is_new = unsafe { slot(out_is_new, "out_is_new") }?;
-        out_is_new.write(step.set_stage(stage, launches, agrees_on_skips)?);
-        Ok(())
-    })
-}
+    fn bagua_step_set_stage(
+        step: *mut StepMachine, stage: i64, launches: bool, agrees_on_skips: bool, out_is_new: *mut bool
+    ) {
+        let out_is_new = slot(out_is_new, "out_is_new")?;
+        out_is_new.write(unique(step, "step")?.set_stage(stage, launches, agrees_on_skips)?);
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_step_begin(step: *mut StepMachine, error: *mut BaguaRustError) -> i32 {
-    on_step(step, error, StepMachine::begin)
-}
+    fn bagua_step_begin(step: *mut StepMachine) {
+        unique(step, "step")?.begin()?;
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_step_ready(
-    step: *mut StepMachine,
-    tensor: u64,
-    out_has_decision: *mut bool,
-    error: *mut BaguaRustError,
-) -> i32 {
-    on_step(step, error, |step| {
-        // SAFETY: the header's promise.
-        let out_has_decision = unsafe { slot(out_has_decision, "out_has_decision") }?;
-        out_has_decision.write(step.ready(tensor)?);
-        Ok(())
-    })
-}
+    fn bagua_step_ready(step: *mut StepMachine, tensor: u64, out_has_decision: *mut bool) {
+        let out_has_decision = slot(out_has_decision, "out_has_decision")?;
+        out_has_decision.write(unique(step, "step")?.ready(tensor)?);
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_step_next(
-    step: *mut StepMachine,
-    out_decision: *mut u32,
-    out_bucket: *mut u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    on_step(step, error, |step| {
-        // SAFETY: the header's promise, for both.
-        let out_decision = unsafe { slot(out_decision, "out_decision") }?;
-        let out_bucket = unsafe { slot(out_bucket, "out_bucket") }?;
-        let (decision, bucket) = match step.next_decision() {
+    fn bagua_step_next(step: *mut StepMachine, out_decision: *mut u32, out_bucket: *mut u64) {
+        let (out_decision, out_bucket) = (slot(out_decision, "out_decision")?, slot(out_bucket, "out_bucket")?);
+        let (decision, bucket) = match unique(step, "step")?.next_decision() {
             None => (0, 0),
             Some(Decision::Launch(bucket)) => (1, bucket),
             Some(Decision::Resume(bucket)) => (2, bucket),
@@ -211,178 +155,76 @@ pub unsafe extern "C" fn bagua_step_next(
         };
         out_decision.write(decision);
         out_bucket.write(bucket as u64);
-        Ok(())
-    })
-}
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_step_suspended(
-    step: *mut StepMachine,
-    bucket: u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    on_step(step, error, |step| step.suspended(bucket))
-}
+    fn bagua_step_suspended(step: *mut StepMachine, bucket: u64) {
+        unique(step, "step")?.suspended(bucket)?;
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_step_finish(
-    step: *mut StepMachine,
-    out_outcome: *mut u32,
-    error: *mut BaguaRustError,
-) -> i32 {
-    on_step(step, error, |step| {
-        // SAFETY: the header's promise.
-        let out_outcome = unsafe { slot(out_outcome, "out_outcome") }?;
-        out_outcome.write(step.finish()? as u32);
-        Ok(())
-    })
-}
+    fn bagua_step_finish(step: *mut StepMachine, out_outcome: *mut u32) {
+        let out_outcome = slot(out_outcome, "out_outcome")?;
+        out_outcome.write(unique(step, "step")?.finish()? as u32);
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_step_abort(step: *mut StepMachine, error: *mut BaguaRustError) -> i32 {
-    on_step(step, error, |step| {
-        step.abort();
-        Ok(())
-    })
-}
+    fn bagua_step_abort(step: *mut StepMachine) {
+        unique(step, "step")?.abort();
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_step_agree(
-    step: *mut StepMachine,
-    order: *const u64,
-    order_len: u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    // SAFETY: the header's promise.
-    on_step(step, error, |step| step.agree(unsafe { input(order, order_len, "order") }?))
-}
+    fn bagua_step_agree(step: *mut StepMachine, order: *const u64, order_len: u64) {
+        unique(step, "step")?.agree(input(order, order_len, "order")?)?;
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_step_state(
-    step: *mut StepMachine,
-    out_is_open: *mut bool,
-    out_num_launched: *mut u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    on_step(step, error, |step| {
-        // SAFETY: the header's promise, for both.
-        let out_is_open = unsafe { slot(out_is_open, "out_is_open") }?;
-        let out_num_launched = unsafe { slot(out_num_launched, "out_num_launched") }?;
+    fn bagua_step_state(step: *const StepMachine, out_is_open: *mut bool, out_num_launched: *mut u64) {
+        let out_is_open = slot(out_is_open, "out_is_open")?;
+        let out_num_launched = slot(out_num_launched, "out_num_launched")?;
+        let step = shared(step, "step")?;
         out_is_open.write(step.is_open());
         out_num_launched.write(step.num_launched() as u64);
-        Ok(())
-    })
-}
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_step_missing(
-    step: *mut StepMachine,
-    out_tensors: *mut usize,
-    capacity: u64,
-    out_num: *mut u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    // SAFETY: the header's promise, for both outputs.
-    on_step(step, error, |step| unsafe {
-        list(Some(step.missing()), out_tensors, capacity, out_num, "out_tensors")
-    })
-}
+    fn bagua_step_missing(step: *const StepMachine, out_tensors: *mut usize, capacity: u64, out_num: *mut u64) {
+        list("out_tensors", Some(shared(step, "step")?.missing()), out_tensors, capacity, out_num)?;
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_step_observed_order(
-    step: *mut StepMachine,
-    out_tensors: *mut usize,
-    capacity: u64,
-    out_num: *mut u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    on_step(step, error, |step| {
-        let order = step.observed_order().iter().copied();
-        // SAFETY: the header's promise, for both outputs.
-        unsafe { list(Some(order), out_tensors, capacity, out_num, "out_tensors") }
-    })
-}
+    fn bagua_step_observed_order(
+        step: *const StepMachine, out_tensors: *mut usize, capacity: u64, out_num: *mut u64
+    ) {
+        let order = Some(shared(step, "step")?.observed_order());
+        list("out_tensors", order.map(entries), out_tensors, capacity, out_num)?;
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_step_agreed_order(
-    step: *mut StepMachine,
-    out_tensors: *mut usize,
-    capacity: u64,
-    out_num: *mut u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    on_step(step, error, |step| {
-        let order = step.agreed_order().map(|order| order.iter().copied());
-        // SAFETY: the header's promise, for both outputs.
-        unsafe { list(order, out_tensors, capacity, out_num, "out_tensors") }
-    })
-}
+    fn bagua_step_agreed_order(
+        step: *const StepMachine, out_tensors: *mut usize, capacity: u64, out_num: *mut u64
+    ) {
+        let order = shared(step, "step")?.agreed_order();
+        list("out_tensors", order.map(entries), out_tensors, capacity, out_num)?;
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_step_layout_due(
-    step: *mut StepMachine,
-    out_tensors: *mut usize,
-    capacity: u64,
-    out_num: *mut u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    on_step(step, error, |step| {
-        let order = step.layout_due().map(|order| order.iter().copied());
-        // SAFETY: the header's promise, for both outputs.
-        unsafe { list(order, out_tensors, capacity, out_num, "out_tensors") }
-    })
-}
+    fn bagua_step_layout_due(
+        step: *const StepMachine, out_tensors: *mut usize, capacity: u64, out_num: *mut u64
+    ) {
+        let order = shared(step, "step")?.layout_due();
+        list("out_tensors", order.map(entries), out_tensors, capacity, out_num)?;
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_topology_name(
-    topology: u32,
-    out_name: *mut u8,
-    capacity: u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    guard(error, || {
+    fn bagua_topology_name(topology: u32, out_name: *mut u8, capacity: u64) {
         let name = topology_at(topology)?.name();
         check_capacity("out_name", capacity, name.len() + 1)?;
-        // SAFETY: the header's promise.
-        let out = unsafe { output(out_name, capacity, "out_name") }?;
-        fill(out, name.bytes().chain(std::iter::once(0)));
-        Ok(())
-    })
-}
+        fill(output(out_name, capacity, "out_name")?, name.bytes().chain(std::iter::once(0)));
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_topology_neighbors(
-    topology: u32,
-    size: u64,
-    rank: u64,
-    step: u64,
-    out_neighbors: *mut Neighbor,
-    capacity: u64,
-    out_num: *mut u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    guard(error, || {
-        let topology = topology_at(topology)?;
-        let neighbors = topology.neighbors(size as usize, rank as usize, step)?; // as wide, see above
-                                                                                 // SAFETY: the header's promise, for both outputs.
-        unsafe { list(Some(neighbors.into_iter()), out_neighbors, capacity, out_num, "out_neighbors") }
-    })
+    fn bagua_topology_neighbors(
+        topology: u32, size: u64, rank: u64, step: u64, out_neighbors: *mut Neighbor, capacity: u64,
+        out_num: *mut u64
+    ) {
+        let found = topology_at(topology)?.neighbors(size as usize, rank as usize, step)?; // as wide, see above
+        list("out_neighbors", Some(entries(&found)), out_neighbors, capacity, out_num)?;
+    }
 }
 
 fn topology_at(topology: u32) -> Result<Topology, Error> {
     let found = TOPOLOGIES.get(topology as usize).copied(); // widens
     found.ok_or(Error::TopologyOutOfRange { topology, num_topologies: TOPOLOGIES.len() })
-}
-
-/// Runs `body` on the machine behind `step`. As for `guard`, the header's promise holds for both
-/// pointers, which are arguments of an exported function.
-fn on_step(
-    step: *mut StepMachine,
-    error: *mut BaguaRustError,
-    body: impl FnOnce(&mut StepMachine) -> Result<(), Error>,
-) -> i32 {
-    // SAFETY: the header's promise.
-    guard(error, || body(unsafe { unique(step, "step") }?))
 }
 
 /// Runs `body` and reports how it ended. `error` is the last argument of an exported function, so
@@ -466,28 +308,32 @@ fn check_capacity(argument: &'static str, capacity: u64, required: usize) -> Res
     is_enough.then_some(()).ok_or(Error::BufferTooSmall { argument, capacity, required })
 }
 
-/// Writes the number of `entries` to `out_num`, also where they do not fit, and then the entries.
+fn entries<T: Copy>(list: &[T]) -> impl Iterator<Item = T> + Clone + '_ {
+    list.iter().copied()
+}
+
+/// Writes the length of `list` to `out_num`, also where `out` is too short for it, and then the list.
 unsafe fn list<T>(
-    entries: Option<impl Iterator<Item = T> + Clone>,
+    argument: &'static str,
+    list: Option<impl Iterator<Item = T> + Clone>,
     out: *mut T,
     capacity: u64,
     out_num: *mut u64,
-    argument: &'static str,
 ) -> Result<(), Error> {
     // SAFETY: the header's promise.
     let out_num = unsafe { slot(out_num, "out_num") }?;
-    let entries = match entries {
-        Some(entries) => entries,
+    let list = match list {
+        Some(list) => list,
         None => {
             out_num.write(BAGUA_NO_LIST);
             return Ok(());
         }
     };
-    let num = entries.clone().count();
-    out_num.write(num as u64);
-    check_capacity(argument, capacity, num)?;
-    // SAFETY: the header's promise.
-    fill(unsafe { output(out, num as u64, argument) }?, entries);
+    let len = list.clone().count();
+    out_num.write(len as u64);
+    check_capacity(argument, capacity, len)?;
+    // SAFETY: the header's promise; as long as checked.
+    fill(unsafe { output(out, len as u64, argument) }?, list);
     Ok(())
 }
 

@@ -85,7 +85,7 @@ impl Step {
     }
 }
 
-type List = unsafe extern "C" fn(*mut StepMachine, *mut usize, u64, *mut u64, *mut BaguaRustError) -> i32;
+type List = unsafe extern "C" fn(*const StepMachine, *mut usize, u64, *mut u64, *mut BaguaRustError) -> i32;
 
 impl Drop for Step {
     fn drop(&mut self) {
