@@ -12,6 +12,7 @@ the parameter is dense. Padding is zero whenever a bucket is sent.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -109,7 +110,7 @@ class Bucket:
         self._gaps = gaps
         self._segments: list[tuple[int, torch.Tensor]] | None = None
         self._is_finite: bool | None = None  # None: nobody has looked since it was communicated
-        self._states: States | None = None
+        self._states: weakref.ref[States] | None = None  # they know the bucket
 
     @property
     def flat(self) -> torch.Tensor:
@@ -206,15 +207,15 @@ class Bucket:
         Of another shape: that of ``member``. In ``communicate`` it is what the last optimizer step has left, and what
         is written counts once an optimizer steps.
         """
-        return self._states.writable(name, self, member)
+        return self._states().writable(name, self, member)
 
     def residuals(self, name: str, codec: Any, hierarchical: bool) -> Any:
         """The Residuals under ``name`` for an all_reduce of the bucket."""
-        return self._states.residuals(name, self, codec, hierarchical)
+        return self._states().residuals(name, self, codec, hierarchical)
 
     def remember_in(self, states: States) -> None:
-        """``states`` answer ``state`` and ``residuals`` from now on."""
-        self._states = states
+        """``states`` answer ``state`` and ``residuals`` from now on; not kept alive."""
+        self._states = weakref.ref(states)
 
     # --- from the training step
 

@@ -5,9 +5,9 @@ The class of each is an attribute: ``bagua.with_bagua(model, algorithm=bagua.alg
 
 from typing import Any
 
+from bagua.algorithms._bucket_group import BucketGroup, Declaration
+from bagua.algorithms._hooks import About, Stage, Training
 from bagua.algorithms.base import Algorithm, ParameterState
-from bagua.algorithms.bucket_group import BucketGroup, Declaration
-from bagua.algorithms.hooks import About, Stage, Training
 from bagua.algorithms.registry import available, class_named, create, get, register
 
 __all__ = [

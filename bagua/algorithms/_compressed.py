@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 
 from bagua import codecs
+from bagua.algorithms._bucket_group import BucketGroup
+from bagua.algorithms._hooks import Training
 from bagua.algorithms.base import Algorithm, ParameterState
-from bagua.algorithms.bucket_group import BucketGroup
-from bagua.algorithms.hooks import Training
 from bagua.buckets import Bucket
 from bagua.distributed.process_group import ReduceOp, Work
 from bagua.errors import InvalidArgument
@@ -102,19 +102,18 @@ class CompressedGradients(Algorithm):
     def exempt(self, bucket: Bucket) -> str:
         """Why ``bucket`` travels at full precision; "" if it does not."""
         if bucket.kind == _NO_CODEC:
-            return f"codec {self._codec.spec} does not encode {bucket.dtype}"
+            return f"codec {self.codec_spec()} does not encode {bucket.dtype}"
         if bucket.kind == _ONE_DIMENSIONAL:
             return "1-D parameters"
         if bucket.num_bytes < self.min_compressed_bytes:
             return f"{bucket.num_bytes} bytes, below {self.min_compressed_bytes}"
-        return ""
+        return "one node" if self.hierarchical and len(self.training.group.nodes.members) == 1 else ""
 
     def communicate(self, bucket: Bucket, group: BucketGroup, prepare: Callable[[], None] | None = None) -> Work:
-        reason, codec = self.exempt(bucket), self._codec
-        if reason:
-            codec = None
-        elif codec.is_random:
-            codec = codec.with_seed(self.seed, self._num_exchanges, bucket.index)
+        reason, spec = self.exempt(bucket), self.codec_spec()
+        codec = None if reason else spec
+        if codec is not None and self._codec.is_random:
+            codec = self._codec.with_seed(self.seed, self._num_exchanges, bucket.index)._replace(spec=spec)
         return group.all_reduce(
             bucket,
             ReduceOp.AVG if self.average else ReduceOp.SUM,

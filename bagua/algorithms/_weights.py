@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from bagua.algorithms._hooks import Training
 from bagua.algorithms.base import Algorithm
-from bagua.algorithms.hooks import Training
 from bagua.errors import InvalidArgument
 
 

@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
+from bagua.algorithms._bucket_group import BucketGroup
+from bagua.algorithms._hooks import About, Stage, Training
 from bagua.algorithms._weights import loaded_steps
 from bagua.algorithms.base import Algorithm
-from bagua.algorithms.bucket_group import BucketGroup
-from bagua.algorithms.hooks import About, Stage, Training
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket
 from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work

@@ -5,7 +5,7 @@ never loops over elements and never touches a transport. Options are the keyword
 
 Two kinds: one exchanges *gradients*, bucket by bucket while backward runs (``communicate``); the other leaves
 gradients alone and exchanges *weights* around the optimizer's step, through the same buckets. What few algorithms need
-is in ``hooks.py``: stages, checkpoints of their own, optimizers of their own.
+is in ``_hooks.py``: stages, checkpoints of their own, optimizers of their own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from bagua.algorithms.bucket_group import BucketGroup
-from bagua.algorithms.hooks import Hooks
+from bagua.algorithms._bucket_group import BucketGroup
+from bagua.algorithms._hooks import Hooks
 from bagua.buckets import Bucket
 from bagua.distributed.process_group import Work
 from bagua.errors import InvalidArgument

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from bagua.algorithms._bucket_group import BucketGroup
+from bagua.algorithms._hooks import About, Training
 from bagua.algorithms._weights import ExchangedWeights
-from bagua.algorithms.bucket_group import BucketGroup
-from bagua.algorithms.hooks import About, Training
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket
 from bagua.distributed.dtypes import check_topology

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import torch
 
 from bagua import codecs
+from bagua.algorithms._bucket_group import BucketGroup
+from bagua.algorithms._hooks import About, Training
 from bagua.algorithms._weights import ExchangedWeights
-from bagua.algorithms.bucket_group import BucketGroup
-from bagua.algorithms.hooks import About, Training
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket
 from bagua.distributed.checkpoints import check_place, place_of

@@ -17,10 +17,10 @@ from typing import ClassVar
 
 import torch
 
+from bagua.algorithms._bucket_group import BucketGroup
 from bagua.algorithms._compressed import STATE_DTYPES
+from bagua.algorithms._hooks import About
 from bagua.algorithms.base import Algorithm, ParameterState
-from bagua.algorithms.bucket_group import BucketGroup
-from bagua.algorithms.hooks import About
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket, Member
 from bagua.distributed.process_group import ReduceOp, Work
@@ -104,7 +104,7 @@ class PowerSGD(Algorithm):
         for matrix, q, p in zip(matrices, factors, ps, strict=True):
             torch.mm(matrix, q, out=p)
         yield group.all_reduce(thin, ReduceOp.AVG)
-        ps = [torch.linalg.qr(p).Q for p in ps]
+        ps = [_orthonormal(p) for p in ps]
 
         wide, qs = _side_by_side([q.shape for q in factors], dtype)
         for matrix, p, q in zip(matrices, ps, qs, strict=True):
@@ -145,6 +145,21 @@ def _matrix(gradient: torch.Tensor) -> torch.Tensor:
 
 def _by_stride(tensor: torch.Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride(dimension))
+
+
+def _orthonormal(p: torch.Tensor) -> torch.Tensor:
+    """An orthonormal basis of the columns, where these are not dependent, by Cholesky factors of P^T P, twice.
+
+    Unlike a Householder QR it keeps rows of zeros, as of embeddings that no batch has met, and NaN raises nothing.
+    """
+    basis = p.double()
+    for _ in range(2):
+        gram = basis.T @ basis
+        diagonal = gram.diagonal()
+        diagonal += diagonal.sum() * 1e-14 + torch.finfo(torch.float64).tiny  # columns may be dependent
+        factor = torch.linalg.cholesky_ex(gram).L
+        basis = torch.linalg.solve_triangular(factor, basis.T, upper=False).T
+    return basis.to(p.dtype)
 
 
 def _side_by_side(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from bagua import codecs, optim
+from bagua.algorithms._bucket_group import BucketGroup
 from bagua.algorithms._compressed import CompressedGradients
-from bagua.algorithms.bucket_group import BucketGroup
-from bagua.algorithms.hooks import About, Stage, Training
+from bagua.algorithms._hooks import About, Stage, Training
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket, Member
 from bagua.distributed.process_group import Work

@@ -21,7 +21,7 @@ from bagua.algorithms.base import Algorithm
 from bagua.errors import InternalError, InvalidArgument
 
 _PACKAGE = "bagua.algorithms"
-_NOT_PLUGINS = ("base", "bucket_group", "hooks", "registry")
+_NOT_PLUGINS = ("base", "registry")
 _ENTRY_POINTS = "bagua.algorithms"  # the group
 _ALIASES = {"async": "async_averaging"}  # names that stay, though Python cannot import a file of that name
 _classes: dict[str, type[Algorithm]] = {}

@@ -37,6 +37,8 @@ def _integers(rank, step, shape):
 def _state(model):
     """What this rank keeps as a contributor, by parameter, and as an owner, by bucket under a codec."""
     state = model.bagua.state_dict()["parameters"]["states"]["residual"]
+    if not state["parameters"] and not state["stripes"]:  # nothing was sent yet, so nothing was left out
+        return {"worker": {"parts.0": torch.zeros(())}, "owner": [torch.zeros(())]}
     return {"worker": state["parameters"], "owner": [stripe[-1] for _, stripe in sorted(state["stripes"].items())]}
 
 

@@ -134,7 +134,7 @@ def assert_near(
 
     Two quantisations to 255 steps of a range of at most 2 M are off by at most 2 * (2 M / 510), M the
     largest gradient of the bucket; the f16 and bf16 codecs are finer. Where several operations made the result (two
-    factors), it is the mean's projection, and that of what the steps before have left out: no longer than ``times`` both.
+    factors), it is a projection of the mean and of what the steps before have left out: not much longer than the mean.
     """
     assert actual.keys() == expected.keys()
     for bucket in model.bagua.buckets:

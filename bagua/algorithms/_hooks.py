@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from bagua.algorithms.bucket_group import BucketGroup
+from bagua.algorithms._bucket_group import BucketGroup
 from bagua.buckets import Bucket
 from bagua.errors import InvalidArgument
 

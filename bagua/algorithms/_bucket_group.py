@@ -292,7 +292,7 @@ class BucketGroup:
         algorithm = copy.copy(algorithm)
         self._current, self._is_planning, bucket.before_read = bucket, True, _look
         try:
-            work = algorithm.communicate(bucket, self)
+            work = type(algorithm).communicate(algorithm, bucket, self)
             if isinstance(work, types.GeneratorType):
                 next(work, None)
         except _Planned as planned:
