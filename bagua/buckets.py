@@ -77,7 +77,7 @@ class Bucket:
         label: ``"bucket 3"``, the name in error messages and in the timeline.
         kind: what ``Algorithm.bucket_class`` returned for its parameters.
         optimizer_index: which optimizer steps all its parameters; None where gradients are exchanged.
-        declaration: what was sent for it last (a ``Declaration``); None while nobody can tell.
+        declaration: what was sent for it last, a ``bagua.algorithms.Declaration``.
         works: what was started for it in this backward.
         is_read: in ``communicate``, whether ``flat`` or ``members`` have been asked for.
         before_read: called when they are asked for; None: nothing is.
@@ -255,7 +255,7 @@ class Bucket:
         if self._is_finite is None:
             # Float16 may overflow where it is decoded, in any element.
             sent, stride = self.declaration, 1
-            if sent is not None and sent.codec is not None and sent.operation == "all_reduce":
+            if sent.codec is not None and sent.operation == "all_reduce":
                 stride = 1 if self.dtype == torch.float16 else codecs.get(sent.codec).block_numel
             self._is_finite = _C.all_finite([self._flat.data_ptr()], [self.numel], [dtype_code(self.dtype)], stride)
         return self._is_finite

@@ -31,20 +31,23 @@ class Declaration:
     """What is sent for one bucket; shown by ``model.bagua.buckets`` and the timeline.
 
     Attributes:
-        operation: the collective, such as ``"all_reduce"``; several in their order, joined by " + ".
+        operation: the collective, such as ``"all_reduce"``; several in their order, joined by " + "; "" while it is not
+            known, which is until the first exchange at most.
         codec: name of the codec of what travels, None for full precision.
         reason: why this bucket is treated differently from what the options ask, or "".
         hierarchical: inside the nodes at full precision first, then between them.
         is_zero_copy: gradients are encoded where autograd has put them.
     """
 
-    operation: str
+    operation: str = ""
     codec: str | None = None
     reason: str = ""
     hierarchical: bool = False
     is_zero_copy: bool = False
 
     def __str__(self) -> str:
+        if not self.operation:
+            return "not sent yet"
         text = f"{'hierarchical ' if self.hierarchical else ''}{self.operation}, {self.codec or 'full precision'}"
         return f"{text} ({self.reason})" if self.reason else text
 
@@ -244,11 +247,12 @@ class BucketGroup:
         if bucket is None:
             return False
         sent = bucket.declaration  # mostly what it was in the step before
-        if (
-            sent is None
-            or (sent.operation, sent.codec, sent.reason, sent.hierarchical) != (operation, codec, reason, hierarchical)
-            or sent.is_zero_copy != is_zero_copy
-        ):
+        if (sent.operation, sent.codec, sent.reason, sent.hierarchical) != (
+            operation,
+            codec,
+            reason,
+            hierarchical,
+        ) or sent.is_zero_copy != is_zero_copy:
             sent = Declaration(operation, codec, reason, hierarchical, is_zero_copy)
         if self._is_planning:
             raise _Planned(sent)
@@ -275,7 +279,7 @@ class BucketGroup:
     def go_on(self, bucket: Bucket) -> None:
         """As ``begin``, where the bucket's communication goes on."""
         self._current = bucket
-        self._sent = [] if bucket.declaration is None else [bucket.declaration]
+        self._sent = [bucket.declaration]
 
     def pause(self) -> None:
         """The end of what belongs to a bucket for now."""
@@ -283,11 +287,11 @@ class BucketGroup:
         if bucket is not None and self._sent:
             bucket.declaration = self._sent[0] if len(self._sent) == 1 else _together(self._sent)
 
-    def plan(self, algorithm: Algorithm, bucket: Bucket) -> Declaration | None:
+    def plan(self, algorithm: Algorithm, bucket: Bucket) -> Declaration:
         """What ``algorithm`` will send for ``bucket`` first, as far as it does not look at the gradients before.
 
         Known before the first backward in this way, for who looks at ``bucket.declaration``, and so that its gradients
-        need not be copied; None is no error. A copy of the algorithm is asked, which may count its calls.
+        need not be copied; not to know it is no error. A copy of the algorithm is asked, which may count its calls.
         """
         algorithm = copy.copy(algorithm)
         self._current, self._is_planning, bucket.before_read = bucket, True, _look
@@ -298,22 +302,22 @@ class BucketGroup:
         except _Planned as planned:
             return planned.declaration
         except Exception:  # it will be raised in training, on all ranks, if it is then
-            return None
+            return Declaration()
         finally:
             self._current, self._is_planning, bucket.before_read = None, False, None
-        return None
+        return Declaration()
 
 
 class _Planned(BaseException):
     """Ends ``communicate`` where it would send, or look at gradients."""
 
-    def __init__(self, declaration: Declaration | None) -> None:
+    def __init__(self, declaration: Declaration) -> None:
         super().__init__()
         self.declaration = declaration
 
 
 def _look() -> None:
-    raise _Planned(None)
+    raise _Planned(Declaration())
 
 
 def _together(sent: Sequence[Declaration]) -> Declaration:

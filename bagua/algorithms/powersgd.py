@@ -40,6 +40,7 @@ class PowerSGD(Algorithm):
 
     Args:
         rank: of what is sent of each matrix.
+        hierarchical: reduce inside each node first, see gradient_allreduce.
         error_feedback: whether what is left out is added to the next step's gradient; without it the training stays in
             a few directions.
         state_dtype: "float32" or "bfloat16", of what error feedback remembers.
@@ -61,6 +62,7 @@ class PowerSGD(Algorithm):
     refuses_nonfinite: ClassVar[bool] = True  # it would be all over the matrix
 
     rank: int = 4
+    hierarchical: bool = False
     error_feedback: bool = True
     state_dtype: str = "float32"
     seed: int = 0
@@ -90,7 +92,8 @@ class PowerSGD(Algorithm):
 
     def communicate(self, bucket: Bucket, group: BucketGroup) -> Generator[Work, None, None]:
         if bucket.kind == _WHOLE or group.size == 1:
-            yield group.all_reduce(bucket, ReduceOp.AVG, reason="too small for two factors")
+            reason = "too small for two factors" if bucket.kind == _WHOLE else ""
+            yield group.all_reduce(bucket, ReduceOp.AVG, hierarchical=self.hierarchical, reason=reason)
             return
         if self.error_feedback:
             error = bucket.state("error")
@@ -103,7 +106,7 @@ class PowerSGD(Algorithm):
         thin, ps = _side_by_side(sides, dtype)
         for matrix, q, p in zip(matrices, factors, ps, strict=True):
             torch.mm(matrix, q, out=p)
-        yield group.all_reduce(thin, ReduceOp.AVG)
+        yield group.all_reduce(thin, ReduceOp.AVG, hierarchical=self.hierarchical)
         ps = [_orthonormal(p) for p in ps]
 
         wide, qs = _side_by_side([q.shape for q in factors], dtype)
@@ -112,7 +115,7 @@ class PowerSGD(Algorithm):
         if self.error_feedback:
             for member, matrix, p, q in zip(bucket.members, matrices, ps, qs, strict=True):
                 _matrix(bucket.state("error", member)).copy_(torch.addmm(matrix, p, q.T, alpha=-1))
-        yield group.all_reduce(wide, ReduceOp.AVG)
+        yield group.all_reduce(wide, ReduceOp.AVG, hierarchical=self.hierarchical)
         for member, p, q in zip(bucket.members, ps, qs, strict=True):
             _matrix(member.view).copy_(p @ q.T)
             bucket.state("q", member).copy_(q)

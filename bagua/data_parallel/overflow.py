@@ -41,10 +41,9 @@ class NonFiniteGuard:
     @property
     def is_needed(self) -> bool:
         """Whether a codec is used in any bucket, or the algorithm asks for it."""
-        sent = [bucket.declaration for bucket in self._watched]
         if not self._watched:
             return False
-        return self._is_asked or any(declaration is not None and declaration.codec is not None for declaration in sent)
+        return self._is_asked or any(bucket.declaration.codec is not None for bucket in self._watched)
 
     def check_backward(self) -> None:
         """All gradients are synchronised; raises InvalidArgument if no later check can."""
@@ -73,7 +72,7 @@ class NonFiniteGuard:
             raise self._error(bad)
 
     def _error(self, buckets: Sequence[Bucket], more: str = "") -> InvalidArgument:
-        codecs = [None if bucket.declaration is None else bucket.declaration.codec for bucket in buckets]
+        codecs = [bucket.declaration.codec for bucket in buckets]
         under = ["" if codec is None else f" under codec {codec!r}" for codec in codecs]
         told = "; ".join(f"{b.label} ({', '.join(b.names)}){how}" for b, how in zip(buckets, under, strict=True))
         which = "which a codec cannot average" if any(codecs) else "which would be in all that comes of the bucket"

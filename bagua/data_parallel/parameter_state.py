@@ -290,7 +290,7 @@ class ParameterStates:
                         "with the same model and bucket_bytes"
                     )
                 sent = buckets[index].declaration
-                if sent is not None and sent.codec is not None:
+                if sent.codec is not None:
                     _check_stripe((first, numel), self._stripe(name, buckets[index], sent.codec, sent.hierarchical))
                 self._kept.loaded[name, index] = ((first, numel), value.clone())
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from bagua import _C
-from bagua.algorithms import Algorithm, BucketGroup, Training
+from bagua.algorithms import Algorithm, BucketGroup, Declaration, Training
 from bagua.buckets import Bucket, BucketStorage, Member
 from bagua.data_parallel.end_of_backward import EndOfBackward
 from bagua.data_parallel.failures import ending, fatal
@@ -372,9 +372,9 @@ class Step:
         self._members = self.storage.members
         self._machine.lay_out(self.storage.bucket_of, self.storage.order)
         self.algorithm.lay_out(buckets)
-        if self.sends_gradients:
-            for bucket in buckets:
-                bucket.declaration = self._bucket_group.plan(self.algorithm, bucket)
+        for bucket in buckets:
+            plan = self._bucket_group.plan
+            bucket.declaration = plan(self.algorithm, bucket) if self.sends_gradients else Declaration()
         self.states.lay_out(buckets)
         self._zero_copy = ZeroCopy(buckets if self.sends_gradients else ())
         self.optimizer_steps.adopt_layout(buckets, self.sends_gradients)

@@ -43,7 +43,7 @@ class ZeroCopy:
         self._in_place.clear()
         self._in_flight.clear()
         self._segments.clear()
-        sizes = [b.num_bytes for b in self._buckets if b.declaration is not None and b.declaration.is_zero_copy]
+        sizes = [bucket.num_bytes for bucket in self._buckets if bucket.declaration.is_zero_copy]
         self._in_place_bytes = 0
         self._limit_bytes = max(_LIMIT * sum(sizes), 2 * max(sizes, default=0))  # two: one under way, and the next
 
@@ -53,8 +53,7 @@ class ZeroCopy:
         Args:
             grad: lies as the view of ``member`` does.
         """
-        declaration = self._bucket_of[member.index].declaration
-        if declaration is None or not declaration.is_zero_copy:
+        if not self._bucket_of[member.index].declaration.is_zero_copy:
             return False
         if self._in_place_bytes + member.num_bytes > self._limit_bytes:
             self.release_completed()
