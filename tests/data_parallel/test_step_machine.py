@@ -1,7 +1,5 @@
 """The Rust step as Python drives it: a step with generators, and what it refuses."""
 
-import doctest
-
 import pytest
 
 from bagua import _C
@@ -136,10 +134,3 @@ def test_what_is_refused():
     assert step.next() == (StepMachine.LAUNCH, 0)
     with pytest.raises(InvalidArgument, match="bucket 1 cannot be suspended; expected 0"):
         step.suspended(1)
-
-
-@pytest.mark.parametrize("name", ["StepMachine", "plan_buckets"])
-def test_docstring_examples(name):
-    example = doctest.DocTestParser().get_doctest(getattr(_C, name).__doc__, vars(_C).copy(), name, None, 0)
-    assert example.examples
-    assert doctest.DocTestRunner().run(example).failed == 0
