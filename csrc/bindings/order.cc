@@ -180,9 +180,9 @@ void bind_step_events(py::class_<StepMachine>& machine) {
             step.call("lay_out", bagua_step_lay_out, bucket_of.data(), bucket_of.size(), order.data(), order.size());
           },
           py::arg("bucket_of"), py::arg("order"),
-          "Takes a new layout, by tensor its bucket, and the ready order that it was made for. Raises "
-          "InvalidArgument:\n"
-          "a step is open, bucket_of has gaps or another length, order is no permutation.")
+          "Takes a new layout, by tensor its bucket, and the ready order that it was made for; what is left of a\n"
+          "finished step is dropped. Raises InvalidArgument: a step is open, bucket_of has gaps or another length,\n"
+          "order is no permutation.")
       .def(
           "set_stage",
           [](const Step& step, int64_t stage, bool launches, bool agrees_on_skips) {
@@ -191,9 +191,8 @@ void bind_step_events(py::class_<StepMachine>& machine) {
           py::arg("stage"), py::arg("launches"), py::arg("agrees_on_skips"),
           "The algorithm is in this stage now. launches: gradients are exchanged, in backward; otherwise nothing is\n"
           "launched, and the ranks agree on skipped steps if agrees_on_skips. Returns whether stage or launches has\n"
-          "changed, or this is the first call: the buckets are to be laid out anew. Raises InvalidArgument: one of "
-          "the\n"
-          "two has changed while a step is open.")
+          "changed, or this is the first call: the buckets are to be laid out anew. Raises InvalidArgument: one of\n"
+          "the two has changed while a step is open.")
       .def(
           "begin", [](const Step& step) { step.call("begin", bagua_step_begin); },
           "Opens a step with no tensor ready; one that is open (its backward raised) is dropped. Raises\n"
@@ -201,16 +200,14 @@ void bind_step_events(py::class_<StepMachine>& machine) {
       .def(
           "ready", [](const Step& step, uint64_t tensor) { return step.get<bool>("ready", bagua_step_ready, tensor); },
           py::arg("tensor"),
-          "The tensor's gradient is there; returns whether there are decisions to take. Raises InvalidArgument: no "
-          "step\n"
-          "is open, no such tensor, or it is already ready in this step.")
+          "The tensor's gradient is there; returns whether there are decisions to take. Raises InvalidArgument: no\n"
+          "step is open, no such tensor, or it is already ready in this step.")
       .def("next", &next, "Takes the next decision, (decision, bucket); None if there is nothing to do now.")
       .def(
           "suspended", [](const Step& step, uint64_t bucket) { step.call("suspended", bagua_step_suspended, bucket); },
           py::arg("bucket"),
-          "The communication of the bucket goes on later. Raises InvalidArgument: it is not the one that was launched "
-          "or\n"
-          "resumed last.")
+          "The communication of the bucket goes on later. Raises InvalidArgument: it is not the one that was\n"
+          "launched or resumed last.")
       .def(
           "finish", [](const Step& step) { return step.get<uint32_t>("finish", bagua_step_finish); },
           "Backward's computation is over: UNTOUCHED (no tensor became ready) and INCOMPLETE (some did not), both of\n"

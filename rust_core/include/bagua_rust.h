@@ -89,19 +89,19 @@ typedef enum BaguaOutcome {
 typedef struct BaguaStep BaguaStep; /* the steps of one wrapped model, one after the other */
 
 /* Lays num_tensors tensors out in buckets. `order` (order_len == num_tensors entries) is the order in which they are
- * expected to become ready, first = ready first. By tensor, out_bucket becomes its bucket and out_offset_numel its first
- * element in there; by bucket, out_bucket_numel becomes its elements, padding included, and *out_num_buckets how many
- * there are. The three arrays have room for num_tensors entries. Buckets are numbered in launch order and have at least
- * one tensor each; in one bucket the tensor that comes earlier in `order` has the lower offset. Pure: the same arguments
- * give the same plan on every rank.
+ * expected to become ready, first = ready first. By tensor, out_bucket becomes its bucket and out_offset_numel its
+ * first element in there; by bucket, out_bucket_numel becomes its elements, padding included. The three have room for
+ * num_tensors entries. *out_num_buckets becomes how many buckets there are; they are numbered in launch order and have
+ * at least one tensor each. In one bucket the tensor that comes earlier in `order` has the lower offset. Pure: the
+ * same arguments give the same plan on every rank.
  * Errors: INVALID_ORDER, INVALID_ALIGNMENT, INVALID_BUCKET_BYTES, INVALID_ITEM_BYTES, OVERFLOW. */
 int32_t bagua_plan(const BaguaTensorSpec* tensors, uint64_t num_tensors, const uint64_t* order, uint64_t order_len,
                    const BaguaPlanOptions* options, uint64_t* out_bucket, uint64_t* out_offset_numel,
                    uint64_t* out_bucket_numel, uint64_t* out_num_buckets, BaguaRustError* error);
 
 /* The step, which is told what happens and tells what is to be done next. All that ranks must do together comes in an
- * order that depends on the layout, the stage and on which buckets were suspended at which decision, not on the order of
- * this rank's events. After an error all is as before. From begin to finish nothing is allocated. */
+ * order that depends on the layout, the stage and on which buckets were suspended at which decision, not on the order
+ * of this rank's events. After an error all is as before. From begin to the last decision nothing is allocated. */
 
 /* *out_step becomes a new handle, the caller's to free, for num_tensors tensors, without a layout and in a stage that
  * launches. finds_unused: whether a backward may leave tensors out. Errors: OVERFLOW. */

@@ -5,8 +5,8 @@
 //!
 //! Invariants: the only file with `unsafe`; a null pointer or a panic becomes an error code; on an
 //! error no output is written but `error` and, where the header says so, `out_num`. A message always
-//! ends with a NUL and is valid UTF-8. What is shared with C is `repr(C)` and holds no pointer; what
-//! C writes may have any bit pattern.
+//! ends with a NUL and is valid UTF-8. What is shared with C is `repr(C)` and holds no pointer;
+//! of what C writes only a bool may not have any bit pattern.
 //!
 //! Proof shared by the `unsafe` blocks: the header makes the caller promise that a non-null pointer
 //! is aligned, valid for the length passed with it and not used from another thread during the
@@ -210,7 +210,7 @@ export! {
     fn bagua_topology_name(topology: u32, out_name: *mut u8, capacity: u64) {
         let name = topology_at(topology)?.name();
         check_capacity("out_name", capacity, name.len() + 1)?;
-        fill(output(out_name, capacity, "out_name")?, name.bytes().chain(std::iter::once(0)));
+        fill(output(out_name, name.len() as u64 + 1, "out_name")?, name.bytes().chain(std::iter::once(0)));
     }
 
     fn bagua_topology_neighbors(
