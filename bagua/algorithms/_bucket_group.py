@@ -294,7 +294,8 @@ class BucketGroup:
         need not be copied; not to know it is no error. A copy of the algorithm is asked, which may count its calls.
         """
         algorithm = copy.copy(algorithm)
-        self._current, self._is_planning, bucket.before_read = bucket, True, _look
+        self._current, self._is_planning = bucket, True
+        bucket.declaration, bucket.before_read = Declaration(), _look
         try:
             work = type(algorithm).communicate(algorithm, bucket, self)
             if isinstance(work, types.GeneratorType):
