@@ -297,7 +297,7 @@ def _without_optimizers(rank, world_size):
     kinds = {
         "decentralized": decentralized.DecentralizedAlgorithm(),
         "low_precision_decentralized": decentralized.LowPrecisionDecentralizedAlgorithm(hierarchical=False),
-        "async": async_model_average.AsyncModelAverageAlgorithm(),
+        "async_averaging": async_model_average.AsyncModelAverageAlgorithm(),
     }
     with process_group():
         for name, algorithm in kinds.items():
