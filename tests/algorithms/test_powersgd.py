@@ -28,9 +28,7 @@ def _transposed(a):
 
 
 def _mean(matrices):
-    return [
-        [sum(values) / len(values) for values in zip(*rows, strict=True)] for rows in zip(*matrices, strict=True)
-    ]
+    return [[sum(values) / len(values) for values in zip(*rows, strict=True)] for rows in zip(*matrices, strict=True)]
 
 
 def _minus(a, b):
@@ -58,7 +56,8 @@ class _Oracle:
         self.keeps_error = keeps_error
 
     def step(self, grads):
-        matrices = [_minus(grad, [[-x for x in row] for row in error]) for grad, error in zip(grads, self.errors, strict=True)]
+        pairs = zip(grads, self.errors, strict=True)
+        matrices = [_minus(grad, [[-x for x in row] for row in error]) for grad, error in pairs]
         p = _gram_schmidt(_mean([_matmul(matrix, self.q) for matrix in matrices]))
         qs = [_matmul(_transposed(matrix), p) for matrix in matrices]
         if self.keeps_error:
@@ -138,7 +137,8 @@ def _sent(rank, world_size):
             model.zero_grad()
             model(torch.ones(2, 512)).sum().backward()
         timeline = model.bagua.timeline()
-        assert {str(bucket.declaration) for bucket in model.bagua.buckets} == {"all_reduce + all_reduce, full precision"}
+        declared = {str(bucket.declaration) for bucket in model.bagua.buckets}
+        assert declared == {"all_reduce + all_reduce, full precision"}
         operations = [span for span in timeline.spans if span.kind == "operation" and span.label.startswith("bucket")]
         labels = [span.label for span in sorted(operations, key=lambda span: span.begin_ns)][-8:]
         return timeline.steps[-1].bytes_sent, labels
