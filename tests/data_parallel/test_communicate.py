@@ -1,0 +1,331 @@
+"""What an algorithm's ``communicate`` may be, and what follows from what it sends; with plug-ins of this file."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import bagua
+from bagua import ReduceOp
+from bagua.algorithms import Algorithm, ParameterState
+from bagua.errors import BaguaError, InvalidArgument
+from tests.conformance.training import assert_equal_on_all_ranks, process_group
+
+NUM_LAYERS = 6
+
+
+class Layers(torch.nn.Module):
+    """Square layers, of which each has a bucket; their gradients become ready in another order on each rank."""
+
+    def __init__(self, order=range(NUM_LAYERS)):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(NUM_LAYERS))
+        self.order = list(order)
+
+    def forward(self, x):
+        for index in self.order:
+            x = self.layers[index](x)
+        return x
+
+
+def _layers(rank, algorithm, optimizer=None, **options):
+    """Wrapped, every rank with an order of its own; and what each rank's gradients are without bagua."""
+    torch.manual_seed(0)
+    order = list(range(NUM_LAYERS)) if rank == 0 else list(reversed(range(NUM_LAYERS)))
+    model = Layers(order)
+    return bagua.with_bagua(model, optimizer or (), algorithm=algorithm, bucket_bytes=8 * 8 * 4, **options)
+
+
+def _backward(model, rank, step):
+    model.zero_grad()
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+    model(x).square().sum().backward()
+
+
+def _local_gradients(model, rank, step):
+    plain = Layers(model.order)
+    plain.load_state_dict(model.state_dict())
+    _backward(plain, rank, step)
+    return [p.grad.clone() for p in plain.parameters()]
+
+
+@dataclasses.dataclass(kw_only=True)
+class InParts(Algorithm):
+    """The mean, in as many all_reduces as the bucket's index says, one after the other; writes down when it goes on."""
+
+    name = "in_parts"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.log = []
+
+    def communicate(self, bucket, group):
+        self.log.append(("launched", bucket.index))
+        for part in bucket.flat.chunk(bucket.index % 4) if bucket.index % 4 else ():
+            yield group.all_reduce(part, ReduceOp.SUM)
+            self.log.append(("went on", bucket.index))
+        if bucket.index % 4 == 0:
+            group.all_reduce(bucket)  # waited for at the end of backward
+        else:
+            bucket.flat.div_(group.size)
+
+
+def _goes_on(rank, world_size):
+    with process_group():
+        algorithm = InParts()
+        model = _layers(rank, algorithm)
+        for step in range(3):
+            expected = _local_gradients(model, rank, step)
+            for grad in expected:
+                bagua.all_reduce(grad)
+            index_of = {name: bucket.index for bucket in model.bagua.buckets for name in bucket.names}
+            algorithm.log.clear()
+            _backward(model, rank, step)
+            if step:  # the buckets of the first step are laid out anew after it
+                for (name, parameter), total in zip(model.named_parameters(), expected, strict=True):
+                    divisor = 1 if index_of[name] % 4 == 0 else world_size
+                    torch.testing.assert_close(parameter.grad, total / divisor)
+            assert bagua.get_default_group().all_gather_object(algorithm.log) == [algorithm.log] * world_size
+        return algorithm.log
+
+
+def test_a_generator_goes_on_at_the_same_place_on_all_ranks(pool2):
+    log = pool2.run(_goes_on)[0]
+    # Twice two launches after its own, and again; what is left goes on at the end of backward, in turns.
+    assert log == [
+        *[("launched", index) for index in (0, 1, 2, 3)],
+        ("went on", 1),
+        ("launched", 4),
+        ("went on", 2),
+        ("launched", 5),
+        ("went on", 3),
+        ("went on", 2),
+        ("went on", 5),
+        ("went on", 3),
+        ("went on", 3),
+    ]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Fails(Algorithm):
+    name = "fails"
+    on: int = 1
+
+    def communicate(self, bucket, group):
+        yield group.all_reduce(bucket)
+        if group.rank == self.on and bucket.index == 2:
+            raise KeyError("on purpose")
+
+
+def _fails(rank, world_size):
+    with process_group():
+        model = _layers(rank, Fails())
+        with pytest.raises((BaguaError, KeyError)) as caught:
+            _backward(model, rank, 0)
+        return str(caught.value)
+
+
+def test_what_a_generator_raises_ends_all_ranks(pool2):
+    others, own = pool2.run(_fails)
+    assert "communicate of algorithm 'fails' raised KeyError: 'on purpose'" in others
+    assert own == "'on purpose'"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Gives(Algorithm):
+    name = "gives"
+    what: str = "number"
+
+    def communicate(self, bucket, group):
+        group.all_reduce(bucket)
+        return {"number": 5, "generator": (value for value in [5]), "none": None}[self.what]
+
+
+def _gives(rank, world_size):
+    with process_group():
+        for what in ("number", "generator"):
+            group = bagua.new_group(range(world_size))
+            model = bagua.with_bagua(torch.nn.Linear(3, 3), algorithm=Gives(what=what), group=group)
+            with pytest.raises(BaguaError, match="communicate gave a int; expected a Work, None, or a generator"):
+                model(torch.ones(2, 3)).sum().backward()
+        model = bagua.with_bagua(torch.nn.Linear(3, 3, bias=False), algorithm=Gives(what="none"))
+        model(torch.full((2, 3), float(rank + 1))).sum().backward()
+        assert torch.equal(model.weight.grad, torch.full((3, 3), 6.0))  # waited for, though nobody said so
+
+
+def test_what_communicate_may_give(pool2):
+    pool2.run(_gives)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Coded(Algorithm):
+    """A codec in one place only: in what is sent."""
+
+    name = "coded"
+    looks: bool = False  # at the gradients, before they are sent
+
+    def communicate(self, bucket, group):
+        what = bucket.flat if self.looks else bucket
+        return group.all_reduce(what, ReduceOp.AVG, codec="minmax_uint8")
+
+
+def _coded(rank, world_size, looks):
+    with process_group():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(50, 3)  # with padding between weight and bias
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, optimizer, algorithm=Coded(looks=looks))
+        (bucket,) = model.bagua.buckets
+        assert str(bucket.declaration) == ("not sent yet" if looks else "all_reduce, minmax_uint8")
+        gradients = []
+        for step in range(3):
+            x = torch.randn(4, 50, generator=torch.Generator().manual_seed(step + 10 * rank)) + 3
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            (bucket,) = model.bagua.buckets
+            assert bucket.declaration.codec == "minmax_uint8"
+            assert bucket.declaration.is_zero_copy == (not looks)
+            gradients += [p.grad.clone() for p in model.parameters()]
+            assert_equal_on_all_ranks({name: p.grad for name, p in model.named_parameters()})
+        optimizer.zero_grad()
+        model(torch.full((4, 50), float("nan") if rank == 1 else 1.0)).sum().backward()
+        with pytest.raises(InvalidArgument, match=r"NaN or Inf on some rank.*under codec 'minmax_uint8'"):
+            optimizer.step()
+        return gradients
+
+
+def test_from_a_codec_in_what_is_sent_all_else_follows(pool2):
+    """The guard against NaN, cleared padding, gradients that are not copied, and what is said of the bucket."""
+    in_place, copied = (pool2.run(_coded, args=(looks,))[0] for looks in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(in_place, copied, strict=True))
+
+
+@dataclasses.dataclass(kw_only=True)
+class Changes(Algorithm):
+    """Sends what is coded in one step as it is in the next, and looks at it in the one after that."""
+
+    name = "changes"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.step = 0
+
+    def communicate(self, bucket, group):
+        if self.step % 3 == 2:
+            total = sum(float(member.parameter.grad.sum()) for member in bucket.members)
+            assert total == float(bucket.flat.sum())
+        return group.all_reduce(bucket, ReduceOp.AVG, codec=None if self.step % 3 == 1 else "bf16")
+
+    def after_backward(self, buckets, group):
+        self.step += 1
+
+
+def _changes(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(torch.nn.Linear(64, 4, bias=False), algorithm=Changes())
+        for step in range(7):
+            model.zero_grad()
+            model(torch.full((2, 64), float(step + rank))).sum().backward()
+            assert torch.equal(model.weight.grad, torch.full((4, 64), 2 * step + 1.0))
+            assert model.weight.grad is model.bagua.buckets[0].members[0].view
+
+
+def test_what_is_sent_may_change_from_step_to_step(pool2):
+    pool2.run(_changes)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Remembers(Algorithm):
+    """Adds up gradients in two states: of the shape of the gradients, and of one number per parameter."""
+
+    name = "remembers"
+
+    def parameter_state(self):
+        return {"total": ParameterState(torch.float64), "largest": ParameterState(shape=lambda p: (1,))}
+
+    def communicate(self, bucket, group):
+        yield group.all_reduce(bucket, ReduceOp.AVG)
+        bucket.state("total").add_(bucket.flat)
+        for member in bucket.members:
+            assert bucket.state("total", member).shape == member.view.shape
+            largest = bucket.state("largest", member)
+            largest.copy_(torch.maximum(largest, member.view.abs().max()))
+
+
+def _totals(model):
+    states = model.bagua.state_dict()["parameters"]["states"]
+    return {name: value.clone() for name, value in states["total"]["parameters"].items()}, {
+        name: float(value) for name, value in states["largest"]["parameters"].items()
+    }
+
+
+def _remembers(rank, world_size):
+    with process_group():
+        torch.manual_seed(0)
+        model = Layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        bagua.with_bagua(model, optimizer, algorithm=Remembers(), bucket_bytes=600)
+        total = [torch.zeros(8, 8, dtype=torch.float64) for _ in range(NUM_LAYERS)]
+        largest = [0.0] * NUM_LAYERS
+        names = [name for name, _ in model.named_parameters()]
+        for step in range(5):
+            _backward(model, rank, step)
+            if step == 1:
+                continue  # no step follows that counts: its backward is followed by another one, which goes on from it
+            if step == 3:
+                optimizer.zero_grad()
+                before = _totals(model)[1]
+                model(torch.full((1, 8), float("nan") if rank else 1.0)).sum().backward()
+                assert _totals(model)[1] == before  # NaN, so what it has left is forgotten with that of the one before
+                continue
+            optimizer.step()
+            counted = [step - 1, step] if step == 2 else [step]
+            for index in range(NUM_LAYERS):
+                for one in counted:
+                    grads = [_local_gradients(model, r, one)[index] for r in range(world_size)]
+                    mean = sum(grads) / world_size
+                    total[index] += mean
+                    largest[index] = max(largest[index], float(mean.abs().max()))
+            totals, found = _totals(model)
+            for index, name in enumerate(names):
+                torch.testing.assert_close(totals[name].view(8, 8), total[index], rtol=1e-5, atol=1e-6)
+                assert found[name] == pytest.approx(largest[index])
+        state = model.bagua.state_dict()
+        before = _totals(model)
+        other = Layers()
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.0)
+        bagua.with_bagua(other, optimizer, algorithm=Remembers(), bucket_bytes=600)
+        other.bagua.load_state_dict(state)
+        after = _totals(other)
+        assert after[1] == before[1] and all(torch.equal(after[0][name], before[0][name]) for name in names)
+
+
+def test_states_of_parameters_are_the_librarys(pool2):
+    pool2.run(_remembers)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Asks(Algorithm):
+    name = "asks"
+
+    def parameter_state(self):
+        return {"q": ParameterState(shape=lambda p: (2,))}
+
+    def communicate(self, bucket, group):
+        bucket.flat.zero_()
+        with pytest.raises(InvalidArgument, match=r"state\('nothing'\).*describes 'q'"):
+            bucket.state("nothing")
+        with pytest.raises(InvalidArgument, match=r"state\('q'\) has a shape of its own.*pass the member"):
+            bucket.state("q")
+        assert bucket.state("q", bucket.members[0]).shape == (2,)
+
+
+def test_states_that_are_not_there(pool2):
+    def run(rank, world_size):
+        with process_group():
+            model = bagua.with_bagua(torch.nn.Linear(3, 3), algorithm=Asks())
+            model(torch.ones(2, 3)).sum().backward()
+
+    pool2.run(run)
