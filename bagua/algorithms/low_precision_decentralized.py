@@ -39,8 +39,8 @@ class LowPrecisionDecentralized(ExchangedWeights):
         codec: one whose loss is small beside what it encodes: not "onebit" or "topk", since what is lost is not sent
             later, and not "qsgd:bits=2".
         seed: what a codec that rounds at random draws from, with the step and the place of an element.
-        skip_together: as in ExchangedWeights; but the ranks tell one another of NaN and Inf in any case, since no codec
-            can send the weights that come of them.
+        skip_together: as in ExchangedWeights; but by default the ranks tell one another of NaN and Inf in each step,
+            since no codec can send the weights that come of them.
 
     Example:
         >>> model = bagua.with_bagua(model, optimizer, algorithm="low_precision_decentralized")
