@@ -130,7 +130,7 @@ def _accumulation(rank, world_size, algorithm):
 
 def test_accumulation_equals_one_step_on_the_mean(pool2, algorithm):
     if algorithm == "async_averaging":
-        pytest.skip("when a round takes place depends on time; see tests/algorithms/test_async.py")
+        pytest.skip("when a round takes place depends on time; see tests/algorithms/test_async_averaging.py")
     pool2.run(_accumulation, args=(algorithm,))
 
 
