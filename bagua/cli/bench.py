@@ -17,12 +17,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from bagua.errors import InvalidArgument
-from bagua.replay.profiles import check_repetitions, record
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["main"]
 
@@ -104,6 +104,8 @@ def _check_out(out: Path) -> None:
 
 def _checked(made: Any, target: str) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
     """What ``target`` returned. Raises InvalidArgument where it is no model and its loss, in this order."""
+    import torch
+
     if isinstance(made, tuple) and len(made) == 2:
         model, loss = made
         if isinstance(model, torch.nn.Module) and callable(loss) and not isinstance(loss, torch.nn.Module):
@@ -117,6 +119,9 @@ def _checked(made: Any, target: str) -> tuple[torch.nn.Module, Callable[[torch.n
 
 
 def _record(args: argparse.Namespace) -> None:
+    import bagua.torch_backend  # noqa: F401  # the model's script may name the backend, as in a program of its own
+    from bagua.replay.profiles import check_repetitions, record
+
     check_repetitions(args.repetitions)
     _check_out(args.out)
     make = _load(args.target)
