@@ -20,12 +20,12 @@ def _is_the_command() -> bool:
     return bool(started) and started == arguments[0] and os.path.basename(started) == "bagua"
 
 
-# A program that imports bagua can name the backend "bagua" of torch.distributed from there on: that has to be registered
+# A program that imports bagua can name the backend "bagua" of torch.distributed from there on. That must be registered
 # with torch, so torch is imported here and now. The command registers nothing, and its help need not wait for torch:
 # there the names come when they are first used.
 if TYPE_CHECKING or not _is_the_command():
-    from ._public import *
-    from ._public import __all__
+    from ._public import *  # noqa: F403
+    from ._public import __all__ as __all__
 else:
 
     def __getattr__(name: str) -> object:

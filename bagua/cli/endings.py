@@ -164,7 +164,8 @@ def _failure(rank: int, failure: ProcessFailure, begin_s: float) -> _Failure:
         time_s = float(details.get("time_s", details["timestamp"]))
         # A rank that waits for nothing but its last line, and is ended by the agent meanwhile.
         exit_status = exit_status if failure.exitcode > 0 else 1
-        return _Failure(kind, time_s, rank, f"exit status {exit_status}: {message['message']}", exit_status)
+        raised = message["message"].partition("\n")[0]
+        return _Failure(kind, time_s, rank, f"exit status {exit_status}: {raised}", exit_status)
     if failure.exitcode > 0:
         return _Failure(_EXITED, failure.timestamp, rank, f"exit status {exit_status}", exit_status)
     late = failure.timestamp - begin_s > _KILLED_BY_ITSELF_S

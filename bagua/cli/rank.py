@@ -8,6 +8,7 @@ that rank's own traceback is the one that matters. What was raised is also writt
 
 from __future__ import annotations
 
+import builtins
 import importlib.machinery
 import json
 import os
@@ -23,15 +24,23 @@ _FOLLOWS_S = 0.3
 _NAMING_ANOTHER_RANK = ("TransportError", "DeadlineExceeded", "RemoteError", "Aborted")
 
 
+def _new_main() -> dict[str, object]:
+    """The namespace of a new module __main__; this file's stays with this file's functions."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__builtins__ = builtins
+    if "__annotations__" in globals():  # as in the one that Python has made
+        main.__annotations__ = {}
+    return main.__dict__
+
+
 def _run_script(path: str) -> None:
     """As `python path` does."""
-    main = types.ModuleType("__main__")
-    sys.modules["__main__"] = main
+    namespace = _new_main()
     if pkgutil.get_importer(path) is not None:  # a folder or an archive with a __main__.py
         sys.path[0] = path
         runpy._run_module_as_main("__main__", alter_argv=False)
         return
-    path = os.path.abspath(path)
+    path = os.path.join(os.getcwd(), path)
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     with open(path, "rb") as file:
@@ -40,13 +49,13 @@ def _run_script(path: str) -> None:
         with open(path, "rb") as file:
             code = compile(file.read(), path, "exec", dont_inherit=True)
     loader = importlib.machinery.SourceFileLoader("__main__", path)
-    main.__dict__.update(__builtins__=__builtins__, __file__=path, __cached__=None, __loader__=loader, __package__=None)
-    exec(code, main.__dict__)
+    namespace.update(__file__=path, __cached__=None, __loader__=loader, __package__=None)
+    exec(code, namespace)
 
 
 def _run_module(name: str) -> None:
     """As `python -m name` does."""
-    sys.modules["__main__"] = types.ModuleType("__main__")
+    _new_main()
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd()
     runpy._run_module_as_main(name)
@@ -79,8 +88,7 @@ def _write_down(error: BaseException, follows: bool) -> None:
         "time_s": now_s,
         "names_another_rank": follows,
     }
-    message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    message = message.removeprefix("bagua.errors.")
+    message = f"{type(error).__name__}: {error}"
     try:
         with open(path, "w") as file:
             json.dump({"message": {"message": message, "extraInfo": details}}, file)
@@ -107,10 +115,9 @@ def _tell(error: BaseException, rank: str, follows: bool) -> None:
 
 
 def main() -> None:
-    is_module = sys.argv[1] == "-m"
-    del sys.argv[: 2 if is_module else 1]
-    rank = os.environ.get("RANK", "?")
     try:
+        is_module = sys.argv[1] == "-m"
+        del sys.argv[: 2 if is_module else 1]
         (_run_module if is_module else _run_script)(sys.argv[0])
     except SystemExit:
         raise
@@ -119,6 +126,7 @@ def main() -> None:
         try:
             if isinstance(error, KeyboardInterrupt):
                 raise
+            rank = os.environ.get("RANK", "?")
             follows = _names_another_rank(error, rank)
             _write_down(error, follows)
             _tell(error, rank, follows)
