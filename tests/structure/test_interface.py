@@ -79,8 +79,8 @@ def test_a_program_can_name_the_backend(imports, tmp_path):
     program = tmp_path / "train.py"
     program.write_text(
         f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{imports}\n"
-        "d.init_process_group('bagua', store=d.HashStore(), rank=0, world_size=1)\n"
-        "d.barrier()\nd.destroy_process_group()\nprint('done')\n"
+        "dist.init_process_group('bagua', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.barrier()\ndist.destroy_process_group()\nprint('done')\n"
     )
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60)
     assert done.stdout == "done\n", done.stderr
