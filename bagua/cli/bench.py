@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from bagua.cli.progress import Progress
 from bagua.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -131,7 +132,9 @@ def _record(args: argparse.Namespace) -> None:
         raise InvalidArgument(f"{args.target}() raised {_told(error)}") from error
     model, loss = _checked(made, args.target)
     try:
-        profile = record(model, loss, name=args.name, source=args.source, repetitions=args.repetitions)
+        with Progress("bagua bench") as progress:
+            progress.tell(f"measuring {args.target}")
+            profile = record(model, loss, name=args.name, source=args.source, repetitions=args.repetitions)
     except InvalidArgument:
         raise
     except Exception as error:

@@ -7,7 +7,7 @@ same secret.
 from __future__ import annotations
 
 import pickle
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -20,9 +20,9 @@ class Group(Protocol):
     rank: int
     size: int
 
-    def broadcast(self, tensor: torch.Tensor, src: int, *, blocking: bool): ...
+    def broadcast(self, tensor: torch.Tensor, src: int, *, blocking: bool) -> Any: ...
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, blocking: bool): ...
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, blocking: bool) -> Any: ...
 
 
 def broadcast(group: Group, obj: object, src: int) -> object:

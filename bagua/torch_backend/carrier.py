@@ -6,6 +6,7 @@ A type that the core does not reduce is moved as one of the same size that it kn
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ def as_carrier(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(_CARRIERS[tensor.element_size()])
 
 
-def one(items: Sequence, name: str):
+def one(items: Sequence[Any], name: str) -> Any:
     """The only element of torch's lists, which date from several devices per process.
 
     Raises:

@@ -133,7 +133,7 @@ class TorchProcessGroup(dist.ProcessGroup):
     # ---- reductions
 
     @operation("all_reduce", 0)
-    def allreduce(self, tensors, opts=_ALLREDUCE) -> TorchWork:
+    def allreduce(self, tensors: list[torch.Tensor], opts: c10d.AllreduceOptions = _ALLREDUCE) -> TorchWork:
         tensor = one(tensors, "tensors")
         blocking = _is_blocking(opts)
         work = TorchWork([self._all_reduce(tensor, opts.reduceOp.op, blocking)], [tensor])
@@ -142,7 +142,9 @@ class TorchProcessGroup(dist.ProcessGroup):
         return work
 
     @operation("all_reduce", 0)
-    def allreduce_coalesced(self, tensors, opts=_ALLREDUCE_COALESCED) -> TorchWork:
+    def allreduce_coalesced(
+        self, tensors: list[torch.Tensor], opts: c10d.AllreduceCoalescedOptions = _ALLREDUCE_COALESCED
+    ) -> TorchWork:
         op, blocking = opts.reduceOp.op, _is_blocking(opts)
         check_apart([[tensor] for tensor in tensors])
         return TorchWork([self._all_reduce(tensor, op, blocking) for tensor in tensors], list(tensors))
@@ -156,7 +158,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         return work
 
     @operation("reduce", 0)
-    def reduce(self, tensors, opts=_REDUCE) -> TorchWork:
+    def reduce(self, tensors: list[torch.Tensor], opts: c10d.ReduceOptions = _REDUCE) -> TorchWork:
         tensor = one(tensors, "tensors")
         op, finish = divide_integers(opts.reduceOp.op, tensor, self.group)
         work = self.group.reduce(tensor, opts.rootRank, op, blocking=_is_blocking(opts))
@@ -165,19 +167,28 @@ class TorchProcessGroup(dist.ProcessGroup):
         return TorchWork([work], [tensor])
 
     @operation("reduce_scatter", 1)
-    def reduce_scatter(self, outputs, inputs, opts=_REDUCE_SCATTER) -> TorchWork:
+    def reduce_scatter(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[list[torch.Tensor]],
+        opts: c10d.ReduceScatterOptions = _REDUCE_SCATTER,
+    ) -> TorchWork:
         output, parts = one(outputs, "output_tensors"), one(inputs, "input_tensors")
         self._check_parts(parts, output, "input_list", "output")
         return self._reduce_scatter([output], [concatenate(parts)], opts)
 
     @operation("reduce_scatter", 1)
-    def reduce_scatter_single(self, output, input, opts=_REDUCE_SCATTER) -> TorchWork:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: c10d.ReduceScatterOptions = _REDUCE_SCATTER
+    ) -> TorchWork:
         return self._reduce_scatter([output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     @operation("reduce_scatter", 1)
-    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=_REDUCE_SCATTER) -> TorchWork:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: c10d.ReduceScatterOptions = _REDUCE_SCATTER
+    ) -> TorchWork:
         return self._reduce_scatter(outputs, inputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -196,18 +207,22 @@ class TorchProcessGroup(dist.ProcessGroup):
     # ---- movements, of any type
 
     @operation("broadcast", 0)
-    def broadcast(self, tensors, opts=_BROADCAST) -> TorchWork:
+    def broadcast(self, tensors: list[torch.Tensor], opts: c10d.BroadcastOptions = _BROADCAST) -> TorchWork:
         tensor = one(tensors, "tensors")
         return TorchWork(
             [self.group.broadcast(as_carrier(tensor), opts.rootRank, blocking=_is_blocking(opts))], [tensor]
         )
 
     @operation("all_gather", 1)
-    def allgather(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: c10d.AllgatherOptions = _ALLGATHER
+    ) -> TorchWork:
         return self._allgather([one(outputs, "output_tensors")], [one(inputs, "input_tensors")], opts)
 
     @operation("all_gather", 1)
-    def allgather_coalesced(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
+    def allgather_coalesced(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: c10d.AllgatherOptions = _ALLGATHER
+    ) -> TorchWork:
         """outputs[r][i] <- inputs[i] of rank r."""
         self._check_count(outputs, "output_tensor_lists")
         return self._allgather(list(zip(*outputs, strict=True)), inputs, opts)
@@ -232,13 +247,17 @@ class TorchProcessGroup(dist.ProcessGroup):
         return torch.empty(self.group.size * carrier.numel(), dtype=carrier.dtype)
 
     @operation("all_gather", 1)
-    def all_gather_single(self, output, input, opts=_ALLGATHER) -> TorchWork:
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: c10d.AllgatherOptions = _ALLGATHER
+    ) -> TorchWork:
         return self._all_gather_single([output], [input], opts)
 
     _allgather_base = all_gather_single
 
     @operation("all_gather", 1)
-    def all_gather_single_coalesced(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: c10d.AllgatherOptions = _ALLGATHER
+    ) -> TorchWork:
         return self._all_gather_single(outputs, inputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -253,7 +272,9 @@ class TorchProcessGroup(dist.ProcessGroup):
         return TorchWork(works, list(outputs))
 
     @operation("gather", 1)
-    def gather(self, outputs, inputs, opts=_GATHER) -> TorchWork:
+    def gather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: c10d.GatherOptions = _GATHER
+    ) -> TorchWork:
         tensor = one(inputs, "input_tensors")
         if self.group.rank != opts.rootRank:
             return self._gather(None, tensor, [], opts)
@@ -264,7 +285,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         return self._gather(gathered, tensor, list(parts), opts, copy_out(gathered, parts))
 
     @operation("gather", 1)
-    def gather_single(self, output, input, opts=_GATHER) -> TorchWork:
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: c10d.GatherOptions = _GATHER) -> TorchWork:
         if self.group.rank != opts.rootRank:
             return self._gather(None, input, [], opts)
         return self._gather(as_carrier(output), input, [output], opts)
@@ -278,7 +299,9 @@ class TorchProcessGroup(dist.ProcessGroup):
         return TorchWork([work], result)
 
     @operation("scatter", 1)
-    def scatter(self, outputs, inputs, opts=_SCATTER) -> TorchWork:
+    def scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: c10d.ScatterOptions = _SCATTER
+    ) -> TorchWork:
         output, source = one(outputs, "output_tensors"), None
         if self.group.rank == opts.rootRank:
             parts = one(inputs, "input_tensors")
@@ -288,7 +311,9 @@ class TorchProcessGroup(dist.ProcessGroup):
         return TorchWork([work], [output])
 
     @operation("all_to_all", 1)
-    def alltoall(self, outputs, inputs, opts=_ALLTOALL) -> TorchWork:
+    def alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: c10d.AllToAllOptions = _ALLTOALL
+    ) -> TorchWork:
         self._check_count(outputs, "output_tensor_list")
         self._check_count(inputs, "input_tensor_list")
         sources, carriers = [as_carrier(tensor) for tensor in inputs], [as_carrier(tensor) for tensor in outputs]
@@ -302,7 +327,14 @@ class TorchProcessGroup(dist.ProcessGroup):
         return TorchWork([work], list(outputs))
 
     @operation("all_to_all", 1)
-    def all_to_all_single(self, output, input, output_splits, input_splits, opts=_ALLTOALL) -> TorchWork:
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: c10d.AllToAllOptions = _ALLTOALL,
+    ) -> TorchWork:
         work = self.group.all_to_all(
             as_carrier(output), as_carrier(input), output_splits or None, input_splits or None,
             blocking=_is_blocking(opts),
@@ -314,20 +346,20 @@ class TorchProcessGroup(dist.ProcessGroup):
     # ---- between two ranks; a callback's too are matched with the program's, by their order
 
     @operation("send", 0)
-    def send(self, tensors, dst: int, tag: int = 0) -> TorchWork:
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> TorchWork:
         tensor = one(tensors, "tensors")
         return TorchWork([self.levels.program.group.send(as_carrier(tensor), dst, tag=tag)], [tensor])
 
     @operation("recv", 0)
-    def recv(self, tensors, src: int, tag: int = 0) -> TorchWork:
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> TorchWork:
         tensor = one(tensors, "tensors")
         return TorchWork([self.levels.program.group.recv(as_carrier(tensor), src, tag=tag)], [tensor], source=src)
 
-    def recv_anysource(self, tensors, tag: int = 0) -> TorchWork:
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> TorchWork:
         raise InvalidArgument("the backend 'bagua' cannot receive from any rank that sends; name the sender with src=")
 
     @operation("barrier")
-    def barrier(self, opts=_BARRIER) -> TorchWork:
+    def barrier(self, opts: c10d.BarrierOptions = _BARRIER) -> TorchWork:
         timeout = opts.timeout if opts.timeout.total_seconds() >= 0 else None
         return TorchWork([self.group.barrier(timeout=timeout, blocking=not opts.asyncOp)], [])
 
