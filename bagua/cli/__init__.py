@@ -48,4 +48,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     # What follows is the subcommand's, and for `run` torchrun's and the script's.
     command = parser.parse_args(argv[:1]).command
-    return importlib.import_module(f"bagua.cli.{command}").main(argv[1:])
+    status: int = importlib.import_module(f"bagua.cli.{command}").main(argv[1:])
+    return status

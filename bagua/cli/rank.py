@@ -27,7 +27,7 @@ _NAMING_ANOTHER_RANK = ("TransportError", "DeadlineExceeded", "RemoteError", "Ab
 def _new_main() -> dict[str, object]:
     """The namespace of a new module __main__; this file's stays with this file's functions."""
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    main.__builtins__ = builtins
+    main.__dict__["__builtins__"] = builtins
     if "__annotations__" in globals():  # as in the one that Python has made
         main.__annotations__ = {}
     return main.__dict__
@@ -73,7 +73,8 @@ def _names_another_rank(error: BaseException, rank: str) -> bool:
     kinds = {(kind.__module__, kind.__name__) for kind in type(error).__mro__}
     if not any(("bagua.errors", name) in kinds for name in _NAMING_ANOTHER_RANK):
         return False
-    return getattr(error, "rank", None) is not None and str(error.rank) != rank
+    at_fault = getattr(error, "rank", None)
+    return at_fault is not None and str(at_fault) != rank
 
 
 def _write_down(error: BaseException, follows: bool) -> None:

@@ -3,9 +3,9 @@
 import importlib
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -84,15 +84,13 @@ def test_help_of_the_script_imports_no_torch(script, argv):
     assert "bagua.cli" in modules and "torch" not in modules
 
 
-@pytest.mark.timed
 def test_help_takes_less_than_half_a_second(script):
-    subprocess.run([sys.executable, script, "-h"], check=True, capture_output=True)  # compiles it
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        subprocess.run([sys.executable, script, "run", "-h"], check=True, capture_output=True)
-        times.append(time.perf_counter() - begin)
-    assert min(times) < 0.5, times
+    """Of processor time, which other programs do not lengthen much; the clock shows as much where nothing else runs."""
+    subprocess.run([sys.executable, script, "run", "-h"], check=True, capture_output=True)  # compiles it
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, script, "run", "-h"], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
 def test_the_script_is_the_one_in_pyproject():
