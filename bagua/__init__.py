@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 
 def _is_the_command() -> bool:
-    """Whether Python was started for the command, as `python -m bagua...` or by the script `bagua`."""
+    """Whether Python was started for the command: by the script `bagua`, `python -m bagua` or `python -m bagua.run`."""
     arguments = getattr(sys, "argv", [])
     started = sys.orig_argv[-len(arguments)] if 0 < len(arguments) <= len(sys.orig_argv) else ""
     if arguments and arguments[0] == "-m":  # what stands there while Python imports the packages around a module
-        return started.partition(".")[0] == "bagua"
+        return started in ("bagua", "bagua.run") or started.startswith("bagua.cli.")
     return bool(started) and started == arguments[0] and os.path.basename(started) == "bagua"
 
 

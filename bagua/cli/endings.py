@@ -74,7 +74,7 @@ class Interrupts:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._ending.close()
 
     def left_to_torch(self, signals: str) -> str:
@@ -86,6 +86,8 @@ class Interrupts:
         """What to say when all have ended."""
         self._ending.close()
         why = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+        if not self._interrupted:  # a signal that torch handles
+            return f"bagua run: {why}, all ranks of this host ended"
         ranks = "1 rank" if self._num_ranks == 1 else f"{self._num_ranks} ranks"
         return f"bagua run: {why}, {ranks} ended"
 
@@ -128,6 +130,7 @@ class _Failure:
     rank: int
     text: str
     exit_status: int
+    untold: str = ""  # the traceback, where rank.py has not shown it
 
 
 # In the order in which one explains another: a rank that crashed, one that raised, one that ended with a status, one
@@ -136,13 +139,14 @@ _CRASHED, _RAISED, _EXITED, _FOLLOWED, _TERMINATED = range(5)
 
 
 def who_failed_first(error: ChildFailedError) -> tuple[str, int]:
-    """(a line that names the rank that failed first and why, the exit status for the command)."""
+    """(lines of which one names the rank that failed first and why, the exit status for the command)."""
     by_local_rank = {failure.local_rank: (rank, failure) for rank, failure in error.failures.items()}
     begin_s = min(failure.timestamp for failure in error.failures.values())
     failures = [_failure(rank, failure, begin_s) for rank, failure in by_local_rank.values()]
     first = min(failures, key=lambda one: (one.kind, one.time_s))
     others = [one.rank for one in failures if one.rank != first.rank and one.kind != _TERMINATED]
-    lines = [f"rank {first.rank} failed first, {first.text}"]
+    lines = [f"[rank {first.rank}] {line}" for line in first.untold.splitlines()]
+    lines.append(f"bagua run: rank {first.rank} failed first, {first.text}")
     if others:
         lines.append(f"bagua run: {_ranks(sorted(others))} failed after that")
     log = _log_of(next(failure for rank, failure in by_local_rank.values() if rank == first.rank))
@@ -165,7 +169,8 @@ def _failure(rank: int, failure: ProcessFailure, begin_s: float) -> _Failure:
         # A rank that waits for nothing but its last line, and is ended by the agent meanwhile.
         exit_status = exit_status if failure.exitcode > 0 else 1
         raised = message["message"].partition("\n")[0]
-        return _Failure(kind, time_s, rank, f"exit status {exit_status}: {raised}", exit_status)
+        untold = "" if "names_another_rank" in details else details.get("py_callstack", "")
+        return _Failure(kind, time_s, rank, f"exit status {exit_status}: {raised}", exit_status, untold)
     if failure.exitcode > 0:
         return _Failure(_EXITED, failure.timestamp, rank, f"exit status {exit_status}", exit_status)
     late = failure.timestamp - begin_s > _KILLED_BY_ITSELF_S

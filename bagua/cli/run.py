@@ -210,7 +210,8 @@ def _launch(args: argparse.Namespace, environ: dict[str, str]) -> int:
     _through_rank_py(args)
     os.environ.update(environ)
     with Interrupts() as interrupts, quiet_agent():
-        args.signals_to_handle = interrupts.left_to_torch(args.signals_to_handle)
+        if hasattr(args, "signals_to_handle"):  # older versions of torch handle the second interrupt themselves, too
+            args.signals_to_handle = interrupts.left_to_torch(args.signals_to_handle)
         try:
             torchrun.run(args)
         except SignalException as error:
@@ -218,7 +219,7 @@ def _launch(args: argparse.Namespace, environ: dict[str, str]) -> int:
             return 128 + error.sigval
         except ChildFailedError as error:
             text, status = who_failed_first(error)
-            print(f"bagua run: {text}", file=sys.stderr)
+            print(text, file=sys.stderr)
             return status
     return 0
 

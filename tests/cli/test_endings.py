@@ -54,6 +54,7 @@ SIGNALS_ITS_LAUNCHER = """
     [
         ("SIGINT", 130, "bagua run: interrupted, 3 ranks ended\n"),
         ("SIGTERM", 143, "bagua run: ended by SIGTERM, 3 ranks ended\n"),
+        ("SIGHUP", 129, "bagua run: ended by SIGHUP, all ranks of this host ended\n"),
     ],
 )
 def test_a_signal_ends_all_ranks_in_one_line(launched, name, status, line):
@@ -152,7 +153,8 @@ def first_of(tmp_path):
             failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file=str(path))
             if not raised:
                 failures[rank].timestamp = at
-        return who_failed_first(ChildFailedError("train.py", failures))
+        text, status = who_failed_first(ChildFailedError("train.py", failures))
+        return text.removeprefix("bagua run: "), status
 
     return first
 
@@ -199,6 +201,17 @@ def test_a_rank_that_died_explains_the_others(first_of):
 def test_a_rank_that_the_agent_had_to_kill_does_not(first_of):
     ends = {0: (1, "ValueError: x", False, 1000.1), 1: -signal.SIGKILL}
     assert first_of(ends, at=1030) == ("rank 0 failed first, exit status 1: ValueError: x", 1)
+
+
+def test_a_traceback_that_only_torch_has_written_down_is_shown(launched):
+    """As of a script in the launcher's own interpreter, which rank.py does not run."""
+    path = FAILS.format(at_work=True).replace('"TORCHELASTIC_ERROR_FILE"', '"RANK"')
+    status, _, errors = launched(path, "--run-path", "--start-method", "fork")
+    assert status == 1 and errors.count("[rank 1] Traceback (most recent call last):") == 1
+    assert errors.endswith(
+        "[rank 1] ValueError: label 17 is not in 0..9\n"
+        "bagua run: rank 1 failed first, exit status 1: ValueError: label 17 is not in 0..9\n"
+    )
 
 
 # ---- with bagua itself -----------------------------------------------------------------------------------

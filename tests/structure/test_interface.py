@@ -29,6 +29,7 @@ PYTHON = "/usr/bin/python3"
 COMMAND = [
     (["-m"], [PYTHON, "-m", "bagua"]),
     (["-m", "-h"], [PYTHON, "-X", "importtime", "-m", "bagua.run", "-h"]),
+    (["-m", "-h"], [PYTHON, "-m", "bagua.cli.doctor", "-h"]),
     (["-m", "run", "train.py"], [PYTHON, "-m", "bagua", "run", "train.py"]),
     (["/venv/bin/bagua", "run", "-h"], [PYTHON, "/venv/bin/bagua", "run", "-h"]),
 ]
@@ -38,6 +39,7 @@ PROGRAM = [
     (["-c", "x"], [PYTHON, "-c", "import bagua", "x"]),
     (["-m", "x"], [PYTHON, "-m", "package.train", "x"]),  # whose package imports bagua
     (["-m"], [PYTHON, "-m", "baguario"]),
+    (["-m"], [PYTHON, "-m", "bagua.federated.digits"]),
     (["/venv/bin/bagua"], [PYTHON, "-c", "from multiprocessing.spawn import spawn_main", "--multiprocessing-fork"]),
     (["/code/bagua/run.py", "bagua"], [PYTHON, "-m", "bagua.run", "bagua"]),  # a child of the command
     ([], [PYTHON]),
