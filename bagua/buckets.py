@@ -12,13 +12,14 @@ the parameter is dense. Padding is zero whenever a bucket is sent.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from bagua import _C, codecs
-from bagua.distributed.process_group import ProcessGroup, dtype_code
+from bagua.distributed.process_group import ProcessGroup, Work, dtype_code
 from bagua.errors import InvalidArgument
 
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024  # of the largest
@@ -60,6 +61,14 @@ class Member:
             self.view.copy_(grad)
 
 
+class States(Protocol):
+    """What an algorithm remembers of parameters: ``data_parallel/parameter_state.py``."""
+
+    def writable(self, name: str, bucket: Bucket, member: Member | None) -> torch.Tensor: ...
+
+    def residuals(self, name: str, bucket: Bucket, codec: Any, hierarchical: bool) -> Any: ...
+
+
 class Bucket:
     """Gradients, or weights, of one dtype that lie side by side and are communicated as one message.
 
@@ -68,11 +77,10 @@ class Bucket:
         label: ``"bucket 3"``, the name in error messages and in the timeline.
         kind: what ``Algorithm.bucket_class`` returned for its parameters.
         optimizer_index: which optimizer steps all its parameters; None where gradients are exchanged.
-        flat: 1-D tensor of ``numel`` elements in shared memory, padding included.
-        members: its parameters in the order in which they are expected to become ready.
-        declaration: what the algorithm said it sends for this bucket (``Algorithm.declare``).
-        parts: while it is communicated, if not None, where the gradients are that are not in ``flat``: first element
-            and tensor of every member, see ``Algorithm.takes_parts``.
+        declaration: what was sent for it last, a ``bagua.algorithms.Declaration``.
+        works: what was started for it in this backward.
+        is_read: in ``communicate``, whether ``flat`` or ``members`` have been asked for.
+        before_read: called when they are asked for; None: nothing is.
 
     Example:
         >>> for bucket in model.bagua.buckets:
@@ -93,35 +101,54 @@ class Bucket:
         self.label = f"bucket {index}"
         self.kind = kind
         self.optimizer_index = optimizer_index
-        self.flat = flat
-        self.members = tuple(members)
         self.declaration: Any = None
-        self.parts: list[tuple[int, torch.Tensor]] | None = None
+        self.works: list[Work] = []
+        self.is_read = False
+        self.before_read: Callable[[], None] | None = None
+        self._flat = flat
+        self._members = tuple(members)
         self._gaps = gaps
+        self._segments: list[tuple[int, torch.Tensor]] | None = None
+        self._is_finite: bool | None = None  # None: nobody has looked since it was communicated
+        self._states: weakref.ref[States] | None = None  # they know the bucket
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """1-D tensor of ``numel`` elements in shared memory, padding included."""
+        if self.before_read is not None:
+            self.before_read()
+        return self._flat
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Its parameters in the order in which they are expected to become ready."""
+        if self.before_read is not None:
+            self.before_read()
+        return self._members
 
     @property
     def dtype(self) -> torch.dtype:
         """The one dtype of all its gradients."""
-        return self.flat.dtype
+        return self._flat.dtype
 
     @property
     def numel(self) -> int:
         """Number of elements of ``flat``, padding included."""
-        return self.flat.numel()
+        return self._flat.numel()
 
     @property
     def num_bytes(self) -> int:
         """Size of ``flat`` in bytes."""
-        return self.flat.numel() * self.flat.element_size()
+        return self._flat.nbytes
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of its parameters."""
-        return tuple(member.name for member in self.members)
+        return tuple(member.name for member in self._members)
 
     def zero_padding(self, flat: torch.Tensor | None = None) -> None:
         """Clears the elements between gradients: a codec leaves its rounding there, and would widen later blocks."""
-        flat = self.flat if flat is None else flat
+        flat = self._flat if flat is None else flat
         for begin, end in self._gaps:
             flat[begin:end].zero_()
 
@@ -162,7 +189,7 @@ class Bucket:
 
     def place_of(self, member: Member) -> tuple[int, int]:
         """The first element of ``member`` in ``flat``, and the one behind its last."""
-        begin = member.view.storage_offset() - self.flat.storage_offset()
+        begin = member.view.storage_offset() - self._flat.storage_offset()
         return begin, begin + member.view.numel()
 
     def _views(self, flat: torch.Tensor | None) -> list[torch.Tensor]:
@@ -171,16 +198,67 @@ class Bucket:
         start = flat.storage_offset()
         return [flat.as_strided(m.view.shape, m.view.stride(), start + self.place_of(m)[0]) for m in self.members]
 
-    def is_finite(self) -> bool:
-        """Whether it holds no NaN and no Inf.
+    # --- what an algorithm remembers
 
-        A codec turns a block with NaN or Inf into NaN on all ranks, so where one is declared, which means that the
-        ranks are several, one element of each block tells, and all ranks get the same answer.
+    def state(self, name: str, member: Member | None = None) -> torch.Tensor:
+        """What the algorithm remembers under ``name`` (``Algorithm.parameter_state``), to be read and written.
+
+        Of the shape of the gradients: a 1-D tensor as ``flat``, or with ``member`` its part, of the gradient's shape.
+        Of another shape: that of ``member``. In ``communicate`` it is what the last optimizer step has left, and what
+        is written counts once an optimizer steps.
         """
-        # Float16 may overflow where it is decoded, in any element.
-        is_told = self.declaration is not None and self.declaration.codec is not None and self.dtype != torch.float16
-        stride = codecs.get(self.declaration.codec).block_numel if is_told else 1
-        return _C.all_finite([self.flat.data_ptr()], [self.numel], [dtype_code(self.dtype)], stride)
+        return self._states().writable(name, self, member)
+
+    def residuals(self, name: str, codec: Any, hierarchical: bool) -> Any:
+        """The Residuals under ``name`` for an all_reduce of the bucket."""
+        return self._states().residuals(name, self, codec, hierarchical)
+
+    def remember_in(self, states: States) -> None:
+        """``states`` answer ``state`` and ``residuals`` from now on; not kept alive."""
+        self._states = weakref.ref(states)
+
+    # --- from the training step
+
+    def begin(self, segments: list[tuple[int, torch.Tensor]] | None, before_read: Callable[[], None]) -> None:
+        """Its communication begins.
+
+        Args:
+            segments: where the gradients are, if not all are in ``flat``: first element and tensor of every member.
+            before_read: moves them there.
+        """
+        self.works, self._segments, self._is_finite = [], segments, None
+        self.is_read, self.before_read = False, before_read
+
+    def take_segments(self) -> list[tuple[int, torch.Tensor]] | None:
+        """For an operation that reads the gradients where they are; None where they are in ``flat``."""
+        segments, self._segments, self.before_read = self._segments, None, None
+        return segments
+
+    def is_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether it is ``flat``."""
+        return tensor is self._flat
+
+    def memory(self, with_gradients: bool) -> torch.Tensor:
+        """``flat`` for an operation: its gradients, or a place for its result."""
+        return self.flat if with_gradients else self._flat
+
+    def found_finite(self, is_finite: bool) -> None:
+        """What an operation has seen of its result."""
+        self._is_finite = is_finite
+
+    def is_finite(self) -> bool:
+        """Whether it holds no NaN and no Inf. Looked at once per backward.
+
+        A codec turns a block with NaN or Inf into NaN on all ranks, so where one was used, which means that the ranks
+        are several, one element of each block tells, and all ranks get the same answer.
+        """
+        if self._is_finite is None:
+            # Float16 may overflow where it is decoded, in any element.
+            sent, stride = self.declaration, 1
+            if sent.codec is not None and sent.operation == "all_reduce":
+                stride = 1 if self.dtype == torch.float16 else codecs.get(sent.codec).block_numel
+            self._is_finite = _C.all_finite([self._flat.data_ptr()], [self.numel], [dtype_code(self.dtype)], stride)
+        return self._is_finite
 
     def __repr__(self) -> str:
         return f"Bucket({self.label!r}, {self.dtype}, numel={self.numel}, names={list(self.names)})"
@@ -248,6 +326,7 @@ class BucketStorage:
         self.members: list[Member] = []  # by index
         self.views: list[torch.Tensor] = []
         self.order: list[int] = []
+        self.bucket_of: list[int] = []  # by parameter
         self._group, self._caps_bytes = group, (small_bucket_bytes, bucket_bytes)
         optimizer_of = {} if optimizer_of is None else optimizer_of
         kinds = [(p.dtype, bucket_class(p), optimizer_of.get(id(p))) for p in self.parameters]
@@ -268,8 +347,8 @@ class BucketStorage:
         Only gradients that are live (``parameter.grad`` is not None) need memory while they move.
         """
         self.order = list(order)
-        self.plan = self._make_plan(self.order)
-        self.buckets = self._slice(self.plan)
+        self.bucket_of, offsets, numels = self._plan(self.order)
+        self.buckets = self._slice(offsets, numels)
         self.members = sorted((m for bucket in self.buckets for m in bucket.members), key=lambda member: member.index)
         self.views = [member.view for member in self.members]
         live = [(member, member.parameter.grad) for member in self.members if self._holds(member.parameter.grad)]
@@ -294,29 +373,33 @@ class BucketStorage:
                 member.view.copy_(member.parameter.grad)
                 member.parameter.grad = member.view
 
-    def _make_plan(self, order: Sequence[int]) -> Any:
+    def _plan(self, order: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+        """The bucket and the first element there of each parameter, and the elements of each bucket."""
         numels = [parameter.numel() for parameter in self.parameters]
         item_bytes = [parameter.element_size() for parameter in self.parameters]
-        return _C.BucketPlan(numels, item_bytes, self._keys, list(order), *self._caps_bytes, ALIGN_BYTES)
+        return _C.plan_buckets(numels, item_bytes, self._keys, list(order), *self._caps_bytes, ALIGN_BYTES)
 
-    def _slice(self, plan: Any) -> tuple[Bucket, ...]:
+    def _slice(self, offsets: Sequence[int], numels: Sequence[int]) -> tuple[Bucket, ...]:
+        members_of: list[list[int]] = [[] for _ in numels]
+        for tensor in self.order:
+            members_of[self.bucket_of[tensor]].append(tensor)
         buckets = []
         begin = 0
-        for index, planned in enumerate(plan.buckets):
-            dtype, kind, optimizer_index = self._kinds[planned.key]
-            end = begin + planned.numel * planned.item_bytes
+        for index, (tensors, numel) in enumerate(zip(members_of, numels, strict=True)):
+            dtype, kind, optimizer_index = self._kinds[self._keys[tensors[0]]]
+            end = begin + numel * dtype.itemsize
             flat = self.memory[begin:end].view(dtype)
             members = []
             gaps = []
             filled_numel = 0
-            for tensor, offset_numel, numel in planned.members:
-                if filled_numel < offset_numel:
-                    gaps.append((filled_numel, offset_numel))
-                filled_numel = offset_numel + numel
-                view = _shaped_like(flat[offset_numel:filled_numel], self.parameters[tensor])
+            for tensor in tensors:
+                if filled_numel < offsets[tensor]:
+                    gaps.append((filled_numel, offsets[tensor]))
+                filled_numel = offsets[tensor] + self.parameters[tensor].numel()
+                view = _shaped_like(flat[offsets[tensor] : filled_numel], self.parameters[tensor])
                 members.append(Member(tensor, self.names[tensor], self.parameters[tensor], view))
-            if filled_numel < planned.numel:
-                gaps.append((filled_numel, planned.numel))
+            if filled_numel < numel:
+                gaps.append((filled_numel, numel))
             buckets.append(Bucket(index, kind, optimizer_index, flat, members, gaps))
             begin = end
         return tuple(buckets)

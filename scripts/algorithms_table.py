@@ -1,11 +1,11 @@
-"""Writes the table of algorithms in README.md, between its two marks, from the `about` of every algorithm's class.
+"""Writes the table of docs/algorithms.md, between its two marks, from the `about` of every algorithm's class.
 
 What each one keeps beside plain training, as measured, comes from docs/memory.md.
 
 Reads the sources without importing them, so that it runs before anything is built. Prints nothing, unless --check finds
 that the table is not up to date.
 
-    python scripts/algorithms_table.py [--check] [README.md]
+    python scripts/algorithms_table.py [--check] [docs/algorithms.md]
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ def main() -> None:
     parser.add_argument(
         "--check", action="store_true", help="change nothing; exit status 1 if the table is out of date"
     )
-    parser.add_argument("readme", nargs="?", type=Path, default=ROOT / "README.md")
+    parser.add_argument("page", nargs="?", type=Path, default=ROOT / "docs" / "algorithms.md")
     args = parser.parse_args()
-    before = args.readme.read_text()
+    before = args.page.read_text()
     after = updated(before)
     if args.check and before != after:
-        sys.exit(f"the table of algorithms in {args.readme} is out of date; run: python scripts/algorithms_table.py")
+        sys.exit(f"the table of algorithms in {args.page} is out of date; run: python scripts/algorithms_table.py")
     if not args.check and before != after:
-        args.readme.write_text(after)
+        args.page.write_text(after)
 
 
 def _name_of(node: ast.expr) -> str:

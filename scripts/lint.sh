@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every formatter and linter, all of them even when one fails; `make format` mends what a formatter can.
+# Every formatter and linter, all of them even when one fails; `make format` fixes what a formatter can.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 status=0

@@ -6,18 +6,20 @@ Data path: policy. No algorithm by itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from bagua import codecs
-from bagua.algorithms._error_feedback import STATE_DTYPES, ErrorFeedback
-from bagua.algorithms.base import Algorithm, Declaration, Training
+from bagua.algorithms._bucket_group import BucketGroup
+from bagua.algorithms._hooks import Training
+from bagua.algorithms.base import Algorithm, ParameterState
 from bagua.buckets import Bucket
-from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
+from bagua.distributed.process_group import ReduceOp, Work
 from bagua.errors import InvalidArgument
 
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _COMPRESSED, _ONE_DIMENSIONAL, _NO_CODEC = "compressed", "1-D", "dtype"
 _LARGEST_BIAS_NUMEL = 65_536  # of a vector that is a bias or a norm's scale; a longer one is weights laid out flat
 
@@ -41,7 +43,6 @@ class CompressedGradients(Algorithm):
             (benchmarks/tcp_hosts.py, 1 Gbit/s between hosts): coded becomes faster between 16 and 32 KB.
     """
 
-    takes_parts: ClassVar[bool] = True
     refuses_nonfinite: ClassVar[bool] = True
 
     average: bool = True
@@ -57,7 +58,7 @@ class CompressedGradients(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        codec = codecs.get(self.codec_spec())  # raises for an unknown one
+        self._codec = codec = codecs.get(self.codec_spec())  # raises for an unknown one
         if codec.needs_error_feedback and not self.error_feedback:
             raise InvalidArgument(
                 f"codec {codec.name!r} loses as much as it sends and is of use with error feedback only; pass "
@@ -88,82 +89,46 @@ class CompressedGradients(Algorithm):
     def attach(self, training: Training) -> None:
         super().attach(training)
         self._num_exchanges = 0
-        self._loading: dict[str, Any] | None = None
-        self._feedback = self._new_feedback()
 
-    def _new_feedback(self) -> ErrorFeedback | None:
-        if not self.error_feedback:
-            return None
-        return ErrorFeedback(STATE_DTYPES[self.state_dtype], self.training.group, self.hierarchical)
-
-    def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        if self._feedback is not None:
-            self._feedback.lay_out(buckets)
-            if self._loading is not None:
-                self._feedback.load_state_dict(self._loading)
-                self._loading = None
+    def parameter_state(self) -> dict[str, ParameterState]:
+        return {"residual": ParameterState(STATE_DTYPES[self.state_dtype])} if self.error_feedback else {}
 
     def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
-        if parameter.dtype not in codecs.get(self.codec_spec()).dtypes:
+        if parameter.dtype not in self._codec.dtypes:
             return _NO_CODEC
         is_bias = parameter.dim() <= 1 and parameter.numel() <= _LARGEST_BIAS_NUMEL
         return _ONE_DIMENSIONAL if is_bias else _COMPRESSED
 
-    def declare(self, bucket: Bucket) -> Declaration:
-        spec = self.codec_spec()
+    def exempt(self, bucket: Bucket) -> str:
+        """Why ``bucket`` travels at full precision; "" if it does not."""
         if bucket.kind == _NO_CODEC:
-            codec, reason = None, f"codec {spec} does not encode {bucket.dtype}"
-        elif bucket.kind == _ONE_DIMENSIONAL:
-            codec, reason = None, "1-D parameters"
-        elif bucket.num_bytes < self.min_compressed_bytes:
-            codec, reason = None, f"{bucket.num_bytes} bytes, below {self.min_compressed_bytes}"
-        else:
-            codec, reason = spec, ""
-        return Declaration("all_reduce", codec, reason, self.hierarchical)
+            return f"codec {self.codec_spec()} does not encode {bucket.dtype}"
+        if bucket.kind == _ONE_DIMENSIONAL:
+            return "1-D parameters"
+        if bucket.num_bytes < self.min_compressed_bytes:
+            return f"{bucket.num_bytes} bytes, below {self.min_compressed_bytes}"
+        return "one node" if self.hierarchical and len(self.training.group.nodes.members) == 1 else ""
 
-    def communicate(self, bucket: Bucket, group: ProcessGroup) -> Work | None:
-        spec = bucket.declaration.codec
-        codec = codecs.get(spec) if spec is not None else None
-        if codec is not None and codec.is_random:
-            codec = codec.with_seed(self.seed, self._num_exchanges, bucket.index)
+    def communicate(self, bucket: Bucket, group: BucketGroup, prepare: Callable[[], None] | None = None) -> Work:
+        reason, spec = self.exempt(bucket), self.codec_spec()
+        codec = None if reason else spec
+        if codec is not None and self._codec.is_random:
+            codec = self._codec.with_seed(self.seed, self._num_exchanges, bucket.index)._replace(spec=spec)
         return group.all_reduce(
-            bucket.flat,
+            bucket,
             ReduceOp.AVG if self.average else ReduceOp.SUM,
             codec=codec,
             hierarchical=self.hierarchical,
-            label=bucket.label,
-            feedback=self._feedback.residuals_of(bucket) if self._feedback is not None else None,
-            parts=bucket.parts,
-            checks_result=True,
+            feedback="residual" if self.error_feedback else None,
+            prepare=prepare,
+            reason=reason,
         )
 
-    def left_out(self, indices: Sequence[int]) -> None:
-        if self._feedback is not None:
-            self._feedback.leave_out(indices)
-
-    def after_backward(self, buckets: Sequence[Bucket], group: ProcessGroup) -> None:
+    def after_backward(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
         self._num_exchanges += 1
-        if self._feedback is not None:
-            self._feedback.end_backward(buckets)
-            if not self.training.optimizers:  # no step will be seen
-                self._feedback.commit()
-
-    def after_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
-    ) -> None:
-        if self._feedback is not None:
-            self._feedback.commit()
 
     def state_dict(self) -> dict[str, Any]:
-        feedback = {} if self._feedback is None else {"residuals": self._feedback.state_dict()}
-        return {"num_exchanges": self._num_exchanges, **feedback}
+        return {"num_exchanges": self._num_exchanges}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if ("residuals" in state) != (self._feedback is not None):
-            raise InvalidArgument(
-                f"the checkpoint was written with error_feedback={'residuals' in state}, the model runs with "
-                f"error_feedback={self.error_feedback}; wrap it as it was"
-            )
         self._num_exchanges = state["num_exchanges"]
-        # For the layout that follows: the stage decides what is encoded.
-        self._feedback, self._loading = self._new_feedback(), state.get("residuals")

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms.base import Algorithm, Training
+from bagua.algorithms._hooks import Training
+from bagua.algorithms.base import Algorithm
 from bagua.errors import InvalidArgument
 
 
@@ -19,13 +20,20 @@ class ExchangedWeights(Algorithm):
     """Counts the steps of every optimizer.
 
     Args:
-        skip_together: agree at the end of each backward, in a message of a byte per optimizer among all ranks, whether
-            a GradScaler skips the step. Without a GradScaler False saves it, and the waiting for the slowest rank.
+        skip_together: whether a step that one rank's GradScaler skips is skipped by all: they agree at the end of each
+            backward, in a message of a byte per optimizer, which waits for the slowest rank. By default they do while a
+            GradScaler of torch.amp makes the steps, and in the first two steps, which show whether one does. True: with
+            another scaler, or one that comes into use later. False: each rank skips its own.
     """
 
     exchanges = "weights"
 
-    skip_together: bool = True
+    skip_together: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.skip_together, (bool, type(None))):
+            raise InvalidArgument(f"skip_together is {self.skip_together!r}, expected True, False or None")
 
     def attach(self, training: Training) -> None:
         super().attach(training)
@@ -35,7 +43,7 @@ class ExchangedWeights(Algorithm):
         """The place of an optimizer among those that were passed to with_bagua."""
         return next(index for index, other in enumerate(self.training.optimizers) if other is optimizer)
 
-    def agrees_on_skips(self) -> bool:
+    def skips_together(self) -> bool | None:
         return self.skip_together
 
     def state_dict(self) -> dict[str, Any]:

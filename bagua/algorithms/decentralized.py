@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
+from bagua.algorithms._bucket_group import BucketGroup
+from bagua.algorithms._hooks import About, Training
 from bagua.algorithms._weights import ExchangedWeights
-from bagua.algorithms.base import About, Declaration, Training
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket
 from bagua.distributed.dtypes import check_topology
-from bagua.distributed.process_group import ProcessGroup, Work
+from bagua.distributed.process_group import Work
 from bagua.errors import InvalidArgument
 
 
@@ -54,7 +55,7 @@ class Decentralized(ExchangedWeights):
     about = About(
         sends="weights, full precision",
         to="all ranks, or neighbours: two on a ring, or one that changes",
-        when="during forward and backward; the optimizer's step waits, and a byte per backward (`skip_together`)",
+        when="during forward and backward; the optimizer's step waits; with a GradScaler a byte per backward",
         bytes_per_step="`all` 2 (n-1)/n G, `ring` 2 G (2 ranks: G), the others G; divided by the interval",
         memory="G",
         use_when="bandwidth binds and nothing may be rounded: `shift_one` sends half as much, during forward too",
@@ -76,16 +77,13 @@ class Decentralized(ExchangedWeights):
         self._num_exchanges = [0] * len(training.optimizers)
         self._pending: dict[int, _Exchange] = {}
 
-    def declare(self, bucket: Bucket) -> Declaration:
-        return Declaration(f"neighbor_average ({self.topology})", hierarchical=self.hierarchical)
-
-    def before_forward(self, buckets: Sequence[Bucket], group: ProcessGroup) -> None:
+    def before_forward(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
         for index in range(len(self.training.optimizers)):
             if index not in self._pending and self._is_due(index):
                 self._start(index, [bucket for bucket in buckets if bucket.optimizer_index == index], group)
 
     def before_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
     ) -> None:
         index = self.index_of(optimizer)
         if not self._is_due(index):
@@ -108,28 +106,22 @@ class Decentralized(ExchangedWeights):
         self._num_exchanges[index] += 1
 
     def after_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
     ) -> None:
         self.num_steps[self.index_of(optimizer)] += 1
 
     def _is_due(self, index: int) -> bool:
         return self.training.group.size > 1 and self.num_steps[index] % self.interval == 0
 
-    def _start(self, index: int, buckets: Sequence[Bucket], group: ProcessGroup) -> None:
+    def _start(self, index: int, buckets: Sequence[Bucket], group: BucketGroup) -> None:
         works = []
         for bucket in buckets:
             weights = bucket.weights()
             if weights is None:
                 bucket.load()
             work = group.neighbor_average(
-                bucket.flat,
-                self.topology,
-                self._num_exchanges[index],
-                hierarchical=self.hierarchical,
-                label=bucket.label,
-                parts=weights,
+                bucket, self.topology, self._num_exchanges[index], hierarchical=self.hierarchical, parts=weights
             )
-            self.training.record(work)
             works.append((bucket, work))
         self._pending[index] = _Exchange(works, _versions(buckets))
 

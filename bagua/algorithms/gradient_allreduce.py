@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from bagua.algorithms.base import About, Algorithm, Declaration
+from bagua.algorithms._bucket_group import BucketGroup
+from bagua.algorithms._hooks import About
+from bagua.algorithms.base import Algorithm
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket
-from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
+from bagua.distributed.process_group import ReduceOp, Work
 
 
 @register
@@ -42,9 +44,6 @@ class GradientAllReduce(Algorithm):
     average: bool = True
     hierarchical: bool = False
 
-    def declare(self, bucket: Bucket) -> Declaration:
-        return Declaration("all_reduce", hierarchical=self.hierarchical)
-
-    def communicate(self, bucket: Bucket, group: ProcessGroup) -> Work | None:
+    def communicate(self, bucket: Bucket, group: BucketGroup) -> Work:
         op = ReduceOp.AVG if self.average else ReduceOp.SUM
-        return group.all_reduce(bucket.flat, op, hierarchical=self.hierarchical, label=bucket.label)
+        return group.all_reduce(bucket, op, hierarchical=self.hierarchical)

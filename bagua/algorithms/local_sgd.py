@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from bagua.algorithms._bucket_group import BucketGroup
+from bagua.algorithms._hooks import About, Stage, Training
 from bagua.algorithms._weights import ExchangedWeights
-from bagua.algorithms.base import About, Declaration, Training
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket
-from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
+from bagua.distributed.process_group import ReduceOp, Work
 from bagua.errors import InvalidArgument
 
 _MOMENTUM = ("average", "reset", "keep")
@@ -44,7 +45,7 @@ class LocalSGD(ExchangedWeights):
     about = About(
         sends="weights, and by option the optimizer's moments, full precision",
         to="all ranks",
-        when="after every k-th optimizer step, which waits, and a byte per backward (`skip_together`)",
+        when="after every k-th optimizer step, which waits; with a GradScaler a byte per backward",
         bytes_per_step="2 (n-1)/n G / k; with `momentum='average'` times 1 + the number of moments",
         memory="G",
         use_when="bandwidth is far too low for an exchange per step; large batches",
@@ -68,20 +69,17 @@ class LocalSGD(ExchangedWeights):
         super().attach(training)
         self._num_local_steps = [0] * len(training.optimizers)  # since the weights were equal
 
-    def declare(self, bucket: Bucket) -> Declaration:
-        return Declaration("all_reduce")
+    def stage(self) -> Stage:
+        return Stage(synchronises_gradients=min(self.num_steps) < self.post_local_after)
 
-    def synchronises_gradients(self) -> bool:
-        return min(self.num_steps) < self.post_local_after
-
-    def communicate(self, bucket: Bucket, group: ProcessGroup) -> Work | None:
-        return group.all_reduce(bucket.flat, ReduceOp.AVG, label=bucket.label)
+    def communicate(self, bucket: Bucket, group: BucketGroup) -> Work:
+        return group.all_reduce(bucket, ReduceOp.AVG)
 
     def after_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
     ) -> None:
         index = self.index_of(optimizer)
-        is_local = not self.synchronises_gradients()
+        is_local = not self.stage().synchronises_gradients
         self.num_steps[index] += 1
         self._num_local_steps[index] += is_local
         if self._num_local_steps[index] < self.sync_every:
@@ -96,20 +94,17 @@ class LocalSGD(ExchangedWeights):
         elif self.momentum == "average":
             self._average_moments(optimizer, buckets, group)
 
-    def _average(self, exchanges: Sequence[tuple[Bucket, Sequence[torch.Tensor] | None]], group: ProcessGroup) -> None:
+    def _average(self, exchanges: Sequence[tuple[Bucket, Sequence[torch.Tensor] | None]], group: BucketGroup) -> None:
         """Averages the weights, or the tensors given for the members of a bucket; one is copied while others travel."""
         works = []
         for bucket, tensors in exchanges:
             bucket.load(tensors)
-            works.append(group.all_reduce(bucket.flat, ReduceOp.AVG, label=bucket.label))
-            self.training.record(works[-1])
+            works.append(group.all_reduce(bucket, ReduceOp.AVG))
         for (bucket, tensors), work in zip(exchanges, works, strict=True):
             work.wait()
             bucket.store(tensors)
 
-    def _average_moments(
-        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
-    ) -> None:
+    def _average_moments(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup) -> None:
         """A rank on which a parameter was never used has no state for it; then nobody's is averaged."""
         members = [member for bucket in buckets for member in bucket.members]
         moments = {member.index: _moments_of(optimizer, member.parameter) for member in members}

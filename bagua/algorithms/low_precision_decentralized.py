@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 import torch
 
 from bagua import codecs
+from bagua.algorithms._bucket_group import BucketGroup
+from bagua.algorithms._hooks import About, Training
 from bagua.algorithms._weights import ExchangedWeights
-from bagua.algorithms.base import About, Declaration, Training
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket
 from bagua.distributed.checkpoints import check_place, place_of
-from bagua.distributed.process_group import ProcessGroup, Work
+from bagua.distributed.process_group import Work
 from bagua.errors import InvalidArgument
 
 
@@ -38,7 +39,8 @@ class LowPrecisionDecentralized(ExchangedWeights):
         codec: one whose loss is small beside what it encodes: not "onebit" or "topk", since what is lost is not sent
             later, and not "qsgd:bits=2".
         seed: what a codec that rounds at random draws from, with the step and the place of an element.
-        skip_together: as in ExchangedWeights.
+        skip_together: as in ExchangedWeights; but the ranks tell one another of NaN and Inf in any case, since no codec
+            can send the weights that come of them.
 
     Example:
         >>> model = bagua.with_bagua(model, optimizer, algorithm="low_precision_decentralized")
@@ -54,7 +56,7 @@ class LowPrecisionDecentralized(ExchangedWeights):
         paper="[1803.06443](https://arxiv.org/abs/1803.06443)",
     )
 
-    refuses_nonfinite: ClassVar[bool] = True  # where the ranks ask one another, see skip_together
+    refuses_nonfinite: ClassVar[bool] = True  # the ranks ask one another at the end of each backward
 
     interval: int = 1
     codec: str = "minmax_uint8"
@@ -66,7 +68,7 @@ class LowPrecisionDecentralized(ExchangedWeights):
             raise InvalidArgument(f"interval is {self.interval}, expected 1 or more")
         if not 0 <= self.seed < 2**64:
             raise InvalidArgument(f"seed is {self.seed}, expected 0 to 2**64 - 1")
-        codec = codecs.get(self.codec)  # raises for an unknown one
+        self._codec = codec = codecs.get(self.codec)  # raises for an unknown one
         if codec.needs_error_feedback or codec.is_expansive:
             raise InvalidArgument(
                 f"codec {self.codec!r} loses about as much as it sends, and what is lost of a difference is lost for "
@@ -78,7 +80,7 @@ class LowPrecisionDecentralized(ExchangedWeights):
             )
 
     def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
-        return parameter.dtype in codecs.get(self.codec).dtypes
+        return parameter.dtype in self._codec.dtypes
 
     def attach(self, training: Training) -> None:
         super().attach(training)
@@ -93,7 +95,7 @@ class LowPrecisionDecentralized(ExchangedWeights):
             largest = max(bucket.num_bytes for bucket in buckets)
             self._scratch = [self.training.group.empty(largest, torch.uint8) for _ in range(min(2, len(buckets)))]
         for bucket in buckets if num_neighbors else ():
-            if bucket.declaration.codec is not None:
+            if bucket.kind:  # a codec is for its dtype
                 is_float32 = bucket.dtype == torch.float32
                 own = bucket.flat if is_float32 else torch.empty_like(bucket.flat, dtype=torch.float32)
                 others = [torch.empty_like(own) for _ in range(num_neighbors)]
@@ -109,13 +111,8 @@ class LowPrecisionDecentralized(ExchangedWeights):
                 for replica in self._replicas[bucket.index]:
                     replica.copy_(bucket.flat)
 
-    def declare(self, bucket: Bucket) -> Declaration:
-        if bucket.kind:
-            return Declaration("difference_ring_average", self.codec)
-        return Declaration("neighbor_average (ring)", reason=f"codec {self.codec} does not encode {bucket.dtype}")
-
     def after_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
     ) -> None:
         index = self.index_of(optimizer)
         is_due = self.num_steps[index] % self.interval == 0
@@ -133,16 +130,12 @@ class LowPrecisionDecentralized(ExchangedWeights):
             self._finish(*exchange)
 
     def _start(self, bucket: Bucket, flat: torch.Tensor, step: int) -> Work:
-        group = self.training.group
-        if bucket.declaration.codec is None:
-            work = group.neighbor_average(flat, "ring", label=bucket.label)
-        else:
-            codec = codecs.get(self.codec)
-            coded = codec.with_seed(self.seed, step, bucket.index) if codec.is_random else codec
-            replicas = self._replicas[bucket.index]
-            work = group.difference_ring_average(flat, replicas, codec=coded, label=bucket.label)
-        self.training.record(work)
-        return work
+        group, codec = self.training.group, self._codec
+        if not bucket.kind:
+            reason = f"codec {self.codec} does not encode {bucket.dtype}"
+            return group.neighbor_average(bucket, "ring", flat=flat, reason=reason)
+        coded = codec.with_seed(self.seed, step, bucket.index) if codec.is_random else codec
+        return group.difference_ring_average(bucket, self._replicas[bucket.index], flat=flat, codec=coded)
 
     def _finish(self, bucket: Bucket, flat: torch.Tensor, work: Work) -> None:
         work.wait()

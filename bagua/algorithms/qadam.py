@@ -14,16 +14,17 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from bagua import codecs, optim
+from bagua.algorithms._bucket_group import BucketGroup
 from bagua.algorithms._compressed import CompressedGradients
-from bagua.algorithms.base import About, Declaration, Training
+from bagua.algorithms._hooks import About, Stage, Training
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket, Member
-from bagua.distributed.process_group import ProcessGroup, Work
+from bagua.distributed.process_group import Work
 from bagua.errors import InvalidArgument
 
 _WARMUP, _COMPRESSED = "warm-up", "compressed"
@@ -79,8 +80,6 @@ class QAdam(CompressedGradients):
     )
 
     optimizer_class = optim.QAdam
-    takes_parts: ClassVar[bool] = False  # what it sends is computed in the bucket
-
     warmup_steps: int | None = None
     betas: tuple[float, float] | None = None
     eps: float | None = None
@@ -117,7 +116,9 @@ class QAdam(CompressedGradients):
         self._num_steps = [optimizer.num_steps() for optimizer in training.optimizers]
         self._units = [1.0] * len(training.optimizers)  # R
         self._largest = [0.0] * len(training.optimizers)  # gradient of the last backward, until the optimizer steps
-        self._coded: list[Member] = []  # those that a codec is for, in the present layout
+        # In the present layout: those of each bucket, and those that a codec is for.
+        self._members_of: dict[int, tuple[Member, ...]] = {}
+        self._coded: list[Member] = []
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         for optimizer in self.training.optimizers:
@@ -149,23 +150,22 @@ class QAdam(CompressedGradients):
                 f"to with_bagua steps {_told(unknown)}; pass all optimizers of the model, and freeze what none of them "
                 "steps"
             )
-        self._coded = [m for bucket in buckets if super(QAdam, self).declare(bucket).codec for m in bucket.members]
+        self._members_of = {bucket.index: bucket.members for bucket in buckets}
+        self._coded = [m for bucket in buckets if not super(QAdam, self).exempt(bucket) for m in bucket.members]
         super().lay_out(buckets)
 
-    def stage(self) -> str:
+    def stage(self) -> Stage:
         if not self._is_warm():
-            return _WARMUP
+            return Stage(_WARMUP)
         late = self._in_warm_up(self._coded)
-        return f"{_COMPRESSED} but for {', '.join(late)}" if late else _COMPRESSED
+        return Stage(f"{_COMPRESSED} but for {', '.join(late)}" if late else _COMPRESSED)
 
-    def declare(self, bucket: Bucket) -> Declaration:
-        declared = super().declare(bucket)
-        if declared.codec is None:
-            return declared
-        if not self._is_warm():
-            return dataclasses.replace(declared, codec=None, reason=_WARMUP)
-        late = self._in_warm_up(bucket.members)
-        return dataclasses.replace(declared, codec=None, reason=f"{_WARMUP} of {_told(late)}") if late else declared
+    def exempt(self, bucket: Bucket) -> str:
+        reason = super().exempt(bucket)
+        if reason or not self._is_warm():
+            return reason or _WARMUP
+        late = self._in_warm_up(self._members_of[bucket.index])
+        return f"{_WARMUP} of {_told(late)}" if late else ""
 
     def _is_warm(self) -> bool:
         """Whether the warm-up of the model has ended; that of a parameter may not have."""
@@ -179,7 +179,6 @@ class QAdam(CompressedGradients):
         names = []
         for member in members:
             optimizer, options = self._group_of(member)
-            # None: declare is asked before lay_out, which will refuse the parameter.
             if optimizer is not None and not optimizer.is_warm(member.parameter, options):
                 names.append(member.name)
         return names
@@ -189,26 +188,29 @@ class QAdam(CompressedGradients):
         optimizer, index = self._place_of.get(id(member.parameter), (None, 0))
         return optimizer, {} if optimizer is None else optimizer.param_groups[index]
 
-    def communicate(self, bucket: Bucket, group: ProcessGroup) -> Work | None:
-        if bucket.declaration.codec is None or group.size == 1:
+    def communicate(self, bucket: Bucket, group: BucketGroup) -> Work:
+        if self.exempt(bucket) or group.size == 1:
             return super().communicate(bucket, group)
-        terms = [self._terms(member) for member in bucket.members]
-        for member, (exp_avg, beta, decay, rest) in zip(bucket.members, terms, strict=True):
-            if decay:
-                member.view.add_(member.parameter.detach(), alpha=decay)
-            member.view.mul_(rest)
-            if exp_avg is not None:
-                member.view.add_(exp_avg, alpha=beta)
+        members = self._members_of[bucket.index]
+        terms = [self._terms(member) for member in members]
+
+        def form_momentum() -> None:
+            for member, (exp_avg, beta, decay, rest) in zip(members, terms, strict=True):
+                if decay:
+                    member.view.add_(member.parameter.detach(), alpha=decay)
+                member.view.mul_(rest)
+                if exp_avg is not None:
+                    member.view.add_(exp_avg, alpha=beta)
 
         def leave_gradients() -> None:
-            for member, (exp_avg, beta, decay, rest) in zip(bucket.members, terms, strict=True):
+            for member, (exp_avg, beta, decay, rest) in zip(members, terms, strict=True):
                 if exp_avg is not None:
                     member.view.sub_(exp_avg, alpha=beta)
                 member.view.div_(rest)
                 if decay:
                     member.view.sub_(member.parameter.detach(), alpha=decay)
 
-        work = super().communicate(bucket, group)
+        work = super().communicate(bucket, group, form_momentum)
         work.finish_with(leave_gradients)
         return work
 
@@ -219,13 +221,13 @@ class QAdam(CompressedGradients):
         unit, beta1 = self._units[self.training.optimizers.index(optimizer)], options["betas"][0]
         return exp_avg, unit * beta1, unit * options["weight_decay"], 1 - beta1
 
-    def after_backward(self, buckets: Sequence[Bucket], group: ProcessGroup) -> None:
+    def after_backward(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
         super().after_backward(buckets, group)
         if group.size > 1:
             self._largest = [self._largest_gradient(optimizer, buckets) for optimizer in self.training.optimizers]
 
     def before_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
     ) -> None:
         super().before_optimizer_step(optimizer, buckets, group)
         index = self.training.optimizers.index(optimizer)
@@ -248,7 +250,7 @@ class QAdam(CompressedGradients):
         return largest
 
     def after_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
     ) -> None:
         super().after_optimizer_step(optimizer, buckets, group)
         index = self.training.optimizers.index(optimizer)

@@ -23,6 +23,7 @@ from bagua.errors import InternalError, InvalidArgument
 _PACKAGE = "bagua.algorithms"
 _NOT_PLUGINS = ("base", "registry")
 _ENTRY_POINTS = "bagua.algorithms"  # the group
+_ALIASES = {"async": "async_averaging"}  # names that stay, though Python cannot import a file of that name
 _classes: dict[str, type[Algorithm]] = {}
 _loaded: dict[str, str] = {}  # the entry points that have been imported: name to value
 
@@ -42,9 +43,10 @@ def register(cls: type[Algorithm]) -> type[Algorithm]:
         raise InvalidArgument(f'{cls.__qualname__} has no name; write `name = "..."` in its body')
     if "__dataclass_params__" not in vars(cls) or any(not field.kw_only for field in dataclasses.fields(cls)):
         raise InvalidArgument(f"{cls.__qualname__} must be decorated with @dataclasses.dataclass(kw_only=True)")
-    if package != _PACKAGE and cls.name in _file_stems():
+    stem = _ALIASES.get(cls.name, cls.name)
+    if package != _PACKAGE and stem in _file_stems():
         raise InvalidArgument(
-            f"algorithm name {cls.name!r} is already taken by bagua itself (bagua/algorithms/{cls.name}.py); give "
+            f"algorithm name {cls.name!r} is already taken by bagua itself (bagua/algorithms/{stem}.py); give "
             f"{cls.__module__}.{cls.__qualname__} another one"
         )
     taken = _classes.get(cls.name)
@@ -74,6 +76,7 @@ def get(name: str) -> type[Algorithm]:
         InvalidArgument: unknown name, the message lists the known ones; or an installed package declares the name, and
             another one or bagua has it too, or what it declares is no algorithm.
     """
+    name = _ALIASES.get(name, name)
     declared = {_spell(entry): entry for entry in entry_points(group=_ENTRY_POINTS, name=name)}
     if declared:
         return _get_declared(name, list(declared.values()))
@@ -84,6 +87,13 @@ def get(name: str) -> type[Algorithm]:
     if name not in _classes:
         raise InvalidArgument(f"unknown algorithm {name!r}; available: {', '.join(available())}")
     return _classes[name]
+
+
+def class_named(class_name: str) -> type[Algorithm] | None:
+    """The algorithm of this package whose class is called so; None: there is none."""
+    if class_name.startswith("_"):  # as modules are asked for
+        return None
+    return next((cls for cls in map(get, _file_stems()) if cls.__name__ == class_name), None)
 
 
 def create(name: str, options: dict[str, Any]) -> Algorithm:

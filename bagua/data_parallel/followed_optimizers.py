@@ -14,7 +14,7 @@ from itertools import chain
 
 import torch
 
-from bagua.algorithms.base import Algorithm
+from bagua.algorithms import Algorithm
 from bagua.buckets import BucketStorage
 from bagua.distributed.consensus import agree, check_steps_all, describe_optimizer
 from bagua.distributed.process_group import ProcessGroup

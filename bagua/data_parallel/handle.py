@@ -25,8 +25,8 @@ from bagua.errors import BaguaError, InvalidArgument
 from bagua.profiler import clock_sync
 from bagua.profiler.timeline import Timeline
 
-_STATE_VERSION = 2
-_STATE_KEYS = {"version", "algorithm", "num_steps", "layout", "ready_order", "state"}
+_STATE_VERSION = 3
+_STATE_KEYS = {"version", "algorithm", "num_steps", "layout", "ready_order", "state", "parameters"}
 _attached: weakref.WeakSet[BaguaHandle] = weakref.WeakSet()
 
 
@@ -100,6 +100,7 @@ class BaguaHandle:
             "layout": [names[index] for index in self.step.storage.order],
             "ready_order": None if order is None else [names[index] for index in order],
             "state": self.algorithm.state_dict(),
+            "parameters": self.step.states.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -120,7 +121,7 @@ class BaguaHandle:
                 for names in (state["layout"], state["ready_order"])
             )
             described = {key: state[key] for key in ("num_steps", "layout", "ready_order")}
-            return successor(self.step, state["num_steps"], layout, order), described
+            return successor(self.step, state["num_steps"], layout, order, state["parameters"]), described
 
         loaded = agree(self.group, prepare, remedy)
         # Each ends on all ranks before the next begins, so a rank that refuses its part leaves nobody waiting.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bagua.algorithms.base import Algorithm
+from bagua.algorithms import Algorithm, BucketGroup
 from bagua.buckets import Bucket, BucketStorage
 from bagua.data_parallel.failures import ending, fatal
 from bagua.data_parallel.followed_optimizers import FollowedOptimizers
@@ -21,8 +21,9 @@ from bagua.data_parallel.local_gradients import LocalGradients
 from bagua.data_parallel.optimizer_hooks import Call, Calls
 from bagua.data_parallel.overflow import NonFiniteGuard, is_skipped_by_scaler
 from bagua.data_parallel.parameter_errors import closure_not_called, stepped_in_backward
+from bagua.data_parallel.parameter_state import ParameterStates
 from bagua.data_parallel.skipped_steps import SkippedSteps
-from bagua.distributed.process_group import ProcessGroup, Work
+from bagua.distributed.process_group import Work
 from bagua.errors import BaguaError
 from bagua.profiler.recorder import Recorder
 
@@ -35,6 +36,7 @@ class OptimizerSteps:
         storage: its parameters and their buckets.
         algorithm: whose hooks are called.
         group: the ranks that train together.
+        states: of the parameters, which count once an optimizer steps.
         recorder: gets the times of the hooks.
         after_step: a bound method, not kept alive; called at the end of each step.
 
@@ -42,6 +44,7 @@ class OptimizerSteps:
         parameter_ids: of the parameters that it is about.
         calls: of ``optimizer.step``, under way.
         local_gradients: those that no backward has synchronised.
+        are_known: whether steps of optimizers will be seen.
     """
 
     def __init__(
@@ -49,15 +52,18 @@ class OptimizerSteps:
         optimizers: Sequence[torch.optim.Optimizer],
         storage: BucketStorage,
         algorithm: Algorithm,
-        group: ProcessGroup,
+        group: BucketGroup,
+        states: ParameterStates,
         recorder: Recorder,
         after_step: Callable[[], None],
     ) -> None:
         self.parameter_ids = frozenset(map(id, storage.parameters))
         self.calls = Calls()
+        self.are_known = bool(optimizers)
+        self._bucket_group, group = group, group.process_group
         self.local_gradients = LocalGradients(storage, group)
         self._buckets: Sequence[Bucket] = storage.buckets
-        self._algorithm, self._group, self._recorder = algorithm, group, recorder
+        self._algorithm, self._group, self._states, self._recorder = algorithm, group, states, recorder
         self._after_step = weakref.WeakMethod(after_step)
         self._optimizers = FollowedOptimizers(optimizers, storage, algorithm, group)
         self._guard = NonFiniteGuard(self._optimizers)
@@ -70,11 +76,13 @@ class OptimizerSteps:
     def adopt_layout(self, buckets: Sequence[Bucket], sends_gradients: bool) -> None:
         """The buckets are new ones, for gradients or for weights."""
         self._buckets, self._sends_gradients = buckets, sends_gradients
-        self._guard.watch(buckets if sends_gradients else (), self._group, self._algorithm.refuses_nonfinite)
+        self._guard.watch(buckets if sends_gradients else (), self._group.size, self._algorithm.refuses_nonfinite)
+        self._bucket_group.looks_at_results = self._guard.is_needed
 
-    def draft(self) -> OptimizerSteps:
+    def draft(self, states: ParameterStates) -> OptimizerSteps:
         """A copy that can adopt a layout without changing this one, which is to ``become`` it or not."""
         new = copy.copy(self)
+        new._states = states
         new._guard = copy.copy(self._guard)
         return new
 
@@ -98,14 +106,15 @@ class OptimizerSteps:
         """Gradients stay local, and a backward has ended. Returns the completed message, if there was one."""
         return self._skipped_steps.agree(self.calls.evaluating())
 
-    def backward_ended(self, pending: Sequence[tuple[Bucket, Work]]) -> None:
+    def backward_ended(self) -> None:
         """A synchronising backward has ended.
 
         Raises:
             InvalidArgument: a gradient is NaN, and no step that could be refused will be seen.
         """
         self._has_gradients |= self.calls.evaluating() is None
-        self._guard.check_backward(pending)
+        self._guard.check_backward()
+        self._bucket_group.looks_at_results = self._guard.is_needed  # in the next one
 
     # --- from the optimizer --------------------------------------------------------------------
 
@@ -124,6 +133,8 @@ class OptimizerSteps:
         if self._group.size > 1 and torch._C._current_graph_task_id() != -1:
             raise ending(self._group, stepped_in_backward(call.optimizer, self._group.rank))
         self._follow(call.optimizer)
+        if not self._sends_gradients:
+            self._skipped_steps.begin_step(call.optimizer)
         # A closure's gradients are those of its first evaluation, unless it only looks at the loss once more.
         is_due = (self._has_gradients or not has_closure) and not is_skipped_by_scaler(call.optimizer)
         if is_due:
@@ -145,7 +156,7 @@ class OptimizerSteps:
             call.is_prepared = True
             hook, algorithm = "before_optimizer_step", self._algorithm
             with self._recorder.hook(hook), fatal(self._group, hook, algorithm.name):
-                algorithm.before_optimizer_step(call.optimizer, self._buckets_of(call.optimizer), self._group)
+                algorithm.before_optimizer_step(call.optimizer, self._buckets_of(call.optimizer), self._bucket_group)
 
     def after_optimizer_step(self, call: Call) -> None:
         """``optimizer.step`` has returned."""
@@ -158,7 +169,8 @@ class OptimizerSteps:
             raise ending(self._group, closure_not_called(call.optimizer, self._group.rank))
         hook, algorithm = "after_optimizer_step", self._algorithm
         with self._recorder.hook(hook), fatal(self._group, hook, algorithm.name):
-            algorithm.after_optimizer_step(call.optimizer, self._buckets_of(call.optimizer), self._group)
+            self._states.commit()
+            algorithm.after_optimizer_step(call.optimizer, self._buckets_of(call.optimizer), self._bucket_group)
         after_step = self._after_step()
         if after_step is not None:
             after_step()

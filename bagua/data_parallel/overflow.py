@@ -14,7 +14,6 @@ import torch
 
 from bagua.buckets import Bucket, are_finite
 from bagua.data_parallel.followed_optimizers import FollowedOptimizers
-from bagua.distributed.process_group import ProcessGroup, Work
 from bagua.errors import InvalidArgument
 
 
@@ -28,23 +27,30 @@ class NonFiniteGuard:
     def __init__(self, optimizers: FollowedOptimizers) -> None:
         self._optimizers = optimizers
         self._watched: tuple[Bucket, ...] = ()
+        self._is_asked = False
         self._suspects: list[Bucket] = []  # buckets with NaN after the last synchronising backward
 
-    def watch(self, buckets: Sequence[Bucket], group: ProcessGroup, is_asked: bool) -> None:
+    def watch(self, buckets: Sequence[Bucket], num_ranks: int, is_asked: bool) -> None:
         """Takes the buckets of a new layout. A single rank sends nothing, so nothing is quantised.
 
         Args:
-            is_asked: by the algorithm; a codec in any declaration asks for it, too.
+            is_asked: by the algorithm; a codec in what is sent asks for it, too.
         """
-        uses_codec = is_asked or any(bucket.declaration.codec is not None for bucket in buckets)
-        self._watched = tuple(buckets) if group.size > 1 and uses_codec else ()
+        self._watched, self._is_asked = tuple(buckets) if num_ranks > 1 else (), is_asked
 
-    def check_backward(self, pending: Sequence[tuple[Bucket, Work]]) -> None:
-        """All gradients are synchronised, by the works in ``pending``; raises InvalidArgument if no later check can."""
+    @property
+    def is_needed(self) -> bool:
+        """Whether a codec is used in any bucket, or the algorithm asks for it."""
         if not self._watched:
+            return False
+        return self._is_asked or any(bucket.declaration.codec is not None for bucket in self._watched)
+
+    def check_backward(self) -> None:
+        """All gradients are synchronised; raises InvalidArgument if no later check can."""
+        self._suspects = []
+        if not self.is_needed:
             return
-        works = dict(pending)
-        self._suspects = [bucket for bucket in self._watched if not _is_finite(bucket, works.get(bucket))]
+        self._suspects = [bucket for bucket in self._watched if not bucket.is_finite()]
         if not self._suspects:
             return
         checked = self._optimizers.stepped_ids()
@@ -69,8 +75,9 @@ class NonFiniteGuard:
         codecs = [bucket.declaration.codec for bucket in buckets]
         under = ["" if codec is None else f" under codec {codec!r}" for codec in codecs]
         told = "; ".join(f"{b.label} ({', '.join(b.names)}){how}" for b, how in zip(buckets, under, strict=True))
+        which = "which a codec cannot average" if any(codecs) else "which would be in all that comes of the bucket"
         return InvalidArgument(
-            f"a gradient is NaN or Inf on some rank, which a codec cannot average: {told}. No rank has changed a "
+            f"a gradient is NaN or Inf on some rank, {which}: {told}. No rank has changed a "
             f"weight; skip the step with zero_grad(), as torch.amp.GradScaler does{more}",
             bucket=buckets[0].label,
         )
@@ -80,11 +87,6 @@ def is_skipped_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether GradScaler makes this step do nothing: it steps fused optimizers anyway, with ``found_inf`` set."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf > 0)
-
-
-def _is_finite(bucket: Bucket, work: Work | None) -> bool:
-    known = None if work is None else work.is_result_finite  # where the worker has looked, as it was told to
-    return bucket.is_finite() if known is None else known
 
 
 def _is_finite_of(bucket: Bucket, parameter_ids: set[int]) -> bool:

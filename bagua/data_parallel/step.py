@@ -2,13 +2,14 @@
 
     before_forward        rank 0's buffers, the algorithm's hook, a new bucket layout if one is agreed
     backward_begins       autograd has reached the model's output: the end of this backward is awaited
-    gradient_ready        the gradient moves into its bucket, or is lent; the scheduler says what may be launched
-    _launch               the algorithm starts a bucket's communication; backward goes on meanwhile
+    gradient_ready        the gradient moves into its bucket, or stays where it is (zero_copy.py)
+    _launch, _resume      the algorithm starts a bucket's communication, and goes on with it; backward goes on meanwhile
     _finish               backward's computation is over: late buckets, then wait for all of them
 
-The optimizer's steps, and what must hold before them, are ``optimizer_steps.py``.
-While the algorithm exchanges weights, gradients stay where autograd puts them: buckets are the algorithm's business,
-in its hooks, and the end of backward only agrees whether the step must be skipped.
+When which of these happens is decided in Rust (``rust_core/src/step.rs``): events go in, decisions come out, the same
+on all ranks; here they are carried out. The optimizer's steps, and what must hold before them, are
+``optimizer_steps.py``. While the algorithm exchanges weights, gradients stay where autograd puts them: buckets are the
+algorithm's business, in its hooks, and the end of backward only agrees whether the step must be skipped.
 
 Invariants: gradients, where they are exchanged, are synchronised when ``backward()`` returns. All ranks launch
 the same buckets in the same order. A step that cannot be completed poisons the group, so that the other ranks
@@ -18,16 +19,16 @@ A backward inside no_sync stays local; every other backward synchronises.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import time
+import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import torch
 
 from bagua import _C
-from bagua.algorithms.base import Algorithm, Declaration, Training
+from bagua.algorithms import Algorithm, BucketGroup, Declaration, Training
 from bagua.buckets import Bucket, BucketStorage, Member
 from bagua.data_parallel.end_of_backward import EndOfBackward
 from bagua.data_parallel.failures import ending, fatal
@@ -39,9 +40,10 @@ from bagua.data_parallel.parameter_errors import (
     refused_gradient,
     unfrozen,
 )
+from bagua.data_parallel.parameter_state import ParameterStates
 from bagua.data_parallel.state_sync import BufferBroadcast
 from bagua.data_parallel.unused_parameters import UnusedParameters
-from bagua.data_parallel.zero_copy import BorrowedGradients
+from bagua.data_parallel.zero_copy import ZeroCopy
 from bagua.distributed.process_group import ProcessGroup, Work
 from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.profiler.recorder import Recorder
@@ -81,33 +83,40 @@ class Step:
         self.storage, self.algorithm, self.group = storage, algorithm, group
         self.groups = [group]  # and those that the algorithm has made
         self.num_steps = 0 if earlier is None else earlier.num_steps  # synchronising backwards
-        self._is_order_known = earlier is not None and earlier.order == storage.order
         self.synchronises = True  # False inside no_sync
-        self.recorder = Recorder()
-        self._buffers, self._always_broadcasts, self._frozen = buffers, always_broadcasts, tuple(frozen)
-        steps = (optimizers, storage, algorithm, group, self.recorder, self._enter_next_stage)
-        self.optimizer_steps = OptimizerSteps(*steps)
         self.sends_gradients = True  # now: an algorithm may begin with gradients and go over to weights
-        self._stage = ""
-        self._next_order: list[int] | None = None  # agreed at the end of the first step, applied before the next
-        self._is_open = False  # between the first gradient of a synchronising backward and its end
-        self._pending: list[tuple[Bucket, Work]] = []
+        self.recorder = Recorder()
+        self.states = ParameterStates(algorithm.parameter_state(), group)
+        self.unused = UnusedParameters(storage, group) if find_unused_parameters else None
+        self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))
+        self._buffers, self._always_broadcasts, self._frozen = buffers, always_broadcasts, tuple(frozen)
+        steps = (optimizers, storage, algorithm, self._bucket_group, self.states, self.recorder)
+        self.optimizer_steps = OptimizerSteps(*steps, self._enter_next_stage)
+        is_order_known = earlier is not None and earlier.order == storage.order
+        self.new_machine(storage.order if is_order_known else None)
+        self._generators: dict[int, tuple[Generator[Any, None, None], Any]] = {}  # by bucket, and what each waits for
         self._begin_ns = self._forward_ns = 0
         self._model = weakref.ref(model)
         self._is_checked = False  # after the first backward, that the model still has the parameters of the wrap
         self._local_ns: int | None = None  # when a backward inside no_sync began
-        self._unused = UnusedParameters(storage, group) if find_unused_parameters else None
+
+    def new_machine(self, order: Sequence[int] | None) -> None:
+        """Decides from now on, from no layout and no stage on, with the ready order that is agreed on, if it is."""
+        self._machine = machine = _C.StepMachine(len(self.storage.parameters), self.unused is not None)
+        self._stages: list[str] = []
+        if order is not None:
+            machine.agree(order)
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Tells the algorithm what it is to be part of; the step itself keeps no optimizer alive."""
-        record = functools.partial(_record, self.recorder, self.groups)
-        self.algorithm.attach(Training(self.group, tuple(optimizers), record))
+        self.algorithm.attach(Training(self._bucket_group, tuple(optimizers)))
 
     # --- forward -------------------------------------------------------------------------------
 
     def before_forward(self, is_training: bool) -> None:
         """A forward of the model begins; without gradients (evaluation) it is none of our business."""
-        if not torch.is_grad_enabled() or self._is_open:  # open: a checkpoint computes it again in backward
+        # Open: a checkpoint computes it again in backward.
+        if not torch.is_grad_enabled() or self._machine.is_open:
             return
         for name, parameter in self._frozen:
             if parameter.requires_grad:  # before the look at the group: where all have unfrozen it, each says so itself
@@ -128,11 +137,11 @@ class Step:
             if is_training and is_due and self._buffers is not None:
                 self._name(self._buffers.run())
             with self._algorithm("before_forward"):
-                self.algorithm.before_forward(self.storage.buckets, self.group)
+                self.algorithm.before_forward(self.storage.buckets, self._bucket_group)
 
     def after_forward(self) -> None:
         """The forward has ended."""
-        if not self._is_open:
+        if not self._machine.is_open:
             self.recorder.add_compute("forward", self._forward_ns, time.monotonic_ns())
 
     # --- backward ------------------------------------------------------------------------------
@@ -143,7 +152,7 @@ class Step:
             if self._local_ns is None:
                 self._local_ns = time.monotonic_ns()
                 torch.autograd.Variable._execution_engine.queue_callback(self._local_ends)
-        elif not self._is_open:
+        elif not self._machine.is_open:
             self._open()
 
     def _local_ends(self) -> None:
@@ -155,33 +164,34 @@ class Step:
         """``parameter.grad`` is complete. Called by autograd, once per parameter and backward."""
         if not self.synchronises:
             self.optimizer_steps.local_gradients.add(index)
-        elif not self._is_open:
+        elif not self._machine.is_open:
             self._open()
+        is_open = self._machine.is_open
         grad, member = parameter.grad, self._members[index]
         if grad is None:
-            if not self._is_open or self._unused is not None:
+            if not is_open or self.unused is not None:
                 return  # autograd calls it undefined; as good as unused
             if self.sends_gradients:
                 self._fill_with_zeros(member)
         elif self.sends_gradients and grad is not member.view:
-            self._move_into_bucket(member, grad)
-        if self._unused is not None:
-            self._unused.is_used[index] = 1
-        if self._is_open:
+            self._move_into_bucket(member, grad, is_open)
+        if self.unused is not None:
+            self.unused.is_used[index] = 1
+        if is_open:
             try:
-                first, last = self._mark_ready(index)
+                is_due = self._machine.ready(index)
             except BaguaError as error:
                 raise ending(self.group, ready_twice(self.storage.names[index])) from error
-            if first != last:
-                self._launch(first, last)
+            if is_due:
+                self._zero_copy.release_completed()
+                self._carry_out()
 
     def _open(self) -> None:
         self._lay_out_if_agreed()
-        self._scheduler.begin_step()
-        self._pending.clear()
-        self._borrowed.begin()
+        self._machine.begin()
+        self._generators.clear()
+        self._zero_copy.begin()
         self._begin_ns = time.monotonic_ns()
-        self._is_open = True
         # The one place that asks the engine to tell when backward ends. The engine drops the callback
         # without calling it when backward raises, and EndOfBackward notices.
         torch.autograd.Variable._execution_engine.queue_callback(EndOfBackward(self._finish, self._abort))
@@ -191,31 +201,101 @@ class Step:
         if self.group.size > 1:  # another rank may have a gradient
             member.parameter.grad = member.view
 
-    def _move_into_bucket(self, member: Member, grad: torch.Tensor) -> None:
+    def _move_into_bucket(self, member: Member, grad: torch.Tensor, is_open: bool) -> None:
         if grad.requires_grad or grad.layout is not torch.strided:
             if grad.requires_grad and not self.synchronises:
                 return  # local, so the graph that create_graph=True asked for stays whole
             raise ending(self.group, refused_gradient(member.name, grad))
         is_alike = member.is_alike(grad)
-        if not (is_alike and self._is_open and self._borrowed.lend(member, grad, self._pending)):
+        if not (is_alike and is_open and self._zero_copy.keep(member, grad)):
             member.fill(grad, is_alike)
             member.parameter.grad = member.view
 
-    def _launch(self, first: int, last: int) -> None:
-        if not self.sends_gradients:
-            return
-        self._borrowed.give_back_completed(self._pending)
-        for bucket in self.storage.buckets[first:last]:
-            self._borrowed.gather(bucket)
-            try:
-                with self._algorithm("communicate"):
-                    work = self.algorithm.communicate(bucket, self.group)
-            except BaguaError as error:
-                self.recorder.add_failure("backward", self._begin_ns, time.monotonic_ns(), error)
-                raise
-            if work is not None:
-                self._pending.append((bucket, work))
-                self.recorder.add_work(self.group.name, work.core, work.label)
+    # --- what the state machine decides
+
+    def _carry_out(self) -> None:
+        """Does what is to be done now."""
+        for kind, bucket in iter(self._machine.next, None):
+            self._ACTIONS[kind](self, bucket)
+
+    def _launch(self, index: int) -> None:
+        bucket = self.storage.buckets[index]
+        self._zero_copy.launch(bucket)
+        self._bucket_group.begin(bucket)
+        self._communicate(bucket, lambda: self.algorithm.communicate(bucket, self._bucket_group))
+
+    def _resume(self, index: int) -> None:
+        bucket = self.storage.buckets[index]
+        generator, awaited = self._generators.pop(index)
+        self._bucket_group.go_on(bucket)
+
+        def go_on() -> Generator[Any, None, None]:
+            if awaited is not None:
+                awaited.wait()
+            return generator
+
+        self._communicate(bucket, go_on)
+
+    def _communicate(self, bucket: Bucket, start: Callable[[], Any]) -> None:
+        try:
+            with self._algorithm("communicate"):
+                started = start()
+                if isinstance(started, types.GeneratorType):
+                    for awaited in started:
+                        self._generators[bucket.index] = (started, awaited)
+                        self._machine.suspended(bucket.index)
+                        started = awaited
+                        break
+                    else:
+                        started = None
+                if started is not None and not hasattr(started, "wait"):
+                    raise InvalidArgument(
+                        f"communicate gave a {type(started).__name__}; expected a Work, None, or a generator of these"
+                    )
+                if started is not None and started not in bucket.works:  # of a group of its own
+                    bucket.works.append(started)
+        except BaguaError as error:
+            self.recorder.add_failure("backward", self._begin_ns, time.monotonic_ns(), error)
+            raise
+        finally:
+            self._bucket_group.pause()
+
+    def _wait(self, index: int) -> None:
+        bucket = self.storage.buckets[index]
+        for work in bucket.works:
+            work.wait()
+        if len(bucket.works) == 1 and bucket.works[0].is_result_finite is not None:
+            bucket.found_finite(bucket.works[0].is_result_finite)
+        self._zero_copy.finalize(bucket)
+
+    def _agree_on_use(self, _: int) -> None:
+        self._name(self.unused.start_agreeing())
+
+    def _finalize_use(self, _: int) -> None:
+        unused = self.unused.finalize()
+        if unused:
+            self.states.leave_unused(unused)
+
+    def _agree_on_skips(self, _: int) -> None:
+        self._name(self.optimizer_steps.agree_on_skips())
+
+    def _agree_on_order(self, _: int) -> None:
+        """All ranks take the order in which rank 0's gradients became ready."""
+        order = torch.tensor(self._machine.observed_order(), dtype=torch.int64)
+        work = self.group.broadcast(order, 0, label="ready order", blocking=True)
+        self._name(work)
+        work.wait()
+        self._machine.agree(order.tolist())
+
+    _ACTIONS = {
+        _C.StepMachine.LAUNCH: _launch,
+        _C.StepMachine.RESUME: _resume,
+        _C.StepMachine.WAIT: _wait,
+        _C.StepMachine.AGREE_ON_USE: _agree_on_use,
+        _C.StepMachine.FINALIZE_USE: _finalize_use,
+        _C.StepMachine.AGREE_ON_SKIPS: _agree_on_skips,
+        _C.StepMachine.AGREE_ON_ORDER: _agree_on_order,
+    }
 
     def _name(self, work: Work | None) -> None:
         if work is not None:
@@ -232,120 +312,94 @@ class Step:
     # --- end of backward -----------------------------------------------------------------------
 
     def _finish(self) -> None:
-        self._is_open = False
         wait_ns = time.monotonic_ns()
-        missing = self._scheduler.missing()
-        if missing or not self._is_checked:
+        outcome = self._machine.finish()
+        if outcome != _C.StepMachine.COMPLETE or not self._is_checked:
             self._check_parameters()
-        if self._unused is None:
-            if len(missing) == len(self._members):
-                return  # autograd.grad() passed through the model: no parameter took part
-            if missing:
-                raise ending(self.group, never_ready(self.storage.names, missing, self.group.rank))
+        if outcome == _C.StepMachine.UNTOUCHED:
+            return  # autograd.grad() passed through the model: no parameter took part
+        if outcome == _C.StepMachine.INCOMPLETE:
+            raise ending(self.group, never_ready(self.storage.names, self._machine.missing(), self.group.rank))
         try:
+            if self.unused is not None and self.sends_gradients:
+                self.unused.fill_in(self._machine.missing())
+            with self._algorithm("communicate"):  # its Work may end in code of the algorithm
+                self._carry_out()
             if self.sends_gradients:
-                with self._algorithm("communicate"):  # its Work may end in code of the algorithm
-                    self._finish_gradients(missing)
-            elif self.algorithm.agrees_on_skips():
-                self._name(self.optimizer_steps.agree_on_skips())
+                self.optimizer_steps.local_gradients.clear()
+                if self.states.are_described:
+                    self.states.end_backward(all(bucket.is_finite() for bucket in self.storage.buckets))
+                    if not self.optimizer_steps.are_known:  # no step will be seen
+                        self.states.commit()
             with self._algorithm("after_backward"):
-                self.algorithm.after_backward(self.storage.buckets, self.group)
+                self.algorithm.after_backward(self.storage.buckets, self._bucket_group)
         except BaguaError as error:
             self.recorder.add_failure("backward", self._begin_ns, wait_ns, error)
             raise
         self.num_steps += 1
         self.recorder.add_step(self._begin_ns, wait_ns, time.monotonic_ns(), len(self.storage.buckets))
-        self.optimizer_steps.backward_ended(self._pending)
-        self._pending.clear()
-
-    def _finish_gradients(self, missing: Sequence[int]) -> None:
-        if self._unused is not None:
-            self._unused.fill_in(missing)
-        self._launch(*self._scheduler.finish())
-        agreeing = self._unused.start_agreeing() if self._unused is not None else None
-        for bucket, work in self._pending:
-            work.wait()
-            self._borrowed.give_back(bucket)
-        if agreeing is not None:
-            self._name(agreeing)
-            agreeing.wait()
-            left_out = self._unused.settle()
-            if left_out:
-                self.algorithm.left_out(left_out)
-        self.optimizer_steps.local_gradients.clear()
-        if not self._is_order_known:
-            self._agree_on_order()
+        self.optimizer_steps.backward_ended()
 
     def _abort(self) -> None:
         """Backward raised before its end: other ranks must not wait for what will never be sent."""
-        self._is_open = False
+        self._machine.abort()
         if self.group.size > 1:
             self.group.poison(
                 Aborted(
-                    f"backward of rank {self.group.rank} raised after it had started {len(self._pending)} of "
+                    f"backward of rank {self.group.rank} raised after it had started {self._machine.num_launched} of "
                     f"{len(self.storage.buckets)} buckets, so the ranks are no longer in the same step; start the "
                     "process group anew",
                     rank=self.group.rank,
                 )
             )
 
-    def _agree_on_order(self) -> None:
-        """All ranks take the order in which rank 0's gradients became ready."""
-        order = torch.tensor(self._scheduler.observed_order(), dtype=torch.int64)
-        work = self.group.broadcast(order, 0, label="ready order", blocking=True)
-        self._name(work)
-        work.wait()
-        self._next_order = order.tolist()
-        self._is_order_known = True
-
     # --- layout --------------------------------------------------------------------------------
 
     @property
     def order(self) -> list[int] | None:
         """The agreed ready order; None before the first step, while the order is that of registration, reversed."""
-        return (self._next_order or self.storage.order) if self._is_order_known else None
+        return self._machine.order
 
     def _lay_out_if_agreed(self) -> None:
-        order, self._next_order = self._next_order, None
-        if order is not None and order != self.storage.order:
+        order = self._machine.layout_due()
+        if order is not None:
             self.storage.lay_out(order)
             with self._algorithm("lay_out"):
                 self._adopt_layout()
 
     def _adopt_layout(self) -> None:
+        buckets = self.storage.buckets
         self._members = self.storage.members
-        self._scheduler = _C.ReadyOrderScheduler(self.storage.plan)
-        self._mark_ready = self._scheduler.mark_ready
-        for bucket in self.storage.buckets:
-            bucket.declaration = self._declare(bucket)
-        self.algorithm.lay_out(self.storage.buckets)
-        self._borrowed = BorrowedGradients(self.algorithm, self.storage.buckets if self.sends_gradients else ())
-        self.optimizer_steps.adopt_layout(self.storage.buckets, self.sends_gradients)
+        self._machine.lay_out(self.storage.bucket_of, self.storage.order)
+        self.algorithm.lay_out(buckets)
+        for bucket in buckets:
+            plan = self._bucket_group.plan
+            bucket.declaration = plan(self.algorithm, bucket) if self.sends_gradients else Declaration()
+        self.states.lay_out(buckets)
+        self._zero_copy = ZeroCopy(buckets if self.sends_gradients else ())
+        self.optimizer_steps.adopt_layout(buckets, self.sends_gradients)
+
+    def enters_stage(self) -> bool:
+        """Looks at what the algorithm does now; whether the buckets are to be laid out anew for it."""
+        stage = self.algorithm.stage()
+        if stage.name not in self._stages:
+            self._stages.append(stage.name)
+        agrees = self.algorithm.skips_together() is not False
+        return self._machine.set_stage(self._stages.index(stage.name), stage.synchronises_gradients, agrees)
 
     def enter_stage(self) -> None:
         """Lays out the buckets for what the algorithm does now; collective."""
-        self._stage, self.sends_gradients = self.algorithm.stage(), self.algorithm.synchronises_gradients()
+        self.enters_stage()
+        self.sends_gradients = self.algorithm.stage().synchronises_gradients
         if not self.sends_gradients:
             self.storage.release_gradients()
         self._adopt_layout()
 
-    def is_in_other_stage(self) -> bool:
-        """Whether the algorithm has changed what the buckets are for."""
-        return (self.algorithm.stage(), self.algorithm.synchronises_gradients()) != (self._stage, self.sends_gradients)
-
     def _enter_next_stage(self) -> None:
         """At an optimizer's step the algorithm may have changed what the buckets are for."""
         with self._algorithm("lay_out"):
-            if self.is_in_other_stage():
+            if self.enters_stage():
                 self.enter_stage()
-
-    def _declare(self, bucket: Bucket) -> Declaration:
-        """What the algorithm declares; where all ranks are on one node a hierarchical all_reduce is a plain one."""
-        declared = self.algorithm.declare(bucket)
-        is_one_node = len(self.group.nodes.members) == 1
-        if declared.operation == "all_reduce" and declared.hierarchical and is_one_node:
-            return dataclasses.replace(declared, codec=None, hierarchical=False, reason=declared.reason or "one node")
-        return declared
 
     # --- errors --------------------------------------------------------------------------------
 
@@ -359,9 +413,13 @@ class Step:
         return fatal(self.group, hook, self.algorithm.name)
 
 
-def _record(recorder: Recorder, groups: list[ProcessGroup], work: Work, group: ProcessGroup | None = None) -> None:
-    """``Training.record``; does not hold the step, which holds the algorithm."""
-    group = groups[0] if group is None else group
-    if group not in groups:
-        groups.append(group)
-    recorder.add_work(group.name, work.core, work.label)
+class _Record:
+    """Puts operations into the timeline; does not hold the step, which holds the algorithm."""
+
+    def __init__(self, recorder: Recorder, groups: list[ProcessGroup]) -> None:
+        self._recorder, self._groups = recorder, groups
+
+    def __call__(self, work: Work, group: ProcessGroup, is_bucket: bool) -> None:
+        if group not in self._groups:
+            self._groups.append(group)
+        self._recorder.add_work(group.name, work.core, work.label, is_bucket=is_bucket)

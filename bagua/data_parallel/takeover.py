@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from bagua.data_parallel.parameter_state import ParameterStates
 from bagua.data_parallel.step import Step
 from bagua.data_parallel.unused_parameters import UnusedParameters
 from bagua.distributed.process_group import ProcessGroup
@@ -33,7 +35,7 @@ def begin(step: Step) -> None:
     """The ranks are equal and train on from here; collective."""
     step.algorithm.begin(step.storage.buckets)
     # With rank 0's optimizer states the others may have come to its stage.
-    if any(step.group.all_gather_object(step.is_in_other_stage())):
+    if any(step.group.all_gather_object(step.enters_stage())):
         step.enter_stage()
 
 
@@ -52,19 +54,28 @@ def move_gradients(earlier: Step, step: Step) -> None:
     earlier.storage.release_gradients()
 
 
-def successor(step: Step, num_steps: int, layout: Sequence[int], order: Sequence[int] | None) -> Step:
-    """A step that goes on where a checkpoint was taken, with its layout and ready order.
+def successor(
+    step: Step,
+    num_steps: int,
+    layout: Sequence[int],
+    order: Sequence[int] | None,
+    parameters: Mapping[str, Any],
+) -> Step:
+    """A step that goes on where a checkpoint was taken, with its layout, ready order and states of parameters.
 
     Its algorithm is a copy, which is to load its state; ``enter_stage`` and ``become`` are to follow.
     """
     new = copy.copy(step)
-    new.algorithm, new.optimizer_steps = copy.copy(step.algorithm), step.optimizer_steps.draft()
+    new.algorithm = copy.copy(step.algorithm)
+    new.states = ParameterStates(new.algorithm.parameter_state(), step.group)
+    new.states.load_state_dict(parameters, new.algorithm.name)
+    new.optimizer_steps = step.optimizer_steps.draft(new.states)
     new.storage = step.storage.anew(layout)
-    if step._unused is not None:
-        new._unused = UnusedParameters(new.storage, step.group)
-        new._unused.is_used = step._unused.is_used
-    new.num_steps, new._is_order_known = num_steps, order is not None
-    new._next_order = None if order is None or list(order) == list(layout) else list(order)
+    if step.unused is not None:
+        new.unused = UnusedParameters(new.storage, step.group)
+        new.unused.is_used = step.unused.is_used
+    new.num_steps = num_steps
+    new.new_machine(order)
     return new
 
 

@@ -1,4 +1,4 @@
-"""find_unused_parameters: what a parameter contributes that this rank's backward left out.
+"""find_unused_parameters: what a parameter contributes that this rank's backward has not used.
 
 Data path: end of backward, around the last buckets. Invariant: every rank sends the same buckets and behind
 them one small message about use, whatever its own backward used: which buckets are already under way differs.
@@ -25,6 +25,7 @@ class UnusedParameters:
         self.is_used = bytearray(len(storage.parameters))
         self._storage, self._group = storage, group
         self._used = torch.empty(0, dtype=torch.uint8)
+        self._agreeing: Work | None = None
         self._missing: Sequence[int] = ()
         self._kept: dict[int, torch.Tensor] = {}  # of missing parameters: what their views held
 
@@ -47,19 +48,21 @@ class UnusedParameters:
         """Sends what this rank has used. All ranks call it at the same place: behind the last bucket."""
         self._used = torch.frombuffer(bytearray(self.is_used), dtype=torch.uint8)
         self.is_used[:] = bytes(len(self.is_used))
-        return self._group.all_reduce(self._used, ReduceOp.MAX, label="used parameters")
+        self._agreeing = self._group.all_reduce(self._used, ReduceOp.MAX, label="used parameters")
+        return self._agreeing
 
-    def settle(self) -> list[int]:
-        """All communication has ended: parameters that no rank has used, which are returned, keep their gradients."""
-        left_out = []
+    def finalize(self) -> list[int]:
+        """All buckets are exchanged: parameters that no rank has used, which are returned, keep their gradients."""
+        unused = []
+        self._agreeing.wait()
         is_used_anywhere = self._used.tolist()
         for index in self._missing:
             view = self._storage.views[index]
             if is_used_anywhere[index]:
                 self._storage.parameters[index].grad = view
                 continue
-            left_out.append(index)
+            unused.append(index)
             if index in self._kept:
                 view.copy_(self._kept[index])
         self._kept = {}
-        return left_out
+        return unused

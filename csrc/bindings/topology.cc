@@ -17,7 +17,7 @@ namespace bagua {
 namespace {
 
 static_assert(sizeof(BaguaNeighbor) == 24 && offsetof(BaguaNeighbor, weight) == 8 &&
-              offsetof(BaguaNeighbor, is_target) == 20);
+              offsetof(BaguaNeighbor, is_target) == 17);
 
 // Empty for a number that has none.
 std::string topology_name(int32_t number) {
@@ -46,8 +46,7 @@ std::vector<collectives::Neighbor> topology_neighbors(int topology, int size, in
             static_cast<uint64_t>(rank), step, found.data(), static_cast<uint64_t>(found.size()), &num_found);
   std::vector<collectives::Neighbor> neighbors;
   for (size_t i = 0; i < num_found; ++i) {
-    neighbors.push_back(
-        {static_cast<int>(found[i].rank), found[i].weight, found[i].is_source != 0, found[i].is_target != 0});
+    neighbors.push_back({static_cast<int>(found[i].rank), found[i].weight, found[i].is_source, found[i].is_target});
   }
   return neighbors;
 }

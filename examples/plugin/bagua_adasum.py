@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from bagua.algorithms import Algorithm, Declaration
+from bagua.algorithms import Algorithm
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -14,25 +14,15 @@ class AdaSum(Algorithm):
     Of more, adasum of the adasums of both halves. Per rank (n-1) G bytes travel, and n G of memory are needed.
     """
 
-    def declare(self, bucket):
-        return Declaration("all_gather")
-
     def communicate(self, bucket, group):
         gathered = bucket.flat.new_empty(group.size * bucket.numel)
-        work = group.all_gather(gathered, bucket.flat)
-        work.label = bucket.label
-        work.finish_with(lambda: combine(bucket, gathered.view(group.size, bucket.numel)))
-        return work
-
-
-def combine(bucket, flats):
-    """The bucket <- adasum of all ranks' buckets, computed alike on each."""
-    for begin, end in map(bucket.place_of, bucket.members):
-        bucket.flat[begin:end] = adasum([flat[begin:end] for flat in flats])
+        yield group.all_gather(gathered, bucket)
+        for begin, end in map(bucket.place_of, bucket.members):
+            bucket.flat[begin:end] = adasum([flat[begin:end] for flat in gathered.view(group.size, bucket.numel)])
 
 
 def adasum(grads):
-    """Of one parameter's gradients by rank, in float32 or wider."""
+    """Of one parameter's gradients by rank, in float32 or wider; computed alike on each rank."""
     if len(grads) == 1:
         return grads[0].to(torch.promote_types(grads[0].dtype, torch.float32))
     a, b = adasum(grads[: len(grads) // 2]), adasum(grads[len(grads) // 2 :])

@@ -1,22 +1,24 @@
-/* The C ABI of bagua's ordering core (rust_core/src/ffi.rs): the bucket planner, the scheduler and the
- * topologies.
+/* The C ABI of bagua's ordering core (rust_core/src/ffi.rs): the bucket planner, the step and the topologies.
  *
  * Every function returns 0 or a BaguaRustCode, and writes the same number and a message to `error`.
  * No pointer may be null unless its description says so; a null one is BAGUA_RUST_NULL_POINTER (if
  * `error` itself is null, only the return value says so). On an error no output is written, unless
  * said otherwise. Pointers must be aligned, and arrays as long as the length passed with them; all
- * arrays stay the caller's and are not kept. A handle is freed once, by its `_free`, and not used
- * after that. Calls on one handle must not overlap; nothing blocks, and nothing here starts a thread. */
+ * arrays stay the caller's and are not kept. An array may be null if its length is 0. A handle is freed
+ * once and not used after that. Calls on one handle must not overlap; nothing blocks, and nothing here
+ * starts a thread. */
 #ifndef BAGUA_RUST_H_
 #define BAGUA_RUST_H_
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* Stable: a number never changes its meaning. 1 to 99 are the caller's mistakes, from 100 bugs of bagua. */
+/* Stable: a number never changes its meaning, and is not used again (8 is retired). 1 to 99 are the caller's mistakes,
+ * from 100 bugs of bagua. */
 typedef enum BaguaRustCode {
   BAGUA_RUST_OK = 0,
   BAGUA_RUST_NULL_POINTER = 1,         /* a pointer was null */
@@ -26,12 +28,15 @@ typedef enum BaguaRustCode {
   BAGUA_RUST_INVALID_ITEM_BYTES = 5,   /* an item size is 0, or differs within one key */
   BAGUA_RUST_OVERFLOW = 6,             /* a size passes 64 bits, or an array cannot exist */
   BAGUA_RUST_TENSOR_OUT_OF_RANGE = 7,  /* no tensor of that index */
-  BAGUA_RUST_BUCKET_OUT_OF_RANGE = 8,  /* no bucket of that index */
   BAGUA_RUST_ALREADY_READY = 9,        /* the tensor was marked ready before in this step */
-  BAGUA_RUST_STEP_NOT_STARTED = 10,    /* no step is under way */
+  BAGUA_RUST_STEP_NOT_STARTED = 10,    /* no step is open */
   BAGUA_RUST_BUFFER_TOO_SMALL = 11,    /* the output array is too short */
   BAGUA_RUST_TOPOLOGY_OUT_OF_RANGE = 12, /* no topology of that number */
   BAGUA_RUST_RANK_OUT_OF_RANGE = 13,   /* the rank is not below the number of ranks */
+  BAGUA_RUST_INVALID_BUCKETS = 14,     /* the tensors' buckets are not 0, 1, ... with at least one tensor each */
+  BAGUA_RUST_NOT_LAID_OUT = 15,        /* no buckets are laid out yet */
+  BAGUA_RUST_STEP_OPEN = 16,           /* a step is open, and may not be */
+  BAGUA_RUST_NOT_STARTED_LAST = 17,    /* the bucket is not the one that was launched or resumed last */
   BAGUA_RUST_INTERNAL = 100            /* a panic was caught; free the handle */
 } BaguaRustCode;
 
@@ -52,87 +57,126 @@ typedef struct BaguaPlanOptions {
   uint64_t align_bytes;        /* a power of two and a multiple of every item size */
 } BaguaPlanOptions;
 
-typedef struct BaguaBucketInfo {
-  uint64_t key;
-  uint64_t numel;       /* elements, padding included; 0 if no member has elements */
-  uint64_t num_members; /* at least 1 */
-  uint32_t item_bytes;
-} BaguaBucketInfo;
-
-typedef struct BaguaBucketMember {
-  uint64_t tensor;       /* index into the tensors that were planned */
-  uint64_t offset_numel; /* first element inside the bucket */
-  uint64_t numel;        /* elements, padding not included */
-} BaguaBucketMember;
-
-typedef struct BaguaBucketRange {
-  uint64_t first; /* buckets first, first + 1, ..., last - 1, in this order; none if first == last */
-  uint64_t last;
-} BaguaBucketRange;
-
 typedef struct BaguaNeighbor {
   uint64_t rank;
-  double weight;      /* of its values in this rank's average; 0 if they are not received */
-  uint32_t is_source; /* 1 if its values are received; 0 for the own rank */
-  uint32_t is_target; /* 1 if it is sent this rank's values; 0 for the own rank */
+  double weight;  /* of its values in this rank's average; 0 if they are not received */
+  bool is_source; /* whether its values are received; false for the own rank */
+  bool is_target; /* whether it is sent this rank's values; false for the own rank */
 } BaguaNeighbor;
 
-typedef struct BaguaPlan BaguaPlan;           /* immutable */
-typedef struct BaguaScheduler BaguaScheduler; /* the steps of one wrapped model */
+/* What is to be done next; those up to WAIT mean one bucket. */
+typedef enum BaguaDecision {
+  BAGUA_NOTHING = 0,        /* now: there may be decisions after the next event */
+  BAGUA_LAUNCH = 1,         /* start the bucket's communication */
+  BAGUA_RESUME = 2,         /* go on with the communication of the bucket, which was suspended */
+  BAGUA_WAIT = 3,           /* wait until the bucket's communication is complete */
+  BAGUA_AGREE_ON_USE = 4,   /* start the message that tells the ranks which tensors were used */
+  BAGUA_FINALIZE_USE = 5,   /* take in what that message brought */
+  BAGUA_AGREE_ON_SKIPS = 6, /* agree with the other ranks on whether the step is skipped */
+  BAGUA_AGREE_ON_ORDER = 7  /* agree with them on rank 0's observed order, and call bagua_step_agree */
+} BaguaDecision;
 
-/* Lays num_tensors tensors out in buckets. `order` (order_len == num_tensors entries) is the order in which they
- * are expected to become ready, first = ready first. tensors and order may be null if there are none. *out_plan
- * becomes a new handle, the caller's to free. Pure: the same arguments give the same plan on every rank.
+/* How backward's computation ended. */
+typedef enum BaguaOutcome {
+  BAGUA_UNTOUCHED = 0,  /* no tensor became ready, so the backward was not this model's; the step is dropped */
+  BAGUA_INCOMPLETE = 1, /* some tensors never became ready, and all must; the step is dropped */
+  BAGUA_COMPLETE = 2    /* there are decisions to take */
+} BaguaOutcome;
+
+/* *out_num where there is no list, which is not the same as an empty one. */
+#define BAGUA_NO_LIST UINT64_MAX
+
+typedef struct BaguaStep BaguaStep; /* the steps of one wrapped model, one after the other */
+
+/* Lays num_tensors tensors out in buckets. `order` (order_len == num_tensors entries) is the order in which they are
+ * expected to become ready, first = ready first. By tensor, out_bucket becomes its bucket and out_offset_numel its
+ * first element in there; by bucket, out_bucket_numel becomes its elements, padding included. The three have room for
+ * num_tensors entries. *out_num_buckets becomes how many buckets there are; they are numbered in launch order and have
+ * at least one tensor each. In one bucket the tensor that comes earlier in `order` has the lower offset. Pure: the
+ * same arguments give the same plan on every rank.
  * Errors: INVALID_ORDER, INVALID_ALIGNMENT, INVALID_BUCKET_BYTES, INVALID_ITEM_BYTES, OVERFLOW. */
-int32_t bagua_plan_new(const BaguaTensorSpec* tensors, uint64_t num_tensors, const uint64_t* order, uint64_t order_len,
-                       const BaguaPlanOptions* options, BaguaPlan** out_plan, BaguaRustError* error);
+int32_t bagua_plan(const BaguaTensorSpec* tensors, uint64_t num_tensors, const uint64_t* order, uint64_t order_len,
+                   const BaguaPlanOptions* options, uint64_t* out_bucket, uint64_t* out_offset_numel,
+                   uint64_t* out_bucket_numel, uint64_t* out_num_buckets, BaguaRustError* error);
 
-/* Frees the plan. Schedulers made from it stay valid. */
-int32_t bagua_plan_free(BaguaPlan* plan, BaguaRustError* error);
+/* The step, which is told what happens and tells what is to be done next. All that ranks must do together comes in an
+ * order that depends on the layout, the stage and on which buckets were suspended at which decision, not on the order
+ * of this rank's events. After an error all is as before. From begin to the last decision nothing is allocated. */
 
-/* Writes the number of buckets. Buckets are numbered from 0 in launch order. */
-int32_t bagua_plan_num_buckets(const BaguaPlan* plan, uint64_t* out_num_buckets, BaguaRustError* error);
+/* *out_step becomes a new handle, the caller's to free, for num_tensors tensors, without a layout and in a stage that
+ * launches. finds_unused: whether a backward may leave tensors out. Errors: OVERFLOW. */
+int32_t bagua_step_new(uint64_t num_tensors, bool finds_unused, BaguaStep** out_step, BaguaRustError* error);
 
-/* Describes one bucket. Errors: BUCKET_OUT_OF_RANGE. */
-int32_t bagua_plan_bucket(const BaguaPlan* plan, uint64_t bucket, BaguaBucketInfo* out_info, BaguaRustError* error);
+/* Frees the handle. */
+int32_t bagua_step_free(BaguaStep* step, BaguaRustError* error);
 
-/* Writes the bucket's num_members members, in the order in which they are expected to become ready, to out_members,
- * which has room for `capacity`. Errors: BUCKET_OUT_OF_RANGE, BUFFER_TOO_SMALL. */
-int32_t bagua_plan_bucket_members(const BaguaPlan* plan, uint64_t bucket, BaguaBucketMember* out_members,
-                                  uint64_t capacity, BaguaRustError* error);
+/* Takes a new layout: by tensor its bucket, as bagua_plan numbers them, and the ready order that it was made for. The
+ * agreed order stays known; what is left of a finished step is dropped.
+ * Errors: STEP_OPEN, INVALID_BUCKETS, INVALID_ORDER. */
+int32_t bagua_step_lay_out(BaguaStep* step, const uint64_t* bucket_of, uint64_t bucket_of_len, const uint64_t* order,
+                           uint64_t order_len, BaguaRustError* error);
 
-/* Makes a scheduler, outside a step. *out_scheduler becomes a new handle, the caller's to free; the plan is copied
- * from, not kept. */
-int32_t bagua_scheduler_new(const BaguaPlan* plan, BaguaScheduler** out_scheduler, BaguaRustError* error);
+/* The algorithm is in `stage` now. launches: gradients are exchanged, in backward; otherwise nothing is launched, no
+ * order is agreed on, and the ranks agree on skipped steps if agrees_on_skips. *out_is_new: whether stage or launches
+ * has changed, or this is the first call, so that the buckets are to be laid out anew.
+ * Errors: STEP_OPEN, where one of the two has changed. */
+int32_t bagua_step_set_stage(BaguaStep* step, int64_t stage, bool launches, bool agrees_on_skips, bool* out_is_new,
+                             BaguaRustError* error);
 
-/* Frees the scheduler. */
-int32_t bagua_scheduler_free(BaguaScheduler* scheduler, BaguaRustError* error);
+/* Opens a step: no tensor ready, no bucket launched. One that is open (its backward raised), or has decisions left, is
+ * dropped. Errors: NOT_LAID_OUT. */
+int32_t bagua_step_begin(BaguaStep* step, BaguaRustError* error);
 
-/* Starts a step: no tensor ready, no bucket launched. Legal in the middle of a step (its backward raised), which is
- * then dropped. */
-int32_t bagua_scheduler_begin_step(BaguaScheduler* scheduler, BaguaRustError* error);
+/* A tensor's gradient is there. *out_has_decision: whether bagua_step_next has something to do.
+ * Errors: STEP_NOT_STARTED, TENSOR_OUT_OF_RANGE, ALREADY_READY. */
+int32_t bagua_step_ready(BaguaStep* step, uint64_t tensor, bool* out_has_decision, BaguaRustError* error);
 
-/* Marks a tensor ready and writes the buckets to launch now, often none. A bucket is launched once all its members
- * are ready and all buckets before it are launched, so the sequence is the plan's on every rank. Allocates nothing.
- * Errors, which leave the step as it was: STEP_NOT_STARTED, TENSOR_OUT_OF_RANGE, ALREADY_READY. */
-int32_t bagua_scheduler_mark_ready(BaguaScheduler* scheduler, uint64_t tensor, BaguaBucketRange* out_range,
-                                   BaguaRustError* error);
+/* Takes the next decision: *out_decision becomes a BaguaDecision, *out_bucket the bucket that is meant, or 0. Where
+ * the stage launches: a bucket is launched once all its tensors are ready and all buckets before it are launched. After
+ * finish come the launches that are left, AGREE_ON_USE (if the step finds unused tensors), the resumptions that are
+ * left, a WAIT for each bucket, FINALIZE_USE (likewise) and AGREE_ON_ORDER (while no order is agreed). Where the stage
+ * does not launch: after finish AGREE_ON_SKIPS, if the stage agrees on them. */
+int32_t bagua_step_next(BaguaStep* step, uint32_t* out_decision, uint64_t* out_bucket, BaguaRustError* error);
 
-/* Ends the step and writes the buckets not launched yet, which count as launched.
+/* The communication of the bucket that was launched or resumed last goes on later. It is resumed once two more buckets
+ * are launched, before the next one is, or at the end of backward, whichever comes first; of several, the one that was
+ * suspended first. Errors: NOT_STARTED_LAST. */
+int32_t bagua_step_suspended(BaguaStep* step, uint64_t bucket, BaguaRustError* error);
+
+/* Backward's computation is over: *out_outcome becomes a BaguaOutcome. The step is not open any more.
  * Errors: STEP_NOT_STARTED. */
-int32_t bagua_scheduler_finish(BaguaScheduler* scheduler, BaguaBucketRange* out_range, BaguaRustError* error);
+int32_t bagua_step_finish(BaguaStep* step, uint32_t* out_outcome, BaguaRustError* error);
 
-/* Writes the tensors that are not ready, ascending, to out_tensors, and their number to *out_num. `capacity` of the
- * number of tensors always suffices; out_tensors may be null if there is nothing to write. After finish: those that
- * never became ready; before the first step: all. Errors: BUFFER_TOO_SMALL, and *out_num is the capacity needed. */
-int32_t bagua_scheduler_missing(const BaguaScheduler* scheduler, uint64_t* out_tensors, uint64_t capacity,
-                                uint64_t* out_num, BaguaRustError* error);
+/* Backward raised: the step is dropped, if there is one. */
+int32_t bagua_step_abort(BaguaStep* step, BaguaRustError* error);
 
-/* Writes all tensors, in the order in which they became ready in the last complete step, those that did not in plan
- * order behind them; before the first complete step, in plan order. A step is complete when all tensors are ready or
- * finish was called. out_tensors may be null if there are no tensors. Errors: BUFFER_TOO_SMALL. */
-int32_t bagua_scheduler_observed_order(const BaguaScheduler* scheduler, uint64_t* out_tensors, uint64_t capacity,
-                                       BaguaRustError* error);
+/* The ranks have agreed on the ready order `order`. Errors: INVALID_ORDER. */
+int32_t bagua_step_agree(BaguaStep* step, const uint64_t* order, uint64_t order_len, BaguaRustError* error);
+
+/* Writes whether a step is open (from begin to finish or abort), and how many buckets are launched in it, or were in
+ * the last one. */
+int32_t bagua_step_state(const BaguaStep* step, bool* out_is_open, uint64_t* out_num_launched, BaguaRustError* error);
+
+/* The following four write a list of tensors to out_tensors and its length to *out_num. `capacity` of the number of
+ * tensors always suffices. Errors: BUFFER_TOO_SMALL, and *out_num is the capacity needed. */
+
+/* The tensors that are not ready, ascending; after the step's end those that never became ready; before the first
+ * step, all. */
+int32_t bagua_step_missing(const BaguaStep* step, uint64_t* out_tensors, uint64_t capacity, uint64_t* out_num,
+                           BaguaRustError* error);
+
+/* All tensors, in the order in which they became ready in the last complete step, those that did not in the layout's
+ * order behind them; in a new layout, in its order. */
+int32_t bagua_step_observed_order(const BaguaStep* step, uint64_t* out_tensors, uint64_t capacity, uint64_t* out_num,
+                                  BaguaRustError* error);
+
+/* The order that bagua_step_agree was called with last; NO_LIST before. */
+int32_t bagua_step_agreed_order(const BaguaStep* step, uint64_t* out_tensors, uint64_t capacity, uint64_t* out_num,
+                                BaguaRustError* error);
+
+/* The agreed order, while the buckets are not laid out for it; else NO_LIST. */
+int32_t bagua_step_layout_due(const BaguaStep* step, uint64_t* out_tensors, uint64_t capacity, uint64_t* out_num,
+                              BaguaRustError* error);
 
 /* Writes the name of a topology, NUL-terminated. Topologies are numbered 0, 1, ...; the first number that is
  * TOPOLOGY_OUT_OF_RANGE is how many there are. Errors: TOPOLOGY_OUT_OF_RANGE, BUFFER_TOO_SMALL. */

@@ -1,7 +1,8 @@
 //! What can go wrong in the ordering core: [`Error`] carries the values, [`ErrorCode`] is its
 //! stable number on the C ABI.
 //!
-//! Invariants: a code never changes its meaning and is never reused; codes 1 to 99 are the
+//! Invariants: a code never changes its meaning and is never reused, also where no error has it any
+//! more (8 was "there is no bucket of that index"); codes 1 to 99 are the
 //! caller's mistakes (InvalidArgument in Python), 100 and above are ours (InternalError). Each
 //! message carries the value, what was expected and what to do, in that order, because the C ABI
 //! keeps only its first 255 bytes.
@@ -27,8 +28,6 @@ pub enum ErrorCode {
     Overflow = 6,
     /// There is no tensor of that index.
     TensorOutOfRange = 7,
-    /// There is no bucket of that index.
-    BucketOutOfRange = 8,
     /// The tensor was already marked ready in this step.
     AlreadyReady = 9,
     /// No step is under way.
@@ -39,6 +38,14 @@ pub enum ErrorCode {
     TopologyOutOfRange = 12,
     /// The rank is not below the number of ranks.
     RankOutOfRange = 13,
+    /// The buckets of the tensors are not 0, 1, ... with at least one tensor each.
+    InvalidBuckets = 14,
+    /// No buckets are laid out yet.
+    NotLaidOut = 15,
+    /// A step is open, and may not be.
+    StepOpen = 16,
+    /// The bucket is not the one that was launched or resumed last.
+    NotStartedLast = 17,
     /// A panic was caught: a bug in this library.
     Internal = 100,
 }
@@ -60,9 +67,14 @@ pub enum Error {
     TensorTooLarge { tensor: usize, numel: u64, item_bytes: u32 },
     ArrayTooLong { argument: &'static str, len: u64 },
     TensorOutOfRange { tensor: u64, num_tensors: usize },
-    BucketOutOfRange { bucket: u64, num_buckets: usize },
+    BucketsLength { len: usize, num_tensors: usize },
+    BucketTooLarge { tensor: usize, bucket: u64, num_tensors: usize },
+    EmptyBucket { bucket: usize, num_buckets: usize },
     AlreadyReady { tensor: usize },
     StepNotStarted { operation: &'static str },
+    NotLaidOut,
+    StepOpen { operation: &'static str },
+    NotStartedLast { bucket: u64, last: Option<usize> },
     BufferTooSmall { argument: &'static str, capacity: u64, required: usize },
     TopologyOutOfRange { topology: u32, num_topologies: usize },
     RankOutOfRange { rank: u64, size: u64 },
@@ -84,9 +96,14 @@ impl Error {
             Error::ZeroItemBytes { .. } | Error::MixedItemBytes { .. } => ErrorCode::InvalidItemBytes,
             Error::TensorTooLarge { .. } | Error::ArrayTooLong { .. } => ErrorCode::Overflow,
             Error::TensorOutOfRange { .. } => ErrorCode::TensorOutOfRange,
-            Error::BucketOutOfRange { .. } => ErrorCode::BucketOutOfRange,
+            Error::BucketsLength { .. } | Error::BucketTooLarge { .. } | Error::EmptyBucket { .. } => {
+                ErrorCode::InvalidBuckets
+            }
             Error::AlreadyReady { .. } => ErrorCode::AlreadyReady,
             Error::StepNotStarted { .. } => ErrorCode::StepNotStarted,
+            Error::NotLaidOut => ErrorCode::NotLaidOut,
+            Error::StepOpen { .. } => ErrorCode::StepOpen,
+            Error::NotStartedLast { .. } => ErrorCode::NotStartedLast,
             Error::BufferTooSmall { .. } => ErrorCode::BufferTooSmall,
             Error::TopologyOutOfRange { .. } => ErrorCode::TopologyOutOfRange,
             Error::RankOutOfRange { .. } => ErrorCode::RankOutOfRange,
@@ -123,12 +140,24 @@ impl fmt::Display for Error {
                 "{argument} has {len} entries; expected an array that fits in memory; check the length passed with it"),
             Error::TensorOutOfRange { tensor, num_tensors } => write!(f,
                 "tensor index is {tensor}; expected below {num_tensors}; pass an index into the list that was planned"),
-            Error::BucketOutOfRange { bucket, num_buckets } => write!(f,
-                "bucket index is {bucket}; expected below {num_buckets}; ask the plan for its number of buckets"),
+            Error::BucketsLength { len, num_tensors } => write!(f,
+                "bucket_of has {len} entries; expected {num_tensors}, one per tensor; pass what the planner returned"),
+            Error::BucketTooLarge { tensor, bucket, num_tensors } => write!(f,
+                "bucket_of[{tensor}] is {bucket}; expected below {num_tensors}, as each bucket has a tensor; pass what the planner returned"),
+            Error::EmptyBucket { bucket, num_buckets } => write!(f,
+                "bucket {bucket} of {num_buckets} has no tensor; expected at least one in each; pass what the planner returned"),
             Error::AlreadyReady { tensor } => write!(f,
-                "tensor {tensor} is already ready in this step; expected once per step; call begin_step before a second backward"),
+                "tensor {tensor} is already ready in this step; expected once per step; call begin before a second backward"),
             Error::StepNotStarted { operation } => write!(f,
-                "{operation} outside a step; expected between begin_step and finish; call begin_step first"),
+                "{operation} outside a step; expected between begin and finish; call begin first"),
+            Error::NotLaidOut => write!(f,
+                "begin without buckets; expected a layout; call lay_out first"),
+            Error::StepOpen { operation } => write!(f,
+                "{operation} while a step is open; expected none; call finish or abort first"),
+            Error::NotStartedLast { bucket, last: Some(last) } => write!(f,
+                "bucket {bucket} cannot be suspended; expected {last}, which was launched or resumed last; call suspended before the next decision is taken"),
+            Error::NotStartedLast { bucket, last: None } => write!(f,
+                "bucket {bucket} cannot be suspended; expected one that was just launched or resumed, and there is none; call suspended before the next decision is taken"),
             Error::BufferTooSmall { argument, capacity, required } => write!(f,
                 "{argument} has room for {capacity} entries; expected at least {required}; pass a longer array"),
             Error::TopologyOutOfRange { topology, num_topologies } => write!(f,

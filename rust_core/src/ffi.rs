@@ -1,10 +1,12 @@
-//! The C ABI of the planner, the scheduler and the topologies; `include/bagua_rust.h` documents
-//! each function.
+//! The C ABI of the planner, the step and the topologies; `include/bagua_rust.h` documents each
+//! function.
 //!
-//! Data path: `csrc/bindings/order.cc` -> **here** -> `planner`, `scheduler`, `topology`.
+//! Data path: `csrc/bindings/order.cc`, `topology.cc` -> **here** -> `planner`, `step`, `topology`.
 //!
 //! Invariants: the only file with `unsafe`; a null pointer or a panic becomes an error code; on an
-//! error no output is written but `error` and, `out_num` (see the header).
+//! error no output is written but `error` and, where the header says so, `out_num`. A message always
+//! ends with a NUL and is valid UTF-8. What is shared with C is `repr(C)` and holds no pointer;
+//! of what C writes only a bool may not have any bit pattern.
 //!
 //! Proof shared by the `unsafe` blocks: the header makes the caller promise that a non-null pointer
 //! is aligned, valid for the length passed with it and not used from another thread during the
@@ -14,253 +16,215 @@
 #![allow(missing_docs, clippy::missing_safety_doc)] // the header documents each function
 
 use std::any::Any;
-use std::mem::MaybeUninit;
+use std::mem::{size_of, MaybeUninit};
+use std::os::raw::c_char;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::slice;
 
-use crate::abi_types::{
-    BaguaBucketInfo, BaguaBucketMember, BaguaBucketRange, BaguaNeighbor, BaguaPlanOptions, BaguaRustError,
-    BaguaTensorSpec,
-};
 use crate::error::{Error, ErrorCode};
-use crate::planner::{plan, BucketPlan, PlanOptions, PlannedBucket, TensorSpec};
-use crate::scheduler::ReadyOrderScheduler;
-use crate::topology::{Topology, TOPOLOGIES};
+use crate::planner::{plan, PlanOptions, TensorSpec};
+use crate::step::{Decision, StepMachine};
+use crate::topology::{Neighbor, Topology, TOPOLOGIES};
 
-/// Opaque handle of a plan.
-pub struct BaguaPlan(BucketPlan);
+// Indices are usize here and uint64_t in the header.
+const _: () = assert!(size_of::<usize>() == size_of::<u64>());
 
-/// Opaque handle of a scheduler.
-pub struct BaguaScheduler(ReadyOrderScheduler);
+/// Bytes of [`BaguaRustError::message`], the terminating NUL included.
+pub const MESSAGE_BYTES: usize = 256;
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_plan_new(
-    tensors: *const BaguaTensorSpec,
-    num_tensors: u64,
-    order: *const u64,
-    order_len: u64,
-    options: *const BaguaPlanOptions,
-    out_plan: *mut *mut BaguaPlan,
-    error: *mut BaguaRustError,
-) -> i32 {
-    guard(error, || {
-        // SAFETY: the header's promise, for all four.
-        let specs = unsafe { input(tensors, num_tensors, "tensors") }?;
-        let order = unsafe { input(order, order_len, "order") }?;
-        let options = unsafe { shared(options, "options") }?;
-        let out_plan = unsafe { slot(out_plan, "out_plan") }?;
-        let specs: Vec<TensorSpec> = specs.iter().map(TensorSpec::from).collect();
-        let planned = plan(&specs, order, PlanOptions::from(options))?;
-        out_plan.write(Box::into_raw(Box::new(BaguaPlan(planned))));
-        Ok(())
-    })
+/// Status and message of one call, in memory of the caller.
+#[repr(C)]
+#[derive(Clone)]
+pub struct BaguaRustError {
+    /// An [`ErrorCode`], or 0.
+    pub code: i32,
+    /// NUL-terminated UTF-8, cut at a character boundary; empty on success.
+    pub message: [c_char; MESSAGE_BYTES],
 }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_plan_free(plan: *mut BaguaPlan, error: *mut BaguaRustError) -> i32 {
-    // SAFETY: the header's promise; the handle came from `Box::into_raw` in `bagua_plan_new`.
-    guard(error, || unsafe { free(plan, "plan") })
+impl BaguaRustError {
+    /// The error that says `message`, cut to fit.
+    pub fn new(code: i32, message: &str) -> Self {
+        let mut len = message.len().min(MESSAGE_BYTES - 1);
+        while !message.is_char_boundary(len) {
+            len -= 1; // ends: 0 is a boundary
+        }
+        let mut error = BaguaRustError { code, message: [0; MESSAGE_BYTES] };
+        for (slot, &byte) in error.message.iter_mut().zip(&message.as_bytes()[..len]) {
+            *slot = byte as c_char; // keeps the bits; c_char is u8 or i8 by platform
+        }
+        error
+    }
+
+    /// The message without its NUL.
+    pub fn text(&self) -> String {
+        let bytes: Vec<u8> =
+            self.message.iter().map(|&byte| byte as u8).take_while(|&byte| byte != 0).collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
 }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_plan_num_buckets(
-    plan: *const BaguaPlan,
-    out_num_buckets: *mut u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    guard(error, || {
-        // SAFETY: the header's promise, for both.
-        let plan = unsafe { shared(plan, "plan") }?;
-        unsafe { slot(out_num_buckets, "out_num_buckets") }?.write(plan.0.buckets().len() as u64);
-        Ok(())
-    })
+impl From<&Error> for BaguaRustError {
+    fn from(error: &Error) -> Self {
+        BaguaRustError::new(error.code() as i32, &error.to_string())
+    }
 }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_plan_bucket(
-    plan: *const BaguaPlan,
-    bucket: u64,
-    out_info: *mut BaguaBucketInfo,
-    error: *mut BaguaRustError,
-) -> i32 {
-    guard(error, || {
-        // SAFETY: the header's promise, for both.
-        let planned = bucket_at(unsafe { shared(plan, "plan") }?, bucket)?;
-        unsafe { slot(out_info, "out_info") }?.write(BaguaBucketInfo::from(planned));
-        Ok(())
-    })
+/// `*out_num` of a list that there is not.
+pub const BAGUA_NO_LIST: u64 = u64::MAX;
+
+/// Defines the exported functions. Each gets `error` as its last argument and runs in `guard`.
+macro_rules! export {
+    ($(fn $name:ident($($argument:ident: $type:ty),*) $body:block)*) => {$(
+        #[no_mangle]
+        pub unsafe extern "C" fn $name($($argument: $type,)* error: *mut BaguaRustError) -> i32 {
+            guard(error, || {
+                // SAFETY: the header's promise; `bagua_step_free` has a proof of its own.
+                unsafe { $body }
+                Ok(())
+            })
+        }
+    )*};
 }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_plan_bucket_members(
-    plan: *const BaguaPlan,
-    bucket: u64,
-    out_members: *mut BaguaBucketMember,
-    capacity: u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    guard(error, || {
-        // SAFETY: the header's promise, for both.
-        let planned = bucket_at(unsafe { shared(plan, "plan") }?, bucket)?;
-        let out = unsafe { output(out_members, capacity, planned.members.len(), "out_members") }?;
-        out.iter_mut().zip(&planned.members).for_each(|(slot, m)| *slot = MaybeUninit::new(m.into()));
-        Ok(())
-    })
-}
+export! {
+    fn bagua_plan(
+        tensors: *const TensorSpec, num_tensors: u64, order: *const u64, order_len: u64,
+        options: *const PlanOptions, out_bucket: *mut u64, out_offset_numel: *mut u64,
+        out_bucket_numel: *mut u64, out_num_buckets: *mut u64
+    ) {
+        let tensors = input(tensors, num_tensors, "tensors")?;
+        let order = input(order, order_len, "order")?;
+        let options = shared(options, "options")?;
+        let out_bucket = output(out_bucket, num_tensors, "out_bucket")?;
+        let out_offset_numel = output(out_offset_numel, num_tensors, "out_offset_numel")?;
+        let out_bucket_numel = output(out_bucket_numel, num_tensors, "out_bucket_numel")?;
+        let out_num_buckets = slot(out_num_buckets, "out_num_buckets")?;
+        let planned = plan(tensors, order, *options)?;
+        fill(out_bucket, planned.bucket_of.iter().map(|&bucket| bucket as u64));
+        fill(out_offset_numel, planned.offset_numel_of.iter().copied());
+        fill(out_bucket_numel, planned.bucket_numels.iter().copied());
+        out_num_buckets.write(planned.bucket_numels.len() as u64);
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_scheduler_new(
-    plan: *const BaguaPlan,
-    out_scheduler: *mut *mut BaguaScheduler,
-    error: *mut BaguaRustError,
-) -> i32 {
-    guard(error, || {
-        // SAFETY: the header's promise, for both.
-        let plan = unsafe { shared(plan, "plan") }?;
-        let out_scheduler = unsafe { slot(out_scheduler, "out_scheduler") }?;
-        out_scheduler.write(Box::into_raw(Box::new(BaguaScheduler(ReadyOrderScheduler::new(&plan.0)))));
-        Ok(())
-    })
-}
+    fn bagua_step_new(num_tensors: u64, finds_unused: bool, out_step: *mut *mut StepMachine) {
+        let num_tensors = array_len::<(usize, usize)>(num_tensors, "num_tensors")?;
+        let out_step = slot(out_step, "out_step")?;
+        out_step.write(Box::into_raw(Box::new(StepMachine::new(num_tensors, finds_unused))));
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_scheduler_free(
-    scheduler: *mut BaguaScheduler,
-    error: *mut BaguaRustError,
-) -> i32 {
-    // SAFETY: the header's promise; the handle came from `Box::into_raw` in `bagua_scheduler_new`.
-    guard(error, || unsafe { free(scheduler, "scheduler") })
-}
+    fn bagua_step_free(step: *mut StepMachine) {
+        // The handle came from `Box::into_raw` in `bagua_step_new`, and is not used afterwards.
+        drop(Box::from_raw(unique(step, "step")?));
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_scheduler_begin_step(
-    scheduler: *mut BaguaScheduler,
-    error: *mut BaguaRustError,
-) -> i32 {
-    guard(error, || {
-        // SAFETY: the header's promise.
-        unsafe { unique(scheduler, "scheduler") }?.0.begin_step();
-        Ok(())
-    })
-}
+    fn bagua_step_lay_out(
+        step: *mut StepMachine, bucket_of: *const u64, bucket_of_len: u64, order: *const u64, order_len: u64
+    ) {
+        let bucket_of = input(bucket_of, bucket_of_len, "bucket_of")?;
+        unique(step, "step")?.lay_out(bucket_of, input(order, order_len, "order")?)?;
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_scheduler_mark_ready(
-    scheduler: *mut BaguaScheduler,
-    tensor: u64,
-    out_range: *mut BaguaBucketRange,
-    error: *mut BaguaRustError,
-) -> i32 {
-    guard(error, || {
-        // SAFETY: the header's promise, for both.
-        let scheduler = unsafe { unique(scheduler, "scheduler") }?;
-        let out_range = unsafe { slot(out_range, "out_range") }?;
-        out_range.write(scheduler.0.mark_ready(tensor)?.into());
-        Ok(())
-    })
-}
+    fn bagua_step_set_stage(
+        step: *mut StepMachine, stage: i64, launches: bool, agrees_on_skips: bool, out_is_new: *mut bool
+    ) {
+        let out_is_new = slot(out_is_new, "out_is_new")?;
+        out_is_new.write(unique(step, "step")?.set_stage(stage, launches, agrees_on_skips)?);
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_scheduler_finish(
-    scheduler: *mut BaguaScheduler,
-    out_range: *mut BaguaBucketRange,
-    error: *mut BaguaRustError,
-) -> i32 {
-    guard(error, || {
-        // SAFETY: the header's promise, for both.
-        let scheduler = unsafe { unique(scheduler, "scheduler") }?;
-        let out_range = unsafe { slot(out_range, "out_range") }?;
-        out_range.write(scheduler.0.finish()?.into());
-        Ok(())
-    })
-}
+    fn bagua_step_begin(step: *mut StepMachine) {
+        unique(step, "step")?.begin()?;
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_scheduler_missing(
-    scheduler: *const BaguaScheduler,
-    out_tensors: *mut u64,
-    capacity: u64,
-    out_num: *mut u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    guard(error, || {
-        // SAFETY: the header's promise, for all three.
-        let scheduler = &unsafe { shared(scheduler, "scheduler") }?.0;
-        let out_num = unsafe { slot(out_num, "out_num") }?;
-        let num_missing = scheduler.missing().count();
-        out_num.write(num_missing as u64);
-        let out = unsafe { output(out_tensors, capacity, num_missing, "out_tensors") }?;
-        out.iter_mut().zip(scheduler.missing()).for_each(|(slot, t)| *slot = MaybeUninit::new(t as u64));
-        Ok(())
-    })
-}
+    fn bagua_step_ready(step: *mut StepMachine, tensor: u64, out_has_decision: *mut bool) {
+        let out_has_decision = slot(out_has_decision, "out_has_decision")?;
+        out_has_decision.write(unique(step, "step")?.ready(tensor)?);
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_scheduler_observed_order(
-    scheduler: *const BaguaScheduler,
-    out_tensors: *mut u64,
-    capacity: u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    guard(error, || {
-        // SAFETY: the header's promise, for both.
-        let observed = unsafe { shared(scheduler, "scheduler") }?.0.observed_order();
-        let out = unsafe { output(out_tensors, capacity, observed.len(), "out_tensors") }?;
-        out.iter_mut().zip(observed).for_each(|(slot, &tensor)| *slot = MaybeUninit::new(tensor as u64));
-        Ok(())
-    })
-}
+    fn bagua_step_next(step: *mut StepMachine, out_decision: *mut u32, out_bucket: *mut u64) {
+        let (out_decision, out_bucket) = (slot(out_decision, "out_decision")?, slot(out_bucket, "out_bucket")?);
+        let (decision, bucket) = match unique(step, "step")?.next_decision() {
+            None => (0, 0),
+            Some(Decision::Launch(bucket)) => (1, bucket),
+            Some(Decision::Resume(bucket)) => (2, bucket),
+            Some(Decision::Wait(bucket)) => (3, bucket),
+            Some(Decision::AgreeOnUse) => (4, 0),
+            Some(Decision::FinalizeUse) => (5, 0),
+            Some(Decision::AgreeOnSkips) => (6, 0),
+            Some(Decision::AgreeOnOrder) => (7, 0),
+        };
+        out_decision.write(decision);
+        out_bucket.write(bucket as u64);
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_topology_name(
-    topology: u32,
-    out_name: *mut u8,
-    capacity: u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    guard(error, || {
+    fn bagua_step_suspended(step: *mut StepMachine, bucket: u64) {
+        unique(step, "step")?.suspended(bucket)?;
+    }
+
+    fn bagua_step_finish(step: *mut StepMachine, out_outcome: *mut u32) {
+        let out_outcome = slot(out_outcome, "out_outcome")?;
+        out_outcome.write(unique(step, "step")?.finish()? as u32);
+    }
+
+    fn bagua_step_abort(step: *mut StepMachine) {
+        unique(step, "step")?.abort();
+    }
+
+    fn bagua_step_agree(step: *mut StepMachine, order: *const u64, order_len: u64) {
+        unique(step, "step")?.agree(input(order, order_len, "order")?)?;
+    }
+
+    fn bagua_step_state(step: *const StepMachine, out_is_open: *mut bool, out_num_launched: *mut u64) {
+        let out_is_open = slot(out_is_open, "out_is_open")?;
+        let out_num_launched = slot(out_num_launched, "out_num_launched")?;
+        let step = shared(step, "step")?;
+        out_is_open.write(step.is_open());
+        out_num_launched.write(step.num_launched() as u64);
+    }
+
+    fn bagua_step_missing(step: *const StepMachine, out_tensors: *mut usize, capacity: u64, out_num: *mut u64) {
+        list("out_tensors", Some(shared(step, "step")?.missing()), out_tensors, capacity, out_num)?;
+    }
+
+    fn bagua_step_observed_order(
+        step: *const StepMachine, out_tensors: *mut usize, capacity: u64, out_num: *mut u64
+    ) {
+        let order = Some(shared(step, "step")?.observed_order());
+        list("out_tensors", order.map(entries), out_tensors, capacity, out_num)?;
+    }
+
+    fn bagua_step_agreed_order(
+        step: *const StepMachine, out_tensors: *mut usize, capacity: u64, out_num: *mut u64
+    ) {
+        let order = shared(step, "step")?.agreed_order();
+        list("out_tensors", order.map(entries), out_tensors, capacity, out_num)?;
+    }
+
+    fn bagua_step_layout_due(
+        step: *const StepMachine, out_tensors: *mut usize, capacity: u64, out_num: *mut u64
+    ) {
+        let order = shared(step, "step")?.layout_due();
+        list("out_tensors", order.map(entries), out_tensors, capacity, out_num)?;
+    }
+
+    fn bagua_topology_name(topology: u32, out_name: *mut u8, capacity: u64) {
         let name = topology_at(topology)?.name();
-        // SAFETY: the header's promise.
-        let out = unsafe { output(out_name, capacity, name.len() + 1, "out_name") }?;
-        let with_nul = name.bytes().chain(std::iter::once(0));
-        out.iter_mut().zip(with_nul).for_each(|(slot, byte)| *slot = MaybeUninit::new(byte));
-        Ok(())
-    })
-}
+        check_capacity("out_name", capacity, name.len() + 1)?;
+        fill(output(out_name, name.len() as u64 + 1, "out_name")?, name.bytes().chain(std::iter::once(0)));
+    }
 
-#[no_mangle]
-pub unsafe extern "C" fn bagua_topology_neighbors(
-    topology: u32,
-    size: u64,
-    rank: u64,
-    step: u64,
-    out_neighbors: *mut BaguaNeighbor,
-    capacity: u64,
-    out_num: *mut u64,
-    error: *mut BaguaRustError,
-) -> i32 {
-    guard(error, || {
-        let topology = topology_at(topology)?;
-        let index = |value| usize::try_from(value).map_err(|_| Error::RankOutOfRange { rank, size });
-        let neighbors = topology.neighbors(index(size)?, index(rank)?, step)?;
-        // SAFETY: the header's promise, for both.
-        let out_num = unsafe { slot(out_num, "out_num") }?;
-        out_num.write(neighbors.len() as u64);
-        let out = unsafe { output(out_neighbors, capacity, neighbors.len(), "out_neighbors") }?;
-        out.iter_mut().zip(&neighbors).for_each(|(slot, neighbor)| *slot = MaybeUninit::new(neighbor.into()));
-        Ok(())
-    })
+    fn bagua_topology_neighbors(
+        topology: u32, size: u64, rank: u64, step: u64, out_neighbors: *mut Neighbor, capacity: u64,
+        out_num: *mut u64
+    ) {
+        let found = topology_at(topology)?.neighbors(size as usize, rank as usize, step)?; // as wide, see above
+        list("out_neighbors", Some(entries(&found)), out_neighbors, capacity, out_num)?;
+    }
 }
 
 fn topology_at(topology: u32) -> Result<Topology, Error> {
     let found = TOPOLOGIES.get(topology as usize).copied(); // widens
     found.ok_or(Error::TopologyOutOfRange { topology, num_topologies: TOPOLOGIES.len() })
-}
-
-fn bucket_at(plan: &BaguaPlan, bucket: u64) -> Result<&PlannedBucket, Error> {
-    let buckets = plan.0.buckets();
-    let found = usize::try_from(bucket).ok().and_then(|index| buckets.get(index));
-    found.ok_or(Error::BucketOutOfRange { bucket, num_buckets: buckets.len() })
 }
 
 /// Runs `body` and reports how it ended. `error` is the last argument of an exported function, so
@@ -273,7 +237,7 @@ fn guard(error: *mut BaguaRustError, body: impl FnOnce() -> Result<(), Error>) -
     let outcome = catch_unwind(AssertUnwindSafe(body))
         .unwrap_or_else(|payload| Err(Error::Internal { panic: panic_message(&*payload) }));
     match outcome {
-        // SAFETY: not null; two plain stores, which a mark_ready can afford.
+        // SAFETY: not null; two plain stores, which a `ready` can afford.
         Ok(()) => unsafe {
             (*error).code = 0;
             (*error).message[0] = 0;
@@ -318,32 +282,58 @@ unsafe fn input<'a, T>(pointer: *const T, len: u64, argument: &'static str) -> R
     }
 }
 
-/// The first `required` entries of the caller's array of `capacity`; null is legal for none.
+/// The caller's array of `capacity` entries; null is legal for none.
 unsafe fn output<'a, T>(
     pointer: *mut T,
     capacity: u64,
-    required: usize,
     argument: &'static str,
 ) -> Result<&'a mut [MaybeUninit<T>], Error> {
-    if capacity < required as u64 {
-        return Err(Error::BufferTooSmall { argument, capacity, required });
-    }
-    match (required, pointer.is_null()) {
+    let capacity = array_len::<T>(capacity, argument)?;
+    match (capacity, pointer.is_null()) {
         (0, _) => Ok(&mut []),
         (_, true) => Err(Error::NullPointer { argument }),
-        // SAFETY: not null and long enough; `required` is the length of a list in memory, so the
-        // size fits; MaybeUninit<T> has the layout of T; otherwise the header's promise.
-        (_, false) => Ok(unsafe { slice::from_raw_parts_mut(pointer.cast(), required) }),
+        // SAFETY: not null, size checked; MaybeUninit<T> has the layout of T; otherwise the header's
+        // promise.
+        (_, false) => Ok(unsafe { slice::from_raw_parts_mut(pointer.cast(), capacity) }),
     }
 }
 
-unsafe fn free<T>(handle: *mut T, argument: &'static str) -> Result<(), Error> {
-    if handle.is_null() {
-        return Err(Error::NullPointer { argument });
-    }
-    // SAFETY: the caller of `free` proves that the handle came from `Box::into_raw`; the header
-    // forbids to use it afterwards.
-    drop(unsafe { Box::from_raw(handle) });
+/// Writes `entries`, of which there are at most as many, to the beginning of `out`.
+fn fill<T>(out: &mut [MaybeUninit<T>], entries: impl Iterator<Item = T>) {
+    out.iter_mut().zip(entries).for_each(|(slot, entry)| *slot = MaybeUninit::new(entry));
+}
+
+fn check_capacity(argument: &'static str, capacity: u64, required: usize) -> Result<(), Error> {
+    let is_enough = capacity >= required as u64;
+    is_enough.then_some(()).ok_or(Error::BufferTooSmall { argument, capacity, required })
+}
+
+fn entries<T: Copy>(list: &[T]) -> impl Iterator<Item = T> + Clone + '_ {
+    list.iter().copied()
+}
+
+/// Writes the length of `list` to `out_num`, also where `out` is too short for it, and then the list.
+unsafe fn list<T>(
+    argument: &'static str,
+    list: Option<impl Iterator<Item = T> + Clone>,
+    out: *mut T,
+    capacity: u64,
+    out_num: *mut u64,
+) -> Result<(), Error> {
+    // SAFETY: the header's promise.
+    let out_num = unsafe { slot(out_num, "out_num") }?;
+    let list = match list {
+        Some(list) => list,
+        None => {
+            out_num.write(BAGUA_NO_LIST);
+            return Ok(());
+        }
+    };
+    let len = list.clone().count();
+    out_num.write(len as u64);
+    check_capacity(argument, capacity, len)?;
+    // SAFETY: the header's promise; as long as checked.
+    fill(unsafe { output(out, len as u64, argument) }?, list);
     Ok(())
 }
 
@@ -351,15 +341,14 @@ unsafe fn free<T>(handle: *mut T, argument: &'static str) -> Result<(), Error> {
 fn array_len<T>(len: u64, argument: &'static str) -> Result<usize, Error> {
     usize::try_from(len)
         .ok()
-        .filter(|len| {
-            len.checked_mul(std::mem::size_of::<T>()).map_or(false, |size| size <= isize::MAX as usize)
-        })
+        .filter(|len| len.checked_mul(size_of::<T>()).map_or(false, |size| size <= isize::MAX as usize))
         .ok_or(Error::ArrayTooLong { argument, len })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::mem::align_of;
 
     fn status_of(body: impl FnOnce() -> Result<(), Error>) -> (i32, BaguaRustError) {
         let mut error = BaguaRustError::from(&Error::AlreadyReady { tensor: 1 }); // stale content
@@ -394,6 +383,31 @@ mod tests {
         assert_eq!(array_len::<u64>(num_entries, "order"), Ok(num_entries as usize));
         for len in [num_entries + 1, u64::MAX] {
             assert_eq!(array_len::<u64>(len, "order"), Err(Error::ArrayTooLong { argument: "order", len }));
+        }
+    }
+
+    #[test]
+    fn sizes_are_those_of_the_header() {
+        assert_eq!((size_of::<BaguaRustError>(), align_of::<BaguaRustError>()), (4 + 256, 4));
+        assert_eq!((size_of::<TensorSpec>(), align_of::<TensorSpec>()), (24, 8));
+        assert_eq!((size_of::<PlanOptions>(), align_of::<PlanOptions>()), (24, 8));
+        assert_eq!((size_of::<Neighbor>(), align_of::<Neighbor>()), (24, 8));
+    }
+
+    #[test]
+    fn messages_are_cut_at_a_character_boundary() {
+        for character in ["a", "é", "€", "𝄞"] {
+            for shift in 0..4 {
+                for num_characters in [0, 1, 62, 63, 64, 65, 127, 128, 129, 253, 254, 255, 256, 300] {
+                    let message = "x".repeat(shift) + &character.repeat(num_characters);
+                    let error = BaguaRustError::new(3, &message);
+                    let text = error.text();
+                    assert_eq!((error.code, error.message[MESSAGE_BYTES - 1]), (3, 0));
+                    assert!(message.starts_with(&text), "{message:?} became {text:?}");
+                    let is_longest = text.len() + character.len() > MESSAGE_BYTES - 1;
+                    assert!(text == message || is_longest, "{message:?} was cut to {} bytes", text.len());
+                }
+            }
         }
     }
 }

@@ -1,19 +1,18 @@
 //! Bagua's ordering core: pure, deterministic state machines, events in and decisions out.
 //!
 //! Data path: [`planner`] turns tensor sizes and the order in which they are expected to become
-//! ready into buckets; [`scheduler`] turns ready events into the buckets that may be launched, in
-//! the same order on every rank; [`topology`] says who averages with whom; [`ffi`] is the C ABI through
-//! which the extension module uses them.
+//! ready into buckets; [`step`] turns what happens in a training step into what is to be done next,
+//! in the same order on every rank; [`topology`] says who averages with whom; [`ffi`] is the C ABI
+//! through which the extension module uses them.
 //!
 //! Invariants: no tensor pointer, no socket, no thread, no clock, no source of randomness; no
 //! `unsafe` outside [`ffi`]; std only. The code that runs in training is the code under test.
 #![deny(unsafe_code)]
 #![warn(missing_docs)]
 
-pub mod abi_types;
 pub mod error;
 #[allow(unsafe_code)] // raw pointers from C; nowhere else
 pub mod ffi;
 pub mod planner;
-pub mod scheduler;
+pub mod step;
 pub mod topology;

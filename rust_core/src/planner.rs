@@ -1,6 +1,6 @@
 //! The bucket planner: tensor sizes and an expected ready order in, bucket layout out.
 //!
-//! Data path: gradient sizes -> **plan** -> memory (`bagua/buckets.py`) and schedule (`scheduler`).
+//! Data path: gradient sizes -> **plan** -> memory (`bagua/buckets.py`) and launch order (`step`).
 //!
 //! Invariants: a pure function, so ranks that pass the same arguments get the same plan; each
 //! tensor lies in exactly one bucket; tensors of different keys never share a bucket; every offset
@@ -14,19 +14,21 @@ use std::collections::{BTreeMap, HashMap};
 
 use crate::error::Error;
 
-/// What the planner needs to know of one tensor.
+/// What the planner needs to know of one tensor. Crosses the C ABI as it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
 pub struct TensorSpec {
     /// Number of elements; 0 is legal.
     pub numel: u64,
-    /// Size of one element in bytes.
-    pub item_bytes: u32,
     /// Opaque class: dtype, device and the algorithm's own class, folded together by the caller.
     pub key: u64,
+    /// Size of one element in bytes.
+    pub item_bytes: u32,
 }
 
-/// Size limits of the plan, in bytes.
+/// Size limits of the plan, in bytes. Crosses the C ABI as it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
 pub struct PlanOptions {
     /// What no cap goes below, the first and the last bucket's of a key. It never raises one: the
     /// smaller of this and `bucket_bytes` holds.
@@ -37,47 +39,16 @@ pub struct PlanOptions {
     pub align_bytes: u64,
 }
 
-/// The place of one tensor inside its bucket, in elements.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Member {
-    /// Index into the tensors that were planned.
-    pub tensor: usize,
-    /// First element inside the bucket; a tensor without elements may sit at the bucket's end.
-    pub offset_numel: u64,
-    /// Number of elements, padding not included.
-    pub numel: u64,
-}
-
-/// One bucket: contiguous storage that is communicated as a whole.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PlannedBucket {
-    /// The key that all its members share.
-    pub key: u64,
-    /// Size of one element in bytes.
-    pub item_bytes: u32,
-    /// Number of elements, padding included; 0 if no member has elements.
-    pub numel: u64,
-    /// Its members, at least one, in the order in which they are expected to become ready.
-    pub members: Vec<Member>,
-}
-
-/// The result of [`plan`]: buckets in launch order.
+/// The result of [`plan`]. Buckets are numbered in launch order: by the place in `order` of their
+/// last tensor; each has at least one. A tensor that comes earlier in `order` has the lower offset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BucketPlan {
-    pub(crate) buckets: Vec<PlannedBucket>,
-    pub(crate) order: Vec<usize>,
-}
-
-impl BucketPlan {
-    /// The buckets in launch order: by the place in `order` of their last member.
-    pub fn buckets(&self) -> &[PlannedBucket] {
-        &self.buckets
-    }
-
-    /// The expected ready order that the plan was made for, a permutation of the tensor indices.
-    pub fn order(&self) -> &[usize] {
-        &self.order
-    }
+    /// By tensor: its bucket.
+    pub bucket_of: Vec<usize>,
+    /// By tensor: its first element inside the bucket; without elements it may sit at the bucket's end.
+    pub offset_numel_of: Vec<u64>,
+    /// By bucket: its elements, padding included; 0 if none of its tensors has any.
+    pub bucket_numels: Vec<u64>,
 }
 
 /// Lays `tensors` out in buckets, walking them in `order` (expected to be ready first, first).
@@ -97,20 +68,17 @@ impl BucketPlan {
 /// let f32s = |numel| TensorSpec { numel, item_bytes: 4, key: 0 };
 /// let options = PlanOptions { small_bucket_bytes: 64, bucket_bytes: 256, align_bytes: 64 };
 /// let plan = plan(&[f32s(20), f32s(10), f32s(3), f32s(20)], &[3, 2, 1, 0], options).unwrap();
-/// let tensors: Vec<Vec<usize>> = plan
-///     .buckets()
-///     .iter()
-///     .map(|bucket| bucket.members.iter().map(|member| member.tensor).collect())
-///     .collect();
-/// assert_eq!(tensors, [vec![3], vec![2, 1], vec![0]]); // small, twice as large, half of what is left
-/// assert_eq!(plan.buckets()[1].members[1].offset_numel, 16); // 64 bytes
-/// assert_eq!(plan.buckets()[1].numel, 16 + 16);
+/// assert_eq!(plan.bucket_of, [2, 1, 1, 0]); // small, twice as large, half of what is left
+/// assert_eq!(plan.offset_numel_of, [0, 16, 0, 0]); // 64 bytes
+/// assert_eq!(plan.bucket_numels, [32, 16 + 16, 32]);
 /// ```
 pub fn plan(tensors: &[TensorSpec], order: &[u64], options: PlanOptions) -> Result<BucketPlan, Error> {
     check_options(options)?;
     check_tensors(tensors, options.align_bytes)?;
     let order = check_order(order, tensors.len())?;
 
+    let mut bucket_of = vec![0; tensors.len()];
+    let mut offset_numel_of = vec![0; tensors.len()];
     let mut placed_bytes: HashMap<u64, u64> = HashMap::new();
     let mut left_bytes: HashMap<u64, u64> = HashMap::new();
     for (tensor, spec) in tensors.iter().enumerate() {
@@ -130,62 +98,41 @@ pub fn plan(tensors: &[TensorSpec], order: &[u64], options: PlanOptions) -> Resu
         let left = left_bytes.entry(spec.key).or_default();
         let bucket = open.entry(spec.key).or_insert_with(|| {
             let cap_bytes = (*placed).min(*left / 2).clamp(small_bytes, options.bucket_bytes);
-            OpenBucket::new(spec, cap_bytes)
+            OpenBucket { cap_bytes, size_bytes: 0, last_position: 0, tensors: Vec::new() }
         });
         *placed = placed.saturating_add(add_bytes);
         *left = left.saturating_sub(add_bytes);
-        bucket.push(tensor, spec.numel, add_bytes, position);
+        // Exact: size_bytes is a multiple of align_bytes, which is a multiple of item_bytes.
+        offset_numel_of[tensor] = bucket.size_bytes / u64::from(spec.item_bytes);
+        bucket.size_bytes += add_bytes; // no overflow: the bucket is empty or `fits` said yes
+        bucket.tensors.push(tensor);
+        bucket.last_position = position;
         if bucket.size_bytes > bucket.cap_bytes {
             closed.extend(open.remove(&spec.key));
         }
     }
     closed.extend(open.into_values());
     closed.sort_by_key(|bucket| bucket.last_position); // distinct: a position is in one bucket
-    let buckets = closed.into_iter().map(OpenBucket::close).collect();
-    Ok(BucketPlan { buckets, order })
+    let mut bucket_numels = Vec::with_capacity(closed.len());
+    for (index, bucket) in closed.iter().enumerate() {
+        bucket.tensors.iter().for_each(|&tensor| bucket_of[tensor] = index);
+        let item_bytes = tensors[bucket.tensors[0]].item_bytes; // of all its tensors, and it has one
+        bucket_numels.push(bucket.size_bytes / u64::from(item_bytes)); // exact, as above
+    }
+    Ok(BucketPlan { bucket_of, offset_numel_of, bucket_numels })
 }
 
 struct OpenBucket {
-    key: u64,
-    item_bytes: u32,
     cap_bytes: u64,
     size_bytes: u64, // a multiple of align_bytes
     last_position: usize,
-    members: Vec<Member>,
+    tensors: Vec<usize>,
 }
 
 impl OpenBucket {
-    fn new(spec: &TensorSpec, cap_bytes: u64) -> Self {
-        OpenBucket {
-            key: spec.key,
-            item_bytes: spec.item_bytes,
-            cap_bytes,
-            size_bytes: 0,
-            last_position: 0,
-            members: Vec::new(),
-        }
-    }
-
     fn fits(&self, add_bytes: u64) -> bool {
         // A sum that passes 64 bits passes every cap, so it is not an error here.
         self.size_bytes.checked_add(add_bytes).map_or(false, |size_bytes| size_bytes <= self.cap_bytes)
-    }
-
-    fn push(&mut self, tensor: usize, numel: u64, add_bytes: u64, position: usize) {
-        // Exact: size_bytes is a multiple of align_bytes, which is a multiple of item_bytes.
-        let offset_numel = self.size_bytes / u64::from(self.item_bytes);
-        self.members.push(Member { tensor, offset_numel, numel });
-        self.size_bytes += add_bytes; // no overflow: the bucket is empty or `fits` said yes
-        self.last_position = position;
-    }
-
-    fn close(self) -> PlannedBucket {
-        PlannedBucket {
-            key: self.key,
-            item_bytes: self.item_bytes,
-            numel: self.size_bytes / u64::from(self.item_bytes), // exact, as in `push`
-            members: self.members,
-        }
     }
 }
 
@@ -230,7 +177,7 @@ fn check_tensors(tensors: &[TensorSpec], align_bytes: u64) -> Result<(), Error> 
 }
 
 /// `order` as indices, or the error that says where it stops being a permutation.
-fn check_order(order: &[u64], num_tensors: usize) -> Result<Vec<usize>, Error> {
+pub(crate) fn check_order(order: &[u64], num_tensors: usize) -> Result<Vec<usize>, Error> {
     if order.len() != num_tensors {
         return Err(Error::OrderLength { order_len: order.len(), num_tensors });
     }

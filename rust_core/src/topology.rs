@@ -32,8 +32,9 @@ pub enum Topology {
 pub const TOPOLOGIES: [Topology; 4] =
     [Topology::All, Topology::Ring, Topology::ShiftOne, Topology::Exponential];
 
-/// One rank of a neighbourhood.
+/// One rank of a neighbourhood. Crosses the C ABI as it is.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[repr(C)]
 pub struct Neighbor {
     /// Its rank in the group.
     pub rank: usize,

@@ -1,14 +1,12 @@
-//! A step on the hot path allocates nothing: neither `begin_step`, nor `mark_ready`, nor `finish`,
-//! nor the same through the C ABI.
+//! A step allocates nothing: neither `begin`, nor `ready`, nor a decision, nor `suspended`, nor
+//! `finish`, nor the same through the C ABI.
 //!
 //! The counter is per thread, so the test harness's own thread does not disturb it.
 
 #![allow(clippy::declare_interior_mutable_const)] // clippy 1.63 means what thread_local! expands to
 
-use bagua_rust::abi_types::{BaguaBucketRange, BaguaPlanOptions, BaguaRustError, BaguaTensorSpec};
 use bagua_rust::ffi::*;
-use bagua_rust::planner::{plan, PlanOptions, TensorSpec};
-use bagua_rust::scheduler::ReadyOrderScheduler;
+use bagua_rust::step::{Decision, Outcome, StepMachine};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::ptr::null_mut;
@@ -42,45 +40,78 @@ fn num_allocations(body: impl FnOnce()) -> usize {
     NUM_ALLOCATIONS.with(Cell::get) - before
 }
 
+/// Seven tensors per bucket.
+fn bucket_of() -> Vec<u64> {
+    (0..NUM_TENSORS).map(|tensor| tensor / 7).collect()
+}
+
+/// Every bucket is suspended as often as its number modulo 4 says.
+fn take_decisions(step: &mut StepMachine, num_left: &mut [u64]) {
+    while let Some(decision) = step.next_decision() {
+        if let Decision::Launch(bucket) | Decision::Resume(bucket) = decision {
+            if num_left[bucket] > 0 {
+                num_left[bucket] -= 1;
+                step.suspended(bucket as u64).unwrap();
+            }
+        }
+    }
+}
+
 #[test]
 fn steps_allocate_nothing() {
-    let tensors = vec![TensorSpec { numel: 100, item_bytes: 4, key: 0 }; NUM_TENSORS as usize];
-    let order: Vec<u64> = (0..NUM_TENSORS).collect();
-    let options = PlanOptions { small_bucket_bytes: 1024, bucket_bytes: 4096, align_bytes: 64 };
     assert!(num_allocations(|| drop(vec![0u8; 10])) == 1, "the counter counts");
-    let mut scheduler = ReadyOrderScheduler::new(&plan(&tensors, &order, options).unwrap());
-    let in_steps = num_allocations(|| {
-        for num_ready in [NUM_TENSORS, NUM_TENSORS / 2, NUM_TENSORS] {
-            scheduler.begin_step();
-            (0..num_ready).rev().for_each(|tensor| assert!(scheduler.mark_ready(tensor).is_ok()));
-            assert!(scheduler.finish().is_ok());
-        }
-    });
-    assert_eq!(in_steps, 0);
+    let order: Vec<u64> = (0..NUM_TENSORS).collect();
+    let mut step = StepMachine::new(order.len(), true);
+    step.lay_out(&bucket_of(), &order).unwrap();
+    for num_ready in [NUM_TENSORS, NUM_TENSORS / 2, NUM_TENSORS] {
+        let mut num_left: Vec<u64> = (0..NUM_TENSORS).map(|bucket| bucket % 4).collect();
+        let in_step = num_allocations(|| {
+            step.begin().unwrap();
+            for tensor in 0..num_ready {
+                if step.ready(tensor ^ 1).unwrap() {
+                    take_decisions(&mut step, &mut num_left);
+                }
+            }
+            assert_eq!(step.finish(), Ok(Outcome::Complete));
+            take_decisions(&mut step, &mut num_left);
+        });
+        assert_eq!(in_step, 0);
+        assert_eq!(step.num_launched() as u64, NUM_TENSORS / 7 + 1);
+        assert_eq!(num_left[..step.num_launched()].iter().sum::<u64>(), 0);
+    }
 }
 
 #[test]
 fn steps_through_the_c_abi_allocate_nothing() {
-    let specs = vec![BaguaTensorSpec { numel: 100, key: 0, item_bytes: 4 }; NUM_TENSORS as usize];
-    let order: Vec<u64> = (0..NUM_TENSORS).collect();
-    let options = BaguaPlanOptions { small_bucket_bytes: 1024, bucket_bytes: 4096, align_bytes: 64 };
-    let (mut plan, mut scheduler, mut range) = (null_mut(), null_mut(), BaguaBucketRange::default());
+    let (bucket_of, order): (_, Vec<u64>) = (bucket_of(), (0..NUM_TENSORS).collect());
+    let (mut step, mut has_decision, mut decision, mut bucket, mut outcome) = (null_mut(), false, 0, 0, 0);
+    let mut num_decisions = 0;
     let mut error = BaguaRustError::new(0, "");
     let e: *mut BaguaRustError = &mut error;
-    // SAFETY: live handles, valid pointers, lengths that are those of the arrays; freed once.
+    // SAFETY: a live handle, valid pointers, lengths that are those of the arrays; freed once.
     unsafe {
-        let (tensors, order) = (specs.as_ptr(), order.as_ptr());
-        assert_eq!(bagua_plan_new(tensors, NUM_TENSORS, order, NUM_TENSORS, &options, &mut plan, e), 0);
-        assert_eq!(bagua_scheduler_new(plan, &mut scheduler, e), 0);
+        assert_eq!(bagua_step_new(NUM_TENSORS, false, &mut step, e), 0);
+        let (buckets, order) = (bucket_of.as_ptr(), order.as_ptr());
+        assert_eq!(bagua_step_lay_out(step, buckets, NUM_TENSORS, order, NUM_TENSORS, e), 0);
         let in_step = num_allocations(|| {
-            assert_eq!(bagua_scheduler_begin_step(scheduler, e), 0);
+            assert_eq!(bagua_step_begin(step, e), 0);
             for tensor in (0..NUM_TENSORS).rev() {
-                assert_eq!(bagua_scheduler_mark_ready(scheduler, tensor, &mut range, e), 0);
+                assert_eq!(bagua_step_ready(step, tensor, &mut has_decision, e), 0);
             }
-            assert_eq!(bagua_scheduler_finish(scheduler, &mut range, e), 0);
+            assert_eq!(bagua_step_finish(step, &mut outcome, e), 0);
+            loop {
+                assert_eq!(bagua_step_next(step, &mut decision, &mut bucket, e), 0);
+                match decision {
+                    0 => break,
+                    1 => assert_eq!(bagua_step_suspended(step, bucket, e), 0),
+                    _ => {}
+                }
+                num_decisions += 1;
+            }
         });
         assert_eq!(in_step, 0);
-        assert_eq!(bagua_scheduler_free(scheduler, e), 0);
-        assert_eq!(bagua_plan_free(plan, e), 0);
+        assert_eq!((has_decision, outcome), (true, Outcome::Complete as u32));
+        assert_eq!(num_decisions, 3 * (NUM_TENSORS / 7 + 1) + 1, "launch, resume, wait; agree on the order");
+        assert_eq!(bagua_step_free(step, e), 0);
     }
 }

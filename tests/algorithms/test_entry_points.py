@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 import bagua
-from bagua.algorithms import Algorithm, Declaration, available, get, register, registry
+from bagua.algorithms import Algorithm, available, get, register, registry
 from bagua.errors import InvalidArgument
 from bagua.testing import spawn
 from tests.conformance.training import batch, grads_of, loss_of, make_net, process_group
@@ -17,18 +17,15 @@ from tests.conformance.training import batch, grads_of, loss_of, make_net, proce
 PLUGIN = """
     import dataclasses
     import bagua
-    from bagua.algorithms import Algorithm, Declaration, register
+    from bagua.algorithms import Algorithm, register
 
     @dataclasses.dataclass(kw_only=True)
     class Plain(Algorithm):
         scale: float = 1.0
 
-        def declare(self, bucket):
-            return Declaration("all_reduce")
-
         def communicate(self, bucket, group):
             bucket.flat.mul_(self.scale)
-            return group.all_reduce(bucket.flat, bagua.ReduceOp.AVG, label=bucket.label)
+            return group.all_reduce(bucket, bagua.ReduceOp.AVG)
 """
 REGISTERED = PLUGIN.replace("    @dataclasses", "    @register\n    @dataclasses").replace(
     "        scale:", '        name = "zz_plain"\n        scale:'
@@ -185,9 +182,6 @@ def test_the_name_of_a_class_of_the_program(install, source, value):
     @dataclasses.dataclass(kw_only=True)
     class Mine(Algorithm):
         name = "zz_plain"
-
-        def declare(self, bucket):
-            return Declaration("nothing")
 
     with pytest.raises(InvalidArgument, match=rf"{PACKAGE}.*(has the name of|is already taken by).*Mine"):
         get("zz_plain")

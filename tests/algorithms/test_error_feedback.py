@@ -34,9 +34,17 @@ def _integers(rank, step, shape):
     return torch.randint(-64, 65, shape, generator=torch.Generator().manual_seed(100 * step + rank)).float()
 
 
+def _state(model):
+    """What this rank keeps as a contributor, by parameter, and as an owner, by bucket under a codec."""
+    state = model.bagua.state_dict()["parameters"]["states"]["residual"]
+    if not state["parameters"] and not state["stripes"]:  # nothing was sent yet, so nothing was left out
+        return {"worker": {"parts.0": torch.zeros(())}, "owner": [torch.zeros(())]}
+    return {"worker": state["parameters"], "owner": [stripe[-1] for _, stripe in sorted(state["stripes"].items())]}
+
+
 def _residuals(model):
     """By parameter: the mean of what the ranks keep as contributors, and what the owners keep, in float64."""
-    state = model.bagua.state_dict()["state"]["residuals"]
+    state = _state(model)
     group = bagua.get_default_group()
     worker = {name: value.double() for name, value in state["worker"].items()}
     for value in worker.values():
@@ -97,7 +105,7 @@ def _between_nodes(rank, world_size, codec, shapes, num_steps, options):
             model(_integers(rank, 10 * step, shapes[0])).backward()
             optimizer.step()
             mean += sum(_integers(r, 10 * step, shapes[0]).double() for r in range(world_size)) / world_size
-        state = model.bagua.state_dict()["state"]["residuals"]
+        state = _state(model)
         leads = rank in bagua.get_default_group().nodes.leaders
         assert bool(state["worker"]) == leads
         everyone = bagua.get_default_group().all_gather_object(state)
@@ -117,7 +125,7 @@ def _skipped(rank, world_size, fused):
         )
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
         for step in range(6):
-            before = model.bagua.state_dict()["state"]["residuals"]
+            before = _state(model)
             optimizer.zero_grad()
             matrix, bias = _integers(rank, step, (4, BLOCK)), torch.ones(8)
             if step == 2 and rank == 1:
@@ -127,7 +135,7 @@ def _skipped(rank, world_size, fused):
             scaler.scale(model(matrix, bias)).backward()
             scaler.step(optimizer)
             scaler.update()
-            after = model.bagua.state_dict()["state"]["residuals"]
+            after = _state(model)
             same = [
                 torch.equal(before["worker"]["parts.0"], after["worker"]["parts.0"]),
                 torch.equal(before["owner"][0], after["owner"][0]) or not after["owner"][0].numel(),
@@ -273,7 +281,7 @@ def _bfloat16(rank, world_size):
             model(_integers(rank, step, (8, BLOCK))).backward()
             optimizer.step()
             mean += sum(_integers(r, step, (8, BLOCK)).double() for r in range(world_size)) / world_size
-        state = model.bagua.state_dict()["state"]["residuals"]
+        state = _state(model)
         assert state["worker"]["parts.0"].dtype == torch.bfloat16
         worker, owner = _residuals(model)
         total = -model.parts[0].detach().double().reshape(-1) + worker["parts.0"] + owner["parts.0"]

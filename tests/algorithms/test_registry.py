@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bagua
-from bagua.algorithms import Algorithm, Declaration, create, get, register
+from bagua.algorithms import Algorithm, create, get, register
 from bagua.errors import InvalidArgument
 from tests.conformance.training import assert_equal_on_all_ranks, batch, grads_of, loss_of, make_net, process_group
 
@@ -32,7 +32,7 @@ def test_codecs_equal_those_of_the_core():
 
 def test_errors_list_what_is_valid():
     with pytest.raises(
-        InvalidArgument, match="unknown algorithm 'sgd'; available: async, bytegrad, decentralized, gradient"
+        InvalidArgument, match="unknown algorithm 'sgd'; available: async_averaging, bytegrad, decentralized, gradient"
     ):
         get("sgd")
     with pytest.raises(InvalidArgument, match="unknown codec 'int4'; available: bf16, fp16, minmax_uint8"):
@@ -83,14 +83,11 @@ def _third_party(rank, world_size):
             super().__post_init__()
             self.num_calls = calls
 
-        def declare(self, bucket):
-            return Declaration("all_reduce" if bucket.index % self.every == 0 else "nothing")
-
         def communicate(self, bucket, group):
             self.num_calls += 1
             if bucket.index % self.every:
                 return None
-            return group.all_reduce(bucket.flat, ReduceOp.AVG, label=bucket.label)
+            return group.all_reduce(bucket, ReduceOp.AVG)
 
         def state_dict(self):
             return {"num_calls": self.num_calls}

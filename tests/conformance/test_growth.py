@@ -28,7 +28,7 @@ def _private_bytes():
 def _train(rank, world_size, variant):
     with process_group():
         algorithm, options = variant
-        if algorithm == "async":
+        if algorithm == "async_averaging":
             options = {"sync_interval": 0.0}
         model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 8))
         optimizer = make_optimizer(algorithm, model, lr=1e-4)
@@ -54,7 +54,7 @@ def _train(rank, world_size, variant):
 
 # The last variant of each algorithm, which keeps most; of these the fast ones run most of the code.
 LAST = list(dict(VARIANTS).items())
-FAST = ("bytegrad", "low_precision_decentralized", "async")
+FAST = ("bytegrad", "low_precision_decentralized", "async_averaging")
 
 
 @pytest.mark.parametrize(

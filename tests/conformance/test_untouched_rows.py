@@ -20,7 +20,7 @@ from tests.conformance.variants import VARIANTS, described
 
 ROWS, WIDTH = 1024, 12  # six blocks of 2048, whose edges cut rows
 NUM_STEPS = 6
-_OPTIONS = {"qadam": {"warmup_steps": 2}, "async": {"sync_interval": 0.01, "warmup_steps": 2}}
+_OPTIONS = {"qadam": {"warmup_steps": 2}, "async_averaging": {"sync_interval": 0.01, "warmup_steps": 2}}
 
 
 def _cases():
@@ -61,7 +61,7 @@ def _train(rank, world_size, algorithm, options):
                 optimizer.zero_grad()
                 model(_rows_of(rank, step)).square().mean().backward()
                 optimizer.step()
-            if algorithm == "async":
+            if algorithm == "async_averaging":
                 model.bagua.pause()
             moved = (model[0].weight.detach() != start).any(dim=1)
             strays = (moved & ~touched).nonzero().flatten().tolist()

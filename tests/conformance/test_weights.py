@@ -22,7 +22,7 @@ from tests.conformance.training import (
 
 pytestmark = pytest.mark.parametrize("algorithm", OF_WEIGHTS)
 
-EVERY_STEP = {"local_sgd": {"sync_every": 1}, "async": {"sync_interval": 0.0}}
+EVERY_STEP = {"local_sgd": {"sync_every": 1}, "async_averaging": {"sync_interval": 0.0}}
 
 
 def _wrap(algorithm, model, optimizers=None, **options):
@@ -100,7 +100,7 @@ def _accumulation(rank, world_size, algorithm):
         for is_split in (True, False):
             model = torch.nn.Linear(16, 1)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            _wrap(algorithm, model, optimizer, **({"warmup_steps": 9} if algorithm == "async" else {}))
+            _wrap(algorithm, model, optimizer, **({"warmup_steps": 9} if algorithm == "async_averaging" else {}))
             with torch.no_grad():
                 model.weight.fill_(0.1), model.bias.zero_()
             model.bagua.load_state_dict(model.bagua.state_dict()) if algorithm == "decentralized" else None
@@ -117,7 +117,7 @@ def _accumulation(rank, world_size, algorithm):
                     else:
                         loss.backward()
                 optimizer.step()
-                if algorithm == "async":  # a round takes as long as it takes
+                if algorithm == "async_averaging":  # a round takes as long as it takes
                     model.bagua.pause()
                     model.bagua.resume()
             results.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
@@ -129,7 +129,7 @@ def _accumulation(rank, world_size, algorithm):
 
 
 def test_accumulation_equals_one_step_on_the_mean(pool2, algorithm):
-    if algorithm == "async":
+    if algorithm == "async_averaging":
         pytest.skip("when a round takes place depends on time; see tests/algorithms/test_async.py")
     pool2.run(_accumulation, args=(algorithm,))
 
@@ -174,7 +174,7 @@ def _dtypes(rank, world_size, algorithm):
             optimizer.zero_grad()
             model(torch.full((130, 10), 10.0 * (1 + rank))).backward()
             optimizer.step()
-        if algorithm == "async":
+        if algorithm == "async_averaging":
             model.bagua.pause()
         for parameter in model.parameters():
             expected = 1 - 0.001 * 4 * 15  # ranks' steps are of 10 and 20

@@ -9,11 +9,12 @@ from tests.conformance.training import ALGORITHMS
 _OPTIONS: dict[str, list[dict[str, Any]]] = {
     "bytegrad": [{}, {"codec": "onebit", "error_feedback": True}, {"error_feedback": True, "state_dtype": "bfloat16"}],
     "qsgd": [{"bits": 8}, {"bits": 4, "error_feedback": True}],
+    "powersgd": [{}, {"rank": 2, "state_dtype": "bfloat16"}],
     "qadam": [{"warmup_steps": 2}, {"warmup_steps": 2, "codec": "onebit"}],
     "decentralized": [{"topology": "shift_one"}, {"topology": "ring", "interval": 2}],
     "low_precision_decentralized": [{}, {"codec": "qsgd:bits=4"}],
     "local_sgd": [{"sync_every": 3, "post_local_after": 2}, {"sync_every": 1, "momentum": "reset"}],
-    "async": [{"warmup_steps": 1000}],  # what comes after depends on time
+    "async_averaging": [{"warmup_steps": 1000}],  # what comes after depends on time
 }
 VARIANTS = [(name, options) for name in ALGORITHMS for options in _OPTIONS.get(name, [{}])]
 

@@ -56,7 +56,7 @@ DIFFERENCES = {
     "unknown algorithm": (
         _linear,
         {"algorithm": "bitegrad"},
-        "unknown algorithm 'bitegrad'; available: async, bytegrad",
+        "unknown algorithm 'bitegrad'; available: async_averaging, bytegrad",
     ),
     "unknown option": (
         _linear,

@@ -16,8 +16,8 @@ def test_sizes():
     """A model of 120 tensors of 1 MiB: a first bucket that leaves early, full ones, and little to send at the end."""
     numels = [2**18] * 120
     limits = (SMALL_BUCKET_BYTES, DEFAULT_BUCKET_BYTES, ALIGN_BYTES)
-    plan = _C.BucketPlan(numels, [4] * 120, [0] * 120, list(range(120)), *limits)
-    assert [bucket.numel // 2**18 for bucket in plan.buckets] == [1, 1, 2, 4, 8, 16, 25, 25, 19, 9, 5, 2, 1, 1, 1]
+    _, _, bucket_numels = _C.plan_buckets(numels, [4] * 120, [0] * 120, list(range(120)), *limits)
+    assert [numel // 2**18 for numel in bucket_numels] == [1, 1, 2, 4, 8, 16, 25, 25, 19, 9, 5, 2, 1, 1, 1]
 
 
 class Forty(torch.nn.Module):

@@ -28,7 +28,7 @@ from tests.meeting import meet
 
 IN_LOCKSTEP = [name for name in ALGORITHMS if bagua.algorithms.get(name).is_lockstep]
 OWN_KIND = [n for n in ALGORITHMS if bagua.algorithms.get(n).optimizer_class is not torch.optim.Optimizer]
-OPTIONS = {"local_sgd": {"sync_every": 2}, "async": {"sync_interval": 0.0}}
+OPTIONS = {"local_sgd": {"sync_every": 2}, "async_averaging": {"sync_interval": 0.0}}
 MOMENTUM = {"momentum": 0.9}
 
 
@@ -99,7 +99,7 @@ def _rounds_of_async(rank, world_size):
     with process_group():
         model = torch.nn.Linear(16, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.0)
+        bagua.with_bagua(model, optimizer, algorithm="async_averaging", sync_interval=0.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         rounds, begin = [], model.bagua.algorithm._begin_round
         model.bagua.algorithm._begin_round = lambda: rounds.append(1) or begin()
@@ -176,7 +176,7 @@ def _of_others(rank, world_size, algorithm, culprits):
 
 
 @pytest.mark.parametrize("culprits", [(0, 1), (1,)])
-@pytest.mark.parametrize("algorithm", slow_but([*OF_WEIGHTS, *OWN_KIND], "local_sgd", "async"))
+@pytest.mark.parametrize("algorithm", slow_but([*OF_WEIGHTS, *OWN_KIND], "local_sgd", "async_averaging"))
 def test_an_optimizer_that_takes_no_place_is_refused_on_all_ranks(pool2, algorithm, culprits):
     for message in pool2.run(_of_others, args=(algorithm, culprits)):
         expected = "steps with bagua.optim.QAdam" if algorithm in OWN_KIND else "steps 'scale' and 1 more is none"

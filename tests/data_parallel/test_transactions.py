@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bagua
-from bagua.algorithms import Algorithm, Declaration
+from bagua.algorithms import Algorithm, Stage
 from bagua.errors import InvalidArgument, RemoteError
 from tests.conformance.test_checkpoints import assert_same
 from tests.conformance.training import batch, grads_of, loss_of, make_net, make_optimizer, process_group
@@ -51,17 +51,17 @@ class Fails(Algorithm):
         self._own_group = training.group.subgroup("own", range(training.group.size), 10)
         self._may_fail("attach")
 
-    def declare(self, bucket):
-        self._may_fail("declare")
-        return Declaration("all_reduce")
+    def parameter_state(self):
+        self._may_fail("parameter_state")
+        return {}
+
+    def skips_together(self):
+        self._may_fail("skips_together")
+        return None
 
     def stage(self):
         self._may_fail("stage")
-        return ""
-
-    def synchronises_gradients(self):
-        self._may_fail("synchronises_gradients")
-        return True
+        return Stage()
 
     def lay_out(self, buckets):
         for bucket in buckets:
@@ -69,7 +69,7 @@ class Fails(Algorithm):
         self._may_fail("lay_out")
 
 
-METHODS = ("check", "options", "bucket_class", "attach", "stage", "synchronises_gradients", "declare", "lay_out")
+METHODS = ("check", "options", "bucket_class", "attach", "parameter_state", "stage", "skips_together", "lay_out")
 
 
 class Stays:
@@ -197,7 +197,7 @@ def _wraps(rank, world_size, variants):
                 places.append(len(bagua.get_default_group().subgroups))
 
             assert_same(_trained(rank, variant, refuse), _trained(rank, variant, lambda *_: None), str(variant))
-            assert set(places) == {1 if variant and variant[0] == "async" else 0}
+            assert set(places) == {1 if variant and variant[0] == "async_averaging" else 0}
 
 
 def _states(rank, world_size, variants):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import bagua
-from bagua.algorithms._compressed import CompressedGradients
+from bagua.algorithms import Declaration
 from bagua.buckets import Bucket, Member
-from bagua.data_parallel.zero_copy import BorrowedGradients
+from bagua.data_parallel.zero_copy import ZeroCopy
 from bagua.testing import Pool
 from tests.conformance.training import assert_equal_on_all_ranks, batch, loss_of, make_net, process_group
 from tests.distributed.worlds import fast_in
@@ -45,14 +45,15 @@ def _train(rank, algorithm, options, bucket_bytes, accumulates):
 
 def _equals_copying(rank, world_size, algorithm, options, bucket_bytes, accumulates):
     with process_group():
-        borrowed = _train(rank, algorithm, options, bucket_bytes, accumulates)
-        CompressedGradients.takes_parts = False
+        in_place = _train(rank, algorithm, options, bucket_bytes, accumulates)
+        keep = ZeroCopy.keep
+        ZeroCopy.keep = lambda self, member, grad: False
         try:
             copied = _train(rank, algorithm, options, bucket_bytes, accumulates)
         finally:
-            CompressedGradients.takes_parts = True
-        assert all(torch.equal(a, b) for a, b in zip(borrowed, copied, strict=True))
-        assert_equal_on_all_ranks({str(place): gradient for place, gradient in enumerate(borrowed)})
+            ZeroCopy.keep = keep
+        assert all(torch.equal(a, b) for a, b in zip(in_place, copied, strict=True))
+        assert_equal_on_all_ranks({str(place): gradient for place, gradient in enumerate(in_place)})
 
 
 SIZES = [1, 150_000, 25_000_000]  # of buckets, in bytes
@@ -85,7 +86,7 @@ def _limit(rank, world_size, bucket_layers):
         seen = []
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(
-                lambda _: seen.append(sum(grad.nbytes for grad in model.bagua.step._borrowed._lent.values()))
+                lambda _: seen.append(sum(grad.nbytes for grad in model.bagua.step._zero_copy._in_place.values()))
             )
         for _ in range(2):  # in the first layout and in the second
             seen.clear()
@@ -93,9 +94,9 @@ def _limit(rank, world_size, bucket_layers):
             model(torch.ones(4, 256)).sum().backward()
             two_buckets = 2 * max(bucket.num_bytes for bucket in model.bagua.buckets)
             assert layer_bytes <= max(seen) <= max(8 * layer_bytes // 4, two_buckets)
-            borrowed = model.bagua.step._borrowed
-            assert not borrowed._lent and borrowed._lent_bytes == 0
-            assert all(bucket.parts is None for bucket in model.bagua.buckets)
+            zero_copy = model.bagua.step._zero_copy
+            assert not zero_copy._in_place and zero_copy._in_place_bytes == 0
+            assert all(bucket.take_segments() is None for bucket in model.bagua.buckets)
 
 
 def _freed(rank, world_size):
@@ -130,12 +131,12 @@ def _freed(rank, world_size):
             assert len(counts) == 8 and max(counts) <= 2, counts
 
 
-def test_what_is_lent_is_freed_under_way(pool2):
+def test_what_is_read_in_place_is_freed_under_way(pool2):
     pool2.run(_freed)
 
 
 @pytest.mark.parametrize("bucket_layers", [1, 2])
-def test_what_is_lent_is_limited_and_comes_back(pool2, bucket_layers):
+def test_what_is_read_in_place_is_limited(pool2, bucket_layers):
     pool2.run(_limit, args=(bucket_layers,))
 
 
@@ -150,28 +151,29 @@ def test_what_has_come_makes_room_for_the_next(num_buckets):
             for half in (0, 1)
         ]
         buckets.append(Bucket(index, None, None, flat, members, []))
-        buckets[-1].declaration = SimpleNamespace(operation="all_reduce", codec="a codec", hierarchical=False)
-    borrowed = BorrowedGradients(SimpleNamespace(takes_parts=True), buckets)
-    num_lent = max(num_buckets // 4, 2)  # a quarter of the gradients, or two buckets, are the limit
-    has_come = [False] * num_lent
-    pending = []
+        buckets[-1].declaration = Declaration("all_reduce", codec="a codec", is_zero_copy=True)
+    zero_copy = ZeroCopy(buckets)
+    zero_copy.begin()
+    num_kept = max(num_buckets // 4, 2)  # a quarter of the gradients, or two buckets, are the limit
+    has_come = [False] * num_kept
 
-    def is_lent(index):
+    def is_kept(index):
         member = buckets[index // 2].members[index % 2]
         member.parameter.grad = torch.ones(16)
-        return borrowed.lend(member, member.parameter.grad, pending)
+        return zero_copy.keep(member, member.parameter.grad)
 
-    for bucket in buckets[:num_lent]:
-        assert all(is_lent(member.index) for member in bucket.members)
-        borrowed.gather(bucket)
-        pending.append((bucket, SimpleNamespace(is_completed=lambda index=bucket.index: has_come[index])))
-    next_index = 2 * num_lent
-    assert not is_lent(next_index)
+    for bucket in buckets[:num_kept]:
+        assert all(is_kept(member.index) for member in bucket.members)
+        zero_copy.launch(bucket)
+        assert bucket.take_segments() is not None
+        bucket.works.append(SimpleNamespace(is_completed=lambda index=bucket.index: has_come[index]))
+    next_index = 2 * num_kept
+    assert not is_kept(next_index)
     has_come[0] = True
-    assert is_lent(next_index) and is_lent(next_index + 1)
+    assert is_kept(next_index) and is_kept(next_index + 1)
     assert all(member.parameter.grad is member.view for member in buckets[0].members)
-    assert all(member.parameter.grad is not member.view for bucket in buckets[1:num_lent] for member in bucket.members)
-    assert not is_lent(next_index)  # the second bucket is still under way
+    assert all(member.parameter.grad is not member.view for bucket in buckets[1:num_kept] for member in bucket.members)
+    assert not is_kept(next_index)  # the second bucket is still under way
 
 
 class Raises(torch.autograd.Function):

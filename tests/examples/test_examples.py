@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -22,8 +23,8 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.
 MODULES = {"bagua": ["-m", "bagua.run"], "torchrun": TORCHRUN}
 
 
-def run(launcher: str, script: str, *options: str) -> dict:
-    """The JSON of the last line of ``examples/script`` on two ranks."""
+def launch(launcher: str, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """``examples/script`` on two ranks."""
     command = [sys.executable, *MODULES[launcher], "--nproc-per-node", "2", str(ROOT / "examples" / script), *options]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110)
@@ -32,7 +33,12 @@ def run(launcher: str, script: str, *options: str) -> dict:
         # exit and after the result, whether or not bagua is imported (torch 2.13, 2.14).
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return done
+
+
+def run(launcher: str, script: str, *options: str) -> dict:
+    """The JSON of the last line that it prints."""
+    return json.loads(launch(launcher, script, *options).stdout.splitlines()[-1])
 
 
 def run_as_a_rank(rank, world_size, script, options):
@@ -42,6 +48,31 @@ def run_as_a_rank(rank, world_size, script, options):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(script), run_name="__main__")
     return printed.getvalue()
+
+
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def assert_prints_as_documented(printed):
+    """As README.md shows, but for what another processor rounds otherwise."""
+    (shown,) = re.findall(r"^```text\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert NUMBER.sub("#", printed) == NUMBER.sub("#", shown)
+    numbers, documented = ([float(one) for one in NUMBER.findall(text)] for text in (printed, shown))
+    assert numbers == pytest.approx(documented, rel=0.02)
+    (sums,) = [line for line in printed.splitlines() if line.startswith("sum of the weights")]
+    _, first, _, second = NUMBER.findall(sums)
+    assert first == second
+
+
+def test_the_quick_start_prints_what_the_readme_shows():
+    printed, by_others = spawn(run_as_a_rank, 2, args=(ROOT / "examples" / "quick_start.py", []))
+    assert not by_others
+    assert_prints_as_documented(printed)
+
+
+@pytest.mark.slow("test_the_quick_start_prints_what_the_readme_shows")
+def test_the_quick_start_runs_under_the_launcher():
+    assert_prints_as_documented(launch("bagua", "quick_start.py").stdout)
 
 
 @pytest.mark.needs("sklearn", "tqdm")

@@ -264,7 +264,7 @@ def test_a_cut_connection_is_named(size, pair, tmp_path):
 # ---- training
 
 TIMEOUT_S = 2.0
-OPTIONS = {"async": {"sync_interval": 0.0}, "local_sgd": {"sync_every": 3}}
+OPTIONS = {"async_averaging": {"sync_interval": 0.0}, "local_sgd": {"sync_every": 3}}
 
 
 class Found(NamedTuple):

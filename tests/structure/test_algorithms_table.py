@@ -1,6 +1,7 @@
-"""The README's table of algorithms is what their classes say of themselves."""
+"""docs/algorithms.md has all algorithms as their classes describe them, and all their options and codecs."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import bagua
 from bagua.algorithms import About
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/algorithms.md"
 # Not those of other packages that happen to be installed.
 NAMES = [name for name in bagua.algorithms.available() if (ROOT / f"bagua/algorithms/{name}.py").exists()]
 
@@ -32,7 +34,7 @@ def test_every_algorithm_of_this_package_says_what_it_is_about(name):
     assert isinstance(about, About)
     for column, text in dataclasses.asdict(about).items():
         assert text and not set("|\n") & set(text), f"{name}: about.{column} is {text!r}"
-    *declared, kept = rows((ROOT / "README.md").read_text())[name]
+    *declared, kept = rows(PAGE.read_text())[name]
     assert declared == list(dataclasses.astuple(about))
     measured = next(
         line for line in (ROOT / "docs/memory.md").read_text().splitlines() if line.startswith(f"| `{name}` |")
@@ -41,7 +43,19 @@ def test_every_algorithm_of_this_package_says_what_it_is_about(name):
 
 
 def test_the_table_holds_them_all_and_nothing_else():
-    assert set(rows((ROOT / "README.md").read_text())) == set(NAMES)
+    assert set(rows(PAGE.read_text())) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_is_on_the_page_with_its_algorithm(name):
+    table = PAGE.read_text().partition("\n## Options\n")[2].partition("\n## ")[0]
+    options = {}
+    for line in table.splitlines()[3:]:
+        if line.startswith("| `"):
+            names, algorithms = line.split(" | ")[:2]
+            options |= dict.fromkeys(re.findall(r"`(\w+)`", names), algorithms)
+    for field in dataclasses.fields(bagua.algorithms.get(name)):
+        assert f"`{name}`" in options[field.name], f"`{field.name}` of {name}: {options[field.name]}"
 
 
 def test_the_table_is_up_to_date():
@@ -50,22 +64,22 @@ def test_the_table_is_up_to_date():
 
 
 def test_a_table_that_is_out_of_date_is_found_and_written_anew(tmp_path):
-    text = (ROOT / "README.md").read_text()
-    readme = tmp_path / "README.md"
-    readme.write_text(text.replace("| `bytegrad` | gradients", "| `bytegrad` | graduates"))
-    done = run_script("--check", readme)
+    text = PAGE.read_text()
+    page = tmp_path / "algorithms.md"
+    page.write_text(text.replace("| `bytegrad` | gradients", "| `bytegrad` | graduates"))
+    done = run_script("--check", page)
     assert done.returncode == 1
-    assert f"{readme} is out of date; run: python scripts/algorithms_table.py" in done.stderr
-    assert "graduates" in readme.read_text()
-    done = run_script(readme)
+    assert f"{page} is out of date; run: python scripts/algorithms_table.py" in done.stderr
+    assert "graduates" in page.read_text()
+    done = run_script(page)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert readme.read_text() == text
+    assert page.read_text() == text
 
 
-def test_a_readme_without_marks_is_refused(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text("no marks")
-    done = run_script(readme)
+def test_a_page_without_marks_is_refused(tmp_path):
+    page = tmp_path / "algorithms.md"
+    page.write_text("no marks")
+    done = run_script(page)
     assert done.returncode == 1
     assert "algorithms: begin" in done.stderr
-    assert readme.read_text() == "no marks"
+    assert page.read_text() == "no marks"

@@ -1,4 +1,4 @@
-"""Every path and command that a .md file names exists."""
+"""Every path, heading, command and public name that a .md file names exists, and docs/index.md leads to every page."""
 
 import contextlib
 import io
@@ -111,15 +111,51 @@ def test_commands_exist(document):
     assert not wrong
 
 
-def test_every_public_name_in_the_readme_exists():
-    import bagua
+def anchors(document):
+    """What `#...` behind the document's name may say: its headings, as GitHub spells them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", document.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
-    text = (ROOT / "README.md").read_text()
-    for name in sorted(set(re.findall(r"(?<![.\w])bagua\.([A-Za-z_]+(?:\.[A-Za-z_]+)*)\(", text))):
+
+@pytest.mark.parametrize("document", documents(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_headings_exist(document):
+    links = re.findall(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)", FENCE.sub("", document.read_text()))
+    missing = [
+        f"{path}#{anchor}"
+        for path, anchor in links
+        if anchor not in anchors((document.parent / path).resolve() if path else document)
+    ]
+    assert not missing, f"{document.name} links to headings that do not exist: {missing}"
+
+
+def test_the_index_has_every_page_once_and_the_readme_has_the_index():
+    index = LINK.findall((ROOT / "docs/index.md").read_text())
+    pages = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "index.md")
+    assert sorted(link for link in index if not link.startswith("../")) == pages
+    assert "docs/index.md" in LINK.findall((ROOT / "README.md").read_text())
+
+
+# Without that on bagua.torch_api, which is what `bagua` stands for there.
+PAGES = [path for path in documents() if path.parent in (ROOT, ROOT / "docs") and path.name != "torch_api.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_public_name_exists(page):
+    import bagua
+    import bagua.testing
+
+    names = re.findall(r"(?<![.\w/-])bagua\.([A-Za-z_]+(?:\.[A-Za-z_]+)*)(?=\()", page.read_text())
+    for name in sorted(set(names)):
         target = bagua
         for part in name.split("."):
-            assert hasattr(target, part), f"README.md names bagua.{name}, which does not exist"
+            assert hasattr(target, part), f"{page.name} names bagua.{name}, which does not exist"
             target = getattr(target, part)
+
+
+def test_every_environment_variable_is_on_its_page():
+    read = set(re.findall(r"\bBAGUA_[A-Z_]*[A-Z]\b", (ROOT / "bagua/config.py").read_text()))
+    page = set(re.findall(r"^\| `(BAGUA_\w+)`", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE))
+    assert page == read
 
 
 def test_the_version_is_that_of_pyproject():

@@ -1,4 +1,4 @@
-"""What docstrings and README.md show runs: every doctest, and every block of Python, as the reader would run them."""
+"""What docstrings, README.md and docs/ show runs: doctests, and blocks of Python, as the reader would run them."""
 
 import contextlib
 import copy
@@ -22,17 +22,21 @@ ROOT = Path(__file__).resolve().parents[2]
 OWN_ENDS = ("init_process_group(", "spawn(", "Pool(", "world(")  # an example with one of these makes its own world
 
 
+def readers_imports():
+    """What a reader of a fragment has imported."""
+    names = {"bagua": bagua, "torch": torch, "copy": copy, "os": os, "dataclasses": dataclasses}
+    return names | {"register": register, "DistributedSampler": torch.utils.data.DistributedSampler}
+
+
 def readers_names(is_wrapped=True):
-    """What a reader of a fragment has: a model that trains, wrapped by all ranks of a world, and its data."""
+    """What else a reader of a fragment has: a model that trains, wrapped by all ranks of a world, and its data."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    names = {"bagua": bagua, "torch": torch, "copy": copy, "os": os, "model": model, "optimizer": optimizer}
+    names = {**readers_imports(), "model": model, "optimizer": optimizer, "ReduceOp": bagua.ReduceOp}
     names |= {"loss": torch.nn.functional.mse_loss, "data": range(8)}
-    names |= {"DistributedSampler": torch.utils.data.DistributedSampler}
     for end in ("", "1", "2"):
         names |= {f"x{end}": torch.randn(8, 4), f"y{end}": torch.randn(8, 2)}
-    names |= {"register": register, "ReduceOp": bagua.ReduceOp, "dataclasses": dataclasses}
     if is_wrapped:
         bagua.with_bagua(model, optimizer)
     return names
@@ -84,37 +88,70 @@ def test_doctests(tmp_path, monkeypatch):
     assert num_run > 50 and num_more > 2
 
 
-def blocks_of_readme():
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+# Beside those of docs/federated.md that are doctests, which run below, and of docs/torch_api.md, which end no group.
+NOT_HERE = {"federated.md", "torch_api.md"}
+
+
+def blocks(pages):
+    """Of Python: the name of its page, and the source."""
+    for page in pages:
+        text = page.read_text()
+        for found in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            yield page.name, "\n" * text.count("\n", 0, found.start(1)) + found[1]  # errors name the page's line
 
 
 def run_blocks(rank, world_size, blocks, folder):
     os.chdir(folder)
-    for block in blocks:
-        is_fragment = re.search(r"\b(model|data)\b", block) and "init_process_group" not in block
+    for page, source in blocks:
         names = {"__name__": "__main__"}
-        if is_fragment:
+        is_program = re.search(r"^import bagua\b", source, re.MULTILINE) is not None
+        makes_a_group = "init_process_group(" in source
+        if not is_program:
+            names |= readers_imports()
+        if not makes_a_group:
             bagua.init_process_group(timeout=30)
             names |= readers_names()
-        exec(compile(block, "README.md", "exec"), names)
-        if is_fragment:
+        exec(compile(source, page, "exec"), names)
+        if not makes_a_group:
             bagua.destroy_process_group()
-        assert not bagua.is_initialized() and not torch.distributed.is_initialized()
-    # What the last one registers averages gradients.
-    bagua.init_process_group(timeout=30)
-    model = torch.nn.Linear(3, 1, bias=False)
-    bagua.with_bagua(model, algorithm="half_precision")
-    model(torch.full((1, 3), 1.0 + rank)).sum().backward()
-    grad = model.weight.grad.tolist()
-    bagua.destroy_process_group()
-    return grad
+        assert not bagua.is_initialized() and not torch.distributed.is_initialized(), page
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 9), reason='the backend "bagua" needs torch 2.9')
-def test_the_blocks_of_the_readme(tmp_path):
-    blocks = blocks_of_readme()
-    assert len(blocks) >= 5
-    assert spawn(run_blocks, 2, args=(blocks, tmp_path)) == [[[1.5] * 3]] * 2
+@pytest.mark.needs("prometheus_client", "tensorboard")
+def test_the_blocks_of_the_pages(tmp_path):
+    pages = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in NOT_HERE)]
+    found = list(blocks(pages))
+    assert len(found) >= 15
+    spawn(run_blocks, 2, args=(found, tmp_path), timeout=100)
+
+
+def test_the_tests_that_the_pages_show():
+    pages = [ROOT / "CONTRIBUTING.md", ROOT / "docs/plugins.md"]
+    tests = [(page, source) for page, source in blocks(pages) if "def test_" in source]
+    assert len(tests) == 2
+    for page, source in tests:
+        names = {**readers_imports(), "__name__": "__main__"}
+        exec(compile(source, page, "exec"), names)
+        for name in [name for name in names if name.startswith("test_")]:
+            names[name]()
+
+
+def run_the_diff(rank, world_size, added):
+    names = readers_names(is_wrapped=False)
+    exec(compile("\n".join(added), "README.md", "exec"), names)
+    model, x = names["model"], torch.full((1, 4), 1.0 + rank)
+    model(x).sum().backward()
+    bagua.destroy_process_group()
+    return model.weight.grad.tolist()
+
+
+def test_the_diff_of_the_readme():
+    """What it adds averages gradients; what it takes away is torch's."""
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    added, removed = ([line[1:] for line in diff.splitlines() if line[0] == sign] for sign in "+-")
+    assert len(added) == len(removed) == 3
+    torch.testing.assert_close(torch.tensor(spawn(run_the_diff, 2, args=(added,))), torch.full((2, 2, 4), 1.5))
 
 
 def test_the_examples_of_federated_programs():

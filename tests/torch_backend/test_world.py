@@ -304,14 +304,14 @@ def test_a_forked_child_is_no_rank(pool2):
     run(pool2, forked)
 
 
-README_FENCE = "```python\nimport torch.distributed as dist\n"
+PAGE_FENCE = "```python\nimport torch.distributed as dist\n"
 
 
-def readme_example(rank, world_size):
-    _, _, after = (ROOT / "README.md").read_text().partition(README_FENCE)
-    exec(compile("import torch.distributed as dist\n" + after.split("```")[0], "README.md", "exec"), {})
+def example_of_the_page(rank, world_size):
+    _, _, after = (ROOT / "docs/torch_distributed.md").read_text().partition(PAGE_FENCE)
+    exec(compile("import torch.distributed as dist\n" + after.split("```")[0], "torch_distributed.md", "exec"), {})
     assert after and not dist.is_initialized()
 
 
-def test_the_example_of_the_readme(pool2):
-    pool2.run(readme_example)
+def test_the_example_of_the_page(pool2):
+    pool2.run(example_of_the_page)

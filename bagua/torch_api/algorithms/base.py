@@ -28,8 +28,8 @@ class Algorithm:
     def __init_subclass__(cls, name: str = "") -> None:
         if not name:
             raise InvalidArgument(
-                f"{cls.__name__}: algorithms of your own are subclasses of bagua.algorithms.Algorithm, see the README, "
-                "and run by bagua.with_bagua"
+                f"{cls.__name__}: algorithms of your own are subclasses of bagua.algorithms.Algorithm, "
+                "see docs/plugins.md, and run by bagua.with_bagua"
             )
         Algorithm._by_name[name] = cls
 

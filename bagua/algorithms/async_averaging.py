@@ -1,4 +1,4 @@
-"""async: every rank steps at its own pace, and now and then the weights are averaged in the background.
+"""async_averaging, or "async": ranks step at their own pace, and weights are averaged in the background now and then.
 
 Data path: policy. A round: a snapshot x~ of the weights goes into an all_reduce, on connections of its own, and
 training goes on; at the first step of each optimizer after its end x <- x + (S/n - x~) for that optimizer's weights, S
@@ -26,8 +26,10 @@ from typing import Any
 
 import torch
 
+from bagua.algorithms._bucket_group import BucketGroup
+from bagua.algorithms._hooks import About, Stage, Training
 from bagua.algorithms._weights import loaded_steps
-from bagua.algorithms.base import About, Algorithm, Declaration, Training
+from bagua.algorithms.base import Algorithm
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket
 from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
@@ -48,14 +50,14 @@ class _Round:
     """From the snapshot to the last correction of the weights."""
 
     works: dict[int, Work]  # by bucket, of those that are not corrected yet
-    farewells: torch.Tensor  # by rank; once `end` is completed
+    intentions: torch.Tensor  # by rank; once `end` is completed
     end: Work
     seen_s: float | None = math.inf  # when this rank first noticed its end; None again once it has warned
 
 
 @register
 @dataclasses.dataclass(kw_only=True)
-class Async(Algorithm):
+class AsyncAveraging(Algorithm):
     """x <- x + (mean over ranks of x~ - x~), where x~ is what x was when the round began.
 
     Call ``model.bagua.pause()`` on all ranks before weights are saved, compared or loaded, and ``resume()`` after it:
@@ -79,7 +81,7 @@ class Async(Algorithm):
         warmup_steps: so many optimizer steps average gradients instead, as gradient_allreduce does.
 
     Example:
-        >>> model = bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.2)
+        >>> model = bagua.with_bagua(model, optimizer, algorithm="async_averaging", sync_interval=0.2)
     """
 
     about = About(
@@ -106,7 +108,9 @@ class Async(Algorithm):
 
     def attach(self, training: Training) -> None:
         group = training.group
-        number = next(_numbers.setdefault(group, itertools.count()))  # first: all ranks count alike, who refuses too
+        number = next(
+            _numbers.setdefault(group.process_group, itertools.count())
+        )  # first: all ranks count alike, who refuses too
         timeout_s = group.timeout.total_seconds()
         if self.sync_interval > timeout_s / 2:
             raise InvalidArgument(
@@ -120,40 +124,38 @@ class Async(Algorithm):
         self._snapshots: dict[int, torch.Tensor] = {}  # by bucket
         self._buckets: Sequence[Bucket] = ()
         self._next_round_s = time.monotonic()
-        self._farewell = _STAYS
+        self._intention = _STAYS
         self._is_stopped = False  # some rank did not stay, in the last round
         self._is_paused = False
-        self._group = group.subgroup(f"async-{number}", range(group.size), group.timeout)
+        self._rounds = group.subgroup(f"async-{number}", range(group.size), group.timeout)
+        self._group = self._rounds.process_group
         self._group.before_close = functools.partial(
-            _leave, weakref.ref(self), weakref.ref(self._group), group, sys.exc_info()[1]
+            _leave, weakref.ref(self), weakref.ref(self._group), group.process_group, sys.exc_info()[1]
         )
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = tuple(buckets)
-        if not self.synchronises_gradients():
+        if not self.stage().synchronises_gradients:
             self._snapshots = {bucket.index: torch.empty_like(bucket.flat) for bucket in buckets}
 
-    def declare(self, bucket: Bucket) -> Declaration:
-        return Declaration("all_reduce")
+    def stage(self) -> Stage:
+        return Stage(synchronises_gradients=min(self._num_steps) < self.warmup_steps)
 
-    def synchronises_gradients(self) -> bool:
-        return min(self._num_steps) < self.warmup_steps
-
-    def communicate(self, bucket: Bucket, group: ProcessGroup) -> Work | None:
-        return group.all_reduce(bucket.flat, ReduceOp.AVG, label=bucket.label)
+    def communicate(self, bucket: Bucket, group: BucketGroup) -> Work:
+        return group.all_reduce(bucket, ReduceOp.AVG)
 
     def before_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
     ) -> None:
         if self._round is not None and self._round.end.is_completed():
             self._correct(buckets)
             self._warn_if_stalled()
 
     def after_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: ProcessGroup
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
     ) -> None:
         self._group.check()
-        is_warm = not self.synchronises_gradients()
+        is_warm = not self.stage().synchronises_gradients
         self._num_steps[self.training.optimizers.index(optimizer)] += 1
         is_idle = self._round is None and not self._is_stopped and not self._is_paused
         if is_warm and is_idle and group.size > 1 and time.monotonic() >= self._next_round_s:
@@ -165,13 +167,10 @@ class Async(Algorithm):
         for bucket in self._buckets:
             snapshot = self._snapshots[bucket.index]
             bucket.load(flat=snapshot)
-            works[bucket.index] = self._group.all_reduce(
-                bucket.flat, ReduceOp.AVG, label=bucket.label, parts=[(0, snapshot)]
-            )
-            self.training.record(works[bucket.index], self._group)
-        farewells = torch.zeros(self._group.size, dtype=torch.int64)
-        farewells[self._group.rank] = self._farewell
-        self._round = _Round(works, farewells, self._group.all_reduce(farewells, label="ranks that stop"))
+            works[bucket.index] = self._rounds.all_reduce(bucket, ReduceOp.AVG, parts=[(0, snapshot)])
+        intentions = torch.zeros(self._group.size, dtype=torch.int64)
+        intentions[self._group.rank] = self._intention
+        self._round = _Round(works, intentions, self._rounds.all_reduce(intentions, label="ranks that stop"))
 
     def _correct(self, buckets: Sequence[Bucket]) -> None:
         """Adds to their weights what the round found, once; with the last of all buckets the round is over."""
@@ -185,12 +184,12 @@ class Async(Algorithm):
                 del current.works[bucket.index]
         if not current.works:
             self._round = None
-            self._take_leave(current.farewells.tolist())
+            self._finish_round(current.intentions.tolist())
 
-    def _take_leave(self, farewells: Sequence[int]) -> None:
-        self._is_stopped = any(farewells)
-        left = [str(rank) for rank, farewell in enumerate(farewells) if farewell == _LEAVES]
-        if left and self._farewell == _STAYS:
+    def _finish_round(self, intentions: Sequence[int]) -> None:
+        self._is_stopped = any(intentions)
+        left = [str(rank) for rank, intention in enumerate(intentions) if intention == _LEAVES]
+        if left and self._intention == _STAYS:
             logger.warning(
                 "async: rank %s of the group '%s' ended the training of this model, so weights are no longer averaged; "
                 "rank %d trains on by itself; if that end came too early, see the log of the one that ended",
@@ -216,11 +215,11 @@ class Async(Algorithm):
             )
             current.seen_s = None
 
-    def _stop(self, farewell: int) -> None:
+    def _stop(self, intention: int) -> None:
         """Takes part in rounds until all ranks know that this one will not do so any more."""
-        if self.training.group.size == 1 or self.synchronises_gradients():
+        if self.training.group.size == 1 or self.stage().synchronises_gradients:
             self._is_stopped = True
-        self._farewell = farewell  # from the next round on: that of one under way has been sent
+        self._intention = intention  # from the next round on: that of one under way has been sent
         while not self._is_stopped:
             if self._round is None:
                 self._begin_round()
@@ -236,7 +235,7 @@ class Async(Algorithm):
         if self._is_paused:
             self._group.barrier().wait()
             self._is_paused = self._is_stopped = False
-            self._farewell = _STAYS
+            self._intention = _STAYS
 
     def detach(self) -> None:
         self._group.close()
@@ -253,7 +252,7 @@ class Async(Algorithm):
 
 
 def _leave(
-    algorithm_ref: weakref.ref[Async],
+    algorithm_ref: weakref.ref[AsyncAveraging],
     rounds_ref: weakref.ref[ProcessGroup],
     group: ProcessGroup,
     handled: BaseException | None,

@@ -1,0 +1,327 @@
+"""The ranks, as an algorithm sees them: a ProcessGroup whose operations take buckets, and write down what they send.
+
+Data path: policy -> **what is sent for a bucket** -> ProcessGroup -> engine. From what an operation is asked for
+follows all else that belongs to it: the bucket's label in errors and in the timeline, whether gradients are read where
+autograd has put them, cleared padding, error feedback, the guard against NaN, and what ``bucket.declaration`` says. So
+no algorithm declares anything, and what is said of a bucket is what was sent.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagua import codecs
+from bagua.buckets import Bucket
+from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
+
+if TYPE_CHECKING:
+    from bagua.algorithms.base import Algorithm
+
+
+@dataclasses.dataclass(frozen=True)
+class Declaration:
+    """What is sent for one bucket; shown by ``model.bagua.buckets`` and the timeline.
+
+    Attributes:
+        operation: the collective, such as ``"all_reduce"``; several in their order, joined by " + "; "" while it is not
+            known, which is until the first exchange at most.
+        codec: name of the codec of what travels, None for full precision.
+        reason: why this bucket is treated differently from what the options ask, or "".
+        hierarchical: inside the nodes at full precision first, then between them.
+        is_zero_copy: gradients are encoded where autograd has put them.
+    """
+
+    operation: str = ""
+    codec: str | None = None
+    reason: str = ""
+    hierarchical: bool = False
+    is_zero_copy: bool = False
+
+    def __str__(self) -> str:
+        if not self.operation:
+            return "not sent yet"
+        text = f"{'hierarchical ' if self.hierarchical else ''}{self.operation}, {self.codec or 'full precision'}"
+        return f"{text} ({self.reason})" if self.reason else text
+
+
+def _recorded(name: str) -> Callable[..., Work]:
+    """The operation ``name`` of a ProcessGroup, which takes buckets for what they hold, and is written down."""
+    run = getattr(ProcessGroup, name)
+
+    @functools.wraps(run)
+    def operation(self: BucketGroup, *args: Any, **kwargs: Any) -> Work:
+        bucket = next((value for value in (*args, *kwargs.values()) if isinstance(value, Bucket)), None)
+        self._begin(bucket, name, getattr(kwargs.get("codec"), "spec", kwargs.get("codec")), "", False)
+        args = tuple(value.flat if isinstance(value, Bucket) else value for value in args)
+        kwargs = {key: value.flat if isinstance(value, Bucket) else value for key, value in kwargs.items()}
+        work = run(self.process_group, *args, **kwargs)
+        work.label = work.label or self._label(bucket)
+        return self._end(bucket, work)
+
+    return operation
+
+
+class BucketGroup:
+    """The ranks that train together; everything that a ProcessGroup has, and operations on buckets.
+
+    Args:
+        group: the ranks.
+        record: called with each Work, its group and whether it is a bucket's.
+
+    Attributes:
+        process_group: the group itself.
+        looks_at_results: whether reductions of buckets note if their result is finite.
+    """
+
+    def __init__(self, group: ProcessGroup, record: Callable[[Work, ProcessGroup, bool], None]) -> None:
+        self.process_group = group
+        self.looks_at_results = False
+        self._record = record
+        self._current: Bucket | None = None  # whose ``communicate`` runs
+        self._sent: list[Declaration] = []  # by it, so far
+        self._is_planning = False
+
+    # --- who is there
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.process_group.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.process_group.size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.process_group, name)
+
+    def subgroup(self, name: str, ranks: Sequence[int], timeout: timedelta | float) -> BucketGroup:
+        """As ``ProcessGroup.subgroup``."""
+        return BucketGroup(self.process_group.subgroup(name, ranks, timeout), self._record)
+
+    # --- operations
+
+    def all_reduce(
+        self,
+        tensor: Bucket | torch.Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        codec: str | codecs.Codec | codecs.SeededCodec | None = None,
+        hierarchical: bool = False,
+        feedback: str | None = None,
+        prepare: Callable[[], None] | None = None,
+        reason: str = "",
+        label: str = "",
+        blocking: bool = False,
+        parts: Sequence[tuple[int, torch.Tensor]] | None = None,
+    ) -> Work:
+        """As ``bagua.all_reduce``; asynchronous.
+
+        Args:
+            feedback: of a bucket under a codec, the name of a ``parameter_state`` of the shape of the gradients: what
+                the codes leave out, at both ends, goes there and is added to what is encoded next.
+            prepare: of a bucket, called before it is read, to change what is in it.
+            reason: why a bucket is treated differently from what the options ask; shown in its declaration.
+            parts: of a bucket, what is reduced instead of what it holds: first element and tensor of each part.
+        """
+        bucket = self._bucket_in(tensor)
+        spec = getattr(codec, "spec", codec)
+        is_one_node = hierarchical and len(self.process_group.nodes.members) == 1
+        if is_one_node:
+            codec, spec, reason = None, None, reason or "one node"
+        is_direct = codec is not None and not hierarchical and prepare is None and parts is None
+        is_zero_copy = self._begin(bucket, "all_reduce", spec, reason, hierarchical and not is_one_node, is_direct)
+        if prepare is not None:
+            prepare()
+        residuals = None
+        if bucket is not None:
+            if parts is None and is_zero_copy:
+                parts = bucket.take_segments()
+            if parts is None and codec is not None:
+                bucket.zero_padding()
+            if feedback is not None and codec is not None and self.size > 1:
+                residuals = bucket.residuals(feedback, codec, hierarchical)
+        work = self.process_group.all_reduce(
+            tensor if bucket is None else bucket.memory(with_gradients=parts is None),
+            op,
+            codec=codec,
+            hierarchical=hierarchical,
+            label=label or self._label(bucket),
+            blocking=blocking,
+            feedback=residuals,
+            parts=parts,
+            checks_result=self.looks_at_results and bucket is not None and bucket is self._current,
+        )
+        return self._end(bucket, work)
+
+    def neighbor_average(
+        self,
+        tensor: Bucket | torch.Tensor,
+        topology: str = "ring",
+        step: int = 0,
+        *,
+        codec: str | None = None,
+        hierarchical: bool = False,
+        reason: str = "",
+        label: str = "",
+        blocking: bool = False,
+        parts: Sequence[tuple[int, torch.Tensor]] | None = None,
+        flat: torch.Tensor | None = None,
+    ) -> Work:
+        """As ``bagua.neighbor_average``; asynchronous.
+
+        Args:
+            reason, parts: as for ``all_reduce``.
+            flat: of a bucket, what is averaged instead of its own memory; of its size.
+        """
+        bucket = self._bucket_in(tensor)
+        self._begin(bucket, f"neighbor_average ({topology})", codec, reason, hierarchical)
+        if bucket is not None:
+            tensor = bucket.memory(with_gradients=parts is None) if flat is None else flat
+        work = self.process_group.neighbor_average(
+            tensor,
+            topology,
+            step,
+            codec=codec,
+            hierarchical=hierarchical,
+            label=label or self._label(bucket),
+            blocking=blocking,
+            parts=parts,
+        )
+        return self._end(bucket, work)
+
+    def difference_ring_average(
+        self,
+        bucket: Bucket,
+        replicas: Sequence[torch.Tensor],
+        *,
+        codec: str | codecs.Codec | codecs.SeededCodec,
+        flat: torch.Tensor,
+    ) -> Work:
+        """As ``ProcessGroup.difference_ring_average``, of the weights of ``bucket`` that are in ``flat``."""
+        self._begin(bucket, "difference_ring_average", getattr(codec, "spec", codec), "", False)
+        work = self.process_group.difference_ring_average(flat, replicas, codec=codec, label=bucket.label)
+        return self._end(bucket, work)
+
+    reduce = _recorded("reduce")
+    reduce_scatter = _recorded("reduce_scatter")
+    all_gather = _recorded("all_gather")
+    gather = _recorded("gather")
+    scatter = _recorded("scatter")
+    all_to_all = _recorded("all_to_all")
+    broadcast = _recorded("broadcast")
+    send = _recorded("send")
+    recv = _recorded("recv")
+
+    def _bucket_in(self, tensor: Bucket | torch.Tensor) -> Bucket | None:
+        """The bucket whose memory an operation is for."""
+        if isinstance(tensor, Bucket):
+            return tensor
+        return self._current if self._current is not None and self._current.is_memory(tensor) else None
+
+    def _label(self, bucket: Bucket | None) -> str:
+        bucket = self._current if bucket is None else bucket
+        return "" if bucket is None else bucket.label
+
+    def _begin(
+        self,
+        bucket: Bucket | None,
+        operation: str,
+        codec: str | None,
+        reason: str,
+        hierarchical: bool,
+        is_direct: bool = False,
+    ) -> bool:
+        """Writes down what is to be sent; whether gradients may be read where autograd has put them."""
+        is_zero_copy = is_direct and bucket is not None and bucket is self._current and not bucket.is_read
+        bucket = self._current if bucket is None else bucket
+        if bucket is None:
+            return False
+        sent = bucket.declaration  # mostly what it was in the step before
+        if (sent.operation, sent.codec, sent.reason, sent.hierarchical) != (
+            operation,
+            codec,
+            reason,
+            hierarchical,
+        ) or sent.is_zero_copy != is_zero_copy:
+            sent = Declaration(operation, codec, reason, hierarchical, is_zero_copy)
+        if self._is_planning:
+            raise _Planned(sent)
+        if bucket is self._current:
+            self._sent.append(sent)
+        else:
+            bucket.declaration = sent
+        return is_zero_copy
+
+    def _end(self, bucket: Bucket | None, work: Work) -> Work:
+        current = self._current
+        self._record(work, self.process_group, bucket is not None or current is not None)
+        if current is not None:
+            current.works.append(work)
+        return work
+
+    # --- from the training step
+
+    def begin(self, bucket: Bucket) -> None:
+        """What is started until ``pause`` belongs to ``bucket``; its communication begins."""
+        self._current = bucket
+        self._sent = []
+
+    def go_on(self, bucket: Bucket) -> None:
+        """As ``begin``, where the bucket's communication goes on."""
+        self._current = bucket
+        self._sent = [bucket.declaration]
+
+    def pause(self) -> None:
+        """The end of what belongs to a bucket for now."""
+        bucket, self._current = self._current, None
+        if bucket is not None and self._sent:
+            bucket.declaration = self._sent[0] if len(self._sent) == 1 else _together(self._sent)
+
+    def plan(self, algorithm: Algorithm, bucket: Bucket) -> Declaration:
+        """What ``algorithm`` will send for ``bucket`` first, as far as it does not look at the gradients before.
+
+        Known before the first backward in this way, for who looks at ``bucket.declaration``, and so that its gradients
+        need not be copied; not to know it is no error. A copy of the algorithm is asked, which may count its calls.
+        """
+        algorithm = copy.copy(algorithm)
+        self._current, self._is_planning = bucket, True
+        bucket.declaration, bucket.before_read = Declaration(), _look
+        try:
+            work = type(algorithm).communicate(algorithm, bucket, self)
+            if isinstance(work, types.GeneratorType):
+                next(work, None)
+        except _Planned as planned:
+            return planned.declaration
+        except Exception:  # it will be raised in training, on all ranks, if it is then
+            return Declaration()
+        finally:
+            self._current, self._is_planning, bucket.before_read = None, False, None
+        return Declaration()
+
+
+class _Planned(BaseException):
+    """Ends ``communicate`` where it would send, or look at gradients."""
+
+    def __init__(self, declaration: Declaration) -> None:
+        super().__init__()
+        self.declaration = declaration
+
+
+def _look() -> None:
+    raise _Planned(Declaration())
+
+
+def _together(sent: Sequence[Declaration]) -> Declaration:
+    operations = " + ".join(declaration.operation for declaration in sent)
+    coded = next((declaration for declaration in sent if declaration.codec is not None), sent[0])
+    return dataclasses.replace(coded, operation=operations, is_zero_copy=False)

@@ -1,0 +1,362 @@
+"""What an algorithm remembers of parameters from step to step, kept by the library: error feedback above all.
+
+Beside the data path: policy -> **state** -> the operation that reads and renews it. Each value is kept twice: the one
+that the last optimizer step left, and the one of the step under way, which takes its place when an optimizer steps and
+is forgotten when a gradient is NaN or Inf, so that a step that is skipped changes nothing.
+
+Error feedback: what the codes of one step leave out is added to what the next step encodes. Two residuals, as the paper
+has them (C_LP_S, arXiv 2107.01499; arXiv 1901.09847): of what a rank contributes, which is a state of the shape of the
+gradients, and of the stripe of the result that it encodes for everybody. Invariant, but for float rounding: what was
+sent + residual = what was to be sent, added up over all steps. Residuals have the scale of the gradients as they come:
+when a GradScaler changes its scale, the residual of the step before counts by the ratio of the two, once.
+
+Values of the shape of the gradients lie side by side as these do in their bucket. When buckets are laid out anew, or
+from a checkpoint, they wait parameter by parameter until their bucket is first asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bagua import _C
+from bagua.algorithms import ParameterState
+from bagua.buckets import Bucket, Member
+from bagua.distributed.checkpoints import check_place, place_of
+from bagua.distributed.dtypes import ReduceOp, Residuals
+from bagua.distributed.process_group import ProcessGroup
+from bagua.errors import InvalidArgument
+
+Key = tuple[str, int]  # the name of a state, and a bucket's or a parameter's index
+Stripe = tuple[int, int]  # first element and number of what this rank encodes for everybody
+
+
+class _Side:
+    """All values as they are after one optimizer step.
+
+    Attributes:
+        flats: by bucket: of the shape of the gradients.
+        stripes: by bucket: of the stripe of the result that this rank encodes.
+        shaped: by parameter: of another shape.
+        parts: by parameter: what belongs into ``flats``, waiting.
+        whole_parts: by parameter: all owners' values, of which this rank's belong into ``stripes``, waiting.
+        loaded: by bucket: what belongs into ``stripes`` if they are still the same, waiting.
+    """
+
+    def __init__(self) -> None:
+        self.flats: dict[Key, torch.Tensor] = {}
+        self.stripes: dict[Key, torch.Tensor] = {}
+        self.shaped: dict[Key, torch.Tensor] = {}
+        self.parts: dict[Key, torch.Tensor] = {}
+        self.whole_parts: dict[Key, torch.Tensor] = {}
+        self.loaded: dict[Key, tuple[Stripe, torch.Tensor]] = {}
+
+
+class ParameterStates:
+    """The states of one model's parameters on this rank, as ``Algorithm.parameter_state`` describes them.
+
+    Args:
+        described: the states by name.
+        group: the ranks that train together.
+    """
+
+    def __init__(self, described: Mapping[str, ParameterState], group: ProcessGroup) -> None:
+        self._described, self._group = dict(described), group
+        self._buckets: tuple[Bucket, ...] = ()
+        self._stripe_of: dict[Key, Stripe] = {}  # by bucket, since it was first asked for in this layout
+        self._kept, self._next = _Side(), _Side()
+        self._loading: Mapping[str, Any] = {}  # until the layout of the checkpoint is there
+        self._is_under_way = False  # a backward has renewed them and no optimizer step has followed
+        self._renewed: set[tuple[str, Key]] = set()  # since the last optimizer step: attribute of a side, and key
+        self._renewed_now: set[tuple[str, Key]] = set()  # in this backward
+        # Before the backward under way, where it is not the first one since the step.
+        self._before: dict[tuple[str, Key], torch.Tensor] = {}
+
+    @property
+    def are_described(self) -> bool:
+        """Whether the algorithm remembers anything."""
+        return bool(self._described)
+
+    # --- for algorithms, through their buckets
+
+    def writable(self, name: str, bucket: Bucket, member: Member | None) -> torch.Tensor:
+        """See ``Bucket.state``."""
+        described = self._described.get(name)
+        if described is None:
+            raise InvalidArgument(
+                f"bucket.state({name!r}): the algorithm's parameter_state() describes "
+                f"{', '.join(map(repr, self._described)) or 'nothing'}"
+            )
+        if described.shape is not None and member is None:
+            raise InvalidArgument(f"bucket.state({name!r}) has a shape of its own for each parameter; pass the member")
+        kind, key = ("flats", (name, bucket.index)) if described.shape is None else ("shaped", (name, member.index))
+
+        def value(side: _Side) -> torch.Tensor:
+            return self._flat(side, name, bucket) if described.shape is None else self._shaped(side, name, member)
+
+        into = value(self._next)
+        if (kind, key) not in self._renewed_now:
+            if (kind, key) in self._renewed:
+                self._before[kind, key] = into.clone()
+            else:
+                into.copy_(value(self._kept))
+            self._renewed_now.add((kind, key))
+        if described.shape is not None or member is None:
+            return into
+        begin, _ = bucket.place_of(member)
+        return into.as_strided(member.view.shape, member.view.stride(), begin)
+
+    def residuals(self, name: str, bucket: Bucket, codec: Any, hierarchical: bool) -> Residuals:
+        """What the all_reduce of ``bucket`` under ``codec`` adds, and where it writes what it leaves out."""
+        key = (name, bucket.index)
+        stripe = self._stripe(name, bucket, getattr(codec, "spec", codec), hierarchical)
+        pairs = []
+        for kind in ("flats", "stripes"):
+            values = []
+            for side in (self._kept, self._next):
+                if kind == "stripes":
+                    values.append(self._owner(side, name, bucket, stripe))
+                else:
+                    values.append(self._flat(side, name, bucket, is_empty=self._place(hierarchical) is None))
+            kept, following = values
+            if (kind, key) in self._renewed or (kind, key) in self._renewed_now:
+                if (kind, key) not in self._renewed_now:
+                    self._before[kind, key] = following.clone()
+                kept = following
+            self._renewed_now.add((kind, key))
+            pairs += [kept, following]
+        return Residuals(*pairs)
+
+    # --- from the training step
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        """Takes over a new layout; collective."""
+        if not self._is_under_way:
+            self._next = _Side()
+        for side in (self._kept, self._next):
+            self._gather_owners(side)
+            for (name, index), flat in side.flats.items():
+                bucket = self._buckets[index]
+                for member in bucket.members if flat.numel() else ():
+                    begin, end = bucket.place_of(member)
+                    side.parts[name, member.index] = flat[begin:end]
+            side.flats = {}
+        if self._is_under_way:  # all values of such a name, as each bucket is exchanged in each backward
+            wanted = {(kind, name) for kind, (name, _) in self._renewed}
+            self._renewed = {
+                (kind, (name, bucket.index)) for kind, name in wanted if kind != "shaped" for bucket in buckets
+            } | {(kind, key) for kind, key in self._renewed if kind == "shaped"}
+        self._buckets, self._stripe_of = tuple(buckets), {}
+        for bucket in buckets:
+            bucket.remember_in(self)
+        loading, self._loading = self._loading, {}
+        self._load(loading, buckets)
+
+    def _gather_owners(self, side: _Side) -> None:
+        """Every rank gets what all owners have: in another layout other elements will be its own."""
+        for bucket in self._buckets:
+            for name in self._described:
+                key = (name, bucket.index)
+                if key in side.loaded:
+                    (first, numel), stripe = side.loaded.pop(key)
+                elif key in side.stripes:
+                    (first, numel), stripe = self._stripe_of[key], side.stripes.pop(key)
+                else:
+                    continue
+                whole = torch.zeros(bucket.numel, dtype=stripe.dtype)
+                whole[first : first + numel] = stripe
+                self._group.all_reduce(whole, ReduceOp.SUM, label="residuals", blocking=True).wait()
+                for member in bucket.members:
+                    begin, end = bucket.place_of(member)
+                    side.whole_parts[name, member.index] = whole[begin:end].clone()
+
+    def end_backward(self, is_finite: bool) -> None:
+        """All buckets are exchanged; where one holds NaN or Inf the step will be skipped, so all is as before it."""
+        for kind, (name, index) in self._renewed_now if is_finite else ():
+            if kind == "flats" and self._next.flats[name, index].numel():
+                # Between gradients nothing is sent: what a codec leaves there would widen its blocks from step to step.
+                self._buckets[index].zero_padding(self._next.flats[name, index])
+        self._renewed = self._renewed | self._renewed_now if is_finite else set()
+        self._is_under_way = bool(self._renewed)
+        self._renewed_now, self._before = set(), {}
+
+    def leave_unused(self, indices: Iterable[int]) -> None:
+        """No rank has used these parameters: what was exchanged for them is dropped, and their states stay as before.
+
+        Called before ``end_backward``.
+        """
+        wanted = set(indices)
+        for kind, key in self._renewed_now:
+            into = getattr(self._next, kind)[key]
+            source = self._before[kind, key] if (kind, key) in self._before else getattr(self._kept, kind)[key]
+            if kind == "shaped":
+                if key[1] in wanted:
+                    into.copy_(source)
+                continue
+            bucket = self._buckets[key[1]]
+            first = self._stripe_of[key][0] if kind == "stripes" else 0
+            for member in (member for member in bucket.members if member.index in wanted):
+                begin, end = bucket.place_of(member)
+                begin, end = max(begin - first, 0), min(max(end - first, 0), into.numel())
+                if begin < end:
+                    into[begin:end] = source[begin:end]
+
+    def commit(self) -> None:
+        """An optimizer steps with the gradients that were exchanged."""
+        if not self._is_under_way:
+            return
+        for kind, key in self._renewed:
+            kept, following = getattr(self._kept, kind), getattr(self._next, kind)
+            if key in following and key in kept:
+                kept[key], following[key] = following[key], kept[key]
+        for kind in ("parts", "whole_parts"):  # of a layout that came after the backward, not asked for since
+            getattr(self._kept, kind).update(getattr(self._next, kind))
+            getattr(self._next, kind).clear()
+        self._renewed, self._is_under_way = set(), False
+
+    # --- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the last optimizer step left them, by name and parameter; no communication."""
+        if not self._described:
+            return {}
+        states: dict[str, Any] = {}
+        kept = self._kept
+        for name, described in self._described.items():
+            states[name] = own = {"dtype": str(described.dtype), "parameters": {}, "stripes": {}, "owners": {}}
+            for bucket in self._buckets:
+                key, flat = (name, bucket.index), kept.flats.get((name, bucket.index))
+                for member in bucket.members:
+                    of_member = (name, member.index)
+                    begin, end = bucket.place_of(member)
+                    value = kept.shaped.get(of_member, kept.parts.get(of_member))
+                    if value is None and flat is not None and flat.numel():
+                        value = flat[begin:end]
+                    if value is not None:
+                        own["parameters"][member.name] = value.clone()
+                    if of_member in kept.whole_parts:
+                        own["owners"][member.name] = kept.whole_parts[of_member].clone()
+                if key in kept.stripes:
+                    own["stripes"][bucket.index] = (*self._stripe_of[key], bucket.numel, kept.stripes[key].clone())
+                elif key in kept.loaded:
+                    (first, numel), stripe = kept.loaded[key]
+                    own["stripes"][bucket.index] = (first, numel, bucket.numel, stripe.clone())
+        return {"place": place_of(self._group), "states": states}
+
+    def load_state_dict(self, state: Mapping[str, Any], algorithm_name: str) -> None:
+        """Takes back what ``state_dict`` returned on this rank, before ``lay_out`` of the same layout.
+
+        Raises:
+            InvalidArgument: it is of other options, parameters, or another number of ranks.
+        """
+        theirs = {name: own["dtype"] for name, own in state.get("states", {}).items()}
+        ours = {name: str(described.dtype) for name, described in self._described.items()}
+        if theirs != ours:
+            raise InvalidArgument(
+                f"the checkpoint has {_told(theirs)} of each parameter, the model runs algorithm {algorithm_name!r} "
+                f"with {_told(ours)}; wrap it with the options of the checkpoint (error_feedback, state_dtype)"
+            )
+        if not ours:
+            return
+        check_place(state["place"], self._group, "what this rank remembers of each parameter")
+        self._loading = state["states"]
+
+    def _load(self, loading: Mapping[str, Any], buckets: Sequence[Bucket]) -> None:
+        members = {member.name: member for bucket in buckets for member in bucket.members}
+        for name, own in loading.items():
+            shape = self._described[name].shape
+            for part, into in (("parameters", self._kept.parts), ("owners", self._kept.whole_parts)):
+                for of, value in own[part].items():
+                    member = members.get(of)
+                    wanted = None if member is None else member.view.numel()
+                    if member is not None and shape is not None:
+                        wanted = torch.Size(shape(member.parameter)).numel()
+                    if value.numel() != wanted:
+                        raise InvalidArgument(
+                            f"{name!r} of {of!r} has {value.numel()} elements in the checkpoint and {wanted} here; "
+                            "load it with the same model and the same options"
+                        )
+                    if shape is not None:
+                        self._kept.shaped[name, member.index] = value.clone()
+                    else:
+                        into[name, member.index] = value.reshape(-1).clone()
+            for index, (first, numel, bucket_numel, value) in own["stripes"].items():
+                here = buckets[index].numel if index < len(buckets) else None
+                if here != bucket_numel:
+                    raise InvalidArgument(
+                        f"bucket {index} has {bucket_numel} elements in the checkpoint and {here} here; load it "
+                        "with the same model and bucket_bytes"
+                    )
+                sent = buckets[index].declaration
+                if sent.codec is not None:
+                    _check_stripe((first, numel), self._stripe(name, buckets[index], sent.codec, sent.hierarchical))
+                self._kept.loaded[name, index] = ((first, numel), value.clone())
+
+    # --- one value
+
+    def _place(self, hierarchical: bool) -> int | None:
+        """Which of those that encode this rank is; None: it does not."""
+        encoders = self._group.nodes.leaders if hierarchical else range(self._group.size)
+        return list(encoders).index(self._group.rank) if self._group.rank in encoders else None
+
+    def _stripe(self, name: str, bucket: Bucket, codec: str, hierarchical: bool) -> Stripe:
+        key = (name, bucket.index)
+        if key not in self._stripe_of:
+            place = self._place(hierarchical)
+            num_encoders = len(self._group.nodes.leaders) if hierarchical else self._group.size
+            self._stripe_of[key] = (0, 0)
+            if place is not None:
+                self._stripe_of[key] = tuple(_C.owned_stripe(bucket.numel, num_encoders, place, codec))
+        return self._stripe_of[key]
+
+    def _flat(self, side: _Side, name: str, bucket: Bucket, is_empty: bool = False) -> torch.Tensor:
+        key = (name, bucket.index)
+        if key not in side.flats:
+            dtype = self._described[name].dtype
+            flat = side.flats[key] = torch.zeros(0 if is_empty else bucket.numel, dtype=dtype)
+            for member in bucket.members:
+                part = side.parts.pop((name, member.index), None)
+                if part is not None and not is_empty:
+                    begin, end = bucket.place_of(member)
+                    flat[begin:end] = part
+        return side.flats[key]
+
+    def _shaped(self, side: _Side, name: str, member: Member) -> torch.Tensor:
+        key = (name, member.index)
+        if key not in side.shaped:
+            described = self._described[name]
+            side.shaped[key] = torch.zeros(described.shape(member.parameter), dtype=described.dtype)
+        return side.shaped[key]
+
+    def _owner(self, side: _Side, name: str, bucket: Bucket, stripe: Stripe) -> torch.Tensor:
+        key, (first, numel) = (name, bucket.index), stripe
+        if key in side.stripes:
+            return side.stripes[key]
+        owned = side.stripes[key] = torch.zeros(numel, dtype=self._described[name].dtype)
+        if key in side.loaded:
+            loaded_stripe, value = side.loaded.pop(key)
+            _check_stripe(loaded_stripe, stripe)
+            owned.copy_(value)
+        for member in bucket.members:
+            part = side.whole_parts.pop((name, member.index), None)
+            if part is None:
+                continue
+            begin, end = bucket.place_of(member)
+            low, high = max(begin, first), min(end, first + numel)
+            if low < high:
+                owned[low - first : high - first] = part[low - begin : high - begin]
+        return owned
+
+
+def _check_stripe(loaded: Stripe, stripe: Stripe) -> None:
+    if loaded != stripe:
+        raise InvalidArgument(
+            f"the checkpoint has what this rank encodes of a bucket as elements {loaded[0]} to {sum(loaded)}, here it "
+            f"encodes {stripe[0]} to {sum(stripe)}; wrap the model with the codec of the checkpoint"
+        )
+
+
+def _told(states: Mapping[str, str]) -> str:
+    return ", ".join(f"{name!r} in {dtype.removeprefix('torch.')}" for name, dtype in states.items()) or "no state"
