@@ -1,7 +1,7 @@
 """Bagua: data-parallel training for networks that are slower than the accelerators behind them.
 
 >>> import bagua
->>> {"gradient_allreduce", "bytegrad", "qsgd", "qadam", "decentralized", "async"} <= set(bagua.algorithms.available())
+>>> {"gradient_allreduce", "bytegrad", "qsgd", "qadam", "decentralized"} <= set(bagua.algorithms.available())
 True
 """
 
