@@ -1,99 +1,47 @@
 """Bagua: data-parallel training for networks that are slower than the accelerators behind them.
 
 >>> import bagua
->>> {"gradient_allreduce", "bytegrad", "qsgd", "qadam", "decentralized", "async_averaging"} <= set(bagua.algorithms.available())
+>>> {"gradient_allreduce", "bytegrad", "qsgd", "qadam", "decentralized"} <= set(bagua.algorithms.available())
 True
 """
 
-from . import algorithms, codecs, metrics, optim, torch_backend
-from ._C import __version__
-from .data_parallel import DistributedDataParallel, with_bagua
-from .distributed.collectives import (
-    all_gather,
-    all_gather_object,
-    all_reduce,
-    all_to_all,
-    barrier,
-    broadcast,
-    broadcast_object,
-    empty,
-    gather,
-    neighbor_average,
-    recv,
-    reduce,
-    reduce_scatter,
-    scatter,
-    send,
-)
-from .distributed.process_group import ProcessGroup, ReduceOp, Work
-from .distributed.world import (
-    destroy_process_group,
-    from_torch_group,
-    get_default_group,
-    get_local_rank,
-    get_local_world_size,
-    get_node_rank,
-    get_rank,
-    get_world_size,
-    init_process_group,
-    is_initialized,
-    new_group,
-)
-from .errors import (
-    Aborted,
-    BaguaError,
-    DeadlineExceeded,
-    InternalError,
-    InvalidArgument,
-    RemoteError,
-    TransportError,
-)
-from .replay import profiles
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Aborted",
-    "BaguaError",
-    "DeadlineExceeded",
-    "DistributedDataParallel",
-    "InternalError",
-    "InvalidArgument",
-    "ProcessGroup",
-    "ReduceOp",
-    "RemoteError",
-    "TransportError",
-    "Work",
-    "__version__",
-    "algorithms",
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "broadcast_object",
-    "codecs",
-    "destroy_process_group",
-    "empty",
-    "from_torch_group",
-    "gather",
-    "get_default_group",
-    "get_local_rank",
-    "get_local_world_size",
-    "get_node_rank",
-    "get_rank",
-    "get_world_size",
-    "init_process_group",
-    "is_initialized",
-    "metrics",
-    "neighbor_average",
-    "new_group",
-    "optim",
-    "profiles",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "send",
-    "torch_backend",
-    "with_bagua",
-]
+
+def _is_the_command() -> bool:
+    """Whether Python was started for the command: by the script `bagua`, `python -m bagua` or `python -m bagua.run`."""
+    arguments = getattr(sys, "argv", [])
+    started = sys.orig_argv[-len(arguments)] if 0 < len(arguments) <= len(sys.orig_argv) else ""
+    if arguments and arguments[0] == "-m":  # what stands there while Python imports the packages around a module
+        return started in ("bagua", "bagua.run") or started.startswith("bagua.cli.")
+    return bool(started) and started == arguments[0] and os.path.basename(started) == "bagua"
+
+
+# A program that imports bagua can name the backend "bagua" of torch.distributed from there on. That must be registered
+# with torch, so torch is imported here and now. The command registers nothing, and its help need not wait for torch:
+# there the names come when they are first used.
+if TYPE_CHECKING or not _is_the_command():
+    from ._public import *  # noqa: F403
+    from ._public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> object:
+        missing = AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name.startswith("_") and name not in ("__all__", "__version__"):
+            raise missing
+        if importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
+        from . import _public
+
+        try:
+            return getattr(_public, name)
+        except AttributeError:
+            raise missing from None
+
+    def __dir__() -> list[str]:
+        from . import _public
+
+        return sorted({*globals(), *_public.__all__})

@@ -1,8 +1,10 @@
 """`python -m bagua.run`: the launcher, which is bagua/cli/run.py."""
 
+import sys
+
 from .cli.run import main
 
 __all__ = ["main"]
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

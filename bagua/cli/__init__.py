@@ -1,35 +1,52 @@
-"""The `bagua` command: run, doctor, bench, timeline. Each subcommand is the main() of the module that does the work."""
+"""The `bagua` command. Each subcommand is the ``main(argv)`` of a module of its own, which reads the rest of the line.
+
+These modules import torch, and what needs it, where they use it: help, the version and mistakes come at once.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from bagua._C import __version__
 
 __all__ = ["main"]
 
 _COMMANDS = {
-    "run": ("bagua.cli.run", "start a training script on several processes (torchrun's options and bagua's)"),
-    "doctor": ("bagua.cli.doctor", "show what is built and what this host and the ranks' connections offer"),
-    "bench": ("bagua.cli.bench", "record what a training step of a model costs, for benchmarks/replay.py"),
-    "timeline": ("bagua.profiler.report", "merge the ranks' timelines on one clock, and say who waited for whom"),
+    "run": "start a training script on several processes",
+    "doctor": "show what this host and its connections offer",
+    "bench": "record what a training step of a model costs",
+    "timeline": "merge the ranks' timelines, and say who waited",
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` lists the commands\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="bagua", description="Data-parallel training for slow networks.")
+    parser.add_argument("--version", action="version", version=f"bagua {__version__}")
+    commands = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
+    )
+    for name, text in _COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Dispatch to a subcommand; returns its exit status."""
+    """Run a subcommand; returns its exit status. Without one, print which there are."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or argv[0] in ("-h", "--help"):
-        print("usage: bagua COMMAND [options], or bagua --version\n")
-        for name, (_, text) in _COMMANDS.items():
-            print(f"  {name:<9} {text}")
+    parser = _parser()
+    if not argv:
+        parser.print_help()
         return 0
-    if argv[0] == "--version":
-        print(f"bagua {__version__}")
-        return 0
-    if argv[0] not in _COMMANDS:
-        print(f"bagua: {argv[0]!r} is not a command; the commands are {', '.join(_COMMANDS)}", file=sys.stderr)
-        return 2
-    return importlib.import_module(_COMMANDS[argv[0]][0]).main(argv[1:]) or 0
+    # What follows is the subcommand's, and for `run` torchrun's and the script's.
+    command = parser.parse_args(argv[:1]).command
+    status: int = importlib.import_module(f"bagua.cli.{command}").main(argv[1:])
+    return status

@@ -17,12 +17,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from bagua.cli.progress import Progress
 from bagua.errors import InvalidArgument
-from bagua.replay.profiles import check_repetitions, record
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["main"]
 
@@ -104,6 +105,8 @@ def _check_out(out: Path) -> None:
 
 def _checked(made: Any, target: str) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
     """What ``target`` returned. Raises InvalidArgument where it is no model and its loss, in this order."""
+    import torch
+
     if isinstance(made, tuple) and len(made) == 2:
         model, loss = made
         if isinstance(model, torch.nn.Module) and callable(loss) and not isinstance(loss, torch.nn.Module):
@@ -117,6 +120,9 @@ def _checked(made: Any, target: str) -> tuple[torch.nn.Module, Callable[[torch.n
 
 
 def _record(args: argparse.Namespace) -> None:
+    import bagua.torch_backend  # noqa: F401  # the model's script may name the backend, as in a program of its own
+    from bagua.replay.profiles import check_repetitions, record
+
     check_repetitions(args.repetitions)
     _check_out(args.out)
     make = _load(args.target)
@@ -126,7 +132,9 @@ def _record(args: argparse.Namespace) -> None:
         raise InvalidArgument(f"{args.target}() raised {_told(error)}") from error
     model, loss = _checked(made, args.target)
     try:
-        profile = record(model, loss, name=args.name, source=args.source, repetitions=args.repetitions)
+        with Progress("bagua bench") as progress:
+            progress.tell(f"measuring {args.target}")
+            profile = record(model, loss, name=args.name, source=args.source, repetitions=args.repetitions)
     except InvalidArgument:
         raise
     except Exception as error:

@@ -13,15 +13,17 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from bagua import _C, config
+from bagua.cli.progress import Progress
 from bagua.cli.run import main as launch
-from bagua.distributed import collectives, world
 from bagua.errors import BaguaError
 from bagua.net import congestion
 from bagua.net.interfaces import interface_addresses
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["main", "report_host"]
 
@@ -47,6 +49,8 @@ def _transports(settings: config.Settings) -> str:
 
 def report_host() -> str:
     """What is built and what this host offers, as text."""
+    import torch
+
     settings = config.settings()
     lines = [
         f"bagua {_C.__version__}  python {platform.python_version()}  torch {torch.__version__}",
@@ -64,6 +68,8 @@ def report_host() -> str:
 
 def _ping(peer: int, first: bool, tensor: torch.Tensor) -> float:
     """Seconds of one round trip."""
+    from bagua.distributed import collectives
+
     begin = time.perf_counter()
     if first:
         collectives.send(tensor, peer)
@@ -76,6 +82,8 @@ def _ping(peer: int, first: bool, tensor: torch.Tensor) -> float:
 
 def _measure_pair(peer: int, first: bool) -> tuple[float, float]:
     """(one-way latency in microseconds, rate in GB/s) between this rank and `peer`."""
+    import torch
+
     small, large = torch.zeros(_PING_BYTES, dtype=torch.uint8), torch.zeros(_BULK_BYTES, dtype=torch.uint8)
     _ping(peer, first, small), _ping(peer, first, large)  # connect and touch the memory
     latency = statistics.median(_ping(peer, first, small) for _ in range(_PINGS)) / 2
@@ -83,13 +91,17 @@ def _measure_pair(peer: int, first: bool) -> tuple[float, float]:
     return latency * 1e6, rate / 1e9
 
 
-def _report_peers() -> None:
+def _report_peers(progress: Progress) -> None:
+    from bagua.distributed import collectives, world
+
     rank, size = world.get_rank(), world.get_world_size()
     group = world.get_default_group()
     between_hosts = "torch" if config.settings().backend == "torch" else "tcp"
     rows = []
     for first in range(size):
         for second in range(first + 1, size):
+            if rank == 0:
+                progress.tell(f"measuring between ranks {first} and {second} of {size}")
             if rank in (first, second):
                 latency, rate = _measure_pair(second if rank == first else first, rank == first)
                 if rank == first:
@@ -110,20 +122,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     under_launcher = config.is_launched()
     if not under_launcher and args.nproc_per_node > 1:
-        launch(["--nproc-per-node", str(args.nproc_per_node), "-m", "bagua.cli.doctor"])
-        return 0
+        return launch(["--nproc-per-node", str(args.nproc_per_node), "-m", "bagua.cli.doctor"])
+    is_first = not under_launcher or config.launch_environment().rank == 0
     try:
-        if not under_launcher or config.launch_environment().rank == 0:
-            print(report_host(), flush=True)
+        if is_first:
+            with Progress("bagua doctor") as progress:
+                progress.tell("looking at this host")
+                report = report_host()
+            print(report, flush=True)
     except BaguaError as error:
         print(f"settings       FAILED: {error}", file=sys.stderr)
         return 1
     if not under_launcher:
         print("peers          none (add --nproc-per-node 2, or run it under `bagua run`)")
         return 0
+    from bagua.distributed import world
+
     try:
-        world.init_process_group()
-        _report_peers()
+        with Progress("bagua doctor") as progress:
+            if is_first:
+                progress.tell("waiting for the other ranks")
+            world.init_process_group()
+            _report_peers(progress)
     except BaguaError as error:
         print(f"peers          FAILED: {error}", file=sys.stderr)
         return 1

@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,11 +32,12 @@ from bagua.distributed.process_group import ProcessGroup
 from bagua.distributed.world import get_default_group
 from bagua.errors import InvalidArgument
 
+Model = TypeVar("Model", bound=torch.nn.Module)
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def with_bagua(
-    model: torch.nn.Module,
+    model: Model,
     optimizers: Optimizers = (),
     *,
     algorithm: str | Algorithm = "gradient_allreduce",
@@ -45,7 +46,7 @@ def with_bagua(
     find_unused_parameters: bool = False,
     broadcast_buffers: bool | None = None,
     **options: Any,
-) -> torch.nn.Module:
+) -> Model:
     """Makes ``model`` train in step with the same model on the other ranks; collective.
 
     Parameters, buffers and optimizer state become equal to rank 0's. From then on gradients are

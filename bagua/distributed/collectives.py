@@ -7,11 +7,13 @@ once, otherwise they return None when this rank's part is done.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
+from bagua.distributed.tensors import Array
 from bagua.distributed.world import resolve
 from bagua.errors import InvalidArgument
 
@@ -37,7 +39,9 @@ __all__ = [
 ]
 
 
-def empty(*size: int, dtype: torch.dtype = torch.float32, group: ProcessGroup | None = None) -> torch.Tensor:
+def empty(
+    *size: int | Sequence[int], dtype: torch.dtype = torch.float32, group: ProcessGroup | None = None
+) -> torch.Tensor:
     """A CPU tensor in memory that the group's ranks on this host share: collectives on it are copy-free.
 
     Args:
@@ -68,7 +72,13 @@ def _group_rank(group: ProcessGroup, rank: int, name: str) -> int:
 
 
 def all_reduce(
-    tensor, op=ReduceOp.SUM, group=None, async_op=False, *, codec: str | Codec | None = None, hierarchical: bool = False
+    tensor: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    codec: str | Codec | None = None,
+    hierarchical: bool = False,
 ) -> Work | None:
     """tensor <- op over ranks of tensor.
 
@@ -91,11 +101,11 @@ def all_reduce(
 
 
 def neighbor_average(
-    tensor,
+    tensor: Array,
     topology: str = "ring",
     step: int = 0,
     codec: str | Codec | None = None,
-    group=None,
+    group: ProcessGroup | None = None,
     async_op: bool = False,
     *,
     hierarchical: bool = False,
@@ -126,25 +136,45 @@ def neighbor_average(
     return _finish(work, async_op)
 
 
-def reduce(tensor, dst: int, op=ReduceOp.SUM, group=None, async_op=False) -> Work | None:
+def reduce(
+    tensor: Array,
+    dst: int,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
     """tensor of rank `dst` <- op over ranks of tensor. The other ranks' tensors may be used as scratch."""
     group = resolve(group)
     return _finish(group.reduce(tensor, _group_rank(group, dst, "dst"), op, blocking=not async_op), async_op)
 
 
-def broadcast(tensor, src: int, group=None, async_op=False, *, codec: str | Codec | None = None) -> Work | None:
+def broadcast(
+    tensor: Array,
+    src: int,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    codec: str | Codec | None = None,
+) -> Work | None:
     """tensor <- tensor of rank `src`; with a codec the decoded values, there too: all ranks end equal."""
     group = resolve(group)
     src = _group_rank(group, src, "src")
     return _finish(group.broadcast(tensor, src, codec=codec, blocking=not async_op), async_op)
 
 
-def barrier(group=None, async_op=False) -> Work | None:
+def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Returns when every rank of the group has called it."""
     return _finish(resolve(group).barrier(blocking=not async_op), async_op)
 
 
-def all_gather(output, input, group=None, async_op=False, *, codec: str | Codec | None = None) -> Work | None:
+def all_gather(
+    output: Array,
+    input: Array,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    codec: str | Codec | None = None,
+) -> Work | None:
     """output <- the inputs of all ranks, one after the other by rank. output has `size` times input's elements.
 
     input may be this rank's own block of output; otherwise they share no memory. With a codec the decoded values, the
@@ -153,7 +183,9 @@ def all_gather(output, input, group=None, async_op=False, *, codec: str | Codec 
     return _finish(resolve(group).all_gather(output, input, codec=codec, blocking=not async_op), async_op)
 
 
-def gather(output, input, dst: int, group=None, async_op=False) -> Work | None:
+def gather(
+    output: Array | None, input: Array, dst: int, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
     """output of rank `dst` <- the inputs of all ranks by rank; the other ranks pass output=None.
 
     There input may be the own block of output; otherwise they share no memory.
@@ -162,7 +194,9 @@ def gather(output, input, dst: int, group=None, async_op=False) -> Work | None:
     return _finish(group.gather(output, input, _group_rank(group, dst, "dst"), blocking=not async_op), async_op)
 
 
-def scatter(output, input, src: int, group=None, async_op=False) -> Work | None:
+def scatter(
+    output: Array, input: Array | None, src: int, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
     """output <- this rank's block of rank `src`'s input; the other ranks pass input=None.
 
     There output may be the own block of input; otherwise they share no memory.
@@ -172,7 +206,13 @@ def scatter(output, input, src: int, group=None, async_op=False) -> Work | None:
 
 
 def reduce_scatter(
-    output, input, op=ReduceOp.SUM, group=None, async_op=False, *, codec: str | Codec | None = None
+    output: Array,
+    input: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    codec: str | Codec | None = None,
 ) -> Work | None:
     """output <- op over ranks of this rank's block of input. input has `size` times output's elements.
 
@@ -183,12 +223,12 @@ def reduce_scatter(
 
 
 def all_to_all(
-    output,
-    input,
-    output_splits=None,
-    input_splits=None,
-    group=None,
-    async_op=False,
+    output: Array,
+    input: Array,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
     *,
     codec: str | Codec | None = None,
 ) -> Work | None:
@@ -203,26 +243,26 @@ def all_to_all(
     return _finish(work, async_op)
 
 
-def send(tensor, dst: int, group=None, async_op=False) -> Work | None:
+def send(tensor: Array, dst: int, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Send tensor to rank `dst`, which calls recv with a tensor of the same size and type."""
     group = resolve(group)
     return _finish(group.send(tensor, _group_rank(group, dst, "dst")), async_op)
 
 
-def recv(tensor, src: int, group=None, async_op=False) -> Work | None:
+def recv(tensor: Array, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """tensor <- what rank `src` sends. Messages of one pair of ranks arrive in the order in which they were sent."""
     group = resolve(group)
     return _finish(group.recv(tensor, _group_rank(group, src, "src")), async_op)
 
 
-def broadcast_object(obj: object, src: int = 0, group=None) -> object:
+def broadcast_object(obj: object, src: int = 0, group: ProcessGroup | None = None) -> Any:
     """The picklable object of rank `src`, on all ranks. Unpickles: use it only among ranks that trust each other."""
     group = resolve(group)
     group.check()
     return group.broadcast_object(obj, _group_rank(group, src, "src"))
 
 
-def all_gather_object(obj: object, group=None) -> list:
+def all_gather_object(obj: object, group: ProcessGroup | None = None) -> list[Any]:
     """The picklable objects of all ranks, by rank. Unpickles: use it only among ranks that trust each other."""
     group = resolve(group)
     group.check()

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar, overload
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -22,7 +22,7 @@ from bagua.distributed import consensus, world
 from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import BaguaError, InvalidArgument
 
-Function = TypeVar("Function", bound=Callable)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Placement:
@@ -236,6 +236,22 @@ def shards(group: ProcessGroup, within: tuple[str, ...]) -> Placement:
 # ---- programs
 
 
+@overload
+def program(
+    function: Function,
+    *,
+    group: ProcessGroup | None = None,
+    num_local: int | Sequence[int] | None = None,
+    **sizes: int,
+) -> Function: ...
+@overload
+def program(
+    function: None = None,
+    *,
+    group: ProcessGroup | None = None,
+    num_local: int | Sequence[int] | None = None,
+    **sizes: int,
+) -> Callable[[Function], Function]: ...
 def program(
     function: Function | None = None,
     *,

@@ -1,4 +1,4 @@
-"""`bagua timeline`: merges the traces of several ranks, and summarises in words what they show.
+"""What `bagua timeline` prints: merges the traces of several ranks, and says in words what they show.
 
 Beside the data path: files of ``model.bagua.save_timeline`` -> **one trace, one text**. Times in the files are on rank
 0's clock already; this file checks that they come from one measurement.
@@ -6,12 +6,10 @@ Beside the data path: files of ``model.bagua.save_timeline`` -> **one trace, one
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import itertools
 import math
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from bagua.profiler import chrome_trace
 from bagua.profiler.rank_trace import DRIFT, MERGED, OPERATION_TRACKS, RankTrace
 from bagua.profiler.stragglers import Arrival, Straggler, caused_ns, persistent_straggler, stragglers
 
-__all__ = ["load", "main", "merge", "report"]
+__all__ = ["load", "merge", "report"]
 
 _SHOWN_STEPS = 3
 _SHOWN_RANKS = 16
@@ -253,27 +251,3 @@ def _slowest_bucket(ranks: Sequence[RankTrace]) -> list[str]:
         f"slowest bucket   {name}{f' ({what})' if what else ''}, {bytes_of[name] / 1e6:.2f} MB: "
         f"{_median(durations[name])} ms at the median {since[name]}"
     ]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; 0 when it has done its work, 1 when it says why not."""
-    parser = argparse.ArgumentParser(prog="bagua timeline", description=__doc__.split("\n\n")[0])
-    parser.add_argument("files", nargs="+", type=Path, help="one per rank, of one model.bagua.save_timeline(folder)")
-    parser.add_argument("--out", type=Path, help="the merged trace, for ui.perfetto.dev or chrome://tracing")
-    args = parser.parse_args(argv)
-    try:
-        if args.out is not None and args.out.resolve() in {path.resolve() for path in args.files}:
-            raise InvalidArgument(f"--out is {args.out}, which is a rank's file and would be lost; name another one")
-        ranks = load(args.files)
-        print(report(ranks))
-        if args.out is not None:
-            chrome_trace.write(args.out, merge(ranks))
-            print(f"\nwritten: {args.out}; open it at https://ui.perfetto.dev or in chrome://tracing")
-    except InvalidArgument as error:
-        print(f"bagua timeline: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

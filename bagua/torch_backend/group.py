@@ -175,7 +175,7 @@ class TorchProcessGroup(dist.ProcessGroup):
     # ---- reductions
 
     @_operation("all_reduce", 0)
-    def allreduce(self, tensors, opts=_ALLREDUCE) -> TorchWork:
+    def allreduce(self, tensors: list[torch.Tensor], opts: c10d.AllreduceOptions = _ALLREDUCE) -> TorchWork:
         tensor = only_element(tensors, "tensors")
         blocking = _is_blocking(opts)
         work = TorchWork([self._all_reduce(tensor, opts.reduceOp.op, blocking)], [tensor])
@@ -184,7 +184,9 @@ class TorchProcessGroup(dist.ProcessGroup):
         return work
 
     @_operation("all_reduce", 0)
-    def allreduce_coalesced(self, tensors, opts=_ALLREDUCE_COALESCED) -> TorchWork:
+    def allreduce_coalesced(
+        self, tensors: list[torch.Tensor], opts: c10d.AllreduceCoalescedOptions = _ALLREDUCE_COALESCED
+    ) -> TorchWork:
         op, blocking = opts.reduceOp.op, _is_blocking(opts)
         check_disjoint([[tensor] for tensor in tensors])
         return TorchWork([self._all_reduce(tensor, op, blocking) for tensor in tensors], list(tensors))
@@ -198,7 +200,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         return work
 
     @_operation("reduce", 0)
-    def reduce(self, tensors, opts=_REDUCE) -> TorchWork:
+    def reduce(self, tensors: list[torch.Tensor], opts: c10d.ReduceOptions = _REDUCE) -> TorchWork:
         tensor = only_element(tensors, "tensors")
         op, finish = _divide_integers(opts.reduceOp.op, tensor, self.group)
         work = self.group.reduce(tensor, opts.rootRank, op, blocking=_is_blocking(opts))
@@ -207,19 +209,28 @@ class TorchProcessGroup(dist.ProcessGroup):
         return TorchWork([work], [tensor])
 
     @_operation("reduce_scatter", 1)
-    def reduce_scatter(self, outputs, inputs, opts=_REDUCE_SCATTER) -> TorchWork:
+    def reduce_scatter(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[list[torch.Tensor]],
+        opts: c10d.ReduceScatterOptions = _REDUCE_SCATTER,
+    ) -> TorchWork:
         output, parts = only_element(outputs, "output_tensors"), only_element(inputs, "input_tensors")
         self._check_parts(parts, output, "input_list", "output")
         return self._reduce_scatter([output], [concatenate(parts)], opts)
 
     @_operation("reduce_scatter", 1)
-    def reduce_scatter_single(self, output, input, opts=_REDUCE_SCATTER) -> TorchWork:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: c10d.ReduceScatterOptions = _REDUCE_SCATTER
+    ) -> TorchWork:
         return self._reduce_scatter([output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     @_operation("reduce_scatter", 1)
-    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=_REDUCE_SCATTER) -> TorchWork:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: c10d.ReduceScatterOptions = _REDUCE_SCATTER
+    ) -> TorchWork:
         return self._reduce_scatter(outputs, inputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -238,18 +249,22 @@ class TorchProcessGroup(dist.ProcessGroup):
     # ---- data movement, of any dtype
 
     @_operation("broadcast", 0)
-    def broadcast(self, tensors, opts=_BROADCAST) -> TorchWork:
+    def broadcast(self, tensors: list[torch.Tensor], opts: c10d.BroadcastOptions = _BROADCAST) -> TorchWork:
         tensor = only_element(tensors, "tensors")
         return TorchWork(
             [self.group.broadcast(as_wire_dtype(tensor), opts.rootRank, blocking=_is_blocking(opts))], [tensor]
         )
 
     @_operation("all_gather", 1)
-    def allgather(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: c10d.AllgatherOptions = _ALLGATHER
+    ) -> TorchWork:
         return self._allgather([only_element(outputs, "output_tensors")], [only_element(inputs, "input_tensors")], opts)
 
     @_operation("all_gather", 1)
-    def allgather_coalesced(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
+    def allgather_coalesced(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: c10d.AllgatherOptions = _ALLGATHER
+    ) -> TorchWork:
         """outputs[r][i] <- inputs[i] of rank r."""
         self._check_count(outputs, "output_tensor_lists")
         return self._allgather(list(zip(*outputs, strict=True)), inputs, opts)
@@ -274,13 +289,17 @@ class TorchProcessGroup(dist.ProcessGroup):
         return torch.empty(self.group.size * view.numel(), dtype=view.dtype)
 
     @_operation("all_gather", 1)
-    def all_gather_single(self, output, input, opts=_ALLGATHER) -> TorchWork:
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: c10d.AllgatherOptions = _ALLGATHER
+    ) -> TorchWork:
         return self._all_gather_single([output], [input], opts)
 
     _allgather_base = all_gather_single
 
     @_operation("all_gather", 1)
-    def all_gather_single_coalesced(self, outputs, inputs, opts=_ALLGATHER) -> TorchWork:
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: c10d.AllgatherOptions = _ALLGATHER
+    ) -> TorchWork:
         return self._all_gather_single(outputs, inputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -295,7 +314,9 @@ class TorchProcessGroup(dist.ProcessGroup):
         return TorchWork(works, list(outputs))
 
     @_operation("gather", 1)
-    def gather(self, outputs, inputs, opts=_GATHER) -> TorchWork:
+    def gather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: c10d.GatherOptions = _GATHER
+    ) -> TorchWork:
         tensor = only_element(inputs, "input_tensors")
         if self.group.rank != opts.rootRank:
             return self._gather(None, tensor, [], opts)
@@ -306,7 +327,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         return self._gather(gathered, tensor, list(parts), opts, copy_out(gathered, parts))
 
     @_operation("gather", 1)
-    def gather_single(self, output, input, opts=_GATHER) -> TorchWork:
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: c10d.GatherOptions = _GATHER) -> TorchWork:
         if self.group.rank != opts.rootRank:
             return self._gather(None, input, [], opts)
         return self._gather(as_wire_dtype(output), input, [output], opts)
@@ -320,7 +341,9 @@ class TorchProcessGroup(dist.ProcessGroup):
         return TorchWork([work], result)
 
     @_operation("scatter", 1)
-    def scatter(self, outputs, inputs, opts=_SCATTER) -> TorchWork:
+    def scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: c10d.ScatterOptions = _SCATTER
+    ) -> TorchWork:
         output, source = only_element(outputs, "output_tensors"), None
         if self.group.rank == opts.rootRank:
             parts = only_element(inputs, "input_tensors")
@@ -330,7 +353,9 @@ class TorchProcessGroup(dist.ProcessGroup):
         return TorchWork([work], [output])
 
     @_operation("all_to_all", 1)
-    def alltoall(self, outputs, inputs, opts=_ALLTOALL) -> TorchWork:
+    def alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: c10d.AllToAllOptions = _ALLTOALL
+    ) -> TorchWork:
         self._check_count(outputs, "output_tensor_list")
         self._check_count(inputs, "input_tensor_list")
         sources, views = [as_wire_dtype(tensor) for tensor in inputs], [as_wire_dtype(tensor) for tensor in outputs]
@@ -344,7 +369,14 @@ class TorchProcessGroup(dist.ProcessGroup):
         return TorchWork([work], list(outputs))
 
     @_operation("all_to_all", 1)
-    def all_to_all_single(self, output, input, output_splits, input_splits, opts=_ALLTOALL) -> TorchWork:
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: c10d.AllToAllOptions = _ALLTOALL,
+    ) -> TorchWork:
         work = self.group.all_to_all(
             as_wire_dtype(output), as_wire_dtype(input), output_splits or None, input_splits or None,
             blocking=_is_blocking(opts),
@@ -356,20 +388,20 @@ class TorchProcessGroup(dist.ProcessGroup):
     # ---- between two ranks; those of callbacks run on the program's group, too, and are matched by their order
 
     @_operation("send", 0)
-    def send(self, tensors, dst: int, tag: int = 0) -> TorchWork:
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> TorchWork:
         tensor = only_element(tensors, "tensors")
         return TorchWork([self.levels.program.group.send(as_wire_dtype(tensor), dst, tag=tag)], [tensor])
 
     @_operation("recv", 0)
-    def recv(self, tensors, src: int, tag: int = 0) -> TorchWork:
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> TorchWork:
         tensor = only_element(tensors, "tensors")
         return TorchWork([self.levels.program.group.recv(as_wire_dtype(tensor), src, tag=tag)], [tensor], source=src)
 
-    def recv_anysource(self, tensors, tag: int = 0) -> TorchWork:
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> TorchWork:
         raise InvalidArgument("the backend 'bagua' cannot receive from any rank that sends; name the sender with src=")
 
     @_operation("barrier")
-    def barrier(self, opts=_BARRIER) -> TorchWork:
+    def barrier(self, opts: c10d.BarrierOptions = _BARRIER) -> TorchWork:
         timeout = opts.timeout if opts.timeout.total_seconds() >= 0 else None
         return TorchWork([self.group.barrier(timeout=timeout, blocking=not opts.asyncOp)], [])
 

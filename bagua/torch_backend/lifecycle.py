@@ -15,6 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ _opened: ProcessGroup | None = None
 _uses: Counter[str] = Counter()
 
 
-def create(options, backend_options: object | None) -> TorchProcessGroup:
+def create(options: Any, backend_options: object | None) -> TorchProcessGroup:
     """Called by torch.distributed on the members of a group to create it.
 
     Args:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..distributed.work import Work
 from .callback_levels import Level
 
 __all__ = ["Span"]
@@ -31,7 +32,7 @@ class Span:
         self._level: Level | None = None
         self._ended = threading.Event()
 
-    def end_after(self, work, level: Level) -> None:
+    def end_after(self, work: Work | None, level: Level) -> None:
         """End it when the operation `work` ends; soon if that is None."""
         self._level = level
         if work is None:

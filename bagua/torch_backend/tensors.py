@@ -6,6 +6,7 @@ A type that the core cannot reduce is moved as a wire dtype, one of the same siz
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ def as_wire_dtype(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(_WIRE_DTYPES[tensor.element_size()])
 
 
-def only_element(items: Sequence, name: str):
+def only_element(items: Sequence[Any], name: str) -> Any:
     """The only element of one of torch's lists, which have one per device of the process.
 
     Raises:

@@ -1,9 +1,12 @@
 """The `bagua` command: its subcommands, their exit statuses, and what it says about anything else."""
 
+import importlib
 import os
 import re
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,25 +14,87 @@ import bagua
 from bagua import cli
 from bagua.cli import doctor
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
+HELP = [
+    [],
+    ["-h"],
+    ["--version"],
+    *([command, "-h"] for command in ("run", "doctor", "bench", "timeline")),
+    ["bench", "record", "-h"],
+]
+
 
 def test_without_arguments_it_lists_the_commands(capsys):
-    for argv in ([], ["-h"], ["--help"]):
-        assert cli.main(argv) == 0
-        output = capsys.readouterr().out
-        assert output.startswith("usage: bagua COMMAND")
-        assert all(re.search(rf"^  {name} ", output, re.MULTILINE) for name in cli._COMMANDS)
+    assert cli.main([]) == 0
+    printed = capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0 and capsys.readouterr().out == printed
+    assert printed.startswith("usage: bagua [-h] [--version] COMMAND ...")
+    assert all(re.search(rf"^ +{name} +\w", printed, re.MULTILINE) for name in cli._COMMANDS)
 
 
 def test_the_version(capsys):
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"bagua {bagua.__version__}\n"
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0 and capsys.readouterr().out == f"bagua {bagua.__version__}\n"
 
 
 def test_an_unknown_command(capsys):
-    assert cli.main(["trian"]) == 2
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["trian"])
+    assert caught.value.code == 2
     captured = capsys.readouterr()
-    assert captured.err == "bagua: 'trian' is not a command; the commands are run, doctor, bench, timeline\n"
-    assert captured.out == ""
+    assert re.match(r"bagua: argument COMMAND: invalid choice: 'trian' \(choose from '?run", captured.err)
+    assert captured.err.endswith("`bagua --help` lists the commands\n") and captured.out == ""
+
+
+def test_each_command_is_a_module_with_a_main():
+    assert all(callable(importlib.import_module(f"bagua.cli.{name}").main) for name in cli._COMMANDS)
+
+
+def imported_by(*command):
+    """What a process of Python has imported at its end."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *command], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+
+
+@pytest.mark.parametrize("argv", [["-m", "bagua", *argv] for argv in HELP] + [["-m", "bagua.run", "-h"]], ids=" ".join)
+def test_help_imports_no_torch(argv):
+    modules = imported_by(*argv)
+    assert "bagua.cli" in modules and not {"torch", "numpy"} & modules
+
+
+@pytest.fixture
+def script(tmp_path):
+    """The script `bagua`, as pip writes it."""
+    path = tmp_path / "bagua"
+    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom bagua.cli import main\nsys.exit(main())\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("argv", [["-h"], ["run", "-h"]], ids=" ".join)
+def test_help_of_the_script_imports_no_torch(script, argv):
+    modules = imported_by(script, *argv)
+    assert "bagua.cli" in modules and "torch" not in modules
+
+
+def test_help_takes_less_than_half_a_second(script):
+    """Of processor time, which other programs do not lengthen much; the clock shows as much where nothing else runs."""
+    subprocess.run([sys.executable, script, "run", "-h"], check=True, capture_output=True)  # compiles it
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, script, "run", "-h"], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+def test_the_script_is_the_one_in_pyproject():
+    assert '[project.scripts]\nbagua = "bagua.cli:main"\n' in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.fixture

@@ -1,13 +1,17 @@
 """`bagua run`: torchrun's options go through, bagua's become settings, and one node finds a free port by itself."""
 
 import os
+import re
 import textwrap
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed import run as torchrun
 
+from bagua.cli import run
 from bagua.cli.run import main, parse
 from bagua.testing import spawn
+
+HERE = __file__  # a script that is there
 
 
 @pytest.fixture(autouse=True)
@@ -18,11 +22,9 @@ def clean_environment(monkeypatch):
 
 
 def test_torchruns_options_go_through():
-    args, environ = parse(
-        ["--nproc-per-node", "4", "--max-restarts=2", "train.py", "--lr", "0.1", "--tcp-streams", "9"]
-    )
+    args, environ = parse(["--nproc-per-node", "4", "--max-restarts=2", HERE, "--lr", "0.1", "--tcp-streams", "9"])
     assert (args.nproc_per_node, args.max_restarts) == ("4", 2)
-    assert args.training_script == "train.py"
+    assert args.training_script == HERE
     assert args.training_script_args == ["--lr", "0.1", "--tcp-streams", "9"], "behind the script they are the script's"
     assert environ == {}
     args, _ = parse(["-m", "package.train", "-x"])
@@ -43,33 +45,33 @@ def test_torchruns_options_go_through():
     ids=" ".join,
 )
 def test_baguas_options_become_settings(options, expected):
-    assert parse([*options, "train.py"])[1] == expected
+    assert parse([*options, HERE])[1] == expected
 
 
 def test_the_token_comes_from_a_file(tmp_path, capsys):
     file = tmp_path / "token"
     file.write_text("secret of the job\n")
-    assert parse(["--auth-token-file", str(file), "train.py"])[1] == {"BAGUA_AUTH_TOKEN": "secret of the job"}
+    assert parse(["--auth-token-file", str(file), HERE])[1] == {"BAGUA_AUTH_TOKEN": "secret of the job"}
     file.write_text("\n")
     for path, problem in ((file, "the file is empty"), (tmp_path / "none", "No such file or directory")):
         with pytest.raises(SystemExit) as caught:
-            parse(["--auth-token-file", str(path), "train.py"])
+            parse(["--auth-token-file", str(path), HERE])
         assert caught.value.code == 2 and f"--auth-token-file {path}: {problem}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--tcp-streams", "0", "train.py"], "BAGUA_TCP_STREAMS=0 is out of range"),
-        (["--tcp-streams", "many", "train.py"], "argument --tcp-streams: invalid int value: 'many'"),
-        (["--tcp-congestion", "no name", "train.py"], "BAGUA_TCP_CONGESTION='no name' is no name"),
-        (
-            ["--tcp-congestion", "not-loaded", "train.py"],
-            "BAGUA_TCP_CONGESTION='not-loaded' cannot be used on this host",
-        ),
-        (["--shm-ring-bytes", "5000", "train.py"], "BAGUA_SHM_RING_BYTES=5000 is not a power of two"),
-        (["--no-such-option", "train.py"], "unrecognized arguments|the following arguments are required"),
-        (["--nproc-per-node", "2"], "training_script"),
+        (["--tcp-streams", "0", HERE], "--tcp-streams 0 is out of range; give a value in 1..64"),
+        (["--tcp-streams", "many", HERE], "--tcp-streams 'many' is not an integer; give a value in 1..64"),
+        (["--tcp-congestion", "no name", HERE], "--tcp-congestion 'no name' is no name of 1 to 15 characters"),
+        (["--tcp-congestion", "not-loaded", HERE], "--tcp-congestion 'not-loaded' cannot be used on this host"),
+        (["--shm-ring-bytes", "5000", HERE], "--shm-ring-bytes 5000 is not a power of two"),
+        (["--no-such-option", HERE], "--no-such-option is not an option of bagua or torchrun"),
+        (["--tcp-streem=4", HERE], "--tcp-streem is not an option of bagua or torchrun; did you mean --tcp-streams?"),
+        (["--max-restart", "two", HERE], "--max_restarts: invalid int value: 'two'; bagua run --help-torchrun says"),
+        (["--nproc-per-node", "2"], "which script? Write its name behind the options: bagua run --nproc-per-node 2"),
+        (["nowhere.py"], "there is no script nowhere.py; write the name of a file, or -m and that of a module"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -78,30 +80,38 @@ def test_mistakes_end_before_anything_starts(argv, message, capsys):
         parse(argv)
     assert caught.value.code == 2
     errors = capsys.readouterr().err
-    assert any(part in errors for part in message.split("|")), errors
-    assert "usage: bagua run" in errors
+    assert f"\nbagua run: {message}" in errors or message in errors
+    assert errors.startswith("usage: bagua run [options] train.py") and errors.count("\n") == 2
+
+
+def test_a_number_of_processes_that_is_none(capsys, monkeypatch):
+    """What torchrun looks at only when it starts."""
+    monkeypatch.setattr(torchrun, "run", lambda args: pytest.fail("started"))
+    with pytest.raises(SystemExit):
+        main(["--nproc-per-node", "two", HERE])
+    assert "bagua run: Unsupported nproc_per_node value: two; bagua run --help-torchrun says" in capsys.readouterr().err
 
 
 def test_a_misspelt_setting_in_the_environment_is_found(monkeypatch, capsys):
     monkeypatch.setenv("BAGUA_TCP_STREAM", "4")
     with pytest.raises(SystemExit):
-        parse(["train.py"])
+        parse([HERE])
     assert "BAGUA_TCP_STREAM is not a setting of bagua" in capsys.readouterr().err
 
 
 def test_one_node_is_standalone_unless_told_otherwise(monkeypatch):
-    assert parse(["train.py"])[0].standalone
-    assert parse(["--nnodes", "1", "--nproc-per-node", "2", "train.py"])[0].standalone
-    assert not parse(["--nnodes", "2", "train.py"])[0].standalone
-    assert not parse(["--nnodes", "1:2", "train.py"])[0].standalone
+    assert parse([HERE])[0].standalone
+    assert parse(["--nnodes", "1", "--nproc-per-node", "2", HERE])[0].standalone
+    assert not parse(["--nnodes", "2", HERE])[0].standalone
+    assert not parse(["--nnodes", "1:2", HERE])[0].standalone
     for options in (["--master-port", "29501"], ["--rdzv-endpoint", "host:1"], ["--master-addr", "10.0.0.1"]):
-        assert not parse([*options, "train.py"])[0].standalone
+        assert not parse([*options, HERE])[0].standalone
 
 
 def test_ranks_of_one_node_need_no_name_lookup():
-    assert parse(["train.py"])[0].local_addr == "127.0.0.1"
-    assert parse(["--standalone", "--local-addr", "host", "train.py"])[0].local_addr == "host"
-    assert parse(["--nnodes", "2", "train.py"])[0].local_addr is None
+    assert parse([HERE])[0].local_addr == "127.0.0.1"
+    assert parse(["--standalone", "--local-addr", "host", HERE])[0].local_addr == "host"
+    assert parse(["--nnodes", "2", HERE])[0].local_addr is None
 
 
 SCRIPT = """
@@ -125,29 +135,54 @@ def script(tmp_path):
 
 
 def launch(rank, world_size, *arguments):
-    """In a rank, which has imported torch already; what torchrun says of a failure."""
-    try:
-        main(arguments)
-    except ChildFailedError as error:
-        return str(error)
+    """In a rank, which has imported torch already; returns the exit status."""
+    return main(arguments)
 
 
 def launched(tmp_path, script, *arguments, options=()):
-    """The script on two ranks, what each of them printed, and what torchrun says."""
+    """The script on two ranks: what each of them printed, and the exit status of the launcher."""
     logs = tmp_path / "logs"
     argv = ["--nproc-per-node", "2", "--redirects", "3", "--log-dir", str(logs), *options, script, *arguments]
-    (failure,) = spawn(launch, 1, args=argv)
-    return sorted(log.read_text() for log in logs.rglob("stdout.log")), failure
+    (status,) = spawn(launch, 1, args=argv)
+    return sorted(log.read_text() for log in logs.rglob("stdout.log")), status
 
 
-def test_a_script_runs_on_two_ranks_and_fails_the_launcher(script, tmp_path):
+def test_a_script_runs_on_two_ranks_and_fails_the_launcher(script, tmp_path, capfd):
     options = ("--no-shared-memory", "--spin-us", "0")
-    printed, failure = launched(tmp_path, script, "3", "--more", options=options)
+    printed, status = launched(tmp_path, script, "3", "--more", options=options)
     assert printed == [f"rank {rank} sum 2 tcp ['3', '--more'] 0\n" for rank in range(2)]
-    assert "exitcode  : 3" in failure
+    assert status == 3 and "bagua run: rank 0 failed first, exit status 3\n" in capfd.readouterr().err
 
 
 def test_a_script_that_ends_well(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("print('done')")
-    assert launched(tmp_path, str(path)) == (["done\n"] * 2, None)
+    assert launched(tmp_path, str(path)) == (["done\n"] * 2, 0)
+
+
+def test_own_options_come_first_in_the_help(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: bagua run [options] train.py")
+    own, torchruns = text.index("bagua's options:"), text.index("torchrun's options")
+    assert own < text.index("--tcp-streams") < torchruns < text.index("--nproc-per-node")
+    with pytest.raises(SystemExit) as caught:
+        parse(["--nproc-per-node", "2", "-h"])
+    assert caught.value.code == 0 and capsys.readouterr().out == text
+
+
+def test_the_torchrun_options_of_the_help_are_torchruns():
+    actions = torchrun.get_args_parser()._actions
+    takes_a_value = {name: action.nargs != 0 for action in actions for name in action.option_strings}
+    for names, metavar, _ in run._OFTEN_USED:
+        assert {takes_a_value.get(name) for name in names} == {metavar is not None}, names
+
+
+def test_all_options_of_torchrun_are_shown_on_demand(capsys):
+    for argv in (["--help-torchrun"], ["--nproc-per-node", "2", "--help-torchrun"]):
+        with pytest.raises(SystemExit) as caught:
+            parse(argv)
+        assert caught.value.code == 0
+        printed = capsys.readouterr().out
+        names = {name for action in torchrun.get_args_parser()._actions for name in action.option_strings}
+        assert names <= set(re.findall(r"--?[\w-]+", printed))

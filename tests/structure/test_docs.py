@@ -66,7 +66,7 @@ def bagua_commands():
     from bagua.cli import main
 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert main(["--help"]) == 0
+        assert main([]) == 0
     return set(re.findall(r"^\s{2,}([a-z]+)\s", printed.getvalue(), re.MULTILINE))
 
 

@@ -1,0 +1,185 @@
+"""How a launch ends before its time: by a signal to the launcher, or by a rank that fails.
+
+torch's agent ends all ranks in either case; what it says of that, some forty lines, becomes one line here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from bagua.cli.progress import Progress
+
+__all__ = ["Interrupts", "quiet_agent", "who_failed_first"]
+
+_HANDLED = (signal.SIGINT, signal.SIGTERM)
+# Longer after the first failure than this, a rank that died of SIGKILL was ended by the agent, which had waited for it.
+_KILLED_BY_ITSELF_S = 5
+_AGENT_LOGGERS = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
+_AGENT_SAYS = ("Received %s death signal", "Sending process %s closing signal", "failed (exitcode: %s)")
+
+
+def _children() -> list[int]:
+    """The processes that this one has started and that still run."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            try:
+                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:  # it has just ended
+                continue
+            if int(parent) == os.getpid() and state != "Z":
+                found.append(int(entry))
+    return found
+
+
+def _kill(pid: int) -> None:
+    """And what it has started itself: torch's agent starts ranks in sessions of their own."""
+    with contextlib.suppress(ProcessLookupError):
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
+
+
+class Interrupts:
+    """SIGINT and SIGTERM while ranks run: the first one asks them to end, the second one kills them.
+
+    The first one is raised in the main thread as torch's SignalException, on which its agent passes the signal on and
+    waits for the ranks. The second one is handled in the middle of that wait, which ends by itself then.
+    """
+
+    def __init__(self) -> None:
+        self._num_ranks = 0
+        self._interrupted = False
+        self._before: dict[int, Any] = {}
+        self._progress = Progress("bagua run")
+        self._ending = contextlib.ExitStack()
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in _HANDLED}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._ending.close()
+
+    def left_to_torch(self, signals: str) -> str:
+        """Which of the signals of torchrun's --signals-to-handle torch may handle itself."""
+        own = {number.name for number in _HANDLED} if self._before else set()
+        return ",".join(name for name in signals.split(",") if name.strip() not in own) or signal.SIGHUP.name
+
+    def told(self, number: int) -> str:
+        """What to say when all have ended."""
+        self._ending.close()
+        why = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+        if not self._interrupted:  # a signal that torch handles
+            return f"bagua run: {why}, all ranks of this host ended"
+        ranks = "1 rank" if self._num_ranks == 1 else f"{self._num_ranks} ranks"
+        return f"bagua run: {why}, {ranks} ended"
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        children = _children()
+        if self._interrupted:
+            for pid in children:
+                _kill(pid)
+            return
+        self._interrupted = True
+        self._num_ranks = len(children)
+        self._ending.enter_context(self._progress)
+        self._progress.tell(f"waiting for {self._num_ranks} ranks to end, Ctrl-C kills them")
+        raise SignalException(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
+
+
+@contextlib.contextmanager
+def quiet_agent() -> Iterator[None]:
+    """Leave out what torch's agent logs of ranks that end: the launcher says it."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(_AGENT_SAYS)
+
+    loggers = [logging.getLogger(name) for name in _AGENT_LOGGERS]
+    for logger in loggers:
+        logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(keep)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What is known of one rank's end; the first in this order is the cause of the others."""
+
+    kind: int
+    time_s: float
+    rank: int
+    text: str
+    exit_status: int
+    untold: str = ""  # the traceback, where rank.py has not shown it
+
+
+# In the order in which one explains another: a rank that crashed, one that raised, one that ended with a status, one
+# that raised because of another rank, one that the agent ended.
+_CRASHED, _RAISED, _EXITED, _FOLLOWED, _TERMINATED = range(5)
+
+
+def who_failed_first(error: ChildFailedError) -> tuple[str, int]:
+    """(lines of which one names the rank that failed first and why, the exit status for the command)."""
+    by_local_rank = {failure.local_rank: (rank, failure) for rank, failure in error.failures.items()}
+    begin_s = min(failure.timestamp for failure in error.failures.values())
+    failures = [_failure(rank, failure, begin_s) for rank, failure in by_local_rank.values()]
+    first = min(failures, key=lambda one: (one.kind, one.time_s))
+    others = [one.rank for one in failures if one.rank != first.rank and one.kind != _TERMINATED]
+    lines = [f"[rank {first.rank}] {line}" for line in first.untold.splitlines()]
+    lines.append(f"bagua run: rank {first.rank} failed first, {first.text}")
+    if others:
+        lines.append(f"bagua run: {_ranks(sorted(others))} failed after that")
+    log = _log_of(next(failure for rank, failure in by_local_rank.values() if rank == first.rank))
+    if log is not None:
+        lines.append(f"bagua run: what it wrote is in {log}")
+    return "\n".join(lines), first.exit_status
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _failure(rank: int, failure: ProcessFailure, begin_s: float) -> _Failure:
+    exit_status = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    message = failure.message
+    if isinstance(message, dict):  # what rank.py, or torch's @record, has written down
+        details = message["extraInfo"]
+        kind = _FOLLOWED if details.get("names_another_rank") else _RAISED
+        time_s = float(details.get("time_s", details["timestamp"]))
+        # A rank that waits for nothing but its last line, and is ended by the agent meanwhile.
+        exit_status = exit_status if failure.exitcode > 0 else 1
+        raised = message["message"].partition("\n")[0]
+        untold = "" if "names_another_rank" in details else details.get("py_callstack", "")
+        return _Failure(kind, time_s, rank, f"exit status {exit_status}: {raised}", exit_status, untold)
+    if failure.exitcode > 0:
+        return _Failure(_EXITED, failure.timestamp, rank, f"exit status {exit_status}", exit_status)
+    late = failure.timestamp - begin_s > _KILLED_BY_ITSELF_S
+    ended = failure.exitcode == -signal.SIGTERM or (failure.exitcode == -signal.SIGKILL and late)
+    kind = _TERMINATED if ended else _CRASHED
+    return _Failure(kind, failure.timestamp, rank, f"it died of {failure.signal_name()}", exit_status)
+
+
+def _log_of(failure: ProcessFailure) -> Path | None:
+    """Where the rank's stderr went, if that was not to the terminal."""
+    log = Path(failure.error_file).with_name("stderr.log")
+    return log if log.exists() and log.stat().st_size else None

@@ -1,0 +1,143 @@
+"""One rank of `bagua run`: runs the training script as Python would, and says once, with the rank, what it raised.
+
+Python runs this file by its path, so that nothing of bagua or torch is imported before the script imports it. What a
+script raises is told in lines that begin with the rank. An error of bagua that names another rank is told in one line:
+that rank's own traceback is the one that matters. What was raised is also written where torch's agent looks for it
+(TORCHELASTIC_ERROR_FILE), as torch's `record` does, and from there the launcher takes it for its last line.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import json
+import os
+import pkgutil
+import runpy
+import sys
+import time
+import traceback
+import types
+
+# The main thread waits so long before it tells of another rank's failure: in most cases the agent ends it meanwhile.
+_FOLLOWS_S = 0.3
+_NAMING_ANOTHER_RANK = ("TransportError", "DeadlineExceeded", "RemoteError", "Aborted")
+
+
+def _new_main() -> dict[str, object]:
+    """The namespace of a new module __main__; this file's stays with this file's functions."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    if "__annotations__" in globals():  # as in the one that Python has made
+        main.__annotations__ = {}
+    return main.__dict__
+
+
+def _run_script(path: str) -> None:
+    """As `python path` does."""
+    namespace = _new_main()
+    if pkgutil.get_importer(path) is not None:  # a folder or an archive with a __main__.py
+        sys.path[0] = path
+        runpy._run_module_as_main("__main__", alter_argv=False)
+        return
+    path = os.path.join(os.getcwd(), path)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    with open(path, "rb") as file:
+        code = pkgutil.read_code(file)  # of a .pyc
+    if code is None:
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    namespace.update(__file__=path, __cached__=None, __loader__=loader, __package__=None)
+    exec(code, namespace)
+
+
+def _run_module(name: str) -> None:
+    """As `python -m name` does."""
+    _new_main()
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd()
+    runpy._run_module_as_main(name)
+
+
+def _without_own_frames(error: BaseException) -> BaseException:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return error.with_traceback(trace)
+
+
+def _names_another_rank(error: BaseException, rank: str) -> bool:
+    """Whether it is one of bagua's errors that tells of another rank's failure."""
+    kinds = {(kind.__module__, kind.__name__) for kind in type(error).__mro__}
+    if not any(("bagua.errors", name) in kinds for name in _NAMING_ANOTHER_RANK):
+        return False
+    at_fault = getattr(error, "rank", None)
+    return at_fault is not None and str(at_fault) != rank
+
+
+def _write_down(error: BaseException, follows: bool) -> None:
+    """In the format of torch's ErrorHandler.record_exception, with a finer time and what this rank knows of it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    now_s = time.time()
+    details = {
+        "py_callstack": "".join(traceback.format_exception(error)),
+        "timestamp": str(int(now_s)),
+        "time_s": now_s,
+        "names_another_rank": follows,
+    }
+    message = f"{type(error).__name__}: {error}"
+    try:
+        with open(path, "w") as file:
+            json.dump({"message": {"message": message, "extraInfo": details}}, file)
+    except OSError:  # the traceback on stderr has it all
+        pass
+
+
+def _tell(error: BaseException, rank: str, follows: bool) -> None:
+    hook = sys.excepthook
+    # torch.distributed sets one that puts the rank in front, as is done here.
+    if hook is not sys.__excepthook__ and not str(getattr(hook, "__module__", "")).startswith("torch."):
+        hook(type(error), error, error.__traceback__)
+        return
+    if follows:
+        time.sleep(_FOLLOWS_S)
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" at {frames[0].filename}:{frames[0].lineno}" if frames else ""
+        text = f"{type(error).__name__}{where}: {error}"
+    else:
+        text = "".join(traceback.format_exception(error))
+    text = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
+    sys.stderr.write(text)  # in one piece: others write there too
+    sys.stderr.flush()
+
+
+def main() -> None:
+    try:
+        is_module = sys.argv[1] == "-m"
+        del sys.argv[: 2 if is_module else 1]
+        (_run_module if is_module else _run_script)(sys.argv[0])
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _without_own_frames(error)
+        try:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            rank = os.environ.get("RANK", "?")
+            follows = _names_another_rank(error, rank)
+            _write_down(error, follows)
+            _tell(error, rank, follows)
+        except KeyboardInterrupt:
+            # The launcher tells it. Python ends as it does after each one: by what is registered with atexit, and then
+            # by the signal itself.
+            sys.excepthook = lambda *_: None
+            raise
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
