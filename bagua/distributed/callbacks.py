@@ -1,7 +1,7 @@
 """A thread for what follows from operations: callbacks, in the order in which the operations ended.
 
 Beside the data path: work -> **here**. The thread that ends an operation only leaves a number in a queue of the core
-(csrc/engine/endings.h), so that it neither waits for Python nor for a callback; a callback here may start operations
+(csrc/engine/completion_queue.h), so that it neither waits for Python nor for a callback; a callback here may start operations
 and wait for them. The thread is started by its first task and joined by close().
 """
 
@@ -34,7 +34,7 @@ class CallbackThread:
 
     def __init__(self, name: str, around: Callable[[], contextlib.AbstractContextManager]):
         self._name, self._around = name, around
-        self._endings = _C.Endings()
+        self._endings = _C.CompletionQueue()
         self._tokens = itertools.count()
         self._steps: dict[int, Callable[[], None]] = {}  # by token; each step on this dict is atomic
         self._pid = os.getpid()

@@ -1,4 +1,4 @@
-"""Sockets that a forked child must not keep; the Python half of csrc/transport/fork_guard.h.
+"""Sockets that a forked child must not keep; the Python half of csrc/common/fork_guard.h.
 
 A DataLoader worker inherits every socket of its rank. As long as it has one, the peers do not see that the rank died.
 """

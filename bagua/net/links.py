@@ -42,7 +42,7 @@ logger = logging.getLogger("bagua")
 _POLL_SECONDS = 0.05
 # Who dials for so long asks too how the peer is, so that it can tell those that wait for it.
 _WATCHED_AFTER_SECONDS = 0.5
-_DOORBELL_BYTES = 64  # csrc/transport/doorbell.h
+_DOORBELL_BYTES = 64  # csrc/common/doorbell.h
 
 
 class Endpoint:

@@ -93,7 +93,7 @@ class Questions:
         about = {"group": name, "from": rank, "status": registered.core.status().hex()}
         patience = Patience(time.monotonic() + seconds, still_wanted)
         group_peer = registered.ranks.index(peer)
-        registered.core.note_question(group_peer)
+        registered.core.note_status_request(group_peer)
         try:
             answer = json.loads(ask(self._records[peer], self._secret, about, patience))
         except ConnectionRefusedError:

@@ -69,7 +69,7 @@ std::function<void()> wrap_callback(py::function function) {
 }
 
 // Calls Python from the thread that runs the operation.
-Mesh::Connector wrap_connector(py::function function) {
+Communicator::Connector wrap_connector(py::function function) {
   const auto held = hold(std::move(function));
   return [held](int peer, Deadline deadline) {
     py::gil_scoped_acquire acquire;

@@ -11,7 +11,7 @@
 #include <pybind11/pybind11.h>
 
 #include "csrc/common/error.h"
-#include "csrc/transport/mesh.h"
+#include "csrc/communicator/communicator.h"
 
 namespace bagua {
 
@@ -51,6 +51,6 @@ void refuse_inside_callback();
 void check_signals();
 
 std::function<void()> wrap_callback(py::function function);
-Mesh::Connector wrap_connector(py::function function);
+Communicator::Connector wrap_connector(py::function function);
 
 }  // namespace bagua

@@ -4,7 +4,7 @@
 #include "csrc/codecs/codec.h"
 #include "csrc/collectives/arguments.h"
 #include "csrc/collectives/collectives.h"
-#include "csrc/transport/transport.h"
+#include "csrc/common/operation.h"
 
 #include <pybind11/stl.h>
 

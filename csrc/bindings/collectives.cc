@@ -58,7 +58,7 @@ std::shared_ptr<Work> run_coded(Group& g, const CodecChoice& codec, const Operat
                                 double timeout_s, bool blocking, Engine::Run run) {
   if (!codec || !codec->second) return g.run(operation, bytes, timeout_s, blocking, std::move(run));
   return g.run(operation, bytes, timeout_s, blocking, [seed = *codec->second, run = std::move(run)](Context& context) {
-    context.draw_key = derive_key(seed, static_cast<uint64_t>(context.team.rank()));
+    context.draw_key = derive_key(seed, static_cast<uint64_t>(context.group.rank()));
     return run(context);
   });
 }
@@ -127,7 +127,7 @@ void bind_reductions(py::class_<Group>& group) {
                          [=, taken = use_parts(parts, dtype)](Context& context) {
                            const size_t num_blocks = collectives::all_reduce(context, pointer(data), numel, dtype, op,
                                                                              used, residuals, taken);
-                           const Codec* encoded = context.team.size() > 1 ? used : nullptr;
+                           const Codec* encoded = context.group.size() > 1 ? used : nullptr;
                            if (checks_result) look_at_result(context, pointer(data), numel, dtype, encoded);
                            return num_blocks;
                          });
@@ -176,8 +176,8 @@ void bind_reductions(py::class_<Group>& group) {
     const DType dtype = dtype_from(dtype_code);
     const auto op = static_cast<ReduceOp>(op_code);
     collectives::require_own_block_or_apart(
-        "reduce_scatter", argument("input", input, numel * static_cast<size_t>(g.mesh().size()), dtype),
-        argument("output", output, numel, dtype), g.mesh().rank());
+        "reduce_scatter", argument("input", input, numel * static_cast<size_t>(g.communicator().size()), dtype),
+        argument("output", output, numel, dtype), g.communicator().rank());
     Operation operation = make_operation(OperationKind::kReduceScatter, numel, dtype, op);
     const Codec* used = use_codec(operation, codec);
     return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
@@ -198,7 +198,7 @@ void bind_reductions(py::class_<Group>& group) {
         Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
         operation.variant = static_cast<uint32_t>(step) & ~kHierarchical;  // the low bits tell different steps apart
         const Codec* used = use_codec(operation, codec);
-        const auto neighbors = topology_neighbors(topology, g.mesh().size(), g.mesh().rank(), step);
+        const auto neighbors = topology_neighbors(topology, g.communicator().size(), g.communicator().rank(), step);
         return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
                          [=, taken = use_parts(parts, dtype)](Context& context) {
                            return collectives::neighbor_average(context, pointer(data), numel, dtype, neighbors, used,
@@ -250,8 +250,8 @@ void bind_movements(py::class_<Group>& group) {
     const DType dtype = dtype_from(dtype_code);
     const size_t numel = numel_of(bytes, dtype_code);
     collectives::require_own_block_or_apart(
-        "all_gather", argument("output", output, numel * static_cast<size_t>(g.mesh().size()), dtype),
-        argument("input", input, numel, dtype), g.mesh().rank());
+        "all_gather", argument("output", output, numel * static_cast<size_t>(g.communicator().size()), dtype),
+        argument("input", input, numel, dtype), g.communicator().rank());
     Operation operation = make_operation(OperationKind::kAllGather, numel, dtype);
     const Codec* used = use_codec(operation, codec);
     return run_coded(g, codec, operation, bytes, timeout_s, blocking, [=](Context& context) -> uint64_t {
@@ -302,7 +302,7 @@ void bind_movements(py::class_<Group>& group) {
                          double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);
     const size_t numel = numel_of(bytes, dtype_code);
-    const size_t gathered = g.mesh().rank() == root ? numel * static_cast<size_t>(g.mesh().size()) : 0;
+    const size_t gathered = g.communicator().rank() == root ? numel * static_cast<size_t>(g.communicator().size()) : 0;
     collectives::require_own_block_or_apart("gather", argument("output", output, gathered, dtype),
                                             argument("input", input, numel, dtype), root);
     return g.run(make_operation(OperationKind::kGather, numel, dtype, ReduceOp::kSum, root), bytes, timeout_s, blocking,
@@ -315,7 +315,7 @@ void bind_movements(py::class_<Group>& group) {
                           double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);
     const size_t numel = numel_of(bytes, dtype_code);
-    const size_t scattered = g.mesh().rank() == root ? numel * static_cast<size_t>(g.mesh().size()) : 0;
+    const size_t scattered = g.communicator().rank() == root ? numel * static_cast<size_t>(g.communicator().size()) : 0;
     collectives::require_own_block_or_apart("scatter", argument("input", input, scattered, dtype),
                                             argument("output", output, numel, dtype), root);
     return g.run(make_operation(OperationKind::kScatter, numel, dtype, ReduceOp::kSum, root), bytes, timeout_s,

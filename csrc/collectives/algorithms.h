@@ -1,6 +1,6 @@
 // The algorithms behind collectives.h, for its dispatching functions and for tests that force one of them.
-// Each is defined in the file of its name. All run between Mesh::begin and Mesh::end on groups of two or
-// more ranks, with arguments that the dispatcher has checked. What the parameters mean is in collectives.h.
+// Each is defined in the file of its name. All run between Communicator::begin and Communicator::end on groups of two
+// or more ranks, with arguments that the dispatcher has checked. What the parameters mean is in collectives.h.
 #pragma once
 
 #include <string_view>
@@ -29,7 +29,7 @@ void require_compressible(std::string_view collective, const Codec& codec, DType
 // Throws InvalidArgument where values of the type cannot be averaged by neighbor_average, or not under the codec.
 void require_average(DType dtype, const Codec* codec);
 // Throws InvalidArgument unless both have an entry per rank and agree about what this rank sends itself.
-void require_splits(const Team& team, const std::vector<size_t>& input_splits,
+void require_splits(const GroupView& group, const std::vector<size_t>& input_splits,
                     const std::vector<size_t>& output_splits);
 
 // The same, among some of the ranks.
@@ -52,7 +52,7 @@ void ring_all_reduce(Context& context, void* data, size_t numel, DType dtype, Re
 void two_shot_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 size_t compressed_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec,
                              const Feedback& feedback = {}, const Parts& parts = {});
-// Need Team::all_share_memory(). `direct` falls back to `staged` where some rank's buffer is ordinary memory.
+// Need GroupView::all_share_memory(). `direct` falls back to `staged` where some rank's buffer is ordinary memory.
 void direct_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 void staged_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 
@@ -65,7 +65,7 @@ void chain_broadcast(Context& context, void* data, size_t bytes, int root);
 void tree_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);
 void stripes_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);
 
-// Need Team::all_share_memory(). False on all ranks, with nothing done, where a buffer that the peers would
+// Need GroupView::all_share_memory(). False on all ranks, with nothing done, where a buffer that the peers would
 // have to read is ordinary memory.
 bool direct_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);
 bool direct_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);

@@ -1,8 +1,8 @@
 // The collectives of one group, as its worker thread runs them. One algorithm per file; selector.cc picks.
 //
-// Each call is made by all ranks with matching arguments, between Mesh::begin and Mesh::end (the engine
+// Each call is made by all ranks with matching arguments, between Communicator::begin and Communicator::end (the engine
 // does that), blocks until this rank's part is done, and throws Error. After a throw the caller must call
-// Mesh::cancel before it frees the buffers. Sizes are 64-bit. numel 0 is legal everywhere.
+// Communicator::cancel before it frees the buffers. Sizes are 64-bit. numel 0 is legal everywhere.
 #pragma once
 
 #include <cstddef>
@@ -18,13 +18,13 @@
 #include "csrc/common/event_log.h"
 #include "csrc/common/stream.h"
 #include "csrc/common/workspace.h"
-#include "csrc/transport/team.h"
+#include "csrc/communicator/group_view.h"
 
 namespace bagua {
 
 // What a collective works with besides its arguments.
 struct Context {
-  Team team;
+  GroupView group;
   Workspace& workspace;
   EventLog& events;
   Stream stream;

@@ -11,7 +11,7 @@ namespace bagua::collectives {
 size_t compressed_all_gather(Context& context, const void* input, void* output, size_t numel, DType dtype,
                              const Codec& codec) {
   require_compressible("all_gather", codec, dtype);
-  const int size = context.team.size();
+  const int size = context.group.size();
   if (numel == 0) return 0;
   if (size == 1) {
     if (output != input) std::memcpy(output, input, numel * item_bytes(dtype));

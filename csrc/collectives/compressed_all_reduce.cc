@@ -38,13 +38,13 @@ class CompressedAllReduce {
         dtype_(dtype),
         sent_dtype_(feedback.is_on() ? DType::kF32 : dtype),
         op_(op),
-        size_(static_cast<size_t>(context.team.size())),
-        rank_(static_cast<size_t>(context.team.rank())),
-        chunks_(codec_chunks(owned_stripe(numel, context.team.size(), 0, codec).numel, codec.block_numel(),
-                             context.team.size())),
+        size_(static_cast<size_t>(context.group.size())),
+        rank_(static_cast<size_t>(context.group.rank())),
+        chunks_(codec_chunks(owned_stripe(numel, context.group.size(), 0, codec).numel, codec.block_numel(),
+                             context.group.size())),
         contribution_bytes_(codec.wire_bytes(chunks_.numel, sent_dtype_)),
         result_bytes_(codec.wire_bytes(chunks_.numel, DType::kF32)),
-        requests_(context.team, kRoundsInFlight * kNumLanes * size_) {
+        requests_(context.group, kRoundsInFlight * kNumLanes * size_) {
     Workspace& workspace = context.workspace;
     const size_t rounds = std::min(kRoundsInFlight, chunks_.count);
     sent_ = workspace.get(kSentCodes, rounds * size_ * contribution_bytes_);
@@ -72,7 +72,7 @@ class CompressedAllReduce {
   enum Lane : size_t { kSendContribution = 0, kRecvContribution, kSendResult, kRecvResult, kNumLanes };
 
   Piece chunk(size_t rank, size_t k) const {
-    return chunk_of(owned_stripe(numel_, context_.team.size(), static_cast<int>(rank), codec_), chunks_.numel, k);
+    return chunk_of(owned_stripe(numel_, context_.group.size(), static_cast<int>(rank), codec_), chunks_.numel, k);
   }
   size_t slot(size_t k, Lane lane, size_t peer) const {
     return (k % kRoundsInFlight * kNumLanes + lane) * size_ + peer;
@@ -184,7 +184,7 @@ void CompressedAllReduce::reduce(size_t k) {
       const uint8_t* codes = received(k, r) + wire_bytes(begin, sent_dtype_);
       codec_.decode_add(codes, sent_dtype_, count, sums_, context_.stream);
     }
-    if (op_ == ReduceOp::kAvg) kernels::scale(DType::kF32, sums_, 1.0 / context_.team.size(), count, context_.stream);
+    if (op_ == ReduceOp::kAvg) kernels::scale(DType::kF32, sums_, 1.0 / context_.group.size(), count, context_.stream);
     decoding_ns += EventLog::now_ns() - pass_ns;
     uint8_t* codes = result(k, rank_) + wire_bytes(begin, DType::kF32);
     const Draws draws{draw_key, own.begin + begin};

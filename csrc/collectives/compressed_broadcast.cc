@@ -23,12 +23,12 @@ class CompressedChain {
         data_(data),
         numel_(numel),
         dtype_(dtype),
-        size_(context.team.size()),
-        position_((context.team.rank() - root + size_) % size_),
+        size_(context.group.size()),
+        position_((context.group.rank() - root + size_) % size_),
         chunks_(codec_chain_chunks(numel, codec.block_numel())),
         chunk_bytes_(codec.wire_bytes(chunks_.numel, dtype)),
         codes_(context.workspace.get(kReceivedCodes, std::min(kWindow, chunks_.count) * chunk_bytes_)),
-        requests_(context.team, 2 * kWindow) {}
+        requests_(context.group, 2 * kWindow) {}
 
   size_t run() {
     for (size_t k = 0; k < chunks_.count + kChainLookahead; ++k) {
@@ -50,7 +50,7 @@ class CompressedChain {
   void obtain(size_t k) {
     requests_.wait(leaving(k));  // of the chunk that had this slot
     if (position_ > 0) {
-      requests_.recv(arriving(k), (context_.team.rank() + size_ - 1) % size_, codes(k), wire_bytes(k));
+      requests_.recv(arriving(k), (context_.group.rank() + size_ - 1) % size_, codes(k), wire_bytes(k));
       return;
     }
     const EventSpan span(context_.events, EventKind::kEncode, chunk(k).numel * item_bytes(dtype_));
@@ -64,7 +64,7 @@ class CompressedChain {
       requests_.wait(arriving(k));
     }
     if (position_ < size_ - 1) {
-      requests_.send(leaving(k), (context_.team.rank() + 1) % size_, codes(k), wire_bytes(k));
+      requests_.send(leaving(k), (context_.group.rank() + 1) % size_, codes(k), wire_bytes(k));
     }
     const EventSpan span(context_.events, EventKind::kDecode, wire_bytes(k));
     codec_.decode(codes(k), dtype_, chunk(k).numel, values(k), context_.stream);
@@ -88,7 +88,7 @@ class CompressedChain {
 
 size_t compressed_broadcast(Context& context, void* data, size_t numel, DType dtype, int root, const Codec& codec) {
   require_compressible("broadcast", codec, dtype);
-  if (context.team.size() == 1 || numel == 0) return 0;
+  if (context.group.size() == 1 || numel == 0) return 0;
   return CompressedChain(context, data, numel, dtype, root, codec).run();
 }
 

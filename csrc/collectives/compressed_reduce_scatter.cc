@@ -14,7 +14,7 @@ namespace bagua::collectives {
 size_t compressed_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype,
                                  ReduceOp op, const Codec& codec) {
   require_compressible("reduce_scatter", codec, dtype, op);
-  const int size = context.team.size();
+  const int size = context.group.size();
   if (numel == 0) return 0;
   if (size == 1) {
     if (output != input) std::memcpy(output, input, numel * item_bytes(dtype));

@@ -20,8 +20,8 @@ class DifferenceRing {
         dtype_(dtype),
         replicas_(replicas),
         codec_(codec),
-        left_((context.team.rank() + context.team.size() - 1) % context.team.size()),
-        right_((context.team.rank() + 1) % context.team.size()),
+        left_((context.group.rank() + context.group.size() - 1) % context.group.size()),
+        right_((context.group.rank() + 1) % context.group.size()),
         exchange_(context, options()) {
     const size_t chunk_numel = std::min(numel, exchange_.chunk_numel());
     difference_ = reinterpret_cast<float*>(context.workspace.get(kTotals, chunk_numel * sizeof(float)));
@@ -41,7 +41,7 @@ class DifferenceRing {
     options.prepare = [this](Piece chunk) { return difference(chunk); };
     options.sources.push_back({left_, {0, numel_}});
     if (right_ != left_) options.sources.push_back({right_, {0, numel_}});
-    options.sources.push_back({context_.team.rank(), {0, numel_}});
+    options.sources.push_back({context_.group.rank(), {0, numel_}});
     options.targets = options.sources;
     return options;
   }
@@ -59,7 +59,7 @@ class DifferenceRing {
   void take(const PairwiseExchange::Arrival& arrival) {
     const Piece piece = arrival.piece;
     const EventSpan span(context_.events, EventKind::kDecode, piece.numel * sizeof(float));
-    const bool is_own = arrival.rank == context_.team.rank();
+    const bool is_own = arrival.rank == context_.group.rank();
     float* const replica = is_own ? replicas_.own : arrival.rank == left_ ? replicas_.left : replicas_.right;
     codec_.decode_add(arrival.bytes, DType::kF32, piece.numel, replica + piece.begin, context_.stream);
     if (arrival.rank == right_ && right_ == left_ && replicas_.right != replicas_.left) {
@@ -88,7 +88,7 @@ class DifferenceRing {
 size_t difference_ring_average(Context& context, void* data, size_t numel, DType dtype, const Replicas& replicas,
                                const Codec& codec) {
   require_compressible("difference_ring_average", codec, dtype);
-  if (context.team.size() == 1 || numel == 0) return 0;
+  if (context.group.size() == 1 || numel == 0) return 0;
   return DifferenceRing(context, data, numel, dtype, replicas, codec).run();
 }
 

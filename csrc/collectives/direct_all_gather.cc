@@ -12,8 +12,8 @@ namespace bagua::collectives {
 
 bool direct_all_gather(Context& context, const void* input, void* output, size_t bytes) {
   if (bytes == 0) return true;
-  const auto size = static_cast<size_t>(context.team.size());
-  const auto rank = static_cast<size_t>(context.team.rank());
+  const auto size = static_cast<size_t>(context.group.size());
+  const auto rank = static_cast<size_t>(context.group.rank());
   const SharedBuffers shared = exchange_buffers(context, input, bytes, nullptr, 0);
   if (shared.sharing == Sharing::kNone) return false;
   // Starting with the own block spreads the ranks over the owners.
@@ -22,7 +22,7 @@ bool direct_all_gather(Context& context, const void* input, void* output, size_t
     uint8_t* place = at(output, owner * bytes, 1);
     if (place != shared.at[owner]) std::memcpy(place, shared.at[owner], bytes);
   }
-  context.team.count_moved((size - 1) * bytes, (size - 1) * bytes);
+  context.group.count_moved((size - 1) * bytes, (size - 1) * bytes);
   barrier(context);
   return true;
 }

@@ -14,11 +14,11 @@ PairwiseExchange::PairwiseExchange(Context& context, ExchangeOptions options)
                 : options_.same_for_all                               ? 1
                                                                       : options_.targets.size()),
       chunk_numel_(
-          exchange_chunk_numel(options_.codec == nullptr ? 1 : options_.codec->block_numel(), context.team.size())),
-      requests_(context.team, kInFlight * (options_.targets.size() + options_.sources.size())) {
+          exchange_chunk_numel(options_.codec == nullptr ? 1 : options_.codec->block_numel(), context.group.size())),
+      requests_(context.group, kInFlight * (options_.targets.size() + options_.sources.size())) {
   const auto num_awaited = std::count_if(options_.sources.begin(), options_.sources.end(),
                                          [this](const Part& part) { return !is_own(part) && part.piece.numel > 0; });
-  if (num_awaited < context.team.size() - 1) context.events.set_waits_for_some();
+  if (num_awaited < context.group.size() - 1) context.events.set_waits_for_some();
   size_t longest = 0;
   for (const Part& part : options_.targets) longest = std::max(longest, part.piece.numel);
   for (const Part& part : options_.sources) longest = std::max(longest, part.piece.numel);

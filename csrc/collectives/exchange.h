@@ -63,7 +63,7 @@ class PairwiseExchange {
   static constexpr size_t kInFlight = 2;
   using Part = ExchangeOptions::Part;
 
-  bool is_own(const Part& part) const { return part.rank == context_.team.rank(); }
+  bool is_own(const Part& part) const { return part.rank == context_.group.rank(); }
   Piece chunk(const Part& part, size_t k) const { return chunk_of(part.piece, chunk_numel_, k); }
   size_t wire_bytes(size_t numel) const;
   uint8_t* sent(size_t k, size_t target) const;

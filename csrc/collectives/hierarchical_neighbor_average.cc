@@ -21,17 +21,17 @@ size_t hierarchical_neighbor_average(Context& context, const Hierarchy& hierarch
   Context node = among(context, hierarchy.node);
   reduce(node, data, numel, dtype, ReduceOp::kAvg, 0);
   size_t num_nonfinite_blocks = 0;
-  if (node.team.rank() == 0 && numel > 0) {
+  if (node.group.rank() == 0 && numel > 0) {
     Context leaders = among(context, hierarchy.leaders);
-    const double share = static_cast<double>(smallest_node) / node.team.size();
+    const double share = static_cast<double>(smallest_node) / node.group.size();
     double rest = 1.0;
     for (Neighbor& neighbor : neighbors) {
-      if (neighbor.rank == leaders.team.rank()) continue;
+      if (neighbor.rank == leaders.group.rank()) continue;
       neighbor.weight *= share;
       rest -= neighbor.weight;
     }
     for (Neighbor& neighbor : neighbors) {
-      if (neighbor.rank == leaders.team.rank()) neighbor.weight = rest;
+      if (neighbor.rank == leaders.group.rank()) neighbor.weight = rest;
     }
     num_nonfinite_blocks = exchange_average(leaders, data, numel, dtype, neighbors, codec);
   }

@@ -29,7 +29,7 @@ class NeighborAverage {
         exchange_(context, options(neighbors)) {
     for (const Neighbor& neighbor : neighbors) {
       if (neighbor.weight == 0 && !neighbor.is_source) continue;  // only sent to
-      is_own_.push_back(neighbor.rank == context.team.rank());
+      is_own_.push_back(neighbor.rank == context.group.rank());
       weights_.push_back(neighbor.weight);
     }
     // Decoded values of every source and the widened own ones.
@@ -126,7 +126,7 @@ size_t neighbor_average(Context& context, void* data, size_t numel, DType dtype,
                         const Codec* codec, const Parts& parts) {
   require_average(dtype, codec);
   parts.copy_to(data, numel, item_bytes(dtype));
-  const int size = context.team.size();
+  const int size = context.group.size();
   if (size == 1 || numel == 0) return 0;
   if (codec == nullptr && is_mean_of_all(neighbors, size)) {
     return all_reduce(context, data, numel, dtype, ReduceOp::kAvg, nullptr);

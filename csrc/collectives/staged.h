@@ -5,8 +5,8 @@
 
 namespace bagua::collectives {
 
-// What every rank offers as staging: it depends on the team alone, so that a group's staging block hardly ever moves.
-size_t staging_bytes(const Team& team);
+// What every rank offers as staging: it depends on the group alone, so that a group's staging block hardly ever moves.
+size_t staging_bytes(const GroupView& group);
 void staged_all_reduce_in(Context& context, const SharedBuffers& shared, void* data, size_t numel, DType dtype,
                           ReduceOp op);
 

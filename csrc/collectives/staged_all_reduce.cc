@@ -39,11 +39,11 @@ class StagedAllReduce {
         dtype_(dtype),
         op_(op),
         item_(item_bytes(dtype)),
-        size_(static_cast<size_t>(context.team.size())),
-        rank_(static_cast<size_t>(context.team.rank())),
+        size_(static_cast<size_t>(context.group.size())),
+        rank_(static_cast<size_t>(context.group.rank())),
         chunks_(staged_chunks(numel, item_)),
         stripe_stride_(piece_of(chunks_.numel, size_, 0, 64 / item_).numel),
-        notes_(context.team, (kLag + 1) * 2 * size_) {}
+        notes_(context.group, (kLag + 1) * 2 * size_) {}
 
   void run() {
     const size_t last_note = chunks_.count + kLag;
@@ -78,7 +78,7 @@ class StagedAllReduce {
     size_t mine = 0;
     for (size_t k = 0; k < chunks_.count; ++k) mine += stripe(k, rank_).numel;
     const uint64_t moved = (numel_ - mine + mine * (size_ - 1)) * item_;
-    context_.team.count_moved(moved, moved);
+    context_.group.count_moved(moved, moved);
   }
 
   void copy_in(size_t k) const {
@@ -94,7 +94,7 @@ class StagedAllReduce {
     void* own = at(data_, mine.begin, item_);
     for (size_t r = 0; r < size_; ++r) shared_.sources[r] = r == rank_ ? own : staged(k, r, rank_);
     void* destinations[2] = {own, staged(k, rank_, rank_)};
-    kernels::reduce_many(op_, dtype_, shared_.sources, context_.team.size(), destinations, 2, mine.numel,
+    kernels::reduce_many(op_, dtype_, shared_.sources, context_.group.size(), destinations, 2, mine.numel,
                          context_.stream);
   }
 
@@ -133,7 +133,7 @@ class StagedAllReduce {
 
 }  // namespace
 
-size_t staging_bytes(const Team& team) { return kNumSlots * slot_bytes(static_cast<size_t>(team.size())); }
+size_t staging_bytes(const GroupView& group) { return kNumSlots * slot_bytes(static_cast<size_t>(group.size())); }
 
 void staged_all_reduce_in(Context& context, const SharedBuffers& shared, void* data, size_t numel, DType dtype,
                           ReduceOp op) {
@@ -143,10 +143,10 @@ void staged_all_reduce_in(Context& context, const SharedBuffers& shared, void* d
 
 void staged_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op) {
   if (numel == 0) return;
-  const size_t bytes = staging_bytes(context.team);
-  const SharedBuffers shared = exchange_buffers(context, context.team.staging(bytes), bytes, nullptr, 0);
+  const size_t bytes = staging_bytes(context.group);
+  const SharedBuffers shared = exchange_buffers(context, context.group.staging(bytes), bytes, nullptr, 0);
   if (shared.sharing != Sharing::kBuffers) {
-    throw Error(ErrorKind::kInternal, "the staging memory of a mesh does not lie in a shared segment");
+    throw Error(ErrorKind::kInternal, "the staging memory of a communicator does not lie in a shared segment");
   }
   staged_all_reduce_in(context, shared, data, numel, dtype, op);
 }

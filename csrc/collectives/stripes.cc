@@ -9,11 +9,11 @@ namespace bagua::collectives {
 StripeReduction::StripeReduction(Context& context, const StripesOptions& options)
     : context_(context),
       options_(options),
-      size_(static_cast<size_t>(context.team.size())),
-      rank_(static_cast<size_t>(context.team.rank())),
+      size_(static_cast<size_t>(context.group.size())),
+      rank_(static_cast<size_t>(context.group.rank())),
       item_(item_bytes(options.dtype)),
-      chunks_(stripe_chunks(piece_of(options.numel, size_, 0).numel, item_, context.team.size())),
-      requests_(context.team, kRoundsInFlight * kNumLanes * size_) {
+      chunks_(stripe_chunks(piece_of(options.numel, size_, 0).numel, item_, context.group.size())),
+      requests_(context.group, kRoundsInFlight * kNumLanes * size_) {
   const size_t chunk_bytes = chunks_.numel * item_;
   received_chunks_ = context.workspace.get(kReceived, kRoundsInFlight * size_ * chunk_bytes);
   if (options.results == nullptr && options.own_result == nullptr) {
@@ -70,7 +70,7 @@ void StripeReduction::reduce(size_t k) {
     sources_[r] = r == rank_ ? at(options_.input, mine.begin, item_) : received(k, r);
   }
   void* destination = reduced(k);
-  kernels::reduce_many(options_.op, options_.dtype, sources_, context_.team.size(), &destination, 1, mine.numel,
+  kernels::reduce_many(options_.op, options_.dtype, sources_, context_.group.size(), &destination, 1, mine.numel,
                        context_.stream);
 }
 

@@ -78,14 +78,14 @@ TEST(Endings, KeepTheOrderOfEachThreadAndLoseNothingUntilClosed) {
 }
 
 TEST(WorkCallbacks, RunOnTheWorkerWhichTheyCannotEnd) {
-  auto meshes = make_meshes(2, kLocal);
-  Engine first(std::move(meshes[0])), second(std::move(meshes[1]));
+  auto communicators = make_communicators(2, kLocal);
+  Engine first(std::move(communicators[0])), second(std::move(communicators[1]));
   std::atomic<bool> refused{false};
   // Rank 0 waits in its first operation until rank 1 takes part, so that the callback is there before the end.
   const Engine::Run meet = [](Context& context) -> uint64_t {
     uint8_t byte = 0;
-    const int peer = 1 - context.team.rank();
-    context.team.send_recv(peer, &byte, 1, peer, &byte, 1);
+    const int peer = 1 - context.group.rank();
+    context.group.send_recv(peer, &byte, 1, peer, &byte, 1);
     return 0;
   };
   auto work = first.submit(stamp(0, 1), 1, 30s, meet);

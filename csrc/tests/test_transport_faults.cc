@@ -1,4 +1,4 @@
-// What a waiting rank is told: departures with and without a goodbye, deadlines with the culprit's name, first
+// What a waiting rank is told: peers that leave or die, deadlines with the culprit's name, first
 // causes of others, interrupts.
 #include <future>
 
@@ -19,22 +19,23 @@ INSTANTIATE_TEST_SUITE_P(Transports, BufferedFaults, ::testing::Values(kShm, kTc
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
 // What rank `rank` is told when it receives from `peer` within `timeout`.
-std::optional<Error> error_of_recv(Mesh& mesh, int peer, Clock::duration timeout, uint32_t sequence = 1) {
+std::optional<Error> error_of_recv(Communicator& communicator, int peer, Clock::duration timeout,
+                                   uint32_t sequence = 1) {
   return error_of([&] {
     uint8_t byte;
-    mesh.begin(stamp(sequence), Deadline::after(timeout));
-    mesh.recv(peer, &byte, 1);
+    communicator.begin(stamp(sequence), Deadline::after(timeout));
+    communicator.recv(peer, &byte, 1);
   });
 }
 
 TEST_P(Faults, APeerThatLeavesIsNamedAtOnce) {
-  auto meshes = make_meshes(2, GetParam());
+  auto communicators = make_communicators(2, GetParam());
   std::thread leaver([&] {
     std::this_thread::sleep_for(50ms);
-    meshes[1]->close();
+    communicators[1]->close();
   });
   const auto begin = Clock::now();
-  const auto error = error_of_recv(*meshes[0], 1, 30s);
+  const auto error = error_of_recv(*communicators[0], 1, 30s);
   leaver.join();
   ASSERT_TRUE(error);
   EXPECT_EQ(error->kind(), ErrorKind::kTransport);
@@ -45,35 +46,36 @@ TEST_P(Faults, APeerThatLeavesIsNamedAtOnce) {
 }
 
 TEST_P(Faults, ADeadPeerIsNamedAtOnce) {
-  auto meshes = make_meshes(2, GetParam());
+  auto communicators = make_communicators(2, GetParam());
   std::thread killer([&] {
     std::this_thread::sleep_for(50ms);
-    meshes[1].reset();  // its sockets close, and nobody has said goodbye
+    communicators[1].reset();  // its sockets close, and it has not left the group
   });
   const auto begin = Clock::now();
-  const auto error = error_of_recv(*meshes[0], 1, 30s);
+  const auto error = error_of_recv(*communicators[0], 1, 30s);
   killer.join();
   ASSERT_TRUE(error);
   EXPECT_EQ(error->kind(), ErrorKind::kTransport);
   EXPECT_EQ(error->rank(), 1);
-  EXPECT_CONTAINS(std::string(error->what()), "rank 1 closed its connection without a goodbye: its process died");
+  EXPECT_CONTAINS(std::string(error->what()),
+                  "rank 1 closed its connection without leaving the group: its process died");
   EXPECT_LT(seconds_since(begin), 5);
 }
 
 TEST_P(BufferedFaults, WhatALeavingPeerSentBeforeStillArrives) {
-  auto meshes = make_meshes(2, GetParam());
+  auto communicators = make_communicators(2, GetParam());
   const size_t bytes = 600'000;  // fits into the ring and into the sockets' buffers
   std::mt19937 rng(5);
   const Bytes out = random_bytes(rng, bytes);
-  meshes[1]->begin(stamp(1), Deadline::after(30s));
-  meshes[1]->send(0, out.data(), bytes);
-  meshes[1]->end();
-  meshes[1]->close();
+  communicators[1]->begin(stamp(1), Deadline::after(30s));
+  communicators[1]->send(0, out.data(), bytes);
+  communicators[1]->end();
+  communicators[1]->close();
   std::this_thread::sleep_for(350ms);  // longer than a departure's grace
   Bytes in(bytes);
-  meshes[0]->begin(stamp(1), Deadline::after(30s));
-  meshes[0]->recv(1, in.data(), bytes);
-  meshes[0]->end();
+  communicators[0]->begin(stamp(1), Deadline::after(30s));
+  communicators[0]->recv(1, in.data(), bytes);
+  communicators[0]->end();
   EXPECT_TRUE(in == out);
 }
 
@@ -81,41 +83,41 @@ TEST_P(BufferedFaults, WhatALeavingPeerSentBeforeStillArrives) {
 
 // Over tcp the cause travels on a connection of its own and may overtake the message.
 TEST(FaultsOfOneEnd, WhatAFailedPeerSentBeforeStillCounts) {
-  auto meshes = make_meshes(2, kShm);
+  auto communicators = make_communicators(2, kShm);
   const uint8_t out = 42;
   uint8_t in = 0;
-  meshes[0]->begin(stamp(1), Deadline::after(30s));
-  meshes[1]->begin(stamp(1), Deadline::after(30s));
-  meshes[1]->send(0, &out, 1);
-  meshes[1]->end();
-  meshes[1]->poison(Error(ErrorKind::kAborted, "failed after it had sent", 1));
-  while (!meshes[0]->is_poisoned()) std::this_thread::sleep_for(1ms);
-  meshes[0]->recv(1, &in, 1);
-  meshes[0]->end();
+  communicators[0]->begin(stamp(1), Deadline::after(30s));
+  communicators[1]->begin(stamp(1), Deadline::after(30s));
+  communicators[1]->send(0, &out, 1);
+  communicators[1]->end();
+  communicators[1]->poison(Error(ErrorKind::kAborted, "failed after it had sent", 1));
+  while (!communicators[0]->is_poisoned()) std::this_thread::sleep_for(1ms);
+  communicators[0]->recv(1, &in, 1);
+  communicators[0]->end();
   EXPECT_EQ(in, out);
-  EXPECT_CONTAINS(std::string(error_of_recv(*meshes[0], 1, 30s, 2)->what()), "failed after it had sent");
+  EXPECT_CONTAINS(std::string(error_of_recv(*communicators[0], 1, 30s, 2)->what()), "failed after it had sent");
 }
 
 TEST_P(Faults, ALatePeerIsNamedWithWhatItDidLast) {
-  auto meshes = make_meshes(2, GetParam());
-  const auto first = error_of_recv(*meshes[0], 1, 50ms);
+  auto communicators = make_communicators(2, GetParam());
+  const auto first = error_of_recv(*communicators[0], 1, 50ms);
   ASSERT_TRUE(first);
   EXPECT_EQ(first->kind(), ErrorKind::kDeadlineExceeded);
   EXPECT_EQ(first->rank(), 1);
   EXPECT_CONTAINS(std::string(first->what()),
                   "all_reduce #1 of 1 uint8 (SUM) of group 'test' did not end within 0.05 s: rank 1 has not called it; "
                   "and has finished none before, and it is not in a collective now");
-  meshes[1]->begin(stamp(8, 99, OperationKind::kBroadcast), Deadline::after(1s));
-  meshes[1]->end();
-  const auto second = error_of_recv(*meshes[0], 1, 50ms);
+  communicators[1]->begin(stamp(8, 99, OperationKind::kBroadcast), Deadline::after(1s));
+  communicators[1]->end();
+  const auto second = error_of_recv(*communicators[0], 1, 50ms);
   ASSERT_TRUE(second);
   EXPECT_CONTAINS(std::string(second->what()), "its last was broadcast #8 of 99 uint8");
 }
 
 TEST_P(Faults, APeerInAnotherOperationIsNamedWithIt) {
-  auto meshes = make_meshes(2, GetParam());
-  meshes[1]->begin(stamp(3, 5, OperationKind::kAllGather), Deadline::after(1s));
-  const auto error = error_of_recv(*meshes[0], 1, 50ms);
+  auto communicators = make_communicators(2, GetParam());
+  communicators[1]->begin(stamp(3, 5, OperationKind::kAllGather), Deadline::after(1s));
+  const auto error = error_of_recv(*communicators[0], 1, 50ms);
   ASSERT_TRUE(error);
   EXPECT_EQ(error->rank(), 1);
   EXPECT_CONTAINS(std::string(error->what()), "rank 1 is in all_gather #3 of 5 uint8");
@@ -134,19 +136,19 @@ void wait_and_say(std::promise<void>& ended, Wait wait) {
 }
 
 TEST_P(Faults, TheEndOfAChainIsNamed) {
-  auto meshes = make_meshes(3, GetParam());
+  auto communicators = make_communicators(3, GetParam());
   std::promise<void> ended;
   // 0 waits for 1, which waits for 2, which does nothing. Rank 1's deadline is the later one.
   const auto wait_for_next = [&](size_t rank, Clock::duration timeout) {
     uint8_t byte;
-    meshes[rank]->begin(stamp(1), Deadline::after(timeout));
-    meshes[rank]->recv(static_cast<int>(rank) + 1, &byte, 1);
+    communicators[rank]->begin(stamp(1), Deadline::after(timeout));
+    communicators[rank]->recv(static_cast<int>(rank) + 1, &byte, 1);
   };
   const auto failures =
       run_threads({[&] { wait_and_say(ended, [&] { wait_for_next(0, 80ms); }); }, [&] { wait_for_next(1, 30s); },
                    [&] {
                      ended.get_future().wait();
-                     meshes[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
+                     communicators[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
                    }});
   const auto error = error_of(failures[0]);
   ASSERT_TRUE(error);
@@ -157,19 +159,19 @@ TEST_P(Faults, TheEndOfAChainIsNamed) {
 
 // Each is one operation ahead of the next one, and only rank 0 has a deadline that passes.
 TEST_P(Faults, TheEndOfAChainThroughOtherOperationsIsNamed) {
-  auto meshes = make_meshes(4, GetParam());
+  auto communicators = make_communicators(4, GetParam());
   std::promise<void> ended;
   const auto wait_for_next = [&](size_t rank, Clock::duration timeout) {
     uint8_t byte;
-    meshes[rank]->begin(stamp(static_cast<uint32_t>(3 - rank)), Deadline::after(timeout));
-    meshes[rank]->recv(static_cast<int>(rank) + 1, &byte, 1);
+    communicators[rank]->begin(stamp(static_cast<uint32_t>(3 - rank)), Deadline::after(timeout));
+    communicators[rank]->recv(static_cast<int>(rank) + 1, &byte, 1);
   };
   const auto failures = run_threads({[&] { wait_and_say(ended, [&] { wait_for_next(0, 80ms); }); },
                                      [&] { wait_for_next(1, 30s); }, [&] { wait_for_next(2, 30s); },
                                      [&] {
                                        ended.get_future().wait();
-                                       meshes[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
-                                       meshes[2]->poison(Error(ErrorKind::kAborted, "the end of the test"));
+                                       communicators[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
+                                       communicators[2]->poison(Error(ErrorKind::kAborted, "the end of the test"));
                                      }});
   const auto error = error_of(failures[0]);
   ASSERT_TRUE(error);
@@ -180,21 +182,22 @@ TEST_P(Faults, TheEndOfAChainThroughOtherOperationsIsNamed) {
 }
 
 // Two ranks that have other numbers in the job, and processes with more groups.
-Meshes pair_of(const Kind& kind, std::array<int, 2> job_ranks, std::array<std::shared_ptr<ProcessWaits>, 2> processes) {
-  Meshes meshes;
+Communicators pair_of(const Kind& kind, std::array<int, 2> job_ranks,
+                      std::array<std::shared_ptr<ProcessWaits>, 2> processes) {
+  Communicators communicators;
   for (int rank = 0; rank < 2; ++rank) {
-    meshes.push_back(std::make_unique<Mesh>(rank, 2, "test", 20us));
-    meshes.back()->join_process(processes[static_cast<size_t>(rank)], {job_ranks[0], job_ranks[1]});
+    communicators.push_back(std::make_unique<Communicator>(rank, 2, "test", 20us));
+    communicators.back()->join_process(processes[static_cast<size_t>(rank)], {job_ranks[0], job_ranks[1]});
   }
-  connect_pair(*meshes[0], *meshes[1], kind);
-  return meshes;
+  connect_pair(*communicators[0], *communicators[1], kind);
+  return communicators;
 }
 
 // Rank 1 has not called what rank 0 waits in: its program stands still in another group, where rank 1 of that group,
 // 2 of the job, does nothing.
 TEST_P(Faults, TheEndOfAChainThroughAnotherGroupIsNamed) {
   const auto process = std::make_shared<ProcessWaits>();
-  const auto meshes = pair_of(GetParam(), {0, 1}, {nullptr, process});
+  const auto communicators = pair_of(GetParam(), {0, 1}, {nullptr, process});
   const auto others = pair_of(GetParam(), {1, 2}, {process, nullptr});
   others[0]->set_num_waiters(std::make_shared<std::atomic<int>>(1));
   std::promise<void> ended;
@@ -202,8 +205,8 @@ TEST_P(Faults, TheEndOfAChainThroughAnotherGroupIsNamed) {
                                        wait_and_say(ended, [&] {
                                          uint8_t byte;
                                          std::this_thread::sleep_for(100ms);  // the other wait has lasted longer
-                                         meshes[0]->begin(stamp(1), Deadline::after(80ms));
-                                         meshes[0]->recv(1, &byte, 1);
+                                         communicators[0]->begin(stamp(1), Deadline::after(80ms));
+                                         communicators[0]->recv(1, &byte, 1);
                                        });
                                      },
                                      [&] {
@@ -225,16 +228,16 @@ TEST_P(Faults, TheEndOfAChainThroughAnotherGroupIsNamed) {
 // Rank 1 waits for rank 0 in turn, in another group.
 TEST_P(Faults, ARankThatStandsInAnotherGroupIsNamedWithIt) {
   const auto process = std::make_shared<ProcessWaits>();
-  const auto meshes = pair_of(GetParam(), {0, 1}, {nullptr, process});
+  const auto communicators = pair_of(GetParam(), {0, 1}, {nullptr, process});
   const auto others = pair_of(GetParam(), {1, 0}, {process, nullptr});
   others[0]->set_num_waiters(std::make_shared<std::atomic<int>>(1));
   std::promise<void> ended;
   const auto failures = run_threads({[&] {
                                        wait_and_say(ended, [&] {
                                          uint8_t byte;
-                                         while (!process->longest_but(nullptr)) std::this_thread::yield();
-                                         meshes[0]->begin(stamp(1), Deadline::after(80ms));
-                                         meshes[0]->recv(1, &byte, 1);
+                                         while (!process->longest_except(nullptr)) std::this_thread::yield();
+                                         communicators[0]->begin(stamp(1), Deadline::after(80ms));
+                                         communicators[0]->recv(1, &byte, 1);
                                        });
                                      },
                                      [&] {
@@ -256,12 +259,12 @@ TEST_P(Faults, ARankThatStandsInAnotherGroupIsNamedWithIt) {
 
 TEST_P(Faults, WhoLeavesForAFailureElsewhereSaysSo) {
   const auto process = std::make_shared<ProcessWaits>();
-  const auto meshes = pair_of(GetParam(), {2, 1}, {nullptr, process});
-  Mesh failed(0, 2, "elsewhere", 20us);
+  const auto communicators = pair_of(GetParam(), {2, 1}, {nullptr, process});
+  Communicator failed(0, 2, "elsewhere", 20us);
   failed.join_process(process, {1, 2});
   failed.poison(Error(ErrorKind::kDeadlineExceeded, "rank 1 does not answer", 1));
-  meshes[1]->close();
-  const auto error = error_of_recv(*meshes[0], 1, 30s);
+  communicators[1]->close();
+  const auto error = error_of_recv(*communicators[0], 1, 30s);
   ASSERT_TRUE(error);
   EXPECT_EQ(error->rank(), 0);  // 2 of the job
   EXPECT_CONTAINS(std::string(error->what()), "rank 1 left the group 'test' while this rank waits for it");
@@ -269,14 +272,14 @@ TEST_P(Faults, WhoLeavesForAFailureElsewhereSaysSo) {
 }
 
 TEST_P(Faults, TheCauseThatTheNextInTheChainFindsWins) {
-  auto meshes = make_meshes(3, GetParam());
+  auto communicators = make_communicators(3, GetParam());
   const auto wait_and_tell = [&](size_t rank, int peer, Clock::duration timeout) {
     uint8_t byte;
     try {
-      meshes[rank]->begin(stamp(1), Deadline::after(timeout));
-      meshes[rank]->recv(peer, &byte, 1);
+      communicators[rank]->begin(stamp(1), Deadline::after(timeout));
+      communicators[rank]->recv(peer, &byte, 1);
     } catch (const Error& error) {
-      meshes[rank]->poison(error);
+      communicators[rank]->poison(error);
       throw;
     }
   };
@@ -290,14 +293,15 @@ TEST_P(Faults, TheCauseThatTheNextInTheChainFindsWins) {
 }
 
 TEST(FaultsOfOneEnd, APeerThatDoesNotAnswerIsStopped) {
-  Mesh mesh(0, 2, "test", 20us);
+  Communicator communicator(0, 2, "test", 20us);
   const auto control = unix_pair();
   const int rings = memfd_create("test-rings", MFD_CLOEXEC);
   ASSERT_EQ(ftruncate(rings, static_cast<off_t>(ShmChannel::segment_bytes(4096))), 0);
   auto link = std::make_shared<ControlLink>(control[0], 1);
-  mesh.attach(1, std::make_unique<ShmChannel>(1, rings, 4096, true, dup(mesh.doorbell().fd()), link), link);
+  communicator.attach(1, std::make_unique<ShmChannel>(1, rings, 4096, true, dup(communicator.doorbell().fd()), link),
+                      link);
   const auto begin = Clock::now();
-  const auto error = error_of_recv(mesh, 1, 100ms);
+  const auto error = error_of_recv(communicator, 1, 100ms);
   ASSERT_TRUE(error);
   EXPECT_EQ(error->kind(), ErrorKind::kDeadlineExceeded);
   EXPECT_EQ(error->rank(), 1);
@@ -308,14 +312,14 @@ TEST(FaultsOfOneEnd, APeerThatDoesNotAnswerIsStopped) {
 }
 
 TEST(FaultsOfOneEnd, WhoWaitsForADialIsNamedByOthersAsWaiting) {
-  Mesh mesh(0, 3, "test", 20us);
+  Communicator communicator(0, 3, "test", 20us);
   std::optional<PeerStatus> meanwhile;
-  mesh.set_connector([&](int peer, Deadline) {
-    meanwhile = mesh.status();
+  communicator.set_connector([&](int peer, Deadline) {
+    meanwhile = communicator.status();
     throw Error(ErrorKind::kDeadlineExceeded, "nobody dialled", peer);
   });
-  EXPECT_TRUE(mesh.awaits_dial(2));
-  const auto error = error_of_recv(mesh, 2, 1s, 4);
+  EXPECT_TRUE(communicator.awaits_dial(2));
+  const auto error = error_of_recv(communicator, 2, 1s, 4);
   ASSERT_TRUE(error && meanwhile);
   EXPECT_EQ(error->rank(), 2);
   EXPECT_EQ(meanwhile->waiting_for, 2);
@@ -323,11 +327,11 @@ TEST(FaultsOfOneEnd, WhoWaitsForADialIsNamedByOthersAsWaiting) {
 }
 
 std::string why_late(PeerStatus::Group group) {
-  Mesh mesh(0, 2, "test", 20us);
+  Communicator communicator(0, 2, "test", 20us);
   ProcessWaits process;
   const auto error = error_of([&] {
-    mesh.begin(stamp(1), Deadline::after(0ms));
-    mesh.blame(1, 0.05, [&] { mesh.take_answer(1, process.status(group)); });
+    communicator.begin(stamp(1), Deadline::after(0ms));
+    communicator.blame(1, 0.05, [&] { communicator.take_answer(1, process.status(group)); });
   });
   EXPECT_TRUE(error && error->rank() == 1);
   return error->what();
@@ -340,32 +344,32 @@ TEST(FaultsOfOneEnd, WhoDoesNotHaveTheGroupIsNamedWithIt) {
 }
 
 TEST(FaultsOfOneEnd, AChainEndsWithWhoHasDestroyedTheGroup) {
-  Meshes meshes;
-  for (int rank = 0; rank < 2; ++rank) meshes.push_back(std::make_unique<Mesh>(rank, 3, "test", 20us));
-  connect_pair(*meshes[0], *meshes[1], kShm);
+  Communicators communicators;
+  for (int rank = 0; rank < 2; ++rank) communicators.push_back(std::make_unique<Communicator>(rank, 3, "test", 20us));
+  connect_pair(*communicators[0], *communicators[1], kShm);
   ProcessWaits process;
-  meshes[1]->set_connector([&](int peer, Deadline) {
+  communicators[1]->set_connector([&](int peer, Deadline) {
     for (;; std::this_thread::sleep_for(1ms)) {
-      meshes[1]->throw_if_poisoned();
-      meshes[1]->take_answer(peer, process.status(PeerStatus::kHasLeft));
+      communicators[1]->throw_if_poisoned();
+      communicators[1]->take_answer(peer, process.status(PeerStatus::kHasLeft));
     }
   });
   std::promise<void> ended;
   const auto failures = run_threads({[&] {
                                        wait_and_say(ended, [&] {
                                          uint8_t byte;
-                                         meshes[0]->begin(stamp(1), Deadline::after(80ms));
-                                         meshes[0]->recv(1, &byte, 1);
+                                         communicators[0]->begin(stamp(1), Deadline::after(80ms));
+                                         communicators[0]->recv(1, &byte, 1);
                                        });
                                      },
                                      [&] {
                                        uint8_t byte;
-                                       meshes[1]->begin(stamp(1), Deadline::after(30s));
-                                       meshes[1]->recv(2, &byte, 1);
+                                       communicators[1]->begin(stamp(1), Deadline::after(30s));
+                                       communicators[1]->recv(2, &byte, 1);
                                      },
                                      [&] {
                                        ended.get_future().wait();
-                                       meshes[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
+                                       communicators[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
                                      }});
   const auto error = error_of(failures[0]);
   ASSERT_TRUE(error);
@@ -385,22 +389,22 @@ TEST(FaultsOfOneEnd, ALongNameOfAGroupIsCut) {
 // ---- first causes
 
 TEST_P(Faults, TheFirstCauseReachesEverybodyAndStays) {
-  auto meshes = make_meshes(3, GetParam());
+  auto communicators = make_communicators(3, GetParam());
   std::thread poisoner([&] {
     std::this_thread::sleep_for(50ms);
-    meshes[2]->poison(Error(ErrorKind::kInvalidArgument, "bucket 3 holds a NaN", 2, "all_reduce"));
-    meshes[2]->poison(Error(ErrorKind::kInternal, "a consequence"));
+    communicators[2]->poison(Error(ErrorKind::kInvalidArgument, "bucket 3 holds a NaN", 2, "all_reduce"));
+    communicators[2]->poison(Error(ErrorKind::kInternal, "a consequence"));
   });
   const auto begin = Clock::now();
   const auto failures = run_threads({[&] {
                                        uint8_t byte;
-                                       meshes[0]->begin(stamp(1), Deadline::after(30s));
-                                       meshes[0]->recv(1, &byte, 1);
+                                       communicators[0]->begin(stamp(1), Deadline::after(30s));
+                                       communicators[0]->recv(1, &byte, 1);
                                      },
                                      [&] {
                                        uint8_t byte;
-                                       meshes[1]->begin(stamp(1), Deadline::after(30s));
-                                       meshes[1]->recv(0, &byte, 1);
+                                       communicators[1]->begin(stamp(1), Deadline::after(30s));
+                                       communicators[1]->recv(0, &byte, 1);
                                      }});
   poisoner.join();
   EXPECT_LT(seconds_since(begin), 5);
@@ -412,26 +416,26 @@ TEST_P(Faults, TheFirstCauseReachesEverybodyAndStays) {
     EXPECT_EQ(error->operation(), "all_reduce");
     EXPECT_EQ(std::string(error->what()), "rank 2 reported: bucket 3 holds a NaN");
   }
-  for (auto& mesh : meshes) {
-    const auto again = error_of([&] { mesh->begin(stamp(2), Deadline::after(1s)); });
+  for (auto& communicator : communicators) {
+    const auto again = error_of([&] { communicator->begin(stamp(2), Deadline::after(1s)); });
     ASSERT_TRUE(again);
     EXPECT_CONTAINS(std::string(again->what()), "bucket 3 holds a NaN");
   }
 }
 
 TEST_P(Faults, ACauseTravelsOverRanksThatAreConnectedOnlyByOthers) {
-  Meshes meshes;
-  for (int rank = 0; rank < 4; ++rank) meshes.push_back(std::make_unique<Mesh>(rank, 4, "test", 20us));
-  for (size_t rank = 0; rank < 3; ++rank) connect_pair(*meshes[rank], *meshes[rank + 1], GetParam());
-  meshes[3]->poison(Error(ErrorKind::kTransport, "rank 9 is gone", 9));
-  ASSERT_TRUE(eventually([&] { return meshes[0]->is_poisoned(); }));
-  const auto error = error_of([&] { meshes[0]->throw_if_poisoned(); });
+  Communicators communicators;
+  for (int rank = 0; rank < 4; ++rank) communicators.push_back(std::make_unique<Communicator>(rank, 4, "test", 20us));
+  for (size_t rank = 0; rank < 3; ++rank) connect_pair(*communicators[rank], *communicators[rank + 1], GetParam());
+  communicators[3]->poison(Error(ErrorKind::kTransport, "rank 9 has exited", 9));
+  ASSERT_TRUE(eventually([&] { return communicators[0]->is_poisoned(); }));
+  const auto error = error_of([&] { communicators[0]->throw_if_poisoned(); });
   EXPECT_EQ(error->rank(), 9);
-  EXPECT_EQ(std::string(error->what()), "rank 3 reported: rank 9 is gone");
+  EXPECT_EQ(std::string(error->what()), "rank 3 reported: rank 9 has exited");
 }
 
 TEST_P(Faults, WhoConnectsToAFailedGroupIsToldWhy) {
-  Mesh first(0, 2, "test", 20us), second(1, 2, "test", 20us);
+  Communicator first(0, 2, "test", 20us), second(1, 2, "test", 20us);
   first.poison(Error(ErrorKind::kAborted, "it was too late", 0));
   connect_pair(first, second, GetParam());
   ASSERT_TRUE(eventually([&] { return second.is_poisoned(); }));
@@ -440,14 +444,14 @@ TEST_P(Faults, WhoConnectsToAFailedGroupIsToldWhy) {
 
 TEST_P(Faults, ABrokenConnectionYieldsToTheCauseOnTheControlLink) {
   for (int repetition = 0; repetition < 20; ++repetition) {
-    auto meshes = make_meshes(2, GetParam());
+    auto communicators = make_communicators(2, GetParam());
     std::thread leaver([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(repetition % 4));
-      meshes[1]->poison(Error(ErrorKind::kInvalidArgument, "the real cause", 1));
-      meshes[1]->close();  // the data connections break at once
-      meshes[1].reset();
+      communicators[1]->poison(Error(ErrorKind::kInvalidArgument, "the real cause", 1));
+      communicators[1]->close();  // the data connections break at once
+      communicators[1].reset();
     });
-    const auto error = error_of_recv(*meshes[0], 1, 30s);
+    const auto error = error_of_recv(*communicators[0], 1, 30s);
     leaver.join();
     ASSERT_TRUE(error);
     EXPECT_EQ(std::string(error->what()), "rank 1 reported: the real cause");
@@ -457,28 +461,28 @@ TEST_P(Faults, ABrokenConnectionYieldsToTheCauseOnTheControlLink) {
 // ---- interrupts
 
 TEST_P(Faults, AnInterruptEndsAWait) {
-  auto meshes = make_meshes(2, GetParam());
+  auto communicators = make_communicators(2, GetParam());
   std::atomic<int> calls{0};
   const auto begin = Clock::now();
   const auto error = error_of([&] {
     uint8_t byte;
-    meshes[0]->begin(stamp(1), Deadline::after(30s), [&] {
+    communicators[0]->begin(stamp(1), Deadline::after(30s), [&] {
       if (++calls == 3) throw Error(ErrorKind::kAborted, "Ctrl-C");
     });
-    meshes[0]->recv(1, &byte, 1);
+    communicators[0]->recv(1, &byte, 1);
   });
   ASSERT_TRUE(error);
   EXPECT_EQ(std::string(error->what()), "Ctrl-C");
   EXPECT_LT(seconds_since(begin), 5);
-  meshes[0]->end();
+  communicators[0]->end();
   // The next operation has no interrupt unless it asks for one.
-  error_of_recv(*meshes[0], 1, 150ms);
+  error_of_recv(*communicators[0], 1, 150ms);
   EXPECT_EQ(calls.load(), 3);
 }
 
 TEST_P(Faults, AttachingTwiceIsRefused) {
-  auto meshes = make_meshes(2, GetParam());
-  const auto error = error_of([&] { connect_pair(*meshes[0], *meshes[1], GetParam()); });
+  auto communicators = make_communicators(2, GetParam());
+  const auto error = error_of([&] { connect_pair(*communicators[0], *communicators[1], GetParam()); });
   ASSERT_TRUE(error);
   EXPECT_EQ(error->kind(), ErrorKind::kInternal);
   EXPECT_CONTAINS(std::string(error->what()), "is connected twice");

@@ -5,10 +5,10 @@
 #include <fcntl.h>
 #include <sys/wait.h>
 
+#include "csrc/common/fork_guard.h"
+#include "csrc/common/reactor.h"
+#include "csrc/common/shared_segments.h"
 #include "csrc/tests/test_transport_pairs.h"
-#include "csrc/transport/fork_guard.h"
-#include "csrc/transport/reactor.h"
-#include "csrc/transport/segment.h"
 
 namespace bagua::testing {
 namespace {
@@ -25,9 +25,9 @@ struct BareLink {
     events.on_abort = [this](const Error& error) { note("abort: " + std::string(error.what())); };
     events.on_lost = [this](const std::string& how) { note("lost: " + how); };
     events.on_failure = [this](const Error& error) { note("failure: " + std::string(error.what())); };
-    events.on_goodbye = [this](const std::optional<Error>&) { note("goodbye"); };
+    events.on_leave = [this](const std::optional<Error>&) { note("leave"); };
     events.on_status = [this](const PeerStatus&) { note("status"); };
-    events.my_status = [](const ControlLink::Question&) { return PeerStatus{}; };
+    events.my_status = [](const StatusRequest&) { return PeerStatus{}; };
     events.on_segment = [this] { note("segment"); };
     events.on_released = [this] { note("released"); };
     link->start(std::move(events));
@@ -60,7 +60,7 @@ struct BareLink {
   std::vector<std::string> notes;
 };
 
-enum : uint32_t { kAbort = 1, kGoodbye, kAskStatus, kStatus, kAskSegment, kSegment, kReleased };
+enum : uint32_t { kAbort = 1, kLeave, kStatusRequest, kStatus, kSegmentRequest, kSegment, kReleased };
 
 Bytes frame(uint32_t type, const Bytes& payload) {
   Bytes bytes(8 + payload.size());
@@ -73,16 +73,16 @@ Bytes frame(uint32_t type, const Bytes& payload) {
 
 TEST(ControlLink, FramesByteByByte) {
   BareLink bare;
-  for (const Bytes& whole : {frame(kStatus, Bytes(sizeof(PeerStatus))), frame(kGoodbye, {})}) {
+  for (const Bytes& whole : {frame(kStatus, Bytes(sizeof(PeerStatus))), frame(kLeave, {})}) {
     for (const uint8_t byte : whole) bare.write_all({byte});
   }
-  EXPECT_TRUE(eventually([&] { return bare.saw("goodbye"); }));
+  EXPECT_TRUE(eventually([&] { return bare.saw("leave"); }));
   bare.close_peer();
   std::this_thread::sleep_for(20ms);
-  EXPECT_EQ(bare.taken(), (std::vector<std::string>{"status", "goodbye"})) << "an end after a goodbye is no loss";
+  EXPECT_EQ(bare.taken(), (std::vector<std::string>{"status", "leave"})) << "an end after leaving is no loss";
 }
 
-TEST(ControlLink, AnEndWithoutAGoodbyeIsALoss) {
+TEST(ControlLink, AnEndWithoutLeavingIsALoss) {
   BareLink bare;
   bare.write_all(frame(kStatus, Bytes(3)));  // of the wrong size: ignored
   bare.write_all({1, 2, 3});                 // half a header
@@ -95,7 +95,7 @@ TEST(ControlLink, AnEndlessFrameIsRefused) {
   BareLink bare;
   bare.write_all({kStatus, 0, 0, 0, 0xff, 0xff, 0xff, 0x7f});
   EXPECT_TRUE(eventually([&] { return bare.saw("lost: sent a control frame of 2147483647 bytes"); }));
-  bare.write_all(frame(kGoodbye, {}));
+  bare.write_all(frame(kLeave, {}));
   std::this_thread::sleep_for(20ms);
   EXPECT_EQ(bare.taken().size(), 1u) << "nothing behind it is read";
 }
@@ -124,16 +124,16 @@ TEST(ControlLink, RandomFramesDoNoHarm) {
       }
     }
     bare.close_peer();
-    ASSERT_TRUE(eventually([&] { return bare.saw("lost") || bare.saw("goodbye"); })) << "seed " << seed;
+    ASSERT_TRUE(eventually([&] { return bare.saw("lost") || bare.saw("leave"); })) << "seed " << seed;
   }
 }
 
 TEST(ControlLink, ALinkThatIsNotReadQueuesWithoutBlocking) {
   BareLink bare;
   const auto begin = Clock::now();
-  for (int i = 0; i < 20'000; ++i) bare.link->ask_status({});
+  for (int i = 0; i < 20'000; ++i) bare.link->request_status({});
   EXPECT_LT(Clock::now() - begin, 5s);
-  // Everything comes out once it is read: 20000 frames, each a header of 8 bytes and a question.
+  // Everything comes out once it is read: 20000 frames, each a header of 8 bytes and a request.
   size_t total = 0;
   Bytes buffer(65536);
   EXPECT_TRUE(eventually([&] {
@@ -142,7 +142,7 @@ TEST(ControlLink, ALinkThatIsNotReadQueuesWithoutBlocking) {
       if (got <= 0) break;
       total += static_cast<size_t>(got);
     }
-    return total == 20'000u * (8 + sizeof(ControlLink::Question));
+    return total == 20'000u * (8 + sizeof(StatusRequest));
   }));
 }
 
@@ -177,58 +177,58 @@ size_t num_mappings() {
 }
 
 TEST(Segments, ArriveAtThePeerAndLeaveIt) {
-  auto meshes = make_meshes(2, kShm);
+  auto communicators = make_communicators(2, kShm);
   auto& registry = SegmentRegistry::instance();
   const size_t before = num_mappings();
   for (uint32_t i = 1; i <= 200; ++i) {
     auto* mine = static_cast<uint32_t*>(registry.create(100'000));
     mine[7] = i;
-    const Address address = *meshes[0]->address_of(mine + 7, 4);
-    meshes[1]->begin(stamp(i), Deadline::after(10s));
-    auto* theirs = static_cast<uint32_t*>(meshes[1]->resolve(0, address, 4));
+    const Address address = *communicators[0]->address_of(mine + 7, 4);
+    communicators[1]->begin(stamp(i), Deadline::after(10s));
+    auto* theirs = static_cast<uint32_t*>(communicators[1]->resolve(0, address, 4));
     EXPECT_EQ(*theirs, i);
     EXPECT_NE(static_cast<void*>(theirs), static_cast<void*>(mine + 7));
-    EXPECT_EQ(meshes[1]->resolve(0, address, 4), theirs) << "the mapping is kept";
+    EXPECT_EQ(communicators[1]->resolve(0, address, 4), theirs) << "the mapping is kept";
     *theirs = 1000 + i;
     registry.release(mine);
     EXPECT_EQ(*theirs, 1000 + i) << "it stays until the operation ends";
-    meshes[1]->end();
+    communicators[1]->end();
   }
   // The last one may still be on its way, and is let go of at the next operation at the latest.
-  meshes[1]->begin(stamp(999), Deadline::after(1s));
+  communicators[1]->begin(stamp(999), Deadline::after(1s));
   EXPECT_TRUE(eventually([&] { return num_mappings() <= before + 1; })) << num_mappings() << " from " << before;
-  meshes[1]->end();
+  communicators[1]->end();
 }
 
 TEST(Segments, AreUnmappedAtOnceByAnIdlePeer) {
-  auto meshes = make_meshes(2, kShm);
+  auto communicators = make_communicators(2, kShm);
   auto& registry = SegmentRegistry::instance();
   void* mine = registry.create(5000);
-  meshes[1]->begin(stamp(1), Deadline::after(10s));
-  EXPECT_NE(meshes[1]->resolve(0, *registry.find(mine, 1), 1), nullptr);
-  meshes[1]->end();
+  communicators[1]->begin(stamp(1), Deadline::after(10s));
+  EXPECT_NE(communicators[1]->resolve(0, *registry.find(mine, 1), 1), nullptr);
+  communicators[1]->end();
   const size_t before = num_mappings();
   registry.release(mine);
   EXPECT_TRUE(eventually([&] { return num_mappings() == before - 2; })) << "the owner's mapping and the peer's";
 }
 
 TEST(Segments, OutsideOfASegmentIsABug) {
-  auto meshes = make_meshes(2, kShm);
+  auto communicators = make_communicators(2, kShm);
   auto& registry = SegmentRegistry::instance();
   void* mine = registry.create(5000);
   const Address address = *registry.find(mine, 1);
-  meshes[1]->begin(stamp(1), Deadline::after(10s));
-  meshes[1]->resolve(0, address, 5000);
-  const auto error = error_of([&] { meshes[1]->resolve(0, address, 5001); });
+  communicators[1]->begin(stamp(1), Deadline::after(10s));
+  communicators[1]->resolve(0, address, 5000);
+  const auto error = error_of([&] { communicators[1]->resolve(0, address, 5001); });
   ASSERT_TRUE(error);
   EXPECT_EQ(error->kind(), ErrorKind::kInternal);
   EXPECT_CONTAINS(std::string(error->what()), "named shared memory outside its segment");
-  meshes[1]->end();
+  communicators[1]->end();
   registry.release(mine);
 }
 
 TEST(Segments, ComeAndGoWhilePeersAsk) {
-  auto meshes = make_meshes(3, kShm);
+  auto communicators = make_communicators(3, kShm);
   auto& registry = SegmentRegistry::instance();
   std::atomic<bool> stop{false};
   run_together({[&] {  // other memory of the process comes and goes, whose listeners are the links under test
@@ -239,9 +239,9 @@ TEST(Segments, ComeAndGoWhilePeersAsk) {
                     void* mine = registry.create(20'000);
                     const Address address = *registry.find(mine, 20'000);
                     for (size_t rank : {1u, 2u}) {
-                      meshes[rank]->begin(stamp(i), Deadline::after(10s));
-                      EXPECT_NE(meshes[rank]->resolve(0, address, 20'000), nullptr);
-                      meshes[rank]->end();
+                      communicators[rank]->begin(stamp(i), Deadline::after(10s));
+                      EXPECT_NE(communicators[rank]->resolve(0, address, 20'000), nullptr);
+                      communicators[rank]->end();
                     }
                     registry.release(mine);
                   }
@@ -254,11 +254,11 @@ TEST(Segments, ComeAndGoWhilePeersAsk) {
 bool is_open(int fd) { return fcntl(fd, F_GETFD) != -1; }
 
 TEST(ForkGuard, AChildHasNoneOfTheDescriptors) {
-  auto meshes = make_meshes(2, kTcp);
+  auto communicators = make_communicators(2, kTcp);
   Descriptor descriptor(dup(0)), moved(std::move(descriptor));
   EXPECT_EQ(descriptor.get(), -1);
   EXPECT_GE(moved.get(), 0);
-  const int number = moved.get(), doorbell = meshes[0]->doorbell().fd();
+  const int number = moved.get(), doorbell = communicators[0]->doorbell().fd();
   const uint32_t generation = process_generation();
   const pid_t child = fork();
   if (child == 0) {
@@ -274,19 +274,19 @@ TEST(ForkGuard, AChildHasNoneOfTheDescriptors) {
   EXPECT_TRUE(is_open(number) && is_open(doorbell));
   // The ranks have not noticed.
   run_together({[&] {
-                  meshes[0]->begin(stamp(1), Deadline::after(10s));
-                  meshes[0]->send(1, "x", 1);
+                  communicators[0]->begin(stamp(1), Deadline::after(10s));
+                  communicators[0]->send(1, "x", 1);
                 },
                 [&] {
                   char byte;
-                  meshes[1]->begin(stamp(1), Deadline::after(10s));
-                  meshes[1]->recv(0, &byte, 1);
+                  communicators[1]->begin(stamp(1), Deadline::after(10s));
+                  communicators[1]->recv(0, &byte, 1);
                   EXPECT_EQ(byte, 'x');
                 }});
 }
 
 TEST(ForkGuard, ADeathIsSeenAlthoughAChildLives) {
-  auto meshes = make_meshes(2, kShm);
+  auto communicators = make_communicators(2, kShm);
   int alive[2];
   ASSERT_EQ(pipe2(alive, O_CLOEXEC), 0);
   const pid_t child = fork();
@@ -296,8 +296,8 @@ TEST(ForkGuard, ADeathIsSeenAlthoughAChildLives) {
     (void)!read(alive[0], &byte, 1);
     _exit(0);
   }
-  meshes[1].reset();
-  EXPECT_TRUE(eventually([&] { return meshes[0]->is_poisoned(); }));
+  communicators[1].reset();
+  EXPECT_TRUE(eventually([&] { return communicators[0]->is_poisoned(); }));
   ::close(alive[0]);
   ::close(alive[1]);
   waitpid(child, nullptr, 0);

@@ -1,7 +1,7 @@
 // What wakes a worker: the doorbell, and the reactor that rings it.
+#include "csrc/common/reactor.h"
+#include "csrc/common/shared_segments.h"
 #include "csrc/tests/test_transport_pairs.h"
-#include "csrc/transport/reactor.h"
-#include "csrc/transport/segment.h"
 
 namespace bagua::testing {
 namespace {

@@ -11,11 +11,11 @@
 #include <mutex>
 #include <optional>
 
+#include "csrc/common/doorbell.h"
 #include "csrc/common/error.h"
 #include "csrc/common/fifo.h"
-#include "csrc/transport/doorbell.h"
-#include "csrc/transport/fork_guard.h"
-#include "csrc/transport/reactor.h"
+#include "csrc/common/fork_guard.h"
+#include "csrc/common/reactor.h"
 #include "csrc/transport/transport.h"
 
 namespace bagua {

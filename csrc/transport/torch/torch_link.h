@@ -21,9 +21,9 @@
 #include <mutex>
 #include <optional>
 
+#include "csrc/common/doorbell.h"
 #include "csrc/common/error.h"
 #include "csrc/common/fifo.h"
-#include "csrc/transport/doorbell.h"
 #include "csrc/transport/transport.h"
 
 namespace bagua {

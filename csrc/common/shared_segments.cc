@@ -1,5 +1,5 @@
 // memfd segments and the table of them; see segment.h.
-#include "csrc/transport/segment.h"
+#include "csrc/common/shared_segments.h"
 
 #include <cerrno>
 #include <cstring>

@@ -1,4 +1,4 @@
-// Mesh: the ranks of one group as its worker thread sees them. Owns the channels, waits for requests,
+// Communicator: the ranks of one group as its worker thread sees them. Owns the channels, waits for requests,
 // keeps the deadline, and remembers the first cause of a failure (poisoning).
 //
 // Threads: every method is for the worker thread except those marked [any thread]. The doorbell is the
@@ -18,15 +18,17 @@
 #include <vector>
 
 #include "csrc/common/deadline.h"
+#include "csrc/common/doorbell.h"
 #include "csrc/common/error.h"
-#include "csrc/transport/control_link.h"
-#include "csrc/transport/doorbell.h"
-#include "csrc/transport/process_waits.h"
+#include "csrc/communicator/peer_status.h"
+#include "csrc/communicator/process_waits.h"
 #include "csrc/transport/transport.h"
 
 namespace bagua {
 
-class Mesh {
+class ControlLink;
+
+class Communicator {
  public:
   // Called on the worker thread when a peer is first used; must call attach(peer, ...) before it returns,
   // or throw. Opening and authenticating connections is Python's business.
@@ -34,8 +36,8 @@ class Mesh {
   // Called now and then while an operation waits; what it throws ends the operation. For Ctrl-C.
   using Interrupt = std::function<void()>;
 
-  Mesh(int rank, int size, std::string name, std::chrono::microseconds spin);
-  ~Mesh();
+  Communicator(int rank, int size, std::string name, std::chrono::microseconds spin);
+  ~Communicator();
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -80,10 +82,10 @@ class Mesh {
   void set_same_host(std::vector<bool> same_host) { same_host_ = std::move(same_host); }
   // The process's other groups, and by rank of this group the ranks of the job. Before the first attach().
   void join_process(std::shared_ptr<ProcessWaits> process, std::vector<int> job_ranks);
-  // How many threads of the program stand still for operations of this mesh; kept by the engine.
+  // How many threads of the program stand still for operations of this communicator; kept by the engine.
   void set_num_waiters(std::shared_ptr<const std::atomic<int>> num_waiters) { num_waiters_ = std::move(num_waiters); }
   void attach(int peer, std::unique_ptr<Channel> channel, std::shared_ptr<ControlLink> control);  // [any thread]
-  // A peer that said goodbye, and whose channel will not tell that nothing more comes: a wait for it finds out.
+  // A peer that has left, and whose channel will not tell that nothing more comes: a wait for it finds out.
   bool has_departed(int peer) const;  // [any thread], before close()
   bool is_attached(int peer) const;   // [any thread]
 
@@ -93,7 +95,7 @@ class Mesh {
   void throw_if_poisoned() const;                                                 // [any thread]
   // Forgets every posted request of every channel, so that their memory can be freed.
   void cancel();
-  // Says goodbye to the peers and closes; after it only the destructor may be called.
+  // Tells the peers that this rank leaves, and closes; after it only the destructor may be called.
   void close();
 
   // For collectives that move bytes through shared memory instead of messages.
@@ -106,22 +108,23 @@ class Mesh {
   uint64_t network_bytes_sent() const { return network_bytes_sent_.load(std::memory_order_relaxed); }  // [any thread]
   uint64_t bytes_received() const { return bytes_received_.load(std::memory_order_relaxed); }          // [any thread]
 
-  // Who waits for whom (mesh_blame.cc).
+  // Who waits for whom (peer_liveness.cc).
   //
   // What this rank is doing now. [any thread]
   PeerStatus status() const;
   // The same for a peer that asks why it is kept waiting; who waits asks in turn. [any thread]
-  PeerStatus answer(const ControlLink::Question& question);
+  PeerStatus answer(const StatusRequest& request);
   // What a peer answered, or said when it asked: compared with what this rank does, and kept. [any thread]
   void take_answer(int peer, const PeerStatus& theirs);
-  // A question to a peer has left that has no control link yet. [any thread]
-  void note_question(int peer);
+  // A status request has been sent to a peer that has no control link yet. [any thread]
+  void note_status_request(int peer);
   // Outside of operations: of the messages that are under way and have a thread waiting for them, the peer of the
   // first.
   void now_awaits_message(int peer);
-  // Of the thread that stands still for this mesh, if there is one: since when, and where the chain behind it ends.
+  // Of the thread that stands still for this communicator, if there is one: since when, and where the chain behind it
+  // ends.
   std::optional<ProcessWaits::Wait> wait_of_a_thread() const;  // [any thread]
-  void ask_onward(uint32_t hops);                              // whom this rank waits for [any thread]
+  void forward_request(uint32_t hops);                         // whom this rank waits for [any thread]
 
   // This rank has waited for `peer` in vain: asks along the chain of those who wait, with `ask` for its first link,
   // until it is known where the chain ends, and raises. Whoever is named there is to blame: a rank, or a connection
@@ -132,8 +135,21 @@ class Mesh {
   [[noreturn]] void throw_late(int culprit, const std::string& what, double allowed_seconds) const;  // [any thread]
 
  private:
-  struct Peer;
   using TimePoint = Deadline::Clock::time_point;
+  struct Peer {
+    std::atomic<Channel*> channel{nullptr};  // published last; points into `owned`
+    std::atomic<bool> departed{false};       // set after why_left
+    // Guarded by mutex_:
+    std::unique_ptr<Channel> owned;
+    std::shared_ptr<ControlLink> control;
+    std::optional<Error> why_left;              // what it said when it left
+    std::optional<TimePoint> unanswered_since;  // the first request since it has answered
+    TimePoint last_request;
+    std::optional<PeerStatus> answer;
+    TimePoint answered_at;
+    bool is_unread = false;  // the worker has not looked at the answer
+  };
+
   Channel& channel(int peer);
   Channel& channel_for(Request* request, int peer);
   template <typename Ready>
@@ -144,6 +160,8 @@ class Mesh {
     waiting_since_ns_.store(now.time_since_epoch().count(), std::memory_order_relaxed);
     waiting_for_.store(peer, std::memory_order_release);
   }
+  void listen(int peer, ControlLink& control);
+  [[noreturn]] void throw_departed(int peer);
   void keep_answer(int peer, const PeerStatus& theirs);
   void compare_answer(int peer);
   [[noreturn]] void deadline_exceeded(int peer);
@@ -155,7 +173,7 @@ class Mesh {
     int unreachable = -1;  // a rank whose host may be down, or the connection to it cut; others may know
     int witness = -1;      // a rank of the job: who does not reach it
   };
-  void ask(int peer, const ControlLink::Question& question = {});
+  void request_status(int peer, const StatusRequest& request = {});
   int waits_for() const { return waiting_for_.load(std::memory_order_acquire); }
   ChainEnd end_behind_locked(int peer) const;
   ChainEnd end_at(int peer, const PeerStatus& theirs) const;
@@ -164,8 +182,8 @@ class Mesh {
   Verdict judge_answer(int peer, const PeerStatus& theirs, uint32_t age_ms, uint32_t asking_ms,
                        double allowed_seconds) const;
   Verdict judge_end(const ChainEnd& end, const std::string& before, const std::string& elsewhere) const;
-  Verdict ask_others_about(const Verdict& verdict, double allowed_seconds);
-  std::optional<Verdict> count_voices(const Verdict& verdict, TimePoint since, bool is_last) const;
+  Verdict ask_others(const Verdict& verdict, double allowed_seconds);
+  std::optional<Verdict> weigh_answers(const Verdict& verdict, TimePoint since, bool is_last) const;
   void pause();
   int job_rank(int rank) const {
     const auto index = static_cast<size_t>(rank);
@@ -173,7 +191,6 @@ class Mesh {
   }
   int group_rank(int job_rank) const;
   std::string name_of(int job_rank) const;
-  [[noreturn]] void departed(int peer);
   void release_staging();
 
   const int rank_;

@@ -1,5 +1,5 @@
 // The set of descriptors to close in a forked child; see fork_guard.h.
-#include "csrc/transport/fork_guard.h"
+#include "csrc/common/fork_guard.h"
 
 #include <array>
 #include <cstddef>

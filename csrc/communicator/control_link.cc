@@ -1,5 +1,5 @@
 // Frames of the control link; see control_link.h.
-#include "csrc/transport/control_link.h"
+#include "csrc/communicator/control_link.h"
 
 #include <algorithm>
 #include <array>
@@ -11,12 +11,12 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-#include "csrc/transport/segment.h"
+#include "csrc/common/shared_segments.h"
 
 namespace bagua {
 namespace {
 
-enum FrameType : uint32_t { kAbort = 1, kGoodbye, kAskStatus, kStatus, kAskSegment, kSegment, kReleased };
+enum FrameType : uint32_t { kAbort = 1, kLeave, kStatusRequest, kStatus, kSegmentRequest, kSegment, kReleased };
 
 struct FrameHeader {
   uint32_t type;
@@ -91,12 +91,12 @@ void ControlLink::send_abort(const Error& cause) {
   send_frame(kAbort, payload.data(), payload.size());
 }
 
-void ControlLink::send_goodbye(const std::optional<Error>& why) {
+void ControlLink::send_leave(const std::optional<Error>& why) {
   const auto payload = why ? error_bytes(*why) : std::vector<uint8_t>{};
-  send_frame(kGoodbye, payload.data(), payload.size());
+  send_frame(kLeave, payload.data(), payload.size());
 }
 
-void ControlLink::ask_status(const Question& question) { send_frame(kAskStatus, &question, sizeof question); }
+void ControlLink::request_status(const StatusRequest& request) { send_frame(kStatusRequest, &request, sizeof request); }
 
 bool ControlLink::reaches_host() {
   std::lock_guard lock(send_mutex_);
@@ -193,7 +193,7 @@ bool ControlLink::receive_more() {
   if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
   if (got <= 0) {
     lost_ = true;
-    if (!said_goodbye_) events_.on_lost(got == 0 ? "closed its connection" : std::strerror(errno));
+    if (!has_left_) events_.on_lost(got == 0 ? "closed its connection" : std::strerror(errno));
     return false;
   }
   take_descriptors(message);
@@ -224,15 +224,15 @@ void ControlLink::handle(uint32_t type, const uint8_t* payload, size_t bytes) {
     case kAbort:
       if (const auto cause = error_from(payload, bytes)) events_.on_abort(*cause);
       break;
-    case kGoodbye:
-      said_goodbye_ = true;
-      events_.on_goodbye(error_from(payload, bytes));
+    case kLeave:
+      has_left_ = true;
+      events_.on_leave(error_from(payload, bytes));
       break;
-    case kAskStatus: {
-      Question question;
-      if (bytes != sizeof question) break;
-      std::memcpy(&question, payload, sizeof question);
-      const PeerStatus status = events_.my_status(question);
+    case kStatusRequest: {
+      StatusRequest request;
+      if (bytes != sizeof request) break;
+      std::memcpy(&request, payload, sizeof request);
+      const PeerStatus status = events_.my_status(request);
       send_frame(kStatus, &status, sizeof status);
       break;
     }
@@ -243,7 +243,7 @@ void ControlLink::handle(uint32_t type, const uint8_t* payload, size_t bytes) {
       events_.on_status(status);
       break;
     }
-    case kAskSegment:
+    case kSegmentRequest:
       if (bytes != sizeof id) break;
       std::memcpy(&id, payload, sizeof id);
       send_segment(id);
@@ -272,7 +272,7 @@ void ControlLink::send_segment(uint64_t id) {
     handed_out_.insert(id);  // before the duplicate: whoever releases the segment from now on tells the peer
   }
   auto handle = SegmentRegistry::instance().duplicate(id);
-  if (!handle) {  // released while the question was under way: nobody can still need it
+  if (!handle) {  // released while the request was under way: nobody can still need it
     std::lock_guard lock(segment_mutex_);
     handed_out_.erase(id);
     return;
@@ -303,20 +303,21 @@ void ControlLink::receive_segment(const uint8_t* payload, size_t bytes) {
   events_.on_segment();
 }
 
-void* ControlLink::segment(uint64_t id, uint64_t offset, size_t bytes) {
+void* ControlLink::map(const Address& address, size_t bytes) {
+  const uint64_t id = address.segment;
   {
     std::lock_guard lock(segment_mutex_);
     const auto found = mapped_.find(id);
     if (found != mapped_.end()) {
-      if (offset + bytes > found->second.bytes) {
+      if (address.offset + bytes > found->second.bytes) {
         throw Error(ErrorKind::kInternal, "rank " + std::to_string(peer_) + " named shared memory outside its segment",
                     peer_);
       }
-      return static_cast<uint8_t*>(found->second.data) + offset;
+      return static_cast<uint8_t*>(found->second.data) + address.offset;
     }
     if (!requested_.insert(id).second) return nullptr;
   }
-  send_frame(kAskSegment, &id, sizeof id);
+  send_frame(kSegmentRequest, &id, sizeof id);
   return nullptr;
 }
 

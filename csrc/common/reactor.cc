@@ -1,5 +1,5 @@
 // The epoll loop; see reactor.h for who may call what.
-#include "csrc/transport/reactor.h"
+#include "csrc/common/reactor.h"
 
 #include <array>
 #include <cerrno>
@@ -56,7 +56,8 @@ Reactor::~Reactor() {
   }
   const uint64_t one = 1;
   (void)!write(wake_.get(), &one, sizeof one);
-  thread_.join();  // never on the reactor's own thread: handlers are owned by meshes, which Python threads destroy
+  thread_
+      .join();  // never on the reactor's own thread: handlers are owned by communicators, which Python threads destroy
 }
 
 uint64_t Reactor::add(int fd, Handler* handler) {

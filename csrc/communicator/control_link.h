@@ -1,6 +1,6 @@
 // ControlLink: the small-message connection to one peer of a group, beside its data channel. It carries
-// the first cause of a failure, questions about what the peer is doing, the goodbye, and descriptors of
-// shared segments; its end without a goodbye is how the death of a peer is noticed, at once.
+// the first cause of a failure, requests for the peer's status, the notice that a peer leaves, and descriptors of
+// shared segments; its end without that notice is how the death of a peer is noticed, at once.
 //
 // Reads happen on the reactor thread, writes on any thread. Frames: u32 type, u32 payload bytes, payload.
 #pragma once
@@ -19,28 +19,24 @@
 #include <sys/socket.h>
 
 #include "csrc/common/error.h"
-#include "csrc/transport/fork_guard.h"
-#include "csrc/transport/reactor.h"
+#include "csrc/common/fork_guard.h"
+#include "csrc/common/reactor.h"
+#include "csrc/communicator/peer_status.h"
 #include "csrc/transport/transport.h"
 
 namespace bagua {
 
-class ControlLink : public Reactor::Handler {
+class ControlLink : public Reactor::Handler, public PeerMemory {
  public:
-  // What a peer is asked beside what it does.
-  struct Question {
-    uint32_t hops = 0;   // along how many more ranks it asks, each whom it waits for
-    int32_t about = -1;  // a rank of the group: whether the peer hears from it
-  };
   // What the link tells its owner; called on the reactor thread.
   struct Events {
     std::function<void(const Error&)> on_abort;           // the peer reports a first cause
-    std::function<void(const std::string& how)> on_lost;  // ended without a goodbye
+    std::function<void(const std::string& how)> on_lost;  // ended, and the peer had not left
     std::function<void(const Error&)> on_failure;         // this rank can't go on
     // Why the peer leaves, if it does so because of a failure in another group of its process.
-    std::function<void(const std::optional<Error>& why)> on_goodbye;
+    std::function<void(const std::optional<Error>& why)> on_leave;
     std::function<void(const PeerStatus&)> on_status;
-    std::function<PeerStatus(const Question&)> my_status;
+    std::function<PeerStatus(const StatusRequest&)> my_status;
     std::function<void()> on_segment;   // a mapping arrived
     std::function<void()> on_released;  // the peer freed a segment: unmap_released() when nobody reads it
   };
@@ -53,14 +49,14 @@ class ControlLink : public Reactor::Handler {
   void stop();  // after it no event is called
 
   void send_abort(const Error& cause);
-  void send_goodbye(const std::optional<Error>& why = {});
-  void ask_status(const Question& question);
+  void send_leave(const std::optional<Error>& why = {});
+  void request_status(const StatusRequest& request);
   // Whether all that was sent has reached the peer's host: one whose process is stopped still acknowledges, a host that
   // is down or behind a cut cable does not. [any thread]
   bool reaches_host();
 
-  // Memory of the peer: the mapping of one of its segments, or nullptr and a request for it is sent.
-  void* segment(uint64_t id, uint64_t offset, size_t bytes);
+  // Sends a request for the segment when it is not mapped.
+  void* map(const Address& address, size_t bytes) override;
   // Unmaps what the peer has released. Only between operations of the group's worker.
   void unmap_released();
 
@@ -85,8 +81,8 @@ class ControlLink : public Reactor::Handler {
   std::shared_ptr<Reactor> reactor_;
   uint64_t reactor_id_ = 0;
   uint64_t subscription_ = 0;
-  bool said_goodbye_ = false;  // reactor thread
-  bool lost_ = false;          // reactor thread
+  bool has_left_ = false;  // reactor thread
+  bool lost_ = false;      // reactor thread
   std::vector<uint8_t> input_;
   std::deque<Descriptor> input_fds_;
 

@@ -1,5 +1,5 @@
 // Futex on shared words; see doorbell.h for the order that keeps rings from being lost.
-#include "csrc/transport/doorbell.h"
+#include "csrc/common/doorbell.h"
 
 #include <cerrno>
 #include <cstring>

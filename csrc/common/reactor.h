@@ -12,7 +12,7 @@
 #include <mutex>
 #include <thread>
 
-#include "csrc/transport/fork_guard.h"
+#include "csrc/common/fork_guard.h"
 
 namespace bagua {
 

@@ -2,7 +2,7 @@
 // kept by a peer that itself waits in another one, or that leaves because another one has failed.
 //
 // Beside the data path: asked on the reactor thread, and when a group fails or closes. The lock here is taken before a
-// mesh's own, never after it.
+// communicator's own, never after it.
 #pragma once
 
 #include <atomic>
@@ -13,17 +13,17 @@
 #include <vector>
 
 #include "csrc/common/error.h"
-#include "csrc/transport/transport.h"
+#include "csrc/communicator/peer_status.h"
 
 namespace bagua {
 
-class Mesh;
+class Communicator;
 
 class ProcessWaits {
  public:
-  // A mesh is there from add() to remove(), which it calls before it closes. [any thread]
-  void add(Mesh* mesh);
-  void remove(Mesh* mesh);
+  // A communicator is there from add() to remove(), which it calls before it closes. [any thread]
+  void add(Communicator* communicator);
+  void remove(Communicator* communicator);
 
   // The longest of the waits, in other groups than `asked`, for which a thread of the program stands still.
   struct Wait {
@@ -34,11 +34,11 @@ class ProcessWaits {
 
     void write_to(PeerStatus& status) const;
   };
-  std::optional<Wait> longest_but(const Mesh* asked);
+  std::optional<Wait> longest_except(const Communicator* asked);
   // The answer to who asks about a group that is not there (yet, or any more); asks along the waits too.
   PeerStatus status(PeerStatus::Group group);
-  // Asks along all of them (Mesh::ask_onward).
-  void ask_onward_but(const Mesh* asked, uint32_t hops);
+  // Asks along all of them (Communicator::forward_request).
+  void forward_request_except(const Communicator* asked, uint32_t hops);
 
   // Why a group of this process has failed; `cause.rank()` is the job's. Forgotten when the program goes on.
   void note_failure(const Error& cause);
@@ -51,8 +51,8 @@ class ProcessWaits {
   void forget();
 
   std::atomic<bool> has_failed_{false};
-  std::mutex mutex_;  // guards the two below, and keeps the meshes alive while they are asked
-  std::vector<Mesh*> meshes_;
+  std::mutex mutex_;  // guards the two below, and keeps the communicators alive while they are asked
+  std::vector<Communicator*> communicators_;
   std::optional<Error> failure_;
 };
 

@@ -1,16 +1,20 @@
-// Whom to name when a deadline has passed; see mesh.h.
+// Whether peers are alive, and whom to name when one is not or is late; see communicator.h.
+//
+// A process that dies is noticed at once: its control link ends without its having left (listen). Everything else takes
+// a request for the peer's status, sent by who has waited for long, and again when its deadline has passed.
 //
 // Ranks wait for one another in chains: the peer that keeps this rank waiting may itself be kept waiting, in an earlier
-// operation, for a message, in another group. So the question travels along the chain: who is asked asks in turn whom
+// operation, for a message, in another group. So the request travels along the chain: who is asked asks in turn whom
 // it waits for, and every answer says where the chain ends as far as it is known. The rank at the end is to blame: it
 // is there and waits for nobody, or it does not answer who waits for it. In the latter case its host may acknowledge
 // what is sent to it (its process is stopped) or not (the host is down, or the cable is cut, which only others can
-// tell). What is known from before the question does not count.
+// tell). What is known from before the request does not count.
 #include <algorithm>
 #include <cstdio>
+#include <utility>
 
-#include "csrc/transport/mesh.h"
-#include "csrc/transport/mesh_peer.h"
+#include "csrc/communicator/communicator.h"
+#include "csrc/communicator/control_link.h"
 
 namespace bagua {
 namespace {
@@ -22,10 +26,10 @@ using std::chrono::nanoseconds;
 // A rank that has not answered for so long counts as silent, and one that has answered since as there. Above what a
 // host may delay an acknowledgement.
 constexpr milliseconds kSilence{300};
-// How often who wants to know asks. Who passes questions on leaves some out, or they would go round in circles of ranks
+// How often who wants to know asks. Who forwards requests drops some, or they would go round in circles of ranks
 // ever faster.
-constexpr milliseconds kAskInterval{50};
-constexpr milliseconds kLeastInterval{20};
+constexpr milliseconds kRequestInterval{50};
+constexpr milliseconds kMinRequestInterval{20};
 
 nanoseconds seconds(double value) { return nanoseconds(static_cast<int64_t>(value * 1e9)); }
 
@@ -50,9 +54,68 @@ std::string elsewhere_text(const PeerStatus& theirs) {
 
 }  // namespace
 
+// ---- what a peer's control link tells
+
+void Communicator::listen(int peer, ControlLink& control) {
+  Peer& p = *peers_[static_cast<size_t>(peer)];
+  ControlLink::Events events;
+  events.on_abort = [this, peer](const Error& cause) {
+    if (cause.kind() == ErrorKind::kRemote) {
+      poison(cause);
+    } else {
+      // Who failed without naming anybody is to blame, except for a deadline: then nobody is.
+      const bool names = cause.rank() >= 0 || cause.kind() == ErrorKind::kDeadlineExceeded;
+      poison(Error(ErrorKind::kRemote, "rank " + std::to_string(peer) + " reported: " + cause.what(),
+                   names ? cause.rank() : peer, cause.operation()));
+    }
+  };
+  events.on_failure = [this](const Error& cause) { poison(cause); };
+  events.on_lost = [this, peer](const std::string& how) {
+    poison(Error(ErrorKind::kTransport,
+                 "rank " + std::to_string(peer) + " " + how +
+                     " without leaving the group: its process died or the network between the hosts failed; see the "
+                     "log of rank " +
+                     std::to_string(peer),
+                 peer, std::string(operation_name(status().operation.kind))));
+  };
+  events.on_leave = [this, &p](const std::optional<Error>& why) {
+    {
+      std::lock_guard lock(mutex_);
+      p.why_left = why;
+    }
+    p.departed.store(true, std::memory_order_release);
+    doorbell_->ring();
+  };
+  events.on_status = [this, peer](const PeerStatus& status) {
+    keep_answer(peer, status);
+    doorbell_->ring();
+  };
+  events.my_status = [this](const StatusRequest& request) { return answer(request); };
+  events.on_segment = [this] { doorbell_->ring(); };
+  events.on_released = [this, &p] {
+    std::lock_guard lock(mutex_);
+    if (status_.operation.kind == OperationKind::kNone) p.control->unmap_released();
+  };
+  control.start(std::move(events));
+}
+
+void Communicator::throw_departed(int peer) {
+  std::optional<Error> why;
+  {
+    std::lock_guard lock(mutex_);
+    why = peers_[static_cast<size_t>(peer)]->why_left;
+  }
+  const std::string left = "rank " + std::to_string(peer) + " left the group '" + name_ +
+                           "' while this rank waits for it in " + describe(operation_);
+  const std::string operation(operation_name(operation_.kind));
+  if (why) throw Error(ErrorKind::kRemote, left + "; before, " + why->what(), group_rank(why->rank()), operation);
+  throw Error(ErrorKind::kTransport, left + "; it destroyed the group, ended its program or raised: see its log", peer,
+              operation);
+}
+
 // ---- who waits for whom: what this rank knows and tells
 
-PeerStatus Mesh::status() const {
+PeerStatus Communicator::status() const {
   PeerStatus status;
   {
     std::lock_guard lock(mutex_);
@@ -64,7 +127,7 @@ PeerStatus Mesh::status() const {
     }
   }
   if (status.operation.kind == OperationKind::kNone && process_) {
-    if (const auto wait = process_->longest_but(this)) {
+    if (const auto wait = process_->longest_except(this)) {
       wait->write_to(status);
       return status;
     }
@@ -76,15 +139,15 @@ PeerStatus Mesh::status() const {
   return status;
 }
 
-ChainEnd Mesh::end_behind_locked(int peer) const {
+ChainEnd Communicator::end_behind_locked(int peer) const {
   const Peer& p = *peers_[static_cast<size_t>(peer)];
   const auto now = Deadline::Clock::now();
   ChainEnd end;
   end.rank = job_rank(peer);
   end.witness = job_rank(rank_);
-  if (p.asked_at && now - *p.asked_at >= kSilence) {
+  if (p.unanswered_since && now - *p.unanswered_since >= kSilence) {
     end.state = p.control && !p.control->reaches_host() ? ChainEnd::kUnreachable : ChainEnd::kDoesNotAnswer;
-    end.silent_ms = milliseconds_in(now - *p.asked_at);
+    end.silent_ms = milliseconds_in(now - *p.unanswered_since);
   } else if (p.answer) {
     end = p.answer->end;
     end.age_ms += milliseconds_in(now - p.answered_at);
@@ -92,7 +155,7 @@ ChainEnd Mesh::end_behind_locked(int peer) const {
   return end;
 }
 
-std::optional<ProcessWaits::Wait> Mesh::wait_of_a_thread() const {
+std::optional<ProcessWaits::Wait> Communicator::wait_of_a_thread() const {
   std::lock_guard lock(mutex_);  // an operation that is waited in does not end meanwhile
   const int peer = waits_for();
   const bool stands_still = peer >= 0 && num_waiters_ && num_waiters_->load(std::memory_order_relaxed) > 0;
@@ -102,74 +165,73 @@ std::optional<ProcessWaits::Wait> Mesh::wait_of_a_thread() const {
                             end_behind_locked(peer)};
 }
 
-void Mesh::now_awaits_message(int peer) {
+void Communicator::now_awaits_message(int peer) {
   if (waits_for() != peer) now_waiting_for(peer, Deadline::Clock::now());
 }
 
-// ---- questions and answers
+// ---- requests and answers
 
-void Mesh::ask(int peer, const ControlLink::Question& question) {
+void Communicator::request_status(int peer, const StatusRequest& request) {
   std::shared_ptr<ControlLink> control;
   {
     std::lock_guard lock(mutex_);
     Peer& p = *peers_[static_cast<size_t>(peer)];
     control = p.control;
     if (!control) return;
-    p.last_question = Deadline::Clock::now();
-    if (!p.asked_at) p.asked_at = p.last_question;
+    p.last_request = Deadline::Clock::now();
+    if (!p.unanswered_since) p.unanswered_since = p.last_request;
   }
-  control->ask_status(question);
+  control->request_status(request);
 }
 
-void Mesh::note_question(int peer) {
+void Communicator::note_status_request(int peer) {
   std::lock_guard lock(mutex_);
   Peer& p = *peers_[static_cast<size_t>(peer)];
-  if (!p.asked_at) p.asked_at = Deadline::Clock::now();
+  if (!p.unanswered_since) p.unanswered_since = Deadline::Clock::now();
 }
 
-void Mesh::ask_onward(uint32_t hops) {
+void Communicator::forward_request(uint32_t hops) {
   if (hops == 0) return;
   const int peer = waits_for();
   if (peer < 0) return;
   {
     std::lock_guard lock(mutex_);
-    if (Deadline::Clock::now() - peers_[static_cast<size_t>(peer)]->last_question < kLeastInterval) return;
+    if (Deadline::Clock::now() - peers_[static_cast<size_t>(peer)]->last_request < kMinRequestInterval) return;
   }
-  ask(peer, {.hops = hops - 1});
+  request_status(peer, {.hops = hops - 1});
 }
 
-PeerStatus Mesh::answer(const ControlLink::Question& question) {
+PeerStatus Communicator::answer(const StatusRequest& request) {
   PeerStatus status = this->status();
-  if (question.about >= 0 && question.about < size_ && question.about != rank_)
-    status.hearing = hearing(question.about);
+  if (request.about >= 0 && request.about < size_ && request.about != rank_) status.hearing = hearing(request.about);
   if (status.waiting_for >= 0) {
-    ask_onward(question.hops);
+    forward_request(request.hops);
   } else if (status.elsewhere_ms > 0) {
-    process_->ask_onward_but(this, question.hops);
+    process_->forward_request_except(this, request.hops);
   }
   return status;
 }
 
-// By an answer that is not old, or a question that has not been answered for long. Asks, so as to know it next time.
-PeerStatus::Hearing Mesh::hearing(int peer) {
+// By an answer that is not old, or a request that has not been answered for long. Asks, so as to know it next time.
+PeerStatus::Hearing Communicator::hearing(int peer) {
   PeerStatus::Hearing hearing = PeerStatus::kNotYetKnown;
   const auto now = Deadline::Clock::now();
   {
     std::lock_guard lock(mutex_);
     const Peer& p = *peers_[static_cast<size_t>(peer)];
     if (!p.control || p.departed.load(std::memory_order_relaxed)) return PeerStatus::kCannotTell;
-    if (p.asked_at && now - *p.asked_at >= kSilence) {
+    if (p.unanswered_since && now - *p.unanswered_since >= kSilence) {
       hearing = PeerStatus::kHearsNothing;
     } else if (p.answer && now - p.answered_at < kSilence) {
       hearing = PeerStatus::kHears;
     }
-    if (now - p.last_question < kLeastInterval) return hearing;
+    if (now - p.last_request < kMinRequestInterval) return hearing;
   }
-  ask(peer);
+  request_status(peer);
   return hearing;
 }
 
-void Mesh::take_answer(int peer, const PeerStatus& theirs) {
+void Communicator::take_answer(int peer, const PeerStatus& theirs) {
   check_status(theirs, status(), peer);
   PeerStatus answer = theirs;
   if (answer.group != PeerStatus::kHasMade && answer.elsewhere_ms == 0) answer.end = end_at(peer, answer);
@@ -177,7 +239,7 @@ void Mesh::take_answer(int peer, const PeerStatus& theirs) {
 }
 
 // Of a chain that ends with a peer, whatever keeps it from what this rank waits for.
-ChainEnd Mesh::end_at(int peer, const PeerStatus& theirs) const {
+ChainEnd Communicator::end_at(int peer, const PeerStatus& theirs) const {
   ChainEnd end;
   end.rank = job_rank(peer);
   end.witness = job_rank(rank_);
@@ -189,29 +251,40 @@ ChainEnd Mesh::end_at(int peer, const PeerStatus& theirs) const {
   return end;
 }
 
-void Mesh::keep_answer(int peer, const PeerStatus& theirs) {
+void Communicator::keep_answer(int peer, const PeerStatus& theirs) {
   std::lock_guard lock(mutex_);
   Peer& p = *peers_[static_cast<size_t>(peer)];
   p.answer = theirs;
   p.answered_at = Deadline::Clock::now();
-  p.asked_at.reset();
-  p.is_news = true;
+  p.unanswered_since.reset();
+  p.is_unread = true;
+}
+
+void Communicator::compare_answer(int peer) {
+  std::optional<PeerStatus> answer;
+  {
+    std::lock_guard lock(mutex_);
+    Peer& p = *peers_[static_cast<size_t>(peer)];
+    if (p.is_unread) answer = p.answer;
+    p.is_unread = false;
+  }
+  if (answer) check_status(*answer, status(), peer);
 }
 
 // ---- the verdict
 
-int Mesh::group_rank(int job_rank) const {
+int Communicator::group_rank(int job_rank) const {
   if (job_ranks_.empty()) return job_rank;
   const auto found = std::find(job_ranks_.begin(), job_ranks_.end(), job_rank);
   return found == job_ranks_.end() ? -1 : static_cast<int>(found - job_ranks_.begin());
 }
 
-std::string Mesh::name_of(int job_rank) const {
+std::string Communicator::name_of(int job_rank) const {
   const int rank = group_rank(job_rank);
   return rank >= 0 ? "rank " + std::to_string(rank) : "rank " + std::to_string(job_rank) + " of the job";
 }
 
-Mesh::Verdict Mesh::judge(int peer, TimePoint since, double allowed_seconds) const {
+Communicator::Verdict Communicator::judge(int peer, TimePoint since, double allowed_seconds) const {
   const auto now = Deadline::Clock::now();
   std::optional<PeerStatus> theirs;
   ChainEnd silent;
@@ -219,7 +292,7 @@ Mesh::Verdict Mesh::judge(int peer, TimePoint since, double allowed_seconds) con
   {
     std::lock_guard lock(mutex_);
     const Peer& p = *peers_[static_cast<size_t>(peer)];
-    if (p.asked_at && now - *p.asked_at >= seconds(answer_grace_seconds(allowed_seconds))) {
+    if (p.unanswered_since && now - *p.unanswered_since >= seconds(answer_grace_seconds(allowed_seconds))) {
       silent = end_behind_locked(peer);
     } else if (p.answer && p.answered_at >= since) {
       theirs = p.answer;
@@ -231,8 +304,8 @@ Mesh::Verdict Mesh::judge(int peer, TimePoint since, double allowed_seconds) con
   return {peer, false, "rank " + std::to_string(peer) + " has not answered yet"};
 }
 
-Mesh::Verdict Mesh::judge_answer(int peer, const PeerStatus& theirs, uint32_t age_ms, uint32_t asking_ms,
-                                 double allowed_seconds) const {
+Communicator::Verdict Communicator::judge_answer(int peer, const PeerStatus& theirs, uint32_t age_ms,
+                                                 uint32_t asking_ms, double allowed_seconds) const {
   const std::string who = "rank " + std::to_string(peer);
   const int me = job_rank(rank_);
   if (theirs.waiting_for == rank_) {
@@ -272,7 +345,8 @@ Mesh::Verdict Mesh::judge_answer(int peer, const PeerStatus& theirs, uint32_t ag
 }
 
 // `before` is said of the chain that leads there, and `elsewhere` is where its end waits, if that is known.
-Mesh::Verdict Mesh::judge_end(const ChainEnd& end, const std::string& before, const std::string& elsewhere) const {
+Communicator::Verdict Communicator::judge_end(const ChainEnd& end, const std::string& before,
+                                              const std::string& elsewhere) const {
   const std::string who = name_of(end.rank);
   const int culprit = group_rank(end.rank);
   switch (end.state) {
@@ -300,7 +374,7 @@ Mesh::Verdict Mesh::judge_end(const ChainEnd& end, const std::string& before, co
                             : "; all ranks call new_group, in the same order")};
     }
     case ChainEnd::kDoesNotAnswer:
-      if (end.rank == job_rank(rank_)) break;  // the witness's questions get lost on their way to this rank
+      if (end.rank == job_rank(rank_)) break;  // the witness's requests get lost on their way to this rank
       return {culprit, true, before + who + " does not answer: its process is stopped or its host is unreachable"};
     case ChainEnd::kUnreachable:
     case ChainEnd::kUnknown: break;
@@ -313,26 +387,27 @@ Mesh::Verdict Mesh::judge_end(const ChainEnd& end, const std::string& before, co
 
 // A connection is silent. If others hear from the rank at its far end, it is the connection; if nobody does, the rank;
 // and if this rank hears from nobody at all, its own connection to the world. Nobody can tell where there are only two.
-Mesh::Verdict Mesh::ask_others_about(const Verdict& verdict, double allowed_seconds) {
+Communicator::Verdict Communicator::ask_others(const Verdict& verdict, double allowed_seconds) {
   const auto since = Deadline::Clock::now();
   const Deadline grace = Deadline::after(seconds(chain_grace_seconds(allowed_seconds)) + kSilence);
-  auto next_question = since;
+  auto next_request = since;
   for (;;) {
-    if (Deadline::Clock::now() >= next_question) {
+    if (Deadline::Clock::now() >= next_request) {
       for (int peer = 0; peer < size_; ++peer) {
-        if (peer != rank_) ask(peer, {.about = peer == verdict.unreachable ? -1 : verdict.unreachable});
+        if (peer != rank_) request_status(peer, {.about = peer == verdict.unreachable ? -1 : verdict.unreachable});
       }
-      next_question = Deadline::Clock::now() + kAskInterval;
+      next_request = Deadline::Clock::now() + kRequestInterval;
     }
     pause();
     const bool is_last = grace.expired();
-    if (const auto better = count_voices(verdict, since, is_last)) return *better;
+    if (const auto better = weigh_answers(verdict, since, is_last)) return *better;
     if (is_last) return verdict;
   }
 }
 
 // The verdict when the others' answers make it certain, or are all that will come.
-std::optional<Mesh::Verdict> Mesh::count_voices(const Verdict& verdict, TimePoint since, bool is_last) const {
+std::optional<Communicator::Verdict> Communicator::weigh_answers(const Verdict& verdict, TimePoint since,
+                                                                 bool is_last) const {
   const auto now = Deadline::Clock::now();
   int there = 0, silent = 0, deaf = 0, undecided = 0;
   {
@@ -341,7 +416,7 @@ std::optional<Mesh::Verdict> Mesh::count_voices(const Verdict& verdict, TimePoin
       const Peer& p = *peers_[static_cast<size_t>(peer)];
       if (peer == rank_ || !p.control || p.departed.load(std::memory_order_relaxed)) continue;
       const bool answers = p.answer && p.answered_at >= since;
-      const bool is_silent = !answers && p.asked_at && now - *p.asked_at >= kSilence;
+      const bool is_silent = !answers && p.unanswered_since && now - *p.unanswered_since >= kSilence;
       if (peer == verdict.unreachable) {
         if (answers) return verdict;  // this rank hears from it
         silent += is_silent;
@@ -368,32 +443,45 @@ std::optional<Mesh::Verdict> Mesh::count_voices(const Verdict& verdict, TimePoin
                  verdict.what + "; nor does anybody else hear from rank " + std::to_string(verdict.unreachable)};
 }
 
-void Mesh::pause() {
+void Communicator::pause() {
   throw_if_poisoned();
   check_interrupt();
   const uint32_t epoch = doorbell_->prepare();
   doorbell_->sleep(epoch, milliseconds(10));
 }
 
-void Mesh::blame(int peer, double allowed_seconds, const std::function<void()>& ask_peer) {
+void Communicator::deadline_exceeded(int peer) {
+  if (has_departed(peer)) throw_departed(peer);
+  const double allowed = deadline_->allowed_seconds();
+  bool has_control;
+  {
+    std::lock_guard lock(mutex_);
+    has_control = peers_[static_cast<size_t>(peer)]->control != nullptr;
+  }
+  if (!has_control) throw_late(peer, "rank " + std::to_string(peer) + " did not do its part", allowed);
+  const StatusRequest request{.hops = static_cast<uint32_t>(size_)};
+  blame(peer, allowed, [&] { request_status(peer, request); });
+}
+
+void Communicator::blame(int peer, double allowed_seconds, const std::function<void()>& ask_peer) {
   const auto since = Deadline::Clock::now();
   const Deadline grace =
       Deadline::after(seconds(answer_grace_seconds(allowed_seconds) + chain_grace_seconds(allowed_seconds)));
-  auto next_question = since;
+  auto next_request = since;
   Verdict verdict;
   do {
-    if (Deadline::Clock::now() >= next_question) {
+    if (Deadline::Clock::now() >= next_request) {
       ask_peer();
-      next_question = Deadline::Clock::now() + kAskInterval;
+      next_request = Deadline::Clock::now() + kRequestInterval;
     }
     pause();
     verdict = judge(peer, since, allowed_seconds);
   } while (!verdict.is_final && !grace.expired());
-  if (verdict.unreachable >= 0) verdict = ask_others_about(verdict, allowed_seconds);
+  if (verdict.unreachable >= 0) verdict = ask_others(verdict, allowed_seconds);
   throw_late(verdict.culprit, verdict.what, allowed_seconds);
 }
 
-void Mesh::throw_late(int culprit, const std::string& what, double allowed_seconds) const {
+void Communicator::throw_late(int culprit, const std::string& what, double allowed_seconds) const {
   Operation operation;
   {
     std::lock_guard lock(mutex_);

@@ -10,7 +10,7 @@
 #include <chrono>
 #include <cstdint>
 
-#include "csrc/transport/fork_guard.h"
+#include "csrc/common/fork_guard.h"
 
 namespace bagua {
 

@@ -1,10 +1,10 @@
 // The groups of one process; see process_waits.h.
-#include "csrc/transport/process_waits.h"
+#include "csrc/communicator/process_waits.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "csrc/transport/mesh.h"
+#include "csrc/communicator/communicator.h"
 
 namespace bagua {
 namespace {
@@ -22,22 +22,22 @@ void ProcessWaits::Wait::write_to(PeerStatus& status) const {
   status.end = end;
 }
 
-void ProcessWaits::add(Mesh* mesh) {
+void ProcessWaits::add(Communicator* communicator) {
   std::lock_guard lock(mutex_);
-  meshes_.push_back(mesh);
+  communicators_.push_back(communicator);
 }
 
-void ProcessWaits::remove(Mesh* mesh) {
+void ProcessWaits::remove(Communicator* communicator) {
   std::lock_guard lock(mutex_);
-  std::erase(meshes_, mesh);
+  std::erase(communicators_, communicator);
 }
 
-std::optional<ProcessWaits::Wait> ProcessWaits::longest_but(const Mesh* asked) {
+std::optional<ProcessWaits::Wait> ProcessWaits::longest_except(const Communicator* asked) {
   std::lock_guard lock(mutex_);
   std::optional<Wait> longest;
-  for (const Mesh* mesh : meshes_) {
-    if (mesh == asked) continue;
-    const auto wait = mesh->wait_of_a_thread();
+  for (const Communicator* communicator : communicators_) {
+    if (communicator == asked) continue;
+    const auto wait = communicator->wait_of_a_thread();
     if (wait && (!longest || wait->waited_ms > longest->waited_ms)) longest = wait;
   }
   return longest;
@@ -46,17 +46,17 @@ std::optional<ProcessWaits::Wait> ProcessWaits::longest_but(const Mesh* asked) {
 PeerStatus ProcessWaits::status(PeerStatus::Group group) {
   PeerStatus status;
   status.group = group;
-  if (const auto wait = longest_but(nullptr)) {
+  if (const auto wait = longest_except(nullptr)) {
     wait->write_to(status);
-    ask_onward_but(nullptr, kMaxHops);
+    forward_request_except(nullptr, kMaxHops);
   }
   return status;
 }
 
-void ProcessWaits::ask_onward_but(const Mesh* asked, uint32_t hops) {
+void ProcessWaits::forward_request_except(const Communicator* asked, uint32_t hops) {
   std::lock_guard lock(mutex_);
-  for (Mesh* mesh : meshes_) {
-    if (mesh != asked && mesh->wait_of_a_thread()) mesh->ask_onward(hops);
+  for (Communicator* communicator : communicators_) {
+    if (communicator != asked && communicator->wait_of_a_thread()) communicator->forward_request(hops);
   }
 }
 

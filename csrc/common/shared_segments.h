@@ -14,10 +14,15 @@
 #include <optional>
 #include <vector>
 
-#include "csrc/transport/fork_guard.h"
-#include "csrc/transport/transport.h"
+#include "csrc/common/fork_guard.h"
 
 namespace bagua {
+
+// Memory that other ranks of this host can map: which segment of its owner, and where in it.
+struct Address {
+  uint64_t segment = 0;
+  uint64_t offset = 0;
+};
 
 // `bytes` of `fd` mapped into this process, readable and writable. Throws TransportError.
 void* map_shared(int fd, size_t bytes);
