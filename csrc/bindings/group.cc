@@ -11,7 +11,7 @@
 #include <pybind11/stl.h>
 
 #include "csrc/bindings/bindings.h"
-#include "csrc/bindings/calls.h"
+#include "csrc/bindings/callbacks.h"
 #include "csrc/bindings/convert.h"
 #include "csrc/communicator/control_link.h"
 #include "csrc/transport/local/local_channel.h"

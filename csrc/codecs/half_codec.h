@@ -19,7 +19,8 @@ class HalfCodec : public Codec {
   size_t block_numel() const override { return 1; }
   size_t wire_bytes(size_t numel, DType) const override { return numel * item_bytes(wire_); }
 
-  size_t encode(const void* source, DType dtype, size_t numel, uint8_t* bytes, Draws, Stream stream) const override {
+  size_t encode(const void* source, DType dtype, size_t numel, uint8_t* bytes, CounterRng,
+                Stream stream) const override {
     uint64_t num_nonfinite = 0;
     kernels::saturating_cast(dtype, source, wire_, bytes, numel, stream.is_cpu() ? &num_nonfinite : nullptr, stream);
     return num_nonfinite;

@@ -13,7 +13,8 @@ class Onebit final : public Codec {
   size_t block_numel() const override { return kernels::kOnebitBlockNumel; }
   size_t wire_bytes(size_t numel, DType) const override { return kernels::onebit_wire_bytes(numel); }
 
-  size_t encode(const void* source, DType dtype, size_t numel, uint8_t* bytes, Draws, Stream stream) const override {
+  size_t encode(const void* source, DType dtype, size_t numel, uint8_t* bytes, CounterRng,
+                Stream stream) const override {
     uint64_t num_nonfinite_blocks = 0;
     kernels::onebit_encode(dtype, source, numel, bytes, stream.is_cpu() ? &num_nonfinite_blocks : nullptr, stream);
     return num_nonfinite_blocks;

@@ -17,10 +17,10 @@ class Qsgd final : public Codec {
   size_t block_numel() const override { return kernels::kQsgdBlockNumel; }
   size_t wire_bytes(size_t numel, DType) const override { return kernels::qsgd_wire_bytes(numel, bits_); }
 
-  size_t encode(const void* source, DType dtype, size_t numel, uint8_t* bytes, Draws draws,
+  size_t encode(const void* source, DType dtype, size_t numel, uint8_t* bytes, CounterRng rng,
                 Stream stream) const override {
     uint64_t num_nonfinite_blocks = 0;
-    kernels::qsgd_encode(bits_, dtype, source, numel, bytes, draws, stream.is_cpu() ? &num_nonfinite_blocks : nullptr,
+    kernels::qsgd_encode(bits_, dtype, source, numel, bytes, rng, stream.is_cpu() ? &num_nonfinite_blocks : nullptr,
                          stream);
     return num_nonfinite_blocks;
   }

@@ -19,7 +19,8 @@ class Topk final : public Codec {
   size_t block_numel() const override { return kernels::kTopkBlockNumel; }
   size_t wire_bytes(size_t numel, DType) const override { return kernels::topk_wire_bytes(numel, k_); }
 
-  size_t encode(const void* source, DType dtype, size_t numel, uint8_t* bytes, Draws, Stream stream) const override {
+  size_t encode(const void* source, DType dtype, size_t numel, uint8_t* bytes, CounterRng,
+                Stream stream) const override {
     uint64_t num_nonfinite_blocks = 0;
     kernels::topk_encode(k_, dtype, source, numel, bytes, stream.is_cpu() ? &num_nonfinite_blocks : nullptr, stream);
     return num_nonfinite_blocks;

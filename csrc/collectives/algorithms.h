@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "csrc/collectives/collectives.h"
+#include "csrc/collectives/shared_buffers.h"
 
 namespace bagua::collectives {
 
@@ -19,7 +20,7 @@ enum WorkspaceSlot : int {
   kAccumulator = 4,    // f32 sums; reduced chunks on their way to a root
   kTables = 5,         // addresses and pointers, one per rank
   kTotals = 6,         // compressed: f32 values with their residuals; difference ring: what is encoded
-  kGathered = 7,       // compressed: a chunk whose values lie in several places
+  kGathered = 7,       // compressed: a chunk whose values lie in several segments
 };
 
 // Throws InvalidArgument where the operator has no meaning for the type.
@@ -51,10 +52,15 @@ void recursive_doubling_all_reduce(Context& context, void* data, size_t numel, D
 void ring_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 void two_shot_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 size_t compressed_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec,
-                             const Feedback& feedback = {}, const Parts& parts = {});
+                             const Feedback& feedback = {}, const InputSegments& segments = {});
 // Need GroupView::all_share_memory(). `direct` falls back to `staged` where some rank's buffer is ordinary memory.
 void direct_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 void staged_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
+// What every rank offers as staging: it depends on the group alone, so that a group's staging block hardly ever moves.
+size_t staging_bytes(const GroupView& group);
+// staged_all_reduce once the staging blocks are known.
+void staged_all_reduce_in(Context& context, const SharedBuffers& shared, void* data, size_t numel, DType dtype,
+                          ReduceOp op);
 
 void stripes_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);
 void ring_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);

@@ -2,9 +2,9 @@
 //
 // Tree (small): a binomial tree from the root; log2 n steps, the root sends log2 n * B bytes.
 // Chain (large): root -> root+1 -> ... in chunks, each passed on as soon as it has arrived; n-2 + chunks
-// steps, B bytes sent per rank. No workspace: everything arrives in its final place.
+// steps, B bytes sent per rank. No workspace: everything arrives in its final memory.
 #include "csrc/collectives/algorithms.h"
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
 #include "csrc/collectives/posted_requests.h"
 #include "csrc/collectives/selector.h"
 
@@ -39,7 +39,7 @@ void chain_broadcast(Context& context, void* data, size_t bytes, int root) {
   PostedRequests requests(group, 2 * kWindow);
   for (size_t k = 0; k < chunks.count + kChainLookahead; ++k) {
     if (k < chunks.count && receives) {
-      const Piece chunk = chunk_of({0, bytes}, chunks.numel, k);
+      const Range chunk = chunk_of({0, bytes}, chunks.numel, k);
       requests.recv(2 * (k % kWindow), left, at(data, chunk.begin, 1), chunk.numel);
     }
     if (k < kChainLookahead) continue;
@@ -48,7 +48,7 @@ void chain_broadcast(Context& context, void* data, size_t bytes, int root) {
     if (!sends) continue;
     const size_t slot = 2 * (arriving % kWindow) + 1;
     requests.wait(slot);
-    const Piece chunk = chunk_of({0, bytes}, chunks.numel, arriving);
+    const Range chunk = chunk_of({0, bytes}, chunks.numel, arriving);
     requests.send(slot, right, at(data, chunk.begin, 1), chunk.numel);
   }
   requests.wait_all();

@@ -24,10 +24,10 @@ size_t compressed_all_gather(Context& context, const void* input, void* output, 
   }
   return PairwiseExchange(context, std::move(options)).run([&](size_t, const auto& arrivals) {
     for (const auto& arrival : arrivals) {
-      const Piece piece = arrival.piece;
-      const EventSpan span(context.events, EventKind::kDecode, codec.wire_bytes(piece.numel, dtype));
-      void* values = at(output, piece.begin, item_bytes(dtype));
-      codec.decode(arrival.bytes, dtype, piece.numel, values, context.stream);
+      const Range range = arrival.range;
+      const EventSpan span(context.events, EventKind::kDecode, codec.wire_bytes(range.numel, dtype));
+      void* values = at(output, range.begin, item_bytes(dtype));
+      codec.decode(arrival.bytes, dtype, range.numel, values, context.stream);
     }
   });
 }

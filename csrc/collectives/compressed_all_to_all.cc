@@ -27,10 +27,10 @@ size_t compressed_all_to_all(Context& context, const void* input, const std::vec
   }
   return PairwiseExchange(context, std::move(options)).run([&](size_t, const auto& arrivals) {
     for (const auto& arrival : arrivals) {
-      const Piece piece = arrival.piece;
-      if (piece.numel == 0) continue;
-      const EventSpan span(context.events, EventKind::kDecode, codec.wire_bytes(piece.numel, dtype));
-      codec.decode(arrival.bytes, dtype, piece.numel, at(output, piece.begin, item), context.stream);
+      const Range range = arrival.range;
+      if (range.numel == 0) continue;
+      const EventSpan span(context.events, EventKind::kDecode, codec.wire_bytes(range.numel, dtype));
+      codec.decode(arrival.bytes, dtype, range.numel, at(output, range.begin, item), context.stream);
     }
   });
 }

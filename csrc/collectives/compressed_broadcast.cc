@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "csrc/collectives/algorithms.h"
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
 #include "csrc/collectives/posted_requests.h"
 #include "csrc/collectives/selector.h"
 
@@ -40,7 +40,7 @@ class CompressedChain {
   }
 
  private:
-  Piece chunk(size_t k) const { return chunk_of({0, numel_}, chunks_.numel, k); }
+  Range chunk(size_t k) const { return chunk_of({0, numel_}, chunks_.numel, k); }
   size_t wire_bytes(size_t k) const { return codec_.wire_bytes(chunk(k).numel, dtype_); }
   uint8_t* codes(size_t k) const { return codes_ + k % kWindow * chunk_bytes_; }
   void* values(size_t k) const { return at(data_, chunk(k).begin, item_bytes(dtype_)); }
@@ -54,8 +54,8 @@ class CompressedChain {
       return;
     }
     const EventSpan span(context_.events, EventKind::kEncode, chunk(k).numel * item_bytes(dtype_));
-    num_nonfinite_blocks_ += codec_.encode(values(k), dtype_, chunk(k).numel, codes(k),
-                                           {context_.draw_key, chunk(k).begin}, context_.stream);
+    num_nonfinite_blocks_ +=
+        codec_.encode(values(k), dtype_, chunk(k).numel, codes(k), {context_.rng_key, chunk(k).begin}, context_.stream);
   }
 
   void pass_on(size_t k) {

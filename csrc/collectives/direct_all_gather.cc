@@ -2,7 +2,7 @@
 //
 // Every rank copies all blocks from their owners' memory into its output. Steps: one exchange of addresses,
 // the copies, a barrier. Bytes through memory per rank: n*b read and written, for blocks of b. An input that
-// stands at its own place in the output is legal: nobody writes there.
+// is its own block of the output is legal: nobody writes there.
 #include <cstring>
 
 #include "csrc/collectives/algorithms.h"
@@ -19,8 +19,8 @@ bool direct_all_gather(Context& context, const void* input, void* output, size_t
   // Starting with the own block spreads the ranks over the owners.
   for (size_t step = 0; step < size; ++step) {
     const size_t owner = (rank + step) % size;
-    uint8_t* place = at(output, owner * bytes, 1);
-    if (place != shared.at[owner]) std::memcpy(place, shared.at[owner], bytes);
+    uint8_t* block = at(output, owner * bytes, 1);
+    if (block != shared.at[owner]) std::memcpy(block, shared.at[owner], bytes);
   }
   context.group.count_moved((size - 1) * bytes, (size - 1) * bytes);
   barrier(context);

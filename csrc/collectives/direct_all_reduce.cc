@@ -9,8 +9,7 @@
 // If a rank fails after the exchange, a peer may go on writing into its buffer until it notices: the buffer's
 // contents are lost then, as with every failed collective; its pages stay mapped as long as the peer needs.
 #include "csrc/collectives/algorithms.h"
-#include "csrc/collectives/pieces.h"
-#include "csrc/collectives/staged.h"
+#include "csrc/collectives/chunking.h"
 #include "csrc/kernels/reduce.h"
 
 namespace bagua::collectives {
@@ -27,7 +26,7 @@ void direct_all_reduce(Context& context, void* data, size_t numel, DType dtype, 
   }
   const auto size = static_cast<size_t>(group.size());
   // Whole cache lines, so that no two ranks write to the same one (where buffers are aligned, as tensors are).
-  const Piece mine = piece_of(numel, size, static_cast<size_t>(group.rank()), 64 / item);
+  const Range mine = partition(numel, size, static_cast<size_t>(group.rank()), 64 / item);
   for (size_t r = 0; r < size; ++r) {
     shared.destinations[r] = at(shared.at[r], mine.begin, item);
     shared.sources[r] = shared.destinations[r];

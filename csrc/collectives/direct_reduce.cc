@@ -3,7 +3,7 @@
 // As direct_all_reduce.cc, but every rank writes the stripe that it has reduced to the root only. Steps: one
 // exchange of addresses, the reduction, a barrier. Bytes through memory per rank: B read, B/n written.
 #include "csrc/collectives/algorithms.h"
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
 #include "csrc/collectives/shared_buffers.h"
 #include "csrc/kernels/reduce.h"
 
@@ -16,7 +16,7 @@ bool direct_reduce(Context& context, void* data, size_t numel, DType dtype, Redu
   const size_t item = item_bytes(dtype);
   const SharedBuffers shared = exchange_buffers(context, data, numel * item, nullptr, 0);
   if (shared.sharing == Sharing::kNone) return false;
-  const Piece mine = piece_of(numel, size, static_cast<size_t>(group.rank()), 64 / item);
+  const Range mine = partition(numel, size, static_cast<size_t>(group.rank()), 64 / item);
   for (size_t r = 0; r < size; ++r) shared.sources[r] = at(shared.at[r], mine.begin, item);
   void* destination = at(shared.at[root], mine.begin, item);
   {

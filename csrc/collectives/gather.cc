@@ -17,14 +17,14 @@ void gather(Context& context, const void* input, void* output, size_t bytes, int
   }
   PostedRequests requests(group, kPairwiseWindow);
   for (int peer = 0; peer < group.size(); ++peer) {
-    uint8_t* place = at(output, static_cast<size_t>(peer) * bytes, 1);
+    uint8_t* block = at(output, static_cast<size_t>(peer) * bytes, 1);
     if (peer == root) {
-      if (place != input) std::memcpy(place, input, bytes);
+      if (block != input) std::memcpy(block, input, bytes);
       continue;
     }
     const size_t slot = static_cast<size_t>(peer) % kPairwiseWindow;
     requests.wait(slot);
-    requests.recv(slot, peer, place, bytes);
+    requests.recv(slot, peer, block, bytes);
   }
   requests.wait_all();
 }

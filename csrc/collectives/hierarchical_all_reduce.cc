@@ -17,14 +17,15 @@ Context among(Context& context, const std::vector<int>& members) {
           context.events,
           context.stream,
           context.thresholds,
-          context.draw_key};
+          context.rng_key};
 }
 
 size_t hierarchical_all_reduce(Context& context, const Hierarchy& hierarchy, void* data, size_t numel, DType dtype,
-                               ReduceOp op, const Codec* codec, const Feedback& feedback, const Parts& parts) {
+                               ReduceOp op, const Codec* codec, const Feedback& feedback,
+                               const InputSegments& segments) {
   require_defined("all_reduce", op, dtype);
   if (codec != nullptr) require_compressible("all_reduce", *codec, dtype, op);
-  parts.copy_to(data, numel, item_bytes(dtype));
+  segments.copy_to(data, numel, item_bytes(dtype));
   if (hierarchy.leaders.size() == 1) return all_reduce(context, data, numel, dtype, op, nullptr);
   const bool averages = op == ReduceOp::kAvg;
   const bool is_half = dtype == DType::kF16 || dtype == DType::kBF16;

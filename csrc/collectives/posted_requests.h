@@ -2,7 +2,7 @@
 // again and again. If an exception leaves the algorithm while some are not done, the destructor withdraws
 // them (Communicator::cancel), so that no channel keeps a pointer into a dead stack frame or a freed buffer.
 //
-// An idle slot counts as done, so waiting for a slot that was not used (an empty piece) is a no-op. Empty
+// An idle slot counts as done, so waiting for a slot that was not used (an empty range) is a no-op. Empty
 // messages are not sent, since both ends know the size; a note is a message without bytes that is sent.
 #pragma once
 

@@ -1,11 +1,11 @@
 // Ring all_gather: large blocks between hosts, or many ranks.
 //
-// Every block travels once around the ring, straight into its place in `output`, and is passed on from
+// Every block travels once around the ring, straight to its offset in `output`, and is passed on from
 // there: n-1 steps, (n-1) * b bytes sent per rank, two connections per rank, no workspace.
 #include <cstring>
 
 #include "csrc/collectives/algorithms.h"
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
 #include "csrc/collectives/ring.h"
 #include "csrc/collectives/selector.h"
 
@@ -18,13 +18,13 @@ struct AllGatherStages {
   size_t block_bytes;
   Chunks chunks;
 
-  MutableBytes place(size_t distance_left, size_t k) const {
-    const Piece chunk = chunk_of({0, block_bytes}, chunks.numel, k % chunks.count);
+  MutableBytes block_chunk(size_t distance_left, size_t k) const {
+    const Range chunk = chunk_of({0, block_bytes}, chunks.numel, k % chunks.count);
     return {at(output, ring_block(group, distance_left) * block_bytes + chunk.begin, 1), chunk.numel};
   }
-  MutableBytes receive_into(size_t k) const { return place(k / chunks.count + 1, k); }
+  MutableBytes receive_into(size_t k) const { return block_chunk(k / chunks.count + 1, k); }
   ConstBytes send_from(size_t k) const {
-    const MutableBytes from = place(k / chunks.count, k);
+    const MutableBytes from = block_chunk(k / chunks.count, k);
     return {from.data, from.bytes};
   }
   void received(size_t) const {}

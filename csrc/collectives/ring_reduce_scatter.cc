@@ -5,7 +5,7 @@
 // takes the place of what was received and leaves from there: `output` is written once, by the last step, which has
 // read the own block's chunk by then. It may therefore be that block. Workspace: 2 * (lookahead + 1) chunks.
 #include "csrc/collectives/algorithms.h"
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
 #include "csrc/collectives/ring.h"
 #include "csrc/collectives/selector.h"
 #include "csrc/kernels/reduce.h"
@@ -28,7 +28,7 @@ struct ReduceScatterStages {
   size_t num_steps() const { return static_cast<size_t>(context.group.size() - 1); }
   size_t step(size_t k) const { return k / window % num_steps(); }
   uint8_t* sum(size_t k) const { return at(sums, k % (2 * window) * chunks.numel, item()); }
-  Piece chunk(size_t k) const {
+  Range chunk(size_t k) const {
     return chunk_of({0, numel}, chunks.numel, k / (window * num_steps()) * window + k % window);
   }
   const uint8_t* contribution(size_t distance_left, size_t k) const {

@@ -14,10 +14,9 @@
 #include <cstring>
 
 #include "csrc/collectives/algorithms.h"
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
 #include "csrc/collectives/posted_requests.h"
 #include "csrc/collectives/selector.h"
-#include "csrc/collectives/staged.h"
 #include "csrc/kernels/reduce.h"
 
 namespace bagua::collectives {
@@ -42,7 +41,7 @@ class StagedAllReduce {
         size_(static_cast<size_t>(context.group.size())),
         rank_(static_cast<size_t>(context.group.rank())),
         chunks_(staged_chunks(numel, item_)),
-        stripe_stride_(piece_of(chunks_.numel, size_, 0, 64 / item_).numel),
+        stripe_stride_(partition(chunks_.numel, size_, 0, 64 / item_).numel),
         notes_(context.group, (kLag + 1) * 2 * size_) {}
 
   void run() {
@@ -59,12 +58,12 @@ class StagedAllReduce {
   }
 
  private:
-  Piece stripe(size_t k, size_t owner) const {
-    // Cut as a full chunk even when this is the short last one: a rank's stripe then lies at the same place of
+  Range stripe(size_t k, size_t owner) const {
+    // Cut as a full chunk even when this is the short last one: a rank's stripe then lies at the same offset of
     // every slot, so that copying chunk k in never touches the reduced stripe of chunk k-2*lag, which peers may
     // still be reading.
-    const Piece chunk = chunk_of({0, numel_}, chunks_.numel, k);
-    const Piece within = piece_of(chunks_.numel, size_, owner, 64 / item_);
+    const Range chunk = chunk_of({0, numel_}, chunks_.numel, k);
+    const Range within = partition(chunks_.numel, size_, owner, 64 / item_);
     const size_t begin = std::min(within.begin, chunk.numel);
     return {chunk.begin + begin, std::min(within.numel, chunk.numel - begin)};
   }
@@ -83,14 +82,14 @@ class StagedAllReduce {
 
   void copy_in(size_t k) const {
     for (size_t owner = 0; owner < size_; ++owner) {
-      const Piece piece = stripe(k, owner);
-      if (owner == rank_ || piece.numel == 0) continue;
-      std::memcpy(staged(k, rank_, owner), at(data_, piece.begin, item_), piece.numel * item_);
+      const Range range = stripe(k, owner);
+      if (owner == rank_ || range.numel == 0) continue;
+      std::memcpy(staged(k, rank_, owner), at(data_, range.begin, item_), range.numel * item_);
     }
   }
 
   void reduce(size_t k) const {
-    const Piece mine = stripe(k, rank_);
+    const Range mine = stripe(k, rank_);
     void* own = at(data_, mine.begin, item_);
     for (size_t r = 0; r < size_; ++r) shared_.sources[r] = r == rank_ ? own : staged(k, r, rank_);
     void* destinations[2] = {own, staged(k, rank_, rank_)};
@@ -100,9 +99,9 @@ class StagedAllReduce {
 
   void copy_out(size_t k) const {
     for (size_t owner = 0; owner < size_; ++owner) {
-      const Piece piece = stripe(k, owner);
-      if (owner == rank_ || piece.numel == 0) continue;
-      std::memcpy(at(data_, piece.begin, item_), staged(k, owner, owner), piece.numel * item_);
+      const Range range = stripe(k, owner);
+      if (owner == rank_ || range.numel == 0) continue;
+      std::memcpy(at(data_, range.begin, item_), staged(k, owner, owner), range.numel * item_);
     }
   }
 

@@ -141,7 +141,7 @@ bool ControlLink::flush_locked() {
     const ssize_t sent = sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0 && errno == EINTR) continue;
     if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
-    if (sent < 0) {  // the peer is gone; the reading side reports it
+    if (sent < 0) {  // the peer has exited; the reading side reports it
       output_.clear();
       return true;
     }

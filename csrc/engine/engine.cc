@@ -40,7 +40,7 @@ Engine::Task Engine::make_task_locked(Operation operation, uint64_t bytes, Timeo
   return task;
 }
 
-// The worker may be gone already: nobody would complete it.
+// The worker may have ended already: nobody would complete it.
 std::shared_ptr<Work> Engine::refuse_locked() {
   auto work = std::make_shared<Work>(next_ticket_++);
   work->fail(Error(ErrorKind::kAborted, "the group '" + communicator_->name() + "' is being destroyed",
@@ -136,8 +136,8 @@ void Engine::release_token() {
 
 void Engine::loop() {
   Task task;
-  const auto settled = [this] {
-    if (in_flight_.empty() || !settle_in_flight()) return false;
+  const auto advanced = [this] {
+    if (in_flight_.empty() || !complete_in_flight()) return false;
     release_token();
     return true;
   };
@@ -148,13 +148,13 @@ void Engine::loop() {
       } else {
         in_flight_.emplace_back(task, Deadline::after(task.timeout));
         ++num_unposted_;
-        settle_in_flight();
+        complete_in_flight();
       }
       task = Task{};
       release_token();
       continue;
     }
-    if (settled()) continue;
+    if (advanced()) continue;
     if (!in_flight_.empty()) tell_awaited_message();
     const uint32_t epoch = communicator_->doorbell().prepare();
     bool finished, has_task;
@@ -163,7 +163,7 @@ void Engine::loop() {
       finished = stopping_ && queue_.empty() && !running_;
       has_task = !queue_.empty() && (!running_ || !in_flight_.empty());
     }
-    if (finished || has_task || settled()) {
+    if (finished || has_task || advanced()) {
       communicator_->doorbell().cancel();
       if (finished) return;
       continue;
@@ -178,8 +178,8 @@ void Engine::execute(Task& task) {
   events_.set_ticket(task.work->ticket());
   events_.add(EventKind::kQueued, task.submitted_ns, begin_ns, task.bytes);
   try {
-    const auto draw_key = derive_key(task.operation.sequence, static_cast<uint64_t>(communicator_->rank()));
-    Context context{GroupView(*communicator_), workspace_, events_, Stream{}, thresholds_, draw_key};
+    const auto rng_key = derive_key(task.operation.sequence, static_cast<uint64_t>(communicator_->rank()));
+    Context context{GroupView(*communicator_), workspace_, events_, Stream{}, thresholds_, rng_key};
     communicator_->begin(task.operation, Deadline::after(task.timeout), task.interrupt, context.stream);
     const uint64_t nonfinite_blocks = task.run(context);
     communicator_->end();
@@ -267,15 +267,15 @@ void Engine::post(InFlight& operation) {
 
 // Posts what can be posted and completes what has arrived; true if anything was. Fails everything when the communicator
 // is poisoned or a deadline has passed.
-bool Engine::settle_in_flight() {
+bool Engine::complete_in_flight() {
   try {
-    bool settled = post_in_flight();
-    settled = communicator_->progress() || settled;
+    bool advanced = post_in_flight();
+    advanced = communicator_->progress() || advanced;
     for (auto it = in_flight_.begin(); it != in_flight_.end();) {
       if (it->request.done.load(std::memory_order_acquire)) {
         complete(it->task);
         it = in_flight_.erase(it);
-        settled = true;
+        advanced = true;
         continue;
       }
       if (it->deadline.expired() || communicator_->has_departed(it->task.peer)) {
@@ -289,7 +289,7 @@ bool Engine::settle_in_flight() {
     }
     if (in_flight_.empty())
       communicator_->now_awaits_message(-1);  // while the token is held: next it may wait for a collective
-    return settled;
+    return advanced;
   } catch (...) {
     fail_in_flight(poison_with_current_exception());
     return true;

@@ -91,7 +91,7 @@ class Engine {
   void tell_awaited_message();
   bool post_in_flight();
   void post(InFlight& operation);
-  bool settle_in_flight();
+  bool complete_in_flight();
   void fail_in_flight(const Error& cause);
   Error poison_with_current_exception();
 

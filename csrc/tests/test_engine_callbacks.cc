@@ -1,8 +1,8 @@
-// Callbacks of a Work: once, on the thread that ends the operation, after a failure too; and the queue of endings.
+// Callbacks of a Work: once, on the thread that ends the operation, after a failure too; and the queue of queue.
 #include <atomic>
 #include <thread>
 
-#include "csrc/engine/endings.h"
+#include "csrc/engine/completion_queue.h"
 #include "csrc/engine/engine.h"
 #include "csrc/tests/test_transport_pairs.h"
 
@@ -50,31 +50,31 @@ TEST(WorkCallbacks, NoneIsLostWhenAddedWhileTheOperationEnds) {
   }
 }
 
-TEST(Endings, KeepTheOrderOfEachThreadAndLoseNothingUntilClosed) {
+TEST(CompletionQueue, KeepTheOrderOfEachThreadAndLoseNothingUntilClosed) {
   constexpr uint64_t kEach = 2000;
-  Endings endings;
+  CompletionQueue queue;
   std::vector<std::thread> workers;
   for (uint64_t thread = 0; thread < 3; ++thread) {
-    workers.emplace_back([&endings, thread] {
+    workers.emplace_back([&queue, thread] {
       for (uint64_t i = 0; i < kEach; ++i) {
         Work work(1);
-        work.add_done_callback([&endings, token = thread * kEach + i] { endings.push(token); });
+        work.add_done_callback([&queue, token = thread * kEach + i] { queue.push(token); });
         work.complete(0);
       }
     });
   }
   std::thread closer([&] {
     for (auto& worker : workers) worker.join();
-    endings.close();
+    queue.close();
   });
   uint64_t next[3] = {0, 0, 0}, total = 0;
-  while (const auto token = endings.next()) {
+  while (const auto token = queue.next()) {
     EXPECT_EQ(*token % kEach, next[*token / kEach]++);
     ++total;
   }
   closer.join();
   EXPECT_EQ(total, 3 * kEach);
-  EXPECT_FALSE(endings.next());
+  EXPECT_FALSE(queue.next());
 }
 
 TEST(WorkCallbacks, RunOnTheWorkerWhichTheyCannotEnd) {

@@ -181,12 +181,12 @@ TEST(BAGUA_CLONE_SUITE, Qsgd) {
       fill_random(DType::kF32, source.data(), kCloneNumel, seed);
       if (seed % 3 == 1) kernels::scale(DType::kF32, source.data(), 1e-41, kCloneNumel, Stream{});
       if (seed % 3 == 2) kernels::scale(DType::kF32, source.data(), 1e36, kCloneNumel, Stream{});
-      const Draws draws{seed, 2048 * seed};
+      const CounterRng rng{seed, 2048 * seed};
       {
         const auto mode = seed % 2 == 0 ? std::make_unique<FlushToZero>() : nullptr;  // which changes nothing
-        kernels::cpu::qsgd_encode(bits, DType::kF32, source.data(), kCloneNumel, got.data(), draws, nullptr);
+        kernels::cpu::qsgd_encode(bits, DType::kF32, source.data(), kCloneNumel, got.data(), rng, nullptr);
       }
-      kernels::qsgd_encode(bits, DType::kF32, source.data(), kCloneNumel, expected.data(), draws, nullptr, Stream{});
+      kernels::qsgd_encode(bits, DType::kF32, source.data(), kCloneNumel, expected.data(), rng, nullptr, Stream{});
       ASSERT_TRUE(same_bits(got.data(), expected.data(), num_bytes)) << bits << " bits, seed " << seed;
       Array sum(kCloneNumel * 4, 0), expected_sum(kCloneNumel * 4, 0);
       sum.assign(source);

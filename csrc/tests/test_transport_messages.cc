@@ -1,5 +1,5 @@
 // Messages between two ranks over every transport: contents, order, sizes around and beyond the ring, headers
-// that do not fit, and cancelled requests whose memory is gone.
+// that do not fit, and cancelled requests whose memory is freed.
 #include <deque>
 
 #include "csrc/tests/test_transport_pairs.h"

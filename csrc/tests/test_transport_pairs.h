@@ -24,7 +24,7 @@
 
 #include "csrc/communicator/communicator.h"
 #include "csrc/communicator/control_link.h"
-#include "csrc/tests/test_transport_pump.h"
+#include "csrc/tests/test_transport_forwarder.h"
 #include "csrc/tests/test_world.h"
 #include "csrc/transport/local/local_channel.h"
 #include "csrc/transport/shm/shm_channel.h"
@@ -102,8 +102,8 @@ inline void connect_torch(Communicator& a, Communicator& b) {
   auto at_b = std::make_shared<TorchLink>(a.rank(), b.doorbell());
   a.attach(b.rank(), std::make_unique<TorchChannel>(at_a), std::make_shared<ControlLink>(controls[0], b.rank()));
   b.attach(a.rank(), std::make_unique<TorchChannel>(at_b), std::make_shared<ControlLink>(controls[1], a.rank()));
-  Pumps::instance().carry(at_a, at_b);
-  Pumps::instance().carry(at_b, at_a);
+  Forwarders::instance().connect(at_a, at_b);
+  Forwarders::instance().connect(at_b, at_a);
 }
 
 // One way to connect ranks.

@@ -21,7 +21,7 @@ static_assert(std::endian::native == std::endian::little, "the header is stored 
 constexpr size_t kBlockNumel = kQsgdBlockNumel;
 constexpr size_t kHeaderBytes = kQsgdHeaderBytes;
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-constexpr float kScaleUnits = 1 << kDrawBits;
+constexpr float kScaleUnits = 1 << kRandomBits;
 
 constexpr int32_t levels(int bits) { return (1 << (bits - 1)) - 1; }
 
@@ -74,9 +74,9 @@ template <int kBits>
 BAGUA_INLINE uint32_t code_of(float value, uint32_t draw, const Steps& steps) {
   constexpr float kRounder = 0x1.8p23f;
   constexpr uint32_t kRounderBits = std::bit_cast<uint32_t>(kRounder);
-  static_assert(kRounderBits % (1 << kDrawBits) == 0);
+  static_assert(kRounderBits % (1 << kRandomBits) == 0);
   const uint32_t fixed = std::bit_cast<uint32_t>(value * steps.units + kRounder);
-  return ((fixed + draw) >> kDrawBits) - (kRounderBits >> kDrawBits) + levels(kBits);
+  return ((fixed + draw) >> kRandomBits) - (kRounderBits >> kRandomBits) + levels(kBits);
 }
 
 // `kIsApart`: the norm is not L * step, rounded.
@@ -94,37 +94,37 @@ BAGUA_INLINE float value_of(int32_t code, const Steps& steps) {
 // The codes of the `padded` elements x * s, of which `count` counters from `first` on say which.
 template <int kBits>
 BAGUA_INLINE void encode_codes(const float* __restrict source, size_t padded, size_t first, size_t count,
-                               const Steps& steps, uint8_t* __restrict codes, BlockDraws draws) {
+                               const Steps& steps, uint8_t* __restrict codes, BlockRng rng) {
   const size_t half = padded / 2;
   source += first;
   codes += first;
   const float* __restrict upper = source + half;
-  uint32_t counter = draws.counter(static_cast<uint32_t>(first));
+  uint32_t counter = rng.counter(static_cast<uint32_t>(first));
   if constexpr (kBits == 8) {
     uint8_t* __restrict upper_codes = codes + half;
-    for (size_t j = 0; j < count; ++j, counter += BlockDraws::kStride) {
-      const uint32_t hash = draws.hash(counter);
-      codes[j] = static_cast<uint8_t>(code_of<kBits>(source[j], BlockDraws::first_of(hash), steps));
-      upper_codes[j] = static_cast<uint8_t>(code_of<kBits>(upper[j], BlockDraws::second_of(hash), steps));
+    for (size_t j = 0; j < count; ++j, counter += BlockRng::kStride) {
+      const uint32_t hash = rng.hash(counter);
+      codes[j] = static_cast<uint8_t>(code_of<kBits>(source[j], BlockRng::first_of(hash), steps));
+      upper_codes[j] = static_cast<uint8_t>(code_of<kBits>(upper[j], BlockRng::second_of(hash), steps));
     }
   } else if constexpr (kBits == 4) {
-    for (size_t j = 0; j < count; ++j, counter += BlockDraws::kStride) {
-      const uint32_t hash = draws.hash(counter);
-      const uint32_t low = code_of<kBits>(source[j], BlockDraws::first_of(hash), steps);
-      const uint32_t high = code_of<kBits>(upper[j], BlockDraws::second_of(hash), steps);
+    for (size_t j = 0; j < count; ++j, counter += BlockRng::kStride) {
+      const uint32_t hash = rng.hash(counter);
+      const uint32_t low = code_of<kBits>(source[j], BlockRng::first_of(hash), steps);
+      const uint32_t high = code_of<kBits>(upper[j], BlockRng::second_of(hash), steps);
       codes[j] = static_cast<uint8_t>(low | high << 4);
     }
   } else {
     const size_t quarter = half / 2;
     const float* __restrict second = source + quarter;
     const float* __restrict fourth = upper + quarter;
-    for (size_t j = 0; j < count; ++j, counter += BlockDraws::kStride) {
-      const uint32_t hash = draws.hash(counter);
-      const uint32_t other = draws.hash(counter + static_cast<uint32_t>(quarter) * BlockDraws::kStride);
-      const uint32_t code = code_of<kBits>(source[j], BlockDraws::first_of(hash), steps) |
-                            code_of<kBits>(second[j], BlockDraws::first_of(other), steps) << 2 |
-                            code_of<kBits>(upper[j], BlockDraws::second_of(hash), steps) << 4 |
-                            code_of<kBits>(fourth[j], BlockDraws::second_of(other), steps) << 6;
+    for (size_t j = 0; j < count; ++j, counter += BlockRng::kStride) {
+      const uint32_t hash = rng.hash(counter);
+      const uint32_t other = rng.hash(counter + static_cast<uint32_t>(quarter) * BlockRng::kStride);
+      const uint32_t code = code_of<kBits>(source[j], BlockRng::first_of(hash), steps) |
+                            code_of<kBits>(second[j], BlockRng::first_of(other), steps) << 2 |
+                            code_of<kBits>(upper[j], BlockRng::second_of(hash), steps) << 4 |
+                            code_of<kBits>(fourth[j], BlockRng::second_of(other), steps) << 6;
       codes[j] = static_cast<uint8_t>(code);
     }
   }
@@ -132,8 +132,7 @@ BAGUA_INLINE void encode_codes(const float* __restrict source, size_t padded, si
 
 // `source` has qsgd_padded_numel elements. Returns whether the block is finite.
 template <int kBits>
-BAGUA_INLINE bool encode_block(const float* __restrict source, size_t padded, uint8_t* __restrict bytes,
-                               BlockDraws draws) {
+BAGUA_INLINE bool encode_block(const float* __restrict source, size_t padded, uint8_t* __restrict bytes, BlockRng rng) {
   const float* const next = source + kBlockNumel;
   uint32_t largest = 0;
   for (size_t i = 0; i < padded; ++i) {
@@ -163,7 +162,7 @@ BAGUA_INLINE bool encode_block(const float* __restrict source, size_t padded, ui
   const size_t num_counters = padded / kCounterNumel;
   for (size_t first = 0; first < num_counters; first += kPart) {
     prefetch(next + first * kCounterNumel);
-    encode_codes<kBits>(source, padded, first, std::min(kPart, num_counters - first), steps, codes, draws);
+    encode_codes<kBits>(source, padded, first, std::min(kPart, num_counters - first), steps, codes, rng);
   }
   return true;
 }
@@ -232,14 +231,14 @@ BAGUA_INLINE void decode_block(const uint8_t* __restrict bytes, size_t padded, f
   }
 }
 
-BAGUA_MULTIVERSION bool encode_8(const float* source, size_t padded, uint8_t* bytes, BlockDraws draws) {
-  return encode_block<8>(source, padded, bytes, draws);
+BAGUA_MULTIVERSION bool encode_8(const float* source, size_t padded, uint8_t* bytes, BlockRng rng) {
+  return encode_block<8>(source, padded, bytes, rng);
 }
-BAGUA_MULTIVERSION bool encode_4(const float* source, size_t padded, uint8_t* bytes, BlockDraws draws) {
-  return encode_block<4>(source, padded, bytes, draws);
+BAGUA_MULTIVERSION bool encode_4(const float* source, size_t padded, uint8_t* bytes, BlockRng rng) {
+  return encode_block<4>(source, padded, bytes, rng);
 }
-BAGUA_MULTIVERSION bool encode_2(const float* source, size_t padded, uint8_t* bytes, BlockDraws draws) {
-  return encode_block<2>(source, padded, bytes, draws);
+BAGUA_MULTIVERSION bool encode_2(const float* source, size_t padded, uint8_t* bytes, BlockRng rng) {
+  return encode_block<2>(source, padded, bytes, rng);
 }
 BAGUA_MULTIVERSION void assign_8(const uint8_t* bytes, size_t padded, float* destination) {
   decode_block<8, Store::kAssign>(bytes, padded, destination);
@@ -271,7 +270,7 @@ void for_each_block(size_t numel, int bits, Body body) {
 }  // namespace
 }  // namespace qsgd
 
-void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, Draws draws,
+void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
                  uint64_t* num_nonfinite_blocks) {
   const auto encode = bits == 8 ? qsgd::encode_8 : bits == 4 ? qsgd::encode_4 : qsgd::encode_2;
   uint64_t num_nonfinite = 0;
@@ -288,8 +287,8 @@ void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_
     // The padding must not be a zero with a sign of its own where all others are -0.0.
     for (size_t i = count; i < padded; ++i) block[i] = std::bit_cast<float>(0x80000000u);
     const bool is_direct = dtype == DType::kF32 && padded == count;
-    const BlockDraws block_draws(derive_key(draws.key, (draws.first + begin) / kQsgdBlockNumel));
-    num_nonfinite += !encode(is_direct ? values : block, padded, bytes + offset_bytes, block_draws);
+    const BlockRng block_rng(derive_key(rng.key, (rng.first + begin) / kQsgdBlockNumel));
+    num_nonfinite += !encode(is_direct ? values : block, padded, bytes + offset_bytes, block_rng);
   });
   if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
 }

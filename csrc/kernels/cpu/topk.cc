@@ -1,7 +1,7 @@
 // CPU form of the sparsifier (contract and selection: topk.h). No sort: the upper 15 bits of the magnitudes are 4 KB of
-// int16, in which a search for the threshold counts, a pass of the vectoriser per question, until a limit has exactly k
-// elements at or above it. Only where the elements around the threshold agree in those bits, a second search decides
-// by the lower 16. f16, bf16 and short blocks go through an f32 block on the stack.
+// int16, in which a search for the threshold counts, a vectorised pass over the keys per limit, until a limit has
+// exactly k elements at or above it. Only where the elements around the threshold agree in those bits, a second search
+// decides by the lower 16. f16, bf16 and short blocks go through an f32 block on the stack.
 #include "csrc/kernels/topk.h"
 
 #include <algorithm>
@@ -179,7 +179,7 @@ BAGUA_INLINE float load_value(const uint8_t* bytes, size_t j) {
 
 BAGUA_INLINE bool is_marked(const uint8_t* bytes) { return magnitude_of(load_value(bytes, 0)) >= kF32Inf; }
 
-// Calls body(place among those that travel, index in the block).
+// Calls body(rank among those that travel, index in the block).
 template <typename Body>
 BAGUA_INLINE void for_each_index(const uint8_t* bytes, size_t k, size_t count, Body body) {
   for (size_t j = 0; j < k; ++j) {

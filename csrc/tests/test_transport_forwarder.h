@@ -1,4 +1,4 @@
-// A stand-in for torch.distributed under two TorchLinks: a thread per direction that carries one frame after the other
+// A stand-in for torch.distributed under two TorchLinks: a thread per direction that forwards one frame after the other
 // and, as gloo does, sends a frame only when the other end asks for one of that size.
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace bagua::testing {
 
-// Carries frames until either link ends, or the ends disagree about a size: then, as with torch, nothing more comes.
-inline void carry_frames(TorchLink& from, TorchLink& to) {
+// Forwards frames until either link ends, or the ends disagree about a size: then, as with torch, nothing more comes.
+inline void forward_frames(TorchLink& from, TorchLink& to) {
   std::vector<uint8_t> frame(TorchLink::kFrameBytes, 0xee);
   for (;;) {
     const int size = from.take(frame.data(), true);
@@ -25,36 +25,36 @@ inline void carry_frames(TorchLink& from, TorchLink& to) {
 }
 
 // The threads of every pair of links; each ends with its links.
-class Pumps {
+class Forwarders {
  public:
-  static Pumps& instance() {
-    static Pumps pumps;
-    return pumps;
+  static Forwarders& instance() {
+    static Forwarders forwarders;
+    return forwarders;
   }
-  ~Pumps() {
-    for (Carrier& carrier : carriers_) carrier.thread.join();
+  ~Forwarders() {
+    for (Forwarder& forwarder : forwarders_) forwarder.thread.join();
   }
   // Called by one thread at a time. Joins the ones that have ended.
-  void carry(std::shared_ptr<TorchLink> from, std::shared_ptr<TorchLink> to) {
-    carriers_.remove_if([](Carrier& carrier) {
-      if (carrier.is_running->load()) return false;
-      carrier.thread.join();
+  void connect(std::shared_ptr<TorchLink> from, std::shared_ptr<TorchLink> to) {
+    forwarders_.remove_if([](Forwarder& forwarder) {
+      if (forwarder.is_running->load()) return false;
+      forwarder.thread.join();
       return true;
     });
     auto is_running = std::make_shared<std::atomic<bool>>(true);
     std::thread thread([from = std::move(from), to = std::move(to), is_running] {
-      carry_frames(*from, *to);
+      forward_frames(*from, *to);
       is_running->store(false);
     });
-    carriers_.push_back({std::move(thread), std::move(is_running)});
+    forwarders_.push_back({std::move(thread), std::move(is_running)});
   }
 
  private:
-  struct Carrier {
+  struct Forwarder {
     std::thread thread;
     std::shared_ptr<std::atomic<bool>> is_running;
   };
-  std::list<Carrier> carriers_;
+  std::list<Forwarder> forwarders_;
 };
 
 }  // namespace bagua::testing

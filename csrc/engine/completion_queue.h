@@ -1,5 +1,5 @@
-// Endings: a queue of the operations that have ended, in that order, for a thread that cares what follows from them.
-// The thread that ends an operation only leaves a number here: it never waits for Python.
+// CompletionQueue: the operations that have ended, in that order, for a thread that cares what follows from them. The
+// thread that ends an operation only leaves a number here: it never waits for Python.
 #pragma once
 
 #include <condition_variable>
@@ -10,7 +10,7 @@
 
 namespace bagua {
 
-class Endings {
+class CompletionQueue {
  public:
   // [any thread]
   void push(uint64_t token) {

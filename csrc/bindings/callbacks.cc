@@ -1,5 +1,5 @@
-// Calls across the border while operations run; see calls.h.
-#include "csrc/bindings/calls.h"
+// Callbacks into Python while operations run; see callbacks.h.
+#include "csrc/bindings/callbacks.h"
 
 #include <chrono>
 #include <thread>

@@ -13,7 +13,7 @@ inline constexpr size_t kRoundsInFlight = 2;
 // `rounds` has post_contributions(k), reduce(k) (waits for the contributions), post_results(k) and
 // take_results(k) (waits for the results).
 template <typename Rounds>
-void run_rounds(size_t count, Rounds& rounds) {
+void run_two_shot(size_t count, Rounds& rounds) {
   if (count == 0) return;
   rounds.post_contributions(0);
   for (size_t k = 0; k < count; ++k) {

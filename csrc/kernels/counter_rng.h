@@ -1,4 +1,4 @@
-// Draws: where the numbers of stochastic rounding come from. A counter-based generator: what element i draws is a
+// CounterRng: where the numbers of stochastic rounding come from. A counter-based generator: what element i draws is a
 // function of the key and of i alone, so it does not depend on threads, on chunking or on the device, and a replay
 // with the same key draws the same. Nothing is stored.
 //
@@ -14,12 +14,9 @@
 namespace bagua {
 
 // Of a message whose first element is element `first`, a multiple of the codec's block, of what the key stands for.
-struct Draws {
+struct CounterRng {
   uint64_t key = 0;
   uint64_t first = 0;
-
-  // The same key, for the part of the message that begins `numel` elements later.
-  Draws after(uint64_t numel) const { return {key, first + numel}; }
 };
 
 // A bijection that leaves no pattern.
@@ -36,12 +33,12 @@ constexpr uint64_t derive_key(uint64_t key, uint64_t index) {
 
 namespace kernels {
 
-inline constexpr int kDrawBits = 15;
+inline constexpr int kRandomBits = 15;
 
-struct BlockDraws {
+struct BlockRng {
   uint32_t low, high;
 
-  explicit constexpr BlockDraws(uint64_t block_key)
+  explicit constexpr BlockRng(uint64_t block_key)
       : low(static_cast<uint32_t>(block_key)), high(static_cast<uint32_t>(block_key >> 32)) {}
 
   // Counter `index` of the block; from one to the next it is kStride.
@@ -53,7 +50,7 @@ struct BlockDraws {
     x = (x ^ (x >> 15) ^ high) * 0x846ca68bu;
     return x ^ (x >> 16);
   }
-  // Two draws of kDrawBits bits from one hash.
+  // Two draws of kRandomBits bits from one hash.
   static BAGUA_INLINE uint32_t first_of(uint32_t hash) { return hash & 0x7fffu; }
   static BAGUA_INLINE uint32_t second_of(uint32_t hash) { return hash >> 17; }
 };
