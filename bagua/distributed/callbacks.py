@@ -1,8 +1,8 @@
 """A thread for what follows from operations: callbacks, in the order in which the operations ended.
 
 Beside the data path: work -> **here**. The thread that ends an operation only leaves a number in a queue of the core
-(csrc/engine/completion_queue.h), so that it neither waits for Python nor for a callback; a callback here may start operations
-and wait for them. The thread is started by its first task and joined by close().
+(csrc/engine/completion_queue.h), so that it neither waits for Python nor for a callback; a callback here may start
+operations and wait for them. The thread is started by its first task and joined by close().
 """
 
 from __future__ import annotations

@@ -28,8 +28,6 @@ BAGUA_TARGET_V3 void stream_lines(uint8_t* to, const uint8_t* from, size_t num_l
   }
   _mm_sfence();  // streaming stores are not ordered with the store that will publish them
 }
-#else
-#define BAGUA_TARGET_BASELINE
 #endif
 
 BAGUA_TARGET_BASELINE void stream_lines(uint8_t* to, const uint8_t* from, size_t num_lines) {

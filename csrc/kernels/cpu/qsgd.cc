@@ -1,15 +1,14 @@
 // CPU form of the stochastic quantiser (contract and formula: qsgd.h). One block is 8 KB of f32 and stays in L1 between
-// the pass that finds the norm and the pass that writes codes; f16, bf16 and short blocks go through an f32 block on
-// the stack. The loops run over the counters, so that one hash serves two elements and all strides are one.
+// the pass that finds the norm and the pass that writes codes. The loops run over the counters, so that one hash serves
+// two elements and all strides are one.
 #include "csrc/kernels/qsgd.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <limits>
 
 #include "csrc/kernels/backend.h"
-#include "csrc/kernels/cpu/half.h"
+#include "csrc/kernels/cpu/block_codec.h"
 #include "csrc/kernels/cpu/prefetch.h"
 
 namespace bagua::kernels::cpu {
@@ -20,7 +19,6 @@ static_assert(std::endian::native == std::endian::little, "the header is stored 
 
 constexpr size_t kBlockNumel = kQsgdBlockNumel;
 constexpr size_t kHeaderBytes = kQsgdHeaderBytes;
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kScaleUnits = 1 << kRandomBits;
 
 constexpr int32_t levels(int bits) { return (1 << (bits - 1)) - 1; }
@@ -167,8 +165,6 @@ BAGUA_INLINE bool encode_block(const float* __restrict source, size_t padded, ui
   return true;
 }
 
-enum class Store { kAssign, kAdd };
-
 // The elements whose codes stand kShift bits up in their bytes.
 template <int kBits, bool kIsApart, int kShift, Store kStore>
 BAGUA_INLINE void decode_part(const uint8_t* __restrict codes, size_t numel, const Steps& steps,
@@ -176,9 +172,7 @@ BAGUA_INLINE void decode_part(const uint8_t* __restrict codes, size_t numel, con
   constexpr int32_t kMask = (1 << kBits) - 1;
   for (size_t j = 0; j < numel; ++j) {
     const int32_t code = static_cast<int32_t>(codes[j]) >> kShift & kMask;
-    const float value = value_of<kBits, kIsApart>(code - levels(kBits), steps);
-    if constexpr (kStore == Store::kAssign) destination[j] = value;
-    if constexpr (kStore == Store::kAdd) destination[j] += value;
+    store<kStore>(value_of<kBits, kIsApart>(code - levels(kBits), steps), destination[j]);
   }
 }
 
@@ -214,21 +208,13 @@ BAGUA_INLINE void decode_block(const uint8_t* __restrict bytes, size_t padded, f
   std::memcpy(&norm, bytes, kHeaderBytes);
   const uint32_t norm_bits = std::bit_cast<uint32_t>(norm), magnitude = norm_bits & kF32Abs;
   if (magnitude >= kF32Inf || magnitude == 0) {
-    const float value = magnitude == 0 ? norm : kNan;
-    for (size_t i = 0; i < padded; ++i) {
-      if constexpr (kStore == Store::kAssign) destination[i] = value;
-      if constexpr (kStore == Store::kAdd) destination[i] += value;
-    }
-    return;
+    return store_all<kStore>(magnitude == 0 ? norm : kNan, padded, destination);
   }
   norm = std::bit_cast<float>(magnitude);
   if (magnitude >= kUnscaledNorm) return decode_codes<kBits, kStore>(bytes + kHeaderBytes, padded, norm, destination);
   alignas(64) float scaled[kBlockNumel];
   decode_codes<kBits, Store::kAssign>(bytes + kHeaderBytes, padded, scale_up(norm), scaled);
-  for (size_t i = 0; i < padded; ++i) {
-    if constexpr (kStore == Store::kAssign) destination[i] = scale_down(scaled[i]);
-    if constexpr (kStore == Store::kAdd) destination[i] += scale_down(scaled[i]);
-  }
+  for (size_t i = 0; i < padded; ++i) store<kStore>(scale_down(scaled[i]), destination[i]);
 }
 
 BAGUA_MULTIVERSION bool encode_8(const float* source, size_t padded, uint8_t* bytes, BlockRng rng) {
@@ -259,68 +245,42 @@ BAGUA_MULTIVERSION void add_2(const uint8_t* bytes, size_t padded, float* destin
   decode_block<2, Store::kAdd>(bytes, padded, destination);
 }
 
-// Calls body(first element, elements, the block's bytes) for every block.
-template <typename Body>
-void for_each_block(size_t numel, int bits, Body body) {
-  for (size_t begin = 0; begin < numel; begin += kBlockNumel) {
-    body(begin, std::min(kBlockNumel, numel - begin), begin / kBlockNumel * qsgd_block_bytes(kBlockNumel, bits));
+struct Blocks {
+  static constexpr size_t kNumel = kBlockNumel;
+  // Not a zero with a sign of its own where all others are -0.0.
+  static constexpr float kPadding = -0.0f;
+  const int bits;
+  const CounterRng rng = {};
+
+  size_t wire_bytes() const { return qsgd_block_bytes(kBlockNumel, bits); }
+  size_t encoded_numel(size_t numel) const { return qsgd_padded_numel(numel, bits); }
+  size_t decoded_numel(size_t numel) const { return qsgd_padded_numel(numel, bits); }
+  bool encode(const float* source, size_t begin, size_t numel, uint8_t* bytes) const {
+    const BlockRng block_rng(derive_key(rng.key, (rng.first + begin) / kBlockNumel));
+    return (bits == 8 ? encode_8 : bits == 4 ? encode_4 : encode_2)(source, encoded_numel(numel), bytes, block_rng);
   }
-}
+  void decode(const uint8_t* bytes, size_t numel, float* destination) const {
+    (bits == 8 ? assign_8 : bits == 4 ? assign_4 : assign_2)(bytes, decoded_numel(numel), destination);
+  }
+  void decode_add(const uint8_t* bytes, size_t numel, float* destination) const {
+    (bits == 8 ? add_8 : bits == 4 ? add_4 : add_2)(bytes, decoded_numel(numel), destination);
+  }
+};
 
 }  // namespace
 }  // namespace qsgd
 
 void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
                  uint64_t* num_nonfinite_blocks) {
-  const auto encode = bits == 8 ? qsgd::encode_8 : bits == 4 ? qsgd::encode_4 : qsgd::encode_2;
-  uint64_t num_nonfinite = 0;
-  alignas(64) float block[kQsgdBlockNumel];
-  qsgd::for_each_block(numel, bits, [&](size_t begin, size_t count, size_t offset_bytes) {
-    const size_t padded = qsgd_padded_numel(count, bits);
-    const float* values = static_cast<const float*>(source) + begin;
-    if (dtype != DType::kF32) {
-      const auto* halves = static_cast<const unaligned_u16*>(source) + begin;
-      dtype == DType::kF16 ? widen_f16(halves, block, count) : widen_bf16(halves, block, count);
-    } else if (padded != count) {
-      std::memcpy(block, values, count * sizeof(float));
-    }
-    // The padding must not be a zero with a sign of its own where all others are -0.0.
-    for (size_t i = count; i < padded; ++i) block[i] = std::bit_cast<float>(0x80000000u);
-    const bool is_direct = dtype == DType::kF32 && padded == count;
-    const BlockRng block_rng(derive_key(rng.key, (rng.first + begin) / kQsgdBlockNumel));
-    num_nonfinite += !encode(is_direct ? values : block, padded, bytes + offset_bytes, block_rng);
-  });
-  if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
+  encode_blocks(qsgd::Blocks{bits, rng}, dtype, source, numel, bytes, num_nonfinite_blocks);
 }
 
 void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination) {
-  const auto decode = bits == 8 ? qsgd::assign_8 : bits == 4 ? qsgd::assign_4 : qsgd::assign_2;
-  alignas(64) float block[kQsgdBlockNumel];
-  qsgd::for_each_block(numel, bits, [&](size_t begin, size_t count, size_t offset_bytes) {
-    const size_t padded = qsgd_padded_numel(count, bits);
-    if (dtype == DType::kF32 && padded == count) {
-      return decode(bytes + offset_bytes, padded, static_cast<float*>(destination) + begin);
-    }
-    decode(bytes + offset_bytes, padded, block);
-    if (dtype == DType::kF32) {
-      std::memcpy(static_cast<float*>(destination) + begin, block, count * sizeof(float));
-    } else {
-      auto* halves = static_cast<unaligned_u16*>(destination) + begin;
-      dtype == DType::kF16 ? narrow_f16(block, halves, count) : narrow_bf16(block, halves, count);
-    }
-  });
+  decode_blocks(qsgd::Blocks{bits}, dtype, bytes, numel, destination);
 }
 
 void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator) {
-  const auto decode_add = bits == 8 ? qsgd::add_8 : bits == 4 ? qsgd::add_4 : qsgd::add_2;
-  const auto decode = bits == 8 ? qsgd::assign_8 : bits == 4 ? qsgd::assign_4 : qsgd::assign_2;
-  alignas(64) float block[kQsgdBlockNumel];
-  qsgd::for_each_block(numel, bits, [&](size_t begin, size_t count, size_t offset_bytes) {
-    const size_t padded = qsgd_padded_numel(count, bits);
-    if (padded == count) return decode_add(bytes + offset_bytes, padded, accumulator + begin);
-    decode(bytes + offset_bytes, padded, block);
-    for (size_t i = 0; i < count; ++i) accumulator[begin + i] += block[i];
-  });
+  decode_add_blocks(qsgd::Blocks{bits}, bytes, numel, accumulator);
 }
 
 }  // namespace bagua::kernels::cpu
