@@ -2,6 +2,7 @@
 #include "csrc/bindings/callbacks.h"
 
 #include <chrono>
+#include <memory>
 #include <thread>
 
 #include "csrc/bindings/convert.h"

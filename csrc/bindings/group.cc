@@ -168,7 +168,7 @@ void bind_group(py::module_& m) {
           },
           py::arg("peer"), py::arg("allowed_seconds"), py::arg("ask"),
           "Raises DeadlineExceeded when it is known whom the chain of waits ends with; asks `peer` by `ask`.")
-      .def_static("answer_grace_seconds", &Communicator::answer_grace_seconds, py::arg("allowed_seconds"))
+      .def_static("answer_grace_seconds", &answer_grace_seconds, py::arg("allowed_seconds"))
       .def(
           "throw_late",
           [](Group& g, int culprit, const std::string& what, double allowed_seconds) {

@@ -18,11 +18,11 @@ PairwiseExchange::PairwiseExchange(Context& context, ExchangeOptions options)
       requests_(context.group, kInFlight * (options_.targets.size() + options_.sources.size())) {
   const auto num_awaited =
       std::count_if(options_.sources.begin(), options_.sources.end(),
-                    [this](const PeerRange& target) { return !is_own(target) && target.range.numel > 0; });
+                    [this](const PeerRange& source) { return !is_own(source) && source.range.numel > 0; });
   if (num_awaited < context.group.size() - 1) context.events.set_waits_for_some();
   size_t longest = 0;
   for (const PeerRange& target : options_.targets) longest = std::max(longest, target.range.numel);
-  for (const PeerRange& target : options_.sources) longest = std::max(longest, target.range.numel);
+  for (const PeerRange& source : options_.sources) longest = std::max(longest, source.range.numel);
   num_rounds_ = divide_up(longest, chunk_numel_);
   slot_bytes_ = wire_bytes(std::min(longest, chunk_numel_));
   const size_t in_flight = std::min(kInFlight, num_rounds_);

@@ -63,8 +63,8 @@ class PairwiseExchange {
   static constexpr size_t kInFlight = 2;
   using PeerRange = ExchangeOptions::PeerRange;
 
-  bool is_own(const PeerRange& target) const { return target.rank == context_.group.rank(); }
-  Range chunk(const PeerRange& target, size_t k) const { return chunk_of(target.range, chunk_numel_, k); }
+  bool is_own(const PeerRange& one) const { return one.rank == context_.group.rank(); }
+  Range chunk(const PeerRange& one, size_t k) const { return chunk_of(one.range, chunk_numel_, k); }
   size_t wire_bytes(size_t numel) const;
   uint8_t* sent(size_t k, size_t target) const;
   uint8_t* received(size_t k, size_t source) const;

@@ -12,7 +12,6 @@
 #include <map>
 #include <mutex>
 #include <optional>
-#include <vector>
 
 #include "csrc/common/fork_guard.h"
 

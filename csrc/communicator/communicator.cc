@@ -39,7 +39,7 @@ inline void pause_cpu() {
 }  // namespace
 
 Communicator::Communicator(int rank, int size, std::string name, std::chrono::microseconds spin)
-    : rank_(rank), size_(size), name_(std::move(name)), spin_(spin), doorbell_(std::make_unique<Doorbell>()) {
+    : ranks_{rank, size, std::move(name), {}}, spin_(spin), doorbell_(std::make_unique<Doorbell>()) {
   for (int i = 0; i < size; ++i) peers_.push_back(std::make_unique<Peer>());
 }
 
@@ -58,7 +58,7 @@ void Communicator::release_staging() {
 }
 
 void Communicator::join_process(std::shared_ptr<ProcessWaits> process, std::vector<int> job_ranks) {
-  job_ranks_ = std::move(job_ranks);
+  ranks_.job_ranks = std::move(job_ranks);
   process_ = std::move(process);
   if (process_) process_->add(this);
 }
@@ -223,7 +223,7 @@ void* Communicator::resolve(int peer, const Address& address, size_t bytes) {
 bool Communicator::progress() {
   const bool poisoned = is_poisoned();  // before the look at the channels, which then hold all that came before it
   bool moved = false;
-  for (int peer = 0; peer < size_; ++peer) {
+  for (int peer = 0; peer < ranks_.size; ++peer) {
     Channel* c = peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire);
     if (c != nullptr) advance(peer, *c, moved);
   }
@@ -281,7 +281,7 @@ bool Communicator::shares_memory(int peer) {
 }
 
 std::optional<Address> Communicator::address_of(const void* data, size_t bytes) const {
-  for (int peer = 0; peer < size_; ++peer) {
+  for (int peer = 0; peer < ranks_.size; ++peer) {
     const Channel* c = peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire);
     if (c != nullptr && c->addresses_any_memory()) return Address{0, reinterpret_cast<uintptr_t>(data)};
   }
@@ -350,8 +350,8 @@ void Communicator::poison(const Error& cause, bool tell_peers) {
     for (auto& link : links) link->send_abort(cause);
   }
   if (process_) {
-    process_->note_failure(Error(cause.kind(), "in group '" + name_ + "': " + cause.what(),
-                                 cause.rank() >= 0 ? job_rank(cause.rank()) : -1, cause.operation()));
+    process_->note_failure(Error(cause.kind(), "in group '" + ranks_.group + "': " + cause.what(),
+                                 cause.rank() >= 0 ? ranks_.job_rank(cause.rank()) : -1, cause.operation()));
   }
   doorbell_->ring();
 }

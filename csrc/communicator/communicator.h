@@ -6,8 +6,6 @@
 // through the mapped page, the reactor and the submitting threads directly).
 #pragma once
 
-#include <algorithm>
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -20,6 +18,7 @@
 #include "csrc/common/deadline.h"
 #include "csrc/common/doorbell.h"
 #include "csrc/common/error.h"
+#include "csrc/communicator/blame.h"
 #include "csrc/communicator/peer_status.h"
 #include "csrc/communicator/process_waits.h"
 #include "csrc/transport/transport.h"
@@ -39,9 +38,9 @@ class Communicator {
   Communicator(int rank, int size, std::string name, std::chrono::microseconds spin);
   ~Communicator();
 
-  int rank() const { return rank_; }
-  int size() const { return size_; }
-  const std::string& name() const { return name_; }
+  int rank() const { return ranks_.rank; }
+  int size() const { return ranks_.size; }
+  const std::string& name() const { return ranks_.group; }
 
   // Brackets one operation: messages posted in between carry `operation` and move in the order of `stream`, waits end
   // at `deadline`.
@@ -51,16 +50,12 @@ class Communicator {
 
   // Of two ranks the higher one dials, so a group's lower rank can only wait until the other wants to talk. True while
   // it does: posting to this peer would block.
-  bool awaits_dial(int peer) const { return peer > rank_ && connector_ && !is_attached(peer); }
+  bool awaits_dial(int peer) const { return peer > ranks_.rank && connector_ && !is_attached(peer); }
 
   // Message verbs. `Request` must outlive its completion; see transport.h.
   void post_send(int peer, const void* data, size_t bytes, Request* request);
   void post_recv(int peer, void* data, size_t bytes, Request* request);
   void wait(Request& request);
-  template <typename Requests>
-  void wait_all(Requests& requests) {
-    for (Request& request : requests) wait(request);
-  }
   // Blocking conveniences.
   void send(int peer, const void* data, size_t bytes);
   void recv(int peer, void* data, size_t bytes);
@@ -130,8 +125,6 @@ class Communicator {
   // until it is known where the chain ends, and raises. Whoever is named there is to blame: a rank, or a connection
   // (then the error's rank is -1), or nobody.
   [[noreturn]] void blame(int peer, double allowed_seconds, const std::function<void()>& ask);
-  static double answer_grace_seconds(double allowed_seconds) { return std::clamp(0.2 * allowed_seconds, 0.3, 2.0); }
-  static double chain_grace_seconds(double allowed_seconds) { return std::clamp(0.4 * allowed_seconds, 0.3, 5.0); }
   [[noreturn]] void throw_late(int culprit, const std::string& what, double allowed_seconds) const;  // [any thread]
 
  private:
@@ -155,54 +148,35 @@ class Communicator {
   template <typename Ready>
   void wait_until(int peer, Ready ready);
   void advance(int peer, Channel& channel, bool& moved);
+  void release_staging();
   void check_interrupt();
   void now_waiting_for(int peer, TimePoint now) {
     waiting_since_ns_.store(now.time_since_epoch().count(), std::memory_order_relaxed);
     waiting_for_.store(peer, std::memory_order_release);
   }
+
+  // peer_liveness.cc
   void listen(int peer, ControlLink& control);
   [[noreturn]] void throw_departed(int peer);
   void keep_answer(int peer, const PeerStatus& theirs);
   void compare_answer(int peer);
   [[noreturn]] void deadline_exceeded(int peer);
-
-  struct Verdict {
-    int culprit = -1;  // -1: nobody is named
-    bool is_final = false;
-    std::string what;
-    int unreachable = -1;  // a rank whose host may be down, or the connection to it cut; others may know
-    int witness = -1;      // a rank of the job: who does not reach it
-  };
   void request_status(int peer, const StatusRequest& request = {});
   int waits_for() const { return waiting_for_.load(std::memory_order_acquire); }
   ChainEnd end_behind_locked(int peer) const;
-  ChainEnd end_at(int peer, const PeerStatus& theirs) const;
   PeerStatus::Hearing hearing(int peer);
   Verdict judge(int peer, TimePoint since, double allowed_seconds) const;
-  Verdict judge_answer(int peer, const PeerStatus& theirs, uint32_t age_ms, uint32_t asking_ms,
-                       double allowed_seconds) const;
-  Verdict judge_end(const ChainEnd& end, const std::string& before, const std::string& elsewhere) const;
   Verdict ask_others(const Verdict& verdict, double allowed_seconds);
   std::optional<Verdict> weigh_answers(const Verdict& verdict, TimePoint since, bool is_last) const;
   void pause();
-  int job_rank(int rank) const {
-    const auto index = static_cast<size_t>(rank);
-    return index < job_ranks_.size() ? job_ranks_[index] : rank;
-  }
-  int group_rank(int job_rank) const;
-  std::string name_of(int job_rank) const;
-  void release_staging();
 
-  const int rank_;
-  const int size_;
-  const std::string name_;
+  GroupRanks ranks_;  // made by the constructor and join_process, then read by any thread
   const std::chrono::microseconds spin_;
   std::unique_ptr<Doorbell> doorbell_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; the own entry stays empty
   std::vector<bool> same_host_;               // empty when unknown: then connected channels decide
   Connector connector_;
   std::shared_ptr<ProcessWaits> process_;  // null: no other groups
-  std::vector<int> job_ranks_;             // empty: the same
   std::shared_ptr<const std::atomic<int>> num_waiters_;
 
   Operation operation_;

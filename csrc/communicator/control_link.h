@@ -5,7 +5,6 @@
 // Reads happen on the reactor thread, writes on any thread. Frames: u32 type, u32 payload bytes, payload.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>

@@ -1,18 +1,15 @@
-// Whether peers are alive, and whom to name when one is not or is late; see communicator.h.
+// Whether peers are alive and what they do, and the way to whom to name when one is late; see communicator.h.
 //
 // A process that dies is noticed at once: its control link ends without its having left (listen). Everything else takes
 // a request for the peer's status, sent by who has waited for long, and again when its deadline has passed.
 //
-// Ranks wait for one another in chains: the peer that keeps this rank waiting may itself be kept waiting, in an earlier
-// operation, for a message, in another group. So the request travels along the chain: who is asked asks in turn whom
-// it waits for, and every answer says where the chain ends as far as it is known. The rank at the end is to blame: it
-// is there and waits for nobody, or it does not answer who waits for it. In the latter case its host may acknowledge
-// what is sent to it (its process is stopped) or not (the host is down, or the cable is cut, which only others can
-// tell). What is known from before the request does not count.
+// Whom the answers accuse is in blame.h; here they are asked for, kept, and asked of the others where a connection is
+// silent.
 #include <algorithm>
 #include <cstdio>
 #include <utility>
 
+#include "csrc/communicator/blame.h"
 #include "csrc/communicator/communicator.h"
 #include "csrc/communicator/control_link.h"
 
@@ -41,15 +38,6 @@ std::string seconds_text(double seconds) {
   char text[32];
   std::snprintf(text, sizeof text, "%.3g s", seconds);
   return text;
-}
-
-// "barrier #3 of group 'world'"; empty for who waits nowhere else.
-std::string elsewhere_text(const PeerStatus& theirs) {
-  if (theirs.elsewhere_ms == 0) return "";
-  const auto& name = theirs.elsewhere_group;
-  const std::string group(name.begin(), std::find(name.begin(), name.end(), '\0'));
-  const bool is_message = theirs.elsewhere.kind == OperationKind::kNone;
-  return (is_message ? "a send or recv" : describe(theirs.elsewhere)) + " of group '" + group + "'";
 }
 
 }  // namespace
@@ -105,10 +93,11 @@ void Communicator::throw_departed(int peer) {
     std::lock_guard lock(mutex_);
     why = peers_[static_cast<size_t>(peer)]->why_left;
   }
-  const std::string left = "rank " + std::to_string(peer) + " left the group '" + name_ +
+  const std::string left = "rank " + std::to_string(peer) + " left the group '" + ranks_.group +
                            "' while this rank waits for it in " + describe(operation_);
   const std::string operation(operation_name(operation_.kind));
-  if (why) throw Error(ErrorKind::kRemote, left + "; before, " + why->what(), group_rank(why->rank()), operation);
+  if (why)
+    throw Error(ErrorKind::kRemote, left + "; before, " + why->what(), ranks_.group_rank(why->rank()), operation);
   throw Error(ErrorKind::kTransport, left + "; it destroyed the group, ended its program or raised: see its log", peer,
               operation);
 }
@@ -132,7 +121,7 @@ PeerStatus Communicator::status() const {
       return status;
     }
   }
-  status.end.rank = status.end.witness = job_rank(rank_);
+  status.end.rank = status.end.witness = ranks_.job_rank(ranks_.rank);
   status.end.state = ChainEnd::kIsNotWaiting;
   status.end.operation = status.operation;
   status.end.last_finished = status.last_finished;
@@ -143,8 +132,8 @@ ChainEnd Communicator::end_behind_locked(int peer) const {
   const Peer& p = *peers_[static_cast<size_t>(peer)];
   const auto now = Deadline::Clock::now();
   ChainEnd end;
-  end.rank = job_rank(peer);
-  end.witness = job_rank(rank_);
+  end.rank = ranks_.job_rank(peer);
+  end.witness = ranks_.job_rank(ranks_.rank);
   if (p.unanswered_since && now - *p.unanswered_since >= kSilence) {
     end.state = p.control && !p.control->reaches_host() ? ChainEnd::kUnreachable : ChainEnd::kDoesNotAnswer;
     end.silent_ms = milliseconds_in(now - *p.unanswered_since);
@@ -161,7 +150,7 @@ std::optional<ProcessWaits::Wait> Communicator::wait_of_a_thread() const {
   const bool stands_still = peer >= 0 && num_waiters_ && num_waiters_->load(std::memory_order_relaxed) > 0;
   if (!stands_still) return std::nullopt;
   const TimePoint since(TimePoint::duration(waiting_since_ns_.load(std::memory_order_relaxed)));
-  return ProcessWaits::Wait{milliseconds_in(Deadline::Clock::now() - since), status_.operation, name_,
+  return ProcessWaits::Wait{milliseconds_in(Deadline::Clock::now() - since), status_.operation, ranks_.group,
                             end_behind_locked(peer)};
 }
 
@@ -203,7 +192,8 @@ void Communicator::forward_request(uint32_t hops) {
 
 PeerStatus Communicator::answer(const StatusRequest& request) {
   PeerStatus status = this->status();
-  if (request.about >= 0 && request.about < size_ && request.about != rank_) status.hearing = hearing(request.about);
+  if (request.about >= 0 && request.about < ranks_.size && request.about != ranks_.rank)
+    status.hearing = hearing(request.about);
   if (status.waiting_for >= 0) {
     forward_request(request.hops);
   } else if (status.elsewhere_ms > 0) {
@@ -234,21 +224,8 @@ PeerStatus::Hearing Communicator::hearing(int peer) {
 void Communicator::take_answer(int peer, const PeerStatus& theirs) {
   check_status(theirs, status(), peer);
   PeerStatus answer = theirs;
-  if (answer.group != PeerStatus::kHasMade && answer.elsewhere_ms == 0) answer.end = end_at(peer, answer);
+  if (answer.group != PeerStatus::kHasMade && answer.elsewhere_ms == 0) answer.end = end_at(ranks_, peer, answer);
   keep_answer(peer, answer);
-}
-
-// Of a chain that ends with a peer, whatever keeps it from what this rank waits for.
-ChainEnd Communicator::end_at(int peer, const PeerStatus& theirs) const {
-  ChainEnd end;
-  end.rank = job_rank(peer);
-  end.witness = job_rank(rank_);
-  end.state = theirs.group == PeerStatus::kHasMade   ? ChainEnd::kIsNotWaiting
-              : theirs.group == PeerStatus::kHasLeft ? ChainEnd::kHasLeftGroup
-                                                     : ChainEnd::kHasNoGroup;
-  end.operation = theirs.operation;
-  end.last_finished = theirs.last_finished;
-  return end;
 }
 
 void Communicator::keep_answer(int peer, const PeerStatus& theirs) {
@@ -273,24 +250,15 @@ void Communicator::compare_answer(int peer) {
 
 // ---- the verdict
 
-int Communicator::group_rank(int job_rank) const {
-  if (job_ranks_.empty()) return job_rank;
-  const auto found = std::find(job_ranks_.begin(), job_ranks_.end(), job_rank);
-  return found == job_ranks_.end() ? -1 : static_cast<int>(found - job_ranks_.begin());
-}
-
-std::string Communicator::name_of(int job_rank) const {
-  const int rank = group_rank(job_rank);
-  return rank >= 0 ? "rank " + std::to_string(rank) : "rank " + std::to_string(job_rank) + " of the job";
-}
-
-Communicator::Verdict Communicator::judge(int peer, TimePoint since, double allowed_seconds) const {
+Verdict Communicator::judge(int peer, TimePoint since, double allowed_seconds) const {
   const auto now = Deadline::Clock::now();
   std::optional<PeerStatus> theirs;
   ChainEnd silent;
   uint32_t age_ms = 0;
+  Operation mine;
   {
     std::lock_guard lock(mutex_);
+    mine = status_.operation;
     const Peer& p = *peers_[static_cast<size_t>(peer)];
     if (p.unanswered_since && now - *p.unanswered_since >= seconds(answer_grace_seconds(allowed_seconds))) {
       silent = end_behind_locked(peer);
@@ -299,102 +267,22 @@ Communicator::Verdict Communicator::judge(int peer, TimePoint since, double allo
       age_ms = milliseconds_in(now - p.answered_at);
     }
   }
-  if (silent.state != ChainEnd::kUnknown) return judge_end(silent, "", "");
-  if (theirs) return judge_answer(peer, *theirs, age_ms, milliseconds_in(now - since), allowed_seconds);
+  if (silent.state != ChainEnd::kUnknown) return judge_end(ranks_, silent);
+  if (theirs) return judge_answer(ranks_, mine, peer, *theirs, age_ms, milliseconds_in(now - since), allowed_seconds);
   return {peer, false, "rank " + std::to_string(peer) + " has not answered yet"};
-}
-
-Communicator::Verdict Communicator::judge_answer(int peer, const PeerStatus& theirs, uint32_t age_ms,
-                                                 uint32_t asking_ms, double allowed_seconds) const {
-  const std::string who = "rank " + std::to_string(peer);
-  const int me = job_rank(rank_);
-  if (theirs.waiting_for == rank_) {
-    const bool is_same = theirs.operation == status().operation;
-    return {-1, true,
-            who + " waits for this rank in turn" + (is_same ? "" : ", in " + describe(theirs.operation)) +
-                ": both are there, and what one waits for the other has not sent, or it is still on its way"};
-  }
-  ChainEnd end = theirs.end;
-  const int theirs_rank = job_rank(peer);
-  const bool is_elsewhere = theirs.elsewhere_ms > 0;
-  // A thread that stands still in another group does not excuse a rank that was late before, unless it stands there for
-  // one that does not answer; nor one that stands there for this rank, which did call.
-  const bool is_circle = end.rank == me || end.rank == theirs_rank;
-  const auto is_there = [&] {
-    return end.state == ChainEnd::kIsNotWaiting || end.state == ChainEnd::kHasNoGroup ||
-           end.state == ChainEnd::kHasLeftGroup;
-  };
-  const bool was_late = is_there() && theirs.elsewhere_ms < 500 * allowed_seconds;
-  if (is_elsewhere && (is_circle || was_late)) end = end_at(peer, theirs);
-  std::string chain;
-  if (end.rank != theirs_rank) {
-    chain = who + (is_elsewhere ? " has not called it: it waits in another group" : " waits");
-    const int next = is_elsewhere ? end.rank : job_rank(theirs.waiting_for);
-    chain += " for " + name_of(next);
-    if (end.rank != next) chain += ", and in the end for " + name_of(end.rank);
-    chain += "; ";
-  }
-  const bool is_fresh = end.age_ms + age_ms <= asking_ms;
-  const bool is_known =
-      is_there() || (end.state != ChainEnd::kUnknown && end.silent_ms >= 1000 * answer_grace_seconds(allowed_seconds));
-  if (!is_fresh || !is_known) return {-1, false, chain + "why is not known"};
-  if (end.rank == me && end.state == ChainEnd::kIsNotWaiting) {
-    return {-1, true, chain + "so the ranks wait for one another in a circle"};
-  }
-  return judge_end(end, chain, end.rank == theirs_rank ? elsewhere_text(theirs) : "");
-}
-
-// `before` is said of the chain that leads there, and `elsewhere` is where its end waits, if that is known.
-Communicator::Verdict Communicator::judge_end(const ChainEnd& end, const std::string& before,
-                                              const std::string& elsewhere) const {
-  const std::string who = name_of(end.rank);
-  const int culprit = group_rank(end.rank);
-  switch (end.state) {
-    case ChainEnd::kIsNotWaiting: {
-      const std::string last = end.last_finished.kind == OperationKind::kNone
-                                   ? "and has finished none before"
-                                   : "its last was " + describe(end.last_finished);
-      if (end.operation.kind != OperationKind::kNone) {
-        return {culprit, true, before + who + " is in " + describe(end.operation) + ", " + last};
-      }
-      return {culprit, true,
-              before + who + " has not called it; " + last + ", and it is " +
-                  (elsewhere.empty() ? "not in a collective" : "in " + elsewhere) + " now"};
-    }
-    case ChainEnd::kHasNoGroup:
-    case ChainEnd::kHasLeftGroup: {
-      const bool has_left = end.state == ChainEnd::kHasLeftGroup;
-      const std::string group = end.witness == job_rank(rank_)
-                                    ? "the group '" + name_ + "'"
-                                    : "the group in which " + name_of(end.witness) + " waits for it";
-      return {culprit, true,
-              before + who + (has_left ? " has destroyed " : " has not made ") + group +
-                  (elsewhere.empty() ? "" : ", and is in " + elsewhere + " now") +
-                  (has_left ? "; destroy a group only when all its ranks have finished with it"
-                            : "; all ranks call new_group, in the same order")};
-    }
-    case ChainEnd::kDoesNotAnswer:
-      if (end.rank == job_rank(rank_)) break;  // the witness's requests get lost on their way to this rank
-      return {culprit, true, before + who + " does not answer: its process is stopped or its host is unreachable"};
-    case ChainEnd::kUnreachable:
-    case ChainEnd::kUnknown: break;
-  }
-  return {-1, true,
-          before + "the connection between " + name_of(end.witness) + " and " + who +
-              " is silent: nothing that is sent over it arrives (the link is cut, or a host is down)",
-          end.rank == job_rank(rank_) ? -1 : culprit, end.witness};
 }
 
 // A connection is silent. If others hear from the rank at its far end, it is the connection; if nobody does, the rank;
 // and if this rank hears from nobody at all, its own connection to the world. Nobody can tell where there are only two.
-Communicator::Verdict Communicator::ask_others(const Verdict& verdict, double allowed_seconds) {
+Verdict Communicator::ask_others(const Verdict& verdict, double allowed_seconds) {
   const auto since = Deadline::Clock::now();
   const Deadline grace = Deadline::after(seconds(chain_grace_seconds(allowed_seconds)) + kSilence);
   auto next_request = since;
   for (;;) {
     if (Deadline::Clock::now() >= next_request) {
-      for (int peer = 0; peer < size_; ++peer) {
-        if (peer != rank_) request_status(peer, {.about = peer == verdict.unreachable ? -1 : verdict.unreachable});
+      for (int peer = 0; peer < ranks_.size; ++peer) {
+        if (peer != ranks_.rank)
+          request_status(peer, {.about = peer == verdict.unreachable ? -1 : verdict.unreachable});
       }
       next_request = Deadline::Clock::now() + kRequestInterval;
     }
@@ -406,21 +294,20 @@ Communicator::Verdict Communicator::ask_others(const Verdict& verdict, double al
 }
 
 // The verdict when the others' answers make it certain, or are all that will come.
-std::optional<Communicator::Verdict> Communicator::weigh_answers(const Verdict& verdict, TimePoint since,
-                                                                 bool is_last) const {
+std::optional<Verdict> Communicator::weigh_answers(const Verdict& verdict, TimePoint since, bool is_last) const {
   const auto now = Deadline::Clock::now();
   int there = 0, silent = 0, deaf = 0, undecided = 0;
   {
     std::lock_guard lock(mutex_);
-    for (int peer = 0; peer < size_; ++peer) {
+    for (int peer = 0; peer < ranks_.size; ++peer) {
       const Peer& p = *peers_[static_cast<size_t>(peer)];
-      if (peer == rank_ || !p.control || p.departed.load(std::memory_order_relaxed)) continue;
+      if (peer == ranks_.rank || !p.control || p.departed.load(std::memory_order_relaxed)) continue;
       const bool answers = p.answer && p.answered_at >= since;
       const bool is_silent = !answers && p.unanswered_since && now - *p.unanswered_since >= kSilence;
       if (peer == verdict.unreachable) {
         if (answers) return verdict;  // this rank hears from it
         silent += is_silent;
-        deaf += is_silent && verdict.witness != job_rank(rank_);
+        deaf += is_silent && verdict.witness != ranks_.job_rank(ranks_.rank);
       } else if (answers) {
         ++there;
         if (p.answer->hearing == PeerStatus::kHears) return verdict;
@@ -435,7 +322,7 @@ std::optional<Communicator::Verdict> Communicator::weigh_answers(const Verdict& 
   if (undecided > 0 && !is_last) return std::nullopt;
   if (there == 0 && silent > 1) {
     return Verdict{
-        rank_, true,
+        ranks_.rank, true,
         verdict.what + "; this rank hears from none of " + std::to_string(silent) + " others: its own host is cut off"};
   }
   if (deaf == 0 || there < silent) return verdict;
@@ -459,7 +346,7 @@ void Communicator::deadline_exceeded(int peer) {
     has_control = peers_[static_cast<size_t>(peer)]->control != nullptr;
   }
   if (!has_control) throw_late(peer, "rank " + std::to_string(peer) + " did not do its part", allowed);
-  const StatusRequest request{.hops = static_cast<uint32_t>(size_)};
+  const StatusRequest request{.hops = static_cast<uint32_t>(ranks_.size)};
   blame(peer, allowed, [&] { request_status(peer, request); });
 }
 
@@ -488,8 +375,9 @@ void Communicator::throw_late(int culprit, const std::string& what, double allow
     operation = status_.operation;
   }
   throw Error(ErrorKind::kDeadlineExceeded,
-              describe(operation) + " of group '" + name_ + "' did not end within " + seconds_text(allowed_seconds) +
-                  ": " + what + " (a longer timeout can be given to init_process_group)",
+              describe(operation) + " of group '" + ranks_.group + "' did not end within " +
+                  seconds_text(allowed_seconds) + ": " + what +
+                  " (a longer timeout can be given to init_process_group)",
               culprit, std::string(operation_name(operation.kind)));
 }
 

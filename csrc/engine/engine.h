@@ -79,7 +79,6 @@ class Engine {
   };
   Task make_task_locked(Operation operation, uint64_t bytes, Timeout timeout);
   std::shared_ptr<Work> refuse_locked();
-  std::shared_ptr<Work> enqueue(Task task);
   std::shared_ptr<Work> submit_point_to_point(bool is_send, int peer, void* data, uint64_t bytes, Operation operation,
                                               Timeout timeout);
   void loop();

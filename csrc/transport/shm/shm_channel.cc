@@ -2,6 +2,7 @@
 #include "csrc/transport/shm/shm_channel.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <utility>
 

@@ -7,7 +7,6 @@
 // resolve().
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 

@@ -5,8 +5,8 @@
 // (edge-triggered). Nothing is read while no receive is posted: TCP's own flow control holds the sender.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
