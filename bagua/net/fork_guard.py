@@ -1,4 +1,4 @@
-"""Closes a rank's sockets in forked children; the Python half of csrc/transport/fork_guard.h.
+"""Closes a rank's sockets in forked children; the Python half of csrc/common/fork_guard.h.
 
 A DataLoader worker inherits every socket of its rank. While it holds one open, the peers cannot see that the rank died.
 """

@@ -42,7 +42,7 @@ logger = logging.getLogger("bagua")
 _POLL_SECONDS = 0.05
 # A rank that has dialed for so long queries the peer's status too, so that it can answer ranks that wait for itself.
 _MONITORED_AFTER_SECONDS = 0.5
-_DOORBELL_BYTES = 64  # csrc/transport/doorbell.h
+_DOORBELL_BYTES = 64  # csrc/common/doorbell.h
 
 
 class Endpoint:

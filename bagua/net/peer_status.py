@@ -94,7 +94,7 @@ class PeerStatus:
         about = {"group": name, "from": rank, "status": registered.core.status().hex()}
         deadline = Deadline(time.monotonic() + seconds, still_wanted)
         group_peer = registered.ranks.index(peer)
-        registered.core.note_question(group_peer)
+        registered.core.note_status_request(group_peer)
         try:
             answer = json.loads(query(self._records[peer], self._secret, about, deadline))
         except ConnectionRefusedError:

@@ -1,7 +1,7 @@
 """A thread that runs callbacks of operations, in the order in which the operations ended.
 
 Beside the data path: Work -> **here**. The thread that ends an operation only puts a number into a queue of the core
-(csrc/engine/endings.h), so that it waits neither for Python nor for a callback; a callback here may start operations
+(csrc/engine/completion_queue.h), so that it waits neither for Python nor for a callback; a callback here may start operations
 and wait for them. The thread is started by its first step and joined by close().
 """
 
@@ -34,7 +34,7 @@ class CallbackThread:
 
     def __init__(self, name: str, around: Callable[[], contextlib.AbstractContextManager]):
         self._name, self._around = name, around
-        self._endings = _C.Endings()
+        self._queue = _C.CompletionQueue()
         self._tokens = itertools.count()
         self._steps: dict[int, Callable[[], None]] = {}  # by token; each access is atomic
         self._pid = os.getpid()
@@ -44,14 +44,14 @@ class CallbackThread:
 
     def after(self, work: Work, step: Callable[[], None]) -> None:
         """Run `step` when the operation has ended, well or not."""
-        self._submit(step, lambda token: self._endings.watch(work.core, token))
+        self._submit(step, lambda token: self._queue.push_when_done(work.core, token))
 
     def soon(self, step: Callable[[], None]) -> None:
         """Run `step` after those of operations that have ended already; at once if called on this thread itself."""
         if self.is_current():
             step()
         else:
-            self._submit(step, self._endings.push)
+            self._submit(step, self._queue.push)
 
     def is_current(self) -> bool:
         """Whether the caller is this thread."""
@@ -69,7 +69,7 @@ class CallbackThread:
             return
         with self._lock:
             self._is_closed = True
-        self._endings.close()
+        self._queue.close()
         if self._thread is not None and not self.is_current():
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -95,7 +95,7 @@ class CallbackThread:
 
     def _run(self) -> None:
         with self._around():
-            while (token := self._endings.next()) is not None:
+            while (token := self._queue.next()) is not None:
                 try:
                     self._steps.pop(token)()
                 except BaseException:

@@ -1,4 +1,4 @@
-// One function per file of this room; module.cc calls them all. The only room that includes pybind11.
+// One function per file of this folder; module.cc calls them all. The only folder that includes pybind11.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,7 +10,7 @@ void bind_memory(pybind11::module_& m);
 void bind_codecs(pybind11::module_& m);
 void bind_torch_link(pybind11::module_& m);
 void bind_work(pybind11::module_& m);
-void bind_endings(pybind11::module_& m);
+void bind_completion_queue(pybind11::module_& m);
 void bind_events(pybind11::module_& m);
 void bind_group(pybind11::module_& m);
 void bind_order(pybind11::module_& m);

@@ -4,7 +4,7 @@
 #include "csrc/codecs/codec.h"
 #include "csrc/collectives/arguments.h"
 #include "csrc/collectives/collectives.h"
-#include "csrc/transport/transport.h"
+#include "csrc/common/operation.h"
 
 #include <pybind11/stl.h>
 
@@ -24,7 +24,7 @@ void require_both(const Codec& codec, uintptr_t values, DType dtype, size_t nume
 void bind_codecs(py::module_& m) {
   name_codecs_by(&codec_spec);  // for error messages
   m.def("registered_codecs", &registered_codecs);
-  m.def("derive_key", &derive_key, py::arg("key"), py::arg("index"), "A key that depends on both; see draws.h.");
+  m.def("derive_key", &derive_key, py::arg("key"), py::arg("index"), "A key that depends on both; see rng.h.");
   m.def("codec_block_numel", [](const std::string& name) { return get_codec(name).block_numel(); });
   m.def(
       "owned_stripe",

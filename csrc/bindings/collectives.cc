@@ -11,7 +11,7 @@
 
 #include <pybind11/stl.h>
 
-#include "csrc/bindings/calls.h"
+#include "csrc/bindings/callbacks.h"
 #include "csrc/bindings/convert.h"
 #include "csrc/bindings/group.h"
 #include "csrc/bindings/topology.h"
@@ -58,7 +58,7 @@ std::shared_ptr<Work> run_coded(Group& g, const CodecChoice& codec, const Operat
                                 double timeout_s, bool blocking, Engine::Run run) {
   if (!codec || !codec->second) return g.run(operation, bytes, timeout_s, blocking, std::move(run));
   return g.run(operation, bytes, timeout_s, blocking, [seed = *codec->second, run = std::move(run)](Context& context) {
-    context.draw_key = derive_key(seed, static_cast<uint64_t>(context.team.rank()));
+    context.rng_key = derive_key(seed, static_cast<uint64_t>(context.group.rank()));
     return run(context);
   });
 }
@@ -77,17 +77,17 @@ collectives::Feedback use_feedback(Operation& operation, const FeedbackChoice& c
   return {pointer(worker_in), pointer(worker_out), pointer(owner_in), pointer(owner_out), dtype_from(dtype)};
 }
 
-// First element, number of elements and address of each part.
-using PartsChoice = std::vector<std::tuple<size_t, size_t, uintptr_t>>;
+// First element, number of elements and address of each segment.
+using SegmentsChoice = std::vector<std::tuple<size_t, size_t, uintptr_t>>;
 
-collectives::Parts use_parts(const PartsChoice& choice, DType dtype) {
-  std::vector<collectives::Part> parts;
-  parts.reserve(choice.size());
+collectives::InputSegments use_segments(const SegmentsChoice& choice, DType dtype) {
+  std::vector<collectives::InputSegment> segments;
+  segments.reserve(choice.size());
   for (const auto& [begin, numel, address] : choice) {
     collectives::require_memory("parts", argument("a part", address, numel, dtype));
-    parts.push_back({begin, numel, pointer(address)});
+    segments.push_back({begin, numel, pointer(address)});
   }
-  return collectives::Parts(std::move(parts));
+  return collectives::InputSegments(std::move(segments));
 }
 
 // What an operation that is to look at its result does at its end. NaN and infinity of any rank are in every rank's
@@ -115,7 +115,7 @@ void bind_reductions(py::class_<Group>& group) {
   group.def(
       "all_reduce",
       [](Group& g, uintptr_t data, size_t numel, int dtype_code, int op_code, const CodecChoice& codec,
-         double timeout_s, bool blocking, const FeedbackChoice& feedback, const PartsChoice& parts,
+         double timeout_s, bool blocking, const FeedbackChoice& feedback, const SegmentsChoice& segments,
          bool checks_result) {
         const DType dtype = dtype_from(dtype_code);
         const auto op = static_cast<ReduceOp>(op_code);
@@ -124,22 +124,22 @@ void bind_reductions(py::class_<Group>& group) {
         const Codec* used = use_codec(operation, codec);
         const auto residuals = use_feedback(operation, feedback);
         return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
-                         [=, taken = use_parts(parts, dtype)](Context& context) {
+                         [=, taken = use_segments(segments, dtype)](Context& context) {
                            const size_t num_blocks = collectives::all_reduce(context, pointer(data), numel, dtype, op,
                                                                              used, residuals, taken);
-                           const Codec* encoded = context.team.size() > 1 ? used : nullptr;
+                           const Codec* encoded = context.group.size() > 1 ? used : nullptr;
                            if (checks_result) look_at_result(context, pointer(data), numel, dtype, encoded);
                            return num_blocks;
                          });
       },
       py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"), py::arg("codec"), py::arg("timeout_s"),
-      py::arg("blocking"), py::arg("feedback") = py::none(), py::arg("parts") = PartsChoice{},
+      py::arg("blocking"), py::arg("feedback") = py::none(), py::arg("parts") = SegmentsChoice{},
       py::arg("checks_result") = false);
   group.def(
       "hierarchical_all_reduce",
       [](Group& g, const std::vector<int>& node, const std::vector<int>& leaders, uintptr_t data, size_t numel,
          int dtype_code, int op_code, const CodecChoice& codec, double timeout_s, bool blocking,
-         const FeedbackChoice& feedback, const PartsChoice& parts, bool checks_result) {
+         const FeedbackChoice& feedback, const SegmentsChoice& segments, bool checks_result) {
         const DType dtype = dtype_from(dtype_code);
         const auto op = static_cast<ReduceOp>(op_code);
         require_tensor(OperationKind::kAllReduce, data, numel, dtype);
@@ -147,19 +147,19 @@ void bind_reductions(py::class_<Group>& group) {
         operation.variant = kHierarchical;
         const Codec* used = use_codec(operation, codec);
         const auto residuals = use_feedback(operation, feedback);
-        return run_coded(
-            g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
-            [=, hierarchy = collectives::Hierarchy{node, leaders}, taken = use_parts(parts, dtype)](Context& context) {
-              const size_t num_blocks = collectives::hierarchical_all_reduce(context, hierarchy, pointer(data), numel,
-                                                                             dtype, op, used, residuals, taken);
-              const Codec* encoded = hierarchy.leaders.size() > 1 ? used : nullptr;
-              if (checks_result) look_at_result(context, pointer(data), numel, dtype, encoded);
-              return num_blocks;
-            });
+        return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
+                         [=, hierarchy = collectives::Hierarchy{node, leaders},
+                          taken = use_segments(segments, dtype)](Context& context) {
+                           const size_t num_blocks = collectives::hierarchical_all_reduce(
+                               context, hierarchy, pointer(data), numel, dtype, op, used, residuals, taken);
+                           const Codec* encoded = hierarchy.leaders.size() > 1 ? used : nullptr;
+                           if (checks_result) look_at_result(context, pointer(data), numel, dtype, encoded);
+                           return num_blocks;
+                         });
       },
       py::arg("node"), py::arg("leaders"), py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
       py::arg("codec"), py::arg("timeout_s"), py::arg("blocking"), py::arg("feedback") = py::none(),
-      py::arg("parts") = PartsChoice{}, py::arg("checks_result") = false);
+      py::arg("parts") = SegmentsChoice{}, py::arg("checks_result") = false);
   group.def("reduce", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int op_code, int root,
                          double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);
@@ -176,8 +176,8 @@ void bind_reductions(py::class_<Group>& group) {
     const DType dtype = dtype_from(dtype_code);
     const auto op = static_cast<ReduceOp>(op_code);
     collectives::require_own_block_or_apart(
-        "reduce_scatter", argument("input", input, numel * static_cast<size_t>(g.mesh().size()), dtype),
-        argument("output", output, numel, dtype), g.mesh().rank());
+        "reduce_scatter", argument("input", input, numel * static_cast<size_t>(g.communicator().size()), dtype),
+        argument("output", output, numel, dtype), g.communicator().rank());
     Operation operation = make_operation(OperationKind::kReduceScatter, numel, dtype, op);
     const Codec* used = use_codec(operation, codec);
     return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
@@ -190,39 +190,39 @@ void bind_reductions(py::class_<Group>& group) {
                        return 0;
                      });
   });
-  group.def(
-      "neighbor_average", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int topology, uint64_t step,
-                             const CodecChoice& codec, double timeout_s, bool blocking, const PartsChoice& parts) {
-        const DType dtype = dtype_from(dtype_code);
-        require_tensor(OperationKind::kNeighborAverage, data, numel, dtype);
-        Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
-        operation.variant = static_cast<uint32_t>(step) & ~kHierarchical;  // the low bits tell different steps apart
-        const Codec* used = use_codec(operation, codec);
-        const auto neighbors = topology_neighbors(topology, g.mesh().size(), g.mesh().rank(), step);
-        return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
-                         [=, taken = use_parts(parts, dtype)](Context& context) {
-                           return collectives::neighbor_average(context, pointer(data), numel, dtype, neighbors, used,
-                                                                taken);
-                         });
-      });
+  group.def("neighbor_average", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int topology, uint64_t step,
+                                   const CodecChoice& codec, double timeout_s, bool blocking,
+                                   const SegmentsChoice& segments) {
+    const DType dtype = dtype_from(dtype_code);
+    require_tensor(OperationKind::kNeighborAverage, data, numel, dtype);
+    Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
+    operation.variant = static_cast<uint32_t>(step) & ~kHierarchical;  // the low bits tell different steps apart
+    const Codec* used = use_codec(operation, codec);
+    const auto neighbors = topology_neighbors(topology, g.communicator().size(), g.communicator().rank(), step);
+    return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
+                     [=, taken = use_segments(segments, dtype)](Context& context) {
+                       return collectives::neighbor_average(context, pointer(data), numel, dtype, neighbors, used,
+                                                            taken);
+                     });
+  });
   group.def("hierarchical_neighbor_average", [](Group& g, const std::vector<int>& node, const std::vector<int>& leaders,
                                                 int smallest_node, uintptr_t data, size_t numel, int dtype_code,
                                                 int topology, uint64_t step, const CodecChoice& codec, double timeout_s,
-                                                bool blocking, const PartsChoice& parts) {
+                                                bool blocking, const SegmentsChoice& segments) {
     const DType dtype = dtype_from(dtype_code);
     require_tensor(OperationKind::kNeighborAverage, data, numel, dtype);
     Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
     operation.variant = static_cast<uint32_t>(step) | kHierarchical;
     const Codec* used = use_codec(operation, codec);
-    const auto place = std::find(leaders.begin(), leaders.end(), node.at(0)) - leaders.begin();
+    const auto leader = std::find(leaders.begin(), leaders.end(), node.at(0)) - leaders.begin();
     const auto neighbors =
-        topology_neighbors(topology, static_cast<int>(leaders.size()), static_cast<int>(place), step);
-    return run_coded(
-        g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
-        [=, hierarchy = collectives::Hierarchy{node, leaders}, taken = use_parts(parts, dtype)](Context& context) {
-          return collectives::hierarchical_neighbor_average(context, hierarchy, smallest_node, pointer(data), numel,
-                                                            dtype, neighbors, used, taken);
-        });
+        topology_neighbors(topology, static_cast<int>(leaders.size()), static_cast<int>(leader), step);
+    return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
+                     [=, hierarchy = collectives::Hierarchy{node, leaders},
+                      taken = use_segments(segments, dtype)](Context& context) {
+                       return collectives::hierarchical_neighbor_average(
+                           context, hierarchy, smallest_node, pointer(data), numel, dtype, neighbors, used, taken);
+                     });
   });
   group.def("difference_ring_average", [](Group& g, uintptr_t data, size_t numel, int dtype_code, uintptr_t own,
                                           uintptr_t left, uintptr_t right, const CodecChoice& codec, double timeout_s,
@@ -250,8 +250,8 @@ void bind_movements(py::class_<Group>& group) {
     const DType dtype = dtype_from(dtype_code);
     const size_t numel = numel_of(bytes, dtype_code);
     collectives::require_own_block_or_apart(
-        "all_gather", argument("output", output, numel * static_cast<size_t>(g.mesh().size()), dtype),
-        argument("input", input, numel, dtype), g.mesh().rank());
+        "all_gather", argument("output", output, numel * static_cast<size_t>(g.communicator().size()), dtype),
+        argument("input", input, numel, dtype), g.communicator().rank());
     Operation operation = make_operation(OperationKind::kAllGather, numel, dtype);
     const Codec* used = use_codec(operation, codec);
     return run_coded(g, codec, operation, bytes, timeout_s, blocking, [=](Context& context) -> uint64_t {
@@ -302,7 +302,7 @@ void bind_movements(py::class_<Group>& group) {
                          double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);
     const size_t numel = numel_of(bytes, dtype_code);
-    const size_t gathered = g.mesh().rank() == root ? numel * static_cast<size_t>(g.mesh().size()) : 0;
+    const size_t gathered = g.communicator().rank() == root ? numel * static_cast<size_t>(g.communicator().size()) : 0;
     collectives::require_own_block_or_apart("gather", argument("output", output, gathered, dtype),
                                             argument("input", input, numel, dtype), root);
     return g.run(make_operation(OperationKind::kGather, numel, dtype, ReduceOp::kSum, root), bytes, timeout_s, blocking,
@@ -315,7 +315,7 @@ void bind_movements(py::class_<Group>& group) {
                           double timeout_s, bool blocking) {
     const DType dtype = dtype_from(dtype_code);
     const size_t numel = numel_of(bytes, dtype_code);
-    const size_t scattered = g.mesh().rank() == root ? numel * static_cast<size_t>(g.mesh().size()) : 0;
+    const size_t scattered = g.communicator().rank() == root ? numel * static_cast<size_t>(g.communicator().size()) : 0;
     collectives::require_own_block_or_apart("scatter", argument("input", input, scattered, dtype),
                                             argument("output", output, numel, dtype), root);
     return g.run(make_operation(OperationKind::kScatter, numel, dtype, ReduceOp::kSum, root), bytes, timeout_s,

@@ -11,9 +11,9 @@
 #include <pybind11/stl.h>
 
 #include "csrc/bindings/bindings.h"
-#include "csrc/bindings/calls.h"
+#include "csrc/bindings/callbacks.h"
 #include "csrc/bindings/convert.h"
-#include "csrc/transport/control_link.h"
+#include "csrc/communicator/control_link.h"
 #include "csrc/transport/local/local_channel.h"
 #include "csrc/transport/shm/shm_channel.h"
 #include "csrc/transport/tcp/tcp_channel.h"
@@ -27,14 +27,15 @@ Group::Group(const std::string& name, int rank, std::vector<int> job_ranks, doub
   collectives::Thresholds chosen;
   for (const auto& [threshold, bytes] : thresholds) chosen.set(threshold, bytes);
   const int size = static_cast<int>(job_ranks.size());
-  auto mesh = std::make_unique<Mesh>(rank, size, name, std::chrono::microseconds(static_cast<int64_t>(spin_us)));
-  mesh->set_same_host(std::move(same_host));
-  mesh->join_process(std::move(process), std::move(job_ranks));
-  mesh->set_connector(wrap_connector(std::move(connector)));
-  engine_ = std::make_unique<Engine>(std::move(mesh), chosen);
+  auto communicator =
+      std::make_unique<Communicator>(rank, size, name, std::chrono::microseconds(static_cast<int64_t>(spin_us)));
+  communicator->set_same_host(std::move(same_host));
+  communicator->join_process(std::move(process), std::move(job_ranks));
+  communicator->set_connector(wrap_connector(std::move(connector)));
+  engine_ = std::make_unique<Engine>(std::move(communicator), chosen);
 }
 
-Group::Group(std::unique_ptr<Mesh> mesh) : engine_(std::make_unique<Engine>(std::move(mesh))) {}
+Group::Group(std::unique_ptr<Communicator> communicator) : engine_(std::make_unique<Engine>(std::move(communicator))) {}
 
 Group::~Group() {
   if (engine_->is_inherited()) {  // a forked child leaves its parent's threads and locks alone
@@ -48,18 +49,19 @@ Group::~Group() {
 void Group::attach_shm(int peer, int control_fd, int ring_fd, size_t ring_bytes, bool is_dialer, int doorbell_fd) {
   auto control = std::make_shared<ControlLink>(control_fd, peer);
   auto channel = std::make_unique<ShmChannel>(peer, ring_fd, ring_bytes, is_dialer, doorbell_fd, control);
-  mesh().attach(peer, std::move(channel), std::move(control));
+  communicator().attach(peer, std::move(channel), std::move(control));
 }
 
 void Group::attach_tcp(int peer, int control_fd, const std::vector<int>& data_fds) {
   auto control = std::make_shared<ControlLink>(control_fd, peer);
-  mesh().attach(peer, std::make_unique<TcpChannel>(peer, data_fds, mesh().doorbell()), std::move(control));
+  communicator().attach(peer, std::make_unique<TcpChannel>(peer, data_fds, communicator().doorbell()),
+                        std::move(control));
 }
 
 std::shared_ptr<TorchLink> Group::attach_torch(int peer, int control_fd) {
   auto control = std::make_shared<ControlLink>(control_fd, peer);
-  auto link = std::make_shared<TorchLink>(peer, mesh().doorbell());
-  mesh().attach(peer, std::make_unique<TorchChannel>(link), std::move(control));
+  auto link = std::make_shared<TorchLink>(peer, communicator().doorbell());
+  communicator().attach(peer, std::make_unique<TorchChannel>(link), std::move(control));
   return link;
 }
 
@@ -71,7 +73,7 @@ std::shared_ptr<Work> Group::run(const Operation& operation, uint64_t bytes, dou
     return engine_->submit(operation, bytes, seconds(timeout_s), std::move(run));
   }
   refuse_inside_handler();
-  InlineCall call{mesh().rank(), std::nullopt};
+  InlineCall call{communicator().rank(), std::nullopt};
   std::shared_ptr<Work> work;
   {
     py::gil_scoped_release release;
@@ -102,9 +104,15 @@ void bind_group(py::module_& m) {
       "local_world",
       [](const std::string& name, int size, double spin_us) {
         std::vector<std::unique_ptr<Group>> groups;
-        for (auto& mesh : make_local_world(size, name, std::chrono::microseconds(static_cast<int64_t>(spin_us)))) {
-          groups.push_back(std::make_unique<Group>(std::move(mesh)));
+        std::vector<Doorbell*> doorbells;
+        for (int rank = 0; rank < size; ++rank) {
+          const std::chrono::microseconds spin(static_cast<int64_t>(spin_us));
+          groups.push_back(std::make_unique<Group>(std::make_unique<Communicator>(rank, size, name, spin)));
+          doorbells.push_back(&groups.back()->communicator().doorbell());
         }
+        connect_local(doorbells, [&groups](int rank, int peer, std::unique_ptr<Channel> channel) {
+          groups[static_cast<size_t>(rank)]->communicator().attach(peer, std::move(channel), nullptr);
+        });
         return groups;
       },
       py::arg("name"), py::arg("size"), py::arg("spin_us"),
@@ -125,54 +133,56 @@ void bind_group(py::module_& m) {
                     const std::map<std::string, size_t>&, py::function, std::shared_ptr<ProcessWaits>>(),
            py::arg("name"), py::arg("rank"), py::arg("job_ranks"), py::arg("spin_us"), py::arg("same_host"),
            py::arg("thresholds"), py::arg("connector"), py::arg("process"))
-      .def("doorbell_fd", [](Group& g) { return g.mesh().doorbell().fd(); })
+      .def("doorbell_fd", [](Group& g) { return g.communicator().doorbell().fd(); })
       .def("attach_shm", &Group::attach_shm, py::arg("peer"), py::arg("control_fd"), py::arg("ring_fd"),
            py::arg("ring_bytes"), py::arg("is_dialer"), py::arg("doorbell_fd"))
       .def("attach_tcp", &Group::attach_tcp, py::arg("peer"), py::arg("control_fd"), py::arg("data_fds"))
       .def("attach_torch", &Group::attach_torch, py::arg("peer"), py::arg("control_fd"))
-      .def("is_attached", [](Group& g, int peer) { return g.mesh().is_attached(peer); })
+      .def("is_attached", [](Group& g, int peer) { return g.communicator().is_attached(peer); })
       .def(
-          "has_departed", [](Group& g, int peer) { return g.mesh().has_departed(peer); }, py::arg("peer"))
+          "has_departed", [](Group& g, int peer) { return g.communicator().has_departed(peer); }, py::arg("peer"))
       .def(
           "is_idle", [](Group& g) { return g.engine().is_idle(); }, "Whether every operation has ended.")
-      .def("check", [](Group& g) { g.mesh().throw_if_poisoned(); })
+      .def("check", [](Group& g) { g.communicator().throw_if_poisoned(); })
       .def(
-          "status", [](Group& g) { return bytes_of(g.mesh().status()); },
+          "status", [](Group& g) { return bytes_of(g.communicator().status()); },
           "What this rank is doing, for take_answer on another one.")
       .def(
           "answer",
-          [](Group& g) { return bytes_of(g.mesh().answer({.hops = static_cast<uint32_t>(g.mesh().size())})); },
+          [](Group& g) {
+            return bytes_of(g.communicator().answer({.hops = static_cast<uint32_t>(g.communicator().size())}));
+          },
           "The same for a rank that is kept waiting; who waits asks in turn.")
       .def(
           "take_answer",
-          [](Group& g, int peer, const py::bytes& status) { g.mesh().take_answer(peer, status_from(status)); },
+          [](Group& g, int peer, const py::bytes& status) { g.communicator().take_answer(peer, status_from(status)); },
           py::arg("peer"), py::arg("status"), "Raises InvalidArgument if the peer is in another operation.")
       .def(
-          "note_question", [](Group& g, int peer) { g.mesh().note_question(peer); }, py::arg("peer"),
-          "A question to a peer has left; its silence counts from here.")
+          "note_status_request", [](Group& g, int peer) { g.communicator().note_status_request(peer); },
+          py::arg("peer"), "A status request has been sent to a peer; its silence counts from here.")
       .def(
           "blame",
           [](Group& g, int peer, double allowed_seconds, const std::function<void()>& ask) {
             py::gil_scoped_release release;
-            g.mesh().blame(peer, allowed_seconds, ask);
+            g.communicator().blame(peer, allowed_seconds, ask);
           },
           py::arg("peer"), py::arg("allowed_seconds"), py::arg("ask"),
           "Raises DeadlineExceeded when it is known whom the chain of waits ends with; asks `peer` by `ask`.")
-      .def_static("answer_grace_seconds", &Mesh::answer_grace_seconds, py::arg("allowed_seconds"))
+      .def_static("answer_grace_seconds", &answer_grace_seconds, py::arg("allowed_seconds"))
       .def(
           "throw_late",
           [](Group& g, int culprit, const std::string& what, double allowed_seconds) {
-            g.mesh().throw_late(culprit, what, allowed_seconds);
+            g.communicator().throw_late(culprit, what, allowed_seconds);
           },
           py::arg("culprit"), py::arg("what"), py::arg("allowed_seconds"), "Raises DeadlineExceeded.")
       .def("poison",
            [](Group& g, const py::object& exception) {
              const Error cause = from_python(exception);
              py::gil_scoped_release release;
-             g.mesh().poison(cause);
+             g.communicator().poison(cause);
            })
-      .def_property_readonly("bytes_sent", [](Group& g) { return g.mesh().bytes_sent(); })
-      .def_property_readonly("bytes_received", [](Group& g) { return g.mesh().bytes_received(); })
+      .def_property_readonly("bytes_sent", [](Group& g) { return g.communicator().bytes_sent(); })
+      .def_property_readonly("bytes_received", [](Group& g) { return g.communicator().bytes_received(); })
       .def_property_readonly("workspace_bytes", [](Group& g) { return g.engine().workspace_bytes(); })
       .def("events", [](Group& g, bool clear, bool parts,
                         int64_t after_ns) { return g.engine().events().take(clear, parts, after_ns); })

@@ -1,4 +1,4 @@
-// One process group as Python holds it: its mesh and its engine.
+// One process group as Python holds it: its communicator and its engine.
 #pragma once
 
 #include <map>
@@ -19,11 +19,11 @@ class Group {
   Group(const std::string& name, int rank, std::vector<int> job_ranks, double spin_us, std::vector<bool> same_host,
         const std::map<std::string, size_t>& thresholds, pybind11::function connector,
         std::shared_ptr<ProcessWaits> process);
-  explicit Group(std::unique_ptr<Mesh> mesh);
+  explicit Group(std::unique_ptr<Communicator> communicator);
   ~Group();
 
   Engine& engine() { return *engine_; }
-  Mesh& mesh() { return engine_->mesh(); }
+  Communicator& communicator() { return engine_->communicator(); }
 
   // They own the descriptors from here on.
   void attach_shm(int peer, int control_fd, int ring_fd, size_t ring_bytes, bool is_dialer, int doorbell_fd);

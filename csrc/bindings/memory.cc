@@ -6,9 +6,9 @@
 #include "csrc/bindings/bindings.h"
 #include "csrc/bindings/convert.h"
 #include "csrc/collectives/arguments.h"
+#include "csrc/common/shared_segments.h"
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/nonfinite.h"
-#include "csrc/transport/segment.h"
 
 namespace py = pybind11;
 

@@ -16,7 +16,7 @@ PYBIND11_MODULE(_C, m) {
   bagua::bind_topology(m);
   bagua::bind_torch_link(m);
   bagua::bind_work(m);
-  bagua::bind_endings(m);
+  bagua::bind_completion_queue(m);
   bagua::bind_events(m);
   bagua::bind_group(m);
 }

@@ -1,5 +1,5 @@
-// The pump's side of a TorchLink, for the threads of bagua/net/torch_transport.py. Every call that waits or copies lets
-// go of the GIL.
+// The forwarder's side of a TorchLink, for the threads of bagua/net/torch_transport.py. Every call that waits or copies
+// lets go of the GIL.
 #include <memory>
 #include <vector>
 

@@ -8,7 +8,7 @@
 #include <pybind11/stl.h>
 
 #include "csrc/bindings/bindings.h"
-#include "csrc/bindings/calls.h"
+#include "csrc/bindings/callbacks.h"
 #include "csrc/bindings/convert.h"
 #include "csrc/common/deadline.h"
 #include "csrc/common/event_log.h"

@@ -5,13 +5,8 @@
 namespace bagua {
 namespace {
 
-class Bf16 final : public HalfCodec {
- public:
-  Bf16() : HalfCodec(DType::kBF16) {}
-  std::string_view name() const override { return "bf16"; }
-};
-
-[[maybe_unused]] const bool registered = register_codec("bf16", [](CodecOptions&) { return std::make_unique<Bf16>(); });
+[[maybe_unused]] const bool registered =
+    register_codec("bf16", [](CodecOptions&) { return std::make_unique<HalfCodec>("bf16", DType::kBF16); });
 
 }  // namespace
 }  // namespace bagua

@@ -20,7 +20,7 @@
 
 #include "csrc/common/dtype.h"
 #include "csrc/common/stream.h"
-#include "csrc/kernels/draws.h"
+#include "csrc/kernels/counter_rng.h"
 
 namespace bagua {
 
@@ -38,9 +38,9 @@ class Codec {
   virtual size_t wire_bytes(size_t numel, DType dtype) const = 0;
 
   // Returns how many blocks held a NaN or an Inf; 0 on CUDA, where counting would have to wait for the
-  // stream and the NaN that comes out of decode is the report. dtype in {f32, f16, bf16}. `draws` is where a codec that
-  // rounds at random takes its numbers from; `draws.first` is a multiple of block_numel().
-  virtual size_t encode(const void* source, DType dtype, size_t numel, uint8_t* bytes, Draws draws,
+  // stream and the NaN that comes out of decode is the report. dtype in {f32, f16, bf16}. `rng` is where a codec that
+  // rounds at random takes its numbers from; `rng.first` is a multiple of block_numel().
+  virtual size_t encode(const void* source, DType dtype, size_t numel, uint8_t* bytes, CounterRng rng,
                         Stream stream) const = 0;
   virtual void decode(const uint8_t* bytes, DType dtype, size_t numel, void* destination, Stream stream) const = 0;
   // accumulator[i] += decoded[i], in f32, fused. `dtype` is the type the sender encoded from.

@@ -5,13 +5,8 @@
 namespace bagua {
 namespace {
 
-class Fp16 final : public HalfCodec {
- public:
-  Fp16() : HalfCodec(DType::kF16) {}
-  std::string_view name() const override { return "fp16"; }
-};
-
-[[maybe_unused]] const bool registered = register_codec("fp16", [](CodecOptions&) { return std::make_unique<Fp16>(); });
+[[maybe_unused]] const bool registered =
+    register_codec("fp16", [](CodecOptions&) { return std::make_unique<HalfCodec>("fp16", DType::kF16); });
 
 }  // namespace
 }  // namespace bagua

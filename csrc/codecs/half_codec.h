@@ -12,14 +12,17 @@
 
 namespace bagua {
 
-class HalfCodec : public Codec {
+class HalfCodec final : public Codec {
  public:
-  explicit HalfCodec(DType wire) : wire_(wire) {}
+  // `name` is a literal.
+  HalfCodec(std::string_view name, DType wire) : name_(name), wire_(wire) {}
 
+  std::string_view name() const override { return name_; }
   size_t block_numel() const override { return 1; }
   size_t wire_bytes(size_t numel, DType) const override { return numel * item_bytes(wire_); }
 
-  size_t encode(const void* source, DType dtype, size_t numel, uint8_t* bytes, Draws, Stream stream) const override {
+  size_t encode(const void* source, DType dtype, size_t numel, uint8_t* bytes, CounterRng,
+                Stream stream) const override {
     uint64_t num_nonfinite = 0;
     kernels::saturating_cast(dtype, source, wire_, bytes, numel, stream.is_cpu() ? &num_nonfinite : nullptr, stream);
     return num_nonfinite;
@@ -35,6 +38,7 @@ class HalfCodec : public Codec {
   }
 
  private:
+  const std::string_view name_;
   const DType wire_;
 };
 

@@ -3,42 +3,21 @@
 // 1). The arithmetic is in csrc/kernels/qsgd.h.
 #include "csrc/kernels/qsgd.h"
 
-#include "csrc/codecs/codec.h"
+#include "csrc/codecs/block_codec.h"
 
 namespace bagua {
 namespace {
 
-class Qsgd final : public Codec {
- public:
-  explicit Qsgd(int bits) : bits_(bits) {}
-
-  std::string_view name() const override { return "qsgd"; }
-  int variant() const override { return bits_ == 8 ? 0 : bits_ == 4 ? 1 : 2; }
-  size_t block_numel() const override { return kernels::kQsgdBlockNumel; }
-  size_t wire_bytes(size_t numel, DType) const override { return kernels::qsgd_wire_bytes(numel, bits_); }
-
-  size_t encode(const void* source, DType dtype, size_t numel, uint8_t* bytes, Draws draws,
-                Stream stream) const override {
-    uint64_t num_nonfinite_blocks = 0;
-    kernels::qsgd_encode(bits_, dtype, source, numel, bytes, draws, stream.is_cpu() ? &num_nonfinite_blocks : nullptr,
-                         stream);
-    return num_nonfinite_blocks;
-  }
-
-  void decode(const uint8_t* bytes, DType dtype, size_t numel, void* destination, Stream stream) const override {
-    kernels::qsgd_decode(bits_, dtype, bytes, numel, destination, stream);
-  }
-
-  void decode_add(const uint8_t* bytes, DType, size_t numel, float* accumulator, Stream stream) const override {
-    kernels::qsgd_decode_add(bits_, bytes, numel, accumulator, stream);
-  }
-
- private:
-  const int bits_;
-};
-
 [[maybe_unused]] const bool registered = register_codec("qsgd", [](CodecOptions& options) {
-  return std::make_unique<Qsgd>(options.one_of("bits", {8, 4, 2}));
+  const int bits = options.one_of("bits", {8, 4, 2});
+  return std::make_unique<BlockCodec>(
+      "qsgd",
+      bits == 8   ? 0
+      : bits == 4 ? 1
+                  : 2,
+      BlockKernels{kernels::kQsgdBlockNumel, [bits](size_t numel) { return kernels::qsgd_wire_bytes(numel, bits); },
+                   std::bind_front(kernels::qsgd_encode, bits), std::bind_front(kernels::qsgd_decode, bits),
+                   std::bind_front(kernels::qsgd_decode_add, bits)});
 });
 
 }  // namespace

@@ -121,9 +121,9 @@ uint8_t codec_number(const Codec& codec) {
 std::string codec_spec(uint8_t number) {
   Registry& all = registry();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  const size_t place = number - size_t{1}, index = place / kNumCodecVariants;  // of 0: past the end
+  const size_t offset = number - size_t{1}, index = offset / kNumCodecVariants;  // of 0: past the end
   if (index >= all.entries.size()) return "";
-  return std::next(all.entries.begin(), static_cast<std::ptrdiff_t>(index))->second.specs[place % kNumCodecVariants];
+  return std::next(all.entries.begin(), static_cast<std::ptrdiff_t>(index))->second.specs[offset % kNumCodecVariants];
 }
 
 CodecOptions::CodecOptions(std::string_view spec) : name_(spec.substr(0, spec.find(':'))) {

@@ -1,11 +1,12 @@
 // The algorithms behind collectives.h, for its dispatching functions and for tests that force one of them.
-// Each is defined in the file of its name. All run between Mesh::begin and Mesh::end on groups of two or
-// more ranks, with arguments that the dispatcher has checked. What the parameters mean is in collectives.h.
+// Each is defined in the file of its name. All run between Communicator::begin and Communicator::end on groups of two
+// or more ranks, with arguments that the dispatcher has checked. What the parameters mean is in collectives.h.
 #pragma once
 
 #include <string_view>
 
 #include "csrc/collectives/collectives.h"
+#include "csrc/collectives/shared_buffers.h"
 
 namespace bagua::collectives {
 
@@ -19,7 +20,7 @@ enum WorkspaceSlot : int {
   kAccumulator = 4,    // f32 sums; reduced chunks on their way to a root
   kTables = 5,         // addresses and pointers, one per rank
   kTotals = 6,         // compressed: f32 values with their residuals; difference ring: what is encoded
-  kGathered = 7,       // compressed: a chunk whose values lie in several places
+  kGathered = 7,       // compressed: a chunk whose values lie in several segments
 };
 
 // Throws InvalidArgument where the operator has no meaning for the type.
@@ -29,7 +30,7 @@ void require_compressible(std::string_view collective, const Codec& codec, DType
 // Throws InvalidArgument where values of the type cannot be averaged by neighbor_average, or not under the codec.
 void require_average(DType dtype, const Codec* codec);
 // Throws InvalidArgument unless both have an entry per rank and agree about what this rank sends itself.
-void require_splits(const Team& team, const std::vector<size_t>& input_splits,
+void require_splits(const GroupView& group, const std::vector<size_t>& input_splits,
                     const std::vector<size_t>& output_splits);
 
 // The same, among some of the ranks.
@@ -51,10 +52,15 @@ void recursive_doubling_all_reduce(Context& context, void* data, size_t numel, D
 void ring_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 void two_shot_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 size_t compressed_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec,
-                             const Feedback& feedback = {}, const Parts& parts = {});
-// Need Team::all_share_memory(). `direct` falls back to `staged` where some rank's buffer is ordinary memory.
+                             const Feedback& feedback = {}, const InputSegments& segments = {});
+// Need GroupView::all_share_memory(). `direct` falls back to `staged` where some rank's buffer is ordinary memory.
 void direct_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
 void staged_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
+// What every rank offers as staging: it depends on the group alone, so that a group's staging block hardly ever moves.
+size_t staging_bytes(const GroupView& group);
+// staged_all_reduce once the staging blocks are known.
+void staged_all_reduce_in(Context& context, const SharedBuffers& shared, void* data, size_t numel, DType dtype,
+                          ReduceOp op);
 
 void stripes_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);
 void ring_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);
@@ -65,7 +71,7 @@ void chain_broadcast(Context& context, void* data, size_t bytes, int root);
 void tree_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);
 void stripes_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);
 
-// Need Team::all_share_memory(). False on all ranks, with nothing done, where a buffer that the peers would
+// Need GroupView::all_share_memory(). False on all ranks, with nothing done, where a buffer that the peers would
 // have to read is ordinary memory.
 bool direct_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);
 bool direct_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);

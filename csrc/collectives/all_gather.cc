@@ -10,9 +10,9 @@ namespace bagua::collectives {
 
 void pairwise_all_gather(Context& context, const void* input, void* output, size_t bytes) {
   if (bytes == 0) return;
-  const auto size = static_cast<size_t>(context.team.size());
-  const auto rank = static_cast<size_t>(context.team.rank());
-  PostedRequests requests(context.team, 2 * size);
+  const auto size = static_cast<size_t>(context.group.size());
+  const auto rank = static_cast<size_t>(context.group.rank());
+  PostedRequests requests(context.group, 2 * size);
   for (size_t step = 1; step < size; ++step) {
     const size_t from = (rank + size - step) % size, to = (rank + step) % size;
     requests.recv(from, static_cast<int>(from), at(output, from * bytes, 1), bytes);
@@ -24,13 +24,13 @@ void pairwise_all_gather(Context& context, const void* input, void* output, size
 }
 
 void all_gather(Context& context, const void* input, void* output, size_t bytes) {
-  const int size = context.team.size();
+  const int size = context.group.size();
   if (bytes == 0) return;
   if (size == 1) {
     if (output != input) std::memcpy(output, input, bytes);
     return;
   }
-  bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.team.all_share_memory();
+  bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.group.all_share_memory();
   if (select_all_gather(context.thresholds, bytes, size, shared_memory) == AllGatherAlgorithm::kDirect) {
     if (direct_all_gather(context, input, output, bytes)) return;
     shared_memory = false;

@@ -26,17 +26,17 @@ void require_compressible(std::string_view collective, const Codec& codec, DType
 }
 
 size_t all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec* codec,
-                  const Feedback& feedback, const Parts& parts) {
+                  const Feedback& feedback, const InputSegments& segments) {
   require_defined("all_reduce", op, dtype);
   if (codec != nullptr) require_compressible("all_reduce", *codec, dtype, op);
-  const int size = context.team.size();
+  const int size = context.group.size();
   if (size > 1 && numel > 0 && codec != nullptr) {
-    return compressed_all_reduce(context, data, numel, dtype, op, *codec, feedback, parts);
+    return compressed_all_reduce(context, data, numel, dtype, op, *codec, feedback, segments);
   }
-  parts.copy_to(data, numel, item_bytes(dtype));
+  segments.copy_to(data, numel, item_bytes(dtype));
   if (size == 1 || numel == 0) return 0;
   const size_t bytes = numel * item_bytes(dtype);
-  const bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.team.all_share_memory();
+  const bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.group.all_share_memory();
   switch (select_all_reduce(context.thresholds, bytes, dtype, shared_memory)) {
     case AllReduceAlgorithm::kRecursiveDoubling: recursive_doubling_all_reduce(context, data, numel, dtype, op); break;
     case AllReduceAlgorithm::kRing: ring_all_reduce(context, data, numel, dtype, op); break;

@@ -26,25 +26,25 @@ void require_length(const std::vector<size_t>& splits, int size, const char* nam
 
 }  // namespace
 
-void require_splits(const Team& team, const std::vector<size_t>& input_splits,
+void require_splits(const GroupView& group, const std::vector<size_t>& input_splits,
                     const std::vector<size_t>& output_splits) {
-  require_length(input_splits, team.size(), "input_splits");
-  require_length(output_splits, team.size(), "output_splits");
-  const auto rank = static_cast<size_t>(team.rank());
+  require_length(input_splits, group.size(), "input_splits");
+  require_length(output_splits, group.size(), "output_splits");
+  const auto rank = static_cast<size_t>(group.rank());
   if (input_splits[rank] == output_splits[rank]) return;
   throw Error(ErrorKind::kInvalidArgument,
               "all_to_all: this rank's part for itself is " + std::to_string(input_splits[rank]) +
                   " in the input and " + std::to_string(output_splits[rank]) + " in the output",
-              team.rank(), "all_to_all");
+              group.rank(), "all_to_all");
 }
 
 void all_to_all(Context& context, const void* input, const std::vector<size_t>& input_splits, void* output,
                 const std::vector<size_t>& output_splits) {
-  const Team& team = context.team;
-  require_splits(team, input_splits, output_splits);
-  const auto size = static_cast<size_t>(team.size());
-  const auto rank = static_cast<size_t>(team.rank());
-  PostedRequests requests(team, 2 * kPairwiseWindow);
+  const GroupView& group = context.group;
+  require_splits(group, input_splits, output_splits);
+  const auto size = static_cast<size_t>(group.size());
+  const auto rank = static_cast<size_t>(group.rank());
+  PostedRequests requests(group, 2 * kPairwiseWindow);
   for (size_t step = 1; step < size; ++step) {
     const size_t slot = 2 * (step % kPairwiseWindow);
     requests.wait_range(slot, slot + 2);

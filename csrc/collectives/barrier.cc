@@ -9,9 +9,9 @@
 namespace bagua::collectives {
 namespace {
 
-void pairwise_barrier(const Team& team) {
-  const auto size = static_cast<size_t>(team.size()), rank = static_cast<size_t>(team.rank());
-  PostedRequests notes(team, 2 * size);
+void pairwise_barrier(const GroupView& group) {
+  const auto size = static_cast<size_t>(group.size()), rank = static_cast<size_t>(group.rank());
+  PostedRequests notes(group, 2 * size);
   for (size_t step = 1; step < size; ++step) {
     const size_t from = (rank + size - step) % size, to = (rank + step) % size;
     notes.recv_note(from, static_cast<int>(from));
@@ -20,22 +20,22 @@ void pairwise_barrier(const Team& team) {
   notes.wait_all();
 }
 
-void dissemination_barrier(const Team& team) {
-  const int size = team.size();
+void dissemination_barrier(const GroupView& group) {
+  const int size = group.size();
   for (int distance = 1; distance < size; distance *= 2) {
-    const int to = (team.rank() + distance) % size;
-    const int from = (team.rank() + size - distance) % size;
-    team.send_recv(to, nullptr, 0, from, nullptr, 0);
+    const int to = (group.rank() + distance) % size;
+    const int from = (group.rank() + size - distance) % size;
+    group.send_recv(to, nullptr, 0, from, nullptr, 0);
   }
 }
 
 }  // namespace
 
 void barrier(Context& context) {
-  if (context.team.size() <= kMaxPairwiseBarrierRanks) {
-    pairwise_barrier(context.team);
+  if (context.group.size() <= kMaxPairwiseBarrierRanks) {
+    pairwise_barrier(context.group);
   } else {
-    dissemination_barrier(context.team);
+    dissemination_barrier(context.group);
   }
 }
 

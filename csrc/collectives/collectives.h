@@ -1,8 +1,8 @@
 // The collectives of one group, as its worker thread runs them. One algorithm per file; selector.cc picks.
 //
-// Each call is made by all ranks with matching arguments, between Mesh::begin and Mesh::end (the engine
+// Each call is made by all ranks with matching arguments, between Communicator::begin and Communicator::end (the engine
 // does that), blocks until this rank's part is done, and throws Error. After a throw the caller must call
-// Mesh::cancel before it frees the buffers. Sizes are 64-bit. numel 0 is legal everywhere.
+// Communicator::cancel before it frees the buffers. Sizes are 64-bit. numel 0 is legal everywhere.
 #pragma once
 
 #include <cstddef>
@@ -11,25 +11,25 @@
 #include <vector>
 
 #include "csrc/codecs/codec.h"
-#include "csrc/collectives/parts.h"
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
+#include "csrc/collectives/input_segments.h"
 #include "csrc/collectives/thresholds.h"
 #include "csrc/common/dtype.h"
 #include "csrc/common/event_log.h"
 #include "csrc/common/stream.h"
 #include "csrc/common/workspace.h"
-#include "csrc/transport/team.h"
+#include "csrc/communicator/group_view.h"
 
 namespace bagua {
 
 // What a collective works with besides its arguments.
 struct Context {
-  Team team;
+  GroupView group;
   Workspace& workspace;
   EventLog& events;
   Stream stream;
   const collectives::Thresholds& thresholds;
-  uint64_t draw_key = 0;  // of codecs that round at random; differs between ranks, so that their errors do not add up
+  uint64_t rng_key = 0;  // of codecs that round at random; differs between ranks, so that their errors do not add up
   std::optional<bool> is_result_finite = {};  // set by an operation that was to look
 };
 
@@ -49,14 +49,14 @@ struct Feedback {
 };
 
 // The stripe of a compressed all_reduce of numel elements among `size` ranks that the rank-th of them reduces.
-Piece owned_stripe(size_t numel, int size, int rank, const Codec& codec);
+Range owned_stripe(size_t numel, int size, int rank, const Codec& codec);
 
 // data[i] <- op over ranks of data[i], in place. With a codec: the two-shot compressed all-reduce, SUM
 // and AVG of f32, f16, bf16 only; returns the number of blocks (of this rank's input and its reduced stripe) that held
-// a NaN or Inf. World size 1 leaves data as it is (codec or not). With `parts` this rank's data are theirs, and `data`
-// is for the result alone: the compressed one encodes them where they lie, the others copy them first.
+// a NaN or Inf. World size 1 leaves data as it is (codec or not). With `segments` this rank's data are theirs, and
+// `data` is for the result alone: the compressed one encodes them where they lie, the others copy them first.
 size_t all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec* codec,
-                  const Feedback& feedback = {}, const Parts& parts = {});
+                  const Feedback& feedback = {}, const InputSegments& segments = {});
 
 // The same in three stages: inside the nodes, among the lowest ranks of all nodes, which lead them, inside the nodes.
 // Counts non-finite blocks on the leaders only.
@@ -65,15 +65,16 @@ struct Hierarchy {
   std::vector<int> leaders;  // the lowest rank of every node, ascending
 };
 size_t hierarchical_all_reduce(Context& context, const Hierarchy& hierarchy, void* data, size_t numel, DType dtype,
-                               ReduceOp op, const Codec* codec, const Feedback& feedback = {}, const Parts& parts = {});
+                               ReduceOp op, const Codec* codec, const Feedback& feedback = {},
+                               const InputSegments& segments = {});
 
 // output (numel elements) <- op over ranks of the rank-th of size blocks of numel elements of their input. output may
 // be that block, and nothing else of the input, which otherwise stays as it is. The same holds with a codec, and of
 // scatter.
 void reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);
 
-// output[r * bytes ...] <- input of rank r. output may contain input at its own place, and nowhere else. The same holds
-// with a codec, and of gather.
+// output[r * bytes ...] <- input of rank r. output may contain input as this rank's block, and nowhere else. The same
+// holds with a codec, and of gather.
 void all_gather(Context& context, const void* input, void* output, size_t bytes);
 
 // Splits in bytes, one per rank; input_splits[r] of this rank equals output_splits[rank] of rank r. Input and output
@@ -83,7 +84,7 @@ void all_to_all(Context& context, const void* input, const std::vector<size_t>& 
 
 // data <- sum over `neighbors` of weight * their data, in place; floating types. `neighbors` are ascending by rank and
 // include this one; rank i lists j as a source where j lists i as a target. With a codec the others' values pass
-// through it (f32, f16, bf16). Returns the number of blocks of this rank's data that held a NaN or Inf. With `parts`
+// through it (f32, f16, bf16). Returns the number of blocks of this rank's data that held a NaN or Inf. With `segments`
 // the values come from there instead of data.
 struct Neighbor {
   int rank;
@@ -92,15 +93,15 @@ struct Neighbor {
   bool is_target;
 };
 size_t neighbor_average(Context& context, void* data, size_t numel, DType dtype, const std::vector<Neighbor>& neighbors,
-                        const Codec* codec, const Parts& parts = {});
+                        const Codec* codec, const InputSegments& segments = {});
 
-// The same of the nodes' means, which their leaders average: `neighbors` are places in hierarchy.leaders, and only the
+// The same of the nodes' means, which their leaders average: `neighbors` are indices of hierarchy.leaders, and only the
 // leaders' are used. `smallest_node` is the least number of ranks of any node. Rows and columns, a node counting by its
 // ranks, add up to 1 as without nodes, so the mean over all ranks is kept. The codec, if any, is for what travels among
 // the leaders.
 size_t hierarchical_neighbor_average(Context& context, const Hierarchy& hierarchy, int smallest_node, void* data,
                                      size_t numel, DType dtype, std::vector<Neighbor> neighbors, const Codec* codec,
-                                     const Parts& parts = {});
+                                     const InputSegments& segments = {});
 
 // One step of decentralised training with compressed differences (arXiv 1803.06443, algorithm 1), on a ring. Every rank
 // keeps replicas of its own weights as the others know them and of its neighbours'; all f32, numel:

@@ -11,7 +11,7 @@ namespace bagua::collectives {
 size_t compressed_all_gather(Context& context, const void* input, void* output, size_t numel, DType dtype,
                              const Codec& codec) {
   require_compressible("all_gather", codec, dtype);
-  const int size = context.team.size();
+  const int size = context.group.size();
   if (numel == 0) return 0;
   if (size == 1) {
     if (output != input) std::memcpy(output, input, numel * item_bytes(dtype));
@@ -24,10 +24,10 @@ size_t compressed_all_gather(Context& context, const void* input, void* output, 
   }
   return PairwiseExchange(context, std::move(options)).run([&](size_t, const auto& arrivals) {
     for (const auto& arrival : arrivals) {
-      const Piece piece = arrival.piece;
-      const EventSpan span(context.events, EventKind::kDecode, codec.wire_bytes(piece.numel, dtype));
-      void* values = at(output, piece.begin, item_bytes(dtype));
-      codec.decode(arrival.bytes, dtype, piece.numel, values, context.stream);
+      const Range range = arrival.range;
+      const EventSpan span(context.events, EventKind::kDecode, codec.wire_bytes(range.numel, dtype));
+      void* values = at(output, range.begin, item_bytes(dtype));
+      codec.decode(arrival.bytes, dtype, range.numel, values, context.stream);
     }
   });
 }

@@ -7,17 +7,16 @@
 //
 // With feedback the contribution is x_j + delta_j and the result Q(... + epsilon), and both residuals are renewed.
 // Stripes and chunks are cut at multiples of the codec's block, so the result does not depend on the
-// chunking. Rounds of one chunk per stripe (rounds.h): while round k travels, round k+1 is encoded. The
-// workspace is six chunks of codes per rank, and a pass (passes.h) of sums, of residuals and of gathered parts, however
-// large the tensor.
+// chunking. Rounds of one chunk per stripe (two_shot_pipeline.h): while round k travels, round k+1 is encoded. The
+// workspace is six chunks of codes per rank, and a tile (chunking.h) of sums, of residuals and of gathered segments,
+// however large the tensor.
 #include <cstring>
 
 #include "csrc/collectives/algorithms.h"
-#include "csrc/collectives/passes.h"
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
 #include "csrc/collectives/posted_requests.h"
-#include "csrc/collectives/rounds.h"
 #include "csrc/collectives/selector.h"
+#include "csrc/collectives/two_shot_pipeline.h"
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/reduce.h"
 #include "csrc/kernels/subtract.h"
@@ -28,38 +27,38 @@ namespace {
 class CompressedAllReduce {
  public:
   CompressedAllReduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec,
-                      const Feedback& feedback, const Parts& parts)
+                      const Feedback& feedback, const InputSegments& segments)
       : context_(context),
         codec_(codec),
         feedback_(feedback),
-        parts_(parts),
+        segments_(segments),
         data_(data),
         numel_(numel),
         dtype_(dtype),
         sent_dtype_(feedback.is_on() ? DType::kF32 : dtype),
         op_(op),
-        size_(static_cast<size_t>(context.team.size())),
-        rank_(static_cast<size_t>(context.team.rank())),
-        chunks_(codec_chunks(owned_stripe(numel, context.team.size(), 0, codec).numel, codec.block_numel(),
-                             context.team.size())),
+        size_(static_cast<size_t>(context.group.size())),
+        rank_(static_cast<size_t>(context.group.rank())),
+        chunks_(codec_chunks(owned_stripe(numel, context.group.size(), 0, codec).numel, codec.block_numel(),
+                             context.group.size())),
         contribution_bytes_(codec.wire_bytes(chunks_.numel, sent_dtype_)),
         result_bytes_(codec.wire_bytes(chunks_.numel, DType::kF32)),
-        requests_(context.team, kRoundsInFlight * kNumLanes * size_) {
+        requests_(context.group, kRoundsInFlight * kNumTransfers * size_) {
     Workspace& workspace = context.workspace;
     const size_t rounds = std::min(kRoundsInFlight, chunks_.count);
     sent_ = workspace.get(kSentCodes, rounds * size_ * contribution_bytes_);
     received_ = workspace.get(kReceivedCodes, rounds * size_ * contribution_bytes_);
     results_ = workspace.get(kResultCodes, rounds * size_ * result_bytes_);
-    const size_t pass_numel = largest_pass(chunks_.numel, codec.block_numel(), context.stream);
-    sums_ = reinterpret_cast<float*>(workspace.get(kAccumulator, pass_numel * sizeof(float)));
-    if (parts.is_given()) gathered_ = workspace.get(kGathered, pass_numel * item_bytes(dtype));
+    const size_t tile_numel = max_tile_numel(chunks_.numel, codec.block_numel(), context.stream);
+    sums_ = reinterpret_cast<float*>(workspace.get(kAccumulator, tile_numel * sizeof(float)));
+    if (segments.is_given()) gathered_ = workspace.get(kGathered, tile_numel * item_bytes(dtype));
     if (feedback.is_on()) {
-      totals_ = reinterpret_cast<float*>(workspace.get(kTotals, pass_numel * sizeof(float)));
+      totals_ = reinterpret_cast<float*>(workspace.get(kTotals, tile_numel * sizeof(float)));
     }
   }
 
   size_t run() {
-    run_rounds(chunks_.count, *this);
+    run_two_shot(chunks_.count, *this);
     return num_nonfinite_blocks_;
   }
 
@@ -69,13 +68,13 @@ class CompressedAllReduce {
   void take_results(size_t k);
 
  private:
-  enum Lane : size_t { kSendContribution = 0, kRecvContribution, kSendResult, kRecvResult, kNumLanes };
+  enum Transfer : size_t { kSendContribution = 0, kRecvContribution, kSendResult, kRecvResult, kNumTransfers };
 
-  Piece chunk(size_t rank, size_t k) const {
-    return chunk_of(owned_stripe(numel_, context_.team.size(), static_cast<int>(rank), codec_), chunks_.numel, k);
+  Range chunk(size_t rank, size_t k) const {
+    return chunk_of(owned_stripe(numel_, context_.group.size(), static_cast<int>(rank), codec_), chunks_.numel, k);
   }
-  size_t slot(size_t k, Lane lane, size_t peer) const {
-    return (k % kRoundsInFlight * kNumLanes + lane) * size_ + peer;
+  size_t slot(size_t k, Transfer transfer, size_t peer) const {
+    return (k % kRoundsInFlight * kNumTransfers + transfer) * size_ + peer;
   }
   uint8_t* codes(uint8_t* base, size_t k, size_t peer, size_t bytes) const {
     return base + (k % kRoundsInFlight * size_ + peer) * bytes;
@@ -87,13 +86,13 @@ class CompressedAllReduce {
 
   void encode_contribution(size_t k, size_t owner, uint8_t* bytes);
   void encode_with_feedback(DType dtype, const void* values, const void* residual_in, void* residual_out, size_t numel,
-                            uint8_t* bytes, Draws draws);
-  void wait(size_t k, Lane sends, Lane receives, size_t bytes);
+                            uint8_t* bytes, CounterRng rng);
+  void wait(size_t k, Transfer sends, Transfer receives, size_t bytes);
 
   Context& context_;
   const Codec& codec_;
   const Feedback feedback_;
-  const Parts& parts_;
+  const InputSegments& segments_;
   void* const data_;
   const size_t numel_;
   const DType dtype_;
@@ -115,39 +114,39 @@ class CompressedAllReduce {
 };
 
 void CompressedAllReduce::encode_contribution(size_t k, size_t owner, uint8_t* bytes) {
-  const Piece piece = chunk(owner, k);
-  if (piece.numel == 0) return;
-  const EventSpan span(context_.events, EventKind::kEncode, piece.numel * item_bytes(dtype_));
+  const Range range = chunk(owner, k);
+  if (range.numel == 0) return;
+  const EventSpan span(context_.events, EventKind::kEncode, range.numel * item_bytes(dtype_));
   const size_t item = item_bytes(dtype_);
-  for_each_pass(piece.numel, codec_.block_numel(), context_.stream, [&](size_t begin, size_t numel) {
-    const Piece pass{piece.begin + begin, numel};
-    const void* values = parts_.is_given() ? parts_.read(pass, item, gathered_) : at(data_, pass.begin, item);
+  for_each_tile(range.numel, codec_.block_numel(), context_.stream, [&](size_t begin, size_t numel) {
+    const Range tile{range.begin + begin, numel};
+    const void* values = segments_.is_given() ? segments_.read(tile, item, gathered_) : at(data_, tile.begin, item);
     uint8_t* codes = bytes + wire_bytes(begin, sent_dtype_);
-    const Draws draws{derive_key(context_.draw_key, 0), pass.begin};
+    const CounterRng rng{derive_key(context_.rng_key, 0), tile.begin};
     if (!feedback_.is_on()) {
-      num_nonfinite_blocks_ += codec_.encode(values, dtype_, numel, codes, draws, context_.stream);
+      num_nonfinite_blocks_ += codec_.encode(values, dtype_, numel, codes, rng, context_.stream);
       return;
     }
     const size_t residual_item = item_bytes(feedback_.dtype);
-    encode_with_feedback(dtype_, values, at(feedback_.worker_in, pass.begin, residual_item),
-                         at(feedback_.worker_out, pass.begin, residual_item), numel, codes, draws);
+    encode_with_feedback(dtype_, values, at(feedback_.worker_in, tile.begin, residual_item),
+                         at(feedback_.worker_out, tile.begin, residual_item), numel, codes, rng);
   });
 }
 
 // Encodes the values and their residual, and keeps what the codes do not say. `values` may be sums_, whose content is
 // lost.
 void CompressedAllReduce::encode_with_feedback(DType dtype, const void* values, const void* residual_in,
-                                               void* residual_out, size_t numel, uint8_t* bytes, Draws draws) {
+                                               void* residual_out, size_t numel, uint8_t* bytes, CounterRng rng) {
   kernels::cast(feedback_.dtype, residual_in, DType::kF32, totals_, numel, context_.stream);
   kernels::cast_add(dtype, values, totals_, numel, context_.stream);
-  num_nonfinite_blocks_ += codec_.encode(totals_, DType::kF32, numel, bytes, draws, context_.stream);
+  num_nonfinite_blocks_ += codec_.encode(totals_, DType::kF32, numel, bytes, rng, context_.stream);
   codec_.decode(bytes, DType::kF32, numel, sums_, context_.stream);
   kernels::subtract(totals_, sums_, numel, context_.stream);
   kernels::cast(DType::kF32, totals_, feedback_.dtype, residual_out, numel, context_.stream);
 }
 
 // `bytes` is what arrives, for the timeline.
-void CompressedAllReduce::wait(size_t k, Lane sends, Lane receives, size_t bytes) {
+void CompressedAllReduce::wait(size_t k, Transfer sends, Transfer receives, size_t bytes) {
   const EventSpan span(context_.events, EventKind::kWire, bytes);
   requests_.wait_range(slot(k, sends, 0), slot(k, receives, 0) + size_);
 }
@@ -169,34 +168,34 @@ void CompressedAllReduce::post_contributions(size_t k) {
 }
 
 void CompressedAllReduce::reduce(size_t k) {
-  const Piece own = chunk(rank_, k);
+  const Range own = chunk(rank_, k);
   const size_t numel = own.numel;
   wait(k, kSendContribution, kRecvContribution, (size_ - 1) * wire_bytes(numel, sent_dtype_));
   if (numel == 0) return;
   const size_t owned = own.begin - chunk(rank_, 0).begin;
-  const uint64_t draw_key = derive_key(context_.draw_key, 1);
+  const uint64_t rng_key = derive_key(context_.rng_key, 1);
   const int64_t begin_ns = EventLog::now_ns();
   int64_t decoding_ns = 0;
-  for_each_pass(numel, codec_.block_numel(), context_.stream, [&](size_t begin, size_t count) {
-    const int64_t pass_ns = EventLog::now_ns();
+  for_each_tile(numel, codec_.block_numel(), context_.stream, [&](size_t begin, size_t count) {
+    const int64_t tile_ns = EventLog::now_ns();
     std::memset(sums_, 0, count * sizeof(float));
     for (size_t r = 0; r < size_; ++r) {
       const uint8_t* codes = received(k, r) + wire_bytes(begin, sent_dtype_);
       codec_.decode_add(codes, sent_dtype_, count, sums_, context_.stream);
     }
-    if (op_ == ReduceOp::kAvg) kernels::scale(DType::kF32, sums_, 1.0 / context_.team.size(), count, context_.stream);
-    decoding_ns += EventLog::now_ns() - pass_ns;
+    if (op_ == ReduceOp::kAvg) kernels::scale(DType::kF32, sums_, 1.0 / context_.group.size(), count, context_.stream);
+    decoding_ns += EventLog::now_ns() - tile_ns;
     uint8_t* codes = result(k, rank_) + wire_bytes(begin, DType::kF32);
-    const Draws draws{draw_key, own.begin + begin};
+    const CounterRng rng{rng_key, own.begin + begin};
     if (!feedback_.is_on()) {
-      num_nonfinite_blocks_ += codec_.encode(sums_, DType::kF32, count, codes, draws, context_.stream);
+      num_nonfinite_blocks_ += codec_.encode(sums_, DType::kF32, count, codes, rng, context_.stream);
       return;
     }
     const size_t item = item_bytes(feedback_.dtype);
     encode_with_feedback(DType::kF32, sums_, at(feedback_.owner_in, owned + begin, item),
-                         at(feedback_.owner_out, owned + begin, item), count, codes, draws);
+                         at(feedback_.owner_out, owned + begin, item), count, codes, rng);
   });
-  // The passes decode and encode in turns: their sums are recorded, one after the other.
+  // The tiles decode and encode in turns: their sums are recorded, one after the other.
   context_.events.add(EventKind::kDecode, begin_ns, begin_ns + decoding_ns, size_ * wire_bytes(numel, sent_dtype_));
   context_.events.add(EventKind::kEncode, begin_ns + decoding_ns, EventLog::now_ns(), numel * sizeof(float));
 }
@@ -219,16 +218,16 @@ void CompressedAllReduce::take_results(size_t k) {
   }
   wait(k, kSendResult, kRecvResult, bytes);
   for (size_t owner = 0; owner < size_; ++owner) {
-    const Piece piece = chunk(owner, k);
-    if (piece.numel == 0) continue;
-    const EventSpan span(context_.events, EventKind::kDecode, wire_bytes(piece.numel, DType::kF32));
-    void* values = at(data_, piece.begin, item_bytes(dtype_));
+    const Range range = chunk(owner, k);
+    if (range.numel == 0) continue;
+    const EventSpan span(context_.events, EventKind::kDecode, wire_bytes(range.numel, DType::kF32));
+    void* values = at(data_, range.begin, item_bytes(dtype_));
     if (dtype_ == DType::kF32) {
-      codec_.decode(result(k, owner), DType::kF32, piece.numel, values, context_.stream);
+      codec_.decode(result(k, owner), DType::kF32, range.numel, values, context_.stream);
       continue;
     }
     // The f32 sums of the last round have been encoded, so their memory is free.
-    for_each_pass(piece.numel, codec_.block_numel(), context_.stream, [&](size_t begin, size_t numel) {
+    for_each_tile(range.numel, codec_.block_numel(), context_.stream, [&](size_t begin, size_t numel) {
       const uint8_t* codes = result(k, owner) + wire_bytes(begin, DType::kF32);
       codec_.decode(codes, DType::kF32, numel, sums_, context_.stream);
       kernels::cast(DType::kF32, sums_, dtype_, at(values, begin, item_bytes(dtype_)), numel, context_.stream);
@@ -238,13 +237,13 @@ void CompressedAllReduce::take_results(size_t k) {
 
 }  // namespace
 
-Piece owned_stripe(size_t numel, int size, int rank, const Codec& codec) {
-  return piece_of(numel, static_cast<size_t>(size), static_cast<size_t>(rank), codec.block_numel());
+Range owned_stripe(size_t numel, int size, int rank, const Codec& codec) {
+  return partition(numel, static_cast<size_t>(size), static_cast<size_t>(rank), codec.block_numel());
 }
 
 size_t compressed_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, const Codec& codec,
-                             const Feedback& feedback, const Parts& parts) {
-  return CompressedAllReduce(context, data, numel, dtype, op, codec, feedback, parts).run();
+                             const Feedback& feedback, const InputSegments& segments) {
+  return CompressedAllReduce(context, data, numel, dtype, op, codec, feedback, segments).run();
 }
 
 }  // namespace bagua::collectives

@@ -9,9 +9,9 @@ namespace bagua::collectives {
 size_t compressed_all_to_all(Context& context, const void* input, const std::vector<size_t>& input_splits, void* output,
                              const std::vector<size_t>& output_splits, DType dtype, const Codec& codec) {
   require_compressible("all_to_all", codec, dtype);
-  const int size = context.team.size();
+  const int size = context.group.size();
   const size_t item = item_bytes(dtype);
-  require_splits(context.team, input_splits, output_splits);
+  require_splits(context.group, input_splits, output_splits);
   if (size == 1) {
     if (input_splits[0] > 0 && output != input) std::memcpy(output, input, input_splits[0] * item);
     return 0;
@@ -27,10 +27,10 @@ size_t compressed_all_to_all(Context& context, const void* input, const std::vec
   }
   return PairwiseExchange(context, std::move(options)).run([&](size_t, const auto& arrivals) {
     for (const auto& arrival : arrivals) {
-      const Piece piece = arrival.piece;
-      if (piece.numel == 0) continue;
-      const EventSpan span(context.events, EventKind::kDecode, codec.wire_bytes(piece.numel, dtype));
-      codec.decode(arrival.bytes, dtype, piece.numel, at(output, piece.begin, item), context.stream);
+      const Range range = arrival.range;
+      if (range.numel == 0) continue;
+      const EventSpan span(context.events, EventKind::kDecode, codec.wire_bytes(range.numel, dtype));
+      codec.decode(arrival.bytes, dtype, range.numel, at(output, range.begin, item), context.stream);
     }
   });
 }

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "csrc/collectives/algorithms.h"
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
 #include "csrc/collectives/posted_requests.h"
 #include "csrc/collectives/selector.h"
 
@@ -23,12 +23,12 @@ class CompressedChain {
         data_(data),
         numel_(numel),
         dtype_(dtype),
-        size_(context.team.size()),
-        position_((context.team.rank() - root + size_) % size_),
+        size_(context.group.size()),
+        position_((context.group.rank() - root + size_) % size_),
         chunks_(codec_chain_chunks(numel, codec.block_numel())),
         chunk_bytes_(codec.wire_bytes(chunks_.numel, dtype)),
         codes_(context.workspace.get(kReceivedCodes, std::min(kWindow, chunks_.count) * chunk_bytes_)),
-        requests_(context.team, 2 * kWindow) {}
+        requests_(context.group, 2 * kWindow) {}
 
   size_t run() {
     for (size_t k = 0; k < chunks_.count + kChainLookahead; ++k) {
@@ -40,7 +40,7 @@ class CompressedChain {
   }
 
  private:
-  Piece chunk(size_t k) const { return chunk_of({0, numel_}, chunks_.numel, k); }
+  Range chunk(size_t k) const { return chunk_of({0, numel_}, chunks_.numel, k); }
   size_t wire_bytes(size_t k) const { return codec_.wire_bytes(chunk(k).numel, dtype_); }
   uint8_t* codes(size_t k) const { return codes_ + k % kWindow * chunk_bytes_; }
   void* values(size_t k) const { return at(data_, chunk(k).begin, item_bytes(dtype_)); }
@@ -50,12 +50,12 @@ class CompressedChain {
   void obtain(size_t k) {
     requests_.wait(leaving(k));  // of the chunk that had this slot
     if (position_ > 0) {
-      requests_.recv(arriving(k), (context_.team.rank() + size_ - 1) % size_, codes(k), wire_bytes(k));
+      requests_.recv(arriving(k), (context_.group.rank() + size_ - 1) % size_, codes(k), wire_bytes(k));
       return;
     }
     const EventSpan span(context_.events, EventKind::kEncode, chunk(k).numel * item_bytes(dtype_));
-    num_nonfinite_blocks_ += codec_.encode(values(k), dtype_, chunk(k).numel, codes(k),
-                                           {context_.draw_key, chunk(k).begin}, context_.stream);
+    num_nonfinite_blocks_ +=
+        codec_.encode(values(k), dtype_, chunk(k).numel, codes(k), {context_.rng_key, chunk(k).begin}, context_.stream);
   }
 
   void pass_on(size_t k) {
@@ -64,7 +64,7 @@ class CompressedChain {
       requests_.wait(arriving(k));
     }
     if (position_ < size_ - 1) {
-      requests_.send(leaving(k), (context_.team.rank() + 1) % size_, codes(k), wire_bytes(k));
+      requests_.send(leaving(k), (context_.group.rank() + 1) % size_, codes(k), wire_bytes(k));
     }
     const EventSpan span(context_.events, EventKind::kDecode, wire_bytes(k));
     codec_.decode(codes(k), dtype_, chunk(k).numel, values(k), context_.stream);
@@ -88,7 +88,7 @@ class CompressedChain {
 
 size_t compressed_broadcast(Context& context, void* data, size_t numel, DType dtype, int root, const Codec& codec) {
   require_compressible("broadcast", codec, dtype);
-  if (context.team.size() == 1 || numel == 0) return 0;
+  if (context.group.size() == 1 || numel == 0) return 0;
   return CompressedChain(context, data, numel, dtype, root, codec).run();
 }
 

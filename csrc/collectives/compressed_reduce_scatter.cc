@@ -14,7 +14,7 @@ namespace bagua::collectives {
 size_t compressed_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype,
                                  ReduceOp op, const Codec& codec) {
   require_compressible("reduce_scatter", codec, dtype, op);
-  const int size = context.team.size();
+  const int size = context.group.size();
   if (numel == 0) return 0;
   if (size == 1) {
     if (output != input) std::memcpy(output, input, numel * item_bytes(dtype));
@@ -29,15 +29,15 @@ size_t compressed_reduce_scatter(Context& context, const void* input, void* outp
   const size_t sums_bytes = std::min(numel, exchange.chunk_numel()) * sizeof(float);
   auto* sums = reinterpret_cast<float*>(context.workspace.get(kAccumulator, sums_bytes));
   return exchange.run([&](size_t, const auto& arrivals) {
-    const Piece piece = arrivals[0].piece;
+    const Range range = arrivals[0].range;
     const EventSpan span(context.events, EventKind::kDecode,
-                         static_cast<size_t>(size) * codec.wire_bytes(piece.numel, dtype));
-    std::memset(sums, 0, piece.numel * sizeof(float));
+                         static_cast<size_t>(size) * codec.wire_bytes(range.numel, dtype));
+    std::memset(sums, 0, range.numel * sizeof(float));
     for (const auto& arrival : arrivals) {
-      codec.decode_add(arrival.bytes, dtype, piece.numel, sums, context.stream);
+      codec.decode_add(arrival.bytes, dtype, range.numel, sums, context.stream);
     }
-    if (op == ReduceOp::kAvg) kernels::scale(DType::kF32, sums, 1.0 / size, piece.numel, context.stream);
-    kernels::cast(DType::kF32, sums, dtype, at(output, piece.begin, item_bytes(dtype)), piece.numel, context.stream);
+    if (op == ReduceOp::kAvg) kernels::scale(DType::kF32, sums, 1.0 / size, range.numel, context.stream);
+    kernels::cast(DType::kF32, sums, dtype, at(output, range.begin, item_bytes(dtype)), range.numel, context.stream);
   });
 }
 

@@ -20,8 +20,8 @@ class DifferenceRing {
         dtype_(dtype),
         replicas_(replicas),
         codec_(codec),
-        left_((context.team.rank() + context.team.size() - 1) % context.team.size()),
-        right_((context.team.rank() + 1) % context.team.size()),
+        left_((context.group.rank() + context.group.size() - 1) % context.group.size()),
+        right_((context.group.rank() + 1) % context.group.size()),
         exchange_(context, options()) {
     const size_t chunk_numel = std::min(numel, exchange_.chunk_numel());
     difference_ = reinterpret_cast<float*>(context.workspace.get(kTotals, chunk_numel * sizeof(float)));
@@ -38,15 +38,15 @@ class DifferenceRing {
   // neighbours' are taken in, and the weights can be renewed.
   ExchangeOptions options() {
     ExchangeOptions options{data_, DType::kF32, &codec_, {}, {}, /*same_for_all=*/true};
-    options.prepare = [this](Piece chunk) { return difference(chunk); };
+    options.prepare = [this](Range chunk) { return difference(chunk); };
     options.sources.push_back({left_, {0, numel_}});
     if (right_ != left_) options.sources.push_back({right_, {0, numel_}});
-    options.sources.push_back({context_.team.rank(), {0, numel_}});
+    options.sources.push_back({context_.group.rank(), {0, numel_}});
     options.targets = options.sources;
     return options;
   }
 
-  const void* difference(Piece chunk) {
+  const void* difference(Range chunk) {
     kernels::cast(dtype_, at(data_, chunk.begin, item_bytes(dtype_)), DType::kF32, difference_, chunk.numel,
                   context_.stream);
     const void* sources[] = {difference_, replicas_.left + chunk.begin, replicas_.right + chunk.begin,
@@ -57,16 +57,16 @@ class DifferenceRing {
   }
 
   void take(const PairwiseExchange::Arrival& arrival) {
-    const Piece piece = arrival.piece;
-    const EventSpan span(context_.events, EventKind::kDecode, piece.numel * sizeof(float));
-    const bool is_own = arrival.rank == context_.team.rank();
+    const Range range = arrival.range;
+    const EventSpan span(context_.events, EventKind::kDecode, range.numel * sizeof(float));
+    const bool is_own = arrival.rank == context_.group.rank();
     float* const replica = is_own ? replicas_.own : arrival.rank == left_ ? replicas_.left : replicas_.right;
-    codec_.decode_add(arrival.bytes, DType::kF32, piece.numel, replica + piece.begin, context_.stream);
+    codec_.decode_add(arrival.bytes, DType::kF32, range.numel, replica + range.begin, context_.stream);
     if (arrival.rank == right_ && right_ == left_ && replicas_.right != replicas_.left) {
-      codec_.decode_add(arrival.bytes, DType::kF32, piece.numel, replicas_.right + piece.begin, context_.stream);
+      codec_.decode_add(arrival.bytes, DType::kF32, range.numel, replicas_.right + range.begin, context_.stream);
     }
     if (is_own) {
-      kernels::cast(DType::kF32, replica + piece.begin, dtype_, at(data_, piece.begin, item_bytes(dtype_)), piece.numel,
+      kernels::cast(DType::kF32, replica + range.begin, dtype_, at(data_, range.begin, item_bytes(dtype_)), range.numel,
                     context_.stream);
     }
   }
@@ -88,7 +88,7 @@ class DifferenceRing {
 size_t difference_ring_average(Context& context, void* data, size_t numel, DType dtype, const Replicas& replicas,
                                const Codec& codec) {
   require_compressible("difference_ring_average", codec, dtype);
-  if (context.team.size() == 1 || numel == 0) return 0;
+  if (context.group.size() == 1 || numel == 0) return 0;
   return DifferenceRing(context, data, numel, dtype, replicas, codec).run();
 }
 

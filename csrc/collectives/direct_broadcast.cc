@@ -15,28 +15,28 @@ struct RootNote {
   uint64_t is_shared = 0;
 };
 
-bool serve(const Team& team, const void* data, size_t bytes) {
+bool serve(const GroupView& group, const void* data, size_t bytes) {
   RootNote note;
-  if (const auto address = team.address_of(data, bytes)) note = {*address, 1};
-  const auto size = static_cast<size_t>(team.size());
-  PostedRequests requests(team, 2 * size);
-  for (int peer = 0; peer < team.size(); ++peer) {
-    if (peer == team.rank()) continue;
+  if (const auto address = group.address_of(data, bytes)) note = {*address, 1};
+  const auto size = static_cast<size_t>(group.size());
+  PostedRequests requests(group, 2 * size);
+  for (int peer = 0; peer < group.size(); ++peer) {
+    if (peer == group.rank()) continue;
     requests.send(static_cast<size_t>(peer), peer, &note, sizeof note);
     if (note.is_shared != 0) requests.recv_note(size + static_cast<size_t>(peer), peer);
   }
   requests.wait_all();
-  if (note.is_shared != 0) team.count_moved((size - 1) * bytes, 0);
+  if (note.is_shared != 0) group.count_moved((size - 1) * bytes, 0);
   return note.is_shared != 0;
 }
 
-bool fetch(const Team& team, void* data, size_t bytes, int root) {
+bool fetch(const GroupView& group, void* data, size_t bytes, int root) {
   RootNote note;
-  team.recv(root, &note, sizeof note);
+  group.recv(root, &note, sizeof note);
   if (note.is_shared == 0) return false;
-  std::memcpy(data, team.resolve(root, note.address, bytes), bytes);
-  team.count_moved(0, bytes);
-  team.send(root, nullptr, 0);
+  std::memcpy(data, group.resolve(root, note.address, bytes), bytes);
+  group.count_moved(0, bytes);
+  group.send(root, nullptr, 0);
   return true;
 }
 
@@ -44,8 +44,8 @@ bool fetch(const Team& team, void* data, size_t bytes, int root) {
 
 bool direct_broadcast(Context& context, void* data, size_t bytes, int root) {
   if (bytes == 0) return true;
-  if (context.team.rank() == root) return serve(context.team, data, bytes);
-  return fetch(context.team, data, bytes, root);
+  if (context.group.rank() == root) return serve(context.group, data, bytes);
+  return fetch(context.group, data, bytes, root);
 }
 
 }  // namespace bagua::collectives

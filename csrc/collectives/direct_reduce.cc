@@ -3,7 +3,7 @@
 // As direct_all_reduce.cc, but every rank writes the stripe that it has reduced to the root only. Steps: one
 // exchange of addresses, the reduction, a barrier. Bytes through memory per rank: B read, B/n written.
 #include "csrc/collectives/algorithms.h"
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
 #include "csrc/collectives/shared_buffers.h"
 #include "csrc/kernels/reduce.h"
 
@@ -11,23 +11,23 @@ namespace bagua::collectives {
 
 bool direct_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root) {
   if (numel == 0) return true;
-  const Team& team = context.team;
-  const auto size = static_cast<size_t>(team.size());
+  const GroupView& group = context.group;
+  const auto size = static_cast<size_t>(group.size());
   const size_t item = item_bytes(dtype);
   const SharedBuffers shared = exchange_buffers(context, data, numel * item, nullptr, 0);
   if (shared.sharing == Sharing::kNone) return false;
-  const Piece mine = piece_of(numel, size, static_cast<size_t>(team.rank()), 64 / item);
+  const Range mine = partition(numel, size, static_cast<size_t>(group.rank()), 64 / item);
   for (size_t r = 0; r < size; ++r) shared.sources[r] = at(shared.at[r], mine.begin, item);
   void* destination = at(shared.at[root], mine.begin, item);
   {
     const EventSpan span(context.events, EventKind::kReduce, mine.numel * item);
-    kernels::reduce_many(op, dtype, shared.sources, team.size(), &destination, 1, mine.numel, context.stream);
+    kernels::reduce_many(op, dtype, shared.sources, group.size(), &destination, 1, mine.numel, context.stream);
   }
   // Of this rank's buffer the peers have read their stripes; its own stripe's result went to the root.
-  const bool is_root = team.rank() == root;
+  const bool is_root = group.rank() == root;
   const size_t others = numel - mine.numel;
-  team.count_moved((others + (is_root ? 0 : mine.numel)) * item,
-                   (mine.numel * (size - 1) + (is_root ? others : 0)) * item);
+  group.count_moved((others + (is_root ? 0 : mine.numel)) * item,
+                    (mine.numel * (size - 1) + (is_root ? others : 0)) * item);
   barrier(context);
   return true;
 }

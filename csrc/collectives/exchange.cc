@@ -14,14 +14,15 @@ PairwiseExchange::PairwiseExchange(Context& context, ExchangeOptions options)
                 : options_.same_for_all                               ? 1
                                                                       : options_.targets.size()),
       chunk_numel_(
-          exchange_chunk_numel(options_.codec == nullptr ? 1 : options_.codec->block_numel(), context.team.size())),
-      requests_(context.team, kInFlight * (options_.targets.size() + options_.sources.size())) {
-  const auto num_awaited = std::count_if(options_.sources.begin(), options_.sources.end(),
-                                         [this](const Part& part) { return !is_own(part) && part.piece.numel > 0; });
-  if (num_awaited < context.team.size() - 1) context.events.set_waits_for_some();
+          exchange_chunk_numel(options_.codec == nullptr ? 1 : options_.codec->block_numel(), context.group.size())),
+      requests_(context.group, kInFlight * (options_.targets.size() + options_.sources.size())) {
+  const auto num_awaited =
+      std::count_if(options_.sources.begin(), options_.sources.end(),
+                    [this](const PeerRange& source) { return !is_own(source) && source.range.numel > 0; });
+  if (num_awaited < context.group.size() - 1) context.events.set_waits_for_some();
   size_t longest = 0;
-  for (const Part& part : options_.targets) longest = std::max(longest, part.piece.numel);
-  for (const Part& part : options_.sources) longest = std::max(longest, part.piece.numel);
+  for (const PeerRange& target : options_.targets) longest = std::max(longest, target.range.numel);
+  for (const PeerRange& source : options_.sources) longest = std::max(longest, source.range.numel);
   num_rounds_ = divide_up(longest, chunk_numel_);
   slot_bytes_ = wire_bytes(std::min(longest, chunk_numel_));
   const size_t in_flight = std::min(kInFlight, num_rounds_);
@@ -52,15 +53,15 @@ size_t PairwiseExchange::request(size_t k, size_t index) const {
 void PairwiseExchange::post(size_t k) {
   const size_t num_sources = options_.sources.size();
   for (size_t s = 0; s < num_sources; ++s) {
-    const Part& source = options_.sources[s];
+    const PeerRange& source = options_.sources[s];
     if (is_own(source)) continue;
     requests_.recv(request(k, s), source.rank, received(k, s), wire_bytes(chunk(source, k).numel));
   }
   if (options_.same_for_all && num_sent_ > 0) {
-    encode(options_.targets[0].piece, chunk(options_.targets[0], k), sent(k, 0));
+    encode(options_.targets[0].range, chunk(options_.targets[0], k), sent(k, 0));
   }
   for (size_t t = 0; t < options_.targets.size(); ++t) {
-    const Part& target = options_.targets[t];
+    const PeerRange& target = options_.targets[t];
     const void* bytes = outgoing(k, t);
     if (is_own(target)) continue;
     requests_.send(request(k, num_sources + t), target.rank, bytes, wire_bytes(chunk(target, k).numel));
@@ -69,24 +70,24 @@ void PairwiseExchange::post(size_t k) {
 
 // What the target is sent; encodes it unless that has been done.
 const void* PairwiseExchange::outgoing(size_t k, size_t target) {
-  const Piece piece = chunk(options_.targets[target], k);
-  if (options_.codec == nullptr) return at(options_.input, piece.begin, item_bytes(options_.dtype));
-  if (!options_.same_for_all) encode(options_.targets[target].piece, piece, sent(k, target));
+  const Range range = chunk(options_.targets[target], k);
+  if (options_.codec == nullptr) return at(options_.input, range.begin, item_bytes(options_.dtype));
+  if (!options_.same_for_all) encode(options_.targets[target].range, range, sent(k, target));
   return sent(k, target);
 }
 
-void PairwiseExchange::encode(Piece piece, Piece chunk, uint8_t* bytes) {
+void PairwiseExchange::encode(Range range, Range chunk, uint8_t* bytes) {
   if (chunk.numel == 0) return;
   const size_t item = item_bytes(options_.dtype);
   const EventSpan span(context_.events, EventKind::kEncode, chunk.numel * item);
   const void* values = options_.prepare ? options_.prepare(chunk) : at(options_.input, chunk.begin, item);
-  const Draws draws{derive_key(context_.draw_key, piece.begin), chunk.begin - piece.begin};
-  num_nonfinite_blocks_ += options_.codec->encode(values, options_.dtype, chunk.numel, bytes, draws, context_.stream);
+  const CounterRng rng{derive_key(context_.rng_key, range.begin), chunk.begin - range.begin};
+  num_nonfinite_blocks_ += options_.codec->encode(values, options_.dtype, chunk.numel, bytes, rng, context_.stream);
 }
 
 void PairwiseExchange::wait(size_t k) {
   size_t bytes = 0;
-  for (const Part& source : options_.sources) bytes += is_own(source) ? 0 : wire_bytes(chunk(source, k).numel);
+  for (const PeerRange& source : options_.sources) bytes += is_own(source) ? 0 : wire_bytes(chunk(source, k).numel);
   const EventSpan span(context_.events, EventKind::kWire, bytes);
   requests_.wait_range(request(k, 0), request(k, options_.sources.size() + options_.targets.size()));
 }
@@ -94,7 +95,7 @@ void PairwiseExchange::wait(size_t k) {
 const std::vector<PairwiseExchange::Arrival>& PairwiseExchange::arrivals(size_t k) {
   arrivals_.clear();
   for (size_t s = 0; s < options_.sources.size(); ++s) {
-    const Part& source = options_.sources[s];
+    const PeerRange& source = options_.sources[s];
     const uint8_t* bytes = received(k, s);
     if (is_own(source)) {
       size_t t = 0;

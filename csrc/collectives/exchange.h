@@ -11,33 +11,33 @@
 #include <vector>
 
 #include "csrc/collectives/algorithms.h"
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
 #include "csrc/collectives/posted_requests.h"
 
 namespace bagua::collectives {
 
 struct ExchangeOptions {
-  struct Part {
+  struct PeerRange {
     int rank;
-    Piece piece;
+    Range range;
   };
   const void* input = nullptr;
   DType dtype = DType::kF32;
   const Codec* codec = nullptr;  // null: values travel as they are, straight from `input`
-  // Elements `piece` of `input` go to `rank`; that many come from `rank`. With a codec the own rank may be in both:
+  // Elements `range` of `input` go to `rank`; that many come from `rank`. With a codec the own rank may be in both:
   // its part then passes through the codec too, but through no channel.
-  std::vector<Part> targets;
-  std::vector<Part> sources;
-  bool same_for_all = false;  // all targets get the same piece, which is encoded once
+  std::vector<PeerRange> targets;
+  std::vector<PeerRange> sources;
+  bool same_for_all = false;  // all targets get the same range, which is encoded once
   // Where set, the values to encode: called once per chunk of `input`, which it may read; valid until the next call.
-  std::function<const void*(Piece chunk)> prepare = {};
+  std::function<const void*(Range chunk)> prepare = {};
 };
 
 class PairwiseExchange {
  public:
   struct Arrival {
     int rank;
-    Piece piece;           // the chunk, inside the source's piece
+    Range range;           // the chunk, inside the source's range
     const uint8_t* bytes;  // valid until the next round
   };
 
@@ -61,17 +61,17 @@ class PairwiseExchange {
 
  private:
   static constexpr size_t kInFlight = 2;
-  using Part = ExchangeOptions::Part;
+  using PeerRange = ExchangeOptions::PeerRange;
 
-  bool is_own(const Part& part) const { return part.rank == context_.team.rank(); }
-  Piece chunk(const Part& part, size_t k) const { return chunk_of(part.piece, chunk_numel_, k); }
+  bool is_own(const PeerRange& one) const { return one.rank == context_.group.rank(); }
+  Range chunk(const PeerRange& one, size_t k) const { return chunk_of(one.range, chunk_numel_, k); }
   size_t wire_bytes(size_t numel) const;
   uint8_t* sent(size_t k, size_t target) const;
   uint8_t* received(size_t k, size_t source) const;
   size_t request(size_t k, size_t index) const;
   void post(size_t k);
   const void* outgoing(size_t k, size_t target);
-  void encode(Piece piece, Piece chunk, uint8_t* bytes);  // a chunk of the piece
+  void encode(Range range, Range chunk, uint8_t* bytes);  // a chunk of the range
   void wait(size_t k);
   const std::vector<Arrival>& arrivals(size_t k);
 

@@ -9,22 +9,22 @@
 namespace bagua::collectives {
 
 void gather(Context& context, const void* input, void* output, size_t bytes, int root) {
-  const Team& team = context.team;
+  const GroupView& group = context.group;
   if (bytes == 0) return;
-  if (team.rank() != root) {
-    team.send(root, input, bytes);
+  if (group.rank() != root) {
+    group.send(root, input, bytes);
     return;
   }
-  PostedRequests requests(team, kPairwiseWindow);
-  for (int peer = 0; peer < team.size(); ++peer) {
-    uint8_t* place = at(output, static_cast<size_t>(peer) * bytes, 1);
+  PostedRequests requests(group, kPairwiseWindow);
+  for (int peer = 0; peer < group.size(); ++peer) {
+    uint8_t* block = at(output, static_cast<size_t>(peer) * bytes, 1);
     if (peer == root) {
-      if (place != input) std::memcpy(place, input, bytes);
+      if (block != input) std::memcpy(block, input, bytes);
       continue;
     }
     const size_t slot = static_cast<size_t>(peer) % kPairwiseWindow;
     requests.wait(slot);
-    requests.recv(slot, peer, place, bytes);
+    requests.recv(slot, peer, block, bytes);
   }
   requests.wait_all();
 }

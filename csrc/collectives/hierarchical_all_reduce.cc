@@ -12,29 +12,34 @@
 namespace bagua::collectives {
 
 Context among(Context& context, const std::vector<int>& members) {
-  return {Team(context.team, members), context.workspace, context.events, context.stream,
-          context.thresholds,          context.draw_key};
+  return {GroupView(context.group, members),
+          context.workspace,
+          context.events,
+          context.stream,
+          context.thresholds,
+          context.rng_key};
 }
 
 size_t hierarchical_all_reduce(Context& context, const Hierarchy& hierarchy, void* data, size_t numel, DType dtype,
-                               ReduceOp op, const Codec* codec, const Feedback& feedback, const Parts& parts) {
+                               ReduceOp op, const Codec* codec, const Feedback& feedback,
+                               const InputSegments& segments) {
   require_defined("all_reduce", op, dtype);
   if (codec != nullptr) require_compressible("all_reduce", *codec, dtype, op);
-  parts.copy_to(data, numel, item_bytes(dtype));
+  segments.copy_to(data, numel, item_bytes(dtype));
   if (hierarchy.leaders.size() == 1) return all_reduce(context, data, numel, dtype, op, nullptr);
   const bool averages = op == ReduceOp::kAvg;
   const bool is_half = dtype == DType::kF16 || dtype == DType::kBF16;
   const ReduceOp inside = averages && !is_half ? ReduceOp::kSum : op;
   // Sums of f32 go into a codec divided: one of 16 bits has not their range.
   const bool divides_first = averages && !is_half && codec != nullptr;
-  const double num_ranks = context.team.size();
+  const double num_ranks = context.group.size();
   size_t num_nonfinite_blocks = 0;
 
   Context node = among(context, hierarchy.node);
   reduce(node, data, numel, dtype, inside, 0);
-  if (node.team.rank() == 0) {
+  if (node.group.rank() == 0) {
     if (divides_first) kernels::scale(dtype, data, 1.0 / num_ranks, numel, context.stream);
-    if (averages && is_half) kernels::scale(dtype, data, node.team.size() / num_ranks, numel, context.stream);
+    if (averages && is_half) kernels::scale(dtype, data, node.group.size() / num_ranks, numel, context.stream);
     Context leaders = among(context, hierarchy.leaders);
     num_nonfinite_blocks = all_reduce(leaders, data, numel, dtype, averages ? ReduceOp::kSum : op, codec, feedback);
     if (averages && !is_half && !divides_first) kernels::scale(dtype, data, 1.0 / num_ranks, numel, context.stream);

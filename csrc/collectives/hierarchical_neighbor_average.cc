@@ -12,26 +12,26 @@ namespace bagua::collectives {
 
 size_t hierarchical_neighbor_average(Context& context, const Hierarchy& hierarchy, int smallest_node, void* data,
                                      size_t numel, DType dtype, std::vector<Neighbor> neighbors, const Codec* codec,
-                                     const Parts& parts) {
+                                     const InputSegments& segments) {
   require_average(dtype, codec);
-  parts.copy_to(data, numel, item_bytes(dtype));
+  segments.copy_to(data, numel, item_bytes(dtype));
   if (is_mean_of_all(neighbors, static_cast<int>(hierarchy.leaders.size())) || hierarchy.leaders.size() == 1) {
     return hierarchical_all_reduce(context, hierarchy, data, numel, dtype, ReduceOp::kAvg, codec);
   }
   Context node = among(context, hierarchy.node);
   reduce(node, data, numel, dtype, ReduceOp::kAvg, 0);
   size_t num_nonfinite_blocks = 0;
-  if (node.team.rank() == 0 && numel > 0) {
+  if (node.group.rank() == 0 && numel > 0) {
     Context leaders = among(context, hierarchy.leaders);
-    const double share = static_cast<double>(smallest_node) / node.team.size();
+    const double share = static_cast<double>(smallest_node) / node.group.size();
     double rest = 1.0;
     for (Neighbor& neighbor : neighbors) {
-      if (neighbor.rank == leaders.team.rank()) continue;
+      if (neighbor.rank == leaders.group.rank()) continue;
       neighbor.weight *= share;
       rest -= neighbor.weight;
     }
     for (Neighbor& neighbor : neighbors) {
-      if (neighbor.rank == leaders.team.rank()) neighbor.weight = rest;
+      if (neighbor.rank == leaders.group.rank()) neighbor.weight = rest;
     }
     num_nonfinite_blocks = exchange_average(leaders, data, numel, dtype, neighbors, codec);
   }

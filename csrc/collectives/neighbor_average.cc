@@ -29,7 +29,7 @@ class NeighborAverage {
         exchange_(context, options(neighbors)) {
     for (const Neighbor& neighbor : neighbors) {
       if (neighbor.weight == 0 && !neighbor.is_source) continue;  // only sent to
-      is_own_.push_back(neighbor.rank == context.team.rank());
+      is_own_.push_back(neighbor.rank == context.group.rank());
       weights_.push_back(neighbor.weight);
     }
     // Decoded values of every source and the widened own ones.
@@ -55,19 +55,19 @@ class NeighborAverage {
   }
 
   void average(size_t k, const std::vector<PairwiseExchange::Arrival>& arrivals) {
-    const Piece piece = chunk_of({0, numel_}, exchange_.chunk_numel(), k);
-    void* own = at(data_, piece.begin, item_bytes(dtype_));
+    const Range range = chunk_of({0, numel_}, exchange_.chunk_numel(), k);
+    void* own = at(data_, range.begin, item_bytes(dtype_));
     const EventSpan span(context_.events, codec_ != nullptr ? EventKind::kDecode : EventKind::kReduce,
-                         arrivals.size() * piece.numel * item_bytes(dtype_));
+                         arrivals.size() * range.numel * item_bytes(dtype_));
     sources_.clear();
     auto arrival = arrivals.begin();
     for (size_t s = 0; s < weights_.size(); ++s) {
-      sources_.push_back(is_own_[s] ? own_values(own, s, piece.numel) : values_of((arrival++)->bytes, s, piece.numel));
+      sources_.push_back(is_own_[s] ? own_values(own, s, range.numel) : values_of((arrival++)->bytes, s, range.numel));
     }
     void* result = sum_dtype_ == dtype_ ? own : decoded(0);
     kernels::weighted_sum(sum_dtype_, sources_.data(), weights_.data(), static_cast<int>(weights_.size()), result,
-                          piece.numel, context_.stream);
-    if (result != own) kernels::cast(sum_dtype_, result, dtype_, own, piece.numel, context_.stream);
+                          range.numel, context_.stream);
+    if (result != own) kernels::cast(sum_dtype_, result, dtype_, own, range.numel, context_.stream);
   }
 
   float* decoded(size_t s) const { return decoded_ + s * std::min(numel_, exchange_.chunk_numel()); }
@@ -123,10 +123,10 @@ size_t exchange_average(Context& context, void* data, size_t numel, DType dtype,
 }
 
 size_t neighbor_average(Context& context, void* data, size_t numel, DType dtype, const std::vector<Neighbor>& neighbors,
-                        const Codec* codec, const Parts& parts) {
+                        const Codec* codec, const InputSegments& segments) {
   require_average(dtype, codec);
-  parts.copy_to(data, numel, item_bytes(dtype));
-  const int size = context.team.size();
+  segments.copy_to(data, numel, item_bytes(dtype));
+  const int size = context.group.size();
   if (size == 1 || numel == 0) return 0;
   if (codec == nullptr && is_mean_of_all(neighbors, size)) {
     return all_reduce(context, data, numel, dtype, ReduceOp::kAvg, nullptr);

@@ -1,8 +1,8 @@
 // PostedRequests: the sends and receives that an algorithm has under way, in numbered slots that it uses
 // again and again. If an exception leaves the algorithm while some are not done, the destructor withdraws
-// them (Mesh::cancel), so that no channel keeps a pointer into a dead stack frame or a freed buffer.
+// them (Communicator::cancel), so that no channel keeps a pointer into a dead stack frame or a freed buffer.
 //
-// An idle slot counts as done, so waiting for a slot that was not used (an empty piece) is a no-op. Empty
+// An idle slot counts as done, so waiting for a slot that was not used (an empty range) is a no-op. Empty
 // messages are not sent, since both ends know the size; a note is a message without bytes that is sent.
 #pragma once
 
@@ -10,13 +10,13 @@
 #include <exception>
 #include <memory>
 
-#include "csrc/transport/team.h"
+#include "csrc/communicator/group_view.h"
 
 namespace bagua::collectives {
 
 class PostedRequests {
  public:
-  PostedRequests(const Team& team, size_t num_slots) : team_(team), num_slots_(num_slots), requests_(inline_) {
+  PostedRequests(const GroupView& group, size_t num_slots) : group_(group), num_slots_(num_slots), requests_(inline_) {
     if (num_slots > kNumInline) {
       large_ = std::make_unique<Request[]>(num_slots);
       requests_ = large_.get();
@@ -26,22 +26,22 @@ class PostedRequests {
   ~PostedRequests() {
     if (all_done()) return;
     assert(std::uncaught_exceptions() > 0 && "an algorithm returned before its messages were done");
-    team_.cancel();
+    group_.cancel();
   }
   PostedRequests(const PostedRequests&) = delete;
   PostedRequests& operator=(const PostedRequests&) = delete;
 
   void send(size_t slot, int peer, const void* data, size_t bytes) {
-    if (bytes > 0) team_.post_send(peer, data, bytes, claim(slot));
+    if (bytes > 0) group_.post_send(peer, data, bytes, claim(slot));
   }
   void recv(size_t slot, int peer, void* data, size_t bytes) {
-    if (bytes > 0) team_.post_recv(peer, data, bytes, claim(slot));
+    if (bytes > 0) group_.post_recv(peer, data, bytes, claim(slot));
   }
-  void send_note(size_t slot, int peer) { team_.post_send(peer, nullptr, 0, claim(slot)); }
-  void recv_note(size_t slot, int peer) { team_.post_recv(peer, nullptr, 0, claim(slot)); }
+  void send_note(size_t slot, int peer) { group_.post_send(peer, nullptr, 0, claim(slot)); }
+  void recv_note(size_t slot, int peer) { group_.post_recv(peer, nullptr, 0, claim(slot)); }
 
   void wait(size_t slot) {
-    if (!requests_[slot].done.load(std::memory_order_acquire)) team_.wait(requests_[slot]);
+    if (!requests_[slot].done.load(std::memory_order_acquire)) group_.wait(requests_[slot]);
   }
   void wait_range(size_t begin, size_t end) {
     for (size_t slot = begin; slot < end; ++slot) wait(slot);
@@ -62,7 +62,7 @@ class PostedRequests {
     return true;
   }
 
-  const Team& team_;
+  const GroupView& group_;
   const size_t num_slots_;
   Request inline_[kNumInline];
   std::unique_ptr<Request[]> large_;

@@ -34,27 +34,27 @@ struct Doubling {
   }
 
   void exchange(int partner) {
-    PostedRequests requests(context.team, 2);
+    PostedRequests requests(context.group, 2);
     requests.recv(0, partner, received, bytes());
     requests.send(1, partner, values, bytes());
     requests.wait_all();
-    combine(context.team.rank() < partner);
+    combine(context.group.rank() < partner);
   }
 
   void run() {
-    const Team& team = context.team;
-    const int rank = team.rank();
+    const GroupView& group = context.group;
+    const int rank = group.rank();
     int power = 1;
-    while (2 * power <= team.size()) power *= 2;
-    const int num_folded = team.size() - power;
+    while (2 * power <= group.size()) power *= 2;
+    const int num_folded = group.size() - power;
     const bool is_folded = rank < 2 * num_folded;
     if (is_folded && rank % 2 == 0) {
-      team.send(rank + 1, values, bytes());
-      team.recv(rank + 1, values, bytes());
+      group.send(rank + 1, values, bytes());
+      group.recv(rank + 1, values, bytes());
       return;
     }
     if (is_folded) {
-      team.recv(rank - 1, received, bytes());
+      group.recv(rank - 1, received, bytes());
       combine(false);
     }
     const int position = is_folded ? rank / 2 : rank - num_folded;
@@ -62,7 +62,7 @@ struct Doubling {
       const int partner = position ^ distance;
       exchange(partner < num_folded ? 2 * partner + 1 : partner + num_folded);
     }
-    if (is_folded) team.send(rank - 1, values, bytes());
+    if (is_folded) group.send(rank - 1, values, bytes());
   }
 };
 
@@ -81,7 +81,7 @@ void recursive_doubling_all_reduce(Context& context, void* data, size_t numel, D
   void* received = context.workspace.get(kReceived, bytes);
   const ReduceOp step = op == ReduceOp::kAvg ? ReduceOp::kSum : op;
   Doubling{context, values, received, numel, wire, step}.run();
-  if (op == ReduceOp::kAvg) kernels::scale(wire, values, 1.0 / context.team.size(), numel, context.stream);
+  if (op == ReduceOp::kAvg) kernels::scale(wire, values, 1.0 / context.group.size(), numel, context.stream);
   if (is_half) kernels::cast(wire, values, dtype, data, numel, context.stream);
 }
 

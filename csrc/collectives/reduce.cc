@@ -15,7 +15,7 @@ namespace bagua::collectives {
 
 void tree_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root) {
   if (numel == 0) return;
-  const Team& team = context.team;
+  const GroupView& group = context.group;
   const bool is_half = dtype == DType::kF16 || dtype == DType::kBF16;
   const DType wire = is_half ? DType::kF32 : dtype;
   const size_t bytes = numel * item_bytes(wire);
@@ -26,15 +26,15 @@ void tree_reduce(Context& context, void* data, size_t numel, DType dtype, Reduce
   } else {
     std::memcpy(values, data, bytes);
   }
-  const int size = team.size();
-  const int relative = (team.rank() - root + size) % size;
+  const int size = group.size();
+  const int relative = (group.rank() - root + size) % size;
   for (int distance = 1; distance < size; distance *= 2) {
     if (relative & distance) {
-      team.send((team.rank() - distance + size) % size, values, bytes);
+      group.send((group.rank() - distance + size) % size, values, bytes);
       return;
     }
     if (relative + distance >= size) continue;
-    team.recv((team.rank() + distance) % size, received, bytes);
+    group.recv((group.rank() + distance) % size, received, bytes);
     const ReduceOp combine = op == ReduceOp::kAvg ? ReduceOp::kSum : op;
     kernels::reduce_into(combine, wire, values, received, numel, context.stream);
   }
@@ -52,7 +52,7 @@ void stripes_reduce(Context& context, void* data, size_t numel, DType dtype, Red
   options.numel = numel;
   options.dtype = dtype;
   options.op = op;
-  options.results = context.team.rank() == root ? data : nullptr;
+  options.results = context.group.rank() == root ? data : nullptr;
   options.receivers = StripesOptions::Receivers::kRoot;
   options.root = root;
   StripeReduction(context, options).run();
@@ -60,10 +60,10 @@ void stripes_reduce(Context& context, void* data, size_t numel, DType dtype, Red
 
 void reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root) {
   require_defined("reduce", op, dtype);
-  const int size = context.team.size();
+  const int size = context.group.size();
   if (size == 1 || numel == 0) return;
   const size_t bytes = numel * item_bytes(dtype);
-  bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.team.all_share_memory();
+  bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.group.all_share_memory();
   if (select_reduce(context.thresholds, bytes, shared_memory) == ReduceAlgorithm::kDirect) {
     if (direct_reduce(context, data, numel, dtype, op, root)) return;
     shared_memory = false;

@@ -10,7 +10,7 @@ namespace bagua::collectives {
 void stripes_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op) {
   StripesOptions options;
   options.input = input;
-  options.numel = numel * static_cast<size_t>(context.team.size());
+  options.numel = numel * static_cast<size_t>(context.group.size());
   options.dtype = dtype;
   options.op = op;
   options.own_result = output;
@@ -21,13 +21,13 @@ void stripes_reduce_scatter(Context& context, const void* input, void* output, s
 void reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op) {
   require_defined("reduce_scatter", op, dtype);
   if (numel == 0) return;
-  const int size = context.team.size();
+  const int size = context.group.size();
   const size_t bytes = numel * item_bytes(dtype);
   if (size == 1) {
     if (output != input) std::memcpy(output, input, bytes);
     return;
   }
-  bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.team.all_share_memory();
+  bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.group.all_share_memory();
   if (select_reduce_scatter(context.thresholds, bytes, dtype, size, shared_memory) == ReduceScatterAlgorithm::kDirect) {
     if (direct_reduce_scatter(context, input, output, numel, dtype, op)) return;
     shared_memory = false;

@@ -24,11 +24,11 @@ struct MutableBytes {
 // posted; received(item), called in order once the item has arrived and the outgoing item of the same number
 // has left.
 template <typename Stages>
-void run_ring(const Team& team, size_t num_items, size_t lookahead, Stages& stages) {
-  const int right = (team.rank() + 1) % team.size();
-  const int left = (team.rank() + team.size() - 1) % team.size();
+void run_ring(const GroupView& group, size_t num_items, size_t lookahead, Stages& stages) {
+  const int right = (group.rank() + 1) % group.size();
+  const int left = (group.rank() + group.size() - 1) % group.size();
   const size_t window = lookahead + 1;
-  PostedRequests requests(team, 2 * window);
+  PostedRequests requests(group, 2 * window);
   for (size_t k = 0; k < num_items + lookahead; ++k) {
     if (k < num_items) {
       const size_t slot = 2 * (k % window);
@@ -46,9 +46,9 @@ void run_ring(const Team& team, size_t num_items, size_t lookahead, Stages& stag
 }
 
 // Rank arithmetic around the ring; |distance| < size.
-inline size_t ring_block(const Team& team, size_t distance_left) {
-  const auto size = static_cast<size_t>(team.size());
-  return (static_cast<size_t>(team.rank()) + size - distance_left % size) % size;
+inline size_t ring_block(const GroupView& group, size_t distance_left) {
+  const auto size = static_cast<size_t>(group.size());
+  return (static_cast<size_t>(group.rank()) + size - distance_left % size) % size;
 }
 
 }  // namespace bagua::collectives

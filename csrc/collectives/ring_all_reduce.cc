@@ -8,7 +8,7 @@
 // Bit-equal on all ranks because each element is reduced along one path and the result is copied. Workspace:
 // lookahead + 1 chunks.
 #include "csrc/collectives/algorithms.h"
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
 #include "csrc/collectives/ring.h"
 #include "csrc/collectives/selector.h"
 #include "csrc/kernels/reduce.h"
@@ -27,33 +27,33 @@ struct AllReduceStages {
   uint8_t* received_chunks;
 
   size_t item() const { return item_bytes(dtype); }
-  size_t num_blocks() const { return static_cast<size_t>(context.team.size()); }
+  size_t num_blocks() const { return static_cast<size_t>(context.group.size()); }
   size_t step(size_t k) const { return k / chunks.count; }
   bool reduces(size_t k) const { return step(k) < num_blocks() - 1; }
   uint8_t* slot(size_t k) const { return at(received_chunks, k % window * chunks.numel, item()); }
 
-  Piece chunk(size_t distance_left, size_t k) const {
-    const Piece block = piece_of(numel, num_blocks(), ring_block(context.team, distance_left));
+  Range chunk(size_t distance_left, size_t k) const {
+    const Range block = partition(numel, num_blocks(), ring_block(context.group, distance_left));
     return chunk_of(block, chunks.numel, k % chunks.count);
   }
 
   MutableBytes receive_into(size_t k) const {
-    const Piece piece = chunk(step(k) + 1, k);
+    const Range range = chunk(step(k) + 1, k);
     // A result replaces values that left this rank a whole round of the ring ago, which run_ring has waited for.
-    return {reduces(k) ? slot(k) : at(data, piece.begin, item()), piece.numel * item()};
+    return {reduces(k) ? slot(k) : at(data, range.begin, item()), range.numel * item()};
   }
   ConstBytes send_from(size_t k) const {
-    const Piece piece = chunk(step(k), k);
-    return {at(data, piece.begin, item()), piece.numel * item()};
+    const Range range = chunk(step(k), k);
+    return {at(data, range.begin, item()), range.numel * item()};
   }
   void received(size_t k) const {
     if (!reduces(k)) return;
-    const Piece piece = chunk(step(k) + 1, k);
-    void* values = at(data, piece.begin, item());
-    kernels::reduce_into(op, dtype, values, slot(k), piece.numel, context.stream);
+    const Range range = chunk(step(k) + 1, k);
+    void* values = at(data, range.begin, item());
+    kernels::reduce_into(op, dtype, values, slot(k), range.numel, context.stream);
     const bool is_complete = step(k) + 2 == num_blocks();
     if (is_complete && op == ReduceOp::kAvg) {
-      kernels::scale(dtype, values, 1.0 / context.team.size(), piece.numel, context.stream);
+      kernels::scale(dtype, values, 1.0 / context.group.size(), range.numel, context.stream);
     }
   }
 };
@@ -62,12 +62,12 @@ struct AllReduceStages {
 
 void ring_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op) {
   if (numel == 0) return;
-  const auto size = static_cast<size_t>(context.team.size());
-  const Chunks chunks = ring_chunks(piece_of(numel, size, 0).numel, item_bytes(dtype));
+  const auto size = static_cast<size_t>(context.group.size());
+  const Chunks chunks = ring_chunks(partition(numel, size, 0).numel, item_bytes(dtype));
   const size_t lookahead = std::min(kRingLookahead, chunks.count - 1);
   uint8_t* slots = context.workspace.get(kReceived, (lookahead + 1) * chunks.numel * item_bytes(dtype));
   AllReduceStages stages{context, data, numel, dtype, op, chunks, lookahead + 1, slots};
-  run_ring(context.team, 2 * (size - 1) * chunks.count, lookahead, stages);
+  run_ring(context.group, 2 * (size - 1) * chunks.count, lookahead, stages);
 }
 
 }  // namespace bagua::collectives

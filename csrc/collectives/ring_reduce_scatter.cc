@@ -5,7 +5,7 @@
 // takes the place of what was received and leaves from there: `output` is written once, by the last step, which has
 // read the own block's chunk by then. It may therefore be that block. Workspace: 2 * (lookahead + 1) chunks.
 #include "csrc/collectives/algorithms.h"
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
 #include "csrc/collectives/ring.h"
 #include "csrc/collectives/selector.h"
 #include "csrc/kernels/reduce.h"
@@ -25,14 +25,14 @@ struct ReduceScatterStages {
   uint8_t* sums;  // one window is being sent while the next one arrives
 
   size_t item() const { return item_bytes(dtype); }
-  size_t num_steps() const { return static_cast<size_t>(context.team.size() - 1); }
+  size_t num_steps() const { return static_cast<size_t>(context.group.size() - 1); }
   size_t step(size_t k) const { return k / window % num_steps(); }
   uint8_t* sum(size_t k) const { return at(sums, k % (2 * window) * chunks.numel, item()); }
-  Piece chunk(size_t k) const {
+  Range chunk(size_t k) const {
     return chunk_of({0, numel}, chunks.numel, k / (window * num_steps()) * window + k % window);
   }
   const uint8_t* contribution(size_t distance_left, size_t k) const {
-    return at(input, ring_block(context.team, distance_left) * numel + chunk(k).begin, item());
+    return at(input, ring_block(context.group, distance_left) * numel + chunk(k).begin, item());
   }
 
   MutableBytes receive_into(size_t k) const { return {sum(k), chunk(k).numel * item()}; }
@@ -47,7 +47,7 @@ struct ReduceScatterStages {
     const ReduceOp combine = op == ReduceOp::kAvg ? ReduceOp::kSum : op;
     kernels::reduce_many(combine, dtype, sources, 2, &destination, 1, chunk(k).numel, context.stream);
     if (is_complete && op == ReduceOp::kAvg) {
-      kernels::scale(dtype, destination, 1.0 / context.team.size(), chunk(k).numel, context.stream);
+      kernels::scale(dtype, destination, 1.0 / context.group.size(), chunk(k).numel, context.stream);
     }
   }
 };
@@ -61,7 +61,7 @@ void ring_reduce_scatter(Context& context, const void* input, void* output, size
   const size_t window = std::min(kRingLookahead + 1, chunks.count);
   uint8_t* sums = context.workspace.get(kReceived, 2 * window * chunks.numel * item);
   ReduceScatterStages stages{context, input, output, numel, dtype, op, chunks, window, sums};
-  run_ring(context.team, stages.num_steps() * round_up(chunks.count, window), window - 1, stages);
+  run_ring(context.group, stages.num_steps() * round_up(chunks.count, window), window - 1, stages);
 }
 
 }  // namespace bagua::collectives

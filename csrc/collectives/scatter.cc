@@ -9,14 +9,14 @@
 namespace bagua::collectives {
 
 void scatter(Context& context, const void* input, void* output, size_t bytes, int root) {
-  const Team& team = context.team;
+  const GroupView& group = context.group;
   if (bytes == 0) return;
-  if (team.rank() != root) {
-    team.recv(root, output, bytes);
+  if (group.rank() != root) {
+    group.recv(root, output, bytes);
     return;
   }
-  PostedRequests requests(team, kPairwiseWindow);
-  for (int peer = 0; peer < team.size(); ++peer) {
+  PostedRequests requests(group, kPairwiseWindow);
+  for (int peer = 0; peer < group.size(); ++peer) {
     const uint8_t* block = at(input, static_cast<size_t>(peer) * bytes, 1);
     if (peer == root) {
       if (output != block) std::memcpy(output, block, bytes);

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
 
 namespace bagua::collectives {
 namespace {

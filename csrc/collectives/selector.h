@@ -16,7 +16,7 @@ enum class BroadcastAlgorithm { kTree, kChain, kDirect };
 enum class ReduceAlgorithm { kTree, kStripes, kDirect };
 
 // `bytes` is what the selection that follows counts. False means that the answer does not depend on shared memory,
-// which spares small operations the question (it may connect to every rank).
+// which spares small operations the look at it (it may connect to every rank).
 bool asks_for_shared_memory(const Thresholds& thresholds, size_t bytes);
 
 AllReduceAlgorithm select_all_reduce(const Thresholds& thresholds, size_t bytes, DType dtype, bool shared_memory);
@@ -28,7 +28,7 @@ AllGatherAlgorithm select_all_gather(const Thresholds& thresholds, size_t block_
 BroadcastAlgorithm select_broadcast(const Thresholds& thresholds, size_t bytes, int size, bool shared_memory);
 ReduceAlgorithm select_reduce(const Thresholds& thresholds, size_t bytes, bool shared_memory);
 
-// Chunks of a piece: `count` of `numel` elements each, the last ones short or empty; count 0 for nothing.
+// Chunks of a range: `count` of `numel` elements each, the last ones short or empty; count 0 for nothing.
 struct Chunks {
   size_t numel = 0;
   size_t count = 0;
@@ -44,7 +44,7 @@ Chunks chain_chunks(size_t bytes);
 Chunks codec_chunks(size_t stripe_numel, size_t block_numel, int size);
 // The same of a whole tensor that is passed along a chain.
 Chunks codec_chain_chunks(size_t numel, size_t block_numel);
-// Depends on nothing that differs between two ranks that exchange pieces.
+// Depends on nothing that differs between two ranks that exchange ranges.
 size_t exchange_chunk_numel(size_t block_numel, int size);
 // Of the whole tensor, not of a stripe.
 Chunks staged_chunks(size_t numel, size_t item);

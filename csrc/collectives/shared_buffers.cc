@@ -15,24 +15,26 @@ struct AddressNote {
 };
 static_assert(sizeof(AddressNote) == 40);
 
-AddressNote my_note(const Team& team, const void* buffer, size_t bytes, const void* staging, size_t staging_bytes) {
+AddressNote my_note(const GroupView& group, const void* buffer, size_t bytes, const void* staging,
+                    size_t staging_bytes) {
   AddressNote note;
-  if (const auto address = team.address_of(buffer, bytes)) {
+  if (const auto address = group.address_of(buffer, bytes)) {
     note.buffer = *address;
     note.shares_buffer = 1;
   }
   if (staging != nullptr) {
-    const auto address = team.address_of(staging, staging_bytes);
-    if (!address) throw Error(ErrorKind::kInternal, "the staging memory of a mesh does not lie in a shared segment");
+    const auto address = group.address_of(staging, staging_bytes);
+    if (!address)
+      throw Error(ErrorKind::kInternal, "the staging memory of a communicator does not lie in a shared segment");
     note.staging = *address;
   }
   return note;
 }
 
-void exchange_notes(const Team& team, AddressNote* notes) {
-  PostedRequests requests(team, 2 * static_cast<size_t>(team.size()));
-  const int rank = team.rank();
-  for (int peer = 0; peer < team.size(); ++peer) {
+void exchange_notes(const GroupView& group, AddressNote* notes) {
+  PostedRequests requests(group, 2 * static_cast<size_t>(group.size()));
+  const int rank = group.rank();
+  for (int peer = 0; peer < group.size(); ++peer) {
     if (peer == rank) continue;
     const size_t slot = 2 * static_cast<size_t>(peer);
     requests.recv(slot, peer, &notes[peer], sizeof(AddressNote));
@@ -45,8 +47,8 @@ void exchange_notes(const Team& team, AddressNote* notes) {
 
 SharedBuffers exchange_buffers(Context& context, const void* buffer, size_t bytes, void* staging,
                                size_t staging_bytes) {
-  const Team& team = context.team;
-  const auto size = static_cast<size_t>(team.size());
+  const GroupView& group = context.group;
+  const auto size = static_cast<size_t>(group.size());
   const size_t row_bytes = sizeof(AddressNote) + 3 * sizeof(void*);
   // The workspace is aligned for any of these; each table's bytes are a multiple of eight.
   uint8_t* tables = context.workspace.get(kTables, size * row_bytes);
@@ -57,21 +59,21 @@ SharedBuffers exchange_buffers(Context& context, const void* buffer, size_t byte
   shared.sources = reinterpret_cast<const void**>(pointers + size * sizeof(void*));
   shared.destinations = reinterpret_cast<void**>(pointers + 2 * size * sizeof(void*));
 
-  notes[team.rank()] = my_note(team, buffer, bytes, staging, staging_bytes);
-  exchange_notes(team, notes);
+  notes[group.rank()] = my_note(group, buffer, bytes, staging, staging_bytes);
+  exchange_notes(group, notes);
   bool all_shared = true;
   for (size_t r = 0; r < size; ++r) all_shared = all_shared && notes[r].shares_buffer != 0;
   if (!all_shared && staging == nullptr) return shared;
 
   shared.sharing = all_shared ? Sharing::kBuffers : Sharing::kStaging;
-  for (int peer = 0; peer < team.size(); ++peer) {
+  for (int peer = 0; peer < group.size(); ++peer) {
     const AddressNote& note = notes[peer];
-    if (peer == team.rank()) {
+    if (peer == group.rank()) {
       // const_cast: callers write through `at` only where they passed a writable buffer.
       shared.at[peer] = static_cast<uint8_t*>(all_shared ? const_cast<void*>(buffer) : staging);
     } else {
-      shared.at[peer] = static_cast<uint8_t*>(all_shared ? team.resolve(peer, note.buffer, bytes)
-                                                         : team.resolve(peer, note.staging, staging_bytes));
+      shared.at[peer] = static_cast<uint8_t*>(all_shared ? group.resolve(peer, note.buffer, bytes)
+                                                         : group.resolve(peer, note.staging, staging_bytes));
     }
   }
   return shared;

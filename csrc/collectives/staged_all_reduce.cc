@@ -14,10 +14,9 @@
 #include <cstring>
 
 #include "csrc/collectives/algorithms.h"
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
 #include "csrc/collectives/posted_requests.h"
 #include "csrc/collectives/selector.h"
-#include "csrc/collectives/staged.h"
 #include "csrc/kernels/reduce.h"
 
 namespace bagua::collectives {
@@ -39,11 +38,11 @@ class StagedAllReduce {
         dtype_(dtype),
         op_(op),
         item_(item_bytes(dtype)),
-        size_(static_cast<size_t>(context.team.size())),
-        rank_(static_cast<size_t>(context.team.rank())),
+        size_(static_cast<size_t>(context.group.size())),
+        rank_(static_cast<size_t>(context.group.rank())),
         chunks_(staged_chunks(numel, item_)),
-        stripe_stride_(piece_of(chunks_.numel, size_, 0, 64 / item_).numel),
-        notes_(context.team, (kLag + 1) * 2 * size_) {}
+        stripe_stride_(partition(chunks_.numel, size_, 0, 64 / item_).numel),
+        notes_(context.group, (kLag + 1) * 2 * size_) {}
 
   void run() {
     const size_t last_note = chunks_.count + kLag;
@@ -59,12 +58,12 @@ class StagedAllReduce {
   }
 
  private:
-  Piece stripe(size_t k, size_t owner) const {
-    // Cut as a full chunk even when this is the short last one: a rank's stripe then lies at the same place of
+  Range stripe(size_t k, size_t owner) const {
+    // Cut as a full chunk even when this is the short last one: a rank's stripe then lies at the same offset of
     // every slot, so that copying chunk k in never touches the reduced stripe of chunk k-2*lag, which peers may
     // still be reading.
-    const Piece chunk = chunk_of({0, numel_}, chunks_.numel, k);
-    const Piece within = piece_of(chunks_.numel, size_, owner, 64 / item_);
+    const Range chunk = chunk_of({0, numel_}, chunks_.numel, k);
+    const Range within = partition(chunks_.numel, size_, owner, 64 / item_);
     const size_t begin = std::min(within.begin, chunk.numel);
     return {chunk.begin + begin, std::min(within.numel, chunk.numel - begin)};
   }
@@ -78,31 +77,31 @@ class StagedAllReduce {
     size_t mine = 0;
     for (size_t k = 0; k < chunks_.count; ++k) mine += stripe(k, rank_).numel;
     const uint64_t moved = (numel_ - mine + mine * (size_ - 1)) * item_;
-    context_.team.count_moved(moved, moved);
+    context_.group.count_moved(moved, moved);
   }
 
   void copy_in(size_t k) const {
     for (size_t owner = 0; owner < size_; ++owner) {
-      const Piece piece = stripe(k, owner);
-      if (owner == rank_ || piece.numel == 0) continue;
-      std::memcpy(staged(k, rank_, owner), at(data_, piece.begin, item_), piece.numel * item_);
+      const Range range = stripe(k, owner);
+      if (owner == rank_ || range.numel == 0) continue;
+      std::memcpy(staged(k, rank_, owner), at(data_, range.begin, item_), range.numel * item_);
     }
   }
 
   void reduce(size_t k) const {
-    const Piece mine = stripe(k, rank_);
+    const Range mine = stripe(k, rank_);
     void* own = at(data_, mine.begin, item_);
     for (size_t r = 0; r < size_; ++r) shared_.sources[r] = r == rank_ ? own : staged(k, r, rank_);
     void* destinations[2] = {own, staged(k, rank_, rank_)};
-    kernels::reduce_many(op_, dtype_, shared_.sources, context_.team.size(), destinations, 2, mine.numel,
+    kernels::reduce_many(op_, dtype_, shared_.sources, context_.group.size(), destinations, 2, mine.numel,
                          context_.stream);
   }
 
   void copy_out(size_t k) const {
     for (size_t owner = 0; owner < size_; ++owner) {
-      const Piece piece = stripe(k, owner);
-      if (owner == rank_ || piece.numel == 0) continue;
-      std::memcpy(at(data_, piece.begin, item_), staged(k, owner, owner), piece.numel * item_);
+      const Range range = stripe(k, owner);
+      if (owner == rank_ || range.numel == 0) continue;
+      std::memcpy(at(data_, range.begin, item_), staged(k, owner, owner), range.numel * item_);
     }
   }
 
@@ -133,7 +132,7 @@ class StagedAllReduce {
 
 }  // namespace
 
-size_t staging_bytes(const Team& team) { return kNumSlots * slot_bytes(static_cast<size_t>(team.size())); }
+size_t staging_bytes(const GroupView& group) { return kNumSlots * slot_bytes(static_cast<size_t>(group.size())); }
 
 void staged_all_reduce_in(Context& context, const SharedBuffers& shared, void* data, size_t numel, DType dtype,
                           ReduceOp op) {
@@ -143,10 +142,10 @@ void staged_all_reduce_in(Context& context, const SharedBuffers& shared, void* d
 
 void staged_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op) {
   if (numel == 0) return;
-  const size_t bytes = staging_bytes(context.team);
-  const SharedBuffers shared = exchange_buffers(context, context.team.staging(bytes), bytes, nullptr, 0);
+  const size_t bytes = staging_bytes(context.group);
+  const SharedBuffers shared = exchange_buffers(context, context.group.staging(bytes), bytes, nullptr, 0);
   if (shared.sharing != Sharing::kBuffers) {
-    throw Error(ErrorKind::kInternal, "the staging memory of a mesh does not lie in a shared segment");
+    throw Error(ErrorKind::kInternal, "the staging memory of a communicator does not lie in a shared segment");
   }
   staged_all_reduce_in(context, shared, data, numel, dtype, op);
 }

@@ -1,7 +1,7 @@
 // Reduction by stripes; see stripes.h.
 #include "csrc/collectives/stripes.h"
 
-#include "csrc/collectives/rounds.h"
+#include "csrc/collectives/two_shot_pipeline.h"
 #include "csrc/kernels/reduce.h"
 
 namespace bagua::collectives {
@@ -9,11 +9,11 @@ namespace bagua::collectives {
 StripeReduction::StripeReduction(Context& context, const StripesOptions& options)
     : context_(context),
       options_(options),
-      size_(static_cast<size_t>(context.team.size())),
-      rank_(static_cast<size_t>(context.team.rank())),
+      size_(static_cast<size_t>(context.group.size())),
+      rank_(static_cast<size_t>(context.group.rank())),
       item_(item_bytes(options.dtype)),
-      chunks_(stripe_chunks(piece_of(options.numel, size_, 0).numel, item_, context.team.size())),
-      requests_(context.team, kRoundsInFlight * kNumLanes * size_) {
+      chunks_(stripe_chunks(partition(options.numel, size_, 0).numel, item_, context.group.size())),
+      requests_(context.group, kRoundsInFlight * kNumTransfers * size_) {
   const size_t chunk_bytes = chunks_.numel * item_;
   received_chunks_ = context.workspace.get(kReceived, kRoundsInFlight * size_ * chunk_bytes);
   if (options.results == nullptr && options.own_result == nullptr) {
@@ -22,14 +22,14 @@ StripeReduction::StripeReduction(Context& context, const StripesOptions& options
   sources_ = reinterpret_cast<const void**>(context.workspace.get(kTables, size_ * sizeof(void*)));
 }
 
-void StripeReduction::run() { run_rounds(chunks_.count, *this); }
+void StripeReduction::run() { run_two_shot(chunks_.count, *this); }
 
-Piece StripeReduction::chunk(size_t rank, size_t k) const {
-  return chunk_of(piece_of(options_.numel, size_, rank), chunks_.numel, k);
+Range StripeReduction::chunk(size_t rank, size_t k) const {
+  return chunk_of(partition(options_.numel, size_, rank), chunks_.numel, k);
 }
 
-size_t StripeReduction::slot(size_t k, Lane lane, size_t peer) const {
-  return (k % kRoundsInFlight * kNumLanes + lane) * size_ + peer;
+size_t StripeReduction::slot(size_t k, Transfer transfer, size_t peer) const {
+  return (k % kRoundsInFlight * kNumTransfers + transfer) * size_ + peer;
 }
 
 uint8_t* StripeReduction::received(size_t k, size_t peer) const {
@@ -56,7 +56,7 @@ void StripeReduction::post_contributions(size_t k) {
     const size_t from = (rank_ + size_ - step) % size_;
     requests_.recv(slot(k, kRecvContribution, from), static_cast<int>(from), received(k, from), my_bytes);
     const size_t to = (rank_ + step) % size_;
-    const Piece theirs = chunk(to, k);
+    const Range theirs = chunk(to, k);
     requests_.send(slot(k, kSendContribution, to), static_cast<int>(to), at(options_.input, theirs.begin, item_),
                    theirs.numel * item_);
   }
@@ -65,12 +65,12 @@ void StripeReduction::post_contributions(size_t k) {
 void StripeReduction::reduce(size_t k) {
   // The sends too: their memory receives the results.
   requests_.wait_range(slot(k, kSendContribution, 0), slot(k, kRecvContribution, 0) + size_);
-  const Piece mine = chunk(rank_, k);
+  const Range mine = chunk(rank_, k);
   for (size_t r = 0; r < size_; ++r) {
     sources_[r] = r == rank_ ? at(options_.input, mine.begin, item_) : received(k, r);
   }
   void* destination = reduced(k);
-  kernels::reduce_many(options_.op, options_.dtype, sources_, context_.team.size(), &destination, 1, mine.numel,
+  kernels::reduce_many(options_.op, options_.dtype, sources_, context_.group.size(), &destination, 1, mine.numel,
                        context_.stream);
 }
 
@@ -79,7 +79,7 @@ void StripeReduction::post_results(size_t k) {
   for (size_t step = 1; step < size_; ++step) {
     const size_t from = (rank_ + size_ - step) % size_;
     if (receives_results()) {
-      const Piece theirs = chunk(from, k);
+      const Range theirs = chunk(from, k);
       requests_.recv(slot(k, kRecvResult, from), static_cast<int>(from), at(options_.results, theirs.begin, item_),
                      theirs.numel * item_);
     }

@@ -2,14 +2,14 @@
 // in rank order in one go (f16 and bf16 in f32, rounded once) and hands the result on. It is the two-shot
 // all_reduce, the large reduce and the small reduce_scatter, which differ in who gets the results.
 //
-// Values travel as they are, in rounds of one chunk per stripe (rounds.h); workspace: two chunks per rank.
+// Values travel as they are, in rounds of one chunk per stripe (two_shot_pipeline.h); workspace: two chunks per rank.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "csrc/collectives/algorithms.h"
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
 #include "csrc/collectives/posted_requests.h"
 #include "csrc/collectives/selector.h"
 
@@ -33,17 +33,17 @@ class StripeReduction {
   StripeReduction(Context& context, const StripesOptions& options);
   void run();
 
-  // Called by run_rounds.
+  // Called by run_two_shot.
   void post_contributions(size_t k);
   void reduce(size_t k);
   void post_results(size_t k);
   void take_results(size_t k);
 
  private:
-  enum Lane : size_t { kSendContribution = 0, kRecvContribution, kSendResult, kRecvResult, kNumLanes };
+  enum Transfer : size_t { kSendContribution = 0, kRecvContribution, kSendResult, kRecvResult, kNumTransfers };
 
-  Piece chunk(size_t rank, size_t k) const;
-  size_t slot(size_t k, Lane lane, size_t peer) const;
+  Range chunk(size_t rank, size_t k) const;
+  size_t slot(size_t k, Transfer transfer, size_t peer) const;
   uint8_t* received(size_t k, size_t peer) const;
   void* reduced(size_t k) const;
   bool sends_results_to(size_t peer) const;

@@ -19,11 +19,11 @@ constexpr nanoseconds kInFlightSleep = milliseconds(20);
 
 }  // namespace
 
-Engine::Engine(std::unique_ptr<Mesh> mesh, const collectives::Thresholds& thresholds)
-    : mesh_(std::move(mesh)), thresholds_(thresholds) {
-  mesh_->set_num_waiters(num_waiters_);
+Engine::Engine(std::unique_ptr<Communicator> communicator, const collectives::Thresholds& thresholds)
+    : communicator_(std::move(communicator)), thresholds_(thresholds) {
+  communicator_->set_num_waiters(num_waiters_);
   worker_ = std::thread([this] { loop(); });
-  pthread_setname_np(worker_.native_handle(), ("bagua-" + mesh_->name()).substr(0, 15).c_str());
+  pthread_setname_np(worker_.native_handle(), ("bagua-" + communicator_->name()).substr(0, 15).c_str());
 }
 
 Engine::~Engine() { close(); }
@@ -40,10 +40,11 @@ Engine::Task Engine::make_task_locked(Operation operation, uint64_t bytes, Timeo
   return task;
 }
 
-// The worker may be gone already: nobody would complete it.
+// The worker may have ended already: nobody would complete it.
 std::shared_ptr<Work> Engine::refuse_locked() {
   auto work = std::make_shared<Work>(next_ticket_++);
-  work->fail(Error(ErrorKind::kAborted, "the group '" + mesh_->name() + "' is being destroyed", mesh_->rank()));
+  work->fail(Error(ErrorKind::kAborted, "the group '" + communicator_->name() + "' is being destroyed",
+                   communicator_->rank()));
   return work;
 }
 
@@ -57,12 +58,12 @@ std::shared_ptr<Work> Engine::submit(Operation operation, uint64_t bytes, Timeou
     work = task.work;
     queue_.push_back(std::move(task));
   }
-  mesh_->doorbell().ring();
+  communicator_->doorbell().ring();
   return work;
 }
 
 std::shared_ptr<Work> Engine::run_inline(Operation operation, uint64_t bytes, Timeout timeout, Run run,
-                                         Mesh::Interrupt interrupt) {
+                                         Communicator::Interrupt interrupt) {
   Task task;
   {
     std::unique_lock lock(mutex_);
@@ -85,7 +86,7 @@ std::shared_ptr<Work> Engine::run_inline(Operation operation, uint64_t bytes, Ti
     running_ = false;
     more = !queue_.empty() || stopping_;
   }
-  if (more) mesh_->doorbell().ring();
+  if (more) communicator_->doorbell().ring();
   return task.work;
 }
 
@@ -102,7 +103,7 @@ std::shared_ptr<Work> Engine::submit_point_to_point(bool is_send, int peer, void
     work = task.work;
     queue_.push_back(std::move(task));
   }
-  mesh_->doorbell().ring();
+  communicator_->doorbell().ring();
   return work;
 }
 
@@ -135,8 +136,8 @@ void Engine::release_token() {
 
 void Engine::loop() {
   Task task;
-  const auto settled = [this] {
-    if (in_flight_.empty() || !settle_in_flight()) return false;
+  const auto advanced = [this] {
+    if (in_flight_.empty() || !complete_in_flight()) return false;
     release_token();
     return true;
   };
@@ -147,46 +148,46 @@ void Engine::loop() {
       } else {
         in_flight_.emplace_back(task, Deadline::after(task.timeout));
         ++num_unposted_;
-        settle_in_flight();
+        complete_in_flight();
       }
       task = Task{};
       release_token();
       continue;
     }
-    if (settled()) continue;
+    if (advanced()) continue;
     if (!in_flight_.empty()) tell_awaited_message();
-    const uint32_t epoch = mesh_->doorbell().prepare();
+    const uint32_t epoch = communicator_->doorbell().prepare();
     bool finished, has_task;
     {
       std::lock_guard lock(mutex_);
       finished = stopping_ && queue_.empty() && !running_;
       has_task = !queue_.empty() && (!running_ || !in_flight_.empty());
     }
-    if (finished || has_task || settled()) {
-      mesh_->doorbell().cancel();
+    if (finished || has_task || advanced()) {
+      communicator_->doorbell().cancel();
       if (finished) return;
       continue;
     }
-    mesh_->doorbell().sleep(epoch, in_flight_.empty() ? kIdleSleep : kInFlightSleep);
+    communicator_->doorbell().sleep(epoch, in_flight_.empty() ? kIdleSleep : kInFlightSleep);
   }
 }
 
 void Engine::execute(Task& task) {
   const int64_t begin_ns = EventLog::now_ns();
-  const uint64_t sent_before = mesh_->bytes_sent(), network_sent_before = mesh_->network_bytes_sent();
+  const uint64_t sent_before = communicator_->bytes_sent(), network_sent_before = communicator_->network_bytes_sent();
   events_.set_ticket(task.work->ticket());
   events_.add(EventKind::kQueued, task.submitted_ns, begin_ns, task.bytes);
   try {
-    const auto draw_key = derive_key(task.operation.sequence, static_cast<uint64_t>(mesh_->rank()));
-    Context context{Team(*mesh_), workspace_, events_, Stream{}, thresholds_, draw_key};
-    mesh_->begin(task.operation, Deadline::after(task.timeout), task.interrupt, context.stream);
+    const auto rng_key = derive_key(task.operation.sequence, static_cast<uint64_t>(communicator_->rank()));
+    Context context{GroupView(*communicator_), workspace_, events_, Stream{}, thresholds_, rng_key};
+    communicator_->begin(task.operation, Deadline::after(task.timeout), task.interrupt, context.stream);
     const uint64_t nonfinite_blocks = task.run(context);
-    mesh_->end();
+    communicator_->end();
     if (context.is_result_finite) task.work->set_result_finite(*context.is_result_finite);
     events_.add(EventKind::kOperation, begin_ns, EventLog::now_ns(), task.bytes);
     workspace_bytes_.store(workspace_.total_bytes(), std::memory_order_relaxed);
-    complete(task, nonfinite_blocks, mesh_->bytes_sent() - sent_before,
-             mesh_->network_bytes_sent() - network_sent_before);
+    complete(task, nonfinite_blocks, communicator_->bytes_sent() - sent_before,
+             communicator_->network_bytes_sent() - network_sent_before);
   } catch (...) {
     const Error cause = poison_with_current_exception();
     fail_in_flight(cause);
@@ -204,23 +205,23 @@ void Engine::fail(Task& task, const Error& cause) {
   task.work->fail(cause);
 }
 
-// Poisons the mesh, makes sure that no posted buffer is touched any more, and returns the first cause.
+// Poisons the communicator, makes sure that no posted buffer is touched any more, and returns the first cause.
 Error Engine::poison_with_current_exception() {
   try {
     throw;
   } catch (const Error& error) {
-    mesh_->poison(error);
+    communicator_->poison(error);
   } catch (const std::exception& error) {
-    mesh_->poison(Error(ErrorKind::kInternal, std::string("unexpected failure in the core: ") + error.what()));
+    communicator_->poison(Error(ErrorKind::kInternal, std::string("unexpected failure in the core: ") + error.what()));
   }
-  mesh_->cancel();
-  mesh_->end();
+  communicator_->cancel();
+  communicator_->end();
   try {
-    mesh_->throw_if_poisoned();
+    communicator_->throw_if_poisoned();
   } catch (const Error& cause) {
     return cause;
   }
-  return Error(ErrorKind::kInternal, "a poisoned mesh has no cause");
+  return Error(ErrorKind::kInternal, "a poisoned communicator has no cause");
 }
 
 // To peers that ask what this rank is doing. Only a message for which the program stands still keeps it from the rest.
@@ -231,16 +232,16 @@ void Engine::tell_awaited_message() {
     peer = operation.task.peer;
     break;
   }
-  mesh_->now_awaits_message(peer);
+  communicator_->now_awaits_message(peer);
 }
 
 // Posts what can be posted without waiting for a peer to connect; true if anything was. A peer that connects during
 // the pass counts from the next one on, so that its messages keep their order.
 bool Engine::post_in_flight() {
   if (num_unposted_ == 0) return false;
-  awaits_dial_.resize(static_cast<size_t>(mesh_->size()));
-  for (int peer = 0; peer < mesh_->size(); ++peer) {
-    awaits_dial_[static_cast<size_t>(peer)] = mesh_->awaits_dial(peer);
+  awaits_dial_.resize(static_cast<size_t>(communicator_->size()));
+  for (int peer = 0; peer < communicator_->size(); ++peer) {
+    awaits_dial_[static_cast<size_t>(peer)] = communicator_->awaits_dial(peer);
   }
   bool posted = false;
   for (InFlight& operation : in_flight_) {
@@ -253,42 +254,42 @@ bool Engine::post_in_flight() {
 
 void Engine::post(InFlight& operation) {
   const Task& task = operation.task;
-  mesh_->begin(task.operation, operation.deadline);
+  communicator_->begin(task.operation, operation.deadline);
   if (task.is_send) {
-    mesh_->post_send(task.peer, task.data, task.bytes, &operation.request);
+    communicator_->post_send(task.peer, task.data, task.bytes, &operation.request);
   } else {
-    mesh_->post_recv(task.peer, task.data, task.bytes, &operation.request);
+    communicator_->post_recv(task.peer, task.data, task.bytes, &operation.request);
   }
-  mesh_->end();
+  communicator_->end();
   operation.is_posted = true;
   --num_unposted_;
 }
 
-// Posts what can be posted and completes what has arrived; true if anything was. Fails everything when the mesh is
-// poisoned or a deadline has passed.
-bool Engine::settle_in_flight() {
+// Posts what can be posted and completes what has arrived; true if anything was. Fails everything when the communicator
+// is poisoned or a deadline has passed.
+bool Engine::complete_in_flight() {
   try {
-    bool settled = post_in_flight();
-    settled = mesh_->progress() || settled;
+    bool advanced = post_in_flight();
+    advanced = communicator_->progress() || advanced;
     for (auto it = in_flight_.begin(); it != in_flight_.end();) {
       if (it->request.done.load(std::memory_order_acquire)) {
         complete(it->task);
         it = in_flight_.erase(it);
-        settled = true;
+        advanced = true;
         continue;
       }
-      if (it->deadline.expired() || mesh_->has_departed(it->task.peer)) {
+      if (it->deadline.expired() || communicator_->has_departed(it->task.peer)) {
         // Raises, naming the peer and what it is doing; or what the peer sent before it left is still on its way.
         if (!it->is_posted) post(*it);
-        mesh_->begin(it->task.operation, it->deadline);
-        mesh_->wait(it->request);
-        mesh_->end();
+        communicator_->begin(it->task.operation, it->deadline);
+        communicator_->wait(it->request);
+        communicator_->end();
       }
       ++it;
     }
     if (in_flight_.empty())
-      mesh_->now_awaits_message(-1);  // while the token is held: next it may wait for a collective
-    return settled;
+      communicator_->now_awaits_message(-1);  // while the token is held: next it may wait for a collective
+    return advanced;
   } catch (...) {
     fail_in_flight(poison_with_current_exception());
     return true;
@@ -305,20 +306,20 @@ void Engine::fail_in_flight(const Error& cause) {
 void Engine::abort_pending() {
   const size_t pending = num_pending_.load(std::memory_order_relaxed);
   if (pending == 0) return;
-  mesh_->poison(Error(ErrorKind::kAborted,
-                      "rank " + std::to_string(mesh_->rank()) + " destroyed the group '" + mesh_->name() + "' with " +
-                          std::to_string(pending) + (pending == 1 ? " operation" : " operations") +
-                          " pending; wait for them first",
-                      mesh_->rank()));
+  communicator_->poison(Error(ErrorKind::kAborted,
+                              "rank " + std::to_string(communicator_->rank()) + " destroyed the group '" +
+                                  communicator_->name() + "' with " + std::to_string(pending) +
+                                  (pending == 1 ? " operation" : " operations") + " pending; wait for them first",
+                              communicator_->rank()));
 }
 
 void Engine::close() {
   if (is_inherited()) return;
   if (std::this_thread::get_id() == worker_.get_id()) {
     throw Error(ErrorKind::kInvalidArgument,
-                "a callback of an operation destroys the group '" + mesh_->name() +
+                "a callback of an operation destroys the group '" + communicator_->name() +
                     "', whose thread calls it; destroy it from another one",
-                mesh_->rank());
+                communicator_->rank());
   }
   std::lock_guard closing(close_mutex_);
   if (!worker_.joinable()) return;
@@ -327,9 +328,9 @@ void Engine::close() {
     stopping_ = true;
   }
   abort_pending();
-  mesh_->doorbell().ring();
+  communicator_->doorbell().ring();
   worker_.join();
-  mesh_->close();
+  communicator_->close();
 }
 
 }  // namespace bagua

@@ -2,7 +2,7 @@
 // ("bagua-<group>"), and turns what goes wrong into the first cause that every later call raises.
 //
 // A blocking call on an idle engine runs on the calling thread instead (run_inline): two thread switches
-// less. Whoever runs an operation holds the `running_` token; only the holder touches the mesh's verbs.
+// less. Whoever runs an operation holds the `running_` token; only the holder touches the communicator's verbs.
 // Point-to-point operations are posted in order per peer and complete when they can, so that two ranks may both
 // send before they receive, and one whose peer has not connected yet holds up no other.
 #pragma once
@@ -19,10 +19,10 @@
 
 #include "csrc/collectives/collectives.h"
 #include "csrc/common/event_log.h"
+#include "csrc/common/fork_guard.h"
 #include "csrc/common/workspace.h"
+#include "csrc/communicator/communicator.h"
 #include "csrc/engine/work.h"
-#include "csrc/transport/fork_guard.h"
-#include "csrc/transport/mesh.h"
 
 namespace bagua {
 
@@ -31,10 +31,10 @@ class Engine {
   using Run = std::function<uint64_t(Context&)>;  // returns the number of non-finite blocks
   using Timeout = std::chrono::nanoseconds;
 
-  explicit Engine(std::unique_ptr<Mesh> mesh, const collectives::Thresholds& thresholds = {});
+  explicit Engine(std::unique_ptr<Communicator> communicator, const collectives::Thresholds& thresholds = {});
   ~Engine();
 
-  Mesh& mesh() { return *mesh_; }
+  Communicator& communicator() { return *communicator_; }
   EventLog& events() { return events_; }
   uint64_t workspace_bytes() const { return workspace_bytes_.load(std::memory_order_relaxed); }
   // Whether every operation that was submitted has ended. [any thread]
@@ -43,15 +43,15 @@ class Engine {
   // Queues a collective; `operation.sequence` is filled in here. `bytes` is for the event log.
   std::shared_ptr<Work> submit(Operation operation, uint64_t bytes, Timeout timeout, Run run);
   // The same for a caller that will wait for it at once; the work it returns may be completed already. If it runs on
-  // the calling thread, `interrupt` is called there now and then (Mesh::Interrupt).
+  // the calling thread, `interrupt` is called there now and then (Communicator::Interrupt).
   std::shared_ptr<Work> run_inline(Operation operation, uint64_t bytes, Timeout timeout, Run run,
-                                   Mesh::Interrupt interrupt = {});
+                                   Communicator::Interrupt interrupt = {});
   std::shared_ptr<Work> submit_send(int peer, const void* data, uint64_t bytes, Operation operation, Timeout timeout);
   std::shared_ptr<Work> submit_recv(int peer, void* data, uint64_t bytes, Operation operation, Timeout timeout);
 
   // Poisons the group, which is about to be closed, if operations are pending. [any thread]
   void abort_pending();
-  // Ends the worker; what is still queued fails with Aborted. Says goodbye to the peers. Idempotent. In a forked child,
+  // Ends the worker; what is still queued fails with Aborted. Leaves the group. Idempotent. In a forked child,
   // which has no worker, it does nothing; there an Engine must not be destroyed (fork_guard.h).
   void close();
   bool is_inherited() const { return generation_ != process_generation(); }
@@ -63,7 +63,7 @@ class Engine {
     uint64_t bytes = 0;
     Timeout timeout{};
     Run run;  // empty for point-to-point
-    Mesh::Interrupt interrupt;
+    Communicator::Interrupt interrupt;
     int peer = -1;
     bool is_send = false;
     void* data = nullptr;
@@ -79,7 +79,6 @@ class Engine {
   };
   Task make_task_locked(Operation operation, uint64_t bytes, Timeout timeout);
   std::shared_ptr<Work> refuse_locked();
-  std::shared_ptr<Work> enqueue(Task task);
   std::shared_ptr<Work> submit_point_to_point(bool is_send, int peer, void* data, uint64_t bytes, Operation operation,
                                               Timeout timeout);
   void loop();
@@ -91,12 +90,12 @@ class Engine {
   void tell_awaited_message();
   bool post_in_flight();
   void post(InFlight& operation);
-  bool settle_in_flight();
+  bool complete_in_flight();
   void fail_in_flight(const Error& cause);
   Error poison_with_current_exception();
 
   const uint32_t generation_ = process_generation();
-  std::unique_ptr<Mesh> mesh_;
+  std::unique_ptr<Communicator> communicator_;
   const collectives::Thresholds thresholds_;
   Workspace workspace_;  // holder of the token
   EventLog events_;

@@ -8,7 +8,7 @@
 
 #include "csrc/common/dtype.h"
 #include "csrc/common/stream.h"
-#include "csrc/kernels/draws.h"
+#include "csrc/kernels/counter_rng.h"
 
 namespace bagua::kernels {
 
@@ -33,7 +33,7 @@ void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t*
 void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination);
 void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator);
 
-void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, Draws draws,
+void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
                  uint64_t* num_nonfinite_blocks);
 void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination);
 void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator);
@@ -70,7 +70,7 @@ void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t*
 void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream);
 void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
 
-void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, Draws draws,
+void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
                  uint64_t* num_nonfinite_blocks, Stream stream);
 void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream);
 void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);

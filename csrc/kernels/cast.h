@@ -5,7 +5,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 
 #include "csrc/common/dtype.h"
 #include "csrc/common/stream.h"

@@ -128,16 +128,16 @@ void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumula
   cuda::minmax_uint8_decode_add(bytes, numel, accumulator, stream);
 }
 
-void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, Draws draws,
+void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
                  uint64_t* num_nonfinite_blocks, Stream stream) {
   check_codec_dtype("qsgd_encode", dtype);
   check_qsgd_bits("qsgd_encode", bits);
-  if (draws.first % kQsgdBlockNumel != 0) {
-    reject("qsgd_encode: the message begins at element " + std::to_string(draws.first) + ", expected a multiple of " +
+  if (rng.first % kQsgdBlockNumel != 0) {
+    reject("qsgd_encode: the message begins at element " + std::to_string(rng.first) + ", expected a multiple of " +
            std::to_string(kQsgdBlockNumel));
   }
-  if (stream.is_cpu()) return cpu::qsgd_encode(bits, dtype, source, numel, bytes, draws, num_nonfinite_blocks);
-  cuda::qsgd_encode(bits, dtype, source, numel, bytes, draws, num_nonfinite_blocks, stream);
+  if (stream.is_cpu()) return cpu::qsgd_encode(bits, dtype, source, numel, bytes, rng, num_nonfinite_blocks);
+  cuda::qsgd_encode(bits, dtype, source, numel, bytes, rng, num_nonfinite_blocks, stream);
 }
 
 void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {

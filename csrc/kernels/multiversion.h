@@ -21,6 +21,10 @@
 #define BAGUA_MULTIVERSION
 #endif
 
+#if !defined(BAGUA_TARGET_V3)
+#define BAGUA_TARGET_BASELINE BAGUA_MULTIVERSION  // the only body by hand
+#endif
+
 #define BAGUA_INLINE inline __attribute__((always_inline))
 
 // In front of a loop whose pointers are equal or disjoint: each iteration touches index i only, so

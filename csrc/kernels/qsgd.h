@@ -16,7 +16,7 @@
 
 #include "csrc/common/dtype.h"
 #include "csrc/common/stream.h"
-#include "csrc/kernels/draws.h"
+#include "csrc/kernels/counter_rng.h"
 
 namespace bagua::kernels {
 
@@ -58,7 +58,7 @@ constexpr size_t qsgd_wire_bytes(size_t numel, int bits) {
 
 // dtype in {f32, f16, bf16}, bits in {8, 4, 2}. Unless `num_nonfinite_blocks` is null, adds to it the number of blocks
 // that held a NaN or an Inf; it lives where the stream runs (device memory on CUDA).
-void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, Draws draws,
+void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
                  uint64_t* num_nonfinite_blocks, Stream stream);
 
 // dtype in {f32, f16, bf16}; f16 and bf16 round the decoded value to nearest even.

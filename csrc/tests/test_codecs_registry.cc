@@ -78,7 +78,7 @@ class OddCodec final : public Codec {
   int variant() const override { return variant_; }
   size_t block_numel() const override { return 1; }
   size_t wire_bytes(size_t, DType) const override { return 0; }
-  size_t encode(const void*, DType, size_t, uint8_t*, Draws, Stream) const override { return 0; }
+  size_t encode(const void*, DType, size_t, uint8_t*, CounterRng, Stream) const override { return 0; }
   void decode(const uint8_t*, DType, size_t, void*, Stream) const override {}
   void decode_add(const uint8_t*, DType, size_t, float*, Stream) const override {}
 

@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "csrc/collectives/algorithms.h"
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
 #include "csrc/kernels/cast.h"
 #include "csrc/tests/test_collectives_values.h"
 #include "csrc/tests/test_world.h"
@@ -15,8 +15,8 @@ namespace bagua::testing {
 namespace {
 
 using collectives::all_reduce;
-using collectives::Piece;
-using collectives::piece_of;
+using collectives::partition;
+using collectives::Range;
 
 const DType kDTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
 
@@ -46,7 +46,7 @@ Definition define(const Codec& codec, DType dtype, ReduceOp op, const std::vecto
   const size_t size = inputs.size(), item = item_bytes(dtype);
   Definition definition{Bytes(numel * item), std::vector<size_t>(size)};
   for (size_t owner = 0; owner < size; ++owner) {
-    const Piece stripe = piece_of(numel, size, owner, codec.block_numel());
+    const Range stripe = partition(numel, size, owner, codec.block_numel());
     if (stripe.numel == 0) continue;
     std::vector<float> sums(stripe.numel, 0.0f);
     Bytes codes(codec.wire_bytes(stripe.numel, dtype));
@@ -123,7 +123,7 @@ TEST_P(Compressed, ANaNOfOneRankReachesAllAndIsCounted) {
       });
       require(std::isnan(data[at]), name + ": the NaN is lost on rank " + std::to_string(rank));
       require(std::isfinite(data[0]) && std::isfinite(data[numel - 1]), name + ": the NaN has left its block");
-      const Piece mine = piece_of(numel, size(), static_cast<size_t>(rank), codec.block_numel());
+      const Range mine = partition(numel, size(), static_cast<size_t>(rank), codec.block_numel());
       const bool owns = at >= mine.begin && at < mine.begin + mine.numel;
       require(count == (rank == 1 ? 1u : 0u) + (owns ? 1u : 0u), name + ": counted " + std::to_string(count));
     });

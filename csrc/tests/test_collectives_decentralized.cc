@@ -16,7 +16,7 @@ namespace {
 using collectives::Feedback;
 using collectives::Hierarchy;
 using collectives::Neighbor;
-using collectives::Piece;
+using collectives::Range;
 using collectives::Replicas;
 
 using Floats = std::vector<float>;
@@ -92,7 +92,7 @@ TEST_P(Decentralized, ReplicasStayEqual) {
         const auto before = kept;
         run_world(size, [&](Context& context, int rank) {
           auto& [own, left, right, data] = kept[of(rank)];
-          context.draw_key = derive_key(of(step), of(rank));
+          context.rng_key = derive_key(of(step), of(rank));
           perform(operation(OperationKind::kDifferenceRingAverage, DType::kF32, numel), [&] {
             return collectives::difference_ring_average(context, data.data(), numel, DType::kF32,
                                                         Replicas{own.data(), left.data(), right.data()}, codec);
@@ -127,7 +127,7 @@ TEST_P(Decentralized, ResidualsAreWhatWasNotSent) {
         std::vector<Floats> data(of(size));
         run_world(size, [&](Context& context, int rank) {
           data[of(rank)] = values(rank, step, numel);
-          const Piece stripe = collectives::owned_stripe(numel, size, rank, codec);
+          const Range stripe = collectives::owned_stripe(numel, size, rank, codec);
           worker[of(rank)].resize(numel * item_bytes(dtype));
           owner[of(rank)].resize(std::max<size_t>(1, stripe.numel * item_bytes(dtype)));
           auto next_worker = worker[of(rank)];
@@ -155,7 +155,7 @@ TEST_P(Decentralized, ResidualsAreWhatWasNotSent) {
       };
       for (int rank = 0; rank < size; ++rank) {
         for (size_t i = 0; i < numel; ++i) sent[i] += residual(worker[of(rank)], i);
-        const Piece stripe = collectives::owned_stripe(numel, size, rank, codec);
+        const Range stripe = collectives::owned_stripe(numel, size, rank, codec);
         for (size_t i = 0; i < stripe.numel; ++i) sent[stripe.begin + i] += residual(owner[of(rank)], i);
       }
       ASSERT_EQ(sent, meant) << dtype_name(dtype) << " " << numel;

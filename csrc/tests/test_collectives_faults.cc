@@ -198,13 +198,13 @@ TEST(Cancel, AFailureElsewhereEndsAWaitAtOnce) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 5s);
 }
 
-// A rank that has finished may destroy its mesh while others still talk to one another.
-TEST(Goodbye, ARankThatLeavesAfterItsPartDisturbsNobody) {
-  auto world = make_local_world(3, "test", 50us);
+// A rank that has finished may destroy its communicator while others still talk to one another.
+TEST(Leave, ARankThatLeavesAfterItsPartDisturbsNobody) {
+  auto world = make_local_world(3, 50us);
   const auto run = [&](size_t r, int rounds) {
     Workspace workspace;
     EventLog events;
-    Mesh& mesh = *world[r];
+    Communicator& communicator = *world[r];
     if (r == 0) {
       world[0].reset();
       return;
@@ -212,9 +212,9 @@ TEST(Goodbye, ARankThatLeavesAfterItsPartDisturbsNobody) {
     for (int i = 0; i < rounds; ++i) {
       const int peer = r == 1 ? 2 : 1;
       int sent = i, received = -1;
-      mesh.begin(operation(OperationKind::kPointToPoint), Deadline::after(20s));
-      mesh.send_recv(peer, &sent, sizeof sent, peer, &received, sizeof received);
-      mesh.end();
+      communicator.begin(operation(OperationKind::kPointToPoint), Deadline::after(20s));
+      communicator.send_recv(peer, &sent, sizeof sent, peer, &received, sizeof received);
+      communicator.end();
       ASSERT_EQ(received, i);
     }
   };
@@ -226,10 +226,10 @@ TEST(Goodbye, ARankThatLeavesAfterItsPartDisturbsNobody) {
   int value = 0;
   try {
     world[1]->recv(0, &value, sizeof value);
-    FAIL() << "a message from a rank that is gone";
+    FAIL() << "a message from a rank that has exited";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kTransport);
-    expect_contains(error, "rank 0 is gone");
+    expect_contains(error, "rank 0 has exited");
   }
 }
 

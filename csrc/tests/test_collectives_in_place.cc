@@ -6,10 +6,10 @@
 
 #include "csrc/collectives/algorithms.h"
 #include "csrc/collectives/arguments.h"
+#include "csrc/common/shared_segments.h"
 #include "csrc/tests/test_collectives_values.h"
 #include "csrc/tests/test_transport_pairs.h"
 #include "csrc/tests/test_world.h"
-#include "csrc/transport/segment.h"
 
 namespace bagua::testing {
 namespace {
@@ -115,8 +115,8 @@ class Comparison {
       : context_(context),
         way_(way),
         call_(call),
-        size_(static_cast<size_t>(context.team.size())),
-        rank_(static_cast<size_t>(context.team.rank())),
+        size_(static_cast<size_t>(context.group.size())),
+        rank_(static_cast<size_t>(context.group.rank())),
         is_root_(way.kind == OperationKind::kReduceScatter || way.kind == OperationKind::kAllGather ||
                  static_cast<int>(rank_) == call.root),
         is_shared_(is_shared) {}
@@ -207,7 +207,7 @@ INSTANTIATE_TEST_SUITE_P(Worlds, InPlace,
 TEST_P(InPlace, GivesWhatItGivesApart) {
   const auto [kind, size] = GetParam();
   WorldOptions options;
-  options.make_meshes = [kind = kind](int n) { return make_meshes(n, kind); };
+  options.make_communicators = [kind = kind](int n) { return make_communicators(n, kind); };
   const std::vector<Way> ways = all_ways();
   const bool shares_memory = kind.ring_bytes != 0;  // threads over local channels share all memory
   // On both sides of 16 and 32 KiB, a chunk and more, and more chunks than go around together.

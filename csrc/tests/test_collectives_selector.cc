@@ -1,7 +1,7 @@
-// Cutting and choosing: pieces and chunks cover everything once, in bounds, and what is chosen is legal.
+// Cutting and choosing: ranges and chunks cover everything once, in bounds, and what is chosen is legal.
 #include <gtest/gtest.h>
 
-#include "csrc/collectives/pieces.h"
+#include "csrc/collectives/chunking.h"
 #include "csrc/collectives/selector.h"
 #include "csrc/common/error.h"
 
@@ -17,11 +17,11 @@ TEST(Pieces, CoverEverythingOnceCutAtTheGranule) {
       for (const size_t granule : {1, 16, 2048}) {
         size_t next = 0;
         for (size_t i = 0; i < count; ++i) {
-          const Piece piece = piece_of(numel, count, i, granule);
-          EXPECT_EQ(piece.begin, next);
-          EXPECT_TRUE(piece.begin % granule == 0 || piece.begin == numel);
-          EXPECT_LE(piece.numel, piece_of(numel, count, 0, granule).numel);
-          next += piece.numel;
+          const Range range = partition(numel, count, i, granule);
+          EXPECT_EQ(range.begin, next);
+          EXPECT_TRUE(range.begin % granule == 0 || range.begin == numel);
+          EXPECT_LE(range.numel, partition(numel, count, 0, granule).numel);
+          next += range.numel;
         }
         EXPECT_EQ(next, numel);
       }
@@ -38,7 +38,7 @@ TEST(Pieces, ChunksCoverAPieceOnce) {
         EXPECT_GE(chunks.numel * chunks.count, numel);
         EXPECT_TRUE(numel == 0 || chunks.numel * (chunks.count - 1) < numel);
         EXPECT_EQ(chunks.count == 0, numel == 0);
-        const Piece last = chunk_of({10, numel}, chunks.numel, chunks.count == 0 ? 0 : chunks.count - 1);
+        const Range last = chunk_of({10, numel}, chunks.numel, chunks.count == 0 ? 0 : chunks.count - 1);
         EXPECT_EQ(last.begin + last.numel, 10 + numel);
         EXPECT_EQ(chunk_of({10, numel}, chunks.numel, chunks.count).numel, 0u);
       }

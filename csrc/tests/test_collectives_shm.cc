@@ -7,10 +7,10 @@
 #include <unistd.h>
 
 #include "csrc/collectives/algorithms.h"
+#include "csrc/common/shared_segments.h"
+#include "csrc/communicator/control_link.h"
 #include "csrc/tests/test_collectives_values.h"
 #include "csrc/tests/test_world.h"
-#include "csrc/transport/control_link.h"
-#include "csrc/transport/segment.h"
 #include "csrc/transport/shm/shm_channel.h"
 
 namespace bagua::testing {
@@ -20,25 +20,25 @@ using namespace collectives;
 
 constexpr size_t kRingBytes = 64 << 10;  // small, so that messages wrap and wait
 
-void connect_shm(Mesh& dialer, Mesh& acceptor) {
+void connect_shm(Communicator& dialer, Communicator& acceptor) {
   const int ring = memfd_create("test-ring", MFD_CLOEXEC);
   int controls[2];
   require(ring >= 0 && ftruncate(ring, static_cast<off_t>(ShmChannel::segment_bytes(kRingBytes))) == 0, "memfd");
   require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, controls) == 0, "socketpair");
-  const auto attach = [&](Mesh& mesh, Mesh& peer, bool is_dialer) {
+  const auto attach = [&](Communicator& communicator, Communicator& peer, bool is_dialer) {
     auto control = std::make_shared<ControlLink>(controls[is_dialer ? 0 : 1], peer.rank());
     auto channel =
         std::make_unique<ShmChannel>(peer.rank(), dup(ring), kRingBytes, is_dialer, dup(peer.doorbell().fd()), control);
-    mesh.attach(peer.rank(), std::move(channel), std::move(control));
+    communicator.attach(peer.rank(), std::move(channel), std::move(control));
   };
   attach(dialer, acceptor, true);
   attach(acceptor, dialer, false);
   ::close(ring);
 }
 
-std::vector<std::unique_ptr<Mesh>> make_shm_world(int size) {
-  std::vector<std::unique_ptr<Mesh>> world;
-  for (int rank = 0; rank < size; ++rank) world.push_back(std::make_unique<Mesh>(rank, size, "shm", 10us));
+std::vector<std::unique_ptr<Communicator>> make_shm_world(int size) {
+  std::vector<std::unique_ptr<Communicator>> world;
+  for (int rank = 0; rank < size; ++rank) world.push_back(std::make_unique<Communicator>(rank, size, "shm", 10us));
   for (size_t a = 0; a < world.size(); ++a) {
     for (size_t b = a + 1; b < world.size(); ++b) connect_shm(*world[a], *world[b]);
   }
@@ -76,7 +76,7 @@ class SharedMemory : public ::testing::TestWithParam<std::tuple<int, Sharers>> {
   bool is_shared(int rank) const { return shares(std::get<1>(GetParam()), rank); }
   void run(World::RankFunction function) {
     WorldOptions options;
-    options.make_meshes = make_shm_world;
+    options.make_communicators = make_shm_world;
     run_world(size(), std::move(function), options);
   }
 };

@@ -5,11 +5,11 @@
 #include <random>
 
 #include "csrc/codecs/codec.h"
+#include "csrc/common/shared_segments.h"
 #include "csrc/engine/engine.h"
 #include "csrc/tests/test_collectives_values.h"
 #include "csrc/tests/test_transport_pairs.h"
 #include "csrc/tests/test_world.h"
-#include "csrc/transport/segment.h"
 
 namespace bagua::testing {
 namespace {
@@ -133,7 +133,7 @@ uint64_t run_call(Context& context, const Plan& plan, void* in, void* out) {
       for (int rank = 0; rank < static_cast<int>(kSize); ++rank) nodes[rank >= peer].push_back(rank);
       std::vector<int> leaders{0};
       if (peer > 0) leaders.push_back(peer);
-      return hierarchical_all_reduce(context, {nodes[context.team.rank() >= peer], leaders}, in, numel, dtype, op,
+      return hierarchical_all_reduce(context, {nodes[context.group.rank() >= peer], leaders}, in, numel, dtype, op,
                                      codec);
     }
     case Call::kReduce: reduce(context, in, numel, dtype, op, root); return 0;
@@ -154,7 +154,7 @@ uint64_t run_call(Context& context, const Plan& plan, void* in, void* out) {
       broadcast(context, in, bytes, root);
       return 0;
     case Call::kNeighbors: {
-      const int rank = context.team.rank(), partner = rank ^ 1;
+      const int rank = context.group.rank(), partner = rank ^ 1;
       std::vector<Neighbor> pair{{rank, 0.5, false, false}, {partner, 0.5, true, true}};
       if (partner < rank) std::swap(pair[0], pair[1]);
       return neighbor_average(context, in, numel, dtype, pair, codec);
@@ -246,8 +246,10 @@ TEST_P(Stress, RandomCollectives) {
   const uint64_t seed = std::random_device{}();
   std::printf("seed %llu, %zu calls\n", static_cast<unsigned long long>(seed), num_calls);
   std::vector<std::unique_ptr<Engine>> collectives, messages;
-  for (auto& mesh : make_meshes(kSize, GetParam())) collectives.push_back(std::make_unique<Engine>(std::move(mesh)));
-  for (auto& mesh : make_meshes(kSize, GetParam())) messages.push_back(std::make_unique<Engine>(std::move(mesh)));
+  for (auto& communicator : make_communicators(kSize, GetParam()))
+    collectives.push_back(std::make_unique<Engine>(std::move(communicator)));
+  for (auto& communicator : make_communicators(kSize, GetParam()))
+    messages.push_back(std::make_unique<Engine>(std::move(communicator)));
   const auto run_rank = [&](size_t rank) {
     std::mt19937_64 shared(seed), own(seed + rank + 1);
     std::vector<std::pair<size_t, UnderWay>> under_way;
@@ -270,7 +272,7 @@ TEST_P(Stress, RandomCollectives) {
       } catch (const std::exception& failure) {  // the others stop waiting
         const Error cause(ErrorKind::kAborted, failure.what());
         for (auto* engines : {&collectives, &messages}) {
-          for (auto& engine : *engines) engine->mesh().poison(cause);
+          for (auto& engine : *engines) engine->communicator().poison(cause);
         }
         throw;
       }

@@ -12,7 +12,8 @@ using Engines = std::vector<std::unique_ptr<Engine>>;
 
 Engines make_engines(int size, const Kind& kind) {
   Engines engines;
-  for (auto& mesh : make_meshes(size, kind)) engines.push_back(std::make_unique<Engine>(std::move(mesh)));
+  for (auto& communicator : make_communicators(size, kind))
+    engines.push_back(std::make_unique<Engine>(std::move(communicator)));
   return engines;
 }
 
@@ -32,11 +33,11 @@ std::optional<Error> error_of(const std::shared_ptr<Work>& work) {
 // Sends one byte to the right and receives one from the left.
 Engine::Run shift(std::vector<int>* log = nullptr, int id = 0) {
   return [log, id](Context& context) -> uint64_t {
-    const Team& team = context.team;
-    const int size = team.size(), right = (team.rank() + 1) % size, left = (team.rank() + size - 1) % size;
-    const auto out = static_cast<uint8_t>(10 * id + team.rank());
+    const GroupView& group = context.group;
+    const int size = group.size(), right = (group.rank() + 1) % size, left = (group.rank() + size - 1) % size;
+    const auto out = static_cast<uint8_t>(10 * id + group.rank());
     uint8_t in = 0;
-    team.send_recv(right, &out, 1, left, &in, 1);
+    group.send_recv(right, &out, 1, left, &in, 1);
     EXPECT_EQ(in, static_cast<uint8_t>(10 * id + left));
     if (log != nullptr) log->push_back(id);
     return static_cast<uint64_t>(id);
@@ -62,7 +63,7 @@ TEST_P(EngineOver, OperationsRunInTheOrderOfTheirSubmission) {
     EXPECT_EQ(works[i]->nonfinite_blocks(), i / 3);
     EXPECT_EQ(works[i]->bytes_sent(), 1u);
     EXPECT_EQ(works[i]->network_bytes_sent(),
-              engines[i % 3]->mesh().shares_memory(static_cast<int>(i + 1) % 3) ? 0u : 1u);
+              engines[i % 3]->communicator().shares_memory(static_cast<int>(i + 1) % 3) ? 0u : 1u);
   }
   for (const auto& log : logs) {
     ASSERT_EQ(log.size(), 100u);
@@ -71,7 +72,7 @@ TEST_P(EngineOver, OperationsRunInTheOrderOfTheirSubmission) {
   std::set<uint64_t> tickets;
   for (size_t i = 0; i < works.size(); i += 3) tickets.insert(works[i]->ticket());
   EXPECT_EQ(tickets.size(), 100u);
-  EXPECT_EQ(engines[0]->mesh().status().last_finished.sequence, 100u);
+  EXPECT_EQ(engines[0]->communicator().status().last_finished.sequence, 100u);
   EXPECT_GE(engines[0]->events().take(true).size(), 200u) << "queued and operation, for each";
   EXPECT_TRUE(engines[0]->events().take(false).empty());
 }
@@ -110,13 +111,13 @@ TEST_P(EngineOver, BlockingCallsKeepTheirPlaceBehindQueuedOnes) {
 
 // One rank, many threads: whatever they do, one operation runs at a time.
 TEST(Engine, ThreadsTakeTurns) {
-  Engine engine(std::make_unique<Mesh>(0, 1, "alone", 20us));
+  Engine engine(std::make_unique<Communicator>(0, 1, "alone", 20us));
   std::atomic<int> inside{0};
   std::atomic<int> num_run{0};
   std::set<uint32_t> sequences;  // guarded by the turns
   const Engine::Run run = [&](Context&) -> uint64_t {
     EXPECT_EQ(inside.fetch_add(1), 0);
-    EXPECT_TRUE(sequences.insert(engine.mesh().operation().sequence).second);
+    EXPECT_TRUE(sequences.insert(engine.communicator().operation().sequence).second);
     ++num_run;
     inside.fetch_sub(1);
     return 0;
@@ -180,18 +181,18 @@ TEST_P(EngineOver, MessagesKeepTheirOrderPerPeer) {
 }
 
 TEST(Engine, AMessageWhosePeerHasNotDialledHoldsUpNoOther) {
-  Meshes meshes;
+  Communicators communicators;
   for (int rank = 0; rank < 3; ++rank) {
-    meshes.push_back(std::make_unique<Mesh>(rank, 3, "test", 20us));
-    meshes.back()->set_connector([](int peer, Deadline) {
+    communicators.push_back(std::make_unique<Communicator>(rank, 3, "test", 20us));
+    communicators.back()->set_connector([](int peer, Deadline) {
       throw Error(ErrorKind::kDeadlineExceeded, "rank " + std::to_string(peer) + " has not come", peer);
     });
   }
-  connect_pair(*meshes[0], *meshes[2], kShm);
-  Mesh& zero = *meshes[0];
-  Mesh& one = *meshes[1];
+  connect_pair(*communicators[0], *communicators[2], kShm);
+  Communicator& zero = *communicators[0];
+  Communicator& one = *communicators[1];
   Engines engines;
-  for (auto& mesh : meshes) engines.push_back(std::make_unique<Engine>(std::move(mesh)));
+  for (auto& communicator : communicators) engines.push_back(std::make_unique<Engine>(std::move(communicator)));
   uint32_t out[] = {1, 2, 3}, in[] = {0, 0, 0}, other = 0;
   // To rank 1, which is not connected, and behind it to rank 2, which is.
   std::vector<std::shared_ptr<Work>> to_one;
@@ -213,12 +214,12 @@ TEST(Engine, AMessageWhosePeerHasNotDialledHoldsUpNoOther) {
 }
 
 TEST(Engine, AMessageWhosePeerNeverDialsEndsAtItsDeadline) {
-  auto mesh = std::make_unique<Mesh>(0, 2, "test", 20us);
-  mesh->set_connector([](int peer, Deadline deadline) {
+  auto communicator = std::make_unique<Communicator>(0, 2, "test", 20us);
+  communicator->set_connector([](int peer, Deadline deadline) {
     EXPECT_EQ(deadline.remaining().count(), 0);
     throw Error(ErrorKind::kDeadlineExceeded, "rank " + std::to_string(peer) + " has not come", peer);
   });
-  Engine engine(std::move(mesh));
+  Engine engine(std::move(communicator));
   uint32_t value = 0;
   const auto begin = Clock::now();
   const auto first = engine.submit_recv(1, &value, 4, message(), 100ms);
@@ -271,12 +272,12 @@ TEST_P(EngineOver, MessagesUnderWayFailWithTheCause) {
   std::vector<std::shared_ptr<Work>> works;
   for (uint32_t& value : values) works.push_back(engines[0]->submit_recv(1, &value, 4, message(), 30s));
   std::this_thread::sleep_for(20ms);
-  engines[0]->mesh().poison(Error(ErrorKind::kAborted, "enough"));
+  engines[0]->communicator().poison(Error(ErrorKind::kAborted, "enough"));
   for (const auto& work : works) EXPECT_EQ(std::string(error_of(work)->what()), "enough");
 }
 
 TEST(Engine, WhatIsNoErrorOfOursIsAnInternalOne) {
-  Engine engine(std::make_unique<Mesh>(0, 1, "alone", 20us));
+  Engine engine(std::make_unique<Communicator>(0, 1, "alone", 20us));
   const auto error =
       error_of(engine.submit(collective(), 0, 30s, [](Context&) -> uint64_t { throw std::bad_alloc(); }));
   ASSERT_TRUE(error);
@@ -312,7 +313,7 @@ TEST_P(EngineOver, CloseWithNothingPendingDisturbsNobody) {
       engines[rank]->close();  // at once, while the worker has hardly put the last operation away
     };
     run_together({[&] { use_and_close(0); }, [&] { use_and_close(1); }});
-    for (const auto& engine : engines) EXPECT_FALSE(engine->mesh().is_poisoned());
+    for (const auto& engine : engines) EXPECT_FALSE(engine->communicator().is_poisoned());
   }
 }
 

@@ -1,8 +1,8 @@
-// Callbacks of a Work: once, on the thread that ends the operation, after a failure too; and the queue of endings.
+// Callbacks of a Work: once, on the thread that ends the operation, after a failure too; and the queue of queue.
 #include <atomic>
 #include <thread>
 
-#include "csrc/engine/endings.h"
+#include "csrc/engine/completion_queue.h"
 #include "csrc/engine/engine.h"
 #include "csrc/tests/test_transport_pairs.h"
 
@@ -50,42 +50,42 @@ TEST(WorkCallbacks, NoneIsLostWhenAddedWhileTheOperationEnds) {
   }
 }
 
-TEST(Endings, KeepTheOrderOfEachThreadAndLoseNothingUntilClosed) {
+TEST(CompletionQueue, KeepTheOrderOfEachThreadAndLoseNothingUntilClosed) {
   constexpr uint64_t kEach = 2000;
-  Endings endings;
+  CompletionQueue queue;
   std::vector<std::thread> workers;
   for (uint64_t thread = 0; thread < 3; ++thread) {
-    workers.emplace_back([&endings, thread] {
+    workers.emplace_back([&queue, thread] {
       for (uint64_t i = 0; i < kEach; ++i) {
         Work work(1);
-        work.add_done_callback([&endings, token = thread * kEach + i] { endings.push(token); });
+        work.add_done_callback([&queue, token = thread * kEach + i] { queue.push(token); });
         work.complete(0);
       }
     });
   }
   std::thread closer([&] {
     for (auto& worker : workers) worker.join();
-    endings.close();
+    queue.close();
   });
   uint64_t next[3] = {0, 0, 0}, total = 0;
-  while (const auto token = endings.next()) {
+  while (const auto token = queue.next()) {
     EXPECT_EQ(*token % kEach, next[*token / kEach]++);
     ++total;
   }
   closer.join();
   EXPECT_EQ(total, 3 * kEach);
-  EXPECT_FALSE(endings.next());
+  EXPECT_FALSE(queue.next());
 }
 
 TEST(WorkCallbacks, RunOnTheWorkerWhichTheyCannotEnd) {
-  auto meshes = make_meshes(2, kLocal);
-  Engine first(std::move(meshes[0])), second(std::move(meshes[1]));
+  auto communicators = make_communicators(2, kLocal);
+  Engine first(std::move(communicators[0])), second(std::move(communicators[1]));
   std::atomic<bool> refused{false};
   // Rank 0 waits in its first operation until rank 1 takes part, so that the callback is there before the end.
   const Engine::Run meet = [](Context& context) -> uint64_t {
     uint8_t byte = 0;
-    const int peer = 1 - context.team.rank();
-    context.team.send_recv(peer, &byte, 1, peer, &byte, 1);
+    const int peer = 1 - context.group.rank();
+    context.group.send_recv(peer, &byte, 1, peer, &byte, 1);
     return 0;
   };
   auto work = first.submit(stamp(0, 1), 1, 30s, meet);

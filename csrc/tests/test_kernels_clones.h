@@ -10,6 +10,7 @@
 
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/cpu/cast.cc"
+#include "csrc/kernels/cpu/copy_to_cold.cc"
 #include "csrc/kernels/cpu/half.cc"
 #include "csrc/kernels/cpu/minmax_uint8.cc"
 #include "csrc/kernels/cpu/nonfinite.cc"
@@ -58,6 +59,16 @@ inline void expect_same(DType dtype, Array& got, Array& expected, const std::str
     }
     ASSERT_TRUE(same_bits(got.data() + at, expected.data() + at, item_bytes(dtype))) << what << " at " << i;
   }
+}
+
+// With one instruction set pinned it is the body for the baseline, whatever the machine.
+TEST(BAGUA_CLONE_SUITE, CopyToCold) {
+  BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
+  const size_t num_bytes = (size_t{64} << 10) + 100;  // streamed, with a head and a tail that are not
+  Array source(num_bytes, 1), got(num_bytes, 3);
+  fill_bits(DType::kU8, source.data(), num_bytes, 1);
+  kernels::cpu::copy_to_cold(got.data(), source.data(), num_bytes);
+  EXPECT_TRUE(same_bits(got.data(), source.data(), num_bytes));
 }
 
 TEST(BAGUA_CLONE_SUITE, Reduce) {
@@ -181,12 +192,12 @@ TEST(BAGUA_CLONE_SUITE, Qsgd) {
       fill_random(DType::kF32, source.data(), kCloneNumel, seed);
       if (seed % 3 == 1) kernels::scale(DType::kF32, source.data(), 1e-41, kCloneNumel, Stream{});
       if (seed % 3 == 2) kernels::scale(DType::kF32, source.data(), 1e36, kCloneNumel, Stream{});
-      const Draws draws{seed, 2048 * seed};
+      const CounterRng rng{seed, 2048 * seed};
       {
         const auto mode = seed % 2 == 0 ? std::make_unique<FlushToZero>() : nullptr;  // which changes nothing
-        kernels::cpu::qsgd_encode(bits, DType::kF32, source.data(), kCloneNumel, got.data(), draws, nullptr);
+        kernels::cpu::qsgd_encode(bits, DType::kF32, source.data(), kCloneNumel, got.data(), rng, nullptr);
       }
-      kernels::qsgd_encode(bits, DType::kF32, source.data(), kCloneNumel, expected.data(), draws, nullptr, Stream{});
+      kernels::qsgd_encode(bits, DType::kF32, source.data(), kCloneNumel, expected.data(), rng, nullptr, Stream{});
       ASSERT_TRUE(same_bits(got.data(), expected.data(), num_bytes)) << bits << " bits, seed " << seed;
       Array sum(kCloneNumel * 4, 0), expected_sum(kCloneNumel * 4, 0);
       sum.assign(source);

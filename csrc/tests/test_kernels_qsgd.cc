@@ -31,7 +31,7 @@ constexpr int kBits[] = {8, 4, 2};
 double levels(int bits) { return bits == 8 ? 127 : bits == 4 ? 7 : 1; }
 float scale_of(float norm) { return norm < 0x1p-100f ? 0x1p100f : 1.0f; }
 
-// What element i of a block of n (rounded up) elements draws, 0 to 2^15 - 1.
+// What element i of a block of n (rounded up) elements rng, 0 to 2^15 - 1.
 uint32_t draw(uint64_t block_key, size_t i, size_t n) {
   const bool is_upper = i >= n / 2;
   uint32_t x = static_cast<uint32_t>(is_upper ? i - n / 2 : i) * 0x9e3779b1u + static_cast<uint32_t>(block_key);
@@ -106,7 +106,7 @@ struct Case {
   int bits;
   DType dtype = DType::kF32;
   size_t skew = 0;  // of the bytes and of halves, in bytes; of f32 in elements
-  Draws draws = {};
+  CounterRng rng = {};
   bool flushes = false;  // run in a mode that takes subnormal numbers for zeros
 };
 
@@ -114,7 +114,7 @@ struct Case {
 void expect_oracle(const Case& one, const std::vector<float>& values) {
   SCOPED_TRACE(std::to_string(one.bits) + " bits, " + std::string(dtype_name(one.dtype)) + " x " +
                std::to_string(values.size()) + (one.flushes ? ", flushing" : ""));
-  const Oracle expected = oracle(one.bits, values, one.draws.key, one.draws.first);
+  const Oracle expected = oracle(one.bits, values, one.rng.key, one.rng.first);
   const size_t numel = values.size(), item = item_bytes(one.dtype);
   const size_t value_skew = one.dtype == DType::kF32 ? 4 * one.skew : one.skew;
   ASSERT_EQ(expected.bytes.size(), qsgd_wire_bytes(numel, one.bits));
@@ -127,8 +127,7 @@ void expect_oracle(const Case& one, const std::vector<float>& values) {
   uint64_t num_nonfinite_blocks = 5;
   {
     const auto mode = one.flushes ? std::make_unique<FlushToZero>() : nullptr;
-    kernels::qsgd_encode(one.bits, one.dtype, source.data(), numel, bytes.data(), one.draws, &num_nonfinite_blocks,
-                         kCpu);
+    kernels::qsgd_encode(one.bits, one.dtype, source.data(), numel, bytes.data(), one.rng, &num_nonfinite_blocks, kCpu);
     kernels::qsgd_decode(one.bits, one.dtype, bytes.data(), numel, decoded.data(), kCpu);
     kernels::qsgd_decode_add(one.bits, bytes.data(), numel, sums.as<float>(), kCpu);
   }

@@ -1,5 +1,5 @@
 // Messages between two ranks over every transport: contents, order, sizes around and beyond the ring, headers
-// that do not fit, and cancelled requests whose memory is gone.
+// that do not fit, and cancelled requests whose memory is freed.
 #include <deque>
 
 #include "csrc/tests/test_transport_pairs.h"
@@ -36,18 +36,18 @@ struct Plan {
 };
 
 // Sends and receives all messages of both plans, a random number of them under way, in random order of posting.
-void exchange(Mesh& mesh, const Plan& mine, const Plan& theirs, uint32_t seed) {
+void exchange(Communicator& communicator, const Plan& mine, const Plan& theirs, uint32_t seed) {
   struct Item {
     Request request;
     Bytes bytes;
     size_t index;
     bool is_send;
   };
-  std::mt19937 rng(seed + static_cast<uint32_t>(mesh.rank()));
-  const int peer = 1 - mesh.rank();
+  std::mt19937 rng(seed + static_cast<uint32_t>(communicator.rank()));
+  const int peer = 1 - communicator.rank();
   std::deque<Item> items;
   size_t sent = 0, received = 0;
-  mesh.begin(stamp(1), Deadline::after(60s));
+  communicator.begin(stamp(1), Deadline::after(60s));
   while (sent < mine.sizes.size() || received < theirs.sizes.size() || !items.empty()) {
     const bool can_post = items.size() < 12 && (sent < mine.sizes.size() || received < theirs.sizes.size());
     if (can_post && (items.empty() || rng() % 3 != 0)) {
@@ -56,112 +56,113 @@ void exchange(Mesh& mesh, const Plan& mine, const Plan& theirs, uint32_t seed) {
       item.is_send = is_send;
       item.index = is_send ? sent++ : received++;
       if (is_send) {
-        item.bytes = mine.message(static_cast<uint32_t>(mesh.rank()), item.index);
-        mesh.post_send(peer, item.bytes.data(), item.bytes.size(), &item.request);
+        item.bytes = mine.message(static_cast<uint32_t>(communicator.rank()), item.index);
+        communicator.post_send(peer, item.bytes.data(), item.bytes.size(), &item.request);
       } else {
         item.bytes.resize(theirs.sizes[item.index]);
-        mesh.post_recv(peer, item.bytes.data(), item.bytes.size(), &item.request);
+        communicator.post_recv(peer, item.bytes.data(), item.bytes.size(), &item.request);
       }
       continue;
     }
     // The oldest of them in posting order, so that neither rank waits for what the other has not posted: both sides
     // keep posting until twelve are under way.
     Item& oldest = items.front();
-    mesh.wait(oldest.request);
+    communicator.wait(oldest.request);
     if (!oldest.is_send) {
       EXPECT_EQ(oldest.bytes, theirs.message(static_cast<uint32_t>(peer), oldest.index)) << "message " << oldest.index;
     }
     items.pop_front();
   }
-  mesh.end();
+  communicator.end();
 }
 
 TEST_P(Messages, RandomSizesBothWaysAtOnce) {
   for (uint32_t seed = 1; seed <= 3; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    auto meshes = make_meshes(2, GetParam());
+    auto communicators = make_communicators(2, GetParam());
     // Both ranks send the same number of messages per window, so no order of waiting deadlocks a pair of rings.
     const Plan first(seed, 120, 30'000), second(seed + 100, 120, 30'000);
-    const auto alternate = [&](Mesh& mesh, const Plan& mine, const Plan& theirs) {
-      const int peer = 1 - mesh.rank();
-      mesh.begin(stamp(1), Deadline::after(60s));
+    const auto alternate = [&](Communicator& communicator, const Plan& mine, const Plan& theirs) {
+      const int peer = 1 - communicator.rank();
+      communicator.begin(stamp(1), Deadline::after(60s));
       for (size_t i = 0; i < mine.sizes.size(); ++i) {
-        const Bytes out = mine.message(static_cast<uint32_t>(mesh.rank()), i);
+        const Bytes out = mine.message(static_cast<uint32_t>(communicator.rank()), i);
         Bytes in(theirs.sizes[i]);
-        mesh.send_recv(peer, out.data(), out.size(), peer, in.data(), in.size());
+        communicator.send_recv(peer, out.data(), out.size(), peer, in.data(), in.size());
         EXPECT_EQ(in, theirs.message(static_cast<uint32_t>(peer), i)) << "message " << i;
       }
-      mesh.end();
+      communicator.end();
     };
-    run_together({[&] { alternate(*meshes[0], first, second); }, [&] { alternate(*meshes[1], second, first); }});
+    run_together(
+        {[&] { alternate(*communicators[0], first, second); }, [&] { alternate(*communicators[1], second, first); }});
   }
 }
 
 TEST_P(Messages, ManyUnderWayInOneDirection) {
   for (uint32_t seed = 1; seed <= 3; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    auto meshes = make_meshes(2, GetParam());
+    auto communicators = make_communicators(2, GetParam());
     const Plan plan(seed, 200, 20'000), nothing(0, 0, 1);
-    run_together(
-        {[&] { exchange(*meshes[0], plan, nothing, seed); }, [&] { exchange(*meshes[1], nothing, plan, seed); }});
+    run_together({[&] { exchange(*communicators[0], plan, nothing, seed); },
+                  [&] { exchange(*communicators[1], nothing, plan, seed); }});
   }
 }
 
 TEST_P(Messages, LargerThanAnyBuffer) {
-  auto meshes = make_meshes(2, GetParam());
+  auto communicators = make_communicators(2, GetParam());
   const size_t bytes = 9'000'001;
   std::mt19937 rng(1);
   const Bytes out[2] = {random_bytes(rng, bytes), random_bytes(rng, bytes)};
   const auto swap = [&](size_t rank) {
     Bytes in(bytes);
-    meshes[rank]->begin(stamp(1, bytes), Deadline::after(60s));
+    communicators[rank]->begin(stamp(1, bytes), Deadline::after(60s));
     const int peer = static_cast<int>(1 - rank);
-    meshes[rank]->send_recv(peer, out[rank].data(), bytes, peer, in.data(), bytes);
-    meshes[rank]->end();
+    communicators[rank]->send_recv(peer, out[rank].data(), bytes, peer, in.data(), bytes);
+    communicators[rank]->end();
     EXPECT_TRUE(in == out[1 - rank]);
-    EXPECT_EQ(meshes[rank]->bytes_sent(), bytes);
-    EXPECT_EQ(meshes[rank]->bytes_received(), bytes);
+    EXPECT_EQ(communicators[rank]->bytes_sent(), bytes);
+    EXPECT_EQ(communicators[rank]->bytes_received(), bytes);
   };
   run_together({[&] { swap(0); }, [&] { swap(1); }});
 }
 
 TEST_P(Messages, ZeroBytesSynchronise) {
-  auto meshes = make_meshes(2, GetParam());
+  auto communicators = make_communicators(2, GetParam());
   std::atomic<int> stage{0};
   run_together({[&] {
-                  meshes[0]->begin(stamp(1), Deadline::after(60s));
+                  communicators[0]->begin(stamp(1), Deadline::after(60s));
                   std::this_thread::sleep_for(20ms);
                   stage = 1;
-                  meshes[0]->send(1, nullptr, 0);
-                  meshes[0]->end();
+                  communicators[0]->send(1, nullptr, 0);
+                  communicators[0]->end();
                 },
                 [&] {
-                  meshes[1]->begin(stamp(1), Deadline::after(60s));
-                  meshes[1]->recv(0, nullptr, 0);
+                  communicators[1]->begin(stamp(1), Deadline::after(60s));
+                  communicators[1]->recv(0, nullptr, 0);
                   EXPECT_EQ(stage.load(), 1);
-                  meshes[1]->end();
+                  communicators[1]->end();
                 }});
 }
 
 TEST_P(Messages, SmallOnesByTheThousand) {
-  auto meshes = make_meshes(2, GetParam());
+  auto communicators = make_communicators(2, GetParam());
   const auto ping_pong = [&](size_t rank) {
-    Mesh& mesh = *meshes[rank];
+    Communicator& communicator = *communicators[rank];
     const int peer = static_cast<int>(1 - rank);
     for (uint32_t i = 1; i <= 2000; ++i) {
-      mesh.begin(stamp(i), Deadline::after(60s));
+      communicator.begin(stamp(i), Deadline::after(60s));
       uint32_t value = i;
-      if (rank == 0) mesh.send(peer, &value, sizeof value);
+      if (rank == 0) communicator.send(peer, &value, sizeof value);
       if (rank == 1) {
-        mesh.recv(peer, &value, sizeof value);
+        communicator.recv(peer, &value, sizeof value);
         value += 1;
-        mesh.send(peer, &value, sizeof value);
+        communicator.send(peer, &value, sizeof value);
       }
       if (rank == 0) {
-        mesh.recv(peer, &value, sizeof value);
+        communicator.recv(peer, &value, sizeof value);
         ASSERT_EQ(value, i + 1);
       }
-      mesh.end();
+      communicator.end();
     }
   };
   run_together({[&] { ping_pong(0); }, [&] { ping_pong(1); }});
@@ -171,20 +172,20 @@ TEST_P(Messages, SmallOnesByTheThousand) {
 
 void expect_mismatch(const Kind& kind, const Operation& sent, size_t sent_bytes, const Operation& expected,
                      size_t expected_bytes, const std::vector<std::string>& parts) {
-  auto meshes = make_meshes(2, kind);
+  auto communicators = make_communicators(2, kind);
   Bytes out(sent_bytes), in(expected_bytes);
   const auto failures = run_threads({[&] {
-                                       meshes[0]->begin(sent, Deadline::after(5s));
-                                       meshes[0]->send(1, out.data(), out.size());
+                                       communicators[0]->begin(sent, Deadline::after(5s));
+                                       communicators[0]->send(1, out.data(), out.size());
                                        // A small message may leave before anybody has looked at it.
-                                       meshes[0]->recv(1, in.data(), in.size());
+                                       communicators[0]->recv(1, in.data(), in.size());
                                      },
                                      [&] {
-                                       meshes[1]->begin(expected, Deadline::after(5s));
+                                       communicators[1]->begin(expected, Deadline::after(5s));
                                        try {
-                                         meshes[1]->recv(0, in.data(), in.size());
+                                         communicators[1]->recv(0, in.data(), in.size());
                                        } catch (const Error& error) {
-                                         meshes[1]->poison(error);  // as the engine does
+                                         communicators[1]->poison(error);  // as the engine does
                                          throw;
                                        }
                                      }});
@@ -218,27 +219,27 @@ constexpr size_t kMoreThanBuffers = 100'000'000;
 
 TEST_P(Messages, CancelledMemoryIsNeverTouchedAgain) {
   const size_t bytes = 3'000'000;
-  auto meshes = make_meshes(2, GetParam());
+  auto communicators = make_communicators(2, GetParam());
   {
     Bytes small(100), large(bytes, 7);
     Request receiving, sending;
-    meshes[0]->begin(stamp(1), Deadline::after(5s));
-    meshes[0]->post_recv(1, small.data(), small.size(), &receiving);
-    meshes[0]->post_send(1, large.data(), large.size(), &sending);
-    meshes[0]->progress();
-    meshes[0]->cancel();
+    communicators[0]->begin(stamp(1), Deadline::after(5s));
+    communicators[0]->post_recv(1, small.data(), small.size(), &receiving);
+    communicators[0]->post_send(1, large.data(), large.size(), &sending);
+    communicators[0]->progress();
+    communicators[0]->cancel();
   }
   // The peer goes on: what it sends would land in `small`, what it receives would come from `large`. Unless the
   // sockets' buffers had taken all of it before, the rest does not come.
   Bytes out(100), in(bytes);
   const auto failures = run_threads({[&] {
-    meshes[1]->begin(stamp(1), Deadline::after(100ms));
+    communicators[1]->begin(stamp(1), Deadline::after(100ms));
     Request sending;
-    meshes[1]->post_send(0, out.data(), out.size(), &sending);
+    communicators[1]->post_send(0, out.data(), out.size(), &sending);
     try {
-      meshes[1]->recv(0, in.data(), in.size());
+      communicators[1]->recv(0, in.data(), in.size());
     } catch (...) {
-      meshes[1]->cancel();
+      communicators[1]->cancel();
       throw;
     }
   }});

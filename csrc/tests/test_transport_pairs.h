@@ -22,10 +22,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "csrc/tests/test_transport_pump.h"
-#include "csrc/transport/control_link.h"
+#include "csrc/communicator/communicator.h"
+#include "csrc/communicator/control_link.h"
+#include "csrc/tests/test_transport_forwarder.h"
+#include "csrc/tests/test_world.h"
 #include "csrc/transport/local/local_channel.h"
-#include "csrc/transport/mesh.h"
 #include "csrc/transport/shm/shm_channel.h"
 #include "csrc/transport/tcp/tcp_channel.h"
 #include "csrc/transport/torch/torch_channel.h"
@@ -35,7 +36,7 @@ namespace bagua::testing {
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 using Bytes = std::vector<uint8_t>;
-using Meshes = std::vector<std::unique_ptr<Mesh>>;
+using Communicators = std::vector<std::unique_ptr<Communicator>>;
 
 inline void check(bool condition, const char* what) {
   if (!condition) throw std::runtime_error(std::string(what) + " failed: " + std::strerror(errno));
@@ -66,22 +67,22 @@ inline std::array<int, 2> tcp_pair() {
   return fds;
 }
 
-inline void connect_shm(Mesh& dialer, Mesh& acceptor, size_t ring_bytes) {
+inline void connect_shm(Communicator& dialer, Communicator& acceptor, size_t ring_bytes) {
   const int rings = memfd_create("test-rings", MFD_CLOEXEC);
   check(rings >= 0 && ftruncate(rings, static_cast<off_t>(ShmChannel::segment_bytes(ring_bytes))) == 0, "memfd");
   const auto controls = unix_pair();
-  const auto attach = [&](Mesh& mesh, Mesh& peer, int control_fd, bool is_dialer) {
+  const auto attach = [&](Communicator& communicator, Communicator& peer, int control_fd, bool is_dialer) {
     auto control = std::make_shared<ControlLink>(control_fd, peer.rank());
     auto channel = std::make_unique<ShmChannel>(peer.rank(), dup(rings), ring_bytes, is_dialer,
                                                 dup(peer.doorbell().fd()), control);
-    mesh.attach(peer.rank(), std::move(channel), std::move(control));
+    communicator.attach(peer.rank(), std::move(channel), std::move(control));
   };
   attach(dialer, acceptor, controls[0], true);
   attach(acceptor, dialer, controls[1], false);
   ::close(rings);
 }
 
-inline void connect_tcp(Mesh& a, Mesh& b, size_t num_streams) {
+inline void connect_tcp(Communicator& a, Communicator& b, size_t num_streams) {
   const auto controls = tcp_pair();
   std::vector<int> fds[2];
   for (size_t i = 0; i < num_streams; ++i) {
@@ -95,14 +96,14 @@ inline void connect_tcp(Mesh& a, Mesh& b, size_t num_streams) {
            std::make_shared<ControlLink>(controls[1], a.rank()));
 }
 
-inline void connect_torch(Mesh& a, Mesh& b) {
+inline void connect_torch(Communicator& a, Communicator& b) {
   const auto controls = tcp_pair();
   auto at_a = std::make_shared<TorchLink>(b.rank(), a.doorbell());
   auto at_b = std::make_shared<TorchLink>(a.rank(), b.doorbell());
   a.attach(b.rank(), std::make_unique<TorchChannel>(at_a), std::make_shared<ControlLink>(controls[0], b.rank()));
   b.attach(a.rank(), std::make_unique<TorchChannel>(at_b), std::make_shared<ControlLink>(controls[1], a.rank()));
-  Pumps::instance().carry(at_a, at_b);
-  Pumps::instance().carry(at_b, at_a);
+  Forwarders::instance().connect(at_a, at_b);
+  Forwarders::instance().connect(at_b, at_a);
 }
 
 // One way to connect ranks.
@@ -125,7 +126,7 @@ inline constexpr Kind kTcpFiveStreams{.name = "tcp_five_streams", .num_streams =
 inline constexpr Kind kTorch{.name = "torch", .through_torch = true};
 inline constexpr Kind kLocal{.name = "local"};
 
-inline void connect_pair(Mesh& a, Mesh& b, const Kind& kind) {
+inline void connect_pair(Communicator& a, Communicator& b, const Kind& kind) {
   if (kind.ring_bytes != 0) {
     connect_shm(b, a, kind.ring_bytes);
   } else if (kind.through_torch) {
@@ -135,14 +136,15 @@ inline void connect_pair(Mesh& a, Mesh& b, const Kind& kind) {
   }
 }
 
-inline Meshes make_meshes(int size, const Kind& kind, std::chrono::microseconds spin = 20us) {
-  if (!kind.has_control()) return make_local_world(size, "test", spin);
-  Meshes meshes;
-  for (int rank = 0; rank < size; ++rank) meshes.push_back(std::make_unique<Mesh>(rank, size, "test", spin));
-  for (size_t a = 0; a < meshes.size(); ++a) {
-    for (size_t b = a + 1; b < meshes.size(); ++b) connect_pair(*meshes[a], *meshes[b], kind);
+inline Communicators make_communicators(int size, const Kind& kind, std::chrono::microseconds spin = 20us) {
+  if (!kind.has_control()) return make_local_world(size, spin);
+  Communicators communicators;
+  for (int rank = 0; rank < size; ++rank)
+    communicators.push_back(std::make_unique<Communicator>(rank, size, "test", spin));
+  for (size_t a = 0; a < communicators.size(); ++a) {
+    for (size_t b = a + 1; b < communicators.size(); ++b) connect_pair(*communicators[a], *communicators[b], kind);
   }
-  return meshes;
+  return communicators;
 }
 
 inline Operation stamp(uint32_t sequence, uint64_t numel = 1, OperationKind kind = OperationKind::kAllReduce) {

@@ -25,14 +25,30 @@ namespace bagua::testing {
 
 using namespace std::chrono_literals;
 
-// The connected meshes of ranks 0..size-1.
-using MakeMeshes = std::function<std::vector<std::unique_ptr<Mesh>>(int size)>;
+// The connected communicators of ranks 0..size-1.
+using MakeCommunicators = std::function<std::vector<std::unique_ptr<Communicator>>(int size)>;
+
+// Ranks as threads of this process.
+inline std::vector<std::unique_ptr<Communicator>> make_local_world(int size, std::chrono::microseconds spin) {
+  std::vector<std::unique_ptr<Communicator>> world;
+  std::vector<Doorbell*> doorbells;
+  for (int rank = 0; rank < size; ++rank) {
+    world.push_back(std::make_unique<Communicator>(rank, size, "test", spin));
+    doorbells.push_back(&world.back()->doorbell());
+  }
+  connect_local(doorbells, [&world](int rank, int peer, std::unique_ptr<Channel> channel) {
+    world[static_cast<size_t>(rank)]->attach(peer, std::move(channel), nullptr);
+  });
+  return world;
+}
 
 // Who spins for long keeps the core from others, as the ranks are more than the cores.
-inline std::vector<std::unique_ptr<Mesh>> make_local_meshes(int size) { return make_local_world(size, "test", 10us); }
+inline std::vector<std::unique_ptr<Communicator>> make_local_communicators(int size) {
+  return make_local_world(size, 10us);
+}
 
 struct WorldOptions {
-  MakeMeshes make_meshes = make_local_meshes;
+  MakeCommunicators make_communicators = make_local_communicators;
   std::chrono::milliseconds operation_timeout = 60s;
   std::chrono::seconds world_timeout = 300s;
   // After a failure: tell the others (true), or let every rank find out by itself.
@@ -41,11 +57,11 @@ struct WorldOptions {
 
 // One rank of a running world.
 struct Rank {
-  Mesh& mesh;
+  Communicator& communicator;
   Workspace workspace;
   EventLog events;
   collectives::Thresholds thresholds;
-  Context context{Team(mesh), workspace, events, Stream{}, thresholds};
+  Context context{GroupView(communicator), workspace, events, Stream{}, thresholds};
   uint32_t sequence = 0;
   std::chrono::milliseconds operation_timeout;
 };
@@ -69,15 +85,15 @@ template <typename Call>
 auto perform(Operation what, Call call) {
   Rank& rank = *current_rank;
   what.sequence = ++rank.sequence;
-  rank.mesh.begin(what, Deadline::after(rank.operation_timeout));
+  rank.communicator.begin(what, Deadline::after(rank.operation_timeout));
   struct Ending {
-    Mesh& mesh;
+    Communicator& communicator;
     int exceptions = std::uncaught_exceptions();
     ~Ending() {
-      if (std::uncaught_exceptions() > exceptions) mesh.cancel();
-      mesh.end();
+      if (std::uncaught_exceptions() > exceptions) communicator.cancel();
+      communicator.end();
     }
-  } ending{rank.mesh};
+  } ending{rank.communicator};
   return call();
 }
 
@@ -86,18 +102,19 @@ class World {
   using RankFunction = std::function<void(Context&, int)>;
 
   World(int size, RankFunction function, WorldOptions options)
-      : options_(options), function_(std::move(function)), meshes_(options.make_meshes(size)) {}
+      : options_(options), function_(std::move(function)), communicators_(options.make_communicators(size)) {}
 
   // The exceptions of the ranks, null where a rank succeeded; first_failed() is the rank that failed first.
   std::vector<std::exception_ptr> run() {
-    failures_.resize(meshes_.size());
+    failures_.resize(communicators_.size());
     std::vector<std::thread> threads;
-    for (size_t r = 0; r < meshes_.size(); ++r) threads.emplace_back([this, r] { run_rank(r); });
+    for (size_t r = 0; r < communicators_.size(); ++r) threads.emplace_back([this, r] { run_rank(r); });
     {
       std::unique_lock lock(mutex_);
-      if (!finished_.wait_for(lock, options_.world_timeout, [this] { return num_finished_ == meshes_.size(); })) {
-        std::fprintf(stderr, "%zu of %zu ranks still run after the world's deadline\n", meshes_.size() - num_finished_,
-                     meshes_.size());
+      if (!finished_.wait_for(lock, options_.world_timeout,
+                              [this] { return num_finished_ == communicators_.size(); })) {
+        std::fprintf(stderr, "%zu of %zu ranks still run after the world's deadline\n",
+                     communicators_.size() - num_finished_, communicators_.size());
         std::abort();
       }
     }
@@ -108,7 +125,7 @@ class World {
 
  private:
   void run_rank(size_t r) {
-    Rank rank{.mesh = *meshes_[r],
+    Rank rank{.communicator = *communicators_[r],
               .workspace = {},
               .events = {},
               .thresholds = {},
@@ -132,13 +149,15 @@ class World {
       if (first_failed_ < 0) first_failed_ = static_cast<int>(r);
     }
     if (!options_.spread_failure) return;
-    for (auto& mesh : meshes_) mesh->poison(Error(ErrorKind::kAborted, "rank " + std::to_string(r) + " failed"));
+    for (auto& communicator : communicators_)
+      communicator->poison(Error(ErrorKind::kAborted, "rank " + std::to_string(r) + " failed"));
   }
 
   const WorldOptions options_;
   const RankFunction function_;
-  std::vector<std::unique_ptr<Mesh>> meshes_;  // outlive the threads: peers use each other's staging memory
-  std::mutex mutex_;                           // guards the four below
+  std::vector<std::unique_ptr<Communicator>>
+      communicators_;  // outlive the threads: peers use each other's staging memory
+  std::mutex mutex_;   // guards the four below
   std::condition_variable finished_;
   size_t num_finished_ = 0;
   int first_failed_ = -1;

@@ -173,7 +173,7 @@ def test_a_rank_that_leaves_while_others_wait(world, how, tmp_path):
             continue
         assert seen.rank == CULPRIT, seen
         assert ("left the group 'world'" in seen.message) == (how != "_exit"), seen
-        assert ("without a goodbye: its process died" in seen.message or "connection" in seen.message) == (
+        assert ("without leaving the group: its process died" in seen.message or "connection" in seen.message) == (
             how == "_exit"
         ), seen
         assert seen.at - noted_time(path) < NOTICED_S, seen

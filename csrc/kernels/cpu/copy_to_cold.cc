@@ -28,21 +28,19 @@ BAGUA_TARGET_V3 void stream_lines(uint8_t* to, const uint8_t* from, size_t num_l
   }
   _mm_sfence();  // streaming stores are not ordered with the store that will publish them
 }
-#else
-#define BAGUA_TARGET_BASELINE
 #endif
 
 BAGUA_TARGET_BASELINE void stream_lines(uint8_t* to, const uint8_t* from, size_t num_lines) {
 #if defined(__x86_64__)
   for (size_t i = 0; i < num_lines; ++i, to += kLineBytes, from += kLineBytes) {
     const auto* line = reinterpret_cast<const __m128i*>(from);
-    auto* place = reinterpret_cast<__m128i*>(to);
+    auto* target = reinterpret_cast<__m128i*>(to);
     const __m128i a = _mm_loadu_si128(line), b = _mm_loadu_si128(line + 1);
     const __m128i c = _mm_loadu_si128(line + 2), d = _mm_loadu_si128(line + 3);
-    _mm_stream_si128(place, a);
-    _mm_stream_si128(place + 1, b);
-    _mm_stream_si128(place + 2, c);
-    _mm_stream_si128(place + 3, d);
+    _mm_stream_si128(target, a);
+    _mm_stream_si128(target + 1, b);
+    _mm_stream_si128(target + 2, c);
+    _mm_stream_si128(target + 3, d);
   }
   _mm_sfence();
 #else

@@ -8,8 +8,6 @@
 
 #if defined(BAGUA_TARGET_V3)
 #include <immintrin.h>
-#else
-#define BAGUA_TARGET_BASELINE BAGUA_MULTIVERSION
 #endif
 
 namespace bagua::kernels::cpu {

@@ -1,6 +1,5 @@
 // CPU form of the min-max quantiser (contract and formula: minmax_uint8.h). One block is 8 KB of f32 and
-// stays in L1 between the pass that finds min and max and the pass that writes codes; f16 and bf16 go
-// through an f32 block on the stack.
+// stays in L1 between the pass that finds min and max and the pass that writes codes.
 //
 // Min and max are found on the integer image of the floats that orders like them: the reduction then
 // vectorises without relaxed floating point, does not depend on the order of the comparisons, and NaN and
@@ -12,17 +11,17 @@
 #include <limits>
 
 #include "csrc/kernels/backend.h"
-#include "csrc/kernels/cpu/half.h"
+#include "csrc/kernels/cpu/block_codec.h"
 #include "csrc/kernels/cpu/prefetch.h"
 
 namespace bagua::kernels::cpu {
+namespace minmax_uint8 {  // a name, because the tests compile the kernels of several files into one
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "the header is stored as it lies in memory");
 
 constexpr size_t kBlockNumel = kMinmaxUint8BlockNumel;
 constexpr size_t kHeaderBytes = kMinmaxUint8HeaderBytes;
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 struct Header {
   float min, max;
@@ -121,24 +120,11 @@ BAGUA_MULTIVERSION bool encode_block(const float* __restrict source, size_t nume
   return true;
 }
 
-enum class Store { kAssign, kAdd };
-
-// A block whose elements are all one number: NaN where the header marks it, min where min == max.
-template <Store kStore>
-BAGUA_INLINE void fill_block(float value, size_t numel, float* __restrict destination) {
-  for (size_t i = 0; i < numel; ++i) {
-    if constexpr (kStore == Store::kAssign) destination[i] = value;
-    if constexpr (kStore == Store::kAdd) destination[i] += value;
-  }
-}
-
 template <bool kIsScaled, bool kIsBelow, bool kIsAbove, Store kStore>
 BAGUA_INLINE void decode_codes(const uint8_t* __restrict codes, size_t numel, const Steps& steps, Header header,
                                float* __restrict destination) {
   for (size_t i = 0; i < numel; ++i) {
-    const float value = value_of<kIsScaled, kIsBelow, kIsAbove>(codes[i], steps, header);
-    if constexpr (kStore == Store::kAssign) destination[i] = value;
-    if constexpr (kStore == Store::kAdd) destination[i] += value;
+    store<kStore>(value_of<kIsScaled, kIsBelow, kIsAbove>(codes[i], steps, header), destination[i]);
   }
 }
 
@@ -148,8 +134,8 @@ BAGUA_INLINE void decode_block(const uint8_t* __restrict bytes, size_t numel, fl
   std::memcpy(&header, bytes, kHeaderBytes);
   // False for a NaN in either bound, and for an Inf, which only a damaged message holds.
   const bool finite = header.min - header.min == 0.0f && header.max - header.max == 0.0f;
-  if (!finite) return fill_block<kStore>(kNan, numel, destination);
-  if (header.min == header.max) return fill_block<kStore>(header.min, numel, destination);
+  if (!finite) return store_all<kStore>(kNan, numel, destination);
+  if (header.min == header.max) return store_all<kStore>(header.min, numel, destination);
   const Steps steps = steps_of(header);
   const uint8_t* __restrict codes = bytes + kHeaderBytes;
   // The others lie between these two, so most blocks need one comparison or none.
@@ -168,66 +154,40 @@ BAGUA_INLINE void decode_block(const uint8_t* __restrict bytes, size_t numel, fl
   }
 }
 
-BAGUA_MULTIVERSION void decode_block_assign(const uint8_t* bytes, size_t numel, float* destination) {
+BAGUA_MULTIVERSION void assign(const uint8_t* bytes, size_t numel, float* destination) {
   decode_block<Store::kAssign>(bytes, numel, destination);
 }
-
-BAGUA_MULTIVERSION void decode_block_add(const uint8_t* bytes, size_t numel, float* destination) {
+BAGUA_MULTIVERSION void add(const uint8_t* bytes, size_t numel, float* destination) {
   decode_block<Store::kAdd>(bytes, numel, destination);
 }
 
-// Calls body(first element, elements, the block's bytes) for every block.
-template <typename Body>
-BAGUA_INLINE void for_each_block(size_t numel, Body body) {
-  for (size_t begin = 0; begin < numel; begin += kBlockNumel) {
-    const size_t count = numel - begin < kBlockNumel ? numel - begin : kBlockNumel;
-    body(begin, count, begin / kBlockNumel * (kBlockNumel + kHeaderBytes));
+struct Blocks {
+  static constexpr size_t kNumel = kBlockNumel;
+  static constexpr float kPadding = 0.0f;
+  size_t wire_bytes() const { return kHeaderBytes + kBlockNumel; }
+  size_t encoded_numel(size_t numel) const { return numel; }
+  size_t decoded_numel(size_t numel) const { return numel; }
+  bool encode(const float* source, size_t, size_t numel, uint8_t* bytes) const {
+    return encode_block(source, numel, bytes);
   }
-}
+  void decode(const uint8_t* bytes, size_t numel, float* destination) const { assign(bytes, numel, destination); }
+  void decode_add(const uint8_t* bytes, size_t numel, float* destination) const { add(bytes, numel, destination); }
+};
 
 }  // namespace
+}  // namespace minmax_uint8
 
 void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes,
                          uint64_t* num_nonfinite_blocks) {
-  uint64_t num_nonfinite = 0;
-  if (dtype == DType::kF32) {
-    const float* values = static_cast<const float*>(source);
-    for_each_block(numel, [&](size_t begin, size_t count, size_t offset_bytes) {
-      num_nonfinite += !encode_block(values + begin, count, bytes + offset_bytes);
-    });
-  } else {
-    const unaligned_u16* halves = static_cast<const unaligned_u16*>(source);
-    const auto widen = dtype == DType::kF16 ? widen_f16 : widen_bf16;
-    alignas(64) float block[kBlockNumel];
-    for_each_block(numel, [&](size_t begin, size_t count, size_t offset_bytes) {
-      widen(halves + begin, block, count);
-      num_nonfinite += !encode_block(block, count, bytes + offset_bytes);
-    });
-  }
-  if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
+  encode_blocks(minmax_uint8::Blocks{}, dtype, source, numel, bytes, num_nonfinite_blocks);
 }
 
 void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination) {
-  if (dtype == DType::kF32) {
-    float* values = static_cast<float*>(destination);
-    for_each_block(numel, [&](size_t begin, size_t count, size_t offset_bytes) {
-      decode_block_assign(bytes + offset_bytes, count, values + begin);
-    });
-    return;
-  }
-  unaligned_u16* halves = static_cast<unaligned_u16*>(destination);
-  const auto narrow = dtype == DType::kF16 ? narrow_f16 : narrow_bf16;
-  alignas(64) float block[kBlockNumel];
-  for_each_block(numel, [&](size_t begin, size_t count, size_t offset_bytes) {
-    decode_block_assign(bytes + offset_bytes, count, block);
-    narrow(block, halves + begin, count);
-  });
+  decode_blocks(minmax_uint8::Blocks{}, dtype, bytes, numel, destination);
 }
 
 void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator) {
-  for_each_block(numel, [&](size_t begin, size_t count, size_t offset_bytes) {
-    decode_block_add(bytes + offset_bytes, count, accumulator + begin);
-  });
+  decode_add_blocks(minmax_uint8::Blocks{}, bytes, numel, accumulator);
 }
 
 }  // namespace bagua::kernels::cpu

@@ -1,14 +1,12 @@
-// CPU form of the sign quantiser (contract and formula: onebit.h). f16, bf16 and short blocks go through an f32 block
-// on the stack; a block's eight parts are packed side by side, so that all strides are one.
+// CPU form of the sign quantiser (contract and formula: onebit.h). A block's eight parts are packed side by side, so
+// that all strides are one.
 #include "csrc/kernels/onebit.h"
 
-#include <algorithm>
 #include <bit>
 #include <cstring>
-#include <limits>
 
 #include "csrc/kernels/backend.h"
-#include "csrc/kernels/cpu/half.h"
+#include "csrc/kernels/cpu/block_codec.h"
 
 namespace bagua::kernels::cpu {
 namespace onebit {  // a name, because the tests compile the kernels of several files into one
@@ -17,7 +15,6 @@ namespace {
 constexpr size_t kBlockNumel = kOnebitBlockNumel;
 constexpr size_t kHeaderBytes = kOnebitHeaderBytes;
 constexpr size_t kLanes = 64;
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 constexpr size_t padded_numel(size_t numel) { return (numel + 7) / 8 * 8; }
 
@@ -48,16 +45,12 @@ BAGUA_MULTIVERSION bool encode_block(const float* __restrict source, size_t nume
   return finite;
 }
 
-enum class Store { kAssign, kAdd };
-
 template <Store kStore>
 BAGUA_INLINE void decode_part(const uint8_t* __restrict codes, size_t part, int bit, uint32_t scale,
                               float* __restrict destination) {
   for (size_t j = 0; j < part; ++j) {
     const uint32_t sign = static_cast<uint32_t>(codes[j]) >> bit << 31;
-    const float value = std::bit_cast<float>(scale | sign);
-    if constexpr (kStore == Store::kAssign) destination[j] = value;
-    if constexpr (kStore == Store::kAdd) destination[j] += value;
+    store<kStore>(std::bit_cast<float>(scale | sign), destination[j]);
   }
 }
 
@@ -80,58 +73,32 @@ BAGUA_MULTIVERSION void add(const uint8_t* bytes, size_t numel, float* destinati
   decode_block<Store::kAdd>(bytes, numel, destination);
 }
 
-// Calls body(first element, elements, the block's bytes) for every block.
-template <typename Body>
-void for_each_block(size_t numel, Body body) {
-  for (size_t begin = 0; begin < numel; begin += kBlockNumel) {
-    body(begin, std::min(kBlockNumel, numel - begin), begin / kBlockNumel * (kHeaderBytes + kBlockNumel / 8));
+struct Blocks {
+  static constexpr size_t kNumel = kBlockNumel;
+  static constexpr float kPadding = 0.0f;
+  size_t wire_bytes() const { return kHeaderBytes + kBlockNumel / 8; }
+  size_t encoded_numel(size_t) const { return kBlockNumel; }
+  size_t decoded_numel(size_t numel) const { return padded_numel(numel); }
+  bool encode(const float* source, size_t, size_t numel, uint8_t* bytes) const {
+    return encode_block(source, numel, bytes);
   }
-}
+  void decode(const uint8_t* bytes, size_t numel, float* destination) const { assign(bytes, numel, destination); }
+  void decode_add(const uint8_t* bytes, size_t numel, float* destination) const { add(bytes, numel, destination); }
+};
 
 }  // namespace
 }  // namespace onebit
 
 void onebit_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
-  uint64_t num_nonfinite = 0;
-  alignas(64) float block[kOnebitBlockNumel];
-  onebit::for_each_block(numel, [&](size_t begin, size_t count, size_t offset_bytes) {
-    const float* values = static_cast<const float*>(source) + begin;
-    const bool is_direct = dtype == DType::kF32 && count == kOnebitBlockNumel;
-    if (dtype != DType::kF32) {
-      const auto* halves = static_cast<const unaligned_u16*>(source) + begin;
-      dtype == DType::kF16 ? widen_f16(halves, block, count) : widen_bf16(halves, block, count);
-    } else if (!is_direct) {
-      std::memcpy(block, values, count * sizeof(float));
-    }
-    std::fill(block + count, block + kOnebitBlockNumel, 0.0f);
-    num_nonfinite += !onebit::encode_block(is_direct ? values : block, count, bytes + offset_bytes);
-  });
-  if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
+  encode_blocks(onebit::Blocks{}, dtype, source, numel, bytes, num_nonfinite_blocks);
 }
 
 void onebit_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination) {
-  alignas(64) float block[kOnebitBlockNumel];
-  onebit::for_each_block(numel, [&](size_t begin, size_t count, size_t offset_bytes) {
-    if (dtype == DType::kF32 && count % 8 == 0) {
-      return onebit::assign(bytes + offset_bytes, count, static_cast<float*>(destination) + begin);
-    }
-    onebit::assign(bytes + offset_bytes, count, block);
-    if (dtype == DType::kF32) {
-      std::memcpy(static_cast<float*>(destination) + begin, block, count * sizeof(float));
-    } else {
-      auto* halves = static_cast<unaligned_u16*>(destination) + begin;
-      dtype == DType::kF16 ? narrow_f16(block, halves, count) : narrow_bf16(block, halves, count);
-    }
-  });
+  decode_blocks(onebit::Blocks{}, dtype, bytes, numel, destination);
 }
 
 void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator) {
-  alignas(64) float block[kOnebitBlockNumel];
-  onebit::for_each_block(numel, [&](size_t begin, size_t count, size_t offset_bytes) {
-    if (count % 8 == 0) return onebit::add(bytes + offset_bytes, count, accumulator + begin);
-    onebit::assign(bytes + offset_bytes, count, block);
-    for (size_t i = 0; i < count; ++i) accumulator[begin + i] += block[i];
-  });
+  decode_add_blocks(onebit::Blocks{}, bytes, numel, accumulator);
 }
 
 }  // namespace bagua::kernels::cpu

@@ -1,15 +1,14 @@
 // CPU form of the stochastic quantiser (contract and formula: qsgd.h). One block is 8 KB of f32 and stays in L1 between
-// the pass that finds the norm and the pass that writes codes; f16, bf16 and short blocks go through an f32 block on
-// the stack. The loops run over the counters, so that one hash serves two elements and all strides are one.
+// the pass that finds the norm and the pass that writes codes. The loops run over the counters, so that one hash serves
+// two elements and all strides are one.
 #include "csrc/kernels/qsgd.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <limits>
 
 #include "csrc/kernels/backend.h"
-#include "csrc/kernels/cpu/half.h"
+#include "csrc/kernels/cpu/block_codec.h"
 #include "csrc/kernels/cpu/prefetch.h"
 
 namespace bagua::kernels::cpu {
@@ -20,8 +19,7 @@ static_assert(std::endian::native == std::endian::little, "the header is stored 
 
 constexpr size_t kBlockNumel = kQsgdBlockNumel;
 constexpr size_t kHeaderBytes = kQsgdHeaderBytes;
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-constexpr float kScaleUnits = 1 << kDrawBits;
+constexpr float kScaleUnits = 1 << kRandomBits;
 
 constexpr int32_t levels(int bits) { return (1 << (bits - 1)) - 1; }
 
@@ -74,9 +72,9 @@ template <int kBits>
 BAGUA_INLINE uint32_t code_of(float value, uint32_t draw, const Steps& steps) {
   constexpr float kRounder = 0x1.8p23f;
   constexpr uint32_t kRounderBits = std::bit_cast<uint32_t>(kRounder);
-  static_assert(kRounderBits % (1 << kDrawBits) == 0);
+  static_assert(kRounderBits % (1 << kRandomBits) == 0);
   const uint32_t fixed = std::bit_cast<uint32_t>(value * steps.units + kRounder);
-  return ((fixed + draw) >> kDrawBits) - (kRounderBits >> kDrawBits) + levels(kBits);
+  return ((fixed + draw) >> kRandomBits) - (kRounderBits >> kRandomBits) + levels(kBits);
 }
 
 // `kIsApart`: the norm is not L * step, rounded.
@@ -94,37 +92,37 @@ BAGUA_INLINE float value_of(int32_t code, const Steps& steps) {
 // The codes of the `padded` elements x * s, of which `count` counters from `first` on say which.
 template <int kBits>
 BAGUA_INLINE void encode_codes(const float* __restrict source, size_t padded, size_t first, size_t count,
-                               const Steps& steps, uint8_t* __restrict codes, BlockDraws draws) {
+                               const Steps& steps, uint8_t* __restrict codes, BlockRng rng) {
   const size_t half = padded / 2;
   source += first;
   codes += first;
   const float* __restrict upper = source + half;
-  uint32_t counter = draws.counter(static_cast<uint32_t>(first));
+  uint32_t counter = rng.counter(static_cast<uint32_t>(first));
   if constexpr (kBits == 8) {
     uint8_t* __restrict upper_codes = codes + half;
-    for (size_t j = 0; j < count; ++j, counter += BlockDraws::kStride) {
-      const uint32_t hash = draws.hash(counter);
-      codes[j] = static_cast<uint8_t>(code_of<kBits>(source[j], BlockDraws::first_of(hash), steps));
-      upper_codes[j] = static_cast<uint8_t>(code_of<kBits>(upper[j], BlockDraws::second_of(hash), steps));
+    for (size_t j = 0; j < count; ++j, counter += BlockRng::kStride) {
+      const uint32_t hash = rng.hash(counter);
+      codes[j] = static_cast<uint8_t>(code_of<kBits>(source[j], BlockRng::first_of(hash), steps));
+      upper_codes[j] = static_cast<uint8_t>(code_of<kBits>(upper[j], BlockRng::second_of(hash), steps));
     }
   } else if constexpr (kBits == 4) {
-    for (size_t j = 0; j < count; ++j, counter += BlockDraws::kStride) {
-      const uint32_t hash = draws.hash(counter);
-      const uint32_t low = code_of<kBits>(source[j], BlockDraws::first_of(hash), steps);
-      const uint32_t high = code_of<kBits>(upper[j], BlockDraws::second_of(hash), steps);
+    for (size_t j = 0; j < count; ++j, counter += BlockRng::kStride) {
+      const uint32_t hash = rng.hash(counter);
+      const uint32_t low = code_of<kBits>(source[j], BlockRng::first_of(hash), steps);
+      const uint32_t high = code_of<kBits>(upper[j], BlockRng::second_of(hash), steps);
       codes[j] = static_cast<uint8_t>(low | high << 4);
     }
   } else {
     const size_t quarter = half / 2;
     const float* __restrict second = source + quarter;
     const float* __restrict fourth = upper + quarter;
-    for (size_t j = 0; j < count; ++j, counter += BlockDraws::kStride) {
-      const uint32_t hash = draws.hash(counter);
-      const uint32_t other = draws.hash(counter + static_cast<uint32_t>(quarter) * BlockDraws::kStride);
-      const uint32_t code = code_of<kBits>(source[j], BlockDraws::first_of(hash), steps) |
-                            code_of<kBits>(second[j], BlockDraws::first_of(other), steps) << 2 |
-                            code_of<kBits>(upper[j], BlockDraws::second_of(hash), steps) << 4 |
-                            code_of<kBits>(fourth[j], BlockDraws::second_of(other), steps) << 6;
+    for (size_t j = 0; j < count; ++j, counter += BlockRng::kStride) {
+      const uint32_t hash = rng.hash(counter);
+      const uint32_t other = rng.hash(counter + static_cast<uint32_t>(quarter) * BlockRng::kStride);
+      const uint32_t code = code_of<kBits>(source[j], BlockRng::first_of(hash), steps) |
+                            code_of<kBits>(second[j], BlockRng::first_of(other), steps) << 2 |
+                            code_of<kBits>(upper[j], BlockRng::second_of(hash), steps) << 4 |
+                            code_of<kBits>(fourth[j], BlockRng::second_of(other), steps) << 6;
       codes[j] = static_cast<uint8_t>(code);
     }
   }
@@ -132,8 +130,7 @@ BAGUA_INLINE void encode_codes(const float* __restrict source, size_t padded, si
 
 // `source` has qsgd_padded_numel elements. Returns whether the block is finite.
 template <int kBits>
-BAGUA_INLINE bool encode_block(const float* __restrict source, size_t padded, uint8_t* __restrict bytes,
-                               BlockDraws draws) {
+BAGUA_INLINE bool encode_block(const float* __restrict source, size_t padded, uint8_t* __restrict bytes, BlockRng rng) {
   const float* const next = source + kBlockNumel;
   uint32_t largest = 0;
   for (size_t i = 0; i < padded; ++i) {
@@ -163,12 +160,10 @@ BAGUA_INLINE bool encode_block(const float* __restrict source, size_t padded, ui
   const size_t num_counters = padded / kCounterNumel;
   for (size_t first = 0; first < num_counters; first += kPart) {
     prefetch(next + first * kCounterNumel);
-    encode_codes<kBits>(source, padded, first, std::min(kPart, num_counters - first), steps, codes, draws);
+    encode_codes<kBits>(source, padded, first, std::min(kPart, num_counters - first), steps, codes, rng);
   }
   return true;
 }
-
-enum class Store { kAssign, kAdd };
 
 // The elements whose codes stand kShift bits up in their bytes.
 template <int kBits, bool kIsApart, int kShift, Store kStore>
@@ -177,9 +172,7 @@ BAGUA_INLINE void decode_part(const uint8_t* __restrict codes, size_t numel, con
   constexpr int32_t kMask = (1 << kBits) - 1;
   for (size_t j = 0; j < numel; ++j) {
     const int32_t code = static_cast<int32_t>(codes[j]) >> kShift & kMask;
-    const float value = value_of<kBits, kIsApart>(code - levels(kBits), steps);
-    if constexpr (kStore == Store::kAssign) destination[j] = value;
-    if constexpr (kStore == Store::kAdd) destination[j] += value;
+    store<kStore>(value_of<kBits, kIsApart>(code - levels(kBits), steps), destination[j]);
   }
 }
 
@@ -215,31 +208,23 @@ BAGUA_INLINE void decode_block(const uint8_t* __restrict bytes, size_t padded, f
   std::memcpy(&norm, bytes, kHeaderBytes);
   const uint32_t norm_bits = std::bit_cast<uint32_t>(norm), magnitude = norm_bits & kF32Abs;
   if (magnitude >= kF32Inf || magnitude == 0) {
-    const float value = magnitude == 0 ? norm : kNan;
-    for (size_t i = 0; i < padded; ++i) {
-      if constexpr (kStore == Store::kAssign) destination[i] = value;
-      if constexpr (kStore == Store::kAdd) destination[i] += value;
-    }
-    return;
+    return store_all<kStore>(magnitude == 0 ? norm : kNan, padded, destination);
   }
   norm = std::bit_cast<float>(magnitude);
   if (magnitude >= kUnscaledNorm) return decode_codes<kBits, kStore>(bytes + kHeaderBytes, padded, norm, destination);
   alignas(64) float scaled[kBlockNumel];
   decode_codes<kBits, Store::kAssign>(bytes + kHeaderBytes, padded, scale_up(norm), scaled);
-  for (size_t i = 0; i < padded; ++i) {
-    if constexpr (kStore == Store::kAssign) destination[i] = scale_down(scaled[i]);
-    if constexpr (kStore == Store::kAdd) destination[i] += scale_down(scaled[i]);
-  }
+  for (size_t i = 0; i < padded; ++i) store<kStore>(scale_down(scaled[i]), destination[i]);
 }
 
-BAGUA_MULTIVERSION bool encode_8(const float* source, size_t padded, uint8_t* bytes, BlockDraws draws) {
-  return encode_block<8>(source, padded, bytes, draws);
+BAGUA_MULTIVERSION bool encode_8(const float* source, size_t padded, uint8_t* bytes, BlockRng rng) {
+  return encode_block<8>(source, padded, bytes, rng);
 }
-BAGUA_MULTIVERSION bool encode_4(const float* source, size_t padded, uint8_t* bytes, BlockDraws draws) {
-  return encode_block<4>(source, padded, bytes, draws);
+BAGUA_MULTIVERSION bool encode_4(const float* source, size_t padded, uint8_t* bytes, BlockRng rng) {
+  return encode_block<4>(source, padded, bytes, rng);
 }
-BAGUA_MULTIVERSION bool encode_2(const float* source, size_t padded, uint8_t* bytes, BlockDraws draws) {
-  return encode_block<2>(source, padded, bytes, draws);
+BAGUA_MULTIVERSION bool encode_2(const float* source, size_t padded, uint8_t* bytes, BlockRng rng) {
+  return encode_block<2>(source, padded, bytes, rng);
 }
 BAGUA_MULTIVERSION void assign_8(const uint8_t* bytes, size_t padded, float* destination) {
   decode_block<8, Store::kAssign>(bytes, padded, destination);
@@ -260,68 +245,42 @@ BAGUA_MULTIVERSION void add_2(const uint8_t* bytes, size_t padded, float* destin
   decode_block<2, Store::kAdd>(bytes, padded, destination);
 }
 
-// Calls body(first element, elements, the block's bytes) for every block.
-template <typename Body>
-void for_each_block(size_t numel, int bits, Body body) {
-  for (size_t begin = 0; begin < numel; begin += kBlockNumel) {
-    body(begin, std::min(kBlockNumel, numel - begin), begin / kBlockNumel * qsgd_block_bytes(kBlockNumel, bits));
+struct Blocks {
+  static constexpr size_t kNumel = kBlockNumel;
+  // Not a zero with a sign of its own where all others are -0.0.
+  static constexpr float kPadding = -0.0f;
+  const int bits;
+  const CounterRng rng = {};
+
+  size_t wire_bytes() const { return qsgd_block_bytes(kBlockNumel, bits); }
+  size_t encoded_numel(size_t numel) const { return qsgd_padded_numel(numel, bits); }
+  size_t decoded_numel(size_t numel) const { return qsgd_padded_numel(numel, bits); }
+  bool encode(const float* source, size_t begin, size_t numel, uint8_t* bytes) const {
+    const BlockRng block_rng(derive_key(rng.key, (rng.first + begin) / kBlockNumel));
+    return (bits == 8 ? encode_8 : bits == 4 ? encode_4 : encode_2)(source, encoded_numel(numel), bytes, block_rng);
   }
-}
+  void decode(const uint8_t* bytes, size_t numel, float* destination) const {
+    (bits == 8 ? assign_8 : bits == 4 ? assign_4 : assign_2)(bytes, decoded_numel(numel), destination);
+  }
+  void decode_add(const uint8_t* bytes, size_t numel, float* destination) const {
+    (bits == 8 ? add_8 : bits == 4 ? add_4 : add_2)(bytes, decoded_numel(numel), destination);
+  }
+};
 
 }  // namespace
 }  // namespace qsgd
 
-void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, Draws draws,
+void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
                  uint64_t* num_nonfinite_blocks) {
-  const auto encode = bits == 8 ? qsgd::encode_8 : bits == 4 ? qsgd::encode_4 : qsgd::encode_2;
-  uint64_t num_nonfinite = 0;
-  alignas(64) float block[kQsgdBlockNumel];
-  qsgd::for_each_block(numel, bits, [&](size_t begin, size_t count, size_t offset_bytes) {
-    const size_t padded = qsgd_padded_numel(count, bits);
-    const float* values = static_cast<const float*>(source) + begin;
-    if (dtype != DType::kF32) {
-      const auto* halves = static_cast<const unaligned_u16*>(source) + begin;
-      dtype == DType::kF16 ? widen_f16(halves, block, count) : widen_bf16(halves, block, count);
-    } else if (padded != count) {
-      std::memcpy(block, values, count * sizeof(float));
-    }
-    // The padding must not be a zero with a sign of its own where all others are -0.0.
-    for (size_t i = count; i < padded; ++i) block[i] = std::bit_cast<float>(0x80000000u);
-    const bool is_direct = dtype == DType::kF32 && padded == count;
-    const BlockDraws block_draws(derive_key(draws.key, (draws.first + begin) / kQsgdBlockNumel));
-    num_nonfinite += !encode(is_direct ? values : block, padded, bytes + offset_bytes, block_draws);
-  });
-  if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
+  encode_blocks(qsgd::Blocks{bits, rng}, dtype, source, numel, bytes, num_nonfinite_blocks);
 }
 
 void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination) {
-  const auto decode = bits == 8 ? qsgd::assign_8 : bits == 4 ? qsgd::assign_4 : qsgd::assign_2;
-  alignas(64) float block[kQsgdBlockNumel];
-  qsgd::for_each_block(numel, bits, [&](size_t begin, size_t count, size_t offset_bytes) {
-    const size_t padded = qsgd_padded_numel(count, bits);
-    if (dtype == DType::kF32 && padded == count) {
-      return decode(bytes + offset_bytes, padded, static_cast<float*>(destination) + begin);
-    }
-    decode(bytes + offset_bytes, padded, block);
-    if (dtype == DType::kF32) {
-      std::memcpy(static_cast<float*>(destination) + begin, block, count * sizeof(float));
-    } else {
-      auto* halves = static_cast<unaligned_u16*>(destination) + begin;
-      dtype == DType::kF16 ? narrow_f16(block, halves, count) : narrow_bf16(block, halves, count);
-    }
-  });
+  decode_blocks(qsgd::Blocks{bits}, dtype, bytes, numel, destination);
 }
 
 void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator) {
-  const auto decode_add = bits == 8 ? qsgd::add_8 : bits == 4 ? qsgd::add_4 : qsgd::add_2;
-  const auto decode = bits == 8 ? qsgd::assign_8 : bits == 4 ? qsgd::assign_4 : qsgd::assign_2;
-  alignas(64) float block[kQsgdBlockNumel];
-  qsgd::for_each_block(numel, bits, [&](size_t begin, size_t count, size_t offset_bytes) {
-    const size_t padded = qsgd_padded_numel(count, bits);
-    if (padded == count) return decode_add(bytes + offset_bytes, padded, accumulator + begin);
-    decode(bytes + offset_bytes, padded, block);
-    for (size_t i = 0; i < count; ++i) accumulator[begin + i] += block[i];
-  });
+  decode_add_blocks(qsgd::Blocks{bits}, bytes, numel, accumulator);
 }
 
 }  // namespace bagua::kernels::cpu

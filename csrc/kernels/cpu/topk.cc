@@ -1,16 +1,15 @@
 // CPU form of the sparsifier (contract and selection: topk.h). No sort: the upper 15 bits of the magnitudes are 4 KB of
-// int16, in which a search for the threshold counts, a pass of the vectoriser per question, until a limit has exactly k
-// elements at or above it. Only where the elements around the threshold agree in those bits, a second search decides
-// by the lower 16. f16, bf16 and short blocks go through an f32 block on the stack.
+// int16, in which a search for the threshold counts, a vectorised pass over the keys per limit, until a limit has
+// exactly k elements at or above it. Only where the elements around the threshold agree in those bits, a second search
+// decides by the lower 16. f16, bf16 and short blocks go through an f32 block on the stack.
 #include "csrc/kernels/topk.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <limits>
 
 #include "csrc/kernels/backend.h"
-#include "csrc/kernels/cpu/half.h"
+#include "csrc/kernels/cpu/block_codec.h"
 
 namespace bagua::kernels::cpu {
 namespace topk {  // a name, because the tests compile the kernels of several files into one
@@ -19,7 +18,6 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "values and indices are stored as they lie in memory");
 
 constexpr size_t kBlockNumel = kTopkBlockNumel;
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr int kLowBits = 16;
 constexpr int kSmallestKey = -(1 << 15);
 constexpr int kHalfAnOctave = 64;     // in upper keys
@@ -161,16 +159,6 @@ BAGUA_MULTIVERSION bool encode_block(const float* __restrict source, size_t k, u
   return finite;
 }
 
-// Calls body(first element, elements, those that travel, the block's bytes) for every block.
-template <typename Body>
-void for_each_block(size_t numel, int k, Body body) {
-  const size_t most = static_cast<size_t>(k);
-  for (size_t begin = 0; begin < numel; begin += kBlockNumel) {
-    const size_t count = std::min(kBlockNumel, numel - begin);
-    body(begin, count, std::min(most, count), begin / kBlockNumel * most * kTopkElementBytes);
-  }
-}
-
 BAGUA_INLINE float load_value(const uint8_t* bytes, size_t j) {
   float value;
   std::memcpy(&value, bytes + j * sizeof(float), sizeof(float));
@@ -179,7 +167,7 @@ BAGUA_INLINE float load_value(const uint8_t* bytes, size_t j) {
 
 BAGUA_INLINE bool is_marked(const uint8_t* bytes) { return magnitude_of(load_value(bytes, 0)) >= kF32Inf; }
 
-// Calls body(place among those that travel, index in the block).
+// Calls body(rank among those that travel, index in the block).
 template <typename Body>
 BAGUA_INLINE void for_each_index(const uint8_t* bytes, size_t k, size_t count, Body body) {
   for (size_t j = 0; j < k; ++j) {
@@ -211,47 +199,48 @@ void decode_half(DType dtype, const uint8_t* bytes, size_t k, size_t count, unal
   for_each_index(bytes, k, count, [&](size_t j, size_t index) { destination[index] = halves[j]; });
 }
 
+// Decodes from what travels straight to what it is stored as, without an f32 block between.
+struct Blocks {
+  static constexpr size_t kNumel = kBlockNumel;
+  static constexpr float kPadding = 0.0f;
+  const size_t k;
+
+  size_t num_kept(size_t numel) const { return std::min(k, numel); }
+  size_t wire_bytes() const { return k * kTopkElementBytes; }
+  size_t encoded_numel(size_t) const { return kBlockNumel; }
+  bool encode(const float* source, size_t, size_t numel, uint8_t* bytes) const {
+    return encode_block(source, num_kept(numel), bytes);
+  }
+};
+
 }  // namespace
 }  // namespace topk
 
 void topk_encode(int k, DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
-  uint64_t num_nonfinite = 0;
-  alignas(64) float block[kTopkBlockNumel];
-  topk::for_each_block(numel, k, [&](size_t begin, size_t count, size_t num_kept, size_t offset_bytes) {
-    const float* values = static_cast<const float*>(source) + begin;
-    const bool is_direct = dtype == DType::kF32 && count == kTopkBlockNumel;
-    if (dtype != DType::kF32) {
-      const auto* halves = static_cast<const unaligned_u16*>(source) + begin;
-      dtype == DType::kF16 ? widen_f16(halves, block, count) : widen_bf16(halves, block, count);
-    } else if (!is_direct) {
-      std::memcpy(block, values, count * sizeof(float));
-    }
-    if (!is_direct) std::fill(block + count, block + kTopkBlockNumel, 0.0f);
-    num_nonfinite += !topk::encode_block(is_direct ? values : block, num_kept, bytes + offset_bytes);
-  });
-  if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
+  encode_blocks(topk::Blocks{static_cast<size_t>(k)}, dtype, source, numel, bytes, num_nonfinite_blocks);
 }
 
 void topk_decode(int k, DType dtype, const uint8_t* bytes, size_t numel, void* destination) {
-  topk::for_each_block(numel, k, [&](size_t begin, size_t count, size_t num_kept, size_t offset_bytes) {
+  const topk::Blocks blocks{static_cast<size_t>(k)};
+  for_each_block(blocks, numel, [&](size_t begin, size_t count, size_t offset_bytes) {
     if (dtype == DType::kF32) {
-      topk::decode_f32(bytes + offset_bytes, num_kept, count, static_cast<float*>(destination) + begin);
+      float* values = static_cast<float*>(destination) + begin;
+      topk::decode_f32(bytes + offset_bytes, blocks.num_kept(count), count, values);
     } else {
       auto* halves = static_cast<unaligned_u16*>(destination) + begin;
-      topk::decode_half(dtype, bytes + offset_bytes, num_kept, count, halves);
+      topk::decode_half(dtype, bytes + offset_bytes, blocks.num_kept(count), count, halves);
     }
   });
 }
 
 void topk_decode_add(int k, const uint8_t* bytes, size_t numel, float* accumulator) {
-  topk::for_each_block(numel, k, [&](size_t begin, size_t count, size_t num_kept, size_t offset_bytes) {
+  const topk::Blocks blocks{static_cast<size_t>(k)};
+  for_each_block(blocks, numel, [&](size_t begin, size_t count, size_t offset_bytes) {
     const uint8_t* block = bytes + offset_bytes;
     float* sums = accumulator + begin;
-    if (topk::is_marked(block)) {
-      for (size_t i = 0; i < count; ++i) sums[i] += topk::kNan;
-      return;
-    }
-    topk::for_each_index(block, num_kept, count, [&](size_t j, size_t i) { sums[i] += topk::load_value(block, j); });
+    if (topk::is_marked(block)) return store_all<Store::kAdd>(kNan, count, sums);
+    topk::for_each_index(block, blocks.num_kept(count), count,
+                         [&](size_t j, size_t i) { sums[i] += topk::load_value(block, j); });
   });
 }
 

@@ -4,7 +4,9 @@
 
 namespace bagua::kernels::cuda {
 
-void qsgd_encode(int, DType, const void*, size_t, uint8_t*, Draws, uint64_t*, Stream) { unavailable("qsgd_encode"); }
+void qsgd_encode(int, DType, const void*, size_t, uint8_t*, CounterRng, uint64_t*, Stream) {
+  unavailable("qsgd_encode");
+}
 
 void qsgd_decode(int, DType, const uint8_t*, size_t, void*, Stream) { unavailable("qsgd_decode"); }
 

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <utility>
 
 #include "csrc/common/error.h"
 #include "csrc/common/fifo.h"
@@ -22,7 +24,7 @@ struct Posted {
 struct Pair {
   struct Side {
     int rank = -1;
-    Doorbell* doorbell = nullptr;  // nullptr once the end is gone
+    Doorbell* doorbell = nullptr;  // nullptr once the end is destroyed
     Fifo<Posted> sends, recvs;
     std::optional<Error> failure;     // what this side's progress() throws
     std::atomic<bool> failed{false};  // failure is set; written under the mutex, read without
@@ -87,7 +89,7 @@ class LocalChannel final : public Channel {
     forget("closed its channel");
     mine().doorbell = nullptr;
     pair_->fail(1 - side_,
-                Error(ErrorKind::kTransport, "rank " + std::to_string(mine().rank) + " is gone", mine().rank));
+                Error(ErrorKind::kTransport, "rank " + std::to_string(mine().rank) + " has exited", mine().rank));
   }
 
   void post_send(const Operation& operation, const void* data, size_t bytes, Request* request) override {
@@ -158,30 +160,21 @@ class LocalChannel final : public Channel {
 
 }  // namespace
 
-void connect_local(const std::vector<Mesh*>& meshes) {
-  for (size_t a = 0; a < meshes.size(); ++a) {
-    for (size_t b = a + 1; b < meshes.size(); ++b) {
+void connect_local(const std::vector<Doorbell*>& doorbells,
+                   const std::function<void(int rank, int peer, std::unique_ptr<Channel>)>& attach) {
+  const int size = static_cast<int>(doorbells.size());  // a group has fewer ranks than an int counts
+  for (int a = 0; a < size; ++a) {
+    for (int b = a + 1; b < size; ++b) {
       auto pair = std::make_shared<Pair>();
-      const size_t ranks[2] = {a, b};
+      const int ranks[2] = {a, b};
       for (int side = 0; side < 2; ++side) {
-        pair->sides[side].rank = static_cast<int>(ranks[side]);  // a group has fewer ranks than an int counts
-        pair->sides[side].doorbell = &meshes[ranks[side]]->doorbell();
+        pair->sides[side].rank = ranks[side];
+        pair->sides[side].doorbell = doorbells[static_cast<size_t>(ranks[side])];
       }
-      meshes[a]->attach(static_cast<int>(b), std::make_unique<LocalChannel>(pair, 0), nullptr);
-      meshes[b]->attach(static_cast<int>(a), std::make_unique<LocalChannel>(pair, 1), nullptr);
+      attach(a, b, std::make_unique<LocalChannel>(pair, 0));
+      attach(b, a, std::make_unique<LocalChannel>(pair, 1));
     }
   }
-}
-
-std::vector<std::unique_ptr<Mesh>> make_local_world(int size, const std::string& name, std::chrono::microseconds spin) {
-  std::vector<std::unique_ptr<Mesh>> world;
-  std::vector<Mesh*> meshes;
-  for (int rank = 0; rank < size; ++rank) {
-    world.push_back(std::make_unique<Mesh>(rank, size, name, spin));
-    meshes.push_back(world.back().get());
-  }
-  connect_local(meshes);
-  return world;
 }
 
 }  // namespace bagua

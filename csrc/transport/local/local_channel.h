@@ -7,20 +7,18 @@
 // Every pointer of the process is addressable, so the direct collectives work on ordinary memory.
 #pragma once
 
-#include <chrono>
+#include <functional>
 #include <memory>
-#include <string>
 #include <vector>
 
-#include "csrc/transport/mesh.h"
+#include "csrc/common/doorbell.h"
+#include "csrc/transport/transport.h"
 
 namespace bagua {
 
-// Connects meshes[r], rank r of one group, to one another. The doorbells of the meshes are rung until a
-// channel is destroyed, which every mesh does before its doorbell goes.
-void connect_local(const std::vector<Mesh*>& meshes);
-
-// The connected meshes of ranks 0..size-1 of a new group.
-std::vector<std::unique_ptr<Mesh>> make_local_world(int size, const std::string& name, std::chrono::microseconds spin);
+// Connects ranks 0 .. size - 1, who sleep on `doorbells`, to one another: `attach` gets every rank's channel to every
+// peer. A doorbell is rung until the rank's channels are destroyed.
+void connect_local(const std::vector<Doorbell*>& doorbells,
+                   const std::function<void(int rank, int peer, std::unique_ptr<Channel>)>& attach);
 
 }  // namespace bagua

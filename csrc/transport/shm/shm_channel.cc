@@ -2,10 +2,12 @@
 #include "csrc/transport/shm/shm_channel.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <utility>
 
 #include "csrc/common/error.h"
-#include "csrc/transport/segment.h"
+#include "csrc/common/shared_segments.h"
 
 namespace bagua {
 namespace {
@@ -40,8 +42,8 @@ struct ShmChannel::Ring {
 size_t ShmChannel::segment_bytes(size_t ring_bytes) { return 2 * (sizeof(Ring) + ring_bytes); }
 
 ShmChannel::ShmChannel(int peer, int ring_fd, size_t ring_bytes, bool is_dialer, int peer_doorbell_fd,
-                       std::shared_ptr<ControlLink> control)
-    : peer_(peer), ring_bytes_(ring_bytes), control_(std::move(control)) {
+                       std::shared_ptr<PeerMemory> peer_memory)
+    : peer_(peer), ring_bytes_(ring_bytes), peer_memory_(std::move(peer_memory)) {
   const Descriptor ring(ring_fd), doorbell(peer_doorbell_fd);
   segment_ = map_shared(ring_fd, segment_bytes(ring_bytes));
   auto* rings = static_cast<uint8_t*>(segment_);
@@ -151,8 +153,6 @@ void ShmChannel::cancel() {
   recvs_.clear();
 }
 
-void* ShmChannel::resolve(const Address& address, size_t bytes) {
-  return control_->segment(address.segment, address.offset, bytes);
-}
+void* ShmChannel::resolve(const Address& address, size_t bytes) { return peer_memory_->map(address, bytes); }
 
 }  // namespace bagua

@@ -7,12 +7,11 @@
 // resolve().
 #pragma once
 
+#include <cstdint>
 #include <memory>
-#include <optional>
 
+#include "csrc/common/doorbell.h"
 #include "csrc/common/fifo.h"
-#include "csrc/transport/control_link.h"
-#include "csrc/transport/doorbell.h"
 #include "csrc/transport/transport.h"
 
 namespace bagua {
@@ -24,7 +23,7 @@ class ShmChannel : public Channel {
 
   // Maps `ring_fd` and the peer's doorbell page; closes both descriptors.
   ShmChannel(int peer, int ring_fd, size_t ring_bytes, bool is_dialer, int peer_doorbell_fd,
-             std::shared_ptr<ControlLink> control);
+             std::shared_ptr<PeerMemory> peer_memory);
   ~ShmChannel() override;
 
   void post_send(const Operation& operation, const void* data, size_t bytes, Request* request) override;
@@ -52,7 +51,7 @@ class ShmChannel : public Channel {
   Ring* out_ = nullptr;
   Ring* in_ = nullptr;
   DoorbellWords* peer_doorbell_ = nullptr;
-  std::shared_ptr<ControlLink> control_;
+  std::shared_ptr<PeerMemory> peer_memory_;
   Fifo<Message> sends_;  // worker thread only, as the next two
   Fifo<Message> recvs_;
   MessageHeader incoming_;

@@ -160,7 +160,7 @@ void TcpStream::complete_locked(Fifo<Part>& queue) {
   Request* request = queue.front().request;
   queue.pop();
   if (request->remaining.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-    request->done.store(true, std::memory_order_release);  // from here on the request may be gone
+    request->done.store(true, std::memory_order_release);  // from here on the request may be destroyed
     doorbell_.ring();
   }
 }

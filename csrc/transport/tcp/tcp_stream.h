@@ -5,17 +5,17 @@
 // (edge-triggered). Nothing is read while no receive is posted: TCP's own flow control holds the sender.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 
+#include "csrc/common/doorbell.h"
 #include "csrc/common/error.h"
 #include "csrc/common/fifo.h"
-#include "csrc/transport/doorbell.h"
-#include "csrc/transport/fork_guard.h"
-#include "csrc/transport/reactor.h"
+#include "csrc/common/fork_guard.h"
+#include "csrc/common/reactor.h"
 #include "csrc/transport/transport.h"
 
 namespace bagua {

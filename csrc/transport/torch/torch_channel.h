@@ -1,6 +1,6 @@
 // TorchChannel: messages to a peer through any process group of torch.distributed (gloo, MPI, UCC, ...).
 //
-// The channel only queues; the bytes are moved by a pump that calls torch, outside of the core. The two share a
+// The channel only queues; the bytes are moved by a forwarder that calls torch, outside of the core. The two share a
 // TorchLink, which outlives the channel: a thread that is stuck in torch may let go of it later.
 #pragma once
 
@@ -25,7 +25,7 @@ class TorchChannel : public Channel {
   }
   bool progress() override {
     link_->throw_if_failed();
-    return link_->complete_overdue();  // the pump moves the bytes
+    return link_->complete_overdue();  // the forwarder moves the bytes
   }
   void cancel() override { link_->end(); }
   const char* kind() const override { return "torch"; }

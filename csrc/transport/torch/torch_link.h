@@ -1,17 +1,17 @@
-// TorchLink: what lies between a TorchChannel and the pump that moves its frames, two threads outside of the core
+// TorchLink: what lies between a TorchChannel and the forwarder that moves its frames, two threads outside of the core
 // that call torch.distributed: one direction each. Nothing here knows torch or Python; a frame is bytes of a known
 // size.
 //
 // A message is a head (MessageHeader and the first payload bytes), which has one size whatever it holds, then frames of
 // at most kFrameBytes, padded to one of kNumFrameSizes sizes. torch requires that both ends name the same size, and two
-// ranks that call different operations do not: the pump gives every size a tag of its own, so that a frame which the
-// other end does not expect is never received, while the heads meet and check_header shows both sides.
+// ranks that call different operations do not: the forwarder gives every size a tag of its own, so that a frame which
+// the other end does not expect is never received, while the heads meet and check_header shows both sides.
 //
-// Frames are copied to and from the pump's own memory: a receive that torch has begun cannot be withdrawn, so it must
-// not be given memory of the caller's. A receive is done when its last byte has been copied. A send of a collective is
-// done when torch has sent it, so that a rank which has left an operation has done its part whatever becomes of it; a
-// peer that does not ask for it within kPatience gets it later, or its next message shows what it does instead. A
-// message of send/recv is done when it has been copied, so that two ranks may both send before they receive.
+// Frames are copied to and from the forwarder's own memory: a receive that torch has begun cannot be withdrawn, so it
+// must not be given memory of the caller's. A receive is done when its last byte has been copied. A send of a
+// collective is done when torch has sent it, so that a rank which has left an operation has done its part whatever
+// becomes of it; a peer that does not ask for it within kPatience gets it later, or its next message shows what it does
+// instead. A message of send/recv is done when it has been copied, so that two ranks may both send before they receive.
 #pragma once
 
 #include <atomic>
@@ -21,9 +21,9 @@
 #include <mutex>
 #include <optional>
 
+#include "csrc/common/doorbell.h"
 #include "csrc/common/error.h"
 #include "csrc/common/fifo.h"
-#include "csrc/transport/doorbell.h"
 #include "csrc/transport/transport.h"
 
 namespace bagua {
@@ -48,10 +48,10 @@ class TorchLink {
   // Completes sends that the peer has not asked for within kPatience; true if there was one.
   bool complete_overdue();
   // Forgets every message; when it has returned, neither their memory nor the doorbell is touched any more, and the
-  // pump's threads are told to end. Final.
+  // forwarder's threads are told to end. Final.
   void end();
 
-  // ---- the pump's side; each direction is one thread's
+  // ---- the forwarder's side; each direction is one thread's
   static constexpr int kNone = -1;   // there is no frame now; only when not blocking
   static constexpr int kEnded = -2;  // nor will there be
   // Copies the next frame to send into `frame` (kFrameBytes) and returns which size it has (0..kNumFrameSizes - 1).

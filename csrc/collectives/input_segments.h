@@ -1,0 +1,69 @@
+// InputSegments: values in several pieces of memory, which a reduction takes in instead of its data. So gradients need
+// not be copied into a bucket before they are encoded, and weights are copied there by the engine, not by who trains.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "csrc/collectives/chunking.h"
+
+namespace bagua::collectives {
+
+struct InputSegment {
+  size_t begin;  // offset of its first element in the data
+  size_t numel;
+  const void* values;
+};
+
+class InputSegments {
+ public:
+  InputSegments() = default;
+  // Ascending and apart. What is between them is zero.
+  explicit InputSegments(std::vector<InputSegment> segments) : segments_(std::move(segments)) {}
+
+  bool is_given() const { return !segments_.empty(); }
+
+  // The values of `range`, of `item` bytes each: where they lie, if that is one segment, otherwise gathered in
+  // `scratch`.
+  const void* read(Range range, size_t item, void* scratch) const {
+    const size_t end = range.begin + range.numel;
+    auto segment = std::partition_point(segments_.begin(), segments_.end(),
+                                        [&](const InputSegment& one) { return one.begin + one.numel <= range.begin; });
+    if (segment != segments_.end() && segment->begin <= range.begin && end <= segment->begin + segment->numel) {
+      return static_cast<const uint8_t*>(segment->values) + (range.begin - segment->begin) * item;
+    }
+    auto* to = static_cast<uint8_t*>(scratch);
+    size_t at = range.begin;
+    for (; segment != segments_.end() && segment->begin < end; ++segment) {
+      const size_t first = std::max(segment->begin, at), last = std::min(segment->begin + segment->numel, end);
+      std::memset(to + (at - range.begin) * item, 0, (first - at) * item);
+      std::memcpy(to + (first - range.begin) * item,
+                  static_cast<const uint8_t*>(segment->values) + (first - segment->begin) * item,
+                  (last - first) * item);
+      at = last;
+    }
+    std::memset(to + (at - range.begin) * item, 0, (end - at) * item);
+    return scratch;
+  }
+
+  // data <- the values, for who works on data alone. A segment may lie at its own offset there already.
+  void copy_to(void* data, size_t numel, size_t item) const {
+    auto* to = static_cast<uint8_t*>(data);
+    size_t at = 0;
+    for (const InputSegment& segment : segments_) {
+      std::memset(to + at * item, 0, (segment.begin - at) * item);
+      if (segment.values != to + segment.begin * item)
+        std::memcpy(to + segment.begin * item, segment.values, segment.numel * item);
+      at = segment.begin + segment.numel;
+    }
+    if (is_given()) std::memset(to + at * item, 0, (numel - at) * item);
+  }
+
+ private:
+  std::vector<InputSegment> segments_;
+};
+
+}  // namespace bagua::collectives

@@ -1,0 +1,100 @@
+// The epoll loop; see reactor.h for who may call what.
+#include "csrc/common/reactor.h"
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include "csrc/common/error.h"
+
+namespace bagua {
+
+namespace {
+
+struct Current {
+  std::mutex mutex;  // guards reactor
+  std::weak_ptr<Reactor> reactor;
+};
+PerProcess<Current> current_of_process;
+
+}  // namespace
+
+std::shared_ptr<Reactor> Reactor::instance() {
+  Current& current = current_of_process.get();
+  std::lock_guard lock(current.mutex);
+  auto reactor = current.reactor.lock();
+  if (!reactor) {
+    reactor = std::make_shared<Reactor>();
+    current.reactor = reactor;
+  }
+  return reactor;
+}
+
+Reactor::Reactor() {
+  epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
+  wake_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = 0;
+  if (epoll_.get() < 0 || wake_.get() < 0 || epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0) {
+    throw Error(ErrorKind::kTransport, std::string("cannot create the epoll instance: ") + std::strerror(errno));
+  }
+  thread_ = std::thread([this] { run(); });
+  pthread_setname_np(thread_.native_handle(), "bagua-reactor");
+}
+
+Reactor::~Reactor() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  const uint64_t one = 1;
+  (void)!write(wake_.get(), &one, sizeof one);
+  thread_
+      .join();  // never on the reactor's own thread: handlers are owned by communicators, which Python threads destroy
+}
+
+uint64_t Reactor::add(int fd, Handler* handler) {
+  std::lock_guard lock(mutex_);
+  const uint64_t id = next_id_++;
+  entries_[id] = {fd, handler};
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
+  event.data.u64 = id;
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+    entries_.erase(id);
+    throw Error(ErrorKind::kTransport, std::string("epoll refuses a connection: ") + std::strerror(errno));
+  }
+  return id;
+}
+
+void Reactor::remove(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  const auto found = entries_.find(id);
+  if (found == entries_.end()) return;
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, found->second.fd, nullptr);
+  entries_.erase(found);
+}
+
+void Reactor::run() {
+  std::array<epoll_event, 64> events;
+  for (;;) {
+    const int count = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), -1);
+    for (int i = 0; i < count; ++i) {
+      // One lock per event: an entry that an earlier handler of this batch removed is not found any more.
+      std::lock_guard lock(mutex_);
+      const auto found = entries_.find(events[static_cast<size_t>(i)].data.u64);
+      if (found != entries_.end()) found->second.handler->on_ready();
+    }
+    std::lock_guard lock(mutex_);
+    if (stopping_) return;
+  }
+}
+
+}  // namespace bagua

@@ -1,0 +1,92 @@
+// memfd segments and the table of them; see segment.h.
+#include "csrc/common/shared_segments.h"
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "csrc/common/error.h"
+
+namespace bagua {
+namespace {
+
+[[noreturn]] void fail(const std::string& what, size_t bytes) {
+  throw Error(ErrorKind::kTransport, what + " of " + std::to_string(bytes) + " bytes of shared memory failed: " +
+                                         std::strerror(errno) + "; check the memory limit and `ulimit -n`");
+}
+
+}  // namespace
+
+void* map_shared(int fd, size_t bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (data == MAP_FAILED) fail("mapping", bytes);
+  madvise(data, bytes, MADV_HUGEPAGE);  // a hint: refused where shmem huge pages are off
+  return data;
+}
+
+void unmap_shared(void* data, size_t bytes) { munmap(data, bytes); }
+
+SegmentRegistry& SegmentRegistry::instance() {
+  static PerProcess<SegmentRegistry> registry;
+  return registry.get();
+}
+
+void* SegmentRegistry::create(size_t bytes) {
+  Descriptor fd(memfd_create("bagua-segment", MFD_CLOEXEC));
+  if (fd.get() < 0 || ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) fail("creation", bytes);
+  void* data = map_shared(fd.get(), bytes);
+  std::lock_guard lock(mutex_);
+  segments_[reinterpret_cast<uintptr_t>(data)] = {next_id_++, std::move(fd), bytes};
+  return data;
+}
+
+void SegmentRegistry::release(void* data) {
+  Segment segment;
+  {
+    std::lock_guard lock(mutex_);
+    const auto found = segments_.find(reinterpret_cast<uintptr_t>(data));
+    if (found == segments_.end()) return;
+    segment = std::move(found->second);
+    segments_.erase(found);
+  }
+  segment.fd.reset();
+  unmap_shared(data, segment.bytes);
+  std::lock_guard lock(listeners_mutex_);
+  for (const auto& [token, on_release] : listeners_) on_release(segment.id);
+}
+
+std::optional<Address> SegmentRegistry::find(const void* data, size_t bytes) const {
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  std::lock_guard lock(mutex_);
+  auto found = segments_.upper_bound(begin);
+  if (found == segments_.begin()) return std::nullopt;
+  --found;
+  const uint64_t offset = begin - found->first;
+  if (offset + bytes > found->second.bytes) return std::nullopt;
+  return Address{found->second.id, offset};
+}
+
+std::optional<SegmentRegistry::Handle> SegmentRegistry::duplicate(uint64_t id) const {
+  std::lock_guard lock(mutex_);
+  for (const auto& [begin, segment] : segments_) {
+    if (segment.id == id) return Handle{Descriptor(fcntl(segment.fd.get(), F_DUPFD_CLOEXEC, 0)), segment.bytes};
+  }
+  return std::nullopt;
+}
+
+uint64_t SegmentRegistry::subscribe(std::function<void(uint64_t)> on_release) {
+  std::lock_guard lock(listeners_mutex_);
+  listeners_[next_token_] = std::move(on_release);
+  return next_token_++;
+}
+
+void SegmentRegistry::unsubscribe(uint64_t token) {
+  std::lock_guard lock(listeners_mutex_);
+  listeners_.erase(token);
+}
+
+}  // namespace bagua

@@ -1,0 +1,59 @@
+// Whom to name for a wait that took too long, judged by what peers have answered. Pure functions.
+//
+// Ranks wait for one another in chains: the peer that keeps this rank waiting may itself be kept waiting, in an earlier
+// operation, for a message, in another group. So the request travels along the chain: who is asked asks in turn whom
+// it waits for, and every answer says where the chain ends as far as it is known. The rank at the end is to blame: it
+// is there and waits for nobody, or it does not answer who waits for it. In the latter case its host may acknowledge
+// what is sent to it (its process is stopped) or not (the host is down, or the cable is cut, which only others can
+// tell). What is known from before the request does not count.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "csrc/common/operation.h"
+#include "csrc/communicator/peer_status.h"
+
+namespace bagua {
+
+// This rank among those of its group, and their ranks in the job.
+struct GroupRanks {
+  int rank = 0;
+  int size = 0;
+  std::string group;           // its name
+  std::vector<int> job_ranks;  // by rank of the group; empty: the same
+
+  int job_rank(int group_rank) const {
+    const auto index = static_cast<size_t>(group_rank);
+    return index < job_ranks.size() ? job_ranks[index] : group_rank;
+  }
+  int group_rank(int job_rank) const;             // -1: none of the group's
+  std::string describe_rank(int job_rank) const;  // "rank 3", "rank 17 of the job"
+};
+
+struct Verdict {
+  int culprit = -1;  // a rank of the group; -1: nobody is named
+  bool is_final = false;
+  std::string what;
+  int unreachable = -1;  // a rank whose host may be down, or the connection to it cut; others may know
+  int witness = -1;      // a rank of the job: who does not reach it
+};
+
+// For how long an answer may be awaited, and for how long answers that come along a chain.
+constexpr double answer_grace_seconds(double allowed_seconds) { return std::clamp(0.2 * allowed_seconds, 0.3, 2.0); }
+constexpr double chain_grace_seconds(double allowed_seconds) { return std::clamp(0.4 * allowed_seconds, 0.3, 5.0); }
+
+// Of a chain that ends with a peer, whatever keeps it from what this rank waits for.
+ChainEnd end_at(const GroupRanks& ranks, int peer, const PeerStatus& theirs);
+
+// By what a peer that keeps this rank waiting has answered, `age_ms` ago, to a rank that has asked for `asking_ms`.
+Verdict judge_answer(const GroupRanks& ranks, const Operation& mine, int peer, const PeerStatus& theirs,
+                     uint32_t age_ms, uint32_t asking_ms, double allowed_seconds);
+// By the end of a chain. `before` is said of the chain that leads there, and `elsewhere` is where its end waits, if
+// that is known.
+Verdict judge_end(const GroupRanks& ranks, const ChainEnd& end, const std::string& before = "",
+                  const std::string& elsewhere = "");
+
+}  // namespace bagua

@@ -1,0 +1,397 @@
+// Who is connected, what is under way, how the worker waits for it (spins, sleeps on the doorbell, asks now and then),
+// and the first cause; see communicator.h. What peers do meanwhile, and whom to name when one is late, is in
+// peer_liveness.cc.
+#include "csrc/communicator/communicator.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "csrc/common/shared_segments.h"
+#include "csrc/communicator/control_link.h"
+
+namespace bagua {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+
+// Nobody sleeps longer than this without looking at the deadline and at the poison.
+constexpr nanoseconds kMaxSleep = milliseconds(100);
+// After a peer has left, how long what it sent before may take to arrive.
+constexpr nanoseconds kDepartureGrace = milliseconds(300);
+// When a connection breaks, how long the reason may take to arrive on the control link.
+constexpr nanoseconds kCauseGrace = milliseconds(300);
+// Ranks that call different things may all wait for one another, and no message ever shows it. So who has waited for
+// this long asks the peer what it is doing; later requests come at doubling intervals.
+constexpr nanoseconds kFirstRequestDelay = milliseconds(500);
+constexpr nanoseconds kMaxRequestInterval = milliseconds(8000);
+// Looking for a signal takes Python's lock, so it is not done at every wake-up.
+constexpr nanoseconds kInterruptInterval = milliseconds(50);
+
+inline void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+Communicator::Communicator(int rank, int size, std::string name, std::chrono::microseconds spin)
+    : ranks_{rank, size, std::move(name), {}}, spin_(spin), doorbell_(std::make_unique<Doorbell>()) {
+  for (int i = 0; i < size; ++i) peers_.push_back(std::make_unique<Peer>());
+}
+
+Communicator::~Communicator() {
+  if (process_) process_->remove(this);
+  for (auto& peer : peers_) {
+    if (peer->control) peer->control->stop();
+  }
+  peers_.clear();
+  release_staging();
+}
+
+void Communicator::release_staging() {
+  if (staging_ != nullptr) SegmentRegistry::instance().release(std::exchange(staging_, nullptr));
+  staging_bytes_ = 0;
+}
+
+void Communicator::join_process(std::shared_ptr<ProcessWaits> process, std::vector<int> job_ranks) {
+  ranks_.job_ranks = std::move(job_ranks);
+  process_ = std::move(process);
+  if (process_) process_->add(this);
+}
+
+void Communicator::begin(const Operation& operation, Deadline deadline, Interrupt interrupt, Stream stream) {
+  throw_if_poisoned();
+  if (process_) process_->forget_failure();  // who begins something has got over it
+  operation_ = operation;
+  deadline_ = deadline;
+  interrupt_ = std::move(interrupt);
+  stream_ = stream;
+  last_interrupt_check_ = Deadline::Clock::now();
+  std::lock_guard lock(mutex_);
+  status_.operation = operation;
+}
+
+void Communicator::end() {
+  interrupt_ = {};
+  std::lock_guard lock(mutex_);
+  if (operation_.sequence != 0) status_.last_finished = operation_;
+  status_.operation = operation_ = Operation{};
+  waiting_for_.store(-1, std::memory_order_relaxed);
+  // What peers have freed while the operation ran; outside of operations on_released does it at once.
+  for (auto& peer : peers_) {
+    if (peer->control) peer->control->unmap_released();
+  }
+}
+
+Channel& Communicator::channel_for(Request* request, int peer) {
+  Channel& found = channel(peer);
+  if (!stream_.is_cpu() && !found.moves_device_memory()) {
+    throw Error(ErrorKind::kInternal,
+                std::string("the ") + found.kind() + " transport moves host memory; device memory must be staged",
+                peer);
+  }
+  request->peer = peer;
+  request->stream = stream_;
+  request->done.store(false, std::memory_order_relaxed);
+  return found;
+}
+
+void Communicator::post_send(int peer, const void* data, size_t bytes, Request* request) {
+  Channel& to = channel_for(request, peer);
+  to.post_send(operation_, data, bytes, request);
+  bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
+  if (!to.shares_memory()) network_bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
+}
+
+void Communicator::post_recv(int peer, void* data, size_t bytes, Request* request) {
+  channel_for(request, peer).post_recv(operation_, data, bytes, request);
+  bytes_received_.fetch_add(bytes, std::memory_order_relaxed);
+}
+
+void Communicator::send(int peer, const void* data, size_t bytes) {
+  Request request;
+  post_send(peer, data, bytes, &request);
+  try {
+    wait(request);
+  } catch (...) {
+    cancel();
+    throw;
+  }
+}
+
+void Communicator::recv(int peer, void* data, size_t bytes) {
+  Request request;
+  post_recv(peer, data, bytes, &request);
+  try {
+    wait(request);
+  } catch (...) {
+    cancel();
+    throw;
+  }
+}
+
+void Communicator::send_recv(int to, const void* data, size_t bytes, int from, void* into, size_t into_bytes) {
+  Request receiving, sending;
+  try {
+    post_recv(from, into, into_bytes, &receiving);
+    post_send(to, data, bytes, &sending);
+    wait(receiving);
+    wait(sending);
+  } catch (...) {
+    cancel();
+    throw;
+  }
+}
+
+// Spins, then sleeps on the doorbell, until ready() or an error. `peer` is whom to blame.
+template <typename Ready>
+void Communicator::wait_until(int peer, Ready ready) {
+  const auto begin = Deadline::Clock::now();
+  now_waiting_for(peer, begin);
+  auto spin_until = begin + spin_;
+  Deadline::Clock::time_point quiet_since{};  // since a departed peer's bytes have stopped to come; 0: not departed
+  nanoseconds request_interval = kFirstRequestDelay;
+  auto next_request = begin + request_interval;
+  for (;;) {
+    const bool moved = progress();
+    if (ready()) {
+      waiting_for_.store(-1, std::memory_order_relaxed);
+      return;
+    }
+    if (moved) {
+      if (deadline_->expired()) deadline_exceeded(peer);
+      spin_until = Deadline::Clock::now() + spin_;
+      quiet_since = {};
+      next_request = Deadline::Clock::now() + request_interval;
+      continue;
+    }
+    if (Deadline::Clock::now() < spin_until) {
+      for (int i = 0; i < 32; ++i) pause_cpu();
+      continue;
+    }
+    const uint32_t epoch = doorbell_->prepare();
+    bool again = true;
+    try {
+      again = progress() || ready();
+    } catch (...) {
+      doorbell_->cancel();
+      throw;
+    }
+    if (again) {
+      doorbell_->cancel();
+      continue;
+    }
+    doorbell_->sleep(epoch, std::min(kMaxSleep, deadline_->remaining() + nanoseconds(1)));
+    check_interrupt();
+    if (deadline_->expired()) deadline_exceeded(peer);
+    compare_answer(peer);
+    if (Deadline::Clock::now() > next_request) {
+      request_status(peer);
+      request_interval = std::min(2 * request_interval, kMaxRequestInterval);
+      next_request = Deadline::Clock::now() + request_interval;
+    }
+    if (has_departed(peer)) {
+      const auto now = Deadline::Clock::now();
+      if (quiet_since == Deadline::Clock::time_point{}) quiet_since = now;
+      if (now - quiet_since > kDepartureGrace) throw_departed(peer);
+    }
+  }
+}
+
+void Communicator::wait(Request& request) {
+  if (request.done.load(std::memory_order_acquire)) return;
+  wait_until(request.peer, [&] { return request.done.load(std::memory_order_acquire); });
+}
+
+void* Communicator::resolve(int peer, const Address& address, size_t bytes) {
+  Channel& c = channel(peer);
+  void* data = c.resolve(address, bytes);
+  if (data != nullptr) return data;
+  wait_until(peer, [&] {
+    data = c.resolve(address, bytes);
+    return data != nullptr;
+  });
+  return data;
+}
+
+// The poison counts once nothing moves any more: what peers sent before one of them failed (or told of a failure) is
+// taken, so an operation in which all have done their part ends well, whatever its peers do next.
+bool Communicator::progress() {
+  const bool poisoned = is_poisoned();  // before the look at the channels, which then hold all that came before it
+  bool moved = false;
+  for (int peer = 0; peer < ranks_.size; ++peer) {
+    Channel* c = peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire);
+    if (c != nullptr) advance(peer, *c, moved);
+  }
+  if (poisoned && !moved) throw_if_poisoned();
+  return moved;
+}
+
+// A broken connection is often only the consequence of something that its peer has told, or is about to tell, on the
+// control link (it failed for another reason, or left): then that is the cause.
+void Communicator::advance(int peer, Channel& channel, bool& moved) {
+  try {
+    if (channel.progress()) moved = true;
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kTransport) throw;
+    const Deadline grace = Deadline::after(kCauseGrace);
+    while (!grace.expired() && !is_poisoned()) {
+      if (peers_[static_cast<size_t>(peer)]->departed.load(std::memory_order_acquire)) throw_departed(peer);
+      const uint32_t epoch = doorbell_->prepare();
+      doorbell_->sleep(epoch, milliseconds(5));
+    }
+    throw_if_poisoned();
+    throw;
+  }
+}
+
+void Communicator::check_interrupt() {
+  if (!interrupt_) return;
+  const auto now = Deadline::Clock::now();
+  if (now - last_interrupt_check_ < kInterruptInterval) return;
+  last_interrupt_check_ = now;
+  interrupt_();
+}
+
+Channel& Communicator::channel(int peer) {
+  Peer& p = *peers_[static_cast<size_t>(peer)];
+  Channel* found = p.channel.load(std::memory_order_acquire);
+  if (found != nullptr) return *found;
+  throw_if_poisoned();
+  if (!connector_) {
+    throw Error(ErrorKind::kInternal, "rank " + std::to_string(peer) + " is not connected", peer);
+  }
+  now_waiting_for(peer, Deadline::Clock::now());
+  connector_(peer, *deadline_);
+  waiting_for_.store(-1, std::memory_order_relaxed);
+  found = p.channel.load(std::memory_order_acquire);
+  if (found == nullptr) {
+    throw Error(ErrorKind::kInternal, "connecting to rank " + std::to_string(peer) + " attached nothing", peer);
+  }
+  return *found;
+}
+
+bool Communicator::shares_memory(int peer) {
+  if (!same_host_.empty() && !same_host_[static_cast<size_t>(peer)]) return false;
+  return channel(peer).shares_memory();
+}
+
+std::optional<Address> Communicator::address_of(const void* data, size_t bytes) const {
+  for (int peer = 0; peer < ranks_.size; ++peer) {
+    const Channel* c = peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire);
+    if (c != nullptr && c->addresses_any_memory()) return Address{0, reinterpret_cast<uintptr_t>(data)};
+  }
+  return SegmentRegistry::instance().find(data, bytes);
+}
+
+void* Communicator::staging(size_t bytes) {
+  if (bytes <= staging_bytes_) return staging_;
+  if (staging_ != nullptr) SegmentRegistry::instance().release(staging_);
+  staging_ = nullptr;
+  staging_bytes_ = 0;
+  staging_ = SegmentRegistry::instance().create(bytes);
+  staging_bytes_ = bytes;
+  return staging_;
+}
+
+void Communicator::attach(int peer, std::unique_ptr<Channel> channel, std::shared_ptr<ControlLink> control) {
+  Peer& p = *peers_[static_cast<size_t>(peer)];
+  {
+    std::lock_guard lock(mutex_);
+    if (p.owned) {
+      throw Error(ErrorKind::kInternal, "rank " + std::to_string(peer) + " is connected twice", peer);
+    }
+    p.owned = std::move(channel);
+    p.control = control;
+  }
+  if (control) {
+    listen(peer, *control);
+  }
+  p.channel.store(p.owned.get(), std::memory_order_release);
+  // Who connects to a group that has failed learns why at once. (A poisoning that comes after this look sees the link.)
+  if (control && is_poisoned()) {
+    std::optional<Error> cause;
+    {
+      std::lock_guard lock(mutex_);
+      cause = cause_;
+    }
+    control->send_abort(*cause);
+  }
+  doorbell_->ring();
+}
+
+bool Communicator::has_departed(int peer) const {
+  const Peer& p = *peers_[static_cast<size_t>(peer)];
+  if (!p.departed.load(std::memory_order_acquire)) return false;
+  const Channel* c = p.channel.load(std::memory_order_acquire);
+  return c != nullptr && !c->reports_end();
+}
+
+bool Communicator::is_attached(int peer) const {
+  return peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire) != nullptr;
+}
+
+void Communicator::poison(const Error& cause, bool tell_peers) {
+  std::vector<std::shared_ptr<ControlLink>> links;
+  {
+    std::lock_guard lock(mutex_);
+    if (cause_) return;
+    cause_ = cause;
+    for (auto& peer : peers_) {
+      if (peer->control) links.push_back(peer->control);
+    }
+  }
+  poisoned_.store(true, std::memory_order_release);
+  if (tell_peers) {
+    for (auto& link : links) link->send_abort(cause);
+  }
+  if (process_) {
+    process_->note_failure(Error(cause.kind(), "in group '" + ranks_.group + "': " + cause.what(),
+                                 cause.rank() >= 0 ? ranks_.job_rank(cause.rank()) : -1, cause.operation()));
+  }
+  doorbell_->ring();
+}
+
+void Communicator::throw_if_poisoned() const {
+  if (!is_poisoned()) return;
+  std::lock_guard lock(mutex_);
+  throw Error(*cause_);
+}
+
+void Communicator::cancel() {
+  for (auto& peer : peers_) {
+    Channel* c = peer->channel.load(std::memory_order_acquire);
+    if (c != nullptr) c->cancel();
+  }
+}
+
+void Communicator::close() {
+  std::optional<Error> why;
+  if (process_) {
+    process_->remove(this);
+    why = process_->failure();
+  }
+  cancel();
+  for (auto& peer : peers_) {
+    if (!peer->control) continue;
+    peer->control->send_leave(why);
+    peer->control->stop();
+  }
+  // The peers' data connections end here, behind the last byte, and not when the last reference to the group goes.
+  for (auto& peer : peers_) {
+    peer->channel.store(nullptr, std::memory_order_release);
+    peer->owned.reset();
+    std::shared_ptr<ControlLink> control;  // let go of without the lock: it may be the reactor's last user
+    std::lock_guard lock(mutex_);
+    control.swap(peer->control);
+  }
+  // Descriptors too: who looks at the timeline of a closed group may keep it for long.
+  release_staging();
+  doorbell_->close_fd();
+}
+
+}  // namespace bagua

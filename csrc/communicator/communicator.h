@@ -1,0 +1,201 @@
+// Communicator: the ranks of one group as its worker thread sees them. Owns the channels, waits for requests,
+// keeps the deadline, and remembers the first cause of a failure (poisoning).
+//
+// Threads: every method is for the worker thread except those marked [any thread]. The doorbell is the
+// single place where the worker sleeps; whoever makes something happen for it rings (shared-memory peers
+// through the mapped page, the reactor and the submitting threads directly).
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "csrc/common/deadline.h"
+#include "csrc/common/doorbell.h"
+#include "csrc/common/error.h"
+#include "csrc/communicator/blame.h"
+#include "csrc/communicator/peer_status.h"
+#include "csrc/communicator/process_waits.h"
+#include "csrc/transport/transport.h"
+
+namespace bagua {
+
+class ControlLink;
+
+class Communicator {
+ public:
+  // Called on the worker thread when a peer is first used; must call attach(peer, ...) before it returns,
+  // or throw. Opening and authenticating connections is Python's business.
+  using Connector = std::function<void(int peer, Deadline deadline)>;
+  // Called now and then while an operation waits; what it throws ends the operation. For Ctrl-C.
+  using Interrupt = std::function<void()>;
+
+  Communicator(int rank, int size, std::string name, std::chrono::microseconds spin);
+  ~Communicator();
+
+  int rank() const { return ranks_.rank; }
+  int size() const { return ranks_.size; }
+  const std::string& name() const { return ranks_.group; }
+
+  // Brackets one operation: messages posted in between carry `operation` and move in the order of `stream`, waits end
+  // at `deadline`.
+  void begin(const Operation& operation, Deadline deadline, Interrupt interrupt = {}, Stream stream = {});
+  void end();
+  const Operation& operation() const { return operation_; }
+
+  // Of two ranks the higher one dials, so a group's lower rank can only wait until the other wants to talk. True while
+  // it does: posting to this peer would block.
+  bool awaits_dial(int peer) const { return peer > ranks_.rank && connector_ && !is_attached(peer); }
+
+  // Message verbs. `Request` must outlive its completion; see transport.h.
+  void post_send(int peer, const void* data, size_t bytes, Request* request);
+  void post_recv(int peer, void* data, size_t bytes, Request* request);
+  void wait(Request& request);
+  // Blocking conveniences.
+  void send(int peer, const void* data, size_t bytes);
+  void recv(int peer, void* data, size_t bytes);
+  void send_recv(int to, const void* data, size_t bytes, int from, void* into, size_t into_bytes);
+
+  // Shared memory. True when this rank and the peer can address one another's.
+  bool shares_memory(int peer);
+  // The address by which peers can map [data, data + bytes), if it lies in shared memory.
+  std::optional<Address> address_of(const void* data, size_t bytes) const;
+  void* resolve(int peer, const Address& address, size_t bytes);
+  // Persistent memory of at least `bytes` that the peers can map; the same block every time (grown).
+  void* staging(size_t bytes);
+
+  // Moves what can be moved on all channels; true if anything moved. Throws the first cause.
+  bool progress();
+  Doorbell& doorbell() { return *doorbell_; }
+
+  void set_connector(Connector connector) { connector_ = std::move(connector); }
+  void set_same_host(std::vector<bool> same_host) { same_host_ = std::move(same_host); }
+  // The process's other groups, and by rank of this group the ranks of the job. Before the first attach().
+  void join_process(std::shared_ptr<ProcessWaits> process, std::vector<int> job_ranks);
+  // How many threads of the program stand still for operations of this communicator; kept by the engine.
+  void set_num_waiters(std::shared_ptr<const std::atomic<int>> num_waiters) { num_waiters_ = std::move(num_waiters); }
+  void attach(int peer, std::unique_ptr<Channel> channel, std::shared_ptr<ControlLink> control);  // [any thread]
+  // A peer that has left, and whose channel will not tell that nothing more comes: a wait for it finds out.
+  bool has_departed(int peer) const;  // [any thread], before close()
+  bool is_attached(int peer) const;   // [any thread]
+
+  // The first cause wins; later ones are dropped. Tells the connected peers, wakes the worker. [any thread]
+  void poison(const Error& cause, bool tell_peers = true);
+  bool is_poisoned() const { return poisoned_.load(std::memory_order_acquire); }  // [any thread]
+  void throw_if_poisoned() const;                                                 // [any thread]
+  // Forgets every posted request of every channel, so that their memory can be freed.
+  void cancel();
+  // Tells the peers that this rank leaves, and closes; after it only the destructor may be called.
+  void close();
+
+  // For collectives that move bytes through shared memory instead of messages.
+  void count_moved(uint64_t sent, uint64_t received) {
+    bytes_sent_.fetch_add(sent, std::memory_order_relaxed);
+    bytes_received_.fetch_add(received, std::memory_order_relaxed);
+  }
+  uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }  // [any thread]
+  // Of them those of messages over a network, not through shared memory.
+  uint64_t network_bytes_sent() const { return network_bytes_sent_.load(std::memory_order_relaxed); }  // [any thread]
+  uint64_t bytes_received() const { return bytes_received_.load(std::memory_order_relaxed); }          // [any thread]
+
+  // Who waits for whom (peer_liveness.cc).
+  //
+  // What this rank is doing now. [any thread]
+  PeerStatus status() const;
+  // The same for a peer that asks why it is kept waiting; who waits asks in turn. [any thread]
+  PeerStatus answer(const StatusRequest& request);
+  // What a peer answered, or said when it asked: compared with what this rank does, and kept. [any thread]
+  void take_answer(int peer, const PeerStatus& theirs);
+  // A status request has been sent to a peer that has no control link yet. [any thread]
+  void note_status_request(int peer);
+  // Outside of operations: of the messages that are under way and have a thread waiting for them, the peer of the
+  // first.
+  void now_awaits_message(int peer);
+  // Of the thread that stands still for this communicator, if there is one: since when, and where the chain behind it
+  // ends.
+  std::optional<ProcessWaits::Wait> wait_of_a_thread() const;  // [any thread]
+  void forward_request(uint32_t hops);                         // whom this rank waits for [any thread]
+
+  // This rank has waited for `peer` in vain: asks along the chain of those who wait, with `ask` for its first link,
+  // until it is known where the chain ends, and raises. Whoever is named there is to blame: a rank, or a connection
+  // (then the error's rank is -1), or nobody.
+  [[noreturn]] void blame(int peer, double allowed_seconds, const std::function<void()>& ask);
+  [[noreturn]] void throw_late(int culprit, const std::string& what, double allowed_seconds) const;  // [any thread]
+
+ private:
+  using TimePoint = Deadline::Clock::time_point;
+  struct Peer {
+    std::atomic<Channel*> channel{nullptr};  // published last; points into `owned`
+    std::atomic<bool> departed{false};       // set after why_left
+    // Guarded by mutex_:
+    std::unique_ptr<Channel> owned;
+    std::shared_ptr<ControlLink> control;
+    std::optional<Error> why_left;              // what it said when it left
+    std::optional<TimePoint> unanswered_since;  // the first request since it has answered
+    TimePoint last_request;
+    std::optional<PeerStatus> answer;
+    TimePoint answered_at;
+    bool is_unread = false;  // the worker has not looked at the answer
+  };
+
+  Channel& channel(int peer);
+  Channel& channel_for(Request* request, int peer);
+  template <typename Ready>
+  void wait_until(int peer, Ready ready);
+  void advance(int peer, Channel& channel, bool& moved);
+  void release_staging();
+  void check_interrupt();
+  void now_waiting_for(int peer, TimePoint now) {
+    waiting_since_ns_.store(now.time_since_epoch().count(), std::memory_order_relaxed);
+    waiting_for_.store(peer, std::memory_order_release);
+  }
+
+  // peer_liveness.cc
+  void listen(int peer, ControlLink& control);
+  [[noreturn]] void throw_departed(int peer);
+  void keep_answer(int peer, const PeerStatus& theirs);
+  void compare_answer(int peer);
+  [[noreturn]] void deadline_exceeded(int peer);
+  void request_status(int peer, const StatusRequest& request = {});
+  int waits_for() const { return waiting_for_.load(std::memory_order_acquire); }
+  ChainEnd end_behind_locked(int peer) const;
+  PeerStatus::Hearing hearing(int peer);
+  Verdict judge(int peer, TimePoint since, double allowed_seconds) const;
+  Verdict ask_others(const Verdict& verdict, double allowed_seconds);
+  std::optional<Verdict> weigh_answers(const Verdict& verdict, TimePoint since, bool is_last) const;
+  void pause();
+
+  GroupRanks ranks_;  // made by the constructor and join_process, then read by any thread
+  const std::chrono::microseconds spin_;
+  std::unique_ptr<Doorbell> doorbell_;
+  std::vector<std::unique_ptr<Peer>> peers_;  // by rank; the own entry stays empty
+  std::vector<bool> same_host_;               // empty when unknown: then connected channels decide
+  Connector connector_;
+  std::shared_ptr<ProcessWaits> process_;  // null: no other groups
+  std::shared_ptr<const std::atomic<int>> num_waiters_;
+
+  Operation operation_;
+  std::optional<Deadline> deadline_;
+  Interrupt interrupt_;
+  Stream stream_;
+  Deadline::Clock::time_point last_interrupt_check_;
+  void* staging_ = nullptr;
+  size_t staging_bytes_ = 0;
+
+  std::atomic<int> waiting_for_{-1};  // set by the worker, for others to tell; in and between operations
+  std::atomic<Deadline::Clock::rep> waiting_since_ns_{0};
+  std::atomic<bool> poisoned_{false};
+  std::atomic<uint64_t> bytes_sent_{0};
+  std::atomic<uint64_t> network_bytes_sent_{0};
+  std::atomic<uint64_t> bytes_received_{0};
+  mutable std::mutex mutex_;  // guards what follows, and the fields of peers_ that are not atomic
+  std::optional<Error> cause_;
+  PeerStatus status_;  // operation and last_finished
+};
+
+}  // namespace bagua

@@ -1,0 +1,384 @@
+// Whether peers are alive and what they do, and the way to whom to name when one is late; see communicator.h.
+//
+// A process that dies is noticed at once: its control link ends without its having left (listen). Everything else takes
+// a request for the peer's status, sent by who has waited for long, and again when its deadline has passed.
+//
+// Whom the answers accuse is in blame.h; here they are asked for, kept, and asked of the others where a connection is
+// silent.
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+
+#include "csrc/communicator/blame.h"
+#include "csrc/communicator/communicator.h"
+#include "csrc/communicator/control_link.h"
+
+namespace bagua {
+namespace {
+
+using std::chrono::duration_cast;
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+
+// A rank that has not answered for so long counts as silent, and one that has answered since as there. Above what a
+// host may delay an acknowledgement.
+constexpr milliseconds kSilence{300};
+// How often who wants to know asks. Who forwards requests drops some, or they would go round in circles of ranks
+// ever faster.
+constexpr milliseconds kRequestInterval{50};
+constexpr milliseconds kMinRequestInterval{20};
+
+nanoseconds seconds(double value) { return nanoseconds(static_cast<int64_t>(value * 1e9)); }
+
+uint32_t milliseconds_in(nanoseconds time) {
+  return static_cast<uint32_t>(std::clamp<int64_t>(duration_cast<milliseconds>(time).count(), 0, INT32_MAX));
+}
+
+std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", seconds);
+  return text;
+}
+
+}  // namespace
+
+// ---- what a peer's control link tells
+
+void Communicator::listen(int peer, ControlLink& control) {
+  Peer& p = *peers_[static_cast<size_t>(peer)];
+  ControlLink::Events events;
+  events.on_abort = [this, peer](const Error& cause) {
+    if (cause.kind() == ErrorKind::kRemote) {
+      poison(cause);
+    } else {
+      // Who failed without naming anybody is to blame, except for a deadline: then nobody is.
+      const bool names = cause.rank() >= 0 || cause.kind() == ErrorKind::kDeadlineExceeded;
+      poison(Error(ErrorKind::kRemote, "rank " + std::to_string(peer) + " reported: " + cause.what(),
+                   names ? cause.rank() : peer, cause.operation()));
+    }
+  };
+  events.on_failure = [this](const Error& cause) { poison(cause); };
+  events.on_lost = [this, peer](const std::string& how) {
+    poison(Error(ErrorKind::kTransport,
+                 "rank " + std::to_string(peer) + " " + how +
+                     " without leaving the group: its process died or the network between the hosts failed; see the "
+                     "log of rank " +
+                     std::to_string(peer),
+                 peer, std::string(operation_name(status().operation.kind))));
+  };
+  events.on_leave = [this, &p](const std::optional<Error>& why) {
+    {
+      std::lock_guard lock(mutex_);
+      p.why_left = why;
+    }
+    p.departed.store(true, std::memory_order_release);
+    doorbell_->ring();
+  };
+  events.on_status = [this, peer](const PeerStatus& status) {
+    keep_answer(peer, status);
+    doorbell_->ring();
+  };
+  events.my_status = [this](const StatusRequest& request) { return answer(request); };
+  events.on_segment = [this] { doorbell_->ring(); };
+  events.on_released = [this, &p] {
+    std::lock_guard lock(mutex_);
+    if (status_.operation.kind == OperationKind::kNone) p.control->unmap_released();
+  };
+  control.start(std::move(events));
+}
+
+void Communicator::throw_departed(int peer) {
+  std::optional<Error> why;
+  {
+    std::lock_guard lock(mutex_);
+    why = peers_[static_cast<size_t>(peer)]->why_left;
+  }
+  const std::string left = "rank " + std::to_string(peer) + " left the group '" + ranks_.group +
+                           "' while this rank waits for it in " + describe(operation_);
+  const std::string operation(operation_name(operation_.kind));
+  if (why)
+    throw Error(ErrorKind::kRemote, left + "; before, " + why->what(), ranks_.group_rank(why->rank()), operation);
+  throw Error(ErrorKind::kTransport, left + "; it destroyed the group, ended its program or raised: see its log", peer,
+              operation);
+}
+
+// ---- who waits for whom: what this rank knows and tells
+
+PeerStatus Communicator::status() const {
+  PeerStatus status;
+  {
+    std::lock_guard lock(mutex_);
+    status = status_;
+    status.waiting_for = waits_for();
+    if (status.waiting_for >= 0) {
+      status.end = end_behind_locked(status.waiting_for);
+      return status;
+    }
+  }
+  if (status.operation.kind == OperationKind::kNone && process_) {
+    if (const auto wait = process_->longest_except(this)) {
+      wait->write_to(status);
+      return status;
+    }
+  }
+  status.end.rank = status.end.witness = ranks_.job_rank(ranks_.rank);
+  status.end.state = ChainEnd::kIsNotWaiting;
+  status.end.operation = status.operation;
+  status.end.last_finished = status.last_finished;
+  return status;
+}
+
+ChainEnd Communicator::end_behind_locked(int peer) const {
+  const Peer& p = *peers_[static_cast<size_t>(peer)];
+  const auto now = Deadline::Clock::now();
+  ChainEnd end;
+  end.rank = ranks_.job_rank(peer);
+  end.witness = ranks_.job_rank(ranks_.rank);
+  if (p.unanswered_since && now - *p.unanswered_since >= kSilence) {
+    end.state = p.control && !p.control->reaches_host() ? ChainEnd::kUnreachable : ChainEnd::kDoesNotAnswer;
+    end.silent_ms = milliseconds_in(now - *p.unanswered_since);
+  } else if (p.answer) {
+    end = p.answer->end;
+    end.age_ms += milliseconds_in(now - p.answered_at);
+  }
+  return end;
+}
+
+std::optional<ProcessWaits::Wait> Communicator::wait_of_a_thread() const {
+  std::lock_guard lock(mutex_);  // an operation that is waited in does not end meanwhile
+  const int peer = waits_for();
+  const bool stands_still = peer >= 0 && num_waiters_ && num_waiters_->load(std::memory_order_relaxed) > 0;
+  if (!stands_still) return std::nullopt;
+  const TimePoint since(TimePoint::duration(waiting_since_ns_.load(std::memory_order_relaxed)));
+  return ProcessWaits::Wait{milliseconds_in(Deadline::Clock::now() - since), status_.operation, ranks_.group,
+                            end_behind_locked(peer)};
+}
+
+void Communicator::now_awaits_message(int peer) {
+  if (waits_for() != peer) now_waiting_for(peer, Deadline::Clock::now());
+}
+
+// ---- requests and answers
+
+void Communicator::request_status(int peer, const StatusRequest& request) {
+  std::shared_ptr<ControlLink> control;
+  {
+    std::lock_guard lock(mutex_);
+    Peer& p = *peers_[static_cast<size_t>(peer)];
+    control = p.control;
+    if (!control) return;
+    p.last_request = Deadline::Clock::now();
+    if (!p.unanswered_since) p.unanswered_since = p.last_request;
+  }
+  control->request_status(request);
+}
+
+void Communicator::note_status_request(int peer) {
+  std::lock_guard lock(mutex_);
+  Peer& p = *peers_[static_cast<size_t>(peer)];
+  if (!p.unanswered_since) p.unanswered_since = Deadline::Clock::now();
+}
+
+void Communicator::forward_request(uint32_t hops) {
+  if (hops == 0) return;
+  const int peer = waits_for();
+  if (peer < 0) return;
+  {
+    std::lock_guard lock(mutex_);
+    if (Deadline::Clock::now() - peers_[static_cast<size_t>(peer)]->last_request < kMinRequestInterval) return;
+  }
+  request_status(peer, {.hops = hops - 1});
+}
+
+PeerStatus Communicator::answer(const StatusRequest& request) {
+  PeerStatus status = this->status();
+  if (request.about >= 0 && request.about < ranks_.size && request.about != ranks_.rank)
+    status.hearing = hearing(request.about);
+  if (status.waiting_for >= 0) {
+    forward_request(request.hops);
+  } else if (status.elsewhere_ms > 0) {
+    process_->forward_request_except(this, request.hops);
+  }
+  return status;
+}
+
+// By an answer that is not old, or a request that has not been answered for long. Asks, so as to know it next time.
+PeerStatus::Hearing Communicator::hearing(int peer) {
+  PeerStatus::Hearing hearing = PeerStatus::kNotYetKnown;
+  const auto now = Deadline::Clock::now();
+  {
+    std::lock_guard lock(mutex_);
+    const Peer& p = *peers_[static_cast<size_t>(peer)];
+    if (!p.control || p.departed.load(std::memory_order_relaxed)) return PeerStatus::kCannotTell;
+    if (p.unanswered_since && now - *p.unanswered_since >= kSilence) {
+      hearing = PeerStatus::kHearsNothing;
+    } else if (p.answer && now - p.answered_at < kSilence) {
+      hearing = PeerStatus::kHears;
+    }
+    if (now - p.last_request < kMinRequestInterval) return hearing;
+  }
+  request_status(peer);
+  return hearing;
+}
+
+void Communicator::take_answer(int peer, const PeerStatus& theirs) {
+  check_status(theirs, status(), peer);
+  PeerStatus answer = theirs;
+  if (answer.group != PeerStatus::kHasMade && answer.elsewhere_ms == 0) answer.end = end_at(ranks_, peer, answer);
+  keep_answer(peer, answer);
+}
+
+void Communicator::keep_answer(int peer, const PeerStatus& theirs) {
+  std::lock_guard lock(mutex_);
+  Peer& p = *peers_[static_cast<size_t>(peer)];
+  p.answer = theirs;
+  p.answered_at = Deadline::Clock::now();
+  p.unanswered_since.reset();
+  p.is_unread = true;
+}
+
+void Communicator::compare_answer(int peer) {
+  std::optional<PeerStatus> answer;
+  {
+    std::lock_guard lock(mutex_);
+    Peer& p = *peers_[static_cast<size_t>(peer)];
+    if (p.is_unread) answer = p.answer;
+    p.is_unread = false;
+  }
+  if (answer) check_status(*answer, status(), peer);
+}
+
+// ---- the verdict
+
+Verdict Communicator::judge(int peer, TimePoint since, double allowed_seconds) const {
+  const auto now = Deadline::Clock::now();
+  std::optional<PeerStatus> theirs;
+  ChainEnd silent;
+  uint32_t age_ms = 0;
+  Operation mine;
+  {
+    std::lock_guard lock(mutex_);
+    mine = status_.operation;
+    const Peer& p = *peers_[static_cast<size_t>(peer)];
+    if (p.unanswered_since && now - *p.unanswered_since >= seconds(answer_grace_seconds(allowed_seconds))) {
+      silent = end_behind_locked(peer);
+    } else if (p.answer && p.answered_at >= since) {
+      theirs = p.answer;
+      age_ms = milliseconds_in(now - p.answered_at);
+    }
+  }
+  if (silent.state != ChainEnd::kUnknown) return judge_end(ranks_, silent);
+  if (theirs) return judge_answer(ranks_, mine, peer, *theirs, age_ms, milliseconds_in(now - since), allowed_seconds);
+  return {peer, false, "rank " + std::to_string(peer) + " has not answered yet"};
+}
+
+// A connection is silent. If others hear from the rank at its far end, it is the connection; if nobody does, the rank;
+// and if this rank hears from nobody at all, its own connection to the world. Nobody can tell where there are only two.
+Verdict Communicator::ask_others(const Verdict& verdict, double allowed_seconds) {
+  const auto since = Deadline::Clock::now();
+  const Deadline grace = Deadline::after(seconds(chain_grace_seconds(allowed_seconds)) + kSilence);
+  auto next_request = since;
+  for (;;) {
+    if (Deadline::Clock::now() >= next_request) {
+      for (int peer = 0; peer < ranks_.size; ++peer) {
+        if (peer != ranks_.rank)
+          request_status(peer, {.about = peer == verdict.unreachable ? -1 : verdict.unreachable});
+      }
+      next_request = Deadline::Clock::now() + kRequestInterval;
+    }
+    pause();
+    const bool is_last = grace.expired();
+    if (const auto better = weigh_answers(verdict, since, is_last)) return *better;
+    if (is_last) return verdict;
+  }
+}
+
+// The verdict when the others' answers make it certain, or are all that will come.
+std::optional<Verdict> Communicator::weigh_answers(const Verdict& verdict, TimePoint since, bool is_last) const {
+  const auto now = Deadline::Clock::now();
+  int there = 0, silent = 0, deaf = 0, undecided = 0;
+  {
+    std::lock_guard lock(mutex_);
+    for (int peer = 0; peer < ranks_.size; ++peer) {
+      const Peer& p = *peers_[static_cast<size_t>(peer)];
+      if (peer == ranks_.rank || !p.control || p.departed.load(std::memory_order_relaxed)) continue;
+      const bool answers = p.answer && p.answered_at >= since;
+      const bool is_silent = !answers && p.unanswered_since && now - *p.unanswered_since >= kSilence;
+      if (peer == verdict.unreachable) {
+        if (answers) return verdict;  // this rank hears from it
+        silent += is_silent;
+        deaf += is_silent && verdict.witness != ranks_.job_rank(ranks_.rank);
+      } else if (answers) {
+        ++there;
+        if (p.answer->hearing == PeerStatus::kHears) return verdict;
+        deaf += p.answer->hearing == PeerStatus::kHearsNothing;
+        undecided += p.answer->hearing == PeerStatus::kNotYetKnown;
+      } else {
+        silent += is_silent;
+        undecided += !is_silent;
+      }
+    }
+  }
+  if (undecided > 0 && !is_last) return std::nullopt;
+  if (there == 0 && silent > 1) {
+    return Verdict{
+        ranks_.rank, true,
+        verdict.what + "; this rank hears from none of " + std::to_string(silent) + " others: its own host is cut off"};
+  }
+  if (deaf == 0 || there < silent) return verdict;
+  return Verdict{verdict.unreachable, true,
+                 verdict.what + "; nor does anybody else hear from rank " + std::to_string(verdict.unreachable)};
+}
+
+void Communicator::pause() {
+  throw_if_poisoned();
+  check_interrupt();
+  const uint32_t epoch = doorbell_->prepare();
+  doorbell_->sleep(epoch, milliseconds(10));
+}
+
+void Communicator::deadline_exceeded(int peer) {
+  if (has_departed(peer)) throw_departed(peer);
+  const double allowed = deadline_->allowed_seconds();
+  bool has_control;
+  {
+    std::lock_guard lock(mutex_);
+    has_control = peers_[static_cast<size_t>(peer)]->control != nullptr;
+  }
+  if (!has_control) throw_late(peer, "rank " + std::to_string(peer) + " did not do its part", allowed);
+  const StatusRequest request{.hops = static_cast<uint32_t>(ranks_.size)};
+  blame(peer, allowed, [&] { request_status(peer, request); });
+}
+
+void Communicator::blame(int peer, double allowed_seconds, const std::function<void()>& ask_peer) {
+  const auto since = Deadline::Clock::now();
+  const Deadline grace =
+      Deadline::after(seconds(answer_grace_seconds(allowed_seconds) + chain_grace_seconds(allowed_seconds)));
+  auto next_request = since;
+  Verdict verdict;
+  do {
+    if (Deadline::Clock::now() >= next_request) {
+      ask_peer();
+      next_request = Deadline::Clock::now() + kRequestInterval;
+    }
+    pause();
+    verdict = judge(peer, since, allowed_seconds);
+  } while (!verdict.is_final && !grace.expired());
+  if (verdict.unreachable >= 0) verdict = ask_others(verdict, allowed_seconds);
+  throw_late(verdict.culprit, verdict.what, allowed_seconds);
+}
+
+void Communicator::throw_late(int culprit, const std::string& what, double allowed_seconds) const {
+  Operation operation;
+  {
+    std::lock_guard lock(mutex_);
+    operation = status_.operation;
+  }
+  throw Error(ErrorKind::kDeadlineExceeded,
+              describe(operation) + " of group '" + ranks_.group + "' did not end within " +
+                  seconds_text(allowed_seconds) + ": " + what +
+                  " (a longer timeout can be given to init_process_group)",
+              culprit, std::string(operation_name(operation.kind)));
+}
+
+}  // namespace bagua

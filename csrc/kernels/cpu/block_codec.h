@@ -1,0 +1,104 @@
+// What the block-wise codecs share on the CPU: the walk over the blocks of a message, and the f32 block on the stack
+// through which f16, bf16 and short blocks go. What happens within a block is in the file of each codec, as a `Blocks`:
+//
+//   static constexpr size_t kNumel             elements of a whole block
+//   static constexpr float kPadding            what encode() is given behind the elements of a short block
+//   size_t wire_bytes() const                  of a whole block
+//   size_t encoded_numel(size_t numel) const   how many elements encode() reads of a block of `numel`, no fewer than
+//   these size_t decoded_numel(size_t numel) const   how many decode() and decode_add() write bool encode(const float*
+//   source, size_t begin, size_t numel, uint8_t* bytes) const   whether the block is finite;
+//                                              `begin` is the message's element at which it begins
+//   void decode(const uint8_t* bytes, size_t numel, float* destination) const
+//   void decode_add(const uint8_t* bytes, size_t numel, float* destination) const
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "csrc/common/dtype.h"
+#include "csrc/kernels/cpu/half.h"
+#include "csrc/kernels/multiversion.h"
+
+namespace bagua::kernels::cpu {
+
+inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// What a decoder does with a value.
+enum class Store { kAssign, kAdd };
+
+template <Store kStore>
+BAGUA_INLINE void store(float value, float& destination) {
+  if constexpr (kStore == Store::kAssign) destination = value;
+  if constexpr (kStore == Store::kAdd) destination += value;
+}
+
+template <Store kStore>
+BAGUA_INLINE void store_all(float value, size_t numel, float* __restrict destination) {
+  for (size_t i = 0; i < numel; ++i) store<kStore>(value, destination[i]);
+}
+
+// Calls body(first element, elements, where the block's bytes begin) for every block.
+template <typename Blocks, typename Body>
+void for_each_block(const Blocks& blocks, size_t numel, Body body) {
+  for (size_t begin = 0; begin < numel; begin += Blocks::kNumel) {
+    body(begin, std::min(Blocks::kNumel, numel - begin), begin / Blocks::kNumel * blocks.wire_bytes());
+  }
+}
+
+template <typename Blocks>
+void encode_blocks(const Blocks& blocks, DType dtype, const void* source, size_t numel, uint8_t* bytes,
+                   uint64_t* num_nonfinite_blocks) {
+  uint64_t num_nonfinite = 0;
+  alignas(64) float block[Blocks::kNumel];
+  for_each_block(blocks, numel, [&](size_t begin, size_t count, size_t offset_bytes) {
+    const size_t num_read = blocks.encoded_numel(count);
+    const float* values = static_cast<const float*>(source) + begin;
+    if (dtype != DType::kF32 || num_read != count) {
+      if (dtype == DType::kF32) {
+        std::memcpy(block, values, count * sizeof(float));
+      } else {
+        const auto* halves = static_cast<const unaligned_u16*>(source) + begin;
+        dtype == DType::kF16 ? widen_f16(halves, block, count) : widen_bf16(halves, block, count);
+      }
+      std::fill(block + count, block + num_read, Blocks::kPadding);
+      values = block;
+    }
+    num_nonfinite += !blocks.encode(values, begin, count, bytes + offset_bytes);
+  });
+  if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
+}
+
+template <typename Blocks>
+void decode_blocks(const Blocks& blocks, DType dtype, const uint8_t* bytes, size_t numel, void* destination) {
+  alignas(64) float block[Blocks::kNumel];
+  for_each_block(blocks, numel, [&](size_t begin, size_t count, size_t offset_bytes) {
+    float* values = static_cast<float*>(destination) + begin;
+    if (dtype == DType::kF32 && blocks.decoded_numel(count) == count) {
+      return blocks.decode(bytes + offset_bytes, count, values);
+    }
+    blocks.decode(bytes + offset_bytes, count, block);
+    if (dtype == DType::kF32) {
+      std::memcpy(values, block, count * sizeof(float));
+    } else {
+      auto* halves = static_cast<unaligned_u16*>(destination) + begin;
+      dtype == DType::kF16 ? narrow_f16(block, halves, count) : narrow_bf16(block, halves, count);
+    }
+  });
+}
+
+template <typename Blocks>
+void decode_add_blocks(const Blocks& blocks, const uint8_t* bytes, size_t numel, float* accumulator) {
+  alignas(64) float block[Blocks::kNumel];
+  for_each_block(blocks, numel, [&](size_t begin, size_t count, size_t offset_bytes) {
+    if (blocks.decoded_numel(count) == count) {
+      return blocks.decode_add(bytes + offset_bytes, count, accumulator + begin);
+    }
+    blocks.decode(bytes + offset_bytes, count, block);
+    for (size_t i = 0; i < count; ++i) accumulator[begin + i] += block[i];
+  });
+}
+
+}  // namespace bagua::kernels::cpu

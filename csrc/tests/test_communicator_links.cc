@@ -1,0 +1,324 @@
+// The parts below a channel: control link, segments and their hand-over, descriptors in forks.
+#include <fstream>
+#include <set>
+
+#include <fcntl.h>
+#include <sys/wait.h>
+
+#include "csrc/common/fork_guard.h"
+#include "csrc/common/reactor.h"
+#include "csrc/common/shared_segments.h"
+#include "csrc/tests/test_transport_pairs.h"
+
+namespace bagua::testing {
+namespace {
+
+// ---- control link
+
+// A link whose other end is a bare socket, and what it tells its owner.
+struct BareLink {
+  BareLink() {
+    const auto pair = unix_pair();
+    peer = pair[1];
+    link = std::make_shared<ControlLink>(pair[0], 1);
+    ControlLink::Events events;
+    events.on_abort = [this](const Error& error) { note("abort: " + std::string(error.what())); };
+    events.on_lost = [this](const std::string& how) { note("lost: " + how); };
+    events.on_failure = [this](const Error& error) { note("failure: " + std::string(error.what())); };
+    events.on_leave = [this](const std::optional<Error>&) { note("leave"); };
+    events.on_status = [this](const PeerStatus&) { note("status"); };
+    events.my_status = [](const StatusRequest&) { return PeerStatus{}; };
+    events.on_segment = [this] { note("segment"); };
+    events.on_released = [this] { note("released"); };
+    link->start(std::move(events));
+  }
+  ~BareLink() {
+    link->stop();
+    if (peer >= 0) ::close(peer);
+  }
+
+  void note(const std::string& text) {
+    std::lock_guard lock(mutex);
+    notes.push_back(text);
+  }
+  std::vector<std::string> taken() {
+    std::lock_guard lock(mutex);
+    return notes;
+  }
+  bool saw(const std::string& part) {
+    for (const auto& text : taken()) {
+      if (contains(text, part)) return true;
+    }
+    return false;
+  }
+  void write_all(const Bytes& bytes) { check(send(peer, bytes.data(), bytes.size(), MSG_NOSIGNAL) >= 0, "send"); }
+  void close_peer() { ::close(std::exchange(peer, -1)); }
+
+  int peer = -1;
+  std::shared_ptr<ControlLink> link;
+  std::mutex mutex;
+  std::vector<std::string> notes;
+};
+
+enum : uint32_t { kAbort = 1, kLeave, kStatusRequest, kStatus, kSegmentRequest, kSegment, kReleased };
+
+Bytes frame(uint32_t type, const Bytes& payload) {
+  Bytes bytes(8 + payload.size());
+  const auto size = static_cast<uint32_t>(payload.size());
+  std::memcpy(bytes.data(), &type, 4);
+  std::memcpy(bytes.data() + 4, &size, 4);
+  if (!payload.empty()) std::memcpy(bytes.data() + 8, payload.data(), payload.size());
+  return bytes;
+}
+
+TEST(ControlLink, FramesByteByByte) {
+  BareLink bare;
+  for (const Bytes& whole : {frame(kStatus, Bytes(sizeof(PeerStatus))), frame(kLeave, {})}) {
+    for (const uint8_t byte : whole) bare.write_all({byte});
+  }
+  EXPECT_TRUE(eventually([&] { return bare.saw("leave"); }));
+  bare.close_peer();
+  std::this_thread::sleep_for(20ms);
+  EXPECT_EQ(bare.taken(), (std::vector<std::string>{"status", "leave"})) << "an end after leaving is no loss";
+}
+
+TEST(ControlLink, AnEndWithoutLeavingIsALoss) {
+  BareLink bare;
+  bare.write_all(frame(kStatus, Bytes(3)));  // of the wrong size: ignored
+  bare.write_all({1, 2, 3});                 // half a header
+  bare.close_peer();
+  EXPECT_TRUE(eventually([&] { return bare.saw("lost: closed its connection"); }));
+  EXPECT_EQ(bare.taken().size(), 1u);
+}
+
+TEST(ControlLink, AnEndlessFrameIsRefused) {
+  BareLink bare;
+  bare.write_all({kStatus, 0, 0, 0, 0xff, 0xff, 0xff, 0x7f});
+  EXPECT_TRUE(eventually([&] { return bare.saw("lost: sent a control frame of 2147483647 bytes"); }));
+  bare.write_all(frame(kLeave, {}));
+  std::this_thread::sleep_for(20ms);
+  EXPECT_EQ(bare.taken().size(), 1u) << "nothing behind it is read";
+}
+
+TEST(ControlLink, AbortsOfAllLengths) {
+  const std::string texts[] = {"", "x", std::string(300, 'y'), std::string(8192, 'z'), std::string(20'000, 'w')};
+  for (const auto& text : texts) {
+    BareLink receiving;
+    // From a second link to the bare end of the first.
+    ControlLink sender(dup(receiving.peer), 0);
+    sender.send_abort(Error(ErrorKind::kInvalidArgument, text, 3, "all_reduce"));
+    EXPECT_TRUE(eventually([&] { return receiving.saw("abort: " + text.substr(0, 8192)); }));
+  }
+}
+
+TEST(ControlLink, RandomFramesDoNoHarm) {
+  for (uint32_t seed = 1; seed <= 300; ++seed) {
+    std::mt19937 rng(seed);
+    BareLink bare;
+    for (int i = 0; i < 20; ++i) {
+      const uint32_t type = rng() % 10;
+      try {
+        bare.write_all(rng() % 8 == 0 ? random_bytes(rng, rng() % 40) : frame(type, random_bytes(rng, rng() % 60)));
+      } catch (const std::runtime_error&) {
+        break;  // the link has given the connection up
+      }
+    }
+    bare.close_peer();
+    ASSERT_TRUE(eventually([&] { return bare.saw("lost") || bare.saw("leave"); })) << "seed " << seed;
+  }
+}
+
+TEST(ControlLink, ALinkThatIsNotReadQueuesWithoutBlocking) {
+  BareLink bare;
+  const auto begin = Clock::now();
+  for (int i = 0; i < 20'000; ++i) bare.link->request_status({});
+  EXPECT_LT(Clock::now() - begin, 5s);
+  // Everything comes out once it is read: 20000 frames, each a header of 8 bytes and a request.
+  size_t total = 0;
+  Bytes buffer(65536);
+  EXPECT_TRUE(eventually([&] {
+    for (;;) {
+      const ssize_t got = recv(bare.peer, buffer.data(), buffer.size(), MSG_DONTWAIT);
+      if (got <= 0) break;
+      total += static_cast<size_t>(got);
+    }
+    return total == 20'000u * (8 + sizeof(StatusRequest));
+  }));
+}
+
+// ---- segments
+
+TEST(Segments, AreFoundByAnyOfTheirAddresses) {
+  auto& registry = SegmentRegistry::instance();
+  auto* first = static_cast<uint8_t*>(registry.create(10'000));
+  auto* second = static_cast<uint8_t*>(registry.create(1));
+  EXPECT_EQ(first[0], 0);
+  EXPECT_EQ(first[9'999], 0);
+  const auto whole = registry.find(first, 10'000), tail = registry.find(first + 9'990, 10);
+  ASSERT_TRUE(whole && tail);
+  EXPECT_EQ(whole->segment, tail->segment);
+  EXPECT_EQ(tail->offset, 9'990u);
+  EXPECT_NE(registry.find(second, 1)->segment, whole->segment);
+  EXPECT_FALSE(registry.find(first, 10'001));
+  EXPECT_FALSE(registry.find(first - 1, 2));
+  EXPECT_FALSE(registry.find(&registry, 1));
+  registry.release(first);
+  EXPECT_FALSE(registry.find(first, 1));
+  EXPECT_FALSE(registry.duplicate(whole->segment));
+  registry.release(first);  // again is harmless
+  registry.release(second);
+}
+
+size_t num_mappings() {
+  std::ifstream maps("/proc/self/maps");
+  size_t count = 0;
+  for (std::string line; std::getline(maps, line);) count += contains(line, "memfd:bagua-segment") ? 1 : 0;
+  return count;
+}
+
+TEST(Segments, ArriveAtThePeerAndLeaveIt) {
+  auto communicators = make_communicators(2, kShm);
+  auto& registry = SegmentRegistry::instance();
+  const size_t before = num_mappings();
+  for (uint32_t i = 1; i <= 200; ++i) {
+    auto* mine = static_cast<uint32_t*>(registry.create(100'000));
+    mine[7] = i;
+    const Address address = *communicators[0]->address_of(mine + 7, 4);
+    communicators[1]->begin(stamp(i), Deadline::after(10s));
+    auto* theirs = static_cast<uint32_t*>(communicators[1]->resolve(0, address, 4));
+    EXPECT_EQ(*theirs, i);
+    EXPECT_NE(static_cast<void*>(theirs), static_cast<void*>(mine + 7));
+    EXPECT_EQ(communicators[1]->resolve(0, address, 4), theirs) << "the mapping is kept";
+    *theirs = 1000 + i;
+    registry.release(mine);
+    EXPECT_EQ(*theirs, 1000 + i) << "it stays until the operation ends";
+    communicators[1]->end();
+  }
+  // The last one may still be on its way, and is let go of at the next operation at the latest.
+  communicators[1]->begin(stamp(999), Deadline::after(1s));
+  EXPECT_TRUE(eventually([&] { return num_mappings() <= before + 1; })) << num_mappings() << " from " << before;
+  communicators[1]->end();
+}
+
+TEST(Segments, AreUnmappedAtOnceByAnIdlePeer) {
+  auto communicators = make_communicators(2, kShm);
+  auto& registry = SegmentRegistry::instance();
+  void* mine = registry.create(5000);
+  communicators[1]->begin(stamp(1), Deadline::after(10s));
+  EXPECT_NE(communicators[1]->resolve(0, *registry.find(mine, 1), 1), nullptr);
+  communicators[1]->end();
+  const size_t before = num_mappings();
+  registry.release(mine);
+  EXPECT_TRUE(eventually([&] { return num_mappings() == before - 2; })) << "the owner's mapping and the peer's";
+}
+
+TEST(Segments, OutsideOfASegmentIsABug) {
+  auto communicators = make_communicators(2, kShm);
+  auto& registry = SegmentRegistry::instance();
+  void* mine = registry.create(5000);
+  const Address address = *registry.find(mine, 1);
+  communicators[1]->begin(stamp(1), Deadline::after(10s));
+  communicators[1]->resolve(0, address, 5000);
+  const auto error = error_of([&] { communicators[1]->resolve(0, address, 5001); });
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->kind(), ErrorKind::kInternal);
+  EXPECT_CONTAINS(std::string(error->what()), "named shared memory outside its segment");
+  communicators[1]->end();
+  registry.release(mine);
+}
+
+TEST(Segments, ComeAndGoWhilePeersAsk) {
+  auto communicators = make_communicators(3, kShm);
+  auto& registry = SegmentRegistry::instance();
+  std::atomic<bool> stop{false};
+  run_together({[&] {  // other memory of the process comes and goes, whose listeners are the links under test
+                  while (!stop) registry.release(registry.create(4096));
+                },
+                [&] {
+                  for (uint32_t i = 1; i <= 300; ++i) {
+                    void* mine = registry.create(20'000);
+                    const Address address = *registry.find(mine, 20'000);
+                    for (size_t rank : {1u, 2u}) {
+                      communicators[rank]->begin(stamp(i), Deadline::after(10s));
+                      EXPECT_NE(communicators[rank]->resolve(0, address, 20'000), nullptr);
+                      communicators[rank]->end();
+                    }
+                    registry.release(mine);
+                  }
+                  stop = true;
+                }});
+}
+
+// ---- forks
+
+bool is_open(int fd) { return fcntl(fd, F_GETFD) != -1; }
+
+TEST(ForkGuard, AChildHasNoneOfTheDescriptors) {
+  auto communicators = make_communicators(2, kTcp);
+  Descriptor descriptor(dup(0)), moved(std::move(descriptor));
+  EXPECT_EQ(descriptor.get(), -1);
+  EXPECT_GE(moved.get(), 0);
+  const int number = moved.get(), doorbell = communicators[0]->doorbell().fd();
+  const uint32_t generation = process_generation();
+  const pid_t child = fork();
+  if (child == 0) {
+    bool ok = process_generation() == generation + 1 && moved.get() == -1 && !is_open(number) && !is_open(doorbell);
+    const int reused = dup(0);  // the lowest number that is free
+    moved.reset();              // must not close somebody else's
+    ok = ok && is_open(reused);
+    _exit(ok ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_TRUE(is_open(number) && is_open(doorbell));
+  // The ranks have not noticed.
+  run_together({[&] {
+                  communicators[0]->begin(stamp(1), Deadline::after(10s));
+                  communicators[0]->send(1, "x", 1);
+                },
+                [&] {
+                  char byte;
+                  communicators[1]->begin(stamp(1), Deadline::after(10s));
+                  communicators[1]->recv(0, &byte, 1);
+                  EXPECT_EQ(byte, 'x');
+                }});
+}
+
+TEST(ForkGuard, ADeathIsSeenAlthoughAChildLives) {
+  auto communicators = make_communicators(2, kShm);
+  int alive[2];
+  ASSERT_EQ(pipe2(alive, O_CLOEXEC), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    char byte;
+    ::close(alive[1]);
+    (void)!read(alive[0], &byte, 1);
+    _exit(0);
+  }
+  communicators[1].reset();
+  EXPECT_TRUE(eventually([&] { return communicators[0]->is_poisoned(); }));
+  ::close(alive[0]);
+  ::close(alive[1]);
+  waitpid(child, nullptr, 0);
+}
+
+TEST(ForkGuard, EveryProcessHasARegistryOfItsOwn) {
+  auto& registry = SegmentRegistry::instance();
+  void* mine = registry.create(4096);
+  const pid_t child = fork();
+  if (child == 0) {
+    auto& own = SegmentRegistry::instance();
+    const bool ok = &own != &registry && !own.find(mine, 1) && static_cast<uint8_t*>(mine)[0] == 0;
+    own.release(mine);  // not its own: nothing happens
+    _exit(ok && own.find(own.create(10), 10) ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_TRUE(registry.find(mine, 4096));
+  registry.release(mine);
+}
+
+}  // namespace
+}  // namespace bagua::testing
