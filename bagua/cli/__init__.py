@@ -13,7 +13,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "run": ("bagua.cli.run", "start a training script on several processes (torchrun's options and bagua's)"),
     "doctor": ("bagua.cli.doctor", "show what is built and what this host and the ranks' connections offer"),
-    "bench": ("bagua.cli.bench", "record what a training step of a model costs, for benchmarks/replay.py"),
+    "bench": ("bagua.cli.bench", "measure a model, and play it on a network under every algorithm and torch DDP"),
     "timeline": ("bagua.profiler.report", "merge the ranks' timelines on one clock, and say who waited for whom"),
 }
 

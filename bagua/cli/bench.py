@@ -1,18 +1,14 @@
-"""`bagua bench record`: measures a model's profile, layer by layer, and writes it to a file.
+"""`bagua bench record` measures what a training step of a model costs, `replay` plays it on a network.
 
-The file is what benchmarks/replay.py plays on shaped links, for every algorithm and beside torch DDP: what they would
-do for this model on another network.
+The profile that the one writes and the other plays says so layer by layer. What plays it is bagua/replay/command.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import importlib.util
-import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,9 +18,13 @@ from typing import Any
 import torch
 
 from bagua.errors import InvalidArgument
+from bagua.replay import command
 from bagua.replay.profiles import check_repetitions, record
+from bagua.replay.report import check_file, three_digits
 
 __all__ = ["main"]
+
+_HOSTS, _GBIT = 4, (1, 10, 25, 100)  # of which the ratio is printed
 
 _TARGET = """\
 what to record, `train.py:make` or `package.module:make`: a function without arguments that returns the model and a
@@ -85,23 +85,6 @@ def _told(error: BaseException) -> str:
     return "\n".join([text, *(line.rstrip() for line in traceback.format_list(frames))])
 
 
-def _check_out(out: Path) -> None:
-    """Raises InvalidArgument where no file can be written, before anything is measured for it."""
-    try:
-        if out.is_dir():
-            raise InvalidArgument(f"--out is the folder {out}, expected a file, such as {out / 'profile.json'}")
-        if not out.parent.is_dir():
-            raise InvalidArgument(f"--out is {out}, but there is no folder {out.parent}; make it, or name another one")
-        if not out.exists():
-            tempfile.TemporaryFile(dir=out.parent).close()
-        elif not os.access(out, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise InvalidArgument(
-            f"--out is {out}, which cannot be written ({error.strerror}); name a file in a folder of your own"
-        ) from error
-
-
 def _checked(made: Any, target: str) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
     """What ``target`` returned. Raises InvalidArgument where it is no model and its loss, in this order."""
     if isinstance(made, tuple) and len(made) == 2:
@@ -118,7 +101,7 @@ def _checked(made: Any, target: str) -> tuple[torch.nn.Module, Callable[[torch.n
 
 def _record(args: argparse.Namespace) -> None:
     check_repetitions(args.repetitions)
-    _check_out(args.out)
+    check_file("--out", args.out, "profile.json")
     make = _load(args.target)
     try:
         made = make()
@@ -136,27 +119,32 @@ def _record(args: argparse.Namespace) -> None:
         f"{profile.name}: {len(profile.layers)} layers, {profile.num_parameters:,} parameters, "
         f"forward {profile.forward_ms:.1f} ms, backward {profile.backward_ms:.1f} ms -> {args.out}"
     )
+    ratios = (f"{three_digits(profile.wire_over_compute(_HOSTS, gbit * 1000))} at {gbit}" for gbit in _GBIT)
+    print(f"wire over compute, {_HOSTS} hosts with links of so many Gbit/s: {', '.join(ratios)}")
+    print("below 1 stay with DDP or gradient_allreduce; 1 to 3: bytegrad; above: qsgd with bits=4")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the subcommand; 0 when it has done its work, 1 when it says why not."""
-    parser = argparse.ArgumentParser(prog="bagua bench", description=__doc__.split("\n\n")[0])
-    commands = parser.add_subparsers(required=True, metavar="record")
-    recorder = commands.add_parser("record", help="measure a model's layers", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="bagua bench", description="What would each algorithm do for your model?")
+    commands = parser.add_subparsers(required=True, metavar="record|replay")
+    recorder = commands.add_parser(
+        "record",
+        help="measure what a training step of a model costs, layer by layer",
+        description="Measures a model's profile, layer by layer, on the device that the model is on, writes it to a "
+        "file, and says what of its training is communication.",
+    )
     recorder.add_argument("target", help=_TARGET)
     recorder.add_argument("--out", type=Path, required=True, help="the profile, a JSON file in a folder that exists")
     recorder.add_argument("--name", default="", help="of the model; its class by default")
     recorder.add_argument("--source", default="", help="a line on the figures; the device by default")
     recorder.add_argument("--repetitions", type=int, default=5, help="steps of which the median counts")
     recorder.set_defaults(run=_record)
+    command.add_to(commands)
     args = parser.parse_args(argv)
     try:
         args.run(args)
-    except InvalidArgument as error:
+    except (InvalidArgument, command.RanksFailed) as error:
         print(f"bagua bench: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,9 +3,9 @@
 The system's, unless that is BBR and the peer is near: then a loss-based one. About every ten seconds BBR lets a busy
 connection run nearly dry for 200 ms, to see its shortest round trip (ProbeRTT in Cardwell et al., "BBR:
 Congestion-Based Congestion Control", ACM Queue 14(5), 2016). Hosts do so at different times, and a collective waits for
-the slowest, so their pauses add up (benchmarks/congestion.py measures them). Far away, where a lost packet says little
-about the network's load and costs a loss-based control much, BBR stays. The kernel goes on to pace the packets of a
-connection that has begun with BBR.
+the slowest, so their pauses add up (benchmarks/micro/congestion.py measures them). Far away, where a lost packet says
+little about the network's load and costs a loss-based control much, BBR stays. The kernel goes on to pace the packets
+of a connection that has begun with BBR.
 """
 
 from __future__ import annotations

@@ -1,0 +1,157 @@
+"""What convergence.py says of its trainings: a table for each task, and the plot."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.lib import report
+from benchmarks.training.convergence_tasks import Setup, Task
+
+INSIDE, BETTER, WORSE, FAILED = "inside", "better", "worse", "diverges"
+
+
+@dataclass
+class Result:
+    """One row: a way of training on one task, all seeds.
+
+    Attributes:
+        trainings: per seed: `curve`, `bytes`, `distance`, `alone`; or `error`.
+        errors: why there are no numbers, if there are none.
+        baseline: DDP with the same kind of optimizer; None for DDP itself.
+    """
+
+    task: Task
+    case: str
+    setup: Setup
+    trainings: Sequence[Mapping[str, Any]]
+    errors: Sequence[str]
+    baseline: Result | None
+
+    @property
+    def final(self) -> list[float]:
+        return [one["curve"][-1] for one in self.trainings]
+
+    def mean(self, key: str) -> float:
+        return statistics.fmean(one[key] for one in self.trainings)
+
+    def verdict(self) -> str:
+        """Where the mean over the seeds is, seen from DDP's best and worst seed."""
+        if self.errors:
+            return FAILED
+        if self.baseline is None:
+            return "-"
+        low, high = min(self.baseline.final), max(self.baseline.final)
+        mean = statistics.fmean(self.final)
+        if low <= mean <= high:
+            return INSIDE
+        return BETTER if (mean < low) == self.task.is_loss else WORSE
+
+    def is_outside(self) -> bool:
+        return self.verdict() in (WORSE, FAILED)
+
+    def epochs_to_target(self) -> str:
+        """The median over the seeds of the first epoch at whose end the target is met."""
+        target = self.task.target["sgd" if self.setup.optimizer == "sgd" else "adam"]
+        sign = -1 if self.task.is_loss else 1
+        epochs = []
+        for one in self.trainings:
+            met = (epoch for epoch, value in enumerate(one["curve"], 1) if sign * value >= sign * target)
+            epochs.append(next(met, math.inf))
+        median = statistics.median_low(epochs)
+        return str(median) if median < math.inf else "never"
+
+    def shown(self, value: float) -> str:
+        return f"{value:.3f}" if self.task.is_loss else f"{value:.2f}"
+
+    def numbers(self) -> str:
+        """Mean (best seed to worst one in ascending order), such as "98.61 (98.06 to 99.17)"."""
+        if self.errors:
+            return FAILED
+        low, high = min(self.final), max(self.final)
+        return f"{self.shown(statistics.fmean(self.final))} ({self.shown(low)} to {self.shown(high)})"
+
+    def cells(self) -> list[str]:
+        if self.errors:
+            return [self.case, "-", FAILED, "never", "-", "-", "-", "-"]
+        distance = max(one["distance"] for one in self.trainings)
+        baseline = self.baseline or self
+        return [
+            self.case,
+            self.numbers(),
+            self.verdict(),
+            self.epochs_to_target(),
+            report.three_digits(self.mean("bytes") / 1e3),
+            f"{self.mean('bytes') / baseline.mean('bytes'):.3f}",
+            f"{distance:.1g}" if distance else "0",
+            self.shown(self.mean("alone")),
+        ]
+
+
+def table(rows: Sequence[Result]) -> list[str]:
+    """The table of one task."""
+    name = rows[0].task.metric.split(",")[0]
+    head = ["way", name, "to DDP", "epochs", "kB per step", "of DDP's", "apart", "one rank"]
+    return report.aligned([head, *(row.cells() for row in rows)])
+
+
+def plot(rows: Mapping[str, Sequence[Result]]) -> Any:
+    """Above the end of every training beside DDP's seeds, below the curves of what is outside."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    num_cases = max(len(of_task) for of_task in rows.values())
+    heights = [0.22 * num_cases, 4.0]
+    figure, axes = pyplot.subplots(
+        2, len(rows), figsize=(7.5 * len(rows), sum(heights) + 1), height_ratios=heights, squeeze=False
+    )
+    for column, (name, of_task) in enumerate(rows.items()):
+        _plot_ends(axes[0][column], [row for row in of_task if not row.errors], name)
+        _plot_curves(axes[1][column], [row for row in of_task if not row.errors])
+    figure.tight_layout()
+    return figure
+
+
+def _plot_ends(axis: Any, rows: Sequence[Result], title: str) -> None:
+    axis.set_title(f"{title}: {rows[0].task.metric}, end of the run, one point per seed")
+    for place, row in enumerate(rows):
+        baseline = row.baseline or row
+        low, high = min(baseline.final), max(baseline.final)
+        axis.fill_betweenx([place - 0.5, place + 0.5], low, high, color="0.87", lw=0)
+        color = {WORSE: "tab:red", BETTER: "tab:green", INSIDE: "tab:blue"}.get(row.verdict(), "black")
+        axis.plot(row.final, [place] * len(row.final), "o", color=color, ms=4, mfc="none")
+        axis.plot([statistics.fmean(row.final)], [place], "|", color=color, ms=11, mew=2)
+    axis.set_yticks(range(len(rows)), [row.case for row in rows], fontsize=8)
+    axis.set_ylim(len(rows) - 0.5, -0.5)
+    axis.grid(axis="x", alpha=0.3)
+
+
+def _plot_curves(axis: Any, rows: Sequence[Result]) -> None:
+    """Means over the seeds; grey for those inside."""
+    values = []
+    for row in rows:
+        curve = [statistics.fmean(at) for at in zip(*(one["curve"] for one in row.trainings), strict=True)]
+        epochs = range(1, len(curve) + 1)
+        values += curve[1:]
+        if row.baseline is None:
+            axis.plot(
+                epochs, curve, color="black", lw=2, ls="-" if row.setup.optimizer == "sgd" else "--", label=row.case
+            )
+        elif row.is_outside():
+            axis.plot(epochs, curve, lw=1.3, label=row.case)
+        else:
+            axis.plot(epochs, curve, color="0.8", lw=0.8, zorder=0)
+    quantiles = statistics.quantiles(values, n=50)
+    axis.set_ylim(quantiles[0], max(values) + 0.2) if not rows[0].task.is_loss else axis.set_ylim(
+        min(values) - 0.02, quantiles[-1]
+    )
+    axis.set_xlabel("epoch")
+    axis.set_ylabel(rows[0].task.metric)
+    axis.set_title("means over the seeds; grey: not worse than DDP's seeds")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)
