@@ -50,9 +50,6 @@ class Result:
             return INSIDE
         return BETTER if (mean < low) == self.task.is_loss else WORSE
 
-    def is_outside(self) -> bool:
-        return self.verdict() in (WORSE, FAILED)
-
     def epochs_to_target(self) -> str:
         """The median over the seeds of the first epoch at whose end the target is met."""
         target = self.task.target["sgd" if self.setup.optimizer == "sgd" else "adam"]
@@ -99,59 +96,20 @@ def table(rows: Sequence[Result]) -> list[str]:
 
 
 def plot(rows: Mapping[str, Sequence[Result]]) -> Any:
-    """Above the end of every training beside DDP's seeds, below the curves of what is outside."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    num_cases = max(len(of_task) for of_task in rows.values())
-    heights = [0.22 * num_cases, 4.0]
-    figure, axes = pyplot.subplots(
-        2, len(rows), figsize=(7.5 * len(rows), sum(heights) + 1), height_ratios=heights, squeeze=False
-    )
-    for column, (name, of_task) in enumerate(rows.items()):
-        _plot_ends(axes[0][column], [row for row in of_task if not row.errors], name)
-        _plot_curves(axes[1][column], [row for row in of_task if not row.errors])
+    """The end of every training, a point per seed, over the span of DDP's seeds."""
+    figure, axes = report.subplots(len(rows))
+    figure.set_size_inches(7.5 * len(rows), 1 + 0.22 * max(len(of_task) for of_task in rows.values()))
+    for axis, (name, of_task) in zip(axes, rows.items(), strict=True):
+        finished = [row for row in of_task if not row.errors]
+        for place, row in enumerate(finished):
+            of_ddp = (row.baseline or row).final
+            axis.fill_betweenx([place - 0.5, place + 0.5], min(of_ddp), max(of_ddp), color="0.87", lw=0)
+            color = {WORSE: "tab:red", BETTER: "tab:green", INSIDE: "tab:blue"}.get(row.verdict(), "black")
+            axis.plot(row.final, [place] * len(row.final), "o", color=color, ms=4, mfc="none")
+            axis.plot([statistics.fmean(row.final)], [place], "|", color=color, ms=11, mew=2)
+        axis.set_title(f"{name}: {of_task[0].task.metric}, end of the run")
+        axis.set_yticks(range(len(finished)), [row.case for row in finished], fontsize=8)
+        axis.set_ylim(len(finished) - 0.5, -0.5)
+        axis.grid(axis="x", alpha=0.3)
     figure.tight_layout()
     return figure
-
-
-def _plot_ends(axis: Any, rows: Sequence[Result], title: str) -> None:
-    axis.set_title(f"{title}: {rows[0].task.metric}, end of the run, one point per seed")
-    for place, row in enumerate(rows):
-        baseline = row.baseline or row
-        low, high = min(baseline.final), max(baseline.final)
-        axis.fill_betweenx([place - 0.5, place + 0.5], low, high, color="0.87", lw=0)
-        color = {WORSE: "tab:red", BETTER: "tab:green", INSIDE: "tab:blue"}.get(row.verdict(), "black")
-        axis.plot(row.final, [place] * len(row.final), "o", color=color, ms=4, mfc="none")
-        axis.plot([statistics.fmean(row.final)], [place], "|", color=color, ms=11, mew=2)
-    axis.set_yticks(range(len(rows)), [row.case for row in rows], fontsize=8)
-    axis.set_ylim(len(rows) - 0.5, -0.5)
-    axis.grid(axis="x", alpha=0.3)
-
-
-def _plot_curves(axis: Any, rows: Sequence[Result]) -> None:
-    """Means over the seeds; grey for those inside."""
-    values = []
-    for row in rows:
-        curve = [statistics.fmean(at) for at in zip(*(one["curve"] for one in row.trainings), strict=True)]
-        epochs = range(1, len(curve) + 1)
-        values += curve[1:]
-        if row.baseline is None:
-            axis.plot(
-                epochs, curve, color="black", lw=2, ls="-" if row.setup.optimizer == "sgd" else "--", label=row.case
-            )
-        elif row.is_outside():
-            axis.plot(epochs, curve, lw=1.3, label=row.case)
-        else:
-            axis.plot(epochs, curve, color="0.8", lw=0.8, zorder=0)
-    quantiles = statistics.quantiles(values, n=50)
-    axis.set_ylim(quantiles[0], max(values) + 0.2) if not rows[0].task.is_loss else axis.set_ylim(
-        min(values) - 0.02, quantiles[-1]
-    )
-    axis.set_xlabel("epoch")
-    axis.set_ylabel(rows[0].task.metric)
-    axis.set_title("means over the seeds; grey: not worse than DDP's seeds")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=7)
