@@ -85,7 +85,8 @@ class Profile:
             1.0
         """
         wire_s = 2 * (num_hosts - 1) / num_hosts * 32 * self.num_parameters / (rate_mbit * 1e6)
-        return wire_s / ((self.forward_ms + self.backward_ms) / 1e3)
+        compute_s = (self.forward_ms + self.backward_ms) / 1e3
+        return wire_s / compute_s if compute_s else math.inf
 
     def scaled(self, scale: float) -> Profile:
         """With parameters of ``scale`` times as many elements, at least one each; times stay.

@@ -94,8 +94,8 @@ def _of_bound(one: Outcome) -> str:
 
 def three_digits(value: float) -> str:
     """Three significant digits, never an exponent: 0.0123, 1.23, 123, 1234."""
-    if value == 0:
-        return "0"
+    if value == 0 or math.isinf(value):
+        return f"{value:g}"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:.{decimals}f}"
 

@@ -193,7 +193,9 @@ def main() -> None:
             options = {"jobs": jobs, "path": os.path.abspath(kept.path)}
             ranks.run(RANKS, options, timeout_s=4 * 3600, watch=kept.show_new)
         rows = {task: results(kept, task, args.seeds, names) for task in args.tasks}
-        setup = {"ranks": RANKS, "seeds": args.seeds, "trained": kept.facts()}
+        begun = kept.facts()
+        trained = f"from {begun['date']} on, commit {begun['commit']}"
+        setup = {"ranks": RANKS, "seeds": " ".join(map(str, args.seeds)), "trained": trained}
         result = report.Report(__file__, "every algorithm, and DDP, from start to end", args, setup)
         for task in args.tasks:
             result.say(f"### {task}: {TASKS[task].metric}", "", *table(rows[task]))

@@ -181,6 +181,7 @@ def test_wire_over_compute():
     assert TWO.wire_over_compute(4, 100) == pytest.approx(1.5 * 32 * num_parameters / 100e6 / 0.1)
     assert TWO.wire_over_compute(2, 100) == pytest.approx(32 * num_parameters / 100e6 / 0.1)
     assert TWO.wire_over_compute(1, 100) == 0
+    assert Profile("", "", (Layer("a", ((3,),), 0.0, 0.0),)).wire_over_compute(2, 100) == math.inf
 
 
 @pytest.mark.parametrize("scale", [0.1, 0.5, 3])

@@ -271,6 +271,20 @@ def test_options_that_are_refused_before_anything_runs(options, message, tmp_pat
     assert message.replace("{}", str(tmp_path)) in capsys.readouterr().err
 
 
+def test_its_help_shows_how_it_is_called(capsys):
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["replay", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0
+    assert "sudo $(which bagua) bench replay --profiles vgg16" in printed and "columns of the table" in printed
+    assert "or some of bert_large, gpt_124m, resnet50, vgg16" in printed
+
+
+def test_three_digits():
+    values = [0.01234, 1.234, 123.4, 1234.0, 0, float("inf")]
+    assert [report.three_digits(value) for value in values] == ["0.0123", "1.23", "123", "1234", "0", "inf"]
+
+
 def test_options_as_they_come(monkeypatch):
     taken = []
     monkeypatch.setattr(command, "run", taken.append)
