@@ -128,8 +128,10 @@ def check(system: str) -> None:
     _check_values(options, {**_WRAP_OPTIONS, "overlap": _ON})
     own = {option: value for option, value in options.items() if option not in (*_WRAP_OPTIONS, "overlap")}
     algorithm = bagua.algorithms.create(name, own)
-    if "overlap" in options and algorithm.exchanges != "gradients":
-        raise bagua.InvalidArgument("option overlap is for algorithms that exchange gradients; leave it out")
+    if "overlap" in options and (algorithm.exchanges != "gradients" or name == "qadam"):
+        raise bagua.InvalidArgument(
+            "option overlap is for algorithms that exchange gradients and leave the step to any optimizer; leave it out"
+        )
     if options.get("broadcast_buffers") and not algorithm.is_lockstep:
         raise bagua.InvalidArgument("broadcast_buffers=True is for algorithms whose ranks step together; leave it out")
     algorithm.check([_optimizer_of(name, [torch.nn.Parameter(torch.zeros(1))])])
@@ -312,8 +314,7 @@ def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
         algorithm, group = model.bagua.algorithm, bagua.get_default_group()
         works = [algorithm.communicate(bucket, group) for bucket in model.bagua.buckets]
         for work in works:
-            work.wait()
-        optimizer.step()
+            work.wait()  # no step follows: it would be refused, and NoOptimizer's does nothing
 
     return step if overlaps else step_in_turn
 

@@ -129,6 +129,7 @@ VERIFIED = [  # a system, what is not as it should be after its steps, and what 
     ("ddp", "", "verified"),
     ("ddp_bf16", "one rank's gradient", "the ranks' results differ"),
     ("gradient_allreduce", "gradients are sums", "gradients are 1 off the mean"),
+    ("bytegrad:overlap=False", "", "verified"),
     ("qsgd:bits=4", "", "verified"),
     ("qsgd:bits=4", "gradients are sums", "off the mean"),
     ("qadam", "", "verified"),
@@ -259,6 +260,7 @@ def test_systems_that_can_be_played():
         ("--systems qsgd:bits", "bits is '', expected 8, 4 or 2"),
         ("--systems qadam:warmup_steps=7", "qadam:warmup_steps=7: warmup_steps is 7"),
         ("--systems local_sgd:overlap=False", "option overlap is for algorithms that exchange gradients"),
+        ("--systems qadam:overlap=False", "option overlap is for algorithms that exchange gradients"),
         ("--systems async:broadcast_buffers=True", "broadcast_buffers=True is for algorithms whose ranks step"),
     ],
 )
