@@ -65,7 +65,7 @@ format: setup-lint ## let the formatters rewrite what they can
 	find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | xargs .venv/bin/clang-format -i
 	cargo fmt --manifest-path rust_core/Cargo.toml
 
-bench: build ## every script in benchmarks/ but performance.py, which repeats two of them for more than an hour
+bench: build ## every script in benchmarks/ that takes minutes
 	@bash scripts/bench.sh
 
 sanitize: setup-tests ## the C++ tests under the thread and the address sanitizer

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Runs benchmarks, those of the arguments or all but performance.py, and ends with what was skipped (status 77).
+# Runs benchmarks, those of the arguments or all that take minutes, and ends with what was skipped (status 77).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || set -- $(grep -l '__name__ == "__main__"' benchmarks/*.py | grep -v performance.py)
+[ $# -gt 0 ] || set -- $(grep -l '__name__ == "__main__"' benchmarks/*/*.py | grep -v benchmarks/replay/performance.py)
 skipped=()
 
 for script in "$@"; do
   echo "== $script"
+  module=${script%.py}
   status=0
-  "${PY:-.venv/bin/python}" "$script" || status=$?
+  "${PY:-.venv/bin/python}" -m "${module//\//.}" || status=$?
   case $status in
     0) ;;
     77) skipped+=("$script") ;;

@@ -40,7 +40,7 @@ class CompressedGradients(Algorithm):
         state_dtype: "float32" or "bfloat16", of what error feedback remembers.
         seed: what a codec that rounds at random draws from, with the step and the place of an element.
         min_compressed_bytes: buckets below it cost the latency of a message, which a codec cannot shorten. Measured
-            (benchmarks/tcp_hosts.py, 1 Gbit/s between hosts): coded becomes faster between 16 and 32 KB.
+            (benchmarks/micro/tcp_hosts.py, 1 Gbit/s between hosts): coded becomes faster between 16 and 32 KB.
     """
 
     refuses_nonfinite: ClassVar[bool] = True

@@ -18,7 +18,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "run": "start a training script on several processes",
     "doctor": "show what this host and its connections offer",
-    "bench": "record what a training step of a model costs",
+    "bench": "measure a model, and play it on a network",
     "timeline": "merge the ranks' timelines, and say who waited",
 }
 

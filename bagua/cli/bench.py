@@ -1,18 +1,14 @@
-"""`bagua bench record`: measures a model's profile, layer by layer, and writes it to a file.
+"""`bagua bench record` measures what a training step of a model costs, `replay` plays it on a network.
 
-The file is what benchmarks/replay.py plays on shaped links, for every algorithm and beside torch DDP: what they would
-do for this model on another network.
+The profile that the one writes and the other plays says so layer by layer. What plays it is bagua/replay/command.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import importlib.util
-import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,10 +23,45 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+_HOSTS, _GBIT = 4, (1, 10, 25, 100)  # of which the ratio is printed
+
 _TARGET = """\
 what to record, `train.py:make` or `package.module:make`: a function without arguments that returns the model and a
 function of the model that runs one forward and returns its loss
 """
+
+
+_REPLAY = """\
+What would each algorithm do for this model on that network?
+
+Plays a model's profile under torch DDP on gloo (float32, its fp16 hook, a cast to bf16) and under every algorithm of
+bagua: real tensors, real buckets, real communication, and a sleep in the place of compute. Hosts are network namespaces
+of this machine with links of the given rate, which needs root; under `bagua run` the ranks and the network are those
+that there are:
+
+    sudo $(which bagua) bench replay --profiles vgg16 --hosts 4 --rates 1000
+    sudo $(which bagua) bench replay --profiles mine.json --scale 0.1 --rates 100 1000 --csv mine.csv --plot mine.png
+    sudo $(which bagua) bench replay --profiles mine.json --systems ddp_fp16 bytegrad qsgd:bits=4,error_feedback=True
+    bagua run --nproc-per-node 2 -m bagua bench replay --profiles mine.json --rates 1000
+"""
+_COLUMNS = """\
+columns of the table:
+  step, min, max   a step on the slowest rank: median, least and largest sample
+  ratio            how many times as fast as the best DDP
+  processor        how long a rank's threads ran per step, in the kernel too, a mean; all hosts share the same cores
+  exposed          step less compute alone: what communication costs
+  waiting          what bagua's own timeline says that a step waited, a mean
+  wire             what a host's link carried per step, headers and acknowledgements too
+  bound            what nothing can beat that sends these bytes: none leaves before its gradient is ready, the link is a
+                   token bucket of its rate, and compute is what it is; of bound is the step over it
+  stolen           what the hypervisor took of this machine's processors meanwhile
+
+Results are verified on every rank before times count. A system is measured again, at most twice, while a hypervisor
+takes more than 10% of the processors; so is compute alone while it, which only sleeps, takes 5% longer than the profile
+says. With --scale 0.1 tensors are a tenth, so 1 Gbit/s stands for 10; buckets do not shrink with them, so DDP and bagua
+also play with caps that do. What the answers mean: docs/performance.md of the project.
+"""
+_MODELS = Path(__file__).parents[1] / "replay" / "models"  # whose profiles are shipped
 
 
 def _load(target: str) -> Callable[[], Any]:
@@ -86,23 +117,6 @@ def _told(error: BaseException) -> str:
     return "\n".join([text, *(line.rstrip() for line in traceback.format_list(frames))])
 
 
-def _check_out(out: Path) -> None:
-    """Raises InvalidArgument where no file can be written, before anything is measured for it."""
-    try:
-        if out.is_dir():
-            raise InvalidArgument(f"--out is the folder {out}, expected a file, such as {out / 'profile.json'}")
-        if not out.parent.is_dir():
-            raise InvalidArgument(f"--out is {out}, but there is no folder {out.parent}; make it, or name another one")
-        if not out.exists():
-            tempfile.TemporaryFile(dir=out.parent).close()
-        elif not os.access(out, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise InvalidArgument(
-            f"--out is {out}, which cannot be written ({error.strerror}); name a file in a folder of your own"
-        ) from error
-
-
 def _checked(made: Any, target: str) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
     """What ``target`` returned. Raises InvalidArgument where it is no model and its loss, in this order."""
     import torch
@@ -122,9 +136,10 @@ def _checked(made: Any, target: str) -> tuple[torch.nn.Module, Callable[[torch.n
 def _record(args: argparse.Namespace) -> None:
     import bagua.torch_backend  # noqa: F401  # the model's script may name the backend, as in a program of its own
     from bagua.replay.profiles import check_repetitions, record
+    from bagua.replay.report import check_file, three_digits
 
     check_repetitions(args.repetitions)
-    _check_out(args.out)
+    check_file("--out", args.out, "profile.json")
     make = _load(args.target)
     try:
         made = make()
@@ -144,19 +159,61 @@ def _record(args: argparse.Namespace) -> None:
         f"{profile.name}: {len(profile.layers)} layers, {profile.num_parameters:,} parameters, "
         f"forward {profile.forward_ms:.1f} ms, backward {profile.backward_ms:.1f} ms -> {args.out}"
     )
+    ratios = (f"{three_digits(profile.wire_over_compute(_HOSTS, gbit * 1000))} at {gbit}" for gbit in _GBIT)
+    print(f"wire over compute, {_HOSTS} hosts with links of so many Gbit/s: {', '.join(ratios)}")
+    print("below 1 stay with DDP or gradient_allreduce; 1 to 3: bytegrad; above: qsgd with bits=4")
+
+
+def _add_replay(commands: Any) -> None:
+    parser = commands.add_parser(
+        "replay",
+        help="play a model's profile on a network, under every algorithm and torch DDP",
+        description=_REPLAY,
+        epilog=_COLUMNS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ours = ", ".join(sorted(path.stem for path in _MODELS.glob("*.json")))
+    option = parser.add_argument
+    option("--profiles", nargs="+", required=True, help=f"files of `bagua bench record`, or some of {ours}")
+    option("--rates", nargs="+", type=int, help="Mbit/s of every host's link (1000); under `bagua run` for the bound")
+    option("--hosts", nargs="+", type=int, help="how many (4)")
+    option("--ranks-per-host", type=int, help="how many (1)")
+    option("--scale", type=float, default=1.0, help="of the tensors' sizes (1)")
+    option("--systems", nargs="+", help="ddp, ddp_fp16, ddp_bf16, or an algorithm, with options; all of them")
+    option("--congestion", default="", help="TCP's congestion control, for DDP and bagua (as they come)")
+    option("--turns", type=int, default=1, help="how often all systems are measured, one after the other (1)")
+    option("--quick", action="store_true", help="few samples: to see that it works")
+    option("--csv", type=Path, help="add a row for each system to this file")
+    option("--plot", type=Path, help="draw this file, with matplotlib: by rate where there are several")
+    parser.set_defaults(run=lambda args: _replay(parser, args))
+
+
+def _replay(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    from bagua.replay import command
+
+    try:
+        command.run(command.checked(parser, args))
+    except command.RanksFailed as error:
+        raise InvalidArgument(str(error)) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the subcommand; 0 when it has done its work, 1 when it says why not."""
-    parser = argparse.ArgumentParser(prog="bagua bench", description=__doc__.split("\n\n")[0])
-    commands = parser.add_subparsers(required=True, metavar="record")
-    recorder = commands.add_parser("record", help="measure a model's layers", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="bagua bench", description="What would each algorithm do for your model?")
+    commands = parser.add_subparsers(required=True, metavar="record|replay")
+    recorder = commands.add_parser(
+        "record",
+        help="measure what a training step of a model costs, layer by layer",
+        description="Measures a model's profile, layer by layer, on the device that the model is on, writes it to a "
+        "file, and says what of its training is communication.",
+    )
     recorder.add_argument("target", help=_TARGET)
     recorder.add_argument("--out", type=Path, required=True, help="the profile, a JSON file in a folder that exists")
     recorder.add_argument("--name", default="", help="of the model; its class by default")
     recorder.add_argument("--source", default="", help="a line on the figures; the device by default")
     recorder.add_argument("--repetitions", type=int, default=5, help="steps of which the median counts")
     recorder.set_defaults(run=_record)
+    _add_replay(commands)
     args = parser.parse_args(argv)
     try:
         args.run(args)
@@ -164,7 +221,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bagua bench: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,1 +1,1 @@
-"""Profiles of models: what a training step costs, layer by layer, and a model that takes as long."""
+"""Profiles of models, what a training step costs layer by layer, and playing them on a network: `bagua bench`."""

@@ -74,6 +74,20 @@ class Profile:
         """The time of backward."""
         return sum(layer.backward_ms for layer in self.layers)
 
+    def wire_over_compute(self, num_hosts: int, rate_mbit: float) -> float:
+        """How long its gradients in float32 take on each host's link, 2 (n-1)/n of them, over how long a step computes.
+
+        Below 1 there is little that a relaxation could save; docs/performance.md has what each one gains by this ratio.
+
+        Example:
+            >>> two = Profile("two", "made up", (Layer("a", ((1000, 250),), 2.0, 6.0),))
+            >>> two.wire_over_compute(num_hosts=2, rate_mbit=1000)  # a megabyte takes 8 ms
+            1.0
+        """
+        wire_s = 2 * (num_hosts - 1) / num_hosts * 32 * self.num_parameters / (rate_mbit * 1e6)
+        compute_s = (self.forward_ms + self.backward_ms) / 1e3
+        return wire_s / compute_s if compute_s else math.inf
+
     def scaled(self, scale: float) -> Profile:
         """With parameters of ``scale`` times as many elements, at least one each; times stay.
 

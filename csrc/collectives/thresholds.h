@@ -1,7 +1,7 @@
 // The sizes at which one algorithm takes over from another, in bytes: every one that the selector knows.
 //
-// benchmarks/crossovers.py measures where they should lie; another network may have others than these defaults, which a
-// user sets by name. All ranks must use the same: they choose without a message.
+// benchmarks/micro/crossovers.py measures where they should lie; another network may have others than these defaults,
+// which a user sets by name. All ranks must use the same: they choose without a message.
 #pragma once
 
 #include <cstddef>

@@ -1,11 +1,52 @@
-"""What all benchmarks share: where results go, what is refused at once, and how a script says that it was skipped."""
+"""What all benchmarks share: ratios, where results go, and how a script says that it was skipped."""
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from bagua.replay import hosts
+from benchmarks.lib import report, timing
+
+ROOT = Path(__file__).parents[2]
+
+
+def script(name):
+    return importlib.import_module(f"benchmarks.{name}")
+
+
+def test_a_row_is_compared_with_its_baseline_by_medians():
+    baseline = report.Row("gloo", [0.010, 0.030, 0.020])
+    row = report.Row("bagua", [0.004, 0.005, 0.100], baseline, {"CPU ms": "7"})
+    lines = report.Table("title", [baseline, row]).lines()
+    assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == [
+        *("case", "min ms", "p50 ms", "max ms", "ratio", "CPU ms"),
+    ]
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[4:6]] == [
+        ["gloo", "10.0", "20.0", "30.0", "-", ""],
+        ["bagua", "4.00", "5.00", "100", "4.00", "7"],
+    ]
+    relative = report.Table("title", [row], ratio="relative").lines()
+    assert relative[4].split("|")[5].strip() == "0.25"
+
+
+def test_samples_of_ranks_are_those_of_the_slowest():
+    assert timing.slowest([[1, 5, 2], [3, 4, 2]]) == [3, 5, 2]
+    assert timing.total([[1, 5, 2], [3, 4, 2]]) == [4, 9, 4]
+
+
+def test_contenders_take_turns_and_the_first_round_does_not_count():
+    seen = []
+
+    def contender(name):
+        return timing.Contender(lambda: seen.append(name), prepare=lambda: seen.append(f"prepare {name}"))
+
+    samples = timing.interleaved({"a": contender("a"), "b": contender("b")}, repetitions=2, inner=2)
+    assert seen == ["prepare a", "a", "a", "prepare b", "b", "b"] * 3
+    assert {name: len(of_one["wall"]) for name, of_one in samples.items()} == {"a": 2, "b": 2}
 
 
 def refused(main, options, monkeypatch, capsys):
@@ -18,61 +59,46 @@ def refused(main, options, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("place", ["/proc/nope", "{}/file", "{}/file/below"])
-@pytest.mark.parametrize("script", ["train_step", "convergence", "replay"])
-def test_results_that_cannot_be_written(script, place, tmp_path, monkeypatch, capsys):
+def test_results_that_cannot_be_written(place, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     out = place.format(tmp_path)
-    said = refused(__import__(script).main, ["--out", out], monkeypatch, capsys)
-    assert f"error: --out is {out}, but {out} is no folder to write to (" in said and said.endswith("name another one")
+    said = refused(script("training.train_step").main, ["--out", out], monkeypatch, capsys)
+    assert f"error: --out is {out}, which is no folder to write to (" in said and said.endswith("name another one")
 
 
 def test_the_folder_of_results_is_made(tmp_path):
-    import report
-
     folder = tmp_path / "new" / "results"
     assert report.parser("").parse_args(["--out", str(folder)]).out == folder
     assert folder.is_dir() and not list(folder.iterdir())
 
 
-def test_a_rank_that_writes_nothing_makes_no_folder(tmp_path, monkeypatch):
-    import report
-
-    monkeypatch.setenv("RANK", "1")
-    report.parser("").parse_args(["--out", str(tmp_path / "results")])
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
-    ("script", "options", "message"),
+    ("name", "options", "message"),
     [
-        ("replay", ["--hosts", "4", "300"], "--hosts has 300; expected 254 or fewer, as 10.99.0.0/24 has addresses"),
-        ("congestion", ["--hosts", "300"], "--hosts is 300; expected 254 or fewer"),
-        ("congestion", ["--hosts", "1"], "--hosts is 1; expected 2 or more"),
-        ("tcp_hosts", ["--cases", "300:max"], "300:max has hosts 300; expected 254 or fewer"),
-        ("tcp_hosts", ["--cases", "4"], "'4' is no case; expected HOSTS:MBIT, such as 4:1000 or 2:max"),
+        ("micro.congestion", ["--hosts", "300"], "--hosts is 300; expected 254 or fewer"),
+        ("micro.congestion", ["--hosts", "1"], "--hosts is 1; expected 2 or more"),
+        ("micro.tcp_hosts", ["--cases", "300:max"], "300:max has hosts 300; expected 254 or fewer"),
+        ("micro.tcp_hosts", ["--cases", "4"], "'4' is no case; expected HOSTS:MBIT, such as 4:1000 or 2:max"),
     ],
 )
-def test_hosts_that_no_subnet_has(script, options, message, tmp_path, monkeypatch, capsys):
-    assert message in refused(__import__(script).main, [*options, "--out", str(tmp_path)], monkeypatch, capsys)
+def test_hosts_that_no_subnet_has(name, options, message, tmp_path, monkeypatch, capsys):
+    assert message in refused(script(name).main, [*options, "--out", str(tmp_path)], monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("script", ["ablation", "congestion", "performance", "replay", "tcp_hosts"])
-def test_a_script_that_is_skipped_says_so_by_its_status(script, tmp_path, monkeypatch, capsys):
-    import hosts
-
+@pytest.mark.parametrize("name", ["replay.ablation", "replay.performance", "micro.congestion", "micro.tcp_hosts"])
+def test_a_script_that_is_skipped_says_so_by_its_status(name, monkeypatch, capsys):
     monkeypatch.setattr(hosts, "why_not", lambda: "not here")
-    monkeypatch.setattr(sys, "argv", ["script.py", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["script.py"])
     with pytest.raises(SystemExit) as ended:
-        __import__(script).main()
+        script(name).main()
     assert ended.value.code == 77
-    assert f"{script} SKIPPED: not here." in capsys.readouterr().out
+    assert f"{name.split('.')[1]} SKIPPED: not here." in capsys.readouterr().out
 
 
-def bench(*scripts):
-    path = Path(__file__).parents[2] / "scripts" / "bench.sh"
+def bench(*scripts, path=ROOT):
     return subprocess.run(
-        ["bash", path, *scripts],
-        env={**os.environ, "PY": sys.executable},
+        ["bash", ROOT / "scripts" / "bench.sh", *scripts],
+        env={**os.environ, "PY": sys.executable, "PYTHONPATH": str(path)},
         capture_output=True,
         text=True,
         timeout=60,
@@ -81,13 +107,20 @@ def bench(*scripts):
 
 
 def test_make_bench_goes_on_after_what_was_skipped_and_stops_at_what_failed(tmp_path):
-    scripts = []
-    for status in (77, 0, 3, 0):
-        scripts.append(tmp_path / f"{len(scripts)}-ends-with-{status}.py")
-        scripts[-1].write_text(f"raise SystemExit({status})")
-    done = bench(*scripts[:2])
+    names = [f"script{place}.py" for place in range(4)]
+    for name, status in zip(names, (77, 0, 3, 0), strict=True):
+        (tmp_path / name).write_text(f"raise SystemExit({status})")
+    done = bench(*names[:2], path=tmp_path)
     assert done.returncode == 0
-    assert done.stdout.splitlines()[-1] == f"bench: skipped, for the reasons above: {scripts[0]}"
-    assert "skipped" not in bench(scripts[1]).stdout
-    done = bench(*scripts)
-    assert done.returncode == 3 and str(scripts[3]) not in done.stdout
+    assert done.stdout.splitlines()[-1] == f"bench: skipped, for the reasons above: {names[0]}"
+    assert "skipped" not in bench(names[1], path=tmp_path).stdout
+    done = bench(*names, path=tmp_path)
+    assert done.returncode == 3 and names[3] not in done.stdout
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*/*.py")), ids=lambda path: path.stem)
+def test_a_script_begins_with_the_question_that_it_answers(path):
+    text = path.read_text()
+    if "__main__" in text and path.parent.name != "lib":
+        assert text.split("\n", 1)[0].endswith("?")
+        assert f"python -m benchmarks.{path.parent.name}.{path.stem} [--" in text or path.stem == "convergence"

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import bagua.cli.bench
+import bagua.replay.profiles
 from bagua import cli
 from bagua.replay.profiles import Layer, Profile, SleepingModel, record
 
-PROFILES = Path(__file__).parents[2] / "benchmarks" / "profiles"
+PROFILES = Path(bagua.replay.profiles.__file__).parent / "models"
 # Parameters, milliseconds of forward, of backward.
 EXPECTED = {
     "vgg16": (138_357_544, 33, 67),
@@ -174,6 +175,15 @@ def test_the_profile_of_resnet50():
     assert all(len(parameters) in (3, 6) for parameters in shapes.values())
 
 
+def test_wire_over_compute():
+    """2 (n-1)/n of the bits over the rate, over the 0.1 s of forward and backward; a host alone sends nothing."""
+    num_parameters = 30 * 4 + 30 + 5 * 30
+    assert TWO.wire_over_compute(4, 100) == pytest.approx(1.5 * 32 * num_parameters / 100e6 / 0.1)
+    assert TWO.wire_over_compute(2, 100) == pytest.approx(32 * num_parameters / 100e6 / 0.1)
+    assert TWO.wire_over_compute(1, 100) == 0
+    assert Profile("", "", (Layer("a", ((3,),), 0.0, 0.0),)).wire_over_compute(2, 100) == math.inf
+
+
 @pytest.mark.parametrize("scale", [0.1, 0.5, 3])
 def test_scaled(scale):
     scaled = TWO.scaled(scale)
@@ -268,6 +278,7 @@ def test_bench_record(tmp_path, capsys):
     assert cli.main(argv) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("nap: 2 layers, 144 parameters, forward ")
+    assert "\nwire over compute, 4 hosts with links of so many Gbit/s: " in printed
     assert Profile.load(out).num_parameters == 144
 
 

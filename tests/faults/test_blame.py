@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import bagua
+from bagua.replay import hosts
 from bagua.testing import Pool, stop
-from benchmarks import hosts
 from tests.conformance.training import ALGORITHMS, make_optimizer
 from tests.distributed.worlds import SAME_TEST, WorldKind, fast_in, in_worlds, mixed, shm, tcp
 from tests.faults.scenarios import note_time, noted_time, process_group, spawn_in, watch

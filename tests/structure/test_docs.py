@@ -75,6 +75,7 @@ def wrong_with(command):
     words = command.split()
     while words and re.fullmatch(r"\w+=\S*", words[0]):
         words.pop(0)
+    words = words[1:] if words[:1] == ["sudo"] else words
     if not words:
         return None
     program, *arguments = words
@@ -87,6 +88,8 @@ def wrong_with(command):
         return None if not plain or plain[0] in bagua_commands() else f"no such command: bagua {plain[0]}"
     if program in ("python", "python3") and arguments[:2] == ["-m", "bagua.testing"]:
         return "bagua.testing is not a program"
+    if program in ("python", "python3") and arguments[:1] == ["-m"] and arguments[1].startswith("benchmarks."):
+        return None if (ROOT / f"{arguments[1].replace('.', '/')}.py").exists() else f"no such module: {arguments[1]}"
     if program in ("python", "python3", "torchrun", "bash"):
         scripts = [word for word in plain if re.search(r"\.(py|sh)$", word)]
         missing = [word for word in scripts if word not in READERS_FILES and not (ROOT / word).exists()]

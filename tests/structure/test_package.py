@@ -72,6 +72,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert packages == {"bagua", next(name for name in packages if name.endswith(".dist-info"))}
     assert any(name.startswith("bagua/_C.") and name.endswith(".so") for name in names)
     assert {"bagua/__init__.py", "bagua/testing/__init__.py", "bagua/py.typed", "bagua/_C.pyi"} <= set(names)
+    models = {str(path.relative_to(ROOT)) for path in (ROOT / "bagua/replay/models").glob("*.json")}
+    assert models and models <= set(names)
     assert not [name for name in names if name.endswith((".h", ".cc", ".rs"))]
 
 

@@ -1,0 +1,122 @@
+"""A model on a network, what was measured of it, and the bound that nothing can beat.
+
+Beside the data path: from what every rank has measured (systems.py) to one outcome per system.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bagua.replay.systems import DDP_HOOKS, Result, Task, parse
+
+PROFILES = Path(__file__).parent / "models"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A profile on a network; `rate_mbit` is that of every host's link, None if it is left open."""
+
+    profile: str
+    scale: float
+    num_hosts: int
+    ranks_per_host: int
+    rate_mbit: int | None
+    congestion: str = ""  # control of all TCP connections; as they come if empty
+
+    def task(self, systems: Sequence[str], samples: int, turns: int) -> Task:
+        """What a rank does in it."""
+        return Task(str(self.path), self.scale, self.rate_mbit, list(systems), samples, turns)
+
+    def __str__(self) -> str:
+        ranks_each = f" x {self.ranks_per_host} ranks" if self.ranks_per_host > 1 else ""
+        rate = "" if self.rate_mbit is None else f", {self.rate_mbit} Mbit/s"
+        control = f", {self.congestion} for all" if self.congestion else ""
+        stem = Path(self.profile).stem
+        return f"{stem}, scale {self.scale:g}, {self.num_hosts} hosts{ranks_each}{rate}{control}"
+
+    @property
+    def path(self) -> Path:
+        """Of the profile: one of ours by name, or any file."""
+        ours = PROFILES / f"{self.profile}.json"
+        return ours if ours.exists() else Path(self.profile)
+
+
+@dataclass
+class Outcome:
+    """One system in one case, over all ranks."""
+
+    case: Case
+    system: str
+    step_s: list[float]  # the slowest rank's
+    compute_s: float
+    bound_s: float | None  # None where the link's rate is left open
+    wire_bytes: float
+    processor_s: float  # a rank's, a mean
+    waiting_s: float | None
+    stolen: float | None = None  # what the hypervisor took of the processors meanwhile, between 0 and 1
+
+    @property
+    def p50(self) -> float:
+        """Seconds per step."""
+        return statistics.median(self.step_s)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds per step beyond compute alone."""
+        return max(0.0, self.p50 - self.compute_s)
+
+
+def outcomes_of(case: Case, per_rank: Sequence[Sequence[dict]], burst_bytes: float) -> list[Outcome]:
+    """From every rank's results to one per system; links carry `burst_bytes` at once."""
+    outcomes: list[Outcome] = []
+    for of_system in zip(*per_rank, strict=True):
+        results = [Result(**one) for one in of_system]
+        first = results[0]
+        step_s = [max(of_ranks) for of_ranks in zip(*(result.step_s for result in results), strict=True)]
+        first.wire_bytes = max(result.wire_bytes for result in results)
+        compute_s = outcomes[0].p50 if outcomes else statistics.median(step_s)
+        waiting = [result.waiting_s for result in results if result.waiting_s is not None]
+        bound = None if case.rate_mbit is None else bound_s(first, compute_s, case.rate_mbit, burst_bytes)
+        waiting_s = max(waiting, default=None)
+        processor_s = statistics.mean(result.processor_s for result in results)
+        stolen = max(result.stolen for result in results)
+        outcomes.append(
+            Outcome(case, first.system, step_s, compute_s, bound, first.wire_bytes, processor_s, waiting_s, stolen)
+        )
+    return outcomes
+
+
+def bound_s(result: Result, compute_s: float, rate_mbit: float, burst_bytes: float) -> float:
+    """What no implementation can beat that sends these bytes: seconds per step.
+
+    No byte of a gradient leaves before the gradient is ready, whatever the buckets; compute takes what it takes; the
+    link is a token bucket: it carries `rate_mbit`, and at once what it did not carry before, up to `burst_bytes`: that
+    is once for each exchange, of which there is one in `result.period` steps.
+    """
+    bytes_per_s = rate_mbit * 1e6 / 8
+    if result.overlap == "nothing":
+        return compute_s + max(0.0, result.wire_bytes - burst_bytes / result.period) / bytes_per_s
+    if result.overlap == "step":
+        return max(compute_s, result.wire_bytes / bytes_per_s)
+    at, tokens = 0.0, burst_bytes
+    for ready_s, part in result.ready:
+        if ready_s > at:
+            tokens = min(burst_bytes, tokens + (ready_s - at) * bytes_per_s)
+            at = ready_s
+        from_burst = min(tokens, part * result.wire_bytes)
+        tokens -= from_burst
+        at += (part * result.wire_bytes - from_burst) / bytes_per_s
+    return max(at, compute_s)
+
+
+def is_ddp(outcome: Outcome) -> bool:
+    """Whether it is one of torch's, with whatever options."""
+    return parse(outcome.system)[0] in DDP_HOOKS
+
+
+def best_ddp(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The fastest of torch's, None where none was played."""
+    return min(filter(is_ddp, outcomes), key=lambda one: one.p50, default=None)

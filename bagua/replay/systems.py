@@ -1,0 +1,395 @@
+"""What a rank measures: one model under every system, torch's and ours, and when its gradients become ready.
+
+A system is named as it is chosen: `ddp`, `ddp_fp16`, `ddp_bf16`, or an algorithm, with options: `qsgd:bits=4`,
+`ddp:bucket_cap_mb=2.5`. Compute is a sleep, so the optimizer is one that does nothing (a device's); `qadam` alone
+brings its own, whose time counts. With `overlap=False` among the options an algorithm that exchanges gradients copies
+them into its buckets and begins when backward has ended.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import inspect
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import bagua
+from bagua import config
+from bagua.replay.disturbance import Stolen, least_disturbed
+from bagua.replay.profiles import Profile, SleepingModel
+from bagua.replay.sent_bytes import sent_bytes
+from bagua.replay.verification import Verification
+
+ALONE = "compute alone"
+
+
+def _bf16_hook(state, bucket):
+    """torch's bf16_compress_hook, which refuses gloo; without annotations, which torch compares to its own."""
+    gradients = bucket.buffer()
+    cast = gradients.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(cast, async_op=True)
+    return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
+
+
+DDP_HOOKS: dict[str, Callable | None] = {
+    "ddp": None,
+    "ddp_fp16": default_hooks.fp16_compress_hook,
+    "ddp_bf16": _bf16_hook,
+}
+# Options of with_bagua, and of DDP those that need nothing beside them: name to what their values are.
+_ON, _POSITIVE, _POSITIVE_INTEGER = "True or False", "a number of more than 0", "an integer of at least 1"
+_WRAP_OPTIONS = {"bucket_bytes": _POSITIVE_INTEGER, "find_unused_parameters": _ON, "broadcast_buffers": _ON}
+_DDP_PARAMETERS = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters.values()
+_DDP_OPTIONS = {p.name: _ON for p in _DDP_PARAMETERS if type(p.default) is bool}
+_DDP_OPTIONS |= {"bucket_cap_mb": _POSITIVE, "broadcast_buffers": _ON}
+# Of those that exchange weights, what may pass while compute goes on; the others' whole exchange is waited for.
+_UNDER_COMPUTE = ("decentralized", "async")
+_ENOUGH_S = 8.0  # of samples, where a link is slow
+_LONG_STEP_S = 0.5  # a sample is one step from here on; shorter ones are taken together, since ranks begin them apart
+_SHORT_STEPS = 4
+_WARM_FROM_S = 3.0  # steps that take as long are as warm after the first as they get
+_ROUNDS = 3  # of async: a sample each
+_MOST_STOLEN = 0.1  # by the hypervisor, and
+_MOST_SLEPT = 0.05  # longer than the profile says, where there is nothing but sleep: else it is measured again
+
+
+class NoOptimizer(torch.optim.Optimizer):
+    """Steps like one whose work an accelerator does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: None = None) -> None:
+        """Nothing."""
+
+
+@dataclass
+class Result:
+    """One system on one rank.
+
+    Attributes:
+        system: its name.
+        step_s: seconds per step, a sample per block of steps.
+        wire_bytes: bytes per step that this rank's host has sent.
+        processor_s: seconds per step that this rank's threads have run on a processor, in the kernel too.
+        waiting_s: what our own timeline says that a step waited, a mean; None for DDP.
+        ready: of what is exchanged under backward, in this order: when each gradient becomes ready, in seconds from the
+            begin of a step without communication, and its part of all bytes.
+        overlap: what of the step an exchange may go on under: "backward" as gradients come, "step", or "nothing".
+        period: steps from one exchange to the next; `wire_bytes` and `step_s` are means over
+            them. 1 where it is no number of steps, as for async.
+        stolen: what the hypervisor took of this rank's machine, between 0 and 1.
+    """
+
+    system: str
+    step_s: list[float]
+    wire_bytes: float
+    processor_s: float = 0.0
+    waiting_s: float | None = None
+    ready: list[tuple[float, float]] = field(default_factory=list)
+    overlap: str = "backward"
+    period: int = 1
+    stolen: float = 0.0
+
+
+def parse(system: str) -> tuple[str, dict[str, Any]]:
+    """`qsgd:bits=4,error_feedback=True` -> the name and its options."""
+    name, _, text = system.partition(":")
+    options = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        try:
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key] = value
+    return name, options
+
+
+def check(system: str) -> None:
+    """Raises InvalidArgument for a system that no rank can play: a name, an option or a value that there is not."""
+    name, options = parse(system)
+    if name in DDP_HOOKS:
+        for option in options:
+            if option not in _DDP_OPTIONS:
+                known = ", ".join(sorted(_DDP_OPTIONS))
+                raise bagua.InvalidArgument(f"unknown option {option!r} for torch's DDP; its options here: {known}")
+        _check_values(options, _DDP_OPTIONS)
+        return
+    _check_values(options, {**_WRAP_OPTIONS, "overlap": _ON})
+    own = {option: value for option, value in options.items() if option not in (*_WRAP_OPTIONS, "overlap")}
+    algorithm = bagua.algorithms.create(name, own)
+    if "overlap" in options and (algorithm.exchanges != "gradients" or name == "qadam"):
+        raise bagua.InvalidArgument(
+            "option overlap is for algorithms that exchange gradients and leave the step to any optimizer; leave it out"
+        )
+    if options.get("broadcast_buffers") and not algorithm.is_lockstep:
+        raise bagua.InvalidArgument("broadcast_buffers=True is for algorithms whose ranks step together; leave it out")
+    algorithm.check([_optimizer_of(name, [torch.nn.Parameter(torch.zeros(1))])])
+
+
+def _check_values(options: dict[str, Any], known: dict[str, str]) -> None:
+    """Raises InvalidArgument for a value that is not what `known` says of its option."""
+    for option, value in options.items():
+        expected = known.get(option)
+        is_good = {
+            None: True,
+            _ON: type(value) is bool,
+            _POSITIVE_INTEGER: type(value) is int and value >= 1,
+            _POSITIVE: type(value) in (int, float) and 0 < value < math.inf,
+        }[expected]
+        if not is_good:
+            raise bagua.InvalidArgument(f"option {option} is {value!r}, expected {expected}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank is among those that a launcher has started."""
+
+    rank: int
+    num_hosts: int
+    ranks_per_host: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every rank measures.
+
+    Attributes:
+        profile: a file.
+        scale: of the tensors.
+        rate_mbit: of every host's link; None if it is left open.
+        systems: names; compute alone comes before them.
+        samples: of each, at most.
+        turns: how often all of them are measured.
+    """
+
+    profile: str
+    scale: float
+    rate_mbit: float | None
+    systems: Sequence[str]
+    samples: int
+    turns: int = 1
+
+
+def initialise(timeout_s: float = 120.0) -> None:
+    """gloo and bagua side by side in this process, from the environment that a launcher sets."""
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", timeout=timeout)
+    bagua.init_process_group(timeout=timeout)
+
+
+def destroy() -> None:
+    """Ends both."""
+    bagua.barrier()
+    bagua.destroy_process_group()
+    dist.destroy_process_group()
+
+
+def measure(**task: Any) -> list[dict]:
+    """On a rank: `Result`s of a `Task` as dicts, compute alone first."""
+    initialise(timeout_s=300)
+    results = _measure_all(Task(**task))
+    destroy()
+    return results
+
+
+def measure_here(tasks: Sequence[Task]) -> tuple[Place, list[list[list[dict]]]]:
+    """On a rank of a launcher: what all ranks have measured, by task and rank."""
+    initialise(timeout_s=300)
+    local = bagua.get_local_world_size()
+    place = Place(bagua.get_rank(), bagua.get_world_size() // local, local)
+    if place.num_hosts > 1 and config.settings().interface is None:
+        raise bagua.InvalidArgument(
+            "BAGUA_SOCKET_IFNAME is not set; name the interface between the hosts, whose bytes are counted "
+            "(bagua run --interface eth0)"
+        )
+    per_task = [bagua.all_gather_object(_measure_all(task)) for task in tasks]
+    destroy()
+    return place, per_task
+
+
+def _measure_all(task: Task) -> list[dict]:
+    torch.manual_seed(bagua.get_rank())
+    model = SleepingModel(Profile.load(task.profile).scaled(task.scale))
+    profile_s = (model.profile.forward_ms + model.profile.backward_ms) / 1e3
+
+    def disturbance(slept_s: float, stolen: float = 0.0) -> float:
+        own = max((slept_s - profile_s) / max(_MOST_SLEPT * profile_s, 1e-3), stolen / _MOST_STOLEN)
+        return max(bagua.all_gather_object(own))
+
+    def disturbance_of(result: Result) -> float:
+        return disturbance(statistics.median(result.step_s) if result.system == ALONE else 0.0, result.stolen)
+
+    ready = least_disturbed(lambda: _ready_times(model), lambda times: disturbance(max(times.values())))
+    results: dict[str, list[Result]] = {}
+    for _ in range(task.turns):
+        for system in (ALONE, *task.systems):
+            taken = least_disturbed(lambda system=system: _measure(system, model, ready, task), disturbance_of)
+            results.setdefault(system, []).append(taken)
+    return [asdict(_merged(of_turns)) for of_turns in results.values()]
+
+
+def _merged(of_turns: Sequence[Result]) -> Result:
+    waiting = [result.waiting_s for result in of_turns if result.waiting_s is not None]
+    return replace(
+        of_turns[0],
+        step_s=[sample for result in of_turns for sample in result.step_s],
+        wire_bytes=statistics.mean(result.wire_bytes for result in of_turns),
+        processor_s=statistics.mean(result.processor_s for result in of_turns),
+        waiting_s=statistics.mean(waiting) if waiting else None,
+        stolen=max(result.stolen for result in of_turns),
+    )
+
+
+def _measure(system: str, model: SleepingModel, ready: dict[int, float], task: Task) -> Result:
+    step = _step_of(system, model)
+    handle = getattr(model, "bagua", None)
+    options = handle.algorithm.options() if handle is not None else {}
+    name = parse(system)[0]
+    exchanges = handle.algorithm.exchanges if handle is not None else "gradients"
+    verification = Verification(name, options, model, exchanges) if system != ALONE else None
+    period = 1
+    if name == "async":
+        round_bytes = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+        link_s = round_bytes * 8 / (task.rate_mbit * 1e6) if task.rate_mbit is not None else 0.0
+        round_s = max(options["sync_interval"], link_s)
+        taken = _time_rounds(step, math.ceil(round_s / max(ready.values())))
+    else:
+        # What is not done in every step is done once in a sample.
+        period = max(options.get("sync_every", 1), options.get("interval", 1))
+        taken = _time(step, period, task.samples)
+    if verification is not None:
+        verification.end()
+    result = Result(system, taken.step_s, taken.wire_bytes, taken.processor_s, period=period, stolen=taken.stolen)
+    if exchanges == "gradients":
+        result.ready = _ready_parts(model, ready)
+    else:
+        result.overlap = "step" if name in _UNDER_COMPUTE else "nothing"
+    if handle is not None:
+        records = handle.timeline().steps[-taken.num_steps :]
+        if records:
+            result.waiting_s = statistics.mean(record.exposed_ns / 1e9 for record in records)
+        handle.remove()
+    del step  # DDP's hooks go with it
+    gc.collect()
+    model.zero_grad()
+    return result
+
+
+def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
+    """A training step under a system."""
+    name, options = parse(system)
+    overlaps = options.pop("overlap", True)
+    parameters = list(model.parameters())
+    optimizer = _optimizer_of(name, parameters)
+    forward: torch.nn.Module = model
+    if name in DDP_HOOKS:
+        options = {"gradient_as_bucket_view": True, "init_sync": False, **options}
+        forward = torch.nn.parallel.DistributedDataParallel(model, **options)
+        if DDP_HOOKS[name] is not None:
+            forward.register_comm_hook(None, DDP_HOOKS[name])
+    elif name != ALONE:
+        bagua.with_bagua(model, optimizer, algorithm=name, **options)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        forward().backward()
+        optimizer.step()
+
+    def step_in_turn() -> None:
+        optimizer.zero_grad()
+        with model.bagua.no_sync():
+            forward().backward()
+        algorithm, group = model.bagua.algorithm, bagua.get_default_group()
+        works = [algorithm.communicate(bucket, group) for bucket in model.bagua.buckets]
+        for work in works:
+            work.wait()  # no step follows: it would be refused, and NoOptimizer's does nothing
+
+    return step if overlaps else step_in_turn
+
+
+def _optimizer_of(name: str, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """What steps under the system of that name."""
+    if name == "qadam":
+        return bagua.optim.QAdam(parameters, lr=1e-6, eps=1.0, warmup_steps=1)
+    return NoOptimizer(parameters)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Of `Result` what is measured in its samples, and how many steps these were."""
+
+    step_s: list[float]
+    wire_bytes: float
+    processor_s: float
+    stolen: float
+    num_steps: int
+
+
+def _time(step: Callable[[], None], period: int, samples: int) -> _Taken:
+    """Samples of one or more periods."""
+    took_s = bagua.broadcast_object(_seconds_of(step, period), 0)
+    if took_s < _WARM_FROM_S:  # connections; buckets are laid out anew after the first step
+        took_s = bagua.broadcast_object(_seconds_of(step, period), 0)
+    block = period if took_s >= _LONG_STEP_S else period * math.ceil(_SHORT_STEPS / period)
+    samples = min(samples, max(3, round(_ENOUGH_S / (took_s * block / period))))
+    return _samples(step, block, samples)
+
+
+def _time_rounds(step: Callable[[], None], block: int) -> _Taken:
+    """The same of steps in whose background rounds go on: a sample is as many steps as a round takes, at least."""
+    _seconds_of(step, block)
+    return _samples(step, block, _ROUNDS)
+
+
+def _samples(step: Callable[[], None], block: int, samples: int) -> _Taken:
+    bagua.barrier()
+    sent_before, worked_before, stolen = sent_bytes(), time.process_time(), Stolen()
+    step_s = [_seconds_of(step, block) / block for _ in range(samples)]
+    bagua.barrier()
+    num_steps = block * samples
+    wire_bytes = (sent_bytes() - sent_before) / num_steps
+    processor_s = (time.process_time() - worked_before) / num_steps
+    return _Taken(step_s, wire_bytes, processor_s, stolen.share(), num_steps)
+
+
+def _seconds_of(step: Callable[[], None], times: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(times):
+        step()
+    return time.perf_counter() - begin
+
+
+def _ready_times(model: SleepingModel) -> dict[int, float]:
+    """When each gradient becomes ready in a step without communication, in seconds; medians of five steps."""
+    seen: dict[int, list[float]] = {id(p): [] for p in model.parameters()}
+    begin = 0.0
+    hooks = [
+        p.register_post_accumulate_grad_hook(lambda p: seen[id(p)].append(time.perf_counter() - begin))
+        for p in model.parameters()
+    ]
+    for _ in range(5):
+        model.zero_grad()
+        begin = time.perf_counter()
+        model().backward()
+    for hook in hooks:
+        hook.remove()
+    return {key: statistics.median(times) for key, times in seen.items()}
+
+
+def _ready_parts(model: torch.nn.Module, ready: dict[int, float]) -> list[tuple[float, float]]:
+    """`Result.ready` of parameters that become ready at `ready`: seconds, by their ids."""
+    num_bytes = sum(p.nbytes for p in model.parameters())
+    in_order = sorted(model.parameters(), key=lambda p: ready[id(p)])
+    return [(ready[id(p)], p.nbytes / num_bytes) for p in in_order]

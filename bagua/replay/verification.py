@@ -1,0 +1,113 @@
+"""Whether a system that is played does what it is timed for: verified on every rank, before its times count.
+
+Gradients must be the same bits on all ranks and the mean of all ranks', as exactly as the system's precision allows.
+Weights that are exchanged start from other values on every rank: they must have come closer, and their mean must not
+have moved.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+import bagua
+from bagua.replay.profiles import SleepingModel
+
+_SAMPLES = 256  # of each tensor, at least, where it has as many
+# How far gradients may be from their mean, an L2 norm over the mean's, beyond what rounding to their dtype takes.
+_ALLOWED = {"ddp": 0.0, "gradient_allreduce": 0.0, "ddp_fp16": 0.01, "ddp_bf16": 0.02, "bytegrad": 0.1}
+_ALLOWED_OF_BITS = {8: 0.1, 4: 0.6, 2: 3.0}  # qsgd: its levels are a whole of the largest value, 1/7, 1/127
+_ANY_CODEC = 3.0
+_MOST_MOVED = 0.2  # of the distance that the weights had
+_CLOSER = 0.5
+
+
+class Verification:
+    """Of one system on a wrapped model: begins before steps, `end` comes after them. Every rank makes both calls.
+
+    Args:
+        name: the system's, without options.
+        options: of the system.
+        exchanges: "gradients" or "weights".
+    """
+
+    def __init__(self, name: str, options: dict[str, Any], model: SleepingModel, exchanges: str) -> None:
+        self._name, self._options, self._model = name, options, model
+        self._end = {"gradients": self._end_of_gradients, "weights": self._end_of_weights}[exchanges]
+        if exchanges == "weights":
+            _pause(model, True)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.normal_()
+            self._begin = _of_ranks(model.parameters())
+            _pause(model, False)
+
+    def end(self) -> None:
+        """Raises RuntimeError on every rank where the ranks hold what they should not; weights are zero afterwards."""
+        self._end()
+
+    def _end_of_gradients(self) -> None:
+        if self._name == "qadam":  # steps with momentum: its weights are what ranks have in common
+            self._expect_equal(self._model.parameters())
+        else:
+            gradients = [parameter.grad for parameter in self._model.parameters()]
+            self._expect_equal(gradients)
+            own = _of_ranks(gradient for layer in self._model.layers for gradient in layer.gradients)
+            mean = own.mean(0)
+            off = float((_sampled(gradients) - mean).norm() / mean.norm())
+            rounding = 8 * max(torch.finfo(gradient.dtype).eps for gradient in gradients)
+            self._expect(off <= self._allowed() + rounding, f"gradients are {off:.3g} off the mean")
+        _zero(self._model)
+
+    def _end_of_weights(self) -> None:
+        _pause(self._model, True)
+        end = _of_ranks(self._model.parameters())
+        distance, moved = _distance(end), float((end.mean(0) - self._begin.mean(0)).norm())
+        before = _distance(self._begin)
+        self._expect(distance <= _CLOSER * before, f"weights are {distance:.3g} apart, {before:.3g} before")
+        self._expect(moved <= _MOST_MOVED * before, f"the weights' mean has moved by {moved:.3g} of {before:.3g}")
+        _zero(self._model)
+
+    def _allowed(self) -> float:
+        if "codec" in self._options or self._options.get("error_feedback"):
+            return _ANY_CODEC
+        return _ALLOWED_OF_BITS[self._options.get("bits", 8)] if self._name == "qsgd" else _ALLOWED[self._name]
+
+    def _expect_equal(self, tensors: Iterable[torch.Tensor]) -> None:
+        checksum = 0
+        for tensor in tensors:
+            checksum = zlib.crc32(tensor.detach().view(torch.uint8).numpy(), checksum)
+        self._expect(len(set(bagua.all_gather_object(checksum))) == 1, "the ranks' results differ")
+
+    def _expect(self, holds: bool, otherwise: str) -> None:
+        if not all(bagua.all_gather_object(holds)):
+            raise RuntimeError(f"{self._name} {self._options} does not do what it should: {otherwise}")
+
+
+def _sampled(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([t.detach().flatten()[:: max(1, t.numel() // _SAMPLES)].float() for t in tensors])
+
+
+def _of_ranks(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A row per rank."""
+    return torch.stack(bagua.all_gather_object(_sampled(tensors)))
+
+
+def _distance(of_ranks: torch.Tensor) -> float:
+    """The mean over ranks of the L2 norms to their mean."""
+    return float((of_ranks - of_ranks.mean(0)).norm(dim=1).mean())
+
+
+def _pause(model: SleepingModel, is_paused: bool) -> None:
+    """`async` exchanges weights all the time, and may not while they are set or compared."""
+    if not model.bagua.algorithm.is_lockstep:
+        (model.bagua.pause if is_paused else model.bagua.resume)()
+
+
+def _zero(model: SleepingModel) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
