@@ -3,9 +3,9 @@
 The system's default, unless that is BBR and the peer is near: then a loss-based one. About every ten seconds BBR
 throttles a busy connection for 200 ms, to measure its shortest round trip (ProbeRTT in Cardwell et al., "BBR:
 Congestion-Based Congestion Control", ACM Queue 14(5), 2016). Hosts do so at different times, and a collective waits for
-the slowest, so their pauses add up (benchmarks/micro/congestion.py measures them). To distant peers BBR stays: there a lost
-packet says little about the network's load and slows a loss-based control down for long. The kernel goes on pacing the
-packets of a connection that began with BBR.
+the slowest, so their pauses add up (benchmarks/micro/congestion.py measures them). To distant peers BBR stays: there a
+lost packet says little about the network's load and slows a loss-based control down for long. The kernel goes on pacing
+the packets of a connection that began with BBR.
 """
 
 from __future__ import annotations

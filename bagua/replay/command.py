@@ -37,7 +37,7 @@ SYSTEMS = (
     "decentralized",
     "low_precision_decentralized",
     "local_sgd",
-    "async",
+    "async_averaging",
 )
 _SHRUNK = (*DDP_HOOKS, "gradient_allreduce", "bytegrad", "qsgd:bits=4")
 _CAP_MIB = 25  # of a bucket, torch's default and bagua's

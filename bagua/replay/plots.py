@@ -23,7 +23,7 @@ PLOTTED = (
     "qsgd:bits=4",
     "decentralized",
     "local_sgd",
-    "async",
+    "async_averaging",
 )
 _TITLE_WIDTH = 60  # characters above one of three plots
 _LEAST_MS = 0.1  # where nothing is exposed, for the logarithm

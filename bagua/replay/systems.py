@@ -53,7 +53,7 @@ _DDP_PARAMETERS = inspect.signature(torch.nn.parallel.DistributedDataParallel).p
 _DDP_OPTIONS = {p.name: _ON for p in _DDP_PARAMETERS if type(p.default) is bool}
 _DDP_OPTIONS |= {"bucket_cap_mb": _POSITIVE, "broadcast_buffers": _ON}
 # Of those that exchange weights, what may pass while compute goes on; the others' whole exchange is waited for.
-_UNDER_COMPUTE = ("decentralized", "async")
+_UNDER_COMPUTE = ("decentralized", "async_averaging")
 _ENOUGH_S = 8.0  # of samples, where a link is slow
 _LONG_STEP_S = 0.5  # a sample is one step from here on; shorter ones are taken together, since ranks begin them apart
 _SHORT_STEPS = 4
@@ -260,7 +260,7 @@ def _measure(system: str, model: SleepingModel, ready: dict[int, float], task: T
     exchanges = handle.algorithm.exchanges if handle is not None else "gradients"
     verification = Verification(name, options, model, exchanges) if system != ALONE else None
     period = 1
-    if name == "async":
+    if name == "async_averaging":
         round_bytes = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
         link_s = round_bytes * 8 / (task.rate_mbit * 1e6) if task.rate_mbit is not None else 0.0
         round_s = max(options["sync_interval"], link_s)
@@ -307,13 +307,18 @@ def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
         forward().backward()
         optimizer.step()
 
+    group = None if overlaps else bagua.algorithms.BucketGroup(bagua.get_default_group(), lambda *_: None)
+
     def step_in_turn() -> None:
         optimizer.zero_grad()
         with model.bagua.no_sync():
             forward().backward()
-        algorithm, group = model.bagua.algorithm, bagua.get_default_group()
-        works = [algorithm.communicate(bucket, group) for bucket in model.bagua.buckets]
-        for work in works:
+        for bucket in model.bagua.buckets:
+            bucket.begin(None, lambda: None)
+            group.begin(bucket)
+            model.bagua.algorithm.communicate(bucket, group)
+            group.pause()
+        for work in (work for bucket in model.bagua.buckets for work in bucket.works):
             work.wait()  # no step follows: it would be refused, and NoOptimizer's does nothing
 
     return step if overlaps else step_in_turn

@@ -1,8 +1,8 @@
 """A thread that runs callbacks of operations, in the order in which the operations ended.
 
 Beside the data path: Work -> **here**. The thread that ends an operation only puts a number into a queue of the core
-(csrc/engine/completion_queue.h), so that it waits neither for Python nor for a callback; a callback here may start operations
-and wait for them. The thread is started by its first step and joined by close().
+(csrc/engine/completion_queue.h), so that it waits neither for Python nor for a callback; a callback here may start
+operations and wait for them. The thread is started by its first step and joined by close().
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ _VARIANTS: Mapping[str, Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]] =
         ({"topology": "exponential"}, {}),
     ],
     "low_precision_decentralized": [({"codec": "qsgd:bits=4"}, {})],
-    "async": [({"sync_interval": 0.02}, {})],
+    "async_averaging": [({"sync_interval": 0.02}, {})],
     "local_sgd": [
         ({"sync_every": 16}, {}),
         ({"sync_every": 16}, {"warmup": 0.2}),

@@ -211,7 +211,7 @@ class _Training:
                 self._wrap_at(epoch)
                 self._train_epoch(epoch)
                 # Before the end only: a pause is a round of averaging, which training without evaluation has not.
-                if epoch == self.task.num_epochs - 1 and self.setup.algorithm == "async":
+                if epoch == self.task.num_epochs - 1 and self.setup.algorithm == "async_averaging":
                     self.module.bagua.pause()
             except bagua.BaguaError as raised:
                 error = f"epoch {epoch + 1}: {raised}"

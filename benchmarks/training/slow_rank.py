@@ -24,7 +24,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "gradient_allreduce": ("gradient_allreduce", {}),
     "decentralized, shift_one": ("decentralized", {"topology": "shift_one", "skip_together": False}),
     "local_sgd, every 8 steps": ("local_sgd", {"sync_every": 8, "skip_together": False}),
-    "async, every 0.05 s": ("async", {"sync_interval": 0.05}),
+    "async, every 0.05 s": ("async_averaging", {"sync_interval": 0.05}),
 }
 SLOW = ("always the same", "another one at each step")
 
@@ -57,7 +57,7 @@ def measure(way: str, slow: str, seconds: float, seed: int) -> dict:
     bagua.barrier()
     begin = time.monotonic()
     # Ranks that step together must make as many steps: what the slowest one of each step allows.
-    num_steps = int(seconds / SLOW_S) if algorithm != "async" else None
+    num_steps = int(seconds / SLOW_S) if algorithm != "async_averaging" else None
     count = 0
     while time.monotonic() - begin < seconds if num_steps is None else count < num_steps:
         slow_rank = RANKS - 1 if slow == SLOW[0] else draw.randrange(RANKS)
@@ -68,7 +68,7 @@ def measure(way: str, slow: str, seconds: float, seed: int) -> dict:
         optimizer.step()
         count += 1
     took_s = time.monotonic() - begin
-    if algorithm == "async":
+    if algorithm == "async_averaging":
         model.bagua.pause()
     for parameter in module.parameters():
         bagua.all_reduce(parameter.data, bagua.ReduceOp.AVG)

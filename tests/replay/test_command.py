@@ -78,7 +78,7 @@ PERIODS = {
     "local_sgd": 4,
     "local_sgd:sync_every=3": 3,
     "low_precision_decentralized:interval=2": 2,
-    "async:sync_interval=0.01": 1,
+    "async_averaging:sync_interval=0.01": 1,
 }
 
 
@@ -138,7 +138,7 @@ VERIFIED = [  # a system, what is not as it should be after its steps, and what 
     ("local_sgd", "no exchange", "apart"),
     ("local_sgd", "the mean moves", "the weights' mean has moved by"),
     ("low_precision_decentralized", "", "verified"),
-    ("async:sync_interval=0.001", "the mean moves", "the weights' mean has moved by"),
+    ("async_averaging:sync_interval=0.001", "the mean moves", "the weights' mean has moved by"),
 ]
 
 
@@ -261,7 +261,10 @@ def test_systems_that_can_be_played():
         ("--systems qadam:warmup_steps=7", "qadam:warmup_steps=7: warmup_steps is 7"),
         ("--systems local_sgd:overlap=False", "option overlap is for algorithms that exchange gradients"),
         ("--systems qadam:overlap=False", "option overlap is for algorithms that exchange gradients"),
-        ("--systems async:broadcast_buffers=True", "broadcast_buffers=True is for algorithms whose ranks step"),
+        (
+            "--systems async_averaging:broadcast_buffers=True",
+            "broadcast_buffers=True is for algorithms whose ranks step",
+        ),
     ],
 )
 def test_options_that_are_refused_before_anything_runs(options, message, tmp_path, monkeypatch, capsys):
