@@ -128,9 +128,11 @@ def check(system: str) -> None:
     _check_values(options, {**_WRAP_OPTIONS, "overlap": _ON})
     own = {option: value for option, value in options.items() if option not in (*_WRAP_OPTIONS, "overlap")}
     algorithm = bagua.algorithms.create(name, own)
-    if "overlap" in options and (algorithm.exchanges != "gradients" or name == "qadam"):
+    goes_on = inspect.isgeneratorfunction(algorithm.communicate)
+    if "overlap" in options and (algorithm.exchanges != "gradients" or name == "qadam" or goes_on):
         raise bagua.InvalidArgument(
-            "option overlap is for algorithms that exchange gradients and leave the step to any optimizer; leave it out"
+            "option overlap is for algorithms that exchange gradients, each bucket in one go, and leave the step to any "
+            "optimizer; leave it out"
         )
     if options.get("broadcast_buffers") and not algorithm.is_lockstep:
         raise bagua.InvalidArgument("broadcast_buffers=True is for algorithms whose ranks step together; leave it out")
