@@ -131,8 +131,8 @@ def check(system: str) -> None:
     goes_on = inspect.isgeneratorfunction(algorithm.communicate)
     if "overlap" in options and (algorithm.exchanges != "gradients" or name == "qadam" or goes_on):
         raise bagua.InvalidArgument(
-            "option overlap is for algorithms that exchange gradients, each bucket in one go, and leave the step to any "
-            "optimizer; leave it out"
+            "option overlap is for algorithms that exchange gradients, each bucket in one go, and leave the step to "
+            "any optimizer; leave it out"
         )
     if options.get("broadcast_buffers") and not algorithm.is_lockstep:
         raise bagua.InvalidArgument("broadcast_buffers=True is for algorithms whose ranks step together; leave it out")
