@@ -378,5 +378,6 @@ def test_the_wait_that_failed_is_told(tmp_path, capsys, algorithm, is_killed):
     assert cli.main(["timeline", f"{tmp_path}/rank0.json"]) == 0
     text = capsys.readouterr().out
     assert "1 of 2 ranks; missing: rank 1\n" in text
-    told = rf"failed +rank 0 in step {step}, {failure['where']}, after it had waited [\d.]+ s, for which rank 1 is to blame:"
+    where = f"step {step}, {failure['where']}"
+    told = rf"failed +rank 0 in {where}, after it had waited [\d.]+ s, for which rank 1 is to blame:"
     assert re.search(told, text) and message in text
