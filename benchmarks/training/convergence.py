@@ -46,6 +46,7 @@ _VARIANTS: Mapping[str, Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]] =
         ({"bits": 2}, {}),
         ({"bits": 2}, {"warmup": 0.2}),
     ],
+    "powersgd": [({"rank": 1}, {}), ({"error_feedback": False}, {})],
     "qadam": [
         ({}, {"warmup": 0.2}),
         ({"codec": "onebit"}, {"warmup": 0.2}),
