@@ -99,10 +99,11 @@ class ParameterStates:
 
         into = value(self._next)
         if (kind, key) not in self._renewed_now:
+            kept = value(self._kept)  # there in any case, to change places with ``into``
             if (kind, key) in self._renewed:
                 self._before[kind, key] = into.clone()
             else:
-                into.copy_(value(self._kept))
+                into.copy_(kept)
             self._renewed_now.add((kind, key))
         if described.shape is not None or member is None:
             return into
@@ -134,6 +135,7 @@ class ParameterStates:
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Takes over a new layout; collective."""
+        self.forget_unfinished()
         if not self._is_under_way:
             self._next = _Side()
         for side in (self._kept, self._next):
@@ -172,6 +174,12 @@ class ParameterStates:
                 for member in bucket.members:
                     begin, end = bucket.place_of(member)
                     side.whole_parts[name, member.index] = whole[begin:end].clone()
+
+    def forget_unfinished(self) -> None:
+        """What has been written since a backward last ended, by one that raised, is forgotten."""
+        for (kind, key), value in self._before.items():
+            getattr(self._next, kind)[key].copy_(value)
+        self._renewed_now, self._before = set(), {}
 
     def end_backward(self, is_finite: bool) -> None:
         """All buckets are exchanged; where one holds NaN or Inf the step will be skipped, so all is as before it."""

@@ -191,6 +191,7 @@ class Step:
         self._machine.begin()
         self._generators.clear()
         self._zero_copy.begin()
+        self.states.forget_unfinished()
         self._begin_ns = time.monotonic_ns()
         # The one place that asks the engine to tell when backward ends. The engine drops the callback
         # without calling it when backward raises, and EndOfBackward notices.
