@@ -84,12 +84,7 @@ class ParameterStates:
 
     def writable(self, name: str, bucket: Bucket, member: Member | None) -> torch.Tensor:
         """See ``Bucket.state``."""
-        described = self._described.get(name)
-        if described is None:
-            raise InvalidArgument(
-                f"bucket.state({name!r}): the algorithm's parameter_state() describes "
-                f"{', '.join(map(repr, self._described)) or 'nothing'}"
-            )
+        described = self._look_up(name, f"bucket.state({name!r})")
         if described.shape is not None and member is None:
             raise InvalidArgument(f"bucket.state({name!r}) has a shape of its own for each parameter; pass the member")
         kind, key = ("flats", (name, bucket.index)) if described.shape is None else ("shaped", (name, member.index))
@@ -111,7 +106,17 @@ class ParameterStates:
         return into.as_strided(member.view.shape, member.view.stride(), begin)
 
     def residuals(self, name: str, bucket: Bucket, codec: Any, hierarchical: bool) -> Residuals:
-        """What the all_reduce of ``bucket`` under ``codec`` adds, and where it writes what it leaves out."""
+        """What the all_reduce of ``bucket`` under ``codec`` adds, and where it writes what it leaves out.
+
+        Raises:
+            InvalidArgument: ``name`` cannot hold it.
+        """
+        described = self._look_up(name, f"feedback={name!r}")
+        if described.shape is not None or described.dtype not in (torch.float32, torch.bfloat16):
+            raise InvalidArgument(
+                f"feedback={name!r} is to be a state of the shape of the gradients, in float32 or bfloat16; "
+                f"parameter_state() describes it as {described}"
+            )
         key = (name, bucket.index)
         stripe = self._stripe(name, bucket, getattr(codec, "spec", codec), hierarchical)
         pairs = []
@@ -130,6 +135,14 @@ class ParameterStates:
             self._renewed_now.add((kind, key))
             pairs += [kept, following]
         return Residuals(*pairs)
+
+    def _look_up(self, name: str, what: str) -> ParameterState:
+        if name not in self._described:
+            raise InvalidArgument(
+                f"{what}: the algorithm's parameter_state() describes "
+                f"{', '.join(map(repr, self._described)) or 'nothing'}"
+            )
+        return self._described[name]
 
     # --- from the training step
 

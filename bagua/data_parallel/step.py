@@ -228,11 +228,12 @@ class Step:
     def _resume(self, index: int) -> None:
         bucket = self.storage.buckets[index]
         generator, awaited = self._generators.pop(index)
-        self._bucket_group.go_on(bucket)
+        self._bucket_group.begin(bucket)
 
         def go_on() -> Generator[Any, None, None]:
             if awaited is not None:
                 awaited.wait()
+            bucket.is_result = False  # it may be changed now
             return generator
 
         self._communicate(bucket, go_on)
@@ -265,7 +266,7 @@ class Step:
         bucket = self.storage.buckets[index]
         for work in bucket.works:
             work.wait()
-        if len(bucket.works) == 1 and bucket.works[0].is_result_finite is not None:
+        if bucket.is_result and bucket.works[0].is_result_finite is not None:
             bucket.found_finite(bucket.works[0].is_result_finite)
         self._zero_copy.finalize(bucket)
 
