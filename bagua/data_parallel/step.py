@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from bagua import _C
-from bagua.algorithms import Algorithm, BucketGroup, Declaration, Training
+from bagua.algorithms import Algorithm, BucketGroup, Declaration, Stage, Training
 from bagua.buckets import Bucket, BucketStorage, Member
 from bagua.data_parallel.end_of_backward import EndOfBackward
 from bagua.data_parallel.failures import ending, fatal
@@ -97,6 +97,7 @@ class Step:
         self._generators: dict[int, tuple[Generator[Any, None, None], Any]] = {}  # by bucket, and what each waits for
         self._begin_ns = self._forward_ns = 0
         self._model = weakref.ref(model)
+        self._is_stage_due = False
         self._is_checked = False  # after the first backward, that the model still has the parameters of the wrap
         self._local_ns: int | None = None  # when a backward inside no_sync began
 
@@ -341,6 +342,8 @@ class Step:
         self.num_steps += 1
         self.recorder.add_step(self._begin_ns, wait_ns, time.monotonic_ns(), len(self.storage.buckets))
         self.optimizer_steps.backward_ended()
+        if self._is_stage_due:
+            self._enter_next_stage()
 
     def _abort(self) -> None:
         """Backward raised before its end: other ranks must not wait for what will never be sent."""
@@ -384,6 +387,8 @@ class Step:
     def enters_stage(self) -> bool:
         """Looks at what the algorithm does now; whether the buckets are to be laid out anew for it."""
         stage = self.algorithm.stage()
+        if not isinstance(stage, Stage):
+            raise InvalidArgument(f"stage() gave a {type(stage).__name__}, expected a bagua.algorithms.Stage")
         if stage.name not in self._stages:
             self._stages.append(stage.name)
         agrees = self.algorithm.skips_together() is not False
@@ -399,6 +404,9 @@ class Step:
 
     def _enter_next_stage(self) -> None:
         """At an optimizer's step the algorithm may have changed what the buckets are for."""
+        self._is_stage_due = self._machine.is_open  # of a single rank, whose optimizers may step in backward
+        if self._is_stage_due:
+            return
         with self._algorithm("lay_out"):
             if self.enters_stage():
                 self.enter_stage()

@@ -10,8 +10,9 @@ import torch
 
 import bagua
 from bagua import ReduceOp
-from bagua.algorithms import Algorithm, ParameterState
+from bagua.algorithms import Algorithm, ParameterState, Stage
 from bagua.errors import BaguaError, InvalidArgument
+from bagua.testing import spawn
 from tests.conformance.training import assert_equal_on_all_ranks, process_group
 
 NUM_LAYERS = 6
@@ -529,3 +530,54 @@ def _doubles(rank, world_size):
 
 def test_gradients_are_there_when_they_are_prepared(pool2):
     pool2.run(_doubles)
+
+
+@dataclasses.dataclass(kw_only=True)
+class InStages(Algorithm):
+    name = "in_stages"
+    gives: type = Stage
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.num_steps = 0
+
+    def stage(self):
+        return self.gives("late" if self.num_steps > 2 else "early")
+
+    def communicate(self, bucket, group):
+        return group.all_reduce(bucket)
+
+    def after_optimizer_step(self, optimizer, buckets, group):
+        self.num_steps += 1
+
+
+def _steps_in_backward(rank, world_size):
+    with process_group():
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+        bagua.with_bagua(model, list(optimizers.values()), algorithm=InStages())
+
+        def step(parameter):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            before = model.bagua.buckets
+            model(torch.ones(2, 3)).sum().backward()
+        assert model.bagua.algorithm.num_steps == 12 and model.bagua.buckets == before
+
+
+def test_a_stage_that_begins_in_a_single_ranks_backward_begins_at_its_end():
+    spawn(_steps_in_backward, 1)
+
+
+def _no_stage(rank, world_size):
+    with process_group():
+        with pytest.raises(InvalidArgument, match=r"stage\(\) gave a str, expected a bagua.algorithms.Stage"):
+            bagua.with_bagua(torch.nn.Linear(3, 3), algorithm=InStages(gives=str))
+
+
+def test_what_is_no_stage_is_refused(pool2):
+    pool2.run(_no_stage)
