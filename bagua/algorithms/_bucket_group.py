@@ -121,6 +121,8 @@ class BucketGroup:
         return self.process_group.size
 
     def __getattr__(self, name: str) -> Any:
+        if name == "process_group":  # of one that copy is making
+            raise AttributeError(name)
         return getattr(self.process_group, name)
 
     def subgroup(self, name: str, ranks: Sequence[int], timeout: timedelta | float) -> BucketGroup:

@@ -234,6 +234,7 @@ class Step:
         def go_on() -> Generator[Any, None, None]:
             if awaited is not None:
                 awaited.wait()
+                self._zero_copy.go_on(bucket)
             bucket.is_result = False  # it may be changed now
             return generator
 

@@ -93,6 +93,11 @@ class ZeroCopy:
         while self._in_flight and _is_read_and_completed(self._in_flight[0]):
             self.release(self._in_flight.popleft())
 
+    def go_on(self, bucket: Bucket) -> None:
+        """The algorithm has waited for what it started, and may look at the parameters' gradients."""
+        if _is_read_and_completed(bucket):
+            self.release(bucket)
+
     def finalize(self, bucket: Bucket) -> None:
         """The end of backward: all that was started for the bucket is complete."""
         self._copy_unsent(bucket)  # of an algorithm that has sent nothing this time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 
@@ -376,6 +377,39 @@ def _waits(rank, world_size, sends_another):
 @pytest.mark.parametrize("sends_another", [False, True])
 def test_the_bucket_may_be_sent_after_something_else(pool2, sends_another):
     pool2.run(_waits, args=(sends_another,))
+
+
+@dataclasses.dataclass(kw_only=True)
+class LooksAtGradients(Algorithm):
+    name = "looks_at_gradients"
+
+    def communicate(self, bucket, group):
+        yield group.all_reduce(bucket, ReduceOp.AVG, codec="bf16")
+        for member in bucket.members:
+            assert member.parameter.grad is member.view
+
+
+def _looks_at_gradients(rank, world_size):
+    with process_group():
+        model = _layers(rank, LooksAtGradients())
+        for step in range(3):
+            _backward(model, rank, step)
+            assert all(bucket.declaration.is_zero_copy for bucket in model.bagua.buckets)
+
+
+def test_gradients_are_the_result_where_a_generator_goes_on(pool2):
+    pool2.run(_looks_at_gradients)
+
+
+def _copies(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(torch.nn.Linear(3, 3))
+        group = copy.copy(model.bagua.algorithm.training.group)
+        assert (group.rank, group.size) == (rank, world_size)
+
+
+def test_the_group_may_be_copied_with_an_algorithm(pool2):
+    pool2.run(_copies)
 
 
 @dataclasses.dataclass(kw_only=True)
