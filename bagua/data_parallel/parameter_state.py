@@ -72,6 +72,7 @@ class ParameterStates:
         self._is_under_way = False  # a backward has renewed them and no optimizer step has followed
         self._renewed: set[tuple[str, Key]] = set()  # since the last optimizer step: attribute of a side, and key
         self._renewed_now: set[tuple[str, Key]] = set()  # in this backward
+        self._is_in_backward = False
         # Before the backward under way, where it is not the first one since the step.
         self._before: dict[tuple[str, Key], torch.Tensor] = {}
 
@@ -142,13 +143,15 @@ class ParameterStates:
                 f"{what}: the algorithm's parameter_state() describes "
                 f"{', '.join(map(repr, self._described)) or 'nothing'}"
             )
+        if not self._is_in_backward:
+            raise InvalidArgument(f"{what} is for communicate: what is written elsewhere would be forgotten")
         return self._described[name]
 
     # --- from the training step
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Takes over a new layout; collective."""
-        self.forget_unfinished()
+        self._forget_unfinished()
         if not self._is_under_way:
             self._next = _Side()
         for side in (self._kept, self._next):
@@ -188,7 +191,12 @@ class ParameterStates:
                     begin, end = bucket.place_of(member)
                     side.whole_parts[name, member.index] = whole[begin:end].clone()
 
-    def forget_unfinished(self) -> None:
+    def begin_backward(self) -> None:
+        """A backward begins that exchanges gradients."""
+        self._forget_unfinished()
+        self._is_in_backward = True
+
+    def _forget_unfinished(self) -> None:
         """What has been written since a backward last ended, by one that raised, is forgotten."""
         for (kind, key), value in self._before.items():
             getattr(self._next, kind)[key].copy_(value)
@@ -202,7 +210,7 @@ class ParameterStates:
                 self._buckets[index].zero_padding(self._next.flats[name, index])
         self._renewed = self._renewed | self._renewed_now if is_finite else set()
         self._is_under_way = bool(self._renewed)
-        self._renewed_now, self._before = set(), {}
+        self._renewed_now, self._before, self._is_in_backward = set(), {}, False
 
     def leave_unused(self, indices: Iterable[int]) -> None:
         """No rank has used these parameters: what was exchanged for them is dropped, and their states stay as before.

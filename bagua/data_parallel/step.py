@@ -192,7 +192,8 @@ class Step:
         self._machine.begin()
         self._generators.clear()
         self._zero_copy.begin()
-        self.states.forget_unfinished()
+        if self.sends_gradients:
+            self.states.begin_backward()
         self._begin_ns = time.monotonic_ns()
         # The one place that asks the engine to tell when backward ends. The engine drops the callback
         # without calling it when backward raises, and EndOfBackward notices.

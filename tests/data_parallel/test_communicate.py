@@ -325,6 +325,31 @@ class Asks(Algorithm):
         assert bucket.state("q", bucket.members[0]).shape == (2,)
 
 
+@dataclasses.dataclass(kw_only=True)
+class AsksElsewhere(Asks):
+    name = "asks_elsewhere"
+
+    def communicate(self, bucket, group):
+        bucket.flat.zero_()
+
+    def after_optimizer_step(self, optimizer, buckets, group):
+        buckets[0].state("q", buckets[0].members[0])
+
+
+def _asks_elsewhere(rank, world_size):
+    with process_group():
+        model = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, optimizer, algorithm=AsksElsewhere())
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(BaguaError, match=r"bucket.state\('q'\) is for communicate"):
+            optimizer.step()
+
+
+def test_states_are_for_communicate(pool2):
+    pool2.run(_asks_elsewhere)
+
+
 def test_states_that_are_not_there(pool2):
     def run(rank, world_size):
         with process_group():
@@ -506,25 +531,30 @@ class Spoils(Algorithm):
             yield group.all_reduce(bucket.flat[:16], ReduceOp.AVG, codec="minmax_uint8")
             return
         sent = torch.ones(8) if self.how == "something else" else bucket
-        yield group.all_reduce(sent, ReduceOp.AVG, codec="minmax_uint8")
+        work = group.all_reduce(sent, ReduceOp.AVG, codec="minmax_uint8")
+        if self.how == "at its end":
+            work.finish_with(lambda: bucket.flat[30].mul_(60_000.0))
+            return
+        yield work
         bucket.flat[30] = float("nan")
 
 
 def _spoils(rank, world_size, how):
     with process_group():
-        model = torch.nn.Linear(64, 64, bias=False)
+        dtype = torch.float16 if how == "at its end" else torch.float32  # which alone overflows there
+        model = torch.nn.Linear(64, 64, bias=False, dtype=dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         bagua.with_bagua(model, optimizer, algorithm=Spoils(how=how))
         for _ in range(2):
             optimizer.zero_grad()
-            x = torch.ones(1, 64)
-            x[0, 30] = float("nan") if how == "a part of it" else 1.0
+            x = torch.full((1, 64), 2.0, dtype=dtype)
+            x[0, 30] = float("nan") if how == "a part of it" else 2.0
             model(x).sum().backward()
             with pytest.raises(InvalidArgument, match="NaN or Inf on some rank"):
                 optimizer.step()
 
 
-@pytest.mark.parametrize("how", ["after it", "something else", "a part of it"])
+@pytest.mark.parametrize("how", ["after it", "at its end", "something else", "a part of it"])
 def test_the_guard_looks_at_all_that_a_codec_has_not_left(pool2, how):
     pool2.run(_spoils, args=(how,))
 
