@@ -84,6 +84,7 @@ def _late(rank, world_size, algorithm):
         model, optimizer = _wrapped(algorithm)
         for _ in range(3):
             _step(model, optimizer)
+        bagua.barrier()  # no message makes the ranks take these steps together
         with pytest.raises(
             BaguaError, match=r"a GradScaler makes a step of SGD after steps that none made.*pass skip_to"
         ):
