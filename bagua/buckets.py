@@ -79,6 +79,8 @@ class Bucket:
         optimizer_index: which optimizer steps all its parameters; None where gradients are exchanged.
         declaration: what was sent for it last, a ``bagua.algorithms.Declaration``.
         works: what was started for it in this backward.
+        sent: in this backward, the Declarations of what was started for it so far.
+        is_result: ``flat`` is what its one all_reduce leaves: the algorithm has not gone on behind it.
         is_read: in ``communicate``, whether ``flat`` or ``members`` have been asked for.
         before_read: called when they are asked for; None: nothing is.
 
@@ -103,6 +105,8 @@ class Bucket:
         self.optimizer_index = optimizer_index
         self.declaration: Any = None
         self.works: list[Work] = []
+        self.sent: list[Any] = []
+        self.is_result = False
         self.is_read = False
         self.before_read: Callable[[], None] | None = None
         self._flat = flat
@@ -226,7 +230,8 @@ class Bucket:
             segments: where the gradients are, if not all are in ``flat``: first element and tensor of every member.
             before_read: moves them there.
         """
-        self.works, self._segments, self._is_finite = [], segments, None
+        self.works, self.sent, self._segments = [], [], segments
+        self.is_result, self._is_finite = False, None
         self.is_read, self.before_read = False, before_read
 
     def take_segments(self) -> list[tuple[int, torch.Tensor]] | None:
@@ -243,8 +248,9 @@ class Bucket:
         return self.flat if with_gradients else self._flat
 
     def found_finite(self, is_finite: bool) -> None:
-        """What an operation has seen of its result."""
-        self._is_finite = is_finite
+        """What an operation has seen of its result, which ``Work.finish_with`` may have changed since."""
+        if self.dtype != torch.float16 or not is_finite:  # others hardly overflow then
+            self._is_finite = is_finite
 
     def is_finite(self) -> bool:
         """Whether it holds no NaN and no Inf. Looked at once per backward.
@@ -255,7 +261,7 @@ class Bucket:
         if self._is_finite is None:
             # Float16 may overflow where it is decoded, in any element.
             sent, stride = self.declaration, 1
-            if sent.codec is not None and sent.operation == "all_reduce":
+            if sent.codec is not None and self.is_result:
                 stride = 1 if self.dtype == torch.float16 else codecs.get(sent.codec).block_numel
             self._is_finite = _C.all_finite([self._flat.data_ptr()], [self.numel], [dtype_code(self.dtype)], stride)
         return self._is_finite

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import random
 import types
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,6 +22,7 @@ import torch
 from bagua import codecs
 from bagua.buckets import Bucket
 from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
+from bagua.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from bagua.algorithms.base import Algorithm
@@ -69,25 +71,42 @@ def _recorded(name: str) -> Callable[..., Work]:
     return operation
 
 
+@dataclasses.dataclass
+class _UnderWay:
+    """What runs now, for a group and its subgroups.
+
+    Attributes:
+        bucket: whose ``communicate`` runs.
+        is_planning: nothing is to be sent.
+    """
+
+    bucket: Bucket | None = None
+    is_planning: bool = False
+
+
 class BucketGroup:
     """The ranks that train together; everything that a ProcessGroup has, and operations on buckets.
 
     Args:
         group: the ranks.
         record: called with each Work, its group and whether it is a bucket's.
+        parent: of a subgroup.
 
     Attributes:
         process_group: the group itself.
         looks_at_results: whether reductions of buckets note if their result is finite.
     """
 
-    def __init__(self, group: ProcessGroup, record: Callable[[Work, ProcessGroup, bool], None]) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        record: Callable[[Work, ProcessGroup, bool], None],
+        parent: BucketGroup | None = None,
+    ) -> None:
         self.process_group = group
         self.looks_at_results = False
-        self._record = record
-        self._current: Bucket | None = None  # whose ``communicate`` runs
-        self._sent: list[Declaration] = []  # by it, so far
-        self._is_planning = False
+        self._record, self._is_subgroup = record, parent is not None
+        self._now: _UnderWay = _UnderWay() if parent is None else parent._now
 
     # --- who is there
 
@@ -102,11 +121,13 @@ class BucketGroup:
         return self.process_group.size
 
     def __getattr__(self, name: str) -> Any:
+        if name == "process_group":  # of one that copy is making
+            raise AttributeError(name)
         return getattr(self.process_group, name)
 
     def subgroup(self, name: str, ranks: Sequence[int], timeout: timedelta | float) -> BucketGroup:
         """As ``ProcessGroup.subgroup``."""
-        return BucketGroup(self.process_group.subgroup(name, ranks, timeout), self._record)
+        return BucketGroup(self.process_group.subgroup(name, ranks, timeout), self._record, self)
 
     # --- operations
 
@@ -134,6 +155,11 @@ class BucketGroup:
             parts: of a bucket, what is reduced instead of what it holds: first element and tensor of each part.
         """
         bucket = self._bucket_in(tensor)
+        if feedback is not None and (bucket is None or self._is_subgroup):
+            raise InvalidArgument(
+                f"feedback={feedback!r} is for a bucket that all ranks reduce; leave it out for other tensors, and in "
+                "subgroups"
+            )
         spec = getattr(codec, "spec", codec)
         is_one_node = hierarchical and len(self.process_group.nodes.members) == 1
         if is_one_node:
@@ -141,6 +167,8 @@ class BucketGroup:
         is_direct = codec is not None and not hierarchical and prepare is None and parts is None
         is_zero_copy = self._begin(bucket, "all_reduce", spec, reason, hierarchical and not is_one_node, is_direct)
         if prepare is not None:
+            if bucket is not None:
+                bucket.memory(with_gradients=True)  # they are there before they are changed
             prepare()
         residuals = None
         if bucket is not None:
@@ -159,9 +187,9 @@ class BucketGroup:
             blocking=blocking,
             feedback=residuals,
             parts=parts,
-            checks_result=self.looks_at_results and bucket is not None and bucket is self._current,
+            checks_result=self.looks_at_results and bucket is not None and bucket is self._now.bucket,
         )
-        return self._end(bucket, work)
+        return self._end(bucket, work, is_result=True)
 
     def neighbor_average(
         self,
@@ -226,10 +254,11 @@ class BucketGroup:
         """The bucket whose memory an operation is for."""
         if isinstance(tensor, Bucket):
             return tensor
-        return self._current if self._current is not None and self._current.is_memory(tensor) else None
+        current = self._now.bucket
+        return current if current is not None and current.is_memory(tensor) else None
 
     def _label(self, bucket: Bucket | None) -> str:
-        bucket = self._current if bucket is None else bucket
+        bucket = self._now.bucket if bucket is None else bucket
         return "" if bucket is None else bucket.label
 
     def _begin(
@@ -242,8 +271,9 @@ class BucketGroup:
         is_direct: bool = False,
     ) -> bool:
         """Writes down what is to be sent; whether gradients may be read where autograd has put them."""
-        is_zero_copy = is_direct and bucket is not None and bucket is self._current and not bucket.is_read
-        bucket = self._current if bucket is None else bucket
+        current = self._now.bucket
+        is_zero_copy = is_direct and bucket is not None and bucket is current and not bucket.is_read
+        bucket = current if bucket is None else bucket
         if bucket is None:
             return False
         sent = bucket.declaration  # mostly what it was in the step before
@@ -254,58 +284,56 @@ class BucketGroup:
             hierarchical,
         ) or sent.is_zero_copy != is_zero_copy:
             sent = Declaration(operation, codec, reason, hierarchical, is_zero_copy)
-        if self._is_planning:
+        if self._now.is_planning:
             raise _Planned(sent)
-        if bucket is self._current:
-            self._sent.append(sent)
+        if bucket is current:
+            bucket.sent.append(sent)
         else:
             bucket.declaration = sent
         return is_zero_copy
 
-    def _end(self, bucket: Bucket | None, work: Work) -> Work:
-        current = self._current
+    def _end(self, bucket: Bucket | None, work: Work, is_result: bool = False) -> Work:
+        current = self._now.bucket
         self._record(work, self.process_group, bucket is not None or current is not None)
         if current is not None:
             current.works.append(work)
+            current.is_result = is_result and bucket is current and len(current.works) == 1
         return work
 
     # --- from the training step
 
     def begin(self, bucket: Bucket) -> None:
-        """What is started until ``pause`` belongs to ``bucket``; its communication begins."""
-        self._current = bucket
-        self._sent = []
-
-    def go_on(self, bucket: Bucket) -> None:
-        """As ``begin``, where the bucket's communication goes on."""
-        self._current = bucket
-        self._sent = [bucket.declaration]
+        """What is started until ``pause`` belongs to ``bucket``, whose communication begins or goes on."""
+        self._now.bucket = bucket
 
     def pause(self) -> None:
         """The end of what belongs to a bucket for now."""
-        bucket, self._current = self._current, None
-        if bucket is not None and self._sent:
-            bucket.declaration = self._sent[0] if len(self._sent) == 1 else _together(self._sent)
+        bucket, self._now.bucket = self._now.bucket, None
+        if bucket is not None and bucket.sent:
+            bucket.declaration = bucket.sent[0] if len(bucket.sent) == 1 else _together(bucket.sent)
 
     def plan(self, algorithm: Algorithm, bucket: Bucket) -> Declaration:
         """What ``algorithm`` will send for ``bucket`` first, as far as it does not look at the gradients before.
 
         Known before the first backward in this way, for who looks at ``bucket.declaration``, and so that its gradients
-        need not be copied; not to know it is no error. A copy of the algorithm is asked, which may count its calls.
+        need not be copied; not to know it is no error. A shallow copy of the algorithm is asked, which may count its
+        calls, and draw random numbers, which are drawn again then.
         """
-        algorithm = copy.copy(algorithm)
-        self._current, self._is_planning = bucket, True
+        algorithm, drawn = copy.copy(algorithm), random.getstate()
+        self._now.bucket, self._now.is_planning = bucket, True
         bucket.declaration, bucket.before_read = Declaration(), _look
         try:
-            work = type(algorithm).communicate(algorithm, bucket, self)
-            if isinstance(work, types.GeneratorType):
-                next(work, None)
+            with torch.random.fork_rng(devices=()):
+                work = type(algorithm).communicate(algorithm, bucket, self)
+                if isinstance(work, types.GeneratorType):
+                    next(work, None)
         except _Planned as planned:
             return planned.declaration
         except Exception:  # it will be raised in training, on all ranks, if it is then
             return Declaration()
         finally:
-            self._current, self._is_planning, bucket.before_read = None, False, None
+            self._now.bucket, self._now.is_planning, bucket.before_read = None, False, None
+            random.setstate(drawn)
         return Declaration()
 
 

@@ -22,8 +22,9 @@ class ExchangedWeights(Algorithm):
     Args:
         skip_together: whether a step that one rank's GradScaler skips is skipped by all: they agree at the end of each
             backward, in a message of a byte per optimizer, which waits for the slowest rank. By default they do while a
-            GradScaler of torch.amp makes the steps, and in the first two steps, which show whether one does. True: with
-            another scaler, or one that comes into use later. False: each rank skips its own.
+            GradScaler of torch.amp makes the steps, and until every optimizer has made one and a backward has followed,
+            which shows whether one does. True: with another scaler, or one that comes into use later. False: each rank
+            skips its own.
     """
 
     exchanges = "weights"

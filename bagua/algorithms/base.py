@@ -70,6 +70,9 @@ class Algorithm(Hooks):
 
         A generator starts an operation, yields its Work, and goes on when that is complete, once two more buckets have
         been started or at the end of backward: at a place in the order of operations that is the same on all ranks.
+
+        A shallow copy is also asked, up to its first operation or look at ``bucket.flat``, whenever buckets are laid
+        out: what would be sent is known in advance then.
         """
         raise NotImplementedError(f"{type(self).__name__}.communicate")
 

@@ -93,13 +93,13 @@ class PowerSGD(Algorithm):
     def communicate(self, bucket: Bucket, group: BucketGroup) -> Generator[Work, None, None]:
         if bucket.kind == _WHOLE or group.size == 1:
             reason = "too small for two factors" if bucket.kind == _WHOLE else ""
-            yield group.all_reduce(bucket, ReduceOp.AVG, hierarchical=self.hierarchical, reason=reason)
-            return
-        if self.error_feedback:
-            error = bucket.state("error")
-            bucket.flat.add_(error)
-        dtype = torch.promote_types(bucket.dtype, torch.float32)
+            group.all_reduce(bucket, ReduceOp.AVG, hierarchical=self.hierarchical, reason=reason)
+            return  # the end of backward waits for it
+        dtype = torch.promote_types(bucket.dtype, torch.float32)  # a narrower one would round M, or overflow
         matrices = [_matrix(member.view).to(dtype) for member in bucket.members]
+        if self.error_feedback:
+            for member, matrix in zip(bucket.members, matrices, strict=True):
+                matrix.add_(_matrix(bucket.state("error", member)))
         factors = [self._start(bucket, member, dtype) for member in bucket.members]
 
         sides = [(matrix.shape[0], q.shape[1]) for matrix, q in zip(matrices, factors, strict=True)]
@@ -121,12 +121,16 @@ class PowerSGD(Algorithm):
             bucket.state("q", member).copy_(q)
 
     def _start(self, bucket: Bucket, member: Member, dtype: torch.dtype) -> torch.Tensor:
-        """The Q of the step before; at first, or where it has become 0, a random one that is the same on all ranks."""
+        """The Q of the step before; at first, and where a column has become 0, random ones, the same on all ranks.
+
+        Columns do when gradients have a lower rank for a while, and would stay so.
+        """
         q = bucket.state("q", member).to(dtype)
-        if bool(q.any()):
+        is_alive = q.any(dim=0)
+        if bool(is_alive.all()):
             return q
         generator = torch.Generator().manual_seed(self.seed + member.index)
-        return torch.randn(q.shape, generator=generator, dtype=torch.float32).to(dtype)
+        return torch.where(is_alive, q, torch.randn(q.shape, generator=generator, dtype=torch.float32).to(dtype))
 
     def _rank_of(self, parameter: torch.Tensor) -> int:
         return min(self.rank, *_sides(parameter))
@@ -156,6 +160,8 @@ def _orthonormal(p: torch.Tensor) -> torch.Tensor:
     Unlike a Householder QR it keeps rows of zeros, as of embeddings that no batch has met, and NaN raises nothing.
     """
     basis = p.double()
+    lengths = basis.norm(dim=0)  # which may differ by any factor, and mean nothing
+    basis = basis / torch.where(lengths > 0, lengths, 1)
     for _ in range(2):
         gram = basis.T @ basis
         diagonal = gram.diagonal()

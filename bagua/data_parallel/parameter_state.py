@@ -72,6 +72,7 @@ class ParameterStates:
         self._is_under_way = False  # a backward has renewed them and no optimizer step has followed
         self._renewed: set[tuple[str, Key]] = set()  # since the last optimizer step: attribute of a side, and key
         self._renewed_now: set[tuple[str, Key]] = set()  # in this backward
+        self._is_in_backward = False
         # Before the backward under way, where it is not the first one since the step.
         self._before: dict[tuple[str, Key], torch.Tensor] = {}
 
@@ -84,12 +85,7 @@ class ParameterStates:
 
     def writable(self, name: str, bucket: Bucket, member: Member | None) -> torch.Tensor:
         """See ``Bucket.state``."""
-        described = self._described.get(name)
-        if described is None:
-            raise InvalidArgument(
-                f"bucket.state({name!r}): the algorithm's parameter_state() describes "
-                f"{', '.join(map(repr, self._described)) or 'nothing'}"
-            )
+        described = self._look_up(name, f"bucket.state({name!r})")
         if described.shape is not None and member is None:
             raise InvalidArgument(f"bucket.state({name!r}) has a shape of its own for each parameter; pass the member")
         kind, key = ("flats", (name, bucket.index)) if described.shape is None else ("shaped", (name, member.index))
@@ -99,10 +95,11 @@ class ParameterStates:
 
         into = value(self._next)
         if (kind, key) not in self._renewed_now:
+            kept = value(self._kept)  # there in any case, to change places with ``into``
             if (kind, key) in self._renewed:
                 self._before[kind, key] = into.clone()
             else:
-                into.copy_(value(self._kept))
+                into.copy_(kept)
             self._renewed_now.add((kind, key))
         if described.shape is not None or member is None:
             return into
@@ -110,7 +107,17 @@ class ParameterStates:
         return into.as_strided(member.view.shape, member.view.stride(), begin)
 
     def residuals(self, name: str, bucket: Bucket, codec: Any, hierarchical: bool) -> Residuals:
-        """What the all_reduce of ``bucket`` under ``codec`` adds, and where it writes what it leaves out."""
+        """What the all_reduce of ``bucket`` under ``codec`` adds, and where it writes what it leaves out.
+
+        Raises:
+            InvalidArgument: ``name`` cannot hold it.
+        """
+        described = self._look_up(name, f"feedback={name!r}")
+        if described.shape is not None or described.dtype not in (torch.float32, torch.bfloat16):
+            raise InvalidArgument(
+                f"feedback={name!r} is to be a state of the shape of the gradients, in float32 or bfloat16; "
+                f"parameter_state() describes it as {described}"
+            )
         key = (name, bucket.index)
         stripe = self._stripe(name, bucket, getattr(codec, "spec", codec), hierarchical)
         pairs = []
@@ -130,10 +137,21 @@ class ParameterStates:
             pairs += [kept, following]
         return Residuals(*pairs)
 
+    def _look_up(self, name: str, what: str) -> ParameterState:
+        if name not in self._described:
+            raise InvalidArgument(
+                f"{what}: the algorithm's parameter_state() describes "
+                f"{', '.join(map(repr, self._described)) or 'nothing'}"
+            )
+        if not self._is_in_backward:
+            raise InvalidArgument(f"{what} is for communicate: what is written elsewhere would be forgotten")
+        return self._described[name]
+
     # --- from the training step
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Takes over a new layout; collective."""
+        self._forget_unfinished()
         if not self._is_under_way:
             self._next = _Side()
         for side in (self._kept, self._next):
@@ -173,6 +191,17 @@ class ParameterStates:
                     begin, end = bucket.place_of(member)
                     side.whole_parts[name, member.index] = whole[begin:end].clone()
 
+    def begin_backward(self) -> None:
+        """A backward begins that exchanges gradients."""
+        self._forget_unfinished()
+        self._is_in_backward = True
+
+    def _forget_unfinished(self) -> None:
+        """What has been written since a backward last ended, by one that raised, is forgotten."""
+        for (kind, key), value in self._before.items():
+            getattr(self._next, kind)[key].copy_(value)
+        self._renewed_now, self._before = set(), {}
+
     def end_backward(self, is_finite: bool) -> None:
         """All buckets are exchanged; where one holds NaN or Inf the step will be skipped, so all is as before it."""
         for kind, (name, index) in self._renewed_now if is_finite else ():
@@ -181,7 +210,7 @@ class ParameterStates:
                 self._buckets[index].zero_padding(self._next.flats[name, index])
         self._renewed = self._renewed | self._renewed_now if is_finite else set()
         self._is_under_way = bool(self._renewed)
-        self._renewed_now, self._before = set(), {}
+        self._renewed_now, self._before, self._is_in_backward = set(), {}, False
 
     def leave_unused(self, indices: Iterable[int]) -> None:
         """No rank has used these parameters: what was exchanged for them is dropped, and their states stay as before.

@@ -33,7 +33,7 @@ class SkippedSteps:
         self._is_bad: list[bool] = []  # by optimizer: a gradient of some rank's was not finite when last asked
         is_certain = algorithm.skips_together() or algorithm.refuses_nonfinite
         self._agreed = _SCALED if is_certain else _UNKNOWN  # equal on all ranks
-        self._seen = _UNKNOWN  # by this rank, in its own steps
+        self._are_scaled: dict[int, bool] = {}  # by optimizer: whether a GradScaler has made a step, seen by this rank
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` is about to change weights while gradients stay local.
@@ -44,7 +44,8 @@ class SkippedSteps:
         if self._agreed == _SCALED or self._group.size == 1 or self._algorithm.skips_together() is not None:
             return
         is_scaled = _is_made_by_scaler()
-        self._seen = max(self._seen, _SCALED if is_scaled else _PLAIN)
+        index = self._optimizers.index_of(optimizer)
+        self._are_scaled[index] = is_scaled or self._are_scaled.get(index, False)
         if is_scaled and self._agreed == _PLAIN:
             raise ending(
                 self._group,
@@ -70,7 +71,9 @@ class SkippedSteps:
             return None
         grads = [_gradients_of(optimizer) for optimizer in self._optimizers]
         bad = [not are_finite(of_optimizer) for of_optimizer in grads]
-        message = torch.tensor([*bad, self._seen == _SCALED, self._seen == _UNKNOWN], dtype=torch.uint8)
+        # An optimizer whose first steps are skipped is not seen yet, whatever the others do.
+        is_scaled, is_unknown = any(self._are_scaled.values()), len(self._are_scaled) < len(grads)
+        message = torch.tensor([*bad, is_scaled, is_unknown], dtype=torch.uint8)
         work = self._group.all_reduce(message, ReduceOp.MAX, label="finite gradients", blocking=True)
         work.wait()
         *self._is_bad, is_scaled, is_unknown = map(bool, message.tolist())

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from bagua import _C
-from bagua.algorithms import Algorithm, BucketGroup, Declaration, Training
+from bagua.algorithms import Algorithm, BucketGroup, Declaration, Stage, Training
 from bagua.buckets import Bucket, BucketStorage, Member
 from bagua.data_parallel.end_of_backward import EndOfBackward
 from bagua.data_parallel.failures import ending, fatal
@@ -97,6 +97,7 @@ class Step:
         self._generators: dict[int, tuple[Generator[Any, None, None], Any]] = {}  # by bucket, and what each waits for
         self._begin_ns = self._forward_ns = 0
         self._model = weakref.ref(model)
+        self._is_stage_due = False
         self._is_checked = False  # after the first backward, that the model still has the parameters of the wrap
         self._local_ns: int | None = None  # when a backward inside no_sync began
 
@@ -191,6 +192,8 @@ class Step:
         self._machine.begin()
         self._generators.clear()
         self._zero_copy.begin()
+        if self.sends_gradients:
+            self.states.begin_backward()
         self._begin_ns = time.monotonic_ns()
         # The one place that asks the engine to tell when backward ends. The engine drops the callback
         # without calling it when backward raises, and EndOfBackward notices.
@@ -227,11 +230,13 @@ class Step:
     def _resume(self, index: int) -> None:
         bucket = self.storage.buckets[index]
         generator, awaited = self._generators.pop(index)
-        self._bucket_group.go_on(bucket)
+        self._bucket_group.begin(bucket)
 
         def go_on() -> Generator[Any, None, None]:
             if awaited is not None:
                 awaited.wait()
+                self._zero_copy.go_on(bucket)
+            bucket.is_result = False  # it may be changed now
             return generator
 
         self._communicate(bucket, go_on)
@@ -264,7 +269,7 @@ class Step:
         bucket = self.storage.buckets[index]
         for work in bucket.works:
             work.wait()
-        if len(bucket.works) == 1 and bucket.works[0].is_result_finite is not None:
+        if bucket.is_result and bucket.works[0].is_result_finite is not None:
             bucket.found_finite(bucket.works[0].is_result_finite)
         self._zero_copy.finalize(bucket)
 
@@ -339,6 +344,8 @@ class Step:
         self.num_steps += 1
         self.recorder.add_step(self._begin_ns, wait_ns, time.monotonic_ns(), len(self.storage.buckets))
         self.optimizer_steps.backward_ended()
+        if self._is_stage_due:
+            self._enter_next_stage()
 
     def _abort(self) -> None:
         """Backward raised before its end: other ranks must not wait for what will never be sent."""
@@ -382,6 +389,8 @@ class Step:
     def enters_stage(self) -> bool:
         """Looks at what the algorithm does now; whether the buckets are to be laid out anew for it."""
         stage = self.algorithm.stage()
+        if not isinstance(stage, Stage):
+            raise InvalidArgument(f"stage() gave a {type(stage).__name__}, expected a bagua.algorithms.Stage")
         if stage.name not in self._stages:
             self._stages.append(stage.name)
         agrees = self.algorithm.skips_together() is not False
@@ -397,6 +406,9 @@ class Step:
 
     def _enter_next_stage(self) -> None:
         """At an optimizer's step the algorithm may have changed what the buckets are for."""
+        self._is_stage_due = self._machine.is_open  # of a single rank, whose optimizers may step in backward
+        if self._is_stage_due:
+            return
         with self._algorithm("lay_out"):
             if self.enters_stage():
                 self.enter_stage()

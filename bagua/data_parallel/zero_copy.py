@@ -89,9 +89,14 @@ class ZeroCopy:
         self.release(bucket)
 
     def release_completed(self) -> None:
-        """Those whose communication has ended meanwhile; it ends in the order in which it began."""
-        while self._in_flight and self._in_flight[0].works and all(w.is_completed() for w in self._in_flight[0].works):
+        """Those that were read in a communication that has ended meanwhile; it ends in the order in which it began."""
+        while self._in_flight and _is_read_and_completed(self._in_flight[0]):
             self.release(self._in_flight.popleft())
+
+    def go_on(self, bucket: Bucket) -> None:
+        """The algorithm has waited for what it started, and may look at the parameters' gradients."""
+        if _is_read_and_completed(bucket):
+            self.release(bucket)
 
     def finalize(self, bucket: Bucket) -> None:
         """The end of backward: all that was started for the bucket is complete."""
@@ -109,3 +114,8 @@ class ZeroCopy:
                 self._in_place_bytes -= member.num_bytes
                 if member.parameter.grad is grad:  # a hook of the user's may have put something else there
                     member.parameter.grad = member.view
+
+
+def _is_read_and_completed(bucket: Bucket) -> bool:
+    # Until an operation takes the gradients before_read waits for them; what is complete may be of something else.
+    return bucket.before_read is None and bool(bucket.works) and all(work.is_completed() for work in bucket.works)

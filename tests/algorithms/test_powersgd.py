@@ -129,6 +129,53 @@ def test_nothing_is_lost(pool2, state_dtype):
     pool2.run(_nothing_is_lost, args=(state_dtype,))
 
 
+def _low_rank_first(rank, world_size):
+    """A single row of gradients, as of an embedding, gives one direction; later ones fill all that may be sent."""
+    with process_group():
+        model = torch.nn.ParameterDict({"weight": torch.zeros(64, 64)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        bagua.with_bagua(model, optimizer, algorithm="powersgd", rank=4)
+        for step in range(8):
+            optimizer.zero_grad()
+            gradient = torch.zeros(64, 64)
+            gradient[3] = 1.0
+            if step == 7:
+                gradient = _gradient(rank, step, (64, 64))
+            (model["weight"] * gradient).sum().backward()
+            if step < 7:
+                torch.testing.assert_close(model["weight"].grad, gradient)
+            optimizer.step()
+        strengths = torch.linalg.svdvals(model["weight"].grad)
+        assert float(strengths[3]) > 0.1 * float(strengths[0]) and float(strengths[4]) < 1e-4
+
+
+def test_gradients_of_a_lower_rank_leave_no_direction_out_for_good(pool2):
+    pool2.run(_low_rank_first)
+
+
+def _half(rank, world_size, dtype):
+    with process_group():
+        model = torch.nn.ParameterDict({"weight": torch.zeros(64, 64, dtype=dtype)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        bagua.with_bagua(model, optimizer, algorithm="powersgd", rank=4)
+        total = torch.zeros(64, 64, dtype=torch.float64)
+        for step in range(50):
+            optimizer.zero_grad()
+            gradient = _gradient(0, step, (64, 64)).to(dtype)
+            (model["weight"] * gradient).sum().backward()
+            total += gradient.double() - model["weight"].grad.double()
+            optimizer.step()
+        kept = model.bagua.state_dict()["parameters"]["states"]["error"]["parameters"]["weight"].double().view(64, 64)
+        off = float((total - kept).abs().max())
+        # What is sent is rounded to the dtype, about 2 in each step, and nothing else.
+        assert off < 16 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_is_kept_is_not_rounded_to_the_gradients_dtype(pool2, dtype):
+    pool2.run(_half, args=(dtype,))
+
+
 def _sent(rank, world_size):
     with process_group():
         model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(4)))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import random
 
 import pytest
 import torch
 
 import bagua
 from bagua import ReduceOp
-from bagua.algorithms import Algorithm, ParameterState
+from bagua.algorithms import Algorithm, ParameterState, Stage
 from bagua.errors import BaguaError, InvalidArgument
+from bagua.testing import spawn
 from tests.conformance.training import assert_equal_on_all_ranks, process_group
 
 NUM_LAYERS = 6
@@ -322,6 +325,31 @@ class Asks(Algorithm):
         assert bucket.state("q", bucket.members[0]).shape == (2,)
 
 
+@dataclasses.dataclass(kw_only=True)
+class AsksElsewhere(Asks):
+    name = "asks_elsewhere"
+
+    def communicate(self, bucket, group):
+        bucket.flat.zero_()
+
+    def after_optimizer_step(self, optimizer, buckets, group):
+        buckets[0].state("q", buckets[0].members[0])
+
+
+def _asks_elsewhere(rank, world_size):
+    with process_group():
+        model = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, optimizer, algorithm=AsksElsewhere())
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(BaguaError, match=r"bucket.state\('q'\) is for communicate"):
+            optimizer.step()
+
+
+def test_states_are_for_communicate(pool2):
+    pool2.run(_asks_elsewhere)
+
+
 def test_states_that_are_not_there(pool2):
     def run(rank, world_size):
         with process_group():
@@ -329,3 +357,291 @@ def test_states_that_are_not_there(pool2):
             model(torch.ones(2, 3)).sum().backward()
 
     pool2.run(run)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Waits(Algorithm):
+    """Sends nothing before it goes on for the first time; in every other step something else is complete by then."""
+
+    name = "waits"
+    sends_another: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.step = 0
+
+    def communicate(self, bucket, group):
+        if not self.sends_another:
+            yield None
+        elif self.step % 2:
+            work = group.all_reduce(torch.ones(3))
+            work.wait()
+            yield work
+        yield group.all_reduce(bucket, ReduceOp.AVG, codec="bf16")
+
+    def after_backward(self, buckets, group):
+        self.step += 1
+
+
+def _waits(rank, world_size, sends_another):
+    with process_group():
+        model = _layers(rank, Waits(sends_another=sends_another))
+        for step in range(4):
+            expected = _local_gradients(model, rank, step)
+            for grad in expected:
+                bagua.all_reduce(grad, ReduceOp.AVG)
+            _backward(model, rank, step)
+            for grad, parameter in zip(expected, model.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, grad, rtol=0.02, atol=0.02)
+            for bucket in model.bagua.buckets:
+                is_alone = not sends_another or step % 2 == 0
+                assert str(bucket.declaration) == f"all_reduce{'' if is_alone else ' + all_reduce'}, bf16"
+                assert bucket.declaration.is_zero_copy == is_alone
+
+
+@pytest.mark.parametrize("sends_another", [False, True])
+def test_the_bucket_may_be_sent_after_something_else(pool2, sends_another):
+    pool2.run(_waits, args=(sends_another,))
+
+
+@dataclasses.dataclass(kw_only=True)
+class LooksAtGradients(Algorithm):
+    name = "looks_at_gradients"
+
+    def communicate(self, bucket, group):
+        yield group.all_reduce(bucket, ReduceOp.AVG, codec="bf16")
+        for member in bucket.members:
+            assert member.parameter.grad is member.view
+
+
+def _looks_at_gradients(rank, world_size):
+    with process_group():
+        model = _layers(rank, LooksAtGradients())
+        for step in range(3):
+            _backward(model, rank, step)
+            assert all(bucket.declaration.is_zero_copy for bucket in model.bagua.buckets)
+
+
+def test_gradients_are_the_result_where_a_generator_goes_on(pool2):
+    pool2.run(_looks_at_gradients)
+
+
+def _copies(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(torch.nn.Linear(3, 3))
+        group = copy.copy(model.bagua.algorithm.training.group)
+        assert (group.rank, group.size) == (rank, world_size)
+
+
+def test_the_group_may_be_copied_with_an_algorithm(pool2):
+    pool2.run(_copies)
+
+
+@dataclasses.dataclass(kw_only=True)
+class InSubgroup(Algorithm):
+    name = "in_subgroup"
+
+    def attach(self, training):
+        super().attach(training)
+        self.others = training.group.subgroup("others", range(training.group.size), training.group.timeout)
+
+    def communicate(self, bucket, group):
+        for part in bucket.flat.chunk(2):
+            self.others.all_reduce(part)
+
+
+def _in_subgroup(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(torch.nn.Linear(1000, 1000, bias=False), algorithm=InSubgroup())
+        model(torch.full((1, 1000), float(rank + 1))).sum().backward()
+        assert torch.equal(model.weight.grad, torch.full((1000, 1000), 3.0))
+        (bucket,) = model.bagua.buckets
+        assert len(bucket.works) == 2 and str(bucket.declaration) == "all_reduce + all_reduce, full precision"
+
+
+def test_what_is_started_in_a_subgroup_is_waited_for_too(pool2):
+    pool2.run(_in_subgroup)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Draws(Algorithm):
+    name = "draws"
+
+    def communicate(self, bucket, group):
+        noise = torch.rand(()) + random.random()
+        return group.all_reduce(bucket, codec="bf16" if noise >= 0 else None)
+
+
+def _draws(rank, world_size):
+    with process_group():
+        model = torch.nn.Linear(3, 3)
+        states = torch.get_rng_state(), random.getstate()
+        bagua.with_bagua(model, algorithm=Draws())
+        (bucket,) = model.bagua.buckets
+        assert str(bucket.declaration) == "all_reduce, bf16"
+        assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+
+
+def test_to_know_what_will_be_sent_draws_no_random_numbers(pool2):
+    pool2.run(_draws)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Feeds(Algorithm):
+    name = "feeds"
+    what: str = ""
+
+    def parameter_state(self):
+        return {"shaped": ParameterState(shape=lambda p: (1,)), "wide": ParameterState(torch.float64)}
+
+    def communicate(self, bucket, group):
+        if self.what == "part":
+            return group.all_reduce(bucket.flat[:64], codec="bf16", feedback="wide")
+        return group.all_reduce(bucket, codec="bf16", feedback=self.what)
+
+
+def _feeds(rank, world_size):
+    messages = {
+        "unknown": r"feedback='unknown'.*parameter_state\(\) describes 'shaped', 'wide'",
+        "shaped": "feedback='shaped' is to be a state of the shape of the gradients",
+        "wide": "feedback='wide' is to be a state .* in float32 or bfloat16.*float64",
+        "part": "feedback='wide' is for a bucket that all ranks reduce",
+    }
+    with process_group():
+        for what, message in messages.items():
+            group = bagua.new_group(range(world_size))
+            model = bagua.with_bagua(torch.nn.Linear(64, 64), algorithm=Feeds(what=what), group=group)
+            with pytest.raises(BaguaError, match=message):
+                model(torch.ones(1, 64)).sum().backward()
+
+
+def test_feedback_that_cannot_be_kept_is_refused(pool2):
+    pool2.run(_feeds)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Spoils(Algorithm):
+    """A codec is used, and yet the bucket is not what its all_reduce has left."""
+
+    name = "spoils"
+    how: str = "after it"
+
+    def communicate(self, bucket, group):
+        if self.how == "a part of it":  # the NaN lies elsewhere
+            yield group.all_reduce(bucket.flat[:16], ReduceOp.AVG, codec="minmax_uint8")
+            return
+        sent = torch.ones(8) if self.how == "something else" else bucket
+        work = group.all_reduce(sent, ReduceOp.AVG, codec="minmax_uint8")
+        if self.how == "at its end":
+            work.finish_with(lambda: bucket.flat[30].mul_(60_000.0))
+            return
+        yield work
+        bucket.flat[30] = float("nan")
+
+
+def _spoils(rank, world_size, how):
+    with process_group():
+        dtype = torch.float16 if how == "at its end" else torch.float32  # which alone overflows there
+        model = torch.nn.Linear(64, 64, bias=False, dtype=dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, optimizer, algorithm=Spoils(how=how))
+        for _ in range(2):
+            optimizer.zero_grad()
+            x = torch.full((1, 64), 2.0, dtype=dtype)
+            x[0, 30] = float("nan") if how == "a part of it" else 2.0
+            model(x).sum().backward()
+            with pytest.raises(InvalidArgument, match="NaN or Inf on some rank"):
+                optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["after it", "at its end", "something else", "a part of it"])
+def test_the_guard_looks_at_all_that_a_codec_has_not_left(pool2, how):
+    pool2.run(_spoils, args=(how,))
+
+
+@dataclasses.dataclass(kw_only=True)
+class Doubles(Algorithm):
+    """In every other step doubles what it sends, by views that it has seen before."""
+
+    name = "doubles"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.step = 0
+
+    def lay_out(self, buckets):
+        self.views = [member.view for bucket in buckets for member in bucket.members]
+
+    def communicate(self, bucket, group):
+        def double():
+            for view in self.views:
+                view.mul_(2)
+
+        return group.all_reduce(bucket, ReduceOp.AVG, codec="bf16", prepare=double if self.step % 2 else None)
+
+    def after_backward(self, buckets, group):
+        self.step += 1
+
+
+def _doubles(rank, world_size):
+    with process_group():
+        model = bagua.with_bagua(torch.nn.Linear(64, 4, bias=False), algorithm=Doubles())
+        for step in range(4):
+            model.zero_grad()
+            model(torch.ones(2, 64)).sum().backward()
+            assert torch.equal(model.weight.grad, torch.full((4, 64), 4.0 if step % 2 else 2.0))
+
+
+def test_gradients_are_there_when_they_are_prepared(pool2):
+    pool2.run(_doubles)
+
+
+@dataclasses.dataclass(kw_only=True)
+class InStages(Algorithm):
+    name = "in_stages"
+    gives: type = Stage
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.num_steps = 0
+
+    def stage(self):
+        return self.gives("late" if self.num_steps > 2 else "early")
+
+    def communicate(self, bucket, group):
+        return group.all_reduce(bucket)
+
+    def after_optimizer_step(self, optimizer, buckets, group):
+        self.num_steps += 1
+
+
+def _steps_in_backward(rank, world_size):
+    with process_group():
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+        bagua.with_bagua(model, list(optimizers.values()), algorithm=InStages())
+
+        def step(parameter):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            before = model.bagua.buckets
+            model(torch.ones(2, 3)).sum().backward()
+        assert model.bagua.algorithm.num_steps == 12 and model.bagua.buckets == before
+
+
+def test_a_stage_that_begins_in_a_single_ranks_backward_begins_at_its_end():
+    spawn(_steps_in_backward, 1)
+
+
+def _no_stage(rank, world_size):
+    with process_group():
+        with pytest.raises(InvalidArgument, match=r"stage\(\) gave a str, expected a bagua.algorithms.Stage"):
+            bagua.with_bagua(torch.nn.Linear(3, 3), algorithm=InStages(gives=str))
+
+
+def test_what_is_no_stage_is_refused(pool2):
+    pool2.run(_no_stage)

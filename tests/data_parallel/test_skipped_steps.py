@@ -97,6 +97,32 @@ def test_a_scaler_that_comes_late_is_refused_on_all_ranks(pool2, algorithm):
     pool2.run(_late, args=(algorithm,))
 
 
+def _one_of_two_is_scaled(rank, world_size, algorithm):
+    """Its first steps are skipped on all ranks, so that nobody has seen that it is."""
+    with process_group():
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)])
+        plain, scaled = (torch.optim.SGD(part.parameters(), lr=0.01) for part in model)
+        bagua.with_bagua(model, [plain, scaled], algorithm=algorithm)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(5):
+            for optimizer in (plain, scaled):
+                optimizer.zero_grad()
+            is_bad = step < 2 and rank == 1
+            x = torch.full((2, 8), float("inf") if is_bad else 1.0)
+            (model[0](torch.ones(2, 8)).sum() + scaler.scale(model[1](x).sum())).backward()
+            plain.step()
+            scaler.step(scaled)
+            scaler.update()
+        assert scaler.get_scale() == 2.0  # on all ranks
+        return _num_messages(model)
+
+
+@pytest.mark.parametrize("algorithm", ASKING)
+def test_another_optimizers_plain_steps_tell_nothing_of_one_that_is_skipped(pool2, algorithm):
+    assert pool2.run(_one_of_two_is_scaled, args=(algorithm,)) == [5, 5]
+
+
 def test_options():
     with pytest.raises(InvalidArgument, match="skip_together is 1, expected True, False or None"):
         bagua.algorithms.LocalSGD(skip_together=1)
