@@ -30,7 +30,7 @@ GRADIENT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class Member:
-    """One parameter's place in a bucket. Every gradient passes by here, so what does not change is looked up once.
+    """One parameter in a bucket. Every gradient passes by here, so what does not change is looked up once.
 
     Attributes:
         index: of the parameter.
@@ -62,7 +62,7 @@ class Member:
 
 
 class States(Protocol):
-    """What an algorithm remembers of parameters: ``data_parallel/parameter_state.py``."""
+    """What an algorithm remembers of parameters: ``data_parallel/algorithm_state.py``."""
 
     def writable(self, name: str, bucket: Bucket, member: Member | None) -> torch.Tensor: ...
 
@@ -73,7 +73,7 @@ class Bucket:
     """Gradients, or weights, of one dtype that lie side by side and are communicated as one message.
 
     Attributes:
-        index: place in the launch order, equal on all ranks.
+        index: in the launch order, equal on all ranks.
         label: ``"bucket 3"``, the name in error messages and in the timeline.
         kind: what ``Algorithm.bucket_class`` returned for its parameters.
         optimizer_index: which optimizer steps all its parameters; None where gradients are exchanged.
@@ -244,7 +244,7 @@ class Bucket:
         return tensor is self._flat
 
     def memory(self, with_gradients: bool) -> torch.Tensor:
-        """``flat`` for an operation: its gradients, or a place for its result."""
+        """``flat`` for an operation: its gradients, or memory for its result."""
         return self.flat if with_gradients else self._flat
 
     def found_finite(self, is_finite: bool) -> None:

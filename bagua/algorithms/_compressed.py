@@ -38,7 +38,7 @@ class CompressedGradients(Algorithm):
         error_feedback: what the codes of a step leave out is added to what the next step encodes, at both ends. Several
             optimizers are then to step together: the step of one counts for what all of them were sent.
         state_dtype: "float32" or "bfloat16", of what error feedback remembers.
-        seed: what a codec that rounds at random draws from, with the step and the place of an element.
+        seed: what a codec that rounds at random draws from, with the step and the offset of an element.
         min_compressed_bytes: buckets below it cost the latency of a message, which a codec cannot shorten. Measured
             (benchmarks/micro/tcp_hosts.py, 1 Gbit/s between hosts): coded becomes faster between 16 and 32 KB.
     """

@@ -41,7 +41,7 @@ class ExchangedWeights(Algorithm):
         self.num_steps = [0] * len(training.optimizers)
 
     def index_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """The place of an optimizer among those that were passed to with_bagua."""
+        """The index of an optimizer among those that were passed to with_bagua."""
         return next(index for index, other in enumerate(self.training.optimizers) if other is optimizer)
 
     def skips_together(self) -> bool | None:

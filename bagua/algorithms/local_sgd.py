@@ -111,11 +111,11 @@ class LocalSGD(ExchangedWeights):
         num_moments = torch.tensor([len(moments[member.index]) for member in members], dtype=torch.uint8)
         group.all_reduce(num_moments, ReduceOp.MIN, label="numbers of moments", blocking=True).wait()
         shared = {m.index: moments[m.index][:num] for m, num in zip(members, num_moments.tolist(), strict=True)}
-        for place in range(max(map(len, shared.values()), default=0)):
+        for index in range(max(map(len, shared.values()), default=0)):
             exchanges = []
             for bucket in buckets:
-                # A member without this moment keeps its place in the message.
-                tensors = [shared[m.index][place] if place < len(shared[m.index]) else m.view for m in bucket.members]
+                # A member without this moment keeps its segment of the message.
+                tensors = [shared[m.index][index] if index < len(shared[m.index]) else m.view for m in bucket.members]
                 if any(tensor is not m.view for tensor, m in zip(tensors, bucket.members, strict=True)):
                     exchanges.append((bucket, tensors))
             self._average(exchanges, group)

@@ -38,7 +38,7 @@ class LowPrecisionDecentralized(ExchangedWeights):
         interval: every so many steps of an optimizer: after the first, the one `interval` later, and so on.
         codec: one whose loss is small beside what it encodes: not "onebit" or "topk", since what is lost is not sent
             later, and not "qsgd:bits=2".
-        seed: what a codec that rounds at random draws from, with the step and the place of an element.
+        seed: what a codec that rounds at random draws from, with the step and the offset of an element.
         skip_together: as in ExchangedWeights; but by default the ranks tell one another of NaN and Inf in each step,
             since no codec can send the weights that come of them.
 
@@ -120,10 +120,10 @@ class LowPrecisionDecentralized(ExchangedWeights):
         if group.size == 1 or not is_due:
             return
         under_way: list[tuple[Bucket, torch.Tensor, Work]] = []
-        for place, bucket in enumerate(buckets):
+        for number, bucket in enumerate(buckets):
             if len(under_way) == len(self._scratch):
                 self._finish(*under_way.pop(0))
-            flat = self._scratch[place % len(self._scratch)][: bucket.num_bytes].view(bucket.dtype)
+            flat = self._scratch[number % len(self._scratch)][: bucket.num_bytes].view(bucket.dtype)
             bucket.load(flat=flat)
             under_way.append((bucket, flat, self._start(bucket, flat, self.num_steps[index])))
         for exchange in under_way:

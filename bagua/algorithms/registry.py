@@ -146,7 +146,7 @@ def _load(entry: EntryPoint) -> None:
         module = importlib.import_module(module_name)
     except Exception as error:  # a module may raise anything
         raise InvalidArgument(
-            f"{_spell(entry)}: module {module_name!r} does not import ({type(error).__name__}: {error}); mend the "
+            f"{_spell(entry)}: module {module_name!r} does not import ({type(error).__name__}: {error}); fix the "
             "package or uninstall it"
         ) from error
     if class_name:

@@ -54,7 +54,7 @@ class FollowedOptimizers:
         return iter(self._optimizers)
 
     def index_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """Its place among them."""
+        """Its index among them."""
         return next(index for index, other in enumerate(self._optimizers) if other is optimizer)
 
     def is_wrapper(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -84,11 +84,11 @@ class FollowedOptimizers:
             # It replaces those that step nothing beside, so that there are never more than needed.
             kept = [i for i, other in enumerate(self._steps) if i != index and not other <= steps]
             replaced = [i for i in range(len(self._steps)) if i not in kept]
-            place = replaced[0] if replaced else len(kept)
+            index = replaced[0] if replaced else len(kept)
             new = ((self._optimizers, optimizer), (self._parameters, parameters), (self._steps, steps))
             for values, value in new:
                 values[:] = [values[i] for i in kept]
-                values.insert(place, value)
+                values.insert(index, value)
             self._algorithm.adopt_optimizers(tuple(self._optimizers))
 
     def _follow_fixed(
@@ -116,9 +116,9 @@ class FollowedOptimizers:
         try:
             agree(self._group, lambda: (None, describe_optimizer(index, optimizer, self._name_of)), remedy)
         except BaguaError as error:
-            place = {"rank": error.rank, "operation": error.operation, "bucket": error.bucket}
+            context = {"rank": error.rank, "operation": error.operation, "bucket": error.bucket}
             message = f"an optimizer ({type(optimizer).__name__}) that was made anew makes its first step: {error}"
-            raise type(error)(f"{message}; {remedy}", **place) from error
+            raise type(error)(f"{message}; {remedy}", **context) from error
         self._agreed.add(optimizer)
 
     def _refusal(self, optimizer: torch.optim.Optimizer, steps: frozenset[int]) -> InvalidArgument:

@@ -66,7 +66,7 @@ class BaguaHandle:
     def no_sync(self) -> Iterator[None]:
         """Backwards inside stay local: their gradients add up until the first backward outside.
 
-        It is the place of ``backward()`` that counts; have the forward inside too, which saves the
+        It is where ``backward()`` is called that counts; have the forward inside too, which saves the
         broadcast of the buffers. Where gradients are exchanged, an optimizer that would step what is left local
         raises InvalidArgument, on all ranks; where weights are, they are exchanged at its step all the same, but a
         GradScaler's ranks agree on skipped steps in backwards outside only.
@@ -88,7 +88,7 @@ class BaguaHandle:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides the states of model and optimizers: plain data, no communication.
 
-        The order of the gradients is part of it, because the place of a gradient in its bucket decides
+        The order of the gradients is part of it, because the offset of a gradient in its bucket decides
         how its sum is rounded; with it a resumed run continues bit for bit.
         """
         order = self.step.order
@@ -178,8 +178,8 @@ class BaguaHandle:
             clock = clock_sync.measure(self.group)
         except BaguaError as error:
             message = f"{error}; model.bagua.timeline().save(path) writes what this rank knows, without the others"
-            place = {"rank": error.rank, "operation": error.operation, "bucket": error.bucket}
-            raise type(error)(message, **place) from error
+            context = {"rank": error.rank, "operation": error.operation, "bucket": error.bucket}
+            raise type(error)(message, **context) from error
         path = Path(folder) / f"rank{self.group.rank}.json"
 
         def write() -> tuple[None, dict[str, Any]]:

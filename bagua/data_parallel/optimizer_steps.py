@@ -15,13 +15,13 @@ import torch
 
 from bagua.algorithms import Algorithm, BucketGroup
 from bagua.buckets import Bucket, BucketStorage
+from bagua.data_parallel.algorithm_state import ParameterStates
 from bagua.data_parallel.failures import ending, fatal
 from bagua.data_parallel.followed_optimizers import FollowedOptimizers
 from bagua.data_parallel.local_gradients import LocalGradients
+from bagua.data_parallel.nonfinite_guard import NonFiniteGuard, is_skipped_by_scaler
 from bagua.data_parallel.optimizer_hooks import Call, Calls
-from bagua.data_parallel.overflow import NonFiniteGuard, is_skipped_by_scaler
 from bagua.data_parallel.parameter_errors import closure_not_called, stepped_in_backward
-from bagua.data_parallel.parameter_state import ParameterStates
 from bagua.data_parallel.skipped_steps import SkippedSteps
 from bagua.distributed.process_group import Work
 from bagua.errors import BaguaError

@@ -60,7 +60,7 @@ def closure_not_called(optimizer: torch.optim.Optimizer, rank: int) -> InvalidAr
 
 
 def never_ready(names: Sequence[str], missing: Sequence[int], rank: int) -> InvalidArgument:
-    """What to say of a backward that has left out the parameters ``missing`` of ``names``, where none may be."""
+    """What to say of a backward that has not used the parameters ``missing`` of ``names``, where none may be."""
     num = len(missing)
     shown = ", ".join(repr(names[index]) for index in missing[:8]) + (f" and {num - 8} more" if num > 8 else "")
     return InvalidArgument(
@@ -76,9 +76,9 @@ def changed_parameters(model: torch.nn.Module, storage: BucketStorage, rank: int
     current = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     known = {id(parameter): name for name, parameter in zip(storage.names, storage.parameters, strict=True)}
     held = {id(parameter) for parameter in model.parameters()}
-    gone = [name for key, name in known.items() if key not in held]
-    new = [name for key, name in current.items() if key not in known and name not in gone]
-    told = [("were replaced", gone), ("were added", new)]
+    removed = [name for key, name in known.items() if key not in held]
+    new = [name for key, name in current.items() if key not in known and name not in removed]
+    told = [("were replaced", removed), ("were added", new)]
     what = "; ".join(f"{len(names)} {verb}, {names[0]!r} for one" for verb, names in told if names)
     if not what:
         return None

@@ -152,7 +152,7 @@ def _uncast(loaded: Any, sent: Any) -> Any:
 class _TensorSpec(tuple):
     """Stands for a tensor in a tree: (number, shape, dtype).
 
-    The number is its place among those that travel: trees whose entries are in another order are not the same.
+    The number is its index among those that travel: trees whose entries are in another order are not the same.
     """
 
     __slots__ = ()
@@ -193,16 +193,16 @@ class BufferBroadcast:
     def __init__(self, model: torch.nn.Module, group: ProcessGroup) -> None:
         self._group = group
         self._slots: list[tuple[torch.nn.Module, str, str, torch.Tensor]] = []  # owner, attribute, full name, slot
-        places = []
+        slots_in_memory = []
         end = _ALIGN_BYTES
         for name, buffer in model.named_buffers():
             owner_name, _, attribute = name.rpartition(".")
             begin, end = end, end + buffer.numel() * buffer.element_size()
-            places.append((model.get_submodule(owner_name), attribute, name, buffer, begin, end))
+            slots_in_memory.append((model.get_submodule(owner_name), attribute, name, buffer, begin, end))
             end += -end % _ALIGN_BYTES
-        self._memory = group.empty(end, torch.uint8) if places else torch.empty(0, dtype=torch.uint8)
+        self._memory = group.empty(end, torch.uint8) if slots_in_memory else torch.empty(0, dtype=torch.uint8)
         self._is_refused = self._memory[:1]
-        for owner, attribute, name, buffer, begin, stop in places:
+        for owner, attribute, name, buffer, begin, stop in slots_in_memory:
             slot = self._memory[begin:stop].view(buffer.dtype).view(buffer.shape)
             self._slots.append((owner, attribute, name, slot))
 

@@ -30,6 +30,7 @@ import torch
 from bagua import _C
 from bagua.algorithms import Algorithm, BucketGroup, Declaration, Stage, Training
 from bagua.buckets import Bucket, BucketStorage, Member
+from bagua.data_parallel.algorithm_state import ParameterStates
 from bagua.data_parallel.end_of_backward import EndOfBackward
 from bagua.data_parallel.failures import ending, fatal
 from bagua.data_parallel.optimizer_steps import OptimizerSteps
@@ -40,7 +41,6 @@ from bagua.data_parallel.parameter_errors import (
     refused_gradient,
     unfrozen,
 )
-from bagua.data_parallel.parameter_state import ParameterStates
 from bagua.data_parallel.state_sync import BufferBroadcast
 from bagua.data_parallel.unused_parameters import UnusedParameters
 from bagua.data_parallel.zero_copy import ZeroCopy
@@ -310,9 +310,9 @@ class Step:
         """What happened when on this rank, in all groups that were used; without `parts` operations as a whole only."""
         events = [(group.name, event) for group in self.groups for event in group.events(parts=parts)]
         kept_since_ns = {group.name: group.kept_since_ns() for group in self.groups}  # later: what is lost until then
-        place = {"rank": self.group.rank, "world_size": self.group.size, "group": self.group.name}
-        place["algorithm"] = self.algorithm.name
-        return snapshot(self.recorder, events, kept_since_ns, self.storage.buckets, place)
+        context = {"rank": self.group.rank, "world_size": self.group.size, "group": self.group.name}
+        context["algorithm"] = self.algorithm.name
+        return snapshot(self.recorder, events, kept_since_ns, self.storage.buckets, context)
 
     # --- end of backward -----------------------------------------------------------------------
 

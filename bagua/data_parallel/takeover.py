@@ -12,7 +12,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bagua.data_parallel.parameter_state import ParameterStates
+from bagua.data_parallel.algorithm_state import ParameterStates
 from bagua.data_parallel.step import Step
 from bagua.data_parallel.unused_parameters import UnusedParameters
 from bagua.distributed.process_group import ProcessGroup

@@ -45,7 +45,7 @@ class UnusedParameters:
                 view.copy_(parameter.grad)
 
     def start_agreeing(self) -> Work:
-        """Sends what this rank has used. All ranks call it at the same place: behind the last bucket."""
+        """Sends what this rank has used. All ranks call it at the same point: behind the last bucket."""
         self._used = torch.frombuffer(bytearray(self.is_used), dtype=torch.uint8)
         self.is_used[:] = bytes(len(self.is_used))
         self._agreeing = self._group.all_reduce(self._used, ReduceOp.MAX, label="used parameters")

@@ -3,7 +3,7 @@
 Beside the data path. Of two ranks the higher one dials, so the lower one would never hear that its peer has died or
 that the group has failed there: it checks at intervals. A collective checks on the thread that runs it (links.py). The
 thread that sends and receives messages must not block on a single peer, so the thread "bagua-liveness" checks for it,
-and for dials that take long. Connected ranks notice over their control link, in the core (csrc/transport).
+and for dials that take long. Connected ranks notice over their control link, in the core (csrc/communicator).
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def test_a_package_that_a_rank_lacks_is_an_error_on_all_ranks(install, tmp_path)
 PACKAGE = r"package 'zz-package' \(entry point (zz_plain|bytegrad) = zz_module(:\w+)?\)"
 REFUSED = {
     "unknown module": ("zz_module", None, r"does not import \(ModuleNotFoundError: No module named 'zz_module'\)"),
-    "raises": ("zz_module", "1 / 0", r"does not import \(ZeroDivisionError: division by zero\); mend the package"),
+    "raises": ("zz_module", "1 / 0", r"does not import \(ZeroDivisionError: division by zero\); fix the package"),
     "no python": ("zz_module", "def", r"does not import \(SyntaxError"),
     "no such class": ("zz_module:Other", PLUGIN, "module 'zz_module' has no 'Other'; name a class"),
     "registers nothing": (

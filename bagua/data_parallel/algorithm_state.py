@@ -95,7 +95,7 @@ class ParameterStates:
 
         into = value(self._next)
         if (kind, key) not in self._renewed_now:
-            kept = value(self._kept)  # there in any case, to change places with ``into``
+            kept = value(self._kept)  # there in any case, to be swapped with ``into``
             if (kind, key) in self._renewed:
                 self._before[kind, key] = into.clone()
             else:
@@ -127,7 +127,7 @@ class ParameterStates:
                 if kind == "stripes":
                     values.append(self._owner(side, name, bucket, stripe))
                 else:
-                    values.append(self._flat(side, name, bucket, is_empty=self._place(hierarchical) is None))
+                    values.append(self._flat(side, name, bucket, is_empty=self._encoder(hierarchical) is None))
             kept, following = values
             if (kind, key) in self._renewed or (kind, key) in self._renewed_now:
                 if (kind, key) not in self._renewed_now:
@@ -326,7 +326,7 @@ class ParameterStates:
 
     # --- one value
 
-    def _place(self, hierarchical: bool) -> int | None:
+    def _encoder(self, hierarchical: bool) -> int | None:
         """Which of those that encode this rank is; None: it does not."""
         encoders = self._group.nodes.leaders if hierarchical else range(self._group.size)
         return list(encoders).index(self._group.rank) if self._group.rank in encoders else None
@@ -334,11 +334,11 @@ class ParameterStates:
     def _stripe(self, name: str, bucket: Bucket, codec: str, hierarchical: bool) -> Stripe:
         key = (name, bucket.index)
         if key not in self._stripe_of:
-            place = self._place(hierarchical)
+            encoder = self._encoder(hierarchical)
             num_encoders = len(self._group.nodes.leaders) if hierarchical else self._group.size
             self._stripe_of[key] = (0, 0)
-            if place is not None:
-                self._stripe_of[key] = tuple(_C.owned_stripe(bucket.numel, num_encoders, place, codec))
+            if encoder is not None:
+                self._stripe_of[key] = tuple(_C.owned_stripe(bucket.numel, num_encoders, encoder, codec))
         return self._stripe_of[key]
 
     def _flat(self, side: _Side, name: str, bucket: Bucket, is_empty: bool = False) -> torch.Tensor:
