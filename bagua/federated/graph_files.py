@@ -95,7 +95,7 @@ def _encode_graph(graph: Graph, constants: list[torch.Tensor]) -> dict[str, Any]
         raise InvalidArgument(f"{graph.name} cannot be saved with {argument!r}, a {type(argument).__name__}")
 
     def describe(value: Value) -> list:
-        return [value.name, list(value.shape), str(value.dtype).removeprefix("torch."), value.place, value.axis]
+        return [value.name, list(value.shape), str(value.dtype).removeprefix("torch."), value.placement, value.axis]
 
     return {
         "name": graph.name,
@@ -150,8 +150,8 @@ def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) ->
     values: list[Value] = []
 
     def value(described: list) -> Value:
-        name, shape, dtype, place, axis = described
-        values.append(Value(name, tuple(shape), _enum("dtype", dtype), place, axis))
+        name, shape, dtype, placement, axis = described
+        values.append(Value(name, tuple(shape), _enum("dtype", dtype), placement, axis))
         return values[-1]
 
     def decode(argument: Any) -> Any:

@@ -13,7 +13,7 @@ So the cotangents of what the clients share add up first on each rank, then over
 torch.library knows no rule for forward mode. The derivatives are a kernel of the Autograd key, which runs a function of
 a single level of torch.func: that way they hold under every transform, nested, and under torch.compile. It takes names
 that torch keeps to itself. They are tried when this module is imported; where they give other numbers than they should,
-torch.autograd.Functions around the operators take their place, which torch.compile cannot differentiate.
+torch.autograd.Functions around the operators replace them, which torch.compile cannot differentiate.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _check_total(values: Sequence[torch.Tensor], placement: Placement) -> Tensor
     if any(bool((value == 0).any()) for value in values):
         raise InvalidArgument(
             f"the weights of the {placement.size} {placement.name} that take part add up to 0, so there is no mean: "
-            "give one at least a weight, or leave the round out"
+            "give one at least a weight, or skip the round"
         )
     return [value.clone() for value in values]
 
@@ -110,7 +110,7 @@ _RULES: dict[str, tuple[Callable, Callable]] = {
 
 
 def _batch_first(values: Sequence[torch.Tensor], dims: Sequence[int | None]) -> tuple[Tensors, list[int | None]]:
-    """A batch is as good as one, but all ranks must have its axis in the same place."""
+    """A batch is as good as one, but all ranks must have its axis in the same position."""
     moved = [value if dim is None else value.movedim(dim, 0) for value, dim in zip(values, dims, strict=True)]
     return moved, [None if dim is None else 0 for dim in dims]
 
@@ -145,7 +145,7 @@ _OPERATORS = {name: _define(name) for name in _RULES}
 
 
 def _of_those_there(function: Callable[[Tensors], Tensors], tensors: Sequence[torch.Tensor | None]) -> Tensors:
-    """function(the tensors that are not None), with None in the places of those that are."""
+    """function(the tensors that are not None), with None where they are None."""
     there = [i for i, tensor in enumerate(tensors) if tensor is not None]
     results: list = [None] * len(tensors)
     if there:
@@ -171,9 +171,9 @@ def _methods(name: str) -> dict[str, staticmethod]:
         cast = [t if t is None else t.to(like[1]) for t, like in zip(tangents, ctx.likes, strict=True)]
         rule = (lambda there: there) if name == "check_total" else lambda there: call(name, there, ctx.key)
         results = _of_those_there(rule, cast)
-        for place, (shape, dtype, device) in enumerate(ctx.likes):
-            if results[place] is None:  # torch wants all or none
-                results[place] = torch.zeros(shape, dtype=dtype, device=device)
+        for index, (shape, dtype, device) in enumerate(ctx.likes):
+            if results[index] is None:  # torch wants all or none
+                results[index] = torch.zeros(shape, dtype=dtype, device=device)
         return tuple(results)
 
     methods = {"setup_context": setup_context, "backward": backward, "jvp": jvp}

@@ -132,10 +132,10 @@ def check(system: str) -> None:
     if "overlap" in options and (algorithm.exchanges != "gradients" or name == "qadam" or goes_on):
         raise bagua.InvalidArgument(
             "option overlap is for algorithms that exchange gradients, each bucket in one go, and leave the step to "
-            "any optimizer; leave it out"
+            "any optimizer; drop it"
         )
     if options.get("broadcast_buffers") and not algorithm.is_lockstep:
-        raise bagua.InvalidArgument("broadcast_buffers=True is for algorithms whose ranks step together; leave it out")
+        raise bagua.InvalidArgument("broadcast_buffers=True is for algorithms whose ranks step together; drop it")
     algorithm.check([_optimizer_of(name, [torch.nn.Parameter(torch.zeros(1))])])
 
 
@@ -154,7 +154,7 @@ def _check_values(options: dict[str, Any], known: dict[str, str]) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Where this rank is among those that a launcher has started."""
 
     rank: int
@@ -206,19 +206,19 @@ def measure(**task: Any) -> list[dict]:
     return results
 
 
-def measure_here(tasks: Sequence[Task]) -> tuple[Place, list[list[list[dict]]]]:
+def measure_here(tasks: Sequence[Task]) -> tuple[Position, list[list[list[dict]]]]:
     """On a rank of a launcher: what all ranks have measured, by task and rank."""
     initialise(timeout_s=300)
     local = bagua.get_local_world_size()
-    place = Place(bagua.get_rank(), bagua.get_world_size() // local, local)
-    if place.num_hosts > 1 and config.settings().interface is None:
+    position = Position(bagua.get_rank(), bagua.get_world_size() // local, local)
+    if position.num_hosts > 1 and config.settings().interface is None:
         raise bagua.InvalidArgument(
             "BAGUA_SOCKET_IFNAME is not set; name the interface between the hosts, whose bytes are counted "
             "(bagua run --interface eth0)"
         )
     per_task = [bagua.all_gather_object(_measure_all(task)) for task in tasks]
     destroy()
-    return place, per_task
+    return position, per_task
 
 
 def _measure_all(task: Task) -> list[dict]:

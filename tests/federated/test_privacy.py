@@ -156,7 +156,7 @@ def test_it_is_differentiable():
 
 
 def test_isolated_clients():
-    """What the server gets of clients in other places, by sums of masked vectors, is the private mean."""
+    """What the server gets of clients on other machines, by sums of masked vectors, is the private mean."""
     mean = private_mean(reduction=SecureSum())
     program, state = federated.program(mean, clients=6), mean.init(updates(1))
     graph = federated.trace(lambda values, mask, state: program(values, state, mask=mask), updates(1), MASK, state)

@@ -123,7 +123,7 @@ def second(program):
     return lambda x, y: grad(lambda x: grad(program)(x, y).sum())(x)
 
 
-FUNCTIONS = {  # with the verbs that are left when dead ones are gone
+FUNCTIONS = {  # with the verbs that are left when unused ones are removed
     "value": (fax, [BROADCAST, MEAN]),
     "gradient": (grad(fax), [BROADCAST, BROADCAST, SUM]),
     "tangent": (tangent, [BROADCAST] * 2 + [MEAN] * 2),
