@@ -171,7 +171,7 @@ class TraceClosureCheck(ClosureCheck):
         if self is self._trace.closure_checks[-1]:
             raise InvalidArgument(
                 f"the client function uses a tensor of shape {list(tensor.shape)} from around it{_place_of_use()}, "
-                f"which clients have not: pass federated.broadcast(tensor) to {self._verb} as an argument"
+                f"which clients do not have: pass federated.broadcast(tensor) to {self._verb} as an argument"
             )
 
 

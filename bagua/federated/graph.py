@@ -364,7 +364,7 @@ def operator_of(target: str) -> Any:
     if namespace in ("aten", "prims", operators.NAMESPACE) and target.count(".") == 2:
         operator = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
     if operator is None:
-        raise InvalidArgument(f"a graph of the operator {target!r}, which torch {torch.__version__} has not")
+        raise InvalidArgument(f"a graph of the operator {target!r}, which torch {torch.__version__} does not have")
     if why := refusal(operator):
         raise InvalidArgument(f"a graph of the operator {target!r}, {why}")
     return operator

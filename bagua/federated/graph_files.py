@@ -142,7 +142,7 @@ def _enum(kind: str, name: str) -> Any:
     """torch.float32 and its kin."""
     found = getattr(torch, name, None)
     if not isinstance(found, _ENUMS[kind]):
-        raise InvalidArgument(f"a graph with the {kind} {name!r}, which torch {torch.__version__} has not")
+        raise InvalidArgument(f"a graph with the {kind} {name!r}, which torch {torch.__version__} does not have")
     return found
 
 
@@ -178,7 +178,7 @@ def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) ->
         results = [one and value(one) for one in described["results"]]
         target = described["target"]
         if described["verb"] not in ("", BROADCAST, MAP, *REDUCTIONS):
-            raise InvalidArgument(f"a graph with the verb {described['verb']!r}, which is none")
+            raise InvalidArgument(f"a graph with the verb {described['verb']!r}, which does not exist")
         if not described["verb"] and target != CHECK_TOTAL and target not in description["constants"]:
             operator_of(target)
         if described["verb"] == MAP and target not in description["functions"]:

@@ -110,7 +110,7 @@ _RULES: dict[str, tuple[Callable, Callable]] = {
 
 
 def _batch_first(values: Sequence[torch.Tensor], dims: Sequence[int | None]) -> tuple[Tensors, list[int | None]]:
-    """A batch is as good as one, but all ranks must have its axis in the same position."""
+    """Moves the axis of a batch to the front, since all ranks must have it in the same position."""
     moved = [value if dim is None else value.movedim(dim, 0) for value, dim in zip(values, dims, strict=True)]
     return moved, [None if dim is None else 0 for dim in dims]
 
@@ -144,7 +144,7 @@ _OPERATORS = {name: _define(name) for name in _RULES}
 # ---- their derivatives
 
 
-def _of_those_there(function: Callable[[Tensors], Tensors], tensors: Sequence[torch.Tensor | None]) -> Tensors:
+def _of_present(function: Callable[[Tensors], Tensors], tensors: Sequence[torch.Tensor | None]) -> Tensors:
     """function(the tensors that are not None), with None where they are None."""
     there = [i for i, tensor in enumerate(tensors) if tensor is not None]
     results: list = [None] * len(tensors)
@@ -164,13 +164,13 @@ def _methods(name: str) -> dict[str, staticmethod]:
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
-        return (None, None, *_of_those_there(lambda there: transpose(there, ctx.key), cotangents))
+        return (None, None, *_of_present(lambda there: transpose(there, ctx.key), cotangents))
 
     def jvp(ctx: Any, _forward: Any, _key: Any, *tangents: torch.Tensor | None) -> tuple:
         # torch 2.13 makes float64 tangents of numbers without axes, whatever their primals are.
         cast = [t if t is None else t.to(like[1]) for t, like in zip(tangents, ctx.likes, strict=True)]
         rule = (lambda there: there) if name == "check_total" else lambda there: call(name, there, ctx.key)
-        results = _of_those_there(rule, cast)
+        results = _of_present(rule, cast)
         for index, (shape, dtype, device) in enumerate(ctx.likes):
             if results[index] is None:  # torch wants all or none
                 results[index] = torch.zeros(shape, dtype=dtype, device=device)
@@ -181,7 +181,7 @@ def _methods(name: str) -> dict[str, staticmethod]:
 
 
 def _install_kernels() -> dict[str, Callable[[Tensors, str], Tensors]]:
-    """Derivatives as kernels of the Autograd key. Raises where torch has not what that takes."""
+    """Derivatives as kernels of the Autograd key. Raises where torch does not have what that takes."""
     from torch._functorch.autograd_function import enable_single_level_autograd_function
     from torch.autograd.forward_ad import _set_fwd_grad_enabled
     from torch.autograd.function import _SingleLevelFunction
@@ -265,7 +265,7 @@ def _choose() -> str:
         _calls.update(_install_kernels())
         if _hold():
             return "kernels"
-    except Exception as error:  # of names that torch has not, or has otherwise
+    except Exception as error:  # of names that torch does not have, or has in another form
         why = f"{type(error).__name__}: {error}"
     _calls.update(_functions())
     if not _hold():

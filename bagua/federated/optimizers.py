@@ -32,7 +32,7 @@ class Optimizer:
         """The values and the state after a step that descends along the gradient.
 
         Raises:
-            InvalidArgument: the gradient has not the structure and shapes of the values, the state is of another
+            InvalidArgument: the gradient does not have the structure and shapes of the values, the state is of another
                 optimizer or of other values, or values are not floating.
         """
         raise NotImplementedError

@@ -326,7 +326,7 @@ def program(
 def _tell(placement: Placement, error: Exception) -> None:
     """Tells the other ranks, which wait for this one in a reduction, or soon will, what it raises in the program.
 
-    They are told in place of the agreement on the next reduction. Where they have agreed on that one before, they learn
+    They learn it instead of the agreement on the next reduction. Where they have agreed on that one before, they learn
     that this rank calls something else.
     """
     is_of_a_failed_group = isinstance(error, BaguaError) and not isinstance(error, InvalidArgument)

@@ -240,8 +240,8 @@ class Client:
         """The reply to a request of run_on.
 
         Raises:
-            InvalidArgument: it comes out of turn, the graph needs data that this client has not, there are fewer than
-                two clients, or a value is out of the range of a sum.
+            InvalidArgument: it comes out of turn, the graph needs data that this client does not have, there are fewer
+                than two clients, or a value is out of the range of a sum.
         """
         message = _read(request)
         if not _CONTENT.get(message.get("what"), {""}) <= message.keys():
@@ -262,7 +262,7 @@ class Client:
         totals = tuple(map(sum, zip(*turns, strict=True)))
         num_sent = sum(value.placement == SERVER for value in graph.inputs)
         if totals != (num_sent, len(graph.nodes), len(graph.outputs)):
-            raise InvalidArgument(f"rounds of {totals} inputs, nodes and outputs, which {graph.name} has not")
+            raise InvalidArgument(f"rounds of {totals} inputs, nodes and outputs, which {graph.name} does not have")
         self._graph_bytes, self._graph, self._turns, self._num_clients = run["graph"], graph, turns, size
         self._session, self._next = run["session"], 0
         self._known: dict[Value, torch.Tensor] = dict(self._own_values())
@@ -283,7 +283,7 @@ class Client:
             keys = message.get("keys", [])
             if len(keys) != self._num_clients:
                 raise InvalidArgument(f"{len(keys)} clients take part in a program over {self._num_clients}")
-            self._sum.meet(keys, self._session)
+            self._sum.agree_on_seeds(keys, self._session)
         begin = Turn(*map(sum, zip(*self._turns[:number], strict=True))) if number else Turn(0, 0, 0)
         turn = self._turns[number]
         sent = [value for value in graph.inputs if value.placement == SERVER][begin.inputs :][: turn.inputs]

@@ -87,7 +87,7 @@ def _full_shape(value: Value, num_local: int) -> list[int]:
 def _elementwise(target: str, values: Sequence[Value], shapes: Sequence[list[int]], like: torch.Tensor) -> int:
     axes = {value.axis - len(shape) for value, shape in zip(values, shapes, strict=True) if value.axis is not None}
     if len(axes) > 1:
-        raise Mixed(f"{target} on {', '.join(map(str, shapes))}, whose axes of clients do not meet: use map_fn")
+        raise Mixed(f"{target} on {', '.join(map(str, shapes))}, whose client axes do not line up: use map_fn")
     (axis,) = axes
     return axis + like.dim()
 
@@ -189,7 +189,7 @@ def _cat(args: tuple, shape: list[int], like: Any, clients: NumClients, n: int) 
     first = args[0][0]
     _not_along({_positive(args[1] if len(args) > 1 else 0, len(shape))}, (first,), clients)
     if any(value.axis != first.axis for value in args[0]):
-        raise Mixed(f"a concatenation of values whose axes of {clients.placement} do not meet: use map_fn")
+        raise Mixed(f"a concatenation of values whose axes of {clients.placement} do not line up: use map_fn")
     return first.axis, args
 
 

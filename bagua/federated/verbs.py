@@ -53,7 +53,7 @@ def reduce_sum(value: Tree, *, placement: str | None = None) -> Tree:
 
     Raises:
         InvalidArgument: the first axis is not the clients' one, the values are of bools, or, on all ranks, the ranks
-            have not the same program and shapes, or clients that do not add up.
+            do not have the same program and shapes, or clients that do not add up.
     """
     clients = current(placement, "reduce_sum")
     return _reduce("reduce_sum", check_no_bools(check_placed(value, clients, "reduce_sum"), "reduce_sum"), clients)

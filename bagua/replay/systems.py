@@ -60,7 +60,7 @@ _SHORT_STEPS = 4
 _WARM_FROM_S = 3.0  # steps that take as long are as warm after the first as they get
 _ROUNDS = 3  # of async: a sample each
 _MOST_STOLEN = 0.1  # by the hypervisor, and
-_MOST_SLEPT = 0.05  # longer than the profile says, where there is nothing but sleep: else it is measured again
+_MOST_SLEPT = 0.05  # longer than the profile says, where all it does is sleep; measured again above that
 
 
 class NoOptimizer(torch.optim.Optimizer):
@@ -116,7 +116,7 @@ def parse(system: str) -> tuple[str, dict[str, Any]]:
 
 
 def check(system: str) -> None:
-    """Raises InvalidArgument for a system that no rank can play: a name, an option or a value that there is not."""
+    """Raises InvalidArgument for a system that no rank can play: an unknown name or option, or a value out of range."""
     name, options = parse(system)
     if name in DDP_HOOKS:
         for option in options:
