@@ -31,14 +31,14 @@ class QAdam(torch.optim.Optimizer):
     learning rates.
 
     An element whose v is 0 when the warm-up ends, as behind an input that is always 0 or in a row of an embedding that
-    no batch has met, keeps its value for ever, whatever gradients it gets later: there is no scale to divide by, and
-    its first gradient, divided by the floor, would be a step of hundreds of learning rates. The warm-up must meet what
-    is to be trained; algorithm ``qadam`` warns of what it has not met.
+    no batch has used, keeps its value for ever, whatever gradients it gets later: there is no scale to divide by, and
+    its first gradient, divided by the floor, would be a step of hundreds of learning rates. The warm-up must use what
+    is to be trained; algorithm ``qadam`` warns of what it has not used.
 
     Args:
         params: as for any optimizer; a parameter group may bring options of its own.
         lr: learning rate, a number, 1e-3 by default.
-        warmup_steps: at least 1; 100 by default. A tenth to a fifth of the training is usual: v must have settled.
+        warmup_steps: at least 1; 100 by default. A tenth to a fifth of the training is usual: v must be steady.
         betas, eps, weight_decay: those of Adam, with the same defaults. The decay is added to the gradient (L2).
         variance_floor: 0 or more, a share of the mean of v; 1e-6 by default, the smallest power of ten with which the
             tasks of docs/convergence.md train under both codecs of the paper; 0 is the paper's algorithm.

@@ -35,7 +35,7 @@ _REPLAY = """\
 What would each algorithm do for this model on that network?
 
 Plays a model's profile under torch DDP on gloo (float32, its fp16 hook, a cast to bf16) and under every algorithm of
-bagua: real tensors, real buckets, real communication, and a sleep in the place of compute. Hosts are network namespaces
+bagua: real tensors, real buckets, real communication, and a sleep instead of compute. Hosts are network namespaces
 of this machine with links of the given rate, which needs root; under `bagua run` the ranks and the network are those
 that there are:
 
@@ -66,20 +66,20 @@ _MODELS = Path(__file__).parents[1] / "replay" / "models"  # whose profiles are 
 
 def _load(target: str) -> Callable[[], Any]:
     """The function that ``target`` names."""
-    place, separator, name = target.rpartition(":")
+    module_name, separator, name = target.rpartition(":")
     if not separator:
         raise InvalidArgument(f"{target!r} names no function; write `train.py:make` or `package.module:make`")
     try:
-        if place.endswith(".py"):
-            module = _execute(place)
+        if module_name.endswith(".py"):
+            module = _execute(module_name)
         else:
             sys.path.insert(0, "")
-            module = importlib.import_module(place)
+            module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a script may raise anything
-        raise InvalidArgument(f"{place!r} cannot be imported: {_told(error)}") from error
+        raise InvalidArgument(f"{module_name!r} cannot be imported: {_told(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise InvalidArgument(f"{place!r} has no function {name!r}")
+        raise InvalidArgument(f"{module_name!r} has no function {name!r}")
     return function
 
 

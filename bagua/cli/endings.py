@@ -106,7 +106,7 @@ class Interrupts:
 
 @contextlib.contextmanager
 def quiet_agent() -> Iterator[None]:
-    """Leave out what torch's agent logs of ranks that end: the launcher says it."""
+    """Drop what torch's agent logs of ranks that end: the launcher says it."""
 
     def keep(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith(_AGENT_SAYS)

@@ -66,7 +66,7 @@ class Codec:
 
         Args:
             seed: 0 to 2**64 - 1; another one for every call.
-            more: such as a step and the place of the call in it, so that `seed` may stay.
+            more: such as a step and the index of the call in it, so that `seed` may stay.
         """
         for part in (seed, *more):
             if isinstance(part, bool) or not isinstance(part, int) or not 0 <= part < 2**64:

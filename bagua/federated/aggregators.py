@@ -289,8 +289,8 @@ class Robust(Step):
     def _middle(self, ordered: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         """From ``[n, ...]``, of which the first `number` count."""
         begin, end = self._kept(number)
-        places = torch.arange(ordered.shape[0])
-        is_kept = (places >= begin) & (places < end)
+        positions = torch.arange(ordered.shape[0])
+        is_kept = (positions >= begin) & (positions < end)
         kept = torch.where(along(is_kept, ordered), ordered, torch.zeros_like(ordered))
         # In float32 at least: neither a sum nor a number of clients needs to be one of float16.
         wide = torch.promote_types(ordered.dtype, torch.float32)
@@ -365,13 +365,13 @@ class Noise(Step):
 
 
 def add_noise(value: Tree, stddev: float | torch.Tensor, seed: int, round: torch.Tensor) -> Tree:
-    """Server values with Gaussian noise that depends on seed, round and the place in the tree alone."""
+    """Server values with Gaussian noise that depends on seed, round and the index of the leaf alone."""
     leaves, structure = pytree.tree_flatten(value)
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if not leaf.is_floating_point():
             raise InvalidArgument(f"noise for {leaf.dtype}, expected real floating values")
-        drawn = noise(round, seed_of(seed, "noise", place), leaf)
-        leaves[place] = leaf + (stddev * drawn).to(leaf.dtype)
+        drawn = noise(round, seed_of(seed, "noise", index), leaf)
+        leaves[index] = leaf + (stddev * drawn).to(leaf.dtype)
     return pytree.tree_unflatten(leaves, structure)
 
 
@@ -427,9 +427,9 @@ class Aggregator:
             why = f": {robust[0]} needs every client's values, which secure sums hide" if robust else ""
             raise InvalidArgument(f"{' and '.join(type(r).__name__ for r in reductions)} in one aggregator{why}")
         if not reductions:
-            place = next((i for i, step in enumerate(chain) if step.stage > REDUCE), len(chain))
+            end = next((i for i, step in enumerate(chain) if step.stage > REDUCE), len(chain))
             reductions = [Sum()]
-            chain[place:place] = reductions
+            chain[end:end] = reductions
         stages = [step.stage for step in chain]
         if stages != sorted(stages):
             raise InvalidArgument(
@@ -441,9 +441,9 @@ class Aggregator:
                 f"{names[-1]} after {type(reductions[0]).__name__}, which is no sum but a mean itself"
             )
         if stages.count(MEAN) > 1:
-            raise InvalidArgument(f"steps {', '.join(names)}, which divide by the total weight twice: leave one out")
+            raise InvalidArgument(f"steps {', '.join(names)}, which divide by the total weight twice: drop one")
         self.steps = tuple(chain)
-        self._place = chain.index(reductions[0])
+        self._reduction_index = chain.index(reductions[0])
         self._reduction = reductions[0]
 
     @property
@@ -499,21 +499,21 @@ class Aggregator:
             value = only_of(mask, value)
         counts = self._counts(weights, mask)
         is_weighted, states = weights is None, list(state)
-        for place, step in enumerate(self.steps[: self._place + 1]):
+        for index, step in enumerate(self.steps[: self._reduction_index + 1]):
             if step.stage > CLIP and not is_weighted:
                 value = pytree.tree_map(lambda leaf: leaf * along(counts, leaf).to(leaf.dtype), value)
                 is_weighted = True
-            if place < self._place:
-                value, states[place] = step.at_clients(value, states[place], clients)
-        after = range(self._place + 1, len(self.steps))
+            if index < self._reduction_index:
+                value, states[index] = step.at_clients(value, states[index], clients)
+        after = range(self._reduction_index + 1, len(self.steps))
         total: torch.Tensor | int = clients.size
         if counts is None or not after:
             value = self._reduction.reduce(value, mask, clients)
         else:  # in the same collective
             value, total = self._reduction.reduce((value, counts), mask, clients)
             (total,) = call("check_total", [total], clients.key)
-        for place in after:
-            value, states[place] = self.steps[place].at_server(value, states[place], total)
+        for index in after:
+            value, states[index] = self.steps[index].at_server(value, states[index], total)
         return value, tuple(states)
 
     def _counts(self, weights: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:

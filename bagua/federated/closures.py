@@ -38,8 +38,8 @@ register_optimizer_step_pre_hook(_refuse_step)
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCHS = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_MARK = "_bagua_inside"  # the level of the innermost client function in which a tensor was born
-# They give something else than a value that a gradient flows through.
+_LEVEL = "_bagua_level"  # an attribute: the level of the innermost client function that made the tensor
+# They give something other than a value that a gradient flows through.
 _READ = {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel}
 _DETACH = {torch.Tensor.detach, torch.detach}
 _COMMUNICATION = {
@@ -52,11 +52,11 @@ _is_wrapped = _functorch.is_functorch_wrapped_tensor
 
 @torch.compiler.assume_constant_result
 def current_level() -> int:
-    """Of torch.func's transforms; 0 outside of them. torch.compile runs this, too, under those that it traces."""
+    """Of torch.func's transforms; 0 without one. torch.compile runs this, too, under those that it traces."""
     return _functorch.maybe_current_level() or 0
 
 
-class Watch(TorchFunctionMode):
+class ClosureCheck(TorchFunctionMode):
     """Objects to tensors from outside of the client function that a gradient leads to.
 
     Args:
@@ -71,7 +71,7 @@ class Watch(TorchFunctionMode):
         self._level = current_level()
         for tensor in pytree.tree_leaves(arguments):
             if isinstance(tensor, torch.Tensor):
-                setattr(tensor, _MARK, self._level)
+                setattr(tensor, _LEVEL, self._level)
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -87,10 +87,10 @@ class Watch(TorchFunctionMode):
             for tensor in given:
                 self.check(tensor, is_followed)
         result = in_clients(function)(*args, **kwargs)
-        # torch.compile lets no one mark what is in a list; that is looked at when it is used.
+        # torch.compile lets no one set an attribute of what is in a list; that is checked when it is used.
         for tensor in [result] if torch.compiler.is_compiling() else _tensors_in([result]):
             if isinstance(tensor, torch.Tensor):
-                self._mark(tensor, given)
+                self._set_level(tensor, given)
         return result
 
     def check(self, tensor: torch.Tensor, is_followed: bool = True) -> None:
@@ -98,11 +98,11 @@ class Watch(TorchFunctionMode):
         if not self._is_inside(tensor):
             self._check(tensor, is_followed and torch.is_grad_enabled())
 
-    def _mark(self, tensor: torch.Tensor, given: list[torch.Tensor]) -> None:
-        """As born inside: what a function of `given` returns, and what is left of it where a transform inside ends."""
-        # What a function gives back as it came, such as Tensor.float, is not from inside.
+    def _set_level(self, tensor: torch.Tensor, given: list[torch.Tensor]) -> None:
+        """Of what a function of `given` returns, and of what it wraps, which remains when a transform inside ends."""
+        # An argument that is returned as it is, such as by Tensor.float, was not made inside.
         while not any(tensor is one for one in given):
-            setattr(tensor, _MARK, self._level)
+            setattr(tensor, _LEVEL, self._level)
             if torch.compiler.is_compiling() or not _is_wrapped(tensor):
                 return
             if _functorch.maybe_get_level(tensor) <= self._level:
@@ -110,8 +110,8 @@ class Watch(TorchFunctionMode):
             tensor = _functorch.get_unwrapped(tensor)
 
     def _is_inside(self, tensor: torch.Tensor) -> bool:
-        """Whether it was born inside, under the transforms too that the client function calls."""
-        while getattr(tensor, _MARK, -1) < self._level:
+        """Whether it was made inside, under the transforms too that the client function calls."""
+        while getattr(tensor, _LEVEL, -1) < self._level:
             if torch.compiler.is_compiling() or not _is_wrapped(tensor):
                 return False
             if 0 <= _functorch.maybe_get_level(tensor) <= self._level:  # below 0 where its transform has ended
@@ -144,10 +144,10 @@ class Watch(TorchFunctionMode):
             tensor = _functorch.get_unwrapped(tensor)
 
 
-class TraceWatch(Watch):
+class TraceClosureCheck(ClosureCheck):
     """Objects to every value of the trace that the client function is not given, and to tensors that require gradients.
 
-    While a map inside of the client function is traced, that map's watch looks, not this one.
+    While a map inside of the client function is traced, that map's check applies, not this one.
     """
 
     def __init__(self, trace: Trace, verb: str, arguments: Any) -> None:
@@ -155,12 +155,12 @@ class TraceWatch(Watch):
         self._trace = trace
         self._modes = {_innermost(tensor).fake_mode for tensor in pytree.tree_leaves(arguments)}
 
-    def __enter__(self) -> TraceWatch:
-        self._trace.watches.append(self)
+    def __enter__(self) -> TraceClosureCheck:
+        self._trace.closure_checks.append(self)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        self._trace.watches.pop()
+        self._trace.closure_checks.pop()
         super().__exit__(*exception)
 
     def _is_inside(self, tensor: torch.Tensor) -> bool:
@@ -168,17 +168,17 @@ class TraceWatch(Watch):
         return tensor.fake_mode in self._modes if isinstance(tensor, FakeTensor) else not tensor.requires_grad
 
     def _check(self, tensor: torch.Tensor, is_followed: bool) -> None:
-        if self is self._trace.watches[-1]:
+        if self is self._trace.closure_checks[-1]:
             raise InvalidArgument(
                 f"the client function uses a tensor of shape {list(tensor.shape)} from around it{_place_of_use()}, "
-                f"which clients have not: pass federated.broadcast(tensor) to {self._verb} as an argument"
+                f"which clients do not have: pass federated.broadcast(tensor) to {self._verb} as an argument"
             )
 
 
-def watch(verb: str, arguments: Any) -> Watch:
-    """What looks at the tensors that the client function of the verb uses."""
+def check_closures(verb: str, arguments: Any) -> ClosureCheck:
+    """Checks the tensors that the client function of the verb uses."""
     trace = tracing()
-    return TraceWatch(trace, verb, arguments) if trace else Watch(verb, arguments)
+    return TraceClosureCheck(trace, verb, arguments) if trace else ClosureCheck(verb, arguments)
 
 
 def _innermost(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,14 +31,14 @@ class Value:
 
     Attributes:
         shape: without the clients' axis.
-        place: "server", "everywhere", or the name of the clients.
+        placement: "server", "everywhere", or the name of the clients.
         axis: of the clients, in what torch's operators see; None at the server.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    place: str
+    placement: str
     axis: int | None = None
 
     @property
@@ -82,9 +82,9 @@ class Node:
         return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
 
     @property
-    def place(self) -> str:
-        """Where its results are."""
-        return next(filter(None, self.results)).place
+    def results_placement(self) -> str:
+        """Of its results."""
+        return next(filter(None, self.results)).placement
 
     @property
     def title(self) -> str:
@@ -214,11 +214,11 @@ class Graph:
 
     def _check(self, value: Value, leaf: Any) -> None:
         shape = leaf.shape if isinstance(leaf, torch.Tensor) else None
-        if shape is not None and value.place != SERVER and len(shape):
+        if shape is not None and value.placement != SERVER and len(shape):
             shape = shape[1:]  # the verbs look at the clients' axis
         if shape is None or tuple(shape) != value.shape or leaf.dtype != value.dtype:
             got = f"{leaf.dtype} of shape {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
-            clients = "" if value.place == SERVER else f" for each of this rank's {value.place}"
+            clients = "" if value.placement == SERVER else f" for each of this rank's {value.placement}"
             raise InvalidArgument(f"{self.name} was traced for {value.name}: {value}{clients}, but got {got}")
 
     def numbers(self) -> dict[Value, int]:
@@ -261,8 +261,8 @@ class Graph:
         rows += [(str(node), next(filter(None, node.results))) for node in self.nodes]
         width = min(max((len(text) for text, _ in rows), default=0), 72)
         for text, value in rows:
-            place = f" at {value.place}" if self.structures else ""
-            lines.append(f"    {text:<{width}}  # {value}{place}")
+            where = f" at {value.placement}" if self.structures else ""
+            lines.append(f"    {text:<{width}}  # {value}{where}")
         lines.append(f"    return {', '.join(_text(output) for output in self.outputs)}")
         for function in self.functions.values():
             lines += ["", str(function)]
@@ -270,26 +270,26 @@ class Graph:
 
     def to_dot(self) -> str:
         """Graphviz text: the server's and the clients' nodes in a box each, what is sent as bold edges."""
-        places: dict[str, list[str]] = {}
+        members: dict[str, list[str]] = {}
         lines = [f"digraph {_quoted(self.name)} {{", "  rankdir=LR; node [shape=box];"]
         source: dict[Value, str] = {}
         edges = []
         for value in self.inputs:
             source[value] = value.name
-            places.setdefault(value.place, []).append(f"{_quoted(value.name)} [shape=ellipse];")
+            members.setdefault(value.placement, []).append(f"{_quoted(value.name)} [shape=ellipse];")
         for index, node in enumerate(self.nodes):
             name = f"{index}"
-            places.setdefault(node.place, []).append(f"{_quoted(name)} [label={_quoted(node.title)}];")
+            members.setdefault(node.results_placement, []).append(f"{_quoted(name)} [label={_quoted(node.title)}];")
             is_sent = node.verb in (BROADCAST, *REDUCTIONS)
             for value in dict.fromkeys(node.inputs):
                 style = ", style=bold" if is_sent else ""
                 edges.append(f"{_quoted(source[value])} -> {_quoted(name)} [label={_quoted(str(value))}{style}];")
             source.update((result, name) for result in node.results)
-        places.setdefault(SERVER, []).append('"return" [shape=ellipse];')
+        members.setdefault(SERVER, []).append('"return" [shape=ellipse];')
         edges += [f'{_quoted(source[value])} -> "return";' for value in self.outputs if isinstance(value, Value)]
-        for number, (place, members) in enumerate(places.items()):
-            lines.append(f"  subgraph cluster_{number} {{ label={_quoted(place)};")
-            lines += [f"    {member}" for member in members]
+        for number, (placement, lines_inside) in enumerate(members.items()):
+            lines.append(f"  subgraph cluster_{number} {{ label={_quoted(placement)};")
+            lines += [f"    {line}" for line in lines_inside]
             lines.append("  }")
         return "\n".join([*lines, *(f"  {edge}" for edge in edges), "}"])
 
@@ -364,7 +364,7 @@ def operator_of(target: str) -> Any:
     if namespace in ("aten", "prims", operators.NAMESPACE) and target.count(".") == 2:
         operator = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
     if operator is None:
-        raise InvalidArgument(f"a graph of the operator {target!r}, which torch {torch.__version__} has not")
+        raise InvalidArgument(f"a graph of the operator {target!r}, which torch {torch.__version__} does not have")
     if why := refusal(operator):
         raise InvalidArgument(f"a graph of the operator {target!r}, {why}")
     return operator

@@ -95,7 +95,7 @@ def _encode_graph(graph: Graph, constants: list[torch.Tensor]) -> dict[str, Any]
         raise InvalidArgument(f"{graph.name} cannot be saved with {argument!r}, a {type(argument).__name__}")
 
     def describe(value: Value) -> list:
-        return [value.name, list(value.shape), str(value.dtype).removeprefix("torch."), value.place, value.axis]
+        return [value.name, list(value.shape), str(value.dtype).removeprefix("torch."), value.placement, value.axis]
 
     return {
         "name": graph.name,
@@ -142,7 +142,7 @@ def _enum(kind: str, name: str) -> Any:
     """torch.float32 and its kin."""
     found = getattr(torch, name, None)
     if not isinstance(found, _ENUMS[kind]):
-        raise InvalidArgument(f"a graph with the {kind} {name!r}, which torch {torch.__version__} has not")
+        raise InvalidArgument(f"a graph with the {kind} {name!r}, which torch {torch.__version__} does not have")
     return found
 
 
@@ -150,8 +150,8 @@ def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) ->
     values: list[Value] = []
 
     def value(described: list) -> Value:
-        name, shape, dtype, place, axis = described
-        values.append(Value(name, tuple(shape), _enum("dtype", dtype), place, axis))
+        name, shape, dtype, placement, axis = described
+        values.append(Value(name, tuple(shape), _enum("dtype", dtype), placement, axis))
         return values[-1]
 
     def decode(argument: Any) -> Any:
@@ -178,7 +178,7 @@ def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) ->
         results = [one and value(one) for one in described["results"]]
         target = described["target"]
         if described["verb"] not in ("", BROADCAST, MAP, *REDUCTIONS):
-            raise InvalidArgument(f"a graph with the verb {described['verb']!r}, which is none")
+            raise InvalidArgument(f"a graph with the verb {described['verb']!r}, which does not exist")
         if not described["verb"] and target != CHECK_TOTAL and target not in description["constants"]:
             operator_of(target)
         if described["verb"] == MAP and target not in description["functions"]:

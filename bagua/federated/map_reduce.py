@@ -195,23 +195,35 @@ class Node(NamedTuple):
         step = self.chunk_size or self.num_clients
         for begin in range(0, self.num_clients, step):
             chunk = self._part(inputs, lambda x, begin=begin: x[begin : begin + step])
-            for place, (result, is_sum) in enumerate(self._with_kind(self.of_chunk(*chunk))):
+            for index, (result, is_sum) in enumerate(self._with_kind(self.of_chunk(*chunk))):
                 if not begin:
                     dtypes.append(result.dtype)
                     totals.append(_wide(result) if is_sum else [result])
                 elif is_sum:
-                    totals[place] = totals[place] + result
+                    totals[index] = totals[index] + result
                 else:
-                    totals[place].append(result)
+                    totals[index].append(result)
         # Of its own memory: forward mode writes into tangents, and those of what nothing moves are expanded zeros.
         return tuple(
             total.to(dtype).contiguous() if is_sum else torch.cat(total)
             for (total, is_sum), dtype in zip(self._with_kind(totals), dtypes, strict=True)
         )
 
+    def restricted(self, chunk: Sequence[torch.Tensor], inputs: Sequence[int], outputs: Sequence[int]) -> Callable:
+        """`of_chunk` as a function of these inputs, the others as in `chunk`; it returns these outputs alone."""
+
+        def of_parts(*parts: torch.Tensor) -> Tensors:
+            arguments = list(chunk)
+            for index, part in zip(inputs, parts, strict=True):
+                arguments[index] = part
+            results = self.of_chunk(*arguments)
+            return tuple(results[i] for i in outputs)
+
+        return of_parts
+
     def _with_kind(self, results: Sequence[Any]) -> list[tuple[Any, bool]]:
         """Beside each of the outputs, whether it is a sum."""
-        return [(x, self.is_sum is None or self.is_sum[place]) for place, x in enumerate(results)]
+        return [(x, self.is_sum is None or self.is_sum[index]) for index, x in enumerate(results)]
 
     def _part(self, inputs: Sequence[torch.Tensor], part_of: Callable) -> list[torch.Tensor]:
         return [x if one else part_of(x) for x, one in zip(inputs, self.is_shared, strict=True)]
@@ -247,15 +259,8 @@ class _Function(torch.autograd.Function):
         if given and wanted:
 
             def of_chunk(*values: torch.Tensor) -> Tensors:
-                chunk, outer = list(values[: len(inputs)]), values[len(inputs) :]
-
-                def of_wanted(*parts: torch.Tensor) -> Tensors:
-                    for place, part in zip(wanted, parts, strict=True):
-                        chunk[place] = part
-                    outputs = node.of_chunk(*chunk)
-                    return tuple(outputs[i] for i in given)
-
-                _, pull = torch.func.vjp(of_wanted, *(chunk[i] for i in wanted))
+                chunk, outer = values[: len(inputs)], values[len(inputs) :]
+                _, pull = torch.func.vjp(node.restricted(chunk, wanted, given), *(chunk[i] for i in wanted))
                 with torch.enable_grad():
                     return pull(outer)
 
@@ -266,8 +271,8 @@ class _Function(torch.autograd.Function):
                 node.chunk_size,
                 node.num_clients,
             )
-            for place, result in zip(wanted, derivative(*inputs, *(cotangents[i] for i in given)), strict=True):
-                results[place] = result
+            for index, result in zip(wanted, derivative(*inputs, *(cotangents[i] for i in given)), strict=True):
+                results[index] = result
         return (None, *results)
 
     @staticmethod
@@ -276,14 +281,8 @@ class _Function(torch.autograd.Function):
         moving = [i for i, tangent in enumerate(tangents) if tangent is not None and _has_tangents(inputs[i])]
 
         def of_chunk(*values: torch.Tensor) -> Tensors:
-            chunk, pushed = list(values[: len(inputs)]), values[len(inputs) :]
-
-            def of_moving(*parts: torch.Tensor) -> Tensors:
-                for place, part in zip(moving, parts, strict=True):
-                    chunk[place] = part
-                outputs = node.of_chunk(*chunk)
-                return tuple(outputs[i] for i in following)
-
+            chunk, pushed = values[: len(inputs)], values[len(inputs) :]
+            of_moving = node.restricted(chunk, moving, following)
             with torch.enable_grad():
                 return torch.func.jvp(of_moving, tuple(chunk[i] for i in moving), pushed)[1]
 
@@ -294,8 +293,8 @@ class _Function(torch.autograd.Function):
         )
         cast = (tangents[i].to(inputs[i].dtype) for i in moving)  # torch 2.13 makes float64 of numbers without axes
         results: list[torch.Tensor | None] = [None] * len(node.is_sum)
-        for place, result in zip(following, derivative(*inputs, *cast), strict=True):
-            results[place] = result
+        for index, result in zip(following, derivative(*inputs, *cast), strict=True):
+            results[index] = result
         return tuple(results)
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Model parallelism inside of a client: the ranks of a group hold shards of every client's model.
 
 The pair of operators that tensor parallelism is written in (Megatron-LM, arXiv 1909.08053, names them f and g), as
-transforms of torch.func and torch.compile see them: the group is a placement with one place on each rank, so they are
+transforms of torch.func and torch.compile see them: the group is a placement with one client on each rank, so they are
 the verbs' operators. Under map_fn one collective serves all clients of this rank.
 """
 

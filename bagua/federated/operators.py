@@ -13,7 +13,7 @@ So the cotangents of what the clients share add up first on each rank, then over
 torch.library knows no rule for forward mode. The derivatives are a kernel of the Autograd key, which runs a function of
 a single level of torch.func: that way they hold under every transform, nested, and under torch.compile. It takes names
 that torch keeps to itself. They are tried when this module is imported; where they give other numbers than they should,
-torch.autograd.Functions around the operators take their place, which torch.compile cannot differentiate.
+torch.autograd.Functions around the operators replace them, which torch.compile cannot differentiate.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _check_total(values: Sequence[torch.Tensor], placement: Placement) -> Tensor
     if any(bool((value == 0).any()) for value in values):
         raise InvalidArgument(
             f"the weights of the {placement.size} {placement.name} that take part add up to 0, so there is no mean: "
-            "give one at least a weight, or leave the round out"
+            "give one at least a weight, or skip the round"
         )
     return [value.clone() for value in values]
 
@@ -110,7 +110,7 @@ _RULES: dict[str, tuple[Callable, Callable]] = {
 
 
 def _batch_first(values: Sequence[torch.Tensor], dims: Sequence[int | None]) -> tuple[Tensors, list[int | None]]:
-    """A batch is as good as one, but all ranks must have its axis in the same place."""
+    """Moves the axis of a batch to the front, since all ranks must have it in the same position."""
     moved = [value if dim is None else value.movedim(dim, 0) for value, dim in zip(values, dims, strict=True)]
     return moved, [None if dim is None else 0 for dim in dims]
 
@@ -144,8 +144,8 @@ _OPERATORS = {name: _define(name) for name in _RULES}
 # ---- their derivatives
 
 
-def _of_those_there(function: Callable[[Tensors], Tensors], tensors: Sequence[torch.Tensor | None]) -> Tensors:
-    """function(the tensors that are not None), with None in the places of those that are."""
+def _of_present(function: Callable[[Tensors], Tensors], tensors: Sequence[torch.Tensor | None]) -> Tensors:
+    """function(the tensors that are not None), with None where they are None."""
     there = [i for i, tensor in enumerate(tensors) if tensor is not None]
     results: list = [None] * len(tensors)
     if there:
@@ -164,16 +164,16 @@ def _methods(name: str) -> dict[str, staticmethod]:
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
-        return (None, None, *_of_those_there(lambda there: transpose(there, ctx.key), cotangents))
+        return (None, None, *_of_present(lambda there: transpose(there, ctx.key), cotangents))
 
     def jvp(ctx: Any, _forward: Any, _key: Any, *tangents: torch.Tensor | None) -> tuple:
         # torch 2.13 makes float64 tangents of numbers without axes, whatever their primals are.
         cast = [t if t is None else t.to(like[1]) for t, like in zip(tangents, ctx.likes, strict=True)]
         rule = (lambda there: there) if name == "check_total" else lambda there: call(name, there, ctx.key)
-        results = _of_those_there(rule, cast)
-        for place, (shape, dtype, device) in enumerate(ctx.likes):
-            if results[place] is None:  # torch wants all or none
-                results[place] = torch.zeros(shape, dtype=dtype, device=device)
+        results = _of_present(rule, cast)
+        for index, (shape, dtype, device) in enumerate(ctx.likes):
+            if results[index] is None:  # torch wants all or none
+                results[index] = torch.zeros(shape, dtype=dtype, device=device)
         return tuple(results)
 
     methods = {"setup_context": setup_context, "backward": backward, "jvp": jvp}
@@ -181,7 +181,7 @@ def _methods(name: str) -> dict[str, staticmethod]:
 
 
 def _install_kernels() -> dict[str, Callable[[Tensors, str], Tensors]]:
-    """Derivatives as kernels of the Autograd key. Raises where torch has not what that takes."""
+    """Derivatives as kernels of the Autograd key. Raises where torch does not have what that takes."""
     from torch._functorch.autograd_function import enable_single_level_autograd_function
     from torch.autograd.forward_ad import _set_fwd_grad_enabled
     from torch.autograd.function import _SingleLevelFunction
@@ -265,7 +265,7 @@ def _choose() -> str:
         _calls.update(_install_kernels())
         if _hold():
             return "kernels"
-    except Exception as error:  # of names that torch has not, or has otherwise
+    except Exception as error:  # of names that torch does not have, or has in another form
         why = f"{type(error).__name__}: {error}"
     _calls.update(_functions())
     if not _hold():

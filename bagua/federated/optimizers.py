@@ -32,7 +32,7 @@ class Optimizer:
         """The values and the state after a step that descends along the gradient.
 
         Raises:
-            InvalidArgument: the gradient has not the structure and shapes of the values, the state is of another
+            InvalidArgument: the gradient does not have the structure and shapes of the values, the state is of another
                 optimizer or of other values, or values are not floating.
         """
         raise NotImplementedError
@@ -47,7 +47,7 @@ def _map(function: Callable, value: Tree, gradient: Tree, *more: Tree) -> Tree:
     leaves, structure = pytree.tree_flatten(value)
     for leaf in leaves:
         if not leaf.is_floating_point() and not leaf.is_complex():
-            raise InvalidArgument(f"an optimizer's step of {leaf.dtype}, expected floating values: leave others out")
+            raise InvalidArgument(f"an optimizer's step of {leaf.dtype}, expected floating values: optimize only those")
     shapes = [
         {pytree.keystr(path): tuple(leaf.shape) for path, leaf in pytree.tree_flatten_with_path(tree)[0]}
         for tree in (value, gradient)

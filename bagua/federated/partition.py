@@ -76,12 +76,12 @@ def dirichlet(labels: torch.Tensor, clients: int, *, alpha: float, seed: int, al
     generator = _generator(seed, "dirichlet")
     client_of = numpy.empty(len(values), dtype=numpy.int64)
     for label in numpy.unique(values):
-        (places,) = numpy.nonzero(values == label)
-        generator.shuffle(places)
+        (positions,) = numpy.nonzero(values == label)
+        generator.shuffle(positions)
         shares = generator.dirichlet(numpy.full(clients, min(alpha, 1e100)))  # whose sums are finite; even by then
-        ends = numpy.round(numpy.cumsum(shares) * len(places)).astype(numpy.int64)
-        ends[-1] = len(places)
-        client_of[places] = numpy.searchsorted(ends, numpy.arange(len(places)), side="right")
+        ends = numpy.round(numpy.cumsum(shares) * len(positions)).astype(numpy.int64)
+        ends[-1] = len(positions)
+        client_of[positions] = numpy.searchsorted(ends, numpy.arange(len(positions)), side="right")
     counts = numpy.bincount(client_of, minlength=clients)
     for client in numpy.nonzero(counts == 0)[0] if not allow_empty else ():
         largest = counts.argmax()

@@ -64,7 +64,8 @@ class Placement:
         group = self._group()
         if group is None:
             raise InvalidArgument(
-                f"the group over which the program {self.program!r} ran is gone; run the program again in the new one"
+                f"the group over which the program {self.program!r} ran was destroyed; run the program again "
+                "in the new one"
             )
         return group
 
@@ -217,7 +218,7 @@ ProcessGroup.before_operation = staticmethod(_check_operation)
 
 @torch.compiler.assume_constant_result
 def shards(group: ProcessGroup, within: tuple[str, ...]) -> Placement:
-    """The ranks of the group as a placement with one place on each.
+    """The ranks of the group as a placement with one client on each.
 
     Args:
         within: the keys of the placements of which a client function runs; the ranks must hold the same clients.
@@ -295,7 +296,7 @@ def program(
     title = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
 
     @torch.compiler.assume_constant_result
-    def place(within: tuple[str, ...]) -> Placement:
+    def nested(within: tuple[str, ...]) -> Placement:
         ranks = _ranks_of(group, within)
         trace = None if torch.compiler.is_compiling() else trace_in_force.get()
         placement = _intern(
@@ -310,7 +311,7 @@ def program(
         running = frames()
         if any(frame.placement.name == name for frame in running):
             raise InvalidArgument(f"a program over {name!r} inside another over {name!r}: give one another name")
-        frame = Frame(place(mapping()))
+        frame = Frame(nested(mapping()))
         if torch.compiler.is_compiling():
             return run_in(frame, function, args, kwargs)
         try:
@@ -325,7 +326,7 @@ def program(
 def _tell(placement: Placement, error: Exception) -> None:
     """Tells the other ranks, which wait for this one in a reduction, or soon will, what it raises in the program.
 
-    They are told in place of the agreement on the next reduction. Where they have agreed on that one before, they learn
+    They learn it instead of the agreement on the next reduction. Where they have agreed on that one before, they learn
     that this rank calls something else.
     """
     is_of_a_failed_group = isinstance(error, BaguaError) and not isinstance(error, InvalidArgument)
@@ -339,7 +340,7 @@ def _tell(placement: Placement, error: Exception) -> None:
     try:
         with temporarily_clear_interpreter_stack():  # torch.func's transforms have nothing to do with it
             consensus.agree(placement.group, fail, "")
-    except Exception as failure:  # this one, or that the others do something else or are gone
+    except Exception as failure:  # this one, or that the others do something else or have exited
         if failure is not error and error.__cause__ is None:
             error.__cause__ = failure
 

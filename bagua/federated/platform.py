@@ -1,4 +1,4 @@
-"""Programs where clients are somewhere else: what a place that runs them must offer, and both sides of what is sent.
+"""Programs where clients are somewhere else: what a platform must offer, and both sides of what is sent.
 
     graph = federated.trace(torch.func.grad(loss), x, y)
     platform = federated.IsolatedClients([federated.Client(y=row) for row in rows])
@@ -100,7 +100,7 @@ def run_on(platform: Platform, graph: Graph, /, *, coding: FixedPoint | None = N
     _refuse_same_numbers(graph)
     if size < 2:
         raise InvalidArgument(f"{graph.name} is over 1 client: its sums would be that client's values, refused")
-    known = _bind(graph, [value for value in graph.inputs if value.place == SERVER], values, "the server")
+    known = _bind(graph, [value for value in graph.inputs if value.placement == SERVER], values, "the server")
     session = secrets.token_bytes(16)
     clients_graph, turns = client_side(graph, rounds)
     opening = {"what": "open", "session": session, "graph": to_bytes(clients_graph), "turns": list(map(tuple, turns))}
@@ -240,8 +240,8 @@ class Client:
         """The reply to a request of run_on.
 
         Raises:
-            InvalidArgument: it comes out of turn, the graph needs data that this client has not, there are fewer than
-                two clients, or a value is out of the range of a sum.
+            InvalidArgument: it comes out of turn, the graph needs data that this client does not have, there are fewer
+                than two clients, or a value is out of the range of a sum.
         """
         message = _read(request)
         if not _CONTENT.get(message.get("what"), {""}) <= message.keys():
@@ -260,16 +260,16 @@ class Client:
         graph, turns = from_bytes(run["graph"]), [Turn(*numbers) for numbers in run["turns"]]
         ((_, size),) = graph.placements.items()
         totals = tuple(map(sum, zip(*turns, strict=True)))
-        num_sent = sum(value.place == SERVER for value in graph.inputs)
+        num_sent = sum(value.placement == SERVER for value in graph.inputs)
         if totals != (num_sent, len(graph.nodes), len(graph.outputs)):
-            raise InvalidArgument(f"rounds of {totals} inputs, nodes and outputs, which {graph.name} has not")
+            raise InvalidArgument(f"rounds of {totals} inputs, nodes and outputs, which {graph.name} does not have")
         self._graph_bytes, self._graph, self._turns, self._num_clients = run["graph"], graph, turns, size
         self._session, self._next = run["session"], 0
         self._known: dict[Value, torch.Tensor] = dict(self._own_values())
 
     def _own_values(self) -> dict[Value, torch.Tensor]:
         ((where, _),) = self._graph.placements.items()
-        placed = [value for value in self._graph.inputs if value.place == where]
+        placed = [value for value in self._graph.inputs if value.placement == where]
         return {value: leaf[None] for value, leaf in _bind(self._graph, placed, self._data, "a client").items()}
 
     def _round(self, message: dict[str, Any]) -> torch.Tensor:
@@ -283,10 +283,10 @@ class Client:
             keys = message.get("keys", [])
             if len(keys) != self._num_clients:
                 raise InvalidArgument(f"{len(keys)} clients take part in a program over {self._num_clients}")
-            self._sum.meet(keys, self._session)
+            self._sum.agree_on_seeds(keys, self._session)
         begin = Turn(*map(sum, zip(*self._turns[:number], strict=True))) if number else Turn(0, 0, 0)
         turn = self._turns[number]
-        sent = [value for value in graph.inputs if value.place == SERVER][begin.inputs :][: turn.inputs]
+        sent = [value for value in graph.inputs if value.placement == SERVER][begin.inputs :][: turn.inputs]
         if len(message["values"]) != len(sent):
             raise InvalidArgument(f"round {number} with {len(message['values'])} values, expected {len(sent)}")
         self._known.update(zip(sent, message["values"], strict=True))

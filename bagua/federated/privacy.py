@@ -99,7 +99,7 @@ class PrivateMean:
     def stddevs(self, clients: int) -> tuple[float, float]:
         """Deviations of the noise of the sum, in units of the norm, and of that of the number of clients below it.
 
-        With z_b = 2 * count_stddev the two together tell as much as noise of ``noise_multiplier`` alone: z^-2 of the
+        With z_b = 2 * count_stddev the two together reveal as much as noise of ``noise_multiplier`` alone: z^-2 of the
         sum is noise_multiplier^-2 - z_b^-2.
         """
         if self.quantile is None or self.noise_multiplier == 0:
@@ -107,8 +107,8 @@ class PrivateMean:
         count_stddev = clients / 20 if self.count_stddev is None else self.count_stddev
         if not 2 * count_stddev > self.noise_multiplier:
             raise InvalidArgument(
-                f"count_stddev={count_stddev} tells more than noise_multiplier={self.noise_multiplier} allows in all; "
-                "expected more than half of that: give count_stddev, or take more clients"
+                f"count_stddev={count_stddev} reveals more than noise_multiplier={self.noise_multiplier} allows in "
+                "all; expected more than half of that: give count_stddev, or take more clients"
             )
         return (self.noise_multiplier**-2 - (2 * count_stddev) ** -2) ** -0.5, count_stddev
 

@@ -1,4 +1,4 @@
-"""Sums over the clients of all ranks: the only place where a federated program communicates.
+"""Sums over the clients of all ranks: the only module in which a federated program communicates.
 
 All leaves of a reduction travel in one collective per dtype, through memory that the ranks of a host share. Nothing
 here knows of derivatives.

@@ -42,7 +42,7 @@ class Round:
 
     def sent_down(self) -> list[Value]:
         """What travels, without constants, and every value once."""
-        return list(dict.fromkeys(v for node in self.down for v in node.args if v.place == SERVER))
+        return list(dict.fromkeys(v for node in self.down for v in node.args if v.placement == SERVER))
 
 
 def rounds_of(graph: Graph) -> tuple[list[Round], list[Node]]:
@@ -58,9 +58,9 @@ def rounds_of(graph: Graph) -> tuple[list[Round], list[Node]]:
         )
     (where,) = graph.placements
     for output in graph.outputs:
-        if isinstance(output, Value) and output.place == where:
+        if isinstance(output, Value) and output.placement == where:
             raise InvalidArgument(
-                f"{graph.name} returns {output.name}: {output}, which stays at the {where}: reduce it, or leave it out"
+                f"{graph.name} returns {output.name}: {output}, which stays at the {where}: reduce it, or drop it"
             )
     stage: dict[Value, int] = dict.fromkeys(graph.inputs, 0)
     rounds: list[Round] = []
@@ -73,9 +73,9 @@ def rounds_of(graph: Graph) -> tuple[list[Round], list[Node]]:
             this.up.append(node)
         elif node.verb == BROADCAST:
             this.down.append(node)
-        elif node.place in (SERVER, EVERYWHERE):
+        elif node.results_placement in (SERVER, EVERYWHERE):
             this.at_server.append(node)
-        if node.verb not in REDUCTIONS and node.place != SERVER:
+        if node.verb not in REDUCTIONS and node.results_placement != SERVER:
             this.at_clients.append(node)
         stage.update((result, at + (node.verb in REDUCTIONS)) for result in node.results)
     last: list[Node] = []
@@ -99,7 +99,7 @@ def client_side(graph: Graph, rounds: Sequence[Round]) -> tuple[Graph, list[Turn
         A graph whose inputs are the clients' own, then what they are sent round by round; whose nodes, and whose
         outputs, which are parts of reductions, come round by round too. And how many of each a round has.
     """
-    placed = [value for value in graph.inputs if value.place in graph.placements]
+    placed = [value for value in graph.inputs if value.placement in graph.placements]
     inputs, nodes, outputs, turns = placed, [], [], []
     needed = {value for this in rounds for node in this.up for value in node.args}
     for node in reversed([node for this in rounds for node in this.at_clients]):

@@ -46,7 +46,7 @@ class SecureSum:
     coding: FixedPoint
     _key: Any = field(init=False, repr=False)
     _seeds: dict[int, bytes] = field(init=False, default_factory=dict, repr=False)
-    index: int = field(init=False, default=-1)  # of this client, once it has met the others
+    index: int = field(init=False, default=-1)  # of this client, once it has agreed on seeds
 
     def __post_init__(self) -> None:
         self._key = _cryptography()[2].X25519PrivateKey.generate()
@@ -67,8 +67,8 @@ class SecureSum:
         restored._seeds, restored.index = dict(state["seeds"]), state["index"]
         return restored
 
-    def meet(self, public_keys: Sequence[bytes], session: bytes) -> int:
-        """Agrees on a seed with every other client.
+    def agree_on_seeds(self, public_keys: Sequence[bytes], session: bytes) -> int:
+        """One with every other client.
 
         Args:
             public_keys: of all clients, in an order that is the same for all.

@@ -69,7 +69,7 @@ class Availability:
 
     Clients drop out, each with the same probability. The others answer after durations whose logarithms are normal:
     one half of the variance is of the client, so that slow ones stay slow, the other of the round. With `wait_for` the
-    round ends when so many have answered, and the stragglers are left out (Bonawitz et al., arXiv 1902.01046).
+    round ends when so many have answered, and the stragglers are dropped (Bonawitz et al., arXiv 1902.01046).
 
     Args:
         dropout: 0 to 1.

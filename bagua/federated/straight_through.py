@@ -54,8 +54,8 @@ def _code(
         drawn = torch.broadcast_tensors(round.reshape(-1), client.reshape(-1))
         keys = [seed_of(seed, *numbers) for numbers in torch.stack(drawn, 1).tolist()]
     result = torch.empty_like(rows)
-    for place, row in enumerate(rows):  # a message for each client
-        result[place] = coding.decode(coding.encode(row, key=keys[place % len(keys)]), row.numel(), row.dtype)
+    for index, row in enumerate(rows):  # a message for each client
+        result[index] = coding.decode(coding.encode(row, key=keys[index % len(keys)]), row.numel(), row.dtype)
     return result.view(value.shape)
 
 
@@ -90,14 +90,14 @@ def coded(
     """
     results = list(values)
     for dtype in {value.dtype for value in values}:  # nothing crosses ranks here, so their order does not matter
-        places = [i for i, value in enumerate(values) if value.dtype == dtype]
-        rows = [values[i].reshape(-1) for i in places]
+        indices = [i for i, value in enumerate(values) if value.dtype == dtype]
+        rows = [values[i].reshape(-1) for i in indices]
         message = torch.cat(rows)
         plain = message.detach()
         # What is added is 0, and has the derivative: in every mode, and in graphs.
         message = _code_operator(plain, round, client, codec, seed) + (message - plain)
-        for place, part in zip(places, message.split([row.shape[0] for row in rows]), strict=True):
-            results[place] = part.reshape(values[place].shape)
+        for index, part in zip(indices, message.split([row.shape[0] for row in rows]), strict=True):
+            results[index] = part.reshape(values[index].shape)
     return results
 
 

@@ -1,9 +1,9 @@
-"""What client functions compute in the place of torch's functions that vmap makes slow, or whose derivatives are wrong.
+"""What client functions compute instead of torch's functions that vmap makes slow, or whose derivatives are wrong.
 
 On CPU torch computes attention by a fused kernel, which vmap calls once for each client, and which has neither tangents
-nor a second derivative; what it is defined by, a softmax between two products, has all of them. The kernel is left in
-its place where sequences are long and a gradient is all that is asked for. Two functions torch 2.13 differentiates
-wrongly under vmap.
+nor a second derivative; what it is defined by, a softmax between two products, has all of them. The kernel stays
+where sequences are long and a gradient is all that is asked for. Two functions torch 2.13 differentiates wrongly under
+vmap.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _attention(
     if is_mask:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
     result, _ = _by_definition(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
-    return result.view(result.shape)  # torch.compile lets no one mark what came in a tuple
+    return result.view(result.shape)  # torch.compile lets no one set an attribute of what came in a tuple
 
 
 def _has_gradient_alone(*tensors: torch.Tensor) -> bool:
@@ -61,7 +61,7 @@ def _has_gradient_alone(*tensors: torch.Tensor) -> bool:
 
 
 def _calling_it(function: types.FunctionType) -> types.FunctionType:
-    """A function of torch.nn.functional with `_attention` in the place of the fused one, that no mode sees again."""
+    """A function of torch.nn.functional with `_attention` instead of the fused one, that no mode sees again."""
     names = {**vars(functional), "scaled_dot_product_attention": _attention, "has_torch_function": lambda _: False}
     copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__

@@ -1,7 +1,7 @@
 """federated.trace: from a function that calls programs, or derivatives of them, to a graph.
 
 torch traces the function with tensors that have shapes only (traced.py). Here its operators become the nodes of a
-Graph: each value is found a place, the server or the clients, and what clients compute outside of map_fn is made
+Graph: each value gets a placement, the server or the clients, and what clients compute outside of map_fn is made
 independent of how many of them there are. Nothing communicates, and nothing depends on the number of clients but sizes.
 """
 
@@ -77,8 +77,8 @@ def trace(function: Callable, *args: Any) -> Graph:
             the function, values of different clients are mixed, or what the verbs raise.
     """
     leaves, structure = pytree.tree_flatten(args)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    if len(places) < len(leaves):
+    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if len(indices) < len(leaves):
         other = next(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
         raise InvalidArgument(
             f"trace of a function of {other!r}, a {type(other).__name__}, expected tensors: give numbers and the like "
@@ -170,34 +170,34 @@ class _Conversion:
         outputs = [self._known[result] for result in results]
         return Graph(name, inputs, self._nodes, outputs, None, self._constants, self._placements, self._functions)
 
-    # ---- places
+    # ---- placements
 
     def _whose_inputs_are_placed(self) -> dict[fx.Node, str]:
         """The clients, by inputs that go into a map or a reduction as they are, or meet such values in operators."""
         nodes = [node for node in self._module.graph.nodes if node.op == "call_function"]
-        places: dict[fx.Node, str] = {}
+        placed: dict[fx.Node, str] = {}
         while True:
-            before = len(places)
+            before = len(placed)
             for node in reversed(nodes):
                 verb = traced.NAMES.get(node.target)
                 if verb == BROADCAST or (not verb and _is_made_from_nothing(node)):
                     continue
-                where = self._placement_of(node, verb).name if verb else places.get(node)
+                where = self._placement_of(node, verb).name if verb else placed.get(node)
                 if where is not None:
-                    places.update((argument, where) for argument in node.all_input_nodes)
+                    placed.update((argument, where) for argument in node.all_input_nodes)
             for node in nodes:
                 verb = traced.NAMES.get(node.target)
                 if verb in (BROADCAST, MAP):
-                    places[node] = self._placement_of(node, verb).name
+                    placed[node] = self._placement_of(node, verb).name
                 elif not verb and not _is_made_from_nothing(node):
-                    found = next((places[x] for x in node.all_input_nodes if self._is_placed(x, places)), None)
+                    found = next((placed[x] for x in node.all_input_nodes if self._is_placed(x, placed)), None)
                     if found is not None:
-                        places[node] = found
-            if len(places) == before:
-                return {node: where for node, where in places.items() if self._has_clients_axis(node, where)}
+                        placed[node] = found
+            if len(placed) == before:
+                return {node: where for node, where in placed.items() if self._has_clients_axis(node, where)}
 
-    def _is_placed(self, node: fx.Node, places: dict[fx.Node, str]) -> bool:
-        return node in places and (node.op != "placeholder" or self._has_clients_axis(node, places[node]))
+    def _is_placed(self, node: fx.Node, placed: dict[fx.Node, str]) -> bool:
+        return node in placed and (node.op != "placeholder" or self._has_clients_axis(node, placed[node]))
 
     def _has_clients_axis(self, node: fx.Node, where: str) -> bool:
         shape = node.meta["val"].shape if node.op == "placeholder" else ()
@@ -236,17 +236,17 @@ class _Conversion:
         if verb != BROADCAST:
             values = [self._spread(value, 0, placement.name) for value in values]
         for value in values:
-            if verb == BROADCAST and value.place not in (SERVER, EVERYWHERE):
-                raise InvalidArgument(f"broadcast of {value.name}, which is at the {value.place} already")
-            if verb != BROADCAST and value.place == EVERYWHERE:
+            if verb == BROADCAST and value.placement not in (SERVER, EVERYWHERE):
+                raise InvalidArgument(f"broadcast of {value.name}, which is at the {value.placement} already")
+            if verb != BROADCAST and value.placement == EVERYWHERE:
                 raise InvalidArgument(
                     f"{verb} over {placement.name} of a tensor of shape {list(value.shape)} from around the traced "
                     "function: what clients have must be an argument of it"
                 )
-            if verb != BROADCAST and value.place != placement.name:
+            if verb != BROADCAST and value.placement != placement.name:
                 raise InvalidArgument(
                     f"{verb} over {placement.name} of {value.name}: {list(value.shape)}, which is at the "
-                    f"{value.place}: federated.broadcast it"
+                    f"{value.placement}: federated.broadcast it"
                 )
             if value.axis not in (None, 0):
                 raise InvalidArgument(f"{verb} of {value.name}, whose axis {value.axis} is the clients': expected 0")
@@ -285,7 +285,7 @@ class _Conversion:
         if name_of(target) in ("view", "_unsafe_view"):
             target = "aten.reshape.default"  # other strides than those that were traced are as good
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Value)]
-        where = next((value.place for value in inputs if value.axis is not None), None)
+        where = next((value.placement for value in inputs if value.axis is not None), None)
         axis = None
         if where is not None:
             try:
@@ -297,7 +297,7 @@ class _Conversion:
         likes = [like] if isinstance(like, torch.Tensor) else list(like)  # some are None, where nothing was asked for
         # Not of what is drawn: clients would draw other numbers, or learn the seed.
         is_drawn = traced.is_drawn(node) or target in OF_AGGREGATORS
-        is_constant = where is None and not is_drawn and all(value.place == EVERYWHERE for value in inputs)
+        is_constant = where is None and not is_drawn and all(value.placement == EVERYWHERE for value in inputs)
         base = name_of(target).strip("_")
         results = [one if one is None else self._value(base, one, where, axis, is_constant) for one in likes]
         self._nodes.append(Node("", target, args, kwargs, results))
@@ -309,7 +309,7 @@ class _Conversion:
         number = 1 if "ones" in name else 0 if "zero" in name or "empty" in name else args[-1]
         source = args[0] if isinstance(args[0], Value) and name.endswith("_like") else None
         shape: list[Any] = list(like.shape)
-        where, axis = (None, None) if source is None or source.axis is None else (source.place, source.axis)
+        where, axis = (None, None) if source is None or source.axis is None else (source.placement, source.axis)
         if axis is not None:
             shape[axis] = NumClients(where)
         result = self._value("full", like, where, axis, where is None)
@@ -319,7 +319,7 @@ class _Conversion:
         return result
 
     def _is_filled(self, value: Any) -> bool:
-        return value in self._filled_with and value.place == EVERYWHERE
+        return value in self._filled_with and value.placement == EVERYWHERE
 
     def _spread(self, value: Value, axis: int, where: str) -> Value:
         """A constant of equal elements, one for each client, as the clients' own; others as they are."""

@@ -89,7 +89,7 @@ class Trace:
     client_functions: dict[str, ClientFunction] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)  # by name
     programs: dict[str, Callable] = field(default_factory=dict)  # that put them in force again
-    watches: list[Any] = field(default_factory=list)  # over the client functions that are traced now, inner last
+    closure_checks: list[Any] = field(default_factory=list)  # over the client functions that are traced now, inner last
     _derived: dict[tuple, ClientFunction] = field(default_factory=dict)
 
     def add_program(self, placement: Placement, program: Callable) -> None:
@@ -118,15 +118,15 @@ class Trace:
         self.client_functions[key] = made
         return made
 
-    def derive(self, base: ClientFunction, how: str, places: tuple, function: Callable, inputs: Tensors) -> str:
-        """The key of what is made from `base` at these places of its inputs and outputs."""
+    def derive(self, base: ClientFunction, how: str, indices: tuple, function: Callable, inputs: Tensors) -> str:
+        """The key of what is made from `base` at these indices of its inputs and outputs."""
         specs = tuple(Spec((*x.shape[1:],), x.dtype, x.device) for x in inputs)
         if how != "vmap" and any(map(is_drawn, base.module.graph.nodes)):
             raise InvalidArgument(
                 f"the client function {base.name} draws random numbers, and its derivative would draw others: draw "
                 "them outside of it, such as with federated.sampling.per_client, and make them an argument"
             )
-        identity = (base.key, how, places, specs)
+        identity = (base.key, how, indices, specs)
         if identity not in self._derived:
             self._derived[identity] = self.add(f"{how}({base.name})", function, specs, base.randomness, base.placement)
         return self._derived[identity].key
@@ -157,11 +157,11 @@ def is_drawn(node: fx.Node) -> bool:
     """Whether the node gives random numbers."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) or node.target in NAMES:
         return False
-    places = [place for place, one in enumerate(node.target._schema.arguments) if one.name == "dropout_p"]
-    if not places:
+    indices = [index for index, one in enumerate(node.target._schema.arguments) if one.name == "dropout_p"]
+    if not indices:
         return True
-    default = node.target._schema.arguments[places[0]].default_value
-    given = node.args[places[0]] if len(node.args) > places[0] else node.kwargs.get("dropout_p", default)
+    default = node.target._schema.arguments[indices[0]].default_value
+    given = node.args[indices[0]] if len(node.args) > indices[0] else node.kwargs.get("dropout_p", default)
     return given != 0  # attention draws for its dropout only
 
 
@@ -239,14 +239,14 @@ def graph_of_one(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequen
         torch.enable_grad(),
         _set_fwd_grad_enabled(True),
     ):
-        watches = trace_in_force.get().watches
-        watches.append(None)  # what torch does to trace is not watched
+        checks = trace_in_force.get().closure_checks
+        checks.append(None)  # what torch does to trace is not checked
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 examples = [spec.empty() for spec in inputs]
             return graph_of(function, examples)
         finally:
-            watches.pop()
+            checks.pop()
 
 
 def _without_dead_nodes(module: fx.GraphModule) -> fx.GraphModule:
@@ -314,10 +314,10 @@ def _has_tangents(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _fill(places: Sequence[int], results: Tensors, size: int) -> tuple:
+def _fill(indices: Sequence[int], results: Tensors, size: int) -> tuple:
     filled: list = [None] * size
-    for place, result in zip(places, results, strict=True):
-        filled[place] = result
+    for index, result in zip(indices, results, strict=True):
+        filled[index] = result
     return tuple(filled)
 
 
@@ -430,8 +430,8 @@ class _Map(torch.autograd.Function):
         return tuple(call("map", moved, derived)), (1,) * len(base.outputs)
 
 
-def _replaced(values: Tensors, places: Sequence[int], chosen: Tensors) -> list[torch.Tensor]:
+def _replaced(values: Tensors, indices: Sequence[int], chosen: Tensors) -> list[torch.Tensor]:
     replaced = list(values)
-    for place, value in zip(places, chosen, strict=True):
-        replaced[place] = value
+    for index, value in zip(indices, chosen, strict=True):
+        replaced[index] = value
     return replaced

@@ -44,13 +44,13 @@ def place_operator(
     """
     values = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Value)]
     for value in values:
-        if value.axis is None and value.place != EVERYWHERE:
+        if value.axis is None and value.placement != EVERYWHERE:
             raise Mixed(
                 f"{target} on {value.name}: {value}, which is at the server, and on values of the {where}: "
                 "federated.broadcast it"
             )
-        if value.axis is not None and value.place != where:
-            raise Mixed(f"{target} on values of the {value.place} and of the {where}")
+        if value.axis is not None and value.placement != where:
+            raise Mixed(f"{target} on values of the {value.placement} and of the {where}")
     name = target.split(".")[1]
     shapes = [_full_shape(value, num_local) for value in values]
     if name in _RULES:
@@ -87,7 +87,7 @@ def _full_shape(value: Value, num_local: int) -> list[int]:
 def _elementwise(target: str, values: Sequence[Value], shapes: Sequence[list[int]], like: torch.Tensor) -> int:
     axes = {value.axis - len(shape) for value, shape in zip(values, shapes, strict=True) if value.axis is not None}
     if len(axes) > 1:
-        raise Mixed(f"{target} on {', '.join(map(str, shapes))}, whose axes of clients do not meet: use map_fn")
+        raise Mixed(f"{target} on {', '.join(map(str, shapes))}, whose client axes do not line up: use map_fn")
     (axis,) = axes
     return axis + like.dim()
 
@@ -132,10 +132,10 @@ def _unsqueeze(args: tuple, shape: list[int], like: Any, clients: NumClients, n:
 
 
 def _without(dims: Sequence[int], args: tuple, shape: list[int], clients: NumClients) -> int:
-    """The clients' axis once these are gone."""
-    gone = {_positive(dim, len(shape)) for dim in dims}
-    _not_along(gone, args, clients)
-    return args[0].axis - sum(dim < args[0].axis for dim in gone)
+    """The clients' axis once these are reduced."""
+    reduced = {_positive(dim, len(shape)) for dim in dims}
+    _not_along(reduced, args, clients)
+    return args[0].axis - sum(dim < args[0].axis for dim in reduced)
 
 
 def _not_along(dims: set[int], args: tuple, clients: NumClients) -> None:
@@ -189,7 +189,7 @@ def _cat(args: tuple, shape: list[int], like: Any, clients: NumClients, n: int) 
     first = args[0][0]
     _not_along({_positive(args[1] if len(args) > 1 else 0, len(shape))}, (first,), clients)
     if any(value.axis != first.axis for value in args[0]):
-        raise Mixed(f"a concatenation of values whose axes of {clients.placement} do not meet: use map_fn")
+        raise Mixed(f"a concatenation of values whose axes of {clients.placement} do not line up: use map_fn")
     return first.axis, args
 
 

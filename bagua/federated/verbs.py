@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
-from bagua.federated.closures import watch
+from bagua.federated.closures import check_closures
 from bagua.federated.operators import call
 from bagua.federated.placement import Frame, Placement, current, run_in
 from bagua.federated.traced import Spec, Trace, tracing
@@ -53,7 +53,7 @@ def reduce_sum(value: Tree, *, placement: str | None = None) -> Tree:
 
     Raises:
         InvalidArgument: the first axis is not the clients' one, the values are of bools, or, on all ranks, the ranks
-            have not the same program and shapes, or clients that do not add up.
+            do not have the same program and shapes, or clients that do not add up.
     """
     clients = current(placement, "reduce_sum")
     return _reduce("reduce_sum", check_no_bools(check_placed(value, clients, "reduce_sum"), "reduce_sum"), clients)
@@ -152,7 +152,7 @@ def map_fn(
     of_all = torch.func.vmap(of_one, chunk_size=chunk_size, randomness=randomness)
     if clients.num_local:
         return of_all(*splatted)
-    # Not every operation can be batched over nothing. One client that is left out again keeps what is differentiated,
+    # Not every operation can be batched over nothing. One client that is dropped again keeps what is differentiated,
     # and so the collectives, as on ranks that have clients. (torch.cat loses tangents of what has no other axis.)
     results = of_all(*pytree.tree_map(lambda leaf: pad(leaf, [0, 0] * (leaf.dim() - 1) + [0, 1]), splatted))
     return pytree.tree_map(lambda leaf: leaf[:0], results)
@@ -197,7 +197,7 @@ _EXPLAINED = {
 
 
 def run_client(function: Callable, clients: Placement, verb: str, *arguments: Any) -> Any:
-    with watch(verb, arguments) as watching:
+    with check_closures(verb, arguments) as closures:
         try:
             result = run_in(Frame(clients, is_mapping=True), function, arguments, {})
         except RuntimeError as error:
@@ -207,12 +207,12 @@ def run_client(function: Callable, clients: Placement, verb: str, *arguments: An
             raise InvalidArgument(f"the client function of {verb} {why}. torch says: {error}") from error
         for leaf in [] if torch.compiler.is_compiling() else pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                watching.check(leaf)
+                closures.check(leaf)
     for path, leaf in pytree.tree_flatten_with_path(result)[0]:
         if not isinstance(leaf, torch.Tensor):
             raise InvalidArgument(
                 f"the client function of {verb} returns {leaf!r}{_at(path)}, a {type(leaf).__name__}, expected "
-                "tensors: return torch.tensor of a number, and leave out what is none"
+                "tensors: return torch.tensor of a number, and nothing that is not a tensor"
             )
     return result
 
@@ -258,10 +258,10 @@ def across(verb: str, leaves: Sequence[torch.Tensor], clients: Placement) -> lis
     results = list(leaves)
     run = traced_call if tracing() else call
     for has_derivatives in (True, False):
-        places = [i for i, x in enumerate(leaves) if (x.is_floating_point() or x.is_complex()) == has_derivatives]
-        if places:
-            for place, result in zip(places, run(verb, [leaves[i] for i in places], clients.key), strict=True):
-                results[place] = result
+        indices = [i for i, x in enumerate(leaves) if (x.is_floating_point() or x.is_complex()) == has_derivatives]
+        if indices:
+            for index, result in zip(indices, run(verb, [leaves[i] for i in indices], clients.key), strict=True):
+                results[index] = result
     return results
 
 

@@ -157,13 +157,13 @@ def _run_here(args: argparse.Namespace) -> None:
     """On a rank that a launcher has started: the network is the one that is there."""
     (rate_mbit,) = args.rates
     cases = [Case(profile, args.scale, 1, 1, rate_mbit) for profile in args.profiles]
-    place, per_case = measure_here([case.task(args.systems, _samples(args), args.turns) for case in cases])
-    if place.rank != 0:
+    position, per_case = measure_here([case.task(args.systems, _samples(args), args.turns) for case in cases])
+    if position.rank != 0:
         return
     _say_head({"link": "not named; --rates gives the bound" if rate_mbit is None else f"{rate_mbit} Mbit/s"})
     everything = []
     for case, per_rank in zip(cases, per_case, strict=True):
-        here = replace(case, num_hosts=place.num_hosts, ranks_per_host=place.ranks_per_host)
+        here = replace(case, num_hosts=position.num_hosts, ranks_per_host=position.ranks_per_host)
         everything.append(outcomes_of(here, per_rank, 0))
         _say(args, everything)
 

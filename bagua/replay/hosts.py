@@ -69,7 +69,7 @@ def _tcp_setting(name: str) -> str:
 def hosts(count: int, rate_mbit: int | None, congestion: str = "") -> Iterator[list[list[str]]]:
     """`count` hosts with links of `rate_mbit`, None for as fast as they go; yields what starts a command on each.
 
-    ``congestion`` is what TCP connections have there unless told otherwise, in the place of the system's.
+    ``congestion`` is what TCP connections have there unless told otherwise, instead of the system's.
     """
     _remove_left_behind()
     stem = f"{_PREFIX}-{os.getpid()}"

@@ -83,9 +83,9 @@ def _by_case(cases: Sequence[Sequence[Outcome]]) -> Any:
     for axis, outcomes in zip(axes, cases, strict=True):
         bars(axis, [(one.system, one.step_s) for one in outcomes], str(outcomes[0].case), "ms per step", 1e3)
         bounds = [one.bound_s * 1e3 for one in outcomes if one.bound_s is not None]
-        for place, bound_ms in enumerate(bounds):
-            label = None if place else "bound"
-            axis.plot([bound_ms] * 2, [place - 0.4, place + 0.4], color="tab:red", label=label)
+        for row, bound_ms in enumerate(bounds):
+            label = None if row else "bound"
+            axis.plot([bound_ms] * 2, [row - 0.4, row + 0.4], color="tab:red", label=label)
         if bounds:
             axis.legend(fontsize=8)
     figure.tight_layout()

@@ -1,7 +1,7 @@
 """What a training step of a model costs, layer by layer: parameters, time of forward, time of backward.
 
 Beside the data path. A profile is a small JSON file. ``record`` makes one from a model, ``SleepingModel`` is a model
-that has one: real parameters, whose gradients become ready when the profile says so, and a sleep in the place of
+that has one: real parameters, whose gradients become ready when the profile says so, and a sleep instead of
 compute. So communication can be measured for a model, and for a device, that is not there.
 """
 
@@ -33,7 +33,7 @@ class Layer:
         parameters: shape of each of its parameters.
         forward_ms: what its forward takes, in milliseconds.
         backward_ms: from the gradients of the layer behind it, in the order of forward, to its own.
-        dtype: of its parameters and gradients: float32, float64, float16 or bfloat16. A file may leave it out.
+        dtype: of its parameters and gradients: float32, float64, float16 or bfloat16. Optional in a file.
     """
 
     name: str
@@ -169,7 +169,7 @@ def _is_shape(shape: Any) -> bool:
 class SleepingModel(torch.nn.Module):
     """A model of ``profile``: ``model()`` returns a scalar, whose ``backward()`` makes all gradients.
 
-    In the place of compute the calling thread sleeps, as a host does whose accelerator works. Forward and backward each
+    Instead of computing the calling thread sleeps, as a host does whose accelerator works. Forward and backward each
     begin when they are called, and then layer after layer ends when the profile says so: what the host does meanwhile,
     in hooks for example, takes no time of the accelerator's. Gradients are there without a computation, as they come
     from a device: the same memory in every step, filled once with values of ``torch.manual_seed``'s generator. Weights
@@ -315,7 +315,7 @@ class _Recorder:
         self.parameters: dict[str, list[torch.nn.Parameter]] = {}  # by layer
         self.dtypes: dict[str, str] = {}
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._marks: list[tuple[str, float]] = []
+        self._events: list[tuple[str, float]] = []
         self._hooks: list[Any] = []
         modules: dict[str, torch.nn.Module] = {}
         seen: set[int] = set()
@@ -330,9 +330,9 @@ class _Recorder:
             self.parameters[layer], self.dtypes[layer] = own, _dtype_of(layer, own)
             modules[layer] = module
         for layer, module in modules.items():  # when nothing can raise any more
-            self._hooks.append(module.register_forward_hook(lambda *_, layer=layer: self._mark(layer)))
+            self._hooks.append(module.register_forward_hook(lambda *_, layer=layer: self._record(layer)))
             self._hooks += [
-                parameter.register_post_accumulate_grad_hook(lambda _, layer=layer: self._mark(layer))
+                parameter.register_post_accumulate_grad_hook(lambda _, layer=layer: self._record(layer))
                 for parameter in self.parameters[layer]
             ]
 
@@ -341,8 +341,8 @@ class _Recorder:
             getattr(torch, self._device.type).synchronize()
         return time.perf_counter()
 
-    def _mark(self, layer: str) -> None:
-        self._marks.append((layer, self._now()))
+    def _record(self, layer: str) -> None:
+        self._events.append((layer, self._now()))
 
     def step(self, loss: Callable[[torch.nn.Module], torch.Tensor]) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds of forward, and of backward, by layer; in the order in which the layers came to their ends."""
@@ -351,22 +351,22 @@ class _Recorder:
         value = loss(self._model)
         if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
             raise InvalidArgument(f"the loss is {_what(value)}, expected a tensor of one element that has a gradient")
-        forward = self._take_spans(begin, every_mark=True)
+        forward = self._take_spans(begin, every_event=True)
         begin = self._now()
         value.backward()
-        return forward, self._take_spans(begin, every_mark=False)
+        return forward, self._take_spans(begin, every_event=False)
 
-    def _take_spans(self, begin: float, every_mark: bool) -> dict[str, float]:
-        """Cuts the time since ``begin`` at the marks, or at each layer's last one; what is left is the last layer's."""
+    def _take_spans(self, begin: float, every_event: bool) -> dict[str, float]:
+        """Cuts the time since ``begin`` at the events, or at each layer's last one; the rest is the last layer's."""
         end = self._now()
-        marks = self._marks if every_mark else sorted(dict(self._marks).items(), key=lambda mark: mark[1])
+        events = self._events if every_event else sorted(dict(self._events).items(), key=lambda event: event[1])
         spans: dict[str, float] = {}
-        for layer, at in marks:
+        for layer, at in events:
             spans[layer] = spans.get(layer, 0.0) + at - begin
             begin = at
-        if marks:
-            spans[marks[-1][0]] += end - begin
-        self._marks = []
+        if events:
+            spans[events[-1][0]] += end - begin
+        self._events = []
         return spans
 
     def remove(self) -> None:

@@ -100,14 +100,14 @@ class Ranks:
             )
 
     def collect(
-        self, timeout_s: float, lost: Collection[int] = (), watch: Callable[[list[int]], None] | None = None
+        self, timeout_s: float, lost: Collection[int] = (), on_poll: Callable[[list[int]], None] | None = None
     ) -> list[Any]:
         """Waits for all ranks; what they returned, by rank.
 
         Args:
             timeout_s: for all of it.
             lost: ranks that are killed or stopped on purpose; their value is None.
-            watch: called again and again with the ranks' process ids while they run.
+            on_poll: called again and again with the ranks' process ids while they run.
 
         Raises:
             RanksFailed: a rank failed, or time ran out.
@@ -121,8 +121,8 @@ class Ranks:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
             if time.monotonic() > deadline or all(process.poll() is not None for process in self._processes):
                 break
-            if watch is not None:
-                watch([process.pid for process in self._processes])
+            if on_poll is not None:
+                on_poll([process.pid for process in self._processes])
             time.sleep(0.02)
         if failed is not None or not self._are_done(lost):
             raise RanksFailed(self._story(failed, timeout_s))

@@ -60,7 +60,7 @@ _SHORT_STEPS = 4
 _WARM_FROM_S = 3.0  # steps that take as long are as warm after the first as they get
 _ROUNDS = 3  # of async: a sample each
 _MOST_STOLEN = 0.1  # by the hypervisor, and
-_MOST_SLEPT = 0.05  # longer than the profile says, where there is nothing but sleep: else it is measured again
+_MOST_SLEPT = 0.05  # longer than the profile says, where all it does is sleep; measured again above that
 
 
 class NoOptimizer(torch.optim.Optimizer):
@@ -116,7 +116,7 @@ def parse(system: str) -> tuple[str, dict[str, Any]]:
 
 
 def check(system: str) -> None:
-    """Raises InvalidArgument for a system that no rank can play: a name, an option or a value that there is not."""
+    """Raises InvalidArgument for a system that no rank can play: an unknown name or option, or a value out of range."""
     name, options = parse(system)
     if name in DDP_HOOKS:
         for option in options:
@@ -132,10 +132,10 @@ def check(system: str) -> None:
     if "overlap" in options and (algorithm.exchanges != "gradients" or name == "qadam" or goes_on):
         raise bagua.InvalidArgument(
             "option overlap is for algorithms that exchange gradients, each bucket in one go, and leave the step to "
-            "any optimizer; leave it out"
+            "any optimizer; drop it"
         )
     if options.get("broadcast_buffers") and not algorithm.is_lockstep:
-        raise bagua.InvalidArgument("broadcast_buffers=True is for algorithms whose ranks step together; leave it out")
+        raise bagua.InvalidArgument("broadcast_buffers=True is for algorithms whose ranks step together; drop it")
     algorithm.check([_optimizer_of(name, [torch.nn.Parameter(torch.zeros(1))])])
 
 
@@ -154,7 +154,7 @@ def _check_values(options: dict[str, Any], known: dict[str, str]) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Where this rank is among those that a launcher has started."""
 
     rank: int
@@ -206,19 +206,19 @@ def measure(**task: Any) -> list[dict]:
     return results
 
 
-def measure_here(tasks: Sequence[Task]) -> tuple[Place, list[list[list[dict]]]]:
+def measure_here(tasks: Sequence[Task]) -> tuple[Position, list[list[list[dict]]]]:
     """On a rank of a launcher: what all ranks have measured, by task and rank."""
     initialise(timeout_s=300)
     local = bagua.get_local_world_size()
-    place = Place(bagua.get_rank(), bagua.get_world_size() // local, local)
-    if place.num_hosts > 1 and config.settings().interface is None:
+    position = Position(bagua.get_rank(), bagua.get_world_size() // local, local)
+    if position.num_hosts > 1 and config.settings().interface is None:
         raise bagua.InvalidArgument(
             "BAGUA_SOCKET_IFNAME is not set; name the interface between the hosts, whose bytes are counted "
             "(bagua run --interface eth0)"
         )
     per_task = [bagua.all_gather_object(_measure_all(task)) for task in tasks]
     destroy()
-    return place, per_task
+    return position, per_task
 
 
 def _measure_all(task: Task) -> list[dict]:

@@ -6,7 +6,7 @@ one core are this library's program, the same by torch.compile, a loop of autogr
 the program has (torch.func), a loop over that function by torch.compile, DrJAX jitted, and pfl-research; on two cores,
 two ranks of the program, and Flower's simulation, which starts its own processes. A last table has the seconds until
 the first round is done, that is tracing and compilation, by number of clients; what torch.compile needs once on a
-machine (C++ headers) is not in it. The frameworks are left out where they cannot be imported; each may have an
+machine (C++ headers) is not in it. The frameworks are skipped where they cannot be imported; each may have an
 interpreter of its own.
 
     .venv/bin/python -m benchmarks.federated.federated_round [--drjax PYTHON] [--pfl PYTHON] [--flower PYTHON] [--quick]

@@ -28,8 +28,8 @@ _WIDTH, _EXAMPLES = 1120, 2  # two layers: 10 MB
 _EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc: what is freed goes back at once
 
 
-def measure(question: str, **options: Any) -> Any:
-    return {"ranks": measure_ranks, "leaves": measure_leaves, "memory": measure_memory}[question](**options)
+def measure(what: str, **options: Any) -> Any:
+    return {"ranks": measure_ranks, "leaves": measure_leaves, "memory": measure_memory}[what](**options)
 
 
 def measure_ranks(repetitions: int) -> dict[str, list[float]]:
@@ -185,12 +185,12 @@ def main() -> None:
     result = report.Report(__file__, "what ranks, leaves and clients cost a federated program", args)
     repetitions = 3 if args.quick else 40
 
-    per_rank = ranks.run(args.ranks, {"question": "ranks", "repetitions": repetitions})
+    per_rank = ranks.run(args.ranks, {"what": "ranks", "repetitions": repetitions})
     of_ranks = rows_of_ranks(per_rank)
     title = f"{args.ranks} ranks of {CLIENTS_PER_RANK} clients, and as many programs by themselves at the same time"
     result.add(report.Table(title, of_ranks, ratio="relative"))
 
-    per_rank = ranks.run(args.ranks, {"question": "leaves", "repetitions": repetitions})
+    per_rank = ranks.run(args.ranks, {"what": "leaves", "repetitions": repetitions})
     of_leaves: list[report.Row] = []
     for name, count in per_rank[0]["counts"].items():
         samples = timing.slowest([of_rank["wall"][name] for of_rank in per_rank])
@@ -201,7 +201,7 @@ def main() -> None:
     of_memory = []
     for clients, chunk_size, by_map_reduce in MEMORY[1:] if args.quick else MEMORY:
         options = {"clients": clients, "chunk_size": chunk_size, "by_map_reduce": by_map_reduce}
-        (found,) = ranks.run(1, {"question": "memory", **options}, env=_EXACT)
+        (found,) = ranks.run(1, {"what": "memory", **options}, env=_EXACT)
         how = f"map_reduce, chunk_size={chunk_size}" if by_map_reduce else "map_fn and reduce_mean"
         cells = {"models": f"{found['peak'] / found['model']:.1f}", "s": report.three_digits(found["seconds"])}
         of_memory.append(report.Row(f"{clients} clients, {how}", [found["peak"]], None, cells))

@@ -41,7 +41,7 @@ def run(
     under_mpirun: bool = False,
     timeout_s: float = 600.0,
     lost: Collection[int] = (),
-    watch: Callable[[list[int]], None] | None = None,
+    on_poll: Callable[[list[int]], None] | None = None,
 ) -> list[Any]:
     """Runs this script's `measure(**options)` on `world_size` ranks; returns their values by rank.
 
@@ -56,7 +56,7 @@ def run(
             ranks.start_under([mpirun() or "mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(world_size)])
         else:
             ranks.start(prefixes)
-        return ranks.collect(timeout_s, lost, watch)
+        return ranks.collect(timeout_s, lost, on_poll)
 
 
 def mpirun() -> str | None:

@@ -1,7 +1,7 @@
 """Turns measurements into what every benchmark leaves behind: a table, a plot, and what they were taken on.
 
 `Report` prints, and writes `<folder>/<date>-<script>.md` and `.png`. Every row carries its samples, so that minimum,
-median and maximum come from the same place, and names the row that it is compared to.
+median and maximum are of the same samples, and names the row that it is compared to.
 """
 
 from __future__ import annotations
@@ -159,10 +159,10 @@ class Report:
         print(*lines, sep="\n", flush=True)
 
     def write(self, figure: Any = None) -> None:
-        """Writes the Markdown file, and the matplotlib figure beside it, in the place of those of the same day."""
+        """Writes the Markdown file, and the matplotlib figure beside it, replacing those of the same day."""
         stem = "-".join(filter(None, [f"{self.began:%Y-%m-%d}", self.name, self._subject]))
         path = self._folder / f"{stem}.md"
-        instead = ", in the place of an earlier result" if path.exists() else ""
+        instead = ", instead of an earlier result" if path.exists() else ""
         lines = [*self._head, "", *self._body]
         if figure is not None:
             figure.savefig(self._folder / f"{stem}.png", dpi=120, bbox_inches="tight")

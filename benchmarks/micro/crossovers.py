@@ -128,9 +128,9 @@ def main() -> None:
     result = report.Report(__file__, "where one algorithm takes over from another", args)
     figure, axes = report.subplots(len(ON_ONE_HOST), 2)
 
-    def show(case: Case, place: str, rows: list[report.Row]) -> None:
+    def show(case: Case, setting: str, rows: list[report.Row]) -> None:
         found = crossover(rows, sizes)
-        title = f"{case.threshold}: {case.call}, {case.small} or {case.large}, {place}"
+        title = f"{case.threshold}: {case.call}, {case.small} or {case.large}, {setting}"
         result.add(
             report.Table(
                 title,
@@ -143,12 +143,12 @@ def main() -> None:
         axis.plot(sizes, [row.baseline.p50 * 1e6 for row in rows], marker="o", label=case.small)
         axis.plot(sizes, [row.p50 * 1e6 for row in rows], marker="o", label=case.large)
         axis.axvline(max(found, sizes[0]), color="tab:red", ls=":", label="crossover")
-        axis.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us", title=f"{case.call}, {place}")
+        axis.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us", title=f"{case.call}, {setting}")
         axis.legend(fontsize=7)
 
     for case in ON_ONE_HOST:
-        place = f"{args.ranks} ranks of one host" + (", tcp" if case.env else "")
-        show(case, place, run_case(case, args.ranks, sizes, args))
+        setting = f"{args.ranks} ranks of one host" + (", tcp" if case.env else "")
+        show(case, setting, run_case(case, args.ranks, sizes, args))
     reason = hosts.why_not()
     if reason is not None:
         result.say(f"between hosts SKIPPED: {reason}.")
@@ -156,8 +156,8 @@ def main() -> None:
         with hosts.hosts(args.ranks, 1000) as prefixes:
             where = {"prefixes": prefixes, "master_addr": hosts.address(0), "env": {"BAGUA_SOCKET_IFNAME": "eth0"}}
             for case in BETWEEN_HOSTS:
-                place = f"{args.ranks} hosts, 1 Gbit/s"
-                show(case, place, run_case(case, args.ranks, sizes, args, **where))
+                setting = f"{args.ranks} hosts, 1 Gbit/s"
+                show(case, setting, run_case(case, args.ranks, sizes, args, **where))
     figure.tight_layout()
     result.write(figure)
 

@@ -32,7 +32,7 @@ RANKS = 4
 SEEDS = (0, 1, 2)
 _OPTIMIZERS = {"qadam": "qadam"}  # what an algorithm asks for; the others step with SGD
 _ONEBIT = {"codec": "onebit", "error_feedback": True}
-# By algorithm, beside its defaults: its options, and those of Setup. Rows whose codec there is not yet are left out.
+# By algorithm, beside its defaults: its options, and those of Setup. Rows whose codec does not exist are skipped.
 _VARIANTS: Mapping[str, Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {
     "bytegrad": [
         (_ONEBIT, {}),
@@ -192,7 +192,7 @@ def main() -> None:
         ]
         if jobs:
             options = {"jobs": jobs, "path": os.path.abspath(kept.path)}
-            ranks.run(RANKS, options, timeout_s=4 * 3600, watch=kept.show_new)
+            ranks.run(RANKS, options, timeout_s=4 * 3600, on_poll=kept.show_new)
         rows = {task: results(kept, task, args.seeds, names) for task in args.tasks}
         begun = kept.facts()
         trained = f"from {begun['date']} on, commit {begun['commit']}"

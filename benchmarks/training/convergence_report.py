@@ -51,13 +51,13 @@ class Result:
         return BETTER if (mean < low) == self.task.is_loss else WORSE
 
     def epochs_to_target(self) -> str:
-        """The median over the seeds of the first epoch at whose end the target is met."""
+        """The median over the seeds of the first epoch at whose end the target is reached."""
         target = self.task.target["sgd" if self.setup.optimizer == "sgd" else "adam"]
         sign = -1 if self.task.is_loss else 1
         epochs = []
         for one in self.trainings:
-            met = (epoch for epoch, value in enumerate(one["curve"], 1) if sign * value >= sign * target)
-            epochs.append(next(met, math.inf))
+            reached = (epoch for epoch, value in enumerate(one["curve"], 1) if sign * value >= sign * target)
+            epochs.append(next(reached, math.inf))
         median = statistics.median_low(epochs)
         return str(median) if median < math.inf else "never"
 
@@ -101,12 +101,12 @@ def plot(rows: Mapping[str, Sequence[Result]]) -> Any:
     figure.set_size_inches(7.5 * len(rows), 1 + 0.22 * max(len(of_task) for of_task in rows.values()))
     for axis, (name, of_task) in zip(axes, rows.items(), strict=True):
         finished = [row for row in of_task if not row.errors]
-        for place, row in enumerate(finished):
+        for row_index, row in enumerate(finished):
             of_ddp = (row.baseline or row).final
-            axis.fill_betweenx([place - 0.5, place + 0.5], min(of_ddp), max(of_ddp), color="0.87", lw=0)
+            axis.fill_betweenx([row_index - 0.5, row_index + 0.5], min(of_ddp), max(of_ddp), color="0.87", lw=0)
             color = {WORSE: "tab:red", BETTER: "tab:green", INSIDE: "tab:blue"}.get(row.verdict(), "black")
-            axis.plot(row.final, [place] * len(row.final), "o", color=color, ms=4, mfc="none")
-            axis.plot([statistics.fmean(row.final)], [place], "|", color=color, ms=11, mew=2)
+            axis.plot(row.final, [row_index] * len(row.final), "o", color=color, ms=4, mfc="none")
+            axis.plot([statistics.fmean(row.final)], [row_index], "|", color=color, ms=11, mew=2)
         axis.set_title(f"{name}: {of_task[0].task.metric}, end of the run")
         axis.set_yticks(range(len(finished)), [row.case for row in finished], fontsize=8)
         axis.set_ylim(len(finished) - 0.5, -0.5)

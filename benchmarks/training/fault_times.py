@@ -60,7 +60,7 @@ def measure(way: str, fault: str, timeout_s: float, moment: str) -> dict:
 
 
 def _stay_until_all_have_seen(rank: int, fault: str, folder: Path, deadline: float) -> None:
-    """What a rank that exits does to the others is another question, so none leaves before all have their error."""
+    """What a rank that exits does to the others is not measured here, so none exits before all have their error."""
     (folder / f"seen-{rank}").touch()
     expected = RANKS if FAULTS[fault] is None else RANKS - 1
     while len(list(folder.glob("seen-*"))) < expected and time.monotonic() < deadline:

@@ -48,7 +48,7 @@ def measure_one(
     fills_records: bool = False,
     **model: Any,
 ) -> dict:
-    """Marks (name, time, PSS), the high-water mark since the model was built, sizes.
+    """Readings (name, time, PSS), the high-water mark since the model was built, sizes.
 
     Args:
         way: DDP, PLAIN or an algorithm.
@@ -67,20 +67,20 @@ def measure_one(
     if momentum is None:
         groups = [
             {"params": [p]} for p in module.parameters()
-        ]  # what a step needs for a group is gone before it is seen
+        ]  # what a step needs for a group is freed before a reading
         optimizer = bagua.optim.QAdam(groups, lr=1e-6, warmup_steps=2)
     else:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=momentum)
-    marks = []
+    readings = []
 
-    def mark(name: str) -> None:
+    def read(name: str) -> None:
         bagua.barrier()
-        marks.append((name, time.monotonic(), pss_bytes("self")))
+        readings.append((name, time.monotonic(), pss_bytes("self")))
         bagua.barrier()
 
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     resident = _status_bytes("VmHWM")
-    mark("built")
+    read("built")
     model = module
     if way == DDP:
         model = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
@@ -88,15 +88,15 @@ def measure_one(
         model = bagua.with_bagua(module, optimizer, algorithm=way, **(options or {}))
         if fills_records:
             _fill_records()
-    mark("wrapping")
+    read("wrapping")
     for step in range(1, num_steps + 1):
         optimizer.zero_grad()
         module.loss(model, bagua.get_rank(), step, batch=8).backward()
         optimizer.step()
-        mark(f"step {step}")
+        read(f"step {step}")
     if way == DDP or (way != PLAIN and bagua.algorithms.get(way).exchanges == "gradients"):
         _verify_equal(module)
-    result = {"marks": marks, "high_water": _status_bytes("VmHWM") - resident}
+    result = {"readings": readings, "high_water": _status_bytes("VmHWM") - resident}
     result["gradient_bytes"] = models.gradient_bytes(module)
     result["code_bytes"] = _code_bytes(model) if way == CODED else 0
     if way not in (PLAIN, DDP):
@@ -152,8 +152,8 @@ def _verify_equal(module) -> None:
         raise RuntimeError(f"after training the weights of rank {bagua.get_rank()} differ from those of rank 0")
 
 
-class Watch:
-    """Readings of the ranks from outside while they run."""
+class MemoryReadings:
+    """Of the ranks while they run, taken by the process that started them."""
 
     def __init__(self) -> None:
         self.readings: list[tuple[float, int]] = []
@@ -168,30 +168,32 @@ class Watch:
 
 def run(args: argparse.Namespace, runs: list[dict]) -> list[dict]:
     """One world; for each of `runs`, arguments of `measure_one`, bytes per rank beyond the built model."""
-    watch = Watch()
+    readings = MemoryReadings()
     sizes = {"num_bytes": int(args.megabytes * 1e6), "num_steps": args.steps}
     per_rank = ranks.run(
         args.ranks,
         {"runs": [{**sizes, **run} for run in runs]},
         env={**_EXACT, **({"BAGUA_SHARED_MEMORY": "0"} if args.tcp else {})},
-        watch=watch,
+        on_poll=readings,
     )
-    return [_summary(of_ranks, watch) for of_ranks in zip(*per_rank, strict=True)]
+    return [_summary(of_ranks, readings) for of_ranks in zip(*per_rank, strict=True)]
 
 
-def _summary(of_ranks: tuple[dict, ...], watch: Watch) -> dict:
-    names = [name for name, *_ in of_ranks[0]["marks"]]
-    totals = [sum(of_rank["marks"][i][2] for of_rank in of_ranks) for i in range(len(names))]
-    times = [max(of_rank["marks"][i][1] for of_rank in of_ranks) for i in range(len(names))]
-    peaks = [max(watch.peak(*span), total) for span, total in zip(itertools.pairwise(times), totals[1:], strict=True)]
-    settled = totals[3:]  # after the second step: the buckets have been laid out anew
+def _summary(of_ranks: tuple[dict, ...], readings: MemoryReadings) -> dict:
+    names = [name for name, *_ in of_ranks[0]["readings"]]
+    totals = [sum(of_rank["readings"][i][2] for of_rank in of_ranks) for i in range(len(names))]
+    times = [max(of_rank["readings"][i][1] for of_rank in of_ranks) for i in range(len(names))]
+    peaks = [
+        max(readings.peak(*span), total) for span, total in zip(itertools.pairwise(times), totals[1:], strict=True)
+    ]
+    steady = totals[3:]  # after the second step: the buckets have been laid out anew
     mean = 1 / len(of_ranks)
     return {
         "peak": (max(peaks) - totals[0]) * mean,
         "peaks": {name: (peak - totals[0]) * mean for name, peak in zip(names[1:], peaks, strict=True)},
         "wrapped": (totals[1] - totals[0]) * mean,
-        "settled": (totals[-1] - totals[0]) * mean,
-        "growth": (max(settled) - settled[0]) * mean,
+        "steady": (totals[-1] - totals[0]) * mean,
+        "growth": (max(steady) - steady[0]) * mean,
         "high_water": max(of_rank["high_water"] for of_rank in of_ranks),
         "gradient_bytes": of_ranks[0]["gradient_bytes"],
         "code_bytes": of_ranks[0]["code_bytes"],
@@ -207,7 +209,7 @@ def rows_of(runs: dict[str, list[dict]]) -> list[report.Row]:
             f"{name} MB": f"{statistics.median(run[key] for run in runs[way]) / 1e6:.1f}"
             for name, key in (
                 ("wrapped", "wrapped"),
-                ("settled", "settled"),
+                ("steady", "steady"),
                 ("growth", "growth"),
                 ("VmHWM", "high_water"),
             )

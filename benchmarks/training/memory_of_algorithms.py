@@ -96,7 +96,7 @@ def measure_all(args: argparse.Namespace) -> list[Extra]:
     extras = []
     for case, result in zip(chosen, results, strict=True):
         plainly = with_qadam if case.momentum is None else with_sgd
-        kept, peak = ((result[key] - plainly[key]) / result["gradient_bytes"] for key in ("settled", "peak"))
+        kept, peak = ((result[key] - plainly[key]) / result["gradient_bytes"] for key in ("steady", "peak"))
         is_higher = peak > kept + _NOTEWORTHY
         extras.append(Extra(case, kept, peak, max(result["peaks"], key=result["peaks"].get) if is_higher else ""))
     return extras

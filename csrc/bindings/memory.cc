@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace bagua {
 namespace {
 
-// Owns one segment of the registry; freed when the last view of it is gone.
+// Owns one segment of the registry; freed when the last view of it is destroyed.
 class SharedMemory {
  public:
   explicit SharedMemory(size_t bytes) : bytes_(bytes), data_(SegmentRegistry::instance().create(bytes)) {}

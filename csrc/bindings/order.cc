@@ -130,7 +130,7 @@ constexpr const char* kStepDoc = R"(What happens in a training step in, what is 
 
 One per wrapped model, for num_tensors tensors; finds_unused: a backward may leave tensors out. Buckets are launched
 strictly in the order of their numbers, before finish only when all their tensors are ready. A bucket whose
-communication was suspended is resumed once two more buckets are launched, or at the end of backward: at a place in the
+communication was suspended is resumed once two more buckets are launched, or at the end of backward: at a point in the
 launch order, never at a time of completion. Before the first set_stage gradients are exchanged.
 
 next() gives (decision, bucket), bucket being 0 where none is meant:

@@ -54,7 +54,7 @@ std::vector<collectives::Neighbor> topology_neighbors(int topology, int size, in
 void bind_topology(py::module_& m) {
   name_topologies_by(&topology_name);  // for error messages
   m.def("topologies", &topologies,
-        "The names of the topologies of neighbor_average; a place is the topology's number.");
+        "The names of the topologies of neighbor_average; an index is the topology's number.");
 }
 
 }  // namespace bagua

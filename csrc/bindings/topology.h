@@ -8,7 +8,7 @@
 
 namespace bagua {
 
-// `topology` is a place in the list of names. Throws InvalidArgument for one that is not.
+// `topology` is an index in the list of names. Throws InvalidArgument for one that is not.
 std::vector<collectives::Neighbor> topology_neighbors(int topology, int size, int rank, uint64_t step);
 
 }  // namespace bagua

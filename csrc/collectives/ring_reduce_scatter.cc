@@ -2,7 +2,7 @@
 //
 // The first half of the ring all_reduce, shifted by one so that rank r ends with block r: n-1 steps,
 // (n-1) * b bytes sent per rank for blocks of b bytes. A few chunks at a time go all the way around, so a partial sum
-// takes the place of what was received and leaves from there: `output` is written once, by the last step, which has
+// replaces what was received and leaves from there: `output` is written once, by the last step, which has
 // read the own block's chunk by then. It may therefore be that block. Workspace: 2 * (lookahead + 1) chunks.
 #include "csrc/collectives/algorithms.h"
 #include "csrc/collectives/chunking.h"

@@ -2,7 +2,7 @@
 // keeps the deadline, and remembers the first cause of a failure (poisoning).
 //
 // Threads: every method is for the worker thread except those marked [any thread]. The doorbell is the
-// single place where the worker sleeps; whoever makes something happen for it rings (shared-memory peers
+// only point where the worker sleeps; whoever makes something happen for it rings (shared-memory peers
 // through the mapped page, the reactor and the submitting threads directly).
 #pragma once
 

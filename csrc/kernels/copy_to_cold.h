@@ -1,6 +1,6 @@
 // Contract of the copy into memory that will not be read soon: a gradient's way into its bucket.
 //
-// An ordinary store first reads the cache line that it is about to overwrite, and keeps it in the place of
+// An ordinary store first reads the cache line that it is about to overwrite, and keeps it instead of
 // something useful. Large copies are therefore written past the caches. Measured on two cores of a Xeon, into
 // 100 MB from a source in the second-level cache: 4.8 ms, memcpy 10.5, and reading the copy afterwards is not slower.
 // Copies that fit into the cache beside their source stay ordinary.

@@ -62,9 +62,9 @@ Definition define(const Codec& codec, DType dtype, ReduceOp op, const std::vecto
     definition.counts[owner] +=
         codec.encode(sums.data(), DType::kF32, stripe.numel, codes.data(), {derive_key(0, 1), stripe.begin}, Stream{});
     codec.decode(codes.data(), DType::kF32, stripe.numel, sums.data(), Stream{});
-    uint8_t* place = definition.result.data() + stripe.begin * item;
-    if (dtype == DType::kF32) std::memcpy(place, sums.data(), stripe.numel * item);
-    if (dtype != DType::kF32) kernels::cast(DType::kF32, sums.data(), dtype, place, stripe.numel, Stream{});
+    uint8_t* out = definition.result.data() + stripe.begin * item;
+    if (dtype == DType::kF32) std::memcpy(out, sums.data(), stripe.numel * item);
+    if (dtype != DType::kF32) kernels::cast(DType::kF32, sums.data(), dtype, out, stripe.numel, Stream{});
   }
   return definition;
 }

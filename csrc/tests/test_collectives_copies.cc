@@ -1,4 +1,4 @@
-// The collectives that only move bytes: every algorithm, group size and length, into the right place and
+// The collectives that only move bytes: every algorithm, group size and length, to the right offset and
 // nowhere else.
 #include <gtest/gtest.h>
 

@@ -207,14 +207,14 @@ TEST(HierarchicalNeighborAverage, IsTheMatrixOfTheDefinition) {
     std::vector<Floats> data(8);
     run_world(8, [&](Context& context, int rank) {
       data[of(rank)] = values(rank, 0, numel);
-      const auto place = static_cast<int>(node_of(rank));
+      const auto node = static_cast<int>(node_of(rank));
       std::vector<Neighbor> ring;
       for (int other = 0; other < 4; ++other) {
-        if (other == (place + 2) % 4) continue;
-        ring.push_back({other, 1.0 / 3, other != place, other != place});
+        if (other == (node + 2) % 4) continue;
+        ring.push_back({other, 1.0 / 3, other != node, other != node});
       }
       perform(operation(OperationKind::kNeighborAverage, DType::kF32, numel), [&] {
-        return collectives::hierarchical_neighbor_average(context, Hierarchy{kUnequalNodes[of(place)], leaders}, 1,
+        return collectives::hierarchical_neighbor_average(context, Hierarchy{kUnequalNodes[of(node)], leaders}, 1,
                                                           data[of(rank)].data(), numel, DType::kF32, ring, nullptr);
       });
     });

@@ -182,7 +182,7 @@ TEST(MinmaxUint8, CodesEqualRealArithmetic) {
 }
 
 // Wherever 0 lies between min and max, at every magnitude: it decodes to 0, and so it is after a sum of what several
-// ranks sent is encoded again. Its place between two steps goes through all of them, ties included.
+// ranks sent is encoded again. Its position between two steps goes through all of them, ties included.
 TEST(MinmaxUint8, ZerosAreExactWhereverTheyLie) {
   for (int exponent : {-149, -140, -126, -110, -99, -60, 0, 60, 110, 118, 119}) {
     for (int sixteenth = 0; sixteenth <= 255 * 16; ++sixteenth) {

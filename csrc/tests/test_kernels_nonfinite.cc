@@ -1,5 +1,5 @@
 // The search for NaN and infinity against a plain loop over doubles: dtype x numel x misalignment x stride, with one
-// bad element at every place that a tail or a block of the kernel could miss.
+// bad element at every offset that a tail or a block of the kernel could miss.
 #include "csrc/kernels/nonfinite.h"
 
 #include "csrc/tests/test_kernels_oracle.h"
@@ -39,9 +39,9 @@ TEST(CountNonfinite, EqualsTheDefinition) {
         Array array(numel * item_bytes(dtype), skew * item_bytes(dtype));
         for (size_t i = 0; i < numel; ++i) store_real(dtype, array.data(), i, i % 7 - 3.0);
         check(dtype, array, numel);
-        for (size_t place : {size_t{0}, numel / 2, numel - 1}) {
+        for (size_t offset : {size_t{0}, numel / 2, numel - 1}) {
           if (numel == 0) break;
-          store_real(dtype, array.data(), place, bad[place % 3]);
+          store_real(dtype, array.data(), offset, bad[offset % 3]);
           check(dtype, array, numel);
         }
         for (size_t i = 0; i < numel; ++i) store_real(dtype, array.data(), i, bad[i % 3]);

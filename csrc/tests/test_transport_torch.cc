@@ -153,7 +153,7 @@ TEST(TorchLink, RequestsAndMemoryAreNotTouchedAfterTheEnd) {
     ends.left.expect(false);
     ends.left.end();
   }
-  ends.left.sent();  // both frames come back from torch when their owners are gone
+  ends.left.sent();  // both frames come back from torch when their owners are destroyed
   ends.left.deliver(frame.data());
 }
 

@@ -39,7 +39,7 @@ pub struct PlanOptions {
     pub align_bytes: u64,
 }
 
-/// The result of [`plan`]. Buckets are numbered in launch order: by the place in `order` of their
+/// The result of [`plan`]. Buckets are numbered in launch order: by the position in `order` of their
 /// last tensor; each has at least one. A tensor that comes earlier in `order` has the lower offset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BucketPlan {

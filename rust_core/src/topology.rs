@@ -22,13 +22,13 @@ pub enum Topology {
     /// meet, as in a round-robin tournament, and the one with 2i = s mod n keeps its values; after n
     /// steps everybody has met everybody once.
     ShiftOne,
-    /// At step s each rank takes from the one 2^(s mod ceil(log2 n)) places before it, 1/2 each, and
+    /// At step s each rank takes from the one 2^(s mod ceil(log2 n)) ranks before it, 1/2 each, and
     /// sends to the one as far after it. If n is a power of two, log2 n steps give the exact mean.
     /// Source: the one-peer exponential graph of arXiv 2110.13363.
     Exponential,
 }
 
-/// All topologies; their places are their numbers on the C ABI.
+/// All topologies; their indices are their numbers on the C ABI.
 pub const TOPOLOGIES: [Topology; 4] =
     [Topology::All, Topology::Ring, Topology::ShiftOne, Topology::Exponential];
 

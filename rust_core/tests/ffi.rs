@@ -227,7 +227,7 @@ fn short_arrays_are_refused_and_the_size_needed_is_told() {
             // SAFETY: a live handle, valid pointers, capacities within the array's length.
             let status = unsafe { list(step.0, out, capacity, &mut num, &mut error) };
             let text = expect(ErrorCode::BufferTooSmall, status, &error);
-            let start = format!("out_tensors has room for {capacity} entries; expected at least 5");
+            let start = format!("out_tensors has {capacity} entries; expected at least 5");
             assert!(text.starts_with(&start), "{text}");
             assert_eq!(num, NUM_TENSORS);
         }

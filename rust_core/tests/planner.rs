@@ -80,7 +80,7 @@ fn oracle_buckets(case: &Case) -> Vec<Vec<usize>> {
         };
         let total = |tensors: &[usize]| tensors.iter().map(|&member| size_bytes(case, member)).sum::<u64>();
         let open = buckets.iter().position(|bucket| !bucket.1 && case.tensors[bucket.0[0]].key == key);
-        let place = match open {
+        let index = match open {
             Some(index)
                 if total(&buckets[index].0) + size_bytes(case, tensor) <= cap(buckets[index].0[0]) =>
             {
@@ -95,7 +95,7 @@ fn oracle_buckets(case: &Case) -> Vec<Vec<usize>> {
                 buckets.len() - 1
             }
         };
-        buckets[place].1 = total(&buckets[place].0) > cap(buckets[place].0[0]);
+        buckets[index].1 = total(&buckets[index].0) > cap(buckets[index].0[0]);
     }
     let mut launch: Vec<Vec<usize>> = Vec::new();
     for &entry in &case.order {
@@ -130,12 +130,12 @@ fn layout_equals_the_oracle() {
 #[test]
 fn every_tensor_is_placed_once_with_its_own_kind_and_apart_from_others() {
     for_each_case(|case, planned, seed| {
-        let mut num_places = vec![0; case.tensors.len()];
+        let mut num_buckets_of = vec![0; case.tensors.len()];
         for bucket in planned {
             assert!(!bucket.members.is_empty(), "seed {seed}");
             let mut end = 0;
             for &Member { tensor, offset_numel, numel } in &bucket.members {
-                num_places[tensor] += 1;
+                num_buckets_of[tensor] += 1;
                 let spec = case.tensors[tensor];
                 assert_eq!((spec.key, spec.item_bytes), (bucket.key, bucket.item_bytes), "seed {seed}");
                 assert!(offset_numel >= end, "seed {seed}: tensor {tensor} overlaps the one before it");
@@ -153,7 +153,7 @@ fn every_tensor_is_placed_once_with_its_own_kind_and_apart_from_others() {
                 "seed {seed}"
             );
         }
-        assert!(num_places.iter().all(|&places| places == 1), "seed {seed}: {num_places:?}");
+        assert!(num_buckets_of.iter().all(|&count| count == 1), "seed {seed}: {num_buckets_of:?}");
     });
 }
 

@@ -207,24 +207,25 @@ fn what_is_launched_is_resumed_and_waited_for() {
         let mut step = layout.machine(true);
         let (_, decided) = play(&mut step, layout, &random.permutation(layout.num_tensors()));
         let sequence = without_moments(&decided);
-        let place = |sought: Decision| sequence.iter().position(|&decision| decision == sought).unwrap();
+        let position_of =
+            |sought: Decision| sequence.iter().position(|&decision| decision == sought).unwrap();
         let all = |of: fn(usize) -> Decision| (0..layout.num_buckets).map(of).collect::<Vec<_>>();
         let only = |of: fn(&Decision) -> bool| sequence.iter().copied().filter(of).collect::<Vec<_>>();
         assert_eq!(only(|decision| matches!(decision, Launch(_))), all(Launch), "seed {seed}");
         assert_eq!(only(|decision| matches!(decision, Wait(_))), all(Wait), "seed {seed}");
         for bucket in 0..layout.num_buckets {
-            let mut last_start = place(Launch(bucket));
+            let mut last_start = position_of(Launch(bucket));
             let mut num_resumes = 0;
             for (index, _) in sequence.iter().enumerate().filter(|&(_, &other)| other == Resume(bucket)) {
                 let between = &sequence[last_start + 1..index];
                 let num_launches = between.iter().filter(|other| matches!(other, Launch(_))).count();
-                let is_at_end = index > place(AgreeOnUse);
+                let is_at_end = index > position_of(AgreeOnUse);
                 assert!(is_at_end || num_launches == 2, "seed {seed} bucket {bucket}: {sequence:?}");
                 last_start = index;
                 num_resumes += 1;
             }
             assert_eq!(num_resumes, layout.num_yields[bucket], "seed {seed} bucket {bucket}");
-            assert!(last_start < place(Wait(0)), "seed {seed} bucket {bucket}");
+            assert!(last_start < position_of(Wait(0)), "seed {seed} bucket {bucket}");
         }
     });
 }

@@ -264,12 +264,12 @@ def test_what_the_host_does_meanwhile_takes_no_time_of_the_accelerators():
 
 def test_gradients_of_the_sleeping_model_are_the_same_memory_in_every_step():
     model = SleepingModel(TWO)
-    places = []
+    addresses = []
     for _ in range(2):
         model.zero_grad()
         model().backward()
-        places.append([p.grad.data_ptr() for p in model.parameters()])
-    assert places[0] == places[1]
+        addresses.append([p.grad.data_ptr() for p in model.parameters()])
+    assert addresses[0] == addresses[1]
 
 
 def test_bench_record(tmp_path, capsys):

@@ -245,9 +245,9 @@ class _Generator:
 
     def some_of(self, options: list, most: int) -> list:
         order = list(options)
-        for place in range(len(order) - 1, 0, -1):
-            other = self.below(place + 1)
-            order[place], order[other] = order[other], order[place]
+        for index in range(len(order) - 1, 0, -1):
+            other = self.below(index + 1)
+            order[index], order[other] = order[other], order[index]
         return order[: 1 + self.below(min(most, len(order)))]
 
     def new(self) -> str:
@@ -522,11 +522,11 @@ class _Generator:
         """One to three values, the latest, and the operations that make them small enough."""
         names = self.server.unused[-(1 + self.below(3)) :] or list(self.server.shapes)[-1:]
         body: list = []
-        for place, name in enumerate(names):
+        for index, name in enumerate(names):
             while prod(self.server.shapes[name]) > MOST_RETURNED_NUMEL:
                 smaller = self.new()
                 body.append(f"{smaller} sum_last {name}")
                 self.server.add(smaller, self.server.shapes[name][:-1])
                 name = smaller
-            names[place] = name
+            names[index] = name
         return names, body

@@ -41,8 +41,8 @@ def in_loops(taking_part):
     logits, labels, _ = examples()
     right = loss = number = label = 0.0
     for client, size in enumerate(SIZES):
-        for place in range(size if taking_part[client] else 0):
-            row, correct = logits[client, place].tolist(), int(labels[client, place])
+        for example in range(size if taking_part[client] else 0):
+            row, correct = logits[client, example].tolist(), int(labels[client, example])
             right += row.index(max(row)) == correct
             loss += math.log(sum(math.exp(x) for x in row)) - row[correct]
             label += correct

@@ -61,14 +61,14 @@ def test_steps_are_those_of_torch(name):
 def test_yogi_by_hand():
     found = steps(Yogi(0.1, (0.8, 0.95), 1e-2))
     for name, leaf in values(0).items():
-        for place in range(leaf.numel()):
-            x, m, v = leaf.flatten()[place].item(), 0.0, 0.0
+        for index in range(leaf.numel()):
+            x, m, v = leaf.flatten()[index].item(), 0.0, 0.0
             for step in range(1, 6):
-                g = values(step)[name].flatten()[place].item()
+                g = values(step)[name].flatten()[index].item()
                 m = 0.8 * m + 0.2 * g
                 v = v - 0.05 * g * g * ((v > g * g) - (v < g * g))
                 x -= 0.1 * (m / (1 - 0.8**step)) / ((v / (1 - 0.95**step)) ** 0.5 + 1e-2)
-            assert found[name].flatten()[place].item() == pytest.approx(x, rel=1e-12)
+            assert found[name].flatten()[index].item() == pytest.approx(x, rel=1e-12)
 
 
 KINDS = {
@@ -95,11 +95,11 @@ def test_training_is_differentiable(name):
     torch.testing.assert_close(grad(trained)(rate, start), by_rate, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(jacfwd(trained)(rate, start), by_rate, rtol=1e-6, atol=1e-8)
     found = grad(trained, argnums=1)(rate, start)
-    for place in range(2):  # at 0 nothing moves, and nothing is NaN
+    for index in range(2):  # at 0 nothing moves, and nothing is NaN
         there = torch.zeros(3, dtype=torch.float64)
-        there[place] = step
+        there[index] = step
         expected = (trained(rate, start + there) - trained(rate, start - there)) / (2 * step)
-        torch.testing.assert_close(found[place], expected, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(found[index], expected, rtol=1e-6, atol=1e-8)
     assert found[2] == 0
 
 

@@ -58,12 +58,12 @@ def test_dirichlet_by_hand():
     generator = numpy.random.default_rng(seed_of(5, "partition", "dirichlet"))
     parts = partition.dirichlet(LABELS, 6, alpha=0.5, seed=5, allow_empty=True)
     for label in range(10):
-        places = [i for i in range(1000) if LABELS[i] == label]
-        generator.shuffle(numpy.array(places))
+        indices = [i for i in range(1000) if LABELS[i] == label]
+        generator.shuffle(numpy.array(indices))
         shares, begin, total = generator.dirichlet([0.5] * 6).tolist(), 0, 0.0
         for client in range(6):
             total += shares[client]
-            end = round(total * len(places))
+            end = round(total * len(indices))
             assert (LABELS[parts[client]] == label).sum() == end - begin
             begin = end
 
@@ -100,12 +100,12 @@ def test_padded(length):
     assert mask.shape == (3, longest) and found["image"].shape == (3, longest, 2, 3)
     assert found["label"].dtype == torch.int64 and mask.sum(1).tolist() == [3, 0, 5]
     for client, part in enumerate(parts):
-        for place in range(longest):
-            is_there = place < len(part)
-            assert mask[client, place] == is_there
+        for row in range(longest):
+            is_there = row < len(part)
+            assert mask[client, row] == is_there
             for name, leaf in data.items():
-                expected = leaf[part[place]] if is_there else torch.zeros_like(leaf[0])
-                assert torch.equal(found[name][client, place], expected)
+                expected = leaf[part[row]] if is_there else torch.zeros_like(leaf[0])
+                assert torch.equal(found[name][client, row], expected)
     nobody, mask = partition.padded(data, [], length=4)
     assert nobody["image"].shape == (0, 4, 2, 3) and mask.shape == (0, 4)
 

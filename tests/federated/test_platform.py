@@ -228,7 +228,7 @@ def test_masks_of_two_sums_differ():
     coding = federated.FixedPoint(bits=62)
     first, second = (secure_sum.SecureSum(coding) for _ in range(2))
     keys = [first.public_key, second.public_key]
-    assert [first.meet(keys, b"session"), second.meet(keys, b"session")] == [0, 1]
+    assert [first.agree_on_seeds(keys, b"session"), second.agree_on_seeds(keys, b"session")] == [0, 1]
     zeros = [torch.zeros(1000)]
     masks = [first.mask(zeros, number) for number in (0, 1)]
     assert (masks[0] == masks[1]).sum() == 0
@@ -283,9 +283,9 @@ def test_fewer_than_two_clients_are_refused():
     # By the client, too, whatever the server says.
     member = secure_sum.SecureSum(CODING)
     with pytest.raises(InvalidArgument, match="over 1 client, expected two"):
-        member.meet([member.public_key], b"session")
+        member.agree_on_seeds([member.public_key], b"session")
     with pytest.raises(InvalidArgument, match="one of each"):
-        member.meet([member.public_key] * 2, b"session")
+        member.agree_on_seeds([member.public_key] * 2, b"session")
 
 
 def test_a_round_is_answered_once():

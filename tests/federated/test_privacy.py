@@ -156,7 +156,7 @@ def test_it_is_differentiable():
 
 
 def test_isolated_clients():
-    """What the server gets of clients in other places, by sums of masked vectors, is the private mean."""
+    """What the server gets of clients on other machines, by sums of masked vectors, is the private mean."""
     mean = private_mean(reduction=SecureSum())
     program, state = federated.program(mean, clients=6), mean.init(updates(1))
     graph = federated.trace(lambda values, mask, state: program(values, state, mask=mask), updates(1), MASK, state)
@@ -237,7 +237,7 @@ MISTAKES = {
     "clip": (lambda: private_mean(clip=0.0), "clip=0.0"),
     "quantile": (lambda: private_mean(quantile=1.5), "quantile=1.5"),
     "robust": (lambda: private_mean(reduction=Median()), r"reduction=Median\(\), expected Sum"),
-    "count": (lambda: private_mean(noise_multiplier=2.0).stddevs(6), "count_stddev=1.0 tells more than noise_multip"),
+    "count": (lambda: private_mean(noise_multiplier=2.0).stddevs(6), "count_stddev=1.0 reveals more than noise_multip"),
     "mask": (
         lambda: federated.program(private_mean(), clients=6)(updates(0), private_mean().init(0), mask=torch.ones(6)),
         r"mask of torch.float32 and shape \[6\], expected bools \[6\]",

@@ -20,8 +20,8 @@ def test_a_cohort_is_drawn_evenly_and_without_replacement():
     for number in range(2000):
         cohort = sampling.cohort(10, 4, seed=3, round=number).tolist()
         assert len(set(cohort)) == 4
-        counts.update((place, client) for place, client in enumerate(cohort))
-    assert set(counts) == {(place, client) for place in range(4) for client in range(10)}
+        counts.update((position, client) for position, client in enumerate(cohort))
+    assert set(counts) == {(position, client) for position in range(4) for client in range(10)}
     assert all(abs(count - 200) < 5 * (2000 * 0.1 * 0.9) ** 0.5 for count in counts.values())
     assert not torch.equal(sampling.cohort(10, 10, seed=3, round=0), sampling.cohort(10, 10, seed=4, round=0))
     assert sampling.cohort(10**9, 3, seed=1, round=0).dtype == torch.int64
@@ -61,9 +61,9 @@ def test_draws_do_not_depend_on_the_ranks(pools):
         assert torch.equal(torch.cat(mine), cohorts[0]) and all(torch.equal(one, cohorts[0]) for one in cohorts)
         together = torch.cat(shuffles)
         total = torch.zeros(3, dtype=torch.float64)
-        for place, client in enumerate(cohorts[0].tolist()):
+        for position, client in enumerate(cohorts[0].tolist()):
             by_itself = sampling.generator_of(1, "client", 2, client)
-            assert torch.equal(together[place], torch.randperm(5, generator=by_itself))
+            assert torch.equal(together[position], torch.randperm(5, generator=by_itself))
             total += torch.randn(3, generator=sampling.generator_of(2, "client", 2, client), dtype=torch.float64)
         for value in values:
             torch.testing.assert_close(value, total / 6, rtol=1e-12, atol=0)

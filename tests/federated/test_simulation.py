@@ -131,18 +131,18 @@ def test_checkpoints_that_fail_do_so_on_all_ranks(pool2, tmp_path):
 # ---- who takes part
 
 
-def test_stragglers_are_left_out():
+def test_stragglers_are_dropped():
     clients, rounds = torch.arange(60), 40
     slow_rounds = torch.zeros(60)
     for number in range(rounds):
-        gone = ~sampling.participates(clients, 0.8, seed=1, round=number)
+        dropped = ~sampling.participates(clients, 0.8, seed=1, round=number)
         mask = Availability(dropout=0.2, wait_for=30).mask(clients, seed=1, round=number)
         durations = Availability().durations(clients, seed=1, round=number)
-        assert mask.sum() == 30 and not (mask & gone).any()
-        assert durations[mask].max() < durations[~mask & ~gone].min()
+        assert mask.sum() == 30 and not (mask & dropped).any()
+        assert durations[mask].max() < durations[~mask & ~dropped].min()
         slow_rounds += durations > durations.median()
         few = Availability(dropout=0.2, wait_for=59).mask(clients, seed=1, round=number)
-        assert torch.equal(few, ~gone), "those who are there, where there are fewer"
+        assert torch.equal(few, ~dropped), "those who are there, where there are fewer"
     assert (slow_rounds > 0.8 * rounds).sum() > 5 and (slow_rounds < 0.2 * rounds).sum() > 5, "slow ones stay slow"
     logs = torch.cat([Availability(spread=0.5).durations(clients, seed=s, round=0) for s in range(30)]).log()
     assert abs(logs.std() - 0.5) < 0.05 and abs(logs.mean()) < 0.05

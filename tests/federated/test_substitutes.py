@@ -1,4 +1,4 @@
-"""What client functions compute in the place of torch's, against definitions in plain loops: attention."""
+"""What client functions compute instead of torch's, against definitions in plain loops: attention."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def draw(*shape):
 def by_definition(query, key, value, bias, scale):
     """``[BATCH, HEADS, LENGTH, WIDTH]``, row by row."""
     result = torch.zeros_like(value)
-    for *place, row in itertools.product(range(BATCH), range(HEADS), range(LENGTH)):
-        q, keys, values = query[(*place, row)], key[tuple(place)], value[tuple(place)]
+    for *index, row in itertools.product(range(BATCH), range(HEADS), range(LENGTH)):
+        q, keys, values = query[(*index, row)], key[tuple(index)], value[tuple(index)]
         weights = [torch.exp(q @ keys[column] * scale + bias[row, column]) for column in range(LENGTH)]
         if sum(weights) > 0:
-            result[(*place, row)] = sum(weights[i] / sum(weights) * values[i] for i in range(LENGTH))
+            result[(*index, row)] = sum(weights[i] / sum(weights) * values[i] for i in range(LENGTH))
     return result
 
 

@@ -123,7 +123,7 @@ def second(program):
     return lambda x, y: grad(lambda x: grad(program)(x, y).sum())(x)
 
 
-FUNCTIONS = {  # with the verbs that are left when dead ones are gone
+FUNCTIONS = {  # with the verbs that are left when unused ones are removed
     "value": (fax, [BROADCAST, MEAN]),
     "gradient": (grad(fax), [BROADCAST, BROADCAST, SUM]),
     "tangent": (tangent, [BROADCAST] * 2 + [MEAN] * 2),
@@ -407,7 +407,7 @@ def broadcast_twice(x, y):
 
 REFUSED = {
     unbroadcast: "aten.mul.* on x: float32\\[2\\], which is at the server, and on values of the clients",
-    captured: "uses a tensor of shape \\[2\\] from around it in .*test_trace.py:[0-9]+, which clients have not",
+    captured: "uses a tensor of shape \\[2\\] from around it in .*test_trace.py:[0-9]+, which clients do not have",
     captured_detached: "uses a tensor of shape \\[2\\] from around it in .*test_trace.py:[0-9]+, which",
     captured_within: "uses a tensor of shape \\[2\\] from around it in .*test_trace.py:[0-9]+, which",
     captured_data: "map over clients of a tensor of shape \\[3, 2\\] from around the traced function",
@@ -456,16 +456,16 @@ def set_verb(description):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (set_target("torch.load.default"), "has not"),
-        (set_target("aten.add.elsewhere"), "has not"),
-        (set_target("aten.add"), "has not"),
+        (set_target("torch.load.default"), "does not have"),
+        (set_target("aten.add.elsewhere"), "does not have"),
+        (set_target("aten.add"), "does not have"),
         (set_target("aten.from_file.default"), "reads a file"),
         (set_target("aten.save.default"), "something else than tensors"),
         (set_target("aten.empty.memory_format"), "no values of the program"),
         (set_target("aten.as_strided.default"), "how tensors lie in memory"),
         (set_target("aten._reshape_alias.default"), "how tensors lie in memory"),
         (set_target("aten.add_.Tensor"), "writes into its arguments"),
-        (set_verb, "which is none"),
+        (set_verb, "which does not exist"),
         (lambda d: d.update(version=2), "version 2, expected 1"),
         (lambda d: d["graph"]["nodes"].reverse(), "did not write"),
     ],

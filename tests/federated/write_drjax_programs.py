@@ -23,7 +23,7 @@ import numpy as np
 from tests.federated.random_programs import NUM_PROGRAMS, VERSION, Language, Program, draw, generate, run
 
 QUICKLY_COMPILED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-DIGITS = 11  # of the largest number of an array; the others have as many places
+DIGITS = 11  # of the largest number of an array; the others have as many decimals
 
 OPERATIONS = {
     "sin": jnp.sin,
@@ -106,8 +106,8 @@ def numbers_of(number: int, program: Program) -> dict[str, list]:
 def rounded(array: np.ndarray) -> list | float:
     assert array.dtype == np.float64 and np.isfinite(array).all()
     largest = np.abs(array).max()
-    places = DIGITS - 1 - int(np.floor(np.log10(largest))) if largest > 1e-12 else 12
-    return (np.round(array, places) + 0.0).tolist()  # no -0.0
+    decimals = DIGITS - 1 - int(np.floor(np.log10(largest))) if largest > 1e-12 else 12
+    return (np.round(array, decimals) + 0.0).tolist()  # no -0.0
 
 
 def fixture(every: int) -> str:

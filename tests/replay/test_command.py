@@ -150,31 +150,31 @@ def verify_all(rank, world_size):
     layers = (Layer("first", ((60, 50),), 0.0, 2.0), Layer("second", ((40, 30),), 1.0, 2.0))
     model = SleepingModel(Profile("tiny", "made up", layers))
     found = []
-    for system, spoil, _ in VERIFIED:
-        found.append(verify(system, spoil, model, rank, world_size))
+    for system, fault, _ in VERIFIED:
+        found.append(verify(system, fault, model, rank, world_size))
         model.zero_grad()
     destroy()
     return found
 
 
-def verify(system, spoil, model, rank, world_size):
+def verify(system, fault, model, rank, world_size):
 
     step = systems._step_of(system, model)
     handle = getattr(model, "bagua", None)
     name, options = parse(system)
     verification = Verification(name, options, model, handle.algorithm.exchanges if handle else "gradients")
-    for _ in range(0 if spoil == "no exchange" else 8):
+    for _ in range(0 if fault == "no exchange" else 8):
         step()
     parameter = next(model.parameters())
     with torch.no_grad():
-        if spoil == "one rank's gradient" and rank == 0:
+        if fault == "one rank's gradient" and rank == 0:
             parameter.grad.flatten()[-1] += 1e-3
-        elif spoil == "one rank's weight" and rank == 1:
+        elif fault == "one rank's weight" and rank == 1:
             parameter.flatten()[-1] += 1e-3
-        elif spoil == "gradients are sums":
+        elif fault == "gradients are sums":
             for each in model.parameters():
                 each.grad *= world_size
-        elif spoil == "the mean moves":
+        elif fault == "the mean moves":
             if not handle.algorithm.is_lockstep:
                 handle.pause()  # a round that one rank began before this and the other after it would part them
             parameter += 1
@@ -193,8 +193,8 @@ def verify(system, spoil, model, rank, world_size):
 def test_what_is_timed_is_verified():
     """On every rank, whoever it was; weights are zero afterwards."""
     for found in spawn(verify_all, 2, timeout=60):
-        for (system, spoil, said), (heard, is_zero) in zip(VERIFIED, found, strict=True):
-            assert said in heard, (system, spoil)
+        for (system, fault, said), (heard, is_zero) in zip(VERIFIED, found, strict=True):
+            assert said in heard, (system, fault)
             assert is_zero or heard != "verified"
 
 

@@ -50,7 +50,7 @@ def test_time_runs_out_and_no_process_is_left():
     with ranks_of(SLEEP) as ranks:
         ranks.start()
         with pytest.raises(RanksFailed, match=r"the ranks had not finished after 0\.2 s"):
-            ranks.collect(0.2, watch=lambda of_ranks: pids.extend(of_ranks))
+            ranks.collect(0.2, on_poll=lambda of_ranks: pids.extend(of_ranks))
     assert pids and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 

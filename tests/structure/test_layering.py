@@ -1,7 +1,7 @@
 """What may import what: the tables below are the section of that name in the design.
 
-A new package, file of a package with an order, or room of csrc/ that no table names is a failure too: say here what it
-may see.
+A new package, file of a package with an order, or folder of csrc/ that no table names is a failure too: say here
+what it may see.
 """
 
 import ast
@@ -178,11 +178,11 @@ def production_files():
     return sorted(p for p in (ROOT / "bagua").rglob("*.py") if "testing" not in p.relative_to(ROOT).parts)
 
 
-def room_of(path):
+def package_of(path):
     return path.relative_to(ROOT / "bagua").with_suffix("").parts[0]
 
 
-def place_of(name):
+def layer_of(name):
     """What the tables call a dotted name of bagua without "bagua.": "errors", "net.links", "data_parallel.__init__"."""
     top, _, rest = name.partition(".")
     folder = ROOT / "bagua" / top
@@ -194,7 +194,7 @@ def place_of(name):
 
 
 def may_import(importer, imported):
-    """Both as place_of names them."""
+    """Both as layer_of names them."""
     top, _, file = importer.partition(".")
     imported_top, _, imported_file = imported.partition(".")
     order = ORDER.get(top)
@@ -210,25 +210,25 @@ def may_import(importer, imported):
 
 def test_python_imports():
     for path in production_files():
-        room = room_of(path)
-        importer = place_of(module_name(path).partition(".")[2] + (".__init__" if path.stem == "__init__" else ""))
-        if room in FACADE:
+        package = package_of(path)
+        importer = layer_of(module_name(path).partition(".")[2] + (".__init__" if path.stem == "__init__" else ""))
+        if package in FACADE:
             allowed, third_party = {*MAY_IMPORT, *FACADE, "_C"}, set()
         else:
-            assert room in MAY_IMPORT, f"bagua/{room} is in no table: add it to MAY_IMPORT, and to the map of packages"
-            third_party = THIRD_PARTY.get(room, THIRD_PARTY_DEFAULT)
-            if room in ORDER:
-                assert path.stem in ORDER[room], f"{path} is in no table: add it to ORDER"
+            assert package in MAY_IMPORT, f"bagua/{package} is in no table: add it to MAY_IMPORT, and to CONTRIBUTING"
+            third_party = THIRD_PARTY.get(package, THIRD_PARTY_DEFAULT)
+            if package in ORDER:
+                assert path.stem in ORDER[package], f"{path} is in no table: add it to ORDER"
         for line, name in imports_of(path):
             top, _, rest = name.partition(".")
             if top != "bagua":
-                assert top in STDLIB | third_party, f"{path}:{line}: {room} must not import {name}"
-            elif room in FACADE:
+                assert top in STDLIB | third_party, f"{path}:{line}: {package} must not import {name}"
+            elif package in FACADE:
                 assert rest.split(".")[0] in allowed, f"{path}:{line}: {name} is in no table"
             elif not rest:
-                assert room in ON_PUBLIC_NAMES, f"{path}:{line}: {room} must not import bagua as a whole"
+                assert package in ON_PUBLIC_NAMES, f"{path}:{line}: {package} must not import bagua as a whole"
             else:
-                assert may_import(importer, place_of(rest)), f"{path}:{line}: {importer} must not import {name}"
+                assert may_import(importer, layer_of(rest)), f"{path}:{line}: {importer} must not import {name}"
 
 
 def test_the_tables_name_what_is_there():
@@ -274,7 +274,7 @@ def test_the_top_is_the_public_face_and_foundations():
     ],
 )
 def test_the_tables_refuse(importer, imported):
-    assert place_of(importer) == importer
+    assert layer_of(importer) == importer
     assert not may_import(importer, imported)
 
 
@@ -290,7 +290,7 @@ def test_algorithms_do_not_know_each_other():
 def test_only_algorithms_know_concrete_algorithms():
     concrete = {path.stem for path in (ROOT / "bagua/algorithms").glob("*.py")} - {"base", "registry", "__init__"}
     for path in production_files():
-        if room_of(path) != "algorithms":
+        if package_of(path) != "algorithms":
             for line, name in imports_of(path):
                 parts = name.split(".")
                 is_concrete = parts[:2] == ["bagua", "algorithms"] and len(parts) > 2 and parts[2] in concrete
@@ -306,7 +306,7 @@ def test_only_config_reads_the_environment():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"):
                 # cli/rank.py imports nothing of bagua, which the script that it runs imports first.
-                allowed = room_of(path) == "config" or path == RANK_PY or id(node) in writes
+                allowed = package_of(path) == "config" or path == RANK_PY or id(node) in writes
                 assert allowed, f"{path}:{node.lineno}: only bagua/config.py reads os.environ"
 
 
@@ -328,7 +328,7 @@ def names_of_bagua(path):
 def test_what_stands_on_public_names_uses_no_others():
     public = public_names()
     for path in production_files():
-        if room_of(path) in ON_PUBLIC_NAMES:
+        if package_of(path) in ON_PUBLIC_NAMES:
             for line, name in names_of_bagua(path):
                 assert name in public, f"{path}:{line}: bagua.{name} is not public"
 

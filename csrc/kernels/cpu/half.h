@@ -41,7 +41,7 @@ BAGUA_INLINE uint16_t f32_to_bf16(float value) {
 }
 
 BAGUA_INLINE float f16_to_f32(uint16_t half) {
-  constexpr uint32_t kInf = 0x7c00u << 13;  // f16 infinity with its mantissa in f32's place
+  constexpr uint32_t kInf = 0x7c00u << 13;  // f16 infinity with its mantissa at f32's position
   constexpr uint32_t kRebias = (127u - 15u) << 23;
   constexpr uint32_t kSmallestNormal = 113u << 23;  // 2^-14
   const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fffu) << 13;
