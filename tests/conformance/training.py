@@ -144,7 +144,8 @@ def assert_near(
             if bucket.declaration.codec is not None:
                 tolerance = times * 6 * largest / 255  # M of a single rank exceeds that of the mean
             if " + " in bucket.declaration.operation:
-                assert float(actual[name].norm()) <= 3 * times * float(expected[name].norm())
+                length, largest = float(actual[name].norm()), float(expected[name].norm())
+                assert (length > 0) == (largest > 0) and length <= 3 * times * largest, f"{name}: {length}, {largest}"
                 continue
             error = float((actual[name].double() - expected[name].double()).abs().max()) if actual[name].numel() else 0
             assert error <= tolerance, f"{name}: off by {error}, allowed {tolerance} ({bucket.declaration})"
