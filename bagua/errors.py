@@ -11,6 +11,7 @@ __all__ = [
     "Aborted",
     "BaguaError",
     "DeadlineExceeded",
+    "DeviceError",
     "InternalError",
     "InvalidArgument",
     "RemoteError",
@@ -72,6 +73,10 @@ class Aborted(BaguaError):
 
 class RemoteError(BaguaError):
     """Another rank failed first; the message is its cause."""
+
+
+class DeviceError(BaguaError, RuntimeError):
+    """A device is out of memory, or reports a failure."""
 
 
 class InternalError(BaguaError, RuntimeError):

@@ -95,7 +95,9 @@ collectives::InputSegments use_segments(const SegmentsChoice& choice, DType dtyp
 // any element.
 void look_at_result(Context& context, const void* data, size_t numel, DType dtype, const Codec* codec) {
   const size_t stride = codec != nullptr && dtype != DType::kF16 ? codec->block_numel() : 1;
-  context.is_result_finite = kernels::count_nonfinite(dtype, data, numel, stride, context.stream) == 0;
+  uint64_t count = 0;
+  kernels::count_nonfinite(dtype, data, numel, stride, &count, context.stream);
+  context.is_result_finite = count == 0;
 }
 
 uint64_t numel_of(size_t bytes, int dtype_code) { return bytes / item_bytes(dtype_from(dtype_code)); }

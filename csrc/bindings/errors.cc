@@ -11,8 +11,8 @@ namespace py = pybind11;
 namespace bagua {
 namespace {
 
-constexpr std::array<const char*, 6> kClassNames = {"InvalidArgument", "TransportError", "DeadlineExceeded",
-                                                    "Aborted",         "RemoteError",    "InternalError"};
+constexpr std::array<const char*, 7> kClassNames = {"InvalidArgument", "TransportError", "DeadlineExceeded", "Aborted",
+                                                    "RemoteError",     "InternalError",  "DeviceError"};
 
 }  // namespace
 

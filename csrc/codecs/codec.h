@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "csrc/common/dtype.h"
-#include "csrc/common/stream.h"
+#include "csrc/common/device.h"
 #include "csrc/kernels/counter_rng.h"
 
 namespace bagua {

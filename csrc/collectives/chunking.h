@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "csrc/common/stream.h"
+#include "csrc/common/device.h"
 
 namespace bagua::collectives {
 

@@ -16,7 +16,7 @@
 #include "csrc/collectives/thresholds.h"
 #include "csrc/common/dtype.h"
 #include "csrc/common/event_log.h"
-#include "csrc/common/stream.h"
+#include "csrc/common/device.h"
 #include "csrc/common/workspace.h"
 #include "csrc/communicator/group_view.h"
 

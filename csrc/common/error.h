@@ -18,6 +18,7 @@ enum class ErrorKind {
   kAborted,           // the group was destroyed or poisoned locally
   kRemote,            // another rank reported the first cause
   kInternal,          // a bug in bagua
+  kDevice,            // a device is out of memory or reports a failure
 };
 
 class Error : public std::runtime_error {

@@ -1,13 +1,13 @@
 // The seam between the public kernels (one header per operation) and the two backends. dispatch.cc checks
-// the arguments and calls cpu:: for a CPU stream, cuda:: for any other. cpu/*.cc defines the first set;
+// the arguments and calls cpu:: for a CPU stream, cuda:: for a CUDA stream. cpu/*.cc defines the first set;
 // cuda/*.cu, or no_cuda/*.cc in a build without CUDA, the second. The contracts are in the public headers.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
-#include "csrc/common/stream.h"
 #include "csrc/kernels/counter_rng.h"
 
 namespace bagua::kernels {
@@ -59,7 +59,7 @@ void weighted_sum(DType dtype, const void* const* sources, const double* weights
 
 void copy_to_cold(void* destination, const void* source, size_t bytes, Stream stream);
 void subtract(float* destination, const float* source, size_t numel, Stream stream);
-size_t count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride, Stream stream);
+void count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride, uint64_t* count, Stream stream);
 void cast(DType from, const void* source, DType to, void* destination, size_t numel, Stream stream);
 void cast_add(DType from, const void* source, float* accumulator, size_t numel, Stream stream);
 void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel, uint64_t* num_nonfinite,

@@ -8,7 +8,7 @@
 
 #include <cstddef>
 
-#include "csrc/common/stream.h"
+#include "csrc/common/device.h"
 
 namespace bagua::kernels {
 

@@ -1,8 +1,12 @@
-// The public kernels: check the arguments once for both backends, then call cpu:: for a CPU stream and
-// cuda:: for any other (backend.h). Nothing is computed here.
+// The public kernels: check the arguments once for all backends, then call cpu:: for a CPU stream and cuda:: for a CUDA
+// one (backend.h). On the emulated device cpu:: runs in the stream's order, on the host's view of its memory. Nothing
+// is computed here.
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "csrc/common/error.h"
+#include "csrc/device/runtime.h"
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/copy_to_cold.h"
@@ -54,12 +58,39 @@ void check_defined(const char* kernel, ReduceOp op, DType dtype) {
          std::string(dtype_name(dtype)) + "; " + advice);
 }
 
+// `on_host(view)` calls cpu::, with view(pointer) for every pointer into the stream's memory; `on_cuda()` calls cuda::.
+// Both may run after this has returned, so they hold copies of what they need.
+template <typename OnHost, typename OnCuda>
+void run(const char* kernel, Stream stream, OnHost on_host, OnCuda on_cuda) {
+  switch (stream.device.kind) {
+    case DeviceKind::kCpu: on_host([](auto* pointer) { return pointer; }); return;
+    case DeviceKind::kCuda: on_cuda(); return;
+    case DeviceKind::kEmulated: break;
+  }
+  device::Runtime& runtime = device::runtime_of(stream.device);
+  runtime.run(stream, kernel, [on_host = std::move(on_host), &runtime] {
+    on_host([&runtime]<typename T>(T* pointer) {
+      return pointer == nullptr ? nullptr : static_cast<T*>(runtime.host_address(pointer));
+    });
+  });
+}
+
+// The pointers of an array, each as `view` sees it.
+template <typename T, typename View>
+std::vector<T*> viewed(const std::vector<T*>& pointers, View view) {
+  std::vector<T*> seen;
+  seen.reserve(pointers.size());
+  for (T* pointer : pointers) seen.push_back(view(pointer));
+  return seen;
+}
+
 }  // namespace
 
 void reduce_into(ReduceOp op, DType dtype, void* acc, const void* source, size_t numel, Stream stream) {
   check_defined("reduce_into", op, dtype);
-  if (stream.is_cpu()) return cpu::reduce_into(op, dtype, acc, source, numel);
-  cuda::reduce_into(op, dtype, acc, source, numel, stream);
+  run(
+      "reduce_into", stream, [=](auto at) { cpu::reduce_into(op, dtype, at(acc), at(source), numel); },
+      [=] { cuda::reduce_into(op, dtype, acc, source, numel, stream); });
 }
 
 void reduce_many(ReduceOp op, DType dtype, const void* const* sources, int num_sources, void* const* destinations,
@@ -67,13 +98,22 @@ void reduce_many(ReduceOp op, DType dtype, const void* const* sources, int num_s
   check_defined("reduce_many", op, dtype);
   if (num_sources < 1) reject("reduce_many: num_sources is " + std::to_string(num_sources) + ", expected 1 or more");
   if (stream.is_cpu()) return cpu::reduce_many(op, dtype, sources, num_sources, destinations, num_destinations, numel);
-  cuda::reduce_many(op, dtype, sources, num_sources, destinations, num_destinations, numel, stream);
+  const std::vector<const void*> from(sources, sources + num_sources);
+  const std::vector<void*> to(destinations, destinations + num_destinations);
+  run(
+      "reduce_many", stream,
+      [=](auto at) {
+        cpu::reduce_many(op, dtype, viewed(from, at).data(), num_sources, viewed(to, at).data(), num_destinations,
+                         numel);
+      },
+      [=] { cuda::reduce_many(op, dtype, sources, num_sources, destinations, num_destinations, numel, stream); });
 }
 
 void scale(DType dtype, void* data, double factor, size_t numel, Stream stream) {
   check_one_of(is_floating(dtype), "scale", "dtype", dtype, "float32, float64, float16, bfloat16");
-  if (stream.is_cpu()) return cpu::scale(dtype, data, factor, numel);
-  cuda::scale(dtype, data, factor, numel, stream);
+  run(
+      "scale", stream, [=](auto at) { cpu::scale(dtype, at(data), factor, numel); },
+      [=] { cuda::scale(dtype, data, factor, numel, stream); });
 }
 
 void weighted_sum(DType dtype, const void* const* sources, const double* weights, int num_sources, void* destination,
@@ -81,51 +121,69 @@ void weighted_sum(DType dtype, const void* const* sources, const double* weights
   check_one_of(is_floating(dtype), "weighted_sum", "dtype", dtype, "float32, float64, float16, bfloat16");
   if (num_sources < 1) reject("weighted_sum: num_sources is " + std::to_string(num_sources) + ", expected 1 or more");
   if (stream.is_cpu()) return cpu::weighted_sum(dtype, sources, weights, num_sources, destination, numel);
-  cuda::weighted_sum(dtype, sources, weights, num_sources, destination, numel, stream);
+  const std::vector<const void*> from(sources, sources + num_sources);
+  const std::vector<double> factors(weights, weights + num_sources);
+  run(
+      "weighted_sum", stream,
+      [=](auto at) {
+        cpu::weighted_sum(dtype, viewed(from, at).data(), factors.data(), num_sources, at(destination), numel);
+      },
+      [=] { cuda::weighted_sum(dtype, sources, weights, num_sources, destination, numel, stream); });
 }
 
 void copy_to_cold(void* destination, const void* source, size_t bytes, Stream stream) {
-  if (stream.is_cpu()) return cpu::copy_to_cold(destination, source, bytes);
-  cuda::copy_to_cold(destination, source, bytes, stream);
+  run(
+      "copy_to_cold", stream, [=](auto at) { cpu::copy_to_cold(at(destination), at(source), bytes); },
+      [=] { cuda::copy_to_cold(destination, source, bytes, stream); });
 }
 
 void cast(DType from, const void* source, DType to, void* destination, size_t numel, Stream stream) {
   check_one_of(is_floating(from), "cast", "from", from, "float32, float64, float16, bfloat16");
   check_one_of(is_floating(to), "cast", "to", to, "float32, float64, float16, bfloat16");
-  if (stream.is_cpu()) return cpu::cast(from, source, to, destination, numel);
-  cuda::cast(from, source, to, destination, numel, stream);
+  run(
+      "cast", stream, [=](auto at) { cpu::cast(from, at(source), to, at(destination), numel); },
+      [=] { cuda::cast(from, source, to, destination, numel, stream); });
 }
 
 void cast_add(DType from, const void* source, float* accumulator, size_t numel, Stream stream) {
   check_one_of(from == DType::kF32 || is_half(from), "cast_add", "from", from, "float32, float16, bfloat16");
-  if (stream.is_cpu()) return cpu::cast_add(from, source, accumulator, numel);
-  cuda::cast_add(from, source, accumulator, numel, stream);
+  run(
+      "cast_add", stream, [=](auto at) { cpu::cast_add(from, at(source), at(accumulator), numel); },
+      [=] { cuda::cast_add(from, source, accumulator, numel, stream); });
 }
 
 void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel, uint64_t* num_nonfinite,
                      Stream stream) {
   check_codec_dtype("saturating_cast", from);
   check_one_of(is_half(to), "saturating_cast", "to", to, "float16, bfloat16");
-  if (stream.is_cpu()) return cpu::saturating_cast(from, source, to, destination, numel, num_nonfinite);
-  cuda::saturating_cast(from, source, to, destination, numel, num_nonfinite, stream);
+  run(
+      "saturating_cast", stream,
+      [=](auto at) { cpu::saturating_cast(from, at(source), to, at(destination), numel, at(num_nonfinite)); },
+      [=] { cuda::saturating_cast(from, source, to, destination, numel, num_nonfinite, stream); });
 }
 
 void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
                          Stream stream) {
   check_codec_dtype("minmax_uint8_encode", dtype);
-  if (stream.is_cpu()) return cpu::minmax_uint8_encode(dtype, source, numel, bytes, num_nonfinite_blocks);
-  cuda::minmax_uint8_encode(dtype, source, numel, bytes, num_nonfinite_blocks, stream);
+  run(
+      "minmax_uint8_encode", stream,
+      [=](auto at) { cpu::minmax_uint8_encode(dtype, at(source), numel, at(bytes), at(num_nonfinite_blocks)); },
+      [=] { cuda::minmax_uint8_encode(dtype, source, numel, bytes, num_nonfinite_blocks, stream); });
 }
 
 void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
   check_codec_dtype("minmax_uint8_decode", dtype);
-  if (stream.is_cpu()) return cpu::minmax_uint8_decode(dtype, bytes, numel, destination);
-  cuda::minmax_uint8_decode(dtype, bytes, numel, destination, stream);
+  run(
+      "minmax_uint8_decode", stream,
+      [=](auto at) { cpu::minmax_uint8_decode(dtype, at(bytes), numel, at(destination)); },
+      [=] { cuda::minmax_uint8_decode(dtype, bytes, numel, destination, stream); });
 }
 
 void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
-  if (stream.is_cpu()) return cpu::minmax_uint8_decode_add(bytes, numel, accumulator);
-  cuda::minmax_uint8_decode_add(bytes, numel, accumulator, stream);
+  run(
+      "minmax_uint8_decode_add", stream,
+      [=](auto at) { cpu::minmax_uint8_decode_add(at(bytes), numel, at(accumulator)); },
+      [=] { cuda::minmax_uint8_decode_add(bytes, numel, accumulator, stream); });
 }
 
 void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
@@ -136,72 +194,86 @@ void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_
     reject("qsgd_encode: the message begins at element " + std::to_string(rng.first) + ", expected a multiple of " +
            std::to_string(kQsgdBlockNumel));
   }
-  if (stream.is_cpu()) return cpu::qsgd_encode(bits, dtype, source, numel, bytes, rng, num_nonfinite_blocks);
-  cuda::qsgd_encode(bits, dtype, source, numel, bytes, rng, num_nonfinite_blocks, stream);
+  run(
+      "qsgd_encode", stream,
+      [=](auto at) { cpu::qsgd_encode(bits, dtype, at(source), numel, at(bytes), rng, at(num_nonfinite_blocks)); },
+      [=] { cuda::qsgd_encode(bits, dtype, source, numel, bytes, rng, num_nonfinite_blocks, stream); });
 }
 
 void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
   check_codec_dtype("qsgd_decode", dtype);
   check_qsgd_bits("qsgd_decode", bits);
-  if (stream.is_cpu()) return cpu::qsgd_decode(bits, dtype, bytes, numel, destination);
-  cuda::qsgd_decode(bits, dtype, bytes, numel, destination, stream);
+  run(
+      "qsgd_decode", stream, [=](auto at) { cpu::qsgd_decode(bits, dtype, at(bytes), numel, at(destination)); },
+      [=] { cuda::qsgd_decode(bits, dtype, bytes, numel, destination, stream); });
 }
 
 void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
   check_qsgd_bits("qsgd_decode_add", bits);
-  if (stream.is_cpu()) return cpu::qsgd_decode_add(bits, bytes, numel, accumulator);
-  cuda::qsgd_decode_add(bits, bytes, numel, accumulator, stream);
+  run(
+      "qsgd_decode_add", stream, [=](auto at) { cpu::qsgd_decode_add(bits, at(bytes), numel, at(accumulator)); },
+      [=] { cuda::qsgd_decode_add(bits, bytes, numel, accumulator, stream); });
 }
 
 void onebit_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
                    Stream stream) {
   check_codec_dtype("onebit_encode", dtype);
-  if (stream.is_cpu()) return cpu::onebit_encode(dtype, source, numel, bytes, num_nonfinite_blocks);
-  cuda::onebit_encode(dtype, source, numel, bytes, num_nonfinite_blocks, stream);
+  run(
+      "onebit_encode", stream,
+      [=](auto at) { cpu::onebit_encode(dtype, at(source), numel, at(bytes), at(num_nonfinite_blocks)); },
+      [=] { cuda::onebit_encode(dtype, source, numel, bytes, num_nonfinite_blocks, stream); });
 }
 
 void onebit_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
   check_codec_dtype("onebit_decode", dtype);
-  if (stream.is_cpu()) return cpu::onebit_decode(dtype, bytes, numel, destination);
-  cuda::onebit_decode(dtype, bytes, numel, destination, stream);
+  run(
+      "onebit_decode", stream, [=](auto at) { cpu::onebit_decode(dtype, at(bytes), numel, at(destination)); },
+      [=] { cuda::onebit_decode(dtype, bytes, numel, destination, stream); });
 }
 
 void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
-  if (stream.is_cpu()) return cpu::onebit_decode_add(bytes, numel, accumulator);
-  cuda::onebit_decode_add(bytes, numel, accumulator, stream);
+  run(
+      "onebit_decode_add", stream, [=](auto at) { cpu::onebit_decode_add(at(bytes), numel, at(accumulator)); },
+      [=] { cuda::onebit_decode_add(bytes, numel, accumulator, stream); });
 }
 
 void topk_encode(int k, DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
                  Stream stream) {
   check_codec_dtype("topk_encode", dtype);
   check_topk_k("topk_encode", k);
-  if (stream.is_cpu()) return cpu::topk_encode(k, dtype, source, numel, bytes, num_nonfinite_blocks);
-  cuda::topk_encode(k, dtype, source, numel, bytes, num_nonfinite_blocks, stream);
+  run(
+      "topk_encode", stream,
+      [=](auto at) { cpu::topk_encode(k, dtype, at(source), numel, at(bytes), at(num_nonfinite_blocks)); },
+      [=] { cuda::topk_encode(k, dtype, source, numel, bytes, num_nonfinite_blocks, stream); });
 }
 
 void topk_decode(int k, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
   check_codec_dtype("topk_decode", dtype);
   check_topk_k("topk_decode", k);
-  if (stream.is_cpu()) return cpu::topk_decode(k, dtype, bytes, numel, destination);
-  cuda::topk_decode(k, dtype, bytes, numel, destination, stream);
+  run(
+      "topk_decode", stream, [=](auto at) { cpu::topk_decode(k, dtype, at(bytes), numel, at(destination)); },
+      [=] { cuda::topk_decode(k, dtype, bytes, numel, destination, stream); });
 }
 
 void topk_decode_add(int k, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
   check_topk_k("topk_decode_add", k);
-  if (stream.is_cpu()) return cpu::topk_decode_add(k, bytes, numel, accumulator);
-  cuda::topk_decode_add(k, bytes, numel, accumulator, stream);
+  run(
+      "topk_decode_add", stream, [=](auto at) { cpu::topk_decode_add(k, at(bytes), numel, at(accumulator)); },
+      [=] { cuda::topk_decode_add(k, bytes, numel, accumulator, stream); });
 }
 
 void subtract(float* destination, const float* source, size_t numel, Stream stream) {
-  if (stream.is_cpu()) return cpu::subtract(destination, source, numel);
-  cuda::subtract(destination, source, numel, stream);
+  run(
+      "subtract", stream, [=](auto at) { cpu::subtract(at(destination), at(source), numel); },
+      [=] { cuda::subtract(destination, source, numel, stream); });
 }
 
-size_t count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride, Stream stream) {
+void count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride, uint64_t* count, Stream stream) {
   check_one_of(is_floating(dtype), "count_nonfinite", "dtype", dtype, "float32, float64, float16, bfloat16");
   if (stride == 0) reject("count_nonfinite: stride is 0, expected 1 or more");
-  if (stream.is_cpu()) return cpu::count_nonfinite(dtype, data, numel, stride);
-  return cuda::count_nonfinite(dtype, data, numel, stride, stream);
+  run(
+      "count_nonfinite", stream, [=](auto at) { *at(count) += cpu::count_nonfinite(dtype, at(data), numel, stride); },
+      [=] { cuda::count_nonfinite(dtype, data, numel, stride, count, stream); });
 }
 
 }  // namespace bagua::kernels

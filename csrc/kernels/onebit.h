@@ -12,8 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
-#include "csrc/common/stream.h"
 
 namespace bagua::kernels {
 

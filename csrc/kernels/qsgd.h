@@ -14,8 +14,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
-#include "csrc/common/stream.h"
 #include "csrc/kernels/counter_rng.h"
 
 namespace bagua::kernels {

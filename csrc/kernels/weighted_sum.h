@@ -9,8 +9,8 @@
 
 #include <cstddef>
 
+#include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
-#include "csrc/common/stream.h"
 
 namespace bagua::kernels {
 

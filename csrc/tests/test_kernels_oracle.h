@@ -21,7 +21,7 @@
 
 #include "csrc/common/dtype.h"
 #include "csrc/common/error.h"
-#include "csrc/common/stream.h"
+#include "csrc/common/device.h"
 
 namespace bagua::testing {
 

@@ -14,7 +14,7 @@
 
 #include "csrc/common/operation.h"
 #include "csrc/common/shared_segments.h"
-#include "csrc/common/stream.h"
+#include "csrc/common/device.h"
 
 namespace bagua {
 

@@ -347,17 +347,20 @@ def test_examples_and_benchmarks_use_public_names():
 
 # ---- C++ ------------------------------------------------------------------------------------------------
 # Folders of csrc -> the folders whose headers they may include, beside their own; a path that ends in .h is that header
-# only. common <- kernels <- codecs; common <- transport.h <- each transport by itself, and the communicator, which
+# only. common <- device <- kernels <- codecs; common <- transport.h <- each transport by itself, and the communicator, which
 # knows none of them; collectives see a group's ranks (group_view.h), not how they are connected.
 MAY_INCLUDE = {
     "common": set(),
-    "kernels": {"common"},
+    "device": {"common"},
+    "device/*": {"common", "device"},
+    "kernels": {"common", "device"},
     "codecs": {"common", "kernels"},
     "transport": {"common"},
     "transport/*": {"common", "transport/transport.h"},
-    "communicator": {"common", "transport/transport.h"},
-    "collectives": {"common", "kernels", "codecs/codec.h", "transport/transport.h", "communicator/group_view.h"},
-    "engine": {"common", "kernels/counter_rng.h", "communicator/communicator.h", "collectives/collectives.h"},
+    "transport/pinned": {"common", "device", "transport/transport.h"},
+    "communicator": {"common", "device", "transport/transport.h"},
+    "collectives": {"common", "device", "kernels", "codecs/codec.h", "transport/transport.h", "communicator/group_view.h"},
+    "engine": {"common", "device", "kernels/counter_rng.h", "communicator/communicator.h", "collectives/collectives.h"},
 }
 EVERYTHING = {"bindings", "tests"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)

@@ -4,6 +4,6 @@
 
 namespace bagua::kernels::cuda {
 
-size_t count_nonfinite(DType, const void*, size_t, size_t, Stream) { unavailable("count_nonfinite"); }
+void count_nonfinite(DType, const void*, size_t, size_t, uint64_t*, Stream) { unavailable("count_nonfinite"); }
 
 }  // namespace bagua::kernels::cuda
