@@ -3,8 +3,8 @@
 Data path: gradient ready -> **bucket** -> scheduler -> algorithm -> engine.
 
 Where gradients are exchanged they lie in the buckets for good. Weights are copied in before an exchange and out after
-it. Invariants: one allocation, shared with the ranks of this host or on the parameters' device, holds all buckets. Its size depends
-on the parameters alone, because the planner pads every tensor by itself, so a new plan re-slices the
+it. Invariants: one allocation, shared with the ranks of this host or on the parameters' device, holds all buckets. Its
+size depends on the parameters alone, because the planner pads every tensor by itself, so a new plan re-slices the
 same memory and costs none. A view has the shape and dtype of its parameter, and its strides where
 the parameter is dense. Padding is zero whenever a bucket is sent.
 """
