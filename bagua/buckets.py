@@ -3,7 +3,7 @@
 Data path: gradient ready -> **bucket** -> scheduler -> algorithm -> engine.
 
 Where gradients are exchanged they lie in the buckets for good. Weights are copied in before an exchange and out after
-it. Invariants: one allocation, shared with the ranks of this host, holds all buckets. Its size depends
+it. Invariants: one allocation, shared with the ranks of this host or on the parameters' device, holds all buckets. Its size depends
 on the parameters alone, because the planner pads every tensor by itself, so a new plan re-slices the
 same memory and costs none. A view has the shape and dtype of its parameter, and its strides where
 the parameter is dense. Padding is zero whenever a bucket is sent.
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from bagua import _C, codecs
+from bagua.distributed.devices import check_supported, common_device
 from bagua.distributed.process_group import ProcessGroup, Work, dtype_code
 from bagua.errors import InvalidArgument
 
@@ -40,22 +41,24 @@ class Member:
         num_bytes: size of ``view`` in bytes.
     """
 
-    __slots__ = ("_address", "_dtype", "_stride", "index", "name", "num_bytes", "parameter", "view")
+    __slots__ = ("_address", "_device", "_dtype", "_stride", "index", "name", "num_bytes", "parameter", "view")
 
     def __init__(self, index: int, name: str, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
         self.index, self.name, self.parameter, self.view = index, name, parameter, view
         self.num_bytes = view.nbytes
         self._address, self._dtype, self._stride = view.data_ptr(), view.dtype, view.stride()
+        self._device = None if view.is_cpu else view.device
 
     def is_alike(self, grad: torch.Tensor) -> bool:
         """Whether ``grad``, of the parameter's shape, lies in memory byte for byte as ``view`` does."""
         if type(grad) is not torch.Tensor and grad.data_ptr() == 0:
             return False  # a wrapper: what it stands for is torch's to copy
-        return grad.dtype is self._dtype and grad.stride() == self._stride and grad.is_cpu and not grad.is_neg()
+        is_here = grad.is_cpu if self._device is None else grad.device == self._device
+        return is_here and grad.dtype is self._dtype and grad.stride() == self._stride and not grad.is_neg()
 
     def fill(self, grad: torch.Tensor, is_alike: bool) -> None:
         """view <- grad, past the caches where it ``is_alike``: what reads the bucket next is communication, later."""
-        if is_alike:
+        if is_alike and self._device is None:
             _C.copy_to_cold(self._address, grad.data_ptr(), self.num_bytes)
         else:
             self.view.copy_(grad)
@@ -118,7 +121,7 @@ class Bucket:
 
     @property
     def flat(self) -> torch.Tensor:
-        """1-D tensor of ``numel`` elements in shared memory, padding included."""
+        """1-D tensor of ``numel`` elements in shared memory, or on the parameters' device; padding included."""
         if self.before_read is not None:
             self.before_read()
         return self._flat
@@ -134,6 +137,11 @@ class Bucket:
     def dtype(self) -> torch.dtype:
         """The one dtype of all its gradients."""
         return self._flat.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where its gradients are."""
+        return self._flat.device
 
     @property
     def numel(self) -> int:
@@ -263,22 +271,46 @@ class Bucket:
             sent, stride = self.declaration, 1
             if sent.codec is not None and self.is_result:
                 stride = 1 if self.dtype == torch.float16 else codecs.get(sent.codec).block_numel
-            self._is_finite = _C.all_finite([self._flat.data_ptr()], [self.numel], [dtype_code(self.dtype)], stride)
+            self._is_finite = are_finite([self._flat], stride)
         return self._is_finite
 
     def __repr__(self) -> str:
         return f"Bucket({self.label!r}, {self.dtype}, numel={self.numel}, names={list(self.names)})"
 
 
-def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether floating-point tensors hold no NaN and no Inf; one pass, one call for all that lie in one piece."""
+def are_finite(tensors: Sequence[torch.Tensor], stride: int = 1) -> bool:
+    """Whether floating-point tensors hold no NaN and no Inf; one pass, one call for all that lie in one piece.
+
+    Waits for a device on which some of them are.
+
+    Args:
+        stride: of 1-D tensors: one element of so many is looked at.
+    """
+    on_devices = [tensor for tensor in tensors if not tensor.is_cpu]
+    if on_devices:
+        if not _are_finite_on_device([tensor[::stride] if stride > 1 else tensor for tensor in on_devices]):
+            return False
+        tensors = [tensor for tensor in tensors if tensor.is_cpu]
     dense = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.is_contiguous()]
     if len(dense) < len(tensors):
         others = [tensor for tensor in tensors if tensor.layout is not torch.strided or not tensor.is_contiguous()]
         if not all(map(_is_finite, others)):
             return False
     addresses, numels = [tensor.data_ptr() for tensor in dense], [tensor.numel() for tensor in dense]
-    return _C.all_finite(addresses, numels, [dtype_code(tensor.dtype) for tensor in dense], 1)
+    return _C.all_finite(addresses, numels, [dtype_code(tensor.dtype) for tensor in dense], stride)
+
+
+def _are_finite_on_device(tensors: Sequence[torch.Tensor]) -> bool:
+    """One flag per tensor, and one look of the host at all of them."""
+    flags = [(t.coalesce().values() if t.layout is torch.sparse_coo else t).isfinite().all() for t in tensors]
+    return all(bool(torch.stack(of_device).all()) for of_device in _by_device(flags).values())
+
+
+def _by_device(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return found
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -288,11 +320,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:
     """Raises InvalidArgument if the gradients of ``parameter`` cannot be reduced in this release."""
-    if parameter.device.type != "cpu":
-        raise InvalidArgument(
-            f"parameter {name!r} is on {parameter.device}; this release of bagua trains models on the CPU: "
-            "move the model there with model.cpu() before it is wrapped"
-        )
+    check_supported(parameter.device, f"parameter {name!r}")
     if parameter.dtype not in GRADIENT_DTYPES:
         raise InvalidArgument(
             f"parameter {name!r} has dtype {parameter.dtype}; gradients of {', '.join(map(str, GRADIENT_DTYPES))} "
@@ -304,7 +332,7 @@ class BucketStorage:
     """The memory of one model's exchange, sliced into buckets by a plan.
 
     Args:
-        named_parameters: (name, parameter), each once, all of them fit for ``check_parameter``.
+        named_parameters: (name, parameter), each once, all of them fit for ``check_parameter`` and on one device.
         group: allocates the memory; every rank makes the same call.
         bucket_bytes: cap of a bucket, in bytes.
         small_bucket_bytes: what no cap goes below, the first bucket's and the last one's. Caps double after the first
@@ -337,15 +365,21 @@ class BucketStorage:
         optimizer_of = {} if optimizer_of is None else optimizer_of
         kinds = [(p.dtype, bucket_class(p), optimizer_of.get(id(p))) for p in self.parameters]
         self._kinds, self._keys = _number(kinds)
-        self.memory = group.empty(sum(_padded_bytes(parameter) for parameter in self.parameters), torch.uint8)
+        self._device = common_device((f"parameter {name!r}", parameter) for name, parameter in named_parameters)
+        self.memory = self._allocate(sum(_padded_bytes(parameter) for parameter in self.parameters))
         self.lay_out(list(reversed(range(len(self.names)))) if order is None else order)
 
     def anew(self, order: Sequence[int]) -> BucketStorage:
         """The same in memory of its own, laid out for ``order``; gradients stay where they are."""
         new = copy.copy(self)
-        new.memory = self._group.empty(self.memory.numel(), torch.uint8)
+        new.memory = self._allocate(self.memory.numel())
         new.lay_out(order)
         return new
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        if self._device.type == "cpu":
+            return self._group.empty(num_bytes, torch.uint8)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def lay_out(self, order: Sequence[int]) -> None:
         """Slices the memory anew for the ready order ``order``; gradients that lie in it move with their views.

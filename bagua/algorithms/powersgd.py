@@ -103,13 +103,13 @@ class PowerSGD(Algorithm):
         factors = [self._start(bucket, member, dtype) for member in bucket.members]
 
         sides = [(matrix.shape[0], q.shape[1]) for matrix, q in zip(matrices, factors, strict=True)]
-        thin, ps = _side_by_side(sides, dtype)
+        thin, ps = _side_by_side(sides, dtype, bucket.device)
         for matrix, q, p in zip(matrices, factors, ps, strict=True):
             torch.mm(matrix, q, out=p)
         yield group.all_reduce(thin, ReduceOp.AVG, hierarchical=self.hierarchical)
         ps = [_orthonormal(p) for p in ps]
 
-        wide, qs = _side_by_side([q.shape for q in factors], dtype)
+        wide, qs = _side_by_side([q.shape for q in factors], dtype, bucket.device)
         for matrix, p, q in zip(matrices, ps, qs, strict=True):
             torch.mm(matrix.T, p, out=q)
         if self.error_feedback:
@@ -130,7 +130,7 @@ class PowerSGD(Algorithm):
         if bool(is_alive.all()):
             return q
         generator = torch.Generator().manual_seed(self.seed + member.index)
-        return torch.where(is_alive, q, torch.randn(q.shape, generator=generator, dtype=torch.float32).to(dtype))
+        return torch.where(is_alive, q, torch.randn(q.shape, generator=generator, dtype=torch.float32).to(q))
 
     def _rank_of(self, parameter: torch.Tensor) -> int:
         return min(self.rank, *_sides(parameter))
@@ -171,8 +171,10 @@ def _orthonormal(p: torch.Tensor) -> torch.Tensor:
     return basis.to(p.dtype)
 
 
-def _side_by_side(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _side_by_side(
+    shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """One message, and the matrices in it."""
     sizes = [math.prod(shape) for shape in shapes]
-    flat = torch.empty(sum(sizes), dtype=dtype)
+    flat = torch.empty(sum(sizes), dtype=dtype, device=device)
     return flat, [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]

@@ -184,7 +184,7 @@ class ParameterStates:
                     (first, numel), stripe = self._stripe_of[key], side.stripes.pop(key)
                 else:
                     continue
-                whole = torch.zeros(bucket.numel, dtype=stripe.dtype)
+                whole = torch.zeros(bucket.numel, dtype=stripe.dtype, device=bucket.device)
                 whole[first : first + numel] = stripe
                 self._group.all_reduce(whole, ReduceOp.SUM, label="residuals", blocking=True).wait()
                 for member in bucket.members:
@@ -309,7 +309,7 @@ class ParameterStates:
                             "load it with the same model and the same options"
                         )
                     if shape is not None:
-                        self._kept.shaped[name, member.index] = value.clone()
+                        self._kept.shaped[name, member.index] = value.to(member.view.device, copy=True)
                     else:
                         into[name, member.index] = value.reshape(-1).clone()
             for index, (first, numel, bucket_numel, value) in own["stripes"].items():
@@ -345,7 +345,7 @@ class ParameterStates:
         key = (name, bucket.index)
         if key not in side.flats:
             dtype = self._described[name].dtype
-            flat = side.flats[key] = torch.zeros(0 if is_empty else bucket.numel, dtype=dtype)
+            flat = side.flats[key] = torch.zeros(0 if is_empty else bucket.numel, dtype=dtype, device=bucket.device)
             for member in bucket.members:
                 part = side.parts.pop((name, member.index), None)
                 if part is not None and not is_empty:
@@ -357,14 +357,15 @@ class ParameterStates:
         key = (name, member.index)
         if key not in side.shaped:
             described = self._described[name]
-            side.shaped[key] = torch.zeros(described.shape(member.parameter), dtype=described.dtype)
+            shape = described.shape(member.parameter)
+            side.shaped[key] = torch.zeros(shape, dtype=described.dtype, device=member.view.device)
         return side.shaped[key]
 
     def _owner(self, side: _Side, name: str, bucket: Bucket, stripe: Stripe) -> torch.Tensor:
         key, (first, numel) = (name, bucket.index), stripe
         if key in side.stripes:
             return side.stripes[key]
-        owned = side.stripes[key] = torch.zeros(numel, dtype=self._described[name].dtype)
+        owned = side.stripes[key] = torch.zeros(numel, dtype=self._described[name].dtype, device=bucket.device)
         if key in side.loaded:
             loaded_stripe, value = side.loaded.pop(key)
             _check_stripe(loaded_stripe, stripe)

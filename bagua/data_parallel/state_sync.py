@@ -7,7 +7,7 @@ Data path: before the first step (parameters, buffers, optimizer state) and befo
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ class OptimizerStates:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], group: ProcessGroup) -> None:
         self._optimizers, self._group = tuple(optimizers) if group.size > 1 else (), group
+        self._devices = [*map(_devices_of, self._optimizers)]
         self._tensors: list[list[torch.Tensor]] = [[] for _ in self._optimizers]
         self._trees = [
             _take_out_tensors(optimizer.state_dict(), tensors)
@@ -75,7 +76,7 @@ class OptimizerStates:
             if self._are_held[index] and _is_same(self._trees[index], tree):
                 self._trees[index] = None
             else:
-                self._trees[index], self._tensors[index] = tree, _empty_tensors(tree)
+                self._trees[index], self._tensors[index] = tree, _empty_tensors(tree, self._devices[index])
 
     def take_over(self) -> None:
         """The tensors follow, and the optimizers take all of it; collective."""
@@ -150,7 +151,7 @@ def _uncast(loaded: Any, sent: Any) -> Any:
 
 
 class _TensorSpec(tuple):
-    """Stands for a tensor in a tree: (number, shape, dtype).
+    """Stands for a tensor in a tree: (number, shape, dtype, type of its device).
 
     The number is its index among those that travel: trees whose entries are in another order are not the same.
     """
@@ -161,15 +162,26 @@ class _TensorSpec(tuple):
 def _take_out_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:
     def take_out(tensor: torch.Tensor) -> _TensorSpec:
         tensors.append(tensor)
-        return _TensorSpec((len(tensors) - 1, tuple(tensor.shape), tensor.dtype))
+        return _TensorSpec((len(tensors) - 1, tuple(tensor.shape), tensor.dtype, tensor.device.type))
 
     return _mapped(tree, torch.Tensor, take_out)
 
 
-def _empty_tensors(tree: Any) -> list[torch.Tensor]:
+def _empty_tensors(tree: Any, devices: Mapping[str, torch.device]) -> list[torch.Tensor]:
+    """What the specs of a tree stand for, on this rank's devices of the same types."""
     tensors: list[torch.Tensor] = []
-    _mapped(tree, _TensorSpec, lambda spec: tensors.append(torch.empty(spec[1], dtype=spec[2])))
+
+    def add(spec: _TensorSpec) -> None:
+        _, shape, dtype, kind = spec
+        tensors.append(torch.empty(shape, dtype=dtype, device=devices.get(kind, kind)))
+
+    _mapped(tree, _TensorSpec, add)
     return tensors
+
+
+def _devices_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.device]:
+    """Where this rank keeps what the optimizer steps, by the type of the device."""
+    return {p.device.type: p.device for options in optimizer.param_groups for p in options["params"]}
 
 
 def _mapped(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
@@ -184,7 +196,7 @@ def _mapped(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 class BufferBroadcast:
-    """Sends rank 0's buffers to all ranks in one message, through memory that is kept.
+    """Sends rank 0's buffers to all ranks in one message per device, through memory that is kept.
 
     Buffers are looked up by owner and name each time, so a buffer that a forward replaces is found. Before them travels
     a byte that tells whether rank 0 can send its own: if not, all ranks raise, and the group stays whole.
@@ -194,42 +206,48 @@ class BufferBroadcast:
         self._group = group
         self._slots: list[tuple[torch.nn.Module, str, str, torch.Tensor]] = []  # owner, attribute, full name, slot
         slots_in_memory = []
-        end = _ALIGN_BYTES
+        cpu = torch.device("cpu")
+        ends = {cpu: _ALIGN_BYTES}
         for name, buffer in model.named_buffers():
             owner_name, _, attribute = name.rpartition(".")
-            begin, end = end, end + buffer.numel() * buffer.element_size()
+            begin = ends.get(buffer.device, 0)
+            end = begin + buffer.numel() * buffer.element_size()
             slots_in_memory.append((model.get_submodule(owner_name), attribute, name, buffer, begin, end))
-            end += -end % _ALIGN_BYTES
-        self._memory = group.empty(end, torch.uint8) if slots_in_memory else torch.empty(0, dtype=torch.uint8)
-        self._is_refused = self._memory[:1]
+            ends[buffer.device] = end + -end % _ALIGN_BYTES
+        of_cpu = group.empty(ends.pop(cpu), torch.uint8) if slots_in_memory else torch.empty(0, dtype=torch.uint8)
+        self._memories = {cpu: of_cpu}  # the first: it tells whether the others hold anything
+        self._memories |= {device: torch.empty(end, dtype=torch.uint8, device=device) for device, end in ends.items()}
+        self._is_refused = of_cpu[:1]
         for owner, attribute, name, buffer, begin, stop in slots_in_memory:
-            slot = self._memory[begin:stop].view(buffer.dtype).view(buffer.shape)
+            slot = self._memories[buffer.device][begin:stop].view(buffer.dtype).view(buffer.shape)
             self._slots.append((owner, attribute, name, slot))
 
-    def run(self) -> Work | None:
-        """Blocks until every buffer equals rank 0's. Returns the completed message, if there was one.
+    def run(self) -> list[Work]:
+        """Blocks until every buffer equals rank 0's. Returns the completed messages.
 
         Raises:
             InvalidArgument: on all ranks, if on one a buffer has changed its shape or dtype, or has become one that
                 torch cannot write or read. Only where it is rank 0's shapes or dtypes does the group go on.
         """
         if self._group.size == 1 or not self._slots:
-            return None
+            return []
         buffers = [getattr(owner, attribute, None) for owner, attribute, _, _ in self._slots]
         error = self._refusal(buffers)
         if self._group.rank == 0:
             self._is_refused.fill_(error is not None)
         if self._group.rank == 0 and error is None:
             self._copy(buffers, is_sent=True)
-        work = self._group.broadcast(self._memory, 0, label="buffers", blocking=True)
-        work.wait()
+        works = []
+        for memory in self._memories.values():
+            works.append(self._group.broadcast(memory, 0, label="buffers", blocking=True))
+            works[-1].wait()
         if self._is_refused.item():
             agree(self._group, lambda: _raised(error), "change the buffers of all ranks alike")
         if error is not None:
             raise ending(self._group, error)
         if self._group.rank != 0:
             self._copy(buffers, is_sent=False)
-        return work
+        return works
 
     def _copy(self, buffers: Sequence[torch.Tensor], is_sent: bool) -> None:
         for buffer, (_, _, name, slot) in zip(buffers, self._slots, strict=True):

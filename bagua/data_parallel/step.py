@@ -136,7 +136,8 @@ class Step:
         if self.optimizer_steps.counts_forward():
             is_due = self.sends_gradients or self._always_broadcasts
             if is_training and is_due and self._buffers is not None:
-                self._name(self._buffers.run())
+                for work in self._buffers.run():
+                    self._name(work)
             with self._algorithm("before_forward"):
                 self.algorithm.before_forward(self.storage.buckets, self._bucket_group)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bagua.buckets import check_parameter
+from bagua.distributed.devices import check_supported
 from bagua.distributed.tensors import address_of
 from bagua.errors import InvalidArgument
 
@@ -112,10 +113,7 @@ def _check_memory(value: Any, what: str) -> None:
     if not isinstance(value, torch.Tensor):
         return
     if not value.is_cpu:
-        raise InvalidArgument(
-            f"{what} is on {value.device}; this release of bagua trains models on the CPU: move the model there with "
-            "model.cpu() before it is wrapped"
-        )
+        check_supported(value.device, what)
     if value.layout is not torch.strided:
         raise InvalidArgument(f"{what} has layout {value.layout}; convert it with .to_dense() first")
     address_of(value, what)

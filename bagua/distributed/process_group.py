@@ -18,12 +18,17 @@ import torch
 from bagua import _C
 from bagua.distributed.arguments import ReduceOp, check_codec, check_op, check_topology, dtype_code
 from bagua.distributed.cores import GroupCores, Network
+from bagua.distributed.devices import StreamKey, common_device, current_stream
 from bagua.distributed.nodes import Nodes
 from bagua.distributed.tensors import Array, Residuals, check_pair, prepare, segments_of, split_numels
 from bagua.distributed.work import Work, to_seconds
 from bagua.errors import BaguaError, InvalidArgument
 
 __all__ = ["ProcessGroup", "ReduceOp", "Work", "dtype_code"]
+
+
+def _message(data: torch.Tensor) -> tuple[int, int, int]:
+    return data.data_ptr(), data.nbytes, dtype_code(data.dtype)
 
 
 class ProcessGroup:
@@ -192,9 +197,14 @@ class ProcessGroup:
 
     # ---- operations
 
-    def _work(self, core_work: _C.Work, keep: object, label: str = "", finish=None) -> Work:
+    def _work(self, core_work: _C.Work, keep: object, label: str = "", finish=None, on: torch.Tensor | None = None):
         # The deadline counts from the start of the operation, which may be queued behind others.
-        return Work(core_work, keep, 1000.0 * self._timeout_s, label, finish, self._cores.share_failure)
+        device = None if on is None or on.is_cpu else on.device
+        return Work(core_work, keep, 1000.0 * self._timeout_s, label, finish, self._cores.share_failure, device)
+
+    def _submission(self, data: torch.Tensor, blocking: bool) -> tuple[float, bool, StreamKey | None]:
+        """How the core is to start an operation on `data`."""
+        return self._timeout_s, blocking, None if data.is_cpu else current_stream(data.device)
 
     def _check_root(self, root: int, name: str) -> int:
         if not 0 <= root < self.size:
@@ -219,14 +229,21 @@ class ProcessGroup:
         data, copy_back = prepare(tensor, "tensor")
         op = check_op(op, data.dtype)
         codec = check_codec(codec, data.dtype, op)
-        arguments = (data.data_ptr(), data.numel(), dtype_code(data.dtype), int(op), codec, self._timeout_s, blocking)
-        residuals, segments = None if feedback is None else feedback.addresses(data.numel()), segments_of(parts, data)
+        arguments = (
+            data.data_ptr(),
+            data.numel(),
+            dtype_code(data.dtype),
+            int(op),
+            codec,
+            self._submission(data, blocking),
+        )
+        residuals, segments = None if feedback is None else feedback.addresses(data), segments_of(parts, data)
         if hierarchical:
             nodes = (self.nodes.node_of(self.rank), self.nodes.leaders)
             work = self._core.hierarchical_all_reduce(*nodes, *arguments, residuals, segments, checks_result)
         else:
             work = self._core.all_reduce(*arguments, residuals, segments, checks_result)
-        return self._work(work, (tensor, data, feedback, parts), label, copy_back)
+        return self._work(work, (tensor, data, feedback, parts), label, copy_back, data)
 
     def neighbor_average(
         self,
@@ -246,13 +263,13 @@ class ProcessGroup:
         number = check_topology(topology, step, data.dtype)
         codec = check_codec(codec, data.dtype)
         memory = (data.data_ptr(), data.numel(), dtype_code(data.dtype))
-        arguments = (*memory, number, step, codec, self._timeout_s, blocking, segments_of(parts, data))
+        arguments = (*memory, number, step, codec, self._submission(data, blocking), segments_of(parts, data))
         if hierarchical:
             nodes = (self.nodes.node_of(self.rank), self.nodes.leaders, self.nodes.smallest)
             work = self._core.hierarchical_neighbor_average(*nodes, *arguments)
         else:
             work = self._core.neighbor_average(*arguments)
-        return self._work(work, (tensor, data, parts), label, copy_back)
+        return self._work(work, (tensor, data, parts), label, copy_back, data)
 
     def difference_ring_average(
         self, tensor: Array, replicas: Sequence[torch.Tensor], *, codec: str, label: str = ""
@@ -265,11 +282,12 @@ class ProcessGroup:
         self.check()
         data, copy_back = prepare(tensor, "tensor")
         spec = check_codec(codec, data.dtype)
+        common_device([("the tensor", data), *(("a replica", replica) for replica in replicas)])
         addresses = [replica.data_ptr() for replica in replicas]
         work = self._core.difference_ring_average(
-            data.data_ptr(), data.numel(), dtype_code(data.dtype), *addresses, spec, self._timeout_s, False
+            data.data_ptr(), data.numel(), dtype_code(data.dtype), *addresses, spec, self._submission(data, False)
         )
-        return self._work(work, (tensor, data, replicas), label, copy_back)
+        return self._work(work, (tensor, data, replicas), label, copy_back, data)
 
     def reduce(self, tensor: Array, dst: int, op: ReduceOp = ReduceOp.SUM, *, blocking: bool = False) -> Work:
         """tensor of rank `dst` <- op over ranks of tensor; the other ranks' tensors are undefined afterwards."""
@@ -278,8 +296,8 @@ class ProcessGroup:
         data, copy_back = prepare(tensor, "tensor", is_written=dst == self.rank)
         op = check_op(op, data.dtype)
         memory = (data.data_ptr(), data.numel(), dtype_code(data.dtype))
-        work = self._core.reduce(*memory, int(op), dst, self._timeout_s, blocking)
-        return self._work(work, (tensor, data), finish=copy_back)
+        work = self._core.reduce(*memory, int(op), dst, self._submission(data, blocking))
+        return self._work(work, (tensor, data), finish=copy_back, on=data)
 
     def reduce_scatter(
         self,
@@ -298,9 +316,9 @@ class ProcessGroup:
         check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output", self.size)
         kind = dtype_code(into.dtype)
         work = self._core.reduce_scatter(
-            source.data_ptr(), into.data_ptr(), into.numel(), kind, int(op), codec, self._timeout_s, blocking
+            source.data_ptr(), into.data_ptr(), into.numel(), kind, int(op), codec, self._submission(into, blocking)
         )
-        return self._work(work, (source, into), finish=copy_back)
+        return self._work(work, (source, into), finish=copy_back, on=into)
 
     def all_gather(self, output: Array, input: Array, *, codec: str | None = None, blocking: bool = False) -> Work:
         """output[r] <- input of rank r; output is `size` blocks of input's size."""
@@ -309,8 +327,8 @@ class ProcessGroup:
         codec = check_codec(codec, source.dtype)
         check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input", self.size)
         memory = (source.data_ptr(), into.data_ptr(), source.nbytes, dtype_code(source.dtype))
-        work = self._core.all_gather(*memory, codec, self._timeout_s, blocking)
-        return self._work(work, (source, into), finish=copy_back)
+        work = self._core.all_gather(*memory, codec, self._submission(into, blocking))
+        return self._work(work, (source, into), finish=copy_back, on=into)
 
     def gather(self, output: Array | None, input: Array, dst: int, *, blocking: bool = False) -> Work:
         """output of rank `dst` [r] <- input of rank r; the other ranks pass output=None."""
@@ -322,8 +340,10 @@ class ProcessGroup:
             into, copy_back = prepare(output, "output")
             check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input", self.size)
         address, kind = 0 if into is None else into.data_ptr(), dtype_code(source.dtype)
-        work = self._core.gather(source.data_ptr(), address, source.nbytes, kind, dst, self._timeout_s, blocking)
-        return self._work(work, (source, into), finish=copy_back)
+        work = self._core.gather(
+            source.data_ptr(), address, source.nbytes, kind, dst, self._submission(source, blocking)
+        )
+        return self._work(work, (source, into), finish=copy_back, on=source)
 
     def scatter(self, output: Array, input: Array | None, src: int, *, blocking: bool = False) -> Work:
         """output <- input of rank `src` [rank]; the other ranks pass input=None."""
@@ -335,8 +355,8 @@ class ProcessGroup:
             source = prepare(input, "input", is_written=False).data
             check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output", self.size)
         address, kind = 0 if source is None else source.data_ptr(), dtype_code(into.dtype)
-        work = self._core.scatter(address, into.data_ptr(), into.nbytes, kind, src, self._timeout_s, blocking)
-        return self._work(work, (source, into), finish=copy_back)
+        work = self._core.scatter(address, into.data_ptr(), into.nbytes, kind, src, self._submission(into, blocking))
+        return self._work(work, (source, into), finish=copy_back, on=into)
 
     def all_to_all(
         self,
@@ -352,6 +372,7 @@ class ProcessGroup:
         self.check()
         source, (into, copy_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
         codec = check_codec(codec, source.dtype)
+        common_device([("input", source), ("output", into)])
         if source.dtype != into.dtype:
             raise InvalidArgument(f"input is {source.dtype} but output is {into.dtype}; give them one type")
         work = self._core.all_to_all(
@@ -361,10 +382,9 @@ class ProcessGroup:
             split_numels(into, output_splits, "output", self.size),
             dtype_code(source.dtype),
             codec,
-            self._timeout_s,
-            blocking,
+            self._submission(into, blocking),
         )
-        return self._work(work, (source, into), finish=copy_back)
+        return self._work(work, (source, into), finish=copy_back, on=into)
 
     def broadcast(
         self, tensor: Array, src: int, *, codec: str | None = None, label: str = "", blocking: bool = False
@@ -376,30 +396,30 @@ class ProcessGroup:
         data, copy_back = prepare(tensor, "tensor", is_written=src != self.rank or codec is not None)
         codec = check_codec(codec, data.dtype)
         memory = (data.data_ptr(), data.nbytes, dtype_code(data.dtype))
-        work = self._core.broadcast(*memory, src, codec, self._timeout_s, blocking)
-        return self._work(work, (tensor, data), label, copy_back)
+        work = self._core.broadcast(*memory, src, codec, self._submission(data, blocking))
+        return self._work(work, (tensor, data), label, copy_back, data)
 
     def barrier(self, *, timeout: timedelta | float | None = None, blocking: bool = False) -> Work:
         """Completes when every rank has called it; `timeout` overrides the group's."""
         self.check()
         timeout_s = self._timeout_s if timeout is None else to_seconds(timeout)
-        return self._work(self._core.barrier(timeout_s, blocking), None)
+        return self._work(self._core.barrier((timeout_s, blocking, None)), None)
 
     def send(self, tensor: Array, dst: int, *, tag: int = 0) -> Work:
         """Sends to rank `dst`, which must call recv with the same size, type and tag (which never reorders)."""
         self._check_peer(dst, "dst")
         data = prepare(tensor, "tensor", is_written=False).data
-        work = self._p2p_core.send(data.data_ptr(), data.nbytes, dtype_code(data.dtype), dst, tag, self._timeout_s)
+        work = self._p2p_core.send(*_message(data), dst, tag, self._submission(data, False))
         self._cores.monitor(dst, self._timeout_s)
-        return self._work(work, (tensor, data))
+        return self._work(work, (tensor, data), on=data)
 
     def recv(self, tensor: Array, src: int, *, tag: int = 0) -> Work:
         """tensor <- what rank `src` sends."""
         self._check_peer(src, "src")
         data, copy_back = prepare(tensor, "tensor")
-        work = self._p2p_core.recv(data.data_ptr(), data.nbytes, dtype_code(data.dtype), src, tag, self._timeout_s)
+        work = self._p2p_core.recv(*_message(data), src, tag, self._submission(data, False))
         self._cores.monitor(src, self._timeout_s)
-        return self._work(work, (tensor, data), finish=copy_back)
+        return self._work(work, (tensor, data), finish=copy_back, on=data)
 
     def _check_peer(self, peer: int, name: str) -> None:
         self.check()

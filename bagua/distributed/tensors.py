@@ -1,7 +1,7 @@
 """The tensors that collectives accept: torch's and NumPy's, checked and made ready for the core.
 
-Data path: collectives -> ProcessGroup -> **here** -> core. Invariant: the core gets contiguous CPU memory of a type
-that it knows; anything else is copied, and copied back when the operation has ended, or refused.
+Data path: collectives -> ProcessGroup -> **here** -> core. Invariant: the core gets contiguous memory of a device and a
+type that it knows; anything else is copied, and copied back when the operation has ended, or refused.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from bagua.distributed.arguments import dtype_code
+from bagua.distributed.devices import check_supported, common_device
 from bagua.distributed.memory_overlap import shares_with_itself
 from bagua.errors import InvalidArgument
 
@@ -25,7 +26,7 @@ Array = torch.Tensor | np.ndarray
 class Prepared(NamedTuple):
     """A caller's tensor as the core sees it."""
 
-    data: torch.Tensor  # contiguous, on the CPU
+    data: torch.Tensor  # contiguous
     copy_back: Callable[[], None] | None  # copies the result to the caller's tensor; None if that is `data`
 
 
@@ -39,15 +40,15 @@ def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
             share memory.
 
     Raises:
-        InvalidArgument: not a tensor, not on the CPU, without memory, sparse, read-only, overlapping itself, or of a
-            type that the core does not know.
+        InvalidArgument: not a tensor, on a device or of a type that the core does not know, without memory, sparse,
+            read-only, or overlapping itself.
     """
     if isinstance(tensor, np.ndarray):
         return _prepare_array(tensor, what, is_written)
     if not isinstance(tensor, torch.Tensor):
         raise InvalidArgument(f"{what} is a {type(tensor).__name__}; give a torch.Tensor or a numpy.ndarray")
-    if tensor.device.type != "cpu":
-        raise InvalidArgument(f"{what} is on {tensor.device}; this release communicates CPU tensors")
+    if not tensor.is_cpu:
+        check_supported(tensor.device, what)
     if tensor.layout != torch.strided:
         raise InvalidArgument(f"{what} has layout {tensor.layout}; convert it with .to_dense() first")
     dtype_code(tensor.dtype)
@@ -109,6 +110,7 @@ def check_pair(
     first: torch.Tensor, second: torch.Tensor, have: int, want: int, name: str, other: str, size: int
 ) -> None:
     """Raises InvalidArgument unless input and output have one type and their sizes fit."""
+    common_device([("input", first), ("output", second)])
     if first.dtype != second.dtype:
         raise InvalidArgument(f"input is {first.dtype} but output is {second.dtype}; give them one type")
     if have != want:
@@ -143,6 +145,8 @@ def segments_of(parts: Sequence[tuple[int, torch.Tensor]] | None, data: torch.Te
     segments = []
     for begin, part in parts or ():
         numel = part.numel()
+        if part.device != data.device:
+            common_device([("the tensor", data), (f"the part at offset {begin}", part)])
         if part.dtype is not dtype or begin < end or begin + numel > limit:
             raise InvalidArgument(
                 f"a part of {numel} {part.dtype} elements is at offset {begin}, after one that ends at {end}, in a "
@@ -169,16 +173,18 @@ class Residuals:
     owner_in: torch.Tensor
     owner_out: torch.Tensor
 
-    def addresses(self, numel: int) -> tuple[int, int, int, int, int]:
-        """In the core's form, for a tensor of `numel` elements. A rank that encodes nothing has empty ones.
+    def addresses(self, data: torch.Tensor) -> tuple[int, int, int, int, int]:
+        """In the core's form, for an operation on `data`. A rank that encodes nothing has empty ones.
 
         Raises:
-            InvalidArgument: their sizes do not fit, or they are not contiguous or not of one type.
+            InvalidArgument: their sizes do not fit, or they are not contiguous, not of one type or on another device.
         """
+        numel = data.numel()
         tensors = (self.worker_in, self.worker_out, self.owner_in, self.owner_out)
         sizes = [tensor.numel() for tensor in tensors]
         if {*sizes[:2]} not in ({0}, {numel}) or sizes[2] != sizes[3] or sizes[2] > numel:
             raise InvalidArgument(f"residuals have {sizes} elements, the tensor {numel}")
+        common_device([("the tensor", data), *(("a residual", tensor) for tensor in tensors if tensor.numel())])
         if len({tensor.dtype for tensor in tensors}) > 1 or not all(tensor.is_contiguous() for tensor in tensors):
             raise InvalidArgument("residuals are not contiguous, or not of one dtype")
         addresses = (address_of(tensor, "a residual") for tensor in tensors)
@@ -186,7 +192,7 @@ class Residuals:
 
 
 def address_of(tensor: torch.Tensor, what: str) -> int:
-    """The address of a CPU tensor's first element.
+    """The address of a tensor's first element.
 
     Args:
         what: its name in error messages.

@@ -7,7 +7,10 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
+
 from bagua import _C
+from bagua.distributed.devices import current_stream
 from bagua.errors import BaguaError, DeadlineExceeded, InvalidArgument
 
 __all__ = ["Work", "to_seconds"]
@@ -35,10 +38,11 @@ class Work:
     """The handle of an operation that was started with `async_op=True`.
 
     The tensors that it names must not be touched until it is completed, and they hold the result when wait() has
-    returned. They are kept alive as long as the core needs them, even if the Work is dropped.
+    returned; tensors of a device hold it for what the current stream does after wait(). They are kept alive as long as
+    the core needs them, even if the Work is dropped.
     """
 
-    __slots__ = ("_core", "_failure", "_finish", "_finishing", "_has_failed", "_keep", "_limit_s", "label")
+    __slots__ = ("_core", "_device", "_failure", "_finish", "_finishing", "_has_failed", "_keep", "_limit_s", "label")
 
     def __init__(
         self,
@@ -48,10 +52,12 @@ class Work:
         label: str,
         finish: Callable[[], None] | None,
         has_failed: Callable[[BaguaError], None],
+        device: torch.device | None = None,
     ):
         self._core = core
         self._has_failed = has_failed  # called with the error that wait() finds
         self._keep = keep
+        self._device = device  # None: the CPU
         self._limit_s = limit_s
         self.label = label
         self._finish = finish  # copies a staged result back; None when there is nothing (left) to do
@@ -99,6 +105,9 @@ class Work:
     def wait(self, timeout: timedelta | float | None = None) -> None:
         """Block until the operation has ended; releases the GIL.
 
+        Of tensors on a device, block only until all of the operation has been enqueued there, and have the current
+        stream wait for its end: what is enqueued on it afterwards finds the result, while the host goes on.
+
         Args:
             timeout: how long to wait; by default until the operation ends, which the group's timeout limits.
 
@@ -108,7 +117,10 @@ class Work:
         """
         limit_s = self._limit_s if timeout is None else to_seconds(timeout)
         try:
-            ended = self._core.wait(limit_s)
+            if self._device is None:
+                ended = self._core.wait(limit_s)
+            else:
+                ended = self._core.wait_on_stream(limit_s, *current_stream(self._device))
         except BaguaError as error:
             self._has_failed(error)
             if self.label and error.bucket is None:

@@ -16,13 +16,16 @@
 #include "csrc/bindings/group.h"
 #include "csrc/bindings/topology.h"
 #include "csrc/codecs/codec.h"
+#include "csrc/collectives/algorithms.h"
 #include "csrc/collectives/arguments.h"
+#include "csrc/device/memory.h"
 #include "csrc/kernels/nonfinite.h"
 
 namespace bagua {
 namespace {
 
 using collectives::Argument;
+using Submission = Group::Submission;
 
 Argument argument(std::string_view name, uintptr_t address, size_t numel, DType dtype) {
   return {name, pointer(address), numel, item_bytes(dtype)};
@@ -55,9 +58,9 @@ const Codec* use_codec(Operation& operation, const CodecChoice& codec) {
 }
 
 std::shared_ptr<Work> run_coded(Group& g, const CodecChoice& codec, const Operation& operation, uint64_t bytes,
-                                double timeout_s, bool blocking, Engine::Run run) {
-  if (!codec || !codec->second) return g.run(operation, bytes, timeout_s, blocking, std::move(run));
-  return g.run(operation, bytes, timeout_s, blocking, [seed = *codec->second, run = std::move(run)](Context& context) {
+                                const Submission& submission, Engine::Run run) {
+  if (!codec || !codec->second) return g.run(operation, bytes, submission, std::move(run));
+  return g.run(operation, bytes, submission, [seed = *codec->second, run = std::move(run)](Context& context) {
     context.rng_key = derive_key(seed, static_cast<uint64_t>(context.group.rank()));
     return run(context);
   });
@@ -95,9 +98,17 @@ collectives::InputSegments use_segments(const SegmentsChoice& choice, DType dtyp
 // any element.
 void look_at_result(Context& context, const void* data, size_t numel, DType dtype, const Codec* codec) {
   const size_t stride = codec != nullptr && dtype != DType::kF16 ? codec->block_numel() : 1;
-  uint64_t count = 0;
-  kernels::count_nonfinite(dtype, data, numel, stride, &count, context.stream);
-  context.is_result_finite = count == 0;
+  if (context.stream.is_cpu()) {
+    uint64_t count = 0;
+    kernels::count_nonfinite(dtype, data, numel, stride, &count, context.stream);
+    context.is_result_finite = count == 0;
+    return;
+  }
+  auto* count = reinterpret_cast<uint64_t*>(context.workspace.get(collectives::kNumNonfinite, sizeof(uint64_t)));
+  device::fill_zero(count, sizeof *count, context.stream);
+  kernels::count_nonfinite(dtype, data, numel, stride, count, context.stream);
+  device::runtime_of(context.stream.device).copy_to_host(context.num_nonfinite, count, sizeof *count, context.stream);
+  context.counts_nonfinite = true;
 }
 
 uint64_t numel_of(size_t bytes, int dtype_code) { return bytes / item_bytes(dtype_from(dtype_code)); }
@@ -117,7 +128,7 @@ void bind_reductions(py::class_<Group>& group) {
   group.def(
       "all_reduce",
       [](Group& g, uintptr_t data, size_t numel, int dtype_code, int op_code, const CodecChoice& codec,
-         double timeout_s, bool blocking, const FeedbackChoice& feedback, const SegmentsChoice& segments,
+         const Submission& submission, const FeedbackChoice& feedback, const SegmentsChoice& segments,
          bool checks_result) {
         const DType dtype = dtype_from(dtype_code);
         const auto op = static_cast<ReduceOp>(op_code);
@@ -125,7 +136,7 @@ void bind_reductions(py::class_<Group>& group) {
         Operation operation = make_operation(OperationKind::kAllReduce, numel, dtype, op);
         const Codec* used = use_codec(operation, codec);
         const auto residuals = use_feedback(operation, feedback);
-        return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
+        return run_coded(g, codec, operation, numel * item_bytes(dtype), submission,
                          [=, taken = use_segments(segments, dtype)](Context& context) {
                            const size_t num_blocks = collectives::all_reduce(context, pointer(data), numel, dtype, op,
                                                                              used, residuals, taken);
@@ -134,13 +145,12 @@ void bind_reductions(py::class_<Group>& group) {
                            return num_blocks;
                          });
       },
-      py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"), py::arg("codec"), py::arg("timeout_s"),
-      py::arg("blocking"), py::arg("feedback") = py::none(), py::arg("parts") = SegmentsChoice{},
-      py::arg("checks_result") = false);
+      py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"), py::arg("codec"), py::arg("submission"),
+      py::arg("feedback") = py::none(), py::arg("parts") = SegmentsChoice{}, py::arg("checks_result") = false);
   group.def(
       "hierarchical_all_reduce",
       [](Group& g, const std::vector<int>& node, const std::vector<int>& leaders, uintptr_t data, size_t numel,
-         int dtype_code, int op_code, const CodecChoice& codec, double timeout_s, bool blocking,
+         int dtype_code, int op_code, const CodecChoice& codec, const Submission& submission,
          const FeedbackChoice& feedback, const SegmentsChoice& segments, bool checks_result) {
         const DType dtype = dtype_from(dtype_code);
         const auto op = static_cast<ReduceOp>(op_code);
@@ -149,7 +159,7 @@ void bind_reductions(py::class_<Group>& group) {
         operation.variant = kHierarchical;
         const Codec* used = use_codec(operation, codec);
         const auto residuals = use_feedback(operation, feedback);
-        return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
+        return run_coded(g, codec, operation, numel * item_bytes(dtype), submission,
                          [=, hierarchy = collectives::Hierarchy{node, leaders},
                           taken = use_segments(segments, dtype)](Context& context) {
                            const size_t num_blocks = collectives::hierarchical_all_reduce(
@@ -160,21 +170,21 @@ void bind_reductions(py::class_<Group>& group) {
                          });
       },
       py::arg("node"), py::arg("leaders"), py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
-      py::arg("codec"), py::arg("timeout_s"), py::arg("blocking"), py::arg("feedback") = py::none(),
-      py::arg("parts") = SegmentsChoice{}, py::arg("checks_result") = false);
+      py::arg("codec"), py::arg("submission"), py::arg("feedback") = py::none(), py::arg("parts") = SegmentsChoice{},
+      py::arg("checks_result") = false);
   group.def("reduce", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int op_code, int root,
-                         double timeout_s, bool blocking) {
+                         const Submission& submission) {
     const DType dtype = dtype_from(dtype_code);
     const auto op = static_cast<ReduceOp>(op_code);
     require_tensor(OperationKind::kReduce, data, numel, dtype);
-    return g.run(make_operation(OperationKind::kReduce, numel, dtype, op, root), numel * item_bytes(dtype), timeout_s,
-                 blocking, [=](Context& context) -> uint64_t {
+    return g.run(make_operation(OperationKind::kReduce, numel, dtype, op, root), numel * item_bytes(dtype), submission,
+                 [=](Context& context) -> uint64_t {
                    collectives::reduce(context, pointer(data), numel, dtype, op, root);
                    return 0;
                  });
   });
   group.def("reduce_scatter", [](Group& g, uintptr_t input, uintptr_t output, size_t numel, int dtype_code, int op_code,
-                                 const CodecChoice& codec, double timeout_s, bool blocking) {
+                                 const CodecChoice& codec, const Submission& submission) {
     const DType dtype = dtype_from(dtype_code);
     const auto op = static_cast<ReduceOp>(op_code);
     collectives::require_own_block_or_apart(
@@ -182,35 +192,34 @@ void bind_reductions(py::class_<Group>& group) {
         argument("output", output, numel, dtype), g.communicator().rank());
     Operation operation = make_operation(OperationKind::kReduceScatter, numel, dtype, op);
     const Codec* used = use_codec(operation, codec);
-    return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
-                     [=](Context& context) -> uint64_t {
-                       if (used != nullptr) {
-                         return collectives::compressed_reduce_scatter(context, pointer(input), pointer(output), numel,
-                                                                       dtype, op, *used);
-                       }
-                       collectives::reduce_scatter(context, pointer(input), pointer(output), numel, dtype, op);
-                       return 0;
-                     });
+    return run_coded(g, codec, operation, numel * item_bytes(dtype), submission, [=](Context& context) -> uint64_t {
+      if (used != nullptr) {
+        return collectives::compressed_reduce_scatter(context, pointer(input), pointer(output), numel, dtype, op,
+                                                      *used);
+      }
+      collectives::reduce_scatter(context, pointer(input), pointer(output), numel, dtype, op);
+      return 0;
+    });
   });
-  group.def("neighbor_average", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int topology, uint64_t step,
-                                   const CodecChoice& codec, double timeout_s, bool blocking,
-                                   const SegmentsChoice& segments) {
-    const DType dtype = dtype_from(dtype_code);
-    require_tensor(OperationKind::kNeighborAverage, data, numel, dtype);
-    Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
-    operation.variant = static_cast<uint32_t>(step) & ~kHierarchical;  // the low bits tell different steps apart
-    const Codec* used = use_codec(operation, codec);
-    const auto neighbors = topology_neighbors(topology, g.communicator().size(), g.communicator().rank(), step);
-    return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
-                     [=, taken = use_segments(segments, dtype)](Context& context) {
-                       return collectives::neighbor_average(context, pointer(data), numel, dtype, neighbors, used,
-                                                            taken);
-                     });
-  });
+  group.def(
+      "neighbor_average", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int topology, uint64_t step,
+                             const CodecChoice& codec, const Submission& submission, const SegmentsChoice& segments) {
+        const DType dtype = dtype_from(dtype_code);
+        require_tensor(OperationKind::kNeighborAverage, data, numel, dtype);
+        Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
+        operation.variant = static_cast<uint32_t>(step) & ~kHierarchical;  // the low bits tell different steps apart
+        const Codec* used = use_codec(operation, codec);
+        const auto neighbors = topology_neighbors(topology, g.communicator().size(), g.communicator().rank(), step);
+        return run_coded(g, codec, operation, numel * item_bytes(dtype), submission,
+                         [=, taken = use_segments(segments, dtype)](Context& context) {
+                           return collectives::neighbor_average(context, pointer(data), numel, dtype, neighbors, used,
+                                                                taken);
+                         });
+      });
   group.def("hierarchical_neighbor_average", [](Group& g, const std::vector<int>& node, const std::vector<int>& leaders,
                                                 int smallest_node, uintptr_t data, size_t numel, int dtype_code,
-                                                int topology, uint64_t step, const CodecChoice& codec, double timeout_s,
-                                                bool blocking, const SegmentsChoice& segments) {
+                                                int topology, uint64_t step, const CodecChoice& codec,
+                                                const Submission& submission, const SegmentsChoice& segments) {
     const DType dtype = dtype_from(dtype_code);
     require_tensor(OperationKind::kNeighborAverage, data, numel, dtype);
     Operation operation = make_operation(OperationKind::kNeighborAverage, numel, dtype, ReduceOp::kAvg, topology);
@@ -219,7 +228,7 @@ void bind_reductions(py::class_<Group>& group) {
     const auto leader = std::find(leaders.begin(), leaders.end(), node.at(0)) - leaders.begin();
     const auto neighbors =
         topology_neighbors(topology, static_cast<int>(leaders.size()), static_cast<int>(leader), step);
-    return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
+    return run_coded(g, codec, operation, numel * item_bytes(dtype), submission,
                      [=, hierarchy = collectives::Hierarchy{node, leaders},
                       taken = use_segments(segments, dtype)](Context& context) {
                        return collectives::hierarchical_neighbor_average(
@@ -227,8 +236,8 @@ void bind_reductions(py::class_<Group>& group) {
                      });
   });
   group.def("difference_ring_average", [](Group& g, uintptr_t data, size_t numel, int dtype_code, uintptr_t own,
-                                          uintptr_t left, uintptr_t right, const CodecChoice& codec, double timeout_s,
-                                          bool blocking) {
+                                          uintptr_t left, uintptr_t right, const CodecChoice& codec,
+                                          const Submission& submission) {
     const DType dtype = dtype_from(dtype_code);
     require_tensor(OperationKind::kDifferenceRingAverage, data, numel, dtype);
     Operation operation = make_operation(OperationKind::kDifferenceRingAverage, numel, dtype);
@@ -238,7 +247,7 @@ void bind_reductions(py::class_<Group>& group) {
       collectives::require_memory("difference_ring_average", argument("a replica", replica, numel, DType::kF32));
     }
     const auto f32 = [](uintptr_t address) { return static_cast<float*>(pointer(address)); };
-    return run_coded(g, codec, operation, numel * item_bytes(dtype), timeout_s, blocking,
+    return run_coded(g, codec, operation, numel * item_bytes(dtype), submission,
                      [=, replicas = collectives::Replicas{f32(own), f32(left), f32(right)}](Context& context) {
                        return collectives::difference_ring_average(context, pointer(data), numel, dtype, replicas,
                                                                    *used);
@@ -248,7 +257,7 @@ void bind_reductions(py::class_<Group>& group) {
 
 void bind_movements(py::class_<Group>& group) {
   group.def("all_gather", [](Group& g, uintptr_t input, uintptr_t output, size_t bytes, int dtype_code,
-                             const CodecChoice& codec, double timeout_s, bool blocking) {
+                             const CodecChoice& codec, const Submission& submission) {
     const DType dtype = dtype_from(dtype_code);
     const size_t numel = numel_of(bytes, dtype_code);
     collectives::require_own_block_or_apart(
@@ -256,7 +265,7 @@ void bind_movements(py::class_<Group>& group) {
         argument("input", input, numel, dtype), g.communicator().rank());
     Operation operation = make_operation(OperationKind::kAllGather, numel, dtype);
     const Codec* used = use_codec(operation, codec);
-    return run_coded(g, codec, operation, bytes, timeout_s, blocking, [=](Context& context) -> uint64_t {
+    return run_coded(g, codec, operation, bytes, submission, [=](Context& context) -> uint64_t {
       if (used != nullptr) {
         return collectives::compressed_all_gather(context, pointer(input), pointer(output), numel, dtype, *used);
       }
@@ -266,7 +275,7 @@ void bind_movements(py::class_<Group>& group) {
   });
   group.def("all_to_all", [](Group& g, uintptr_t input, std::vector<size_t> input_splits, uintptr_t output,
                              std::vector<size_t> output_splits, int dtype_code, const CodecChoice& codec,
-                             double timeout_s, bool blocking) {
+                             const Submission& submission) {
     const DType dtype = dtype_from(dtype_code);
     const size_t input_numel = std::accumulate(input_splits.begin(), input_splits.end(), size_t{0});
     const size_t output_numel = std::accumulate(output_splits.begin(), output_splits.end(), size_t{0});
@@ -275,7 +284,7 @@ void bind_movements(py::class_<Group>& group) {
     Operation operation = make_operation(OperationKind::kAllToAll, 0, dtype);
     const Codec* used = use_codec(operation, codec);
     const size_t bytes = input_numel * item_bytes(dtype);
-    return run_coded(g, codec, operation, bytes, timeout_s, blocking, [=](Context& context) -> uint64_t {
+    return run_coded(g, codec, operation, bytes, submission, [=](Context& context) -> uint64_t {
       if (used != nullptr) {
         return collectives::compressed_all_to_all(context, pointer(input), input_splits, pointer(output), output_splits,
                                                   dtype, *used);
@@ -286,13 +295,13 @@ void bind_movements(py::class_<Group>& group) {
     });
   });
   group.def("broadcast", [](Group& g, uintptr_t data, size_t bytes, int dtype_code, int root, const CodecChoice& codec,
-                            double timeout_s, bool blocking) {
+                            const Submission& submission) {
     const DType dtype = dtype_from(dtype_code);
     const size_t numel = numel_of(bytes, dtype_code);
     require_tensor(OperationKind::kBroadcast, data, numel, dtype);
     Operation operation = make_operation(OperationKind::kBroadcast, numel, dtype, ReduceOp::kSum, root);
     const Codec* used = use_codec(operation, codec);
-    return run_coded(g, codec, operation, bytes, timeout_s, blocking, [=](Context& context) -> uint64_t {
+    return run_coded(g, codec, operation, bytes, submission, [=](Context& context) -> uint64_t {
       if (used != nullptr) {
         return collectives::compressed_broadcast(context, pointer(data), numel, dtype, root, *used);
       }
@@ -301,49 +310,47 @@ void bind_movements(py::class_<Group>& group) {
     });
   });
   group.def("gather", [](Group& g, uintptr_t input, uintptr_t output, size_t bytes, int dtype_code, int root,
-                         double timeout_s, bool blocking) {
+                         const Submission& submission) {
     const DType dtype = dtype_from(dtype_code);
     const size_t numel = numel_of(bytes, dtype_code);
     const size_t gathered = g.communicator().rank() == root ? numel * static_cast<size_t>(g.communicator().size()) : 0;
     collectives::require_own_block_or_apart("gather", argument("output", output, gathered, dtype),
                                             argument("input", input, numel, dtype), root);
-    return g.run(make_operation(OperationKind::kGather, numel, dtype, ReduceOp::kSum, root), bytes, timeout_s, blocking,
+    return g.run(make_operation(OperationKind::kGather, numel, dtype, ReduceOp::kSum, root), bytes, submission,
                  [=](Context& context) -> uint64_t {
                    collectives::gather(context, pointer(input), pointer(output), bytes, root);
                    return 0;
                  });
   });
   group.def("scatter", [](Group& g, uintptr_t input, uintptr_t output, size_t bytes, int dtype_code, int root,
-                          double timeout_s, bool blocking) {
+                          const Submission& submission) {
     const DType dtype = dtype_from(dtype_code);
     const size_t numel = numel_of(bytes, dtype_code);
     const size_t scattered = g.communicator().rank() == root ? numel * static_cast<size_t>(g.communicator().size()) : 0;
     collectives::require_own_block_or_apart("scatter", argument("input", input, scattered, dtype),
                                             argument("output", output, numel, dtype), root);
-    return g.run(make_operation(OperationKind::kScatter, numel, dtype, ReduceOp::kSum, root), bytes, timeout_s,
-                 blocking, [=](Context& context) -> uint64_t {
+    return g.run(make_operation(OperationKind::kScatter, numel, dtype, ReduceOp::kSum, root), bytes, submission,
+                 [=](Context& context) -> uint64_t {
                    collectives::scatter(context, pointer(input), pointer(output), bytes, root);
                    return 0;
                  });
   });
-  group.def("barrier", [](Group& g, double timeout_s, bool blocking) {
-    return g.run(make_operation(OperationKind::kBarrier, 0, DType::kU8), 0, timeout_s, blocking,
+  group.def("barrier", [](Group& g, const Submission& submission) {
+    return g.run(make_operation(OperationKind::kBarrier, 0, DType::kU8), 0, submission,
                  [](Context& context) -> uint64_t {
                    collectives::barrier(context);
                    return 0;
                  });
   });
-  group.def("send", [](Group& g, uintptr_t data, size_t bytes, int dtype, int peer, uint32_t tag, double timeout_s) {
-    refuse_inside_callback();
+  group.def("send", [](Group& g, uintptr_t data, size_t bytes, int dtype, int peer, uint32_t tag,
+                       const Submission& submission) {
     collectives::require_memory("send", argument("tensor", data, numel_of(bytes, dtype), dtype_from(dtype)));
-    py::gil_scoped_release release;
-    return g.engine().submit_send(peer, pointer(data), bytes, make_message(bytes, dtype, tag), seconds(timeout_s));
+    return g.send(peer, pointer(data), bytes, make_message(bytes, dtype, tag), submission);
   });
-  group.def("recv", [](Group& g, uintptr_t data, size_t bytes, int dtype, int peer, uint32_t tag, double timeout_s) {
-    refuse_inside_callback();
+  group.def("recv", [](Group& g, uintptr_t data, size_t bytes, int dtype, int peer, uint32_t tag,
+                       const Submission& submission) {
     collectives::require_memory("recv", argument("tensor", data, numel_of(bytes, dtype), dtype_from(dtype)));
-    py::gil_scoped_release release;
-    return g.engine().submit_recv(peer, pointer(data), bytes, make_message(bytes, dtype, tag), seconds(timeout_s));
+    return g.recv(peer, pointer(data), bytes, make_message(bytes, dtype, tag), submission);
   });
 }
 

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 
+#include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
 #include "csrc/common/error.h"
 
@@ -25,6 +26,14 @@ inline std::chrono::nanoseconds seconds(double value) {
 
 // The addresses of tensors cross as integers.
 inline void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+inline Stream stream_from(int kind, int index, uintptr_t handle) {
+  if (kind < 0 || kind >= kNumDeviceKinds) {
+    throw Error(ErrorKind::kInternal,
+                "device kind " + std::to_string(kind) + " is not in 0.." + std::to_string(kNumDeviceKinds - 1));
+  }
+  return {{static_cast<DeviceKind>(kind), index}, pointer(handle)};
+}
 
 inline DType dtype_from(int code) {
   if (code < 0 || code >= kNumDTypes) {

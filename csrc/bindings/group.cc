@@ -15,11 +15,17 @@
 #include "csrc/bindings/convert.h"
 #include "csrc/communicator/control_link.h"
 #include "csrc/transport/local/local_channel.h"
+#include "csrc/transport/pinned/pinned_channel.h"
 #include "csrc/transport/shm/shm_channel.h"
 #include "csrc/transport/tcp/tcp_channel.h"
 #include "csrc/transport/torch/torch_channel.h"
 
 namespace bagua {
+namespace {
+
+std::unique_ptr<Channel> over_pinned(Channel& host) { return std::make_unique<PinnedChannel>(host); }
+
+}  // namespace
 
 Group::Group(const std::string& name, int rank, std::vector<int> job_ranks, double spin_us, std::vector<bool> same_host,
              const std::map<std::string, size_t>& thresholds, py::function connector,
@@ -32,6 +38,7 @@ Group::Group(const std::string& name, int rank, std::vector<int> job_ranks, doub
   communicator->set_same_host(std::move(same_host));
   communicator->join_process(std::move(process), std::move(job_ranks));
   communicator->set_connector(wrap_connector(std::move(connector)));
+  communicator->set_device_channels(over_pinned);
   engine_ = std::make_unique<Engine>(std::move(communicator), chosen);
 }
 
@@ -65,12 +72,28 @@ std::shared_ptr<TorchLink> Group::attach_torch(int peer, int control_fd) {
   return link;
 }
 
-std::shared_ptr<Work> Group::run(const Operation& operation, uint64_t bytes, double timeout_s, bool blocking,
+namespace {
+
+// The point that the caller's stream has reached by now.
+Engine::Place place_of(const Group::Submission& submission) {
+  const auto& choice = std::get<2>(submission);
+  if (!choice) return {};
+  const auto& [kind, index, handle] = *choice;
+  const Stream stream = stream_from(kind, index, handle);
+  if (stream.is_cpu()) return {};
+  return {stream.device, device::recorded_event(stream)};
+}
+
+}  // namespace
+
+std::shared_ptr<Work> Group::run(const Operation& operation, uint64_t bytes, const Submission& submission,
                                  Engine::Run run) {
   refuse_inside_callback();
-  if (!blocking) {
+  const auto timeout = seconds(std::get<0>(submission));
+  Engine::Place place = place_of(submission);
+  if (!std::get<1>(submission) || !place.device.is_cpu()) {
     py::gil_scoped_release release;
-    return engine_->submit(operation, bytes, seconds(timeout_s), std::move(run));
+    return engine_->submit(operation, bytes, timeout, std::move(run), std::move(place));
   }
   refuse_inside_handler();
   InlineCall call{communicator().rank(), std::nullopt};
@@ -78,10 +101,26 @@ std::shared_ptr<Work> Group::run(const Operation& operation, uint64_t bytes, dou
   {
     py::gil_scoped_release release;
     const InlineCall::Scope scope(&call);
-    work = engine_->run_inline(operation, bytes, seconds(timeout_s), std::move(run), check_signals);
+    work = engine_->run_inline(operation, bytes, timeout, std::move(run), check_signals);
   }
   if (call.raised) throw std::move(*call.raised);
   return work;
+}
+
+std::shared_ptr<Work> Group::send(int peer, const void* data, uint64_t bytes, const Operation& operation,
+                                  const Submission& submission) {
+  refuse_inside_callback();
+  Engine::Place place = place_of(submission);
+  py::gil_scoped_release release;
+  return engine_->submit_send(peer, data, bytes, operation, seconds(std::get<0>(submission)), std::move(place));
+}
+
+std::shared_ptr<Work> Group::recv(int peer, void* data, uint64_t bytes, const Operation& operation,
+                                  const Submission& submission) {
+  refuse_inside_callback();
+  Engine::Place place = place_of(submission);
+  py::gil_scoped_release release;
+  return engine_->submit_recv(peer, data, bytes, operation, seconds(std::get<0>(submission)), std::move(place));
 }
 
 namespace {
@@ -108,6 +147,7 @@ void bind_group(py::module_& m) {
         for (int rank = 0; rank < size; ++rank) {
           const std::chrono::microseconds spin(static_cast<int64_t>(spin_us));
           groups.push_back(std::make_unique<Group>(std::make_unique<Communicator>(rank, size, name, spin)));
+          groups.back()->communicator().set_device_channels(over_pinned);
           doorbells.push_back(&groups.back()->communicator().doorbell());
         }
         connect_local(doorbells, [&groups](int rank, int peer, std::unique_ptr<Channel> channel) {

@@ -3,7 +3,9 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <pybind11/pybind11.h>
@@ -31,9 +33,18 @@ class Group {
   // The caller moves the frames of the link that it gets.
   std::shared_ptr<TorchLink> attach_torch(int peer, int control_fd);
 
-  // Runs now, on this thread, when `blocking` and the engine is idle; otherwise queues. Needs the GIL.
-  std::shared_ptr<Work> run(const Operation& operation, uint64_t bytes, double timeout_s, bool blocking,
-                            Engine::Run run);
+  // How an operation is submitted: its timeout in seconds, whether the caller waits for it at once, and where its
+  // tensors are ready: kind and index of the device and the handle of a stream; none: on the CPU, now.
+  using StreamChoice = std::optional<std::tuple<int, int, uintptr_t>>;
+  using Submission = std::tuple<double, bool, StreamChoice>;
+
+  // Runs now, on this thread, when the caller waits for it, it is the CPU's and the engine is idle; otherwise queues.
+  // Needs the GIL.
+  std::shared_ptr<Work> run(const Operation& operation, uint64_t bytes, const Submission& submission, Engine::Run run);
+  std::shared_ptr<Work> send(int peer, const void* data, uint64_t bytes, const Operation& operation,
+                             const Submission& submission);
+  std::shared_ptr<Work> recv(int peer, void* data, uint64_t bytes, const Operation& operation,
+                             const Submission& submission);
 
  private:
   std::unique_ptr<Engine> engine_;

@@ -15,6 +15,34 @@
 
 namespace bagua {
 
+namespace {
+
+// `wait(limit)`, which says whether what it waits for has come, in slices, so that Ctrl-C works. False when the timeout
+// passed first; throws what the operation threw.
+template <typename Wait>
+bool wait_in_slices(Work& work, double timeout_s, Wait wait) {
+  if (!work.is_completed()) {
+    refuse_inside_handler();
+    refuse_inside_callback();
+  }
+  const Work::Waiter waiter(work);
+  const Deadline deadline = Deadline::after(seconds(timeout_s));
+  for (;;) {
+    bool has_come;
+    {
+      py::gil_scoped_release release;
+      has_come = wait(std::min<std::chrono::nanoseconds>(std::chrono::milliseconds(100), deadline.remaining()));
+    }
+    if (has_come) break;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (deadline.expired()) return false;
+  }
+  if (const auto error = work.error()) throw Error(*error);
+  return true;
+}
+
+}  // namespace
+
 void bind_work(py::module_& m) {
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def_property_readonly("ticket", &Work::ticket)
@@ -35,28 +63,22 @@ void bind_work(py::module_& m) {
       .def(
           "wait",
           [](Work& work, double timeout_s) {
-            if (!work.is_completed()) {
-              refuse_inside_handler();
-              refuse_inside_callback();
-            }
-            const Work::Waiter waiter(work);
-            // In slices, so that Ctrl-C works.
-            const Deadline deadline = Deadline::after(seconds(timeout_s));
-            for (;;) {
-              bool completed;
-              {
-                py::gil_scoped_release release;
-                completed = work.wait_for(
-                    std::min<std::chrono::nanoseconds>(std::chrono::milliseconds(100), deadline.remaining()));
-              }
-              if (completed) break;
-              if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-              if (deadline.expired()) return false;
-            }
-            if (const auto error = work.error()) throw Error(*error);
-            return true;
+            return wait_in_slices(work, timeout_s, [&work](auto limit) { return work.wait_for(limit); });
           },
           py::arg("timeout_s"), "False when the timeout passed first; raises what the operation raised.")
+      .def(
+          "wait_on_stream",
+          [](Work& work, double timeout_s, int kind, int index, uintptr_t handle) {
+            const Stream stream = stream_from(kind, index, handle);
+            if (!wait_in_slices(work, timeout_s, [&work](auto limit) { return work.wait_enqueued_for(limit); })) {
+              return false;
+            }
+            if (const auto done = work.done_event()) done->let_wait(stream);
+            return true;
+          },
+          py::arg("timeout_s"), py::arg("kind"), py::arg("index"), py::arg("handle"),
+          "Of an operation on a device: what is enqueued on the stream from here on finds the result. Waits only until "
+          "all of it has been enqueued; False when the timeout passed first; raises what the operation raised.")
       .def(
           "add_done_callback",
           [](Work& work, py::function callback) { work.add_done_callback(wrap_callback(std::move(callback))); },

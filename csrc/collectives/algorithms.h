@@ -18,10 +18,14 @@ enum WorkspaceSlot : int {
   kReceivedCodes = 2,  // compressed and exchange: what has come from them
   kResultCodes = 3,    // compressed: reduced chunks of all stripes, by rank
   kAccumulator = 4,    // f32 sums; reduced chunks on their way to a root
-  kTables = 5,         // addresses and pointers, one per rank
+  kTables = 5,         // of the host's workspace: addresses and pointers, one per rank
   kTotals = 6,         // compressed: f32 values with their residuals; difference ring: what is encoded
   kGathered = 7,       // compressed: a chunk whose values lie in several segments
+  kNumNonfinite = 8,   // of a device: what look_at_result counts
 };
+
+// Memory of the host for addresses and pointers, until it is asked for again.
+inline uint8_t* host_tables(Context& context, size_t bytes) { return context.host_workspace.get(kTables, bytes); }
 
 // Throws InvalidArgument where the operator has no meaning for the type.
 void require_defined(std::string_view collective, ReduceOp op, DType dtype);

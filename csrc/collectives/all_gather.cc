@@ -1,10 +1,10 @@
 // all_gather: the choice, and the one-step algorithm: every rank sends its block to every other one.
 // 1 step, (n-1) * b bytes sent per rank, a connection to every rank, no workspace.
-#include <cstring>
 
 #include "csrc/collectives/algorithms.h"
 #include "csrc/collectives/posted_requests.h"
 #include "csrc/collectives/selector.h"
+#include "csrc/device/memory.h"
 
 namespace bagua::collectives {
 
@@ -19,7 +19,7 @@ void pairwise_all_gather(Context& context, const void* input, void* output, size
     requests.send(size + to, static_cast<int>(to), input, bytes);
   }
   uint8_t* mine = at(output, rank * bytes, 1);
-  if (mine != input) std::memcpy(mine, input, bytes);
+  if (mine != input) device::copy(mine, input, bytes, context.stream);
   requests.wait_all();
 }
 
@@ -27,7 +27,7 @@ void all_gather(Context& context, const void* input, void* output, size_t bytes)
   const int size = context.group.size();
   if (bytes == 0) return;
   if (size == 1) {
-    if (output != input) std::memcpy(output, input, bytes);
+    if (output != input) device::copy(output, input, bytes, context.stream);
     return;
   }
   bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.group.all_share_memory();

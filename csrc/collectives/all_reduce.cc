@@ -33,7 +33,7 @@ size_t all_reduce(Context& context, void* data, size_t numel, DType dtype, Reduc
   if (size > 1 && numel > 0 && codec != nullptr) {
     return compressed_all_reduce(context, data, numel, dtype, op, *codec, feedback, segments);
   }
-  segments.copy_to(data, numel, item_bytes(dtype));
+  segments.copy_to(data, numel, item_bytes(dtype), context.stream);
   if (size == 1 || numel == 0) return 0;
   const size_t bytes = numel * item_bytes(dtype);
   const bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.group.all_share_memory();

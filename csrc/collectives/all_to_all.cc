@@ -1,11 +1,11 @@
 // all_to_all: pairwise exchange. In step s every rank sends to rank + s and receives from rank - s, so nobody
 // is everybody's target at once. n-1 steps, of which a bounded number is under way; every byte is sent
 // once; no workspace.
-#include <cstring>
 
 #include "csrc/collectives/algorithms.h"
 #include "csrc/collectives/posted_requests.h"
 #include "csrc/collectives/selector.h"
+#include "csrc/device/memory.h"
 
 namespace bagua::collectives {
 namespace {
@@ -53,8 +53,8 @@ void all_to_all(Context& context, const void* input, const std::vector<size_t>& 
     requests.send(slot + 1, static_cast<int>(to), at(input, offset_of(input_splits, to), 1), input_splits[to]);
   }
   if (input_splits[rank] > 0) {
-    std::memcpy(at(output, offset_of(output_splits, rank), 1), at(input, offset_of(input_splits, rank), 1),
-                input_splits[rank]);
+    device::copy(at(output, offset_of(output_splits, rank), 1), at(input, offset_of(input_splits, rank), 1),
+                 input_splits[rank], context.stream);
   }
   requests.wait_all();
 }

@@ -14,23 +14,29 @@
 #include "csrc/collectives/chunking.h"
 #include "csrc/collectives/input_segments.h"
 #include "csrc/collectives/thresholds.h"
+#include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
 #include "csrc/common/event_log.h"
-#include "csrc/common/device.h"
-#include "csrc/common/workspace.h"
 #include "csrc/communicator/group_view.h"
+#include "csrc/device/workspace.h"
 
 namespace bagua {
 
 // What a collective works with besides its arguments.
 struct Context {
   GroupView group;
-  Workspace& workspace;
+  Workspace& workspace;       // of the stream's device
+  Workspace& host_workspace;  // the same for operations of the CPU
   EventLog& events;
   Stream stream;
   const collectives::Thresholds& thresholds;
   uint64_t rng_key = 0;  // of codecs that round at random; differs between ranks, so that their errors do not add up
-  std::optional<bool> is_result_finite = {};  // set by an operation that was to look
+
+  // What an operation that was to look at its result has found: at its end on the CPU; on a device `num_nonfinite`, in
+  // pinned memory, once everything that it enqueued is done.
+  std::optional<bool> is_result_finite = {};
+  uint64_t* num_nonfinite = nullptr;
+  bool counts_nonfinite = false;
 };
 
 namespace collectives {

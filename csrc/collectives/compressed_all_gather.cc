@@ -2,9 +2,9 @@
 //
 // encode the own block once -> to every rank -> decode all blocks, the own one too, so that all ranks end
 // bit-equal. 1 step, (n-1) * c bytes sent per rank, c the codes of a block.
-#include <cstring>
 
 #include "csrc/collectives/exchange.h"
+#include "csrc/device/memory.h"
 
 namespace bagua::collectives {
 
@@ -14,7 +14,7 @@ size_t compressed_all_gather(Context& context, const void* input, void* output, 
   const int size = context.group.size();
   if (numel == 0) return 0;
   if (size == 1) {
-    if (output != input) std::memcpy(output, input, numel * item_bytes(dtype));
+    if (output != input) device::copy(output, input, numel * item_bytes(dtype), context.stream);
     return 0;
   }
   ExchangeOptions options{input, dtype, &codec, {}, {}, /*same_for_all=*/true};

@@ -10,13 +10,13 @@
 // chunking. Rounds of one chunk per stripe (two_shot_pipeline.h): while round k travels, round k+1 is encoded. The
 // workspace is six chunks of codes per rank, and a tile (chunking.h) of sums, of residuals and of gathered segments,
 // however large the tensor.
-#include <cstring>
 
 #include "csrc/collectives/algorithms.h"
 #include "csrc/collectives/chunking.h"
 #include "csrc/collectives/posted_requests.h"
 #include "csrc/collectives/selector.h"
 #include "csrc/collectives/two_shot_pipeline.h"
+#include "csrc/device/memory.h"
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/reduce.h"
 #include "csrc/kernels/subtract.h"
@@ -120,7 +120,8 @@ void CompressedAllReduce::encode_contribution(size_t k, size_t owner, uint8_t* b
   const size_t item = item_bytes(dtype_);
   for_each_tile(range.numel, codec_.block_numel(), context_.stream, [&](size_t begin, size_t numel) {
     const Range tile{range.begin + begin, numel};
-    const void* values = segments_.is_given() ? segments_.read(tile, item, gathered_) : at(data_, tile.begin, item);
+    const void* values =
+        segments_.is_given() ? segments_.read(tile, item, gathered_, context_.stream) : at(data_, tile.begin, item);
     uint8_t* codes = bytes + wire_bytes(begin, sent_dtype_);
     const CounterRng rng{derive_key(context_.rng_key, 0), tile.begin};
     if (!feedback_.is_on()) {
@@ -178,7 +179,7 @@ void CompressedAllReduce::reduce(size_t k) {
   int64_t decoding_ns = 0;
   for_each_tile(numel, codec_.block_numel(), context_.stream, [&](size_t begin, size_t count) {
     const int64_t tile_ns = EventLog::now_ns();
-    std::memset(sums_, 0, count * sizeof(float));
+    device::fill_zero(sums_, count * sizeof(float), context_.stream);
     for (size_t r = 0; r < size_; ++r) {
       const uint8_t* codes = received(k, r) + wire_bytes(begin, sent_dtype_);
       codec_.decode_add(codes, sent_dtype_, count, sums_, context_.stream);

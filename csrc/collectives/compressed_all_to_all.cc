@@ -1,8 +1,8 @@
 // Compressed all_to_all: every block is encoded by its sender and decoded by its receiver, the own one too, so
 // that a value does not depend on where its sender and receiver run. 1 step; the codes of n-1 blocks sent per rank.
-#include <cstring>
 
 #include "csrc/collectives/exchange.h"
+#include "csrc/device/memory.h"
 
 namespace bagua::collectives {
 
@@ -13,7 +13,7 @@ size_t compressed_all_to_all(Context& context, const void* input, const std::vec
   const size_t item = item_bytes(dtype);
   require_splits(context.group, input_splits, output_splits);
   if (size == 1) {
-    if (input_splits[0] > 0 && output != input) std::memcpy(output, input, input_splits[0] * item);
+    if (input_splits[0] > 0 && output != input) device::copy(output, input, input_splits[0] * item, context.stream);
     return 0;
   }
   ExchangeOptions options{input, dtype, &codec, {}, {}};

@@ -3,9 +3,9 @@
 // encode every block for its owner -> all-to-all -> the owner decodes and adds in f32 in rank order (AVG: times
 // 1/n), and rounds once to the tensor's type. 1 step, (n-1) * c bytes sent per rank, c the codes of a block. The
 // own block passes through the codec too, so the result does not depend on who owns it.
-#include <cstring>
 
 #include "csrc/collectives/exchange.h"
+#include "csrc/device/memory.h"
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/reduce.h"
 
@@ -17,7 +17,7 @@ size_t compressed_reduce_scatter(Context& context, const void* input, void* outp
   const int size = context.group.size();
   if (numel == 0) return 0;
   if (size == 1) {
-    if (output != input) std::memcpy(output, input, numel * item_bytes(dtype));
+    if (output != input) device::copy(output, input, numel * item_bytes(dtype), context.stream);
     return 0;
   }
   ExchangeOptions options{input, dtype, &codec, {}, {}};
@@ -32,7 +32,7 @@ size_t compressed_reduce_scatter(Context& context, const void* input, void* outp
     const Range range = arrivals[0].range;
     const EventSpan span(context.events, EventKind::kDecode,
                          static_cast<size_t>(size) * codec.wire_bytes(range.numel, dtype));
-    std::memset(sums, 0, range.numel * sizeof(float));
+    device::fill_zero(sums, range.numel * sizeof(float), context.stream);
     for (const auto& arrival : arrivals) {
       codec.decode_add(arrival.bytes, dtype, range.numel, sums, context.stream);
     }

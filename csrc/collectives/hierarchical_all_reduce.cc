@@ -14,6 +14,7 @@ namespace bagua::collectives {
 Context among(Context& context, const std::vector<int>& members) {
   return {GroupView(context.group, members),
           context.workspace,
+          context.host_workspace,
           context.events,
           context.stream,
           context.thresholds,
@@ -25,7 +26,7 @@ size_t hierarchical_all_reduce(Context& context, const Hierarchy& hierarchy, voi
                                const InputSegments& segments) {
   require_defined("all_reduce", op, dtype);
   if (codec != nullptr) require_compressible("all_reduce", *codec, dtype, op);
-  segments.copy_to(data, numel, item_bytes(dtype));
+  segments.copy_to(data, numel, item_bytes(dtype), context.stream);
   if (hierarchy.leaders.size() == 1) return all_reduce(context, data, numel, dtype, op, nullptr);
   const bool averages = op == ReduceOp::kAvg;
   const bool is_half = dtype == DType::kF16 || dtype == DType::kBF16;

@@ -14,7 +14,7 @@ size_t hierarchical_neighbor_average(Context& context, const Hierarchy& hierarch
                                      size_t numel, DType dtype, std::vector<Neighbor> neighbors, const Codec* codec,
                                      const InputSegments& segments) {
   require_average(dtype, codec);
-  segments.copy_to(data, numel, item_bytes(dtype));
+  segments.copy_to(data, numel, item_bytes(dtype), context.stream);
   if (is_mean_of_all(neighbors, static_cast<int>(hierarchy.leaders.size())) || hierarchy.leaders.size() == 1) {
     return hierarchical_all_reduce(context, hierarchy, data, numel, dtype, ReduceOp::kAvg, codec);
   }

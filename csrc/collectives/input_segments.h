@@ -4,11 +4,11 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <utility>
 #include <vector>
 
 #include "csrc/collectives/chunking.h"
+#include "csrc/device/memory.h"
 
 namespace bagua::collectives {
 
@@ -28,7 +28,7 @@ class InputSegments {
 
   // The values of `range`, of `item` bytes each: where they lie, if that is one segment, otherwise gathered in
   // `scratch`.
-  const void* read(Range range, size_t item, void* scratch) const {
+  const void* read(Range range, size_t item, void* scratch, Stream stream) const {
     const size_t end = range.begin + range.numel;
     auto segment = std::partition_point(segments_.begin(), segments_.end(),
                                         [&](const InputSegment& one) { return one.begin + one.numel <= range.begin; });
@@ -39,27 +39,27 @@ class InputSegments {
     size_t at = range.begin;
     for (; segment != segments_.end() && segment->begin < end; ++segment) {
       const size_t first = std::max(segment->begin, at), last = std::min(segment->begin + segment->numel, end);
-      std::memset(to + (at - range.begin) * item, 0, (first - at) * item);
-      std::memcpy(to + (first - range.begin) * item,
-                  static_cast<const uint8_t*>(segment->values) + (first - segment->begin) * item,
-                  (last - first) * item);
+      device::fill_zero(to + (at - range.begin) * item, (first - at) * item, stream);
+      device::copy(to + (first - range.begin) * item,
+                   static_cast<const uint8_t*>(segment->values) + (first - segment->begin) * item,
+                   (last - first) * item, stream);
       at = last;
     }
-    std::memset(to + (at - range.begin) * item, 0, (end - at) * item);
+    device::fill_zero(to + (at - range.begin) * item, (end - at) * item, stream);
     return scratch;
   }
 
   // data <- the values, for who works on data alone. A segment may lie at its own offset there already.
-  void copy_to(void* data, size_t numel, size_t item) const {
+  void copy_to(void* data, size_t numel, size_t item, Stream stream) const {
     auto* to = static_cast<uint8_t*>(data);
     size_t at = 0;
     for (const InputSegment& segment : segments_) {
-      std::memset(to + at * item, 0, (segment.begin - at) * item);
+      device::fill_zero(to + at * item, (segment.begin - at) * item, stream);
       if (segment.values != to + segment.begin * item)
-        std::memcpy(to + segment.begin * item, segment.values, segment.numel * item);
+        device::copy(to + segment.begin * item, segment.values, segment.numel * item, stream);
       at = segment.begin + segment.numel;
     }
-    if (is_given()) std::memset(to + at * item, 0, (numel - at) * item);
+    if (is_given()) device::fill_zero(to + at * item, (numel - at) * item, stream);
   }
 
  private:

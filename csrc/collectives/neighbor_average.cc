@@ -6,10 +6,10 @@
 // precision it is an all_reduce, whose bytes do not grow with n, and which adds f32 in f32.
 //
 // Who the neighbours are is decided elsewhere (rust_core/src/topology.rs): this file only takes their weights.
-#include <cstring>
 #include <string>
 
 #include "csrc/collectives/exchange.h"
+#include "csrc/device/memory.h"
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/weighted_sum.h"
 
@@ -80,7 +80,7 @@ class NeighborAverage {
 
   const void* values_of(const uint8_t* bytes, size_t s, size_t numel) const {
     if (codec_ == nullptr) return bytes;
-    std::memset(decoded(s), 0, numel * sizeof(float));
+    device::fill_zero(decoded(s), numel * sizeof(float), context_.stream);
     codec_->decode_add(bytes, dtype_, numel, decoded(s), context_.stream);
     return decoded(s);
   }
@@ -125,7 +125,7 @@ size_t exchange_average(Context& context, void* data, size_t numel, DType dtype,
 size_t neighbor_average(Context& context, void* data, size_t numel, DType dtype, const std::vector<Neighbor>& neighbors,
                         const Codec* codec, const InputSegments& segments) {
   require_average(dtype, codec);
-  segments.copy_to(data, numel, item_bytes(dtype));
+  segments.copy_to(data, numel, item_bytes(dtype), context.stream);
   const int size = context.group.size();
   if (size == 1 || numel == 0) return 0;
   if (codec == nullptr && is_mean_of_all(neighbors, size)) {

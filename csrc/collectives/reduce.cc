@@ -4,12 +4,12 @@
 // f16 and bf16 travel and add as f32 and are rounded once, at the root.
 // Stripes (large): an all-to-all of stripes, then every owner sends its result to the root; 2 steps,
 // (n-1)/n * B + B/n bytes sent per rank. Workspace: two chunks per rank.
-#include <cstring>
 
+#include "csrc/kernels/reduce.h"
 #include "csrc/collectives/posted_requests.h"
 #include "csrc/collectives/stripes.h"
+#include "csrc/device/memory.h"
 #include "csrc/kernels/cast.h"
-#include "csrc/kernels/reduce.h"
 
 namespace bagua::collectives {
 
@@ -24,7 +24,7 @@ void tree_reduce(Context& context, void* data, size_t numel, DType dtype, Reduce
   if (is_half) {
     kernels::cast(dtype, data, wire, values, numel, context.stream);
   } else {
-    std::memcpy(values, data, bytes);
+    device::copy(values, data, bytes, context.stream);
   }
   const int size = group.size();
   const int relative = (group.rank() - root + size) % size;
@@ -42,7 +42,7 @@ void tree_reduce(Context& context, void* data, size_t numel, DType dtype, Reduce
   if (is_half) {
     kernels::cast(wire, values, dtype, data, numel, context.stream);
   } else {
-    std::memcpy(data, values, bytes);
+    device::copy(data, values, bytes, context.stream);
   }
 }
 

@@ -1,9 +1,9 @@
 // reduce_scatter: checks and choice, and the one-shot algorithm by stripes: an all-to-all of the blocks, then
 // one reduction in rank order (f16 and bf16 in f32, rounded once). 1 step, (n-1) * b bytes sent per rank for
 // blocks of b bytes, a connection to every rank. Workspace: two chunks per rank.
-#include <cstring>
 
 #include "csrc/collectives/stripes.h"
+#include "csrc/device/memory.h"
 
 namespace bagua::collectives {
 
@@ -24,7 +24,7 @@ void reduce_scatter(Context& context, const void* input, void* output, size_t nu
   const int size = context.group.size();
   const size_t bytes = numel * item_bytes(dtype);
   if (size == 1) {
-    if (output != input) std::memcpy(output, input, bytes);
+    if (output != input) device::copy(output, input, bytes, context.stream);
     return;
   }
   bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.group.all_share_memory();

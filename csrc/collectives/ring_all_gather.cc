@@ -2,12 +2,12 @@
 //
 // Every block travels once around the ring, straight to its offset in `output`, and is passed on from
 // there: n-1 steps, (n-1) * b bytes sent per rank, two connections per rank, no workspace.
-#include <cstring>
 
 #include "csrc/collectives/algorithms.h"
 #include "csrc/collectives/chunking.h"
 #include "csrc/collectives/ring.h"
 #include "csrc/collectives/selector.h"
+#include "csrc/device/memory.h"
 
 namespace bagua::collectives {
 namespace {
@@ -35,7 +35,7 @@ struct AllGatherStages {
 void ring_all_gather(Context& context, const void* input, void* output, size_t bytes) {
   if (bytes == 0) return;
   uint8_t* mine = at(output, static_cast<size_t>(context.group.rank()) * bytes, 1);
-  if (mine != input) std::memcpy(mine, input, bytes);
+  if (mine != input) device::copy(mine, input, bytes, context.stream);
   const Chunks chunks = ring_chunks(bytes, 1);
   AllGatherStages stages{context.group, output, bytes, chunks};
   run_ring(context.group, static_cast<size_t>(context.group.size() - 1) * chunks.count,

@@ -1,10 +1,10 @@
 // scatter: the root sends every rank its block, a bounded number at a time.
 // 1 step per window; (n-1) * b bytes sent by the root, b received per rank; no workspace.
-#include <cstring>
 
 #include "csrc/collectives/algorithms.h"
 #include "csrc/collectives/posted_requests.h"
 #include "csrc/collectives/selector.h"
+#include "csrc/device/memory.h"
 
 namespace bagua::collectives {
 
@@ -19,7 +19,7 @@ void scatter(Context& context, const void* input, void* output, size_t bytes, in
   for (int peer = 0; peer < group.size(); ++peer) {
     const uint8_t* block = at(input, static_cast<size_t>(peer) * bytes, 1);
     if (peer == root) {
-      if (output != block) std::memcpy(output, block, bytes);
+      if (output != block) device::copy(output, block, bytes, context.stream);
       continue;
     }
     const size_t slot = static_cast<size_t>(peer) % kPairwiseWindow;

@@ -51,7 +51,7 @@ SharedBuffers exchange_buffers(Context& context, const void* buffer, size_t byte
   const auto size = static_cast<size_t>(group.size());
   const size_t row_bytes = sizeof(AddressNote) + 3 * sizeof(void*);
   // The workspace is aligned for any of these; each table's bytes are a multiple of eight.
-  uint8_t* tables = context.workspace.get(kTables, size * row_bytes);
+  uint8_t* tables = host_tables(context, size * row_bytes);
   auto* notes = reinterpret_cast<AddressNote*>(tables);
   uint8_t* pointers = tables + size * sizeof(AddressNote);
   SharedBuffers shared;

@@ -19,7 +19,7 @@ StripeReduction::StripeReduction(Context& context, const StripesOptions& options
   if (options.results == nullptr && options.own_result == nullptr) {
     passed_on_ = context.workspace.get(kAccumulator, kRoundsInFlight * chunk_bytes);
   }
-  sources_ = reinterpret_cast<const void**>(context.workspace.get(kTables, size_ * sizeof(void*)));
+  sources_ = reinterpret_cast<const void**>(host_tables(context, size_ * sizeof(void*)));
 }
 
 void StripeReduction::run() { run_two_shot(chunks_.count, *this); }

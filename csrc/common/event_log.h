@@ -39,12 +39,19 @@ class EventLog {
   }
   // Says it of the operation under way.
   void set_waits_for_some() { waits_for_some_ = true; }
+  bool waits_for_some() const { return waits_for_some_; }
 
   void add(EventKind kind, int64_t begin_ns, int64_t end_ns, uint64_t bytes) {
     const bool is_operation = kind == EventKind::kOperation;
     std::lock_guard lock(mutex_);
     Ring& ring = is_operation || kind == EventKind::kQueued ? operations_ : parts_;
     ring.add({ticket_, kind, is_operation && waits_for_some_, begin_ns, end_ns, bytes});
+  }
+
+  // A kOperation that ends while others are under way.
+  void add_operation(uint64_t ticket, bool waits_for_some, int64_t begin_ns, int64_t end_ns, uint64_t bytes) {
+    std::lock_guard lock(mutex_);
+    operations_.add({ticket, EventKind::kOperation, waits_for_some, begin_ns, end_ns, bytes});
   }
 
   // The recorded spans that ended later than `after_ns`, oldest first; with `clear` all are forgotten. Both rings are

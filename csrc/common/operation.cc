@@ -48,6 +48,11 @@ std::string describe(const Operation& operation) {
   if (operation.kind == OperationKind::kBarrier) return text;
   text += " of " + std::to_string(operation.numel) + " ";
   text += static_cast<int>(operation.dtype) < kNumDTypes ? dtype_name(operation.dtype) : "values of an unknown type";
+  if (operation.device != DeviceKind::kCpu) {
+    text += static_cast<int>(operation.device) < kNumDeviceKinds
+                ? std::string(" on ") + device_kind_name(operation.device)
+                : " on an unknown device";
+  }
   const bool reduces = operation.kind == OperationKind::kAllReduce || operation.kind == OperationKind::kReduce ||
                        operation.kind == OperationKind::kReduceScatter;
   if (reduces && static_cast<int>(operation.reduce_op) < kNumReduceOps) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 
+#include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
 
 namespace bagua {
@@ -34,7 +35,8 @@ std::string_view operation_name(OperationKind kind);
 struct Operation {
   uint32_t sequence = 0;  // counts the collectives of the group; 0 for point-to-point
   OperationKind kind = OperationKind::kNone;
-  ReduceOp reduce_op = ReduceOp::kSum;
+  ReduceOp reduce_op : 4 = ReduceOp::kSum;
+  DeviceKind device : 4 = DeviceKind::kCpu;  // where the tensors lie: all ranks choose their algorithm by it
   DType dtype = DType::kU8;
   uint8_t codec = 0;  // 0 none, otherwise a number for the codec and its options
   uint64_t numel = 0;
@@ -49,7 +51,7 @@ static_assert(sizeof(Operation) == 24);
 inline constexpr uint32_t kHierarchical = 1u << 31;
 inline constexpr uint32_t kWithFeedback = 1u;
 
-// "all_reduce #12 of 1024 float32 (SUM) with codec qsgd:bits=4"
+// "all_reduce #12 of 1024 float32 (SUM) with codec qsgd:bits=4"; on a device "... of 1024 float32 on cuda (SUM) ..."
 std::string describe(const Operation& operation);
 
 // The names behind Operation::codec and, in neighbor_average, Operation::root; empty for a number that has none: what

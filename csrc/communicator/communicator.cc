@@ -25,6 +25,8 @@ constexpr nanoseconds kCauseGrace = milliseconds(300);
 // this long asks the peer what it is doing; later requests come at doubling intervals.
 constexpr nanoseconds kFirstRequestDelay = milliseconds(500);
 constexpr nanoseconds kMaxRequestInterval = milliseconds(8000);
+// How soon to look again where a device works, which rings for nobody.
+constexpr nanoseconds kPollInterval = std::chrono::microseconds(50);
 // Looking for a signal takes Python's lock, so it is not done at every wake-up.
 constexpr nanoseconds kInterruptInterval = milliseconds(50);
 
@@ -88,12 +90,7 @@ void Communicator::end() {
 }
 
 Channel& Communicator::channel_for(Request* request, int peer) {
-  Channel& found = channel(peer);
-  if (!stream_.is_cpu() && !found.moves_device_memory()) {
-    throw Error(ErrorKind::kInternal,
-                std::string("the ") + found.kind() + " transport moves host memory; device memory must be staged",
-                peer);
-  }
+  Channel& found = stream_.is_cpu() ? channel(peer) : device_channel(peer);
   request->peer = peer;
   request->stream = stream_;
   request->done.store(false, std::memory_order_relaxed);
@@ -157,6 +154,7 @@ void Communicator::wait_until(int peer, Ready ready) {
   nanoseconds request_interval = kFirstRequestDelay;
   auto next_request = begin + request_interval;
   for (;;) {
+    if (while_waiting_) while_waiting_();
     const bool moved = progress();
     if (ready()) {
       waiting_for_.store(-1, std::memory_order_relaxed);
@@ -185,7 +183,7 @@ void Communicator::wait_until(int peer, Ready ready) {
       doorbell_->cancel();
       continue;
     }
-    doorbell_->sleep(epoch, std::min(kMaxSleep, deadline_->remaining() + nanoseconds(1)));
+    doorbell_->sleep(epoch, std::min(is_polled_ ? kPollInterval : kMaxSleep, deadline_->remaining() + nanoseconds(1)));
     check_interrupt();
     if (deadline_->expired()) deadline_exceeded(peer);
     compare_answer(peer);
@@ -223,9 +221,12 @@ void* Communicator::resolve(int peer, const Address& address, size_t bytes) {
 bool Communicator::progress() {
   const bool poisoned = is_poisoned();  // before the look at the channels, which then hold all that came before it
   bool moved = false;
+  is_polled_ = false;
   for (int peer = 0; peer < ranks_.size; ++peer) {
     Channel* c = peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire);
-    if (c != nullptr) advance(peer, *c, moved);
+    if (c == nullptr) continue;
+    advance(peer, *c, moved);
+    is_polled_ = is_polled_ || c->is_polled();
   }
   if (poisoned && !moved) throw_if_poisoned();
   return moved;
@@ -276,8 +277,24 @@ Channel& Communicator::channel(int peer) {
 }
 
 bool Communicator::shares_memory(int peer) {
+  if (!stream_.is_cpu()) return false;
   if (!same_host_.empty() && !same_host_[static_cast<size_t>(peer)]) return false;
   return channel(peer).shares_memory();
+}
+
+// The peer's channel, made to move device memory unless it does.
+Channel& Communicator::device_channel(int peer) {
+  Channel& found = channel(peer);
+  if (found.moves_device_memory()) return found;
+  if (!make_device_channel_) {
+    throw Error(ErrorKind::kInternal,
+                std::string("the ") + found.kind() + " transport moves host memory; device memory must be staged",
+                peer);
+  }
+  Peer& p = *peers_[static_cast<size_t>(peer)];
+  p.over_owned = make_device_channel_(found);
+  p.channel.store(p.over_owned.get(), std::memory_order_release);
+  return *p.over_owned;
 }
 
 std::optional<Address> Communicator::address_of(const void* data, size_t bytes) const {
@@ -384,6 +401,7 @@ void Communicator::close() {
   // The peers' data connections end here, behind the last byte, and not when the last reference to the group goes.
   for (auto& peer : peers_) {
     peer->channel.store(nullptr, std::memory_order_release);
+    peer->over_owned.reset();
     peer->owned.reset();
     std::shared_ptr<ControlLink> control;  // let go of without the lock: it may be the reactor's last user
     std::lock_guard lock(mutex_);

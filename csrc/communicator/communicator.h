@@ -61,7 +61,7 @@ class Communicator {
   void recv(int peer, void* data, size_t bytes);
   void send_recv(int to, const void* data, size_t bytes, int from, void* into, size_t into_bytes);
 
-  // Shared memory. True when this rank and the peer can address one another's.
+  // Shared memory. True when this rank and the peer can address one another's; never in an operation on a device.
   bool shares_memory(int peer);
   // The address by which peers can map [data, data + bytes), if it lies in shared memory.
   std::optional<Address> address_of(const void* data, size_t bytes) const;
@@ -71,9 +71,15 @@ class Communicator {
 
   // Moves what can be moved on all channels; true if anything moved. Throws the first cause.
   bool progress();
+  // Whether, when progress() last looked, something was under way that rings for nobody (a device's copies).
+  bool is_polled() const { return is_polled_; }
   Doorbell& doorbell() { return *doorbell_; }
 
   void set_connector(Connector connector) { connector_ = std::move(connector); }
+  // How messages of device memory travel; without, they are refused. Before the first one.
+  void set_device_channels(MakeDeviceChannel make) { make_device_channel_ = std::move(make); }
+  // Called in every round of a wait, by the thread that waits.
+  void set_while_waiting(std::function<void()> look) { while_waiting_ = std::move(look); }
   void set_same_host(std::vector<bool> same_host) { same_host_ = std::move(same_host); }
   // The process's other groups, and by rank of this group the ranks of the job. Before the first attach().
   void join_process(std::shared_ptr<ProcessWaits> process, std::vector<int> job_ranks);
@@ -134,6 +140,7 @@ class Communicator {
     std::atomic<bool> departed{false};       // set after why_left
     // Guarded by mutex_:
     std::unique_ptr<Channel> owned;
+    std::unique_ptr<Channel> over_owned;  // for device memory, once there is some; then `channel` points to it
     std::shared_ptr<ControlLink> control;
     std::optional<Error> why_left;              // what it said when it left
     std::optional<TimePoint> unanswered_since;  // the first request since it has answered
@@ -144,6 +151,7 @@ class Communicator {
   };
 
   Channel& channel(int peer);
+  Channel& device_channel(int peer);
   Channel& channel_for(Request* request, int peer);
   template <typename Ready>
   void wait_until(int peer, Ready ready);
@@ -183,6 +191,9 @@ class Communicator {
   std::optional<Deadline> deadline_;
   Interrupt interrupt_;
   Stream stream_;
+  MakeDeviceChannel make_device_channel_;
+  std::function<void()> while_waiting_;
+  bool is_polled_ = false;  // whether a channel was, when progress() last looked
   Deadline::Clock::time_point last_interrupt_check_;
   void* staging_ = nullptr;
   size_t staging_bytes_ = 0;

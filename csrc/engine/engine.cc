@@ -16,6 +16,8 @@ using std::chrono::nanoseconds;
 constexpr nanoseconds kIdleSleep = milliseconds(500);
 // With operations in flight their deadlines have to be looked at.
 constexpr nanoseconds kInFlightSleep = milliseconds(20);
+// A device rings for nobody.
+constexpr nanoseconds kPollInterval = std::chrono::microseconds(50);
 
 }  // namespace
 
@@ -28,8 +30,10 @@ Engine::Engine(std::unique_ptr<Communicator> communicator, const collectives::Th
 
 Engine::~Engine() { close(); }
 
-Engine::Task Engine::make_task_locked(Operation operation, uint64_t bytes, Timeout timeout) {
+Engine::Task Engine::make_task_locked(Operation operation, uint64_t bytes, Timeout timeout, Place place) {
   Task task;
+  operation.device = place.device.kind;
+  task.place = std::move(place);
   if (operation.kind != OperationKind::kPointToPoint) operation.sequence = next_sequence_++;
   task.work = std::make_shared<Work>(next_ticket_++, num_waiters_);
   task.operation = operation;
@@ -48,12 +52,12 @@ std::shared_ptr<Work> Engine::refuse_locked() {
   return work;
 }
 
-std::shared_ptr<Work> Engine::submit(Operation operation, uint64_t bytes, Timeout timeout, Run run) {
+std::shared_ptr<Work> Engine::submit(Operation operation, uint64_t bytes, Timeout timeout, Run run, Place place) {
   std::shared_ptr<Work> work;
   {
     std::lock_guard lock(mutex_);
     if (stopping_) return refuse_locked();
-    Task task = make_task_locked(operation, bytes, timeout);
+    Task task = make_task_locked(operation, bytes, timeout, std::move(place));
     task.run = std::move(run);
     work = task.work;
     queue_.push_back(std::move(task));
@@ -91,12 +95,12 @@ std::shared_ptr<Work> Engine::run_inline(Operation operation, uint64_t bytes, Ti
 }
 
 std::shared_ptr<Work> Engine::submit_point_to_point(bool is_send, int peer, void* data, uint64_t bytes,
-                                                    Operation operation, Timeout timeout) {
+                                                    Operation operation, Timeout timeout, Place place) {
   std::shared_ptr<Work> work;
   {
     std::lock_guard lock(mutex_);
     if (stopping_) return refuse_locked();
-    Task task = make_task_locked(operation, bytes, timeout);
+    Task task = make_task_locked(operation, bytes, timeout, std::move(place));
     task.peer = peer;
     task.is_send = is_send;
     task.data = data;
@@ -108,13 +112,14 @@ std::shared_ptr<Work> Engine::submit_point_to_point(bool is_send, int peer, void
 }
 
 std::shared_ptr<Work> Engine::submit_send(int peer, const void* data, uint64_t bytes, Operation operation,
-                                          Timeout timeout) {
+                                          Timeout timeout, Place place) {
   // const_cast: a send only reads through the pointer.
-  return submit_point_to_point(true, peer, const_cast<void*>(data), bytes, operation, timeout);
+  return submit_point_to_point(true, peer, const_cast<void*>(data), bytes, operation, timeout, std::move(place));
 }
 
-std::shared_ptr<Work> Engine::submit_recv(int peer, void* data, uint64_t bytes, Operation operation, Timeout timeout) {
-  return submit_point_to_point(false, peer, data, bytes, operation, timeout);
+std::shared_ptr<Work> Engine::submit_recv(int peer, void* data, uint64_t bytes, Operation operation, Timeout timeout,
+                                          Place place) {
+  return submit_point_to_point(false, peer, data, bytes, operation, timeout, std::move(place));
 }
 
 // Takes the next task together with the token; false when there is none, or another thread holds the token.
@@ -137,7 +142,8 @@ void Engine::release_token() {
 void Engine::loop() {
   Task task;
   const auto advanced = [this] {
-    if (in_flight_.empty() || !complete_in_flight()) return false;
+    const bool ended = complete_enqueued();
+    if (in_flight_.empty() || !complete_in_flight()) return ended;
     release_token();
     return true;
   };
@@ -160,7 +166,7 @@ void Engine::loop() {
     bool finished, has_task;
     {
       std::lock_guard lock(mutex_);
-      finished = stopping_ && queue_.empty() && !running_;
+      finished = stopping_ && queue_.empty() && !running_ && enqueued_.empty();
       has_task = !queue_.empty() && (!running_ || !in_flight_.empty());
     }
     if (finished || has_task || advanced()) {
@@ -168,8 +174,32 @@ void Engine::loop() {
       if (finished) return;
       continue;
     }
-    communicator_->doorbell().sleep(epoch, in_flight_.empty() ? kIdleSleep : kInFlightSleep);
+    communicator_->doorbell().sleep(epoch, idle_sleep());
   }
+}
+
+std::chrono::nanoseconds Engine::idle_sleep() const {
+  if (!enqueued_.empty() || (!in_flight_.empty() && communicator_->is_polled())) return kPollInterval;
+  return in_flight_.empty() ? kIdleSleep : kInFlightSleep;
+}
+
+DeviceSide& Engine::side_of(Device device) {
+  for (auto& side : device_sides_) {
+    if (side->stream().device == device) return *side;
+  }
+  device_sides_.push_back(std::make_unique<DeviceSide>(device));
+  communicator_->set_while_waiting([this] {
+    if (std::this_thread::get_id() == worker_.get_id()) complete_enqueued();
+  });
+  return *device_sides_.back();
+}
+
+// The group's own stream on a device, with what follows behind the place's ready event.
+Stream Engine::stream_behind(const Place& place) {
+  if (place.device.is_cpu()) return {};
+  const Stream stream = side_of(place.device).stream();
+  if (place.ready) place.ready->let_wait(stream);
+  return stream;
 }
 
 void Engine::execute(Task& task) {
@@ -179,20 +209,82 @@ void Engine::execute(Task& task) {
   events_.add(EventKind::kQueued, task.submitted_ns, begin_ns, task.bytes);
   try {
     const auto rng_key = derive_key(task.operation.sequence, static_cast<uint64_t>(communicator_->rank()));
-    Context context{GroupView(*communicator_), workspace_, events_, Stream{}, thresholds_, rng_key};
-    communicator_->begin(task.operation, Deadline::after(task.timeout), task.interrupt, context.stream);
+    const Deadline deadline = Deadline::after(task.timeout);
+    const Stream stream = stream_behind(task.place);
+    DeviceSide* const side = stream.is_cpu() ? nullptr : &side_of(stream.device);
+    Workspace& workspace = side != nullptr ? side->workspace() : workspace_;
+    Context context{GroupView(*communicator_), workspace, workspace_, events_, stream, thresholds_, rng_key};
+    DeviceSide::Counter num_nonfinite = side != nullptr ? side->take_counter() : DeviceSide::Counter{};
+    context.num_nonfinite = num_nonfinite.get();
+    communicator_->begin(task.operation, deadline, task.interrupt, stream);
     const uint64_t nonfinite_blocks = task.run(context);
     communicator_->end();
+    workspace_bytes_.store(workspace_.total_bytes() + device_workspace_bytes(), std::memory_order_relaxed);
+    const uint64_t sent = communicator_->bytes_sent() - sent_before;
+    const uint64_t network_sent = communicator_->network_bytes_sent() - network_sent_before;
+    if (side != nullptr) {
+      if (!context.counts_nonfinite) num_nonfinite.reset();
+      auto done = device::recorded_event(stream);  // may throw, while the task is still here
+      note_enqueued({std::move(task), deadline, std::move(done), std::move(num_nonfinite), events_.waits_for_some(),
+                     begin_ns, sent, network_sent});
+      return;
+    }
     if (context.is_result_finite) task.work->set_result_finite(*context.is_result_finite);
     events_.add(EventKind::kOperation, begin_ns, EventLog::now_ns(), task.bytes);
-    workspace_bytes_.store(workspace_.total_bytes(), std::memory_order_relaxed);
-    complete(task, nonfinite_blocks, communicator_->bytes_sent() - sent_before,
-             communicator_->network_bytes_sent() - network_sent_before);
+    complete(task, nonfinite_blocks, sent, network_sent);
   } catch (...) {
     const Error cause = poison_with_current_exception();
     fail_in_flight(cause);
     fail(task, cause);
   }
+}
+
+uint64_t Engine::device_workspace_bytes() const {
+  uint64_t bytes = 0;
+  for (const auto& side : device_sides_) bytes += side->workspace().total_bytes();
+  return bytes;
+}
+
+void Engine::note_enqueued(Enqueued operation) {
+  operation.task.work->set_enqueued(operation.done);
+  enqueued_.push_back(std::move(operation));
+}
+
+// Ends the operations to whose end the device has come; true if there was one. What was enqueued ends well even if the
+// group fails meanwhile: its peers have done their part.
+bool Engine::complete_enqueued() {
+  bool ended = false;
+  for (auto it = enqueued_.begin(); it != enqueued_.end();) {
+    Enqueued& operation = *it;
+    Task& task = operation.task;
+    std::optional<Error> failure;
+    try {
+      if (!operation.done->is_done()) {
+        if (!operation.deadline.expired()) {
+          ++it;
+          continue;
+        }
+        throw Error(ErrorKind::kDeadlineExceeded,
+                    "the peers have done their part of " + describe(task.operation) + ", but " +
+                        device_name(task.place.device) + " of this rank has not finished it in time",
+                    communicator_->rank(), std::string(operation_name(task.operation.kind)));
+      }
+    } catch (const Error& error) {
+      communicator_->poison(error);
+      failure = error;
+    }
+    if (failure) {
+      fail(task, *failure);
+    } else {
+      if (operation.num_nonfinite) task.work->set_result_finite(*operation.num_nonfinite == 0);
+      events_.add_operation(task.work->ticket(), operation.waits_for_some, operation.begin_ns, EventLog::now_ns(),
+                            task.bytes);
+      complete(task, 0, operation.bytes_sent, operation.network_bytes_sent);
+    }
+    it = enqueued_.erase(it);
+    ended = true;
+  }
+  return ended;
 }
 
 void Engine::complete(Task& task, uint64_t nonfinite_blocks, uint64_t bytes_sent, uint64_t network_bytes_sent) {
@@ -254,7 +346,8 @@ bool Engine::post_in_flight() {
 
 void Engine::post(InFlight& operation) {
   const Task& task = operation.task;
-  communicator_->begin(task.operation, operation.deadline);
+  operation.stream = stream_behind(task.place);
+  communicator_->begin(task.operation, operation.deadline, {}, operation.stream);
   if (task.is_send) {
     communicator_->post_send(task.peer, task.data, task.bytes, &operation.request);
   } else {
@@ -273,7 +366,12 @@ bool Engine::complete_in_flight() {
     advanced = communicator_->progress() || advanced;
     for (auto it = in_flight_.begin(); it != in_flight_.end();) {
       if (it->request.done.load(std::memory_order_acquire)) {
-        complete(it->task);
+        if (it->stream.is_cpu()) {
+          complete(it->task);
+        } else {
+          auto done = device::recorded_event(it->stream);
+          note_enqueued({std::move(it->task), it->deadline, std::move(done), {}, false, it->begin_ns, 0, 0});
+        }
         it = in_flight_.erase(it);
         advanced = true;
         continue;
@@ -281,7 +379,7 @@ bool Engine::complete_in_flight() {
       if (it->deadline.expired() || communicator_->has_departed(it->task.peer)) {
         // Raises, naming the peer and what it is doing; or what the peer sent before it left is still on its way.
         if (!it->is_posted) post(*it);
-        communicator_->begin(it->task.operation, it->deadline);
+        communicator_->begin(it->task.operation, it->deadline, {}, it->stream);
         communicator_->wait(it->request);
         communicator_->end();
       }

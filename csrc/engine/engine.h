@@ -5,6 +5,9 @@
 // less. Whoever runs an operation holds the `running_` token; only the holder touches the communicator's verbs.
 // Point-to-point operations are posted in order per peer and complete when they can, so that two ranks may both
 // send before they receive, and one whose peer has not connected yet holds up no other.
+//
+// Operations on a device run on the worker, which enqueues them on a stream of the group's own, behind the caller's
+// ready event. They end when the device has come to their end: the worker looks while it waits for other things.
 #pragma once
 
 #include <chrono>
@@ -20,8 +23,9 @@
 #include "csrc/collectives/collectives.h"
 #include "csrc/common/event_log.h"
 #include "csrc/common/fork_guard.h"
-#include "csrc/common/workspace.h"
 #include "csrc/communicator/communicator.h"
+#include "csrc/device/workspace.h"
+#include "csrc/engine/device_side.h"
 #include "csrc/engine/work.h"
 
 namespace bagua {
@@ -30,6 +34,12 @@ class Engine {
  public:
   using Run = std::function<uint64_t(Context&)>;  // returns the number of non-finite blocks
   using Timeout = std::chrono::nanoseconds;
+
+  // Where an operation's tensors are ready on a device: the point that `ready` marks. Of the CPU: now.
+  struct Place {
+    Device device;
+    device::SharedEvent ready;
+  };
 
   explicit Engine(std::unique_ptr<Communicator> communicator, const collectives::Thresholds& thresholds = {});
   ~Engine();
@@ -41,13 +51,15 @@ class Engine {
   bool is_idle() const { return num_pending_.load(std::memory_order_relaxed) == 0; }
 
   // Queues a collective; `operation.sequence` is filled in here. `bytes` is for the event log.
-  std::shared_ptr<Work> submit(Operation operation, uint64_t bytes, Timeout timeout, Run run);
+  std::shared_ptr<Work> submit(Operation operation, uint64_t bytes, Timeout timeout, Run run, Place place = {});
   // The same for a caller that will wait for it at once; the work it returns may be completed already. If it runs on
   // the calling thread, `interrupt` is called there now and then (Communicator::Interrupt).
   std::shared_ptr<Work> run_inline(Operation operation, uint64_t bytes, Timeout timeout, Run run,
                                    Communicator::Interrupt interrupt = {});
-  std::shared_ptr<Work> submit_send(int peer, const void* data, uint64_t bytes, Operation operation, Timeout timeout);
-  std::shared_ptr<Work> submit_recv(int peer, void* data, uint64_t bytes, Operation operation, Timeout timeout);
+  std::shared_ptr<Work> submit_send(int peer, const void* data, uint64_t bytes, Operation operation, Timeout timeout,
+                                    Place place = {});
+  std::shared_ptr<Work> submit_recv(int peer, void* data, uint64_t bytes, Operation operation, Timeout timeout,
+                                    Place place = {});
 
   // Poisons the group, which is about to be closed, if operations are pending. [any thread]
   void abort_pending();
@@ -68,6 +80,7 @@ class Engine {
     bool is_send = false;
     void* data = nullptr;
     int64_t submitted_ns = 0;
+    Place place;
   };
   // A point-to-point operation, from its turn in the queue to its end.
   struct InFlight {
@@ -75,16 +88,35 @@ class Engine {
     Task task;
     Deadline deadline;
     bool is_posted = false;
+    Stream stream;  // of a device: its own, behind the ready event, once it is posted
+    int64_t begin_ns = EventLog::now_ns();
     Request request;
   };
-  Task make_task_locked(Operation operation, uint64_t bytes, Timeout timeout);
+  // Of an operation on a device, from its enqueuing to its end.
+  struct Enqueued {
+    Task task;
+    Deadline deadline;
+    device::SharedEvent done;           // behind all of it
+    DeviceSide::Counter num_nonfinite;  // null where the operation was not to look
+    bool waits_for_some = false;
+    int64_t begin_ns = 0;
+    uint64_t bytes_sent = 0;
+    uint64_t network_bytes_sent = 0;
+  };
+  Task make_task_locked(Operation operation, uint64_t bytes, Timeout timeout, Place place = {});
   std::shared_ptr<Work> refuse_locked();
   std::shared_ptr<Work> submit_point_to_point(bool is_send, int peer, void* data, uint64_t bytes, Operation operation,
-                                              Timeout timeout);
+                                              Timeout timeout, Place place);
   void loop();
   bool take(Task& task);
   void release_token();
   void execute(Task& task);
+  DeviceSide& side_of(Device device);
+  Stream stream_behind(const Place& place);
+  void note_enqueued(Enqueued operation);
+  bool complete_enqueued();
+  std::chrono::nanoseconds idle_sleep() const;
+  uint64_t device_workspace_bytes() const;
   void complete(Task& task, uint64_t nonfinite_blocks = 0, uint64_t bytes_sent = 0, uint64_t network_bytes_sent = 0);
   void fail(Task& task, const Error& cause);
   void tell_awaited_message();
@@ -97,7 +129,9 @@ class Engine {
   const uint32_t generation_ = process_generation();
   std::unique_ptr<Communicator> communicator_;
   const collectives::Thresholds thresholds_;
-  Workspace workspace_;  // holder of the token
+  Workspace workspace_;                                    // holder of the token
+  std::vector<std::unique_ptr<DeviceSide>> device_sides_;  // worker thread, as the next
+  std::deque<Enqueued> enqueued_;
   EventLog events_;
   const std::shared_ptr<std::atomic<int>> num_waiters_ = std::make_shared<std::atomic<int>>(0);
   std::atomic<uint64_t> workspace_bytes_{0};

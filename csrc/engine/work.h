@@ -1,5 +1,8 @@
 // Work: the handle of one submitted operation. Completed exactly once, by the thread that ran it; any
 // thread may wait, or leave a callback that the completing thread calls.
+//
+// An operation on a device is first enqueued: from then on its place in the device's work is known (done_event), and a
+// stream can wait for it without the host. It is completed once the device has come to that place.
 #pragma once
 
 #include <atomic>
@@ -14,6 +17,7 @@
 #include <vector>
 
 #include "csrc/common/error.h"
+#include "csrc/device/event.h"
 
 namespace bagua {
 
@@ -46,6 +50,24 @@ class Work {
     if (is_completed()) return true;
     std::unique_lock lock(mutex_);
     return changed_.wait_for(lock, limit, [this] { return is_completed(); });
+  }
+
+  // Of an operation on a device: false when `limit` passed before all of it was enqueued, or it had ended.
+  bool wait_enqueued_for(std::chrono::nanoseconds limit) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, limit, [this] { return done_event_ != nullptr || is_completed(); });
+  }
+  // Null before, and of an operation on the CPU. What is enqueued behind it finds the result.
+  device::SharedEvent done_event() const {
+    std::lock_guard lock(mutex_);
+    return done_event_;
+  }
+  void set_enqueued(device::SharedEvent done) {
+    {
+      std::lock_guard lock(mutex_);
+      done_event_ = std::move(done);
+    }
+    changed_.notify_all();
   }
 
   // Meaningful once completed.
@@ -117,9 +139,10 @@ class Work {
   std::atomic<int> result_{kNotLooked};
   std::atomic<uint64_t> bytes_sent_{0};
   std::atomic<uint64_t> network_bytes_sent_{0};
-  mutable std::mutex mutex_;  // guards error_ and callbacks_
+  mutable std::mutex mutex_;  // guards error_, done_event_ and callbacks_
   std::condition_variable changed_;
   std::optional<Error> error_;
+  device::SharedEvent done_event_;
   std::vector<std::function<void()>> callbacks_;
 };
 

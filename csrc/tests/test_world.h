@@ -61,7 +61,7 @@ struct Rank {
   Workspace workspace;
   EventLog events;
   collectives::Thresholds thresholds;
-  Context context{GroupView(communicator), workspace, events, Stream{}, thresholds};
+  Context context{GroupView(communicator), workspace, workspace, events, Stream{}, thresholds};
   uint32_t sequence = 0;
   std::chrono::milliseconds operation_timeout;
 };

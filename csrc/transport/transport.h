@@ -11,10 +11,12 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 
+#include "csrc/common/device.h"
 #include "csrc/common/operation.h"
 #include "csrc/common/shared_segments.h"
-#include "csrc/common/device.h"
 
 namespace bagua {
 
@@ -24,7 +26,7 @@ struct Request {
   std::atomic<bool> done{false};
   std::atomic<uint32_t> remaining{0};  // fragments still under way; the channel's own business
   int peer = -1;
-  Stream stream;  // what orders the memory; for channels that move device memory
+  Stream stream;  // what orders the memory
 };
 
 // In front of every message on the wire and in every ring; 32 bytes, little-endian.
@@ -73,12 +75,18 @@ class Channel {
   // mapping is being fetched (ask again after progress()).
   virtual void* resolve(const Address&, size_t) { return nullptr; }
 
-  // Whether `data` may lie on a device: then the bytes move in the order of `request->stream`. Otherwise whoever posts
-  // stages them through host memory, and the stream is null.
+  // Whether `data` may lie on a device. Then a send takes what was enqueued on `request->stream` before it was posted,
+  // and once a receive is done, what is enqueued there afterwards finds the message.
   virtual bool moves_device_memory() const { return false; }
+  // Whether something is under way that nobody rings the doorbell for: who waits looks again soon.
+  virtual bool is_polled() const { return false; }
 
-  // "shm", "tcp", "torch", "local": for doctor, timeline and error messages
+  // "shm", "tcp", "torch", "local", "pinned": for doctor, timeline and error messages
   virtual const char* kind() const = 0;
 };
+
+// A channel that moves device memory by means of one that moves the host's, which outlives it; from then on messages of
+// the host go through it too, so that all keep their order.
+using MakeDeviceChannel = std::function<std::unique_ptr<Channel>(Channel& host)>;
 
 }  // namespace bagua

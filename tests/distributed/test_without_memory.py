@@ -90,37 +90,37 @@ def check_core(group):
     """The core by itself: an address of 0 is an error, and nothing is sent."""
     core, x, n = group._core, torch.ones(4), group.size
     address, sent = x.data_ptr(), group.bytes_sent
-    f32, timeout_s = 0, 10.0
+    f32, now = 0, (10.0, False, None)
     nodes = (list(range(n)), [0])
     for operation, call in {
-        "all_reduce": lambda: core.all_reduce(0, 4, f32, 0, None, timeout_s, False),
-        "all_reduce: tensor": lambda: core.hierarchical_all_reduce(*nodes, 0, 4, f32, 0, None, timeout_s, False),
+        "all_reduce": lambda: core.all_reduce(0, 4, f32, 0, None, now),
+        "all_reduce: tensor": lambda: core.hierarchical_all_reduce(*nodes, 0, 4, f32, 0, None, now),
         "residuals": lambda: core.all_reduce(
-            address, 4, f32, 0, ("bf16", None), timeout_s, False, (address, 0, address, address, f32)
+            address, 4, f32, 0, ("bf16", None), now, (address, 0, address, address, f32)
         ),
-        "parts": lambda: core.all_reduce(address, 4, f32, 0, None, timeout_s, False, None, [(0, 2, 0)]),
-        "reduce": lambda: core.reduce(0, 4, f32, 0, 0, timeout_s, False),
-        "reduce_scatter: input": lambda: core.reduce_scatter(0, address, 2, f32, 0, None, timeout_s, False),
-        "reduce_scatter: output": lambda: core.reduce_scatter(address, 0, 2, f32, 0, None, timeout_s, False),
-        "neighbor_average": lambda: core.neighbor_average(0, 4, f32, 0, 0, None, timeout_s, False, []),
+        "parts": lambda: core.all_reduce(address, 4, f32, 0, None, now, None, [(0, 2, 0)]),
+        "reduce": lambda: core.reduce(0, 4, f32, 0, 0, now),
+        "reduce_scatter: input": lambda: core.reduce_scatter(0, address, 2, f32, 0, None, now),
+        "reduce_scatter: output": lambda: core.reduce_scatter(address, 0, 2, f32, 0, None, now),
+        "neighbor_average": lambda: core.neighbor_average(0, 4, f32, 0, 0, None, now, []),
         "neighbor_average: tensor": lambda: core.hierarchical_neighbor_average(
-            *nodes, 1, 0, 4, f32, 0, 0, None, timeout_s, False, []
+            *nodes, 1, 0, 4, f32, 0, 0, None, now, []
         ),
         "difference_ring_average: tensor": lambda: core.difference_ring_average(
-            0, 4, f32, address, address, address, ("bf16", None), timeout_s, False
+            0, 4, f32, address, address, address, ("bf16", None), now
         ),
         "difference_ring_average: a replica": lambda: core.difference_ring_average(
-            address, 4, f32, address, 0, address, ("bf16", None), timeout_s, False
+            address, 4, f32, address, 0, address, ("bf16", None), now
         ),
-        "all_gather: input": lambda: core.all_gather(0, address, 4, f32, None, timeout_s, False),
-        "all_gather: output": lambda: core.all_gather(address, 0, 4, f32, None, timeout_s, False),
-        "all_to_all: input": lambda: core.all_to_all(0, [2] * n, address, [2] * n, f32, None, timeout_s, False),
-        "all_to_all: output": lambda: core.all_to_all(address, [2] * n, 0, [2] * n, f32, None, timeout_s, False),
-        "broadcast": lambda: core.broadcast(0, 4, f32, 0, None, timeout_s, False),
-        "gather: input": lambda: core.gather(0, address, 4, f32, 0, timeout_s, False),
-        "scatter: output": lambda: core.scatter(address, 0, 4, f32, 0, timeout_s, False),
-        "send": lambda: core.send(0, 4, f32, 1 - group.rank, 0, timeout_s),
-        "recv": lambda: core.recv(0, 4, f32, 1 - group.rank, 0, timeout_s),
+        "all_gather: input": lambda: core.all_gather(0, address, 4, f32, None, now),
+        "all_gather: output": lambda: core.all_gather(address, 0, 4, f32, None, now),
+        "all_to_all: input": lambda: core.all_to_all(0, [2] * n, address, [2] * n, f32, None, now),
+        "all_to_all: output": lambda: core.all_to_all(address, [2] * n, 0, [2] * n, f32, None, now),
+        "broadcast": lambda: core.broadcast(0, 4, f32, 0, None, now),
+        "gather: input": lambda: core.gather(0, address, 4, f32, 0, now),
+        "scatter: output": lambda: core.scatter(address, 0, 4, f32, 0, now),
+        "send": lambda: core.send(0, 4, f32, 1 - group.rank, 0, now),
+        "recv": lambda: core.recv(0, 4, f32, 1 - group.rank, 0, now),
         "copy_to_cold: source": lambda: _C.copy_to_cold(address, 0, 4),
         "copy_to_cold: destination": lambda: _C.copy_to_cold(0, address, 4),
         "bf16: tensor": lambda: _C.codec_encode("bf16", 0, f32, 2, address, 0),
@@ -135,7 +135,7 @@ def check_core(group):
         for operation, call in root_only.items():
             addresses = (address, 0) if operation == "gather: output" else (0, address)
             with pytest.raises(bagua.InvalidArgument, match=f"^{operation} has .* no memory"):
-                call(*addresses, 4, f32, 0, timeout_s, False)
+                call(*addresses, 4, f32, 0, now)
     assert group.bytes_sent == sent
     group.all_reduce(x).wait()
     assert x.tolist() == [n] * 4

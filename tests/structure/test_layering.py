@@ -25,7 +25,7 @@ CORE = CONFIG | {"_C"}
 # ProcessGroup and what it is made of.
 GROUP = {
     f"distributed.{name}"
-    for name in ("nodes", "memory_overlap", "arguments", "work", "tensors", "cores", "process_group")
+    for name in ("nodes", "memory_overlap", "arguments", "devices", "work", "tensors", "cores", "process_group")
 }
 BUCKETS = CORE | GROUP | {"distributed.checkpoints", "codecs", "buckets"}
 RECORDS = {f"profiler.{name}" for name in ("recorder", "chrome_trace", "clock_sync", "timeline")}
@@ -76,6 +76,7 @@ ORDER = {
         "nodes": set(),
         "memory_overlap": set(),
         "arguments": CORE,
+        "devices": CORE,
         "work": CORE,
         "tensors": CONFIG,
         "cores": CORE,
@@ -347,8 +348,8 @@ def test_examples_and_benchmarks_use_public_names():
 
 # ---- C++ ------------------------------------------------------------------------------------------------
 # Folders of csrc -> the folders whose headers they may include, beside their own; a path that ends in .h is that header
-# only. common <- device <- kernels <- codecs; common <- transport.h <- each transport by itself, and the communicator, which
-# knows none of them; collectives see a group's ranks (group_view.h), not how they are connected.
+# only. common <- device <- kernels <- codecs; common <- transport.h <- each transport by itself, and the communicator,
+# which knows none of them; collectives see a group's ranks (group_view.h), not how they are connected.
 MAY_INCLUDE = {
     "common": set(),
     "device": {"common"},
@@ -359,7 +360,14 @@ MAY_INCLUDE = {
     "transport/*": {"common", "transport/transport.h"},
     "transport/pinned": {"common", "device", "transport/transport.h"},
     "communicator": {"common", "device", "transport/transport.h"},
-    "collectives": {"common", "device", "kernels", "codecs/codec.h", "transport/transport.h", "communicator/group_view.h"},
+    "collectives": {
+        "common",
+        "device",
+        "kernels",
+        "codecs/codec.h",
+        "transport/transport.h",
+        "communicator/group_view.h",
+    },
     "engine": {"common", "device", "kernels/counter_rng.h", "communicator/communicator.h", "collectives/collectives.h"},
 }
 EVERYTHING = {"bindings", "tests"}

@@ -1,0 +1,61 @@
+"""What bagua asks torch about devices; no other file of the package does.
+
+Data path: tensors.py asks whether the core can work where a tensor lies, process_group.py on which stream its values
+are ready, work.py which stream is to find the result. CUDA and the emulated device of the tests are one text: what
+torch has for any accelerator (torch.accelerator, torch.Stream). Kinds are those of csrc/common/device.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from bagua import _C
+from bagua.errors import InvalidArgument
+
+__all__ = ["StreamKey", "check_supported", "common_device", "current_stream"]
+
+# Kind and index of the device, and the handle of the stream, for the core.
+StreamKey = tuple[int, int, int]
+
+_CPU = "cpu"
+_KINDS = {name: code for code, name in enumerate(_C.device_kinds)}
+
+
+def check_supported(device: torch.device, what: str) -> None:
+    """Raises InvalidArgument where the core cannot work on the device of `what`."""
+    kind = device.type
+    if kind == _CPU or (kind in _KINDS and _C.has_device_runtime(kind)):
+        return
+    if kind == "cuda":
+        raise InvalidArgument(
+            f"{what} is on {device}, but this bagua was built without CUDA; move it to the CPU (.cpu()), or install a "
+            "build with CUDA (BAGUA_CUDA=1 pip install ., where nvcc is)"
+        )
+    raise InvalidArgument(f"{what} is on {device}; bagua communicates tensors of the CPU and of CUDA devices")
+
+
+def common_device(tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.device:
+    """The device of all the named tensors. Raises InvalidArgument where they lie on several."""
+    first_name, device = "", torch.device(_CPU)
+    for name, tensor in tensors:
+        if not first_name:
+            first_name, device = name, tensor.device
+        elif tensor.device != device:
+            raise InvalidArgument(
+                f"{first_name} is on {device}, but {name} is on {tensor.device}; one operation works on tensors of one "
+                "device: move them there with .to(device)"
+            )
+    return device
+
+
+def current_stream(device: torch.device) -> StreamKey | None:
+    """The stream on which the caller's next operations on the device run; None for the CPU."""
+    if device.type == _CPU:
+        return None
+    if device.type == "cuda":  # torch.Stream has native_handle since 2.11 only
+        handle = torch.cuda.current_stream(device).cuda_stream
+    else:
+        handle = torch.accelerator.current_stream(device.index).native_handle
+    return _KINDS[device.type], device.index or 0, handle or 0
