@@ -125,7 +125,7 @@ bool encode_totals(const Blocks& blocks, const Residual& residual, size_t begin,
   std::fill(totals + numel, totals + blocks.encoded_numel(numel), Blocks::kPadding);
   const bool finite = blocks.encode(totals, begin, numel, bytes);
   if (!residual.is_on()) return finite;
-  alignas(64) float decoded[Blocks::kNumel];
+  alignas(64) float decoded[Blocks::kNumel] = {};  // not for us: GCC does not see that decode() writes all of `numel`
   blocks.decode(bytes, numel, decoded);
   subtract(totals, decoded, numel);
   cast(DType::kF32, totals, part.dtype, part.out, numel);
