@@ -18,9 +18,10 @@
 #include <string_view>
 #include <vector>
 
-#include "csrc/common/dtype.h"
 #include "csrc/common/device.h"
+#include "csrc/common/dtype.h"
 #include "csrc/kernels/counter_rng.h"
+#include "csrc/kernels/fused.h"
 
 namespace bagua {
 
@@ -45,6 +46,18 @@ class Codec {
   virtual void decode(const uint8_t* bytes, DType dtype, size_t numel, void* destination, Stream stream) const = 0;
   // accumulator[i] += decoded[i], in f32, fused. `dtype` is the type the sender encoded from.
   virtual void decode_add(const uint8_t* bytes, DType dtype, size_t numel, float* accumulator, Stream stream) const = 0;
+
+  // The two steps of a compressed all-reduce, each in one pass (kernels/fused.h says what they compute), with the bits
+  // of the functions above in a row. They return what `encode` does.
+  //
+  // Encodes f32(source) + residual.in and renews the residual, which is on. The codes are those of f32 elements.
+  virtual size_t encode_with_residual(const void* source, DType dtype, const kernels::Residual& residual, size_t numel,
+                                      uint8_t* bytes, CounterRng rng, Stream stream) const = 0;
+  // Sums what the contributions, of `numel` elements each, decode to, times `factor`, and encodes the sums, with the
+  // residual if it is on. `sent_dtype` is the type the senders encoded from.
+  virtual size_t reduce_encode(const kernels::Contributions& contributions, DType sent_dtype, double factor,
+                               const kernels::Residual& residual, size_t numel, uint8_t* bytes, CounterRng rng,
+                               Stream stream) const = 0;
 };
 
 // What follows the name in "qsgd:bits=4".

@@ -37,6 +37,23 @@ class HalfCodec final : public Codec {
     kernels::cast_add(wire_, bytes, accumulator, numel, stream);
   }
 
+  size_t encode_with_residual(const void* source, DType dtype, const kernels::Residual& residual, size_t numel,
+                              uint8_t* bytes, CounterRng, Stream stream) const override {
+    uint64_t num_nonfinite = 0;
+    kernels::saturating_cast_with_residual(dtype, source, residual, wire_, numel, bytes,
+                                           stream.is_cpu() ? &num_nonfinite : nullptr, stream);
+    return num_nonfinite;
+  }
+
+  size_t reduce_encode(const kernels::Contributions& contributions, DType, double factor,
+                       const kernels::Residual& residual, size_t numel, uint8_t* bytes, CounterRng,
+                       Stream stream) const override {
+    uint64_t num_nonfinite = 0;
+    kernels::reduce_saturating_cast(contributions, factor, residual, wire_, numel, bytes,
+                                    stream.is_cpu() ? &num_nonfinite : nullptr, stream);
+    return num_nonfinite;
+  }
+
  private:
   const std::string_view name_;
   const DType wire_;

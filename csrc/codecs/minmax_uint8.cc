@@ -8,10 +8,12 @@ namespace bagua {
 namespace {
 
 [[maybe_unused]] const bool registered = register_codec("minmax_uint8", [](CodecOptions&) {
-  return std::make_unique<BlockCodec>("minmax_uint8", 0,
-                                      BlockKernels{kernels::kMinmaxUint8BlockNumel, kernels::minmax_uint8_wire_bytes,
-                                                   without_rng(kernels::minmax_uint8_encode),
-                                                   kernels::minmax_uint8_decode, kernels::minmax_uint8_decode_add});
+  return std::make_unique<BlockCodec>(
+      "minmax_uint8", 0,
+      BlockKernels{kernels::kMinmaxUint8BlockNumel, kernels::minmax_uint8_wire_bytes,
+                   without_rng(kernels::minmax_uint8_encode), kernels::minmax_uint8_decode,
+                   kernels::minmax_uint8_decode_add, without_rng(kernels::minmax_uint8_encode_with_residual),
+                   without_rng(kernels::minmax_uint8_reduce_encode)});
 });
 
 }  // namespace

@@ -11,7 +11,8 @@ namespace {
   return std::make_unique<BlockCodec>(
       "onebit", 0,
       BlockKernels{kernels::kOnebitBlockNumel, kernels::onebit_wire_bytes, without_rng(kernels::onebit_encode),
-                   kernels::onebit_decode, kernels::onebit_decode_add});
+                   kernels::onebit_decode, kernels::onebit_decode_add,
+                   without_rng(kernels::onebit_encode_with_residual), without_rng(kernels::onebit_reduce_encode)});
 });
 
 }  // namespace

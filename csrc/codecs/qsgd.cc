@@ -17,7 +17,9 @@ namespace {
                   : 2,
       BlockKernels{kernels::kQsgdBlockNumel, [bits](size_t numel) { return kernels::qsgd_wire_bytes(numel, bits); },
                    std::bind_front(kernels::qsgd_encode, bits), std::bind_front(kernels::qsgd_decode, bits),
-                   std::bind_front(kernels::qsgd_decode_add, bits)});
+                   std::bind_front(kernels::qsgd_decode_add, bits),
+                   std::bind_front(kernels::qsgd_encode_with_residual, bits),
+                   std::bind_front(kernels::qsgd_reduce_encode, bits)});
 });
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/copy_to_cold.h"
+#include "csrc/kernels/fused.h"
 #include "csrc/kernels/minmax_uint8.h"
 #include "csrc/kernels/nonfinite.h"
 #include "csrc/kernels/onebit.h"
@@ -43,6 +44,13 @@ void check_qsgd_bits(const char* kernel, int bits) {
   }
 }
 
+void check_qsgd_first(const char* kernel, CounterRng rng) {
+  if (rng.first % kQsgdBlockNumel != 0) {
+    reject(std::string(kernel) + ": the message begins at element " + std::to_string(rng.first) +
+           ", expected a multiple of " + std::to_string(kQsgdBlockNumel));
+  }
+}
+
 void check_topk_k(const char* kernel, int k) {
   if (k < 8 || k > static_cast<int>(kTopkMaxK) || (k & (k - 1)) != 0) {
     reject(std::string(kernel) + ": k is " + std::to_string(k) + ", expected 8, 16, 32, 64, 128 or 256");
@@ -73,6 +81,34 @@ void run(const char* kernel, Stream stream, OnHost on_host, OnCuda on_cuda) {
       return pointer == nullptr ? nullptr : static_cast<T*>(runtime.host_address(pointer));
     });
   });
+}
+
+void check_residual(const char* kernel, const Residual& residual) {
+  if (!residual.is_on()) return;
+  check_one_of(residual.dtype == DType::kF32 || residual.dtype == DType::kBF16, kernel, "residual.dtype",
+               residual.dtype, "float32, bfloat16");
+}
+
+void check_residual_is_on(const char* kernel, const Residual& residual) {
+  if (!residual.is_on()) reject(std::string(kernel) + ": residual.out is null, expected memory for the new residual");
+  check_residual(kernel, residual);
+}
+
+void check_contributions(const char* kernel, const Contributions& contributions) {
+  if (contributions.count < 1) {
+    reject(std::string(kernel) + ": contributions.count is " + std::to_string(contributions.count) +
+           ", expected 1 or more");
+  }
+}
+
+template <typename View>
+Residual viewed(const Residual& residual, View view) {
+  return {view(residual.in), view(residual.out), residual.dtype};
+}
+
+template <typename View>
+Contributions viewed(const Contributions& contributions, View view) {
+  return {view(contributions.codes), contributions.stride, contributions.count};
 }
 
 // The pointers of an array, each as `view` sees it.
@@ -162,6 +198,34 @@ void saturating_cast(DType from, const void* source, DType to, void* destination
       [=] { cuda::saturating_cast(from, source, to, destination, numel, num_nonfinite, stream); });
 }
 
+void saturating_cast_with_residual(DType from, const void* source, const Residual& residual, DType to, size_t numel,
+                                   uint8_t* bytes, uint64_t* num_nonfinite, Stream stream) {
+  check_codec_dtype("saturating_cast_with_residual", from);
+  check_one_of(is_half(to), "saturating_cast_with_residual", "to", to, "float16, bfloat16");
+  check_residual_is_on("saturating_cast_with_residual", residual);
+  run(
+      "saturating_cast_with_residual", stream,
+      [=](auto at) {
+        cpu::saturating_cast_with_residual(from, at(source), viewed(residual, at), to, numel, at(bytes),
+                                           at(num_nonfinite));
+      },
+      [=] { cuda::saturating_cast_with_residual(from, source, residual, to, numel, bytes, num_nonfinite, stream); });
+}
+
+void reduce_saturating_cast(const Contributions& contributions, double factor, const Residual& residual, DType to,
+                            size_t numel, uint8_t* bytes, uint64_t* num_nonfinite, Stream stream) {
+  check_one_of(is_half(to), "reduce_saturating_cast", "to", to, "float16, bfloat16");
+  check_contributions("reduce_saturating_cast", contributions);
+  check_residual("reduce_saturating_cast", residual);
+  run(
+      "reduce_saturating_cast", stream,
+      [=](auto at) {
+        cpu::reduce_saturating_cast(viewed(contributions, at), factor, viewed(residual, at), to, numel, at(bytes),
+                                    at(num_nonfinite));
+      },
+      [=] { cuda::reduce_saturating_cast(contributions, factor, residual, to, numel, bytes, num_nonfinite, stream); });
+}
+
 void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
                          Stream stream) {
   check_codec_dtype("minmax_uint8_encode", dtype);
@@ -186,14 +250,41 @@ void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumula
       [=] { cuda::minmax_uint8_decode_add(bytes, numel, accumulator, stream); });
 }
 
+void minmax_uint8_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
+                                       uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
+  check_codec_dtype("minmax_uint8_encode_with_residual", dtype);
+  check_residual_is_on("minmax_uint8_encode_with_residual", residual);
+  run(
+      "minmax_uint8_encode_with_residual", stream,
+      [=](auto at) {
+        cpu::minmax_uint8_encode_with_residual(dtype, at(source), viewed(residual, at), numel, at(bytes),
+                                               at(num_nonfinite_blocks));
+      },
+      [=] {
+        cuda::minmax_uint8_encode_with_residual(dtype, source, residual, numel, bytes, num_nonfinite_blocks, stream);
+      });
+}
+
+void minmax_uint8_reduce_encode(const Contributions& contributions, double factor, const Residual& residual,
+                                size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
+  check_contributions("minmax_uint8_reduce_encode", contributions);
+  check_residual("minmax_uint8_reduce_encode", residual);
+  run(
+      "minmax_uint8_reduce_encode", stream,
+      [=](auto at) {
+        cpu::minmax_uint8_reduce_encode(viewed(contributions, at), factor, viewed(residual, at), numel, at(bytes),
+                                        at(num_nonfinite_blocks));
+      },
+      [=] {
+        cuda::minmax_uint8_reduce_encode(contributions, factor, residual, numel, bytes, num_nonfinite_blocks, stream);
+      });
+}
+
 void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
                  uint64_t* num_nonfinite_blocks, Stream stream) {
   check_codec_dtype("qsgd_encode", dtype);
   check_qsgd_bits("qsgd_encode", bits);
-  if (rng.first % kQsgdBlockNumel != 0) {
-    reject("qsgd_encode: the message begins at element " + std::to_string(rng.first) + ", expected a multiple of " +
-           std::to_string(kQsgdBlockNumel));
-  }
+  check_qsgd_first("qsgd_encode", rng);
   run(
       "qsgd_encode", stream,
       [=](auto at) { cpu::qsgd_encode(bits, dtype, at(source), numel, at(bytes), rng, at(num_nonfinite_blocks)); },
@@ -213,6 +304,41 @@ void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumu
   run(
       "qsgd_decode_add", stream, [=](auto at) { cpu::qsgd_decode_add(bits, at(bytes), numel, at(accumulator)); },
       [=] { cuda::qsgd_decode_add(bits, bytes, numel, accumulator, stream); });
+}
+
+void qsgd_encode_with_residual(int bits, DType dtype, const void* source, const Residual& residual, size_t numel,
+                               uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream) {
+  check_codec_dtype("qsgd_encode_with_residual", dtype);
+  check_qsgd_bits("qsgd_encode_with_residual", bits);
+  check_qsgd_first("qsgd_encode_with_residual", rng);
+  check_residual_is_on("qsgd_encode_with_residual", residual);
+  run(
+      "qsgd_encode_with_residual", stream,
+      [=](auto at) {
+        cpu::qsgd_encode_with_residual(bits, dtype, at(source), viewed(residual, at), numel, at(bytes), rng,
+                                       at(num_nonfinite_blocks));
+      },
+      [=] {
+        cuda::qsgd_encode_with_residual(bits, dtype, source, residual, numel, bytes, rng, num_nonfinite_blocks, stream);
+      });
+}
+
+void qsgd_reduce_encode(int bits, const Contributions& contributions, double factor, const Residual& residual,
+                        size_t numel, uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream) {
+  check_qsgd_bits("qsgd_reduce_encode", bits);
+  check_qsgd_first("qsgd_reduce_encode", rng);
+  check_contributions("qsgd_reduce_encode", contributions);
+  check_residual("qsgd_reduce_encode", residual);
+  run(
+      "qsgd_reduce_encode", stream,
+      [=](auto at) {
+        cpu::qsgd_reduce_encode(bits, viewed(contributions, at), factor, viewed(residual, at), numel, at(bytes), rng,
+                                at(num_nonfinite_blocks));
+      },
+      [=] {
+        cuda::qsgd_reduce_encode(bits, contributions, factor, residual, numel, bytes, rng, num_nonfinite_blocks,
+                                 stream);
+      });
 }
 
 void onebit_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
@@ -235,6 +361,32 @@ void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, S
   run(
       "onebit_decode_add", stream, [=](auto at) { cpu::onebit_decode_add(at(bytes), numel, at(accumulator)); },
       [=] { cuda::onebit_decode_add(bytes, numel, accumulator, stream); });
+}
+
+void onebit_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
+                                 uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
+  check_codec_dtype("onebit_encode_with_residual", dtype);
+  check_residual_is_on("onebit_encode_with_residual", residual);
+  run(
+      "onebit_encode_with_residual", stream,
+      [=](auto at) {
+        cpu::onebit_encode_with_residual(dtype, at(source), viewed(residual, at), numel, at(bytes),
+                                         at(num_nonfinite_blocks));
+      },
+      [=] { cuda::onebit_encode_with_residual(dtype, source, residual, numel, bytes, num_nonfinite_blocks, stream); });
+}
+
+void onebit_reduce_encode(const Contributions& contributions, double factor, const Residual& residual, size_t numel,
+                          uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
+  check_contributions("onebit_reduce_encode", contributions);
+  check_residual("onebit_reduce_encode", residual);
+  run(
+      "onebit_reduce_encode", stream,
+      [=](auto at) {
+        cpu::onebit_reduce_encode(viewed(contributions, at), factor, viewed(residual, at), numel, at(bytes),
+                                  at(num_nonfinite_blocks));
+      },
+      [=] { cuda::onebit_reduce_encode(contributions, factor, residual, numel, bytes, num_nonfinite_blocks, stream); });
 }
 
 void topk_encode(int k, DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
@@ -260,6 +412,36 @@ void topk_decode_add(int k, const uint8_t* bytes, size_t numel, float* accumulat
   run(
       "topk_decode_add", stream, [=](auto at) { cpu::topk_decode_add(k, at(bytes), numel, at(accumulator)); },
       [=] { cuda::topk_decode_add(k, bytes, numel, accumulator, stream); });
+}
+
+void topk_encode_with_residual(int k, DType dtype, const void* source, const Residual& residual, size_t numel,
+                               uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
+  check_codec_dtype("topk_encode_with_residual", dtype);
+  check_topk_k("topk_encode_with_residual", k);
+  check_residual_is_on("topk_encode_with_residual", residual);
+  run(
+      "topk_encode_with_residual", stream,
+      [=](auto at) {
+        cpu::topk_encode_with_residual(k, dtype, at(source), viewed(residual, at), numel, at(bytes),
+                                       at(num_nonfinite_blocks));
+      },
+      [=] { cuda::topk_encode_with_residual(k, dtype, source, residual, numel, bytes, num_nonfinite_blocks, stream); });
+}
+
+void topk_reduce_encode(int k, const Contributions& contributions, double factor, const Residual& residual,
+                        size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
+  check_topk_k("topk_reduce_encode", k);
+  check_contributions("topk_reduce_encode", contributions);
+  check_residual("topk_reduce_encode", residual);
+  run(
+      "topk_reduce_encode", stream,
+      [=](auto at) {
+        cpu::topk_reduce_encode(k, viewed(contributions, at), factor, viewed(residual, at), numel, at(bytes),
+                                at(num_nonfinite_blocks));
+      },
+      [=] {
+        cuda::topk_reduce_encode(k, contributions, factor, residual, numel, bytes, num_nonfinite_blocks, stream);
+      });
 }
 
 void subtract(float* destination, const float* source, size_t numel, Stream stream) {

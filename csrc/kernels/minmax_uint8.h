@@ -13,6 +13,7 @@
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
+#include "csrc/kernels/fused.h"
 
 namespace bagua::kernels {
 
@@ -53,5 +54,11 @@ void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* 
 
 // accumulator[i] += the decoded f32 value, which is not rounded to the sender's dtype first.
 void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
+
+// The fused forms (fused.h), dtype and `num_nonfinite_blocks` as above. The residual of the first is on.
+void minmax_uint8_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
+                                       uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream);
+void minmax_uint8_reduce_encode(const Contributions& contributions, double factor, const Residual& residual,
+                                size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream);
 
 }  // namespace bagua::kernels

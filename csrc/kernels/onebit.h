@@ -14,6 +14,7 @@
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
+#include "csrc/kernels/fused.h"
 
 namespace bagua::kernels {
 
@@ -39,5 +40,11 @@ void onebit_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destin
 
 // accumulator[i] += the decoded f32 value, which is not rounded to the sender's dtype first.
 void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
+
+// The fused forms (fused.h), dtype and `num_nonfinite_blocks` as above. The residual of the first is on.
+void onebit_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
+                                 uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream);
+void onebit_reduce_encode(const Contributions& contributions, double factor, const Residual& residual, size_t numel,
+                          uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream);
 
 }  // namespace bagua::kernels

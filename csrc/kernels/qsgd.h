@@ -17,6 +17,7 @@
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
 #include "csrc/kernels/counter_rng.h"
+#include "csrc/kernels/fused.h"
 
 namespace bagua::kernels {
 
@@ -66,5 +67,11 @@ void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void
 
 // accumulator[i] += the decoded f32 value, which is not rounded to the sender's dtype first.
 void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
+
+// The fused forms (fused.h), dtype and `num_nonfinite_blocks` as above. The residual of the first is on.
+void qsgd_encode_with_residual(int bits, DType dtype, const void* source, const Residual& residual, size_t numel,
+                               uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream);
+void qsgd_reduce_encode(int bits, const Contributions& contributions, double factor, const Residual& residual,
+                        size_t numel, uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream);
 
 }  // namespace bagua::kernels

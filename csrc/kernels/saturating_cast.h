@@ -11,6 +11,7 @@
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
+#include "csrc/kernels/fused.h"
 
 namespace bagua::kernels {
 
@@ -18,5 +19,12 @@ namespace bagua::kernels {
 // elements that were NaN or Inf; it lives where the stream runs (device memory on CUDA).
 void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel, uint64_t* num_nonfinite,
                      Stream stream);
+
+// The fused forms (fused.h) of the codecs whose codes are elements of `to`: encoding is saturating_cast from f32,
+// decoding is cast to f32.
+void saturating_cast_with_residual(DType from, const void* source, const Residual& residual, DType to, size_t numel,
+                                   uint8_t* bytes, uint64_t* num_nonfinite, Stream stream);
+void reduce_saturating_cast(const Contributions& contributions, double factor, const Residual& residual, DType to,
+                            size_t numel, uint8_t* bytes, uint64_t* num_nonfinite, Stream stream);
 
 }  // namespace bagua::kernels

@@ -13,6 +13,7 @@
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
+#include "csrc/kernels/fused.h"
 
 namespace bagua::kernels {
 
@@ -44,5 +45,11 @@ void topk_decode(int k, DType dtype, const uint8_t* bytes, size_t numel, void* d
 // accumulator[i] += the decoded f32 value, which is not rounded to the sender's dtype first, where there is one; the
 // others stay as they are, a -0 too.
 void topk_decode_add(int k, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream);
+
+// The fused forms (fused.h), dtype and `num_nonfinite_blocks` as above. The residual of the first is on.
+void topk_encode_with_residual(int k, DType dtype, const void* source, const Residual& residual, size_t numel,
+                               uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream);
+void topk_reduce_encode(int k, const Contributions& contributions, double factor, const Residual& residual,
+                        size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream);
 
 }  // namespace bagua::kernels

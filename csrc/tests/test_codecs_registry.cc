@@ -81,6 +81,14 @@ class OddCodec final : public Codec {
   size_t encode(const void*, DType, size_t, uint8_t*, CounterRng, Stream) const override { return 0; }
   void decode(const uint8_t*, DType, size_t, void*, Stream) const override {}
   void decode_add(const uint8_t*, DType, size_t, float*, Stream) const override {}
+  size_t encode_with_residual(const void*, DType, const kernels::Residual&, size_t, uint8_t*, CounterRng,
+                              Stream) const override {
+    return 0;
+  }
+  size_t reduce_encode(const kernels::Contributions&, DType, double, const kernels::Residual&, size_t, uint8_t*,
+                       CounterRng, Stream) const override {
+    return 0;
+  }
 
  private:
   const std::string name_;

@@ -19,6 +19,7 @@
 #include <limits>
 
 #include "csrc/common/dtype.h"
+#include "csrc/kernels/backend.h"
 #include "csrc/kernels/cpu/half.h"
 #include "csrc/kernels/multiversion.h"
 
@@ -99,6 +100,65 @@ void decode_add_blocks(const Blocks& blocks, const uint8_t* bytes, size_t numel,
     blocks.decode(bytes + offset_bytes, count, block);
     for (size_t i = 0; i < count; ++i) accumulator[begin + i] += block[i];
   });
+}
+
+// The part of a residual from element `begin` on, if there is one.
+inline Residual residual_from(const Residual& residual, size_t begin) {
+  const size_t offset_bytes = begin * item_bytes(residual.dtype);
+  const auto* in = static_cast<const uint8_t*>(residual.in);
+  return {in == nullptr ? nullptr : in + offset_bytes, static_cast<uint8_t*>(residual.out) + offset_bytes,
+          residual.dtype};
+}
+
+// values += residual.in; f32 is added as it lies.
+inline void add_residual(const Residual& residual, size_t numel, float* values) {
+  if (residual.in != nullptr) cast_add(residual.dtype, residual.in, values, numel);
+}
+
+// What the fused kernels (fused.h) do with one block: `totals` has kNumel elements, of which the first `numel` count
+// and do not hold the residual yet. Returns whether the block is finite.
+template <typename Blocks>
+bool encode_totals(const Blocks& blocks, const Residual& residual, size_t begin, size_t numel, float* totals,
+                   uint8_t* bytes) {
+  const Residual part = residual.is_on() ? residual_from(residual, begin) : Residual{};
+  add_residual(part, numel, totals);
+  std::fill(totals + numel, totals + blocks.encoded_numel(numel), Blocks::kPadding);
+  const bool finite = blocks.encode(totals, begin, numel, bytes);
+  if (!residual.is_on()) return finite;
+  alignas(64) float decoded[Blocks::kNumel] = {};  // not for us: GCC does not see that decode() writes all of `numel`
+  blocks.decode(bytes, numel, decoded);
+  subtract(totals, decoded, numel);
+  cast(DType::kF32, totals, part.dtype, part.out, numel);
+  return finite;
+}
+
+template <typename Blocks>
+void encode_with_residual_blocks(const Blocks& blocks, DType dtype, const void* source, const Residual& residual,
+                                 size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
+  uint64_t num_nonfinite = 0;
+  alignas(64) float totals[Blocks::kNumel];
+  for_each_block(blocks, numel, [&](size_t begin, size_t count, size_t offset_bytes) {
+    cast(dtype, static_cast<const uint8_t*>(source) + begin * item_bytes(dtype), DType::kF32, totals, count);
+    num_nonfinite += !encode_totals(blocks, residual, begin, count, totals, bytes + offset_bytes);
+  });
+  if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
+}
+
+template <typename Blocks>
+void reduce_encode_blocks(const Blocks& blocks, const Contributions& contributions, double factor,
+                          const Residual& residual, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
+  uint64_t num_nonfinite = 0;
+  alignas(64) float sums[Blocks::kNumel];
+  for_each_block(blocks, numel, [&](size_t begin, size_t count, size_t offset_bytes) {
+    std::fill_n(sums, blocks.decoded_numel(count), 0.0f);
+    for (int rank = 0; rank < contributions.count; ++rank) {
+      blocks.decode_add(contributions.codes + static_cast<size_t>(rank) * contributions.stride + offset_bytes, count,
+                        sums);
+    }
+    if (factor != 1.0) scale(DType::kF32, sums, factor, count);
+    num_nonfinite += !encode_totals(blocks, residual, begin, count, sums, bytes + offset_bytes);
+  });
+  if (num_nonfinite_blocks != nullptr) *num_nonfinite_blocks += num_nonfinite;
 }
 
 }  // namespace bagua::kernels::cpu

@@ -190,4 +190,14 @@ void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumula
   decode_add_blocks(minmax_uint8::Blocks{}, bytes, numel, accumulator);
 }
 
+void minmax_uint8_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
+                                       uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
+  encode_with_residual_blocks(minmax_uint8::Blocks{}, dtype, source, residual, numel, bytes, num_nonfinite_blocks);
+}
+
+void minmax_uint8_reduce_encode(const Contributions& contributions, double factor, const Residual& residual,
+                                size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
+  reduce_encode_blocks(minmax_uint8::Blocks{}, contributions, factor, residual, numel, bytes, num_nonfinite_blocks);
+}
+
 }  // namespace bagua::kernels::cpu

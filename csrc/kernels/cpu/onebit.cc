@@ -101,4 +101,14 @@ void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator) {
   decode_add_blocks(onebit::Blocks{}, bytes, numel, accumulator);
 }
 
+void onebit_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
+                                 uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
+  encode_with_residual_blocks(onebit::Blocks{}, dtype, source, residual, numel, bytes, num_nonfinite_blocks);
+}
+
+void onebit_reduce_encode(const Contributions& contributions, double factor, const Residual& residual, size_t numel,
+                          uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
+  reduce_encode_blocks(onebit::Blocks{}, contributions, factor, residual, numel, bytes, num_nonfinite_blocks);
+}
+
 }  // namespace bagua::kernels::cpu

@@ -283,4 +283,14 @@ void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumu
   decode_add_blocks(qsgd::Blocks{bits}, bytes, numel, accumulator);
 }
 
+void qsgd_encode_with_residual(int bits, DType dtype, const void* source, const Residual& residual, size_t numel,
+                               uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks) {
+  encode_with_residual_blocks(qsgd::Blocks{bits, rng}, dtype, source, residual, numel, bytes, num_nonfinite_blocks);
+}
+
+void qsgd_reduce_encode(int bits, const Contributions& contributions, double factor, const Residual& residual,
+                        size_t numel, uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks) {
+  reduce_encode_blocks(qsgd::Blocks{bits, rng}, contributions, factor, residual, numel, bytes, num_nonfinite_blocks);
+}
+
 }  // namespace bagua::kernels::cpu

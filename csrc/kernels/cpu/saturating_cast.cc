@@ -6,6 +6,7 @@
 #include <bit>
 
 #include "csrc/kernels/backend.h"
+#include "csrc/kernels/cpu/block_codec.h"
 #include "csrc/kernels/cpu/half.h"
 
 namespace bagua::kernels::cpu {
@@ -31,6 +32,28 @@ BAGUA_MULTIVERSION uint32_t clamp_block(const float* source, float* destination,
   return num_nonfinite;
 }
 
+// The fused kernels walk over pieces of kHalfBlockNumel elements: a block of these codecs is one.
+struct Elements {
+  static constexpr size_t kNumel = kHalfBlockNumel;
+  const DType to;
+
+  size_t wire_bytes() const { return kNumel * item_bytes(to); }
+};
+
+// `totals` does not hold the residual yet. Returns how many elements were not finite.
+uint64_t encode_totals(DType to, const Residual& residual, size_t begin, size_t numel, float* totals, uint8_t* bytes) {
+  const Residual part = residual.is_on() ? residual_from(residual, begin) : Residual{};
+  add_residual(part, numel, totals);
+  uint64_t num_nonfinite = 0;
+  saturating_cast(DType::kF32, totals, to, bytes, numel, &num_nonfinite);
+  if (!residual.is_on()) return num_nonfinite;
+  alignas(64) float decoded[kHalfBlockNumel];
+  cast(to, bytes, DType::kF32, decoded, numel);
+  subtract(totals, decoded, numel);
+  cast(DType::kF32, totals, part.dtype, part.out, numel);
+  return num_nonfinite;
+}
+
 }  // namespace
 
 void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel,
@@ -52,6 +75,32 @@ void saturating_cast(DType from, const void* source, DType to, void* destination
     total += clamp_block(values, block, count, largest);
     narrow(block, narrowed + begin, count);
   }
+  if (num_nonfinite != nullptr) *num_nonfinite += total;
+}
+
+void saturating_cast_with_residual(DType from, const void* source, const Residual& residual, DType to, size_t numel,
+                                   uint8_t* bytes, uint64_t* num_nonfinite) {
+  uint64_t total = 0;
+  alignas(64) float totals[kHalfBlockNumel];
+  for_each_block(Elements{to}, numel, [&](size_t begin, size_t count, size_t offset_bytes) {
+    cast(from, static_cast<const uint8_t*>(source) + begin * item_bytes(from), DType::kF32, totals, count);
+    total += encode_totals(to, residual, begin, count, totals, bytes + offset_bytes);
+  });
+  if (num_nonfinite != nullptr) *num_nonfinite += total;
+}
+
+void reduce_saturating_cast(const Contributions& contributions, double factor, const Residual& residual, DType to,
+                            size_t numel, uint8_t* bytes, uint64_t* num_nonfinite) {
+  uint64_t total = 0;
+  alignas(64) float sums[kHalfBlockNumel];
+  for_each_block(Elements{to}, numel, [&](size_t begin, size_t count, size_t offset_bytes) {
+    std::fill_n(sums, count, 0.0f);
+    for (int rank = 0; rank < contributions.count; ++rank) {
+      cast_add(to, contributions.codes + static_cast<size_t>(rank) * contributions.stride + offset_bytes, sums, count);
+    }
+    if (factor != 1.0) scale(DType::kF32, sums, factor, count);
+    total += encode_totals(to, residual, begin, count, sums, bytes + offset_bytes);
+  });
   if (num_nonfinite != nullptr) *num_nonfinite += total;
 }
 

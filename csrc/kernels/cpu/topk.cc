@@ -211,6 +211,14 @@ struct Blocks {
   bool encode(const float* source, size_t, size_t numel, uint8_t* bytes) const {
     return encode_block(source, num_kept(numel), bytes);
   }
+  size_t decoded_numel(size_t numel) const { return numel; }
+  void decode(const uint8_t* bytes, size_t numel, float* destination) const {
+    decode_f32(bytes, num_kept(numel), numel, destination);
+  }
+  void decode_add(const uint8_t* bytes, size_t numel, float* destination) const {
+    if (is_marked(bytes)) return store_all<Store::kAdd>(kNan, numel, destination);
+    for_each_index(bytes, num_kept(numel), numel, [&](size_t j, size_t i) { destination[i] += load_value(bytes, j); });
+  }
 };
 
 }  // namespace
@@ -224,8 +232,7 @@ void topk_decode(int k, DType dtype, const uint8_t* bytes, size_t numel, void* d
   const topk::Blocks blocks{static_cast<size_t>(k)};
   for_each_block(blocks, numel, [&](size_t begin, size_t count, size_t offset_bytes) {
     if (dtype == DType::kF32) {
-      float* values = static_cast<float*>(destination) + begin;
-      topk::decode_f32(bytes + offset_bytes, blocks.num_kept(count), count, values);
+      blocks.decode(bytes + offset_bytes, count, static_cast<float*>(destination) + begin);
     } else {
       auto* halves = static_cast<unaligned_u16*>(destination) + begin;
       topk::decode_half(dtype, bytes + offset_bytes, blocks.num_kept(count), count, halves);
@@ -234,14 +241,19 @@ void topk_decode(int k, DType dtype, const uint8_t* bytes, size_t numel, void* d
 }
 
 void topk_decode_add(int k, const uint8_t* bytes, size_t numel, float* accumulator) {
-  const topk::Blocks blocks{static_cast<size_t>(k)};
-  for_each_block(blocks, numel, [&](size_t begin, size_t count, size_t offset_bytes) {
-    const uint8_t* block = bytes + offset_bytes;
-    float* sums = accumulator + begin;
-    if (topk::is_marked(block)) return store_all<Store::kAdd>(kNan, count, sums);
-    topk::for_each_index(block, blocks.num_kept(count), count,
-                         [&](size_t j, size_t i) { sums[i] += topk::load_value(block, j); });
-  });
+  decode_add_blocks(topk::Blocks{static_cast<size_t>(k)}, bytes, numel, accumulator);
+}
+
+void topk_encode_with_residual(int k, DType dtype, const void* source, const Residual& residual, size_t numel,
+                               uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
+  encode_with_residual_blocks(topk::Blocks{static_cast<size_t>(k)}, dtype, source, residual, numel, bytes,
+                              num_nonfinite_blocks);
+}
+
+void topk_reduce_encode(int k, const Contributions& contributions, double factor, const Residual& residual,
+                        size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
+  reduce_encode_blocks(topk::Blocks{static_cast<size_t>(k)}, contributions, factor, residual, numel, bytes,
+                       num_nonfinite_blocks);
 }
 
 }  // namespace bagua::kernels::cpu

@@ -12,4 +12,12 @@ void minmax_uint8_decode(DType, const uint8_t*, size_t, void*, Stream) { unavail
 
 void minmax_uint8_decode_add(const uint8_t*, size_t, float*, Stream) { unavailable("minmax_uint8_decode_add"); }
 
+void minmax_uint8_encode_with_residual(DType, const void*, const Residual&, size_t, uint8_t*, uint64_t*, Stream) {
+  unavailable("minmax_uint8_encode_with_residual");
+}
+
+void minmax_uint8_reduce_encode(const Contributions&, double, const Residual&, size_t, uint8_t*, uint64_t*, Stream) {
+  unavailable("minmax_uint8_reduce_encode");
+}
+
 }  // namespace bagua::kernels::cuda

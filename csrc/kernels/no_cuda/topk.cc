@@ -10,4 +10,12 @@ void topk_decode(int, DType, const uint8_t*, size_t, void*, Stream) { unavailabl
 
 void topk_decode_add(int, const uint8_t*, size_t, float*, Stream) { unavailable("topk_decode_add"); }
 
+void topk_encode_with_residual(int, DType, const void*, const Residual&, size_t, uint8_t*, uint64_t*, Stream) {
+  unavailable("topk_encode_with_residual");
+}
+
+void topk_reduce_encode(int, const Contributions&, double, const Residual&, size_t, uint8_t*, uint64_t*, Stream) {
+  unavailable("topk_reduce_encode");
+}
+
 }  // namespace bagua::kernels::cuda
