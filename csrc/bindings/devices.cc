@@ -20,6 +20,9 @@ DeviceKind kind_from(const std::string& name) {
 }  // namespace
 
 void bind_devices(py::module_& m) {
+  py::list kinds;  // by number
+  for (int kind = 0; kind < kNumDeviceKinds; ++kind) kinds.append(device_kind_name(static_cast<DeviceKind>(kind)));
+  m.attr("device_kinds") = py::tuple(kinds);
   m.def(
       "has_device_runtime", [](const std::string& kind) { return device::has_runtime(kind_from(kind)); },
       py::arg("kind"), "Whether bagua was built for devices of this kind; the CPU needs nothing.");
