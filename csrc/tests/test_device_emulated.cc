@@ -542,6 +542,21 @@ TEST_F(Emulated, AFailureReachesItsEvents) {
   runtime.synchronize(kSecond);
 }
 
+TEST_F(Emulated, ACallIsNoKernelAndRunsOnAFailedDevice) {
+  bool has_run = false;
+  runtime.fail_next_kernel(0);
+  runtime.call(kDefault, "call", [] {});  // not the kernel that fails
+  runtime.synchronize(kDefault);
+  runtime.run(kDefault, "kernel", [] {});
+  runtime.call(kDefault, "call", [&] { has_run = true; });
+  expect_error(ErrorKind::kDevice, "kernel: the kernel was told to fail", [&] { runtime.synchronize(kDefault); });
+  EXPECT_TRUE(has_run);
+  EXPECT_EQ(runtime.counters().launches.size(), 1u);
+  runtime.reset_errors();
+  runtime.call(kDefault, "free", [this] { runtime.host_address(this); });
+  expect_error(ErrorKind::kDevice, "emulated:0: free: ", [&] { runtime.synchronize(kDefault); });
+}
+
 TEST_F(Emulated, AForkedChildHasNoDeviceAndCanExit) {
   void* const memory = runtime.allocate(64, kDefault);
   const auto closed = gate();

@@ -164,10 +164,10 @@ std::shared_ptr<EmulatedRuntime::EventState> EmulatedRuntime::event_of(Event eve
 }
 
 void EmulatedRuntime::enqueue_work(DeviceState& device, StreamQueue& queue, std::string name,
-                                   std::function<void()> work) {
+                                   std::function<void()> work, OnFailure on_failure) {
   queue.enqueue(
-      [&device, name = std::move(name), work = std::move(work)] {
-        if (device.has_failed) return;
+      [&device, name = std::move(name), work = std::move(work), on_failure] {
+        if (device.has_failed && on_failure == OnFailure::kSkip) return;
         executing_device = device.index;
         try {
           work();
@@ -500,6 +500,10 @@ void EmulatedRuntime::run(Stream stream, const char* name, std::function<void()>
     }
   }
   enqueue_work(device, queue, name, std::move(kernel));
+}
+
+void EmulatedRuntime::call(Stream stream, const char* name, std::function<void()> function) {
+  enqueue_work(device_state(stream.device), queue_of(stream), name, std::move(function), OnFailure::kRun);
 }
 
 void* EmulatedRuntime::host_address(const void* device_address) {

@@ -69,7 +69,10 @@ class EmulatedRuntime final : public Runtime {
   void run(Stream stream, const char* name, std::function<void()> kernel) override;
   void* host_address(const void* device_address) override;
 
-  // ---- what a framework needs besides: all of it waits for the device, or asks it -------------------------------
+  // ---- what a framework needs besides ----------------------------------------------------------------------------
+  // Runs in the stream's order, late, as cudaLaunchHostFunc: it is no kernel, so nothing counts it, and a failed device
+  // runs it too. What it throws fails the device as `name`.
+  void call(Stream stream, const char* name, std::function<void()> function);
   void synchronize(Stream stream);
   void synchronize(Device device);
   void synchronize(Event event);
@@ -107,7 +110,9 @@ class EmulatedRuntime final : public Runtime {
   DeviceState* owner_of(const void* memory);
   StreamQueue& queue_of(Stream stream);
   std::shared_ptr<EventState> event_of(Event event);
-  void enqueue_work(DeviceState& device, StreamQueue& queue, std::string name, std::function<void()> work);
+  enum class OnFailure { kSkip, kRun };  // once the device has failed
+  void enqueue_work(DeviceState& device, StreamQueue& queue, std::string name, std::function<void()> work,
+                    OnFailure on_failure = OnFailure::kSkip);
   void pin(const void* memory, size_t bytes, const char* verb);
   void unpin(const void* memory);
   PinnedBlock* pinned_block_of(const void* memory, size_t* offset);
