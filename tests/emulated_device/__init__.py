@@ -39,7 +39,7 @@ NAME = "emulated"
 num_devices = 4
 # The headers that the extension is written for; older ones lack Stream.native_handle.
 TORCH_NEEDED = (2, 13)
-FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
+FLAGS = ["-std=c++20", "-O1", "-DAT_PER_OPERATOR_HEADERS", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
 
 
 def unavailable() -> str | None:

@@ -5,10 +5,17 @@
 // record_stream() lets it live until the recorded ones have come as far, too.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/Stream.h>
 
 #include "csrc/device/emulated/emulated_runtime.h"
+
+namespace at {
+struct Generator;
+}
+namespace c10 {
+struct Storage;
+}
 
 namespace emulated {
 
