@@ -77,6 +77,7 @@ class EmulatedRuntime final : public Runtime {
   void synchronize(Device device);
   void synchronize(Event event);
   bool is_idle(Stream stream);
+  bool is_of_another_process() const { return process_ != 0 && !is_own_process(); }  // a forked child's parent
   bool is_pinned(const void* memory);
   bool is_device_memory(const void* memory);
   Device device_of(const void* memory);  // throws Device
