@@ -397,9 +397,7 @@ class BucketStorage:
         return new
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
-        if self._device.type == "cpu":
-            return self._group.empty(num_bytes, torch.uint8)
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._group.empty(num_bytes, torch.uint8, self._device)
 
     def lay_out(self, order: Sequence[int]) -> None:
         """Slices the memory anew for the ready order ``order``; gradients that lie in it move with their views.
