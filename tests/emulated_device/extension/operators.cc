@@ -24,6 +24,7 @@
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
@@ -303,6 +304,27 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
   return {back(std::get<0>(grads)), back(std::get<1>(grads)), back(std::get<2>(grads))};
 }
 
+// Changes the running statistics, which its schema does not say, so the fallback would lose that.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(const at::Tensor& input,
+                                                          const std::optional<at::Tensor>& weight,
+                                                          const std::optional<at::Tensor>& bias,
+                                                          const std::optional<at::Tensor>& running_mean,
+                                                          const std::optional<at::Tensor>& running_var, bool training,
+                                                          double momentum, double eps) {
+  const c10::DeviceGuard guard(input.device());
+  const Computing computing;
+  const auto on_host = [](const std::optional<at::Tensor>& tensor) {
+    return tensor.has_value() && tensor->defined() ? std::optional(tensor->cpu()) : std::nullopt;
+  };
+  const auto host_mean = on_host(running_mean), host_var = on_host(running_var);
+  const auto results =
+      at::native_batch_norm(input.cpu(), on_host(weight), on_host(bias), host_mean, host_var, training, momentum, eps);
+  if (training && host_mean.has_value()) write_late(*running_mean, *host_mean);
+  if (training && host_var.has_value()) write_late(*running_var, *host_var);
+  const c10::Device device = input.device();
+  return {std::get<0>(results).to(device), std::get<1>(results).to(device), std::get<2>(results).to(device)};
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
@@ -323,6 +345,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   });
   library.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   library.impl("record_stream", &record_stream);
+  library.impl("native_batch_norm", &batch_norm);
   library.impl("convolution_overrideable", &convolution);
   library.impl("convolution_backward_overrideable", &convolution_backward);
 }
