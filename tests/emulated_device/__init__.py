@@ -35,10 +35,12 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "build/emulated_device"
 NAME = "emulated"
 num_devices = 4
 # The headers that the extension is written for; older ones lack Stream.native_handle.
 TORCH_NEEDED = (2, 13)
+DEFAULT_DELAY = 0.3e-3  # seconds
 FLAGS = ["-std=c++20", "-O1", "-DAT_PER_OPERATOR_HEADERS", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
 
 
@@ -53,9 +55,28 @@ def unavailable() -> str | None:
     return None
 
 
+def build() -> Path:
+    """The extension's file, made by the first process that asks; the others wait for it. Registers nothing.
+
+    Raises:
+        RuntimeError: it cannot be built; unavailable() says so beforehand, unless the sources are wrong.
+    """
+    library = FOLDER / f"bagua_emulated_{_key()}.so"
+    if not library.exists():
+        reason = unavailable()
+        if reason is not None:
+            raise RuntimeError(f"the emulated device {reason}")
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with open(FOLDER / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it should this process die
+            if not library.exists():
+                _compile(library)
+    return library
+
+
 @functools.cache
 def load() -> types.ModuleType:
-    """Registers the device with torch and with bagua; torch.emulated. Builds the extension where that is to be done."""
+    """Registers the device with torch and with bagua, and returns torch.emulated. Builds the extension if need be."""
     from bagua import _C
 
     extension = _extension()
@@ -75,8 +96,8 @@ def stream_handle(stream: torch.Stream) -> int:
 def counters() -> dict:
     """What happened on all devices since reset_counters(), and what is alive.
 
-    `launches` of bagua's kernels by name; `bytes_to_device`, `bytes_to_host` and `bytes_on_device`, by the user's copies
-    and bagua's (an operator of torch counts as neither); `live_bytes`, `pinned_bytes`, `num_streams` and `num_events`.
+    `launches` of bagua's kernels by name; `bytes_to_device`, `bytes_to_host` and `bytes_on_device`, of the user's
+    copies and bagua's, not of torch's operators; `live_bytes`, `pinned_bytes`, `num_streams` and `num_events`.
     """
     return _extension().counters()
 
@@ -98,7 +119,7 @@ def limit_memory(num_bytes: int | None) -> None:
 
 
 def fail_next_kernel(device: int = 0) -> None:
-    """The next of bagua's kernels on the device fails, and with it, from then on, everything there: an error is sticky."""
+    """The next of bagua's kernels on the device fails, and after it everything there, until reset_errors()."""
     _extension().fail_next_kernel(device)
 
 
@@ -117,9 +138,6 @@ def delayed(seconds: float):
         set_delay(DEFAULT_DELAY)
 
 
-DEFAULT_DELAY = 0.3e-3
-
-
 # ---- torch.emulated -------------------------------------------------------------------------------------
 
 
@@ -127,7 +145,7 @@ def _device_module(extension: types.ModuleType) -> types.ModuleType:
     """What torch asks of torch.<device>."""
     module = types.ModuleType(f"torch.{NAME}")
 
-    class device:  # noqa: N801  torch's name
+    class device:
         """The current device within a block."""
 
         def __init__(self, device):
@@ -185,7 +203,10 @@ def _sources() -> list[Path]:
 
 def _headers() -> list[Path]:
     folders = [Path(__file__).parent / "extension", ROOT / "csrc/device", ROOT / "csrc/device/emulated"]
-    return [*(path for folder in folders for path in sorted(folder.glob("*.h"))), *sorted((ROOT / "csrc/common").glob("*.h"))]
+    return [
+        *(path for folder in folders for path in sorted(folder.glob("*.h"))),
+        *sorted((ROOT / "csrc/common").glob("*.h")),
+    ]
 
 
 def _key() -> str:
@@ -199,28 +220,15 @@ def _key() -> str:
 
 @functools.cache
 def _extension() -> types.ModuleType:
-    """The extension module, built by the first process that asks; the others wait for it."""
-    key = _key()
-    name = f"bagua_emulated_{key}"
-    folder = ROOT / "build/emulated_device"
-    library = folder / f"{name}.so"
-    if not library.exists():
-        reason = unavailable()
-        if reason is not None:
-            raise RuntimeError(f"the emulated device {reason}")
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it should this process die
-            if not library.exists():
-                _build(name, library)
-    specification = importlib.util.spec_from_file_location(name, library)
+    library = build()
+    specification = importlib.util.spec_from_file_location(library.stem, library)
     extension = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(extension)
     assert extension.num_devices == num_devices
     return extension
 
 
-def _build(name: str, library: Path) -> None:
+def _compile(library: Path) -> None:
     from torch.utils import cpp_extension
 
     includes = [f"-I{ROOT}", *(f"-isystem{path}" for path in cpp_extension.include_paths())]
@@ -232,7 +240,19 @@ def _build(name: str, library: Path) -> None:
         def compile_one(numbered: tuple[int, Path]) -> str:
             number, source = numbered
             made = f"{scratch}/{number}.o"
-            _run([*_compiler(), *FLAGS, abi, f"-DBAGUA_EMULATED_MODULE={name}", *includes, "-c", str(source), "-o", made])
+            _run(
+                [
+                    *_compiler(),
+                    *FLAGS,
+                    abi,
+                    f"-DBAGUA_EMULATED_MODULE={library.stem}",
+                    *includes,
+                    "-c",
+                    str(source),
+                    "-o",
+                    made,
+                ]
+            )
             return made
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as workers:
@@ -246,4 +266,6 @@ def _build(name: str, library: Path) -> None:
 def _run(command: list[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise RuntimeError(f"the emulated device does not build:\n{shlex.join(command)}\n{result.stdout}{result.stderr}")
+        raise RuntimeError(
+            f"the emulated device does not build:\n{shlex.join(command)}\n{result.stdout}{result.stderr}"
+        )

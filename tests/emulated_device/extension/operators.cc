@@ -5,9 +5,12 @@
 // another stream without an event reads what was there before. (Only a write that another stream does too early, before
 // an operator has read its operand, does not show: the host reads at once.) Such reads and writes are not counted. What
 // the user copies is: it goes through the runtime's copies.
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -17,8 +20,11 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
@@ -258,7 +264,7 @@ void compute_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     for_each_tensor(argument, [&](const at::Tensor& tensor) {
       if (!is_ours(tensor)) return;
       TORCH_CHECK(!device.has_value() || *device == tensor.device(), op.schema().operator_name(),
-                  ": expected all tensors to be on one device, found ", *device, " and ", tensor.device());
+                  ": expected all tensors to be on the same device, found ", *device, " and ", tensor.device());
       device = tensor.device();
     });
     if (argument.isGenerator()) argument = host_generator(argument.toGenerator());
@@ -266,6 +272,57 @@ void compute_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::OptionalDeviceGuard guard(device);
   const Computing computing;
   at::native::cpu_fallback(op, stack);
+}
+
+// What torch calls for a convolution on a device that it does not know: the CPU's choice of algorithm is made with the
+// operands on the CPU.
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
+                       c10::IntArrayRef output_padding, int64_t groups) {
+  const c10::DeviceGuard guard(input.device());
+  const Computing computing;
+  std::optional<at::Tensor> host_bias;
+  if (bias.has_value() && bias->defined()) host_bias = bias->cpu();
+  return at::convolution(input.cpu(), weight.cpu(), host_bias, stride, padding, dilation, transposed, output_padding,
+                         groups)
+      .to(input.device());
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& grad_output,
+                                                                    const at::Tensor& input, const at::Tensor& weight,
+                                                                    c10::IntArrayRef stride, c10::IntArrayRef padding,
+                                                                    c10::IntArrayRef dilation, bool transposed,
+                                                                    c10::IntArrayRef output_padding, int64_t groups,
+                                                                    std::array<bool, 3> output_mask) {
+  const c10::DeviceGuard guard(input.device());
+  const Computing computing;
+  const int64_t bias_size = grad_output.size(1);
+  const auto grads =
+      at::convolution_backward(grad_output.cpu(), input.cpu(), weight.cpu(), c10::IntArrayRef(bias_size), stride,
+                               padding, dilation, transposed, output_padding, groups, output_mask);
+  const auto back = [&](const at::Tensor& grad) { return grad.defined() ? grad.to(input.device()) : grad; };
+  return {back(std::get<0>(grads)), back(std::get<1>(grads)), back(std::get<2>(grads))};
+}
+
+// Changes the running statistics, which its schema does not say, so the fallback would lose that.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(const at::Tensor& input,
+                                                          const std::optional<at::Tensor>& weight,
+                                                          const std::optional<at::Tensor>& bias,
+                                                          const std::optional<at::Tensor>& running_mean,
+                                                          const std::optional<at::Tensor>& running_var, bool training,
+                                                          double momentum, double eps) {
+  const c10::DeviceGuard guard(input.device());
+  const Computing computing;
+  const auto on_host = [](const std::optional<at::Tensor>& tensor) {
+    return tensor.has_value() && tensor->defined() ? std::optional(tensor->cpu()) : std::nullopt;
+  };
+  const auto host_mean = on_host(running_mean), host_var = on_host(running_var);
+  const auto results =
+      at::native_batch_norm(input.cpu(), on_host(weight), on_host(bias), host_mean, host_var, training, momentum, eps);
+  if (training && host_mean.has_value()) write_late(*running_mean, *host_mean);
+  if (training && host_var.has_value()) write_late(*running_var, *host_var);
+  const c10::Device device = input.device();
+  return {std::get<0>(results).to(device), std::get<1>(results).to(device), std::get<2>(results).to(device)};
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
@@ -288,6 +345,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   });
   library.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   library.impl("record_stream", &record_stream);
+  library.impl("native_batch_norm", &batch_norm);
+  library.impl("convolution_overrideable", &convolution);
+  library.impl("convolution_backward_overrideable", &convolution_backward);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
