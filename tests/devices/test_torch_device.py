@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import tests.emulated_device as emulated
+from bagua import _C
 from bagua.testing import Pool
 
 
@@ -348,6 +349,12 @@ def test_a_data_loader_pins():
         assert x.is_pinned() and y.is_pinned()
         seen.append(x.to("emulated", non_blocking=True))
     assert torch.cat(seen).tolist() == list(range(8))
+
+
+@on_the_device
+def test_bagua_knows_the_device():
+    assert _C.has_device_runtime("emulated")
+    assert _C.num_devices("emulated") == emulated.num_devices
 
 
 # ---- streams --------------------------------------------------------------------------------------------
