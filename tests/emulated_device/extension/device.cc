@@ -92,7 +92,7 @@ void delete_block(void* context) noexcept {
       wait_for(janitor, block->stream);
       for (const bagua::Stream& stream : block->uses) wait_for(janitor, stream);
       last = janitor;
-    } catch (const std::exception&) {  // the device has failed
+    } catch (const std::exception&) {  // the device has failed, or a stream was destroyed
     }
   }
   runtime().free(block->memory, last);
