@@ -160,7 +160,7 @@ class Codec:
         average: bool = False,
         key: int | None = None,
     ) -> torch.Tensor:
-        """The message for the sum of several, in one pass: the step of a compressed all_reduce between its two exchanges.
+        """The message for the sum of several, in one pass: what a compressed all_reduce does between its exchanges.
 
         Its bytes are those of ``encode`` for a float32 tensor to which ``decode_add`` has added all messages in a row.
 
@@ -189,9 +189,7 @@ class Codec:
         factor = 1 / count if average else 1.0
         encoded = self._empty_message(numel, torch.float32, messages.device)
         key, stream = self._key(key), current_stream(messages.device)
-        _C.codec_reduce_encode(
-            self.spec, address, count, kind, numel, factor, encoded.data_ptr(), key, stream
-        )
+        _C.codec_reduce_encode(self.spec, address, count, kind, numel, factor, encoded.data_ptr(), key, stream)
         return encoded
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:

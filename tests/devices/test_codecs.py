@@ -5,7 +5,7 @@ import torch
 
 import tests.emulated_device as emulated
 from tests.codec_specs import SPECS
-from tests.devices.device_process import on_the_device, process  # noqa: F401  (a fixture)
+from tests.devices.device_process import on_the_device
 
 
 @on_the_device

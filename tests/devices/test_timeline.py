@@ -5,7 +5,7 @@ import time
 import torch
 
 import tests.emulated_device as emulated
-from tests.devices.device_process import on_the_device, process  # noqa: F401  (a fixture)
+from tests.devices.device_process import on_the_device
 
 STEPS = 3
 

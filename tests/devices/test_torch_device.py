@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import tests.emulated_device as emulated
-from tests.devices.device_process import on_the_device, process  # noqa: F401  (a fixture)
+from tests.devices.device_process import on_the_device, run_there
 
 
 def on(device):
@@ -68,7 +68,7 @@ HOW = {"single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fu
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("model", ["mlp", "conv_net"])
 def test_training_has_the_cpus_bits(process, model, name, how):
-    process.run(_run, args=(lambda: check_training(model, name, how),))
+    process.run(run_there, args=(lambda: check_training(model, name, how),))
 
 
 def check_training(model, name, how):
