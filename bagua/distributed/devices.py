@@ -14,7 +14,7 @@ import torch
 from bagua import _C
 from bagua.errors import InvalidArgument
 
-__all__ = ["HostCopy", "StreamKey", "check_supported", "common_device", "current_stream"]
+__all__ = ["HostCopy", "StreamKey", "check_supported", "common_device", "current_stream", "nccl_version"]
 
 # Kind and index of the device, and the handle of the stream, for the core.
 StreamKey = tuple[int, int, int]
@@ -61,6 +61,14 @@ def current_stream(device: torch.device) -> StreamKey | None:
     else:
         handle = torch.accelerator.current_stream(device.index).native_handle
     return _KINDS[device.type], device.index or 0, handle or 0
+
+
+def nccl_version() -> str | None:
+    """Of the NCCL that torch has loaded; None where it has none."""
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except AttributeError:  # a torch that was built without it
+        return None
 
 
 class HostCopy:

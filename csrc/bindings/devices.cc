@@ -1,5 +1,6 @@
 // Which devices there are. The tests hand over the runtime of the emulated one here: it is not part of the module.
 #include <string>
+#include <tuple>
 
 #include "csrc/bindings/bindings.h"
 #include "csrc/bindings/convert.h"
@@ -36,6 +37,20 @@ void bind_devices(py::module_& m) {
       },
       py::arg("kind"),
       "0 without a driver or without a runtime. It initialises CUDA: ask in no process that forks afterwards.");
+  m.def(
+      "describe_device",
+      [](const std::string& kind, int index) {
+        const DeviceKind asked = kind_from(kind);
+        const auto found = device::runtime_of({asked, index}).describe(index);
+        return std::make_tuple(found.name, found.memory_bytes, found.architecture);
+      },
+      py::arg("kind"), py::arg("index"), "Name, bytes of memory, and architecture. Initialises CUDA, too.");
+  m.def(
+      "device_versions",
+      [](const std::string& kind) {
+        return device::runtime_of({kind_from(kind), 0}).versions();
+      },
+      py::arg("kind"), "Of the driver and the runtime, in words.");
   m.def(
       "register_device_runtime",
       [](const std::string& kind, uintptr_t address) {
