@@ -4,6 +4,7 @@ import collections.abc
 
 __version__: str
 TORCH_FRAME_SIZES: tuple[int, ...]
+device_kinds: tuple[str, ...]
 error_classes: tuple[str, ...]
 has_cuda: bool
 
@@ -21,8 +22,10 @@ def codec_wire_bytes(arg0: str, arg1: int, arg2: int, /) -> int: ...
 def copy_to_cold(destination: int, source: int, bytes: int) -> None: ...
 def default_thresholds() -> dict[str, int]: ...
 def derive_key(key: int, index: int) -> int: ...
+def has_device_runtime(kind: str) -> bool: ...
 def is_shared(arg0: int, arg1: int, /) -> bool: ...
 def local_world(name: str, size: int, spin_us: float) -> list[Group]: ...
+def num_devices(kind: str) -> int: ...
 def owned_stripe(numel: int, size: int, rank: int, codec: str) -> tuple[int, int]: ...
 def plan_buckets(
     numels: collections.abc.Sequence[int],
@@ -34,6 +37,7 @@ def plan_buckets(
     align_bytes: int,
 ) -> tuple[list[int], list[int], list[int]]: ...
 def record_spans(count: int) -> None: ...
+def register_device_runtime(kind: str, address: int) -> None: ...
 def registered_codecs() -> list[str]: ...
 def shm_segment_bytes(arg0: int, /) -> int: ...
 def topologies() -> list[str]: ...
@@ -107,8 +111,7 @@ class Group:
         dtype: int,
         op: int,
         codec: tuple[str, int | None] | None,
-        timeout_s: float,
-        blocking: bool,
+        submission: tuple[float, bool, tuple[int, int, int] | None],
         feedback: tuple[int, int, int, int, int] | None = ...,
         parts: collections.abc.Sequence[tuple[int, int, int]] = ...,
         checks_result: bool = ...,
@@ -122,13 +125,21 @@ class Group:
         dtype: int,
         op: int,
         codec: tuple[str, int | None] | None,
-        timeout_s: float,
-        blocking: bool,
+        submission: tuple[float, bool, tuple[int, int, int] | None],
         feedback: tuple[int, int, int, int, int] | None = ...,
         parts: collections.abc.Sequence[tuple[int, int, int]] = ...,
         checks_result: bool = ...,
     ) -> Work: ...
-    def reduce(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: float, arg6: bool, /) -> Work: ...
+    def reduce(
+        self,
+        arg0: int,
+        arg1: int,
+        arg2: int,
+        arg3: int,
+        arg4: int,
+        arg5: tuple[float, bool, tuple[int, int, int] | None],
+        /,
+    ) -> Work: ...
     def reduce_scatter(
         self,
         arg0: int,
@@ -137,8 +148,7 @@ class Group:
         arg3: int,
         arg4: int,
         arg5: tuple[str, int | None] | None,
-        arg6: float,
-        arg7: bool,
+        arg6: tuple[float, bool, tuple[int, int, int] | None],
         /,
     ) -> Work: ...
     def neighbor_average(
@@ -149,9 +159,8 @@ class Group:
         arg3: int,
         arg4: int,
         arg5: tuple[str, int | None] | None,
-        arg6: float,
-        arg7: bool,
-        arg8: collections.abc.Sequence[tuple[int, int, int]],
+        arg6: tuple[float, bool, tuple[int, int, int] | None],
+        arg7: collections.abc.Sequence[tuple[int, int, int]],
         /,
     ) -> Work: ...
     def hierarchical_neighbor_average(
@@ -165,9 +174,8 @@ class Group:
         arg6: int,
         arg7: int,
         arg8: tuple[str, int | None] | None,
-        arg9: float,
-        arg10: bool,
-        arg11: collections.abc.Sequence[tuple[int, int, int]],
+        arg9: tuple[float, bool, tuple[int, int, int] | None],
+        arg10: collections.abc.Sequence[tuple[int, int, int]],
         /,
     ) -> Work: ...
     def difference_ring_average(
@@ -179,8 +187,7 @@ class Group:
         arg4: int,
         arg5: int,
         arg6: tuple[str, int | None] | None,
-        arg7: float,
-        arg8: bool,
+        arg7: tuple[float, bool, tuple[int, int, int] | None],
         /,
     ) -> Work: ...
     def all_gather(
@@ -190,8 +197,7 @@ class Group:
         arg2: int,
         arg3: int,
         arg4: tuple[str, int | None] | None,
-        arg5: float,
-        arg6: bool,
+        arg5: tuple[float, bool, tuple[int, int, int] | None],
         /,
     ) -> Work: ...
     def all_to_all(
@@ -202,8 +208,7 @@ class Group:
         arg3: collections.abc.Sequence[int],
         arg4: int,
         arg5: tuple[str, int | None] | None,
-        arg6: float,
-        arg7: bool,
+        arg6: tuple[float, bool, tuple[int, int, int] | None],
         /,
     ) -> Work: ...
     def broadcast(
@@ -213,15 +218,50 @@ class Group:
         arg2: int,
         arg3: int,
         arg4: tuple[str, int | None] | None,
-        arg5: float,
-        arg6: bool,
+        arg5: tuple[float, bool, tuple[int, int, int] | None],
         /,
     ) -> Work: ...
-    def gather(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: float, arg6: bool, /) -> Work: ...
-    def scatter(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: float, arg6: bool, /) -> Work: ...
-    def barrier(self, arg0: float, arg1: bool, /) -> Work: ...
-    def send(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: float, /) -> Work: ...
-    def recv(self, arg0: int, arg1: int, arg2: int, arg3: int, arg4: int, arg5: float, /) -> Work: ...
+    def gather(
+        self,
+        arg0: int,
+        arg1: int,
+        arg2: int,
+        arg3: int,
+        arg4: int,
+        arg5: tuple[float, bool, tuple[int, int, int] | None],
+        /,
+    ) -> Work: ...
+    def scatter(
+        self,
+        arg0: int,
+        arg1: int,
+        arg2: int,
+        arg3: int,
+        arg4: int,
+        arg5: tuple[float, bool, tuple[int, int, int] | None],
+        /,
+    ) -> Work: ...
+    def barrier(self, arg0: tuple[float, bool, tuple[int, int, int] | None], /) -> Work: ...
+    def send(
+        self,
+        arg0: int,
+        arg1: int,
+        arg2: int,
+        arg3: int,
+        arg4: int,
+        arg5: tuple[float, bool, tuple[int, int, int] | None],
+        /,
+    ) -> Work: ...
+    def recv(
+        self,
+        arg0: int,
+        arg1: int,
+        arg2: int,
+        arg3: int,
+        arg4: int,
+        arg5: tuple[float, bool, tuple[int, int, int] | None],
+        /,
+    ) -> Work: ...
 
 class ProcessWaits:
     def __init__(self) -> None: ...
@@ -287,4 +327,5 @@ class Work:
     def is_completed(self) -> bool: ...
     def error(self) -> object: ...
     def wait(self, timeout_s: float) -> bool: ...
+    def wait_on_stream(self, timeout_s: float, kind: int, index: int, handle: int) -> bool: ...
     def add_done_callback(self, callback: collections.abc.Callable[..., object]) -> None: ...

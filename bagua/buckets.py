@@ -3,8 +3,8 @@
 Data path: gradient ready -> **bucket** -> scheduler -> algorithm -> engine.
 
 Where gradients are exchanged they lie in the buckets for good. Weights are copied in before an exchange and out after
-it. Invariants: one allocation, shared with the ranks of this host or on the parameters' device, holds all buckets. Its size depends
-on the parameters alone, because the planner pads every tensor by itself, so a new plan re-slices the
+it. Invariants: one allocation, shared with the ranks of this host or on the parameters' device, holds all buckets. Its
+size depends on the parameters alone, because the planner pads every tensor by itself, so a new plan re-slices the
 same memory and costs none. A view has the shape and dtype of its parameter, and its strides where
 the parameter is dense. Padding is zero whenever a bucket is sent.
 """
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from bagua import _C, codecs
-from bagua.distributed.devices import check_supported, common_device
+from bagua.distributed.devices import HostCopy, check_supported, common_device
 from bagua.distributed.process_group import ProcessGroup, Work, dtype_code
 from bagua.errors import InvalidArgument
 
@@ -117,6 +117,7 @@ class Bucket:
         self._gaps = gaps
         self._segments: list[tuple[int, torch.Tensor]] | None = None
         self._is_finite: bool | None = None  # None: nobody has looked since it was communicated
+        self._looking: Work | None = None  # on a device: tells of it once it has ended
         self._states: weakref.ref[States] | None = None  # they know the bucket
 
     @property
@@ -239,7 +240,7 @@ class Bucket:
             before_read: moves them there.
         """
         self.works, self.sent, self._segments = [], [], segments
-        self.is_result, self._is_finite = False, None
+        self.is_result, self._is_finite, self._looking = False, None, None
         self.is_read, self.before_read = False, before_read
 
     def take_segments(self) -> list[tuple[int, torch.Tensor]] | None:
@@ -260,19 +261,38 @@ class Bucket:
         if self.dtype != torch.float16 or not is_finite:  # others hardly overflow then
             self._is_finite = is_finite
 
+    def finds_finite(self, work: Work) -> None:
+        """On a device: an operation will have looked at its result, as ``found_finite`` has it, when it has ended."""
+        if self.dtype != torch.float16:
+            self._looking = work
+
+    def look_later(self) -> Callable[[], bool]:
+        """What ``is_finite`` returns, for later: the host does not wait for the device now."""
+        if self._is_finite is None and self._looking is not None:
+            return self._looking.is_found_finite
+        if self._is_finite is not None or self._flat.is_cpu:
+            is_finite = self.is_finite()
+            return lambda: is_finite
+        flag = HostCopy(self._flat[:: self._stride()].isfinite().all())
+        return lambda: bool(flag.get())
+
     def is_finite(self) -> bool:
-        """Whether it holds no NaN and no Inf. Looked at once per backward.
+        """Whether it holds no NaN and no Inf. Looked at once per backward; waits for a device.
 
         A codec turns a block with NaN or Inf into NaN on all ranks, so where one was used, which means that the ranks
         are several, one element of each block tells, and all ranks get the same answer.
         """
         if self._is_finite is None:
-            # Float16 may overflow where it is decoded, in any element.
-            sent, stride = self.declaration, 1
-            if sent.codec is not None and self.is_result:
-                stride = 1 if self.dtype == torch.float16 else codecs.get(sent.codec).block_numel
-            self._is_finite = are_finite([self._flat], stride)
+            looking = self._looking
+            self._is_finite = are_finite([self._flat], self._stride()) if looking is None else looking.is_found_finite()
         return self._is_finite
+
+    def _stride(self) -> int:
+        """One element of so many tells whether it is finite."""
+        sent = self.declaration
+        if sent.codec is None or not self.is_result or self.dtype == torch.float16:
+            return 1  # float16 may overflow where it is decoded, in any element
+        return codecs.get(sent.codec).block_numel
 
     def __repr__(self) -> str:
         return f"Bucket({self.label!r}, {self.dtype}, numel={self.numel}, names={list(self.names)})"
@@ -377,9 +397,7 @@ class BucketStorage:
         return new
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
-        if self._device.type == "cpu":
-            return self._group.empty(num_bytes, torch.uint8)
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._group.empty(num_bytes, torch.uint8, self._device)
 
     def lay_out(self, order: Sequence[int]) -> None:
         """Slices the memory anew for the ready order ``order``; gradients that lie in it move with their views.

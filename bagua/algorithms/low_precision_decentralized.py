@@ -93,7 +93,8 @@ class LowPrecisionDecentralized(ExchangedWeights):
         num_neighbors = min(self.training.group.size - 1, 2)
         if num_neighbors:
             largest = max(bucket.num_bytes for bucket in buckets)
-            self._scratch = [self.training.group.empty(largest, torch.uint8) for _ in range(min(2, len(buckets)))]
+            empty = self.training.group.empty
+            self._scratch = [empty(largest, torch.uint8, buckets[0].device) for _ in range(min(2, len(buckets)))]
         for bucket in buckets if num_neighbors else ():
             if bucket.kind:  # a codec is for its dtype
                 is_float32 = bucket.dtype == torch.float32

@@ -72,6 +72,7 @@ class ParameterStates:
         self._is_under_way = False  # a backward has renewed them and no optimizer step has followed
         self._renewed: set[tuple[str, Key]] = set()  # since the last optimizer step: attribute of a side, and key
         self._renewed_now: set[tuple[str, Key]] = set()  # in this backward
+        self._committed: set[tuple[str, Key]] = set()  # by the last optimizer step, until the next backward
         self._is_in_backward = False
         # Before the backward under way, where it is not the first one since the step.
         self._before: dict[tuple[str, Key], torch.Tensor] = {}
@@ -194,6 +195,7 @@ class ParameterStates:
     def begin_backward(self) -> None:
         """A backward begins that exchanges gradients."""
         self._forget_unfinished()
+        self._committed = set()
         self._is_in_backward = True
 
     def _forget_unfinished(self) -> None:
@@ -237,13 +239,26 @@ class ParameterStates:
         """An optimizer steps with the gradients that were exchanged."""
         if not self._is_under_way:
             return
-        for kind, key in self._renewed:
-            kept, following = getattr(self._kept, kind), getattr(self._next, kind)
-            if key in following and key in kept:
-                kept[key], following[key] = following[key], kept[key]
+        self._swap(self._renewed)
         for kind in ("parts", "whole_parts"):  # of a layout that came after the backward, not asked for since
             getattr(self._kept, kind).update(getattr(self._next, kind))
             getattr(self._next, kind).clear()
+        self._committed, self._renewed, self._is_under_way = self._renewed, set(), False
+
+    def _swap(self, values: Iterable[tuple[str, Key]]) -> None:
+        for kind, key in values:
+            kept, following = getattr(self._kept, kind), getattr(self._next, kind)
+            if key in following and key in kept:
+                kept[key], following[key] = following[key], kept[key]
+
+    def undo_commit(self) -> None:
+        """It has come out that the last step changed nothing; no backward and no layout has come since."""
+        if self._committed:
+            self._swap(self._committed)
+            self._renewed, self._committed, self._is_under_way = self._committed, set(), True
+
+    def forget_renewed(self) -> None:
+        """It has come out that ``end_backward`` should have been told that a bucket is not finite."""
         self._renewed, self._is_under_way = set(), False
 
     # --- checkpoints

@@ -45,6 +45,7 @@ def with_bagua(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     find_unused_parameters: bool = False,
     broadcast_buffers: bool | None = None,
+    nonfinite_check: str | None = None,
     **options: Any,
 ) -> Model:
     """Makes ``model`` train in step with the same model on the other ranks; collective.
@@ -57,8 +58,9 @@ def with_bagua(
     one rank is refused on all and has changed nothing: they train on as before.
 
     Args:
-        model: a module whose parameters are on the CPU. Train it through ``model(...)``: the forwards of the root
-            module broadcast buffers. What torch.compile has compiled so far is compiled anew at its next call.
+        model: a module whose trainable parameters are on one device, the CPU or a GPU. Train it through ``model(...)``:
+            the forwards of the root module broadcast buffers. What torch.compile has compiled so far is compiled anew
+            at its next call.
         optimizers: those that step its parameters. Their state starts equal. One that is made anew later takes the
             place of the one that stepped the same parameters, as it is: make it alike and at the same step on all
             ranks. Among several ranks, where the algorithm uses a codec, a step is refused on all of them if a gradient
@@ -76,6 +78,10 @@ def with_bagua(
             whatever runs backward from the model's output takes part, ``torch.autograd.grad`` too: all ranks do it.
         broadcast_buffers: whether rank 0's buffers are sent before each training forward outside no_sync. By default
             they are while gradients are synchronised; while weights are exchanged each rank keeps its own.
+        nonfinite_check: when a step with a gradient that is NaN or Inf is refused, where it is. "sync": before it has
+            changed a weight; where the model is on a device, each backward waits for the device then. "late": when the
+            next forward or backward begins, and the weights have changed; nothing waits. By default "late" on a device
+            and "sync" on the CPU, where nothing has to wait; there "late" is not to be had.
         options: the algorithm's own.
 
     Raises:
@@ -94,6 +100,7 @@ def with_bagua(
         "bucket_bytes": (bucket_bytes, int),
         "find_unused_parameters": (find_unused_parameters, bool),
         "broadcast_buffers": (broadcast_buffers, (bool, type(None))),
+        "nonfinite_check": (nonfinite_check, (str, type(None))),
     }
 
     def prepare() -> tuple[tuple[Step, OptimizerStates], dict[str, Any]]:
@@ -125,6 +132,7 @@ def with_bagua(
             buffers=BufferBroadcast(model, group) if broadcast_buffers is not False else None,
             always_broadcasts=broadcast_buffers is True,
             find_unused_parameters=find_unused_parameters,
+            is_late=_is_late(nonfinite_check, model),
             frozen=[(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad],
             earlier=earlier.step if earlier is not None else None,
         )
@@ -148,6 +156,15 @@ def with_bagua(
     return model
 
 
+def _is_late(nonfinite_check: str | None, model: torch.nn.Module) -> bool:
+    is_on_cpu = next(parameter for parameter in model.parameters() if parameter.requires_grad).is_cpu
+    if nonfinite_check not in (None, "late", "sync") or (nonfinite_check == "late" and is_on_cpu):
+        raise InvalidArgument(
+            f'nonfinite_check is {nonfinite_check!r}, expected "sync", "late" where the model is on a device, or None'
+        )
+    return not is_on_cpu and nonfinite_check != "sync"
+
+
 class DistributedDataParallel(torch.nn.Module):
     """Takes the place of ``torch.nn.parallel.DistributedDataParallel``: only the import changes.
 
@@ -157,7 +174,8 @@ class DistributedDataParallel(torch.nn.Module):
     that backward. An argument that cannot be honoured raises.
 
     Args:
-        module: the module to train, with its parameters on the CPU.
+        module: the module to train, with its parameters on one device.
+        device_ids: None, or a list of the one device that the module is on, as in torch's.
         broadcast_buffers: as in :func:`bagua.with_bagua`.
         process_group: a bagua group; all ranks by default.
         bucket_cap_mb: ``bucket_bytes`` of :func:`bagua.with_bagua` in MiB, 25 by default.
@@ -194,7 +212,7 @@ class DistributedDataParallel(torch.nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        _refuse("device_ids", device_ids, bool(device_ids), "this release trains on the CPU: leave it out")
+        _check_device_ids(device_ids, module)
         _refuse("output_device", output_device, output_device is not None, "outputs stay where the module puts them")
         _refuse("dim", dim, dim != 0, "inputs are not scattered, each rank brings its own")
         _refuse("init_sync", init_sync, not init_sync, "all ranks start equal to rank 0")
@@ -245,6 +263,20 @@ class DistributedDataParallel(torch.nn.Module):
     def bagua(self) -> BaguaHandle:
         """The handle of the wrapped module."""
         return self.module.bagua
+
+
+def _check_device_ids(device_ids: Sequence[int | torch.device] | None, module: torch.nn.Module) -> None:
+    if not device_ids:
+        return
+    devices = {parameter.device for parameter in module.parameters()}
+    kinds = {device.type for device in devices}
+    given = [torch.device(kinds.copy().pop(), d) if isinstance(d, int) else torch.device(d) for d in device_ids]
+    if set(given) != devices or kinds == {"cpu"}:
+        where = ", ".join(sorted(map(str, devices)))
+        raise InvalidArgument(
+            f"device_ids is {list(device_ids)!r}, but the module is on {where}; give the index of the one device that "
+            "it is on, or leave device_ids out"
+        )
 
 
 # Torch's arguments that nothing here answers to, which are no options of an algorithm: default, and what to do.

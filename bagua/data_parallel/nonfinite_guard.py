@@ -4,16 +4,20 @@ Beside the data path, at its end: ``step.py`` asks after backward and before an 
 alike without a message: what they look at is the result, equal on all of them. For the parameters of an optimizer that
 was passed to with_bagua, or has stepped before, the error is raised when it is really stepped, so that a GradScaler
 can skip the step; for others at the end of backward.
+
+On a device the host would have to wait for all of backward to know. Late, which is the default there, it looks when the
+next forward or backward begins: a step that should have been refused has changed weights by then, and is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from bagua.buckets import Bucket, are_finite
 from bagua.data_parallel.followed_optimizers import FollowedOptimizers
+from bagua.distributed.devices import HostCopy
 from bagua.errors import InvalidArgument
 
 
@@ -29,6 +33,7 @@ class NonFiniteGuard:
         self._watched: tuple[Bucket, ...] = ()
         self._is_asked = False
         self._suspects: list[Bucket] = []  # buckets with NaN after the last synchronising backward
+        self._late: _Late | None = None
 
     def watch(self, buckets: Sequence[Bucket], num_ranks: int, is_asked: bool) -> None:
         """Takes the buckets of a new layout. A single rank sends nothing, so nothing is quantised.
@@ -44,6 +49,33 @@ class NonFiniteGuard:
         if not self._watched:
             return False
         return self._is_asked or any(bucket.declaration.codec is not None for bucket in self._watched)
+
+    def look_later(self, buckets: Sequence[Bucket]) -> None:
+        """All gradients are synchronised; ``settle`` will tell of these buckets, and of the watched ones."""
+        watched = self._watched if self.is_needed else ()
+        looks = {bucket.index: (bucket, bucket.look_later()) for bucket in (*buckets, *watched)}
+        self._late = _Late(list(looks.values()), {bucket.index for bucket in watched}) if looks else None
+
+    def settle(self) -> tuple[bool, bool, InvalidArgument | None]:
+        """Whether the last backward left finite gradients, and a step that followed it was skipped after all.
+
+        Also what to raise: a step that was not skipped has changed weights by NaN. Waits for the device.
+        """
+        late, self._late = self._late, None
+        if late is None:
+            return True, False, None
+        was_skipped = [step for step in late.steps if step.found_inf is not None and bool(step.found_inf.get() > 0)]
+        bad = [bucket for bucket, is_finite in late.looks if not is_finite()]
+        watched = [bucket for bucket in bad if bucket.index in late.watched]
+        wrong = [bucket for bucket in watched if self._was_used(bucket, late.steps, was_skipped)]
+        return not bad, bool(was_skipped), self._error(wrong, is_late=True) if wrong else None
+
+    def _was_used(self, bucket: Bucket, steps: Sequence[_Step], was_skipped: Sequence[_Step]) -> bool:
+        """Whether weights came of its gradients, or may have: no optimizer is known that steps them."""
+        ids = {id(member.parameter) for member in bucket.members}
+        if any(ids & step.parameter_ids for step in was_skipped):
+            return False  # by a scaler, which looked at the same gradients
+        return any(ids & step.parameter_ids for step in steps) or not ids & self._optimizers.stepped_ids()
 
     def check_backward(self) -> None:
         """All gradients are synchronised; raises InvalidArgument if no later check can."""
@@ -64,6 +96,8 @@ class NonFiniteGuard:
         Raises:
             InvalidArgument: a gradient that it would use is NaN; names buckets, parameters and codec.
         """
+        if self._late is not None:
+            self._late.steps.append(_Step(optimizer))
         if not self._suspects:
             return
         stepped = {id(parameter) for options in optimizer.param_groups for parameter in options["params"]}
@@ -71,11 +105,18 @@ class NonFiniteGuard:
         if bad:
             raise self._error(bad)
 
-    def _error(self, buckets: Sequence[Bucket], more: str = "") -> InvalidArgument:
+    def _error(self, buckets: Sequence[Bucket], more: str = "", is_late: bool = False) -> InvalidArgument:
         codecs = [bucket.declaration.codec for bucket in buckets]
         under = ["" if codec is None else f" under codec {codec!r}" for codec in codecs]
         told = "; ".join(f"{b.label} ({', '.join(b.names)}){how}" for b, how in zip(buckets, under, strict=True))
         which = "which a codec cannot average" if any(codecs) else "which would be in all that comes of the bucket"
+        if is_late:
+            return InvalidArgument(
+                f"in the last step a gradient was NaN or Inf on some rank, {which}: {told}. The weights have changed "
+                "by it on all ranks: load a checkpoint. torch.amp.GradScaler skips such a step; "
+                'with_bagua(..., nonfinite_check="sync") refuses it, and waits for the device in each backward',
+                bucket=buckets[0].label,
+            )
         return InvalidArgument(
             f"a gradient is NaN or Inf on some rank, {which}: {told}. No rank has changed a "
             f"weight; skip the step with zero_grad(), as torch.amp.GradScaler does{more}",
@@ -83,10 +124,31 @@ class NonFiniteGuard:
         )
 
 
-def is_skipped_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether GradScaler makes this step do nothing: it steps fused optimizers anyway, with ``found_inf`` set."""
+class _Step:
+    """A step whose gradients nobody has looked at."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.parameter_ids = {id(p) for options in optimizer.param_groups for p in options["params"]}
+        found_inf = getattr(optimizer, "found_inf", None)
+        self.found_inf = None if found_inf is None or found_inf.is_cpu else HostCopy(found_inf)
+
+
+class _Late:
+    """What is known of a backward only once the device has come to its end."""
+
+    def __init__(self, looks: list[tuple[Bucket, Callable[[], bool]]], watched: set[int]) -> None:
+        self.looks, self.watched = looks, watched
+        self.steps: list[_Step] = []  # made since
+
+
+def is_skipped_by_scaler(optimizer: torch.optim.Optimizer, waits: bool = True) -> bool:
+    """Whether GradScaler makes this step do nothing: it steps fused optimizers anyway, with ``found_inf`` set.
+
+    Args:
+        waits: for a device that knows; otherwise such a step counts as one for now.
+    """
     found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and bool(found_inf > 0)
+    return found_inf is not None and (waits or found_inf.is_cpu) and bool(found_inf > 0)
 
 
 def _is_finite_of(bucket: Bucket, parameter_ids: set[int]) -> bool:

@@ -39,6 +39,7 @@ class OptimizerSteps:
         states: of the parameters, which count once an optimizer steps.
         recorder: gets the times of the hooks.
         after_step: a bound method, not kept alive; called at the end of each step.
+        is_late: whether a gradient that is NaN or Inf comes out when the next forward or backward begins.
 
     Attributes:
         parameter_ids: of the parameters that it is about.
@@ -56,6 +57,7 @@ class OptimizerSteps:
         states: ParameterStates,
         recorder: Recorder,
         after_step: Callable[[], None],
+        is_late: bool,
     ) -> None:
         self.parameter_ids = frozenset(map(id, storage.parameters))
         self.calls = Calls()
@@ -68,7 +70,7 @@ class OptimizerSteps:
         self._optimizers = FollowedOptimizers(optimizers, storage, algorithm, group)
         self._guard = NonFiniteGuard(self._optimizers)
         self._skipped_steps = SkippedSteps(self._optimizers, algorithm, group)
-        self._sends_gradients = True
+        self._sends_gradients, self._is_late = True, is_late
         self._has_gradients = False  # of a backward outside any closure, which no step has followed yet
 
     # --- from forward and backward -------------------------------------------------------------
@@ -102,6 +104,24 @@ class OptimizerSteps:
         call.num_forwards += 1
         return self._sends_gradients or (call.num_forwards == 1 and not call.is_prepared)
 
+    def settle(self) -> None:
+        """A forward or backward begins: what the last one has left open comes out.
+
+        Raises:
+            InvalidArgument: a step has changed weights by NaN.
+        """
+        is_finite, was_skipped, error = self._guard.settle()
+        if was_skipped:
+            self._states.undo_commit()
+        if not is_finite:
+            self._states.forget_renewed()
+        if error is not None:
+            raise error
+
+    def end_states(self) -> None:
+        """All buckets are exchanged: the states as they are now count once an optimizer steps, if all is finite."""
+        self._states.end_backward(self._is_late or all(bucket.is_finite() for bucket in self._buckets))
+
     def agree_on_skips(self) -> Work | None:
         """Gradients stay local, and a backward has ended. Returns the completed message, if there was one."""
         return self._skipped_steps.agree(self.calls.evaluating())
@@ -113,7 +133,10 @@ class OptimizerSteps:
             InvalidArgument: a gradient is NaN, and no step that could be refused will be seen.
         """
         self._has_gradients |= self.calls.evaluating() is None
-        self._guard.check_backward()
+        if self._is_late and self._sends_gradients:
+            self._guard.look_later(self._buckets if self._states.are_described else ())
+        else:
+            self._guard.check_backward()
         self._bucket_group.looks_at_results = self._guard.is_needed  # in the next one
 
     # --- from the optimizer --------------------------------------------------------------------
@@ -136,7 +159,7 @@ class OptimizerSteps:
         if not self._sends_gradients:
             self._skipped_steps.begin_step(call.optimizer)
         # A closure's gradients are those of its first evaluation, unless it only looks at the loss once more.
-        is_due = (self._has_gradients or not has_closure) and not is_skipped_by_scaler(call.optimizer)
+        is_due = (self._has_gradients or not has_closure) and not self._is_skipped(call.optimizer)
         if is_due:
             self._check_gradients(call)
         return is_due
@@ -161,7 +184,7 @@ class OptimizerSteps:
     def after_optimizer_step(self, call: Call) -> None:
         """``optimizer.step`` has returned."""
         self._has_gradients = False
-        if is_skipped_by_scaler(call.optimizer):
+        if self._is_skipped(call.optimizer):
             return
         if not call.is_prepared:
             if self._group.size == 1:
@@ -182,6 +205,9 @@ class OptimizerSteps:
     def end(self, error: BaguaError) -> None:
         """Ends the group: another model that the same optimizer steps has failed."""
         ending(self._group, error)
+
+    def _is_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        return is_skipped_by_scaler(optimizer, waits=not (self._is_late and self._sends_gradients))
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         with fatal(self._group, f"following a {type(optimizer).__name__}"):

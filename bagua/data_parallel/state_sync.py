@@ -214,10 +214,11 @@ class BufferBroadcast:
             end = begin + buffer.numel() * buffer.element_size()
             slots_in_memory.append((model.get_submodule(owner_name), attribute, name, buffer, begin, end))
             ends[buffer.device] = end + -end % _ALIGN_BYTES
-        of_cpu = group.empty(ends.pop(cpu), torch.uint8) if slots_in_memory else torch.empty(0, dtype=torch.uint8)
-        self._memories = {cpu: of_cpu}  # the first: it tells whether the others hold anything
-        self._memories |= {device: torch.empty(end, dtype=torch.uint8, device=device) for device, end in ends.items()}
-        self._is_refused = of_cpu[:1]
+        if not slots_in_memory:
+            ends[cpu] = 0
+        # The CPU's comes first: it tells whether the others hold anything.
+        self._memories = {device: group.empty(end, torch.uint8, device) for device, end in ends.items()}
+        self._is_refused = self._memories[cpu][:1]
         for owner, attribute, name, buffer, begin, stop in slots_in_memory:
             slot = self._memories[buffer.device][begin:stop].view(buffer.dtype).view(buffer.shape)
             self._slots.append((owner, attribute, name, slot))

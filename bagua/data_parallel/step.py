@@ -62,6 +62,7 @@ class Step:
         buffers: what to broadcast before a training forward, or None.
         always_broadcasts: also while weights are exchanged.
         find_unused_parameters: whether a backward may leave parameters out.
+        is_late: as for ``OptimizerSteps``.
         frozen: name and parameter of those that are not in ``storage``, and must not begin to train.
         earlier: the step of an earlier wrap of the same model, whose count and ready order go on.
     """
@@ -77,6 +78,7 @@ class Step:
         buffers: BufferBroadcast | None,
         always_broadcasts: bool,
         find_unused_parameters: bool,
+        is_late: bool,
         frozen: Sequence[tuple[str, torch.nn.Parameter]],
         earlier: Step | None = None,
     ) -> None:
@@ -91,7 +93,7 @@ class Step:
         self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))
         self._buffers, self._always_broadcasts, self._frozen = buffers, always_broadcasts, tuple(frozen)
         steps = (optimizers, storage, algorithm, self._bucket_group, self.states, self.recorder)
-        self.optimizer_steps = OptimizerSteps(*steps, self._enter_next_stage)
+        self.optimizer_steps = OptimizerSteps(*steps, self._enter_next_stage, is_late)
         is_order_known = earlier is not None and earlier.order == storage.order
         self.new_machine(storage.order if is_order_known else None)
         self._generators: dict[int, tuple[Generator[Any, None, None], Any]] = {}  # by bucket, and what each waits for
@@ -125,6 +127,7 @@ class Step:
         self.recorder.check(self.group)
         if getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise InvalidArgument("torch's DistributedDataParallel is around the wrapped model; leave one of them out")
+        self.optimizer_steps.settle()
         self._lay_out_if_agreed()
         self._local_ns = None
         if self.synchronises:
@@ -189,6 +192,7 @@ class Step:
                 self._carry_out()
 
     def _open(self) -> None:
+        self.optimizer_steps.settle()
         self._lay_out_if_agreed()
         self._machine.begin()
         self._generators.clear()
@@ -270,8 +274,12 @@ class Step:
         bucket = self.storage.buckets[index]
         for work in bucket.works:
             work.wait()
-        if bucket.is_result and bucket.works[0].is_result_finite is not None:
-            bucket.found_finite(bucket.works[0].is_result_finite)
+        if bucket.is_result:
+            if bucket.device.type != "cpu":
+                if self._bucket_group.looks_at_results:
+                    bucket.finds_finite(bucket.works[0])
+            elif bucket.works[0].is_result_finite is not None:
+                bucket.found_finite(bucket.works[0].is_result_finite)
         self._zero_copy.finalize(bucket)
 
     def _agree_on_use(self, _: int) -> None:
@@ -334,7 +342,7 @@ class Step:
             if self.sends_gradients:
                 self.optimizer_steps.local_gradients.clear()
                 if self.states.are_described:
-                    self.states.end_backward(all(bucket.is_finite() for bucket in self.storage.buckets))
+                    self.optimizer_steps.end_states()
                     if not self.optimizer_steps.are_known:  # no step will be seen
                         self.states.commit()
             with self._algorithm("after_backward"):

@@ -14,7 +14,7 @@ import torch
 from bagua import _C
 from bagua.errors import InvalidArgument
 
-__all__ = ["StreamKey", "check_supported", "common_device", "current_stream"]
+__all__ = ["HostCopy", "StreamKey", "check_supported", "common_device", "current_stream", "nccl_version"]
 
 # Kind and index of the device, and the handle of the stream, for the core.
 StreamKey = tuple[int, int, int]
@@ -33,7 +33,9 @@ def check_supported(device: torch.device, what: str) -> None:
             f"{what} is on {device}, but this bagua was built without CUDA; move it to the CPU (.cpu()), or install a "
             "build with CUDA (BAGUA_CUDA=1 pip install ., where nvcc is)"
         )
-    raise InvalidArgument(f"{what} is on {device}; bagua communicates tensors of the CPU and of CUDA devices")
+    raise InvalidArgument(
+        f"{what} is on {device}; bagua communicates tensors of the CPU and of CUDA devices: move it there (.cpu())"
+    )
 
 
 def common_device(tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.device:
@@ -59,3 +61,32 @@ def current_stream(device: torch.device) -> StreamKey | None:
     else:
         handle = torch.accelerator.current_stream(device.index).native_handle
     return _KINDS[device.type], device.index or 0, handle or 0
+
+
+def nccl_version() -> str | None:
+    """Of the NCCL that torch has loaded; None where it has none."""
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except AttributeError:  # a torch that was built without it
+        return None
+
+
+class HostCopy:
+    """A small tensor on its way from a device to the host, which goes on meanwhile.
+
+    Args:
+        tensor: as the current stream finds it there.
+    """
+
+    __slots__ = ("_event", "_values")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._values.copy_(tensor, non_blocking=True)
+        self._event = torch.Event(device=tensor.device)
+        self._event.record()
+
+    def get(self) -> torch.Tensor:
+        """The values; waits until they are there."""
+        self._event.synchronize()
+        return self._values

@@ -181,18 +181,18 @@ class ProcessGroup:
 
     # ---- memory
 
-    def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A zeroed 1-D CPU tensor in memory that the ranks of this host share.
+    def empty(self, numel: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
+        """A zeroed 1-D tensor; of the CPU in memory that the ranks of this host share.
 
         Collectives on it are copy-free: peers reduce straight from and into it. Private memory when no other rank of
-        the group is on this host.
+        the group is on this host, and on devices.
         """
         self._check_member()
         item_bytes = torch.empty((), dtype=dtype).element_size()
         if numel < 0:
             raise InvalidArgument(f"numel {numel} is negative")
-        if numel == 0 or len(self.local_ranks) == 1:
-            return torch.zeros(numel, dtype=dtype)
+        if numel == 0 or len(self.local_ranks) == 1 or torch.device(device).type != "cpu":
+            return torch.zeros(numel, dtype=dtype, device=device)
         return torch.frombuffer(_C.SharedMemory(numel * item_bytes), dtype=dtype, count=numel)
 
     # ---- operations

@@ -93,6 +93,11 @@ class Work:
         """Whether the result holds no NaN and no Inf; None where the operation was not to look. Once completed."""
         return self._core.is_result_finite
 
+    def is_found_finite(self) -> bool:
+        """``is_result_finite`` of an operation on a device that was to look, after ``wait``; waits for its end."""
+        self._core.wait(self._limit_s)
+        return self._core.is_result_finite is not False
+
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or not. Never blocks."""
         return self._core.is_completed()

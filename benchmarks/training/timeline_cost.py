@@ -124,7 +124,7 @@ def _sleeping_model(algorithm: str) -> tuple[Any, Callable[[], None]]:
 
 def _give(step: Any, recorder: Any) -> None:
     """The step and what it does around the optimizer's record with it from here on."""
-    step.recorder = step.optimizer_steps._recorder = recorder
+    step.recorder = step.optimizer_steps._recorder = step._bucket_group._record._recorder = recorder
 
 
 class _Nothing:

@@ -7,6 +7,7 @@ namespace bagua {
 
 void bind_errors(pybind11::module_& m);
 void bind_memory(pybind11::module_& m);
+void bind_devices(pybind11::module_& m);
 void bind_codecs(pybind11::module_& m);
 void bind_torch_link(pybind11::module_& m);
 void bind_work(pybind11::module_& m);

@@ -11,6 +11,7 @@ PYBIND11_MODULE(_C, m) {
 #endif
   bagua::bind_errors(m);
   bagua::bind_memory(m);
+  bagua::bind_devices(m);
   bagua::bind_codecs(m);
   bagua::bind_order(m);
   bagua::bind_topology(m);

@@ -9,7 +9,8 @@
 // Stripes and chunks are cut at multiples of the codec's block, so the result does not depend on the
 // chunking. Rounds of one chunk per stripe (two_shot_pipeline.h): while round k travels, round k+1 is encoded. The
 // workspace is six chunks of codes per rank, and a tile (chunking.h) of sums, of residuals and of gathered segments,
-// however large the tensor.
+// however large the tensor. On a device a chunk is one tile, and what a CPU does to it in several passes through its
+// cache is one kernel (kernels/fused.h).
 
 #include "csrc/collectives/algorithms.h"
 #include "csrc/collectives/chunking.h"
@@ -85,8 +86,20 @@ class CompressedAllReduce {
   size_t wire_bytes(size_t numel, DType dtype) const { return numel == 0 ? 0 : codec_.wire_bytes(numel, dtype); }
 
   void encode_contribution(size_t k, size_t owner, uint8_t* bytes);
-  void encode_with_feedback(DType dtype, const void* values, const void* residual_in, void* residual_out, size_t numel,
+  void encode_with_feedback(DType dtype, const void* values, const kernels::Residual& residual, size_t numel,
                             uint8_t* bytes, CounterRng rng);
+  // From element `begin` of the tensor, and of the stripe that this rank owns; off without feedback.
+  kernels::Residual worker_residual(size_t begin) const {
+    return residual_from(feedback_.worker_in, feedback_.worker_out, begin);
+  }
+  kernels::Residual owner_residual(size_t begin) const {
+    return residual_from(feedback_.owner_in, feedback_.owner_out, begin);
+  }
+  kernels::Residual residual_from(const void* in, void* out, size_t begin) const {
+    if (!feedback_.is_on()) return {};
+    const size_t item = item_bytes(feedback_.dtype);
+    return {at(in, begin, item), at(out, begin, item), feedback_.dtype};
+  }
   void wait(size_t k, Transfer sends, Transfer receives, size_t bytes);
 
   Context& context_;
@@ -128,22 +141,24 @@ void CompressedAllReduce::encode_contribution(size_t k, size_t owner, uint8_t* b
       num_nonfinite_blocks_ += codec_.encode(values, dtype_, numel, codes, rng, context_.stream);
       return;
     }
-    const size_t residual_item = item_bytes(feedback_.dtype);
-    encode_with_feedback(dtype_, values, at(feedback_.worker_in, tile.begin, residual_item),
-                         at(feedback_.worker_out, tile.begin, residual_item), numel, codes, rng);
+    encode_with_feedback(dtype_, values, worker_residual(tile.begin), numel, codes, rng);
   });
 }
 
 // Encodes the values and their residual, and keeps what the codes do not say. `values` may be sums_, whose content is
 // lost.
-void CompressedAllReduce::encode_with_feedback(DType dtype, const void* values, const void* residual_in,
-                                               void* residual_out, size_t numel, uint8_t* bytes, CounterRng rng) {
-  kernels::cast(feedback_.dtype, residual_in, DType::kF32, totals_, numel, context_.stream);
+void CompressedAllReduce::encode_with_feedback(DType dtype, const void* values, const kernels::Residual& residual,
+                                               size_t numel, uint8_t* bytes, CounterRng rng) {
+  if (!context_.stream.is_cpu()) {
+    num_nonfinite_blocks_ += codec_.encode_with_residual(values, dtype, residual, numel, bytes, rng, context_.stream);
+    return;
+  }
+  kernels::cast(residual.dtype, residual.in, DType::kF32, totals_, numel, context_.stream);
   kernels::cast_add(dtype, values, totals_, numel, context_.stream);
   num_nonfinite_blocks_ += codec_.encode(totals_, DType::kF32, numel, bytes, rng, context_.stream);
   codec_.decode(bytes, DType::kF32, numel, sums_, context_.stream);
   kernels::subtract(totals_, sums_, numel, context_.stream);
-  kernels::cast(DType::kF32, totals_, feedback_.dtype, residual_out, numel, context_.stream);
+  kernels::cast(DType::kF32, totals_, residual.dtype, residual.out, numel, context_.stream);
 }
 
 // `bytes` is what arrives, for the timeline.
@@ -175,6 +190,14 @@ void CompressedAllReduce::reduce(size_t k) {
   if (numel == 0) return;
   const size_t owned = own.begin - chunk(rank_, 0).begin;
   const uint64_t rng_key = derive_key(context_.rng_key, 1);
+  if (!context_.stream.is_cpu()) {
+    const EventSpan span(context_.events, EventKind::kReduce, size_ * wire_bytes(numel, sent_dtype_));
+    const double factor = op_ == ReduceOp::kAvg ? 1.0 / context_.group.size() : 1.0;
+    num_nonfinite_blocks_ +=
+        codec_.reduce_encode({received(k, 0), contribution_bytes_, context_.group.size()}, sent_dtype_, factor,
+                             owner_residual(owned), numel, result(k, rank_), {rng_key, own.begin}, context_.stream);
+    return;
+  }
   const int64_t begin_ns = EventLog::now_ns();
   int64_t decoding_ns = 0;
   for_each_tile(numel, codec_.block_numel(), context_.stream, [&](size_t begin, size_t count) {
@@ -192,9 +215,7 @@ void CompressedAllReduce::reduce(size_t k) {
       num_nonfinite_blocks_ += codec_.encode(sums_, DType::kF32, count, codes, rng, context_.stream);
       return;
     }
-    const size_t item = item_bytes(feedback_.dtype);
-    encode_with_feedback(DType::kF32, sums_, at(feedback_.owner_in, owned + begin, item),
-                         at(feedback_.owner_out, owned + begin, item), count, codes, rng);
+    encode_with_feedback(DType::kF32, sums_, owner_residual(owned + begin), count, codes, rng);
   });
   // The tiles decode and encode in turns: their sums are recorded, one after the other.
   context_.events.add(EventKind::kDecode, begin_ns, begin_ns + decoding_ns, size_ * wire_bytes(numel, sent_dtype_));

@@ -19,7 +19,8 @@ class Workspace {
   static constexpr int kNumSlots = 9;
 
   // Of the stream's device, for what is enqueued on that stream.
-  explicit Workspace(Stream stream = {}) : stream_(stream) {}
+  Workspace() = default;
+  explicit Workspace(Stream stream) : stream_(stream) {}
   ~Workspace() { clear(); }
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;

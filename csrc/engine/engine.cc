@@ -1,6 +1,7 @@
 // The worker's loop; see engine.h.
 #include "csrc/engine/engine.h"
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -205,13 +206,16 @@ Stream Engine::stream_behind(const Place& place) {
 void Engine::execute(Task& task) {
   const int64_t begin_ns = EventLog::now_ns();
   const uint64_t sent_before = communicator_->bytes_sent(), network_sent_before = communicator_->network_bytes_sent();
-  events_.set_ticket(task.work->ticket());
+  events_.set_ticket(task.work->ticket(), !task.place.device.is_cpu());
   events_.add(EventKind::kQueued, task.submitted_ns, begin_ns, task.bytes);
   try {
     const auto rng_key = derive_key(task.operation.sequence, static_cast<uint64_t>(communicator_->rank()));
     const Deadline deadline = Deadline::after(task.timeout);
+    DeviceSide* const side = task.place.device.is_cpu() ? nullptr : &side_of(task.place.device);
+    if (side != nullptr && enqueued_.empty()) side->clock().renew_if_old();
     const Stream stream = stream_behind(task.place);
-    DeviceSide* const side = stream.is_cpu() ? nullptr : &side_of(stream.device);
+    DeviceSide::Interval interval = side != nullptr ? side->take_interval() : DeviceSide::Interval{};
+    if (side != nullptr) side->record(interval->begin);
     Workspace& workspace = side != nullptr ? side->workspace() : workspace_;
     Context context{GroupView(*communicator_), workspace, workspace_, events_, stream, thresholds_, rng_key};
     DeviceSide::Counter num_nonfinite = side != nullptr ? side->take_counter() : DeviceSide::Counter{};
@@ -224,9 +228,10 @@ void Engine::execute(Task& task) {
     const uint64_t network_sent = communicator_->network_bytes_sent() - network_sent_before;
     if (side != nullptr) {
       if (!context.counts_nonfinite) num_nonfinite.reset();
-      auto done = device::recorded_event(stream);  // may throw, while the task is still here
-      note_enqueued({std::move(task), deadline, std::move(done), std::move(num_nonfinite), events_.waits_for_some(),
-                     begin_ns, sent, network_sent});
+      side->record(interval->end);                 // may throw, as the next,
+      auto done = device::recorded_event(stream);  // while the task is still here
+      note_enqueued({std::move(task), deadline, std::move(done), std::move(num_nonfinite), std::move(interval),
+                     events_.waits_for_some(), begin_ns, sent, network_sent});
       return;
     }
     if (context.is_result_finite) task.work->set_result_finite(*context.is_result_finite);
@@ -269,6 +274,7 @@ bool Engine::complete_enqueued() {
                         device_name(task.place.device) + " of this rank has not finished it in time",
                     communicator_->rank(), std::string(operation_name(task.operation.kind)));
       }
+      if (operation.interval) log_device_operation(operation);
     } catch (const Error& error) {
       communicator_->poison(error);
       failure = error;
@@ -277,14 +283,28 @@ bool Engine::complete_enqueued() {
       fail(task, *failure);
     } else {
       if (operation.num_nonfinite) task.work->set_result_finite(*operation.num_nonfinite == 0);
-      events_.add_operation(task.work->ticket(), operation.waits_for_some, operation.begin_ns, EventLog::now_ns(),
-                            task.bytes);
       complete(task, 0, operation.bytes_sent, operation.network_bytes_sent);
     }
     it = enqueued_.erase(it);
     ended = true;
   }
   return ended;
+}
+
+// As its device has seen it. Where the device's clock is not known yet: from its enqueuing until now.
+void Engine::log_device_operation(const Enqueued& operation) {
+  const int64_t now_ns = EventLog::now_ns();
+  DeviceSide& side = side_of(operation.task.place.device);
+  const auto begin = side.clock().host_ns(operation.interval->begin);
+  const auto end = side.clock().host_ns(operation.interval->end);
+  // What the host knows holds however well the two clocks are compared: the device began after the enqueuing began, and
+  // after the operation before, and it has ended.
+  const int64_t earliest_ns = std::min(std::max(operation.begin_ns, side.logged_until_ns), now_ns);
+  const int64_t begin_ns = std::clamp(begin.value_or(earliest_ns), earliest_ns, now_ns);
+  const int64_t end_ns = std::clamp(end.value_or(now_ns), begin_ns, now_ns);
+  side.logged_until_ns = end_ns;
+  events_.add_operation(operation.task.work->ticket(), operation.waits_for_some, begin_ns, end_ns,
+                        operation.task.bytes);
 }
 
 void Engine::complete(Task& task, uint64_t nonfinite_blocks, uint64_t bytes_sent, uint64_t network_bytes_sent) {
@@ -370,7 +390,7 @@ bool Engine::complete_in_flight() {
           complete(it->task);
         } else {
           auto done = device::recorded_event(it->stream);
-          note_enqueued({std::move(it->task), it->deadline, std::move(done), {}, false, it->begin_ns, 0, 0});
+          note_enqueued({std::move(it->task), it->deadline, std::move(done), {}, {}, false, it->begin_ns, 0, 0});
         }
         it = in_flight_.erase(it);
         advanced = true;

@@ -98,6 +98,7 @@ class Engine {
     Deadline deadline;
     device::SharedEvent done;           // behind all of it
     DeviceSide::Counter num_nonfinite;  // null where the operation was not to look
+    DeviceSide::Interval interval;      // null of a message, which the log does not have
     bool waits_for_some = false;
     int64_t begin_ns = 0;
     uint64_t bytes_sent = 0;
@@ -115,6 +116,7 @@ class Engine {
   Stream stream_behind(const Place& place);
   void note_enqueued(Enqueued operation);
   bool complete_enqueued();
+  void log_device_operation(const Enqueued& operation);
   std::chrono::nanoseconds idle_sleep() const;
   uint64_t device_workspace_bytes() const;
   void complete(Task& task, uint64_t nonfinite_blocks = 0, uint64_t bytes_sent = 0, uint64_t network_bytes_sent = 0);

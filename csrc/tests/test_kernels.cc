@@ -264,8 +264,7 @@ TEST(Dispatch, UndefinedOperatorsAreNamed) {
 
 #if !defined(BAGUA_WITH_CUDA)
 TEST(Dispatch, AnyOtherStreamNeedsABuildWithCuda) {
-  int handle = 0;
-  const Stream cuda{&handle};
+  const Stream cuda{{DeviceKind::kCuda, 0}};  // the handle of its default stream is null
   uint8_t bytes[64] = {};
   float values[8] = {};
   const void* source = values;

@@ -51,6 +51,8 @@ class EmulatedRuntime final : public Runtime {
   ~EmulatedRuntime() override;
 
   int num_devices() override { return num_devices_; }
+  Description describe(int index) override;
+  std::string versions() override { return "no driver, and nothing to drive"; }
   void* allocate(size_t bytes, Stream stream) override;
   void free(void* memory, Stream stream) noexcept override;
   void* allocate_pinned(size_t bytes) override;
@@ -66,14 +68,20 @@ class EmulatedRuntime final : public Runtime {
   void record(Event event, Stream stream) override;
   bool is_done(Event event) override;
   void wait(Stream stream, Event event) override;
+  Event create_timing_event(Device device) override;
+  int64_t elapsed_ns(Event begin, Event end) override;
   void run(Stream stream, const char* name, std::function<void()> kernel) override;
   void* host_address(const void* device_address) override;
 
-  // ---- what a framework needs besides: all of it waits for the device, or asks it -------------------------------
+  // ---- what a framework needs besides ----------------------------------------------------------------------------
+  // Runs in the stream's order, late, as cudaLaunchHostFunc: it is no kernel, so nothing counts it, and a failed device
+  // runs it too. What it throws fails the device as `name`.
+  void call(Stream stream, const char* name, std::function<void()> function);
   void synchronize(Stream stream);
   void synchronize(Device device);
   void synchronize(Event event);
   bool is_idle(Stream stream);
+  bool is_of_another_process() const { return process_ != 0 && !is_own_process(); }  // a forked child's parent
   bool is_pinned(const void* memory);
   bool is_device_memory(const void* memory);
   Device device_of(const void* memory);  // throws Device
@@ -107,7 +115,10 @@ class EmulatedRuntime final : public Runtime {
   DeviceState* owner_of(const void* memory);
   StreamQueue& queue_of(Stream stream);
   std::shared_ptr<EventState> event_of(Event event);
-  void enqueue_work(DeviceState& device, StreamQueue& queue, std::string name, std::function<void()> work);
+  Event create_event(Device device, bool is_timing);
+  enum class OnFailure { kSkip, kRun };  // once the device has failed
+  void enqueue_work(DeviceState& device, StreamQueue& queue, std::string name, std::function<void()> work,
+                    OnFailure on_failure = OnFailure::kSkip);
   void pin(const void* memory, size_t bytes, const char* verb);
   void unpin(const void* memory);
   PinnedBlock* pinned_block_of(const void* memory, size_t* offset);
