@@ -15,6 +15,12 @@
 
 #include "csrc/tests/emulated_cuda/cuda_runtime.h"
 
+// Under another name, because a build with CUDA has its own.
+#define cuda cuda_on_fibres
+#include "csrc/device/cuda/check.cc"
+#include "csrc/device/cuda/device_scope.h"
+#undef cuda
+
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
@@ -330,7 +336,7 @@ cudaError_t begin_operation(size_t& count, cudaStream_t stream) {
   const cudaError_t error = std::exchange(counters.next_error, cudaSuccess);
   if (error != cudaSuccess) return error;
   ++count;
-  counters.launched_on = counters.device;
+  counters.launched_on = counters.devices.back();
   counters.launched_in = stream;
   return cudaSuccess;
 }
@@ -343,3 +349,13 @@ int __syncthreads_or(int predicate, EmulatedSite site) {
   cuda_emulation::meet(cuda_emulation::Waits::kForBlock, 0, predicate != 0 ? 1 : 0, site);
   return cuda_emulation::scheduler().any_of_block();
 }
+
+namespace bagua::device::cuda_on_fibres {
+
+DeviceScope::DeviceScope(int index) : is_pushed_(true) { cuda_emulation::counters.devices.push_back(index); }
+
+DeviceScope::~DeviceScope() {
+  if (is_pushed_) cuda_emulation::counters.devices.pop_back();
+}
+
+}  // namespace bagua::device::cuda_on_fibres
