@@ -15,6 +15,12 @@
 
 #include "csrc/tests/emulated_cuda/cuda_runtime.h"
 
+// Under another name, because a build with CUDA has its own.
+#define cuda cuda_on_fibres
+#include "csrc/device/cuda/check.cc"
+#include "csrc/device/cuda/device_scope.h"
+#undef cuda
+
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
@@ -154,24 +160,29 @@ Scheduler& scheduler() {
   return instance;
 }
 
-// Where a fibre starts; `current` says which one.
+// Where a fibre starts; `current_` says which one.
 void Scheduler::entry() {
   Scheduler& self = scheduler();
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(nullptr, &self.scheduler_stack_, &self.scheduler_stack_bytes_);
 #endif
-  (*self.thread_)();
-  self.fibres_[self.current_].state = State::kEnded;
-  self.switch_to_scheduler();
+  for (;;) {  // a fibre serves one thread after the other, and keeps the fake stack that the sanitizer has made for it
+    (*self.thread_)();
+    self.fibres_[self.current_].state = State::kEnded;
+    self.switch_to_scheduler();
+  }
 }
 
+// For its next thread. One that an error has left in the middle begins anew.
 void Scheduler::prepare(Fibre& fibre) {
+  const bool can_go_on = fibre.stack != nullptr && fibre.state == State::kEnded;
+  fibre.state = State::kReady;
+  if (can_go_on) return;
   if (fibre.stack == nullptr) fibre.stack = map_guarded(kStackBytes);
 #if defined(__SANITIZE_ADDRESS__)
-  ASAN_UNPOISON_MEMORY_REGION(fibre.stack, kStackBytes);  // no frame of the fibre before has returned
+  ASAN_UNPOISON_MEMORY_REGION(fibre.stack, kStackBytes);  // frames that have not returned
 #endif
   fibre.context.prepare(fibre.stack, &Scheduler::entry);
-  fibre.state = State::kReady;
   fibre.fake_stack = nullptr;
 }
 
@@ -190,8 +201,7 @@ void Scheduler::resume(unsigned index) {
 void Scheduler::switch_to_scheduler() {
   Fibre& fibre = fibres_[current_];
 #if defined(__SANITIZE_ADDRESS__)
-  const bool ends = fibre.state == State::kEnded;
-  __sanitizer_start_switch_fiber(ends ? nullptr : &fibre.fake_stack, scheduler_stack_, scheduler_stack_bytes_);
+  __sanitizer_start_switch_fiber(&fibre.fake_stack, scheduler_stack_, scheduler_stack_bytes_);
 #endif
   Context::swap(fibre.context, scheduler_);
 #if defined(__SANITIZE_ADDRESS__)
@@ -326,7 +336,7 @@ cudaError_t begin_operation(size_t& count, cudaStream_t stream) {
   const cudaError_t error = std::exchange(counters.next_error, cudaSuccess);
   if (error != cudaSuccess) return error;
   ++count;
-  counters.launched_on = counters.device;
+  counters.launched_on = counters.devices.back();
   counters.launched_in = stream;
   return cudaSuccess;
 }
@@ -339,3 +349,13 @@ int __syncthreads_or(int predicate, EmulatedSite site) {
   cuda_emulation::meet(cuda_emulation::Waits::kForBlock, 0, predicate != 0 ? 1 : 0, site);
   return cuda_emulation::scheduler().any_of_block();
 }
+
+namespace bagua::device::cuda_on_fibres {
+
+DeviceScope::DeviceScope(int index) : is_pushed_(true) { cuda_emulation::counters.devices.push_back(index); }
+
+DeviceScope::~DeviceScope() {
+  if (is_pushed_) cuda_emulation::counters.devices.pop_back();
+}
+
+}  // namespace bagua::device::cuda_on_fibres

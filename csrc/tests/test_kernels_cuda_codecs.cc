@@ -5,7 +5,7 @@
 #include "csrc/codecs/block_codec.h"
 #include "csrc/tests/test_kernels_cuda.h"
 
-#define cuda emulated
+#define cuda cuda_on_fibres
 #include "csrc/kernels/cuda/minmax_uint8.cu"
 #include "csrc/kernels/cuda/onebit.cu"
 #include "csrc/kernels/cuda/qsgd.cu"
@@ -41,10 +41,10 @@ struct Case {
         decoder(kernels::space name##_decode_add), coder(kernels::space name##_encode_with_residual), \
         coder(kernels::space name##_reduce_encode)                                                    \
   }
-#define BAGUA_CASE(label, name, wire_bytes, coder, decoder)               \
-  Case {                                                                  \
-    label, BAGUA_BLOCK_KERNELS(, name, wire_bytes, coder, decoder),       \
-        BAGUA_BLOCK_KERNELS(emulated::, name, wire_bytes, coder, decoder) \
+#define BAGUA_CASE(label, name, wire_bytes, coder, decoder)                     \
+  Case {                                                                        \
+    label, BAGUA_BLOCK_KERNELS(, name, wire_bytes, coder, decoder),             \
+        BAGUA_BLOCK_KERNELS(cuda_on_fibres::, name, wire_bytes, coder, decoder) \
   }
 
 const std::vector<Case>& cases() {

@@ -14,7 +14,7 @@
 #include "csrc/kernels/weighted_sum.h"
 #include "csrc/tests/test_kernels_cuda.h"
 
-#define cuda emulated
+#define cuda cuda_on_fibres
 #include "csrc/kernels/cuda/cast.cu"
 #include "csrc/kernels/cuda/copy_to_cold.cu"
 #include "csrc/kernels/cuda/nonfinite.cu"
@@ -89,13 +89,13 @@ TEST_F(CudaElementwise, CastsAreTheCpus) {
           kernels::cast(from, source.data(), to, expected.data(), numel, kCpu);
           DeviceArray device_source(source, skew_of(from));
           GuardedArray got(expected.size(), skew_of(to));
-          kernels::emulated::cast(from, device_source.data(), to, got.data(), numel, kCudaStream);
+          kernels::cuda_on_fibres::cast(from, device_source.data(), to, got.data(), numel, kCudaStream);
           ASSERT_NO_FATAL_FAILURE(expect_bits(to, got, expected, false, "a number"));
           if (from == DType::kF64 || to != DType::kF32) continue;
           std::vector<uint8_t> sums = random_array(to, numel, 9);
           DeviceArray device_sums(sums, 4 * skew);
           kernels::cast_add(from, source.data(), reinterpret_cast<float*>(sums.data()), numel, kCpu);
-          kernels::emulated::cast_add(from, device_source.data(), device_sums.as<float>(), numel, kCudaStream);
+          kernels::cuda_on_fibres::cast_add(from, device_source.data(), device_sums.as<float>(), numel, kCudaStream);
           ASSERT_NO_FATAL_FAILURE(expect_bits(to, device_sums, sums, true, "a sum"));
         }
       }
@@ -129,8 +129,8 @@ void expect_reduction(ReduceOp op, DType dtype, int num_sources, int num_destina
   std::vector<uint8_t> expected(numel * item_bytes(dtype));
   void* const to[] = {expected.data()};
   kernels::reduce_many(op, dtype, from.data(), num_sources, to, 1, numel, kCpu);
-  kernels::emulated::reduce_many(op, dtype, device_from.data(), num_sources, device_to.data(), num_destinations, numel,
-                                 kCudaStream);
+  kernels::cuda_on_fibres::reduce_many(op, dtype, device_from.data(), num_sources, device_to.data(), num_destinations,
+                                       numel, kCudaStream);
   for (const auto& array : arrays) {
     for (const void* destination : device_to) {
       if (array->data() == destination) expect_bits(dtype, *array, expected, true, "a result");
@@ -163,11 +163,11 @@ TEST_F(CudaElementwise, ReduceIntoAndScaleAreTheCpus) {
         const std::vector<uint8_t> source = random_array(dtype, numel, 2);
         DeviceArray device_sums(sums, skew), device_source(source, skew);
         kernels::reduce_into(op, dtype, sums.data(), source.data(), numel, kCpu);
-        kernels::emulated::reduce_into(op, dtype, device_sums.data(), device_source.data(), numel, kCudaStream);
+        kernels::cuda_on_fibres::reduce_into(op, dtype, device_sums.data(), device_source.data(), numel, kCudaStream);
         ASSERT_NO_FATAL_FAILURE(expect_bits(dtype, device_sums, sums, true, "a sum"));
         for (double factor : {0.25, 1.0 / 3, 1e-300}) {
           kernels::scale(dtype, sums.data(), factor, numel, kCpu);
-          kernels::emulated::scale(dtype, device_sums.data(), factor, numel, kCudaStream);
+          kernels::cuda_on_fibres::scale(dtype, device_sums.data(), factor, numel, kCudaStream);
           ASSERT_NO_FATAL_FAILURE(expect_bits(dtype, device_sums, sums, true, "a product"));
         }
       }
@@ -194,8 +194,8 @@ TEST_F(CudaElementwise, WeightedSumsAreTheCpus) {
         std::vector<uint8_t> expected(numel * item_bytes(dtype));
         kernels::weighted_sum(dtype, from.data(), weights, num_sources, expected.data(), numel, kCpu);
         GuardedArray& destination = *arrays.back();  // in place
-        kernels::emulated::weighted_sum(dtype, device_from.data(), weights, num_sources, destination.data(), numel,
-                                        kCudaStream);
+        kernels::cuda_on_fibres::weighted_sum(dtype, device_from.data(), weights, num_sources, destination.data(),
+                                              numel, kCudaStream);
         ASSERT_NO_FATAL_FAILURE(expect_bits(dtype, destination, expected, true, "a weighted sum"));
       }
     }
@@ -210,9 +210,9 @@ TEST_F(CudaElementwise, SubtractAndCopyAreTheCpus) {
       DeviceArray device_left(left, skew), device_source(source, 0);
       kernels::subtract(reinterpret_cast<float*>(left.data()), reinterpret_cast<const float*>(source.data()), numel,
                         kCpu);
-      kernels::emulated::subtract(device_left.as<float>(), device_source.as<float>(), numel, kCudaStream);
+      kernels::cuda_on_fibres::subtract(device_left.as<float>(), device_source.as<float>(), numel, kCudaStream);
       ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_left, left, false, "a difference"));
-      kernels::emulated::copy_to_cold(device_left.data(), device_source.data(), source.size(), kCudaStream);
+      kernels::cuda_on_fibres::copy_to_cold(device_left.data(), device_source.data(), source.size(), kCudaStream);
       ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_left, source, false, "a copy"));
     }
   }
@@ -228,7 +228,7 @@ TEST_F(CudaElementwise, CountsOfNonfiniteAreTheCpus) {
         DeviceArray device_data(data, skew);
         uint64_t expected = 11, got = 11;
         kernels::count_nonfinite(dtype, data.data(), numel, stride, &expected, kCpu);
-        kernels::emulated::count_nonfinite(dtype, device_data.data(), numel, stride, &got, kCudaStream);
+        kernels::cuda_on_fibres::count_nonfinite(dtype, device_data.data(), numel, stride, &got, kCudaStream);
         ASSERT_EQ(got, expected) << dtype_name(dtype) << " " << numel << " stride " << stride;
       }
     }
@@ -250,8 +250,8 @@ TEST_F(CudaElementwise, SaturatingCastsAreTheCpus) {
           DeviceArray device_source(source, source_skew);
           GuardedArray device_codes(codes.size(), skew);
           kernels::saturating_cast(from, source.data(), to, codes.data(), numel, &count, kCpu);
-          kernels::emulated::saturating_cast(from, device_source.data(), to, device_codes.data(), numel, &device_count,
-                                             kCudaStream);
+          kernels::cuda_on_fibres::saturating_cast(from, device_source.data(), to, device_codes.data(), numel,
+                                                   &device_count, kCudaStream);
           ASSERT_NO_FATAL_FAILURE(expect_bits(to, device_codes, codes, false, "a code"));
           ASSERT_EQ(device_count, count);
 
@@ -264,9 +264,9 @@ TEST_F(CudaElementwise, SaturatingCastsAreTheCpus) {
           const GuardedArray& renewed = in_place ? static_cast<GuardedArray&>(device_residual) : device_left;
           kernels::saturating_cast_with_residual(from, source.data(), {residual.data(), left.data(), residual_dtype},
                                                  to, numel, codes.data(), &count, kCpu);
-          kernels::emulated::saturating_cast_with_residual(from, device_source.data(),
-                                                           {device_residual.data(), renewed.data(), residual_dtype}, to,
-                                                           numel, device_codes.data(), &device_count, kCudaStream);
+          kernels::cuda_on_fibres::saturating_cast_with_residual(
+              from, device_source.data(), {device_residual.data(), renewed.data(), residual_dtype}, to, numel,
+              device_codes.data(), &device_count, kCudaStream);
           ASSERT_NO_FATAL_FAILURE(expect_bits(to, device_codes, codes, false, "a code of a total"));
           ASSERT_NO_FATAL_FAILURE(expect_bits(residual_dtype, renewed, left, true, "a residual"));
           ASSERT_EQ(device_count, count);
@@ -297,7 +297,7 @@ TEST_F(CudaElementwise, ReduceSaturatingCastsAreTheCpus) {
         kernels::reduce_saturating_cast({codes.data(), stride, count}, factor,
                                         has_residual ? Residual{residual.data(), left.data(), DType::kF32} : Residual{},
                                         to, numel, bytes.data(), &found, kCpu);
-        kernels::emulated::reduce_saturating_cast(
+        kernels::cuda_on_fibres::reduce_saturating_cast(
             {device_codes.data(), stride, count}, factor,
             has_residual ? Residual{device_residual.data(), device_left.data(), DType::kF32} : Residual{}, to, numel,
             device_bytes.data(), &device_found, kCudaStream);
@@ -317,28 +317,28 @@ TEST_F(CudaElementwise, KernelsRunOnTheDeviceOfTheirStream) {
   int queue = 0;
   const Stream third{{DeviceKind::kCuda, 3}, &queue};
   for (int current : {0, 3}) {
-    counters.device = current;
+    counters.devices = {current};
     const size_t num_launches = counters.num_launches, num_copies = counters.num_copies;
-    kernels::emulated::subtract(values, others, 8, third);
+    kernels::cuda_on_fibres::subtract(values, others, 8, third);
     EXPECT_EQ(counters.launched_on, 3);
     EXPECT_EQ(counters.launched_in, &queue);
-    EXPECT_EQ(counters.device, current);
+    EXPECT_EQ(counters.devices, std::vector<int>{current});
     counters.launched_on = -1;
-    kernels::emulated::copy_to_cold(values, others, 32, third);
+    kernels::cuda_on_fibres::copy_to_cold(values, others, 32, third);
     EXPECT_EQ(counters.launched_on, 3);
-    EXPECT_EQ(counters.device, current);
+    EXPECT_EQ(counters.devices, std::vector<int>{current});
     EXPECT_EQ(counters.num_launches - num_launches, 1u);
     EXPECT_EQ(counters.num_copies - num_copies, 1u);
   }
-  counters.device = 0;
+  counters.devices = {0};
 }
 
 TEST_F(CudaElementwise, FailedLaunchesAreErrorsOfTheDevice) {
   float values[8] = {1}, others[8] = {1};
   const std::function<void()> calls[] = {
-      [&] { kernels::emulated::subtract(values, others, 8, kCudaStream); },
-      [&] { kernels::emulated::copy_to_cold(values, others, 32, kCudaStream); },
-      [&] { kernels::emulated::cast(DType::kF32, values, DType::kF32, others, 8, kCudaStream); },
+      [&] { kernels::cuda_on_fibres::subtract(values, others, 8, kCudaStream); },
+      [&] { kernels::cuda_on_fibres::copy_to_cold(values, others, 32, kCudaStream); },
+      [&] { kernels::cuda_on_fibres::cast(DType::kF32, values, DType::kF32, others, 8, kCudaStream); },
   };
   for (const auto& call : calls) {
     counters.next_error = cudaErrorLaunchFailure;
@@ -360,13 +360,13 @@ TEST_F(CudaElementwise, RefusesMoreArraysThanAKernelTakes) {
   void* const destinations[] = {values};
   testing::expect_invalid_argument(
       [&] {
-        kernels::emulated::reduce_many(ReduceOp::kSum, DType::kF32, sources.data(), 129, destinations, 1, 4,
-                                       kCudaStream);
+        kernels::cuda_on_fibres::reduce_many(ReduceOp::kSum, DType::kF32, sources.data(), 129, destinations, 1, 4,
+                                             kCudaStream);
       },
       "129 arrays, expected at most 128");
   testing::expect_invalid_argument(
       [&] {
-        kernels::emulated::weighted_sum(DType::kF32, sources.data(), weights.data(), 129, values, 4, kCudaStream);
+        kernels::cuda_on_fibres::weighted_sum(DType::kF32, sources.data(), weights.data(), 129, values, 4, kCudaStream);
       },
       "129 arrays, expected at most 128");
 }

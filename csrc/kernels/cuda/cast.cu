@@ -112,13 +112,7 @@ struct CastAdd {
 }  // namespace
 
 void cast(DType from, const void* source, DType to, void* destination, size_t numel, Stream stream) {
-  if (from == to) {
-    if (numel == 0) return;
-    const CurrentDevice device(stream, "cast");
-    return check(cudaMemcpyAsync(destination, source, numel * item_bytes(from), cudaMemcpyDeviceToDevice,
-                                 static_cast<cudaStream_t>(stream.handle)),
-                 "cast", stream);
-  }
+  if (from == to) return launch_copy("cast", stream, destination, source, numel * item_bytes(from));
   if (from == DType::kF64) return cast_from<DType::kF64>(source, to, destination, numel, stream);
   for_float_type(from, [=](auto type) { cast_from<decltype(type)::value>(source, to, destination, numel, stream); });
 }

@@ -7,10 +7,7 @@
 namespace bagua::kernels::cuda {
 
 void copy_to_cold(void* destination, const void* source, size_t bytes, Stream stream) {
-  if (bytes == 0) return;
-  const CurrentDevice device(stream, "copy_to_cold");
-  check(cudaMemcpyAsync(destination, source, bytes, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream.handle)),
-        "copy_to_cold", stream);
+  launch_copy("copy_to_cold", stream, destination, source, bytes);
 }
 
 }  // namespace bagua::kernels::cuda

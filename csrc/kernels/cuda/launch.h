@@ -12,6 +12,8 @@
 
 #include "csrc/common/device.h"
 #include "csrc/common/error.h"
+#include "csrc/device/cuda/check.h"
+#include "csrc/device/cuda/device_scope.h"
 
 namespace bagua::kernels::cuda {
 
@@ -20,44 +22,32 @@ inline constexpr int kNumThreads = 256;
 inline constexpr int kNumWarps = kNumThreads / kWarpNumThreads;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
-inline void check(cudaError_t status, const char* kernel, Stream stream) {
-  if (status == cudaSuccess) return;
-  cudaGetLastError();  // or the next one to ask, such as torch, takes it for its own
-  throw Error(ErrorKind::kDevice, std::string(kernel) + " on " + device_name(stream.device) + ": " +
-                                      cudaGetErrorString(status) + " (" + cudaGetErrorName(status) + ")");
-}
-
-// While it lives, the stream's device is the calling thread's current one.
-class CurrentDevice {
- public:
-  CurrentDevice(Stream stream, const char* kernel) {
-    check(cudaGetDevice(&before_), kernel, stream);
-    is_other_ = before_ != stream.device.index;
-    if (is_other_) check(cudaSetDevice(stream.device.index), kernel, stream);
-  }
-  ~CurrentDevice() {
-    if (is_other_) cudaSetDevice(before_);
-  }
-  CurrentDevice(const CurrentDevice&) = delete;
-
- private:
-  int before_ = 0;
-  bool is_other_ = false;
-};
-
 constexpr size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
+
+// Throws unless `status`, which a launch or a copy of the kernel `name` returned, is success.
+inline void check(cudaError_t status, const char* name, Stream stream) {
+  if (status != cudaSuccess) device::cuda::check(status, std::string(name) + " on " + device_name(stream.device));
+}
 
 // Enqueues `kernel` with `num_blocks` blocks of kNumThreads; none is legal.
 template <typename... Parameters>
 void launch(const char* name, Stream stream, size_t num_blocks, void (*kernel)(Parameters...),
             std::type_identity_t<Parameters>... arguments) {
   if (num_blocks == 0) return;
-  const CurrentDevice device(stream, name);
+  const device::cuda::DeviceScope scope(stream.device.index);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(num_blocks));
   config.blockDim = dim3(kNumThreads);
   config.stream = static_cast<cudaStream_t>(stream.handle);
   check(cudaLaunchKernelEx(&config, kernel, arguments...), name, stream);
+}
+
+// Enqueues a copy within the stream's device; no bytes are legal.
+inline void launch_copy(const char* name, Stream stream, void* to, const void* from, size_t num_bytes) {
+  if (num_bytes == 0) return;
+  const device::cuda::DeviceScope scope(stream.device.index);
+  check(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream.handle)), name,
+        stream);
 }
 
 #if defined(__CUDACC__)

@@ -77,7 +77,10 @@ struct Reduce {
       for (int i = 0; i < kNumel; ++i) total[i] = Operator{}(total[i], Convert::widen(next.element[i]));
     }
 #pragma unroll
-    for (int i = 0; i < kNumel; ++i) loaded.result.element[i] = Convert::narrow(average(total[i]));
+    for (int i = 0; i < kNumel; ++i) {
+      if constexpr (std::is_same_v<Operator, Sum>) total[i] = average(total[i]);
+      loaded.result.element[i] = Convert::narrow(total[i]);
+    }
   }
   __device__ void load(size_t first, int num, Loaded& loaded) const {
     if (num == kNumel && sources.are_aligned) {

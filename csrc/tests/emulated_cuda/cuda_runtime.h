@@ -13,6 +13,7 @@
 #include <functional>
 #include <source_location>
 #include <utility>
+#include <vector>
 
 #define __host__
 #define __device__
@@ -38,7 +39,17 @@ struct __attribute__((may_alias, aligned(16))) uint4 {
 };
 
 using cudaStream_t = void*;
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9, cudaErrorLaunchFailure = 719 };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorStubLibrary = 34,
+  cudaErrorInsufficientDriver = 35,
+  cudaErrorNoDevice = 100,
+  cudaErrorLaunchFailure = 719,
+  cudaErrorSystemDriverMismatch = 803,
+  cudaErrorCompatNotSupportedOnDevice = 804,
+};
+enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed = 2 };
+#define CUDART_VERSION 13000
 enum cudaMemcpyKind { cudaMemcpyDeviceToDevice = 3 };
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -60,8 +71,8 @@ const uint64_t* meet(Waits waits, unsigned mask, uint64_t value, const std::sour
 
 struct Counters {
   size_t num_launches = 0, num_copies = 0;
-  int device = 0;                        // the current one
-  int launched_on = -1;                  // what it was at the last launch or copy
+  std::vector<int> devices = {0};        // the current one is the last, before it those that wait for their scope's end
+  int launched_on = -1;                  // which one was at the last launch or copy
   cudaStream_t launched_in = nullptr;    // the stream of that
   cudaError_t next_error = cudaSuccess;  // of the next launch or copy, which then does nothing
 };
@@ -159,17 +170,13 @@ T atomicAdd(T* address, T value) {
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 
 // ---- runtime functions ----------------------------------------------------------------------------------
-inline cudaError_t cudaGetDevice(int* device) {
-  *device = cuda_emulation::counters.device;
-  return cudaSuccess;
-}
-inline cudaError_t cudaSetDevice(int device) {
-  cuda_emulation::counters.device = device;
-  return cudaSuccess;
-}
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorName(cudaError_t) { return "cudaErrorLaunchFailure"; }
 inline const char* cudaGetErrorString(cudaError_t) { return "unspecified launch failure"; }
+inline cudaError_t cudaDriverGetVersion(int* version) {
+  *version = 0;
+  return cudaSuccess;
+}
 
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
