@@ -44,6 +44,29 @@ def pool4():
         yield pool
 
 
+def _ranks_on_devices(num_ranks):
+    from bagua.testing import Pool
+    from tests import emulated_device
+
+    if emulated_device.unavailable():
+        pytest.skip(f"the emulated device {emulated_device.unavailable()}")
+    emulated_device.build()  # here, where no deadline runs
+    with Pool(num_ranks) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def alone_on_devices():
+    """A process that may load the emulated device, which stays its accelerator for good."""
+    yield from _ranks_on_devices(1)
+
+
+@pytest.fixture(scope="session")
+def pair_on_devices():
+    """Two of them."""
+    yield from _ranks_on_devices(2)
+
+
 @pytest.fixture(scope="session")
 def pool_of_two_nodes():
     """Four, two on each of two imitated nodes; BAGUA_SOCKET_IFNAME=lo connects them."""
