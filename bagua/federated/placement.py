@@ -163,7 +163,8 @@ def run_in(frame: Frame, function: Callable, args: tuple, kwargs: dict[str, Any]
     token = _frames.set(within)
     _mirror.frames = within
     try:
-        return function(*args, **kwargs)
+        with torch.autograd.set_multithreading_enabled(False):  # or devices' backward would run where no frame is seen
+            return function(*args, **kwargs)
     finally:
         _mirror.frames = before
         _frames.reset(token)

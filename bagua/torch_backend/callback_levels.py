@@ -100,7 +100,6 @@ class Level:
         self._streams: dict[torch.device, torch.Stream] = {}  # of the thread
         self.thread = CallbackThread(f"bagua-callbacks-{depth}-{group.name}", as_callback)
 
-
     def enter_device(self, device: torch.device) -> None:
         """On the thread of callbacks: have it use the device, and there a stream of its own.
 

@@ -176,7 +176,13 @@ def _device_module(extension: types.ModuleType) -> types.ModuleType:
         for each in generators.values():
             each.manual_seed(seed)
 
+    def stream(stream: torch.Stream | None):
+        return contextlib.nullcontext() if stream is None else stream
+
     module.device = device
+    module.Stream = lambda device=None, priority=0: torch.Stream(torch.device(NAME if device is None else device))
+    module.Event = lambda enable_timing=False, blocking=False: torch.Event(device=NAME)
+    module.stream = stream
     module.is_available = lambda: not extension.is_in_bad_fork()
     module.is_initialized = lambda: True
     module.device_count = lambda: 0 if extension.is_in_bad_fork() else num_devices
