@@ -79,7 +79,7 @@ class Placement:
             raise
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer of that many elements for the reduction that runs; of the CPU in memory shared with this host's ranks.
+        """A buffer of that many elements for the reduction that runs; the CPU's is shared with the ranks of this host.
 
         On a device the current stream is to be the same for all reductions of a placement, or to wait for the others.
         """

@@ -6,9 +6,9 @@ operation has ended, in the order of operations; or, if it had ended when its fu
 which they are added. Which of the two applies differs between ranks, so callbacks that start operations run in the same
 order on all ranks if each is added right after its operation is started, before the next one is (gloo needs that too).
 
-Of an operation on a device, a future is completed as soon as all of it has been enqueued there: whoever waits for it has
-the current stream wait for the outcome, as with torch's futures of devices. Callbacks run with a stream of their own as
-the current one, which waits for it, too.
+Of an operation on a device, a future is completed as soon as all of it has been enqueued there: whoever waits for it
+has the current stream wait for the outcome, as with torch's futures of devices. Callbacks run with a stream of their
+own as the current one, which waits for it, too.
 
 A callback may wait for a future whose turn on that thread comes later. Then it computes the value itself, and the
 callbacks of that future keep their turn, so that waiting changes no order. Callbacks that torch itself adds to a future

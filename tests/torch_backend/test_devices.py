@@ -4,7 +4,6 @@ What a collective gives on the device is what it gives on the CPU, bit for bit; 
 backends for devices: the streams wait, the host does not.
 """
 
-import contextlib
 import warnings
 
 import pytest
@@ -19,27 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 import bagua
 import tests.emulated_device as emulated
 from bagua.testing import Pool
+from tests.meeting import wait_until
 from tests.torch_backend.programs import TIMEOUT, needs_torch, values
 
 pytestmark = needs_torch
-
-
-@contextlib.contextmanager
-def ranks(**options):
-    reason = emulated.unavailable()
-    if reason is not None:
-        pytest.skip(reason)
-    emulated.build()  # not in the ranks, whose functions have less time
-    with Pool(2, **options) as pool:
-        pool.run(emulated.load_in_rank)
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pool():
-    """Two processes that have the device; each uses the one of its rank."""
-    with ranks() as pool:
-        yield pool
 
 
 def started(rank, world_size, program, args):
@@ -145,8 +127,8 @@ def functionals(rank, n, device):
 
 
 @pytest.mark.parametrize("program", [reductions, movements, coalesced, functionals])
-def test_collectives_have_the_cpus_bits(pool, program):
-    run(pool, on_both, program)
+def test_collectives_have_the_cpus_bits(device_pool2, program):
+    run(device_pool2, on_both, program)
 
 
 # ---- streams and the host
@@ -164,12 +146,13 @@ def waits(rank, n):
             were_busy.append(not work.is_completed())
             y = x + 1
             assert y.eq(2 * sum(r + turn + 1 for r in range(n)) + 1).all(), turn
-            assert work.is_completed() and work.is_success() and work.result()[0] is x
+            wait_until(work.is_completed)
+            assert work.is_success() and work.result()[0] is x
     assert any(were_busy)
 
 
-def test_wait_blocks_the_stream_not_the_host(pool):
-    run(pool, waits)
+def test_wait_blocks_the_stream_not_the_host(device_pool2):
+    run(device_pool2, waits)
 
 
 def other_stream(rank, n):
@@ -186,8 +169,8 @@ def other_stream(rank, n):
         assert found.cpu().eq(torch.tensor([r + turn + 0.5 for r in range(n)]).view(n, 1)).all()
 
 
-def test_another_stream_may_wait(pool):
-    run(pool, other_stream)
+def test_another_stream_may_wait(device_pool2):
+    run(device_pool2, other_stream)
 
 
 def futures(rank, n):
@@ -223,8 +206,8 @@ def futures(rank, n):
     assert total.wait() == [4] * 9
 
 
-def test_futures_of_devices(pool):
-    run(pool, futures)
+def test_futures_of_devices(device_pool2):
+    run(device_pool2, futures)
 
 
 def future_while_busy(rank, n):
@@ -240,8 +223,8 @@ def future_while_busy(rank, n):
     assert any(were_busy)
 
 
-def test_a_future_does_not_wait_for_the_device(pool):
-    run(pool, future_while_busy)
+def test_a_future_does_not_wait_for_the_device(device_pool2):
+    run(device_pool2, future_while_busy)
 
 
 def barriers(rank, n):
@@ -256,8 +239,8 @@ def barriers(rank, n):
     dist.barrier(async_op=True).wait()
 
 
-def test_a_barrier_with_a_device_waits_for_it(pool):
-    run(pool, barriers)
+def test_a_barrier_with_a_device_waits_for_it(device_pool2):
+    run(device_pool2, barriers)
 
 
 # ---- what torch asks of a group
@@ -281,8 +264,8 @@ def objects(rank, n):
         dist.group.WORLD._get_backend(torch.device("cuda"))
 
 
-def test_objects_go_over_the_cpu(pool):
-    run(pool, objects)
+def test_objects_go_over_the_cpu(device_pool2):
+    run(device_pool2, objects)
 
 
 def subgroups(rank, n):
@@ -295,8 +278,8 @@ def subgroups(rank, n):
     assert x.tolist() == [3.0] * 3
 
 
-def test_subgroups(pool):
-    run(pool, subgroups)
+def test_subgroups(device_pool2):
+    run(device_pool2, subgroups)
 
 
 def other_specs(rank, n, spec, options):
@@ -315,8 +298,8 @@ def other_specs(rank, n, spec, options):
 
 @pytest.mark.parametrize("with_device_id", [False, True])
 @pytest.mark.parametrize("spec", ["bagua", "emulated:bagua", "cpu:bagua,cuda:bagua"])
-def test_however_it_is_asked_for(pool, spec, with_device_id):
-    pool.run(other_specs, args=(spec, {"device_id": None} if with_device_id else {}))
+def test_however_it_is_asked_for(device_pool2, spec, with_device_id):
+    device_pool2.run(other_specs, args=(spec, {"device_id": None} if with_device_id else {}))
 
 
 def test_it_is_registered_for_cpu_and_cuda():
@@ -352,8 +335,8 @@ def mixed(rank, n):
     assert x.tolist() == [2.0] * 4
 
 
-def test_tensors_of_several_devices_are_refused(pool):
-    run(pool, mixed)
+def test_tensors_of_several_devices_are_refused(device_pool2):
+    run(device_pool2, mixed)
 
 
 # ---- programs
@@ -401,8 +384,8 @@ def uneven(rank, n, device):
 
 
 @pytest.mark.parametrize("program", [ddp, ddp_with_a_hook, uneven])
-def test_ddp_trains_to_the_cpus_bits(pool, program):
-    run(pool, on_both, program)
+def test_ddp_trains_to_the_cpus_bits(device_pool2, program):
+    run(device_pool2, on_both, program)
 
 
 def fsdp(rank, n, device):
@@ -415,8 +398,8 @@ def fsdp(rank, n, device):
     return [parameter.full_tensor().detach() for parameter in model.parameters()]
 
 
-def test_fully_shard_trains_to_the_cpus_bits(pool):
-    run(pool, on_both, fsdp)
+def test_fully_shard_trains_to_the_cpus_bits(device_pool2):
+    run(device_pool2, on_both, fsdp)
 
 
 def profiled(rank, n):
@@ -429,11 +412,16 @@ def profiled(rank, n):
     assert any(event.name == "bagua:all_reduce" for event in profile.events())
 
 
-def test_the_profiler_sees_operations_on_devices(pool):
-    run(pool, profiled)
+def test_the_profiler_sees_operations_on_devices(device_pool2):
+    run(device_pool2, profiled)
 
 
 def test_ddp_between_hosts():
     """Processes that share no memory: from the device over TCP."""
-    with ranks(nodes=2) as pool:
+    reason = emulated.unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    emulated.build()
+    with Pool(2, nodes=2) as pool:
+        pool.run(emulated.load_in_rank)
         run(pool, on_both, ddp, env={"BAGUA_SOCKET_IFNAME": "lo"})
