@@ -3,7 +3,7 @@
 Each program runs on the CPU and on the device, in one process by itself and on two ranks.
 """
 
-import threading
+import os
 from datetime import timedelta
 
 import pytest
@@ -18,9 +18,12 @@ from bagua.federated import Client, IsolatedClients, Simulation, optimizers, run
 from bagua.federated.aggregators import Aggregator, Clip, Mean, Median, Noise, Quantize, SecureSum, TrimmedMean
 from bagua.federated.privacy import PrivateMean
 from bagua.testing import world
+from tests.distributed.worlds import SAME_TEST
 
 NUM_CLIENTS = 5
 both_sizes = pytest.mark.parametrize("num_ranks", [1, 2])
+# Of programs that are traced, which takes a second each time.
+both_sizes_slowly = pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=SAME_TEST), 2])
 
 
 def on_both(rank, world_size, program, args, num_ranks):
@@ -159,9 +162,14 @@ def traced(job):
 
 
 @both_sizes
-@pytest.mark.parametrize("program", [verbs, derivatives, map_reduces, local_training, traced])
+@pytest.mark.parametrize("program", [verbs, derivatives, map_reduces, local_training])
 def test_programs(device_pool2, num_ranks, program):
     check(device_pool2, num_ranks, program)
+
+
+@both_sizes_slowly
+def test_traced_programs(device_pool2, num_ranks):
+    check(device_pool2, num_ranks, traced)
 
 
 # ---- aggregators
@@ -215,21 +223,23 @@ def test_private_means(device_pool2, num_ranks, options):
     check(device_pool2, num_ranks, privacy, options)
 
 
-def traced_privacy(job):
+def traced_noise(job):
     """Noise is drawn by the host in a graph, too, and moves."""
-    private_mean = PrivateMean(noise_multiplier=0.5, clip=1.0, seed=3)
-    chain = Aggregator(Clip(1.0), Quantize("minmax_uint8"), Noise(0.1, seed=3), Mean())
-
-    def both(y, one, other):
-        return private_mean(y, one)[0], chain(y, other)[0]
-
-    given = job.y, private_mean.init(job.x), chain.init(job.x)
-    return federated.trace(job.program(both), *given)(*given)
+    chain = Aggregator(Quantize("minmax_uint8"), Noise(0.1, seed=3), Mean())
+    given = job.y, chain.init(job.x)
+    return federated.trace(job.program(lambda y, state: chain(y, state)[0]), *given)(*given)
 
 
-@both_sizes
-def test_traced_aggregators(device_pool2, num_ranks):
-    check(device_pool2, num_ranks, traced_privacy)
+def traced_privacy(job):
+    private_mean = PrivateMean(noise_multiplier=0.5, clip=1.0, seed=3, quantile=0.5, count_stddev=1.0)
+    given = job.y, private_mean.init(job.x)
+    return federated.trace(job.program(lambda y, state: private_mean(y, state)[0]), *given)(*given)
+
+
+@both_sizes_slowly
+@pytest.mark.parametrize("program", [traced_noise, pytest.param(traced_privacy, marks=SAME_TEST)])
+def test_traced_aggregators(device_pool2, num_ranks, program):
+    check(device_pool2, num_ranks, program)
 
 
 # ---- around programs
@@ -257,8 +267,7 @@ def simulation(job, folder):
 
     whole, first, second = new(), new(), new()
     whole.run(3)
-    path = f"{folder}/{job.num_ranks}-{job.rank if job.num_ranks == 1 else 0}-{job.device.type}-{threading.get_ident()}"
-    path = path if job.num_ranks == 1 else f"{folder}/{job.device.type}"
+    path = f"{folder}/{job.device.type}" + (f"-{os.getpid()}" if job.num_ranks == 1 else "")
     first.run(1)
     first.save(path)
     assert all(leaf.is_cpu for leaf in torch.load(path, weights_only=True)["leaves"])

@@ -146,7 +146,7 @@ def waits(rank, n):
             were_busy.append(not work.is_completed())
             y = x + 1
             assert y.eq(2 * sum(r + turn + 1 for r in range(n)) + 1).all(), turn
-            wait_until(work.is_completed)
+            wait_until(work.is_completed, "the device comes to the end of an all_reduce")
             assert work.is_success() and work.result()[0] is x
     assert any(were_busy)
 
