@@ -68,6 +68,28 @@ def pair_on_devices():
 
 
 @pytest.fixture(scope="session")
+def _processes_with_devices():
+    import tests.emulated_device as emulated
+    from bagua.testing import Pool
+
+    reason = emulated.unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    emulated.build()  # not in the ranks, whose functions have less time
+    with Pool(2) as pool:
+        yield pool
+
+
+@pytest.fixture
+def device_pool2(_processes_with_devices):
+    """Two warm ranks that have the emulated torch device, which no process gets rid of again."""
+    import tests.emulated_device as emulated
+
+    _processes_with_devices.run(emulated.load_in_rank)  # the ranks are new where a test has failed
+    return _processes_with_devices
+
+
+@pytest.fixture(scope="session")
 def pool_of_two_nodes():
     """Four, two on each of two imitated nodes; BAGUA_SOCKET_IFNAME=lo connects them."""
     from bagua.testing import Pool

@@ -7,14 +7,27 @@ torch has for any accelerator (torch.accelerator, torch.Stream). Kinds are those
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from bagua import _C
 from bagua.errors import InvalidArgument
 
-__all__ = ["HostCopy", "StreamKey", "check_supported", "common_device", "current_stream", "nccl_version"]
+__all__ = [
+    "HostCopy",
+    "StreamKey",
+    "check_supported",
+    "common_device",
+    "current_stream",
+    "keep_for_current_stream",
+    "nccl_version",
+    "seeded",
+    "supported_types",
+    "use_stream",
+    "wait_for_current_stream",
+]
 
 # Kind and index of the device, and the handle of the stream, for the core.
 StreamKey = tuple[int, int, int]
@@ -36,6 +49,11 @@ def check_supported(device: torch.device, what: str) -> None:
     raise InvalidArgument(
         f"{what} is on {device}; bagua communicates tensors of the CPU and of CUDA devices: move it there (.cpu())"
     )
+
+
+def supported_types() -> list[str]:
+    """The types of the devices whose tensors the core can work on."""
+    return [_CPU, *(kind for kind in _KINDS if kind != _CPU and _C.has_device_runtime(kind))]
 
 
 def common_device(tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.device:
@@ -69,6 +87,36 @@ def nccl_version() -> str | None:
         return ".".join(map(str, torch.cuda.nccl.version()))
     except AttributeError:  # a torch that was built without it
         return None
+
+
+def use_stream(stream: torch.Stream) -> None:
+    """From here on the calling thread's operations run on this stream of this device."""
+    torch.accelerator.set_stream(stream)
+
+
+def keep_for_current_stream(tensor: torch.Tensor) -> None:
+    """Keep the memory of a tensor of a device until what was enqueued on the current stream is done with it."""
+    tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+def wait_for_current_stream(device: torch.device) -> None:
+    """Block until the device has done what the caller has enqueued on its current stream."""
+    torch.accelerator.current_stream(device).synchronize()
+
+
+@contextmanager
+def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
+    """Within it, what is drawn on the CPU and on these devices starts from the seed; then as if nothing had been."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        torch.default_generator.manual_seed(seed)
+        for device in devices:
+            if device.type == _CPU:
+                continue
+            stack.enter_context(torch.random.fork_rng(devices=[device], device_type=device.type))
+            state = torch.Generator(device).manual_seed(seed).get_state()
+            torch.get_device_module(device).set_rng_state(state, device)
+        yield
 
 
 class HostCopy:

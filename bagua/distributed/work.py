@@ -81,6 +81,11 @@ class Work:
         return self._core
 
     @property
+    def device(self) -> torch.device | None:
+        """Where its tensors are; None: on the CPU."""
+        return self._device
+
+    @property
     def nonfinite_blocks(self) -> int:
         """Blocks of this rank's input or reduced stripe that held a NaN or an Inf under a codec. Once completed.
 

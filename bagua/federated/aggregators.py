@@ -29,6 +29,7 @@ from bagua.federated.sampling import seed_of
 from bagua.federated.straight_through import coded, first_client, gathered, modular_sum, noise
 from bagua.federated.traced import tracing
 from bagua.federated.verbs import (
+    beside,
     broadcast,
     check_floating,
     check_placed,
@@ -113,10 +114,11 @@ def clip(
 
     def clip_one(value: Tree, bound: float | torch.Tensor = norm) -> tuple[Tree, torch.Tensor]:
         leaves, structure = pytree.tree_flatten(value)
-        is_finite = torch.ones((), dtype=torch.bool)
+        is_finite = torch.ones((), dtype=torch.bool, device=leaves[0].device)
         if is_bounded:
             is_finite = sum((leaf.detach() * 0).sum().abs() for leaf in leaves) == 0  # or NaN
-            leaves = [torch.where(is_finite, leaf, torch.zeros((), dtype=leaf.dtype)) for leaf in leaves]
+            zeros = [torch.zeros((), dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
+            leaves = [torch.where(is_finite, leaf, zero) for leaf, zero in zip(leaves, zeros, strict=True)]
         length = _norm(leaves)
         bound = torch.ones_like(length) * bound
         bound = torch.where(bound < 0, torch.zeros_like(bound), bound)  # or values would change their signs
@@ -130,7 +132,7 @@ def clip(
             clipped.append((leaf.to(wide) * power.to(wide) * factor.to(wide)).to(leaf.dtype))
         return pytree.tree_unflatten(clipped, structure), is_within & is_finite
 
-    bounds = (broadcast(norm, placement=clients.name),) if isinstance(norm, torch.Tensor) else ()
+    bounds = (broadcast(beside(value, norm), placement=clients.name),) if isinstance(norm, torch.Tensor) else ()
     return map_fn(clip_one, (value, *bounds), placement=clients.name)
 
 
@@ -138,7 +140,7 @@ def _norm(leaves: list[torch.Tensor]) -> torch.Tensor:
     """The L2 norm of all together, float64 ``[]``; its derivative at 0 is 0."""
     # In float64: squares of float16 and float32 overflow where the values do not.
     values = [(leaf.abs() if leaf.is_complex() else leaf).double() for leaf in leaves]
-    scale = torch.ones((), dtype=torch.float64)
+    scale = torch.ones((), dtype=torch.float64, device=leaves[0].device)
     if any(leaf.dtype in (torch.float64, torch.complex128) and leaf.numel() for leaf in leaves):
         largest = torch.stack([one.detach().abs().amax() for one in values if one.numel()]).amax()
         scale = torch.where(largest.isfinite() & (largest > 0), largest, scale)
@@ -275,13 +277,13 @@ class Robust(Step):
             if leaf.is_complex():
                 raise InvalidArgument(f"{name} of {leaf.dtype}: complex numbers have no order")
         if mask is None:
-            everyone, number = gathered(leaves, clients), torch.tensor(clients.size)
+            everyone, number = gathered(leaves, clients), torch.tensor(clients.size, device=leaves[0].device)
         else:
             *everyone, taking_part = gathered([*leaves, mask.to(leaves[0].dtype)], clients)
             taking_part = taking_part > 0
             (number,) = call("check_total", [taking_part.sum()], clients.key)
             # The others are sorted behind all that take part.
-            nothing = torch.tensor(float("nan"))
+            nothing = torch.tensor(float("nan"), device=taking_part.device)
             everyone = [torch.where(along(taking_part, leaf), leaf, nothing.to(leaf.dtype)) for leaf in everyone]
         ordered = [leaf.sort(0).values for leaf in everyone]
         return pytree.tree_unflatten([self._middle(leaf, number) for leaf in ordered], structure)
@@ -289,7 +291,7 @@ class Robust(Step):
     def _middle(self, ordered: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         """From ``[n, ...]``, of which the first `number` count."""
         begin, end = self._kept(number)
-        positions = torch.arange(ordered.shape[0])
+        positions = torch.arange(ordered.shape[0], device=ordered.device)
         is_kept = (positions >= begin) & (positions < end)
         kept = torch.where(along(is_kept, ordered), ordered, torch.zeros_like(ordered))
         # In float32 at least: neither a sum nor a number of clients needs to be one of float16.
@@ -376,7 +378,10 @@ def add_noise(value: Tree, stddev: float | torch.Tensor, seed: int, round: torch
 
 
 def first_round() -> torch.Tensor:
-    """The number of the round as steps keep it, so that a program is a function of tensors alone: int64 ``[]``."""
+    """The number of the round as steps keep it, so that a program is a function of tensors alone: int64 ``[]``.
+
+    On the CPU, where random numbers are drawn, wherever the values are.
+    """
     return torch.zeros((), dtype=torch.int64)
 
 
@@ -474,7 +479,8 @@ class Aggregator:
             value: placed values, ``[num_local, ...]`` each, floating.
             state: of ``init`` or of the round before.
             weights: ``[num_local]``; they multiply what is clipped, before it is quantized. None: all 1.
-            mask: ``[num_local]`` of bools: who takes part. What the others have does not count, whatever it is.
+            mask: ``[num_local]`` of bools: who takes part. What the others have does not count, whatever it is. Weights
+                and mask may be tensors of the CPU where the values are on a device.
             placement: the name of the program whose clients are meant; by default the innermost that runs.
 
         Returns:
@@ -496,7 +502,9 @@ class Aggregator:
         if mask is not None:
             if mask.dtype is not torch.bool:
                 raise InvalidArgument(f"mask of {mask.dtype}, expected torch.bool")
+            mask = beside(value, mask)
             value = only_of(mask, value)
+        weights = None if weights is None else beside(value, weights)
         counts = self._counts(weights, mask)
         is_weighted, states = weights is None, list(state)
         for index, step in enumerate(self.steps[: self._reduction_index + 1]):

@@ -96,7 +96,7 @@ def map_reduce(
     shared = [shared_of(leaf, clients) for leaf in leaves]
     inputs = [leaf if value is None else value for leaf, value in zip(leaves, shared, strict=True)]
     if all(value is not None for value in shared):  # nothing has the clients' axis, which vmap wants
-        inputs.append(torch.empty(clients.num_local, 0))
+        inputs.append(torch.empty(clients.num_local, 0, device=inputs[0].device))
         shared.append(None)
     is_shared = tuple(value is not None for value in shared)
     of_one = functools.partial(_flat, function, clients, structure)

@@ -54,7 +54,8 @@ def record() -> Iterator[list[str]]:
     verbs: list[str] = []
     token = _recorded.set(verbs)
     try:
-        yield verbs
+        with torch.autograd.set_multithreading_enabled(False):  # or a device's backward would not see the list
+            yield verbs
     finally:
         _recorded.reset(token)
 

@@ -51,7 +51,7 @@ class Placement:
         self.lock = threading.Lock()  # guards is_agreed, agreed, numbers and the reductions' memory
         self.is_distributed = group is not None
         self._group = None if group is None else weakref.ref(group)
-        self._memory: dict[torch.dtype, torch.Tensor] = {}
+        self._memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def __repr__(self) -> str:
         return f"Placement({self.name!r}, {self.size}, {self.num_local} here)"
@@ -78,11 +78,15 @@ class Placement:
             error.raised_over = self.key
             raise
 
-    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer of that many elements for the reduction that runs, in memory shared with the ranks of this host."""
-        if dtype not in self._memory or self._memory[dtype].numel() < numel:
-            self._memory[dtype] = self.group.empty(numel, dtype)
-        return self._memory[dtype][:numel]
+    def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer of that many elements for the reduction that runs; the CPU's is shared with the ranks of this host.
+
+        On a device the current stream is to be the same for all reductions of a placement, or to wait for the others.
+        """
+        known = self._memory.get((dtype, device))
+        if known is None or known.numel() < numel:
+            known = self._memory[dtype, device] = self.group.empty(numel, dtype, device)
+        return known[:numel]
 
 
 _lock = threading.Lock()  # guards what follows
@@ -159,7 +163,8 @@ def run_in(frame: Frame, function: Callable, args: tuple, kwargs: dict[str, Any]
     token = _frames.set(within)
     _mirror.frames = within
     try:
-        return function(*args, **kwargs)
+        with torch.autograd.set_multithreading_enabled(False):  # or devices' backward would run where no frame is seen
+            return function(*args, **kwargs)
     finally:
         _mirror.frames = before
         _frames.reset(token)

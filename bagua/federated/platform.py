@@ -101,6 +101,7 @@ def run_on(platform: Platform, graph: Graph, /, *, coding: FixedPoint | None = N
     if size < 2:
         raise InvalidArgument(f"{graph.name} is over 1 client: its sums would be that client's values, refused")
     known = _bind(graph, [value for value in graph.inputs if value.placement == SERVER], values, "the server")
+    device = _device_of(known)
     session = secrets.token_bytes(16)
     clients_graph, turns = client_side(graph, rounds)
     opening = {"what": "open", "session": session, "graph": to_bytes(clients_graph), "turns": list(map(tuple, turns))}
@@ -113,6 +114,7 @@ def run_on(platform: Platform, graph: Graph, /, *, coding: FixedPoint | None = N
         request = {"what": "round", "session": session, "number": number, "values": sent}
         masked = _replies(platform, request | ({"keys": keys} if number == 0 else {}), "masked", size)
         sums = secure_sum.add_up(coding, masked, [_like(value) for node in this.up for value in node.args])
+        sums = [total.to(device) for total in sums]
         for node in this.up:
             for result in node.results:
                 total = sums.pop(0)
@@ -142,6 +144,11 @@ def _draws(function: Graph) -> bool:
 
 # Of requests.
 _CONTENT = {"open": {"graph", "turns", "session", "coding"}, "round": {"number", "session", "values"}}
+
+
+def _device_of(known: dict[Value, torch.Tensor]) -> torch.device:
+    """Where a side computes: where its own values are. What it sends is on the CPU."""
+    return next((tensor.device for tensor in known.values()), torch.device("cpu"))
 
 
 def _like(value: Value) -> torch.Tensor:
@@ -233,7 +240,8 @@ class Client:
             client._next = run["next"]
             client._sum = secure_sum.SecureSum.restore(FixedPoint(*run["coding"]), run["sum"])
             values = list(client._graph.numbers())
-            client._known.update((values[number], tensor) for number, tensor in run["known"].items())
+            known = {values[number]: tensor.to(client._device) for number, tensor in run["known"].items()}
+            client._known.update(known)
         return client
 
     def answer(self, request: bytes) -> bytes:
@@ -266,6 +274,7 @@ class Client:
         self._graph_bytes, self._graph, self._turns, self._num_clients = run["graph"], graph, turns, size
         self._session, self._next = run["session"], 0
         self._known: dict[Value, torch.Tensor] = dict(self._own_values())
+        self._device = _device_of(self._known)
 
     def _own_values(self) -> dict[Value, torch.Tensor]:
         ((where, _),) = self._graph.placements.items()
@@ -289,7 +298,7 @@ class Client:
         sent = [value for value in graph.inputs if value.placement == SERVER][begin.inputs :][: turn.inputs]
         if len(message["values"]) != len(sent):
             raise InvalidArgument(f"round {number} with {len(message['values'])} values, expected {len(sent)}")
-        self._known.update(zip(sent, message["values"], strict=True))
+        self._known.update(zip(sent, (value.to(self._device) for value in message["values"]), strict=True))
         for node in graph.nodes[begin.nodes :][: turn.nodes]:
             self._known.update(zip(node.results, self._compute(graph, node), strict=True))
         # What leaves a client: parts of sums, masked.
@@ -327,6 +336,7 @@ def _bind(graph: Graph, inputs: Sequence[Value], given: dict[str, Tree], whose: 
 
 def _write(message: dict[str, Any]) -> bytes:
     file = io.BytesIO()
+    message = pytree.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, message)
     torch.save(message, file)
     return file.getvalue()
 

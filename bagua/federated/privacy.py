@@ -26,7 +26,7 @@ from bagua.federated.aggregators import Robust, SecureSum, Step, Sum, add_noise,
 from bagua.federated.operators import call
 from bagua.federated.placement import current
 from bagua.federated.sampling import integer, seed_of
-from bagua.federated.verbs import check_floating, check_placed
+from bagua.federated.verbs import beside, check_floating, check_placed
 
 Tree = Any  # a pytree of tensors
 
@@ -94,7 +94,9 @@ class PrivateMean:
 
     def init(self, like: Tree) -> dict[str, Any]:
         """The state before the first round."""
-        return {"round": first_round(), "clip": torch.tensor(float(self.clip))}
+        leaf = next(iter(pytree.tree_leaves(like)), None)
+        device = leaf.device if isinstance(leaf, torch.Tensor) else None
+        return {"round": first_round(), "clip": torch.tensor(float(self.clip), device=device)}
 
     def stddevs(self, clients: int) -> tuple[float, float]:
         """Deviations of the noise of the sum, in units of the norm, and of that of the number of clients below it.
@@ -145,7 +147,7 @@ class PrivateMean:
                 f"mask of {mask.dtype} and shape {list(mask.shape)}, expected bools [{clients.num_local}]"
             )
         stddev, count_stddev = self.stddevs(clients.size)
-        norm, round = state["clip"], state["round"]
+        mask, norm, round = beside(value, mask), beside(value, state["clip"]), state["round"]
         # In float32 at least: rounding to fewer bits would move a clipped norm, and make the noise coarse.
         dtypes = [leaf.dtype for leaf in pytree.tree_leaves(value)]
         value = pytree.tree_map(lambda leaf: leaf.to(torch.promote_types(leaf.dtype, torch.float32)), value)

@@ -1,17 +1,19 @@
 """Sums over the clients of all ranks: the only module in which a federated program communicates.
 
-All leaves of a reduction travel in one collective per dtype, through memory that the ranks of a host share. Nothing
-here knows of derivatives.
+All leaves of a reduction travel in one collective per dtype, through memory that the ranks of a host share, or of the
+device that the leaves are on. Nothing here knows of derivatives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
 from bagua.distributed import consensus
+from bagua.distributed.devices import common_device
 from bagua.errors import InvalidArgument
 from bagua.federated.placement import Placement
 
@@ -23,29 +25,32 @@ def sum_over_ranks(placement: Placement, values: Sequence[torch.Tensor], verb: s
         values: each rank's sums over its own clients, not under any transform.
 
     Returns:
-        New tensors of the same shapes and dtypes, equal on all ranks.
+        New tensors of the same shapes and dtypes on the same devices, equal on all ranks.
     """
     group = placement.group
     if group is None:
         return [value.clone() for value in values]
     with placement.lock:
-        agree(placement, values, verb)
+        agree(placement, [Like.of(value) for value in values], verb)
         sums = list(values)
-        order = sorted(range(len(values)), key=lambda i: str(values[i].dtype))
-        for dtype, same in groupby(order, key=lambda i: values[i].dtype):
+
+        def kind(index: int) -> tuple[str, str]:  # of the ranks, which each have a device of their own
+            return str(values[index].dtype), values[index].device.type
+
+        for _, same in groupby(sorted(range(len(values)), key=kind), key=kind):
             indices = list(same)
-            for index, total in zip(
-                indices, _sum_one_dtype(placement, [values[i] for i in indices], dtype), strict=True
-            ):
+            for index, total in zip(indices, _sum_alike(placement, [values[i] for i in indices]), strict=True):
                 sums[index] = total
         return sums
 
 
-def _sum_one_dtype(placement: Placement, values: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+def _sum_alike(placement: Placement, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of values of one dtype, on one device."""
+    dtype, device = values[0].dtype, common_device(("a value to be summed", value) for value in values)
     real = [torch.view_as_real(value) if dtype.is_complex else value for value in values]
     if dtype is torch.int16:  # which is not sent
         real = [value.to(torch.int32) for value in real]
-    buffer = placement.memory(sum(value.numel() for value in real), real[0].dtype)
+    buffer = placement.memory(sum(value.numel() for value in real), real[0].dtype, device)
     parts = [part.view(value.shape) for part, value in zip(buffer.split([v.numel() for v in real]), real, strict=True)]
     for part, value in zip(parts, real, strict=True):
         part.copy_(value)
@@ -53,13 +58,28 @@ def _sum_one_dtype(placement: Placement, values: list[torch.Tensor], dtype: torc
     return [torch.view_as_complex(part.clone()) if dtype.is_complex else part.to(dtype, copy=True) for part in parts]
 
 
-def agree(placement: Placement, values: Sequence[torch.Tensor], verb: str) -> None:
+class Like(NamedTuple):
+    """What the ranks must have in common of a value that they reduce."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+    @classmethod
+    def of(cls, value: torch.Tensor) -> Like:
+        return cls(tuple(value.shape), value.dtype, value.device.type)
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {self.dtype}" + (f" on {self.device_type}" if self.device_type != "cpu" else "")
+
+
+def agree(placement: Placement, values: Sequence[Like], verb: str) -> None:
     """Compares the program and the shapes with the other ranks', the first time that they run here.
 
     Raises:
         InvalidArgument: on all ranks, naming the first that differs.
     """
-    shapes = (verb, *((tuple(value.shape), str(value.dtype)) for value in values))
+    shapes = (verb, *values)
     if placement.is_agreed and shapes in placement.agreed:
         return
 
@@ -67,8 +87,8 @@ def agree(placement: Placement, values: Sequence[torch.Tensor], verb: str) -> No
         described = {"the program": placement.program, "the clients": f"{placement.size} {placement.name}"}
         described["the verb"] = verb
         described["how many tensors it reduces"] = str(len(values))
-        for index, (shape, dtype) in enumerate(shapes[1:]):
-            described[f"tensor {index} of a client"] = f"{list(shape)} {dtype}"
+        for index, value in enumerate(values):
+            described[f"tensor {index} of a client"] = str(value)
         return None, described
 
     with placement.everywhere():
@@ -111,13 +131,14 @@ def gather_over_ranks(placement: Placement, values: Sequence[torch.Tensor]) -> l
     if placement.group is None:
         return [value.clone() for value in values]
     with placement.lock:
-        agree(placement, [torch.empty(value.shape[1:], dtype=value.dtype, device="meta") for value in values], "gather")
+        device = common_device(("a value to be gathered", value) for value in values)
+        agree(placement, [Like(tuple(value.shape[1:]), value.dtype, device.type) for value in values], "gather")
         numbers = placement.numbers
         # A row of bytes for every client, whatever its tensors are; ranks with fewer clients send rows that none reads.
         rows = [_fresh(value).unsqueeze(-1).flatten(1).view(torch.uint8) for value in values]
         widths = [row.shape[1] for row in rows]
         most, width = max(numbers), sum(widths)
-        memory = placement.memory((1 + len(numbers)) * most * width, torch.uint8)
+        memory = placement.memory((1 + len(numbers)) * most * width, torch.uint8, device)
         mine, everyone = memory[: most * width], memory[most * width :]
         mine.view(most, width)[: placement.num_local].copy_(torch.cat(rows, 1))
         placement.group.all_gather(everyone, mine, blocking=True).wait()

@@ -103,13 +103,14 @@ class SecureSum:
             number: of the sum in the session, another for each: masks are never used twice.
 
         Returns:
-            int64 of all values' elements one after the other, from 0 to 2**bits - 1.
+            int64 of all values' elements one after the other, from 0 to 2**bits - 1, on the CPU.
 
         Raises:
             InvalidArgument: a value is out of the range of a sum over so many clients.
         """
         num_clients = len(self._seeds) + 1
-        codes = torch.cat([encode(self.coding, _real(value), num_clients).reshape(-1) for value in values])
+        # On the CPU, where the masks are made.
+        codes = torch.cat([encode(self.coding, _real(value), num_clients).reshape(-1).cpu() for value in values])
         for other, seed in self._seeds.items():
             numbers = _numbers(seed, number, codes.numel())
             codes = codes + numbers if self.index < other else codes - numbers

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from bagua import metrics as dashboards
 from bagua.distributed import consensus, world
+from bagua.distributed.devices import seeded
 from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import InvalidArgument
 from bagua.federated import sampling
@@ -232,8 +233,8 @@ class Simulation:
         round = self.sample(self.round)
         figures: Mapping[str, Any] = {}
         if round.participants:
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(round.seed)
+            devices = {leaf.device for leaf in pytree.tree_leaves(self.state) if isinstance(leaf, torch.Tensor)}
+            with seeded(round.seed, devices):
                 self.state, figures = self._step(self.state, round)
         self.round += 1
         return {**{name: _number(name, x) for name, x in figures.items()}, "participants": float(round.participants)}
@@ -257,7 +258,8 @@ class Simulation:
                 says.
         """
         leaves, structure = pytree.tree_flatten(self.state)
-        leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        # To be read on any machine, by ranks with any device.
+        leaves = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._agree(lambda: (None, {"the round": self.round, **_described(leaves)}))
         content = {"round": self.round, "job": self._job, "leaves": leaves, "structure": str(structure)}
 
@@ -312,7 +314,12 @@ class Simulation:
             return content, {}
 
         content = self._agree(parse)
-        self.state = pytree.tree_unflatten(content["leaves"], pytree.tree_structure(self.state))
+        before, structure = pytree.tree_flatten(self.state)
+        leaves = [
+            leaf.to(old.device) if isinstance(leaf, torch.Tensor) and isinstance(old, torch.Tensor) else leaf
+            for leaf, old in zip(content["leaves"], before, strict=True)
+        ]
+        self.state = pytree.tree_unflatten(leaves, structure)
         self.round = content["round"]
 
     def _agree(self, prepare: Callable[[], tuple[Any, dict[str, Any]]]) -> Any:
@@ -354,7 +361,7 @@ def _described(leaves: Sequence[Any]) -> dict[str, str]:
         _check_leaf(index, leaf)
         if isinstance(leaf, torch.Tensor):
             flat = leaf.clone(memory_format=torch.contiguous_format).reshape(-1)
-            data = flat.view(torch.uint8).numpy() if leaf.numel() else b""
+            data = flat.cpu().view(torch.uint8).numpy() if leaf.numel() else b""
             digest = hashlib.sha256(data).hexdigest()[:16]
             described[f"leaf {index} of the state"] = f"{list(leaf.shape)} {leaf.dtype} with digest {digest}"
         else:

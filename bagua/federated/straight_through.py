@@ -53,10 +53,11 @@ def _code(
     if round is not None and client is not None:
         drawn = torch.broadcast_tensors(round.reshape(-1), client.reshape(-1))
         keys = [seed_of(seed, *numbers) for numbers in torch.stack(drawn, 1).tolist()]
+    rows = rows.cpu()  # messages are made by the host, wherever the values are
     result = torch.empty_like(rows)
     for index, row in enumerate(rows):  # a message for each client
         result[index] = coding.decode(coding.encode(row, key=keys[index % len(keys)]), row.numel(), row.dtype)
-    return result.view(value.shape)
+    return result.to(value.device).view(value.shape)
 
 
 _code_operator = _define(
@@ -110,8 +111,8 @@ def _modular_sum(values: Tensors, bits: int, fraction_bits: int, placement: str)
     try:
         codes = coding.encode(values, clients.size)
     except InvalidArgument as error:  # told to the others in the sum
-        failure, codes = error, [torch.zeros(value.shape, dtype=torch.int64) for value in values]
-    has_failed = torch.zeros(1 if group is None else group.size, dtype=torch.int64)
+        failure, codes = error, [torch.zeros_like(value, dtype=torch.int64) for value in values]
+    has_failed = codes[0].new_zeros(1 if group is None else group.size)
     has_failed[0 if group is None else group.rank] = failure is not None
     *sums, has_failed = call("reduce_sum", [*(code.sum(0) for code in codes), has_failed], placement)
     with clients.everywhere():
@@ -261,14 +262,15 @@ def _noise(round: torch.Tensor, seed: int, shape: Sequence[int], dtype: torch.dt
 _noise_operator = _define(
     "noise(Tensor round, int seed, int[] shape, ScalarType dtype) -> Tensor",
     _noise,
-    lambda round, seed, shape, dtype: round.new_empty(shape, dtype=dtype),
+    lambda round, seed, shape, dtype: torch.empty(shape, dtype=dtype),
 )
 
 
 def noise(round: torch.Tensor, seed: int, like: torch.Tensor) -> torch.Tensor:
-    """Of the standard normal distribution, in the shape and dtype of a server value; the same on all ranks.
+    """Of the standard normal distribution, like a server value; drawn by the host, the same on all ranks.
 
     Args:
         round: int64 ``[]``; with the seed it decides the numbers.
     """
-    return _noise_operator(round, seed, like.shape, like.dtype)
+    drawn = _noise_operator(round, seed, like.shape, like.dtype)
+    return drawn if like.is_cpu else drawn.to(like.device)

@@ -2,8 +2,8 @@
 
 On CPU torch computes attention by a fused kernel, which vmap calls once for each client, and which has neither tangents
 nor a second derivative; what it is defined by, a softmax between two products, has all of them. The kernel stays
-where sequences are long and a gradient is all that is asked for. Two functions torch 2.13 differentiates wrongly under
-vmap.
+where sequences are long and a gradient is all that is asked for; on devices, whose kernels vmap calls once for all
+clients, also where they are short. Two functions torch 2.13 differentiates wrongly under vmap.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _attention(
     is_mask = attn_mask is not None and attn_mask.dtype is torch.bool
     is_refused = attn_mask is not None and not is_mask and attn_mask.dtype != query.dtype
     scores = query.shape[-2] * key.shape[-2]
-    if query.device.type != "cpu" or is_refused or (scores >= _MANY and _has_gradient_alone(query, key, value)):
+    is_fast = scores >= _MANY or query.device.type != "cpu"
+    if is_refused or (is_fast and _has_gradient_alone(query, key, value)):
         return _fused(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
     if is_mask:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)

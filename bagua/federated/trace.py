@@ -400,7 +400,7 @@ def _is_nothing_new(target: str, args: tuple, kwargs: dict, like: Any) -> Any:
         return value
     if name == "permute" and list(args[1]) == list(range(like.dim())):
         return value
-    if name == "_to_copy" and kwargs.get("device", like.device) == like.device:
+    if name == "_to_copy" and "device" not in kwargs:  # which is there where it is another than the value's
         return value
     return None
 

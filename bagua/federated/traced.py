@@ -142,7 +142,8 @@ def run_trace() -> Iterator[Trace]:
     trace = Trace()
     token = trace_in_force.set(trace)
     try:
-        yield trace
+        with torch.autograd.set_multithreading_enabled(False):  # or a device's backward would not see the trace
+            yield trace
     finally:
         trace_in_force.reset(token)
 

@@ -77,7 +77,8 @@ def reduce_weighted_mean(
     Args:
         value: placed values, ``[num_local, ...]`` each.
         weights: ``[num_local]``; the mean is differentiable in them.
-        mask: ``[num_local]`` of bools: who takes part. What the others have does not count, whatever it is.
+        mask: ``[num_local]`` of bools: who takes part. What the others have does not count, whatever it is. Weights and
+            mask may be tensors of the CPU where the values are on a device.
 
     Returns:
         ``[...]`` of the same structure and dtypes, equal on all ranks.
@@ -94,10 +95,17 @@ def reduce_weighted_mean(
             raise InvalidArgument(f"{verb}: {what} of shape {list(vector.shape)}, expected [{clients.num_local}]")
     if mask is not None and mask.dtype is not torch.bool:
         raise InvalidArgument(f"{verb}: mask of {mask.dtype}, expected torch.bool")
-    weighted = map_fn(_weigh, (leaves, weights, [] if mask is None else [mask]), placement=placement)
+    weights, masks = beside(leaves, weights), [] if mask is None else [beside(leaves, mask)]
+    weighted = map_fn(_weigh, (leaves, weights, masks), placement=placement)
     *sums, total = reduce_sum(weighted, placement=placement)
     (total,) = call("check_total", [total], clients.key)
     return pytree.tree_unflatten([divided(one, total) for one in sums], structure)
+
+
+def beside(value: Tree, vector: torch.Tensor) -> torch.Tensor:
+    """Weights or a mask, which are often made on the host, where the values are."""
+    leaf = next(iter(pytree.tree_leaves(value)), vector)
+    return vector if vector.device == leaf.device else vector.to(leaf.device)
 
 
 def divided(value: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

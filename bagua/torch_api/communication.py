@@ -1,7 +1,8 @@
 """The collectives by the original project's names and arguments; the functions that make groups are exported here too.
 
 Data path: the caller -> **here** -> bagua.ProcessGroup. Arguments are translated, nothing else: what is sent is what
-bagua's own collectives send. Ranks in arguments count within ``comm``. All calls return when this rank's part is done.
+bagua's own collectives send. Ranks in arguments count within ``comm``. All calls return when this rank's part is done,
+on devices too: the program, and all its streams, find the result.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from bagua.distributed.devices import common_device, wait_for_current_stream
 from bagua.distributed.memory_overlap import first_to_share
-from bagua.distributed.process_group import ProcessGroup
+from bagua.distributed.process_group import ProcessGroup, Work
 from bagua.errors import InvalidArgument
 from bagua.torch_api.process_group import (
     BaguaProcessGroup,
@@ -79,19 +81,19 @@ class ReduceOp(enum.IntEnum):
 def send(tensor: torch.Tensor, dst: int, comm: object | None = None) -> None:
     """Sends a tensor to rank ``dst``, which calls recv with one of the same size and type."""
     if (group := communicating_group(comm)) is not None:
-        group.send(tensor, dst).wait()
+        _finish(group.send(tensor, dst))
 
 
 def recv(tensor: torch.Tensor, src: int, comm: object | None = None) -> None:
     """tensor <- what rank ``src`` sends."""
     if (group := communicating_group(comm)) is not None:
-        group.recv(tensor, src).wait()
+        _finish(group.recv(tensor, src))
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0, comm: object | None = None) -> None:
     """tensor <- tensor of rank ``src``."""
     if (group := communicating_group(comm)) is not None:
-        group.broadcast(tensor, src, blocking=True).wait()
+        _finish(group.broadcast(tensor, src, blocking=True))
 
 
 def broadcast_coalesced(tensors: Iterable[torch.Tensor], src: int = 0, comm: object | None = None) -> None:
@@ -131,7 +133,7 @@ def reduce_inplace(tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, 
     """tensor of rank ``dst`` <- op over ranks of tensor; the other ranks' stay as they are."""
     if (group := communicating_group(comm)) is not None:
         data = tensor if group.rank == dst else tensor.clone()  # which reduce may use as scratch
-        group.reduce(data, dst, _native(op), blocking=True).wait()
+        _finish(group.reduce(data, dst, _native(op), blocking=True))
 
 
 def allreduce(
@@ -150,7 +152,7 @@ def allreduce(
 def allreduce_inplace(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: object | None = None) -> None:
     """tensor <- op over ranks of tensor."""
     if (group := communicating_group(comm)) is not None:
-        group.all_reduce(tensor, _native(op), blocking=True).wait()
+        _finish(group.all_reduce(tensor, _native(op), blocking=True))
 
 
 def allreduce_coalesced_inplace(
@@ -164,20 +166,20 @@ def allreduce_coalesced_inplace(
 def allgather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: object | None = None) -> None:
     """recv_tensor <- the ranks' send_tensors, one after the other; it has nranks times their elements."""
     if (group := communicating_group(comm)) is not None:
-        group.all_gather(recv_tensor, send_tensor, blocking=True).wait()
+        _finish(group.all_gather(recv_tensor, send_tensor, blocking=True))
 
 
 def allgather_inplace(tensor: torch.Tensor, comm: object | None = None) -> None:
     """The same; tensor is nranks blocks, of which each rank contributes the one at its rank."""
     if (group := communicating_group(comm)) is not None:
         blocks = _blocks(tensor, group)
-        group.all_gather(blocks, blocks[group.rank].clone(), blocking=True).wait()
+        _finish(group.all_gather(blocks, blocks[group.rank].clone(), blocking=True))
 
 
 def gather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, comm: object | None = None) -> None:
     """recv_tensor of rank ``dst`` <- the ranks' send_tensors, one after the other."""
     if (group := communicating_group(comm)) is not None:
-        group.gather(recv_tensor if group.rank == dst else None, send_tensor, dst, blocking=True).wait()
+        _finish(group.gather(recv_tensor if group.rank == dst else None, send_tensor, dst, blocking=True))
 
 
 def gather_inplace(tensor: torch.Tensor, count: int, dst: int, comm: object | None = None) -> None:
@@ -190,13 +192,13 @@ def gather_inplace(tensor: torch.Tensor, count: int, dst: int, comm: object | No
         return
     is_root, flat = _of_count(tensor, count, dst, group)
     mine = flat[group.rank * count :][:count].clone() if is_root else flat
-    group.gather(flat if is_root else None, mine, dst, blocking=True).wait()
+    _finish(group.gather(flat if is_root else None, mine, dst, blocking=True))
 
 
 def scatter(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, src: int, comm: object | None = None) -> None:
     """recv_tensor <- this rank's block of rank ``src``'s send_tensor."""
     if (group := communicating_group(comm)) is not None:
-        group.scatter(recv_tensor, send_tensor if group.rank == src else None, src, blocking=True).wait()
+        _finish(group.scatter(recv_tensor, send_tensor if group.rank == src else None, src, blocking=True))
 
 
 def scatter_inplace(tensor: torch.Tensor, count: int, src: int, comm: object | None = None) -> None:
@@ -209,7 +211,7 @@ def scatter_inplace(tensor: torch.Tensor, count: int, src: int, comm: object | N
         return
     is_root, flat = _of_count(tensor, count, src, group)
     output = torch.empty_like(flat[:count]) if is_root else flat
-    group.scatter(output, flat if is_root else None, src, blocking=True).wait()
+    _finish(group.scatter(output, flat if is_root else None, src, blocking=True))
 
 
 def reduce_scatter(
@@ -217,20 +219,20 @@ def reduce_scatter(
 ) -> None:
     """recv_tensor <- op over ranks of this rank's block of send_tensor."""
     if (group := communicating_group(comm)) is not None:
-        group.reduce_scatter(recv_tensor, send_tensor, _native(op), blocking=True).wait()
+        _finish(group.reduce_scatter(recv_tensor, send_tensor, _native(op), blocking=True))
 
 
 def reduce_scatter_inplace(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: object | None = None) -> None:
     """The same; the result takes the place of the first of tensor's nranks blocks, the others stay as they are."""
     if (group := communicating_group(comm)) is not None:
         blocks = _blocks(tensor, group)
-        group.reduce_scatter(blocks[0], blocks.clone(), _native(op), blocking=True).wait()
+        _finish(group.reduce_scatter(blocks[0], blocks.clone(), _native(op), blocking=True))
 
 
 def alltoall(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: object | None = None) -> None:
     """Block r of send_tensor goes to rank r; block r of recv_tensor comes from rank r."""
     if (group := communicating_group(comm)) is not None:
-        group.all_to_all(_blocks(recv_tensor, group), _blocks(send_tensor, group), blocking=True).wait()
+        _finish(group.all_to_all(_blocks(recv_tensor, group), _blocks(send_tensor, group), blocking=True))
 
 
 def alltoall_inplace(tensor: torch.Tensor, comm: object | None = None) -> None:
@@ -267,6 +269,8 @@ def alltoall_v(
     group.all_to_all(received, source, *splits, blocking=True).wait()
     for target, part in zip(targets, received.split(splits[0]), strict=True):
         target.copy_(part)
+    if not received.is_cpu:
+        wait_for_current_stream(received.device)
 
 
 def alltoall_v_inplace(
@@ -280,7 +284,13 @@ def alltoall_v_inplace(
 def barrier(comm: object | None = None) -> None:
     """Ends when every rank has called it."""
     if (group := communicating_group(comm)) is not None:
-        group.barrier(blocking=True).wait()
+        _finish(group.barrier(blocking=True))
+
+
+def _finish(work: Work) -> None:
+    work.wait()
+    if work.device is not None:
+        wait_for_current_stream(work.device)  # behind the operation
 
 
 # ---- arguments
@@ -312,6 +322,7 @@ def _copy(send_tensor: torch.Tensor, recv_tensor: torch.Tensor) -> None:
             f"recv_tensor has {recv_tensor.numel()} elements of {recv_tensor.dtype}, send_tensor {send_tensor.numel()} "
             f"of {send_tensor.dtype}; they must be equal"
         )
+    common_device([("send_tensor", send_tensor), ("recv_tensor", recv_tensor)])
     is_same = send_tensor.data_ptr() == recv_tensor.data_ptr() and send_tensor.stride() == recv_tensor.stride()
     if not is_same and first_to_share([(0, recv_tensor)], [(1, send_tensor)]) is not None:
         raise InvalidArgument("send_tensor and recv_tensor overlap; pass one tensor for both, or a copy (.clone())")

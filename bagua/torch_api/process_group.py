@@ -79,7 +79,7 @@ class BaguaProcessGroup:
 
     Attributes:
         group: the bagua.ProcessGroup, for bagua's own functions.
-        stream: None; there are no streams on the CPU.
+        stream: None; operations on devices run on streams that bagua keeps to itself.
     """
 
     stream = None
@@ -183,7 +183,7 @@ def new_group(ranks: list[int] | None = None, stream: object | None = None) -> B
 
     Args:
         ranks: global ranks; all by default.
-        stream: None; there are no streams on the CPU.
+        stream: None; operations on devices run on streams that bagua keeps to itself.
 
     Raises:
         InvalidArgument: ranks that do not exist, or a stream.
@@ -204,7 +204,10 @@ def from_torch_group(group: dist.ProcessGroup, stream: object | None = None) -> 
 
 def _refuse_stream(stream: object | None) -> None:
     if stream is not None:
-        raise InvalidArgument(f"stream is {stream!r}, but this release communicates CPU tensors; leave it out")
+        raise InvalidArgument(
+            f"stream is {stream!r}, but operations run on a stream of bagua's own, behind what the current stream has "
+            "when they are called; leave it out"
+        )
 
 
 def communicating_group(comm: object) -> ProcessGroup | None:

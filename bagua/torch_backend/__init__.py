@@ -19,7 +19,7 @@ __all__ = ["TorchProcessGroup", "TorchWork", "register"]
 def register() -> None:
     """Make the name "bagua" known to torch.distributed. Idempotent."""
     if not hasattr(dist.Backend, "BAGUA"):
-        dist.Backend.register_backend("bagua", create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend("bagua", create, extended_api=True, devices=["cpu", "cuda"])
 
 
 register()

@@ -23,6 +23,9 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
+
+from ..distributed.devices import use_stream
 from ..distributed.process_group import ProcessGroup
 from ..distributed.work import to_seconds
 from ..errors import DeadlineExceeded
@@ -94,7 +97,19 @@ class Level:
                 del _contexts[threading.get_ident()]  # a later thread may get the same identity
 
         self.group, self.order = group, order
+        self._streams: dict[torch.device, torch.Stream] = {}  # of the thread
         self.thread = CallbackThread(f"bagua-callbacks-{depth}-{group.name}", as_callback)
+
+    def enter_device(self, device: torch.device) -> None:
+        """On the thread of callbacks: have it use the device, and there a stream of its own.
+
+        What callbacks enqueue then waits for nothing but what they wait for. On other threads it does nothing.
+        """
+        if not self.thread.is_current():
+            return
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device)
+        use_stream(self._streams[device])
 
 
 class Levels:

@@ -46,6 +46,10 @@ class CallbackThread:
         """Run `step` when the operation has ended, well or not."""
         self._submit(step, lambda token: self._queue.push_when_done(work.core, token))
 
+    def after_enqueued(self, work: Work, step: Callable[[], None]) -> None:
+        """Run `step` as soon as a stream of the operation's device can wait for its end; of the CPU, as `after`."""
+        self._submit(step, lambda token: self._queue.push_when_enqueued(work.core, token))
+
     def soon(self, step: Callable[[], None]) -> None:
         """Run `step` after those of operations that have ended already; at once if called on this thread itself."""
         if self.is_current():

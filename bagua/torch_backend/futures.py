@@ -6,6 +6,10 @@ operation has ended, in the order of operations; or, if it had ended when its fu
 which they are added. Which of the two applies differs between ranks, so callbacks that start operations run in the same
 order on all ranks if each is added right after its operation is started, before the next one is (gloo needs that too).
 
+Of an operation on a device, a future is completed as soon as all of it has been enqueued there: whoever waits for it
+has the current stream wait for the outcome, as with torch's futures of devices. Callbacks run with a stream of their
+own as the current one, which waits for it, too.
+
 A callback may wait for a future whose turn on that thread comes later. Then it computes the value itself, and the
 callbacks of that future keep their turn, so that waiting changes no order. Callbacks that torch itself adds to a future
 (collect_all) run in C++, on the thread that completes the future.
@@ -52,13 +56,20 @@ class TorchFuture(torch.futures.Future):
 
     Args:
         level: its thread runs the callbacks.
+        device: of the tensors in the value; None: of the CPU.
         produce: computes the value, or raises; called once.
         is_callback: whether `produce` is a callback; otherwise it may run on any thread.
     """
 
-    def __init__(self, level: Level, produce: Callable[[], object], is_callback: bool = False):
-        super().__init__()
-        self._level, self._is_callback = level, is_callback
+    def __init__(
+        self,
+        level: Level,
+        produce: Callable[[], object],
+        device: torch.device | None = None,
+        is_callback: bool = False,
+    ):
+        super().__init__(devices=None if device is None else [device])
+        self._level, self._device, self._is_callback = level, device, is_callback
         self._asked_in = current_order()
         self._lock = threading.Lock()  # guards the two below
         self._produce: Callable[[], object] | None = produce  # None: the value is there, or being computed
@@ -75,10 +86,11 @@ class TorchFuture(torch.futures.Future):
 
         def produce() -> object:
             self._ensure_completed()
+            self._let_stream_wait()
             with in_order(self._level.order):  # the thread may be inside a callback that torch runs
                 return callback(self)
 
-        behind = TorchFuture(self._level, produce, is_callback=True)
+        behind = TorchFuture(self._level, produce, self._device, is_callback=True)
         self._call(behind.take_turn)
         return behind
 
@@ -87,6 +99,7 @@ class TorchFuture(torch.futures.Future):
 
         def call() -> None:
             try:
+                self._let_stream_wait()
                 with in_order(self._level.order):
                     callback(self)
             except BaseException:
@@ -111,6 +124,13 @@ class TorchFuture(torch.futures.Future):
         for step in callbacks:
             step()
 
+    def _let_stream_wait(self) -> None:
+        """Before a callback of a completed future: the stream that it runs on is to find the value."""
+        if self._device is not None:
+            self._level.enter_device(self._device)
+            with contextlib.suppress(Exception):
+                super().wait()
+
     def _ensure_completed(self) -> None:
         """Complete it, or wait until the thread that has begun to has done so; never raises its failure."""
         if not self._try_complete():
@@ -124,6 +144,8 @@ class TorchFuture(torch.futures.Future):
         if produce is None:
             return False
         try:
+            if self._device is not None:
+                self._level.enter_device(self._device)
             value = produce()
         except BaseException as error:  # a waiter must not wait forever
             if not isinstance(error, RuntimeError):

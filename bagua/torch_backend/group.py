@@ -17,6 +17,7 @@ import torch.autograd.profiler as profiler
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from ..distributed.devices import common_device, supported_types, wait_for_current_stream
 from ..distributed.process_group import ProcessGroup, ReduceOp, Work
 from ..errors import InvalidArgument
 from .callback_levels import Levels
@@ -27,7 +28,6 @@ from .work import TorchWork
 
 __all__ = ["TorchProcessGroup"]
 
-_CPU = torch.device("cpu")
 # What a call without options means to torch; never changed.
 _ALLREDUCE = c10d.AllreduceOptions()
 _ALLREDUCE_COALESCED = c10d.AllreduceCoalescedOptions()
@@ -96,7 +96,7 @@ class TorchProcessGroup(dist.ProcessGroup):
     """A group of torch.distributed with the backend "bagua"; made by init_process_group and new_group, not by hand.
 
     Args:
-        group: the group of bagua that does the work; CPU tensors.
+        group: the group of bagua that does the work.
         store: torch's store of this group.
         name: torch's name of this group.
         on_close: called once with this object when it was shut down.
@@ -147,11 +147,12 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_CPU]
+        # With the CPU among them, torch sends objects as tensors of the CPU.
+        return [torch.device(name) for name in supported_types()]
 
     def _get_backend(self, device: torch.device) -> object:
-        """The backend whose abilities torch queries: the group itself; there is none for other devices."""
-        return self if device.type == "cpu" else super()._get_backend(device)
+        """The backend whose abilities torch queries: the group itself; there is none for devices of other types."""
+        return self if torch.device(device).type in supported_types() else super()._get_backend(device)
 
     get_backend = _get_backend
     supports_coalescing = supports_splitting = supports_time_estimate = supports_reconfigure = supports_window = False
@@ -286,7 +287,7 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     def _room_for_all(self, tensor: torch.Tensor) -> torch.Tensor:
         view = as_wire_dtype(tensor)
-        return torch.empty(self.group.size * view.numel(), dtype=view.dtype)
+        return torch.empty(self.group.size * view.numel(), dtype=view.dtype, device=view.device)
 
     @_operation("all_gather", 1)
     def all_gather_single(
@@ -359,7 +360,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         self._check_count(outputs, "output_tensor_list")
         self._check_count(inputs, "input_tensor_list")
         sources, views = [as_wire_dtype(tensor) for tensor in inputs], [as_wire_dtype(tensor) for tensor in outputs]
-        into = torch.empty(sum(view.numel() for view in views), dtype=views[0].dtype)
+        into = torch.empty(sum(view.numel() for view in views), dtype=views[0].dtype, device=views[0].device)
         output_splits = [view.numel() for view in views]
         input_splits = [source.numel() for source in sources]
         source, finish = concatenate(sources), copy_out(into, views)
@@ -402,6 +403,10 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     @_operation("barrier")
     def barrier(self, opts: c10d.BarrierOptions = _BARRIER) -> TorchWork:
+        """Of the ranks; with a device (device_ids) each begins once that has done what is on its current stream."""
+        device = getattr(opts, "device", None)
+        if opts.device_ids and device is not None and device.type != "cpu":
+            wait_for_current_stream(device)
         timeout = opts.timeout if opts.timeout.total_seconds() >= 0 else None
         return TorchWork([self.group.barrier(timeout=timeout, blocking=not opts.asyncOp)], [])
 
@@ -414,6 +419,8 @@ class TorchProcessGroup(dist.ProcessGroup):
     def _check_parts(self, parts: Sequence[torch.Tensor], tensor: torch.Tensor, name: str, other: str) -> None:
         self._check_count(parts, name)
         for rank, part in enumerate(parts):
+            if part.device != tensor.device:
+                common_device([(other, tensor), (f"{name}[{rank}]", part)])
             if part.shape != tensor.shape or part.dtype != tensor.dtype:
                 raise InvalidArgument(
                     f"{name}[{rank}] is {part.dtype} of shape {tuple(part.shape)}, but {other} is {tensor.dtype} of "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..distributed.arguments import is_reducible
+from ..distributed.devices import check_supported, common_device, keep_for_current_stream
 from ..distributed.memory_overlap import first_to_share, shares_with_itself
 from ..distributed.tensors import address_of
 from ..errors import InvalidArgument
@@ -58,16 +59,19 @@ def check_disjoint(
         name: of the list, in error messages.
 
     Raises:
-        InvalidArgument: two results share memory, or one shares it with what another operation reads; or one has none.
+        InvalidArgument: two results share memory, or one shares it with what another operation reads; or one has none,
+            or they lie on several devices.
     """
     results = [(operation, tensor) for operation, tensors in enumerate(written) for tensor in tensors]
     read = read if len(written) > 1 else ()  # a single operation copies its list after it has read
     if len(results) == 1:
         return  # the collective itself checks one output and one input
     tensors = [*results, *enumerate(read)]
-    if not all(tensor.is_cpu and tensor.layout is torch.strided for _, tensor in tensors):
+    if not all(tensor.layout is torch.strided for _, tensor in tensors):
         return  # ProcessGroup refuses them
     for _, tensor in tensors:
+        if not tensor.is_cpu:
+            check_supported(tensor.device, f"one of {name}")
         address_of(tensor, f"one of {name}")
     for _, tensor in results:
         if not tensor.is_contiguous() and shares_with_itself(tensor.shape, tensor.stride()):
@@ -75,6 +79,7 @@ def check_disjoint(
                 f"one of {name}, of shape {tuple(tensor.shape)} and strides {tensor.stride()}, overlaps itself, and "
                 "it cannot hold the result; pass a copy (.clone())"
             )
+    common_device((f"one of {name}", tensor) for _, tensor in tensors)
     pair = first_to_share(results, list(enumerate(read)))
     if pair is not None:
         raise InvalidArgument(
@@ -88,10 +93,10 @@ def concatenate(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """All elements, one tensor after the other.
 
     Raises:
-        InvalidArgument: the tensors are of different types.
+        InvalidArgument: the tensors are of different types, or on different devices.
     """
     tensors = list(tensors)
-    _check_one_type(tensors)
+    _check_alike(tensors)
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
@@ -99,12 +104,14 @@ def copy_out(source: torch.Tensor, parts: Sequence[torch.Tensor]) -> Callable[[]
     """A function that fills `parts`, one after the other, with the elements of `source` when these have arrived.
 
     Raises:
-        InvalidArgument: the parts are of different types.
+        InvalidArgument: the parts are of different types, or on different devices.
     """
     views = [as_wire_dtype(part).detach() for part in parts]
-    _check_one_type([source, *views])
+    _check_alike([source, *views])
 
     def copy() -> None:
+        if not source.is_cpu:
+            keep_for_current_stream(source)  # which need not be the one that it was made for
         pieces = source.split([view.numel() for view in views])
         for view, piece in zip(views, pieces, strict=True):
             view.copy_(piece.view(view.shape))
@@ -112,7 +119,8 @@ def copy_out(source: torch.Tensor, parts: Sequence[torch.Tensor]) -> Callable[[]
     return copy
 
 
-def _check_one_type(tensors: Sequence[torch.Tensor]) -> None:
+def _check_alike(tensors: Sequence[torch.Tensor]) -> None:
+    common_device(("one tensor of the list", tensor) for tensor in tensors)
     for tensor in tensors:
         if tensor.dtype != tensors[0].dtype:
             raise InvalidArgument(f"the list has tensors of {tensors[0].dtype} and {tensor.dtype}; give them one type")

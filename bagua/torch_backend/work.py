@@ -53,6 +53,9 @@ class TorchWork(dist.Work):
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Block until the outcome is in its tensors; releases the GIL.
 
+        Of tensors on a device, block only until all of it has been enqueued there: what the current stream does from
+        then on finds the outcome.
+
         Args:
             timeout: how long to wait; by default until the operation ends, which the group's timeout limits.
 
@@ -66,20 +69,24 @@ class TorchWork(dist.Work):
             deadline = time.monotonic() + timeout.total_seconds()
             for work in self._works:
                 work.wait(max(deadline - time.monotonic(), 1e-9))
-        if self.span is not None:
-            self.span.finalize()
+        self._end_span()
         return True
 
     def _finish(self) -> None:
         for work in self._works:
             work.wait()
 
+    def _end_span(self) -> None:
+        """Make sure that the event of an operation that has ended is whole; a device may still be busy with it."""
+        if self.span is not None and all(work.is_completed() for work in self._works):
+            self.span.finalize()
+
     def synchronize(self) -> None:
         """The same as wait()."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """The same as wait(): on the CPU the calling thread is the stream."""
+        """The same as wait(): on the CPU the calling thread is the stream, and of a device wait() blocks that."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -110,6 +117,11 @@ class TorchWork(dist.Work):
     _source_rank = source_rank  # its name in torch's Python API
 
     @property
+    def device(self) -> torch.device | None:
+        """Where its tensors are; None: on the CPU."""
+        return next((work.device for work in self._works if work.device is not None), None)
+
+    @property
     def last(self) -> Work | None:
         """The operation that ends last; None when there are none."""
         return self._works[-1] if self._works else None
@@ -117,19 +129,18 @@ class TorchWork(dist.Work):
     def get_future(self) -> TorchFuture:
         """A future of result(). It fails with a RuntimeError that has our message, as torch's futures do."""
         if self._future is None:
-            future = TorchFuture(self.level, self._outcome)
+            future = TorchFuture(self.level, self._outcome, self.device)
             has_ended = all(work.is_completed() for work in self._works)
             if has_ended:  # complete it before it is returned, while it cannot have callbacks
                 future.take_turn()
             with self._asking:
                 if self._future is None:
                     if not has_ended:  # the thread's reference keeps this object alive until then
-                        self.level.thread.after(self._works[-1], future.take_turn)
+                        self.level.thread.after_enqueued(self._works[-1], future.take_turn)
                     self._future = future
         return self._future
 
     def _outcome(self) -> list[torch.Tensor]:
         self._finish()
-        if self.span is not None:
-            self.span.finalize()
+        self._end_span()
         return self._result

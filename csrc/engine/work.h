@@ -63,11 +63,14 @@ class Work {
     return done_event_;
   }
   void set_enqueued(device::SharedEvent done) {
+    std::vector<std::function<void()>> callbacks;
     {
       std::lock_guard lock(mutex_);
       done_event_ = std::move(done);
+      callbacks.swap(enqueued_callbacks_);
     }
     changed_.notify_all();
+    for (auto& callback : callbacks) callback();
   }
 
   // Meaningful once completed.
@@ -103,6 +106,19 @@ class Work {
     callback();
   }
 
+  // The same for when all of an operation on a device has been enqueued, or it has ended before that; of one on the CPU
+  // when it has ended.
+  void add_enqueued_callback(std::function<void()> callback) {
+    {
+      std::lock_guard lock(mutex_);
+      if (done_event_ == nullptr && !is_completed()) {
+        enqueued_callbacks_.push_back(std::move(callback));
+        return;
+      }
+    }
+    callback();
+  }
+
   void complete(uint64_t nonfinite_blocks, uint64_t bytes_sent = 0, uint64_t network_bytes_sent = 0) {
     nonfinite_blocks_.store(nonfinite_blocks, std::memory_order_relaxed);
     bytes_sent_.store(bytes_sent, std::memory_order_relaxed);
@@ -118,14 +134,16 @@ class Work {
   }
 
   void finish(std::optional<Error> error) {
-    std::vector<std::function<void()>> callbacks;
+    std::vector<std::function<void()>> callbacks, enqueued_callbacks;
     {
       std::lock_guard lock(mutex_);
       error_ = std::move(error);
       completed_.store(true, std::memory_order_release);
       callbacks.swap(callbacks_);
+      enqueued_callbacks.swap(enqueued_callbacks_);
     }
     changed_.notify_all();
+    for (auto& callback : enqueued_callbacks) callback();
     for (auto& callback : callbacks) callback();  // without the lock: a callback may ask for error()
   }
 
@@ -139,11 +157,11 @@ class Work {
   std::atomic<int> result_{kNotLooked};
   std::atomic<uint64_t> bytes_sent_{0};
   std::atomic<uint64_t> network_bytes_sent_{0};
-  mutable std::mutex mutex_;  // guards error_, done_event_ and callbacks_
+  mutable std::mutex mutex_;  // guards error_, done_event_ and the callbacks
   std::condition_variable changed_;
   std::optional<Error> error_;
   device::SharedEvent done_event_;
-  std::vector<std::function<void()>> callbacks_;
+  std::vector<std::function<void()>> callbacks_, enqueued_callbacks_;
 };
 
 }  // namespace bagua

@@ -4,6 +4,7 @@
 
 #include "csrc/engine/completion_queue.h"
 #include "csrc/engine/engine.h"
+#include "csrc/tests/test_device_world.h"
 #include "csrc/tests/test_transport_pairs.h"
 
 namespace bagua::testing {
@@ -47,6 +48,29 @@ TEST(WorkCallbacks, NoneIsLostWhenAddedWhileTheOperationEnds) {
     for (int i = 0; i < 3; ++i) work.add_done_callback([&] { calls.fetch_add(1); });
     worker.join();
     ASSERT_EQ(calls.load(), 3);
+  }
+}
+
+TEST(WorkCallbacks, OfAnEnqueuedOperationComeBeforeItEndsAndOnce) {
+  for (const bool is_on_device : {true, false}) {
+    Work work(1);
+    std::vector<char> calls;
+    work.add_done_callback([&] { calls.push_back('d'); });
+    work.add_enqueued_callback([&] { calls.push_back('e'); });
+    if (is_on_device) {
+      emulated();  // registers the runtime of the event's device
+      work.set_enqueued(std::make_shared<device::OwnedEvent>(Device{DeviceKind::kEmulated, 0}));
+      EXPECT_EQ(calls, std::vector<char>{'e'});
+      work.add_enqueued_callback([&] { calls.push_back('l'); });  // late: at once
+      EXPECT_EQ(calls, (std::vector<char>{'e', 'l'}));
+      work.complete(0);
+      EXPECT_EQ(calls, (std::vector<char>{'e', 'l', 'd'}));
+    } else {
+      work.fail(Error(ErrorKind::kAborted, "on purpose"));
+      EXPECT_EQ(calls, (std::vector<char>{'e', 'd'}));
+      work.add_enqueued_callback([&] { calls.push_back('l'); });
+      EXPECT_EQ(calls.back(), 'l');
+    }
   }
 }
 

@@ -10,8 +10,9 @@ dies and a missing event gives wrong numbers; see csrc/device/emulated/ and exte
 torch.accelerator, torch.Stream, torch.Event, autocast, GradScaler, pinned memory. Operators are computed by the host
 with the CPU's kernels, so results are the CPU's, bit for bit; random numbers come from the CPU's default generator.
 
-load() makes it the process's accelerator, for good: load it in processes of their own, or where no test minds. There
-are `num_devices` devices. A process that is to fork ranks must not use it before.
+load() makes it the process's accelerator, for good: load it in processes of their own, or where no test minds, and
+before the process's first backward (importing bagua.federated runs one), for which torch starts a thread per device.
+There are `num_devices` devices. A process that is to fork ranks must not use it before.
 """
 
 from __future__ import annotations
@@ -86,6 +87,11 @@ def load() -> types.ModuleType:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     _C.register_device_runtime(NAME, extension.runtime_address())
     return module
+
+
+def load_in_rank(rank: int, world_size: int) -> None:
+    """load() in a rank of a bagua.testing.Pool, as its first function, which imports nothing else."""
+    load()
 
 
 def stream_handle(stream: torch.Stream) -> int:
@@ -172,7 +178,13 @@ def _device_module(extension: types.ModuleType) -> types.ModuleType:
         for each in generators.values():
             each.manual_seed(seed)
 
+    def stream(stream: torch.Stream | None):
+        return contextlib.nullcontext() if stream is None else stream
+
     module.device = device
+    module.Stream = lambda device=None, priority=0: torch.Stream(torch.device(NAME if device is None else device))
+    module.Event = lambda enable_timing=False, blocking=False: torch.Event(device=NAME)
+    module.stream = stream
     module.is_available = lambda: not extension.is_in_bad_fork()
     module.is_initialized = lambda: True
     module.device_count = lambda: 0 if extension.is_in_bad_fork() else num_devices

@@ -27,7 +27,7 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
     """Replaces torch's class of that name; ``module`` is the wrapped module.
 
     Args:
-        module: the module to train, with its parameters on the CPU.
+        module: the module to train, with its parameters on one device.
         broadcast_buffers: True: rank 0's are sent before training forwards, by algorithms that synchronise gradients.
             False: each rank keeps its own.
         process_group: a group of new_group or of torch.distributed; all ranks by default.
@@ -36,7 +36,8 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
         gradient_as_bucket_view: True; gradients always lie in the buckets.
         optimizers: those that step its parameters.
         algorithm: an instance of a class of bagua.torch_api.algorithms.
-        device_ids, output_device, dim, check_reduction: their defaults.
+        device_ids, output_device: None, or the one device that the module is on.
+        dim, check_reduction: their defaults.
 
     Raises:
         InvalidArgument: as with_bagua; and for an argument that cannot be honoured.
@@ -62,6 +63,8 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
                 "gradient_as_bucket_view=False cannot be honoured: gradients are always views of the buckets; leave it "
                 "out"
             )
+        if output_device is not None and _is_device_of(module, output_device):
+            output_device = None
         ddp = BaguaDistributedDataParallel(module, optimizers, algorithm, to_bagua_process_group(process_group))
         group = ddp.process_group.group
         super().__init__(
@@ -93,6 +96,12 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
     def parameters_to_ignore(self) -> list[str]:
         """Empty, because what would be in it is refused."""
         return self.bagua_ddp.parameters_to_ignore
+
+
+def _is_device_of(module: torch.nn.Module, device: int | torch.device) -> bool:
+    """Whether all parameters are there; a number is the index of a device of any type."""
+    devices = {parameter.device for parameter in module.parameters()}
+    return {one.index for one in devices} == {device} if isinstance(device, int) else devices == {torch.device(device)}
 
 
 DistributedDataParallel_V1_9_0 = DistributedDataParallel

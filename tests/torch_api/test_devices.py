@@ -1,0 +1,200 @@
+"""Programs for the original project with tensors and models on a device, the emulated one: to the CPU's bits."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua
+import bagua.torch_api as api
+from bagua.torch_api import communication
+from bagua.torch_api.algorithms import async_model_average, bytegrad, decentralized, gradient_allreduce, q_adam
+from bagua.torch_api.data_parallel import DistributedDataParallel, functional
+from tests.torch_api.programs import original_process_group
+
+
+def started(rank, world_size, program, args):
+    torch.accelerator.set_device_index(api.get_local_rank())  # as programs do, before init_process_group
+    with original_process_group():
+        return program(rank, world_size, *args)
+
+
+def run(pool, program, *args):
+    return pool.run(started, args=(program, args))
+
+
+def on_both(rank, n, program, args):
+    """Runs `program(rank, n, device, *args)` on the CPU and on the device, and compares the tensors it returns."""
+    expected = program(rank, n, torch.device("cpu"), *args)
+    found = program(rank, n, torch.device("emulated", rank), *args)
+    assert len(found) == len(expected) > 0
+    for index, (ours, cpus) in enumerate(zip(found, expected, strict=True)):
+        assert ours.device == torch.device("emulated", rank) and torch.equal(ours.cpu(), cpus), (index, ours, cpus)
+
+
+def collectives(rank, n, device):
+    """Each ends before it returns: a stream that has waited for nothing finds the result."""
+    x = torch.arange(4.0 * n).mul(rank + 1).to(device)
+    results = []
+
+    def keep(*tensors):
+        if device.type == "cpu":
+            results.extend(tensor.clone() for tensor in tensors)
+            return
+        with torch.Stream(device) as stream:
+            results.extend(tensor.clone() for tensor in tensors)
+        stream.synchronize()
+
+    def out(numel=4 * n):
+        return torch.zeros(numel, device=device)
+
+    y = out()
+    api.allreduce(x, y)
+    keep(y)
+    y = x.clone()
+    api.allreduce_inplace(y, api.ReduceOp.AVG)
+    keep(y)
+    y = out()
+    api.reduce(x, y, 1)
+    keep(y)
+    y = x.clone()
+    api.broadcast(y, 1)
+    keep(y)
+    y = out(4 * n * n)
+    api.allgather(x, y)
+    keep(y)
+    y = x.clone()
+    api.allgather_inplace(y)
+    keep(y)
+    y = out(4 * n * n) if rank == 0 else out(0)
+    api.gather(x, y, 0)
+    keep(y)
+    y = out(4)
+    api.scatter(x, y, 1)
+    keep(y)
+    y = out(4)
+    api.reduce_scatter(x, y)
+    keep(y)
+    y = x.clone()
+    api.reduce_scatter_inplace(y)
+    keep(y)
+    y = out()
+    api.alltoall(x, y)
+    keep(y)
+    y = out()  # each rank sends 3 to rank 0 and 2 to rank 1
+    api.alltoall_v(x, [3, 2], [0, 4], y, [3, 3] if rank == 0 else [2, 2], [1, 4])
+    keep(y)
+    y = out()
+    if rank == 0:
+        api.send(x, 1)
+    else:
+        api.recv(y, 0)
+    keep(y)
+    pair = [x.clone(), x + 1]
+    communication.allreduce_coalesced_inplace(pair)
+    communication.broadcast_coalesced(pair, 1)
+    keep(*pair)
+    z = x.clone().requires_grad_()
+    functional.all_reduce(z * z).sum().backward()
+    keep(z.grad)
+    api.barrier()
+    assert api.broadcast_object({"rank": rank}, 1) == {"rank": 1}
+    y = x.clone()
+    dist.all_reduce(y)  # torch.distributed, too
+    return [*results, y]
+
+
+def test_collectives(device_pool2):
+    run(device_pool2, on_both, collectives, ())
+
+
+ALGORITHMS = {
+    "gradient_allreduce": lambda optimizer: gradient_allreduce.GradientAllReduceAlgorithm(),
+    "bytegrad": lambda optimizer: bytegrad.ByteGradAlgorithm(hierarchical=False),
+    "decentralized": lambda optimizer: decentralized.DecentralizedAlgorithm(hierarchical=False),
+    "low_precision_decentralized": lambda optimizer: decentralized.LowPrecisionDecentralizedAlgorithm(
+        hierarchical=False
+    ),
+    "qadam": lambda optimizer: q_adam.QAdamAlgorithm(optimizer, hierarchical=False),
+}
+
+
+def training(rank, n, device, name):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 1024), torch.nn.Tanh(), torch.nn.Linear(1024, 1)).to(device)
+    if name == "qadam":
+        optimizer = q_adam.QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=3)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model = model.with_bagua([optimizer], ALGORITHMS[name](optimizer))
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(5):
+        x, y = torch.randn(8, 16, generator=generator), torch.randn(8, 1, generator=generator)
+        optimizer.zero_grad()
+        (model(x.to(device)) - y.to(device)).square().mean().backward()
+        optimizer.step()
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    model.bagua.remove()
+    return weights
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_training(device_pool2, name):
+    run(device_pool2, on_both, training, (name,))
+
+
+def averaging(rank, n):
+    """Averages in the background while the device trains: all ranks end alike."""
+    model = torch.nn.Linear(4, 1).to("emulated")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    algorithm = async_model_average.AsyncModelAverageAlgorithm(sync_interval_ms=5)
+    model = model.with_bagua([optimizer], algorithm)
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(torch.full((2, 4), rank + 1.0, device="emulated")).sum().backward()
+        optimizer.step()
+    algorithm.abort(model)
+    weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    assert weights.isfinite().all()
+    model.bagua.remove()
+
+
+def test_averaging_in_the_background(device_pool2):
+    run(device_pool2, averaging)
+
+
+def wrapping(rank, n):
+    here = torch.device("emulated", rank)
+    for options in ({}, {"device_ids": [rank]}, {"device_ids": [rank], "output_device": rank}, {"output_device": here}):
+        model = torch.nn.Linear(4, 1).to(here)
+        wrapped = DistributedDataParallel(model, **options)
+        wrapped(torch.ones(2, 4, device=here)).sum().backward()
+        assert model.weight.grad.tolist() == [[2.0] * 4] and model.weight.grad.device == here
+        model.bagua.remove()
+    for options in ({"device_ids": [rank + 2]}, {"output_device": rank + 2}):
+        with pytest.raises(bagua.InvalidArgument, match="device"):
+            DistributedDataParallel(torch.nn.Linear(4, 1).to(here), **options)
+
+
+def test_the_devices_that_torchs_class_takes(device_pool2):
+    run(device_pool2, wrapping)
+
+
+def refusals(rank, n):
+    here = torch.ones(4, device=torch.device("emulated", rank))
+    calls = {
+        "send_tensor is on emulated:.*, but recv_tensor is on cpu": lambda: api.allreduce(here, torch.ones(4)),
+        "input is on emulated:.*, but output is on cpu": lambda: api.alltoall(here, torch.ones(4)),
+        "stream of bagua's own": lambda: api.new_group(stream=torch.Stream(here.device)),
+    }
+    for message, call in calls.items():
+        with pytest.raises(bagua.InvalidArgument, match=message):
+            call()
+    if not torch.cuda.is_available():  # what programs have is torch's own, and says so
+        with pytest.raises((AssertionError, RuntimeError), match="CUDA|NVIDIA"):
+            torch.ones(1).cuda()
+    api.allreduce_inplace(here)  # nothing was sent
+    assert here.tolist() == [2.0] * 4
+
+
+def test_what_cannot_be_done_is_refused(device_pool2):
+    run(device_pool2, refusals)

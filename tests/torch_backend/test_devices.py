@@ -1,0 +1,427 @@
+"""torch.distributed over bagua with tensors of a device, in processes that have the emulated one.
+
+What a collective gives on the device is what it gives on the CPU, bit for bit; wait() and futures are those of torch's
+backends for devices: the streams wait, the host does not.
+"""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import bagua
+import tests.emulated_device as emulated
+from bagua.testing import Pool
+from tests.meeting import wait_until
+from tests.torch_backend.programs import TIMEOUT, needs_torch, values
+
+pytestmark = needs_torch
+
+
+def started(rank, world_size, program, args):
+    emulated.load()
+    torch.accelerator.set_device_index(rank)
+    dist.init_process_group("cpu:bagua,emulated:bagua", timeout=TIMEOUT)
+    try:
+        return program(rank, world_size, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def run(pool, program, *args, **options):
+    return pool.run(started, args=(program, args), **options)
+
+
+def on_both(rank, world_size, program):
+    """Runs `program(rank, world_size, device)` on the CPU and on the device, and compares the tensors it returns."""
+    expected = program(rank, world_size, torch.device("cpu"))
+    found = program(rank, world_size, torch.device("emulated", rank))
+    assert len(found) == len(expected) > 0
+    for index, (ours, cpus) in enumerate(zip(found, expected, strict=True)):
+        assert ours.device == torch.device("emulated", rank), index
+        bits = [x.contiguous().view(torch.uint8) if x.is_floating_point() else x for x in (ours.cpu(), cpus)]
+        assert ours.dtype == cpus.dtype and torch.equal(*bits), (index, ours.cpu(), cpus)
+
+
+# ---- every collective
+
+
+def reductions(rank, n, device):
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        x = (values(rank, n, 33) / 7).to(dtype).to(device)
+        y, parts = x.clone(), [x * (part + 1) for part in range(n)]
+        dist.all_reduce(x)
+        dist.reduce(y, dst=1)
+        out, single = torch.empty_like(x), torch.empty_like(x)
+        dist.reduce_scatter(out, parts)
+        dist.reduce_scatter_tensor(single, torch.cat(parts))
+        found += [x, out, single, *([y] if rank == 1 else [])]
+    mean = values(rank, n, 33, torch.int64).to(device)
+    dist.all_reduce(mean, dist.ReduceOp.AVG)  # divided on the device, behind the sum
+    strided = values(rank, n, 64).to(device)
+    dist.all_reduce(strided.view(8, 8)[:, 1:3])
+    z = torch.complex(values(rank, n, 9), values(rank, n, 9) + 1).to(device)
+    dist.all_reduce(z)
+    return [*found, mean, strided, z]
+
+
+def movements(rank, n, device):
+    found = []
+    for dtype in (torch.float32, torch.bool, torch.int16, torch.complex128):
+        mine = values(rank, n, 6, dtype).view(2, 3).to(device)
+        x = mine.clone()
+        dist.broadcast(x, src=1)
+        gathered = [torch.zeros_like(mine) for _ in range(n)]
+        dist.all_gather(gathered, mine)
+        single = torch.zeros(2 * n, 3, dtype=dtype, device=device)
+        dist.all_gather_into_tensor(single, mine)
+        at_root = [torch.zeros_like(mine) for _ in range(n)] if rank == 1 else None
+        dist.gather(mine, at_root, dst=1)
+        scattered = torch.zeros_like(mine)
+        dist.scatter(scattered, [mine + part if dtype is not torch.bool else ~mine for part in range(n)]
+                     if rank == 0 else None, src=0)  # fmt: skip
+        swapped = [torch.zeros_like(mine) for _ in range(n)]
+        dist.all_to_all(swapped, [mine.flip(0), mine])
+        exchanged = torch.zeros_like(mine)
+        dist.all_to_all_single(exchanged, mine)
+        other = torch.zeros_like(mine)
+        requests = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, other, 1 - rank)]
+        )
+        for request in requests:
+            request.wait()
+        found += [x, *gathered, single, *(at_root or []), scattered, *swapped, exchanged, other]
+    return found
+
+
+def coalesced(rank, n, device):
+    tensors = [values(rank, n, 5 + i).to(device) for i in range(3)]
+    blocks = [torch.zeros(2 * x.numel(), device=device) for x in tensors]
+    with dist._coalescing_manager():
+        for x in tensors:
+            dist.all_reduce(x)
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for block, x in zip(blocks, tensors, strict=True):
+            dist.all_gather_into_tensor(block, x + rank)
+    manager.wait()
+    return [*tensors, *blocks]
+
+
+def functionals(rank, n, device):
+    x = values(rank, n, 4 * n).to(device)
+    pair = functional.all_reduce_coalesced([x, x + 1], "sum", dist.group.WORLD)
+    return [
+        functional.all_reduce(x, "max", dist.group.WORLD) + 0,
+        functional.all_gather_tensor(x, 0, dist.group.WORLD) + 0,
+        functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD) + 0,
+        functional.all_to_all_single(x, None, None, dist.group.WORLD) + 0,
+        *(one + 0 for one in pair),
+    ]
+
+
+@pytest.mark.parametrize("program", [reductions, movements, coalesced, functionals])
+def test_collectives_have_the_cpus_bits(device_pool2, program):
+    run(device_pool2, on_both, program)
+
+
+# ---- streams and the host
+
+
+def waits(rank, n):
+    """wait() comes back while the device is still busy with the outcome, which what is enqueued next finds."""
+    device, were_busy = torch.device("emulated", rank), []
+    with emulated.delayed(0.005):
+        for turn in range(12):
+            x = torch.full((1000,), rank + turn + 1.0, device=device)
+            x.mul_(2)
+            work = dist.all_reduce(x, async_op=True)
+            work.wait()
+            were_busy.append(not work.is_completed())
+            y = x + 1
+            assert y.eq(2 * sum(r + turn + 1 for r in range(n)) + 1).all(), turn
+            wait_until(work.is_completed, "the device comes to the end of an all_reduce")
+            assert work.is_success() and work.result()[0] is x
+    assert any(were_busy)
+
+
+def test_wait_blocks_the_stream_not_the_host(device_pool2):
+    run(device_pool2, waits)
+
+
+def other_stream(rank, n):
+    """The stream that is current at wait() waits, not the one of the call."""
+    side = torch.Stream(torch.device("emulated", rank))
+    for turn in range(10):
+        x = torch.full((5000,), rank + turn + 0.5, device="emulated")
+        gathered = [torch.empty_like(x) for _ in range(n)]
+        work = dist.all_gather(gathered, x, async_op=True)
+        with side:
+            work.wait()
+            found = torch.stack(gathered)
+        side.synchronize()
+        assert found.cpu().eq(torch.tensor([r + turn + 0.5 for r in range(n)]).view(n, 1)).all()
+
+
+def test_another_stream_may_wait(device_pool2):
+    run(device_pool2, other_stream)
+
+
+def futures(rank, n):
+    device = torch.device("emulated", rank)
+    x = torch.full((500,), rank + 1.0, device=device)
+    streams = []
+
+    def twice(future):
+        streams.append(torch.accelerator.current_stream(device))
+        assert torch.accelerator.current_device_index() == rank
+        y = future.value()[0] * 2
+        dist.all_reduce(y)  # a callback may start another
+        return y
+
+    future = dist.all_reduce(x, async_op=True).get_future()
+    behind = future.then(twice)
+    assert behind.wait().eq(2 * n * 3).all() and future.wait()[0] is x
+    assert future.value()[0].eq(3).all()
+    assert streams == [streams[0]] and streams[0] != torch.accelerator.current_stream(device)  # one of its own
+    called = []
+    late = dist.all_reduce(x, async_op=True)
+    late.wait()
+    late.get_future().add_done_callback(lambda f: called.append(f.value()[0].sum().item()))
+    dist.barrier()
+    late.get_future().then(lambda f: None).wait()  # runs behind the other one
+    assert called == [500 * 6.0]
+    failing = dist.all_reduce(x, async_op=True).get_future().then(lambda f: 1 // 0)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        failing.wait()
+    both = [dist.all_reduce(torch.full((9,), rank + i, device=device), async_op=True).get_future() for i in (0, 1)]
+    # torch's future of futures knows no device, so what its callback returns has to be there.
+    total = torch.futures.collect_all(both).then(lambda f: sum(one.wait()[0] for one in f.value()).tolist())
+    assert total.wait() == [4] * 9
+
+
+def test_futures_of_devices(device_pool2):
+    run(device_pool2, futures)
+
+
+def future_while_busy(rank, n):
+    """A future is there as soon as its operation has been enqueued."""
+    were_busy = []
+    with emulated.delayed(0.004):
+        for turn in range(12):
+            x = torch.full((100,), rank + turn + 0.0, device="emulated")
+            work = dist.all_reduce(x, async_op=True)
+            (found,) = work.get_future().wait()
+            were_busy.append(not work.is_completed())
+            assert (found * 2).eq(2 * sum(r + turn for r in range(n))).all()
+    assert any(were_busy)
+
+
+def test_a_future_does_not_wait_for_the_device(device_pool2):
+    run(device_pool2, future_while_busy)
+
+
+def barriers(rank, n):
+    with emulated.delayed(0.02):
+        for _ in range(5):
+            x = torch.ones(100, device="emulated") * 2
+            event = torch.Event(device="emulated")
+            event.record()
+            dist.barrier(device_ids=[rank])
+            assert event.query() and x.sum().item() == 200
+    dist.barrier()
+    dist.barrier(async_op=True).wait()
+
+
+def test_a_barrier_with_a_device_waits_for_it(device_pool2):
+    run(device_pool2, barriers)
+
+
+# ---- what torch asks of a group
+
+
+def objects(rank, n):
+    assert dist.distributed_c10d._device_capability() == ["cpu", "emulated"]
+    torch.accelerator.synchronize()
+    emulated.reset_counters()
+    mine = [{"rank": rank} if rank == 1 else None]
+    dist.broadcast_object_list(mine, src=1)
+    everyone = [None] * n
+    dist.all_gather_object(everyone, rank)
+    assert mine == [{"rank": 1}] and everyone == list(range(n))
+    counts = emulated.counters()
+    assert counts["bytes_to_device"] == counts["bytes_to_host"] == 0  # as tensors of the CPU
+    at_device = torch.device("emulated", rank)
+    assert dist.group.WORLD._get_backend(at_device) is dist.group.WORLD
+    assert not dist.group.WORLD.supports_tensor_alloc(at_device)
+    with pytest.raises(RuntimeError, match="cuda"):
+        dist.group.WORLD._get_backend(torch.device("cuda"))
+
+
+def test_objects_go_over_the_cpu(device_pool2):
+    run(device_pool2, objects)
+
+
+def subgroups(rank, n):
+    device = torch.device("emulated", rank)
+    group = dist.new_group([1, 0])
+    x = torch.full((3,), rank + 1.0, device=device)
+    dist.all_reduce(x, group=group)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    dist.all_reduce(x, group=alone)
+    assert x.tolist() == [3.0] * 3
+
+
+def test_subgroups(device_pool2):
+    run(device_pool2, subgroups)
+
+
+def other_specs(rank, n, spec, options):
+    emulated.load()
+    torch.accelerator.set_device_index(rank)
+    if options:
+        options = {"device_id": torch.device("emulated", rank)}
+    dist.init_process_group(spec, timeout=TIMEOUT, **options)
+    for device in ("cpu", "emulated"):
+        x = torch.full((3,), rank + 1.0, device=device)
+        dist.all_reduce(x)
+        assert x.tolist() == [3.0] * 3
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("with_device_id", [False, True])
+@pytest.mark.parametrize("spec", ["bagua", "emulated:bagua", "cpu:bagua,cuda:bagua"])
+def test_however_it_is_asked_for(device_pool2, spec, with_device_id):
+    device_pool2.run(other_specs, args=(spec, {"device_id": None} if with_device_id else {}))
+
+
+def test_it_is_registered_for_cpu_and_cuda():
+    assert dist.Backend.backend_capability["bagua"] == ["cpu", "cuda"]
+    assert dist.Backend.default_device_backend_map["cuda"] == "nccl"  # torch's own default stays
+
+
+def mixed(rank, n):
+    here, there = torch.device("emulated", rank), torch.device("emulated", 2 + rank)
+    x, cpu, other = torch.ones(4, device=here), torch.ones(4), torch.ones(4, device=there)
+    calls = [
+        lambda: dist.all_gather_into_tensor(torch.empty(8), x),
+        lambda: dist.all_gather([torch.empty(4, device=here), cpu], x),
+        lambda: dist.all_gather([cpu, cpu.clone()], x),
+        lambda: dist.reduce_scatter_tensor(x, torch.empty(8, device=there)),
+        lambda: dist.reduce_scatter(x, [x.clone(), cpu]),
+        lambda: dist.all_to_all([torch.empty_like(x), torch.empty_like(x)], [x, other]),
+        lambda: dist.all_to_all([torch.empty_like(x), torch.empty(4)], [x, x]),
+        lambda: dist.all_to_all_single(torch.empty(4), x),
+        lambda: dist.group.WORLD.allreduce_coalesced([x, cpu]),
+    ]
+    for call in calls:
+        with pytest.raises(
+            bagua.InvalidArgument, match=r"is on .*(emulated|cpu).*, but .* is on .*one operation works"
+        ):
+            call()
+    with pytest.raises(bagua.InvalidArgument, match="is on meta; bagua communicates"):
+        dist.group.WORLD.allreduce_coalesced([torch.empty(2, device="meta"), torch.empty(2, device="meta")])
+    shared = torch.ones(8, device=here)
+    with pytest.raises(bagua.InvalidArgument, match="share memory"):
+        dist.all_gather([shared[:4], shared[2:6]], x)
+    dist.all_reduce(x)  # nothing was sent
+    assert x.tolist() == [2.0] * 4
+
+
+def test_tensors_of_several_devices_are_refused(device_pool2):
+    run(device_pool2, mixed)
+
+
+# ---- programs
+
+
+def make_model():
+    torch.manual_seed(5)
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Linear(32, 8)
+    )
+
+
+def train(model, rank, n, device, steps=4):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        x = torch.sin(values(rank, n, 8 * 16).view(8, 16) + step).to(device)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def ddp(rank, n, device):
+    """Several buckets; the model of rank 0 goes to the other, which then has it in every step."""
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.data += rank
+    ids = None if device.type == "cpu" else [device.index]
+    wrapped = train(DistributedDataParallel(model.to(device), device_ids=ids, bucket_cap_mb=0.002), rank, n, device)
+    return [tensor.detach() for tensor in wrapped.state_dict().values()]
+
+
+def ddp_with_a_hook(rank, n, device):
+    model = DistributedDataParallel(make_model().to(device), device_ids=None if device.type == "cpu" else [rank])
+    model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
+    return [parameter.detach() for parameter in train(model, rank, n, device).parameters()]
+
+
+def uneven(rank, n, device):
+    """DDP.join: rank 1 has fewer batches."""
+    model = DistributedDataParallel(make_model().to(device), device_ids=None if device.type == "cpu" else [rank])
+    with model.join():
+        train(model, rank, n, device, steps=4 - rank)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("program", [ddp, ddp_with_a_hook, uneven])
+def test_ddp_trains_to_the_cpus_bits(device_pool2, program):
+    run(device_pool2, on_both, program)
+
+
+def fsdp(rank, n, device):
+    mesh = init_device_mesh(device.type, (n,))
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.ReLU(), torch.nn.Linear(33, 8)).to(device)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    train(fully_shard(model, mesh=mesh), rank, n, device)
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def test_fully_shard_trains_to_the_cpus_bits(device_pool2):
+    run(device_pool2, on_both, fsdp)
+
+
+def profiled(rank, n):
+    x = torch.full((3,), rank + 1.0, device="emulated")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            dist.all_reduce(x)
+            assert x.tolist() == [3.0] * 3
+    assert any(event.name == "bagua:all_reduce" for event in profile.events())
+
+
+def test_the_profiler_sees_operations_on_devices(device_pool2):
+    run(device_pool2, profiled)
+
+
+def test_ddp_between_hosts():
+    """Processes that share no memory: from the device over TCP."""
+    reason = emulated.unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    emulated.build()
+    with Pool(2, nodes=2) as pool:
+        pool.run(emulated.load_in_rank)
+        run(pool, on_both, ddp, env={"BAGUA_SOCKET_IFNAME": "lo"})
