@@ -312,6 +312,11 @@ std::optional<Error> Engine::cause_to_give_up() {
     communicator_->check_device_transport();
     for (const Enqueued& operation : enqueued_) expect_in_time(operation);
   } catch (const Error& error) {
+    // A broken connection is often the consequence of something that its peer is about to tell.
+    if (error.kind() == ErrorKind::kTransport && !communicator_->is_poisoned()) {
+      if (!cause_is_told_at_) cause_is_told_at_ = Deadline::after(kFailureGrace);
+      if (!cause_is_told_at_->expired()) return std::nullopt;
+    }
     communicator_->poison(error);
     is_lost = true;
   }

@@ -137,7 +137,8 @@ class Engine {
   Workspace workspace_;                                    // holder of the token
   std::vector<std::unique_ptr<DeviceSide>> device_sides_;  // worker thread, as the next
   std::deque<Enqueued> enqueued_;
-  std::optional<Deadline> give_up_at_;  // once the group has failed
+  std::optional<Deadline> give_up_at_;        // once the group has failed
+  std::optional<Deadline> cause_is_told_at_;  // once the device transport has
   EventLog events_;
   const std::shared_ptr<std::atomic<int>> num_waiters_ = std::make_shared<std::atomic<int>>(0);
   std::atomic<uint64_t> workspace_bytes_{0};

@@ -11,7 +11,7 @@ namespace bagua::testing {
 // The one that the kernels find.
 inline device::EmulatedRuntime& emulated() {
   static device::EmulatedRuntime* const runtime = [] {
-    auto* made = new device::EmulatedRuntime(/*num_devices=*/4, /*seed=*/7, 100us);
+    auto* made = new device::EmulatedRuntime(/*num_devices=*/9, /*seed=*/7, 100us);
     device::register_runtime(DeviceKind::kEmulated, made);
     return made;
   }();
