@@ -32,9 +32,9 @@ struct DeviceNote {
   uint16_t padding = 0;
   uint32_t version = 0;  // of the library; 0: none that could be used
   char device_id[60] = {};
-  char why_not[188] = {};  // if there is none; both end with a 0
+  char why_not[444] = {};  // if there is none; both end with a 0
 };
-static_assert(sizeof(DeviceNote) == 256);
+static_assert(sizeof(DeviceNote) == 512);
 
 // By the notes of all ranks, who therefore come to the same. `why` says what kept them from the transport. Throws
 // InvalidArgument where ranks ask for what cannot be, and names those that lack something.

@@ -563,6 +563,7 @@ FAKE_NCCL_EXPORT const char* ncclGetErrorString(Result result) {
 
 FAKE_NCCL_EXPORT const char* ncclGetLastError(Communicator communicator) {
   static thread_local std::string text;
+  if (communicator == nullptr) return "";
   const Shared c = impl_of(communicator, "ncclGetLastError");
   if (c == nullptr) return "";
   std::lock_guard lock(c->mutex);
