@@ -31,6 +31,10 @@ class Runtime {
   };
   virtual Description describe(int index) = 0;
   virtual std::string versions() = 0;
+  // Of the physical device, or the part of one that it is: two processes, or two hosts, that say the same share it.
+  virtual std::string device_id(Device device) = 0;
+  // Calls with the device as the thread's current one, which other libraries go by.
+  virtual void call_on(Device device, const std::function<void()>& call) = 0;
 
   // Memory of the stream's device, aligned to 256 bytes, contents undefined, for what is enqueued on the stream from
   // here on. What is given back may be used by what the stream had to do before.

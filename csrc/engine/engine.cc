@@ -17,6 +17,8 @@ using std::chrono::nanoseconds;
 constexpr nanoseconds kIdleSleep = milliseconds(500);
 // With operations in flight their deadlines have to be looked at.
 constexpr nanoseconds kInFlightSleep = milliseconds(20);
+// After the group has failed, how long what all of its ranks had enqueued before may take on the device.
+constexpr nanoseconds kFailureGrace = milliseconds(300);
 // A device rings for nobody.
 constexpr nanoseconds kPollInterval = std::chrono::microseconds(50);
 
@@ -255,9 +257,23 @@ void Engine::note_enqueued(Enqueued operation) {
   enqueued_.push_back(std::move(operation));
 }
 
-// Ends the operations to whose end the device has come; true if there was one. What was enqueued ends well even if the
-// group fails meanwhile: its peers have done their part.
+// Ends the operations to whose end the device has come, and those that it has not come to in time; true if there was
+// one. Staged, what was enqueued ends well even if the group fails meanwhile: its peers have done their part. Over a
+// device transport it may wait for them still.
 bool Engine::complete_enqueued() {
+  if (enqueued_.empty()) return false;
+  const bool ended = complete_done();
+  const auto cause = cause_to_give_up();
+  if (!cause) return ended;
+  // All of it: what an abort ends looks done from here on.
+  while (!enqueued_.empty()) {
+    fail(enqueued_.front().task, *cause);
+    enqueued_.pop_front();
+  }
+  return true;
+}
+
+bool Engine::complete_done() {
   bool ended = false;
   for (auto it = enqueued_.begin(); it != enqueued_.end();) {
     Enqueued& operation = *it;
@@ -265,7 +281,7 @@ bool Engine::complete_enqueued() {
     std::optional<Error> failure;
     try {
       if (!operation.done->is_done()) {
-        if (!operation.deadline.expired()) {
+        if (!operation.deadline.expired() || communicator_->has_device_transport()) {
           ++it;
           continue;
         }
@@ -307,6 +323,41 @@ void Engine::log_device_operation(const Enqueued& operation) {
                         operation.task.bytes);
 }
 
+// Why what is enqueued on a device transport will not end, which is aborted then: it reports a failure, a deadline has
+// passed, or the group has failed and what its ranks had all enqueued before has had its time.
+std::optional<Error> Engine::cause_to_give_up() {
+  if (enqueued_.empty() || !communicator_->has_device_transport()) return std::nullopt;
+  bool is_lost = false;
+  try {
+    communicator_->check_device_transport();
+    for (const Enqueued& operation : enqueued_) expect_in_time(operation);
+  } catch (const Error& error) {
+    // A broken connection is often the consequence of something that its peer is about to tell.
+    if (error.kind() == ErrorKind::kTransport && !communicator_->is_poisoned()) {
+      if (!cause_is_told_at_) cause_is_told_at_ = Deadline::after(kFailureGrace);
+      if (!cause_is_told_at_->expired()) return std::nullopt;
+    }
+    communicator_->poison(error);
+    is_lost = true;
+  }
+  if (!communicator_->is_poisoned()) return std::nullopt;
+  if (!give_up_at_) give_up_at_ = Deadline::after(kFailureGrace);
+  if (!is_lost && !give_up_at_->expired()) return std::nullopt;
+  communicator_->abort_device_transport();
+  return first_cause();
+}
+
+// Names no rank: who keeps the device waiting, it does not tell.
+void Engine::expect_in_time(const Enqueued& operation) {
+  if (!operation.deadline.expired()) return;
+  const Task& task = operation.task;
+  throw Error(ErrorKind::kDeadlineExceeded,
+              device_name(task.place.device) + " of rank " + std::to_string(communicator_->rank()) +
+                  " has not finished " + describe(task.operation) + " over " + communicator_->device_path() +
+                  " in time, though all ranks have begun it: its part or a peer's hangs on the device; it was aborted",
+              -1, std::string(operation_name(task.operation.kind)));
+}
+
 void Engine::complete(Task& task, uint64_t nonfinite_blocks, uint64_t bytes_sent, uint64_t network_bytes_sent) {
   num_pending_.fetch_sub(1, std::memory_order_relaxed);
   task.work->complete(nonfinite_blocks, bytes_sent, network_bytes_sent);
@@ -328,6 +379,12 @@ Error Engine::poison_with_current_exception() {
   }
   communicator_->cancel();
   communicator_->end();
+  // What this operation has enqueued may wait for peers that will not come. Others that are enqueued have their time.
+  if (std::this_thread::get_id() == worker_.get_id() && enqueued_.empty()) communicator_->abort_device_transport();
+  return first_cause();
+}
+
+Error Engine::first_cause() const {
   try {
     communicator_->throw_if_poisoned();
   } catch (const Error& cause) {

@@ -50,6 +50,26 @@ class CudaRuntime final : public Runtime {
            ", CUDA runtime " + cuda::version_name(CUDART_VERSION) + " built in";
   }
 
+  // "GPU-" and the UUID, as nvidia-smi shows it; of a MIG instance it is the instance's own.
+  std::string device_id(Device device) override {
+    const DeviceScope scope = scope_of(device);
+    cudaDeviceProp properties{};
+    check(cudaGetDeviceProperties(&properties, device.index), "cudaGetDeviceProperties");
+    std::string id = "GPU-";
+    for (size_t i = 0; i < sizeof properties.uuid.bytes; ++i) {
+      if (i == 4 || i == 6 || i == 8 || i == 10) id += '-';
+      const auto byte = static_cast<unsigned char>(properties.uuid.bytes[i]);
+      id += "0123456789abcdef"[byte >> 4];
+      id += "0123456789abcdef"[byte & 15];
+    }
+    return id;
+  }
+
+  void call_on(Device device, const std::function<void()>& call) override {
+    const DeviceScope scope = scope_of(device);
+    call();
+  }
+
   void* allocate(size_t bytes, Stream stream) override {
     const DeviceScope scope = scope_of(stream.device);
     if (bytes == 0) return nullptr;

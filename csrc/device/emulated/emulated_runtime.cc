@@ -35,6 +35,7 @@ constexpr size_t kPinnedAlignment = 4096;
 
 // The device whose kernel this thread is executing; -1: none.
 thread_local int executing_device = -1;
+thread_local int thread_device = 0;
 
 [[noreturn]] void fail(const std::string& message) { throw Error(ErrorKind::kDevice, message); }
 
@@ -557,6 +558,19 @@ bool EmulatedRuntime::is_pinned(const void* memory) {
 }
 
 bool EmulatedRuntime::is_device_memory(const void* memory) { return is_own_process() && owner_of(memory) != nullptr; }
+
+std::string EmulatedRuntime::device_id(Device device) { return device_state(device).name; }
+
+void EmulatedRuntime::call_on(Device device, const std::function<void()>& call) {
+  struct Scope {
+    const int before = thread_device;
+    ~Scope() { thread_device = before; }
+  } scope;
+  thread_device = device_state(device).index;
+  call();
+}
+
+Device EmulatedRuntime::current_device() const { return {DeviceKind::kEmulated, thread_device}; }
 
 Device EmulatedRuntime::device_of(const void* memory) {
   DeviceState* const device = owner_of(memory);

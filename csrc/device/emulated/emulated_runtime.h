@@ -53,6 +53,8 @@ class EmulatedRuntime final : public Runtime {
   int num_devices() override { return num_devices_; }
   Description describe(int index) override;
   std::string versions() override { return "no driver, and nothing to drive"; }
+  std::string device_id(Device device) override;
+  void call_on(Device device, const std::function<void()>& call) override;
   void* allocate(size_t bytes, Stream stream) override;
   void free(void* memory, Stream stream) noexcept override;
   void* allocate_pinned(size_t bytes) override;
@@ -85,6 +87,7 @@ class EmulatedRuntime final : public Runtime {
   bool is_pinned(const void* memory);
   bool is_device_memory(const void* memory);
   Device device_of(const void* memory);  // throws Device
+  Device current_device() const;         // of the calling thread: in call_on() its device, otherwise the first
 
   // ---- for tests -------------------------------------------------------------------------------------------------
   EmulatedCounters counters();
