@@ -253,7 +253,7 @@ bool Communicator::progress() {
     Channel* c = peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire);
     if (c == nullptr) continue;
     advance(peer, *c, moved);
-    is_polled_ = is_polled_ || c->is_polled();
+    if (has_device_channels_) is_polled_ = is_polled_ || c->is_polled();
   }
   if (poisoned && !moved) throw_if_poisoned();
   return moved;
@@ -320,6 +320,7 @@ Channel& Communicator::device_channel(int peer) {
   }
   Peer& p = *peers_[static_cast<size_t>(peer)];
   p.over_owned = make_device_channel_(found);
+  has_device_channels_ = true;
   p.channel.store(p.over_owned.get(), std::memory_order_release);
   return *p.over_owned;
 }

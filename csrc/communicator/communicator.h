@@ -235,6 +235,7 @@ class Communicator {
   std::vector<Request*> batched_;
   bool is_batching_ = false;
   std::function<void()> while_waiting_;
+  bool has_device_channels_ = false;
   bool is_polled_ = false;  // whether a channel was, when progress() last looked
   Deadline::Clock::time_point last_interrupt_check_;
   void* staging_ = nullptr;
