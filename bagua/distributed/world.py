@@ -7,8 +7,8 @@ Functions that take `group=None` use the default group.
 from __future__ import annotations
 
 import atexit
-import os
 import dataclasses
+import os
 import time
 import weakref
 from collections import Counter
