@@ -32,6 +32,14 @@ __all__ = ["main", "report_host"]
 _CPU_FLAGS = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "asimd", "sve")
 _CPU = "cpu"
 _DRIVER = Path("/proc/driver/nvidia/version")
+_STAGED = "staged through pinned host memory, over the transports above"
+# How they move between ranks, by BAGUA_BACKEND.
+_DEVICE_PATHS = {
+    "auto": f"over NCCL where every rank has a GPU of its own and torch an NCCL that fits, else {_STAGED}",
+    "native": f"{_STAGED} (BAGUA_BACKEND)",
+    "nccl": "over NCCL, or refused (BAGUA_BACKEND)",
+    "torch": f"{_STAGED} (BAGUA_BACKEND)",
+}
 _PING_BYTES, _PINGS = 8, 200
 _BULK_BYTES, _BULKS = 16 << 20, 5
 
@@ -77,7 +85,7 @@ def _devices() -> list[str]:
         lines.append(f"device         {kind}:{index}  {name}, {memory_bytes / 2**30:.1f} GiB, {architecture}")
     lines += [f"driver         {kind}: {_driver_release(kind)}{_C.device_versions(kind)}" for kind in kinds]
     lines.append(f"nccl           {nccl_version() or 'none'} (of torch)")
-    lines.append("device tensors staged between ranks: through pinned host memory, over the transports above")
+    lines.append(f"device tensors {_DEVICE_PATHS[config.settings().backend]}")
     return lines
 
 
@@ -156,6 +164,27 @@ def _report_peers(progress: Progress) -> None:
         print("rank peer  over     one way        rate")
         for line in (line for lines in gathered for line in lines):
             print(line)
+    path = _device_path()
+    if rank == 0 and path:
+        print(f"device tensors move by {path}")
+
+
+def _device_path() -> str:
+    """How tensors of devices move between these ranks, tried with one; empty where a rank has no device."""
+    import torch
+
+    from bagua.distributed import collectives, world
+
+    counts = [(kind, _C.num_devices(kind)) for kind in _C.device_kinds if kind != _CPU and _is_built_in(kind)]
+    usable = [(kind, count) for kind, count in counts if count]
+    if not all(collectives.all_gather_object(bool(usable))):
+        return ""
+    kind, count = usable[0]
+    group = world.get_default_group()
+    device = torch.device(kind, world.get_local_rank() % count)
+    torch.accelerator.set_device_index(device.index)
+    group.all_reduce(torch.ones(1, device=device)).wait()
+    return group.device_path
 
 
 def main(argv: Sequence[str] | None = None) -> int:

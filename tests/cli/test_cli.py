@@ -135,6 +135,7 @@ def test_doctor_finds_no_gpu_with_cuda_built_in(no_launcher, capsys):
     assert doctor.main([]) == 0
     output = capsys.readouterr().out
     assert "devices        none: CUDA finds none (of cuda)\n" in output
+    assert "device tensors" not in output
     assert re.search(r"^core +built for cpu cuda$", output, re.MULTILINE)
 
 

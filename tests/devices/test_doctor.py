@@ -17,4 +17,18 @@ def test_devices_are_listed():
     assert re.search(r"^core +built for cpu( cuda)? emulated$", report, re.MULTILINE)
     assert re.search(r"^driver +emulated: no driver, and nothing to drive$", report, re.MULTILINE)
     assert re.search(r"^nccl +(none|\d+\.\d+\.\d+) \(of torch\)$", report, re.MULTILINE)
-    assert re.search(r"^device tensors staged between ranks: through pinned host memory", report, re.MULTILINE)
+    assert re.search(r"^device tensors over NCCL where every rank has .*, else staged through", report, re.MULTILINE)
+
+
+def doctor_between_ranks(rank, world_size):
+    import tests.emulated_device as emulated
+    from bagua.cli import doctor
+
+    emulated.load()
+    return doctor.main([])
+
+
+def test_how_their_tensors_move_is_tried_between_ranks(pair_on_devices, capfd):
+    assert pair_on_devices.run(doctor_between_ranks) == [0, 0]
+    (line,) = re.findall(r"^device tensors move by (.*)$", capfd.readouterr().out, re.MULTILINE)
+    assert line.startswith("staged: rank 0 has no usable NCCL")
