@@ -22,6 +22,7 @@ __all__ = [
     "common_device",
     "current_stream",
     "keep_for_current_stream",
+    "new_stream",
     "seeded",
     "supported_types",
     "use_stream",
@@ -78,6 +79,11 @@ def current_stream(device: torch.device) -> StreamKey | None:
     else:
         handle = torch.accelerator.current_stream(device.index).native_handle
     return _KINDS[device.type], device.index or 0, handle or 0
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """A stream of the device, other than its default one."""
+    return torch.Stream(device)
 
 
 def use_stream(stream: torch.Stream) -> None:
