@@ -10,6 +10,8 @@ PYTHON ?= python3
 PY := .venv/bin/python
 DEV := build/dev
 export PYTHON
+# Compiling the CUDA kernels takes minutes, and most machines cannot run them: BAGUA_CUDA=1 make build asks for them.
+export BAGUA_CUDA ?= 0
 export PATH := $(PATH):$(HOME)/.cargo/bin
 unexport PYTHONDONTWRITEBYTECODE # without what pytest keeps, each of its processes compiles all tests anew
 

@@ -17,7 +17,7 @@ from .errors import InvalidArgument
 
 __all__ = ["BACKENDS", "LaunchEnvironment", "Settings", "is_launched", "launch_environment", "settings"]
 
-BACKENDS = ("auto", "native", "torch")
+BACKENDS = ("auto", "native", "nccl", "torch")
 
 # Read by setup.py (a structure test compares), so an environment that built the package may still hold them.
 _READ_BY_THE_BUILD = {"BAGUA_BUILD_DIR", "BAGUA_CMAKE_ARGS", "BAGUA_CUDA", "BAGUA_SKIP_NATIVE"}

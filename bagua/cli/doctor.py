@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bagua import _C, config
@@ -28,8 +30,14 @@ if TYPE_CHECKING:
 __all__ = ["main", "report_host"]
 
 _CPU_FLAGS = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "asimd", "sve")
+_CPU = "cpu"
+_DRIVER = Path("/proc/driver/nvidia/version")
 _PING_BYTES, _PINGS = 8, 200
 _BULK_BYTES, _BULKS = 16 << 20, 5
+
+
+def _is_built_in(kind: str) -> bool:
+    return kind == _CPU or _C.has_device_runtime(kind)
 
 
 def _cpu_features() -> list[str]:
@@ -47,6 +55,40 @@ def _transports(settings: config.Settings) -> str:
     return f"shm {tcp}" if settings.shared_memory else tcp
 
 
+def _devices() -> list[str]:
+    """Lines on GPUs: which there are, what drives them, and how their tensors move."""
+    import torch
+
+    from bagua.distributed.devices import nccl_version
+
+    kinds = [kind for kind in _C.device_kinds if kind != _CPU and _is_built_in(kind)]
+    found = [(kind, index) for kind in kinds for index in range(_C.num_devices(kind))]
+    if not found:
+        if kinds:
+            why = f"CUDA finds none ({_C.device_versions(kinds[0])})"
+        elif torch.cuda.is_available():
+            why = "torch has some, but bagua was built without CUDA: BAGUA_CUDA=1 pip install ., where nvcc is"
+        else:
+            why = "bagua was built without CUDA, and torch has none either"
+        return [f"devices        none: {why}"]
+    lines = []
+    for kind, index in found:
+        name, memory_bytes, architecture = _C.describe_device(kind, index)
+        lines.append(f"device         {kind}:{index}  {name}, {memory_bytes / 2**30:.1f} GiB, {architecture}")
+    lines += [f"driver         {kind}: {_driver_release(kind)}{_C.device_versions(kind)}" for kind in kinds]
+    lines.append(f"nccl           {nccl_version() or 'none'} (of torch)")
+    lines.append("device tensors staged between ranks: through pinned host memory, over the transports above")
+    return lines
+
+
+def _driver_release(kind: str) -> str:
+    """As NVIDIA numbers its drivers, where the kernel says so."""
+    if kind != "cuda" or not _DRIVER.exists():
+        return ""
+    release = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", _DRIVER.read_text())
+    return f"{release[1]}, " if release else ""
+
+
 def report_host() -> str:
     """What is built and what this host offers, as text."""
     import torch
@@ -56,10 +98,11 @@ def report_host() -> str:
         f"bagua {_C.__version__}  python {platform.python_version()}  torch {torch.__version__}",
         f"machine        {platform.machine()}, {len(os.sched_getaffinity(0))} cores, kernel {platform.release()}",
         f"cpu features   {' '.join(_cpu_features()) or 'none that the kernels use'}",
-        f"core           CUDA {'built in' if _C.has_cuda else 'not built in (CPU tensors only)'}",
+        f"core           built for {' '.join(kind for kind in _C.device_kinds if _is_built_in(kind))}",
         f"codecs         {' '.join(_C.registered_codecs())}",
         f"transports     {_transports(settings)}",
     ]
+    lines += _devices()
     for address in interface_addresses():
         chosen = "  <- BAGUA_SOCKET_IFNAME" if settings.interface == address.interface else ""
         lines.append(f"interface      {address.interface:<12} {address.address}{chosen}")

@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from bagua import _C
+from bagua.distributed.devices import check_supported, common_device, current_stream
 from bagua.distributed.process_group import dtype_code
 from bagua.distributed.tensors import address_of
 from bagua.errors import InvalidArgument
@@ -94,26 +95,25 @@ class Codec:
         """The message for ``tensor``: 1-D uint8 of ``wire_bytes`` elements.
 
         Args:
-            tensor: any shape, contiguous, on the CPU, of one of ``dtypes``.
+            tensor: any shape, contiguous, of one of ``dtypes``. On a device it is encoded there, in the order of the
+                current stream.
             key: what a codec that rounds at random draws from, 0 to 2**64 - 1: the same key and values give the same
                 bytes. By default a new one from torch's generator, which ``torch.manual_seed`` repeats.
 
         Raises:
-            InvalidArgument: another dtype or device, not contiguous, or without memory.
+            InvalidArgument: another dtype, not contiguous, without memory, or on a device that bagua does not know.
         """
         self._check_dtype(tensor.dtype)
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        check_supported(tensor.device, "tensor")
+        if not tensor.is_contiguous():
             raise InvalidArgument(
-                f"codec {self.name!r} encodes contiguous CPU tensors, got one on {tensor.device} "
-                f"with strides {tuple(tensor.stride())}; pass tensor.cpu().contiguous()"
+                f"codec {self.name!r} encodes contiguous tensors, got one with strides {tuple(tensor.stride())}; pass "
+                "tensor.contiguous()"
             )
-        encoded = torch.empty(self.wire_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8)
-        if key is None:
-            key = int(torch.randint(2**63 - 1, ())) if self.is_random else 0
-        if not 0 <= key < 2**64:
-            raise InvalidArgument(f"key is {key}, expected 0 to 2**64 - 1")
         source, kind = address_of(tensor, "tensor"), dtype_code(tensor.dtype)
-        _C.codec_encode(self.spec, source, kind, tensor.numel(), encoded.data_ptr(), key)
+        encoded = self._empty_message(tensor.numel(), tensor.dtype, tensor.device)
+        key, stream = self._key(key), current_stream(tensor.device)
+        _C.codec_encode(self.spec, source, kind, tensor.numel(), encoded.data_ptr(), key, stream)
         return encoded
 
     def decode(self, encoded: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -123,11 +123,12 @@ class Codec:
             encoded: what ``encode`` returned for a tensor of ``numel`` elements of the same dtype.
 
         Raises:
-            InvalidArgument: ``encoded`` is not uint8, contiguous, on the CPU and ``wire_bytes(numel, dtype)`` long.
+            InvalidArgument: ``encoded`` is not uint8, contiguous and ``wire_bytes(numel, dtype)`` long.
         """
         self._check_message(encoded, numel, dtype)
-        decoded = torch.empty(numel, dtype=dtype)
-        _C.codec_decode(self.spec, address_of(encoded, "encoded"), dtype_code(dtype), numel, decoded.data_ptr())
+        message, kind = address_of(encoded, "encoded"), dtype_code(dtype)
+        decoded = torch.empty(numel, dtype=dtype, device=encoded.device)
+        _C.codec_decode(self.spec, message, kind, numel, decoded.data_ptr(), current_stream(encoded.device))
         return decoded
 
     def decode_add(self, encoded: torch.Tensor, total: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
@@ -135,31 +136,85 @@ class Codec:
 
         Args:
             encoded: what ``encode`` returned for a tensor of ``total.numel()`` elements of ``dtype``.
-            total: float32, contiguous, on the CPU; changed in place.
+            total: float32, contiguous, where ``encoded`` is; changed in place.
 
         Raises:
             InvalidArgument: either is not so.
         """
-        if total.dtype != torch.float32 or not total.is_contiguous() or total.device.type != "cpu":
+        if total.dtype != torch.float32 or not total.is_contiguous():
             raise InvalidArgument(
-                f"decode_add adds to a contiguous CPU tensor of torch.float32, got {total.dtype} on {total.device} "
-                f"with strides {tuple(total.stride())}"
+                f"decode_add adds to a contiguous tensor of torch.float32, got {total.dtype} with strides "
+                f"{tuple(total.stride())}"
             )
+        common_device([("encoded", encoded), ("total", total)])
         self._check_message(encoded, total.numel(), dtype)
         message, sums = address_of(encoded, "encoded"), address_of(total, "total")
-        _C.codec_decode_add(self.spec, message, dtype_code(dtype), total.numel(), sums)
+        _C.codec_decode_add(self.spec, message, dtype_code(dtype), total.numel(), sums, current_stream(total.device))
+
+    def reduce_encode(
+        self,
+        messages: torch.Tensor,
+        numel: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        average: bool = False,
+        key: int | None = None,
+    ) -> torch.Tensor:
+        """The message for the sum of several, in one pass: what a compressed all_reduce does between its exchanges.
+
+        Its bytes are those of ``encode`` for a float32 tensor to which ``decode_add`` has added all messages in a row.
+
+        Args:
+            messages: uint8, contiguous, one message in each row: what ``encode`` returned for tensors of ``numel``
+                elements of ``dtype``.
+            average: encode the mean.
+            key: as in ``encode``.
+
+        Returns:
+            1-D uint8 of ``wire_bytes(numel, torch.float32)`` elements.
+
+        Raises:
+            InvalidArgument: ``messages`` is not so.
+        """
+        expected_bytes = self.wire_bytes(numel, dtype)
+        if messages.dim() != 2 or messages.shape[0] == 0:
+            raise InvalidArgument(
+                f"messages have the shape {tuple(messages.shape)}, expected (how many, {expected_bytes}); torch.stack "
+                "makes that of several"
+            )
+        self._check_message(messages[0], numel, dtype)
+        if not messages.is_contiguous():
+            raise InvalidArgument(f"messages have strides {tuple(messages.stride())}; pass messages.contiguous()")
+        count, address, kind = messages.shape[0], address_of(messages, "messages"), dtype_code(dtype)
+        factor = 1 / count if average else 1.0
+        encoded = self._empty_message(numel, torch.float32, messages.device)
+        key, stream = self._key(key), current_stream(messages.device)
+        _C.codec_reduce_encode(self.spec, address, count, kind, numel, factor, encoded.data_ptr(), key, stream)
+        return encoded
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
         """Largest |decode(encode(tensor)) - tensor| per element for finite input: float64, shape of ``tensor``."""
         raise NotImplementedError(f"{type(self).__name__}.error_bound")
 
+    def _empty_message(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.wire_bytes(numel, dtype), dtype=torch.uint8, device=device)
+
+    def _key(self, key: int | None) -> int:
+        """What a codec that rounds at random draws from. Raises InvalidArgument."""
+        if key is None:
+            key = int(torch.randint(2**63 - 1, ())) if self.is_random else 0
+        if not 0 <= key < 2**64:
+            raise InvalidArgument(f"key is {key}, expected 0 to 2**64 - 1")
+        return key
+
     def _check_message(self, encoded: torch.Tensor, numel: int, dtype: torch.dtype) -> None:
         expected_bytes = self.wire_bytes(numel, dtype)
-        is_message = encoded.dtype == torch.uint8 and encoded.is_contiguous() and encoded.device.type == "cpu"
+        check_supported(encoded.device, "encoded")
+        is_message = encoded.dtype == torch.uint8 and encoded.is_contiguous()
         if not is_message or encoded.numel() != expected_bytes:
             raise InvalidArgument(
-                f"a {self.name!r} message of {numel} elements of {dtype} is a contiguous CPU tensor of "
-                f"{expected_bytes} uint8, got {encoded.numel()} {encoded.dtype} on {encoded.device}"
+                f"a {self.name!r} message of {numel} elements of {dtype} is a contiguous tensor of {expected_bytes} "
+                f"uint8, got {encoded.numel()} {encoded.dtype} with strides {tuple(encoded.stride())}"
             )
 
     def _check_dtype(self, dtype: torch.dtype) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "common_device",
     "current_stream",
     "keep_for_current_stream",
+    "nccl_version",
     "new_stream",
     "seeded",
     "supported_types",
@@ -79,6 +80,14 @@ def current_stream(device: torch.device) -> StreamKey | None:
     else:
         handle = torch.accelerator.current_stream(device.index).native_handle
     return _KINDS[device.type], device.index or 0, handle or 0
+
+
+def nccl_version() -> str | None:
+    """Of the NCCL that torch has loaded; None where it has none."""
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except AttributeError:  # a torch that was built without it
+        return None
 
 
 def new_stream(device: torch.device) -> torch.Stream:

@@ -6,6 +6,7 @@ file checks how they fit together, and the Work keeps them alive. cores.py holds
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from bagua.distributed.work import Work, to_seconds
 from bagua.errors import BaguaError, InvalidArgument
 
 __all__ = ["ProcessGroup", "ReduceOp", "Work", "dtype_code"]
+
+logger = logging.getLogger("bagua")
 
 
 def _message(data: torch.Tensor) -> tuple[int, int, int]:
@@ -59,7 +62,7 @@ class ProcessGroup:
         self._parent: ProcessGroup | None = None
         self.subgroups: dict[ProcessGroup, None] = {}  # in the order in which they were made
         self.before_close: Callable[[], None] | None = None
-        self._closed = False
+        self._closed = self._has_told_path = False
         self._pid = os.getpid()
         if self.rank >= 0:
             shares_memory = [peer == global_rank or network.share_memory(global_rank, peer) for peer in self.ranks]
@@ -200,7 +203,19 @@ class ProcessGroup:
     def _work(self, core_work: _C.Work, keep: object, label: str = "", finish=None, on: torch.Tensor | None = None):
         # The deadline counts from the start of the operation, which may be queued behind others.
         device = None if on is None or on.is_cpu else on.device
+        if device is not None and not self._has_told_path:
+            self._has_told_path = True
+            core_work.add_done_callback(self._tell_device_path)
         return Work(core_work, keep, 1000.0 * self._timeout_s, label, finish, self._cores.share_failure, device)
+
+    def _tell_device_path(self) -> None:
+        if self.device_path:
+            logger.info("tensors of devices in the group '%s' move by %s", self.name, self.device_path)
+
+    @property
+    def device_path(self) -> str:
+        """How collectives on tensors of a device move: "NCCL 2.27.3", or "staged: ..." and why; "" before the first."""
+        return self._core.device_path
 
     def _submission(self, data: torch.Tensor, blocking: bool) -> tuple[float, bool, StreamKey | None]:
         """How the core is to start an operation on `data`."""

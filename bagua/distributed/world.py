@@ -7,6 +7,7 @@ Functions that take `group=None` use the default group.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import time
 import weakref
@@ -80,9 +81,11 @@ def init_process_group(
     """Connect to the other ranks and make the default group. Collective; all ranks pass the same arguments.
 
     Args:
-        backend: "native" (shared memory on a host, TCP between hosts); "torch": the default group of torch.distributed
-            moves the bytes (gloo, MPI, ...), or a gloo group made for it if there is none; destroy bagua's groups
-            before torch's. "auto" is what BAGUA_BACKEND says, or native.
+        backend: "native" (shared memory on a host, TCP between hosts; tensors of a device are staged through pinned
+            memory); "nccl": the same, but collectives on tensors of a device run over NCCL, or are an error; "torch":
+            the default group of torch.distributed moves the bytes (gloo, MPI, ...), or a gloo group made for it if
+            there is none; destroy bagua's groups before torch's. "auto" is what BAGUA_BACKEND says, or native, with
+            NCCL where every rank has a GPU of its own and torch an NCCL that fits.
         store: a torch.distributed store for the rendezvous; by default the one that torchrun's environment describes.
         rank, world_size: by default RANK and WORLD_SIZE from the environment.
         timeout: deadline of the rendezvous and of every operation of the group; a number is seconds.
@@ -113,6 +116,7 @@ def init_process_group(
     describe_thresholds(settings.thresholds)  # refuses a mistake before this rank waits for others
     backend = settings.backend if backend == "auto" else backend
     launch = config.launch_environment(rank, world_size, needs_master=store is None)
+    settings = dataclasses.replace(settings, backend=backend)
     torch_transport = TorchTransport(launch, timeout) if backend == "torch" else None
     is_served_by_rank_0 = store is None and not launch.use_agent_store
     init = f"bagua/init{_num_inits}"

@@ -43,6 +43,8 @@ _POLL_SECONDS = 0.05
 # A rank that has dialed for so long queries the peer's status too, so that it can answer ranks that wait for itself.
 _MONITORED_AFTER_SECONDS = 0.5
 _DOORBELL_BYTES = 64  # csrc/common/doorbell.h
+# By backend: how collectives on tensors of a device move.
+_DEVICE_TRANSPORTS = {"auto": "auto", "native": "staged", "nccl": "nccl", "torch": "staged"}
 
 
 class Endpoint:
@@ -123,7 +125,8 @@ class Endpoint:
             self._connect(name, rank, ranks[peer], left_s, timeout_s)
 
         thresholds = self.settings.thresholds
-        core = _C.Group(name, ranks.index(rank), ranks, spin_us, same_host, thresholds, connect, self._process)
+        way = _DEVICE_TRANSPORTS[self.settings.backend]
+        core = _C.Group(name, ranks.index(rank), ranks, spin_us, same_host, thresholds, connect, self._process, way)
         with self._changed:
             if self._failure is not None:
                 core.poison(self._failure)

@@ -108,6 +108,11 @@ class Failure:
 class Span:
     """One interval of the engine's worker thread: ``kind`` is queued, operation, encode, wire, decode or reduce.
 
+    Of tensors on a device, an operation's interval is the device's, measured by events: from when its input is ready
+    and what was before it on the group's stream is done, to its end. The worker has enqueued it before: ``queued`` ends
+    there. ``wire`` is while the worker waits for the transport; encode, decode and reduce, which run on the device
+    within the operation, have no spans.
+
     Attributes:
         bytes: of the tensor for an operation, of the chunk or message for the others.
         group: name of the group whose engine it was.

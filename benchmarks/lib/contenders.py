@@ -1,4 +1,4 @@
-"""The ways of doing one all_reduce that all_reduce.py and tcp_hosts.py compare: bagua's, gloo, OpenMPI.
+"""The ways of doing one all_reduce that scripts compare: bagua's, torch's gloo and NCCL, OpenMPI.
 
 All of one size live in one process at once. Input: `x[rank][i] = ((i * size + rank) mod 1999 - 999) / 1024`, different
 for every rank and neighbouring elements; sums of it are exact in float32. Every contender is verified on it before
@@ -8,7 +8,7 @@ it is timed: full precision must be exact, a codec within its bound, and all ran
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,16 @@ import torch.distributed as dist
 import bagua
 from benchmarks.lib.timing import Contender
 
-# Name in the tables -> codec; the memory is bagua.empty's for all but "ordinary tensor".
+# Name in the tables -> codec; on the CPU the memory is bagua.empty's for all but "ordinary tensor".
 _BAGUA = {
     "bagua shared memory": None,
     "bagua ordinary tensor": None,
     "bagua tcp": None,
+    "bagua": None,
     "bagua bf16": "bf16",
     "bagua minmax_uint8": "minmax_uint8",
 }
-GLOO, MPI = "gloo", "OpenMPI"
+GLOO, NCCL, MPI = "gloo", "NCCL", "OpenMPI"
 _LARGEST = 999 / 1024
 
 
@@ -33,20 +34,33 @@ def inner_calls(num_bytes: int) -> int:
     return max(2, min(40, 16_000_000 // num_bytes))
 
 
-def verified(names: Sequence[str], num_bytes: int) -> dict[str, Contender]:
-    """The contenders for one size, each of which has just been shown to compute the right sum."""
+def verified(
+    names: Sequence[str],
+    num_bytes: int,
+    device: torch.device | None = None,
+    torch_groups: Mapping[str, dist.ProcessGroup] | None = None,
+) -> dict[str, Contender]:
+    """The contenders for one size, each of which has just been shown to compute the right sum.
+
+    Args:
+        device: of the tensors, by default the CPU; a run ends when the device has ended it.
+        torch_groups: torch's groups by the names of the contenders that use them, where it is not the default one.
+    """
     numel = num_bytes // 4
-    original = _input(numel, bagua.get_rank())
+    original = _input(numel, bagua.get_rank()).to(device)
     expected = torch.zeros(numel)
     for rank in range(bagua.get_world_size()):
         expected += _input(numel, rank)
     contenders = {}
     for name in names:
-        memory = bagua.empty(numel) if name.startswith("bagua") and "ordinary" not in name else torch.empty(numel)
-        run = _all_reduce(name, memory)
+        is_shared = device is None and name.startswith("bagua") and "ordinary" not in name
+        memory = bagua.empty(numel) if is_shared else torch.empty(numel, device=device)
+        run = _all_reduce(name, memory, (torch_groups or {}).get(name))
+        if device is not None:
+            run = _to_the_end(run)
         memory.copy_(original)
         run()
-        _verify(name, memory, expected)
+        _verify(name, memory.cpu(), expected)
         contenders[name] = Contender(run, prepare=lambda memory=memory: memory.copy_(original))
     return contenders
 
@@ -56,9 +70,17 @@ def _input(numel: int, rank: int) -> torch.Tensor:
     return (((index * bagua.get_world_size() + rank) % 1999) - 999).float() / 1024
 
 
-def _all_reduce(name: str, memory: torch.Tensor) -> Callable[[], None]:
-    if name == GLOO:
-        return lambda: dist.all_reduce(memory)
+def _to_the_end(run: Callable[[], None]) -> Callable[[], None]:
+    def run_to_the_end() -> None:
+        run()
+        torch.accelerator.synchronize()
+
+    return run_to_the_end
+
+
+def _all_reduce(name: str, memory: torch.Tensor, torch_group: dist.ProcessGroup | None) -> Callable[[], None]:
+    if name in (GLOO, NCCL):
+        return lambda: dist.all_reduce(memory, group=torch_group)
     if name == MPI:
         from mpi4py import MPI as mpi
 

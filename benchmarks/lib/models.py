@@ -67,6 +67,46 @@ class WideLayers(torch.nn.Module):
         return model(torch.randn(batch, self.width, generator=generator)).square().mean()
 
 
+class _Bottleneck(torch.nn.Module):
+    """Three convolutions and the way around them (arXiv 1512.03385, figure 5 right)."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.layers = torch.nn.Sequential(
+            *_convolution(inputs, width, 1),
+            torch.nn.ReLU(),
+            *_convolution(width, width, 3, stride),
+            torch.nn.ReLU(),
+            *_convolution(width, outputs, 1),
+        )
+        is_same = inputs == outputs and stride == 1
+        self.around = torch.nn.Identity() if is_same else torch.nn.Sequential(*_convolution(inputs, outputs, 1, stride))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.layers(x) + self.around(x))
+
+
+def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[torch.nn.Module]:
+    convolution = torch.nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+    return [convolution, torch.nn.BatchNorm2d(outputs)]
+
+
+class ResNet(torch.nn.Sequential):
+    """ResNet-50 (arXiv 1512.03385) for images of 3 channels: 25.6 million parameters with the defaults."""
+
+    def __init__(self, width: int = 64, depths: tuple[int, ...] = (3, 4, 6, 3), num_classes: int = 1000) -> None:
+        layers = [*_convolution(3, width, 7, 2), torch.nn.ReLU(), torch.nn.MaxPool2d(3, 2, 1)]
+        inputs = width
+        for stage, depth in enumerate(depths):
+            for block in range(depth):
+                stride = 2 if stage > 0 and block == 0 else 1
+                layers.append(_Bottleneck(inputs, width << stage, stride))
+                inputs = 4 * (width << stage)
+        head = torch.nn.Linear(inputs, num_classes)
+        super().__init__(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), head)
+
+
 def gradient_bytes(model: torch.nn.Module) -> int:
     """Bytes of all gradients."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

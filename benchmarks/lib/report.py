@@ -26,6 +26,7 @@ from bagua.replay.report import aligned, taken_on, three_digits
 __all__ = [
     "ROOT",
     "Report",
+    "SKIPPED",
     "Row",
     "Table",
     "aligned",
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-_SKIPPED = 77  # the exit status of a script that was skipped, as automake has it
+SKIPPED = 77  # the exit status of a script that was skipped, as automake has it
 _LONGEST_SUBJECT = 100  # of what a file's name may have
 _UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1e-6}
 
@@ -181,7 +182,7 @@ def need_hosts(script: str) -> None:
     reason = hosts.why_not()
     if reason is not None:
         print(f"{script} SKIPPED: {reason}.")
-        sys.exit(_SKIPPED)
+        sys.exit(SKIPPED)
 
 
 def facts() -> dict[str, Any]:

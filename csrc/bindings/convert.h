@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <string>
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
@@ -34,6 +35,9 @@ inline Stream stream_from(int kind, int index, uintptr_t handle) {
   }
   return {{static_cast<DeviceKind>(kind), index}, pointer(handle)};
 }
+
+// By its name; throws InvalidArgument.
+DeviceKind device_kind_from(const std::string& name);
 
 inline DType dtype_from(int code) {
   if (code < 0 || code >= kNumDTypes) {

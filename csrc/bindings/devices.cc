@@ -1,5 +1,6 @@
 // Which devices there are. The tests hand over the runtime of the emulated one here: it is not part of the module.
 #include <string>
+#include <tuple>
 
 #include "csrc/bindings/bindings.h"
 #include "csrc/bindings/convert.h"
@@ -8,28 +9,25 @@
 namespace py = pybind11;
 
 namespace bagua {
-namespace {
 
-DeviceKind kind_from(const std::string& name) {
+DeviceKind device_kind_from(const std::string& name) {
   for (int kind = 0; kind < kNumDeviceKinds; ++kind) {
     if (name == device_kind_name(static_cast<DeviceKind>(kind))) return static_cast<DeviceKind>(kind);
   }
   throw Error(ErrorKind::kInvalidArgument, "kind is '" + name + "', expected 'cpu', 'cuda' or 'emulated'");
 }
 
-}  // namespace
-
 void bind_devices(py::module_& m) {
   py::list kinds;  // by number
   for (int kind = 0; kind < kNumDeviceKinds; ++kind) kinds.append(device_kind_name(static_cast<DeviceKind>(kind)));
   m.attr("device_kinds") = py::tuple(kinds);
   m.def(
-      "has_device_runtime", [](const std::string& kind) { return device::has_runtime(kind_from(kind)); },
+      "has_device_runtime", [](const std::string& kind) { return device::has_runtime(device_kind_from(kind)); },
       py::arg("kind"), "Whether bagua was built for devices of this kind; the CPU needs nothing.");
   m.def(
       "num_devices",
       [](const std::string& kind) {
-        const DeviceKind asked = kind_from(kind);
+        const DeviceKind asked = device_kind_from(kind);
         if (asked == DeviceKind::kCpu) return 1;
         py::gil_scoped_release release;  // the first call initialises the driver
         return device::has_runtime(asked) ? device::runtime_of({asked, 0}).num_devices() : 0;
@@ -37,9 +35,23 @@ void bind_devices(py::module_& m) {
       py::arg("kind"),
       "0 without a driver or without a runtime. It initialises CUDA: ask in no process that forks afterwards.");
   m.def(
+      "describe_device",
+      [](const std::string& kind, int index) {
+        const DeviceKind asked = kind_from(kind);
+        const auto found = device::runtime_of({asked, index}).describe(index);
+        return std::make_tuple(found.name, found.memory_bytes, found.architecture);
+      },
+      py::arg("kind"), py::arg("index"), "Name, bytes of memory, and architecture. Initialises CUDA, too.");
+  m.def(
+      "device_versions",
+      [](const std::string& kind) {
+        return device::runtime_of({kind_from(kind), 0}).versions();
+      },
+      py::arg("kind"), "Of the driver and the runtime, in words.");
+  m.def(
       "register_device_runtime",
       [](const std::string& kind, uintptr_t address) {
-        const DeviceKind given = kind_from(kind);
+        const DeviceKind given = device_kind_from(kind);
         if (given == DeviceKind::kCpu) {
           throw Error(ErrorKind::kInvalidArgument,
                       "kind is 'cpu', which has no runtime; expected 'cuda' or 'emulated'");

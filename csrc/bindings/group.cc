@@ -15,6 +15,7 @@
 #include "csrc/bindings/convert.h"
 #include "csrc/communicator/control_link.h"
 #include "csrc/transport/local/local_channel.h"
+#include "csrc/transport/nccl/nccl_transport.h"
 #include "csrc/transport/pinned/pinned_channel.h"
 #include "csrc/transport/shm/shm_channel.h"
 #include "csrc/transport/tcp/tcp_channel.h"
@@ -25,11 +26,18 @@ namespace {
 
 std::unique_ptr<Channel> over_pinned(Channel& host) { return std::make_unique<PinnedChannel>(host); }
 
+// Of all groups that are made from here on; changed with the GIL held. The library is opened by the first that needs
+// it.
+std::shared_ptr<DeviceTransportSource>& nccl_source() {
+  static std::shared_ptr<DeviceTransportSource> source = std::make_shared<nccl::NcclSource>();
+  return source;
+}
+
 }  // namespace
 
 Group::Group(const std::string& name, int rank, std::vector<int> job_ranks, double spin_us, std::vector<bool> same_host,
              const std::map<std::string, size_t>& thresholds, py::function connector,
-             std::shared_ptr<ProcessWaits> process) {
+             std::shared_ptr<ProcessWaits> process, const std::string& device_transport) {
   collectives::Thresholds chosen;
   for (const auto& [threshold, bytes] : thresholds) chosen.set(threshold, bytes);
   const int size = static_cast<int>(job_ranks.size());
@@ -39,6 +47,7 @@ Group::Group(const std::string& name, int rank, std::vector<int> job_ranks, doub
   communicator->join_process(std::move(process), std::move(job_ranks));
   communicator->set_connector(wrap_connector(std::move(connector)));
   communicator->set_device_channels(over_pinned);
+  communicator->set_device_transport(nccl_source(), device_choice_from(device_transport));
   engine_ = std::make_unique<Engine>(std::move(communicator), chosen);
 }
 
@@ -159,6 +168,14 @@ void bind_group(py::module_& m) {
       "Connected groups of ranks 0..size-1 that are threads of this process, for tests.");
   m.def("default_thresholds", [] { return collectives::Thresholds{}.by_name(); });
   m.def("shm_segment_bytes", &ShmChannel::segment_bytes, "Bytes of the memfd for a pair of rings of `ring_bytes`.");
+  m.def(
+      "use_nccl_library",
+      [](const std::string& path, const std::string& device_kind) {
+        nccl_source() = std::make_shared<nccl::NcclSource>(device_kind_from(device_kind), path);
+      },
+      py::arg("path"), py::arg("device_kind") = "cuda",
+      "The NCCL of groups that are made from here on, '' for the one that is loaded; for the tests, which have their "
+      "own.");
   py::class_<ProcessWaits, std::shared_ptr<ProcessWaits>>(m, "ProcessWaits")
       .def(py::init<>())
       .def(
@@ -170,9 +187,10 @@ void bind_group(py::module_& m) {
   py::class_<Group> group(m, "Group");
   group
       .def(py::init<const std::string&, int, std::vector<int>, double, std::vector<bool>,
-                    const std::map<std::string, size_t>&, py::function, std::shared_ptr<ProcessWaits>>(),
+                    const std::map<std::string, size_t>&, py::function, std::shared_ptr<ProcessWaits>,
+                    const std::string&>(),
            py::arg("name"), py::arg("rank"), py::arg("job_ranks"), py::arg("spin_us"), py::arg("same_host"),
-           py::arg("thresholds"), py::arg("connector"), py::arg("process"))
+           py::arg("thresholds"), py::arg("connector"), py::arg("process"), py::arg("device_transport") = "auto")
       .def("doorbell_fd", [](Group& g) { return g.communicator().doorbell().fd(); })
       .def("attach_shm", &Group::attach_shm, py::arg("peer"), py::arg("control_fd"), py::arg("ring_fd"),
            py::arg("ring_bytes"), py::arg("is_dialer"), py::arg("doorbell_fd"))
@@ -221,6 +239,9 @@ void bind_group(py::module_& m) {
              py::gil_scoped_release release;
              g.communicator().poison(cause);
            })
+      .def_property_readonly(
+          "device_path", [](Group& g) { return g.communicator().device_path(); },
+          "How collectives on a device move: 'NCCL <version>', or 'staged: ' and why; '' before the first.")
       .def_property_readonly("bytes_sent", [](Group& g) { return g.communicator().bytes_sent(); })
       .def_property_readonly("bytes_received", [](Group& g) { return g.communicator().bytes_received(); })
       .def_property_readonly("workspace_bytes", [](Group& g) { return g.engine().workspace_bytes(); })

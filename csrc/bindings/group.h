@@ -17,10 +17,10 @@ namespace bagua {
 
 class Group {
  public:
-  // `job_ranks`: of the group's members, by their ranks in the group.
+  // `job_ranks`: of the group's members, by their ranks in the group. `device_transport`: "auto", "nccl" or "staged".
   Group(const std::string& name, int rank, std::vector<int> job_ranks, double spin_us, std::vector<bool> same_host,
         const std::map<std::string, size_t>& thresholds, pybind11::function connector,
-        std::shared_ptr<ProcessWaits> process);
+        std::shared_ptr<ProcessWaits> process, const std::string& device_transport);
   explicit Group(std::unique_ptr<Communicator> communicator);
   ~Group();
 

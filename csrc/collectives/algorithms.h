@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "csrc/collectives/collectives.h"
+#include "csrc/collectives/selector.h"
 #include "csrc/collectives/shared_buffers.h"
 
 namespace bagua::collectives {
@@ -39,6 +40,9 @@ void require_splits(const GroupView& group, const std::vector<size_t>& input_spl
 
 // The same, among some of the ranks.
 Context among(Context& context, const std::vector<int>& members);
+
+// What the selector is to know; `bytes` is what it counts. Looks at shared memory only where the choice depends on it.
+Reach reach_of(const Context& context, size_t bytes, OperationKind kind, DType dtype, ReduceOp op = ReduceOp::kSum);
 
 // Whether neighbours with these weights are all `size` ranks, equally.
 bool is_mean_of_all(const std::vector<Neighbor>& neighbors, int size);
@@ -74,6 +78,13 @@ void tree_broadcast(Context& context, void* data, size_t bytes, int root);
 void chain_broadcast(Context& context, void* data, size_t bytes, int root);
 void tree_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);
 void stripes_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);
+
+// Need GroupView::has_native(). native.cc
+void native_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op);
+void native_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op);
+void native_all_gather(Context& context, const void* input, void* output, size_t bytes);
+void native_broadcast(Context& context, void* data, size_t bytes, int root);
+void native_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op, int root);
 
 // Need GroupView::all_share_memory(). False on all ranks, with nothing done, where a buffer that the peers would
 // have to read is ordinary memory.

@@ -30,13 +30,14 @@ void all_gather(Context& context, const void* input, void* output, size_t bytes)
     if (output != input) device::copy(output, input, bytes, context.stream);
     return;
   }
-  bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.group.all_share_memory();
-  if (select_all_gather(context.thresholds, bytes, size, shared_memory) == AllGatherAlgorithm::kDirect) {
+  Reach reach = reach_of(context, bytes, OperationKind::kAllGather, DType::kU8);
+  if (select_all_gather(context.thresholds, bytes, size, reach) == AllGatherAlgorithm::kDirect) {
     if (direct_all_gather(context, input, output, bytes)) return;
-    shared_memory = false;
+    reach = Reach::kMessages;
   }
-  switch (select_all_gather(context.thresholds, bytes, size, shared_memory)) {
+  switch (select_all_gather(context.thresholds, bytes, size, reach)) {
     case AllGatherAlgorithm::kRing: ring_all_gather(context, input, output, bytes); break;
+    case AllGatherAlgorithm::kNative: native_all_gather(context, input, output, bytes); break;
     default: pairwise_all_gather(context, input, output, bytes); break;
   }
 }

@@ -36,12 +36,13 @@ size_t all_reduce(Context& context, void* data, size_t numel, DType dtype, Reduc
   segments.copy_to(data, numel, item_bytes(dtype), context.stream);
   if (size == 1 || numel == 0) return 0;
   const size_t bytes = numel * item_bytes(dtype);
-  const bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.group.all_share_memory();
-  switch (select_all_reduce(context.thresholds, bytes, dtype, shared_memory)) {
+  const Reach reach = reach_of(context, bytes, OperationKind::kAllReduce, dtype, op);
+  switch (select_all_reduce(context.thresholds, bytes, dtype, reach)) {
     case AllReduceAlgorithm::kRecursiveDoubling: recursive_doubling_all_reduce(context, data, numel, dtype, op); break;
     case AllReduceAlgorithm::kRing: ring_all_reduce(context, data, numel, dtype, op); break;
     case AllReduceAlgorithm::kTwoShot: two_shot_all_reduce(context, data, numel, dtype, op); break;
     case AllReduceAlgorithm::kDirect: direct_all_reduce(context, data, numel, dtype, op); break;
+    case AllReduceAlgorithm::kNative: native_all_reduce(context, data, numel, dtype, op); break;
   }
   return 0;
 }

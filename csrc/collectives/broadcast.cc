@@ -57,13 +57,14 @@ void chain_broadcast(Context& context, void* data, size_t bytes, int root) {
 void broadcast(Context& context, void* data, size_t bytes, int root) {
   const int size = context.group.size();
   if (size == 1 || bytes == 0) return;
-  bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.group.all_share_memory();
-  if (select_broadcast(context.thresholds, bytes, size, shared_memory) == BroadcastAlgorithm::kDirect) {
+  Reach reach = reach_of(context, bytes, OperationKind::kBroadcast, DType::kU8);
+  if (select_broadcast(context.thresholds, bytes, size, reach) == BroadcastAlgorithm::kDirect) {
     if (direct_broadcast(context, data, bytes, root)) return;
-    shared_memory = false;
+    reach = Reach::kMessages;
   }
-  switch (select_broadcast(context.thresholds, bytes, size, shared_memory)) {
+  switch (select_broadcast(context.thresholds, bytes, size, reach)) {
     case BroadcastAlgorithm::kChain: chain_broadcast(context, data, bytes, root); break;
+    case BroadcastAlgorithm::kNative: native_broadcast(context, data, bytes, root); break;
     default: tree_broadcast(context, data, bytes, root); break;
   }
 }

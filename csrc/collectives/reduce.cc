@@ -63,13 +63,14 @@ void reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op
   const int size = context.group.size();
   if (size == 1 || numel == 0) return;
   const size_t bytes = numel * item_bytes(dtype);
-  bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.group.all_share_memory();
-  if (select_reduce(context.thresholds, bytes, shared_memory) == ReduceAlgorithm::kDirect) {
+  Reach reach = reach_of(context, bytes, OperationKind::kReduce, dtype, op);
+  if (select_reduce(context.thresholds, bytes, reach) == ReduceAlgorithm::kDirect) {
     if (direct_reduce(context, data, numel, dtype, op, root)) return;
-    shared_memory = false;
+    reach = Reach::kMessages;
   }
-  switch (select_reduce(context.thresholds, bytes, shared_memory)) {
+  switch (select_reduce(context.thresholds, bytes, reach)) {
     case ReduceAlgorithm::kTree: tree_reduce(context, data, numel, dtype, op, root); break;
+    case ReduceAlgorithm::kNative: native_reduce(context, data, numel, dtype, op, root); break;
     default: stripes_reduce(context, data, numel, dtype, op, root); break;
   }
 }

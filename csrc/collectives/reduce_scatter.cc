@@ -27,13 +27,14 @@ void reduce_scatter(Context& context, const void* input, void* output, size_t nu
     if (output != input) device::copy(output, input, bytes, context.stream);
     return;
   }
-  bool shared_memory = asks_for_shared_memory(context.thresholds, bytes) && context.group.all_share_memory();
-  if (select_reduce_scatter(context.thresholds, bytes, dtype, size, shared_memory) == ReduceScatterAlgorithm::kDirect) {
+  Reach reach = reach_of(context, bytes, OperationKind::kReduceScatter, dtype, op);
+  if (select_reduce_scatter(context.thresholds, bytes, dtype, size, reach) == ReduceScatterAlgorithm::kDirect) {
     if (direct_reduce_scatter(context, input, output, numel, dtype, op)) return;
-    shared_memory = false;
+    reach = Reach::kMessages;
   }
-  switch (select_reduce_scatter(context.thresholds, bytes, dtype, size, shared_memory)) {
+  switch (select_reduce_scatter(context.thresholds, bytes, dtype, size, reach)) {
     case ReduceScatterAlgorithm::kRing: ring_reduce_scatter(context, input, output, numel, dtype, op); break;
+    case ReduceScatterAlgorithm::kNative: native_reduce_scatter(context, input, output, numel, dtype, op); break;
     default: stripes_reduce_scatter(context, input, output, numel, dtype, op); break;
   }
 }

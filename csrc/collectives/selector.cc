@@ -43,35 +43,40 @@ bool asks_for_shared_memory(const Thresholds& thresholds, size_t bytes) {
   return bytes > std::min(thresholds.recursive_doubling_bytes, thresholds.direct_bytes);
 }
 
-AllReduceAlgorithm select_all_reduce(const Thresholds& thresholds, size_t bytes, DType dtype, bool shared_memory) {
+AllReduceAlgorithm select_all_reduce(const Thresholds& thresholds, size_t bytes, DType dtype, Reach reach) {
+  if (reach == Reach::kNative) return AllReduceAlgorithm::kNative;
   if (bytes <= thresholds.recursive_doubling_bytes) return AllReduceAlgorithm::kRecursiveDoubling;
-  if (shared_memory) return AllReduceAlgorithm::kDirect;
+  if (reach == Reach::kSharedMemory) return AllReduceAlgorithm::kDirect;
   // A ring rounds at every hop; two shots add in f32 and round once for the same bytes.
   const bool is_half = dtype == DType::kF16 || dtype == DType::kBF16;
   return is_half ? AllReduceAlgorithm::kTwoShot : AllReduceAlgorithm::kRing;
 }
 
 ReduceScatterAlgorithm select_reduce_scatter(const Thresholds& thresholds, size_t block_bytes, DType dtype, int size,
-                                             bool shared_memory) {
-  if (shared_memory && block_bytes > thresholds.direct_bytes) return ReduceScatterAlgorithm::kDirect;
+                                             Reach reach) {
+  if (reach == Reach::kNative) return ReduceScatterAlgorithm::kNative;
+  if (reach == Reach::kSharedMemory && block_bytes > thresholds.direct_bytes) return ReduceScatterAlgorithm::kDirect;
   if (dtype == DType::kF16 || dtype == DType::kBF16) return ReduceScatterAlgorithm::kStripes;
   const bool pairwise = size == 2 || (block_bytes <= thresholds.pairwise_bytes && size <= kMaxPairwiseRanks);
   return pairwise ? ReduceScatterAlgorithm::kStripes : ReduceScatterAlgorithm::kRing;
 }
 
-AllGatherAlgorithm select_all_gather(const Thresholds& thresholds, size_t block_bytes, int size, bool shared_memory) {
-  if (shared_memory && block_bytes > thresholds.direct_bytes) return AllGatherAlgorithm::kDirect;
+AllGatherAlgorithm select_all_gather(const Thresholds& thresholds, size_t block_bytes, int size, Reach reach) {
+  if (reach == Reach::kNative) return AllGatherAlgorithm::kNative;
+  if (reach == Reach::kSharedMemory && block_bytes > thresholds.direct_bytes) return AllGatherAlgorithm::kDirect;
   const bool pairwise = size == 2 || (block_bytes <= thresholds.pairwise_bytes && size <= kMaxPairwiseRanks);
   return pairwise ? AllGatherAlgorithm::kPairwise : AllGatherAlgorithm::kRing;
 }
 
-BroadcastAlgorithm select_broadcast(const Thresholds& thresholds, size_t bytes, int size, bool shared_memory) {
-  if (shared_memory && bytes > thresholds.direct_bytes) return BroadcastAlgorithm::kDirect;
+BroadcastAlgorithm select_broadcast(const Thresholds& thresholds, size_t bytes, int size, Reach reach) {
+  if (reach == Reach::kNative) return BroadcastAlgorithm::kNative;
+  if (reach == Reach::kSharedMemory && bytes > thresholds.direct_bytes) return BroadcastAlgorithm::kDirect;
   return size == 2 || bytes <= thresholds.broadcast_tree_bytes ? BroadcastAlgorithm::kTree : BroadcastAlgorithm::kChain;
 }
 
-ReduceAlgorithm select_reduce(const Thresholds& thresholds, size_t bytes, bool shared_memory) {
-  if (shared_memory && bytes > thresholds.direct_bytes) return ReduceAlgorithm::kDirect;
+ReduceAlgorithm select_reduce(const Thresholds& thresholds, size_t bytes, Reach reach) {
+  if (reach == Reach::kNative) return ReduceAlgorithm::kNative;
+  if (reach == Reach::kSharedMemory && bytes > thresholds.direct_bytes) return ReduceAlgorithm::kDirect;
   return bytes <= thresholds.reduce_tree_bytes ? ReduceAlgorithm::kTree : ReduceAlgorithm::kStripes;
 }
 

@@ -9,24 +9,28 @@
 
 namespace bagua::collectives {
 
-enum class AllReduceAlgorithm { kRecursiveDoubling, kRing, kTwoShot, kDirect };
-enum class ReduceScatterAlgorithm { kStripes, kRing, kDirect };
-enum class AllGatherAlgorithm { kPairwise, kRing, kDirect };
-enum class BroadcastAlgorithm { kTree, kChain, kDirect };
-enum class ReduceAlgorithm { kTree, kStripes, kDirect };
+enum class AllReduceAlgorithm { kRecursiveDoubling, kRing, kTwoShot, kDirect, kNative };
+enum class ReduceScatterAlgorithm { kStripes, kRing, kDirect, kNative };
+enum class AllGatherAlgorithm { kPairwise, kRing, kDirect, kNative };
+enum class BroadcastAlgorithm { kTree, kChain, kDirect, kNative };
+enum class ReduceAlgorithm { kTree, kStripes, kDirect, kNative };
+
+// How the ranks reach one another's tensors: by messages; in shared memory, which all of them can address; or by a
+// transport that does the whole collective by itself.
+enum class Reach { kMessages, kSharedMemory, kNative };
 
 // `bytes` is what the selection that follows counts. False means that the answer does not depend on shared memory,
 // which spares small operations the look at it (it may connect to every rank).
 bool asks_for_shared_memory(const Thresholds& thresholds, size_t bytes);
 
-AllReduceAlgorithm select_all_reduce(const Thresholds& thresholds, size_t bytes, DType dtype, bool shared_memory);
+AllReduceAlgorithm select_all_reduce(const Thresholds& thresholds, size_t bytes, DType dtype, Reach reach);
 // `block_bytes` is one rank's output.
 ReduceScatterAlgorithm select_reduce_scatter(const Thresholds& thresholds, size_t block_bytes, DType dtype, int size,
-                                             bool shared_memory);
+                                             Reach reach);
 // `block_bytes` is one rank's input.
-AllGatherAlgorithm select_all_gather(const Thresholds& thresholds, size_t block_bytes, int size, bool shared_memory);
-BroadcastAlgorithm select_broadcast(const Thresholds& thresholds, size_t bytes, int size, bool shared_memory);
-ReduceAlgorithm select_reduce(const Thresholds& thresholds, size_t bytes, bool shared_memory);
+AllGatherAlgorithm select_all_gather(const Thresholds& thresholds, size_t block_bytes, int size, Reach reach);
+BroadcastAlgorithm select_broadcast(const Thresholds& thresholds, size_t bytes, int size, Reach reach);
+ReduceAlgorithm select_reduce(const Thresholds& thresholds, size_t bytes, Reach reach);
 
 // Chunks of a range: `count` of `numel` elements each, the last ones short or empty; count 0 for nothing.
 struct Chunks {

@@ -18,7 +18,7 @@ struct Event {
   uint64_t ticket = 0;  // which submitted Work it belongs to
   EventKind kind = EventKind::kQueued;
   bool waits_for_some = false;  // of a kOperation: its rank took values from some of the others only
-  int64_t begin_ns = 0;         // steady clock
+  int64_t begin_ns = 0;         // steady clock; of a kOperation on a device: when the device came to it, as its end
   int64_t end_ns = 0;
   uint64_t bytes = 0;
 };
@@ -32,9 +32,11 @@ class EventLog {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
         .count();
   }
-  // Which Work the following spans belong to.
-  void set_ticket(uint64_t ticket) {
+  // Which Work the following spans belong to. On a device the host only enqueues arithmetic, and what that takes says
+  // nothing of the work: such spans are not kept.
+  void set_ticket(uint64_t ticket, bool is_on_device = false) {
     ticket_ = ticket;
+    is_on_device_ = is_on_device;
     waits_for_some_ = false;
   }
   // Says it of the operation under way.
@@ -42,28 +44,32 @@ class EventLog {
   bool waits_for_some() const { return waits_for_some_; }
 
   void add(EventKind kind, int64_t begin_ns, int64_t end_ns, uint64_t bytes) {
+    if (is_on_device_ && is_arithmetic(kind)) return;
     const bool is_operation = kind == EventKind::kOperation;
     std::lock_guard lock(mutex_);
     Ring& ring = is_operation || kind == EventKind::kQueued ? operations_ : parts_;
     ring.add({ticket_, kind, is_operation && waits_for_some_, begin_ns, end_ns, bytes});
   }
 
-  // A kOperation that ends while others are under way.
+  // A kOperation of a device, which ends while others are under way.
   void add_operation(uint64_t ticket, bool waits_for_some, int64_t begin_ns, int64_t end_ns, uint64_t bytes) {
     std::lock_guard lock(mutex_);
     operations_.add({ticket, EventKind::kOperation, waits_for_some, begin_ns, end_ns, bytes});
   }
 
   // The recorded spans that ended later than `after_ns`, oldest first; with `clear` all are forgotten. Both rings are
-  // in the order of the ends, since spans are added as they end.
+  // in the order of the ends, since spans are added as they end; but that a device has ended is seen a little later.
   std::vector<Event> take(bool clear, bool with_parts = true, int64_t after_ns = 0) {
     std::lock_guard lock(mutex_);
+    const auto ends_before = [](const Event& a, const Event& b) { return a.end_ns < b.end_ns; };
     std::vector<Event> events = operations_.in_order(after_ns);
+    if (!std::is_sorted(events.begin(), events.end(), ends_before)) {
+      std::stable_sort(events.begin(), events.end(), ends_before);
+    }
     if (with_parts && !parts_.events.empty()) {
       const std::vector<Event> operations = std::move(events), parts = parts_.in_order(after_ns);
       events.resize(operations.size() + parts.size());
-      std::merge(operations.begin(), operations.end(), parts.begin(), parts.end(), events.begin(),
-                 [](const Event& a, const Event& b) { return a.end_ns < b.end_ns; });
+      std::merge(operations.begin(), operations.end(), parts.begin(), parts.end(), events.begin(), ends_before);
     }
     if (clear) {
       operations_.clear();
@@ -79,6 +85,10 @@ class EventLog {
   }
 
  private:
+  static bool is_arithmetic(EventKind kind) {
+    return kind == EventKind::kEncode || kind == EventKind::kDecode || kind == EventKind::kReduce;
+  }
+
   struct Ring {
     const size_t capacity;
     std::vector<Event> events;
@@ -94,7 +104,7 @@ class EventLog {
         events.push_back(event);
         return;
       }
-      lost_until_ns = events[oldest].end_ns;
+      lost_until_ns = std::max(lost_until_ns, events[oldest].end_ns);
       events[oldest] = event;
       oldest = (oldest + 1) % capacity;
     }
@@ -107,7 +117,7 @@ class EventLog {
       return ordered;
     }
     void clear() {
-      if (!events.empty()) lost_until_ns = events[(oldest + events.size() - 1) % events.size()].end_ns;
+      for (const Event& event : events) lost_until_ns = std::max(lost_until_ns, event.end_ns);
       events.clear();
       oldest = 0;
     }
@@ -116,7 +126,8 @@ class EventLog {
   std::mutex mutex_;  // guards the two rings
   Ring operations_{kOperationSpans, {}};
   Ring parts_{kPartSpans, {}};
-  uint64_t ticket_ = 0;  // worker thread only, as the next
+  uint64_t ticket_ = 0;  // worker thread only, as the next two
+  bool is_on_device_ = false;
   bool waits_for_some_ = false;
 };
 

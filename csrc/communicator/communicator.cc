@@ -4,6 +4,8 @@
 #include "csrc/communicator/communicator.h"
 
 #include <algorithm>
+#include <cassert>
+#include <cstring>
 #include <utility>
 
 #include "csrc/common/shared_segments.h"
@@ -25,6 +27,10 @@ constexpr nanoseconds kCauseGrace = milliseconds(300);
 // this long asks the peer what it is doing; later requests come at doubling intervals.
 constexpr nanoseconds kFirstRequestDelay = milliseconds(500);
 constexpr nanoseconds kMaxRequestInterval = milliseconds(8000);
+// How long a device transport may take to end where nothing went wrong.
+constexpr std::chrono::seconds kCloseLimit{3};
+// Up to this many ranks everybody sends everybody a note.
+constexpr int kMaxPairwiseNotes = 8;
 // How soon to look again where a device works, which rings for nobody.
 constexpr nanoseconds kPollInterval = std::chrono::microseconds(50);
 // Looking for a signal takes Python's lock, so it is not done at every wake-up.
@@ -73,12 +79,19 @@ void Communicator::begin(const Operation& operation, Deadline deadline, Interrup
   interrupt_ = std::move(interrupt);
   stream_ = stream;
   last_interrupt_check_ = Deadline::Clock::now();
-  std::lock_guard lock(mutex_);
-  status_.operation = operation;
+  {
+    std::lock_guard lock(mutex_);
+    status_.operation = operation;
+  }
+  // Messages of two ranks stay on the channels: a device transport would hold up all others until both have come.
+  if (!stream.is_cpu() && device_path_ && ranks_.size > 1 && operation.kind != OperationKind::kPointToPoint) {
+    over_ = device_path_->enter(stream.device);
+  }
 }
 
 void Communicator::end() {
   interrupt_ = {};
+  over_ = nullptr;
   std::lock_guard lock(mutex_);
   if (operation_.sequence != 0) status_.last_finished = operation_;
   status_.operation = operation_ = Operation{};
@@ -98,21 +111,30 @@ Channel& Communicator::channel_for(Request* request, int peer) {
 }
 
 void Communicator::post_send(int peer, const void* data, size_t bytes, Request* request) {
+  // const_cast: a send only reads. Notes stay on the channels.
+  if (over_ != nullptr && bytes > 0) return post_over({true, peer, const_cast<void*>(data), bytes}, request);
   Channel& to = channel_for(request, peer);
   to.post_send(operation_, data, bytes, request);
+  count_sent(bytes, !to.shares_memory());
+}
+
+void Communicator::count_sent(uint64_t bytes, bool over_network) {
   bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
-  if (!to.shares_memory()) network_bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
+  if (over_network) network_bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
 }
 
 void Communicator::post_recv(int peer, void* data, size_t bytes, Request* request) {
+  if (over_ != nullptr && bytes > 0) return post_over({false, peer, data, bytes}, request);
   channel_for(request, peer).post_recv(operation_, data, bytes, request);
   bytes_received_.fetch_add(bytes, std::memory_order_relaxed);
 }
 
 void Communicator::send(int peer, const void* data, size_t bytes) {
   Request request;
-  post_send(peer, data, bytes, &request);
   try {
+    begin_batch();
+    post_send(peer, data, bytes, &request);
+    end_batch();
     wait(request);
   } catch (...) {
     cancel();
@@ -122,8 +144,10 @@ void Communicator::send(int peer, const void* data, size_t bytes) {
 
 void Communicator::recv(int peer, void* data, size_t bytes) {
   Request request;
-  post_recv(peer, data, bytes, &request);
   try {
+    begin_batch();
+    post_recv(peer, data, bytes, &request);
+    end_batch();
     wait(request);
   } catch (...) {
     cancel();
@@ -134,8 +158,10 @@ void Communicator::recv(int peer, void* data, size_t bytes) {
 void Communicator::send_recv(int to, const void* data, size_t bytes, int from, void* into, size_t into_bytes) {
   Request receiving, sending;
   try {
+    begin_batch();
     post_recv(from, into, into_bytes, &receiving);
     post_send(to, data, bytes, &sending);
+    end_batch();
     wait(receiving);
     wait(sending);
   } catch (...) {
@@ -202,6 +228,7 @@ void Communicator::wait_until(int peer, Ready ready) {
 
 void Communicator::wait(Request& request) {
   if (request.done.load(std::memory_order_acquire)) return;
+  assert(batch_.empty() && "a wait stands in a batch");
   wait_until(request.peer, [&] { return request.done.load(std::memory_order_acquire); });
 }
 
@@ -226,7 +253,7 @@ bool Communicator::progress() {
     Channel* c = peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire);
     if (c == nullptr) continue;
     advance(peer, *c, moved);
-    is_polled_ = is_polled_ || c->is_polled();
+    if (has_device_channels_) is_polled_ = is_polled_ || c->is_polled();
   }
   if (poisoned && !moved) throw_if_poisoned();
   return moved;
@@ -293,8 +320,154 @@ Channel& Communicator::device_channel(int peer) {
   }
   Peer& p = *peers_[static_cast<size_t>(peer)];
   p.over_owned = make_device_channel_(found);
+  has_device_channels_ = true;
   p.channel.store(p.over_owned.get(), std::memory_order_release);
   return *p.over_owned;
+}
+
+// ---- over a device transport
+
+void Communicator::set_device_transport(std::shared_ptr<DeviceTransportSource> source, DeviceChoice asked) {
+  device_path_ = std::make_unique<DevicePath>(
+      std::move(source), asked,
+      DevicePath::Group{ranks_, [this](void* notes, size_t note_bytes) { exchange_notes(notes, note_bytes); },
+                        [this](const char* doing) { pause_for_device(doing); }});
+}
+
+void Communicator::post_over(const DeviceMessage& message, Request* request) {
+  request->peer = message.peer;
+  request->stream = stream_;
+  request->done.store(false, std::memory_order_relaxed);
+  batch_.push_back(message);
+  batched_.push_back(request);
+  if (message.is_send) {
+    count_sent(message.bytes, !is_on_this_host(message.peer));
+  } else {
+    bytes_received_.fetch_add(message.bytes, std::memory_order_relaxed);
+  }
+  if (!is_batching_) enqueue_batch();
+}
+
+void Communicator::enqueue_batch() {
+  is_batching_ = false;
+  if (batch_.empty()) return;
+  throw_if_poisoned();
+  over_->enqueue(batch_, stream_, [this](const char* doing) { pause_for_device(doing); });
+  for (Request* request : batched_) request->done.store(true, std::memory_order_release);
+  forget_batch();
+}
+
+void Communicator::forget_batch() {
+  is_batching_ = false;
+  batch_.clear();
+  batched_.clear();
+}
+
+// Counts what a ring or a chain of the ranks would send: how it moves bytes, the transport does not tell.
+void Communicator::enqueue_native(const NativeCollective& collective) {
+  throw_if_poisoned();
+  over_->enqueue(collective, stream_, [this](const char* doing) { pause_for_device(doing); });
+  const auto size = static_cast<uint64_t>(ranks_.size);
+  const uint64_t bytes = collective.numel * item_bytes(collective.dtype);
+  const int before = (collective.root + ranks_.size - 1) % ranks_.size;
+  uint64_t sent = (size - 1) * bytes, received = sent;
+  switch (collective.kind) {
+    case OperationKind::kAllReduce: sent = received = 2 * (size - 1) * bytes / size; break;
+    case OperationKind::kBroadcast:
+      sent = ranks_.rank == before ? 0 : bytes;
+      received = ranks_.rank == collective.root ? 0 : bytes;
+      break;
+    case OperationKind::kReduce:
+      sent = ranks_.rank == collective.root ? 0 : bytes;
+      received = ranks_.rank == (collective.root + 1) % ranks_.size ? 0 : bytes;
+      break;
+    default: break;
+  }
+  count_sent(sent, !is_on_this_host((ranks_.rank + 1) % ranks_.size));
+  bytes_received_.fetch_add(received, std::memory_order_relaxed);
+}
+
+bool Communicator::is_on_this_host(int peer) const {
+  if (!same_host_.empty()) return same_host_[static_cast<size_t>(peer)];
+  const Channel* c = peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire);
+  return c != nullptr && c->shares_memory();
+}
+
+void Communicator::exchange_notes(void* notes, size_t note_bytes) {
+  if (ranks_.size <= kMaxPairwiseNotes) {
+    exchange_notes_pairwise(static_cast<uint8_t*>(notes), note_bytes);
+  } else {
+    disseminate_notes(static_cast<uint8_t*>(notes), note_bytes);
+  }
+}
+
+// A message of the host in an operation on a device.
+void Communicator::post_note(bool is_send, int peer, uint8_t* note, size_t bytes, Request* request) {
+  Channel& c = channel(peer);
+  request->peer = peer;
+  request->stream = {};
+  request->done.store(false, std::memory_order_relaxed);
+  if (is_send) {
+    c.post_send(operation_, note, bytes, request);
+  } else {
+    c.post_recv(operation_, note, bytes, request);
+  }
+}
+
+void Communicator::exchange_notes_pairwise(uint8_t* notes, size_t note_bytes) {
+  Request requests[2 * kMaxPairwiseNotes];
+  size_t num_posted = 0;
+  try {
+    for (int step = 1; step < ranks_.size; ++step) {
+      const int from = (ranks_.rank + ranks_.size - step) % ranks_.size, to = (ranks_.rank + step) % ranks_.size;
+      post_note(false, from, notes + static_cast<size_t>(from) * note_bytes, note_bytes, &requests[num_posted++]);
+      post_note(true, to, notes + static_cast<size_t>(ranks_.rank) * note_bytes, note_bytes, &requests[num_posted++]);
+    }
+    for (size_t i = 0; i < num_posted; ++i) wait(requests[i]);
+  } catch (...) {
+    cancel();  // while the requests are there
+    throw;
+  }
+}
+
+// ceil(log2 n) steps: in each, all that a rank knows goes to the rank so far to the left, and as much comes from the
+// right. Source: Bruck et al., "Efficient algorithms for all-to-all communications", 1997.
+void Communicator::disseminate_notes(uint8_t* notes, size_t note_bytes) {
+  const int size = ranks_.size;
+  std::vector<uint8_t> known(static_cast<size_t>(size) * note_bytes);  // from this rank on
+  const auto at = [&](int index) { return known.data() + static_cast<size_t>(index) * note_bytes; };
+  const auto of_rank = [&](int rank) { return notes + static_cast<size_t>(rank) * note_bytes; };
+  if (note_bytes > 0) std::memcpy(at(0), of_rank(ranks_.rank), note_bytes);
+  for (int distance = 1; distance < size; distance *= 2) {
+    const int count = std::min(distance, size - distance);
+    const size_t bytes = static_cast<size_t>(count) * note_bytes;
+    Request receiving, sending;
+    try {
+      post_note(false, (ranks_.rank + distance) % size, at(distance), bytes, &receiving);
+      post_note(true, (ranks_.rank + size - distance) % size, at(0), bytes, &sending);
+      wait(receiving);
+      wait(sending);
+    } catch (...) {
+      cancel();
+      throw;
+    }
+  }
+  for (int i = 0; i < size && note_bytes > 0; ++i) std::memcpy(of_rank((ranks_.rank + i) % size), at(i), note_bytes);
+}
+
+// Between two looks at what a device transport does. All ranks have come to the operation by then.
+void Communicator::pause_for_device(const char* doing) {
+  if (while_waiting_) while_waiting_();
+  throw_if_poisoned();
+  if (deadline_->expired()) {
+    throw Error(ErrorKind::kDeadlineExceeded,
+                std::string(doing) + " on " + device_name(stream_.device) + " of rank " + std::to_string(ranks_.rank) +
+                    " was not done within " + std::to_string(deadline_->allowed_seconds()) + " s, in " +
+                    describe(operation_) + ", which all ranks had begun",
+                -1, std::string(operation_name(operation_.kind)));
+  }
+  const uint32_t epoch = doorbell_->prepare();
+  doorbell_->sleep(epoch, kPollInterval);
 }
 
 std::optional<Address> Communicator::address_of(const void* data, size_t bytes) const {
@@ -380,6 +553,7 @@ void Communicator::throw_if_poisoned() const {
 }
 
 void Communicator::cancel() {
+  forget_batch();
   for (auto& peer : peers_) {
     Channel* c = peer->channel.load(std::memory_order_acquire);
     if (c != nullptr) c->cancel();
@@ -391,6 +565,10 @@ void Communicator::close() {
   if (process_) {
     process_->remove(this);
     why = process_->failure();
+  }
+  if (has_device_transport()) {
+    if (!is_poisoned() && !why) device_path_->transport()->close(Deadline::after(kCloseLimit));
+    abort_device_transport();
   }
   cancel();
   for (auto& peer : peers_) {

@@ -19,8 +19,10 @@
 #include "csrc/common/doorbell.h"
 #include "csrc/common/error.h"
 #include "csrc/communicator/blame.h"
+#include "csrc/communicator/device_path.h"
 #include "csrc/communicator/peer_status.h"
 #include "csrc/communicator/process_waits.h"
+#include "csrc/transport/device_transport.h"
 #include "csrc/transport/transport.h"
 
 namespace bagua {
@@ -52,7 +54,15 @@ class Communicator {
   // it does: posting to this peer would block.
   bool awaits_dial(int peer) const { return peer > ranks_.rank && connector_ && !is_attached(peer); }
 
-  // Message verbs. `Request` must outlive its completion; see transport.h.
+  // Message verbs. `Request` must outlive its completion; see transport.h. What is posted between begin_batch and
+  // end_batch may move as one: with a device transport it is enqueued by end_batch, and done once it is, since the
+  // stream orders what follows. So waits stand behind end_batch. A batch that is open stays it; elsewhere no-ops.
+  void begin_batch() {
+    if (over_ != nullptr) is_batching_ = true;
+  }
+  void end_batch() {
+    if (over_ != nullptr) enqueue_batch();
+  }
   void post_send(int peer, const void* data, size_t bytes, Request* request);
   void post_recv(int peer, void* data, size_t bytes, Request* request);
   void wait(Request& request);
@@ -60,6 +70,12 @@ class Communicator {
   void send(int peer, const void* data, size_t bytes);
   void recv(int peer, void* data, size_t bytes);
   void send_recv(int to, const void* data, size_t bytes, int from, void* into, size_t into_bytes);
+
+  // Of the whole group, by a device transport: whether it does that in the running operation, and that.
+  bool has_native(OperationKind kind, DType dtype, ReduceOp op = ReduceOp::kSum) const {
+    return over_ != nullptr && over_->has(kind, dtype, op);
+  }
+  void enqueue_native(const NativeCollective& collective);
 
   // Shared memory. True when this rank and the peer can address one another's; never in an operation on a device.
   bool shares_memory(int peer);
@@ -78,6 +94,17 @@ class Communicator {
   void set_connector(Connector connector) { connector_ = std::move(connector); }
   // How messages of device memory travel; without, they are refused. Before the first one.
   void set_device_channels(MakeDeviceChannel make) { make_device_channel_ = std::move(make); }
+  // What may move device memory of the whole group instead. Before the first operation on a device.
+  void set_device_transport(std::shared_ptr<DeviceTransportSource> source, DeviceChoice asked);
+  // Which way collectives on a device go, as DevicePath::description has it. [any thread]
+  std::string device_path() const { return device_path_ ? device_path_->description() : ""; }
+  // Of the worker. What was enqueued on a device transport may wait for peers: whether there is one; throws what it
+  // reports; ends what is enqueued, and itself.
+  bool has_device_transport() const { return device_path_ != nullptr && device_path_->transport() != nullptr; }
+  void check_device_transport() { device_path_->transport()->check(); }
+  void abort_device_transport() noexcept {
+    if (has_device_transport()) device_path_->transport()->abort();
+  }
   // Called in every round of a wait, by the thread that waits.
   void set_while_waiting(std::function<void()> look) { while_waiting_ = std::move(look); }
   void set_same_host(std::vector<bool> same_host) { same_host_ = std::move(same_host); }
@@ -156,6 +183,16 @@ class Communicator {
   template <typename Ready>
   void wait_until(int peer, Ready ready);
   void advance(int peer, Channel& channel, bool& moved);
+  void post_over(const DeviceMessage& message, Request* request);
+  void enqueue_batch();
+  void forget_batch();
+  void count_sent(uint64_t bytes, bool over_network);
+  bool is_on_this_host(int peer) const;
+  void post_note(bool is_send, int peer, uint8_t* note, size_t bytes, Request* request);
+  void exchange_notes(void* notes, size_t note_bytes);
+  void exchange_notes_pairwise(uint8_t* notes, size_t note_bytes);
+  void disseminate_notes(uint8_t* notes, size_t note_bytes);
+  void pause_for_device(const char* doing);
   void release_staging();
   void check_interrupt();
   void now_waiting_for(int peer, TimePoint now) {
@@ -192,7 +229,13 @@ class Communicator {
   Interrupt interrupt_;
   Stream stream_;
   MakeDeviceChannel make_device_channel_;
+  std::unique_ptr<DevicePath> device_path_;  // null: staged
+  DeviceTransport* over_ = nullptr;          // of the running operation, if it moves over one
+  std::vector<DeviceMessage> batch_;         // posted and not enqueued, with their requests
+  std::vector<Request*> batched_;
+  bool is_batching_ = false;
   std::function<void()> while_waiting_;
+  bool has_device_channels_ = false;
   bool is_polled_ = false;  // whether a channel was, when progress() last looked
   Deadline::Clock::time_point last_interrupt_check_;
   void* staging_ = nullptr;

@@ -30,6 +30,8 @@ class GroupView {
   int size() const { return size_; }
 
   // The communicator's verbs; see communicator.h.
+  void begin_batch() const { communicator_.begin_batch(); }
+  void end_batch() const { communicator_.end_batch(); }
   void post_send(int peer, const void* data, size_t bytes, Request* request) const {
     communicator_.post_send(communicator_rank(peer), data, bytes, request);
   }
@@ -45,6 +47,12 @@ class GroupView {
     communicator_.send_recv(communicator_rank(to), data, bytes, communicator_rank(from), into, into_bytes);
   }
   void cancel() const { communicator_.cancel(); }
+
+  // Of all of the communicator's ranks: whether a device transport does that by itself, and that.
+  bool has_native(OperationKind kind, DType dtype, ReduceOp op = ReduceOp::kSum) const {
+    return members_.empty() && communicator_.has_native(kind, dtype, op);
+  }
+  void enqueue_native(const NativeCollective& collective) const { communicator_.enqueue_native(collective); }
 
   // True when every other member can address this rank's shared memory and the reverse.
   bool all_share_memory() const {

@@ -7,7 +7,9 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
+#include <string>
 
 #include "csrc/common/device.h"
 
@@ -21,6 +23,18 @@ class Runtime {
   virtual ~Runtime() = default;
 
   virtual int num_devices() = 0;  // 0 where there is no driver
+  // Of one of them, and of what drives them all, for people to read.
+  struct Description {
+    std::string name;
+    size_t memory_bytes = 0;
+    std::string architecture;
+  };
+  virtual Description describe(int index) = 0;
+  virtual std::string versions() = 0;
+  // Of the physical device, or the part of one that it is: two processes, or two hosts, that say the same share it.
+  virtual std::string device_id(Device device) = 0;
+  // Calls with the device as the thread's current one, which other libraries go by.
+  virtual void call_on(Device device, const std::function<void()>& call) = 0;
 
   // Memory of the stream's device, aligned to 256 bytes, contents undefined, for what is enqueued on the stream from
   // here on. What is given back may be used by what the stream had to do before.
@@ -50,6 +64,12 @@ class Runtime {
   virtual bool is_done(Event event) = 0;
   // What is enqueued on `stream` from here on waits for what was last recorded. No-op if nothing was.
   virtual void wait(Stream stream, Event event) = 0;
+
+  // An event that also says when the device came to it; others are faster to wait for.
+  virtual Event create_timing_event(Device device) = 0;
+  // From one to the other, by the device's clock; timing events of one device, both done. CUDA's resolution is half a
+  // microsecond, and 24 bits of the distance: a millionth of a second for ten.
+  virtual int64_t elapsed_ns(Event begin, Event end) = 0;
 
   // For a device whose kernels are the host's (emulated): `kernel` runs in the stream's order and may touch what
   // host_address() gives it for the device's memory. `name` is for who counts launches.

@@ -1,5 +1,5 @@
-// DeviceSide: what a group keeps on one device: the stream on which its operations run, scratch memory, and pinned
-// counters that the device reports in. For the group's worker thread.
+// DeviceSide: what a group keeps on one device: the stream on which its operations run, scratch memory, pinned counters
+// that the device reports in, and events that say when an operation ran. For the group's worker thread.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,22 @@
 #include <vector>
 
 #include "csrc/device/workspace.h"
+#include "csrc/engine/device_clock.h"
 
 namespace bagua {
 
 class DeviceSide {
  public:
   explicit DeviceSide(Device device)
-      : runtime_(device::runtime_of(device)), stream_(runtime_.create_stream(device)), workspace_(stream_) {}
+      : runtime_(device::runtime_of(device)),
+        stream_(runtime_.create_stream(device)),
+        workspace_(stream_),
+        clock_(stream_) {}
   ~DeviceSide() {
+    for (const auto& interval : intervals_) {
+      runtime_.destroy_event(interval->begin);
+      runtime_.destroy_event(interval->end);
+    }
     workspace_.clear();
     for (void* block : blocks_) runtime_.free_pinned(block);
     runtime_.destroy_stream(stream_);
@@ -26,6 +34,9 @@ class DeviceSide {
   Stream stream() const { return stream_; }
   Workspace& workspace() { return workspace_; }
   const Workspace& workspace() const { return workspace_; }
+  DeviceClock& clock() { return clock_; }
+  void record(device::Event event) { runtime_.record(event, stream_); }
+  int64_t logged_until_ns = 0;  // the end of the last operation in the log
 
   // In pinned memory; goes back to its side, which outlives it.
   using Counter = std::unique_ptr<uint64_t, std::function<void(uint64_t*)>>;
@@ -41,6 +52,27 @@ class DeviceSide {
     return {counter, [this](uint64_t* taken) { free_.push_back(taken); }};
   }
 
+  // Two timing events, of an operation's begin and its end; as a Counter.
+  struct IntervalEvents {
+    device::Event begin;
+    device::Event end;
+  };
+  using Interval = std::unique_ptr<IntervalEvents, std::function<void(IntervalEvents*)>>;
+
+  Interval take_interval() {
+    if (free_intervals_.empty()) {
+      const Device device = stream_.device;
+      auto made = std::make_unique<IntervalEvents>();
+      made->begin = runtime_.create_timing_event(device);
+      made->end = runtime_.create_timing_event(device);
+      free_intervals_.push_back(made.get());
+      intervals_.push_back(std::move(made));
+    }
+    IntervalEvents* const interval = free_intervals_.back();
+    free_intervals_.pop_back();
+    return {interval, [this](IntervalEvents* taken) { free_intervals_.push_back(taken); }};
+  }
+
  private:
   static constexpr size_t kCountersPerBlock = 512;
 
@@ -49,6 +81,9 @@ class DeviceSide {
   Workspace workspace_;
   std::vector<void*> blocks_;
   std::vector<uint64_t*> free_;
+  DeviceClock clock_;
+  std::vector<std::unique_ptr<IntervalEvents>> intervals_;
+  std::vector<IntervalEvents*> free_intervals_;
 };
 
 }  // namespace bagua

@@ -1,6 +1,7 @@
 // The worker's loop; see engine.h.
 #include "csrc/engine/engine.h"
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -16,6 +17,8 @@ using std::chrono::nanoseconds;
 constexpr nanoseconds kIdleSleep = milliseconds(500);
 // With operations in flight their deadlines have to be looked at.
 constexpr nanoseconds kInFlightSleep = milliseconds(20);
+// After the group has failed, how long what all of its ranks had enqueued before may take on the device.
+constexpr nanoseconds kFailureGrace = milliseconds(300);
 // A device rings for nobody.
 constexpr nanoseconds kPollInterval = std::chrono::microseconds(50);
 
@@ -205,13 +208,16 @@ Stream Engine::stream_behind(const Place& place) {
 void Engine::execute(Task& task) {
   const int64_t begin_ns = EventLog::now_ns();
   const uint64_t sent_before = communicator_->bytes_sent(), network_sent_before = communicator_->network_bytes_sent();
-  events_.set_ticket(task.work->ticket());
+  events_.set_ticket(task.work->ticket(), !task.place.device.is_cpu());
   events_.add(EventKind::kQueued, task.submitted_ns, begin_ns, task.bytes);
   try {
     const auto rng_key = derive_key(task.operation.sequence, static_cast<uint64_t>(communicator_->rank()));
     const Deadline deadline = Deadline::after(task.timeout);
+    DeviceSide* const side = task.place.device.is_cpu() ? nullptr : &side_of(task.place.device);
+    if (side != nullptr && enqueued_.empty() && in_flight_.empty()) side->clock().renew_if_old();
     const Stream stream = stream_behind(task.place);
-    DeviceSide* const side = stream.is_cpu() ? nullptr : &side_of(stream.device);
+    DeviceSide::Interval interval = side != nullptr ? side->take_interval() : DeviceSide::Interval{};
+    if (side != nullptr) side->record(interval->begin);
     Workspace& workspace = side != nullptr ? side->workspace() : workspace_;
     Context context{GroupView(*communicator_), workspace, workspace_, events_, stream, thresholds_, rng_key};
     DeviceSide::Counter num_nonfinite = side != nullptr ? side->take_counter() : DeviceSide::Counter{};
@@ -224,9 +230,10 @@ void Engine::execute(Task& task) {
     const uint64_t network_sent = communicator_->network_bytes_sent() - network_sent_before;
     if (side != nullptr) {
       if (!context.counts_nonfinite) num_nonfinite.reset();
-      auto done = device::recorded_event(stream);  // may throw, while the task is still here
-      note_enqueued({std::move(task), deadline, std::move(done), std::move(num_nonfinite), events_.waits_for_some(),
-                     begin_ns, sent, network_sent});
+      side->record(interval->end);                 // may throw, as the next,
+      auto done = device::recorded_event(stream);  // while the task is still here
+      note_enqueued({std::move(task), deadline, std::move(done), std::move(num_nonfinite), std::move(interval),
+                     events_.waits_for_some(), begin_ns, sent, network_sent});
       return;
     }
     if (context.is_result_finite) task.work->set_result_finite(*context.is_result_finite);
@@ -250,9 +257,23 @@ void Engine::note_enqueued(Enqueued operation) {
   enqueued_.push_back(std::move(operation));
 }
 
-// Ends the operations to whose end the device has come; true if there was one. What was enqueued ends well even if the
-// group fails meanwhile: its peers have done their part.
+// Ends the operations to whose end the device has come, and those that it has not come to in time; true if there was
+// one. Staged, what was enqueued ends well even if the group fails meanwhile: its peers have done their part. Over a
+// device transport it may wait for them still.
 bool Engine::complete_enqueued() {
+  if (enqueued_.empty()) return false;
+  const bool ended = complete_done();
+  const auto cause = cause_to_give_up();
+  if (!cause) return ended;
+  // All of it: what an abort ends looks done from here on.
+  while (!enqueued_.empty()) {
+    fail(enqueued_.front().task, *cause);
+    enqueued_.pop_front();
+  }
+  return true;
+}
+
+bool Engine::complete_done() {
   bool ended = false;
   for (auto it = enqueued_.begin(); it != enqueued_.end();) {
     Enqueued& operation = *it;
@@ -260,7 +281,7 @@ bool Engine::complete_enqueued() {
     std::optional<Error> failure;
     try {
       if (!operation.done->is_done()) {
-        if (!operation.deadline.expired()) {
+        if (!operation.deadline.expired() || communicator_->has_device_transport()) {
           ++it;
           continue;
         }
@@ -269,6 +290,7 @@ bool Engine::complete_enqueued() {
                         device_name(task.place.device) + " of this rank has not finished it in time",
                     communicator_->rank(), std::string(operation_name(task.operation.kind)));
       }
+      if (operation.interval) log_device_operation(operation);
     } catch (const Error& error) {
       communicator_->poison(error);
       failure = error;
@@ -277,14 +299,63 @@ bool Engine::complete_enqueued() {
       fail(task, *failure);
     } else {
       if (operation.num_nonfinite) task.work->set_result_finite(*operation.num_nonfinite == 0);
-      events_.add_operation(task.work->ticket(), operation.waits_for_some, operation.begin_ns, EventLog::now_ns(),
-                            task.bytes);
       complete(task, 0, operation.bytes_sent, operation.network_bytes_sent);
     }
     it = enqueued_.erase(it);
     ended = true;
   }
   return ended;
+}
+
+// As its device has seen it. Where the device's clock is not known yet: from its enqueuing until now.
+void Engine::log_device_operation(const Enqueued& operation) {
+  const int64_t now_ns = EventLog::now_ns();
+  DeviceSide& side = side_of(operation.task.place.device);
+  const auto begin = side.clock().host_ns(operation.interval->begin);
+  const auto end = side.clock().host_ns(operation.interval->end);
+  // What the host knows holds however well the two clocks are compared: the device began after the enqueuing began, and
+  // after the operation before, and it has ended.
+  const int64_t earliest_ns = std::min(std::max(operation.begin_ns, side.logged_until_ns), now_ns);
+  const int64_t begin_ns = std::clamp(begin.value_or(earliest_ns), earliest_ns, now_ns);
+  const int64_t end_ns = std::clamp(end.value_or(now_ns), begin_ns, now_ns);
+  side.logged_until_ns = end_ns;
+  events_.add_operation(operation.task.work->ticket(), operation.waits_for_some, begin_ns, end_ns,
+                        operation.task.bytes);
+}
+
+// Why what is enqueued on a device transport will not end, which is aborted then: it reports a failure, a deadline has
+// passed, or the group has failed and what its ranks had all enqueued before has had its time.
+std::optional<Error> Engine::cause_to_give_up() {
+  if (enqueued_.empty() || !communicator_->has_device_transport()) return std::nullopt;
+  bool is_lost = false;
+  try {
+    communicator_->check_device_transport();
+    for (const Enqueued& operation : enqueued_) expect_in_time(operation);
+  } catch (const Error& error) {
+    // A broken connection is often the consequence of something that its peer is about to tell.
+    if (error.kind() == ErrorKind::kTransport && !communicator_->is_poisoned()) {
+      if (!cause_is_told_at_) cause_is_told_at_ = Deadline::after(kFailureGrace);
+      if (!cause_is_told_at_->expired()) return std::nullopt;
+    }
+    communicator_->poison(error);
+    is_lost = true;
+  }
+  if (!communicator_->is_poisoned()) return std::nullopt;
+  if (!give_up_at_) give_up_at_ = Deadline::after(kFailureGrace);
+  if (!is_lost && !give_up_at_->expired()) return std::nullopt;
+  communicator_->abort_device_transport();
+  return first_cause();
+}
+
+// Names no rank: who keeps the device waiting, it does not tell.
+void Engine::expect_in_time(const Enqueued& operation) {
+  if (!operation.deadline.expired()) return;
+  const Task& task = operation.task;
+  throw Error(ErrorKind::kDeadlineExceeded,
+              device_name(task.place.device) + " of rank " + std::to_string(communicator_->rank()) +
+                  " has not finished " + describe(task.operation) + " over " + communicator_->device_path() +
+                  " in time, though all ranks have begun it: its part or a peer's hangs on the device; it was aborted",
+              -1, std::string(operation_name(task.operation.kind)));
 }
 
 void Engine::complete(Task& task, uint64_t nonfinite_blocks, uint64_t bytes_sent, uint64_t network_bytes_sent) {
@@ -308,6 +379,12 @@ Error Engine::poison_with_current_exception() {
   }
   communicator_->cancel();
   communicator_->end();
+  // What this operation has enqueued may wait for peers that will not come. Others that are enqueued have their time.
+  if (std::this_thread::get_id() == worker_.get_id() && enqueued_.empty()) communicator_->abort_device_transport();
+  return first_cause();
+}
+
+Error Engine::first_cause() const {
   try {
     communicator_->throw_if_poisoned();
   } catch (const Error& cause) {
@@ -370,7 +447,7 @@ bool Engine::complete_in_flight() {
           complete(it->task);
         } else {
           auto done = device::recorded_event(it->stream);
-          note_enqueued({std::move(it->task), it->deadline, std::move(done), {}, false, it->begin_ns, 0, 0});
+          note_enqueued({std::move(it->task), it->deadline, std::move(done), {}, {}, false, it->begin_ns, 0, 0});
         }
         it = in_flight_.erase(it);
         advanced = true;

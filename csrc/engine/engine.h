@@ -16,6 +16,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -98,6 +99,7 @@ class Engine {
     Deadline deadline;
     device::SharedEvent done;           // behind all of it
     DeviceSide::Counter num_nonfinite;  // null where the operation was not to look
+    DeviceSide::Interval interval;      // null of a message, which the log does not have
     bool waits_for_some = false;
     int64_t begin_ns = 0;
     uint64_t bytes_sent = 0;
@@ -115,6 +117,10 @@ class Engine {
   Stream stream_behind(const Place& place);
   void note_enqueued(Enqueued operation);
   bool complete_enqueued();
+  void log_device_operation(const Enqueued& operation);
+  bool complete_done();
+  std::optional<Error> cause_to_give_up();
+  void expect_in_time(const Enqueued& operation);
   std::chrono::nanoseconds idle_sleep() const;
   uint64_t device_workspace_bytes() const;
   void complete(Task& task, uint64_t nonfinite_blocks = 0, uint64_t bytes_sent = 0, uint64_t network_bytes_sent = 0);
@@ -125,6 +131,7 @@ class Engine {
   bool complete_in_flight();
   void fail_in_flight(const Error& cause);
   Error poison_with_current_exception();
+  Error first_cause() const;
 
   const uint32_t generation_ = process_generation();
   std::unique_ptr<Communicator> communicator_;
@@ -132,6 +139,8 @@ class Engine {
   Workspace workspace_;                                    // holder of the token
   std::vector<std::unique_ptr<DeviceSide>> device_sides_;  // worker thread, as the next
   std::deque<Enqueued> enqueued_;
+  std::optional<Deadline> give_up_at_;        // once the group has failed
+  std::optional<Deadline> cause_is_told_at_;  // once the device transport has
   EventLog events_;
   const std::shared_ptr<std::atomic<int>> num_waiters_ = std::make_shared<std::atomic<int>>(0);
   std::atomic<uint64_t> workspace_bytes_{0};

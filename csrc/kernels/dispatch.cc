@@ -89,8 +89,10 @@ void check_residual(const char* kernel, const Residual& residual) {
                residual.dtype, "float32, bfloat16");
 }
 
-void check_residual_is_on(const char* kernel, const Residual& residual) {
-  if (!residual.is_on()) reject(std::string(kernel) + ": residual.out is null, expected memory for the new residual");
+// That of no elements may be null.
+void check_residual_is_on(const char* kernel, const Residual& residual, size_t numel) {
+  if (!residual.is_on() && numel > 0)
+    reject(std::string(kernel) + ": residual.out is null, expected memory for the new residual");
   check_residual(kernel, residual);
 }
 
@@ -202,7 +204,7 @@ void saturating_cast_with_residual(DType from, const void* source, const Residua
                                    uint8_t* bytes, uint64_t* num_nonfinite, Stream stream) {
   check_codec_dtype("saturating_cast_with_residual", from);
   check_one_of(is_half(to), "saturating_cast_with_residual", "to", to, "float16, bfloat16");
-  check_residual_is_on("saturating_cast_with_residual", residual);
+  check_residual_is_on("saturating_cast_with_residual", residual, numel);
   run(
       "saturating_cast_with_residual", stream,
       [=](auto at) {
@@ -253,7 +255,7 @@ void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumula
 void minmax_uint8_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
                                        uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
   check_codec_dtype("minmax_uint8_encode_with_residual", dtype);
-  check_residual_is_on("minmax_uint8_encode_with_residual", residual);
+  check_residual_is_on("minmax_uint8_encode_with_residual", residual, numel);
   run(
       "minmax_uint8_encode_with_residual", stream,
       [=](auto at) {
@@ -311,7 +313,7 @@ void qsgd_encode_with_residual(int bits, DType dtype, const void* source, const 
   check_codec_dtype("qsgd_encode_with_residual", dtype);
   check_qsgd_bits("qsgd_encode_with_residual", bits);
   check_qsgd_first("qsgd_encode_with_residual", rng);
-  check_residual_is_on("qsgd_encode_with_residual", residual);
+  check_residual_is_on("qsgd_encode_with_residual", residual, numel);
   run(
       "qsgd_encode_with_residual", stream,
       [=](auto at) {
@@ -366,7 +368,7 @@ void onebit_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, S
 void onebit_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
                                  uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
   check_codec_dtype("onebit_encode_with_residual", dtype);
-  check_residual_is_on("onebit_encode_with_residual", residual);
+  check_residual_is_on("onebit_encode_with_residual", residual, numel);
   run(
       "onebit_encode_with_residual", stream,
       [=](auto at) {
@@ -418,7 +420,7 @@ void topk_encode_with_residual(int k, DType dtype, const void* source, const Res
                                uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
   check_codec_dtype("topk_encode_with_residual", dtype);
   check_topk_k("topk_encode_with_residual", k);
-  check_residual_is_on("topk_encode_with_residual", residual);
+  check_residual_is_on("topk_encode_with_residual", residual, numel);
   run(
       "topk_encode_with_residual", stream,
       [=](auto at) {

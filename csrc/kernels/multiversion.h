@@ -25,7 +25,12 @@
 #define BAGUA_TARGET_BASELINE BAGUA_MULTIVERSION  // the only body by hand
 #endif
 
+// What both backends compute an element with (arithmetic/) is compiled for the GPU, too.
+#if defined(__CUDACC__)
+#define BAGUA_INLINE __host__ __device__ inline __attribute__((always_inline))
+#else
 #define BAGUA_INLINE inline __attribute__((always_inline))
+#endif
 
 // In front of a loop whose pointers are equal or disjoint: each iteration touches index i only, so
 // vectorising is right without a run-time overlap test.

@@ -62,8 +62,9 @@ TEST(Selector, HalvesNeverTakeTheRing) {
   for (const DType dtype : {DType::kF16, DType::kBF16}) {
     for (const size_t bytes : kNumels) {
       for (const int size : {2, 3, 64}) {
-        EXPECT_NE(select_all_reduce(kDefaults, bytes, dtype, false), AllReduceAlgorithm::kRing);
-        EXPECT_NE(select_reduce_scatter(kDefaults, bytes, dtype, size, false), ReduceScatterAlgorithm::kRing);
+        EXPECT_NE(select_all_reduce(kDefaults, bytes, dtype, Reach::kMessages), AllReduceAlgorithm::kRing);
+        EXPECT_NE(select_reduce_scatter(kDefaults, bytes, dtype, size, Reach::kMessages),
+                  ReduceScatterAlgorithm::kRing);
       }
     }
   }
@@ -72,31 +73,46 @@ TEST(Selector, HalvesNeverTakeTheRing) {
 TEST(Selector, DirectNeedsSharedMemoryAndTheQuestionHasBeenAsked) {
   for (const size_t bytes : kNumels) {
     for (const int size : {2, 3, 64}) {
-      EXPECT_NE(select_all_reduce(kDefaults, bytes, DType::kF32, false), AllReduceAlgorithm::kDirect);
-      EXPECT_NE(select_reduce_scatter(kDefaults, bytes, DType::kF32, size, false), ReduceScatterAlgorithm::kDirect);
-      EXPECT_NE(select_all_gather(kDefaults, bytes, size, false), AllGatherAlgorithm::kDirect);
-      EXPECT_NE(select_broadcast(kDefaults, bytes, size, false), BroadcastAlgorithm::kDirect);
-      EXPECT_NE(select_reduce(kDefaults, bytes, false), ReduceAlgorithm::kDirect);
+      EXPECT_NE(select_all_reduce(kDefaults, bytes, DType::kF32, Reach::kMessages), AllReduceAlgorithm::kDirect);
+      EXPECT_NE(select_reduce_scatter(kDefaults, bytes, DType::kF32, size, Reach::kMessages),
+                ReduceScatterAlgorithm::kDirect);
+      EXPECT_NE(select_all_gather(kDefaults, bytes, size, Reach::kMessages), AllGatherAlgorithm::kDirect);
+      EXPECT_NE(select_broadcast(kDefaults, bytes, size, Reach::kMessages), BroadcastAlgorithm::kDirect);
+      EXPECT_NE(select_reduce(kDefaults, bytes, Reach::kMessages), ReduceAlgorithm::kDirect);
       if (asks_for_shared_memory(kDefaults, bytes)) continue;
-      EXPECT_NE(select_all_reduce(kDefaults, bytes, DType::kF32, true), AllReduceAlgorithm::kDirect);
-      EXPECT_NE(select_reduce_scatter(kDefaults, bytes, DType::kF32, size, true), ReduceScatterAlgorithm::kDirect);
-      EXPECT_NE(select_all_gather(kDefaults, bytes, size, true), AllGatherAlgorithm::kDirect);
-      EXPECT_NE(select_broadcast(kDefaults, bytes, size, true), BroadcastAlgorithm::kDirect);
-      EXPECT_NE(select_reduce(kDefaults, bytes, true), ReduceAlgorithm::kDirect);
+      EXPECT_NE(select_all_reduce(kDefaults, bytes, DType::kF32, Reach::kSharedMemory), AllReduceAlgorithm::kDirect);
+      EXPECT_NE(select_reduce_scatter(kDefaults, bytes, DType::kF32, size, Reach::kSharedMemory),
+                ReduceScatterAlgorithm::kDirect);
+      EXPECT_NE(select_all_gather(kDefaults, bytes, size, Reach::kSharedMemory), AllGatherAlgorithm::kDirect);
+      EXPECT_NE(select_broadcast(kDefaults, bytes, size, Reach::kSharedMemory), BroadcastAlgorithm::kDirect);
+      EXPECT_NE(select_reduce(kDefaults, bytes, Reach::kSharedMemory), ReduceAlgorithm::kDirect);
     }
   }
 }
 
 TEST(Selector, LargeTensorsUseSharedMemoryWhereThereIsSome) {
   const size_t bytes = 100 << 20;
-  EXPECT_EQ(select_all_reduce(kDefaults, bytes, DType::kF32, true), AllReduceAlgorithm::kDirect);
-  EXPECT_EQ(select_all_reduce(kDefaults, bytes, DType::kF32, false), AllReduceAlgorithm::kRing);
-  EXPECT_EQ(select_all_reduce(kDefaults, bytes, DType::kF16, false), AllReduceAlgorithm::kTwoShot);
-  EXPECT_EQ(select_all_reduce(kDefaults, 64, DType::kF32, true), AllReduceAlgorithm::kRecursiveDoubling);
-  EXPECT_EQ(select_broadcast(kDefaults, bytes, 4, false), BroadcastAlgorithm::kChain);
-  EXPECT_EQ(select_reduce(kDefaults, bytes, false), ReduceAlgorithm::kStripes);
-  EXPECT_EQ(select_reduce(kDefaults, bytes, true), ReduceAlgorithm::kDirect);
-  EXPECT_EQ(select_reduce(kDefaults, 64, true), ReduceAlgorithm::kTree);
+  EXPECT_EQ(select_all_reduce(kDefaults, bytes, DType::kF32, Reach::kSharedMemory), AllReduceAlgorithm::kDirect);
+  EXPECT_EQ(select_all_reduce(kDefaults, bytes, DType::kF32, Reach::kMessages), AllReduceAlgorithm::kRing);
+  EXPECT_EQ(select_all_reduce(kDefaults, bytes, DType::kF16, Reach::kMessages), AllReduceAlgorithm::kTwoShot);
+  EXPECT_EQ(select_all_reduce(kDefaults, 64, DType::kF32, Reach::kSharedMemory),
+            AllReduceAlgorithm::kRecursiveDoubling);
+  EXPECT_EQ(select_broadcast(kDefaults, bytes, 4, Reach::kMessages), BroadcastAlgorithm::kChain);
+  EXPECT_EQ(select_reduce(kDefaults, bytes, Reach::kMessages), ReduceAlgorithm::kStripes);
+  EXPECT_EQ(select_reduce(kDefaults, bytes, Reach::kSharedMemory), ReduceAlgorithm::kDirect);
+  EXPECT_EQ(select_reduce(kDefaults, 64, Reach::kSharedMemory), ReduceAlgorithm::kTree);
+}
+
+TEST(Selector, WhatTheTransportDoesByItselfIsLeftToIt) {
+  for (const size_t bytes : kNumels) {
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      EXPECT_EQ(select_all_reduce(kDefaults, bytes, dtype, Reach::kNative), AllReduceAlgorithm::kNative);
+      EXPECT_EQ(select_reduce_scatter(kDefaults, bytes, dtype, 3, Reach::kNative), ReduceScatterAlgorithm::kNative);
+    }
+    EXPECT_EQ(select_all_gather(kDefaults, bytes, 3, Reach::kNative), AllGatherAlgorithm::kNative);
+    EXPECT_EQ(select_broadcast(kDefaults, bytes, 3, Reach::kNative), BroadcastAlgorithm::kNative);
+    EXPECT_EQ(select_reduce(kDefaults, bytes, Reach::kNative), ReduceAlgorithm::kNative);
+  }
 }
 
 TEST(Selector, ThresholdsAreSetByName) {
@@ -104,7 +120,7 @@ TEST(Selector, ThresholdsAreSetByName) {
   EXPECT_EQ(thresholds.by_name().size(), sizeof(Thresholds) / sizeof(size_t)) << "one has no name";
   thresholds.set("recursive_doubling_bytes", 0);
   EXPECT_EQ(thresholds.by_name().at("recursive_doubling_bytes"), 0u);
-  EXPECT_EQ(select_all_reduce(thresholds, 64, DType::kF32, false), AllReduceAlgorithm::kRing);
+  EXPECT_EQ(select_all_reduce(thresholds, 64, DType::kF32, Reach::kMessages), AllReduceAlgorithm::kRing);
   EXPECT_TRUE(asks_for_shared_memory(thresholds, 1));
   try {
     thresholds.set("ring_bytes", 1);

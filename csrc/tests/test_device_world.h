@@ -11,14 +11,14 @@ namespace bagua::testing {
 // The one that the kernels find.
 inline device::EmulatedRuntime& emulated() {
   static device::EmulatedRuntime* const runtime = [] {
-    auto* made = new device::EmulatedRuntime(/*num_devices=*/2, /*seed=*/7, 100us);
+    auto* made = new device::EmulatedRuntime(/*num_devices=*/9, /*seed=*/7, 100us);
     device::register_runtime(DeviceKind::kEmulated, made);
     return made;
   }();
   return *runtime;
 }
 
-// Ranks take turns with the two devices.
+// Ranks take turns with the first two devices, so that of three some share one.
 inline Device device_of_rank(int rank) { return {DeviceKind::kEmulated, rank % 2}; }
 
 inline std::vector<std::unique_ptr<Engine>> make_device_engines(int size, const Kind& kind) {

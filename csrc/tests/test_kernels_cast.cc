@@ -30,11 +30,11 @@ std::vector<uint16_t> all_patterns() {
 }
 
 uint16_t scalar_narrow(DType dtype, float value) {
-  return dtype == DType::kF16 ? kernels::cpu::f32_to_f16(value) : kernels::cpu::f32_to_bf16(value);
+  return dtype == DType::kF16 ? kernels::f32_to_f16(value) : kernels::f32_to_bf16(value);
 }
 
 float scalar_widen(DType dtype, uint16_t bits) {
-  return dtype == DType::kF16 ? kernels::cpu::f16_to_f32(bits) : kernels::cpu::bf16_to_f32(bits);
+  return dtype == DType::kF16 ? kernels::f16_to_f32(bits) : kernels::bf16_to_f32(bits);
 }
 
 bool is_nan_pattern(DType dtype, uint16_t bits) { return std::isnan(half_value(dtype, bits)); }

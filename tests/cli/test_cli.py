@@ -115,6 +115,29 @@ def test_doctor_alone(no_launcher, capsys):
     assert next(line for line in lines if line.startswith("transports")).split()[1:3] == ["shm", "tcp"]
 
 
+@pytest.mark.parametrize(
+    ("torch_has_some", "why"), [(False, "and torch has none either"), (True, "BAGUA_CUDA=1 pip install .")]
+)
+def test_doctor_says_in_one_line_that_there_is_no_gpu(no_launcher, capsys, torch_has_some, why):
+    import torch
+
+    no_launcher.setattr(doctor, "_is_built_in", lambda kind: kind == "cpu")
+    no_launcher.setattr(torch.cuda, "is_available", lambda: torch_has_some)
+    assert doctor.main([]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "CUDA" in line or line.startswith("device")]
+    assert len(lines) == 1 and lines[0].startswith("devices        none: ") and why in lines[0]
+
+
+def test_doctor_finds_no_gpu_with_cuda_built_in(no_launcher, capsys):
+    no_launcher.setattr(doctor, "_is_built_in", lambda kind: kind in ("cpu", "cuda"))
+    no_launcher.setattr(doctor._C, "num_devices", lambda kind: 0)
+    no_launcher.setattr(doctor._C, "device_versions", lambda kind: f"of {kind}")
+    assert doctor.main([]) == 0
+    output = capsys.readouterr().out
+    assert "devices        none: CUDA finds none (of cuda)\n" in output
+    assert re.search(r"^core +built for cpu cuda$", output, re.MULTILINE)
+
+
 def test_doctor_shows_the_settings(no_launcher, capsys):
     no_launcher.setenv("BAGUA_SHARED_MEMORY", "0")
     no_launcher.setenv("BAGUA_TCP_STREAMS", "5")

@@ -132,18 +132,43 @@ def test_decode_add_adds_in_float32(codec, dtype):
         assert bool(((total.double() - expected).abs() <= bound).all())
 
 
+@every_dtype
+@every_codec
+def test_reduce_encode_is_encode_of_the_sum(codec, dtype):
+    """Added by decode_add in the order of the messages; the mean is the sum times 1 / count."""
+    for numel in (0, 1, 100, codec.block_numel + 3):
+        generator = torch.Generator().manual_seed(numel)
+        for count in (1, 3):
+            rows = [codec.encode(torch.randn(numel, generator=generator).to(dtype), key=r) for r in range(count)]
+            total = torch.zeros(numel)
+            for row in rows:
+                codec.decode_add(row, total, dtype)
+            for average in (False, True):
+                expected = codec.encode(total / count if average else total, key=9)
+                found = codec.reduce_encode(torch.stack(rows), numel, dtype, average=average, key=9)
+                assert torch.equal(found, expected)
+
+
 @every_codec
 def test_what_cannot_be_encoded(codec):
     with pytest.raises(InvalidArgument, match=r"does not encode torch.float64; it encodes torch.float32"):
         codec.encode(torch.ones(3, dtype=torch.float64))
     with pytest.raises(InvalidArgument, match="contiguous"):
         codec.encode(torch.ones(4, 4).t())
-    with pytest.raises(InvalidArgument, match=r"elements of torch.float32 is a contiguous CPU tensor of"):
+    with pytest.raises(InvalidArgument, match=r"elements of torch.float32 is a contiguous tensor of"):
         codec.decode(torch.zeros(3, dtype=torch.uint8), 100, torch.float32)
-    with pytest.raises(InvalidArgument, match=r"elements of torch.float32 is a contiguous CPU tensor of"):
+    with pytest.raises(InvalidArgument, match=r"elements of torch.float32 is a contiguous tensor of"):
         codec.decode_add(torch.zeros(3, dtype=torch.uint8), torch.zeros(100))
-    with pytest.raises(InvalidArgument, match=r"adds to a contiguous CPU tensor of torch.float32, got torch.float16"):
+    with pytest.raises(InvalidArgument, match=r"adds to a contiguous tensor of torch.float32, got torch.float16"):
         codec.decode_add(codec.encode(torch.ones(4)), torch.zeros(4, dtype=torch.float16))
+    message = codec.encode(torch.ones(4))
+    for wrong in (message, torch.zeros(0, message.numel(), dtype=torch.uint8)):
+        with pytest.raises(InvalidArgument, match=r"messages have the shape .*, expected \(how many"):
+            codec.reduce_encode(wrong, 4)
+    with pytest.raises(InvalidArgument, match=r"elements of torch.float32 is a contiguous tensor of"):
+        codec.reduce_encode(torch.zeros(2, 3, dtype=torch.uint8), 100)
+    with pytest.raises(InvalidArgument, match="messages have strides"):
+        codec.reduce_encode(message.expand(2, message.numel()), 4)
 
 
 @every_codec

@@ -14,45 +14,8 @@ import torch
 from torch import nn
 
 import tests.emulated_device as emulated
-from bagua.testing import Pool
-
-
-@pytest.fixture(scope="module")
-def process():
-    """The process that has the device."""
-    reason = emulated.unavailable()
-    if reason is not None:
-        pytest.skip(reason)
-    emulated.build()  # not in the rank, whose functions have less time
-    with Pool(1) as pool:
-        yield pool
-
-
-def on_the_device(body):
-    """The test runs in the process that has the device, from a state without errors, delays and limits of others."""
-
-    def test(process):
-        process.run(_run, args=(body,))
-
-    test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
-    return test
-
-
-def _run(rank, world_size, body):
-    emulated.load()
-    emulated.set_delay(emulated.DEFAULT_DELAY)
-    torch.manual_seed(0)
-    try:
-        body()
-    finally:
-        emulated.limit_memory(None)
-        emulated.reset_errors()
-        torch.accelerator.set_stream(torch.Stream(0, 0, _device_type()))
-        torch.accelerator.set_device_index(0)
-
-
-def _device_type():
-    return torch.accelerator.current_stream().device_type
+from bagua import _C
+from tests.devices.device_process import on_the_device, run_there
 
 
 def on(device):
@@ -106,7 +69,7 @@ HOW = {"single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fu
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("model", ["mlp", "conv_net"])
 def test_training_has_the_cpus_bits(process, model, name, how):
-    process.run(_run, args=(lambda: check_training(model, name, how),))
+    process.run(run_there, args=(lambda: check_training(model, name, how),))
 
 
 def check_training(model, name, how):
@@ -348,6 +311,12 @@ def test_a_data_loader_pins():
         assert x.is_pinned() and y.is_pinned()
         seen.append(x.to("emulated", non_blocking=True))
     assert torch.cat(seen).tolist() == list(range(8))
+
+
+@on_the_device
+def test_bagua_knows_the_device():
+    assert _C.has_device_runtime("emulated")
+    assert _C.num_devices("emulated") == emulated.num_devices
 
 
 # ---- streams --------------------------------------------------------------------------------------------

@@ -104,6 +104,8 @@ def counters() -> dict:
 
     `launches` of bagua's kernels by name; `bytes_to_device`, `bytes_to_host` and `bytes_on_device`, of the user's
     copies and bagua's, not of torch's operators; `live_bytes`, `pinned_bytes`, `num_streams` and `num_events`.
+    `num_host_waits`: how often the host was told to wait for a device, by a copy, for a number or explicitly; what the
+    CPU waits for to compute an operator does not count.
     """
     return _extension().counters()
 

@@ -113,7 +113,7 @@ def test_settings_and_their_defaults():
         ({"BAGUA_THRESHOLDS": "a=1,b=-2"}, "BAGUA_THRESHOLDS has 'b=-2'"),
         ({"BAGUA_THRESHOLDS": "a=1,a=2"}, "BAGUA_THRESHOLDS has 'a=2'; give each name once"),
         ({"BAGUA_THRESHOLDS": "a=99999999999999999999"}, "give each name once, and less than 2.63 bytes"),
-        ({"BAGUA_BACKEND": "nccl"}, "BAGUA_BACKEND='nccl' is unknown; the backends are auto, native, torch"),
+        ({"BAGUA_BACKEND": "mpi"}, "BAGUA_BACKEND='mpi' is unknown; the backends are auto, native, nccl, torch"),
     ],
     ids=str,
 )

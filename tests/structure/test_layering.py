@@ -359,7 +359,8 @@ MAY_INCLUDE = {
     "transport": {"common"},
     "transport/*": {"common", "transport/transport.h"},
     "transport/pinned": {"common", "device", "transport/transport.h"},
-    "communicator": {"common", "device", "transport/transport.h"},
+    "transport/nccl": {"common", "device", "transport/device_transport.h"},
+    "communicator": {"common", "device", "transport/transport.h", "transport/device_transport.h"},
     "collectives": {
         "common",
         "device",
@@ -436,6 +437,8 @@ def test_the_table_of_csrc_names_what_is_there():
         ("transport/shm", "transport/tcp/tcp_channel.h"),
         ("transport/shm", "communicator/control_link.h"),
         ("transport/local", "communicator/communicator.h"),
+        ("communicator", "transport/nccl/nccl_transport.h"),
+        ("collectives", "transport/device_transport.h"),
         ("communicator", "transport/local/local_channel.h"),
         ("collectives", "transport/shm/shm_channel.h"),
         ("collectives", "communicator/communicator.h"),

@@ -17,6 +17,8 @@ ORDERS = {
     "test_threads_on_imitated_nodes",
     "test_measurements_are_told_apart",
     "test_over_tcp",
+    "test_operations_are_as_the_device_has_run_them",
+    "test_the_cpu_has_its_arithmetic_in_the_same_process",
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build/dev"
+CUDA = os.environ.get("BAGUA_CUDA", "0")  # as make builds: its kernels take minutes to compile
 pytestmark = [pytest.mark.timeout(900), pytest.mark.needs("setuptools", "pybind11")]
 
 
@@ -36,7 +37,7 @@ def wheel(request, tmp_path_factory):
             pytest.skip(f"{BUILT.relative_to(ROOT)} is not there: make build has not run")
         command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(folder)]
         command += ["build", "--build-base", str(folder / "build"), "bdist_wheel", "--dist-dir", str(folder)]
-        env = {**os.environ, "BAGUA_BUILD_DIR": str(BUILT)}
+        env = {**os.environ, "BAGUA_BUILD_DIR": str(BUILT), "BAGUA_CUDA": CUDA}
         subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=800)
         (file,) = folder.glob("*.whl")
         return file
@@ -45,7 +46,7 @@ def wheel(request, tmp_path_factory):
         [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(sdist)],
         cwd=folder,
         # Without optimisation: what is in the files is looked at, not how fast it runs.
-        env={**os.environ, "BAGUA_CMAKE_ARGS": "-DCMAKE_CXX_FLAGS_RELEASE=-O0"},
+        env={**os.environ, "BAGUA_CMAKE_ARGS": "-DCMAKE_CXX_FLAGS_RELEASE=-O0", "BAGUA_CUDA": CUDA},
         check=True,
         timeout=800,
     )

@@ -6,11 +6,6 @@
 namespace bagua::device::cuda {
 namespace {
 
-// 13000 -> "13.0"
-std::string version_name(int version) {
-  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-}
-
 std::string unavailable(cudaError_t status) {
   const std::string reason = cudaGetErrorString(status);
   if (status == cudaErrorNoDevice) {
@@ -26,6 +21,10 @@ std::string unavailable(cudaError_t status) {
 }
 
 }  // namespace
+
+std::string version_name(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
 
 bool is_unavailable(cudaError_t status) {
   return status == cudaErrorInsufficientDriver || status == cudaErrorNoDevice || status == cudaErrorStubLibrary ||

@@ -13,6 +13,9 @@ namespace bagua::device::cuda {
 // takes it for his.
 void check(cudaError_t status, const std::string& call);
 
+// 13000 -> "13.0"
+std::string version_name(int version);
+
 // Whether CUDA cannot be used at all here.
 bool is_unavailable(cudaError_t status);
 

@@ -58,25 +58,27 @@ void check_driver(CUresult status, const char* call) {
   throw Error(ErrorKind::kDevice, std::string(call) + " failed with CUresult " + std::to_string(status));
 }
 
-// Retained for the life of the process: torch does not release its own either.
-CUcontext primary_context(int index) {
-  static std::array<std::atomic<CUcontext>, kMaxDevices> contexts{};
-  std::atomic<CUcontext>& kept = contexts[static_cast<size_t>(index)];
-  CUcontext context = kept.load(std::memory_order_acquire);
-  if (context != nullptr) return context;
-  CUdevice device = 0;
-  check_driver(driver().get_device(&device, index), "cuDeviceGet");
-  check_driver(driver().retain(&context, device), "cuDevicePrimaryCtxRetain");
-  kept.store(context, std::memory_order_release);  // of two threads both store the same one
-  return context;
-}
-
 void check_index(int index) {
   int count = 0;
   check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
   if (index >= 0 && index < count && index < kMaxDevices) return;
   throw Error(ErrorKind::kInvalidArgument, "there is no cuda:" + std::to_string(index) + ": CUDA sees " +
                                                std::to_string(count) + " devices; see CUDA_VISIBLE_DEVICES");
+}
+
+// Retained for the life of the process: torch does not release its own either.
+CUcontext primary_context(int index) {
+  static std::array<std::atomic<CUcontext>, kMaxDevices> contexts{};
+  if (index < 0 || index >= kMaxDevices) check_index(index);
+  std::atomic<CUcontext>& kept = contexts[static_cast<size_t>(index)];
+  CUcontext context = kept.load(std::memory_order_acquire);
+  if (context != nullptr) return context;
+  check_index(index);
+  CUdevice device = 0;
+  check_driver(driver().get_device(&device, index), "cuDeviceGet");
+  check_driver(driver().retain(&context, device), "cuDevicePrimaryCtxRetain");
+  kept.store(context, std::memory_order_release);  // of two threads both store the same one
+  return context;
 }
 
 }  // namespace
@@ -93,7 +95,6 @@ int num_devices() {
 }
 
 DeviceScope::DeviceScope(int index) {
-  check_index(index);
   const CUcontext wanted = primary_context(index);
   CUcontext current = nullptr;
   check_driver(driver().get_current(&current), "cuCtxGetCurrent");

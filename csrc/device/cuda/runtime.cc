@@ -36,6 +36,40 @@ class CudaRuntime final : public Runtime {
  public:
   int num_devices() override { return cuda::num_devices(); }
 
+  Description describe(int index) override {
+    cudaDeviceProp properties;
+    check(cudaGetDeviceProperties(&properties, index), "cudaGetDeviceProperties");
+    return {properties.name, properties.totalGlobalMem,
+            "compute capability " + std::to_string(properties.major) + "." + std::to_string(properties.minor)};
+  }
+
+  std::string versions() override {
+    int driver = 0;
+    if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
+    return (driver == 0 ? std::string("no NVIDIA driver") : "driver for CUDA " + cuda::version_name(driver)) +
+           ", CUDA runtime " + cuda::version_name(CUDART_VERSION) + " built in";
+  }
+
+  // "GPU-" and the UUID, as nvidia-smi shows it; of a MIG instance it is the instance's own.
+  std::string device_id(Device device) override {
+    const DeviceScope scope = scope_of(device);
+    cudaDeviceProp properties{};
+    check(cudaGetDeviceProperties(&properties, device.index), "cudaGetDeviceProperties");
+    std::string id = "GPU-";
+    for (size_t i = 0; i < sizeof properties.uuid.bytes; ++i) {
+      if (i == 4 || i == 6 || i == 8 || i == 10) id += '-';
+      const auto byte = static_cast<unsigned char>(properties.uuid.bytes[i]);
+      id += "0123456789abcdef"[byte >> 4];
+      id += "0123456789abcdef"[byte & 15];
+    }
+    return id;
+  }
+
+  void call_on(Device device, const std::function<void()>& call) override {
+    const DeviceScope scope = scope_of(device);
+    call();
+  }
+
   void* allocate(size_t bytes, Stream stream) override {
     const DeviceScope scope = scope_of(stream.device);
     if (bytes == 0) return nullptr;
@@ -101,12 +135,8 @@ class CudaRuntime final : public Runtime {
     quietly(stream.device.index, [&] { return cudaStreamDestroy(native(stream)); });
   }
 
-  Event create_event(Device device) override {
-    const DeviceScope scope = scope_of(device);
-    cudaEvent_t event = nullptr;
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-    return event;
-  }
+  Event create_event(Device device) override { return create_event(device, cudaEventDisableTiming); }
+  Event create_timing_event(Device device) override { return create_event(device, cudaEventDefault); }
 
   void destroy_event(Event event) noexcept override {
     quietly(any_device(), [&] { return cudaEventDestroy(static_cast<cudaEvent_t>(event)); });
@@ -133,7 +163,22 @@ class CudaRuntime final : public Runtime {
     check(cudaStreamWaitEvent(native(stream), static_cast<cudaEvent_t>(event), 0), "cudaStreamWaitEvent");
   }
 
+  int64_t elapsed_ns(Event begin, Event end) override {
+    const DeviceScope scope(any_device());
+    float milliseconds = 0;
+    check(cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(begin), static_cast<cudaEvent_t>(end)),
+          "cudaEventElapsedTime");
+    return static_cast<int64_t>(static_cast<double>(milliseconds) * 1e6);
+  }
+
  private:
+  Event create_event(Device device, unsigned flags) {
+    const DeviceScope scope = scope_of(device);
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, flags), "cudaEventCreateWithFlags");
+    return event;
+  }
+
   void copy_async(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, Stream stream) {
     const DeviceScope scope = scope_of(stream.device);
     if (bytes == 0) return;

@@ -17,13 +17,25 @@ namespace bagua::device {
 namespace {
 
 using Start = StreamQueue::Start;
-// Whether a stream has come to a point that an event recorded.
-using Point = std::atomic<bool>;
+using Clock = std::chrono::steady_clock;
+// Whether a stream has come to a point that an event recorded, and when.
+struct Point {
+  std::atomic<bool> is_reached{false};
+  Clock::time_point time;  // written before is_reached
+
+  void reach() {
+    time = Clock::now();
+    is_reached.store(true, std::memory_order_release);
+    is_reached.notify_all();
+  }
+  void wait() const { is_reached.wait(false, std::memory_order_acquire); }
+};
 
 constexpr size_t kPinnedAlignment = 4096;
 
 // The device whose kernel this thread is executing; -1: none.
 thread_local int executing_device = -1;
+thread_local int thread_device = 0;
 
 [[noreturn]] void fail(const std::string& message) { throw Error(ErrorKind::kDevice, message); }
 
@@ -79,6 +91,7 @@ struct EmulatedRuntime::DeviceState {
 
 struct EmulatedRuntime::EventState {
   int device;
+  bool is_timing;
   std::shared_ptr<Point> recorded;  // null until recorded; guarded by the runtime's mutex_
 };
 
@@ -177,6 +190,12 @@ void EmulatedRuntime::enqueue_work(DeviceState& device, StreamQueue& queue, std:
         executing_device = -1;
       },
       Start::kLate);
+}
+
+EmulatedRuntime::Description EmulatedRuntime::describe(int index) {
+  DeviceState& device = device_state({DeviceKind::kEmulated, index});
+  std::lock_guard lock(mutex_);
+  return {"emulated device " + std::to_string(device.index), memory_limit_, "the host's"};
 }
 
 // ---- memory -------------------------------------------------------------------------------------------------------
@@ -396,9 +415,12 @@ void EmulatedRuntime::reap_streams() {
   std::erase_if(retired_, [](auto& queue) { return queue->is_idle(); });
 }
 
-Event EmulatedRuntime::create_event(Device device) {
+Event EmulatedRuntime::create_event(Device device) { return create_event(device, false); }
+Event EmulatedRuntime::create_timing_event(Device device) { return create_event(device, true); }
+
+Event EmulatedRuntime::create_event(Device device, bool is_timing) {
   DeviceState& state = healthy(device);
-  auto event = std::make_shared<EventState>(EventState{state.index, nullptr});
+  auto event = std::make_shared<EventState>(EventState{state.index, is_timing, nullptr});
   std::lock_guard lock(mutex_);
   void* const handle = event.get();
   events_.emplace(handle, std::move(event));
@@ -421,23 +443,18 @@ void EmulatedRuntime::record(Event event, Stream stream) {
     fail("the event is of emulated:" + std::to_string(state->device) + ", the stream that it is recorded on is of " +
          device.name);
   }
-  auto point = std::make_shared<Point>(false);
+  auto point = std::make_shared<Point>();
   // Enqueued under the lock: of two threads that record the event, the one whose point stays comes last in the stream.
   std::lock_guard lock(mutex_);
   state->recorded = point;
-  queue.enqueue(
-      [point = std::move(point)] {
-        point->store(true, std::memory_order_release);
-        point->notify_all();
-      },
-      Start::kNow);
+  queue.enqueue([point = std::move(point)] { point->reach(); }, Start::kNow);
 }
 
 bool EmulatedRuntime::is_done(Event event) {
   const auto state = event_of(event);
   healthy({DeviceKind::kEmulated, state->device});
   std::lock_guard lock(mutex_);
-  return state->recorded == nullptr || state->recorded->load(std::memory_order_acquire);
+  return state->recorded == nullptr || state->recorded->is_reached.load(std::memory_order_acquire);
 }
 
 void EmulatedRuntime::wait(Stream stream, Event event) {
@@ -447,7 +464,23 @@ void EmulatedRuntime::wait(Stream stream, Event event) {
   healthy({DeviceKind::kEmulated, state->device});
   std::lock_guard lock(mutex_);
   if (state->recorded == nullptr) return;
-  queue.enqueue([point = state->recorded] { point->wait(false, std::memory_order_acquire); }, Start::kNow);
+  queue.enqueue([point = state->recorded] { point->wait(); }, Start::kNow);
+}
+
+int64_t EmulatedRuntime::elapsed_ns(Event begin, Event end) {
+  const auto first = event_of(begin), second = event_of(end);
+  healthy({DeviceKind::kEmulated, first->device});
+  std::lock_guard lock(mutex_);
+  if (first->device != second->device) fail("elapsed_ns: the events are of two devices");
+  for (const auto& event : {first, second}) {
+    if (!event->is_timing) fail("elapsed_ns: an event was not made by create_timing_event()");
+    if (event->recorded == nullptr || !event->recorded->is_reached.load(std::memory_order_acquire)) {
+      fail("elapsed_ns: an event was not recorded, or its stream has not come to it");
+    }
+  }
+  // As precise as CUDA's.
+  const std::chrono::duration<float, std::milli> elapsed(second->recorded->time - first->recorded->time);
+  return static_cast<int64_t>(static_cast<double>(elapsed.count()) * 1e6);
 }
 
 void EmulatedRuntime::synchronize(Event event) {
@@ -457,7 +490,7 @@ void EmulatedRuntime::synchronize(Event event) {
     std::lock_guard lock(mutex_);
     point = state->recorded;
   }
-  if (point != nullptr) point->wait(false, std::memory_order_acquire);
+  if (point != nullptr) point->wait();
   healthy({DeviceKind::kEmulated, state->device});
 }
 
@@ -525,6 +558,19 @@ bool EmulatedRuntime::is_pinned(const void* memory) {
 }
 
 bool EmulatedRuntime::is_device_memory(const void* memory) { return is_own_process() && owner_of(memory) != nullptr; }
+
+std::string EmulatedRuntime::device_id(Device device) { return device_state(device).name; }
+
+void EmulatedRuntime::call_on(Device device, const std::function<void()>& call) {
+  struct Scope {
+    const int before = thread_device;
+    ~Scope() { thread_device = before; }
+  } scope;
+  thread_device = device_state(device).index;
+  call();
+}
+
+Device EmulatedRuntime::current_device() const { return {DeviceKind::kEmulated, thread_device}; }
 
 Device EmulatedRuntime::device_of(const void* memory) {
   DeviceState* const device = owner_of(memory);

@@ -51,6 +51,10 @@ class EmulatedRuntime final : public Runtime {
   ~EmulatedRuntime() override;
 
   int num_devices() override { return num_devices_; }
+  Description describe(int index) override;
+  std::string versions() override { return "no driver, and nothing to drive"; }
+  std::string device_id(Device device) override;
+  void call_on(Device device, const std::function<void()>& call) override;
   void* allocate(size_t bytes, Stream stream) override;
   void free(void* memory, Stream stream) noexcept override;
   void* allocate_pinned(size_t bytes) override;
@@ -66,6 +70,8 @@ class EmulatedRuntime final : public Runtime {
   void record(Event event, Stream stream) override;
   bool is_done(Event event) override;
   void wait(Stream stream, Event event) override;
+  Event create_timing_event(Device device) override;
+  int64_t elapsed_ns(Event begin, Event end) override;
   void run(Stream stream, const char* name, std::function<void()> kernel) override;
   void* host_address(const void* device_address) override;
 
@@ -81,6 +87,7 @@ class EmulatedRuntime final : public Runtime {
   bool is_pinned(const void* memory);
   bool is_device_memory(const void* memory);
   Device device_of(const void* memory);  // throws Device
+  Device current_device() const;         // of the calling thread: in call_on() its device, otherwise the first
 
   // ---- for tests -------------------------------------------------------------------------------------------------
   EmulatedCounters counters();
@@ -111,6 +118,7 @@ class EmulatedRuntime final : public Runtime {
   DeviceState* owner_of(const void* memory);
   StreamQueue& queue_of(Stream stream);
   std::shared_ptr<EventState> event_of(Event event);
+  Event create_event(Device device, bool is_timing);
   enum class OnFailure { kSkip, kRun };  // once the device has failed
   void enqueue_work(DeviceState& device, StreamQueue& queue, std::string name, std::function<void()> work,
                     OnFailure on_failure = OnFailure::kSkip);

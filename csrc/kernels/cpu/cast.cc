@@ -4,7 +4,6 @@
 #include "csrc/kernels/cast.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 #include "csrc/kernels/backend.h"
@@ -23,33 +22,6 @@ BAGUA_MULTIVERSION void f32_to_f64(const float* __restrict source, double* __res
 
 BAGUA_MULTIVERSION void add_f32(const float* __restrict source, float* __restrict accumulator, size_t numel) {
   for (size_t i = 0; i < numel; ++i) accumulator[i] += source[i];
-}
-
-// One f64 to a float of kMantissa explicit bits, exponent bias kBias and 15 - kMantissa exponent bits.
-template <int kMantissa, int kBias>
-uint16_t narrow_f64(double value) {
-  constexpr uint64_t kInf = uint64_t{0x7ff} << 52;
-  constexpr uint16_t kNarrowInf = 0x7fff >> kMantissa << kMantissa;
-  const uint64_t bits = std::bit_cast<uint64_t>(value);
-  const uint64_t magnitude = bits & ~(uint64_t{1} << 63);
-  const uint16_t sign = static_cast<uint16_t>(bits >> 48 & 0x8000u);
-  if (magnitude > kInf) {
-    const uint64_t payload = (magnitude | uint64_t{1} << 51) >> (52 - kMantissa);
-    return static_cast<uint16_t>(sign | kNarrowInf | (payload & ((1u << kMantissa) - 1)));
-  }
-  // The exponent field the result would have; below 1 it is subnormal and loses that many more bits.
-  const int exponent = static_cast<int>(magnitude >> 52) - 1023 + kBias;
-  if (exponent > 0x7fff >> kMantissa) return sign | kNarrowInf;
-  const int shift = std::min(52 - kMantissa + std::max(0, 1 - exponent), 54);
-  const uint64_t significand = (magnitude & ((uint64_t{1} << 52) - 1)) | uint64_t{1} << 52;
-  const uint64_t kept = significand >> shift;
-  const uint64_t rest = significand & ((uint64_t{1} << shift) - 1);
-  const uint64_t half = uint64_t{1} << (shift - 1);
-  const uint64_t rounded = kept + (rest > half || (rest == half && (kept & 1)));
-  // The leading bit of a normal significand adds one to the exponent field; so does a carry from rounding,
-  // which turns the largest finite number into infinity.
-  const uint64_t field = exponent >= 1 ? static_cast<uint64_t>(exponent - 1) << kMantissa : 0;
-  return static_cast<uint16_t>(sign | std::min<uint64_t>(field + rounded, kNarrowInf));
 }
 
 void from_f64(const double* source, DType to, void* destination, size_t numel) {

@@ -1,14 +1,14 @@
 // CPU form of the reductions (contract: reduce.h). combine() is the one primitive, out = a op b on arrays:
 // reduce_into is one call of it, reduce_many calls it on blocks that stay in L1.
 //
-// Integer sums and products run on the unsigned type, where wrapping is defined. f16 and bf16 run on f32
-// blocks on the stack, through the array conversions of half.h.
+// f16 and bf16 run on f32 blocks on the stack, through the array conversions of half.h.
 #include "csrc/kernels/reduce.h"
 
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
 
+#include "csrc/kernels/arithmetic/reduce.h"
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cpu/half.h"
 
@@ -17,53 +17,6 @@ namespace {
 
 // What reduce_many takes from each array at a time.
 constexpr size_t kBlockBytes = 8192;
-
-template <typename T>
-using Wrapping = typename std::conditional_t<std::is_integral_v<T>, std::make_unsigned<T>, std::type_identity<T>>::type;
-
-struct Sum {
-  template <typename T>
-  BAGUA_INLINE T operator()(T a, T b) const {
-    return static_cast<T>(Wrapping<T>(a) + Wrapping<T>(b));
-  }
-};
-struct Product {
-  template <typename T>
-  BAGUA_INLINE T operator()(T a, T b) const {
-    return static_cast<T>(Wrapping<T>(a) * Wrapping<T>(b));
-  }
-};
-// A NaN in b makes the comparison false and takes b; a NaN in a takes a. For integers a != a is nothing.
-struct Min {
-  template <typename T>
-  BAGUA_INLINE T operator()(T a, T b) const {
-    return ((a <= b) | (a != a)) ? a : b;
-  }
-};
-struct Max {
-  template <typename T>
-  BAGUA_INLINE T operator()(T a, T b) const {
-    return ((a >= b) | (a != a)) ? a : b;
-  }
-};
-struct BitAnd {
-  template <typename T>
-  BAGUA_INLINE T operator()(T a, T b) const {
-    return static_cast<T>(a & b);
-  }
-};
-struct BitOr {
-  template <typename T>
-  BAGUA_INLINE T operator()(T a, T b) const {
-    return static_cast<T>(a | b);
-  }
-};
-struct BitXor {
-  template <typename T>
-  BAGUA_INLINE T operator()(T a, T b) const {
-    return static_cast<T>(a ^ b);
-  }
-};
 
 template <typename T, typename Operator>
 BAGUA_INLINE void map(Operator apply, const T* a, const T* b, T* out, size_t numel) {
@@ -113,7 +66,7 @@ BAGUA_MULTIVERSION void multiply(float* data, float factor, size_t numel) {
   for (size_t i = 0; i < numel; ++i) data[i] *= factor;
 }
 BAGUA_MULTIVERSION void multiply(float* data, double factor, size_t numel) {
-  for (size_t i = 0; i < numel; ++i) data[i] = static_cast<float>(static_cast<double>(data[i]) * factor);
+  for (size_t i = 0; i < numel; ++i) data[i] = finish(data[i], factor);
 }
 BAGUA_MULTIVERSION void multiply(double* data, double factor, size_t numel) {
   for (size_t i = 0; i < numel; ++i) data[i] *= factor;
@@ -187,9 +140,6 @@ void reduce_many_as(ReduceOp op, const Arrays& arrays, size_t numel) {
     copy_to_others(arrays, begin * sizeof(T), count * sizeof(T));
   }
 }
-
-BAGUA_INLINE float finish(float sum, float factor) { return sum * factor; }
-BAGUA_INLINE float finish(float sum, double factor) { return static_cast<float>(static_cast<double>(sum) * factor); }
 
 // In place is right: an element of every source is read before that element of any destination is written.
 template <int kSources, int kDestinations, typename Factor>

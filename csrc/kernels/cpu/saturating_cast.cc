@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "csrc/kernels/arithmetic/saturating_cast.h"
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cpu/block_codec.h"
 #include "csrc/kernels/cpu/half.h"
@@ -12,22 +13,14 @@
 namespace bagua::kernels::cpu {
 namespace {
 
-constexpr uint32_t kLargestF16 = std::bit_cast<uint32_t>(65504.0f);
-constexpr uint32_t kLargestBF16 = 0x7f7f0000u;
-constexpr uint32_t kQuietNan = 0x7fc00000u;  // narrows to 0x7e00 in f16 and 0x7fc0 in bf16
-
 // destination[i] = source[i] clamped to +-largest, or NaN; returns how many were not finite. `source` and
 // `destination` may be equal. numel is at most a block, so the count fits the lanes of f32.
 BAGUA_MULTIVERSION uint32_t clamp_block(const float* source, float* destination, size_t numel, uint32_t largest) {
   uint32_t num_nonfinite = 0;
   BAGUA_ELEMENTWISE
   for (size_t i = 0; i < numel; ++i) {
-    const uint32_t bits = std::bit_cast<uint32_t>(source[i]);
-    const uint32_t magnitude = bits & kF32Abs;
-    const uint32_t nonfinite = magnitude >= kF32Inf;
-    const uint32_t clamped = (magnitude < largest ? magnitude : largest) | (bits & ~kF32Abs);
-    destination[i] = std::bit_cast<float>(select(nonfinite, kQuietNan, clamped));
-    num_nonfinite += nonfinite;
+    num_nonfinite += is_nonfinite(source[i]);
+    destination[i] = clamp_finite(source[i], largest);
   }
   return num_nonfinite;
 }
@@ -60,7 +53,7 @@ void saturating_cast(DType from, const void* source, DType to, void* destination
                      uint64_t* num_nonfinite) {
   const auto widen = from == DType::kF16 ? widen_f16 : widen_bf16;
   const auto narrow = to == DType::kF16 ? narrow_f16 : narrow_bf16;
-  const uint32_t largest = to == DType::kF16 ? kLargestF16 : kLargestBF16;
+  const uint32_t largest = largest_of(to);
   unaligned_u16* narrowed = static_cast<unaligned_u16*>(destination);
   alignas(64) float block[kHalfBlockNumel];
   uint64_t total = 0;

@@ -92,7 +92,7 @@ void delete_block(void* context) noexcept {
       wait_for(janitor, block->stream);
       for (const bagua::Stream& stream : block->uses) wait_for(janitor, stream);
       last = janitor;
-    } catch (const std::exception&) {  // the device has failed
+    } catch (const std::exception&) {  // the device has failed, or a stream was destroyed
     }
   }
   runtime().free(block->memory, last);
@@ -207,8 +207,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return native(stream).handle; }
   bool queryStream(const c10::Stream& stream) const override { return runtime().is_idle(native(stream)); }
-  void synchronizeStream(const c10::Stream& stream) const override { runtime().synchronize(native(stream)); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    ++num_host_waits();
+    runtime().synchronize(native(stream));
+  }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
+    ++num_host_waits();
     runtime().synchronize(native_device(resolved({kType, index}).index()));
   }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
@@ -227,6 +231,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override { return event == nullptr || runtime().is_done(event); }
   void synchronizeEvent(void* event) const override {
+    ++num_host_waits();
     if (event != nullptr) runtime().synchronize(event);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
@@ -275,6 +280,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 [[maybe_unused]] const bool hooks_registered = (at::RegisterPrivateUse1HooksInterface(new Hooks), true);
 
 }  // namespace
+
+std::atomic<uint64_t>& num_host_waits() {
+  static std::atomic<uint64_t> count{0};
+  return count;
+}
 
 bagua::device::EmulatedRuntime& runtime() {
   static auto& made = *new bagua::device::EmulatedRuntime(kNumDevices);

@@ -5,6 +5,9 @@
 // record_stream() lets it live until the recorded ones have come as far, too.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
+
 #include <c10/core/Allocator.h>
 #include <c10/core/Stream.h>
 
@@ -24,6 +27,9 @@ inline constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 
 // Never destroyed: tensors outlive every static at exit.
 bagua::device::EmulatedRuntime& runtime();
+// How often the host has been told to wait for a device: by a copy, for a number, or explicitly. That the CPU computes
+// operators, and so waits for their operands, does not count.
+std::atomic<uint64_t>& num_host_waits();
 
 c10::DeviceIndex current_device();
 // Of the device, -1: of the current one.

@@ -27,9 +27,13 @@ PYBIND11_MODULE(BAGUA_EMULATED_MODULE, m) {
     counters["pinned_bytes"] = now.pinned_bytes;
     counters["num_streams"] = now.num_streams;
     counters["num_events"] = now.num_events;
+    counters["num_host_waits"] = emulated::num_host_waits().load();
     return counters;
   });
-  m.def("reset_counters", [] { runtime().reset_counters(); });
+  m.def("reset_counters", [] {
+    runtime().reset_counters();
+    emulated::num_host_waits() = 0;
+  });
   m.def("set_delay",
         [](double seconds) { runtime().set_delay(std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9))); });
   m.def("limit_memory", [](size_t bytes) { runtime().limit_memory(bytes); });

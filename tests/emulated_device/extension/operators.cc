@@ -105,6 +105,11 @@ void write_late(const at::Tensor& to, const at::Tensor& from) {
 
 // ---- copies -------------------------------------------------------------------------------------------------------
 
+void wait_on_host(const bagua::Stream stream) {
+  ++num_host_waits();
+  runtime().synchronize(stream);
+}
+
 void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const bagua::Stream stream = stream_of(from);
   if (is_computing) {
@@ -117,13 +122,13 @@ void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blockin
   if (have_one_layout(from, to) && runtime().is_pinned(to.const_data_ptr())) {
     runtime().copy_to_host(to.data_ptr(), from.const_data_ptr(), bytes, stream);
     record_use(to.storage().data_ptr(), current_stream(from.device().index()));
-    if (!non_blocking) runtime().synchronize(stream);
+    if (!non_blocking) wait_on_host(stream);
     return;
   }
   const std::unique_ptr<void, void (*)(void*)> pinned(runtime().allocate_pinned(bytes),
                                                       [](void* memory) { runtime().free_pinned(memory); });
   runtime().copy_to_host(pinned.get(), from.const_data_ptr(), bytes, stream);
-  runtime().synchronize(stream);
+  wait_on_host(stream);
   to.copy_(at::from_blob(pinned.get(), from.sizes(), from.strides(), from.options().device(at::kCPU)));
 }
 
@@ -144,7 +149,7 @@ void copy_from_host(const at::Tensor& from, const at::Tensor& to, bool non_block
     runtime().copy_from_host(to.data_ptr(), pinned, bytes, stream);
     runtime().call(stream, "free_pinned", [pinned] { runtime().free_pinned(pinned); });
   }
-  if (!non_blocking) runtime().synchronize(stream);
+  if (!non_blocking) wait_on_host(stream);
 }
 
 bool overlap(const at::Tensor& a, const at::Tensor& b) {

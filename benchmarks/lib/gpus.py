@@ -1,0 +1,103 @@
+"""What the benchmarks of GPUs share: which device, what it is, and where results may go.
+
+`--device emulated` runs the same script on the emulated device of the tests, to see that it works where there is no
+GPU: kernels are the host's there, so what it prints says nothing, and nothing of it is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import report
+
+CUDA, EMULATED = "cuda", "emulated"
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options of all benchmarks, and the device."""
+    options = report.parser(description)
+    options.add_argument(
+        "--device", choices=(CUDA, EMULATED), default=CUDA, help="emulated: to see that the script works; no results"
+    )
+    return options
+
+
+def need(script: str, device: str) -> None:
+    """Ends the script, as skipped, where there is no such device."""
+    import torch
+
+    if device == CUDA and not torch.cuda.is_available():
+        print(f"{script} SKIPPED: torch sees no CUDA device.")
+        sys.exit(report.SKIPPED)
+
+
+def use(device: str, index: int = 0) -> Any:
+    """The torch.device, ready and current in this process."""
+    import torch
+
+    if device == EMULATED:
+        import tests.emulated_device as emulated
+
+        emulated.load()
+        emulated.set_delay(0)
+    torch.accelerator.set_device_index(index)
+    return torch.device(device, index)
+
+
+def facts(device: str) -> dict[str, str]:
+    """For a result's header: the GPU, its driver, and what is built for it. In the process that measures nothing."""
+    import torch
+
+    if device == EMULATED:
+        return {"gpu": "NONE: the emulated device of the tests; these figures mean nothing"}
+    properties = torch.cuda.get_device_properties(0)
+    memory = f"{properties.total_memory / 2**30:.0f} GiB"
+    gpu = f"{properties.name}, {memory}, compute capability {properties.major}.{properties.minor}"
+    release = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", _DRIVER.read_text()) if _DRIVER.exists() else None
+    return {
+        "gpu": gpu,
+        "driver": release[1] if release else "unknown",
+        "cuda": f"torch's {torch.version.cuda}, NCCL {'.'.join(map(str, nccl_version()))}",
+    }
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Of the NCCL that torch has; (0,) where it has none."""
+    import torch
+
+    try:
+        return tuple(torch.cuda.nccl.version())
+    except AttributeError:
+        return (0,)
+
+
+class Report(report.Report):
+    """A report whose files are written for a GPU only."""
+
+    def __init__(
+        self,
+        script: str,
+        question: str,
+        args: argparse.Namespace,
+        setup: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._device = args.device
+        super().__init__(script, question, args, {**facts(args.device), **(setup or {})})
+
+    def write(self, figure: Any = None) -> None:
+        if self._device == EMULATED:
+            print("not written: the device is emulated")
+        else:
+            super().write(figure)
+
+
+def verdict(result: report.Report, missed: Sequence[str], target: str) -> int:
+    """Says whether all cases reach the target; the script's exit status, 1 where one does not."""
+    result.say(f"Missed, {target}: {', '.join(missed)}." if missed else f"All cases reach the target, {target}.")
+    return 1 if missed else 0

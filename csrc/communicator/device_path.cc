@@ -1,0 +1,143 @@
+// The agreement of ranks about their devices; see device_path.h.
+#include "csrc/communicator/device_path.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+
+#include "csrc/common/error.h"
+#include "csrc/device/runtime.h"
+
+namespace bagua {
+namespace {
+
+template <size_t kBytes>
+void copy_text(char (&to)[kBytes], const std::string& text) {
+  const size_t count = std::min(kBytes - 1, text.size());
+  std::memcpy(to, text.data(), count);
+  to[count] = '\0';
+}
+
+// What a rank received may lack its end.
+template <size_t kBytes>
+std::string text_of(const char (&from)[kBytes]) {
+  return std::string(from, strnlen(from, kBytes));
+}
+
+std::string rank_text(size_t rank) { return "rank " + std::to_string(rank); }
+
+std::optional<size_t> who_asks(const std::vector<DeviceNote>& notes, DeviceChoice choice) {
+  for (size_t r = 0; r < notes.size(); ++r) {
+    if (notes[r].asked == choice) return r;
+  }
+  return std::nullopt;
+}
+
+// What keeps the ranks from the transport; empty: nothing.
+std::string obstacle(const std::vector<DeviceNote>& notes, const DeviceTransportSource& source) {
+  std::string lacking;
+  for (size_t r = 0; r < notes.size(); ++r) {
+    if (notes[r].version != 0) continue;
+    if (!lacking.empty()) lacking += "; ";
+    lacking += rank_text(r) + " has no usable " + source.name() + ": " + text_of(notes[r].why_not);
+  }
+  if (!lacking.empty()) return lacking;
+  for (size_t r = 1; r < notes.size(); ++r) {
+    // It connects equal versions only.
+    if (notes[r].version != notes[0].version) {
+      return rank_text(0) + " has " + source.name() + " " + source.version_name(notes[0].version) + ", " +
+             rank_text(r) + " has " + source.version_name(notes[r].version);
+    }
+    for (size_t other = 0; other < r; ++other) {
+      if (text_of(notes[r].device_id) == text_of(notes[other].device_id)) {
+        return "ranks " + std::to_string(other) + " and " + std::to_string(r) + " share the device " +
+               text_of(notes[r].device_id) + ", and " + source.name() + " needs one for each";
+      }
+    }
+  }
+  return "";
+}
+
+}  // namespace
+
+DeviceChoice device_choice_from(const std::string& name) {
+  if (name == "auto") return DeviceChoice::kAuto;
+  if (name == "nccl") return DeviceChoice::kNative;
+  if (name == "staged") return DeviceChoice::kStaged;
+  throw Error(ErrorKind::kInvalidArgument, "device_transport is '" + name + "', expected 'auto', 'nccl' or 'staged'");
+}
+
+DeviceDecision decide_device_path(const std::vector<DeviceNote>& notes, const DeviceTransportSource& source) {
+  const auto native = who_asks(notes, DeviceChoice::kNative), staged = who_asks(notes, DeviceChoice::kStaged);
+  if (native && staged) {
+    throw Error(ErrorKind::kInvalidArgument, rank_text(*native) + " asks for " + source.name() + " and " +
+                                                 rank_text(*staged) +
+                                                 " for staging; ask for the same on all ranks of a group");
+  }
+  if (staged) return {false, rank_text(*staged) + " asks for it"};
+  const std::string why = obstacle(notes, source);
+  if (why.empty()) return {true, ""};
+  if (native) {
+    throw Error(ErrorKind::kInvalidArgument, rank_text(*native) + " asks for " + source.name() + ", but " + why +
+                                                 "; ask for 'auto' or 'staged' to go on without");
+  }
+  return {false, why};
+}
+
+DeviceTransport* DevicePath::enter(Device device) {
+  if (!is_chosen_) {
+    choose(device);
+    return transport_.get();
+  }
+  if (transport_ == nullptr) return nullptr;
+  if (device != transport_->device()) {
+    throw Error(ErrorKind::kInvalidArgument,
+                "tensors are on " + device_name(device) + ", but group '" + group_.ranks.group + "' has connected " +
+                    device_name(transport_->device()) + " of this rank by " + source_->name() +
+                    "; use one device per rank, or ask for 'staged'",
+                group_.ranks.rank);
+  }
+  group_.exchange(nullptr, 0);
+  return transport_.get();
+}
+
+void DevicePath::choose(Device device) {
+  std::vector<DeviceNote> notes(static_cast<size_t>(group_.ranks.size));
+  DeviceNote& mine = notes[static_cast<size_t>(group_.ranks.rank)];
+  mine.asked = asked_;
+  mine.kind = device.kind;
+  copy_text(mine.device_id, device::runtime_of(device).device_id(device));
+  std::string why_not;
+  if (asked_ != DeviceChoice::kStaged) mine.version = source_->version(device, &why_not);
+  copy_text(mine.why_not, why_not);
+  const uint32_t version = mine.version;
+  group_.exchange(notes.data(), sizeof(DeviceNote));
+  const DeviceDecision decision = decide_device_path(notes, *source_);
+  if (decision.is_native) {
+    connect(device);
+    describe(std::string(source_->name()) + " " + source_->version_name(version));
+  } else {
+    describe("staged: " + decision.why);
+  }
+  is_chosen_ = true;
+}
+
+// The key travels on the channels, whose other ends are authenticated.
+void DevicePath::connect(Device device) {
+  std::vector<DeviceTransportSource::Key> keys(static_cast<size_t>(group_.ranks.size));
+  if (group_.ranks.rank == 0) keys[0] = source_->make_key();
+  group_.exchange(keys.data(), sizeof keys[0]);
+  transport_ = source_->connect(group_.ranks.rank, group_.ranks.size, keys[0], device, group_.pause);
+}
+
+std::string DevicePath::description() const {
+  std::lock_guard lock(mutex_);
+  return description_;
+}
+
+void DevicePath::describe(std::string text) {
+  std::lock_guard lock(mutex_);
+  description_ = std::move(text);
+}
+
+}  // namespace bagua

@@ -1,0 +1,262 @@
+// The CUDA kernels of the block-wise codecs, on fibres: bit for bit what the CPU's give, over types, sizes,
+// misalignments, values that break others, contributions and residuals, between pages that fault.
+#include <functional>
+
+#include "csrc/codecs/block_codec.h"
+#include "csrc/tests/test_kernels_cuda.h"
+
+#define cuda cuda_on_fibres
+#include "csrc/kernels/cuda/minmax_uint8.cu"
+#include "csrc/kernels/cuda/onebit.cu"
+#include "csrc/kernels/cuda/qsgd.cu"
+#include "csrc/kernels/cuda/topk.cu"
+#undef cuda
+
+namespace bagua {
+namespace {
+
+using cuda_emulation::counters;
+using kernels::Contributions;
+using kernels::Residual;
+using testing::expect_bits;
+using testing::GuardedArray;
+using testing::kCudaStream;
+using testing::store_real;
+using testing::values_of_kind;
+
+constexpr Stream kCpu{};
+constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
+constexpr size_t kSizes[] = {0, 1, 2, 3, 5, 31, 33, 1023, 1025, 2047, 2048, 2049, 4096 + 77};
+constexpr CounterRng kRng{0x1234567890abcdefu, 6 * 2048};
+
+struct Case {
+  std::string name;
+  BlockKernels host, device;
+};
+
+// `coder` and `decoder` bind what stands before the arguments that all codecs take.
+#define BAGUA_BLOCK_KERNELS(space, name, wire_bytes, coder, decoder)                                  \
+  BlockKernels {                                                                                      \
+    2048, wire_bytes, coder(kernels::space name##_encode), decoder(kernels::space name##_decode),     \
+        decoder(kernels::space name##_decode_add), coder(kernels::space name##_encode_with_residual), \
+        coder(kernels::space name##_reduce_encode)                                                    \
+  }
+#define BAGUA_CASE(label, name, wire_bytes, coder, decoder)                     \
+  Case {                                                                        \
+    label, BAGUA_BLOCK_KERNELS(, name, wire_bytes, coder, decoder),             \
+        BAGUA_BLOCK_KERNELS(cuda_on_fibres::, name, wire_bytes, coder, decoder) \
+  }
+
+const std::vector<Case>& cases() {
+  static const std::vector<Case> all = [] {
+    const auto drawless = [](auto function) { return without_rng(function); };
+    const auto plain = [](auto function) { return function; };
+    std::vector<Case> list = {
+        BAGUA_CASE("minmax_uint8", minmax_uint8, kernels::minmax_uint8_wire_bytes, drawless, plain),
+        BAGUA_CASE("onebit", onebit, kernels::onebit_wire_bytes, drawless, plain),
+    };
+    for (int bits : {8, 4, 2}) {
+      const auto wire_bytes = [bits](size_t numel) { return kernels::qsgd_wire_bytes(numel, bits); };
+      const auto bound = [bits](auto function) { return std::bind_front(function, bits); };
+      list.push_back(BAGUA_CASE("qsgd:bits=" + std::to_string(bits), qsgd, wire_bytes, bound, bound));
+    }
+    for (int k : {8, 32, 256}) {
+      const auto wire_bytes = [k](size_t numel) { return kernels::topk_wire_bytes(numel, k); };
+      const auto bound = [k](auto function) { return std::bind_front(function, k); };
+      const auto coder = [k](auto function) { return without_rng(std::bind_front(function, k)); };
+      list.push_back(BAGUA_CASE("topk:k=" + std::to_string(k), topk, wire_bytes, coder, bound));
+    }
+    return list;
+  }();
+  return all;
+}
+
+// Skews are even bytes where the type asks for it: f32 is aligned to the element.
+size_t skew_of(DType dtype, size_t skew) { return dtype == DType::kF32 ? 4 * skew % 16 : skew; }
+
+std::vector<uint8_t> stored(DType dtype, const std::vector<float>& values) {
+  std::vector<uint8_t> bytes(values.size() * item_bytes(dtype));
+  for (size_t i = 0; i < values.size(); ++i) store_real(dtype, bytes.data(), i, values[i]);
+  return bytes;
+}
+
+// The body makes one launch, or none of nothing.
+template <typename Body>
+void expect_one_launch(size_t numel, Body body) {
+  const size_t before = counters.num_launches;
+  body();
+  EXPECT_EQ(counters.num_launches - before, numel > 0 ? 1u : 0u);
+  EXPECT_TRUE(numel == 0 || counters.launched_in == kCudaStream.handle);
+}
+
+class CudaCodecs : public ::testing::TestWithParam<size_t> {
+ protected:
+  void SetUp() override { BAGUA_SKIP_WITHOUT_FIBRES(); }
+  const Case& codec() const { return cases()[GetParam()]; }
+
+  void expect_encode_and_decode(DType dtype, const std::vector<float>& values, size_t skew) const;
+  void expect_encode_with_residual(DType dtype, const std::vector<float>& values, DType residual_dtype, bool in_place,
+                                   bool has_in, size_t skew) const;
+  void expect_reduce_encode(DType sent, int count, double factor, size_t numel, int kind, const Residual& residual_like,
+                            bool in_place, size_t skew) const;
+};
+
+void CudaCodecs::expect_encode_and_decode(DType dtype, const std::vector<float>& values, size_t skew) const {
+  const size_t numel = values.size(), wire_bytes = codec().host.wire_bytes(numel);
+  const std::vector<uint8_t> source = stored(dtype, values);
+  std::vector<uint8_t> bytes(wire_bytes), decoded(source.size());
+  std::vector<float> sums(numel, -0.0f);
+  uint64_t num_nonfinite = 7;
+  codec().host.encode(dtype, source.data(), numel, bytes.data(), kRng, &num_nonfinite, kCpu);
+  codec().host.decode(dtype, bytes.data(), numel, decoded.data(), kCpu);
+  codec().host.decode_add(bytes.data(), numel, sums.data(), kCpu);
+
+  GuardedArray device_source(source.size(), skew_of(dtype, skew)), device_bytes(wire_bytes, skew);
+  GuardedArray device_decoded(source.size(), skew_of(dtype, skew)), device_sums(numel * 4, skew_of(DType::kF32, skew));
+  device_source.assign(source.data());
+  uint64_t device_num_nonfinite = 7;
+  expect_one_launch(numel, [&] {
+    codec().device.encode(dtype, device_source.data(), numel, device_bytes.data(), kRng, &device_num_nonfinite,
+                          kCudaStream);
+  });
+  EXPECT_EQ(device_num_nonfinite, num_nonfinite);
+  ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kU8, device_bytes, bytes, false, "a byte of the message"));
+  expect_one_launch(
+      numel, [&] { codec().device.decode(dtype, device_bytes.data(), numel, device_decoded.data(), kCudaStream); });
+  ASSERT_NO_FATAL_FAILURE(expect_bits(dtype, device_decoded, decoded, false, "what is decoded"));
+  for (size_t i = 0; i < numel; ++i) device_sums.as<float>()[i] = -0.0f;
+  expect_one_launch(
+      numel, [&] { codec().device.decode_add(device_bytes.data(), numel, device_sums.as<float>(), kCudaStream); });
+  expect_bits(DType::kF32, device_sums, stored(DType::kF32, sums), true, "a sum");
+}
+
+TEST_P(CudaCodecs, EncodeAndDecodeAreTheCpus) {
+  size_t turn = 0;
+  for (DType dtype : kTypes) {
+    for (size_t numel : kSizes) {
+      for (int kind = 0; kind < testing::kNumKinds; ++kind, ++turn) {
+        SCOPED_TRACE(codec().name + " " + std::string(dtype_name(dtype)) + " " + std::to_string(numel) + " kind " +
+                     std::to_string(kind) + " skew " + std::to_string(turn % 5));
+        expect_encode_and_decode(dtype, values_of_kind(kind, dtype, numel, turn), turn % 5);
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+void CudaCodecs::expect_encode_with_residual(DType dtype, const std::vector<float>& values, DType residual_dtype,
+                                             bool in_place, bool has_in, size_t skew) const {
+  const size_t numel = values.size(), wire_bytes = codec().host.wire_bytes(numel);
+  const std::vector<uint8_t> source = stored(dtype, values);
+  const std::vector<uint8_t> residual = stored(residual_dtype, testing::random_values(residual_dtype, numel, 5));
+  std::vector<uint8_t> bytes(wire_bytes), left(residual.size());
+  uint64_t num_nonfinite = 0, device_num_nonfinite = 0;
+  codec().host.encode_with_residual(dtype, source.data(),
+                                    {has_in ? residual.data() : nullptr, left.data(), residual_dtype}, numel,
+                                    bytes.data(), kRng, &num_nonfinite, kCpu);
+
+  const size_t residual_skew = skew_of(residual_dtype, skew);
+  GuardedArray device_source(source.size(), skew_of(dtype, skew)), device_bytes(wire_bytes, skew);
+  GuardedArray device_in(residual.size(), residual_skew), device_out(residual.size(), residual_skew);
+  device_source.assign(source.data());
+  device_in.assign(residual.data());
+  const GuardedArray& renewed = in_place ? device_in : device_out;
+  const Residual device_residual{has_in ? device_in.data() : nullptr, renewed.data(), residual_dtype};
+  expect_one_launch(numel, [&] {
+    codec().device.encode_with_residual(dtype, device_source.data(), device_residual, numel, device_bytes.data(), kRng,
+                                        &device_num_nonfinite, kCudaStream);
+  });
+  EXPECT_EQ(device_num_nonfinite, num_nonfinite);
+  ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kU8, device_bytes, bytes, false, "a byte of the message"));
+  expect_bits(residual_dtype, renewed, left, true, "a residual");
+}
+
+TEST_P(CudaCodecs, EncodeWithResidualIsTheCpus) {
+  size_t turn = 0;
+  for (DType dtype : kTypes) {
+    for (size_t numel : kSizes) {
+      for (int kind : {0, 1, 4, 5, 6, 8}) {
+        const DType residual_dtype = turn % 2 ? DType::kF32 : DType::kBF16;
+        const bool in_place = turn / 2 % 2, has_in = turn % 7 != 0;
+        SCOPED_TRACE(codec().name + " " + std::string(dtype_name(dtype)) + " " + std::to_string(numel) + " kind " +
+                     std::to_string(kind) + ", turn " + std::to_string(turn));
+        expect_encode_with_residual(dtype, values_of_kind(kind, dtype, numel, turn), residual_dtype, in_place, has_in,
+                                    turn % 5);
+        if (HasFailure()) return;
+        ++turn;
+      }
+    }
+  }
+}
+
+// `residual_like` says whether there is one, with an `in`, and of which type.
+void CudaCodecs::expect_reduce_encode(DType sent, int count, double factor, size_t numel, int kind,
+                                      const Residual& residual_like, bool in_place, size_t skew) const {
+  const size_t wire_bytes = codec().host.wire_bytes(numel), stride = wire_bytes + skew;
+  std::vector<uint8_t> codes(stride * static_cast<size_t>(count));
+  for (int rank = 0; rank < count; ++rank) {
+    const int rank_kind = rank == count / 2 ? kind : 0;  // one of them is odd
+    const std::vector<uint8_t> source =
+        stored(sent, values_of_kind(rank_kind, sent, numel, 90 + static_cast<uint64_t>(rank)));
+    codec().host.encode(sent, source.data(), numel, codes.data() + stride * static_cast<size_t>(rank),
+                        {static_cast<uint64_t>(rank), 0}, nullptr, kCpu);
+  }
+  const DType residual_dtype = residual_like.dtype;
+  const std::vector<uint8_t> residual = stored(residual_dtype, testing::random_values(residual_dtype, numel, 6));
+  std::vector<uint8_t> bytes(wire_bytes), left(residual.size());
+  uint64_t num_nonfinite = 0, device_num_nonfinite = 0;
+  Residual host_residual{residual_like.in == nullptr ? nullptr : residual.data(), left.data(), residual_dtype};
+  if (!residual_like.is_on()) host_residual = {};
+  codec().host.reduce_encode({codes.data(), stride, count}, factor, host_residual, numel, bytes.data(), kRng,
+                             &num_nonfinite, kCpu);
+
+  const size_t residual_skew = skew_of(residual_dtype, skew);
+  GuardedArray device_codes(codes.size(), skew), device_bytes(wire_bytes, skew);
+  GuardedArray device_in(residual.size(), residual_skew), device_out(residual.size(), residual_skew);
+  device_codes.assign(codes.data());
+  device_in.assign(residual.data());
+  const GuardedArray& renewed = in_place ? device_in : device_out;
+  Residual device_residual{residual_like.in == nullptr ? nullptr : device_in.data(), renewed.data(), residual_dtype};
+  if (!residual_like.is_on()) device_residual = {};
+  expect_one_launch(numel, [&] {
+    codec().device.reduce_encode({device_codes.data(), stride, count}, factor, device_residual, numel,
+                                 device_bytes.data(), kRng, &device_num_nonfinite, kCudaStream);
+  });
+  EXPECT_EQ(device_num_nonfinite, num_nonfinite);
+  ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kU8, device_bytes, bytes, false, "a byte of the message"));
+  if (residual_like.is_on()) expect_bits(residual_dtype, renewed, left, true, "a residual");
+}
+
+TEST_P(CudaCodecs, ReduceEncodeIsTheCpus) {
+  int something = 0;
+  const Residual kinds[] = {{},
+                            {&something, &something, DType::kF32},
+                            {&something, &something, DType::kBF16},
+                            {nullptr, &something, DType::kF32}};
+  size_t turn = 0;
+  for (size_t numel : kSizes) {
+    for (int count = 1; count <= 9; ++count, ++turn) {
+      const double factor = turn % 3 ? 1.0 / count : 1.0;
+      SCOPED_TRACE(codec().name + " " + std::to_string(numel) + " of " + std::to_string(count) + ", turn " +
+                   std::to_string(turn));
+      expect_reduce_encode(kTypes[turn % 3], count, factor, numel, static_cast<int>(turn) % testing::kNumKinds,
+                           kinds[turn % 4], turn % 8 < 4, turn % 5);
+      if (HasFailure()) return;
+    }
+  }
+  // More than there are decoders at a time.
+  expect_reduce_encode(DType::kF32, 70, 1.0 / 70, 2048 + 9, 0, kinds[1], true, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, CudaCodecs, ::testing::Range(size_t{0}, size_t{8}), [](const auto& info) {
+  std::string name = cases()[info.param].name;
+  for (char& letter : name) {
+    if (letter == ':' || letter == '=') letter = '_';
+  }
+  return name;
+});
+
+TEST(CudaCodecsTable, NamesAllCases) { EXPECT_EQ(cases().size(), 8u); }
+
+}  // namespace
+}  // namespace bagua

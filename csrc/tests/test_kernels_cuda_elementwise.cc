@@ -1,0 +1,375 @@
+// The elementwise CUDA kernels, on fibres: bit for bit what the CPU's give, over types, sizes, misalignments and
+// numbers of arrays, between pages that fault; how all kernels are launched, and on which device.
+#include <cmath>
+#include <functional>
+#include <memory>
+
+#include "csrc/kernels/backend.h"
+#include "csrc/kernels/cast.h"
+#include "csrc/kernels/copy_to_cold.h"
+#include "csrc/kernels/nonfinite.h"
+#include "csrc/kernels/reduce.h"
+#include "csrc/kernels/saturating_cast.h"
+#include "csrc/kernels/subtract.h"
+#include "csrc/kernels/weighted_sum.h"
+#include "csrc/tests/test_kernels_cuda.h"
+
+#define cuda cuda_on_fibres
+#include "csrc/kernels/cuda/cast.cu"
+#include "csrc/kernels/cuda/copy_to_cold.cu"
+#include "csrc/kernels/cuda/nonfinite.cu"
+#include "csrc/kernels/cuda/reduce.cu"
+#include "csrc/kernels/cuda/saturating_cast.cu"
+#include "csrc/kernels/cuda/subtract.cu"
+#include "csrc/kernels/cuda/weighted_sum.cu"
+#undef cuda
+
+namespace bagua {
+namespace {
+
+using cuda_emulation::counters;
+using kernels::Residual;
+using testing::expect_bits;
+using testing::fill_random;
+using testing::GuardedArray;
+using testing::kCudaStream;
+using testing::store_integer;
+
+constexpr Stream kCpu{};
+constexpr DType kFloats[] = {DType::kF32, DType::kF64, DType::kF16, DType::kBF16};
+constexpr DType kCodecTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
+constexpr size_t kSizes[] = {0, 1, 3, 7, 8, 31, 33, 511, 1025, 4096, 4099};
+
+std::vector<uint8_t> random_array(DType dtype, size_t numel, uint64_t seed) {
+  std::vector<uint8_t> bytes(numel * item_bytes(dtype));
+  fill_random(dtype, bytes.data(), numel, seed);
+  return bytes;
+}
+
+// Any pattern of bits, NaN of all kinds among them.
+std::vector<uint8_t> random_bits(DType dtype, size_t numel, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<uint8_t> bytes(numel * item_bytes(dtype));
+  for (size_t i = 0; i < numel; ++i) {
+    uint64_t bits = random();
+    if (dtype == DType::kF64 && i % 3) {  // near the numbers that f32 and the 16-bit types hold
+      const float narrow = std::bit_cast<float>(static_cast<uint32_t>(bits));
+      const double wide = static_cast<double>(narrow) * (1 + 0x1p-40 * static_cast<double>(i % 5));
+      bits = std::bit_cast<uint64_t>(std::isnan(narrow) ? std::bit_cast<double>(bits | uint64_t{0x7ff} << 52) : wide);
+    }
+    store_integer(dtype, bytes.data(), i, static_cast<int64_t>(dtype == DType::kBool ? bits & 1 : bits));
+  }
+  return bytes;
+}
+
+struct DeviceArray : GuardedArray {
+  DeviceArray(const std::vector<uint8_t>& content, size_t skew) : GuardedArray(content.size(), skew) {
+    assign(content.data());
+  }
+};
+
+class CudaElementwise : public ::testing::Test {
+ protected:
+  void SetUp() override { BAGUA_SKIP_WITHOUT_FIBRES(); }
+};
+
+TEST_F(CudaElementwise, CastsAreTheCpus) {
+  for (DType from : kFloats) {
+    for (DType to : kFloats) {
+      for (size_t numel : kSizes) {
+        for (size_t skew : {0, 1, 2}) {
+          SCOPED_TRACE(std::string(dtype_name(from)) + " to " + std::string(dtype_name(to)) + " " +
+                       std::to_string(numel) + " skew " + std::to_string(skew));
+          // Only the 16-bit types may have any alignment.
+          const auto skew_of = [&](DType dtype) {
+            return item_bytes(dtype) == 2 ? skew : skew * item_bytes(dtype) % 16;
+          };
+          const std::vector<uint8_t> source = random_bits(from, numel, numel + skew);
+          std::vector<uint8_t> expected(numel * item_bytes(to));
+          kernels::cast(from, source.data(), to, expected.data(), numel, kCpu);
+          DeviceArray device_source(source, skew_of(from));
+          GuardedArray got(expected.size(), skew_of(to));
+          kernels::cuda_on_fibres::cast(from, device_source.data(), to, got.data(), numel, kCudaStream);
+          ASSERT_NO_FATAL_FAILURE(expect_bits(to, got, expected, false, "a number"));
+          if (from == DType::kF64 || to != DType::kF32) continue;
+          std::vector<uint8_t> sums = random_array(to, numel, 9);
+          DeviceArray device_sums(sums, 4 * skew);
+          kernels::cast_add(from, source.data(), reinterpret_cast<float*>(sums.data()), numel, kCpu);
+          kernels::cuda_on_fibres::cast_add(from, device_source.data(), device_sums.as<float>(), numel, kCudaStream);
+          ASSERT_NO_FATAL_FAILURE(expect_bits(to, device_sums, sums, true, "a sum"));
+        }
+      }
+    }
+  }
+}
+
+// As many sources and destinations, the first of which are the same arrays if `in_place`; one element off if `skewed`.
+void expect_reduction(ReduceOp op, DType dtype, int num_sources, int num_destinations, size_t numel, bool in_place,
+                      bool skewed) {
+  SCOPED_TRACE(std::string(reduce_op_name(op)) + " of " + std::to_string(num_sources) + " " +
+               std::string(dtype_name(dtype)) + " " + std::to_string(numel));
+  std::vector<std::vector<uint8_t>> host_sources;
+  std::vector<std::unique_ptr<GuardedArray>> arrays;
+  std::vector<const void*> from, device_from;
+  std::vector<void*> device_to;
+  const size_t skew = skewed ? item_bytes(dtype) : 0;
+  for (int s = 0; s < num_sources; ++s) {
+    host_sources.push_back(random_array(dtype, numel, static_cast<uint64_t>(s)));
+    if (is_floating(dtype) && numel > 2)
+      testing::store_real(dtype, host_sources.back().data(), numel - 2, s == 1 ? NAN : -0.0);
+    arrays.push_back(std::make_unique<DeviceArray>(host_sources.back(), skew));
+    device_from.push_back(arrays.back()->data());
+  }
+  for (const std::vector<uint8_t>& source : host_sources) from.push_back(source.data());
+  for (int d = 0; d < num_destinations; ++d) {
+    if (!in_place || d >= num_sources)
+      arrays.push_back(std::make_unique<GuardedArray>(numel * item_bytes(dtype), skew));
+    device_to.push_back(in_place && d < num_sources ? arrays[static_cast<size_t>(d)]->data() : arrays.back()->data());
+  }
+  std::vector<uint8_t> expected(numel * item_bytes(dtype));
+  void* const to[] = {expected.data()};
+  kernels::reduce_many(op, dtype, from.data(), num_sources, to, 1, numel, kCpu);
+  kernels::cuda_on_fibres::reduce_many(op, dtype, device_from.data(), num_sources, device_to.data(), num_destinations,
+                                       numel, kCudaStream);
+  for (const auto& array : arrays) {
+    for (const void* destination : device_to) {
+      if (array->data() == destination) expect_bits(dtype, *array, expected, true, "a result");
+    }
+  }
+}
+
+TEST_F(CudaElementwise, ReductionsAreTheCpus) {
+  size_t turn = 0;
+  for (int t = 0; t < kNumDTypes; ++t) {
+    for (int o = 0; o < kNumReduceOps; ++o) {
+      if (!is_defined(static_cast<ReduceOp>(o), static_cast<DType>(t))) continue;
+      for (int num_sources = 1; num_sources <= 9; ++num_sources, ++turn) {
+        const size_t numel = kSizes[turn % std::size(kSizes)];
+        expect_reduction(static_cast<ReduceOp>(o), static_cast<DType>(t), num_sources, 1 + static_cast<int>(turn % 3),
+                         numel, turn % 2, turn % 4 == 3);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_F(CudaElementwise, ReduceIntoAndScaleAreTheCpus) {
+  size_t turn = 0;
+  for (DType dtype : kFloats) {
+    for (ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kMax}) {
+      for (size_t numel : kSizes) {
+        const size_t skew = turn++ % 2 * item_bytes(dtype);
+        std::vector<uint8_t> sums = random_array(dtype, numel, 1);
+        const std::vector<uint8_t> source = random_array(dtype, numel, 2);
+        DeviceArray device_sums(sums, skew), device_source(source, skew);
+        kernels::reduce_into(op, dtype, sums.data(), source.data(), numel, kCpu);
+        kernels::cuda_on_fibres::reduce_into(op, dtype, device_sums.data(), device_source.data(), numel, kCudaStream);
+        ASSERT_NO_FATAL_FAILURE(expect_bits(dtype, device_sums, sums, true, "a sum"));
+        for (double factor : {0.25, 1.0 / 3, 1e-300}) {
+          kernels::scale(dtype, sums.data(), factor, numel, kCpu);
+          kernels::cuda_on_fibres::scale(dtype, device_sums.data(), factor, numel, kCudaStream);
+          ASSERT_NO_FATAL_FAILURE(expect_bits(dtype, device_sums, sums, true, "a product"));
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CudaElementwise, WeightedSumsAreTheCpus) {
+  const double weights[] = {1.0 / 3, 0.5, -2.0, 1e-3, 1.0, 0.1, 0.2};
+  size_t turn = 0;
+  for (DType dtype : kFloats) {
+    for (size_t numel : kSizes) {
+      for (int num_sources : {1, 2, 3, 7}) {
+        const size_t skew = turn++ % 2 * item_bytes(dtype);
+        std::vector<std::vector<uint8_t>> host_sources;
+        std::vector<std::unique_ptr<GuardedArray>> arrays;
+        std::vector<const void*> from, device_from;
+        for (int s = 0; s < num_sources; ++s) {
+          host_sources.push_back(random_array(dtype, numel, static_cast<uint64_t>(s)));
+          arrays.push_back(std::make_unique<DeviceArray>(host_sources.back(), skew));
+          device_from.push_back(arrays.back()->data());
+        }
+        for (const std::vector<uint8_t>& source : host_sources) from.push_back(source.data());
+        std::vector<uint8_t> expected(numel * item_bytes(dtype));
+        kernels::weighted_sum(dtype, from.data(), weights, num_sources, expected.data(), numel, kCpu);
+        GuardedArray& destination = *arrays.back();  // in place
+        kernels::cuda_on_fibres::weighted_sum(dtype, device_from.data(), weights, num_sources, destination.data(),
+                                              numel, kCudaStream);
+        ASSERT_NO_FATAL_FAILURE(expect_bits(dtype, destination, expected, true, "a weighted sum"));
+      }
+    }
+  }
+}
+
+TEST_F(CudaElementwise, SubtractAndCopyAreTheCpus) {
+  for (size_t numel : kSizes) {
+    for (size_t skew : {0, 4}) {
+      std::vector<uint8_t> left = random_array(DType::kF32, numel, 3);
+      const std::vector<uint8_t> source = random_array(DType::kF32, numel, 4);
+      DeviceArray device_left(left, skew), device_source(source, 0);
+      kernels::subtract(reinterpret_cast<float*>(left.data()), reinterpret_cast<const float*>(source.data()), numel,
+                        kCpu);
+      kernels::cuda_on_fibres::subtract(device_left.as<float>(), device_source.as<float>(), numel, kCudaStream);
+      ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_left, left, false, "a difference"));
+      kernels::cuda_on_fibres::copy_to_cold(device_left.data(), device_source.data(), source.size(), kCudaStream);
+      ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_left, source, false, "a copy"));
+    }
+  }
+}
+
+TEST_F(CudaElementwise, CountsOfNonfiniteAreTheCpus) {
+  for (DType dtype : kFloats) {
+    for (size_t numel : kSizes) {
+      for (size_t stride : {1, 2, 7, 2048}) {
+        const size_t skew = stride % 2 * item_bytes(dtype);
+        std::vector<uint8_t> data = random_bits(dtype, numel, numel);
+        for (size_t i = 0; i < numel; i += 3) testing::store_real(dtype, data.data(), i, i % 2 ? HUGE_VAL : NAN);
+        DeviceArray device_data(data, skew);
+        uint64_t expected = 11, got = 11;
+        kernels::count_nonfinite(dtype, data.data(), numel, stride, &expected, kCpu);
+        kernels::cuda_on_fibres::count_nonfinite(dtype, device_data.data(), numel, stride, &got, kCudaStream);
+        ASSERT_EQ(got, expected) << dtype_name(dtype) << " " << numel << " stride " << stride;
+      }
+    }
+  }
+}
+
+TEST_F(CudaElementwise, SaturatingCastsAreTheCpus) {
+  size_t turn = 0;
+  for (DType from : kCodecTypes) {
+    for (DType to : {DType::kF16, DType::kBF16}) {
+      for (size_t numel : kSizes) {
+        for (size_t skew : {0, 1, 2}) {
+          SCOPED_TRACE(std::string(dtype_name(from)) + " to " + std::string(dtype_name(to)) + " " +
+                       std::to_string(numel) + " skew " + std::to_string(skew));
+          const size_t source_skew = from == DType::kF32 ? 4 * skew : skew;
+          const std::vector<uint8_t> source = random_bits(from, numel, ++turn);
+          std::vector<uint8_t> codes(2 * numel);
+          uint64_t count = 1, device_count = 1;
+          DeviceArray device_source(source, source_skew);
+          GuardedArray device_codes(codes.size(), skew);
+          kernels::saturating_cast(from, source.data(), to, codes.data(), numel, &count, kCpu);
+          kernels::cuda_on_fibres::saturating_cast(from, device_source.data(), to, device_codes.data(), numel,
+                                                   &device_count, kCudaStream);
+          ASSERT_NO_FATAL_FAILURE(expect_bits(to, device_codes, codes, false, "a code"));
+          ASSERT_EQ(device_count, count);
+
+          const DType residual_dtype = turn % 2 ? DType::kF32 : DType::kBF16;
+          const std::vector<uint8_t> residual = random_array(residual_dtype, numel, turn);
+          std::vector<uint8_t> left(residual.size());
+          DeviceArray device_residual(residual, residual_dtype == DType::kF32 ? 4 * skew : skew);
+          GuardedArray device_left(residual.size());
+          const bool in_place = turn % 3 == 0;
+          const GuardedArray& renewed = in_place ? static_cast<GuardedArray&>(device_residual) : device_left;
+          kernels::saturating_cast_with_residual(from, source.data(), {residual.data(), left.data(), residual_dtype},
+                                                 to, numel, codes.data(), &count, kCpu);
+          kernels::cuda_on_fibres::saturating_cast_with_residual(
+              from, device_source.data(), {device_residual.data(), renewed.data(), residual_dtype}, to, numel,
+              device_codes.data(), &device_count, kCudaStream);
+          ASSERT_NO_FATAL_FAILURE(expect_bits(to, device_codes, codes, false, "a code of a total"));
+          ASSERT_NO_FATAL_FAILURE(expect_bits(residual_dtype, renewed, left, true, "a residual"));
+          ASSERT_EQ(device_count, count);
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CudaElementwise, ReduceSaturatingCastsAreTheCpus) {
+  size_t turn = 0;
+  for (DType to : {DType::kF16, DType::kBF16}) {
+    for (size_t numel : kSizes) {
+      for (int count = 1; count <= 9; ++count, ++turn) {
+        const size_t skew = turn % 3, stride = 2 * numel + (turn % 2 ? 16 - 2 * numel % 16 : skew);
+        const double factor = turn % 2 ? 1.0 / count : 1.0;
+        std::vector<uint8_t> codes = random_bits(DType::kU8, stride * static_cast<size_t>(count), turn);
+        for (int rank = 0; rank < count; ++rank) {
+          fill_random(to, codes.data() + stride * static_cast<size_t>(rank), numel, static_cast<uint64_t>(rank));
+        }
+        if (numel > 0 && turn % 4 == 0) testing::store_real(to, codes.data(), numel / 2, NAN);
+        const std::vector<uint8_t> residual = random_array(DType::kF32, numel, turn);
+        std::vector<uint8_t> bytes(2 * numel), left(residual.size());
+        DeviceArray device_codes(codes, skew), device_residual(residual, 4 * skew);
+        GuardedArray device_bytes(bytes.size(), skew), device_left(residual.size());
+        uint64_t found = 0, device_found = 0;
+        const bool has_residual = turn % 5 != 0 && numel > 0;
+        kernels::reduce_saturating_cast({codes.data(), stride, count}, factor,
+                                        has_residual ? Residual{residual.data(), left.data(), DType::kF32} : Residual{},
+                                        to, numel, bytes.data(), &found, kCpu);
+        kernels::cuda_on_fibres::reduce_saturating_cast(
+            {device_codes.data(), stride, count}, factor,
+            has_residual ? Residual{device_residual.data(), device_left.data(), DType::kF32} : Residual{}, to, numel,
+            device_bytes.data(), &device_found, kCudaStream);
+        ASSERT_NO_FATAL_FAILURE(expect_bits(to, device_bytes, bytes, false, "a code"));
+        if (has_residual) {
+          ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_left, left, true, "a residual"));
+        }
+        ASSERT_EQ(device_found, found);
+      }
+    }
+  }
+}
+
+// A kernel runs in the stream that it was given, on that stream's device, and leaves the thread's current one alone.
+TEST_F(CudaElementwise, KernelsRunOnTheDeviceOfTheirStream) {
+  float values[8] = {1}, others[8] = {1};
+  int queue = 0;
+  const Stream third{{DeviceKind::kCuda, 3}, &queue};
+  for (int current : {0, 3}) {
+    counters.devices = {current};
+    const size_t num_launches = counters.num_launches, num_copies = counters.num_copies;
+    kernels::cuda_on_fibres::subtract(values, others, 8, third);
+    EXPECT_EQ(counters.launched_on, 3);
+    EXPECT_EQ(counters.launched_in, &queue);
+    EXPECT_EQ(counters.devices, std::vector<int>{current});
+    counters.launched_on = -1;
+    kernels::cuda_on_fibres::copy_to_cold(values, others, 32, third);
+    EXPECT_EQ(counters.launched_on, 3);
+    EXPECT_EQ(counters.devices, std::vector<int>{current});
+    EXPECT_EQ(counters.num_launches - num_launches, 1u);
+    EXPECT_EQ(counters.num_copies - num_copies, 1u);
+  }
+  counters.devices = {0};
+}
+
+TEST_F(CudaElementwise, FailedLaunchesAreErrorsOfTheDevice) {
+  float values[8] = {1}, others[8] = {1};
+  const std::function<void()> calls[] = {
+      [&] { kernels::cuda_on_fibres::subtract(values, others, 8, kCudaStream); },
+      [&] { kernels::cuda_on_fibres::copy_to_cold(values, others, 32, kCudaStream); },
+      [&] { kernels::cuda_on_fibres::cast(DType::kF32, values, DType::kF32, others, 8, kCudaStream); },
+  };
+  for (const auto& call : calls) {
+    counters.next_error = cudaErrorLaunchFailure;
+    try {
+      call();
+      FAIL() << "expected an Error";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kDevice);
+      EXPECT_NE(std::string(error.what()).find("on cuda:0: unspecified launch failure"), std::string::npos)
+          << error.what();
+    }
+  }
+}
+
+TEST_F(CudaElementwise, RefusesMoreArraysThanAKernelTakes) {
+  float values[4] = {};
+  const std::vector<const void*> sources(129, values);
+  const std::vector<double> weights(129, 1.0);
+  void* const destinations[] = {values};
+  testing::expect_invalid_argument(
+      [&] {
+        kernels::cuda_on_fibres::reduce_many(ReduceOp::kSum, DType::kF32, sources.data(), 129, destinations, 1, 4,
+                                             kCudaStream);
+      },
+      "129 arrays, expected at most 128");
+  testing::expect_invalid_argument(
+      [&] {
+        kernels::cuda_on_fibres::weighted_sum(DType::kF32, sources.data(), weights.data(), 129, values, 4, kCudaStream);
+      },
+      "129 arrays, expected at most 128");
+}
+
+}  // namespace
+}  // namespace bagua

@@ -1,0 +1,214 @@
+// Calls of NCCL, and the looks at what becomes of them; see nccl_transport.h.
+#include "csrc/transport/nccl/nccl_transport.h"
+
+#include <chrono>
+#include <cstring>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "csrc/common/error.h"
+#include "csrc/device/runtime.h"
+
+namespace bagua::nccl {
+namespace {
+
+// How often the end of a communicator is looked at, where no operation's pause serves.
+constexpr std::chrono::microseconds kClosePoll{100};
+
+std::optional<DataType> data_type(DType dtype) {
+  switch (dtype) {
+    case DType::kF32: return kFloat32;
+    case DType::kF64: return kFloat64;
+    case DType::kF16: return kFloat16;
+    case DType::kBF16: return kBfloat16;
+    case DType::kI8: return kInt8;
+    case DType::kU8: return kUint8;
+    case DType::kI32: return kInt32;
+    case DType::kI64: return kInt64;
+    case DType::kBool: return std::nullopt;
+  }
+  return std::nullopt;
+}
+
+std::optional<RedOp> operator_of(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum: return kSum;
+    case ReduceOp::kAvg: return kAvg;
+    case ReduceOp::kProduct: return kProd;
+    case ReduceOp::kMin: return kMin;
+    case ReduceOp::kMax: return kMax;
+    case ReduceOp::kBand:
+    case ReduceOp::kBor:
+    case ReduceOp::kBxor: return std::nullopt;
+  }
+  return std::nullopt;
+}
+
+ErrorKind error_kind(Result result) {
+  switch (result) {
+    case kUnhandledCudaError: return ErrorKind::kDevice;
+    case kSystemError:
+    case kRemoteError: return ErrorKind::kTransport;
+    default: return ErrorKind::kInternal;
+  }
+}
+
+}  // namespace
+
+NcclTransport::NcclTransport(std::shared_ptr<const NcclLibrary> library, int rank, int size, const UniqueId& id,
+                             Device device, const Pause& pause)
+    : library_(std::move(library)), device_(device) {
+  Config config;
+  config.blocking = 0;
+  Result result = kSuccess;
+  device::runtime_of(device).call_on(
+      device, [&] { result = library_->CommInitRankConfig(&communicator_, size, id, rank, &config); });
+  try {
+    settle(result, "ncclCommInitRankConfig", pause);
+  } catch (...) {
+    abort();
+    throw;
+  }
+}
+
+bool NcclTransport::has(OperationKind kind, DType dtype, ReduceOp op) const {
+  switch (kind) {
+    case OperationKind::kAllReduce:
+    case OperationKind::kReduce:
+    case OperationKind::kReduceScatter: return data_type(dtype) && operator_of(op);
+    case OperationKind::kAllGather:
+    case OperationKind::kBroadcast: return data_type(dtype).has_value();
+    default: return false;
+  }
+}
+
+// The thread is left out of the group even if a call fails: what it calls next must not become part of it.
+template <typename Calls>
+void NcclTransport::in_group(const char* what, const Pause& pause, Calls calls) {
+  settle(library_->GroupStart(), "ncclGroupStart", pause);
+  Result result = calls();
+  const Result ended = library_->GroupEnd();
+  if (result == kSuccess || result == kInProgress) result = ended;
+  settle(result, what, pause);
+}
+
+void NcclTransport::enqueue(const std::vector<DeviceMessage>& batch, Stream stream, const Pause& pause) {
+  in_group("ncclSend and ncclRecv", pause, [&] {
+    for (const DeviceMessage& message : batch) {
+      const Result result =
+          message.is_send
+              ? library_->Send(message.data, message.bytes, kUint8, message.peer, communicator_, stream.handle)
+              : library_->Recv(message.data, message.bytes, kUint8, message.peer, communicator_, stream.handle);
+      if (result != kSuccess && result != kInProgress) return result;
+    }
+    return kSuccess;
+  });
+}
+
+void NcclTransport::enqueue(const NativeCollective& c, Stream stream, const Pause& pause) {
+  // has() has said so.
+  const DataType type = *data_type(c.dtype);
+  const auto op = [&] { return *operator_of(c.op); };
+  switch (c.kind) {
+    case OperationKind::kAllReduce:
+      return settle(library_->AllReduce(c.input, c.output, c.numel, type, op(), communicator_, stream.handle),
+                    "ncclAllReduce", pause);
+    case OperationKind::kReduce:
+      return settle(library_->Reduce(c.input, c.output, c.numel, type, op(), c.root, communicator_, stream.handle),
+                    "ncclReduce", pause);
+    case OperationKind::kReduceScatter:
+      return settle(library_->ReduceScatter(c.input, c.output, c.numel, type, op(), communicator_, stream.handle),
+                    "ncclReduceScatter", pause);
+    case OperationKind::kAllGather:
+      return settle(library_->AllGather(c.input, c.output, c.numel, type, communicator_, stream.handle),
+                    "ncclAllGather", pause);
+    case OperationKind::kBroadcast:
+      return settle(library_->Broadcast(c.input, c.output, c.numel, type, c.root, communicator_, stream.handle),
+                    "ncclBroadcast", pause);
+    default: throw Error(ErrorKind::kInternal, "NCCL has no " + std::string(operation_name(c.kind)));
+  }
+}
+
+// Until the call has done its work, or failed.
+void NcclTransport::settle(Result result, const char* call, const Pause& pause) {
+  while (result == kInProgress) {
+    pause(call);
+    const Result looked = library_->CommGetAsyncError(communicator_, &result);
+    if (looked != kSuccess) fail(looked, "ncclCommGetAsyncError");
+  }
+  if (result != kSuccess) fail(result, call);
+}
+
+void NcclTransport::fail(Result result, const char* call) const {
+  const char* const detail = library_->GetLastError(communicator_);
+  std::string message = std::string("NCCL ") + version_name(library_->version()) + " on " + device_name(device_) +
+                        " reports from " + call + ": " + library_->GetErrorString(result);
+  if (detail != nullptr && *detail != '\0') message += std::string(" (") + detail + ")";
+  throw Error(error_kind(result), message + "; NCCL_DEBUG=WARN shows more");
+}
+
+void NcclTransport::check() {
+  if (communicator_ == nullptr) return;
+  Result result = kSuccess;
+  const Result looked = library_->CommGetAsyncError(communicator_, &result);
+  if (looked != kSuccess) fail(looked, "ncclCommGetAsyncError");
+  if (result != kSuccess && result != kInProgress) fail(result, "what was enqueued");
+}
+
+void NcclTransport::abort() noexcept {
+  if (communicator_ != nullptr) library_->CommAbort(std::exchange(communicator_, nullptr));
+}
+
+void NcclTransport::close(Deadline deadline) noexcept {
+  if (communicator_ == nullptr) return;
+  Result result = library_->CommFinalize(communicator_);
+  while (result == kInProgress && !deadline.expired()) {
+    std::this_thread::sleep_for(kClosePoll);
+    if (library_->CommGetAsyncError(communicator_, &result) != kSuccess) break;
+  }
+  if (result != kSuccess) return abort();
+  library_->CommDestroy(std::exchange(communicator_, nullptr));
+}
+
+std::shared_ptr<const NcclLibrary> NcclSource::library() {
+  std::lock_guard lock(mutex_);
+  if (library_ == nullptr) library_ = NcclLibrary::open(path_);
+  return library_;
+}
+
+uint32_t NcclSource::version(Device device, std::string* why_not) {
+  if (device.kind != kind_) {
+    *why_not = std::string("NCCL moves memory of ") + device_kind_name(kind_) + " devices only";
+    return 0;
+  }
+  try {
+    return static_cast<uint32_t>(library()->version());
+  } catch (const Error& error) {
+    *why_not = error.what();
+    return 0;
+  }
+}
+
+DeviceTransportSource::Key NcclSource::make_key() {
+  UniqueId id;
+  const auto opened = library();
+  const Result result = opened->GetUniqueId(&id);
+  if (result != kSuccess) {
+    throw Error(error_kind(result), std::string("NCCL reports from ncclGetUniqueId: ") +
+                                        opened->GetErrorString(result) + "; NCCL_DEBUG=WARN shows more");
+  }
+  Key key;
+  static_assert(sizeof key == sizeof id);
+  std::memcpy(key.data(), &id, sizeof id);
+  return key;
+}
+
+std::unique_ptr<DeviceTransport> NcclSource::connect(int rank, int size, const Key& key, Device device,
+                                                     const DeviceTransport::Pause& pause) {
+  UniqueId id;
+  std::memcpy(&id, key.data(), sizeof id);
+  return std::make_unique<NcclTransport>(library(), rank, size, id, device, pause);
+}
+
+}  // namespace bagua::nccl

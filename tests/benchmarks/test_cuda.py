@@ -1,0 +1,48 @@
+"""The benchmarks of GPUs run on the emulated device, and write nothing then."""
+
+import subprocess
+import sys
+
+import pytest
+
+import tests.emulated_device as emulated
+from benchmarks.lib import report
+
+SCRIPTS = {
+    "kernels": ["--sizes", "64000", "--rotated", "200000", "--codecs", "minmax_uint8", "topk"],
+    "gpu_step": ["--tiny", "--batch", "2"],
+    "one_gpu": ["--sizes", "64000", "--ranks", "2"],
+}
+TITLES = {"kernels": "0.064 MB of float32", "gpu_step": "GPT, tiny", "one_gpu": "2 ranks on one GPU"}
+
+
+def run(script, options, folder):
+    command = [sys.executable, "-m", f"benchmarks.cuda.{script}", "--quick", "--out", str(folder), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=report.ROOT, check=False)
+
+
+@pytest.mark.slow("test_they_have_no_results_without_a_gpu")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_they_run(script, tmp_path):
+    reason = emulated.unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    emulated.build()
+    done = run(script, ["--device", "emulated", *SCRIPTS[script]], tmp_path)
+    # What wrapping costs is missed there: a step of some layers takes no time.
+    assert done.returncode == 0 or (script == "gpu_step" and "\nMissed, " in done.stdout), done.stdout + done.stderr
+    assert f"### {TITLES[script]}" in done.stdout and "not written: the device is emulated" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_they_have_no_results_without_a_gpu(tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = run("kernels", [], tmp_path)
+    assert (done.returncode, done.stdout.splitlines()[-1][-45:]) == (
+        report.SKIPPED,
+        "kernels.py SKIPPED: torch sees no CUDA device."[-45:],
+    )
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,92 @@
+"""Every registered algorithm on the emulated device: the CPU's weights, bit for bit.
+
+Two ranks, whose sums do not depend on which of an all_reduce's algorithms runs: shared memory, which a device has not,
+decides nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+
+import torch
+
+import bagua
+import tests.emulated_device as emulated
+from bagua.testing import world as thread_world
+from tests.conformance.training import batch, make_net, make_optimizer
+from tests.conformance.variants import VARIANTS, described
+from tests.distributed.worlds import fast_in, shm, tcp
+
+_seeding = threading.Lock()  # ranks that are threads share torch's generator
+NUM_STEPS = 4
+
+
+def _train(group, variant, kind, num_steps=NUM_STEPS):
+    """The weights, buffers and optimizer states that a rank ends with."""
+    algorithm, options = variant
+    device = torch.device("cpu")
+    if kind == emulated.NAME:
+        device = torch.device(kind, group.rank)  # a device each: autograd has one thread for all ranks of one
+        torch.accelerator.set_device_index(group.rank)
+    with _seeding:
+        model = make_net()
+    model.to(device)
+    model.again.weight = model.wide.weight  # for a device of another kind than CUDA .to() makes new parameters
+    optimizer = make_optimizer(algorithm, model, lr=0.002)
+    bagua.with_bagua(model, optimizer, algorithm=algorithm, group=group, **options)
+    for step in range(num_steps):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        x, y = (tensor.to(device) for tensor in batch(group.rank, step))
+        with model.no_sync() if step == 1 else contextlib.nullcontext():
+            (model(x) - y).square().mean().backward()
+        if step == 1:
+            (model(x) - y).square().mean().backward()
+        optimizer.step()
+    states = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    tensors = [*model.state_dict().values(), *states]
+    model.bagua.remove()
+    return [tensor.detach().cpu().clone() for tensor in tensors]
+
+
+def _compare_over_threads(rank, world_size):
+    emulated.load()
+    different = []
+    for variant in VARIANTS:
+        results = {
+            kind: thread_world(2, functools.partial(_train, variant=variant, kind=kind)) for kind in ("cpu", "emulated")
+        }
+        for of_cpu, of_device in zip(results["cpu"], results["emulated"], strict=True):
+            if not all(map(torch.equal, of_cpu, of_device)):
+                different.append(described(variant))
+    return different, emulated.counters()["launches"]
+
+
+def test_over_threads(alone_on_devices):
+    """All algorithms; what is computed for communication is computed by kernels of the device."""
+    [(different, launches)] = alone_on_devices.run(_compare_over_threads, timeout=120)
+    assert different == []
+    assert {f"{codec}_{kernel}" for codec in ("minmax_uint8", "qsgd") for kernel in ("encode", "decode")} <= {*launches}
+    assert {"minmax_uint8_reduce_encode", "onebit_encode_with_residual", "reduce_many", "weighted_sum"} <= {*launches}
+
+
+def _train_on_both(rank, world_size):
+    emulated.load()
+    bagua.init_process_group(timeout=20)
+    try:
+        group = bagua.get_default_group()
+        return [
+            described(variant)
+            for variant in VARIANTS
+            if not all(map(torch.equal, *(_train(group, variant, kind, 3) for kind in ("cpu", "emulated"))))
+        ]
+    finally:
+        bagua.destroy_process_group()
+
+
+@fast_in("world", [tcp(2)], [shm(2), tcp(2)])
+def test_over_processes(pair_on_devices, world):
+    assert pair_on_devices.run(_train_on_both, env=world.env, timeout=120) == [[], []]

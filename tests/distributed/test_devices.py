@@ -1,0 +1,234 @@
+"""Collectives on tensors of a device: the emulated one, whose kernels run late and whose memory no host may touch."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import bagua
+import tests.emulated_device as emulated
+from bagua.testing import world as thread_world
+from tests.distributed.worlds import fast_in, shm, tcp, through_torch
+
+SIZE = 2
+
+
+def _device(group):
+    """A device of its own for each rank; the thread's current one."""
+    torch.accelerator.set_device_index(group.rank)
+    return torch.device(emulated.NAME, group.rank)
+
+
+def _values(rank, *shape):
+    """Small integers, whose sums are exact in any order."""
+    return torch.randint(-50, 50, shape, generator=torch.Generator().manual_seed(rank)).float()
+
+
+# ---- results, by the definitions
+
+
+def _check_collectives(group):
+    rank, size, device = group.rank, group.size, _device(group)
+    last = size - 1
+    everybody = [_values(r, 3, 700) for r in range(size)]
+    mine = everybody[rank].to(device)
+
+    total = mine.clone()
+    group.all_reduce(total).wait()
+    assert torch.equal(total.cpu(), sum(everybody[1:], everybody[0]))
+    total = mine.clone()
+    group.reduce(total, last, bagua.ReduceOp.MAX).wait()
+    assert rank != last or torch.equal(total.cpu(), torch.stack(everybody).amax(0))
+    sent = mine.clone()
+    group.broadcast(sent, last).wait()
+    assert torch.equal(sent.cpu(), everybody[last])
+    gathered = torch.empty(size, 3, 700, device=device)
+    group.all_gather(gathered, mine).wait()
+    assert torch.equal(gathered.cpu(), torch.stack(everybody))
+    gathered = torch.empty(size, 3, 700, device=device) if rank == 0 else None
+    group.gather(gathered, mine, 0).wait()
+    assert rank != 0 or torch.equal(gathered.cpu(), torch.stack(everybody))
+    part = torch.empty(3, 700, device=device)
+    group.scatter(part, torch.stack(everybody).to(device) if rank == 0 else None, 0).wait()
+    assert torch.equal(part.cpu(), everybody[rank])
+    group.reduce_scatter(part, torch.cat([mine + r for r in range(size)]), bagua.ReduceOp.AVG).wait()
+    expected = sum(((values + rank) for values in everybody[1:]), everybody[0] + rank) / size
+    torch.testing.assert_close(part.cpu(), expected)
+    swapped = torch.empty(size, 3, 700, device=device)
+    group.all_to_all(swapped, torch.stack([mine + r for r in range(size)])).wait()
+    assert torch.equal(swapped.cpu(), torch.stack([values + rank for values in everybody]))
+    near = mine.clone()
+    group.neighbor_average(near, "all").wait()
+    torch.testing.assert_close(near.cpu(), sum(everybody[1:], everybody[0]) / size)
+    if rank == 0 and size > 1:
+        group.send(mine, 1).wait()
+    elif rank == 1:
+        received = torch.empty(3, 700, device=device)
+        group.recv(received, 0).wait()
+        assert torch.equal(received.cpu(), everybody[0])
+    group.barrier().wait()
+
+
+def _check_views(group):
+    """Strides are kept; what is not contiguous is copied and copied back, in the stream's order."""
+    device = _device(group)
+    whole = torch.zeros(40, 6, device=device)
+    group.all_reduce(whole.t()[2:4].add_(group.rank + 1)).wait()
+    expected = torch.zeros(40, 6)
+    expected.t()[2:4] += sum(range(1, group.size + 1))
+    assert torch.equal(whole.cpu(), expected)
+    for empty in (torch.empty(0, device=device), torch.empty(3, 0, device=device)):
+        group.all_reduce(empty).wait()
+
+
+def _check_streams(group):
+    """Values are those of the stream that called; a wait is for the stream that waits."""
+    device = _device(group)
+    x = torch.zeros(5000, device=device)
+    side = torch.Stream(device)
+    side.wait_stream(torch.accelerator.current_stream())
+    with emulated.delayed(0.003):
+        with side:
+            x += group.rank + 1
+            work = group.all_reduce(x)
+        work.wait()
+        assert torch.equal(x.cpu(), torch.full((5000,), float(sum(range(1, group.size + 1)))))
+
+
+def _check_all(rank, world_size):
+    emulated.load()
+    bagua.init_process_group(timeout=20)
+    try:
+        for check in (_check_collectives, _check_views, _check_streams):
+            check(bagua.get_default_group())
+    finally:
+        bagua.destroy_process_group()
+
+
+def _check_all_over_threads(rank, world_size, size):
+    emulated.load()
+    for check in (_check_collectives, _check_views, _check_streams):
+        thread_world(size, check)
+
+
+@fast_in("size", [2], [1, 2, 3, 4])
+def test_ranks_that_are_threads(alone_on_devices, size):
+    alone_on_devices.run(_check_all_over_threads, args=[size])
+
+
+@fast_in("world", [tcp(SIZE)], [shm(SIZE), tcp(SIZE), through_torch(SIZE)])
+def test_ranks_that_are_processes(pair_on_devices, world):
+    pair_on_devices.run(_check_all, env=world.env)
+
+
+# ---- what Work promises
+
+
+def _check_that_the_host_goes_on(group):
+    device = _device(group)
+    x = torch.ones(1000, device=device)
+    group.all_reduce(x).wait()  # the first connects
+    with emulated.delayed(0.05):
+        work = group.all_reduce(x, bagua.ReduceOp.AVG)
+        work.wait()
+        was_completed = work.is_completed()
+        x += 1
+        values = x.cpu()
+    assert not was_completed or group.size == 1, "wait() has waited for the device"
+    assert torch.equal(values, torch.full((1000,), float(group.size) + 1))
+    deadline = time.monotonic() + 5
+    while not work.is_completed():
+        assert time.monotonic() < deadline
+    assert work.exception() is None
+    dropped = torch.ones(1000, device=device)
+    group.all_reduce(dropped)  # its Work is dropped, and the memory too: both live until it has ended
+    del dropped
+    group.barrier().wait()
+
+
+def _over_threads(rank, world_size, check):
+    emulated.load()
+    thread_world(2, check)
+
+
+def test_wait_is_for_the_stream_and_not_for_the_host(alone_on_devices):
+    alone_on_devices.run(_over_threads, args=[_check_that_the_host_goes_on])
+
+
+# ---- what is refused
+
+
+def _check_refusals(group):
+    device, here = _device(group), torch.ones(4)
+    there, other = here.to(device), here.to(f"{emulated.NAME}:3")
+    for call in (
+        lambda: group.all_gather(torch.empty(8), there),
+        lambda: group.all_to_all(here, there),
+        lambda: group.reduce_scatter(here[:2], there),
+        lambda: group.all_gather(torch.empty(8, device=other.device), there),
+    ):
+        with pytest.raises(bagua.InvalidArgument, match=r"on emulated:\d.*one device.*\.to\(device\)"):
+            call()
+    with pytest.raises(bagua.InvalidArgument, match=r"is on meta; bagua communicates tensors of the CPU and of CUDA"):
+        group.all_reduce(torch.empty(4, device="meta"))
+    group.all_reduce(there).wait()  # the group is whole
+    assert torch.equal(there.cpu(), torch.full((4,), 2.0))
+    assert isinstance(np.asarray(here), np.ndarray)
+
+
+def test_tensors_of_two_devices_in_one_call(alone_on_devices):
+    alone_on_devices.run(_over_threads, args=[_check_refusals])
+
+
+def _check_host_and_device(group):
+    x = torch.ones(4, device=_device(group)) if group.rank == 0 else torch.ones(4)
+    with pytest.raises(bagua.BaguaError, match="on emulated"):
+        group.all_reduce(x).wait(10)
+        group.barrier().wait(10)
+
+
+def test_a_rank_without_a_device_among_ranks_with_one(alone_on_devices):
+    alone_on_devices.run(_over_threads, args=[_check_host_and_device])
+
+
+def _run_out_of_memory(rank, world_size):
+    emulated.load()
+    bagua.init_process_group(timeout=10)
+    try:
+        group = bagua.get_default_group()
+        x = torch.ones(200_000, device=_device(group))
+        emulated.limit_memory(1_000_000 if rank == 1 else None)
+        with pytest.raises(bagua.DeviceError if rank == 1 else bagua.RemoteError, match="memory") as raised:
+            group.all_reduce(x).wait()
+        assert raised.value.rank in (None, 1) if rank == 1 else raised.value.rank == 1
+    finally:
+        emulated.limit_memory(None)
+        bagua.destroy_process_group()
+
+
+def test_out_of_memory_in_a_workspace_is_told_to_all(pair_on_devices):
+    pair_on_devices.run(_run_out_of_memory, env=tcp(SIZE).env)
+
+
+def _lose_a_peer(rank, world_size):
+    emulated.load()
+    bagua.init_process_group(timeout=1)
+    group = bagua.get_default_group()
+    x = torch.ones(300_000, device=_device(group))
+    group.all_reduce(x).wait()
+    if rank == 1:
+        time.sleep(2.5)  # late for the second one
+    begin = time.monotonic()
+    with pytest.raises((bagua.DeadlineExceeded, bagua.RemoteError), match="rank 1"):
+        group.all_reduce(x).wait()
+    took = time.monotonic() - begin
+    bagua.destroy_process_group()
+    return took
+
+
+def test_a_late_peer_is_named_at_the_deadline(pair_on_devices):
+    took, _ = pair_on_devices.run(_lose_a_peer, env=tcp(SIZE).env)
+    assert 0.9 < took < 3
