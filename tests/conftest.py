@@ -52,6 +52,7 @@ def _ranks_on_devices(num_ranks):
         pytest.skip(f"the emulated device {emulated_device.unavailable()}")
     emulated_device.build()  # here, where no deadline runs
     with Pool(num_ranks) as pool:
+        pool.run(emulated_device.load_in_rank)
         yield pool
 
 
@@ -67,26 +68,13 @@ def pair_on_devices():
     yield from _ranks_on_devices(2)
 
 
-@pytest.fixture(scope="session")
-def _processes_with_devices():
-    import tests.emulated_device as emulated
-    from bagua.testing import Pool
-
-    reason = emulated.unavailable()
-    if reason is not None:
-        pytest.skip(reason)
-    emulated.build()  # not in the ranks, whose functions have less time
-    with Pool(2) as pool:
-        yield pool
-
-
 @pytest.fixture
-def device_pool2(_processes_with_devices):
-    """Two warm ranks that have the emulated torch device, which no process gets rid of again."""
-    import tests.emulated_device as emulated
+def device_pool2(pair_on_devices):
+    """The two, with the device loaded before anything else: they are new where a test has failed."""
+    from tests import emulated_device
 
-    _processes_with_devices.run(emulated.load_in_rank)  # the ranks are new where a test has failed
-    return _processes_with_devices
+    pair_on_devices.run(emulated_device.load_in_rank)
+    return pair_on_devices
 
 
 @pytest.fixture(scope="session")

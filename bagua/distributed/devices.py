@@ -23,6 +23,7 @@ __all__ = [
     "current_stream",
     "keep_for_current_stream",
     "nccl_version",
+    "new_stream",
     "seeded",
     "supported_types",
     "use_stream",
@@ -87,6 +88,11 @@ def nccl_version() -> str | None:
         return ".".join(map(str, torch.cuda.nccl.version()))
     except AttributeError:  # a torch that was built without it
         return None
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """A stream of the device, other than its default one."""
+    return torch.Stream(device)
 
 
 def use_stream(stream: torch.Stream) -> None:

@@ -542,4 +542,6 @@ def along(vector: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 
 def only_of(mask: torch.Tensor, value: Tree) -> Tree:
     """With zeros for the clients that do not take part."""
-    return pytree.tree_map(lambda leaf: torch.where(along(mask, leaf), leaf, torch.zeros_like(leaf)), value)
+    return pytree.tree_map(
+        lambda leaf: torch.where(along(beside(leaf, mask), leaf), leaf, torch.zeros_like(leaf)), value
+    )

@@ -116,7 +116,7 @@ def reduce(metrics: Tree, *, mask: torch.Tensor | None = None, placement: str | 
 
     Args:
         metrics: a pytree of placed ``Ratio`` and ``Total``, as ``map_fn`` returns them.
-        mask: ``[num_local]`` of bools: whose count.
+        mask: ``[num_local]`` of bools: whose count; may be of the CPU where the metrics are on a device.
         placement: the name of the program whose clients are meant; by default the innermost that runs.
 
     Returns:

@@ -19,6 +19,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from bagua.distributed import consensus, world
+from bagua.distributed.devices import StreamKey, current_stream
 from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import BaguaError, InvalidArgument
 
@@ -51,7 +52,8 @@ class Placement:
         self.lock = threading.Lock()  # guards is_agreed, agreed, numbers and the reductions' memory
         self.is_distributed = group is not None
         self._group = None if group is None else weakref.ref(group)
-        self._memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        # On a device the operations of one stream follow one another, and those of two need not.
+        self._memory: dict[tuple[torch.dtype, StreamKey | None], torch.Tensor] = {}
 
     def __repr__(self) -> str:
         return f"Placement({self.name!r}, {self.size}, {self.num_local} here)"
@@ -79,13 +81,11 @@ class Placement:
             raise
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer of that many elements for the reduction that runs; the CPU's is shared with the ranks of this host.
-
-        On a device the current stream is to be the same for all reductions of a placement, or to wait for the others.
-        """
-        known = self._memory.get((dtype, device))
+        """A buffer of that many elements for the reduction that runs, on the CPU shared with the ranks of this host."""
+        key = dtype, current_stream(device)
+        known = self._memory.get(key)
         if known is None or known.numel() < numel:
-            known = self._memory[dtype, device] = self.group.empty(numel, dtype, device)
+            known = self._memory[key] = self.group.empty(numel, dtype, device)
         return known[:numel]
 
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..distributed.devices import use_stream
+from ..distributed.devices import new_stream, use_stream
 from ..distributed.process_group import ProcessGroup
 from ..distributed.work import to_seconds
 from ..errors import DeadlineExceeded
@@ -108,7 +108,7 @@ class Level:
         if not self.thread.is_current():
             return
         if device not in self._streams:
-            self._streams[device] = torch.Stream(device)
+            self._streams[device] = new_stream(device)
         use_stream(self._streams[device])
 
 

@@ -69,7 +69,8 @@ class TorchWork(dist.Work):
             deadline = time.monotonic() + timeout.total_seconds()
             for work in self._works:
                 work.wait(max(deadline - time.monotonic(), 1e-9))
-        self._end_span()
+        if self.span is not None:
+            self._end_span()
         return True
 
     def _finish(self) -> None:
@@ -78,7 +79,7 @@ class TorchWork(dist.Work):
 
     def _end_span(self) -> None:
         """Make sure that the event of an operation that has ended is whole; a device may still be busy with it."""
-        if self.span is not None and all(work.is_completed() for work in self._works):
+        if all(work.is_completed() for work in self._works):
             self.span.finalize()
 
     def synchronize(self) -> None:
@@ -142,5 +143,6 @@ class TorchWork(dist.Work):
 
     def _outcome(self) -> list[torch.Tensor]:
         self._finish()
-        self._end_span()
+        if self.span is not None:
+            self._end_span()
         return self._result

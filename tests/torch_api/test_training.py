@@ -349,7 +349,7 @@ def _refused(rank, world_size):
             "process_group is a str": lambda: model.with_bagua([optimizer], mean, "world"),
             "names \\['bias'\\].*freeze": lambda: Ignoring(1, 1).with_bagua([], mean),
             "not among the optimizers": lambda: model.with_bagua([optimizer], q.QAdamAlgorithm(qadam_optimizer)),
-            "device_ids=\\[0\\]": lambda: DistributedDataParallel(model, [0]),
+            "device_ids is \\[0\\]": lambda: DistributedDataParallel(model, [0]),
             "gradient_as_bucket_view=False.*leave it out": lambda: DistributedDataParallel(
                 model, gradient_as_bucket_view=False
             ),

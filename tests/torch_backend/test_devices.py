@@ -5,6 +5,7 @@ backends for devices: the streams wait, the host does not.
 """
 
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -225,6 +226,22 @@ def future_while_busy(rank, n):
 
 def test_a_future_does_not_wait_for_the_device(device_pool2):
     run(device_pool2, future_while_busy)
+
+
+def deadlines(rank, n):
+    group = dist.new_group(timeout=timedelta(seconds=0.2))
+    if rank == 0:  # alone
+        work = dist.all_reduce(torch.ones(4, device="emulated"), group=group, async_op=True)
+        with pytest.raises(RuntimeError, match="rank 1"):
+            work.get_future().wait()
+        with pytest.raises(bagua.DeadlineExceeded, match="rank 1"):
+            work.wait()
+        assert not work.is_success() and isinstance(work.exception(), bagua.DeadlineExceeded)
+    dist.barrier()
+
+
+def test_a_missing_rank_is_named(device_pool2):
+    run(device_pool2, deadlines)
 
 
 def barriers(rank, n):
