@@ -105,7 +105,6 @@ void DevicePath::choose(Device device) {
   std::vector<DeviceNote> notes(static_cast<size_t>(group_.ranks.size));
   DeviceNote& mine = notes[static_cast<size_t>(group_.ranks.rank)];
   mine.asked = asked_;
-  mine.kind = device.kind;
   copy_text(mine.device_id, device::runtime_of(device).device_id(device));
   std::string why_not;
   if (asked_ != DeviceChoice::kStaged) mine.version = source_->version(device, &why_not);

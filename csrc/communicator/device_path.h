@@ -28,8 +28,7 @@ DeviceChoice device_choice_from(const std::string& name);
 // What a rank tells the others; it travels as it lies in memory.
 struct DeviceNote {
   DeviceChoice asked = DeviceChoice::kAuto;
-  DeviceKind kind = DeviceKind::kCpu;
-  uint16_t padding = 0;
+  uint8_t padding[3] = {};
   uint32_t version = 0;  // of the library; 0: none that could be used
   char device_id[60] = {};
   char why_not[444] = {};  // if there is none; both end with a 0

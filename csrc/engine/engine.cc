@@ -273,6 +273,11 @@ bool Engine::complete_enqueued() {
   return true;
 }
 
+// On the device. Messages of two ranks are staged in any case.
+bool Engine::waits_for_peers(const Enqueued& operation) const {
+  return communicator_->has_device_transport() && operation.task.operation.kind != OperationKind::kPointToPoint;
+}
+
 bool Engine::complete_done() {
   bool ended = false;
   for (auto it = enqueued_.begin(); it != enqueued_.end();) {
@@ -281,7 +286,7 @@ bool Engine::complete_done() {
     std::optional<Error> failure;
     try {
       if (!operation.done->is_done()) {
-        if (!operation.deadline.expired() || communicator_->has_device_transport()) {
+        if (!operation.deadline.expired() || waits_for_peers(operation)) {
           ++it;
           continue;
         }
@@ -349,7 +354,7 @@ std::optional<Error> Engine::cause_to_give_up() {
 
 // Names no rank: who keeps the device waiting, it does not tell.
 void Engine::expect_in_time(const Enqueued& operation) {
-  if (!operation.deadline.expired()) return;
+  if (!operation.deadline.expired() || !waits_for_peers(operation)) return;
   const Task& task = operation.task;
   throw Error(ErrorKind::kDeadlineExceeded,
               device_name(task.place.device) + " of rank " + std::to_string(communicator_->rank()) +

@@ -121,6 +121,7 @@ class Engine {
   bool complete_done();
   std::optional<Error> cause_to_give_up();
   void expect_in_time(const Enqueued& operation);
+  bool waits_for_peers(const Enqueued& operation) const;
   std::chrono::nanoseconds idle_sleep() const;
   uint64_t device_workspace_bytes() const;
   void complete(Task& task, uint64_t nonfinite_blocks = 0, uint64_t bytes_sent = 0, uint64_t network_bytes_sent = 0);

@@ -209,7 +209,9 @@ struct Trainer {
 
   std::shared_ptr<Work> submit(Engine::Run run, std::chrono::nanoseconds timeout = 10s,
                                OperationKind kind = OperationKind::kAllReduce) {
-    return engine.submit(stamp(0, numel, kind), numel * 4, timeout, std::move(run), user.ready());
+    Operation operation = stamp(0, numel, kind);
+    operation.dtype = DType::kF32;
+    return engine.submit(operation, numel * 4, timeout, std::move(run), user.ready());
   }
   std::shared_ptr<Work> all_reduce(std::chrono::nanoseconds timeout = 10s) {
     return submit(average(data, numel), timeout);
@@ -297,7 +299,7 @@ TEST_F(OverNccl, WhatIsNativeIsOneCallAndNothingCrossesToTheHost) {
 
 TEST_F(OverNccl, MessagesThatAreUnderWayTogetherAreOneGroup) {
   auto engines = make_nccl_engines(3);
-  auto trainers = make_trainers(engines, 3000);
+  auto trainers = make_trainers(engines, 9000);
   const std::vector<size_t> splits(3, 4000);
   std::vector<void*> outputs;
   for (auto& trainer : trainers) outputs.push_back(trainer->user.allocate(12000));
@@ -317,7 +319,7 @@ TEST_F(OverNccl, MessagesThatAreUnderWayTogetherAreOneGroup) {
   const Codec& codec = get_codec("minmax_uint8");
   expect_success(submit_all(trainers, [&](Trainer& trainer) {
     return trainer.submit(
-        [&](Context& context) { return all_reduce(context, trainer.data, 3000, DType::kF32, ReduceOp::kAvg, &codec); });
+        [&](Context& context) { return all_reduce(context, trainer.data, 9000, DType::kF32, ReduceOp::kAvg, &codec); });
   }));
   const auto calls = fake().calls(2);
   ASSERT_EQ(calls.size(), before + 2);

@@ -119,8 +119,8 @@ struct Impl {
   std::vector<int> sockets;  // by rank
   std::thread init;
   std::atomic<bool> is_aborted{false};
-  std::atomic<bool> is_hanging{false};
-  std::atomic<int> result{nccl::kSuccess};
+  std::atomic<int> error{nccl::kSuccess};
+  std::atomic<bool> is_busy{true};  // connecting, or a call is not finished
   std::atomic<uint64_t> num_enqueued{0}, num_done{0};
   std::mutex mutex;  // guards the rest
   std::string last_error;
@@ -134,16 +134,23 @@ struct Impl {
     }
   }
 
-  void fail(Result error, const std::string& why) {
+  void fail(Result failure, const std::string& why) {
     {
       std::lock_guard lock(mutex);
       if (last_error.empty()) last_error = why;
     }
     int healthy = nccl::kSuccess;
-    if (!result.compare_exchange_strong(healthy, error)) {
-      healthy = kInProgress;
-      result.compare_exchange_strong(healthy, error);
-    }
+    error.compare_exchange_strong(healthy, failure);
+  }
+
+  Result result() const {
+    if (error != nccl::kSuccess) return static_cast<Result>(error.load());
+    return is_busy ? kInProgress : nccl::kSuccess;
+  }
+  void leave_unfinished(std::function<Result()> rest) {
+    unfinished = std::move(rest);
+    looks = 0;
+    is_busy = true;
   }
 };
 
@@ -206,8 +213,7 @@ void connect_all(Impl& c, const UniqueId& id) {
     }
   }
   ::close(listener);
-  int in_progress = kInProgress;
-  c.result.compare_exchange_strong(in_progress, nccl::kSuccess);
+  c.is_busy = false;
 }
 
 // ---- messages that move together
@@ -259,7 +265,7 @@ bool advance(Impl& c, Message& m) {
   return true;
 }
 
-bool goes_on(const Impl& c) { return !c.is_aborted && c.result == nccl::kSuccess; }
+bool goes_on(const Impl& c) { return !c.is_aborted && c.error == nccl::kSuccess; }
 
 // Per peer and direction in their order, everything else at once. False if it came to an end without being done.
 bool exchange(Impl& c, std::vector<Message>& messages) {
@@ -431,7 +437,7 @@ thread_local int group_depth = 0;
 thread_local std::vector<Pending> group;
 
 // Leaves the launch undone, as NCCL may, until the state has been asked for twice.
-Result launch(Pending pending) {
+Result launch(const Pending& pending) {
   Impl& c = *pending.communicator;
   const bool is_group = pending.calls[0].kind == Kind::kSend || pending.calls[0].kind == Kind::kRecv;
   std::string text;
@@ -439,9 +445,7 @@ Result launch(Pending pending) {
   record(c.rank, is_group ? "group{" + text + "}" : text);
   std::lock_guard lock(c.mutex);
   if (c.unfinished) return refuse("a launch while another one of the communicator is not finished");
-  c.result = kInProgress;
-  c.looks = 0;
-  c.unfinished = [pending = std::move(pending)] {
+  c.leave_unfinished([pending] {
     Impl& mine = *pending.communicator;
     bool hangs;
     {
@@ -456,14 +460,14 @@ Result launch(Pending pending) {
     delete batch;
     violate("a stream that is not of device " + std::to_string(mine.device_index));
     return kUnhandledCudaError;
-  };
+  });
   return kInProgress;
 }
 
 Result enqueue(const char* name, Call call, Communicator communicator, StreamHandle stream) {
   const Shared c = impl_of(communicator, name);
   if (c == nullptr) return nccl::kInvalidArgument;
-  if (c->result != nccl::kSuccess) return refuse(std::string(name) + " while the communicator is not ready");
+  if (c->result() != nccl::kSuccess) return refuse(std::string(name) + " while the communicator is not ready");
   if (call.peer >= c->size) return refuse(std::string(name) + " of rank " + std::to_string(call.peer));
   if (call.peer == c->rank && (call.kind == Kind::kSend || call.kind == Kind::kRecv)) {
     return refuse(std::string(name) + " to and from the own rank");
@@ -511,7 +515,6 @@ FAKE_NCCL_EXPORT Result ncclCommInitRankConfig(Communicator* made, int size, Uni
   c->size = size;
   c->device_index = device->current_device();
   c->sockets.assign(static_cast<size_t>(size), -1);
-  c->result = kInProgress;
   auto* const handle = new Shared(c);
   *made = reinterpret_cast<Communicator>(handle);
   Result error = nccl::kSuccess;
@@ -541,11 +544,11 @@ FAKE_NCCL_EXPORT Result ncclCommGetAsyncError(Communicator communicator, Result*
   if (told != nccl::kSuccess) c->fail(told, "told to fail");
   std::lock_guard lock(c->mutex);
   if (c->unfinished && ++c->looks == 2) {
-    const auto finish = std::exchange(c->unfinished, nullptr);
-    int in_progress = kInProgress;
-    c->result.compare_exchange_strong(in_progress, finish());
+    const Result finished = std::exchange(c->unfinished, nullptr)();
+    if (finished != nccl::kSuccess) c->error = finished;
+    c->is_busy = false;
   }
-  *error = static_cast<Result>(c->result.load());
+  *error = c->result();
   return nccl::kSuccess;
 }
 
@@ -591,9 +594,7 @@ FAKE_NCCL_EXPORT Result ncclCommFinalize(Communicator communicator) {
   record(c->rank, "finalize");
   if (c->num_done != c->num_enqueued) violate("finalize while work is on the device");
   std::lock_guard lock(c->mutex);
-  c->result = kInProgress;
-  c->looks = 0;
-  c->unfinished = [] { return nccl::kSuccess; };
+  c->leave_unfinished([] { return nccl::kSuccess; });
   return kInProgress;
 }
 
@@ -601,7 +602,7 @@ FAKE_NCCL_EXPORT Result ncclCommDestroy(Communicator communicator) {
   const Shared c = impl_of(communicator, "ncclCommDestroy");
   if (c == nullptr) return nccl::kInvalidArgument;
   record(c->rank, "destroy");
-  if (c->result != nccl::kSuccess) violate("destroy of a communicator that has failed or is not finalized");
+  if (c->result() != nccl::kSuccess) violate("destroy of a communicator that has failed or is not finalized");
   drop(communicator);
   delete reinterpret_cast<Shared*>(communicator);
   return nccl::kSuccess;
@@ -631,8 +632,8 @@ FAKE_NCCL_EXPORT Result ncclGroupEnd() {
   if (group_depth == 0) return refuse("ncclGroupEnd without ncclGroupStart");
   if (--group_depth > 0) return nccl::kSuccess;
   Result result = nccl::kSuccess;
-  for (Pending& pending : std::exchange(group, {})) {
-    const Result launched = launch(std::move(pending));
+  for (const Pending& pending : std::exchange(group, {})) {
+    const Result launched = launch(pending);
     if (result == nccl::kSuccess || result == kInProgress) result = launched;
   }
   return result;
