@@ -37,7 +37,7 @@ void bind_devices(py::module_& m) {
   m.def(
       "describe_device",
       [](const std::string& kind, int index) {
-        const DeviceKind asked = kind_from(kind);
+        const DeviceKind asked = device_kind_from(kind);
         const auto found = device::runtime_of({asked, index}).describe(index);
         return std::make_tuple(found.name, found.memory_bytes, found.architecture);
       },
@@ -45,7 +45,7 @@ void bind_devices(py::module_& m) {
   m.def(
       "device_versions",
       [](const std::string& kind) {
-        return device::runtime_of({kind_from(kind), 0}).versions();
+        return device::runtime_of({device_kind_from(kind), 0}).versions();
       },
       py::arg("kind"), "Of the driver and the runtime, in words.");
   m.def(
