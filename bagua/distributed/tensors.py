@@ -1,4 +1,4 @@
-"""The tensors that collectives accept: torch's and NumPy's, checked and made ready for the core.
+"""The tensors that collectives accept: torch's, NumPy's and CuPy's, checked and made ready for the core.
 
 Data path: collectives -> ProcessGroup -> **here** -> core. Invariant: the core gets contiguous memory of a device and a
 type that it knows; anything else is copied, and copied back when the operation has ended, or refused.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from bagua.errors import InvalidArgument
 
 __all__ = ["Array", "Prepared", "Residuals", "address_of", "check_pair", "prepare", "segments_of", "split_numels"]
 
+# Also what hands over its memory by DLPack or the CUDA array interface, such as CuPy's arrays.
 Array = torch.Tensor | np.ndarray
 
 
@@ -46,7 +47,7 @@ def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
     if isinstance(tensor, np.ndarray):
         return _prepare_array(tensor, what, is_written)
     if not isinstance(tensor, torch.Tensor):
-        raise InvalidArgument(f"{what} is a {type(tensor).__name__}; give a torch.Tensor or a numpy.ndarray")
+        tensor = _of_another_library(tensor, what)
     if not tensor.is_cpu:
         check_supported(tensor.device, what)
     if tensor.layout != torch.strided:
@@ -60,6 +61,24 @@ def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
     if not is_written or data.data_ptr() == address:
         return Prepared(data, None)
     return Prepared(data, _copy_back(what, lambda: detached.copy_(data)))
+
+
+def _of_another_library(array: Any, what: str) -> torch.Tensor:
+    """A tensor in the memory of an array that says where it is. Its values are those of torch's current stream."""
+    try:
+        if hasattr(array, "__dlpack__"):
+            return torch.from_dlpack(array)
+        if hasattr(array, "__cuda_array_interface__"):
+            return torch.as_tensor(array, device="cuda")
+    except (RuntimeError, TypeError, ValueError, BufferError, AssertionError) as error:
+        raise InvalidArgument(
+            f"{what} is a {type(array).__name__}, whose memory torch cannot take: {error}; pass a writable copy in "
+            "memory of a CPU or GPU that this torch knows"
+        ) from error
+    raise InvalidArgument(
+        f"{what} is a {type(array).__name__}; give a torch.Tensor, a numpy.ndarray, or an array with DLPack or the "
+        "CUDA array interface, such as CuPy's"
+    )
 
 
 def _prepare_array(array: np.ndarray, what: str, is_written: bool) -> Prepared:

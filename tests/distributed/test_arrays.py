@@ -140,7 +140,7 @@ def check_refused(group):
     ):
         with pytest.raises(bagua.InvalidArgument, match="cannot be sent"):
             group.all_reduce(array)
-    with pytest.raises(bagua.InvalidArgument, match=r"is a float; give a torch.Tensor or a numpy.ndarray"):
+    with pytest.raises(bagua.InvalidArgument, match=r"is a float; give a torch.Tensor, a numpy.ndarray, or"):
         group.all_reduce(1.0)
 
 
@@ -239,3 +239,42 @@ def test_elements_that_share_some_of_their_bytes():
         assert group.bytes_sent == sent
 
     thread_world(2, check)
+
+
+class OfAnotherLibrary:
+    """An array that only says where its memory is, as CuPy's do."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __dlpack__(self, **options):
+        return self.values.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.values.__dlpack_device__()
+
+
+class OfNowhere:
+    """One whose memory torch does not know."""
+
+    def __dlpack__(self, **options):
+        raise BufferError("it is on the moon")
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+
+def check_other_libraries(group):
+    mine = OfAnotherLibrary(torch.full((5,), float(group.rank + 1)))
+    total = sum(range(1, group.size + 1))
+    group.all_reduce(mine).wait()
+    assert mine.values.tolist() == [float(total)] * 5  # in its own memory
+    out = OfAnotherLibrary(np.zeros(5 * group.size, dtype=np.float32))
+    group.all_gather(out, mine).wait()
+    assert out.values.tolist() == [float(total)] * 5 * group.size
+    with pytest.raises(bagua.InvalidArgument, match=r"tensor is a OfNowhere, whose memory torch cannot take: it is on"):
+        group.all_reduce(OfNowhere())
+
+
+def test_arrays_of_other_libraries():
+    thread_world(2, check_other_libraries)
