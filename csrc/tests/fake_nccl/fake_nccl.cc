@@ -157,10 +157,18 @@ struct Impl {
 using Shared = std::shared_ptr<Impl>;
 
 // What stands behind a communicator; null, and a violation, where it does not live.
-Shared impl_of(Communicator communicator, const char* call) {
+Shared impl_of(Communicator communicator, const char* call, bool makes_contexts = true) {
+  Shared found;
   {
     std::lock_guard lock(state().mutex);
-    if (state().live.count(communicator) != 0) return *reinterpret_cast<Shared*>(communicator);
+    if (state().live.count(communicator) != 0) found = *reinterpret_cast<Shared*>(communicator);
+  }
+  if (found != nullptr) {
+    // NCCL would make a context on the device that the thread comes back to.
+    if (makes_contexts && device->current_device() != found->device_index) {
+      violate(std::string(call) + " while another device is the thread's current one");
+    }
+    return found;
   }
   violate(std::string(call) + " of a communicator that was aborted or destroyed");
   return nullptr;
@@ -533,7 +541,7 @@ FAKE_NCCL_EXPORT Result ncclCommInitRankConfig(Communicator* made, int size, Uni
 }
 
 FAKE_NCCL_EXPORT Result ncclCommGetAsyncError(Communicator communicator, Result* error) {
-  const Shared c = impl_of(communicator, "ncclCommGetAsyncError");
+  const Shared c = impl_of(communicator, "ncclCommGetAsyncError", false);
   if (c == nullptr) return nccl::kInvalidArgument;
   Result told = nccl::kSuccess;
   {
@@ -567,7 +575,7 @@ FAKE_NCCL_EXPORT const char* ncclGetErrorString(Result result) {
 FAKE_NCCL_EXPORT const char* ncclGetLastError(Communicator communicator) {
   static thread_local std::string text;
   if (communicator == nullptr) return "";
-  const Shared c = impl_of(communicator, "ncclGetLastError");
+  const Shared c = impl_of(communicator, "ncclGetLastError", false);
   if (c == nullptr) return "";
   std::lock_guard lock(c->mutex);
   text = c->last_error;

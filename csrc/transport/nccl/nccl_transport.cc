@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -61,15 +62,19 @@ NcclTransport::NcclTransport(std::shared_ptr<const NcclLibrary> library, int ran
     : library_(std::move(library)), device_(device) {
   Config config;
   config.blocking = 0;
-  Result result = kSuccess;
-  device::runtime_of(device).call_on(
-      device, [&] { result = library_->CommInitRankConfig(&communicator_, size, id, rank, &config); });
   try {
-    settle(result, "ncclCommInitRankConfig", pause);
+    on_device([&] {
+      settle(library_->CommInitRankConfig(&communicator_, size, id, rank, &config), "ncclCommInitRankConfig", pause);
+    });
   } catch (...) {
     abort();
     throw;
   }
+}
+
+template <typename Call>
+void NcclTransport::on_device(const Call& call) const {
+  device::runtime_of(device_).call_on(device_, std::cref(call));
 }
 
 bool NcclTransport::has(OperationKind kind, DType dtype, ReduceOp op) const {
@@ -83,49 +88,48 @@ bool NcclTransport::has(OperationKind kind, DType dtype, ReduceOp op) const {
   }
 }
 
-// The thread is left out of the group even if a call fails: what it calls next must not become part of it.
-template <typename Calls>
-void NcclTransport::in_group(const char* what, const Pause& pause, Calls calls) {
-  settle(library_->GroupStart(), "ncclGroupStart", pause);
-  Result result = calls();
-  const Result ended = library_->GroupEnd();
-  if (result == kSuccess || result == kInProgress) result = ended;
-  settle(result, what, pause);
-}
-
+// The group ends even if a call fails: what the thread calls next must not become part of it.
 void NcclTransport::enqueue(const std::vector<DeviceMessage>& batch, Stream stream, const Pause& pause) {
-  in_group("ncclSend and ncclRecv", pause, [&] {
-    for (const DeviceMessage& message : batch) {
-      const Result result =
-          message.is_send
-              ? library_->Send(message.data, message.bytes, kUint8, message.peer, communicator_, stream.handle)
-              : library_->Recv(message.data, message.bytes, kUint8, message.peer, communicator_, stream.handle);
-      if (result != kSuccess && result != kInProgress) return result;
+  on_device([&] {
+    settle(library_->GroupStart(), "ncclGroupStart", pause);
+    Result result = kSuccess;
+    for (size_t i = 0; i < batch.size() && (result == kSuccess || result == kInProgress); ++i) {
+      const auto& [is_send, peer, data, bytes] = batch[i];
+      result = is_send ? library_->Send(data, bytes, kUint8, peer, communicator_, stream.handle)
+                       : library_->Recv(data, bytes, kUint8, peer, communicator_, stream.handle);
     }
-    return kSuccess;
+    const Result ended = library_->GroupEnd();
+    if (result == kSuccess || result == kInProgress) result = ended;
+    settle(result, "ncclSend and ncclRecv", pause);
   });
 }
 
-void NcclTransport::enqueue(const NativeCollective& c, Stream stream, const Pause& pause) {
-  // has() has said so.
+void NcclTransport::enqueue(const NativeCollective& collective, Stream stream, const Pause& pause) {
+  on_device([&] {
+    const auto [result, call] = begin(collective, stream);
+    settle(result, call, pause);
+  });
+}
+
+// The result so far, and the name of the function. has() has said that NCCL knows type and operator.
+std::pair<Result, const char*> NcclTransport::begin(const NativeCollective& c, Stream stream) {
   const DataType type = *data_type(c.dtype);
   const auto op = [&] { return *operator_of(c.op); };
   switch (c.kind) {
     case OperationKind::kAllReduce:
-      return settle(library_->AllReduce(c.input, c.output, c.numel, type, op(), communicator_, stream.handle),
-                    "ncclAllReduce", pause);
+      return {library_->AllReduce(c.input, c.output, c.numel, type, op(), communicator_, stream.handle),
+              "ncclAllReduce"};
     case OperationKind::kReduce:
-      return settle(library_->Reduce(c.input, c.output, c.numel, type, op(), c.root, communicator_, stream.handle),
-                    "ncclReduce", pause);
+      return {library_->Reduce(c.input, c.output, c.numel, type, op(), c.root, communicator_, stream.handle),
+              "ncclReduce"};
     case OperationKind::kReduceScatter:
-      return settle(library_->ReduceScatter(c.input, c.output, c.numel, type, op(), communicator_, stream.handle),
-                    "ncclReduceScatter", pause);
+      return {library_->ReduceScatter(c.input, c.output, c.numel, type, op(), communicator_, stream.handle),
+              "ncclReduceScatter"};
     case OperationKind::kAllGather:
-      return settle(library_->AllGather(c.input, c.output, c.numel, type, communicator_, stream.handle),
-                    "ncclAllGather", pause);
+      return {library_->AllGather(c.input, c.output, c.numel, type, communicator_, stream.handle), "ncclAllGather"};
     case OperationKind::kBroadcast:
-      return settle(library_->Broadcast(c.input, c.output, c.numel, type, c.root, communicator_, stream.handle),
-                    "ncclBroadcast", pause);
+      return {library_->Broadcast(c.input, c.output, c.numel, type, c.root, communicator_, stream.handle),
+              "ncclBroadcast"};
     default: throw Error(ErrorKind::kInternal, "NCCL has no " + std::string(operation_name(c.kind)));
   }
 }
@@ -157,18 +161,31 @@ void NcclTransport::check() {
 }
 
 void NcclTransport::abort() noexcept {
-  if (communicator_ != nullptr) library_->CommAbort(std::exchange(communicator_, nullptr));
+  if (communicator_ == nullptr) return;
+  const Communicator aborted = std::exchange(communicator_, nullptr);
+  try {
+    on_device([&] { library_->CommAbort(aborted); });
+  } catch (const Error&) {  // a device that is lost
+    library_->CommAbort(aborted);
+  }
 }
 
 void NcclTransport::close(Deadline deadline) noexcept {
   if (communicator_ == nullptr) return;
+  try {
+    on_device([&] { finalize(deadline); });
+  } catch (const Error&) {  // a device that is lost
+  }
+  abort();
+}
+
+void NcclTransport::finalize(Deadline deadline) {
   Result result = library_->CommFinalize(communicator_);
   while (result == kInProgress && !deadline.expired()) {
     std::this_thread::sleep_for(kClosePoll);
-    if (library_->CommGetAsyncError(communicator_, &result) != kSuccess) break;
+    if (library_->CommGetAsyncError(communicator_, &result) != kSuccess) return;
   }
-  if (result != kSuccess) return abort();
-  library_->CommDestroy(std::exchange(communicator_, nullptr));
+  if (result == kSuccess) library_->CommDestroy(std::exchange(communicator_, nullptr));
 }
 
 std::shared_ptr<const NcclLibrary> NcclSource::library() {

@@ -8,6 +8,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "csrc/transport/device_transport.h"
 #include "csrc/transport/nccl/nccl_library.h"
@@ -30,8 +32,11 @@ class NcclTransport final : public DeviceTransport {
   void close(Deadline deadline) noexcept override;
 
  private:
-  template <typename Calls>
-  void in_group(const char* what, const Pause& pause, Calls calls);
+  // NCCL's calls leave the thread with the device that was its current one, and make a context there if it has none.
+  template <typename Call>
+  void on_device(const Call& call) const;
+  std::pair<Result, const char*> begin(const NativeCollective& collective, Stream stream);
+  void finalize(Deadline deadline);
   void settle(Result result, const char* call, const Pause& pause);
   [[noreturn]] void fail(Result result, const char* call) const;
 
