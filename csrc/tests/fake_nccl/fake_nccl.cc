@@ -335,9 +335,9 @@ void reduce(DataType type, RedOp op, const std::vector<const uint8_t*>& inputs, 
     case kFloat32: return fold_plain<float>(op, inputs, output, count);
     case kFloat64: return fold_plain<double>(op, inputs, output, count);
     case kFloat16:
-      return fold<uint16_t, float>(op, inputs, output, count, &kernels::cpu::f16_to_f32, &kernels::cpu::f32_to_f16);
+      return fold<uint16_t, float>(op, inputs, output, count, &kernels::f16_to_f32, &kernels::f32_to_f16);
     case kBfloat16:
-      return fold<uint16_t, float>(op, inputs, output, count, &kernels::cpu::bf16_to_f32, &kernels::cpu::f32_to_bf16);
+      return fold<uint16_t, float>(op, inputs, output, count, &kernels::bf16_to_f32, &kernels::f32_to_bf16);
   }
 }
 
