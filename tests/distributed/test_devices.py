@@ -154,6 +154,7 @@ def _over_threads(rank, world_size, check):
     thread_world(2, check)
 
 
+@pytest.mark.timed
 def test_wait_is_for_the_stream_and_not_for_the_host(alone_on_devices):
     alone_on_devices.run(_over_threads, args=[_check_that_the_host_goes_on])
 
@@ -229,6 +230,7 @@ def _lose_a_peer(rank, world_size):
     return took
 
 
+@pytest.mark.timed
 def test_a_late_peer_is_named_at_the_deadline(pair_on_devices):
     took, _ = pair_on_devices.run(_lose_a_peer, env=tcp(SIZE).env)
     assert 0.9 < took < 3
