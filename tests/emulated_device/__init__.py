@@ -249,7 +249,9 @@ def _compile(library: Path) -> None:
     includes.append(f"-isystem{sysconfig.get_path('include')}")
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+    for abandoned in library.parent.glob("tmp*"):  # by builds that were killed: the lock is ours now
+        shutil.rmtree(abandoned)
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix="tmp") as scratch:
 
         def compile_one(numbered: tuple[int, Path]) -> str:
             number, source = numbered
