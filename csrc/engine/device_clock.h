@@ -62,8 +62,8 @@ class DeviceClock {
 
   // Of a timing event of the device that is done, as exactly as the reference was taken; nothing before the first one.
   std::optional<int64_t> host_ns(device::Event event) const {
-    if (!reference_ns_) return std::nullopt;
-    return *reference_ns_ + runtime_.elapsed_ns(reference_, event);
+    if (reference_ns_ == 0) return std::nullopt;
+    return reference_ns_ + runtime_.elapsed_ns(reference_, event);
   }
 
  private:
@@ -76,7 +76,7 @@ class DeviceClock {
   const Stream stream_;
   device::Event reference_;
   device::Event candidate_;  // for the next reference
-  std::optional<int64_t> reference_ns_;
+  int64_t reference_ns_ = 0;  // 0: none yet
   int64_t due_ns_ = 0;
 };
 

@@ -8,13 +8,10 @@
 
 namespace bagua::testing {
 
-// The one that the kernels find.
+// The one that the kernels find, from each call on: other tests have one of their own, and take it away again.
 inline device::EmulatedRuntime& emulated() {
-  static device::EmulatedRuntime* const runtime = [] {
-    auto* made = new device::EmulatedRuntime(/*num_devices=*/9, /*seed=*/7, 100us);
-    device::register_runtime(DeviceKind::kEmulated, made);
-    return made;
-  }();
+  static auto* const runtime = new device::EmulatedRuntime(/*num_devices=*/9, /*seed=*/7, 100us);
+  device::register_runtime(DeviceKind::kEmulated, runtime);
   return *runtime;
 }
 
