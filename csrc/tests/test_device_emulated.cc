@@ -886,6 +886,7 @@ TEST_F(Emulated, EveryKernelHasTheCpusBits) {
 
 // copy() and fill_zero() of memory.h go to the registered runtime.
 TEST_F(Emulated, MemoryOperationsAreEnqueuedOnTheStream) {
+  device::register_runtime(DeviceKind::kEmulated, nullptr);  // that of other tests
   expect_error(ErrorKind::kInvalidArgument, "no runtime for emulated:0",
                [&] { device::fill_zero(&runtime, 1, kDefault); });
   const Registered registered(runtime);
