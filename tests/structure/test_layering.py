@@ -53,7 +53,8 @@ MAY_IMPORT = {
     "torch_backend": CONFIG | GROUP | {f"distributed.{name}" for name in ("bootstrap", "world")},
     "torch_api": (STEPPING - {"_C"}) | {f"data_parallel.{name}" for name in ("__init__", "step", "handle")},
     "federated": ERRORS
-    | {"distributed.process_group", "distributed.world", "distributed.consensus", "codecs", "metrics"},
+    | {"distributed.process_group", "distributed.world", "distributed.consensus", "codecs", "metrics"}
+    | {"distributed.devices"},
 }
 
 # The files of a package from the ground up: each may import those before it, and beside its package what stands here.
