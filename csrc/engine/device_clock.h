@@ -75,7 +75,7 @@ class DeviceClock {
   device::Runtime& runtime_;
   const Stream stream_;
   device::Event reference_;
-  device::Event candidate_;  // for the next reference
+  device::Event candidate_;   // for the next reference
   int64_t reference_ns_ = 0;  // 0: none yet
   int64_t due_ns_ = 0;
 };

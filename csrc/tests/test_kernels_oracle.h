@@ -19,9 +19,9 @@
 #include <xmmintrin.h>
 #endif
 
+#include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
 #include "csrc/common/error.h"
-#include "csrc/common/device.h"
 
 namespace bagua::testing {
 

@@ -334,8 +334,7 @@ void reduce(DataType type, RedOp op, const std::vector<const uint8_t*>& inputs, 
     case kInt64: return fold_plain<uint64_t, int64_t>(op, inputs, output, count);
     case kFloat32: return fold_plain<float>(op, inputs, output, count);
     case kFloat64: return fold_plain<double>(op, inputs, output, count);
-    case kFloat16:
-      return fold<uint16_t, float>(op, inputs, output, count, &kernels::f16_to_f32, &kernels::f32_to_f16);
+    case kFloat16: return fold<uint16_t, float>(op, inputs, output, count, &kernels::f16_to_f32, &kernels::f32_to_f16);
     case kBfloat16:
       return fold<uint16_t, float>(op, inputs, output, count, &kernels::bf16_to_f32, &kernels::f32_to_bf16);
   }
