@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import numpy as np
@@ -234,3 +236,29 @@ def _lose_a_peer(rank, world_size):
 def test_a_late_peer_is_named_at_the_deadline(pair_on_devices):
     took, _ = pair_on_devices.run(_lose_a_peer, env=tcp(SIZE).env)
     assert 0.9 < took < 3
+
+
+def _lose_a_killed_peer(rank, world_size):
+    emulated.load()
+    bagua.init_process_group(timeout=20)
+    group = bagua.get_default_group()
+    x = torch.ones(300_000, device=_device(group))
+    group.all_reduce(x).wait()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(bagua.TransportError, match="rank 1") as raised:
+        for _ in range(3):
+            group.all_reduce(x).wait()
+    took = time.monotonic() - begin
+    assert raised.value.rank == 1
+    bagua.destroy_process_group()
+    assert torch.isfinite(x.cpu()).all()  # the device goes on
+    return took
+
+
+@pytest.mark.timed
+@fast_in("world", [tcp(SIZE)], [shm(SIZE), tcp(SIZE)])
+def test_a_killed_peer_is_named_at_once(pair_on_devices, world):
+    took, _ = pair_on_devices.run(_lose_a_killed_peer, env=world.env, expect_exit={1: -signal.SIGKILL})
+    assert took < 5
