@@ -6,7 +6,6 @@ __version__: str
 TORCH_FRAME_SIZES: tuple[int, ...]
 device_kinds: tuple[str, ...]
 error_classes: tuple[str, ...]
-has_cuda: bool
 
 def all_finite(
     addresses: collections.abc.Sequence[int],

@@ -145,7 +145,8 @@ def is_skipped_by_scaler(optimizer: torch.optim.Optimizer, waits: bool = True) -
     """Whether GradScaler makes this step do nothing: it steps fused optimizers anyway, with ``found_inf`` set.
 
     Args:
-        waits: for a device that knows; otherwise such a step counts as one for now.
+        waits: for a device that knows; without, a step whose ``found_inf`` is on one is none that is skipped, and
+            ``NonFiniteGuard.settle`` tells later.
     """
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and (waits or found_inf.is_cpu) and bool(found_inf > 0)

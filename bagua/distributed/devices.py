@@ -1,4 +1,4 @@
-"""What bagua asks torch about devices; no other file of the package does.
+"""What communication and training ask torch about devices; no other file of theirs does.
 
 Data path: tensors.py asks whether the core can work where a tensor lies, process_group.py on which stream its values
 are ready, work.py which stream is to find the result. CUDA and the emulated device of the tests are one text: what
@@ -75,7 +75,7 @@ def current_stream(device: torch.device) -> StreamKey | None:
     """The stream on which the caller's next operations on the device run; None for the CPU."""
     if device.type == _CPU:
         return None
-    if device.type == "cuda":  # torch.Stream has native_handle since 2.11 only
+    if device.type == "cuda":  # older torches know no native_handle
         handle = torch.cuda.current_stream(device).cuda_stream
     else:
         handle = torch.accelerator.current_stream(device.index).native_handle

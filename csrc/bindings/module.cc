@@ -4,11 +4,6 @@
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The compiled core of bagua. Private: the public interface is the package bagua.";
   m.attr("__version__") = BAGUA_VERSION;
-#ifdef BAGUA_WITH_CUDA
-  m.attr("has_cuda") = true;
-#else
-  m.attr("has_cuda") = false;
-#endif
   bagua::bind_errors(m);
   bagua::bind_memory(m);
   bagua::bind_devices(m);

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 
-import numpy as np
 import pytest
 import torch
 
@@ -133,14 +132,16 @@ def _check_that_the_host_goes_on(group):
     device = _device(group)
     x = torch.ones(1000, device=device)
     group.all_reduce(x).wait()  # the first connects
-    with emulated.delayed(0.05):
-        work = group.all_reduce(x, bagua.ReduceOp.AVG)
-        work.wait()
-        was_completed = work.is_completed()
-        x += 1
-        values = x.cpu()
-    assert not was_completed or group.size == 1, "wait() has waited for the device"
-    assert torch.equal(values, torch.full((1000,), float(group.size) + 1))
+    were_completed = []
+    with emulated.delayed(0.01):  # a command in two is late, by a random while
+        for _ in range(12):
+            x.fill_(1)
+            work = group.all_reduce(x)
+            work.wait()
+            were_completed.append(work.is_completed())
+            x += 1
+            assert torch.equal(x.cpu(), torch.full((1000,), float(group.size) + 1))
+    assert not all(were_completed), "wait() waits for the device"
     deadline = time.monotonic() + 5
     while not work.is_completed():
         assert time.monotonic() < deadline
@@ -179,7 +180,6 @@ def _check_refusals(group):
         group.all_reduce(torch.empty(4, device="meta"))
     group.all_reduce(there).wait()  # the group is whole
     assert torch.equal(there.cpu(), torch.full((4,), 2.0))
-    assert isinstance(np.asarray(here), np.ndarray)
 
 
 def test_tensors_of_two_devices_in_one_call(alone_on_devices):

@@ -159,6 +159,14 @@ def test_the_table_leaves_no_kernel_alone_on_a_multiprocessor():
         assert float(occupancy) >= 0.375, f"{name}: too few threads to hide how far away memory is"
 
 
+def test_the_runtime_compiles_without_a_warning(tmp_path):
+    files = sorted((ROOT / "csrc/device/cuda").glob("*.cc"))
+    assert files
+    flags = ["-std=c++20", f"-I{ROOT}", "-DBAGUA_WITH_CUDA=1", "-Xcompiler=-Wall,-Wextra,-Werror"]
+    for file in files:
+        subprocess.run(["nvcc", *flags, "-c", file, "-o", tmp_path / f"{file.stem}.o"], check=True)
+
+
 def find_cuobjdump():
     found = shutil.which("cuobjdump")
     if found is None and (spec := find_spec("nvidia")) is not None:
