@@ -1,4 +1,4 @@
-"""Shared by all tests: warm pools of ranks, and the `needs` marker."""
+"""Shared by all tests: warm pools of ranks, and the markers `needs` and `gpu`."""
 
 import importlib.util
 import os
@@ -10,12 +10,29 @@ import pytest
 os.environ["RES_OPTIONS"] = "attempts:0"
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(trylast=True)  # of those that -m has left
+def pytest_collection_modifyitems(config, items):
     for item in items:
         for marker in item.iter_markers("needs"):
             missing = [name for name in marker.args if importlib.util.find_spec(name) is None]
             if missing:
                 item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(missing)}, which cannot be imported"))
+    on_gpus = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if on_gpus:
+        _leave_out_without_gpu(config, items, on_gpus)
+
+
+def _leave_out_without_gpu(config, items, on_gpus):
+    """One of them is skipped for all, with the reason and their number: a line for each would hide what else is."""
+    from tests import accelerator
+
+    if accelerator.no_gpu() is None:
+        return
+    first, *others = on_gpus
+    first.add_marker(pytest.mark.skip(reason=f"{len(on_gpus)} tests marked gpu: {accelerator.no_gpu()}"), append=False)
+    left_out = set(others)
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=others)
 
 
 def pytest_itemcollected(item):
@@ -44,37 +61,54 @@ def pool4():
         yield pool
 
 
-def _ranks_on_devices(num_ranks):
+@pytest.fixture(scope="session")
+def device_pools():
+    """Warm ranks by the kind of their devices and their number: a device stays a process's accelerator for good."""
     from bagua.testing import Pool
-    from tests import emulated_device
+    from tests import accelerator, emulated_device
 
-    if emulated_device.unavailable():
-        pytest.skip(f"the emulated device {emulated_device.unavailable()}")
-    emulated_device.build()  # here, where no deadline runs
-    with Pool(num_ranks) as pool:
-        pool.run(emulated_device.load_in_rank)
-        yield pool
+    pools = {}
+
+    def ranks(kind, num_ranks):
+        if kind == emulated_device.NAME:
+            if emulated_device.unavailable():
+                pytest.skip(f"the emulated device {emulated_device.unavailable()}")
+            emulated_device.build()  # here, where no deadline runs
+        pool = pools.setdefault((kind, num_ranks), Pool(num_ranks))
+        pool.run(accelerator.load_in_rank, args=[kind])  # before anything else: they are new where a test has failed
+        return pool
+
+    yield ranks
+    for pool in pools.values():
+        pool.close()
 
 
-@pytest.fixture(scope="session")
-def alone_on_devices():
-    """A process that may load the emulated device, which stays its accelerator for good."""
-    yield from _ranks_on_devices(1)
+# The kinds of tests/accelerator.py, which imports torch.
+_on_each_kind = pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-@pytest.fixture(scope="session")
-def pair_on_devices():
+@_on_each_kind
+def alone_on_devices(request, device_pools):
+    """A process with devices: emulated ones, or GPUs."""
+    return device_pools(request.param, 1)
+
+
+@_on_each_kind
+def pair_on_devices(request, device_pools):
     """Two of them."""
-    yield from _ranks_on_devices(2)
+    return device_pools(request.param, 2)
 
 
 @pytest.fixture
-def device_pool2(pair_on_devices):
-    """The two, with the device loaded before anything else: they are new where a test has failed."""
-    from tests import emulated_device
+def alone_on_emulated(device_pools):
+    """For what only the emulated device can show."""
+    return device_pools("emulated", 1)
 
-    pair_on_devices.run(emulated_device.load_in_rank)
-    return pair_on_devices
+
+@pytest.fixture
+def pair_on_emulated(device_pools):
+    """Two of them."""
+    return device_pools("emulated", 2)
 
 
 @pytest.fixture(scope="session")

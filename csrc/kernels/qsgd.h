@@ -34,7 +34,8 @@ namespace bagua::kernels {
 // rounding adds up to 2^-150 to both. A power of two s keeps the step a normal number, and nothing here depends on a
 // flush-to-zero mode (torch.set_flush_denormal) but the addition to an accumulator, which is the processor's.
 //
-// Constant blocks are exact, -0.0 included. In other blocks a zero decodes to +0, so -0.0 loses its sign.
+// Constant blocks are exact, -0.0 included: a block of zeros has the norm 0, -0.0 if all of them are, and the codes 0,
+// and decodes to its norm. In other blocks a zero decodes to +0, so -0.0 loses its sign.
 //
 // Counter j of block b draws from derive_key(key, first / 2048 + b): the first half of its hash for element j, the
 // second for element j + n/2.

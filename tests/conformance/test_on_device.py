@@ -1,4 +1,4 @@
-"""Every registered algorithm on the emulated device: the CPU's weights, bit for bit.
+"""Every registered algorithm on a device: the CPU's weights, bit for bit where the device is emulated.
 
 Two ranks, whose sums do not depend on which of an all_reduce's algorithms runs: shared memory, which a device has not,
 decides nothing.
@@ -15,6 +15,7 @@ import torch
 import bagua
 import tests.emulated_device as emulated
 from bagua.testing import world as thread_world
+from tests import accelerator
 from tests.conformance.training import batch, make_net, make_optimizer
 from tests.conformance.variants import VARIANTS, described
 from tests.distributed.worlds import fast_in, shm, tcp
@@ -26,10 +27,7 @@ NUM_STEPS = 4
 def _train(group, variant, kind, num_steps=NUM_STEPS):
     """The weights, buffers and optimizer states that a rank ends with."""
     algorithm, options = variant
-    device = torch.device("cpu")
-    if kind == emulated.NAME:
-        device = torch.device(kind, group.rank)  # a device each: autograd has one thread for all ranks of one
-        torch.accelerator.set_device_index(group.rank)
+    device = torch.device("cpu") if kind == "cpu" else accelerator.use_device_of(group.rank)
     with _seeding:
         model = make_net()
     model.to(device)
@@ -53,35 +51,34 @@ def _train(group, variant, kind, num_steps=NUM_STEPS):
 
 
 def _compare_over_threads(rank, world_size):
-    emulated.load()
     different = []
     for variant in VARIANTS:
         results = {
-            kind: thread_world(2, functools.partial(_train, variant=variant, kind=kind)) for kind in ("cpu", "emulated")
+            kind: thread_world(2, functools.partial(_train, variant=variant, kind=kind))
+            for kind in ("cpu", accelerator.kind())
         }
-        for of_cpu, of_device in zip(results["cpu"], results["emulated"], strict=True):
-            if not all(map(torch.equal, of_cpu, of_device)):
+        for of_cpu, of_device in zip(*results.values(), strict=True):
+            if not accelerator.agree(of_device, of_cpu):
                 different.append(described(variant))
     return different, emulated.counters()["launches"]
 
 
-def test_over_threads(alone_on_devices):
+def test_over_threads(alone_on_emulated):
     """All algorithms; what is computed for communication is computed by kernels of the device."""
-    [(different, launches)] = alone_on_devices.run(_compare_over_threads, timeout=120)
+    [(different, launches)] = alone_on_emulated.run(_compare_over_threads, timeout=120)
     assert different == []
     assert {f"{codec}_{kernel}" for codec in ("minmax_uint8", "qsgd") for kernel in ("encode", "decode")} <= {*launches}
     assert {"minmax_uint8_reduce_encode", "onebit_encode_with_residual", "reduce_many", "weighted_sum"} <= {*launches}
 
 
 def _train_on_both(rank, world_size):
-    emulated.load()
     bagua.init_process_group(timeout=20)
     try:
         group = bagua.get_default_group()
         return [
             described(variant)
             for variant in VARIANTS
-            if not all(map(torch.equal, *(_train(group, variant, kind, 3) for kind in ("cpu", "emulated"))))
+            if not accelerator.agree(*(_train(group, variant, kind, 3) for kind in (accelerator.kind(), "cpu")))
         ]
     finally:
         bagua.destroy_process_group()

@@ -12,21 +12,23 @@ import bagua
 import tests.emulated_device as emulated
 from bagua.distributed.work import Work
 from bagua.testing import world as thread_world
+from tests import accelerator
 
 _seeding = threading.Lock()  # ranks that are threads share torch's generator
 
 
-def _over_threads(rank, world_size, check, args):
-    emulated.load()
-    return thread_world(2, check, *args)
+def _in_group(rank, world_size, check, args):
+    """Ranks that share a device are processes: autograd has one thread for all that a process has on one."""
+    bagua.init_process_group(timeout=20)
+    try:
+        return check(bagua.get_default_group(), *args)
+    finally:
+        bagua.destroy_process_group()
 
 
 def _make(group, kind, **options):
     """A model with several buckets, and its optimizer."""
-    device = torch.device("cpu")
-    if kind == emulated.NAME:
-        torch.accelerator.set_device_index(group.rank)
-        device = torch.device(kind, group.rank)
+    device = torch.device("cpu") if kind == "cpu" else accelerator.use_device_of(group.rank)
     with _seeding:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 64))
@@ -91,13 +93,12 @@ def _check_waits(group, nonfinite_check, algorithms):
         model.bagua.remove()
 
 
-def test_neither_backward_nor_step_waits_for_the_device(alone_on_devices):
+def test_neither_backward_nor_step_waits_for_the_device(alone_on_emulated):
     """Unless it is asked to: the same counter sees it."""
-    alone_on_devices.run(_count_waits)
+    alone_on_emulated.run(_count_waits)
 
 
 def _count_waits(rank, world_size):
-    emulated.load()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Work, "is_found_finite", _counting(Work.is_found_finite))
         thread_world(2, _check_waits, "late", tuple(ALGORITHMS))
@@ -147,47 +148,41 @@ class _Fused(torch.optim.SGD):
                 parameter.sub_(change)
 
 
-def _compare_skipped_steps(group, kind, algorithm, options, optimizer):
-    return _train_through(group, kind, algorithm, options, scaled=True, optimizer=optimizer)
-
-
-def _skipped_steps(rank, world_size, optimizer):
-    emulated.load()
+def _skipped_steps(group, optimizer):
     different = []
     for algorithm, options in {**ALGORITHMS, "powersgd": {}}.items():
-        results = [
-            thread_world(2, _compare_skipped_steps, kind, algorithm, options, optimizer)
-            for kind in ("cpu", emulated.NAME)
-        ]
-        for of_cpu, of_device in zip(*results, strict=True):
-            assert all(map(torch.equal, of_cpu[0], of_cpu[1])), "the step was not skipped on the CPU"
-            assert not all(map(torch.equal, of_cpu[1], of_cpu[2]))
-            if not all(all(map(torch.equal, *pair)) for pair in zip(of_cpu, of_device, strict=True)):
-                different.append(algorithm)
+        of_cpu, of_device = (
+            _train_through(group, kind, algorithm, options, scaled=True, optimizer=optimizer)
+            for kind in ("cpu", accelerator.kind())
+        )
+        assert all(map(torch.equal, of_cpu[0], of_cpu[1])), "the step was not skipped on the CPU"
+        assert not all(map(torch.equal, of_cpu[1], of_cpu[2]))
+        if not all(map(accelerator.agree, of_device, of_cpu)):
+            different.append(algorithm)
     return different
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, _Fused], ids=["plain", "fused"])
-def test_a_step_that_a_scaler_skips_is_skipped_as_on_the_cpu(alone_on_devices, optimizer):
+def test_a_step_that_a_scaler_skips_is_skipped_as_on_the_cpu(pair_on_devices, optimizer):
     """The states of error feedback too: the steps behind it show them."""
-    assert alone_on_devices.run(_skipped_steps, args=[optimizer]) == [[]]
+    assert pair_on_devices.run(_in_group, args=[_skipped_steps, [optimizer]]) == [[], []]
 
 
 def _check_late(group, algorithm, options):
     with pytest.raises(bagua.InvalidArgument, match=r"in the last step a gradient was NaN or Inf .*load a checkpoint"):
-        _train_through(group, emulated.NAME, algorithm, options, scaled=False)
+        _train_through(group, accelerator.kind(), algorithm, options, scaled=False)
     x = torch.ones(3)
     group.all_reduce(x).wait()  # the group is whole
     assert x.tolist() == [2.0] * 3
 
 
-def test_without_a_scaler_it_is_an_error_of_the_next_step(alone_on_devices):
+def test_without_a_scaler_it_is_an_error_of_the_next_step(pair_on_devices):
     for algorithm in ("bytegrad", "qsgd"):
-        alone_on_devices.run(_over_threads, args=[_check_late, (algorithm, ALGORITHMS[algorithm])])
+        pair_on_devices.run(_in_group, args=[_check_late, (algorithm, ALGORITHMS[algorithm])])
 
 
 def _check_in_time(group):
-    model, optimizer, device = _make(group, emulated.NAME, algorithm="bytegrad", nonfinite_check="sync")
+    model, optimizer, device = _make(group, accelerator.kind(), algorithm="bytegrad", nonfinite_check="sync")
     before = _weights(model)
     (model(_inputs(group.rank, 0, device) * float("inf"))).square().mean().backward()
     with pytest.raises(bagua.InvalidArgument, match="No rank has changed a weight"):
@@ -196,33 +191,31 @@ def _check_in_time(group):
     model.bagua.remove()
 
 
-def test_or_it_is_refused_before_a_weight_has_changed(alone_on_devices):
-    alone_on_devices.run(_over_threads, args=[_check_in_time, ()])
+def test_or_it_is_refused_before_a_weight_has_changed(pair_on_devices):
+    pair_on_devices.run(_in_group, args=[_check_in_time, ()])
 
 
 # ---- mistakes
 
 
 def _check_mistakes(group):
-    device = torch.device(emulated.NAME, group.rank)
-    torch.accelerator.set_device_index(group.rank)
+    device = accelerator.use_device_of(group.rank)
+    kind = device.type
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     with pytest.raises(bagua.InvalidArgument, match=r'nonfinite_check is .late.*expected "sync"'):
         bagua.with_bagua(copy.deepcopy(model), group=group, nonfinite_check="late")
     model[0].to(device)
-    with pytest.raises(
-        bagua.InvalidArgument, match=r"parameter '0.weight' is on emulated:\d, but parameter '1.weight'"
-    ):
+    with pytest.raises(bagua.InvalidArgument, match=rf"parameter '0.weight' is on {kind}:\d, but parameter '1.weight'"):
         bagua.with_bagua(copy.deepcopy(model), group=group)
     model.to(device if group.rank == 0 else "cpu")
-    with pytest.raises(bagua.InvalidArgument, match=r"on emulated .* on cpu|on cpu .* on emulated"):
+    with pytest.raises(bagua.InvalidArgument, match=rf"on {kind} .* on cpu|on cpu .* on {kind}"):
         bagua.with_bagua(copy.deepcopy(model), group=group)
     model.to(device)
-    with pytest.raises(bagua.InvalidArgument, match=r"device_ids is \[3\], but the module is on emulated:\d"):
+    with pytest.raises(bagua.InvalidArgument, match=rf"device_ids is \[3\], but the module is on {kind}:\d"):
         bagua.DistributedDataParallel(copy.deepcopy(model), device_ids=[3], process_group=group)
-    wrapped = bagua.DistributedDataParallel(model, device_ids=[group.rank], process_group=group)
+    wrapped = bagua.DistributedDataParallel(model, device_ids=[device.index], process_group=group)
     wrapped(torch.ones(2, 4, device=device)).sum().backward()
 
 
-def test_mistakes(alone_on_devices):
-    alone_on_devices.run(_over_threads, args=[_check_mistakes, ()])
+def test_mistakes(pair_on_devices):
+    pair_on_devices.run(_in_group, args=[_check_mistakes, ()])

@@ -1,25 +1,41 @@
-"""Runs tests in the process that has the emulated torch device: it is a process's accelerator for good."""
+"""Runs the body of a test in a process that has devices: they are a process's accelerator for good."""
 
 import torch
 
 import tests.emulated_device as emulated
+from tests import accelerator
 
 
-def on_the_device(body):
-    """The test runs in the process that has the device, from a state without errors, delays and limits of others."""
+def on_each_device(body):
+    """The test runs once for each kind of device, from a state without errors, delays and limits of others."""
 
-    def test(process):
-        process.run(run_there, args=(body,))
+    def test(alone_on_devices):
+        alone_on_devices.run(run_there, args=(body,))
 
+    return _named_like(body, test)
+
+
+def on_the_emulated_device(body):
+    """The same for what only the emulated device can show."""
+
+    def test(alone_on_emulated):
+        alone_on_emulated.run(run_there, args=(body,))
+
+    return _named_like(body, test)
+
+
+def _named_like(body, test):
     test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
     return test
 
 
 def run_there(rank, world_size, body):
     """On the rank: `body()`."""
-    emulated.load()
-    emulated.set_delay(emulated.DEFAULT_DELAY)
     torch.manual_seed(0)
+    if not accelerator.is_emulated():
+        body()
+        return
+    emulated.set_delay(emulated.DEFAULT_DELAY)
     try:
         body()
     finally:

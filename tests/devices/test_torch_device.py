@@ -15,7 +15,7 @@ from torch import nn
 
 import tests.emulated_device as emulated
 from bagua import _C
-from tests.devices.device_process import on_the_device, run_there
+from tests.devices.device_process import on_the_emulated_device, run_there
 
 
 def on(device):
@@ -68,8 +68,8 @@ HOW = {"single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fu
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("model", ["mlp", "conv_net"])
-def test_training_has_the_cpus_bits(process, model, name, how):
-    process.run(run_there, args=(lambda: check_training(model, name, how),))
+def test_training_has_the_cpus_bits(alone_on_emulated, model, name, how):
+    alone_on_emulated.run(run_there, args=(lambda: check_training(model, name, how),))
 
 
 def check_training(model, name, how):
@@ -84,7 +84,7 @@ def check_training(model, name, how):
     assert not torch.equal(expected[-1], expected[-4])  # it learns something
 
 
-@on_the_device
+@on_the_emulated_device
 def test_grad_scaler_skips_an_overflow():
     """The same scales and weights as on the CPU; one step in three overflows."""
 
@@ -109,7 +109,7 @@ def test_grad_scaler_skips_an_overflow():
     assert torch.equal(weight, expected_weight) and weight.isfinite().all()
 
 
-@on_the_device
+@on_the_emulated_device
 def test_autocast():
     model, x = mlp().to("emulated"), torch.randn(8, 16, device="emulated")
     for dtype in (torch.float16, torch.bfloat16):
@@ -128,7 +128,7 @@ def test_autocast():
     assert torch.equal(y.cpu(), expected)
 
 
-@on_the_device
+@on_the_emulated_device
 def test_activation_checkpointing_draws_the_same_dropout():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).to("emulated")
     grads = []
@@ -145,7 +145,7 @@ def test_activation_checkpointing_draws_the_same_dropout():
 # ---- memory ---------------------------------------------------------------------------------------------
 
 
-@on_the_device
+@on_the_emulated_device
 def test_the_host_dies_where_it_touches_a_tensor():
     x = torch.ones(4, device="emulated")
     torch.accelerator.synchronize()
@@ -169,13 +169,13 @@ def test_the_host_dies_where_it_touches_a_tensor():
     assert x.tolist() == [1.0] * 4
 
 
-@on_the_device
+@on_the_emulated_device
 def test_memory_is_undefined_until_written():
     assert torch.empty(100, device="emulated").isnan().all()
     assert (torch.empty(100, dtype=torch.int64, device="emulated") == -1).all()
 
 
-@on_the_device
+@on_the_emulated_device
 def test_memory_ends_at_the_limit():
     emulated.limit_memory(1000)
     with pytest.raises(RuntimeError, match="emulated:0 is out of memory: asked for 4000 bytes"):
@@ -184,7 +184,7 @@ def test_memory_ends_at_the_limit():
     torch.empty(1000, device="emulated")
 
 
-@on_the_device
+@on_the_emulated_device
 def test_all_memory_comes_back():
     model = mlp().to("emulated")
     before = emulated.counters()["live_bytes"]
@@ -195,7 +195,7 @@ def test_all_memory_comes_back():
     assert torch.accelerator.memory_allocated() == before
 
 
-@on_the_device
+@on_the_emulated_device
 def test_views_and_storages():
     """Strided reads and writes, growth and sharing of storages, against the CPU."""
 
@@ -231,7 +231,7 @@ def test_views_and_storages():
         assert a.shape == b.shape and torch.equal(a, b), index
 
 
-@on_the_device
+@on_the_emulated_device
 def test_saving_and_copying():
     model = mlp().to("emulated")
     file = io.BytesIO()
@@ -250,7 +250,7 @@ def test_saving_and_copying():
 # ---- copies ---------------------------------------------------------------------------------------------
 
 
-@on_the_device
+@on_the_emulated_device
 def test_only_what_the_user_copies_is_counted():
     x = torch.ones(256).to("emulated")
     emulated.reset_counters()
@@ -265,7 +265,7 @@ def test_only_what_the_user_copies_is_counted():
     assert counts["launches"] == {}
 
 
-@on_the_device
+@on_the_emulated_device
 def test_pinned_memory():
     x = torch.arange(1000.0)
     assert not x.is_pinned()
@@ -285,7 +285,7 @@ def test_pinned_memory():
     torch.accelerator.synchronize()
 
 
-@on_the_device
+@on_the_emulated_device
 def test_a_pinned_copy_is_late():
     """What the host does to pinned memory before the copy is done, the copy sees; a blocking copy it does not."""
     pinned, y = torch.zeros(4).pin_memory(), torch.zeros(4, device="emulated")
@@ -300,7 +300,7 @@ def test_a_pinned_copy_is_late():
     assert num_wrong[False] == 0
 
 
-@on_the_device
+@on_the_emulated_device
 def test_a_data_loader_pins():
     data = torch.utils.data.TensorDataset(torch.arange(8.0), torch.arange(8))
     seen = []
@@ -310,7 +310,7 @@ def test_a_data_loader_pins():
     assert torch.cat(seen).tolist() == list(range(8))
 
 
-@on_the_device
+@on_the_emulated_device
 def test_bagua_knows_the_device():
     assert _C.has_device_runtime("emulated")
     assert _C.num_devices("emulated") == emulated.num_devices
@@ -319,7 +319,7 @@ def test_bagua_knows_the_device():
 # ---- streams --------------------------------------------------------------------------------------------
 
 
-@on_the_device
+@on_the_emulated_device
 def test_streams_have_handles():
     default = torch.accelerator.current_stream()
     assert emulated.stream_handle(default) == 0 == default.native_handle
@@ -336,7 +336,7 @@ def test_streams_have_handles():
     assert torch.empty(1, device="emulated").device == on(1)
 
 
-@on_the_device
+@on_the_emulated_device
 def test_streams_are_late():
     emulated.set_delay(5e-3)
     x = torch.zeros(8, device="emulated")
@@ -351,7 +351,7 @@ def test_streams_are_late():
     assert x.tolist() == [10.0] * 8
 
 
-@on_the_device
+@on_the_emulated_device
 def test_a_missing_wait_gives_wrong_numbers():
     """One stream computes, another reads: an event makes that right, and its absence shows."""
     side = torch.Stream(device="emulated")
@@ -372,7 +372,7 @@ def test_a_missing_wait_gives_wrong_numbers():
     assert num_wrong[True] == 0
 
 
-@on_the_device
+@on_the_emulated_device
 def test_an_event_is_its_last_record():
     emulated.set_delay(2e-3)
     event, side = torch.Event("emulated"), torch.Stream(device="emulated")
@@ -396,7 +396,7 @@ def test_an_event_is_its_last_record():
         event.record(other)
 
 
-@on_the_device
+@on_the_emulated_device
 def test_memory_that_another_stream_uses_must_be_recorded():
     side = torch.Stream(device="emulated")
     y = torch.zeros(100, device="emulated")
@@ -420,7 +420,7 @@ def test_memory_that_another_stream_uses_must_be_recorded():
             torch.accelerator.synchronize()
 
 
-@on_the_device
+@on_the_emulated_device
 def test_backward_runs_on_the_streams_of_forward():
     side = torch.Stream(device="emulated")
     w = torch.full((8,), 2.0, device="emulated", requires_grad=True)
@@ -436,7 +436,7 @@ def test_backward_runs_on_the_streams_of_forward():
         assert w.grad.tolist() == [108.0] * 8
 
 
-@on_the_device
+@on_the_emulated_device
 def test_several_devices():
     assert torch.accelerator.device_count() == emulated.num_devices == torch.emulated.device_count()
     x = torch.arange(12.0, device=on(1))
@@ -462,7 +462,7 @@ def test_several_devices():
     assert model.weight.grad.device == on(2)
 
 
-@on_the_device
+@on_the_emulated_device
 def test_generators():
     mine, expected = torch.Generator("emulated").manual_seed(4), torch.Generator().manual_seed(4)
     assert mine.device.type == "emulated"
@@ -481,7 +481,7 @@ def test_generators():
     assert torch.equal(first.cpu(), torch.randn(5))
 
 
-@on_the_device
+@on_the_emulated_device
 def test_threads_have_streams_of_their_own():
     side, seen = torch.Stream(device="emulated"), []
 
@@ -495,7 +495,7 @@ def test_threads_have_streams_of_their_own():
     assert seen[0].stream_id == 0
 
 
-@on_the_device
+@on_the_emulated_device
 def test_a_forked_child_is_told():
     torch.ones(1, device="emulated")
     reader, writer = os.pipe()

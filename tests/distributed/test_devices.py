@@ -1,4 +1,5 @@
-"""Collectives on tensors of a device: the emulated one, whose kernels run late and whose memory no host may touch."""
+"""Collectives on tensors of a device: a GPU, or the emulated one, whose kernels run late and whose memory no host may
+touch."""
 
 from __future__ import annotations
 
@@ -12,15 +13,10 @@ import torch
 import bagua
 import tests.emulated_device as emulated
 from bagua.testing import world as thread_world
+from tests import accelerator
 from tests.distributed.worlds import fast_in, shm, tcp, through_torch
 
 SIZE = 2
-
-
-def _device(group):
-    """A device of its own for each rank; the thread's current one."""
-    torch.accelerator.set_device_index(group.rank)
-    return torch.device(emulated.NAME, group.rank)
 
 
 def _values(rank, *shape):
@@ -32,7 +28,7 @@ def _values(rank, *shape):
 
 
 def _check_collectives(group):
-    rank, size, device = group.rank, group.size, _device(group)
+    rank, size, device = group.rank, group.size, accelerator.use_device_of(group.rank)
     last = size - 1
     everybody = [_values(r, 3, 700) for r in range(size)]
     mine = everybody[rank].to(device)
@@ -75,7 +71,7 @@ def _check_collectives(group):
 
 def _check_views(group):
     """Strides are kept; what is not contiguous is copied and copied back, in the stream's order."""
-    device = _device(group)
+    device = accelerator.use_device_of(group.rank)
     whole = torch.zeros(40, 6, device=device)
     group.all_reduce(whole.t()[2:4].add_(group.rank + 1)).wait()
     expected = torch.zeros(40, 6)
@@ -87,11 +83,11 @@ def _check_views(group):
 
 def _check_streams(group):
     """Values are those of the stream that called; a wait is for the stream that waits."""
-    device = _device(group)
+    device = accelerator.use_device_of(group.rank)
     x = torch.zeros(5000, device=device)
     side = torch.Stream(device)
     side.wait_stream(torch.accelerator.current_stream())
-    with emulated.delayed(0.003):
+    with accelerator.delayed(0.003, side):
         with side:
             x += group.rank + 1
             work = group.all_reduce(x)
@@ -100,7 +96,6 @@ def _check_streams(group):
 
 
 def _check_all(rank, world_size):
-    emulated.load()
     bagua.init_process_group(timeout=20)
     try:
         for check in (_check_collectives, _check_views, _check_streams):
@@ -110,7 +105,6 @@ def _check_all(rank, world_size):
 
 
 def _check_all_over_threads(rank, world_size, size):
-    emulated.load()
     for check in (_check_collectives, _check_views, _check_streams):
         thread_world(size, check)
 
@@ -129,11 +123,11 @@ def test_ranks_that_are_processes(pair_on_devices, world):
 
 
 def _check_that_the_host_goes_on(group):
-    device = _device(group)
+    device = accelerator.use_device_of(group.rank)
     x = torch.ones(1000, device=device)
     group.all_reduce(x).wait()  # the first connects
     were_completed = []
-    with emulated.delayed(0.01):  # a command in two is late, by a random while
+    with accelerator.delayed(0.01):
         for _ in range(12):
             x.fill_(1)
             work = group.all_reduce(x)
@@ -153,7 +147,6 @@ def _check_that_the_host_goes_on(group):
 
 
 def _over_threads(rank, world_size, check):
-    emulated.load()
     thread_world(2, check)
 
 
@@ -166,15 +159,16 @@ def test_wait_is_for_the_stream_and_not_for_the_host(alone_on_devices):
 
 
 def _check_refusals(group):
-    device, here = _device(group), torch.ones(4)
-    there, other = here.to(device), here.to(f"{emulated.NAME}:3")
-    for call in (
+    device, here = accelerator.use_device_of(group.rank), torch.ones(4)
+    there, other = here.to(device), accelerator.device_of(group.rank + 1)
+    calls = [
         lambda: group.all_gather(torch.empty(8), there),
         lambda: group.all_to_all(here, there),
         lambda: group.reduce_scatter(here[:2], there),
-        lambda: group.all_gather(torch.empty(8, device=other.device), there),
-    ):
-        with pytest.raises(bagua.InvalidArgument, match=r"on emulated:\d.*one device.*\.to\(device\)"):
+        *([lambda: group.all_gather(torch.empty(8, device=other), there)] if other != device else []),
+    ]
+    for call in calls:
+        with pytest.raises(bagua.InvalidArgument, match=rf"on {device.type}:\d.*one device.*\.to\(device\)"):
             call()
     with pytest.raises(bagua.InvalidArgument, match=r"is on meta; bagua communicates tensors of the CPU and of CUDA"):
         group.all_reduce(torch.empty(4, device="meta"))
@@ -187,8 +181,8 @@ def test_tensors_of_two_devices_in_one_call(alone_on_devices):
 
 
 def _check_host_and_device(group):
-    x = torch.ones(4, device=_device(group)) if group.rank == 0 else torch.ones(4)
-    with pytest.raises(bagua.BaguaError, match="on emulated"):
+    x = torch.ones(4, device=accelerator.use_device_of(group.rank)) if group.rank == 0 else torch.ones(4)
+    with pytest.raises(bagua.BaguaError, match=f"on {accelerator.kind()}"):
         group.all_reduce(x).wait(10)
         group.barrier().wait(10)
 
@@ -198,11 +192,10 @@ def test_a_rank_without_a_device_among_ranks_with_one(alone_on_devices):
 
 
 def _run_out_of_memory(rank, world_size):
-    emulated.load()
     bagua.init_process_group(timeout=10)
     try:
         group = bagua.get_default_group()
-        x = torch.ones(200_000, device=_device(group))
+        x = torch.ones(200_000, device=accelerator.use_device_of(group.rank))
         emulated.limit_memory(1_000_000 if rank == 1 else None)
         with pytest.raises(bagua.DeviceError if rank == 1 else bagua.RemoteError, match="memory") as raised:
             group.all_reduce(x).wait()
@@ -212,15 +205,14 @@ def _run_out_of_memory(rank, world_size):
         bagua.destroy_process_group()
 
 
-def test_out_of_memory_in_a_workspace_is_told_to_all(pair_on_devices):
-    pair_on_devices.run(_run_out_of_memory, env=tcp(SIZE).env)
+def test_out_of_memory_in_a_workspace_is_told_to_all(pair_on_emulated):
+    pair_on_emulated.run(_run_out_of_memory, env=tcp(SIZE).env)
 
 
 def _lose_a_peer(rank, world_size):
-    emulated.load()
     bagua.init_process_group(timeout=1)
     group = bagua.get_default_group()
-    x = torch.ones(300_000, device=_device(group))
+    x = torch.ones(300_000, device=accelerator.use_device_of(group.rank))
     group.all_reduce(x).wait()
     if rank == 1:
         time.sleep(2.5)  # late for the second one
@@ -239,10 +231,9 @@ def test_a_late_peer_is_named_at_the_deadline(pair_on_devices):
 
 
 def _lose_a_killed_peer(rank, world_size):
-    emulated.load()
     bagua.init_process_group(timeout=20)
     group = bagua.get_default_group()
-    x = torch.ones(300_000, device=_device(group))
+    x = torch.ones(300_000, device=accelerator.use_device_of(group.rank))
     group.all_reduce(x).wait()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

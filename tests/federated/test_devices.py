@@ -1,4 +1,4 @@
-"""Federated programs whose models and data are on a device: on the emulated one, to the bits of the CPU.
+"""Federated programs whose models and data are on a device: as on the CPU, to the bit where the device is emulated.
 
 Each program runs on the CPU and on the device, in one process by itself and on two ranks.
 """
@@ -18,6 +18,7 @@ from bagua.federated import Client, IsolatedClients, Simulation, optimizers, run
 from bagua.federated.aggregators import Aggregator, Clip, Mean, Median, Noise, Quantize, SecureSum, TrimmedMean
 from bagua.federated.privacy import PrivateMean
 from bagua.testing import world
+from tests import accelerator
 from tests.distributed.worlds import SAME_TEST
 
 NUM_CLIENTS = 5
@@ -28,8 +29,7 @@ both_sizes_slowly = pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=
 
 def on_both(rank, world_size, program, args, num_ranks):
     """Runs `program(job, *args)` on the CPU and on the device, and compares the tensors it returns."""
-    here = torch.device("emulated", rank)
-    torch.accelerator.set_device_index(rank)
+    here = accelerator.use_device_of(rank)
     if num_ranks > 1:
         bagua.init_process_group(timeout=timedelta(seconds=20))
     try:
@@ -41,7 +41,7 @@ def on_both(rank, world_size, program, args, num_ranks):
     assert len(found) == len(expected) > 0
     for index, (ours, cpus) in enumerate(zip(found, expected, strict=True)):
         assert ours.device == here, index
-        assert ours.dtype == cpus.dtype and torch.equal(ours.cpu(), cpus), (index, ours.cpu(), cpus)
+        assert ours.dtype == cpus.dtype and accelerator.agree([ours.cpu()], [cpus]), (index, ours.cpu(), cpus)
 
 
 def check(pool, num_ranks, program, *args):
@@ -163,13 +163,13 @@ def traced(job):
 
 @both_sizes
 @pytest.mark.parametrize("program", [verbs, derivatives, map_reduces, local_training])
-def test_programs(device_pool2, num_ranks, program):
-    check(device_pool2, num_ranks, program)
+def test_programs(pair_on_devices, num_ranks, program):
+    check(pair_on_devices, num_ranks, program)
 
 
 @both_sizes_slowly
-def test_traced_programs(device_pool2, num_ranks):
-    check(device_pool2, num_ranks, traced)
+def test_traced_programs(pair_on_devices, num_ranks):
+    check(pair_on_devices, num_ranks, traced)
 
 
 # ---- aggregators
@@ -200,8 +200,8 @@ def aggregation(job, chain):
 
 @both_sizes
 @pytest.mark.parametrize("chain", CHAINS)
-def test_aggregators(device_pool2, num_ranks, chain):
-    check(device_pool2, num_ranks, aggregation, chain)
+def test_aggregators(pair_on_devices, num_ranks, chain):
+    check(pair_on_devices, num_ranks, aggregation, chain)
 
 
 def privacy(job, options):
@@ -219,8 +219,8 @@ def privacy(job, options):
     [{}, {"quantile": 0.5, "count_stddev": 1.0}, {"quantile": 0.5, "count_stddev": 1.0, "reduction": SecureSum()}],
     ids=["plain", "adaptive", "secure"],
 )
-def test_private_means(device_pool2, num_ranks, options):
-    check(device_pool2, num_ranks, privacy, options)
+def test_private_means(pair_on_devices, num_ranks, options):
+    check(pair_on_devices, num_ranks, privacy, options)
 
 
 def traced_noise(job):
@@ -238,8 +238,8 @@ def traced_privacy(job):
 
 @both_sizes_slowly
 @pytest.mark.parametrize("program", [traced_noise, pytest.param(traced_privacy, marks=SAME_TEST)])
-def test_traced_aggregators(device_pool2, num_ranks, program):
-    check(device_pool2, num_ranks, program)
+def test_traced_aggregators(pair_on_devices, num_ranks, program):
+    check(pair_on_devices, num_ranks, program)
 
 
 # ---- around programs
@@ -278,8 +278,8 @@ def simulation(job, folder):
 
 
 @both_sizes
-def test_simulations(device_pool2, tmp_path, num_ranks):
-    check(device_pool2, num_ranks, simulation, str(tmp_path))
+def test_simulations(pair_on_devices, tmp_path, num_ranks):
+    check(pair_on_devices, num_ranks, simulation, str(tmp_path))
 
 
 def platform(job):
@@ -294,20 +294,20 @@ def platform(job):
 
 
 @pytest.mark.needs("cryptography")
-def test_platforms(device_pool2):
-    check(device_pool2, 1, platform)
+def test_platforms(pair_on_devices):
+    check(pair_on_devices, 1, platform)
 
 
 def recording(rank, world_size):
     """A device's backward runs on a thread of its own; the record has its verbs all the same."""
-    job = Job(rank, 1, torch.device("emulated", rank))
+    job = Job(rank, 1, accelerator.device_of(rank))
     with federated.record() as found:
         grad(cubes(job))(job.x, job.y)
     assert found == ["broadcast", "reduce_mean", "broadcast", "reduce_sum"]
 
 
-def test_records(device_pool2):
-    device_pool2.run(recording)
+def test_records(pair_on_devices):
+    pair_on_devices.run(recording)
 
 
 def several_devices(rank, world_size):
@@ -315,7 +315,7 @@ def several_devices(rank, world_size):
     values = torch.randn(4, 3, generator=torch.Generator().manual_seed(5))
 
     def train(group, device_type):
-        here = torch.device(device_type, group.rank if device_type == "emulated" else None)
+        here = torch.device("cpu") if device_type == "cpu" else accelerator.use_device_of(group.rank)
         mine, x = values[2 * group.rank :][:2].to(here), torch.ones(3, device=here)
 
         @federated.program(clients=4, group=group)
@@ -323,26 +323,26 @@ def several_devices(rank, world_size):
             return federated.map_reduce(lambda x, y: ((x - y) ** 3).sum(), (federated.broadcast(x), y))
 
         results = [loss(x, mine), *grad(loss, argnums=(0, 1))(x, mine)]
-        assert all(result.device == here for result in results) or device_type == "cpu"
+        assert all(result.device == here for result in results)
         return [result.cpu() for result in results]
 
-    for found, expected in zip(world(2, train, "emulated"), world(2, train, "cpu"), strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    for found, expected in zip(world(2, train, accelerator.kind()), world(2, train, "cpu"), strict=True):
+        assert accelerator.agree(found, expected)
 
 
-def test_ranks_with_different_devices(device_pool2):
-    device_pool2.run(several_devices)
+def test_ranks_with_different_devices(pair_on_emulated):
+    pair_on_emulated.run(several_devices)
 
 
 def refusals(rank, world_size):
-    here = torch.device("emulated", rank)
+    here = accelerator.device_of(rank)
     bagua.init_process_group(timeout=timedelta(seconds=20))
     try:
         total = federated.program(federated.reduce_sum, clients=4)
-        with pytest.raises(bagua.InvalidArgument, match=r"tensor 0 of a client.*on emulated"):
+        with pytest.raises(bagua.InvalidArgument, match=f"tensor 0 of a client.*on {here.type}"):
             total(torch.ones(2, 3, device=here if rank == 0 else "cpu"))
         gathered = federated.program(lambda a, b: Aggregator(Median())({"a": a, "b": b}, ((),))[0], clients=4)
-        with pytest.raises(bagua.InvalidArgument, match=r"is on emulated:.*, but .* is on cpu"):
+        with pytest.raises(bagua.InvalidArgument, match=f"is on {here.type}:.*, but .* is on cpu"):
             gathered(torch.ones(2, 3, device=here), torch.ones(2, 3))
         # A sum of values of both: a collective for each.
         both = total({"a": torch.ones(2, 3, device=here), "b": torch.ones(2)})
@@ -352,13 +352,13 @@ def refusals(rank, world_size):
         bagua.destroy_process_group()
 
 
-def test_what_ranks_must_have_in_common(device_pool2):
-    device_pool2.run(refusals)
+def test_what_ranks_must_have_in_common(pair_on_devices):
+    pair_on_devices.run(refusals)
 
 
 def copies(rank, world_size):
     """A sum in one process stays on the device."""
-    job = Job(rank, 1, torch.device("emulated", rank))
+    job = Job(rank, 1, accelerator.device_of(rank))
     loss = cubes(job)
     loss(job.x, job.y)
     torch.accelerator.synchronize()
@@ -369,5 +369,5 @@ def copies(rank, world_size):
     assert counts["bytes_to_device"] == counts["bytes_to_host"] == 0
 
 
-def test_nothing_comes_to_the_host(device_pool2):
-    device_pool2.run(copies)
+def test_nothing_comes_to_the_host(pair_on_emulated):
+    pair_on_emulated.run(copies)

@@ -1,4 +1,5 @@
-"""Programs for the original project with tensors and models on a device, the emulated one: to the CPU's bits."""
+"""Programs for the original project with tensors and models on a device: as on the CPU, to the bit where nothing but
+bagua computes, and where the device is emulated."""
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ import bagua.torch_api as api
 from bagua.torch_api import communication
 from bagua.torch_api.algorithms import async_model_average, bytegrad, decentralized, gradient_allreduce, q_adam
 from bagua.torch_api.data_parallel import DistributedDataParallel, functional
+from tests import accelerator
 from tests.torch_api.programs import original_process_group
 
 
 def started(rank, world_size, program, args):
-    torch.accelerator.set_device_index(api.get_local_rank())  # as programs do, before init_process_group
+    accelerator.use_device_of(api.get_local_rank())  # as programs do, before init_process_group
     with original_process_group():
         return program(rank, world_size, *args)
 
@@ -22,13 +24,24 @@ def run(pool, program, *args):
     return pool.run(started, args=(program, args))
 
 
-def on_both(rank, n, program, args):
-    """Runs `program(rank, n, device, *args)` on the CPU and on the device, and compares the tensors it returns."""
+def on_both(rank, n, program, *args):
+    """Runs `program(rank, n, device, *args)` on the CPU and on the device: the tensors it returns, in this order."""
+    device = accelerator.device_of(rank)
     expected = program(rank, n, torch.device("cpu"), *args)
-    found = program(rank, n, torch.device("emulated", rank), *args)
+    found = program(rank, n, device, *args)
     assert len(found) == len(expected) > 0
-    for index, (ours, cpus) in enumerate(zip(found, expected, strict=True)):
-        assert ours.device == torch.device("emulated", rank) and torch.equal(ours.cpu(), cpus), (index, ours, cpus)
+    assert {ours.device for ours in found} == {device}
+    return expected, found
+
+
+def same_bits(rank, n, program):
+    for index, (cpus, ours) in enumerate(zip(*on_both(rank, n, program), strict=True)):
+        assert torch.equal(ours.cpu(), cpus), (index, ours.cpu(), cpus)
+
+
+def trains_alike(rank, n, program, name):
+    expected, found = on_both(rank, n, program, name)
+    assert accelerator.agree(found, expected)
 
 
 def collectives(rank, n, device):
@@ -95,7 +108,7 @@ def collectives(rank, n, device):
     keep(*pair)
     z = x.clone().requires_grad_()
     functional.all_reduce(z * z).sum().backward()
-    keep(z.grad)
+    results.append(z.grad)  # backward goes on with it on its own stream, the current one
     api.barrier()
     assert api.broadcast_object({"rank": rank}, 1) == {"rank": 1}
     y = x.clone()
@@ -103,8 +116,8 @@ def collectives(rank, n, device):
     return [*results, y]
 
 
-def test_collectives(device_pool2):
-    run(device_pool2, on_both, collectives, ())
+def test_collectives(pair_on_devices):
+    run(pair_on_devices, same_bits, collectives)
 
 
 ALGORITHMS = {
@@ -138,19 +151,19 @@ def training(rank, n, device, name):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_training(device_pool2, name):
-    run(device_pool2, on_both, training, (name,))
+def test_training(pair_on_devices, name):
+    run(pair_on_devices, trains_alike, training, name)
 
 
 def averaging(rank, n):
     """Averages in the background while the device trains: all ranks end alike."""
-    model = torch.nn.Linear(4, 1).to("emulated")
+    model = torch.nn.Linear(4, 1).to(accelerator.kind())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     algorithm = async_model_average.AsyncModelAverageAlgorithm(sync_interval_ms=5)
     model = model.with_bagua([optimizer], algorithm)
     for _ in range(10):
         optimizer.zero_grad()
-        model(torch.full((2, 4), rank + 1.0, device="emulated")).sum().backward()
+        model(torch.full((2, 4), rank + 1.0, device=accelerator.kind())).sum().backward()
         optimizer.step()
     algorithm.abort(model)
     weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
@@ -158,32 +171,34 @@ def averaging(rank, n):
     model.bagua.remove()
 
 
-def test_averaging_in_the_background(device_pool2):
-    run(device_pool2, averaging)
+def test_averaging_in_the_background(pair_on_devices):
+    run(pair_on_devices, averaging)
 
 
 def wrapping(rank, n):
-    here = torch.device("emulated", rank)
-    for options in ({}, {"device_ids": [rank]}, {"device_ids": [rank], "output_device": rank}, {"output_device": here}):
+    here = accelerator.device_of(rank)
+    own = here.index
+    for options in ({}, {"device_ids": [own]}, {"device_ids": [own], "output_device": own}, {"output_device": here}):
         model = torch.nn.Linear(4, 1).to(here)
         wrapped = DistributedDataParallel(model, **options)
         wrapped(torch.ones(2, 4, device=here)).sum().backward()
         assert model.weight.grad.tolist() == [[2.0] * 4] and model.weight.grad.device == here
         model.bagua.remove()
-    for options in ({"device_ids": [rank + 2]}, {"output_device": rank + 2}):
+    for options in ({"device_ids": [own + 2]}, {"output_device": own + 2}):
         with pytest.raises(bagua.InvalidArgument, match="device"):
             DistributedDataParallel(torch.nn.Linear(4, 1).to(here), **options)
 
 
-def test_the_devices_that_torchs_class_takes(device_pool2):
-    run(device_pool2, wrapping)
+def test_the_devices_that_torchs_class_takes(pair_on_devices):
+    run(pair_on_devices, wrapping)
 
 
 def refusals(rank, n):
-    here = torch.ones(4, device=torch.device("emulated", rank))
+    here = torch.ones(4, device=accelerator.device_of(rank))
+    kind = here.device.type
     calls = {
-        "send_tensor is on emulated:.*, but recv_tensor is on cpu": lambda: api.allreduce(here, torch.ones(4)),
-        "input is on emulated:.*, but output is on cpu": lambda: api.alltoall(here, torch.ones(4)),
+        f"send_tensor is on {kind}:.*, but recv_tensor is on cpu": lambda: api.allreduce(here, torch.ones(4)),
+        f"input is on {kind}:.*, but output is on cpu": lambda: api.alltoall(here, torch.ones(4)),
         "stream of bagua's own": lambda: api.new_group(stream=torch.Stream(here.device)),
     }
     for message, call in calls.items():
@@ -196,5 +211,5 @@ def refusals(rank, n):
     assert here.tolist() == [2.0] * 4
 
 
-def test_what_cannot_be_done_is_refused(device_pool2):
-    run(device_pool2, refusals)
+def test_what_cannot_be_done_is_refused(pair_on_devices):
+    run(pair_on_devices, refusals)

@@ -1,7 +1,8 @@
-"""torch.distributed over bagua with tensors of a device, in processes that have the emulated one.
+"""torch.distributed over bagua with tensors of a device.
 
-What a collective gives on the device is what it gives on the CPU, bit for bit; wait() and futures are those of torch's
-backends for devices: the streams wait, the host does not.
+What a collective gives on the device is what it gives on the CPU, bit for bit, and what a model is trained to is where
+the device is emulated; wait() and futures are those of torch's backends for devices: the streams wait, the host does
+not.
 """
 
 import warnings
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bagua
 import tests.emulated_device as emulated
 from bagua.testing import Pool
+from tests import accelerator
 from tests.meeting import wait_until
 from tests.torch_backend.programs import TIMEOUT, needs_torch, values
 
@@ -26,9 +28,8 @@ pytestmark = needs_torch
 
 
 def started(rank, world_size, program, args):
-    emulated.load()
-    torch.accelerator.set_device_index(rank)
-    dist.init_process_group("cpu:bagua,emulated:bagua", timeout=TIMEOUT)
+    accelerator.use_device_of(rank)
+    dist.init_process_group(f"cpu:bagua,{accelerator.kind()}:bagua", timeout=TIMEOUT)
     try:
         return program(rank, world_size, *args)
     finally:
@@ -40,12 +41,17 @@ def run(pool, program, *args, **options):
 
 
 def on_both(rank, world_size, program):
-    """Runs `program(rank, world_size, device)` on the CPU and on the device, and compares the tensors it returns."""
+    """Runs `program(rank, world_size, device)` on the CPU and on the device: the tensors, in this order."""
+    device = accelerator.device_of(rank)
     expected = program(rank, world_size, torch.device("cpu"))
-    found = program(rank, world_size, torch.device("emulated", rank))
+    found = program(rank, world_size, device)
     assert len(found) == len(expected) > 0
-    for index, (ours, cpus) in enumerate(zip(found, expected, strict=True)):
-        assert ours.device == torch.device("emulated", rank), index
+    assert {ours.device for ours in found} == {device}
+    return expected, found
+
+
+def same_bits(rank, world_size, program):
+    for index, (cpus, ours) in enumerate(zip(*on_both(rank, world_size, program), strict=True)):
         bits = [x.contiguous().view(torch.uint8) if x.is_floating_point() else x for x in (ours.cpu(), cpus)]
         assert ours.dtype == cpus.dtype and torch.equal(*bits), (index, ours.cpu(), cpus)
 
@@ -128,8 +134,8 @@ def functionals(rank, n, device):
 
 
 @pytest.mark.parametrize("program", [reductions, movements, coalesced, functionals])
-def test_collectives_have_the_cpus_bits(device_pool2, program):
-    run(device_pool2, on_both, program)
+def test_collectives_have_the_cpus_bits(pair_on_devices, program):
+    run(pair_on_devices, same_bits, program)
 
 
 # ---- streams and the host
@@ -137,8 +143,8 @@ def test_collectives_have_the_cpus_bits(device_pool2, program):
 
 def waits(rank, n):
     """wait() comes back while the device is still busy with the outcome, which what is enqueued next finds."""
-    device, were_busy = torch.device("emulated", rank), []
-    with emulated.delayed(0.005):
+    device, were_busy = accelerator.device_of(rank), []
+    with accelerator.delayed(0.005):
         for turn in range(12):
             x = torch.full((1000,), rank + turn + 1.0, device=device)
             x.mul_(2)
@@ -152,15 +158,15 @@ def waits(rank, n):
     assert any(were_busy)
 
 
-def test_wait_blocks_the_stream_not_the_host(device_pool2):
-    run(device_pool2, waits)
+def test_wait_blocks_the_stream_not_the_host(pair_on_devices):
+    run(pair_on_devices, waits)
 
 
 def other_stream(rank, n):
     """The stream that is current at wait() waits, not the one of the call."""
-    side = torch.Stream(torch.device("emulated", rank))
+    side = torch.Stream(accelerator.device_of(rank))
     for turn in range(10):
-        x = torch.full((5000,), rank + turn + 0.5, device="emulated")
+        x = torch.full((5000,), rank + turn + 0.5, device=accelerator.kind())
         gathered = [torch.empty_like(x) for _ in range(n)]
         work = dist.all_gather(gathered, x, async_op=True)
         with side:
@@ -170,18 +176,18 @@ def other_stream(rank, n):
         assert found.cpu().eq(torch.tensor([r + turn + 0.5 for r in range(n)]).view(n, 1)).all()
 
 
-def test_another_stream_may_wait(device_pool2):
-    run(device_pool2, other_stream)
+def test_another_stream_may_wait(pair_on_devices):
+    run(pair_on_devices, other_stream)
 
 
 def futures(rank, n):
-    device = torch.device("emulated", rank)
+    device = accelerator.device_of(rank)
     x = torch.full((500,), rank + 1.0, device=device)
     streams = []
 
     def twice(future):
         streams.append(torch.accelerator.current_stream(device))
-        assert torch.accelerator.current_device_index() == rank
+        assert torch.accelerator.current_device_index() == device.index
         y = future.value()[0] * 2
         dist.all_reduce(y)  # a callback may start another
         return y
@@ -207,16 +213,16 @@ def futures(rank, n):
     assert total.wait() == [4] * 9
 
 
-def test_futures_of_devices(device_pool2):
-    run(device_pool2, futures)
+def test_futures_of_devices(pair_on_devices):
+    run(pair_on_devices, futures)
 
 
 def future_while_busy(rank, n):
     """A future is there as soon as its operation has been enqueued."""
     were_busy = []
-    with emulated.delayed(0.004):
+    with accelerator.delayed(0.004):
         for turn in range(12):
-            x = torch.full((100,), rank + turn + 0.0, device="emulated")
+            x = torch.full((100,), rank + turn + 0.0, device=accelerator.kind())
             work = dist.all_reduce(x, async_op=True)
             (found,) = work.get_future().wait()
             were_busy.append(not work.is_completed())
@@ -224,14 +230,14 @@ def future_while_busy(rank, n):
     assert any(were_busy)
 
 
-def test_a_future_does_not_wait_for_the_device(device_pool2):
-    run(device_pool2, future_while_busy)
+def test_a_future_does_not_wait_for_the_device(pair_on_devices):
+    run(pair_on_devices, future_while_busy)
 
 
 def deadlines(rank, n):
     group = dist.new_group(timeout=timedelta(seconds=0.2))
     if rank == 0:  # alone
-        work = dist.all_reduce(torch.ones(4, device="emulated"), group=group, async_op=True)
+        work = dist.all_reduce(torch.ones(4, device=accelerator.kind()), group=group, async_op=True)
         with pytest.raises(RuntimeError, match="rank 1"):
             work.get_future().wait()
         with pytest.raises(bagua.DeadlineExceeded, match="rank 1"):
@@ -240,53 +246,56 @@ def deadlines(rank, n):
     dist.barrier()
 
 
-def test_a_missing_rank_is_named(device_pool2):
-    run(device_pool2, deadlines)
+def test_a_missing_rank_is_named(pair_on_devices):
+    run(pair_on_devices, deadlines)
 
 
 def barriers(rank, n):
-    with emulated.delayed(0.02):
+    with accelerator.delayed(0.02):
         for _ in range(5):
-            x = torch.ones(100, device="emulated") * 2
-            event = torch.Event(device="emulated")
+            x = torch.ones(100, device=accelerator.kind()) * 2
+            event = torch.Event(device=accelerator.kind())
             event.record()
-            dist.barrier(device_ids=[rank])
+            dist.barrier(device_ids=[accelerator.device_of(rank).index])
             assert event.query() and x.sum().item() == 200
     dist.barrier()
     dist.barrier(async_op=True).wait()
 
 
-def test_a_barrier_with_a_device_waits_for_it(device_pool2):
-    run(device_pool2, barriers)
+def test_a_barrier_with_a_device_waits_for_it(pair_on_devices):
+    run(pair_on_devices, barriers)
 
 
 # ---- what torch asks of a group
 
 
 def objects(rank, n):
-    assert dist.distributed_c10d._device_capability() == ["cpu", "emulated"]
+    assert dist.distributed_c10d._device_capability() == ["cpu", accelerator.kind()]
     torch.accelerator.synchronize()
-    emulated.reset_counters()
+    if accelerator.is_emulated():
+        emulated.reset_counters()
     mine = [{"rank": rank} if rank == 1 else None]
     dist.broadcast_object_list(mine, src=1)
     everyone = [None] * n
     dist.all_gather_object(everyone, rank)
     assert mine == [{"rank": 1}] and everyone == list(range(n))
-    counts = emulated.counters()
-    assert counts["bytes_to_device"] == counts["bytes_to_host"] == 0  # as tensors of the CPU
-    at_device = torch.device("emulated", rank)
+    if accelerator.is_emulated():
+        counts = emulated.counters()
+        assert counts["bytes_to_device"] == counts["bytes_to_host"] == 0  # as tensors of the CPU
+    at_device = accelerator.device_of(rank)
     assert dist.group.WORLD._get_backend(at_device) is dist.group.WORLD
     assert not dist.group.WORLD.supports_tensor_alloc(at_device)
-    with pytest.raises(RuntimeError, match="cuda"):
-        dist.group.WORLD._get_backend(torch.device("cuda"))
+    other_kind = "cuda" if accelerator.is_emulated() else "xpu"
+    with pytest.raises(RuntimeError, match=other_kind):
+        dist.group.WORLD._get_backend(torch.device(other_kind))
 
 
-def test_objects_go_over_the_cpu(device_pool2):
-    run(device_pool2, objects)
+def test_objects_go_over_the_cpu(pair_on_devices):
+    run(pair_on_devices, objects)
 
 
 def subgroups(rank, n):
-    device = torch.device("emulated", rank)
+    device = accelerator.device_of(rank)
     group = dist.new_group([1, 0])
     x = torch.full((3,), rank + 1.0, device=device)
     dist.all_reduce(x, group=group)
@@ -295,17 +304,15 @@ def subgroups(rank, n):
     assert x.tolist() == [3.0] * 3
 
 
-def test_subgroups(device_pool2):
-    run(device_pool2, subgroups)
+def test_subgroups(pair_on_devices):
+    run(pair_on_devices, subgroups)
 
 
-def other_specs(rank, n, spec, options):
-    emulated.load()
-    torch.accelerator.set_device_index(rank)
-    if options:
-        options = {"device_id": torch.device("emulated", rank)}
-    dist.init_process_group(spec, timeout=TIMEOUT, **options)
-    for device in ("cpu", "emulated"):
+def other_specs(rank, n, spec, with_device_id):
+    device_id = accelerator.use_device_of(rank)
+    options = {"device_id": device_id} if with_device_id else {}
+    dist.init_process_group(spec.format(device=accelerator.kind()), timeout=TIMEOUT, **options)
+    for device in ("cpu", accelerator.kind()):
         x = torch.full((3,), rank + 1.0, device=device)
         dist.all_reduce(x)
         assert x.tolist() == [3.0] * 3
@@ -314,9 +321,9 @@ def other_specs(rank, n, spec, options):
 
 
 @pytest.mark.parametrize("with_device_id", [False, True])
-@pytest.mark.parametrize("spec", ["bagua", "emulated:bagua", "cpu:bagua,cuda:bagua"])
-def test_however_it_is_asked_for(device_pool2, spec, with_device_id):
-    device_pool2.run(other_specs, args=(spec, {"device_id": None} if with_device_id else {}))
+@pytest.mark.parametrize("spec", ["bagua", "{device}:bagua", "cpu:bagua,cuda:bagua"])
+def test_however_it_is_asked_for(pair_on_devices, spec, with_device_id):
+    pair_on_devices.run(other_specs, args=(spec, with_device_id))
 
 
 def test_it_is_registered_for_cpu_and_cuda():
@@ -325,22 +332,25 @@ def test_it_is_registered_for_cpu_and_cuda():
 
 
 def mixed(rank, n):
-    here, there = torch.device("emulated", rank), torch.device("emulated", 2 + rank)
-    x, cpu, other = torch.ones(4, device=here), torch.ones(4), torch.ones(4, device=there)
+    here, there = accelerator.device_of(rank), accelerator.device_of(2 + rank)
+    x, cpu = torch.ones(4, device=here), torch.ones(4)
     calls = [
         lambda: dist.all_gather_into_tensor(torch.empty(8), x),
         lambda: dist.all_gather([torch.empty(4, device=here), cpu], x),
         lambda: dist.all_gather([cpu, cpu.clone()], x),
-        lambda: dist.reduce_scatter_tensor(x, torch.empty(8, device=there)),
         lambda: dist.reduce_scatter(x, [x.clone(), cpu]),
-        lambda: dist.all_to_all([torch.empty_like(x), torch.empty_like(x)], [x, other]),
         lambda: dist.all_to_all([torch.empty_like(x), torch.empty(4)], [x, x]),
         lambda: dist.all_to_all_single(torch.empty(4), x),
         lambda: dist.group.WORLD.allreduce_coalesced([x, cpu]),
     ]
+    if there != here:
+        calls += [
+            lambda: dist.reduce_scatter_tensor(x, torch.empty(8, device=there)),
+            lambda: dist.all_to_all([torch.empty_like(x), torch.empty_like(x)], [x, torch.ones(4, device=there)]),
+        ]
     for call in calls:
         with pytest.raises(
-            bagua.InvalidArgument, match=r"is on .*(emulated|cpu).*, but .* is on .*one operation works"
+            bagua.InvalidArgument, match=rf"is on .*({here.type}|cpu).*, but .* is on .*one operation works"
         ):
             call()
     with pytest.raises(bagua.InvalidArgument, match="is on meta; bagua communicates"):
@@ -352,8 +362,8 @@ def mixed(rank, n):
     assert x.tolist() == [2.0] * 4
 
 
-def test_tensors_of_several_devices_are_refused(device_pool2):
-    run(device_pool2, mixed)
+def test_tensors_of_several_devices_are_refused(pair_on_devices):
+    run(pair_on_devices, mixed)
 
 
 # ---- programs
@@ -376,33 +386,42 @@ def train(model, rank, n, device, steps=4):
     return model
 
 
+def ids_of(device):
+    return None if device.type == "cpu" else [device.index]
+
+
 def ddp(rank, n, device):
     """Several buckets; the model of rank 0 goes to the other, which then has it in every step."""
     model = make_model()
     for parameter in model.parameters():
         parameter.data += rank
-    ids = None if device.type == "cpu" else [device.index]
-    wrapped = train(DistributedDataParallel(model.to(device), device_ids=ids, bucket_cap_mb=0.002), rank, n, device)
+    model = DistributedDataParallel(model.to(device), device_ids=ids_of(device), bucket_cap_mb=0.002)
+    wrapped = train(model, rank, n, device)
     return [tensor.detach() for tensor in wrapped.state_dict().values()]
 
 
 def ddp_with_a_hook(rank, n, device):
-    model = DistributedDataParallel(make_model().to(device), device_ids=None if device.type == "cpu" else [rank])
+    model = DistributedDataParallel(make_model().to(device), device_ids=ids_of(device))
     model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
     return [parameter.detach() for parameter in train(model, rank, n, device).parameters()]
 
 
 def uneven(rank, n, device):
     """DDP.join: rank 1 has fewer batches."""
-    model = DistributedDataParallel(make_model().to(device), device_ids=None if device.type == "cpu" else [rank])
+    model = DistributedDataParallel(make_model().to(device), device_ids=ids_of(device))
     with model.join():
         train(model, rank, n, device, steps=4 - rank)
     return [parameter.detach() for parameter in model.parameters()]
 
 
+def trains_alike(rank, world_size, program):
+    expected, found = on_both(rank, world_size, program)
+    assert accelerator.agree(found, expected)
+
+
 @pytest.mark.parametrize("program", [ddp, ddp_with_a_hook, uneven])
-def test_ddp_trains_to_the_cpus_bits(device_pool2, program):
-    run(device_pool2, on_both, program)
+def test_ddp_trains_as_on_the_cpu(pair_on_devices, program):
+    run(pair_on_devices, trains_alike, program)
 
 
 def fsdp(rank, n, device):
@@ -415,12 +434,12 @@ def fsdp(rank, n, device):
     return [parameter.full_tensor().detach() for parameter in model.parameters()]
 
 
-def test_fully_shard_trains_to_the_cpus_bits(device_pool2):
-    run(device_pool2, on_both, fsdp)
+def test_fully_shard_trains_as_on_the_cpu(pair_on_devices):
+    run(pair_on_devices, trains_alike, fsdp)
 
 
 def profiled(rank, n):
-    x = torch.full((3,), rank + 1.0, device="emulated")
+    x = torch.full((3,), rank + 1.0, device=accelerator.kind())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -429,8 +448,8 @@ def profiled(rank, n):
     assert any(event.name == "bagua:all_reduce" for event in profile.events())
 
 
-def test_the_profiler_sees_operations_on_devices(device_pool2):
-    run(device_pool2, profiled)
+def test_the_profiler_sees_operations_on_devices(pair_on_devices):
+    run(pair_on_devices, profiled)
 
 
 def test_ddp_between_hosts():
@@ -440,5 +459,5 @@ def test_ddp_between_hosts():
         pytest.skip(reason)
     emulated.build()
     with Pool(2, nodes=2) as pool:
-        pool.run(emulated.load_in_rank)
-        run(pool, on_both, ddp, env={"BAGUA_SOCKET_IFNAME": "lo"})
+        pool.run(accelerator.load_in_rank, args=[emulated.NAME])
+        run(pool, trains_alike, ddp, env={"BAGUA_SOCKET_IFNAME": "lo"})

@@ -1,0 +1,319 @@
+"""What every codec sends and what that stands for, in array operations: of NumPy, or of CuPy on a GPU.
+
+Written from the contracts, csrc/kernels/<codec>.h, and calling nothing of bagua. `xp` is the module of the arrays. Each
+operation is rounded by itself, as the contracts say: none of CuPy's is fused with another one.
+
+Values are float32 arrays of one dimension; what is float16 or bfloat16 was widened. Messages are uint8 arrays.
+"""
+
+BLOCK = 2048
+NAN = 0x7FC00000
+
+
+def encode(xp, spec, x, key=0):
+    """The message for the values x."""
+    name, option = _parsed(spec)
+    if name in ("fp16", "bf16"):
+        return xp.ascontiguousarray(_TO_HALF[name](xp, x)).view(xp.uint8)
+    parts, keys = [], []
+    for start, rows in _rows(xp, x):
+        keys = [_derived(key, start // BLOCK + row) for row in range(len(rows))]
+        is_bad = ~xp.isfinite(rows).all(1, keepdims=True)
+        parts.append(_ENCODE[name](xp, rows, is_bad, option, keys).reshape(-1))
+    return xp.concatenate(parts) if parts else xp.zeros(0, xp.uint8)
+
+
+def decode(xp, spec, message, numel):
+    """The float32 values that a message stands for, before they are rounded to a narrower type."""
+    return _decoded(xp, spec, message, numel)[0]
+
+
+def decode_add(xp, spec, message, total):
+    """total plus the values, where there are any."""
+    values, is_sent = _decoded(xp, spec, message, len(total))
+    return xp.where(is_sent, total + values, total)
+
+
+def reduce_encode(xp, spec, messages, numel, average, key):
+    """The message for the sum, or the mean, of what several messages stand for."""
+    sums = xp.zeros(numel, xp.float32)
+    for message in messages:
+        sums = decode_add(xp, spec, message, sums)
+    if average:
+        sums = (sums.astype(xp.float64) * (1 / len(messages))).astype(xp.float32)
+    return encode(xp, spec, sums, key)
+
+
+def narrow(xp, values, dtype):
+    """float32 values as a decoder writes them: what is finite stays finite. bf16 as uint16."""
+    return values if dtype == "float32" else _TO_HALF["fp16" if dtype == "float16" else "bf16"](xp, values)
+
+
+def narrow_sum(xp, values, dtype):
+    """float32 sums as an all_reduce writes them: what is beyond the type's range becomes Inf. bf16 as uint16."""
+    narrowed = narrow(xp, values, dtype)
+    if dtype == "float16":
+        return values.astype(xp.float16)
+    if dtype == "bfloat16":
+        sign = (values.view(xp.uint32) >> xp.uint32(16)).astype(xp.uint16) & xp.uint16(0x8000)
+        ends = xp.abs(values.astype(xp.float64)) >= 2.0**128 - 2.0**119
+        return xp.where(ends & ~xp.isnan(values), sign | xp.uint16(0x7F80), narrowed)
+    return narrowed
+
+
+def widen(xp, values, dtype):
+    """The inverse, which rounds nothing."""
+    if dtype == "bfloat16":
+        return (values.astype(xp.uint32) << xp.uint32(16)).view(xp.float32)
+    return values.astype(xp.float32)
+
+
+def to_f16(xp, x):
+    """Rounded to nearest even; what is beyond 65504 becomes that."""
+    largest = xp.float32(65504)
+    y = xp.clip(x, -largest, largest).astype(xp.float16)
+    return xp.where(xp.isfinite(x), y, xp.float16("nan")).astype(xp.float16)
+
+
+def to_bf16(xp, x):
+    """The upper half of the bits, rounded to nearest even; beyond the largest finite number that."""
+    bits = x.view(xp.uint32)
+    sign = bits & xp.uint32(0x80000000)
+    rounded = bits + xp.uint32(0x7FFF) + ((bits >> xp.uint32(16)) & xp.uint32(1))
+    overflowed = (rounded & xp.uint32(0x7FFFFFFF)) >= xp.uint32(0x7F800000)
+    rounded = xp.where(overflowed, sign | xp.uint32(0x7F7F0000), rounded)
+    rounded = xp.where(xp.isfinite(x), rounded, xp.uint32(NAN))
+    return (rounded >> xp.uint32(16)).astype(xp.uint16)
+
+
+# ---- blocks
+
+
+def _parsed(spec):
+    name, _, option = spec.partition(":")
+    default = {"qsgd": 8, "topk": 32}.get(name)
+    return name, int(option.partition("=")[2]) if option else default
+
+
+def _rows(xp, x):
+    """(first element, blocks of one length as rows): the whole blocks, and then the short one."""
+    whole = len(x) // BLOCK * BLOCK
+    if whole:
+        yield 0, x[:whole].reshape(-1, BLOCK)
+    if whole < len(x):
+        yield whole, x[whole:].reshape(1, -1)
+
+
+def _decoded(xp, spec, message, numel):
+    """Values, and where there are any."""
+    name, option = _parsed(spec)
+    if name in ("fp16", "bf16"):
+        dtype, raw = ("float16", xp.float16) if name == "fp16" else ("bfloat16", xp.uint16)
+        return widen(xp, message.view(raw), dtype), xp.ones(numel, bool)
+    values, is_sent, at = [], [], 0
+    for count, length in ((numel // BLOCK, BLOCK), (int(numel % BLOCK > 0), numel % BLOCK)):
+        if not count:
+            continue
+        row_bytes = _ROW_BYTES[name](length, option)
+        rows = message[at : at + count * row_bytes].reshape(count, row_bytes)
+        at += count * row_bytes
+        found, sent = _DECODE[name](xp, rows, length, option)
+        values.append(found.reshape(-1))
+        is_sent.append(sent.reshape(-1))
+    assert at == len(message)
+    return xp.concatenate(values), xp.concatenate(is_sent)
+
+
+def _bytes(xp, column, dtype):
+    """Rows of numbers as rows of their bytes."""
+    return xp.ascontiguousarray(column.astype(dtype)).view(xp.uint8).reshape(len(column), -1)
+
+
+def _numbers(xp, rows, dtype):
+    return xp.ascontiguousarray(rows).view(dtype)
+
+
+def _or_nan(xp, is_bad, floats):
+    return xp.where(is_bad, xp.full(1, NAN, xp.uint32), xp.ascontiguousarray(floats).view(xp.uint32))
+
+
+# ---- minmax_uint8
+
+
+def _ordered(xp, bits):
+    """The bits of floats as integers in their order, -0 below 0; its own inverse."""
+    return xp.where(bits < 0, bits ^ xp.int32(0x7FFFFFFF), bits)
+
+
+def _minmax_grid(xp, low, high):
+    span = high.astype(xp.float64) - low.astype(xp.float64)
+    scale = xp.where(span >= 2.0**126, 2.0**-4, xp.where((span > 0) & (span < 2.0**-100), 2.0**100, 1.0))
+    is_flat = span == 0
+    units = xp.where(is_flat, 1.0, span * scale)
+    step, inverse = (units / 255).astype(xp.float32), (255 / units).astype(xp.float32)
+    scale = scale.astype(xp.float32)
+    has_zero = (low <= 0) & (high >= 0)
+    zero_code = xp.where(has_zero, xp.rint(-(low * scale * inverse)), xp.float32(0))
+    base = xp.where(has_zero, xp.float32(0), low * scale)
+    return is_flat, scale, step, inverse, base, zero_code
+
+
+def _minmax_encode(xp, rows, is_bad, _option, _keys):
+    rows = xp.where(is_bad, xp.float32(0), rows)
+    order = _ordered(xp, rows.view(xp.int32))
+    low, high = (
+        _ordered(xp, xp.ascontiguousarray(of(1, keepdims=True))).view(xp.float32) for of in (order.min, order.max)
+    )
+    is_flat, scale, _, inverse, base, zero_code = _minmax_grid(xp, low, high)
+    product = (rows * scale - base) * inverse
+    codes = xp.minimum(255, xp.rint(product.astype(xp.float64) + zero_code))
+    codes = xp.where(is_flat | is_bad, 0, codes)
+    header = [_bytes(xp, _or_nan(xp, is_bad, end), xp.uint32) for end in (low, high)]
+    return xp.concatenate([*header, codes.astype(xp.uint8)], 1)
+
+
+def _minmax_decode(xp, rows, _length, _option):
+    low, high = _numbers(xp, rows[:, :4], xp.float32), _numbers(xp, rows[:, 4:8], xp.float32)
+    is_flat, scale, step, _, base, zero_code = _minmax_grid(xp, low, high)
+    values = ((base - zero_code * step) + rows[:, 8:].astype(xp.float32) * step) / scale
+    values = xp.where(is_flat, low, xp.minimum(xp.maximum(values, low), high))
+    values = xp.where(xp.isfinite(low), values, xp.float32("nan"))
+    return values, xp.ones(values.shape, bool)
+
+
+# ---- qsgd
+
+_MASK = 2**64 - 1
+
+
+def _mixed(x):
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def _derived(key, index):
+    return _mixed((_mixed(key) + 0x9E3779B97F4A7C15 * (index + 1)) & _MASK)
+
+
+def _draws(xp, keys, padded):
+    """15 bits for each element of each block."""
+    low = xp.asarray([[key & 0xFFFFFFFF] for key in keys], dtype=xp.uint32)
+    high = xp.asarray([[key >> 32] for key in keys], dtype=xp.uint32)
+    x = xp.arange(padded // 2, dtype=xp.uint32) * xp.uint32(0x9E3779B1) + low
+    x = (x ^ (x >> xp.uint32(16))) * xp.uint32(0x7FEB352D)
+    x = (x ^ (x >> xp.uint32(15)) ^ high) * xp.uint32(0x846CA68B)
+    x = x ^ (x >> xp.uint32(16))
+    return xp.concatenate([x & xp.uint32(0x7FFF), x >> xp.uint32(17)], 1).astype(xp.int64)
+
+
+def _padded(length, bits):
+    unit = 4 if bits == 2 else 2
+    return -(-length // unit) * unit
+
+
+def _qsgd_encode(xp, rows, is_bad, bits, keys):
+    rows = xp.where(is_bad, xp.float32(0), rows)
+    levels, length = 2 ** (bits - 1) - 1, rows.shape[1]
+    padded = _padded(length, bits)
+    norm = xp.abs(rows).max(1, keepdims=True)
+    is_zero = norm == 0
+    scale = xp.where(norm < 2.0**-100, xp.float32(2.0**100), xp.float32(1)).astype(xp.float32)
+    scaled = xp.where(is_zero, xp.float32(1), norm * scale).astype(xp.float64)
+    factor = (levels * 2**15 / scaled).astype(xp.float32)
+    filled = xp.concatenate([rows, xp.zeros((len(rows), padded - length), xp.float32)], 1)
+    exact = xp.rint(filled * scale * factor).astype(xp.int64)
+    codes = (exact + _draws(xp, keys, padded)) >> 15
+    extreme = xp.where(xp.signbit(filled), -levels, levels)
+    codes = xp.where(xp.abs(filled) == norm, extreme, codes) + levels
+    codes = xp.where(is_bad | is_zero, 0, codes).astype(xp.uint8)
+    norm = xp.where(is_zero & xp.signbit(rows).all(1, keepdims=True), -norm, norm)
+    per_byte = 8 // bits
+    packed = xp.zeros((len(rows), padded // per_byte), xp.uint8)
+    for part in range(per_byte):
+        width = padded // per_byte
+        packed |= codes[:, part * width : (part + 1) * width] << xp.uint8(part * bits)
+    return xp.concatenate([_bytes(xp, _or_nan(xp, is_bad, norm), xp.uint32), packed], 1)
+
+
+def _qsgd_decode(xp, rows, length, bits):
+    levels, per_byte = 2 ** (bits - 1) - 1, 8 // bits
+    norm, packed = _numbers(xp, rows[:, :4], xp.float32), rows[:, 4:]
+    codes = [(packed >> xp.uint8(part * bits)) & xp.uint8(2**bits - 1) for part in range(per_byte)]
+    codes = xp.concatenate(codes, 1)[:, :length].astype(xp.int32) - levels
+    scale = xp.where(norm < 2.0**-100, xp.float32(2.0**100), xp.float32(1)).astype(xp.float32)
+    step = ((norm * scale).astype(xp.float64) / levels).astype(xp.float32)
+    values = codes.astype(xp.float32) * step / scale
+    values = xp.where(xp.abs(codes) == levels, xp.where(codes < 0, -norm, norm), values)
+    values = xp.where(norm == 0, norm, values)
+    values = xp.where(xp.isfinite(norm), values, xp.float32("nan"))
+    return values, xp.ones(values.shape, bool)
+
+
+# ---- onebit
+
+
+def _onebit_encode(xp, rows, is_bad, _option, _keys):
+    length = rows.shape[1]
+    lanes = -(-length // 64) * 64
+    magnitudes = xp.zeros((len(rows), lanes), xp.float64)
+    magnitudes[:, :length] = xp.where(is_bad, xp.float32(0), xp.abs(rows))
+    total = xp.zeros((len(rows), 64), xp.float64)
+    for turn in range(lanes // 64):
+        total = total + magnitudes[:, turn * 64 : (turn + 1) * 64]
+    while total.shape[1] > 1:
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    scale = (total / length).astype(xp.float32)
+    padded = -(-length // 8) * 8
+    signs = xp.zeros((len(rows), padded), xp.uint8)
+    signs[:, :length] = xp.signbit(rows)
+    packed = xp.zeros((len(rows), padded // 8), xp.uint8)
+    for bit in range(8):
+        packed |= signs[:, bit * padded // 8 : (bit + 1) * padded // 8] << xp.uint8(bit)
+    return xp.concatenate([_bytes(xp, _or_nan(xp, is_bad, scale), xp.uint32), packed], 1)
+
+
+def _onebit_decode(xp, rows, length, _option):
+    scale, packed = _numbers(xp, rows[:, :4], xp.float32), rows[:, 4:]
+    signs = xp.concatenate([(packed >> xp.uint8(bit)) & xp.uint8(1) for bit in range(8)], 1)[:, :length]
+    values = xp.where(signs > 0, -scale, scale)
+    return values, xp.ones(values.shape, bool)
+
+
+# ---- topk
+
+
+def _topk_encode(xp, rows, is_bad, k, _keys):
+    length = rows.shape[1]
+    count = min(k, length)
+    magnitudes = (rows.view(xp.int32) & xp.int32(0x7FFFFFFF)).astype(xp.int64)
+    places = xp.arange(length, dtype=xp.int64)
+    # By magnitude, of equal ones the lower place: no two are equal, so that it does not matter how they are sorted.
+    order = xp.argsort(-(magnitudes * 4096 + (4095 - places)), axis=1)[:, :count]
+    chosen = xp.where(is_bad, places[:count], xp.sort(order, axis=1))
+    values = xp.take_along_axis(rows, chosen, axis=1)
+    return xp.concatenate([_bytes(xp, _or_nan(xp, is_bad, values), xp.uint32), _bytes(xp, chosen, xp.uint16)], 1)
+
+
+def _topk_decode(xp, rows, length, k):
+    count = min(k, length)
+    values = _numbers(xp, rows[:, : 4 * count], xp.float32)
+    places = _numbers(xp, rows[:, 4 * count :], xp.uint16).astype(xp.int64)
+    found, is_sent = xp.zeros((len(rows), length), xp.float32), xp.zeros((len(rows), length), bool)
+    row = xp.arange(len(rows))[:, None]
+    found[row, places] = values
+    is_sent[row, places] = True
+    is_bad = ~xp.isfinite(values[:, :1])
+    return xp.where(is_bad, xp.float32("nan"), found), is_sent | is_bad
+
+
+_TO_HALF = {"fp16": to_f16, "bf16": to_bf16}
+_ENCODE = {"minmax_uint8": _minmax_encode, "qsgd": _qsgd_encode, "onebit": _onebit_encode, "topk": _topk_encode}
+_DECODE = {"minmax_uint8": _minmax_decode, "qsgd": _qsgd_decode, "onebit": _onebit_decode, "topk": _topk_decode}
+_ROW_BYTES = {
+    "minmax_uint8": lambda length, _: 8 + length,
+    "qsgd": lambda length, bits: 4 + _padded(length, bits) * bits // 8,
+    "onebit": lambda length, _: 4 + -(-length // 8),
+    "topk": lambda length, k: 6 * min(k, length),
+}
