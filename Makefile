@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE # without what pytest keeps, each of its proces
 # Folders are named too: their time changes when a file is added or removed.
 NATIVE_SOURCES := CMakeLists.txt setup.py pyproject.toml $(shell find csrc rust_core -path rust_core/target -prune -o \
   \( -type d -o -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.rs' -o -name 'Cargo.*' \) -print)
-NATIVE := $(DEV)/native.stamp
+NATIVE := $(DEV)/native$(if $(filter 1,$(BAGUA_CUDA)),_cuda).stamp
 ifeq ($(wildcard bagua/_C*.so),)
 .PHONY: $(NATIVE)
 endif
@@ -30,7 +30,7 @@ PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 TIMED = -m "not slow and timed" $$(grep -rl --include='test_*.py' 'mark\.timed' tests)
 TIMES ?= 1
 
-.PHONY: help demo test test-all test-timed test-native package lint format bench sanitize build setup setup-tests setup-lint clean
+.PHONY: help demo test test-all test-timed test-gpu test-native package lint format bench sanitize build setup setup-tests setup-lint clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -48,6 +48,10 @@ test-all: test-native ## all tests, the slow ones and the examples too
 
 test-timed: setup-tests build ## the tests whose outcome depends on time, TIMES=1 times in a row
 	for run in $$(seq $(TIMES)); do echo "run $$run of $(TIMES)"; $(PYTEST) $(TIMED); done
+
+test-gpu: setup-tests ## the tests that run on a GPU, which other targets run too where there is one; builds with CUDA
+	@$(MAKE) build BAGUA_CUDA=1
+	$(PYTEST) -m gpu
 
 test-native: setup-tests build
 	cargo test --quiet --offline --locked --manifest-path rust_core/Cargo.toml --target-dir build/rust
@@ -77,6 +81,7 @@ build: setup $(NATIVE) ## bagua._C, in place
 
 $(NATIVE): $(NATIVE_SOURCES) | setup
 	BAGUA_BUILD_DIR=$(DEV) BAGUA_CMAKE_ARGS=-DBAGUA_WARNINGS_AS_ERRORS=ON $(PY) setup.py --quiet build_ext --inplace
+	@rm -f $(DEV)/native*.stamp # with and without CUDA are one file
 	@touch $@
 
 setup: ## .venv with all Python packages; system packages when root

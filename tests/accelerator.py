@@ -90,8 +90,9 @@ def agree(found: Sequence[torch.Tensor], of_cpu: Sequence[torch.Tensor]) -> bool
     """Whether a computation on the device came to what it comes to on the CPU.
 
     To the bit on the emulated device, whose operators are the CPU's. On CUDA, whose operators round otherwise, to 1e-4,
-    but for one element in 50: a code that falls on the other side of a rounding is a step of its grid away. What is
-    only moved or added by bagua has the CPU's bits there, too; compare that with torch.equal.
+    but for one element in 50: a code that falls on the other side of a rounding is a step of its grid away, and Adam
+    makes whole steps of gradients that are nothing but rounding, as of a bias in front of a BatchNorm. What is only
+    moved or added by bagua has the CPU's bits there, too; compare that with torch.equal.
     """
     if _kind == EMULATED:
         return all(map(torch.equal, found, of_cpu))

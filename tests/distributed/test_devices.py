@@ -27,7 +27,7 @@ def _values(rank, *shape):
 # ---- results, by the definitions
 
 
-def _check_collectives(group):
+def check_collectives(group):
     rank, size, device = group.rank, group.size, accelerator.use_device_of(group.rank)
     last = size - 1
     everybody = [_values(r, 3, 700) for r in range(size)]
@@ -69,7 +69,7 @@ def _check_collectives(group):
     group.barrier().wait()
 
 
-def _check_views(group):
+def check_views(group):
     """Strides are kept; what is not contiguous is copied and copied back, in the stream's order."""
     device = accelerator.use_device_of(group.rank)
     whole = torch.zeros(40, 6, device=device)
@@ -81,7 +81,7 @@ def _check_views(group):
         group.all_reduce(empty).wait()
 
 
-def _check_streams(group):
+def check_streams(group):
     """Values are those of the stream that called; a wait is for the stream that waits."""
     device = accelerator.use_device_of(group.rank)
     x = torch.zeros(5000, device=device)
@@ -98,14 +98,14 @@ def _check_streams(group):
 def _check_all(rank, world_size):
     bagua.init_process_group(timeout=20)
     try:
-        for check in (_check_collectives, _check_views, _check_streams):
+        for check in (check_collectives, check_views, check_streams):
             check(bagua.get_default_group())
     finally:
         bagua.destroy_process_group()
 
 
 def _check_all_over_threads(rank, world_size, size):
-    for check in (_check_collectives, _check_views, _check_streams):
+    for check in (check_collectives, check_views, check_streams):
         thread_world(size, check)
 
 

@@ -30,6 +30,7 @@ import sys
 import sysconfig
 import tempfile
 import types
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,8 +48,8 @@ FLAGS = ["-std=c++20", "-O1", "-DAT_PER_OPERATOR_HEADERS", "-fPIC", "-fvisibilit
 
 def unavailable() -> str | None:
     """Why the device cannot be built here; None where it can."""
-    if shutil.which(_compiler()[0]) is None:
-        return f"needs a C++20 compiler, and there is no {_compiler()[0]}"
+    if shutil.which(compiler()[0]) is None:
+        return f"needs a C++20 compiler, and there is no {compiler()[0]}"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return "needs Python.h (python3-dev)"
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < TORCH_NEEDED:
@@ -62,17 +63,21 @@ def build() -> Path:
     Raises:
         RuntimeError: it cannot be built; unavailable() says so beforehand, unless the sources are wrong.
     """
-    library = FOLDER / f"bagua_emulated_{_key()}.so"
-    if not library.exists():
+    return built(FOLDER / f"bagua_emulated_{_key()}.so", _compile)
+
+
+def built(made: Path, make: Callable[[Path], None]) -> Path:
+    """A file of the tests' own compiler runs: made unless it is there, by the first process that asks."""
+    if not made.exists():
         reason = unavailable()
         if reason is not None:
             raise RuntimeError(f"the emulated device {reason}")
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        with open(FOLDER / "lock", "w") as lock:
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with open(made.parent / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it should this process die
-            if not library.exists():
-                _compile(library)
-    return library
+            if not made.exists():
+                make(made)
+    return made
 
 
 @functools.cache
@@ -129,6 +134,11 @@ def limit_memory(num_bytes: int | None) -> None:
 def fail_next_kernel(device: int = 0) -> None:
     """The next of bagua's kernels on the device fails, and after it everything there, until reset_errors()."""
     _extension().fail_next_kernel(device)
+
+
+def fake_nccl_device() -> int:
+    """The address of what a fake libnccl has to know of the device; see nccl.py."""
+    return _extension().fake_nccl_device()
 
 
 def reset_errors() -> None:
@@ -205,7 +215,8 @@ def _device_module(extension: types.ModuleType) -> types.ModuleType:
 # ---- the build ------------------------------------------------------------------------------------------
 
 
-def _compiler() -> list[str]:
+def compiler() -> list[str]:
+    """The command of the C++ compiler."""
     return shlex.split(os.environ.get("CXX", "c++"))
 
 
@@ -220,12 +231,13 @@ def _headers() -> list[Path]:
     return [
         *(path for folder in folders for path in sorted(folder.glob("*.h"))),
         *sorted((ROOT / "csrc/common").glob("*.h")),
+        ROOT / "csrc/tests/fake_nccl/fake_nccl.h",
     ]
 
 
 def _key() -> str:
     digest = hashlib.sha256()
-    for text in (torch.__version__, sys.version, torch.__file__, *_compiler(), *FLAGS):
+    for text in (torch.__version__, sys.version, torch.__file__, *compiler(), *FLAGS):
         digest.update(text.encode() + b"\0")
     for path in [*_sources(), *_headers()]:
         digest.update(path.read_bytes())
@@ -256,9 +268,9 @@ def _compile(library: Path) -> None:
         def compile_one(numbered: tuple[int, Path]) -> str:
             number, source = numbered
             made = f"{scratch}/{number}.o"
-            _run(
+            run_compiler(
                 [
-                    *_compiler(),
+                    *compiler(),
                     *FLAGS,
                     abi,
                     f"-DBAGUA_EMULATED_MODULE={library.stem}",
@@ -275,11 +287,12 @@ def _compile(library: Path) -> None:
             objects = list(workers.map(compile_one, enumerate(_sources())))
         made = f"{scratch}/{library.name}"
         linked = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
-        _run([*_compiler(), "-shared", *objects, *libraries, *linked, "-o", made])
+        run_compiler([*compiler(), "-shared", *objects, *libraries, *linked, "-o", made])
         os.replace(made, library)  # whole, or not there
 
 
-def _run(command: list[str]) -> None:
+def run_compiler(command: list[str]) -> None:
+    """Raises RuntimeError with what it says where it fails."""
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(

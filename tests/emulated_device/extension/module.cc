@@ -6,15 +6,42 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "csrc/common/error.h"
+#include "csrc/tests/fake_nccl/fake_nccl.h"
 #include "device.h"
 
 namespace py = pybind11;
+
+namespace {
+
+// What a fake libnccl has to know of the device.
+const FakeNcclDevice fake_nccl_device{
+    [] { return emulated::runtime().current_device().index; },
+    [](int device, void* stream, const char* name, void (*run)(void*), void* argument) {
+      try {
+        const bagua::Device there{bagua::DeviceKind::kEmulated, device};
+        emulated::runtime().run({there, stream}, name, [run, argument] { run(argument); });
+        return true;
+      } catch (const bagua::Error&) {
+        return false;
+      }
+    },
+    [](const void* address) -> void* {
+      try {
+        return emulated::runtime().host_address(address);
+      } catch (const bagua::Error&) {
+        return nullptr;
+      }
+    }};
+
+}  // namespace
 
 PYBIND11_MODULE(BAGUA_EMULATED_MODULE, m) {
   using emulated::runtime;
   m.attr("num_devices") = emulated::kNumDevices;
   m.def("runtime_address",
         [] { return reinterpret_cast<uintptr_t>(static_cast<bagua::device::Runtime*>(&runtime())); });
+  m.def("fake_nccl_device", [] { return reinterpret_cast<uintptr_t>(&fake_nccl_device); });
   m.def("is_in_bad_fork", &emulated::is_in_bad_fork);
   m.def("counters", [] {
     const auto now = runtime().counters();
