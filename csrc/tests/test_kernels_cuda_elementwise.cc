@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 
+#include "csrc/kernels/adam.h"
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cast.h"
 #include "csrc/kernels/copy_to_cold.h"
@@ -15,6 +16,7 @@
 #include "csrc/tests/test_kernels_cuda.h"
 
 #define cuda cuda_on_fibres
+#include "csrc/kernels/cuda/adam.cu"
 #include "csrc/kernels/cuda/cast.cu"
 #include "csrc/kernels/cuda/copy_to_cold.cu"
 #include "csrc/kernels/cuda/nonfinite.cu"
@@ -307,6 +309,56 @@ TEST_F(CudaElementwise, ReduceSaturatingCastsAreTheCpus) {
         }
         ASSERT_EQ(device_found, found);
       }
+    }
+  }
+}
+
+// Tensors of several sizes in one launch, the last one off by an element.
+void expect_adam(DType dtype, int num_tensors, const kernels::AdamOptions& options) {
+  SCOPED_TRACE(std::string(dtype_name(dtype)) + " x" + std::to_string(num_tensors));
+  std::vector<std::vector<uint8_t>> host;
+  std::vector<std::unique_ptr<GuardedArray>> device;
+  std::vector<kernels::AdamTensor> on_host, on_device;
+  for (int t = 0; t < num_tensors; ++t) {
+    const size_t numel = kSizes[static_cast<size_t>(t) % std::size(kSizes)];
+    for (int a = 0; a < 4; ++a) {
+      host.push_back(random_array(dtype, numel, static_cast<uint64_t>(4 * t + a)));
+      for (size_t i = 0; a == 3 && i < numel; ++i) {  // v is no less than 0
+        const double value = std::fabs(testing::load_real(dtype, host.back().data(), i));
+        testing::store_real(dtype, host.back().data(), i, i % 7 == 0 ? 0 : value);
+      }
+      device.push_back(std::make_unique<DeviceArray>(host.back(), t == num_tensors - 1 ? item_bytes(dtype) : 0));
+    }
+  }
+  for (size_t t = 0; t < static_cast<size_t>(num_tensors); ++t) {
+    const double step_size = -0.001 * static_cast<double>(t + 1), correction = 1.0 / static_cast<double>(t + 2);
+    const size_t numel = host[4 * t].size() / item_bytes(dtype);
+    const auto tensor = [=](auto& arrays, auto at) {
+      return kernels::AdamTensor{
+          at(arrays[4 * t]), at(arrays[4 * t + 1]), at(arrays[4 * t + 2]), at(arrays[4 * t + 3]), numel, step_size,
+          correction};
+    };
+    on_host.push_back(tensor(host, [](auto& array) { return array.data(); }));
+    on_device.push_back(tensor(device, [](auto& array) { return array->data(); }));
+  }
+  const size_t num_launches = counters.num_launches;
+  kernels::adam(dtype, on_host.data(), num_tensors, options, kCpu);
+  kernels::cuda_on_fibres::adam(dtype, on_device.data(), num_tensors, options, kCudaStream);
+  EXPECT_EQ(counters.num_launches - num_launches, num_tensors > 1 ? 1u : 0u);  // the first tensor is empty
+  for (size_t i = 0; i < host.size(); ++i) {
+    ASSERT_NO_FATAL_FAILURE(expect_bits(dtype, *device[i], host[i], true, "an element"));
+  }
+}
+
+TEST_F(CudaElementwise, AdamsStepIsTheCpus) {
+  const float grad_scale = 1024.5f, no_inf = 0, found_inf = 1;
+  for (DType dtype : kFloats) {
+    for (bool is_frozen : {false, true}) {
+      for (int num_tensors : {1, 11, kernels::kAdamMaxTensors}) {
+        ASSERT_NO_FATAL_FAILURE(expect_adam(dtype, num_tensors, {0.9, 0.999, 1e-8, 0.01, is_frozen}));
+      }
+      ASSERT_NO_FATAL_FAILURE(expect_adam(dtype, 11, {0.3, 0.9, 1e-3, 0, is_frozen, &grad_scale, &no_inf}));
+      ASSERT_NO_FATAL_FAILURE(expect_adam(dtype, 11, {0.9, 0.999, 1e-8, 0, is_frozen, &grad_scale, &found_inf}));
     }
   }
 }

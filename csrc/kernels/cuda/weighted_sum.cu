@@ -9,10 +9,6 @@
 namespace bagua::kernels::cuda {
 namespace {
 
-struct F64 {
-  static __device__ __forceinline__ double widen(double value) { return value; }
-  static __device__ __forceinline__ double narrow(double value) { return value; }
-};
 template <DType kDType>
 struct ByF32 {
   using Stored = typename Floating<kDType>::Stored;
@@ -85,7 +81,8 @@ void launch_weighted_sum(const Sources& sources, const double* weights, void* de
 void weighted_sum(DType dtype, const void* const* sources, const double* weights, int num_sources, void* destination,
                   size_t numel, Stream stream) {
   const Sources from("weighted_sum", sources, num_sources);
-  if (dtype == DType::kF64) return launch_weighted_sum<double, F64>(from, weights, destination, numel, stream);
+  if (dtype == DType::kF64)
+    return launch_weighted_sum<double, Floating<DType::kF64>>(from, weights, destination, numel, stream);
   for_float_type(dtype, [&](auto type) {
     using Convert = ByF32<decltype(type)::value>;
     launch_weighted_sum<typename Convert::Stored, Convert>(from, weights, destination, numel, stream);
