@@ -155,6 +155,38 @@ TEST_F(CudaElementwise, ReductionsAreTheCpus) {
   }
 }
 
+// One pass over all of them, so that sums of 16-bit types are rounded once, and a late source may be the destination.
+TEST_F(CudaElementwise, ReductionsOfManyArraysAreTheCpus) {
+  for (int num : {kernels::cuda_on_fibres::kFewPointers, kernels::cuda_on_fibres::kFewPointers + 1, 300}) {
+    for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16, DType::kI32}) {
+      expect_reduction(ReduceOp::kSum, dtype, num, 2, 33, true, false);
+      expect_reduction(ReduceOp::kMax, dtype, 3, num, 9, false, true);
+      std::vector<std::vector<uint8_t>> host_sources;
+      std::vector<std::unique_ptr<GuardedArray>> arrays;
+      std::vector<const void*> from, device_from;
+      for (int s = 0; s < num; ++s) {
+        host_sources.push_back(random_array(dtype, 17, static_cast<uint64_t>(s)));
+        arrays.push_back(std::make_unique<DeviceArray>(host_sources.back(), 0));
+        device_from.push_back(arrays.back()->data());
+      }
+      for (const std::vector<uint8_t>& source : host_sources) from.push_back(source.data());
+      std::vector<uint8_t> expected(17 * item_bytes(dtype));
+      void *const to[] = {expected.data()}, *const device_to[] = {arrays.back()->data()};
+      kernels::reduce_many(ReduceOp::kSum, dtype, from.data(), num, to, 1, 17, kCpu);
+      kernels::cuda_on_fibres::reduce_many(ReduceOp::kSum, dtype, device_from.data(), num, device_to, 1, 17,
+                                           kCudaStream);
+      ASSERT_NO_FATAL_FAILURE(expect_bits(dtype, *arrays.back(), expected, true, "a sum"));
+      if (dtype == DType::kI32) continue;
+      arrays.back()->assign(host_sources.back().data());
+      const std::vector<double> weights(static_cast<size_t>(num), 1.0 / num);
+      kernels::weighted_sum(dtype, from.data(), weights.data(), num, expected.data(), 17, kCpu);
+      kernels::cuda_on_fibres::weighted_sum(dtype, device_from.data(), weights.data(), num, arrays.back()->data(), 17,
+                                            kCudaStream);
+      ASSERT_NO_FATAL_FAILURE(expect_bits(dtype, *arrays.back(), expected, true, "a weighted sum"));
+    }
+  }
+}
+
 TEST_F(CudaElementwise, ReduceIntoAndScaleAreTheCpus) {
   size_t turn = 0;
   for (DType dtype : kFloats) {
@@ -407,20 +439,21 @@ TEST_F(CudaElementwise, FailedLaunchesAreErrorsOfTheDevice) {
 
 TEST_F(CudaElementwise, RefusesMoreArraysThanAKernelTakes) {
   float values[4] = {};
-  const std::vector<const void*> sources(129, values);
-  const std::vector<double> weights(129, 1.0);
+  const std::vector<const void*> sources(1025, values);
+  const std::vector<double> weights(1025, 1.0);
   void* const destinations[] = {values};
   testing::expect_invalid_argument(
       [&] {
-        kernels::cuda_on_fibres::reduce_many(ReduceOp::kSum, DType::kF32, sources.data(), 129, destinations, 1, 4,
+        kernels::cuda_on_fibres::reduce_many(ReduceOp::kSum, DType::kF32, sources.data(), 1025, destinations, 1, 4,
                                              kCudaStream);
       },
-      "129 arrays, expected at most 128");
+      "1025 arrays, expected at most 1024");
   testing::expect_invalid_argument(
       [&] {
-        kernels::cuda_on_fibres::weighted_sum(DType::kF32, sources.data(), weights.data(), 129, values, 4, kCudaStream);
+        kernels::cuda_on_fibres::weighted_sum(DType::kF32, sources.data(), weights.data(), 1025, values, 4,
+                                              kCudaStream);
       },
-      "129 arrays, expected at most 128");
+      "1025 arrays, expected at most 1024");
 }
 
 }  // namespace
