@@ -62,7 +62,7 @@ BAGUA_MULTIVERSION void unscale(double* data, float factor, size_t numel) {
 // A step of the tensors of one call.
 template <typename T>
 struct AdamStep {
-  AdamStep(const AdamOptions& options)
+  explicit AdamStep(const AdamOptions& options)
       : factors(options),
         is_frozen(options.is_frozen),
         is_scaled(options.grad_scale != nullptr),
