@@ -9,6 +9,7 @@
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
 #include "csrc/kernels/adam.h"
+#include "csrc/kernels/copy_segments.h"
 #include "csrc/kernels/counter_rng.h"
 #include "csrc/kernels/fused.h"
 
@@ -24,6 +25,7 @@ void weighted_sum(DType dtype, const void* const* sources, const double* weights
                   size_t numel);
 
 void copy_to_cold(void* destination, const void* source, size_t bytes);
+void copy_segments(const CopySegment* segments, int num_segments);
 void subtract(float* destination, const float* source, size_t numel);
 size_t count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride);
 void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOptions& options);
@@ -81,6 +83,7 @@ void weighted_sum(DType dtype, const void* const* sources, const double* weights
                   size_t numel, Stream stream);
 
 void copy_to_cold(void* destination, const void* source, size_t bytes, Stream stream);
+void copy_segments(const CopySegment* segments, int num_segments, Stream stream);
 void subtract(float* destination, const float* source, size_t numel, Stream stream);
 void count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride, uint64_t* count, Stream stream);
 void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOptions& options, Stream stream);

@@ -11,6 +11,7 @@
 #include "csrc/kernels/adam.h"
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cast.h"
+#include "csrc/kernels/copy_segments.h"
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/fused.h"
 #include "csrc/kernels/minmax_uint8.h"
@@ -175,6 +176,22 @@ void copy_to_cold(void* destination, const void* source, size_t bytes, Stream st
   run(
       "copy_to_cold", stream, [=](auto at) { cpu::copy_to_cold(at(destination), at(source), bytes); },
       [=] { cuda::copy_to_cold(destination, source, bytes, stream); });
+}
+
+void copy_segments(const CopySegment* segments, int num_segments, Stream stream) {
+  if (stream.is_cpu()) return cpu::copy_segments(segments, num_segments);
+  for (int begin = 0; begin < num_segments; begin += kMaxCopySegments) {
+    const std::vector<CopySegment> some(segments + begin, segments + std::min(num_segments, begin + kMaxCopySegments));
+    const int count = static_cast<int>(some.size());
+    run(
+        "copy_segments", stream,
+        [=](auto at) {
+          std::vector<CopySegment> seen = some;
+          for (CopySegment& segment : seen) segment = {at(segment.to), at(segment.from), segment.num_bytes};
+          cpu::copy_segments(seen.data(), count);
+        },
+        [=] { cuda::copy_segments(some.data(), count, stream); });
+  }
 }
 
 void cast(DType from, const void* source, DType to, void* destination, size_t numel, Stream stream) {

@@ -7,6 +7,7 @@
 #include "csrc/kernels/adam.h"
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cast.h"
+#include "csrc/kernels/copy_segments.h"
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/nonfinite.h"
 #include "csrc/kernels/reduce.h"
@@ -18,6 +19,7 @@
 #define cuda cuda_on_fibres
 #include "csrc/kernels/cuda/adam.cu"
 #include "csrc/kernels/cuda/cast.cu"
+#include "csrc/kernels/cuda/copy_segments.cu"
 #include "csrc/kernels/cuda/copy_to_cold.cu"
 #include "csrc/kernels/cuda/nonfinite.cu"
 #include "csrc/kernels/cuda/reduce.cu"
@@ -248,6 +250,29 @@ TEST_F(CudaElementwise, SubtractAndCopyAreTheCpus) {
       ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_left, left, false, "a difference"));
       kernels::cuda_on_fibres::copy_to_cold(device_left.data(), device_source.data(), source.size(), kCudaStream);
       ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_left, source, false, "a copy"));
+    }
+  }
+}
+
+TEST_F(CudaElementwise, SegmentsAreCopiedInOneLaunch) {
+  constexpr size_t kSizesInBytes[] = {1, 0, 5, 16, 4096, 1000, 40000, 3};
+  for (size_t skew : {0, 4, 2, 1}) {
+    std::vector<std::vector<uint8_t>> expected;
+    std::vector<std::unique_ptr<GuardedArray>> from, to;
+    std::vector<kernels::CopySegment> segments;
+    for (size_t i = 0; i < kernels::kMaxCopySegments; ++i) {
+      const size_t num_bytes = kSizesInBytes[i % std::size(kSizesInBytes)];
+      const bool is_zero = i % 3 == 2;
+      from.push_back(std::make_unique<DeviceArray>(random_bits(DType::kU8, num_bytes, i), i % 2 ? skew : 0));
+      to.push_back(std::make_unique<GuardedArray>(num_bytes, i % 5 == 4 ? 0 : skew));
+      expected.push_back(is_zero ? std::vector<uint8_t>(num_bytes) : from.back()->copy());
+      segments.push_back({to.back()->data(), is_zero ? nullptr : from.back()->data(), num_bytes});
+    }
+    const size_t num_launches = counters.num_launches;
+    kernels::cuda_on_fibres::copy_segments(segments.data(), kernels::kMaxCopySegments, kCudaStream);
+    EXPECT_EQ(counters.num_launches - num_launches, 1u);
+    for (size_t i = 0; i < to.size(); ++i) {
+      ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kU8, *to[i], expected[i], false, "a byte"));
     }
   }
 }

@@ -38,6 +38,7 @@ HOT = {
     r"^elementwise_kernel<(SaturatingCast|WithResidual)<f32": LOAD | STORE,
     r"^elementwise_kernel<(ReduceSaturating|Reduce)<": LOAD | STORE,
     r"^adam_kernel<Floating<f(32|64)>": LOAD | STORE,
+    r"^copy_segments_kernel": LOAD | STORE,
 }
 pytestmark = [
     pytest.mark.slow("nothing: compiles every kernel for a GPU"),

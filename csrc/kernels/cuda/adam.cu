@@ -9,6 +9,7 @@
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cuda/launch.h"
 #include "csrc/kernels/cuda/memory.h"
+#include "csrc/kernels/cuda/shared_grid.h"
 
 namespace bagua::kernels::cuda {
 namespace {
@@ -25,8 +26,8 @@ inline constexpr int kThreadNumel = std::is_same_v<Computed<Convert>, double> ? 
 template <typename T>
 struct Tensors {
   Tensors(const AdamTensor* tensors, int num_tensors, const AdamOptions& options, size_t block_numel)
-      : factors(options), grad_scale(options.grad_scale), found_inf(options.found_inf), count(num_tensors) {
-    for (int i = 0; i < count; ++i) {
+      : factors(options), grad_scale(options.grad_scale), found_inf(options.found_inf) {
+    for (int i = 0; i < num_tensors; ++i) {
       const AdamTensor& tensor = tensors[i];
       parameters[i] = tensor.parameter;
       grads[i] = tensor.grad;
@@ -35,19 +36,8 @@ struct Tensors {
       numels[i] = tensor.numel;
       step_sizes[i] = static_cast<T>(tensor.step_size);
       corrections[i] = static_cast<T>(tensor.correction);
-      first_blocks[i] = num_blocks;
-      num_blocks += static_cast<unsigned>(ceil_div(tensor.numel, block_numel));
+      grid.add(ceil_div(tensor.numel, block_numel));
     }
-  }
-
-  // The last whose first block is not behind it: those without elements have no blocks.
-  __device__ __forceinline__ int index_of(unsigned block) const {
-    int index = 0;
-#pragma unroll
-    for (int step = kAdamMaxTensors / 2; step > 0; step /= 2) {
-      if (index + step < count && first_blocks[index + step] <= block) index += step;
-    }
-    return index;
   }
 
   void* parameters[kAdamMaxTensors] = {};
@@ -57,11 +47,9 @@ struct Tensors {
   size_t numels[kAdamMaxTensors] = {};
   T step_sizes[kAdamMaxTensors] = {};
   T corrections[kAdamMaxTensors] = {};
-  unsigned first_blocks[kAdamMaxTensors] = {};
+  SharedGrid<kAdamMaxTensors> grid;
   AdamFactors<T> factors;
   const float *grad_scale, *found_inf;
-  int count;
-  unsigned num_blocks = 0;
 };
 static_assert(sizeof(Tensors<double>) <= 4096);
 
@@ -71,9 +59,9 @@ __global__ void __launch_bounds__(kNumThreads) adam_kernel(const __grid_constant
   using T = Computed<Convert>;
   constexpr int kNumel = kThreadNumel<Convert>;
   if (tensors.found_inf != nullptr && *tensors.found_inf != 0) return;
-  const int index = tensors.index_of(blockIdx.x);
+  const int index = tensors.grid.array_of(blockIdx.x);
   const size_t numel = tensors.numels[index];
-  const size_t first = (size_t{blockIdx.x - tensors.first_blocks[index]} * kNumThreads + threadIdx.x) * kNumel;
+  const size_t first = (size_t{blockIdx.x - tensors.grid.first_blocks[index]} * kNumThreads + threadIdx.x) * kNumel;
   if (first >= numel) return;
   const int num = numel - first < kNumel ? static_cast<int>(numel - first) : kNumel;
   Stored* const parameter = static_cast<Stored*>(tensors.parameters[index]) + first;
@@ -108,7 +96,7 @@ template <typename Convert>
 void launch_adam(const AdamTensor* tensors, int num_tensors, const AdamOptions& options, Stream stream) {
   const Tensors<Computed<Convert>> all(tensors, num_tensors, options, size_t{kNumThreads} * kThreadNumel<Convert>);
   const auto kernel = options.is_frozen ? adam_kernel<Convert, true> : adam_kernel<Convert, false>;
-  launch("adam", stream, all.num_blocks, kernel, all);
+  launch("adam", stream, all.grid.num_blocks, kernel, all);
 }
 
 }  // namespace
