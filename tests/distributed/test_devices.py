@@ -178,11 +178,11 @@ def _over_threads(rank, world_size, check):
     thread_world(2, check)
 
 
-@pytest.mark.timed
 def test_segments_are_gathered_by_one_launch(alone_on_devices):
     alone_on_devices.run(_over_threads, args=[_check_segments])
 
 
+@pytest.mark.timed
 def test_wait_is_for_the_stream_and_not_for_the_host(alone_on_devices):
     alone_on_devices.run(_over_threads, args=[_check_that_the_host_goes_on])
 
