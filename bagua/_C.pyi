@@ -4,9 +4,24 @@ import collections.abc
 
 __version__: str
 TORCH_FRAME_SIZES: tuple[int, ...]
+adam_max_tensors: int
 device_kinds: tuple[str, ...]
 error_classes: tuple[str, ...]
 
+def adam(
+    dtype: int,
+    numels: collections.abc.Sequence[int],
+    parameters: collections.abc.Sequence[int],
+    grads: collections.abc.Sequence[int],
+    exp_avgs: collections.abc.Sequence[int],
+    exp_avg_sqs: collections.abc.Sequence[int],
+    factors: collections.abc.Sequence[tuple[float, float]],
+    options: tuple[float, float, float, float],
+    is_frozen: bool,
+    scaling: tuple[int, int],
+    stream: tuple[int, int, int] | None,
+    num_threads: int,
+) -> None: ...
 def all_finite(
     addresses: collections.abc.Sequence[int],
     numels: collections.abc.Sequence[int],

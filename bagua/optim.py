@@ -10,10 +10,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim.adam import adam
 
+from bagua import _C
+from bagua.distributed.arguments import dtype_code
+from bagua.distributed.devices import HostCopy, current_stream, supported_types
 from bagua.errors import InvalidArgument
 
+_FUSED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _DEFAULTS = {"warmup_steps": 100, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "variance_floor": 1e-6}
 
 
@@ -42,9 +47,16 @@ class QAdam(torch.optim.Optimizer):
         betas, eps, weight_decay: those of Adam, with the same defaults. The decay is added to the gradient (L2).
         variance_floor: 0 or more, a share of the mean of v; 1e-6 by default, the smallest power of ten with which the
             tasks of docs/convergence.md train under both codecs of the paper; 0 is the paper's algorithm.
+        fused: whether one kernel of bagua's makes the whole step of many parameters. None: for those on a device;
+            for those on the CPU torch's operators, whose bits are torch.optim.Adam's. True: for all. The numbers are
+            the same but for what operators round in between: float16 and bfloat16 round once. A state_dict fits either.
+
+    A fused step does not wait for the device. So it is with torch.amp.GradScaler, as for torch's fused optimizers: it
+    unscales, and where the scaler finds an infinity it does nothing, of which the host hears when the next step begins.
+    Until then ``state[parameter]["step"]`` counts that step, too; ``state_dict()`` does not.
 
     Raises:
-        InvalidArgument: an option out of range.
+        InvalidArgument: an option out of range; ``fused=True`` and a parameter that no kernel is for.
 
     Example:
         >>> import torch
@@ -64,7 +76,11 @@ class QAdam(torch.optim.Optimizer):
         eps: float | None = None,
         weight_decay: float | None = None,
         variance_floor: float | None = None,
+        *,
+        fused: bool | None = None,
     ) -> None:
+        if fused is not None and not isinstance(fused, bool):
+            raise InvalidArgument(f"fused is {fused!r}, expected True, False or None")
         options = {
             "warmup_steps": warmup_steps,
             "betas": betas,
@@ -75,19 +91,71 @@ class QAdam(torch.optim.Optimizer):
         given = {name: value for name, value in options.items() if value is not None}
         check_options({"lr": lr, **given})
         # "given", here and in each group, says which options the user chose; copies, pickles and checkpoints keep it.
-        super().__init__(params, {"lr": lr, **_DEFAULTS, **given, "given": given})
+        self._open: _OpenStep | None = None
+        self._num_undone = 0
+        super().__init__(params, {"lr": lr, **_DEFAULTS, **given, "given": given, "fused": fused})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._open, self._num_undone = None, state.get("_num_undone", getattr(self, "_num_undone", 0))
+        for group in self.param_groups:
+            group.setdefault("fused", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return super().__getstate__()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As for any optimizer.
 
         Raises:
-            InvalidArgument: an option of the group is out of range.
+            InvalidArgument: an option of the group is out of range, or it is to be fused and cannot be.
         """
         if isinstance(param_group, dict):  # torch refuses others
             check_options({name: param_group[name] for name in ("lr", *_DEFAULTS) if name in param_group})
             own = {name: param_group[name] for name in _DEFAULTS if name in param_group}
             param_group["given"] = {**self.defaults["given"], **own}
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        reason = next(filter(None, map(_why_not_fused, group["params"])), None) if group["fused"] else None
+        if reason is not None:
+            self.param_groups.pop()
+            raise InvalidArgument(f"fused=True, but a parameter is {reason}; leave fused out for such parameters")
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by torch.amp.GradScaler: it leaves ``grad_scale`` and ``found_inf`` to ``step``."""
+        return all(_is_fused(parameter, group) for group in self.param_groups for parameter in group["params"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of any optimizer; waits for the device where a scaler has looked at the last step."""
+        self.settle()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of any optimizer. ``fused`` stays as it is: a state fits either."""
+        fused = [group["fused"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, value in zip(self.param_groups, fused, strict=True):
+            group["fused"] = value
+        for state in self.state.values():
+            if "step" in state:  # torch moves it to where fused parameters are
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).cpu()
+
+    def settle(self) -> None:
+        """If the last step turns out to be one that a scaler has made nothing of, it does not count.
+
+        Waits for the device, as far as that step.
+        """
+        if self._open is not None and self._open.was_skipped():
+            torch._foreach_sub_(self._open.steps, 1)
+            self._num_undone += 1
+        self._open = None
+
+    @property
+    def num_undone(self) -> int:
+        """Steps that a scaler has made nothing of without telling the host, as far as is known."""
+        return self._num_undone
 
     def check_given(self, options: dict[str, Any], whose: str, name: str) -> None:
         """Raises InvalidArgument if the constructor or a parameter group was given one of ``options`` otherwise.
@@ -116,11 +184,15 @@ class QAdam(torch.optim.Optimizer):
 
     def num_steps(self) -> int:
         """Steps of the parameter that has made the most."""
+        self.settle()
         return max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
 
     def is_warm(self, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
         """Whether ``parameter``, which is of ``group``, has the warm-up behind it."""
-        return int(self.state.get(parameter, {}).get("step", 0)) >= group["warmup_steps"]
+        step = self.state.get(parameter, {}).get("step", 0)
+        if step == group["warmup_steps"]:  # otherwise it is all the same whether the last step counts
+            self.settle()
+        return int(step) >= group["warmup_steps"]
 
     def still_weights(self) -> list[tuple[torch.Tensor, int]]:
         """Parameters that have elements whose v was 0 when their warm-up ended, which never move, and how many."""
@@ -139,6 +211,7 @@ class QAdam(torch.optim.Optimizer):
         Returns:
             A parameter of which elements did, and for each of these |m| / (1 - b1^t), a vector.
         """
+        self.settle()
         found = []
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
@@ -167,13 +240,25 @@ class QAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.settle()
+        scaling = _Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        if scaling.is_skipped_on_cpu():
+            return loss
+        fused_steps: list[torch.Tensor] = []
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in parameters:
-                self._start(parameter)
-            is_warm = [self.is_warm(parameter, group) for parameter in parameters]
-            self._step_adam([p for p, warm in zip(parameters, is_warm, strict=True) if not warm], group)
-            self._step_frozen([p for p, warm in zip(parameters, is_warm, strict=True) if warm], group)
+            fused: list[torch.Tensor] = []
+            others: list[torch.Tensor] = []
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._start(parameter)
+                    (fused if _is_fused(parameter, group) else others).append(parameter)
+            fused_steps += self._of_all(fused, "step")
+            self._step_fused(fused, group, scaling)
+            is_warm = [self.is_warm(parameter, group) for parameter in others]
+            self._step_adam([p for p, warm in zip(others, is_warm, strict=True) if not warm], group)
+            self._step_frozen([p for p, warm in zip(others, is_warm, strict=True) if warm], group)
+        if fused_steps and scaling.found_inf is not None and not scaling.found_inf.is_cpu:
+            self._open = _OpenStep(scaling.found_inf, fused_steps)
         return loss
 
     def _start(self, parameter: torch.Tensor) -> None:
@@ -206,18 +291,46 @@ class QAdam(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        for parameter in parameters:
-            if self.is_warm(parameter, group):
-                self._raise_variances(parameter, group["variance_floor"])
+        ended = [parameter for parameter in parameters if self.is_warm(parameter, group)]
+        self._raise_variances(ended, group["variance_floor"], _Scaling())
 
-    def _raise_variances(self, parameter: torch.Tensor, variance_floor: float) -> None:
-        """v <- max(v, ``variance_floor`` times its mean) where v is not 0.
+    def _raise_variances(self, parameters: list[torch.Tensor], variance_floor: float, scaling: _Scaling) -> None:
+        """v <- max(v, ``variance_floor`` times its mean) where v is not 0; not if a scaler has found an infinity.
 
-        The mean is taken in float64, where ranks that sum in another order agree.
+        The mean is taken in float64, where ranks that sum in another order agree. The host does not wait for it.
         """
-        exp_avg_sq = self.state[parameter]["exp_avg_sq"]
-        was_met = exp_avg_sq.sign()
-        exp_avg_sq.clamp_(min=variance_floor * float(exp_avg_sq.mean(dtype=torch.float64))).mul_(was_met)
+        for exp_avg_sq in self._of_all(parameters, "exp_avg_sq"):
+            least = variance_floor * exp_avg_sq.mean(dtype=torch.float64)
+            found_inf = scaling.found_inf_on(exp_avg_sq.device)
+            if found_inf is not None:
+                least = least * (found_inf.reshape(()) == 0)
+            was_met = exp_avg_sq.sign()
+            exp_avg_sq.clamp_(min=least.to(exp_avg_sq.dtype)).mul_(was_met)
+
+    def _step_fused(self, parameters: list[torch.Tensor], group: dict[str, Any], scaling: _Scaling) -> None:
+        if not parameters:
+            return
+        torch._foreach_add_(self._of_all(parameters, "step"), 1)
+        beta1, beta2 = group["betas"]
+        warmup_steps, factors_of = group["warmup_steps"], {}
+        launches: dict[tuple[torch.device, torch.dtype, bool], _Launch] = {}
+        ended = []
+        for parameter in parameters:
+            state = self.state[parameter]
+            step = float(state["step"])
+            if step not in factors_of:
+                correction = (1 - beta2 ** min(step, warmup_steps)) ** 0.5
+                factors_of[step] = (-group["lr"] / (1 - beta1**step), correction)
+            if step == warmup_steps:
+                ended.append(parameter)
+            key = (parameter.device, parameter.dtype, step > warmup_steps)
+            if key not in launches:
+                launches[key] = _Launch(*key)
+            launches[key].add(parameter, state, factors_of[step])
+        options = (beta1, beta2, group["eps"], group["weight_decay"])
+        for launch in launches.values():
+            launch.run(options, scaling)
+        self._raise_variances(ended, group["variance_floor"], scaling)
 
     def _step_frozen(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         if not parameters:
@@ -237,6 +350,122 @@ class QAdam(torch.optim.Optimizer):
         torch._foreach_add_(denominators, group["eps"])
         step_sizes = [-group["lr"] / (1 - beta1 ** float(step)) for step in steps]
         torch._foreach_addcdiv_(parameters, exp_avgs, denominators, step_sizes)
+
+
+class _Scaling:
+    """What torch.amp.GradScaler leaves to a fused step: None, or one number in float32 on a device of its choice."""
+
+    def __init__(self, grad_scale: torch.Tensor | None = None, found_inf: torch.Tensor | None = None) -> None:
+        self.grad_scale, self.found_inf = grad_scale, found_inf
+
+    def is_skipped_on_cpu(self) -> bool:
+        """Whether the host knows that there is an infinity."""
+        return self.found_inf is not None and self.found_inf.is_cpu and bool(self.found_inf > 0)
+
+    def grad_scale_on(self, device: torch.device) -> torch.Tensor | None:
+        return None if self.grad_scale is None else self.grad_scale.to(device, torch.float32, non_blocking=True)
+
+    def found_inf_on(self, device: torch.device) -> torch.Tensor | None:
+        return None if self.found_inf is None else self.found_inf.to(device, torch.float32, non_blocking=True)
+
+
+class _OpenStep:
+    """A step of which the host does not know whether the device has made it.
+
+    Attributes:
+        steps: the parameters' counts, this one included.
+    """
+
+    def __init__(self, found_inf: torch.Tensor, steps: list[torch.Tensor]) -> None:
+        self.steps, self._found_inf = steps, HostCopy(found_inf)
+
+    def was_skipped(self) -> bool:
+        """Waits for the device."""
+        return bool(self._found_inf.get() > 0)
+
+
+class _Launch:
+    """The fused step of parameters of one device and dtype that are all in the warm-up, or all behind it."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, is_frozen: bool) -> None:
+        self._device, self._dtype, self._is_frozen = device, dtype, is_frozen
+        self._parameters: list[torch.Tensor] = []
+        self._numels: list[int] = []
+        self._factors: list[tuple[float, float]] = []
+        self._addresses: tuple[list[int], ...] = ([], [], [], [])
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # and what they are copies of
+
+    def add(self, parameter: torch.Tensor, state: dict[str, torch.Tensor], factors: tuple[float, float]) -> None:
+        tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        if not _lie_alike(tensors):
+            tensors = self._copied(tensors)
+        self._parameters.append(parameter)
+        self._numels.append(parameter.numel())
+        self._factors.append(factors)
+        for addresses, tensor in zip(self._addresses, tensors, strict=True):
+            addresses.append(tensor.data_ptr())
+
+    def _copied(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        copies = []
+        for tensor in tensors:
+            copy = torch.empty(tensor.shape, dtype=self._dtype, device=self._device).copy_(tensor)
+            self._copies.append((copy, tensor))
+            copies.append(copy)
+        return tuple(copies)
+
+    def run(self, options: tuple[float, float, float, float], scaling: _Scaling) -> None:
+        """Enqueues it on the current stream, or on the CPU does it."""
+        grad_scale, found_inf = scaling.grad_scale_on(self._device), scaling.found_inf_on(self._device)
+        _C.adam(
+            dtype_code(self._dtype),
+            self._numels,
+            *self._addresses,
+            self._factors,
+            options,
+            self._is_frozen,
+            tuple(0 if one is None else one.data_ptr() for one in (grad_scale, found_inf)),
+            current_stream(self._device),
+            torch.get_num_threads(),
+        )
+        for copy, tensor in self._copies:
+            tensor.copy_(copy)
+        for parameter in self._parameters:
+            increment_version(parameter)
+
+
+def _is_fused(parameter: torch.Tensor, group: dict[str, Any]) -> bool:
+    fused = group["fused"]
+    if fused is None:
+        return not parameter.is_cpu and _why_not_fused(parameter) is None
+    return fused
+
+
+def _why_not_fused(parameter: torch.Tensor) -> str | None:
+    """What the parameter is that the kernel is not for; None where it is for it."""
+    if type(parameter) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(parameter).__name__}"  # may have no memory of its own
+    if parameter.dtype not in _FUSED_DTYPES:
+        return f"of {parameter.dtype}"
+    if parameter.device.type not in supported_types():
+        return f"on {parameter.device}"
+    return None
+
+
+def _lie_alike(tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether tensors of one shape have one dtype, and their elements the same order in memory, without gaps."""
+    first = tensors[0]
+    if any(tensor.dtype is not first.dtype or tensor.is_neg() for tensor in tensors):
+        return False
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
+    if any(tensor.stride() != first.stride() for tensor in tensors):
+        return False
+    numel = 1
+    for stride, size in sorted(zip(first.stride(), first.shape, strict=True)):
+        if size != 1 and stride != numel:
+            return False
+        numel *= size
+    return True
 
 
 def check_options(options: dict[str, Any]) -> None:

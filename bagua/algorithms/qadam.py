@@ -113,7 +113,7 @@ class QAdam(CompressedGradients):
     def attach(self, training: Training) -> None:
         super().attach(training)
         self._take(training.optimizers)
-        self._num_steps = [optimizer.num_steps() for optimizer in training.optimizers]
+        self._count_steps()
         self._units = [1.0] * len(training.optimizers)  # R
         self._largest = [0.0] * len(training.optimizers)  # gradient of the last backward, until the optimizer steps
         # In the present layout: those of each bucket, and those that a codec is for.
@@ -123,7 +123,18 @@ class QAdam(CompressedGradients):
     def begin(self, buckets: Sequence[Bucket]) -> None:
         for optimizer in self.training.optimizers:
             optimizer.set_options(self._adam_options())
+        self._count_steps()
+
+    def _count_steps(self) -> None:
         self._num_steps = [optimizer.num_steps() for optimizer in self.training.optimizers]
+        self._num_undone = [optimizer.num_undone for optimizer in self.training.optimizers]
+
+    def _undo_steps(self) -> None:
+        """Those that a scaler has made nothing of do not count; on a device the host hears of them late."""
+        for index, optimizer in enumerate(self.training.optimizers):
+            optimizer.settle()
+            self._num_steps[index] -= optimizer.num_undone - self._num_undone[index]
+            self._num_undone[index] = optimizer.num_undone
 
     def adopt_optimizers(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
         """Each one's warm-up is as far as its own state."""
@@ -134,6 +145,7 @@ class QAdam(CompressedGradients):
             if optimizer is not before[index]:
                 optimizer.set_options(self._adam_options())
                 self._num_steps[index], self._units[index], self._largest[index] = optimizer.num_steps(), 1.0, 0.0
+                self._num_undone[index] = optimizer.num_undone
 
     def _take(self, optimizers: Sequence[optim.QAdam]) -> None:
         self._place_of: dict[int, tuple[optim.QAdam, int]] = {}  # of a parameter: the optimizer, and which group there
@@ -154,7 +166,13 @@ class QAdam(CompressedGradients):
         self._coded = [m for bucket in buckets if not super(QAdam, self).exempt(bucket) for m in bucket.members]
         super().lay_out(buckets)
 
+    def before_forward(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
+        super().before_forward(buckets, group)
+        self._undo_steps()  # here, where the host hears of other flags of the last step, too
+
     def stage(self) -> Stage:
+        if any(map(self._ends_warm_up, self.training.optimizers, self._num_steps)):
+            self._undo_steps()
         if not self._is_warm():
             return Stage(_WARMUP)
         late = self._in_warm_up(self._coded)
@@ -173,6 +191,11 @@ class QAdam(CompressedGradients):
             num_steps >= _num_warmup(optimizer)
             for optimizer, num_steps in zip(self.training.optimizers, self._num_steps, strict=True)
         )
+
+    @staticmethod
+    def _ends_warm_up(optimizer: optim.QAdam, num_steps: int) -> bool:
+        """Whether the warm-up has ended only if the last step counts."""
+        return num_steps == _num_warmup(optimizer)
 
     def _in_warm_up(self, members: Iterable[Member]) -> list[str]:
         """The names of those that are in a warm-up of their own; all ranks count the same steps."""
@@ -230,24 +253,30 @@ class QAdam(CompressedGradients):
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
     ) -> None:
         super().before_optimizer_step(optimizer, buckets, group)
+        self._undo_steps()
         index = self.training.optimizers.index(optimizer)
         in_backward, self._largest[index] = self._largest[index], 0.0
         in_step = self._largest_gradient(optimizer, buckets) if in_backward else 0.0
+        grad_scale = getattr(optimizer, "grad_scale", None)  # by which the step divides
+        if in_step and grad_scale is not None:
+            in_step /= float(grad_scale)
         if in_step:
             self._units[index] = _power_of_two(in_backward / in_step)
 
     def _largest_gradient(self, optimizer: optim.QAdam, buckets: Sequence[Bucket]) -> float:
-        """By absolute value, equal on all ranks; 0 where there is none, or one that is not finite."""
-        largest = 0.0
+        """By absolute value, equal on all ranks; 0 where there is none, or one that is not finite.
+
+        The host looks once at all of a device.
+        """
+        found: dict[torch.device, list[torch.Tensor]] = {}
         for member in (member for bucket in buckets for member in bucket.members):
             grad = member.parameter.grad
             if grad is None or not grad.numel() or self._group_of(member)[0] is not optimizer:
                 continue
-            low, high = map(float, torch.aminmax(grad.detach()))
-            if not (math.isfinite(low) and math.isfinite(high)):
-                return 0.0
-            largest = max(largest, -low, high)
-        return largest
+            low, high = torch.aminmax(grad.detach())
+            found.setdefault(grad.device, []).extend((-low.double(), high.double()))
+        largest = [float(torch.stack(of_device).amax()) for of_device in found.values()]
+        return max(largest, default=0.0) if all(map(math.isfinite, largest)) else 0.0
 
     def after_optimizer_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
@@ -292,6 +321,7 @@ class QAdam(CompressedGradients):
         )
 
     def state_dict(self) -> dict[str, Any]:
+        self._undo_steps()
         return {**super().state_dict(), "num_steps": list(self._num_steps), "units": list(self._units)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

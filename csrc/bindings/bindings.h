@@ -9,6 +9,7 @@ void bind_errors(pybind11::module_& m);
 void bind_memory(pybind11::module_& m);
 void bind_devices(pybind11::module_& m);
 void bind_codecs(pybind11::module_& m);
+void bind_adam(pybind11::module_& m);
 void bind_torch_link(pybind11::module_& m);
 void bind_work(pybind11::module_& m);
 void bind_completion_queue(pybind11::module_& m);

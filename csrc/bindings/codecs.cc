@@ -1,7 +1,6 @@
 // Codecs on raw memory; bagua/codecs adds shapes, checks and tensors.
 #include "csrc/bindings/bindings.h"
 #include "csrc/bindings/convert.h"
-#include "csrc/bindings/group.h"
 #include "csrc/codecs/codec.h"
 #include "csrc/collectives/arguments.h"
 #include "csrc/collectives/collectives.h"
@@ -18,12 +17,6 @@ namespace {
 void require_both(const Codec& codec, uintptr_t values, DType dtype, size_t numel, uintptr_t bytes, DType wire) {
   collectives::require_memory(codec.name(), {"tensor", pointer(values), numel, item_bytes(dtype)});
   collectives::require_memory(codec.name(), {"message", pointer(bytes), codec.wire_bytes(numel, wire), 1});
-}
-
-using StreamChoice = Group::StreamChoice;
-
-Stream chosen(const StreamChoice& stream) {
-  return stream ? stream_from(std::get<0>(*stream), std::get<1>(*stream), std::get<2>(*stream)) : Stream{};
 }
 
 uint8_t* byte_pointer(uintptr_t address) { return static_cast<uint8_t*>(pointer(address)); }

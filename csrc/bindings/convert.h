@@ -2,11 +2,14 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <tuple>
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
@@ -34,6 +37,13 @@ inline Stream stream_from(int kind, int index, uintptr_t handle) {
                 "device kind " + std::to_string(kind) + " is not in 0.." + std::to_string(kNumDeviceKinds - 1));
   }
   return {{static_cast<DeviceKind>(kind), index}, pointer(handle)};
+}
+
+// Kind and index of a device, and the handle of a stream there; None is the CPU.
+using StreamChoice = std::optional<std::tuple<int, int, uintptr_t>>;
+
+inline Stream chosen(const StreamChoice& stream) {
+  return stream ? stream_from(std::get<0>(*stream), std::get<1>(*stream), std::get<2>(*stream)) : Stream{};
 }
 
 // By its name; throws InvalidArgument.

@@ -3,13 +3,13 @@
 
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include <pybind11/pybind11.h>
 
+#include "csrc/bindings/convert.h"
 #include "csrc/engine/engine.h"
 #include "csrc/transport/torch/torch_link.h"
 
@@ -34,8 +34,7 @@ class Group {
   std::shared_ptr<TorchLink> attach_torch(int peer, int control_fd);
 
   // How an operation is submitted: its timeout in seconds, whether the caller waits for it at once, and where its
-  // tensors are ready: kind and index of the device and the handle of a stream; none: on the CPU, now.
-  using StreamChoice = std::optional<std::tuple<int, int, uintptr_t>>;
+  // tensors are ready.
   using Submission = std::tuple<double, bool, StreamChoice>;
 
   // Runs now, on this thread, when the caller waits for it, it is the CPU's and the engine is idle; otherwise queues.

@@ -8,6 +8,7 @@ PYBIND11_MODULE(_C, m) {
   bagua::bind_memory(m);
   bagua::bind_devices(m);
   bagua::bind_codecs(m);
+  bagua::bind_adam(m);
   bagua::bind_order(m);
   bagua::bind_topology(m);
   bagua::bind_torch_link(m);

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "csrc/collectives/chunking.h"
-#include "csrc/device/memory.h"
+#include "csrc/kernels/copy_segments.h"
 
 namespace bagua::collectives {
 
@@ -36,33 +36,42 @@ class InputSegments {
       return static_cast<const uint8_t*>(segment->values) + (range.begin - segment->begin) * item;
     }
     auto* to = static_cast<uint8_t*>(scratch);
+    std::vector<kernels::CopySegment> copies;
     size_t at = range.begin;
     for (; segment != segments_.end() && segment->begin < end; ++segment) {
       const size_t first = std::max(segment->begin, at), last = std::min(segment->begin + segment->numel, end);
-      device::fill_zero(to + (at - range.begin) * item, (first - at) * item, stream);
-      device::copy(to + (first - range.begin) * item,
-                   static_cast<const uint8_t*>(segment->values) + (first - segment->begin) * item,
-                   (last - first) * item, stream);
+      add(copies, to + (at - range.begin) * item, nullptr, (first - at) * item);
+      add(copies, to + (first - range.begin) * item,
+          static_cast<const uint8_t*>(segment->values) + (first - segment->begin) * item, (last - first) * item);
       at = last;
     }
-    device::fill_zero(to + (at - range.begin) * item, (end - at) * item, stream);
+    add(copies, to + (at - range.begin) * item, nullptr, (end - at) * item);
+    kernels::copy_segments(copies.data(), static_cast<int>(copies.size()), stream);
     return scratch;
   }
 
   // data <- the values, for who works on data alone. A segment may lie at its own offset there already.
   void copy_to(void* data, size_t numel, size_t item, Stream stream) const {
+    if (!is_given()) return;
     auto* to = static_cast<uint8_t*>(data);
+    std::vector<kernels::CopySegment> copies;
     size_t at = 0;
     for (const InputSegment& segment : segments_) {
-      device::fill_zero(to + at * item, (segment.begin - at) * item, stream);
-      if (segment.values != to + segment.begin * item)
-        device::copy(to + segment.begin * item, segment.values, segment.numel * item, stream);
+      add(copies, to + at * item, nullptr, (segment.begin - at) * item);
+      if (segment.values != to + segment.begin * item) {
+        add(copies, to + segment.begin * item, segment.values, segment.numel * item);
+      }
       at = segment.begin + segment.numel;
     }
-    if (is_given()) device::fill_zero(to + at * item, (numel - at) * item, stream);
+    add(copies, to + at * item, nullptr, (numel - at) * item);
+    kernels::copy_segments(copies.data(), static_cast<int>(copies.size()), stream);
   }
 
  private:
+  static void add(std::vector<kernels::CopySegment>& copies, void* to, const void* from, size_t num_bytes) {
+    if (num_bytes > 0) copies.push_back({to, from, num_bytes});
+  }
+
   std::vector<InputSegment> segments_;
 };
 

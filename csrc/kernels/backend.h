@@ -8,6 +8,8 @@
 
 #include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
+#include "csrc/kernels/adam.h"
+#include "csrc/kernels/copy_segments.h"
 #include "csrc/kernels/counter_rng.h"
 #include "csrc/kernels/fused.h"
 
@@ -23,8 +25,10 @@ void weighted_sum(DType dtype, const void* const* sources, const double* weights
                   size_t numel);
 
 void copy_to_cold(void* destination, const void* source, size_t bytes);
+void copy_segments(const CopySegment* segments, int num_segments);
 void subtract(float* destination, const float* source, size_t numel);
 size_t count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride);
+void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOptions& options);
 void cast(DType from, const void* source, DType to, void* destination, size_t numel);
 void cast_add(DType from, const void* source, float* accumulator, size_t numel);
 void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel,
@@ -79,8 +83,10 @@ void weighted_sum(DType dtype, const void* const* sources, const double* weights
                   size_t numel, Stream stream);
 
 void copy_to_cold(void* destination, const void* source, size_t bytes, Stream stream);
+void copy_segments(const CopySegment* segments, int num_segments, Stream stream);
 void subtract(float* destination, const float* source, size_t numel, Stream stream);
 void count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride, uint64_t* count, Stream stream);
+void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOptions& options, Stream stream);
 void cast(DType from, const void* source, DType to, void* destination, size_t numel, Stream stream);
 void cast_add(DType from, const void* source, float* accumulator, size_t numel, Stream stream);
 void saturating_cast(DType from, const void* source, DType to, void* destination, size_t numel, uint64_t* num_nonfinite,

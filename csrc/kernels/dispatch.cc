@@ -1,14 +1,17 @@
 // The public kernels: check the arguments once for all backends, then call cpu:: for a CPU stream and cuda:: for a CUDA
 // one (backend.h). On the emulated device cpu:: runs in the stream's order, on the host's view of its memory. Nothing
 // is computed here.
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "csrc/common/error.h"
 #include "csrc/device/runtime.h"
+#include "csrc/kernels/adam.h"
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cast.h"
+#include "csrc/kernels/copy_segments.h"
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/fused.h"
 #include "csrc/kernels/minmax_uint8.h"
@@ -173,6 +176,22 @@ void copy_to_cold(void* destination, const void* source, size_t bytes, Stream st
   run(
       "copy_to_cold", stream, [=](auto at) { cpu::copy_to_cold(at(destination), at(source), bytes); },
       [=] { cuda::copy_to_cold(destination, source, bytes, stream); });
+}
+
+void copy_segments(const CopySegment* segments, int num_segments, Stream stream) {
+  if (stream.is_cpu()) return cpu::copy_segments(segments, num_segments);
+  for (int begin = 0; begin < num_segments; begin += kMaxCopySegments) {
+    const std::vector<CopySegment> some(segments + begin, segments + std::min(num_segments, begin + kMaxCopySegments));
+    const int count = static_cast<int>(some.size());
+    run(
+        "copy_segments", stream,
+        [=](auto at) {
+          std::vector<CopySegment> seen = some;
+          for (CopySegment& segment : seen) segment = {at(segment.to), at(segment.from), segment.num_bytes};
+          cpu::copy_segments(seen.data(), count);
+        },
+        [=] { cuda::copy_segments(some.data(), count, stream); });
+  }
 }
 
 void cast(DType from, const void* source, DType to, void* destination, size_t numel, Stream stream) {
@@ -458,6 +477,30 @@ void count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride,
   run(
       "count_nonfinite", stream, [=](auto at) { *at(count) += cpu::count_nonfinite(dtype, at(data), numel, stride); },
       [=] { cuda::count_nonfinite(dtype, data, numel, stride, count, stream); });
+}
+
+void adam(DType dtype, const AdamTensor* tensors, int num_tensors, const AdamOptions& options, Stream stream) {
+  check_one_of(is_floating(dtype), "adam", "dtype", dtype, "float32, float64, float16, bfloat16");
+  if (stream.is_cpu()) return cpu::adam(dtype, tensors, num_tensors, options);
+  for (int begin = 0; begin < num_tensors; begin += kAdamMaxTensors) {
+    const int count = std::min(kAdamMaxTensors, num_tensors - begin);
+    const std::vector<AdamTensor> some(tensors + begin, tensors + begin + count);
+    run(
+        "adam", stream,
+        [=](auto at) {
+          std::vector<AdamTensor> seen = some;
+          for (AdamTensor& tensor : seen) {
+            for (void** array : {&tensor.parameter, &tensor.grad, &tensor.exp_avg, &tensor.exp_avg_sq}) {
+              *array = at(*array);
+            }
+          }
+          AdamOptions given = options;
+          given.grad_scale = at(options.grad_scale);
+          given.found_inf = at(options.found_inf);
+          cpu::adam(dtype, seen.data(), count, given);
+        },
+        [=] { cuda::adam(dtype, some.data(), count, options, stream); });
+  }
 }
 
 }  // namespace bagua::kernels

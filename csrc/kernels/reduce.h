@@ -19,7 +19,8 @@ void reduce_into(ReduceOp op, DType dtype, void* acc, const void* source, size_t
 
 // destination[d][i] = op over s of sources[s][i], for every d. A destination may be one of the sources
 // (in place), otherwise they must not overlap. Works in cache-sized blocks, so that each source is read
-// once from memory and each destination written once. On CUDA at most 128 of each; more are an InvalidArgument.
+// once from memory and each destination written once. On CUDA at most 1024 of each (128 with
+// CUDA 12.0); more are an InvalidArgument.
 void reduce_many(ReduceOp op, DType dtype, const void* const* sources, int num_sources, void* const* destinations,
                  int num_destinations, size_t numel, Stream stream);
 

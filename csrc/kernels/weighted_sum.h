@@ -15,8 +15,8 @@
 namespace bagua::kernels {
 
 // destination[i] = sum over s of weights[s] * sources[s][i]; num_sources at least 1. dtype in {f32, f64, f16, bf16}.
-// The destination may be one of the sources, otherwise they must not overlap. On CUDA at most 128 sources; more are an
-// InvalidArgument.
+// The destination may be one of the sources, otherwise they must not overlap. On CUDA at most 1024 sources (128 with
+// CUDA 12.0); more are an InvalidArgument.
 void weighted_sum(DType dtype, const void* const* sources, const double* weights, int num_sources, void* destination,
                   size_t numel, Stream stream);
 

@@ -9,6 +9,7 @@
 #endif
 
 #include "csrc/kernels/cast.h"
+#include "csrc/kernels/cpu/adam.cc"
 #include "csrc/kernels/cpu/cast.cc"
 #include "csrc/kernels/cpu/copy_to_cold.cc"
 #include "csrc/kernels/cpu/half.cc"
@@ -112,6 +113,36 @@ TEST(BAGUA_CLONE_SUITE, WeightedSum) {
     kernels::cpu::weighted_sum(dtype, sources, weights, 3, got.data(), kCloneNumel);
     kernels::weighted_sum(dtype, sources, weights, 3, expected.data(), kCloneNumel, Stream{});
     expect_same(dtype, got, expected, "weighted_sum " + std::string(dtype_name(dtype)));
+  }
+}
+
+TEST(BAGUA_CLONE_SUITE, Adam) {
+  BAGUA_SKIP_IF_CLONE_CANNOT_RUN();
+  for (DType dtype : {DType::kF32, DType::kF64, DType::kF16, DType::kBF16}) {
+    for (bool is_frozen : {false, true}) {
+      const size_t num_bytes = kCloneNumel * item_bytes(dtype);
+      std::vector<std::unique_ptr<Array>> arrays;
+      for (uint64_t i = 0; i < 8; ++i) {  // got and expected: x, g, m, v
+        arrays.push_back(std::make_unique<Array>(num_bytes, 0));
+        fill_random(dtype, arrays[i]->data(), kCloneNumel, i % 4);
+      }
+      const auto tensor = [&](size_t first) {
+        return kernels::AdamTensor{arrays[first]->data(),
+                                   arrays[first + 1]->data(),
+                                   arrays[first + 2]->data(),
+                                   arrays[first + 3]->data(),
+                                   kCloneNumel,
+                                   -0.003,
+                                   0.3};
+      };
+      const kernels::AdamTensor got = tensor(0), expected = tensor(4);
+      const kernels::AdamOptions options{0.9, 0.999, 1e-8, 0.01, is_frozen};
+      kernels::cpu::adam(dtype, &got, 1, options);
+      kernels::adam(dtype, &expected, 1, options, Stream{});
+      for (size_t i = 0; i < 4; ++i) {
+        expect_same(dtype, *arrays[i], *arrays[i + 4], "adam " + std::string(dtype_name(dtype)));
+      }
+    }
   }
 }
 

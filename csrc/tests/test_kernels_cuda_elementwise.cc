@@ -4,8 +4,10 @@
 #include <functional>
 #include <memory>
 
+#include "csrc/kernels/adam.h"
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cast.h"
+#include "csrc/kernels/copy_segments.h"
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/nonfinite.h"
 #include "csrc/kernels/reduce.h"
@@ -15,7 +17,9 @@
 #include "csrc/tests/test_kernels_cuda.h"
 
 #define cuda cuda_on_fibres
+#include "csrc/kernels/cuda/adam.cu"
 #include "csrc/kernels/cuda/cast.cu"
+#include "csrc/kernels/cuda/copy_segments.cu"
 #include "csrc/kernels/cuda/copy_to_cold.cu"
 #include "csrc/kernels/cuda/nonfinite.cu"
 #include "csrc/kernels/cuda/reduce.cu"
@@ -153,6 +157,38 @@ TEST_F(CudaElementwise, ReductionsAreTheCpus) {
   }
 }
 
+// One pass over all of them, so that sums of 16-bit types are rounded once, and a late source may be the destination.
+TEST_F(CudaElementwise, ReductionsOfManyArraysAreTheCpus) {
+  for (int num : {kernels::cuda_on_fibres::kFewPointers, kernels::cuda_on_fibres::kFewPointers + 1, 300}) {
+    for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16, DType::kI32}) {
+      expect_reduction(ReduceOp::kSum, dtype, num, 2, 33, true, false);
+      expect_reduction(ReduceOp::kMax, dtype, 3, num, 9, false, true);
+      std::vector<std::vector<uint8_t>> host_sources;
+      std::vector<std::unique_ptr<GuardedArray>> arrays;
+      std::vector<const void*> from, device_from;
+      for (int s = 0; s < num; ++s) {
+        host_sources.push_back(random_array(dtype, 17, static_cast<uint64_t>(s)));
+        arrays.push_back(std::make_unique<DeviceArray>(host_sources.back(), 0));
+        device_from.push_back(arrays.back()->data());
+      }
+      for (const std::vector<uint8_t>& source : host_sources) from.push_back(source.data());
+      std::vector<uint8_t> expected(17 * item_bytes(dtype));
+      void *const to[] = {expected.data()}, *const device_to[] = {arrays.back()->data()};
+      kernels::reduce_many(ReduceOp::kSum, dtype, from.data(), num, to, 1, 17, kCpu);
+      kernels::cuda_on_fibres::reduce_many(ReduceOp::kSum, dtype, device_from.data(), num, device_to, 1, 17,
+                                           kCudaStream);
+      ASSERT_NO_FATAL_FAILURE(expect_bits(dtype, *arrays.back(), expected, true, "a sum"));
+      if (dtype == DType::kI32) continue;
+      arrays.back()->assign(host_sources.back().data());
+      const std::vector<double> weights(static_cast<size_t>(num), 1.0 / num);
+      kernels::weighted_sum(dtype, from.data(), weights.data(), num, expected.data(), 17, kCpu);
+      kernels::cuda_on_fibres::weighted_sum(dtype, device_from.data(), weights.data(), num, arrays.back()->data(), 17,
+                                            kCudaStream);
+      ASSERT_NO_FATAL_FAILURE(expect_bits(dtype, *arrays.back(), expected, true, "a weighted sum"));
+    }
+  }
+}
+
 TEST_F(CudaElementwise, ReduceIntoAndScaleAreTheCpus) {
   size_t turn = 0;
   for (DType dtype : kFloats) {
@@ -214,6 +250,29 @@ TEST_F(CudaElementwise, SubtractAndCopyAreTheCpus) {
       ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_left, left, false, "a difference"));
       kernels::cuda_on_fibres::copy_to_cold(device_left.data(), device_source.data(), source.size(), kCudaStream);
       ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_left, source, false, "a copy"));
+    }
+  }
+}
+
+TEST_F(CudaElementwise, SegmentsAreCopiedInOneLaunch) {
+  constexpr size_t kSizesInBytes[] = {1, 0, 5, 16, 4096, 1000, 40000, 3};
+  for (size_t skew : {0, 4, 2, 1}) {
+    std::vector<std::vector<uint8_t>> expected;
+    std::vector<std::unique_ptr<GuardedArray>> from, to;
+    std::vector<kernels::CopySegment> segments;
+    for (size_t i = 0; i < kernels::kMaxCopySegments; ++i) {
+      const size_t num_bytes = kSizesInBytes[i % std::size(kSizesInBytes)];
+      const bool is_zero = i % 3 == 2;
+      from.push_back(std::make_unique<DeviceArray>(random_bits(DType::kU8, num_bytes, i), i % 2 ? skew : 0));
+      to.push_back(std::make_unique<GuardedArray>(num_bytes, i % 5 == 4 ? 0 : skew));
+      expected.push_back(is_zero ? std::vector<uint8_t>(num_bytes) : from.back()->copy());
+      segments.push_back({to.back()->data(), is_zero ? nullptr : from.back()->data(), num_bytes});
+    }
+    const size_t num_launches = counters.num_launches;
+    kernels::cuda_on_fibres::copy_segments(segments.data(), kernels::kMaxCopySegments, kCudaStream);
+    EXPECT_EQ(counters.num_launches - num_launches, 1u);
+    for (size_t i = 0; i < to.size(); ++i) {
+      ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kU8, *to[i], expected[i], false, "a byte"));
     }
   }
 }
@@ -311,6 +370,56 @@ TEST_F(CudaElementwise, ReduceSaturatingCastsAreTheCpus) {
   }
 }
 
+// Tensors of several sizes in one launch, the last one off by an element.
+void expect_adam(DType dtype, int num_tensors, const kernels::AdamOptions& options) {
+  SCOPED_TRACE(std::string(dtype_name(dtype)) + " x" + std::to_string(num_tensors));
+  std::vector<std::vector<uint8_t>> host;
+  std::vector<std::unique_ptr<GuardedArray>> device;
+  std::vector<kernels::AdamTensor> on_host, on_device;
+  for (int t = 0; t < num_tensors; ++t) {
+    const size_t numel = kSizes[static_cast<size_t>(t) % std::size(kSizes)];
+    for (int a = 0; a < 4; ++a) {
+      host.push_back(random_array(dtype, numel, static_cast<uint64_t>(4 * t + a)));
+      for (size_t i = 0; a == 3 && i < numel; ++i) {  // v is no less than 0
+        const double value = std::fabs(testing::load_real(dtype, host.back().data(), i));
+        testing::store_real(dtype, host.back().data(), i, i % 7 == 0 ? 0 : value);
+      }
+      device.push_back(std::make_unique<DeviceArray>(host.back(), t == num_tensors - 1 ? item_bytes(dtype) : 0));
+    }
+  }
+  for (size_t t = 0; t < static_cast<size_t>(num_tensors); ++t) {
+    const double step_size = -0.001 * static_cast<double>(t + 1), correction = 1.0 / static_cast<double>(t + 2);
+    const size_t numel = host[4 * t].size() / item_bytes(dtype);
+    const auto tensor = [=](auto& arrays, auto at) {
+      return kernels::AdamTensor{
+          at(arrays[4 * t]), at(arrays[4 * t + 1]), at(arrays[4 * t + 2]), at(arrays[4 * t + 3]), numel, step_size,
+          correction};
+    };
+    on_host.push_back(tensor(host, [](auto& array) { return array.data(); }));
+    on_device.push_back(tensor(device, [](auto& array) { return array->data(); }));
+  }
+  const size_t num_launches = counters.num_launches;
+  kernels::adam(dtype, on_host.data(), num_tensors, options, kCpu);
+  kernels::cuda_on_fibres::adam(dtype, on_device.data(), num_tensors, options, kCudaStream);
+  EXPECT_EQ(counters.num_launches - num_launches, num_tensors > 1 ? 1u : 0u);  // the first tensor is empty
+  for (size_t i = 0; i < host.size(); ++i) {
+    ASSERT_NO_FATAL_FAILURE(expect_bits(dtype, *device[i], host[i], true, "an element"));
+  }
+}
+
+TEST_F(CudaElementwise, AdamsStepIsTheCpus) {
+  const float grad_scale = 1024.5f, no_inf = 0, found_inf = 1;
+  for (DType dtype : kFloats) {
+    for (bool is_frozen : {false, true}) {
+      for (int num_tensors : {1, 11, kernels::kAdamMaxTensors}) {
+        ASSERT_NO_FATAL_FAILURE(expect_adam(dtype, num_tensors, {0.9, 0.999, 1e-8, 0.01, is_frozen}));
+      }
+      ASSERT_NO_FATAL_FAILURE(expect_adam(dtype, 11, {0.3, 0.9, 1e-3, 0, is_frozen, &grad_scale, &no_inf}));
+      ASSERT_NO_FATAL_FAILURE(expect_adam(dtype, 11, {0.9, 0.999, 1e-8, 0, is_frozen, &grad_scale, &found_inf}));
+    }
+  }
+}
+
 // A kernel runs in the stream that it was given, on that stream's device, and leaves the thread's current one alone.
 TEST_F(CudaElementwise, KernelsRunOnTheDeviceOfTheirStream) {
   float values[8] = {1}, others[8] = {1};
@@ -355,20 +464,21 @@ TEST_F(CudaElementwise, FailedLaunchesAreErrorsOfTheDevice) {
 
 TEST_F(CudaElementwise, RefusesMoreArraysThanAKernelTakes) {
   float values[4] = {};
-  const std::vector<const void*> sources(129, values);
-  const std::vector<double> weights(129, 1.0);
+  const std::vector<const void*> sources(1025, values);
+  const std::vector<double> weights(1025, 1.0);
   void* const destinations[] = {values};
   testing::expect_invalid_argument(
       [&] {
-        kernels::cuda_on_fibres::reduce_many(ReduceOp::kSum, DType::kF32, sources.data(), 129, destinations, 1, 4,
+        kernels::cuda_on_fibres::reduce_many(ReduceOp::kSum, DType::kF32, sources.data(), 1025, destinations, 1, 4,
                                              kCudaStream);
       },
-      "129 arrays, expected at most 128");
+      "1025 arrays, expected at most 1024");
   testing::expect_invalid_argument(
       [&] {
-        kernels::cuda_on_fibres::weighted_sum(DType::kF32, sources.data(), weights.data(), 129, values, 4, kCudaStream);
+        kernels::cuda_on_fibres::weighted_sum(DType::kF32, sources.data(), weights.data(), 1025, values, 4,
+                                              kCudaStream);
       },
-      "129 arrays, expected at most 128");
+      "1025 arrays, expected at most 1024");
 }
 
 }  // namespace

@@ -32,7 +32,9 @@ def _train(group, variant, kind, num_steps=NUM_STEPS):
         model = make_net()
     model.to(device)
     model.again.weight = model.wide.weight  # for a device of another kind than CUDA .to() makes new parameters
-    optimizer = make_optimizer(algorithm, model, lr=0.002)
+    # As QAdam is on a device.
+    how = {"fused": True} if bagua.algorithms.get(algorithm).optimizer_class is bagua.optim.QAdam else {}
+    optimizer = make_optimizer(algorithm, model, lr=0.002, **how)
     bagua.with_bagua(model, optimizer, algorithm=algorithm, group=group, **options)
     for step in range(num_steps):
         optimizer.zero_grad(set_to_none=step % 2 == 0)

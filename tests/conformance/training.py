@@ -41,7 +41,8 @@ def make_optimizer(
     own = bagua.algorithms.get(algorithm).optimizer_class
     if own is ANY:
         return otherwise(parameters, **{"lr": 0.01, **options})
-    return own(parameters, lr=options.get("lr", 0.01))
+    known = {name: options[name] for name in ("lr", "fused") if name in options}
+    return own(parameters, **{"lr": 0.01, **known})
 
 
 def wrap(model: torch.nn.Module, optimizers: Any = (), *, algorithm: str, **options: Any) -> torch.nn.Module:

@@ -168,6 +168,29 @@ def test_a_step_that_a_scaler_skips_is_skipped_as_on_the_cpu(pair_on_devices, op
     assert pair_on_devices.run(_in_group, args=[_skipped_steps, [optimizer]]) == [[], []]
 
 
+def _fused_qadam(parameters, lr):
+    return bagua.optim.QAdam(parameters, lr, warmup_steps=2, fused=True)
+
+
+def _train_qadam(group, kind, bad_step):
+    more = {"bad_step": bad_step, "num_steps": 6, "optimizer": _fused_qadam, "min_compressed_bytes": 0}
+    return _train_through(group, kind, "qadam", {}, scaled=True, **more)
+
+
+def _skipped_steps_of_qadam(rank, world_size):
+    emulated.load()
+    for bad_step in (1, 2, 3):
+        results = [thread_world(2, _train_qadam, kind, bad_step) for kind in ("cpu", emulated.NAME)]
+        for of_cpu, of_device in zip(*results, strict=True):
+            assert all(map(torch.equal, of_cpu[bad_step - 1], of_cpu[bad_step])), "the step was not skipped on the CPU"
+            assert all(all(map(torch.equal, *pair)) for pair in zip(of_cpu, of_device, strict=True)), bad_step
+
+
+def test_a_skipped_step_is_none_of_the_warm_up_of_qadam(alone_on_devices):
+    """Though on a device the host hears of it late; also where it would have been the last one of the warm-up."""
+    alone_on_devices.run(_skipped_steps_of_qadam)
+
+
 def _check_late(group, algorithm, options):
     with pytest.raises(bagua.InvalidArgument, match=r"in the last step a gradient was NaN or Inf .*load a checkpoint"):
         _train_through(group, accelerator.kind(), algorithm, options, scaled=False)

@@ -95,6 +95,27 @@ def check_streams(group):
         assert torch.equal(x.cpu(), torch.full((5000,), float(sum(range(1, group.size + 1)))))
 
 
+def _check_segments(group):
+    """Values that lie in many tensors are gathered by one launch, not by a copy each; what is between them is zero."""
+    device = _device(group)
+    parts = [(10 * i, torch.full((7,), float(i + group.rank), device=device)) for i in range(60)]
+    expected = torch.cat([torch.full((7,), 2.0 * i + 1) for i in range(60)]).reshape(60, 7)
+    for codec in (None, "bf16"):
+        total = torch.full((600,), -1.0, device=device)
+        group.barrier().wait()
+        if group.rank == 0:
+            emulated.reset_counters()
+        group.barrier().wait()
+        chosen = None if codec is None else bagua.codecs.get(codec)
+        group.all_reduce(total, parts=parts, codec=chosen).wait()
+        assert torch.equal(total.cpu().reshape(60, 10)[:, :7], expected)
+        assert not total.cpu().reshape(60, 10)[:, 7:].any()
+        group.barrier().wait()
+        launches = emulated.counters()["launches"]["copy_segments"]
+        assert launches == {None: group.size, "bf16": group.size**2}[codec], "of each rank; of each stripe"
+        group.barrier().wait()
+
+
 def _check_all(rank, world_size):
     bagua.init_process_group(timeout=20)
     try:
@@ -148,6 +169,10 @@ def _check_that_the_host_goes_on(group):
 
 def _over_threads(rank, world_size, check):
     thread_world(2, check)
+
+
+def test_segments_are_gathered_by_one_launch(alone_on_devices):
+    alone_on_devices.run(_over_threads, args=[_check_segments])
 
 
 @pytest.mark.timed

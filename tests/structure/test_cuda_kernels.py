@@ -26,7 +26,7 @@ ARCHITECTURE = "90"
 NUM_THREADS = 256  # of a block: kNumThreads in csrc/kernels/cuda/launch.h
 DTYPES = ["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "bool"]
 # Kernels that divide, in f32 or f64: the instructions for that are fused multiply-adds.
-DIVIDING = re.compile(r"Minmax|Qsgd|Onebit|Reduce<f64, Plain, Sum>")
+DIVIDING = re.compile(r"Minmax|Qsgd|Onebit|Reduce<f64, Plain, Sum, |^adam_kernel")
 LOAD, STORE = {"LDG"}, {"STG"}
 # The other side of encoding and decoding are codes: four bytes per thread, 128 per warp, because headers misalign them.
 HOT = {
@@ -37,6 +37,8 @@ HOT = {
     r"^reduce_encode(_scattered)?_kernel": LOAD | STORE,
     r"^elementwise_kernel<(SaturatingCast|WithResidual)<f32": LOAD | STORE,
     r"^elementwise_kernel<(ReduceSaturating|Reduce)<": LOAD | STORE,
+    r"^adam_kernel<Floating<f(32|64)>": LOAD | STORE,
+    r"^copy_segments_kernel": LOAD | STORE,
 }
 pytestmark = [
     pytest.mark.slow("nothing: compiles every kernel for a GPU"),

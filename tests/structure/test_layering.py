@@ -37,7 +37,7 @@ STEPPING = (
 MAY_IMPORT = {
     "errors": set(),
     "config": ERRORS,
-    "optim": ERRORS,
+    "optim": CORE | {"distributed.arguments", "distributed.devices"},
     "net": CORE,
     "distributed": CORE | {"net", "codecs"},
     "codecs": CORE | GROUP,

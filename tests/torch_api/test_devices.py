@@ -136,6 +136,7 @@ def training(rank, n, device, name):
     model = torch.nn.Sequential(torch.nn.Linear(16, 1024), torch.nn.Tanh(), torch.nn.Linear(1024, 1)).to(device)
     if name == "qadam":
         optimizer = q_adam.QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=3)
+        optimizer.param_groups[0]["fused"] = True  # as it is on a device by default
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     model = model.with_bagua([optimizer], ALGORITHMS[name](optimizer))

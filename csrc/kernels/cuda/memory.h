@@ -150,9 +150,15 @@ __device__ __forceinline__ void store_f32(float value, uint8_t* to) {
   store_bytes(std::bit_cast<uint32_t>(value), 4, to);
 }
 
-// How elements of a floating type lie in memory, and what they are in f32.
+// How elements of a floating type lie in memory, and what they are in f32; f64 stays f64.
 template <DType kDType>
 struct Floating;
+template <>
+struct Floating<DType::kF64> {
+  using Stored = double;
+  static __device__ __forceinline__ double widen(double value) { return value; }
+  static __device__ __forceinline__ double narrow(double value) { return value; }
+};
 template <>
 struct Floating<DType::kF32> {
   using Stored = float;

@@ -40,7 +40,7 @@ struct Average {
   }
 };
 
-template <typename T, typename Convert, typename Operator>
+template <typename T, typename Convert, typename Operator, int kCapacity>
 struct Reduce {
   static constexpr int kNumel = 16 / sizeof(T);
   static constexpr bool kCounts = false;
@@ -49,8 +49,8 @@ struct Reduce {
     Elements<T, kNumel> result;
   };
 
-  Sources sources;
-  Destinations destinations;
+  Sources<kCapacity> sources;
+  Destinations<kCapacity> destinations;
   Average average;
 
   // `kIsWhole`: all elements are there, and the sources aligned.
@@ -97,25 +97,26 @@ struct Reduce {
   }
 };
 
+template <int kCapacity>
 struct Call {
   const char* name;
   ReduceOp op;
-  Sources sources;
-  Destinations destinations;
+  Sources<kCapacity> sources;
+  Destinations<kCapacity> destinations;
   size_t numel;
   Stream stream;
 };
 
-template <typename T, typename Convert, typename Operator>
-void launch_reduce(const Call& call) {
+template <typename T, typename Convert, typename Operator, int kCapacity>
+void launch_reduce(const Call<kCapacity>& call) {
   const int divisor = call.op == ReduceOp::kAvg ? call.sources.count : 1;
   const Average average{Factor(1.0 / divisor), static_cast<double>(divisor)};
-  launch_elementwise(call.name, call.stream, Reduce<T, Convert, Operator>{call.sources, call.destinations, average},
-                     call.numel);
+  launch_elementwise(call.name, call.stream,
+                     Reduce<T, Convert, Operator, kCapacity>{call.sources, call.destinations, average}, call.numel);
 }
 
-template <typename T, typename Convert>
-void reduce_as(const Call& call) {
+template <typename T, typename Convert, int kCapacity>
+void reduce_as(const Call<kCapacity>& call) {
   switch (call.op) {
     case ReduceOp::kSum:
     case ReduceOp::kAvg: return launch_reduce<T, Convert, Sum>(call);
@@ -131,7 +132,8 @@ void reduce_as(const Call& call) {
   }
 }
 
-void reduce(DType dtype, const Call& call) {
+template <int kCapacity>
+void reduce(DType dtype, const Call<kCapacity>& call) {
   switch (dtype) {
     case DType::kF32: return reduce_as<float, Plain>(call);
     case DType::kF64: return reduce_as<double, Plain>(call);
@@ -191,15 +193,17 @@ void reduce_into(ReduceOp op, DType dtype, void* acc, const void* source, size_t
   const void* const sources[] = {acc, source};
   void* const destinations[] = {acc};
   // AVG without its division.
-  reduce(dtype, {"reduce_into", op == ReduceOp::kAvg ? ReduceOp::kSum : op, Sources("reduce_into", sources, 2),
-                 Destinations("reduce_into", destinations, 1), numel, stream});
+  const ReduceOp combines = op == ReduceOp::kAvg ? ReduceOp::kSum : op;
+  reduce(dtype, Call<kFewPointers>{"reduce_into", combines, {sources, 2}, {destinations, 1}, numel, stream});
 }
 
 void reduce_many(ReduceOp op, DType dtype, const void* const* sources, int num_sources, void* const* destinations,
                  int num_destinations, size_t numel, Stream stream) {
   if (num_destinations < 1) return;
-  reduce(dtype, {"reduce_many", op, Sources("reduce_many", sources, num_sources),
-                 Destinations("reduce_many", destinations, num_destinations), numel, stream});
+  for_capacity("reduce_many", std::max(num_sources, num_destinations), [&](auto capacity) {
+    reduce(dtype, Call<capacity()>{
+                      "reduce_many", op, {sources, num_sources}, {destinations, num_destinations}, numel, stream});
+  });
 }
 
 void scale(DType dtype, void* data, double factor, size_t numel, Stream stream) {

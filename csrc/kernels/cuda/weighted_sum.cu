@@ -9,10 +9,6 @@
 namespace bagua::kernels::cuda {
 namespace {
 
-struct F64 {
-  static __device__ __forceinline__ double widen(double value) { return value; }
-  static __device__ __forceinline__ double narrow(double value) { return value; }
-};
 template <DType kDType>
 struct ByF32 {
   using Stored = typename Floating<kDType>::Stored;
@@ -24,15 +20,15 @@ struct ByF32 {
   }
 };
 
-template <typename T, typename Convert>
+template <typename T, typename Convert, int kCapacity>
 struct WeightedSum {
   static constexpr int kNumel = 16 / sizeof(T) < 4 ? 16 / sizeof(T) : 4;  // more sums in f64 would fill the registers
   static constexpr bool kCounts = false;
   using Loaded = Elements<T, kNumel>;
 
-  Sources sources;
+  Sources<kCapacity> sources;
   T* destination;
-  double weights[kMaxPointers];
+  double weights[kCapacity];
 
   template <bool kIsWhole>
   __device__ __forceinline__ void load_from(int source, size_t first, int num, Loaded& elements) const {
@@ -72,10 +68,10 @@ struct WeightedSum {
   }
 };
 
-template <typename T, typename Convert>
-void launch_weighted_sum(const Sources& sources, const double* weights, void* destination, size_t numel,
+template <typename T, typename Convert, int kCapacity>
+void launch_weighted_sum(const Sources<kCapacity>& sources, const double* weights, void* destination, size_t numel,
                          Stream stream) {
-  WeightedSum<T, Convert> operation{sources, static_cast<T*>(destination), {}};
+  WeightedSum<T, Convert, kCapacity> operation{sources, static_cast<T*>(destination), {}};
   for (int s = 0; s < sources.count; ++s) operation.weights[s] = weights[s];
   launch_elementwise("weighted_sum", stream, operation, numel);
 }
@@ -84,11 +80,15 @@ void launch_weighted_sum(const Sources& sources, const double* weights, void* de
 
 void weighted_sum(DType dtype, const void* const* sources, const double* weights, int num_sources, void* destination,
                   size_t numel, Stream stream) {
-  const Sources from("weighted_sum", sources, num_sources);
-  if (dtype == DType::kF64) return launch_weighted_sum<double, F64>(from, weights, destination, numel, stream);
-  for_float_type(dtype, [&](auto type) {
-    using Convert = ByF32<decltype(type)::value>;
-    launch_weighted_sum<typename Convert::Stored, Convert>(from, weights, destination, numel, stream);
+  for_capacity("weighted_sum", num_sources, [&](auto capacity) {
+    const Sources<capacity()> from(sources, num_sources);
+    if (dtype == DType::kF64) {
+      return launch_weighted_sum<double, Floating<DType::kF64>>(from, weights, destination, numel, stream);
+    }
+    for_float_type(dtype, [&](auto type) {
+      using Convert = ByF32<decltype(type)::value>;
+      launch_weighted_sum<typename Convert::Stored, Convert>(from, weights, destination, numel, stream);
+    });
   });
 }
 
