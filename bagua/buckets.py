@@ -49,6 +49,10 @@ class Member:
         self._address, self._dtype, self._stride = view.data_ptr(), view.dtype, view.stride()
         self._device = None if view.is_cpu else view.device
 
+    def is_in_bucket(self) -> bool:
+        """Whether ``view`` is still there: ``model.to()`` moves gradients, too, inside the tensor that they are."""
+        return self.view.data_ptr() == self._address
+
     def is_alike(self, grad: torch.Tensor) -> bool:
         """Whether ``grad``, of the parameter's shape, lies in memory byte for byte as ``view`` does."""
         if type(grad) is not torch.Tensor and grad.data_ptr() == 0:

@@ -20,6 +20,7 @@ from bagua.algorithms._weights import ExchangedWeights
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket
 from bagua.distributed.checkpoints import check_writer, writer_of
+from bagua.distributed.devices import HostCopy
 from bagua.distributed.process_group import Work
 from bagua.errors import InvalidArgument
 
@@ -87,6 +88,7 @@ class LowPrecisionDecentralized(ExchangedWeights):
         self._replicas: dict[int, tuple[torch.Tensor, ...]] = {}  # by bucket: own, left, right
         self._scratch: list[torch.Tensor] = []  # of two buckets, on their way out and in
         self._loading: dict[int, list[torch.Tensor]] | None = None
+        self._looks: list[tuple[Bucket, HostCopy]] = []  # on a device: whether the weights were finite after the step
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         self._replicas = {}
@@ -111,6 +113,12 @@ class LowPrecisionDecentralized(ExchangedWeights):
                 bucket.load()
                 for replica in self._replicas[bucket.index]:
                     replica.copy_(bucket.flat)
+
+    def before_forward(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
+        looks, self._looks = self._looks, []
+        for bucket, are_finite in looks:
+            if not are_finite.get():
+                raise self._ended(bucket)
 
     def after_optimizer_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
@@ -141,16 +149,21 @@ class LowPrecisionDecentralized(ExchangedWeights):
     def _finish(self, bucket: Bucket, flat: torch.Tensor, work: Work) -> None:
         work.wait()
         if work.nonfinite_blocks:
-            error = InvalidArgument(
-                f"weights of {bucket.label} ({', '.join(bucket.names)}) became NaN or Inf, which codec {self.codec!r} "
-                "cannot send; go back to a checkpoint, with a smaller learning rate",
-                bucket=bucket.label,
-            )
-            self.training.group.poison(error)
-            raise error
+            raise self._ended(bucket)
+        if work.nonfinite_blocks is None and bucket.kind:  # on a device, where a block with NaN comes out as NaN
+            self._looks.append((bucket, HostCopy(flat.isfinite().all())))
         bucket.store(flat=flat)
         for replica in self._replicas.get(bucket.index, ()):
             bucket.zero_padding(replica)  # where the weights have no part what the codec rounds would add up
+
+    def _ended(self, bucket: Bucket) -> InvalidArgument:
+        error = InvalidArgument(
+            f"weights of {bucket.label} ({', '.join(bucket.names)}) became NaN or Inf, which codec {self.codec!r} "
+            "cannot send; go back to a checkpoint, with a smaller learning rate",
+            bucket=bucket.label,
+        )
+        self.training.group.poison(error)
+        return error
 
     def state_dict(self) -> dict[str, Any]:
         replicas = {index: [replica.clone() for replica in replicas] for index, replicas in self._replicas.items()}

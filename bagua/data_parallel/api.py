@@ -176,6 +176,7 @@ class DistributedDataParallel(torch.nn.Module):
     Args:
         module: the module to train, with its parameters on one device.
         device_ids: None, or a list of the one device that the module is on, as in torch's.
+        output_device: None, or the device that the module is on.
         broadcast_buffers: as in :func:`bagua.with_bagua`.
         process_group: a bagua group; all ranks by default.
         bucket_cap_mb: ``bucket_bytes`` of :func:`bagua.with_bagua` in MiB, 25 by default.
@@ -212,8 +213,8 @@ class DistributedDataParallel(torch.nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        _check_device_ids(device_ids, module)
-        _refuse("output_device", output_device, output_device is not None, "outputs stay where the module puts them")
+        _check_devices("device_ids", device_ids, module)
+        _check_devices("output_device", None if output_device is None else [output_device], module)
         _refuse("dim", dim, dim != 0, "inputs are not scattered, each rank brings its own")
         _refuse("init_sync", init_sync, not init_sync, "all ranks start equal to rank 0")
         _refuse("check_reduction", check_reduction, check_reduction, "it is always checked: leave it out")
@@ -265,18 +266,25 @@ class DistributedDataParallel(torch.nn.Module):
         return self.module.bagua
 
 
-def _check_device_ids(device_ids: Sequence[int | torch.device] | None, module: torch.nn.Module) -> None:
-    if not device_ids:
+def _check_devices(name: str, given: Any, module: torch.nn.Module) -> None:
+    """Raises InvalidArgument unless ``given`` is None, empty, or a list of the one device of the module."""
+    if given is None or (isinstance(given, (list, tuple)) and not given):
         return
     devices = {parameter.device for parameter in module.parameters()}
-    kinds = {device.type for device in devices}
-    given = [torch.device(kinds.copy().pop(), d) if isinstance(d, int) else torch.device(d) for d in device_ids]
-    if set(given) != devices or kinds == {"cpu"}:
+    if not isinstance(given, (list, tuple)) or {_device(each, devices) for each in given} != devices:
         where = ", ".join(sorted(map(str, devices)))
         raise InvalidArgument(
-            f"device_ids is {list(device_ids)!r}, but the module is on {where}; give the index of the one device that "
-            "it is on, or leave device_ids out"
+            f"DistributedDataParallel: {name} is {given!r}, but the module is on {where}; give the one device that it "
+            f"is on, or its index, as torch does ({name} = local rank), or leave {name} out"
         )
+
+
+def _device(given: Any, devices: set[torch.device]) -> torch.device | None:
+    """What an index, a name or a device of a module's caller stands for; None: nothing."""
+    try:
+        return torch.device(next(iter(devices)).type, given) if isinstance(given, int) else torch.device(given)
+    except (RuntimeError, TypeError, StopIteration):
+        return None
 
 
 # Torch's arguments that nothing here answers to, which are no options of an algorithm: default, and what to do.

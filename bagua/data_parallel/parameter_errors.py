@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bagua.buckets import BucketStorage
+from bagua.buckets import Bucket, BucketStorage
 from bagua.errors import InvalidArgument
 
 
@@ -20,6 +20,15 @@ def refused_gradient(name: str, grad: torch.Tensor) -> InvalidArgument:
     return InvalidArgument(
         f"backward(create_graph=True) would lose the graph of {name!r}.grad when it is averaged; use "
         "torch.autograd.grad for higher-order terms, or no_sync()"
+    )
+
+
+def converted(name: str, grad: torch.Tensor, bucket: Bucket, rank: int) -> InvalidArgument:
+    """Of a parameter that has another dtype or device than when the model was wrapped."""
+    return InvalidArgument(
+        f"rank {rank}: the gradient of {name!r} is {grad.dtype} on {grad.device}, but the parameter was {bucket.dtype} "
+        f"on {bucket.device} when the model was wrapped; move or convert the model before with_bagua, or call it again",
+        rank=rank,
     )
 
 

@@ -31,11 +31,13 @@ from bagua import _C
 from bagua.algorithms import Algorithm, BucketGroup, Declaration, Stage, Training
 from bagua.buckets import Bucket, BucketStorage, Member
 from bagua.data_parallel.algorithm_state import ParameterStates
+from bagua.data_parallel.backward_stream import BackwardStream
 from bagua.data_parallel.end_of_backward import EndOfBackward
 from bagua.data_parallel.failures import ending, fatal
 from bagua.data_parallel.optimizer_steps import OptimizerSteps
 from bagua.data_parallel.parameter_errors import (
     changed_parameters,
+    converted,
     never_ready,
     ready_twice,
     refused_gradient,
@@ -44,6 +46,7 @@ from bagua.data_parallel.parameter_errors import (
 from bagua.data_parallel.state_sync import BufferBroadcast
 from bagua.data_parallel.unused_parameters import UnusedParameters
 from bagua.data_parallel.zero_copy import ZeroCopy
+from bagua.distributed.devices import check_not_capturing
 from bagua.distributed.process_group import ProcessGroup, Work
 from bagua.errors import Aborted, BaguaError, InvalidArgument
 from bagua.profiler.recorder import Recorder
@@ -90,6 +93,7 @@ class Step:
         self.recorder = Recorder()
         self.states = ParameterStates(algorithm.parameter_state(), group)
         self.unused = UnusedParameters(storage, group) if find_unused_parameters else None
+        self._stream = BackwardStream(storage.memory.device)
         self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))
         self._buffers, self._always_broadcasts, self._frozen = buffers, always_broadcasts, tuple(frozen)
         steps = (optimizers, storage, algorithm, self._bucket_group, self.states, self.recorder)
@@ -121,6 +125,7 @@ class Step:
         # Open: a checkpoint computes it again in backward.
         if not torch.is_grad_enabled() or self._machine.is_open:
             return
+        self._check_not_capturing("forward")
         for name, parameter in self._frozen:
             if parameter.requires_grad:  # before the look at the group: where all have unfrozen it, each says so itself
                 raise ending(self.group, unfrozen(name, self.group.rank))
@@ -172,14 +177,18 @@ class Step:
         elif not self._machine.is_open:
             self._open()
         is_open = self._machine.is_open
+        may_stay = is_open and self._stream.is_current()
         grad, member = parameter.grad, self._members[index]
         if grad is None:
             if not is_open or self.unused is not None:
                 return  # autograd calls it undefined; as good as unused
             if self.sends_gradients:
                 self._fill_with_zeros(member)
-        elif self.sends_gradients and grad is not member.view:
-            self._move_into_bucket(member, grad, is_open)
+        elif self.sends_gradients:
+            if not member.is_in_bucket():
+                raise self._converted(member, grad)
+            if grad is not member.view:
+                self._move_into_bucket(member, grad, may_stay)
         if self.unused is not None:
             self.unused.is_used[index] = 1
         if is_open:
@@ -189,12 +198,19 @@ class Step:
                 raise ending(self.group, ready_twice(self.storage.names[index])) from error
             if is_due:
                 self._zero_copy.release_completed()
-                self._carry_out()
+                with self._stream.entered():
+                    self._carry_out()
+
+    def _check_not_capturing(self, what: str) -> None:
+        instead = "leave it out of torch.cuda.graph(), or pass the model to make_graphed_callables before with_bagua"
+        check_not_capturing(self.storage.memory.device, f"a {what} of the wrapped model began", instead)
 
     def _open(self) -> None:
+        self._check_not_capturing("backward")
         self.optimizer_steps.settle()
         self._lay_out_if_agreed()
         self._machine.begin()
+        self._stream.begin()
         self._generators.clear()
         self._zero_copy.begin()
         if self.sends_gradients:
@@ -209,15 +225,21 @@ class Step:
         if self.group.size > 1:  # another rank may have a gradient
             member.parameter.grad = member.view
 
-    def _move_into_bucket(self, member: Member, grad: torch.Tensor, is_open: bool) -> None:
+    def _move_into_bucket(self, member: Member, grad: torch.Tensor, may_stay: bool) -> None:
         if grad.requires_grad or grad.layout is not torch.strided:
             if grad.requires_grad and not self.synchronises:
                 return  # local, so the graph that create_graph=True asked for stays whole
             raise ending(self.group, refused_gradient(member.name, grad))
         is_alike = member.is_alike(grad)
-        if not (is_alike and is_open and self._zero_copy.keep(member, grad)):
+        if not is_alike and (grad.dtype != member.view.dtype or grad.device != member.view.device):
+            raise self._converted(member, grad)
+        if not (is_alike and may_stay and self._zero_copy.keep(member, grad)):
             member.fill(grad, is_alike)
             member.parameter.grad = member.view
+
+    def _converted(self, member: Member, grad: torch.Tensor) -> InvalidArgument:
+        bucket = self.storage.buckets[self.storage.bucket_of[member.index]]
+        return ending(self.group, converted(member.name, grad, bucket, self.group.rank))
 
     # --- what the state machine decides
 
@@ -335,18 +357,8 @@ class Step:
         if outcome == _C.StepMachine.INCOMPLETE:
             raise ending(self.group, never_ready(self.storage.names, self._machine.missing(), self.group.rank))
         try:
-            if self.unused is not None and self.sends_gradients:
-                self.unused.fill_in(self._machine.missing())
-            with self._algorithm("communicate"):  # its Work may end in code of the algorithm
-                self._carry_out()
-            if self.sends_gradients:
-                self.optimizer_steps.local_gradients.clear()
-                if self.states.are_described:
-                    self.optimizer_steps.end_states()
-                    if not self.optimizer_steps.are_known:  # no step will be seen
-                        self.states.commit()
-            with self._algorithm("after_backward"):
-                self.algorithm.after_backward(self.storage.buckets, self._bucket_group)
+            with self._stream.at_the_end():
+                self._complete()
         except BaguaError as error:
             self.recorder.add_failure("backward", self._begin_ns, wait_ns, error)
             raise
@@ -355,6 +367,20 @@ class Step:
         self.optimizer_steps.backward_ended()
         if self._is_stage_due:
             self._enter_next_stage()
+
+    def _complete(self) -> None:
+        if self.unused is not None and self.sends_gradients:
+            self.unused.fill_in(self._machine.missing())
+        with self._algorithm("communicate"):  # its Work may end in code of the algorithm
+            self._carry_out()
+        if self.sends_gradients:
+            self.optimizer_steps.local_gradients.clear()
+            if self.states.are_described:
+                self.optimizer_steps.end_states()
+                if not self.optimizer_steps.are_known:  # no step will be seen
+                    self.states.commit()
+        with self._algorithm("after_backward"):
+            self.algorithm.after_backward(self.storage.buckets, self._bucket_group)
 
     def _abort(self) -> None:
         """Backward raised before its end: other ranks must not wait for what will never be sent."""

@@ -8,7 +8,8 @@ torch has for any accelerator (torch.accelerator, torch.Stream). Kinds are those
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -18,12 +19,17 @@ from bagua.errors import InvalidArgument
 __all__ = [
     "HostCopy",
     "StreamKey",
+    "check_not_capturing",
     "check_supported",
     "common_device",
     "current_stream",
+    "current_torch_stream",
+    "is_capturing",
     "keep_for_current_stream",
     "nccl_version",
     "new_stream",
+    "on_stream",
+    "recorded_event",
     "seeded",
     "supported_types",
     "use_stream",
@@ -90,6 +96,26 @@ def nccl_version() -> str | None:
         return None
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what the caller enqueues on the device is recorded into a graph, to be replayed, and does not run now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def check_not_capturing(device: torch.device, what: str, instead: str) -> None:
+    """Raises InvalidArgument, which says what to do `instead`, where `what` would be recorded into a graph."""
+    if is_capturing(device):
+        raise InvalidArgument(
+            f"{what} while a CUDA graph is captured on {device}, whose replays would communicate nothing; {instead}"
+        )
+
+
+def current_torch_stream(device: torch.device) -> torch.Stream:
+    """The current stream of a device other than the CPU, as torch has it."""
+    if device.type == "cuda":  # older torches have no torch.accelerator
+        return torch.cuda.current_stream(device)
+    return torch.accelerator.current_stream(device)
+
+
 def new_stream(device: torch.device) -> torch.Stream:
     """A stream of the device, other than its default one."""
     return torch.Stream(device)
@@ -100,14 +126,24 @@ def use_stream(stream: torch.Stream) -> None:
     torch.accelerator.set_stream(stream)
 
 
+def on_stream(stream: torch.Stream) -> AbstractContextManager[Any]:
+    """Within it, the calling thread's operations run on this stream of this device."""
+    return torch.cuda.stream(stream) if stream.device.type == "cuda" else stream
+
+
 def keep_for_current_stream(tensor: torch.Tensor) -> None:
     """Keep the memory of a tensor of a device until what was enqueued on the current stream is done with it."""
-    tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+    tensor.record_stream(current_torch_stream(tensor.device))
 
 
 def wait_for_current_stream(device: torch.device) -> None:
     """Block until the device has done what the caller has enqueued on its current stream."""
-    torch.accelerator.current_stream(device).synchronize()
+    current_torch_stream(device).synchronize()
+
+
+def recorded_event(device: torch.device) -> torch.Event:
+    """The point that the caller's current stream of the device has reached."""
+    return current_torch_stream(device).record_event()
 
 
 @contextmanager
@@ -137,8 +173,7 @@ class HostCopy:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._values.copy_(tensor, non_blocking=True)
-        self._event = torch.Event(device=tensor.device)
-        self._event.record()
+        self._event = recorded_event(tensor.device)
 
     def get(self) -> torch.Tensor:
         """The values; waits until they are there."""

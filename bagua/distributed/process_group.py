@@ -19,7 +19,7 @@ import torch
 from bagua import _C
 from bagua.distributed.arguments import ReduceOp, check_codec, check_op, check_topology, dtype_code
 from bagua.distributed.cores import GroupCores, Network
-from bagua.distributed.devices import StreamKey, common_device, current_stream
+from bagua.distributed.devices import StreamKey, check_not_capturing, common_device, current_stream
 from bagua.distributed.nodes import Nodes
 from bagua.distributed.tensors import Array, Residuals, check_pair, prepare, segments_of, split_numels
 from bagua.distributed.work import Work, to_seconds
@@ -219,7 +219,10 @@ class ProcessGroup:
 
     def _submission(self, data: torch.Tensor, blocking: bool) -> tuple[float, bool, StreamKey | None]:
         """How the core is to start an operation on `data`."""
-        return self._timeout_s, blocking, None if data.is_cpu else current_stream(data.device)
+        if data.is_cpu:
+            return self._timeout_s, blocking, None
+        check_not_capturing(data.device, "a collective was called", "call it outside of torch.cuda.graph()")
+        return self._timeout_s, blocking, current_stream(data.device)
 
     def _check_root(self, root: int, name: str) -> int:
         if not 0 <= root < self.size:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from bagua.distributed.arguments import dtype_code
-from bagua.distributed.devices import check_supported, common_device
+from bagua.distributed.devices import check_supported, common_device, keep_for_current_stream
 from bagua.distributed.memory_overlap import shares_with_itself
 from bagua.errors import InvalidArgument
 
@@ -60,7 +60,14 @@ def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
     data = detached.resolve_neg().contiguous()  # a lazy negative's memory holds other values
     if not is_written or data.data_ptr() == address:
         return Prepared(data, None)
-    return Prepared(data, _copy_back(what, lambda: detached.copy_(data)))
+
+    def copy() -> None:
+        detached.copy_(data)
+        if not data.is_cpu:  # the stream need not be the one that they were made for
+            keep_for_current_stream(detached)
+            keep_for_current_stream(data)
+
+    return Prepared(data, _copy_back(what, copy))
 
 
 def _of_another_library(array: Any, what: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 
 from bagua import _C
-from bagua.distributed.devices import current_stream
+from bagua.distributed.devices import check_not_capturing, current_stream, current_torch_stream, recorded_event
 from bagua.errors import BaguaError, DeadlineExceeded, InvalidArgument
 
 __all__ = ["Work", "to_seconds"]
@@ -42,7 +42,19 @@ class Work:
     the core needs them, even if the Work is dropped.
     """
 
-    __slots__ = ("_core", "_device", "_failure", "_finish", "_finishing", "_has_failed", "_keep", "_limit_s", "label")
+    __slots__ = (
+        "_core",
+        "_device",
+        "_failure",
+        "_finish",
+        "_finished",
+        "_finishing",
+        "_has_failed",
+        "_keep",
+        "_limit_s",
+        "_stream",
+        "label",
+    )
 
     def __init__(
         self,
@@ -58,15 +70,21 @@ class Work:
         self._has_failed = has_failed  # called with the error that wait() finds
         self._keep = keep
         self._device = device  # None: the CPU
+        self._stream = None if device is None else current_stream(device)  # where the memory in `keep` is reused
         self._limit_s = limit_s
         self.label = label
         self._finish = finish  # copies a staged result back; None when there is nothing (left) to do
-        self._finishing = threading.Lock() if finish is not None else None  # guards _finish and _failure, while it runs
+        self._finishing = threading.Lock() if finish is not None else None  # guards the next two and _finish
+        self._finished: torch.Event | None = None  # on a device, where _finish was run
         self._failure: BaseException | None = None  # of _finish: every later wait() raises it too
         if _abandoned:
             _forget_completed()
 
     def __del__(self):
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """What the core needs lives until the operation has ended."""
         if self._keep is not None and not self._core.is_completed():
             _abandoned[id(self._core)] = (self._core, self._keep)
 
@@ -86,12 +104,13 @@ class Work:
         return self._device
 
     @property
-    def nonfinite_blocks(self) -> int:
+    def nonfinite_blocks(self) -> int | None:
         """Blocks of this rank's input or reduced stripe that held a NaN or an Inf under a codec. Once completed.
 
-        In a hierarchical operation only the ranks that lead their nodes encode, and count.
+        In a hierarchical operation only the ranks that lead their nodes encode, and count. None of an operation on a
+        device, where nobody counts: such a block is NaN in the result.
         """
-        return self._core.nonfinite_blocks
+        return self._core.nonfinite_blocks if self._device is None else None
 
     @property
     def is_result_finite(self) -> bool | None:
@@ -126,11 +145,12 @@ class Work:
             DeadlineExceeded: `timeout` passed and the operation still runs.
         """
         limit_s = self._limit_s if timeout is None else to_seconds(timeout)
+        stream = None
+        if self._device is not None:
+            check_not_capturing(self._device, "an operation was waited for", "wait outside of torch.cuda.graph()")
+            stream = current_stream(self._device)
         try:
-            if self._device is None:
-                ended = self._core.wait(limit_s)
-            else:
-                ended = self._core.wait_on_stream(limit_s, *current_stream(self._device))
+            ended = self._core.wait(limit_s) if stream is None else self._core.wait_on_stream(limit_s, *stream)
         except BaguaError as error:
             self._has_failed(error)
             if self.label and error.bucket is None:
@@ -149,8 +169,14 @@ class Work:
                     except BaseException as error:
                         self._failure = error
                         raise
+                    if self._device is not None:
+                        self._finished = recorded_event(self._device)
+                elif self._finished is not None:
+                    current_torch_stream(self._device).wait_event(self._finished)  # which may be another
                 if self._failure is not None:
                     raise self._failure
+        if stream != self._stream:  # the one that reuses the memory does not wait for the operation
+            self._abandon()
         self._keep = None
 
     def finish_with(self, step: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 
@@ -10,9 +11,11 @@ import torch
 
 import bagua
 import tests.emulated_device as emulated
+from bagua.distributed import devices
 from bagua.distributed.work import Work
 from bagua.testing import world as thread_world
 from tests import accelerator
+from tests.distributed.worlds import tcp
 
 _seeding = threading.Lock()  # ranks that are threads share torch's generator
 
@@ -105,6 +108,102 @@ def _count_waits(rank, world_size):
         thread_world(2, _check_waits, "sync", ("bytegrad", "qsgd"))
 
 
+# ---- streams
+
+
+class _OnTwoStreams(torch.nn.Module):
+    """Computes with one layer on a stream of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.here, self.there = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.side = None
+
+    def forward(self, x):
+        if x.is_cpu:
+            return self.here(x) + self.there(x)
+        self.side = self.side or torch.Stream(x.device)
+        current = torch.accelerator.current_stream()
+        self.side.wait_stream(current)
+        x.record_stream(self.side)
+        with self.side:
+            y = self.there(x)
+        y.record_stream(current)
+        z = self.here(x)
+        current.wait_stream(self.side)
+        return z + y
+
+
+def _train_on_streams(group, kind, algorithm):
+    """Two layers in a bucket, and forward on another stream than backward."""
+    device = torch.device("cpu")
+    if kind == emulated.NAME:
+        torch.accelerator.set_device_index(group.rank)
+        device = torch.device(kind, group.rank)
+    with _seeding:
+        torch.manual_seed(0)
+        model = _OnTwoStreams()
+    model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    bagua.with_bagua(model, optimizer, group=group, algorithm=algorithm)
+    side = contextlib.nullcontext() if device.type == "cpu" else torch.Stream(device)
+    for step in range(6):
+        optimizer.zero_grad()
+        x = _inputs(group.rank, step, device)
+        if device.type != "cpu":
+            side.wait_stream(torch.accelerator.current_stream())
+            x.record_stream(side)
+        with side:
+            loss = model(x).square().mean()
+        if device.type != "cpu":
+            torch.accelerator.current_stream().wait_stream(side)
+        loss.backward()
+        optimizer.step()
+    weights = _weights(model)
+    model.bagua.remove()
+    return weights
+
+
+def _compare_on_streams(group, algorithm):
+    with emulated.delayed(0.005):
+        on_cpu, on_device = (_train_on_streams(group, kind, algorithm) for kind in ("cpu", emulated.NAME))
+    assert all(map(torch.equal, on_cpu, on_device))
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "powersgd"])
+def test_gradients_of_a_bucket_come_from_several_streams(alone_on_emulated, algorithm):
+    alone_on_emulated.run(_over_threads, args=[_compare_on_streams, (algorithm,)])
+
+
+# ---- torch.compile
+
+
+def _compile_and_train(rank, world_size, backend):
+    emulated.load()
+    bagua.init_process_group(timeout=20)
+    try:
+        group, found = bagua.get_default_group(), []
+        for kind in ("cpu", emulated.NAME):
+            torch.compiler.reset()
+            model, optimizer, device = _make(group, kind, algorithm="bytegrad")
+            compiled = torch.compile(model, backend=backend)
+            for step in range(3):
+                optimizer.zero_grad()
+                compiled(_inputs(rank, step, device)).square().mean().backward()
+                optimizer.step()
+            found.append(_weights(model))
+            model.bagua.remove()
+        return all(map(torch.equal, *found))
+    finally:
+        bagua.destroy_process_group()
+
+
+@pytest.mark.slow("test_over_processes")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model(device_pool2, backend):
+    assert device_pool2.run(_compile_and_train, args=[backend], timeout=60) == [True, True]
+
+
 # ---- NaN and infinity
 
 
@@ -186,9 +285,9 @@ def _skipped_steps_of_qadam(rank, world_size):
             assert all(all(map(torch.equal, *pair)) for pair in zip(of_cpu, of_device, strict=True)), bad_step
 
 
-def test_a_skipped_step_is_none_of_the_warm_up_of_qadam(alone_on_devices):
+def test_a_skipped_step_is_none_of_the_warm_up_of_qadam(alone_on_emulated):
     """Though on a device the host hears of it late; also where it would have been the last one of the warm-up."""
-    alone_on_devices.run(_skipped_steps_of_qadam)
+    alone_on_emulated.run(_skipped_steps_of_qadam)
 
 
 def _check_late(group, algorithm, options):
@@ -218,6 +317,31 @@ def test_or_it_is_refused_before_a_weight_has_changed(pair_on_devices):
     pair_on_devices.run(_in_group, args=[_check_in_time, ()])
 
 
+def _lose_a_weight(rank, world_size):
+    emulated.load()
+    bagua.init_process_group(timeout=10)
+    try:
+        model, optimizer, device = _make(
+            bagua.get_default_group(), emulated.NAME, algorithm="low_precision_decentralized", nonfinite_check="late"
+        )
+        error = bagua.RemoteError if rank == 0 else bagua.InvalidArgument
+        with pytest.raises(error, match=r"weights of bucket \d .* became NaN or Inf"):
+            for step in range(3):
+                optimizer.zero_grad()
+                model(_inputs(rank, step, device)).square().mean().backward()
+                if step == 1 and rank == 1:
+                    with torch.no_grad():
+                        model[2].weight[0, 0] = float("nan")
+                optimizer.step()
+        return step
+    finally:
+        bagua.destroy_process_group()
+
+
+def test_a_weight_that_no_codec_can_send_comes_out_in_the_next_step(pair_on_emulated):
+    assert pair_on_emulated.run(_lose_a_weight, env=tcp(2).env) == [2, 2]
+
+
 # ---- mistakes
 
 
@@ -236,8 +360,41 @@ def _check_mistakes(group):
     model.to(device)
     with pytest.raises(bagua.InvalidArgument, match=rf"device_ids is \[3\], but the module is on {kind}:\d"):
         bagua.DistributedDataParallel(copy.deepcopy(model), device_ids=[3], process_group=group)
-    wrapped = bagua.DistributedDataParallel(model, device_ids=[device.index], process_group=group)
+    for wrong in ({"device_ids": device.index}, {"device_ids": [None]}, {"output_device": 3}):
+        with pytest.raises(bagua.InvalidArgument, match=rf"but the module is on {kind}:\d; give the one device"):
+            bagua.DistributedDataParallel(copy.deepcopy(model), process_group=group, **wrong)
+    wrapped = bagua.DistributedDataParallel(
+        model, device_ids=[device.index], output_device=device.index, process_group=group
+    )
     wrapped(torch.ones(2, 4, device=device)).sum().backward()
+    if not accelerator.is_emulated():  # which has devices enough
+        return
+    elsewhere = torch.device(kind, 2 + group.rank)
+    model.to(elsewhere)
+    with pytest.raises(bagua.InvalidArgument, match=r"gradient of .* on emulated:[23], but .* on emulated:[01] when"):
+        wrapped(torch.ones(2, 4, device=elsewhere)).sum().backward()
+
+
+def _capture(rank, world_size):
+    emulated.load()
+    thread_world(1, _check_capture)
+
+
+def _check_capture(group):
+    model, optimizer, device = _make(group, emulated.NAME)
+    outputs = model(_inputs(group.rank, 0, device))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "is_capturing", lambda device: device.type == emulated.NAME)
+        with pytest.raises(bagua.InvalidArgument, match=r"backward .* captured on emulated:\d.*make_graphed_callables"):
+            outputs.sum().backward()
+        with pytest.raises(bagua.InvalidArgument, match="a forward of the wrapped model began while a CUDA graph"):
+            model(_inputs(group.rank, 0, device))
+    model(_inputs(group.rank, 0, device)).sum().backward()  # the group is whole
+    optimizer.step()
+
+
+def test_a_graph_that_is_captured(alone_on_emulated):
+    alone_on_emulated.run(_capture)
 
 
 def test_mistakes(pair_on_devices):

@@ -88,7 +88,6 @@ def _wrapper(rank, world_size):
         assert_near(net, grads_of(net), mean_in_loops(sums))
         model.load_state_dict(model.state_dict())
         refused = {
-            "output_device": 0,
             "dim": 1,
             "init_sync": False,
             "check_reduction": True,
@@ -99,8 +98,9 @@ def _wrapper(rank, world_size):
         for name, value in refused.items():
             with pytest.raises(InvalidArgument, match=f"{name}=.* cannot be honoured"):
                 bagua.DistributedDataParallel(make_net(), **{name: value})
-        with pytest.raises(InvalidArgument, match=r"device_ids is \[0\], but the module is on cpu"):
-            bagua.DistributedDataParallel(make_net(), device_ids=[0])
+        for name, value in (("device_ids", [0]), ("device_ids", 0), ("device_ids", [None]), ("output_device", 0)):
+            with pytest.raises(InvalidArgument, match=rf"{name} is \[?(0|None)\]?, but the module is on cpu"):
+                bagua.DistributedDataParallel(make_net(), **{name: value})
         bagua.DistributedDataParallel(make_net(), **{name: default for name, (default, _) in _TORCH_ONLY.items()})
         with pytest.raises(InvalidArgument, match=r"synchronised already; pass its \.module"):
             bagua.with_bagua(model)

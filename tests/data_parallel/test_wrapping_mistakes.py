@@ -3,6 +3,7 @@
 import copy
 import functools
 import operator
+import re
 
 import pytest
 import torch
@@ -231,6 +232,29 @@ def _cannot_be_written(rank, world_size):
 
 def test_buffers_frozen_parameters_and_states_that_cannot_be_written(pool2):
     pool2.run(_cannot_be_written)
+
+
+def _convert_later(rank, world_size):
+    """The gradients that are there are converted with it, inside the tensors that were views of buckets."""
+    told = []
+    for keeps_gradients in (False, True):
+        with process_group():
+            model = bagua.with_bagua(torch.nn.Linear(4, 2))
+            model(torch.ones(2, 4)).sum().backward()
+            model.double()
+            model.zero_grad(set_to_none=not keeps_gradients)
+            with pytest.raises(bagua.BaguaError) as error:
+                model(torch.ones(2, 4).double()).sum().backward()
+            told.append(str(error.value))
+    return told
+
+
+def test_a_model_that_is_converted_after_the_wrap(pool2):
+    for of_rank in pool2.run(_convert_later):
+        for told in of_rank:
+            assert re.search(
+                r"gradient of '(bias|weight)' is torch.float64 on cpu, but .* was torch.float32 on cpu", told
+            )
 
 
 def _normed():

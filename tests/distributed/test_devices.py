@@ -12,6 +12,7 @@ import torch
 
 import bagua
 import tests.emulated_device as emulated
+from bagua.distributed import devices
 from bagua.testing import world as thread_world
 from tests import accelerator
 from tests.distributed.worlds import fast_in, shm, tcp, through_torch
@@ -180,6 +181,35 @@ def test_wait_is_for_the_stream_and_not_for_the_host(alone_on_devices):
     alone_on_devices.run(_over_threads, args=[_check_that_the_host_goes_on])
 
 
+def _check_waits_on_other_streams(group):
+    """Memory lives until the operation is done with it, and every stream that waits finds what was copied back."""
+    device = _device(group)
+    made, first, second = (torch.Stream(device) for _ in range(3))
+    with emulated.delayed(0.005):
+        for _ in range(10):
+            with made:
+                x = torch.ones(5000, device=device)
+                work = group.all_reduce(x)
+            with first:
+                work.wait()
+            del x, work
+            transposed = torch.ones(50, 60, device=device).t()
+            work = group.all_reduce(transposed)
+            for stream in (first, second):
+                stream.wait_stream(torch.accelerator.current_stream())
+                transposed.record_stream(stream)
+                with stream:
+                    work.wait()
+            with second:
+                assert torch.equal(transposed.clone().cpu(), torch.full((60, 50), 2.0))
+    group.barrier().wait()
+    torch.accelerator.synchronize()  # raises what the device has found
+
+
+def test_a_wait_on_another_stream(alone_on_emulated):
+    alone_on_emulated.run(_over_threads, args=[_check_waits_on_other_streams])
+
+
 # ---- what is refused
 
 
@@ -214,6 +244,29 @@ def _check_host_and_device(group):
 
 def test_a_rank_without_a_device_among_ranks_with_one(alone_on_devices):
     alone_on_devices.run(_over_threads, args=[_check_host_and_device])
+
+
+def _check_capture(group):
+    x = torch.ones(4, device=_device(group))
+    work = group.all_reduce(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "is_capturing", lambda device: device == x.device)
+        with pytest.raises(bagua.InvalidArgument, match=r"collective .* captured on emulated:0.*torch.cuda.graph"):
+            group.all_reduce(x)
+        with pytest.raises(bagua.InvalidArgument, match=r"waited for while a CUDA graph is captured"):
+            work.wait()
+    work.wait()
+    group.all_reduce(x).wait()  # the group is whole
+    assert x.tolist() == [1.0] * 4
+
+
+def _capture(rank, world_size):
+    emulated.load()
+    thread_world(1, _check_capture)
+
+
+def test_a_graph_that_is_captured(alone_on_emulated):
+    alone_on_emulated.run(_capture)
 
 
 def _run_out_of_memory(rank, world_size):

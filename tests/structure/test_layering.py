@@ -100,6 +100,7 @@ ORDER = {
         "__init__": set(),
     },
     "data_parallel": {
+        "backward_stream": {"distributed.devices"},
         "end_of_backward": set(),
         "optimizer_hooks": set(),
         "failures": ERRORS | {"distributed.process_group"},

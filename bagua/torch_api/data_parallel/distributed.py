@@ -63,8 +63,6 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
                 "gradient_as_bucket_view=False cannot be honoured: gradients are always views of the buckets; leave it "
                 "out"
             )
-        if output_device is not None and _is_device_of(module, output_device):
-            output_device = None
         ddp = BaguaDistributedDataParallel(module, optimizers, algorithm, to_bagua_process_group(process_group))
         group = ddp.process_group.group
         super().__init__(
@@ -96,12 +94,6 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
     def parameters_to_ignore(self) -> list[str]:
         """Empty, because what would be in it is refused."""
         return self.bagua_ddp.parameters_to_ignore
-
-
-def _is_device_of(module: torch.nn.Module, device: int | torch.device) -> bool:
-    """Whether all parameters are there; a number is the index of a device of any type."""
-    devices = {parameter.device for parameter in module.parameters()}
-    return {one.index for one in devices} == {device} if isinstance(device, int) else devices == {torch.device(device)}
 
 
 DistributedDataParallel_V1_9_0 = DistributedDataParallel
