@@ -171,8 +171,8 @@ def _compare_on_streams(group, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "powersgd"])
-def test_gradients_of_a_bucket_come_from_several_streams(alone_on_emulated, algorithm):
-    alone_on_emulated.run(_over_threads, args=[_compare_on_streams, (algorithm,)])
+def test_gradients_of_a_bucket_come_from_several_streams(pair_on_emulated, algorithm):
+    pair_on_emulated.run(_in_group, args=[_compare_on_streams, (algorithm,)])
 
 
 # ---- torch.compile

@@ -98,7 +98,7 @@ def check_streams(group):
 
 def _check_segments(group):
     """Values that lie in many tensors are gathered by one launch, not by a copy each; what is between them is zero."""
-    device = _device(group)
+    device = accelerator.use_device_of(group.rank)
     parts = [(10 * i, torch.full((7,), float(i + group.rank), device=device)) for i in range(60)]
     expected = torch.cat([torch.full((7,), 2.0 * i + 1) for i in range(60)]).reshape(60, 7)
     for codec in (None, "bf16"):
@@ -172,7 +172,7 @@ def _over_threads(rank, world_size, check):
     thread_world(2, check)
 
 
-def test_segments_are_gathered_by_one_launch(alone_on_devices):
+def test_segments_are_gathered_by_one_launch(alone_on_emulated):
     alone_on_devices.run(_over_threads, args=[_check_segments])
 
 
@@ -183,7 +183,7 @@ def test_wait_is_for_the_stream_and_not_for_the_host(alone_on_devices):
 
 def _check_waits_on_other_streams(group):
     """Memory lives until the operation is done with it, and every stream that waits finds what was copied back."""
-    device = _device(group)
+    device = accelerator.use_device_of(group.rank)
     made, first, second = (torch.Stream(device) for _ in range(3))
     with emulated.delayed(0.005):
         for _ in range(10):
@@ -235,7 +235,7 @@ def test_tensors_of_two_devices_in_one_call(alone_on_devices):
     alone_on_devices.run(_over_threads, args=[_check_refusals])
 
 
-def _check_host_and_device(group):
+def _check_host_andaccelerator.use_device_of(group.rank):
     x = torch.ones(4, device=accelerator.use_device_of(group.rank)) if group.rank == 0 else torch.ones(4)
     with pytest.raises(bagua.BaguaError, match=f"on {accelerator.kind()}"):
         group.all_reduce(x).wait(10)
@@ -247,7 +247,7 @@ def test_a_rank_without_a_device_among_ranks_with_one(alone_on_devices):
 
 
 def _check_capture(group):
-    x = torch.ones(4, device=_device(group))
+    x = torch.ones(4, device=accelerator.use_device_of(group.rank))
     work = group.all_reduce(x)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "is_capturing", lambda device: device == x.device)
