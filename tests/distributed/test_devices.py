@@ -173,7 +173,7 @@ def _over_threads(rank, world_size, check):
 
 
 def test_segments_are_gathered_by_one_launch(alone_on_emulated):
-    alone_on_devices.run(_over_threads, args=[_check_segments])
+    alone_on_emulated.run(_over_threads, args=[_check_segments])
 
 
 @pytest.mark.timed
@@ -235,7 +235,7 @@ def test_tensors_of_two_devices_in_one_call(alone_on_devices):
     alone_on_devices.run(_over_threads, args=[_check_refusals])
 
 
-def _check_host_andaccelerator.use_device_of(group.rank):
+def _check_host_and_device(group):
     x = torch.ones(4, device=accelerator.use_device_of(group.rank)) if group.rank == 0 else torch.ones(4)
     with pytest.raises(bagua.BaguaError, match=f"on {accelerator.kind()}"):
         group.all_reduce(x).wait(10)
