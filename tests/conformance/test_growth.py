@@ -54,7 +54,7 @@ def _train(rank, world_size, variant):
 
 # The last variant of each algorithm, which keeps most; of these the fast ones run most of the code.
 LAST = list(dict(VARIANTS).items())
-FAST = ("bytegrad", "low_precision_decentralized", "async_averaging")
+FAST = ("bytegrad", "async_averaging")
 
 
 @pytest.mark.parametrize(

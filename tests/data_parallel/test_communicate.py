@@ -15,6 +15,7 @@ from bagua.algorithms import Algorithm, ParameterState, Stage
 from bagua.errors import BaguaError, InvalidArgument
 from bagua.testing import spawn
 from tests.conformance.training import assert_equal_on_all_ranks, process_group
+from tests.meeting import meet
 
 NUM_LAYERS = 6
 
@@ -151,6 +152,7 @@ def _gives(rank, world_size):
         for what in ("number", "generator"):
             group = bagua.new_group(range(world_size))
             model = bagua.with_bagua(torch.nn.Linear(3, 3), algorithm=Gives(what=what), group=group)
+            meet()
             with pytest.raises(BaguaError, match="communicate gave a int; expected a Work, None, or a generator"):
                 model(torch.ones(2, 3)).sum().backward()
         model = bagua.with_bagua(torch.nn.Linear(3, 3, bias=False), algorithm=Gives(what="none"))
@@ -512,6 +514,7 @@ def _feeds(rank, world_size):
         for what, message in messages.items():
             group = bagua.new_group(range(world_size))
             model = bagua.with_bagua(torch.nn.Linear(64, 64), algorithm=Feeds(what=what), group=group)
+            meet()
             with pytest.raises(BaguaError, match=message):
                 model(torch.ones(1, 64)).sum().backward()
 

@@ -159,7 +159,7 @@ def _of_others(rank, world_size, algorithm, culprits):
             optimizer.zero_grad()
             loss_of(model, batch(rank, step)).backward()
             optimizer.step()
-        bagua.barrier()
+        meet()
         trainable = [p for p in model.parameters() if p.requires_grad]
         stepped = trainable if algorithm in OWN_KIND else [model.narrow.weight, model.scale]
         before = model.narrow.weight.detach().clone()
@@ -306,7 +306,7 @@ def _in_backward(rank, world_size, algorithm, how, local):
         optimizer = make_optimizer(algorithm, model)
         bagua.with_bagua(model, optimizer, algorithm=algorithm, **OPTIONS.get(algorithm, {}))
         loss_of(model, batch(rank, 0)).backward()
-        bagua.barrier()
+        meet()
         if how == "hook":
             small = torch.optim.SGD([model.narrow.weight], lr=0.01)
             model.narrow.weight.register_post_accumulate_grad_hook(lambda _: small.step())

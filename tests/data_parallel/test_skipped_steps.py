@@ -8,6 +8,7 @@ import torch
 import bagua
 from bagua.errors import BaguaError, InvalidArgument
 from tests.conformance.training import OF_WEIGHTS, process_group
+from tests.meeting import meet
 
 ASKING = [name for name in OF_WEIGHTS if bagua.algorithms.get(name).is_lockstep]
 # The codec of the weights cannot send NaN, so the ranks tell one another of it in each step.
@@ -84,7 +85,7 @@ def _late(rank, world_size, algorithm):
         model, optimizer = _wrapped(algorithm)
         for _ in range(3):
             _step(model, optimizer)
-        bagua.barrier()  # the ranks of local_sgd may be at different steps
+        meet()  # the ranks of local_sgd may be at different steps
         with pytest.raises(
             BaguaError, match=r"a GradScaler makes a step of SGD after steps that none made.*pass skip_to"
         ):

@@ -16,6 +16,7 @@ from tests.conformance.test_checkpoints import assert_same
 from tests.conformance.training import batch, grads_of, loss_of, make_net, make_optimizer, process_group
 from tests.conformance.variants import VARIANTS, described
 from tests.distributed.worlds import SAME_TEST
+from tests.meeting import meet
 
 
 class OnPurpose(Exception):
@@ -303,7 +304,7 @@ def _in_training(rank, world_size):
             model = make_net(seed=rank)
             optimizer = make_optimizer("bytegrad", model)
             bagua.with_bagua(model, optimizer, algorithm=FailsInTraining(where=where, on=(1,)), bucket_bytes=70_000)
-            bagua.barrier()
+            meet()
             model.bagua.algorithm.is_due = True
             error = OnPurpose if rank == 1 else RemoteError
             with pytest.raises(error, match="in " + where) as caught:

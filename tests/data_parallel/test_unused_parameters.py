@@ -61,7 +61,7 @@ def _frozen_late(rank, world_size):
     with process_group():
         model = bagua.with_bagua(Branches())
         model.branches[0].requires_grad_(False)
-        bagua.barrier()  # both are wrapped before either fails
+        meet()  # both are wrapped before either fails
         with pytest.raises(BaguaError, match=r"'branches\.0'.*frozen after"):
             model(0, 1, 2).backward()
 
@@ -222,7 +222,7 @@ def _never_defined(rank, world_size, find_unused_parameters):
     with process_group():
         model = bagua.with_bagua(Drops(), find_unused_parameters=find_unused_parameters)
         if not find_unused_parameters and not _hooks_see_undefined_gradients():
-            bagua.barrier()
+            meet()
             with pytest.raises(BaguaError, match=r"'dropped\.1'.*find_unused_parameters=True"):
                 model().sum().backward()
             return

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import bagua
 from bagua.errors import BaguaError, InvalidArgument
 from tests.conformance.training import process_group
+from tests.meeting import meet
 
 
 def _assign(model):
@@ -49,7 +50,7 @@ def _changed(rank, world_size, change, algorithm, find_unused):
         model = _net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         bagua.with_bagua(model, optimizer, algorithm=algorithm, find_unused_parameters=find_unused)
-        bagua.barrier()  # the first to raise ends the group, also for one that has not got so far
+        meet()  # the first to raise ends the group, also for one that has not got so far
         act(model)
         with pytest.raises(BaguaError, match=rf"has got other parameters.*: {told}; .*call it again"):
             model(torch.randn(3, 4)).sum().backward()
@@ -82,7 +83,7 @@ def _frozen_later(rank, world_size):
     """Not replaced: its own error, which names it."""
     with process_group():
         model = bagua.with_bagua(_net(), algorithm="gradient_allreduce")
-        bagua.barrier()  # as above
+        meet()  # as above
         model[0].bias.requires_grad_(False)
         with pytest.raises(BaguaError, match="have no gradient: '0.bias'"):
             model(torch.randn(3, 4)).sum().backward()

@@ -40,6 +40,7 @@ def assert_equal_but_for_rounding(one, other):
         assert other[name] == (value if isinstance(value, str) else pytest.approx(value, rel=tolerance)), name
 
 
+@pytest.mark.slow("test_a_run_goes_on_bit_for_bit_on_any_number_of_ranks")
 @pytest.mark.needs("sklearn")
 def test_digits_computes_on_two_ranks_what_it_does_on_one_process():
     options = ["--algorithm", "scaffold", "--rounds", "4", "--at-least", "0.4"]
