@@ -70,11 +70,11 @@ void bind_work(py::module_& m) {
           "wait_on_stream",
           [](Work& work, double timeout_s, int kind, int index, uintptr_t handle) {
             const Stream stream = stream_from(kind, index, handle);
-            if (!wait_in_slices(work, timeout_s, [&work](auto limit) { return work.wait_enqueued_for(limit); })) {
-              return false;
-            }
-            if (const auto done = work.done_event()) done->let_wait(stream);
-            return true;
+            return wait_in_slices(work, timeout_s, [&work, stream](auto limit) {
+              if (!work.wait_enqueued_for(limit)) return false;
+              work.let_wait(stream);
+              return true;
+            });
           },
           py::arg("timeout_s"), py::arg("kind"), py::arg("index"), py::arg("handle"),
           "Of an operation on a device: what is enqueued on the stream from here on finds the result. Waits only until "

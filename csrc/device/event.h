@@ -1,8 +1,12 @@
 // SharedEvent: an event that goes back to its runtime with the last who holds it.
 #pragma once
 
+#include <chrono>
 #include <memory>
+#include <thread>
 
+#include "csrc/common/deadline.h"
+#include "csrc/common/error.h"
 #include "csrc/device/runtime.h"
 
 namespace bagua::device {
@@ -26,6 +30,28 @@ class OwnedEvent {
   const Device device_;
   const Event event_;
 };
+
+// What is enqueued waits for nothing but what the device had to do before: one that needs longer hangs.
+inline constexpr std::chrono::seconds kLongestWork{10};
+
+// Blocks until the device has come to what was recorded; `meanwhile` is called between looks. False where it has not
+// come there by the deadline, or has failed.
+template <typename Meanwhile>
+bool is_done_by(Deadline deadline, OwnedEvent& event, Meanwhile meanwhile) {
+  try {
+    while (!event.is_done()) {
+      if (deadline.expired()) return false;
+      meanwhile();
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+inline bool is_done_by(Deadline deadline, OwnedEvent& event) {
+  return is_done_by(deadline, event, [] {});
+}
 
 using SharedEvent = std::shared_ptr<OwnedEvent>;
 

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "csrc/device/event.h"
 #include "csrc/device/workspace.h"
 #include "csrc/engine/device_clock.h"
 
@@ -25,7 +26,10 @@ class DeviceSide {
       runtime_.destroy_event(interval->end);
     }
     workspace_.clear();
-    for (void* block : blocks_) runtime_.free_pinned(block);
+    // A device that hangs or has failed may still write there, so it keeps them.
+    if (has_come_to_an_end()) {
+      for (void* block : blocks_) runtime_.free_pinned(block);
+    }
     runtime_.destroy_stream(stream_);
   }
   DeviceSide(const DeviceSide&) = delete;
@@ -75,6 +79,14 @@ class DeviceSide {
 
  private:
   static constexpr size_t kCountersPerBlock = 512;
+
+  bool has_come_to_an_end() const {
+    try {
+      return device::is_done_by(Deadline::after(device::kLongestWork), *device::recorded_event(stream_));
+    } catch (const Error&) {
+      return false;
+    }
+  }
 
   device::Runtime& runtime_;
   const Stream stream_;

@@ -19,8 +19,9 @@ constexpr nanoseconds kIdleSleep = milliseconds(500);
 constexpr nanoseconds kInFlightSleep = milliseconds(20);
 // After the group has failed, how long what all of its ranks had enqueued before may take on the device.
 constexpr nanoseconds kFailureGrace = milliseconds(300);
-// A device rings for nobody.
-constexpr nanoseconds kPollInterval = std::chrono::microseconds(50);
+// A device rings for nobody, so it is looked at; the longer it takes, the less often.
+constexpr nanoseconds kPollInterval = std::chrono::microseconds(50), kLongestPollInterval = milliseconds(1);
+constexpr int kLooksPerDuration = 16;
 
 }  // namespace
 
@@ -182,8 +183,11 @@ void Engine::loop() {
 }
 
 std::chrono::nanoseconds Engine::idle_sleep() const {
-  if (!enqueued_.empty() || (!in_flight_.empty() && communicator_->is_polled())) return kPollInterval;
-  return in_flight_.empty() ? kIdleSleep : kInFlightSleep;
+  if (!in_flight_.empty() && communicator_->is_polled()) return kPollInterval;
+  if (enqueued_.empty()) return in_flight_.empty() ? kIdleSleep : kInFlightSleep;
+  if (num_waiters_->load(std::memory_order_relaxed) > 0) return kPollInterval;
+  const nanoseconds age(EventLog::now_ns() - enqueued_.front().begin_ns);
+  return std::clamp(age / kLooksPerDuration, kPollInterval, kLongestPollInterval);
 }
 
 DeviceSide& Engine::side_of(Device device) {
@@ -242,7 +246,21 @@ void Engine::execute(Task& task) {
   } catch (...) {
     const Error cause = poison_with_current_exception();
     fail_in_flight(cause);
+    wait_for_leftovers(task.place.device);
     fail(task, cause);
+  }
+}
+
+// What a failed operation has enqueued still uses its tensors, which are the program's again once it has failed.
+void Engine::wait_for_leftovers(Device device) {
+  if (device.is_cpu()) return;
+  try {
+    const auto end = device::recorded_event(side_of(device).stream());
+    device::is_done_by(Deadline::after(device::kLongestWork), *end, [this] {
+      complete_enqueued();
+      if (enqueued_.empty()) communicator_->abort_device_transport();
+    });
+  } catch (const Error&) {  // a device that is lost, or was never there
   }
 }
 
@@ -265,8 +283,10 @@ bool Engine::complete_enqueued() {
   const bool ended = complete_done();
   const auto cause = cause_to_give_up();
   if (!cause) return ended;
-  // All of it: what an abort ends looks done from here on.
+  // All of it: what an abort ends looks done from here on. It ends soon, not at once.
+  const Deadline limit = Deadline::after(device::kLongestWork);
   while (!enqueued_.empty()) {
+    device::is_done_by(limit, *enqueued_.front().done);
     fail(enqueued_.front().task, *cause);
     enqueued_.pop_front();
   }
@@ -285,7 +305,11 @@ bool Engine::complete_done() {
     Task& task = operation.task;
     std::optional<Error> failure;
     try {
-      if (!operation.done->is_done()) {
+      // Those that are left before it are not done. Of one device they are in one stream.
+      const bool is_behind = std::any_of(enqueued_.begin(), it, [&](const Enqueued& earlier) {
+        return earlier.task.place.device == task.place.device;
+      });
+      if (is_behind || !operation.done->is_done()) {
         if (!operation.deadline.expired() || waits_for_peers(operation)) {
           ++it;
           continue;

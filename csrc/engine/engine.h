@@ -116,6 +116,7 @@ class Engine {
   DeviceSide& side_of(Device device);
   Stream stream_behind(const Place& place);
   void note_enqueued(Enqueued operation);
+  void wait_for_leftovers(Device device);
   bool complete_enqueued();
   void log_device_operation(const Enqueued& operation);
   bool complete_done();

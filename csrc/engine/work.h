@@ -62,6 +62,17 @@ class Work {
     std::lock_guard lock(mutex_);
     return done_event_;
   }
+  // The stream goes on behind what has been enqueued, even of an operation that failed since: a device that is late
+  // still uses its tensors.
+  void let_wait(Stream stream) const {
+    const device::SharedEvent done = done_event();
+    if (done == nullptr) return;
+    try {
+      done->let_wait(stream);
+    } catch (const Error&) {
+      if (!error()) throw;
+    }
+  }
   void set_enqueued(device::SharedEvent done) {
     std::vector<std::function<void()>> callbacks;
     {

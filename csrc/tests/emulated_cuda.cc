@@ -128,6 +128,7 @@ class Scheduler {
  public:
   void run_block(unsigned num_threads, const std::function<void()>& thread);
   const uint64_t* meet(State state, unsigned mask, uint64_t value, const std::source_location& site);
+  void report(const std::string& what);
   bool any_of_block() const { return any_of_block_; }
   void* shared_memory(size_t num_bytes);
 
@@ -221,6 +222,12 @@ const uint64_t* Scheduler::meet(State state, unsigned mask, uint64_t value, cons
   fibre.site = site;
   switch_to_scheduler();
   return met_.data() + self / kWarp * kWarp;
+}
+
+// Of the thread that runs, which does not go on.
+void Scheduler::report(const std::string& what) {
+  error_ = describe(current_) + " " + what;
+  switch_to_scheduler();
 }
 
 bool same_site(const std::source_location& a, const std::source_location& b) {
@@ -344,6 +351,13 @@ cudaError_t begin_operation(size_t& count, cudaStream_t stream) {
 }  // namespace cuda_emulation
 
 void* emulated_shared_memory(size_t num_bytes) { return cuda_emulation::scheduler().shared_memory(num_bytes); }
+
+void emulated_expect_aligned(const void* address, size_t num_bytes) {
+  const size_t rest = reinterpret_cast<uintptr_t>(address) % num_bytes;
+  if (rest == 0) return;
+  cuda_emulation::scheduler().report("moves " + std::to_string(num_bytes) + " bytes at an address that is " +
+                                     std::to_string(rest) + " bytes past a multiple of that");
+}
 
 int __syncthreads_or(int predicate, EmulatedSite site) {
   cuda_emulation::meet(cuda_emulation::Waits::kForBlock, 0, predicate != 0 ? 1 : 0, site);

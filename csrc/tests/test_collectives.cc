@@ -34,7 +34,7 @@ bool is_half(DType dtype) { return dtype == DType::kF16 || dtype == DType::kBF16
 // Elements first, first + stride, ... of the reduction of elements offset... of the fixture.
 class Expected {
  public:
-  Expected(const Case& c, size_t size, size_t offset, size_t first, size_t stride)
+  Expected(const ReductionCase& c, size_t size, size_t offset, size_t first, size_t stride)
       : case_(c), size_(size), first_(first), stride_(stride) {
     for (size_t i = first; i < c.numel; i += stride) elements_.push_back(expected(c.dtype, c.op, size, offset + i));
   }
@@ -52,7 +52,7 @@ class Expected {
   }
 
  private:
-  const Case case_;
+  const ReductionCase case_;
   const size_t size_, first_, stride_;
   std::vector<double> elements_;
 };
@@ -65,7 +65,7 @@ TEST_P(Reductions, AllReduceEqualsTheOracleOnEveryRank) {
   std::vector<std::vector<std::string>> hashes(size);
   run_world(GetParam(), [&](Context& context, int rank) {
     const auto r = static_cast<size_t>(rank);
-    for (const Case& c : all_cases()) {
+    for (const ReductionCase& c : all_cases()) {
       const Bytes before = values(c.dtype, c.op, size, r, c.numel);
       const Expected share(c, size, 0, r, size);  // each rank checks its own; equal hashes make it everybody's
       for (const AllReduce& algorithm : kAllReduces) {
@@ -138,7 +138,7 @@ TEST_P(Reductions, ReduceScatterEqualsTheOracle) {
   const auto size = static_cast<size_t>(GetParam());
   run_world(GetParam(), [&](Context& context, int rank) {
     const auto r = static_cast<size_t>(rank);
-    for (Case c : all_cases()) {
+    for (ReductionCase c : all_cases()) {
       if (c.numel > 2000) c.numel = c.numel / size + 1;  // the input is `size` times as large
       const Bytes input = values(c.dtype, c.op, size, r, size * c.numel);
       const Bytes before = input;
@@ -165,10 +165,10 @@ TEST_P(Reductions, ReduceEqualsTheOracleAtTheRootAndLeavesTheOthersAlone) {
   run_world(GetParam(), [&](Context& context, int rank) {
     const auto r = static_cast<size_t>(rank);
     int root = 0;
-    for (const Case& c : all_cases()) {
+    for (const ReductionCase& c : all_cases()) {
       root = (root + 1) % static_cast<int>(size);
       const Bytes before = values(c.dtype, c.op, size, r, c.numel);
-      const Expected result(rank == root ? c : Case{c.dtype, c.op, 0}, size, 0, 0, c.numel > 2000 ? 3 : 1);
+      const Expected result(rank == root ? c : ReductionCase{c.dtype, c.op, 0}, size, 0, 0, c.numel > 2000 ? 3 : 1);
       for (const auto run : {collectives::reduce, collectives::tree_reduce, collectives::stripes_reduce, direct_to}) {
         if (size == 1 && run != collectives::reduce) continue;
         Bytes data = before;

@@ -97,21 +97,22 @@ TEST(StagedTraffic, OnlyCodesCrossToTheHost) {
 TEST_P(OnDevice, MessagesOfDeviceAndHostKeepTheirOrder) {
   auto engines = make_device_engines(2, GetParam());
   constexpr size_t kLarge = 3 * PinnedChannel::kPieceBytes + 1000, kSmall = 40;
-  Operation message = stamp(0, 1, OperationKind::kPointToPoint);
+  const Operation message = stamp(0, 1, OperationKind::kPointToPoint);
   const auto bytes_of = [](int tag, size_t count) { return Bytes(count, static_cast<uint8_t>(tag)); };
   run_together({[&] {
                   DeviceUser user(device_of_rank(0));
                   std::vector<Bytes> host;
                   std::vector<std::shared_ptr<Work>> works;
+                  Operation sent = message;
                   for (int tag = 0; tag < 12; ++tag) {
-                    message.variant = static_cast<uint32_t>(tag);
+                    sent.variant = static_cast<uint32_t>(tag);
                     const Bytes values = bytes_of(tag, tag % 3 == 0 ? kLarge : kSmall);
                     if (tag % 2 == 0) {
                       void* const there = user.upload(values);
-                      works.push_back(engines[0]->submit_send(1, there, values.size(), message, 30s, user.ready()));
+                      works.push_back(engines[0]->submit_send(1, there, values.size(), sent, 30s, user.ready()));
                     } else {
                       host.push_back(values);
-                      works.push_back(engines[0]->submit_send(1, host.back().data(), values.size(), message, 30s));
+                      works.push_back(engines[0]->submit_send(1, host.back().data(), values.size(), sent, 30s));
                     }
                   }
                   for (const auto& work : works) {
@@ -220,6 +221,104 @@ TEST(DeviceFailures, AKernelThatFailsIsAnErrorOfItsRankAndThenOfAll) {
   EXPECT_EQ(next->error()->rank(), 1);
   engines.clear();
   emulated().reset_errors();
+}
+
+// A kernel of the test's own, which takes a while.
+void run_slowly(
+    Stream stream, std::chrono::nanoseconds duration, std::function<void()> then = [] {}) {
+  emulated().call(stream, "slow", [duration, then = std::move(then)] {
+    std::this_thread::sleep_for(duration);
+    then();
+  });
+}
+
+// Its tensors are the program's again, which may give their memory to others.
+TEST(DeviceFailures, AnOperationHasFailedOnceTheDeviceIsDoneWithItsTensors) {
+  auto engines = make_device_engines(2, kLocal);
+  DeviceUser user(device_of_rank(0));
+  std::atomic<bool> is_done_with_them{false};
+  const auto work = engines[0]->submit(
+      stamp(0, 100), 400, 10s,
+      [&](Context& context) -> uint64_t {
+        run_slowly(context.stream, 100ms, [&] { is_done_with_them = true; });
+        throw Error(ErrorKind::kDevice, "no memory", 0);
+      },
+      user.ready());
+  ASSERT_TRUE(work->wait_for(10s));
+  EXPECT_CONTAINS(std::string(work->error()->what()), "no memory");
+  EXPECT_TRUE(is_done_with_them);
+}
+
+TEST(DeviceFailures, PinnedMemoryIsKeptForADeviceThatIsLate) {
+  auto engines = make_device_engines(2, kLocal);
+  DeviceUser user(device_of_rank(0));
+  uint8_t* const data = user.upload(Bytes(8, 1));
+  const size_t pinned_before = emulated().counters().pinned_bytes;
+  std::atomic<bool> has_copied{false}, user_is_behind{false};
+  const auto work = engines[0]->submit(
+      stamp(0, 2), 8, 50ms,
+      [&](Context& context) -> uint64_t {
+        run_slowly(context.stream, 300ms);
+        emulated().copy_to_host(context.num_nonfinite, data, 8, context.stream);
+        emulated().call(context.stream, "copied", [&] { has_copied = true; });
+        return 0;
+      },
+      user.ready());
+  ASSERT_TRUE(work->wait_for(10s));
+  const auto error = user.wait(work);
+  ASSERT_TRUE(error);
+  EXPECT_CONTAINS(std::string(error->what()), "of this rank has not finished it in time");
+  emulated().call(user.stream(), "next", [&] { user_is_behind = has_copied.load(); });
+  engines.clear();  // ends the process if the copy is still to come
+  EXPECT_EQ(emulated().counters().pinned_bytes, pinned_before);
+  emulated().synchronize(user.stream());
+  EXPECT_TRUE(user_is_behind);
+}
+
+TEST(DeviceFailures, PinnedMemoryIsLeftToADeviceThatHasFailed) {
+  auto engines = make_device_engines(2, kTcp);
+  const Device device = device_of_rank(0);
+  DeviceUser user(device);
+  uint8_t* const data = user.upload(Bytes(400, 1));
+  const auto work = engines[0]->submit(
+      stamp(0, 100), 400, 10s,
+      [&](Context& context) -> uint64_t {
+        emulated().fail_next_kernel(device.index);
+        run_slowly(context.stream, 20ms);
+        emulated().run(context.stream, "failing", [] {});
+        run_slowly(context.stream, 300ms);
+        context.group.send(1, data, 400);
+        return 0;
+      },
+      user.ready());
+  ASSERT_TRUE(work->wait_for(10s));
+  EXPECT_CONTAINS(std::string(work->error()->what()), "told to fail");
+  engines.clear();  // ends the process if the copy is still to come
+  EXPECT_THROW(emulated().synchronize(device), Error);
+  emulated().reset_errors();
+}
+
+// Every look takes locks that the program's own launches need.
+TEST(DeviceWaits, ADeviceIsAskedSeldomAndOfTheFirstOperationOnly) {
+  constexpr int kNumOperations = 16;
+  auto engines = make_device_engines(2, kLocal);
+  DeviceUser user(device_of_rank(0));
+  run_slowly(user.stream(), 300ms);
+  std::vector<std::shared_ptr<Work>> works;
+  for (int i = 0; i < kNumOperations; ++i) {
+    works.push_back(engines[0]->submit(
+        stamp(0, 100), 400, 10s, [](Context&) -> uint64_t { return 0; }, user.ready()));
+  }
+  for (const auto& work : works) ASSERT_TRUE(work->wait_enqueued_for(10s));
+  emulated().reset_counters();
+  std::this_thread::sleep_for(100ms);
+  const uint64_t queries = emulated().counters().event_queries;
+  EXPECT_GT(queries, 0u);
+  EXPECT_LE(queries, 600u);  // twice per look: one every 16th of the time that it took so far, a millisecond at most
+  for (const auto& work : works) {
+    ASSERT_TRUE(work->wait_for(10s));
+    EXPECT_FALSE(work->error());
+  }
 }
 
 }  // namespace

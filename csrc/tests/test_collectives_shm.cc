@@ -88,7 +88,7 @@ TEST_P(SharedMemory, AllReduceEqualsTheOracle) {
   const auto n = static_cast<size_t>(size());
   run([&](Context& context, int rank) {
     size_t index = static_cast<size_t>(std::get<1>(GetParam()));
-    for (const Case& c : all_cases()) {
+    for (const ReductionCase& c : all_cases()) {
       // The way depends on lengths and on whose memory is shared: each type and operator has one of the three.
       if (c.numel == 1023 || (c.numel <= 1025 && ++index % 3 != 0)) continue;  // 1025 says the same as 1023
       Buffer buffer(values(c.dtype, c.op, n, static_cast<size_t>(rank), c.numel), is_shared(rank));

@@ -154,13 +154,13 @@ inline double tolerance(DType dtype, ReduceOp op) {
   return dtype == DType::kF16 ? 1.0 / 1024 : dtype == DType::kBF16 ? 1.0 / 128 : 0;
 }
 
-struct Case {
+struct ReductionCase {
   DType dtype;
   ReduceOp op;
   size_t numel;
 };
 
-inline std::string name_of(const Case& c) {
+inline std::string name_of(const ReductionCase& c) {
   return std::string(reduce_op_name(c.op)) + " of " + std::to_string(c.numel) + " " + std::string(dtype_name(c.dtype));
 }
 
@@ -172,8 +172,8 @@ constexpr size_t kCaseStride = 1;
 #endif
 
 // Every defined pair at the small sizes, one pair of each kind at the large ones.
-inline std::vector<Case> all_cases() {
-  std::vector<Case> cases;
+inline std::vector<ReductionCase> all_cases() {
+  std::vector<ReductionCase> cases;
   for (const size_t numel : {0, 1, 3, 31, 33, 1023, 1025}) {
     for (int d = 0; d < kNumDTypes; ++d) {
       for (int o = 0; o < kNumReduceOps; ++o) {
@@ -193,7 +193,7 @@ inline std::vector<Case> all_cases() {
       cases.push_back({dtype, op, numel});
     }
   }
-  std::vector<Case> taken;
+  std::vector<ReductionCase> taken;
   for (size_t i = 0; i < cases.size(); i += kCaseStride) taken.push_back(cases[i]);
   taken.push_back({DType::kF32, ReduceOp::kSum, (size_t{5} << 19) + 17});  // more chunks than are under way
   taken.push_back({DType::kF64, ReduceOp::kMin, 7});                       // and small again after large

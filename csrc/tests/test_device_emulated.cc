@@ -505,9 +505,9 @@ TEST_F(Emulated, AFailedKernelIsAStickyErrorOfItsDevice) {
   const Event event = runtime.create_event(kFirst), healthy = runtime.create_event(kSecond);
   runtime.fail_next_kernel(0);
   store(memory, 2.0f, kDefault);
-  store(memory, 3.0f, kDefault);
   try {
-    runtime.record(event, kDefault);  // legal, unless the kernel was quick
+    store(memory, 3.0f, kDefault);  // legal, unless the kernel was quick
+    runtime.record(event, kDefault);
   } catch (const Error&) {
   }
   const auto is_reported = [&](const std::function<void()>& call) {

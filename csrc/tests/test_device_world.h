@@ -67,9 +67,8 @@ class DeviceUser {
   // As Work::wait of Python does: the stream goes on behind the operation. What the operation failed with, if it did.
   std::optional<Error> wait(const std::shared_ptr<Work>& work, Clock::duration limit = 30s) {
     EXPECT_TRUE(work->wait_enqueued_for(limit)) << "an operation was not enqueued";
-    if (auto error = work->error()) return error;
-    if (const auto done = work->done_event()) done->let_wait(stream_);
-    return std::nullopt;
+    work->let_wait(stream_);
+    return work->error();
   }
 
  private:

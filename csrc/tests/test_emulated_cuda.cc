@@ -52,6 +52,14 @@ TEST_F(EmulatedCuda, LanesThatDoNotComeAreAnError) {
   expect_error([] { __reduce_add_sync(0x0000ffffu, 1); }, "is not among the lanes that it names");
 }
 
+// A GPU fails where the host's processor does not.
+TEST_F(EmulatedCuda, AVectorThatIsNotAlignedIsAnError) {
+  alignas(16) static uint8_t bytes[32];
+  expect_error([] { emulated_expect_aligned(bytes + 4 * (threadIdx.x == 3), 16); },
+               "thread 3 of block 0 moves 16 bytes at an address that is 4 bytes past a multiple of that");
+  cuda_emulation::run_grid(1, kThreads, [] { emulated_expect_aligned(bytes + 4 * (threadIdx.x % 8), 4); });
+}
+
 // What was wrong before does not stay.
 TEST_F(EmulatedCuda, RunsOnAfterAnError) {
   expect_error(

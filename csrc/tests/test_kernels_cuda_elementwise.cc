@@ -420,6 +420,21 @@ TEST_F(CudaElementwise, AdamsStepIsTheCpus) {
   }
 }
 
+// Kernels move vectors by these alone, so no test of theirs passes that a GPU would stop at.
+TEST_F(CudaElementwise, VectorsThatAreNotAlignedAreRefused) {
+  const GuardedArray array(64, 4);
+  using kernels::cuda_on_fibres::Elements;
+  const std::function<void()> calls[] = {
+      [&] {
+        Elements<float, 4> elements;
+        kernels::cuda_on_fibres::load_vectors(array.as<float>(), elements);
+      },
+      [&] { kernels::cuda_on_fibres::store_vectors(Elements<double, 4>{}, array.as<double>()); },
+      [&] { kernels::cuda_on_fibres::store_vectors(Elements<uint16_t, 2>{}, array.as<uint16_t>() + 1); },
+  };
+  for (const auto& call : calls) EXPECT_THROW(cuda_emulation::run_grid(1, 32, call), std::logic_error);
+}
+
 // A kernel runs in the stream that it was given, on that stream's device, and leaves the thread's current one alone.
 TEST_F(CudaElementwise, KernelsRunOnTheDeviceOfTheirStream) {
   float values[8] = {1}, others[8] = {1};

@@ -186,9 +186,35 @@ TEST_F(OverNccl, EveryTypeAndOperatorThatItHasIsReducedByItAndTheOthersByUs) {
       }
       run_together(ranks);
       EXPECT_EQ(results[0], results[1]);
-      const bool is_its = dtype != DType::kBool && number <= static_cast<int>(ReduceOp::kMax);
+      const bool keeps_nan = is_floating(dtype) && (op == ReduceOp::kMin || op == ReduceOp::kMax);
+      const bool is_its = dtype != DType::kBool && number <= static_cast<int>(ReduceOp::kMax) && !keeps_nan;
       EXPECT_EQ(count() - before, is_its ? 2u : 0u) << reduce_op_name(op) << " of " << dtype_name(dtype);
     }
+  }
+}
+
+// NCCL's own would give the number.
+TEST_F(OverNccl, MinAndMaxOfANanAreNan) {
+  auto engines = make_nccl_engines(2);
+  for (const ReduceOp op : {ReduceOp::kMin, ReduceOp::kMax}) {
+    std::vector<std::function<void()>> ranks;
+    for (int r = 0; r < 2; ++r) {
+      ranks.push_back([&, r] {
+        DeviceUser user(own_device(r));
+        const float value = r == 0 ? 1.0f : std::numeric_limits<float>::quiet_NaN();
+        Bytes bytes(sizeof value);
+        std::memcpy(bytes.data(), &value, sizeof value);
+        void* const data = user.upload(bytes);
+        Operation what = stamp(0, 1);
+        what.reduce_op = op;
+        const auto work = engines[static_cast<size_t>(r)]->submit(
+            what, 4, 10s, [=](Context& context) { return all_reduce(context, data, 1, DType::kF32, op, nullptr); },
+            user.ready());
+        ASSERT_FALSE(user.wait(work));
+        EXPECT_TRUE(std::isnan(value_at(DType::kF32, user.download(data, 4), 0))) << reduce_op_name(op);
+      });
+    }
+    run_together(ranks);
   }
 }
 
@@ -578,6 +604,33 @@ TEST_F(OverNccl, ADeviceThatFailsBetweenBatchesLeavesNoPeerBehind) {
   EXPECT_CONTAINS(std::string(failure_of(works[0]).what()), "no memory");
   EXPECT_LT(Clock::now() - begin, 2s);
   for (auto& trainer : trainers) emulated().synchronize(trainer->user.stream());
+}
+
+// What it had enqueued before is done; what it has enqueued itself waits for a peer that does not come.
+TEST_F(OverNccl, AnOperationThatFailsBehindAnotherOneLeavesNothingThatWaits) {
+  auto engines = make_nccl_engines(2);
+  auto trainers = make_trainers(engines);
+  expect_success(all_reduce_all(trainers));
+  for (auto& trainer : trainers) {
+    emulated().run(trainer->user.stream(), "busy", [] { std::this_thread::sleep_for(50ms); });
+  }
+  const Works before = all_reduce_all(trainers);
+  const auto begin = Clock::now();
+  std::atomic<bool> has_ended{false};
+  const Works works = submit_all(trainers, [&](Trainer& trainer) {
+    return trainer.submit([&](Context& context) -> uint64_t {
+      if (context.group.rank() == 1) {
+        context.group.enqueue_native(
+            {OperationKind::kAllReduce, trainer.data, trainer.data, trainer.numel, DType::kF32});
+        emulated().call(context.stream, "end", [&] { has_ended = true; });
+      }
+      throw Error(ErrorKind::kDevice, "no memory", 1);
+    });
+  });
+  expect_success(before);
+  EXPECT_CONTAINS(std::string(failure_of(works[1]).what()), "no memory");
+  EXPECT_TRUE(has_ended);
+  EXPECT_LT(Clock::now() - begin, 2s);
 }
 
 }  // namespace

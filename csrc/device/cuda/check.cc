@@ -35,6 +35,12 @@ void check(cudaError_t status, const std::string& call) {
   if (status == cudaSuccess) return;
   (void)cudaGetLastError();
   if (is_unavailable(status)) throw Error(ErrorKind::kInvalidArgument, unavailable(status));
+  if (status == cudaErrorInitializationError) {
+    throw Error(ErrorKind::kInvalidArgument,
+                call + ": " + cudaGetErrorString(status) +
+                    "; a process that was forked after CUDA had been used cannot use it, nor can one that is about to "
+                    "end: start processes with 'spawn', or use CUDA only after the fork");
+  }
   throw Error(ErrorKind::kDevice,
               call + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) +
                   "); an earlier kernel may be the cause: CUDA_LAUNCH_BLOCKING=1 and compute-sanitizer name it");

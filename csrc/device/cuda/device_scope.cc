@@ -55,6 +55,7 @@ const Driver& driver() {
 
 void check_driver(CUresult status, const char* call) {
   if (status == CUDA_SUCCESS) return;
+  if (status == CUDA_ERROR_NOT_INITIALIZED) check(cudaErrorInitializationError, call);
   throw Error(ErrorKind::kDevice, std::string(call) + " failed with CUresult " + std::to_string(status));
 }
 

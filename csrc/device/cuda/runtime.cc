@@ -144,6 +144,7 @@ class CudaRuntime final : public Runtime {
 
   void record(Event event, Stream stream) override {
     const DeviceScope scope = scope_of(stream.device);
+    refuse_capture(stream);
     check(cudaEventRecord(static_cast<cudaEvent_t>(event), native(stream)), "cudaEventRecord");
   }
 
@@ -160,6 +161,7 @@ class CudaRuntime final : public Runtime {
 
   void wait(Stream stream, Event event) override {
     const DeviceScope scope = scope_of(stream.device);
+    refuse_capture(stream);
     check(cudaStreamWaitEvent(native(stream), static_cast<cudaEvent_t>(event), 0), "cudaStreamWaitEvent");
   }
 
@@ -177,6 +179,17 @@ class CudaRuntime final : public Runtime {
     cudaEvent_t event = nullptr;
     check(cudaEventCreateWithFlags(&event, flags), "cudaEventCreateWithFlags");
     return event;
+  }
+
+  // An event would draw our streams into the capture, and the host's look at it would end that.
+  static void refuse_capture(Stream stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(native(stream), &status), "cudaStreamIsCapturing");
+    if (status == cudaStreamCaptureStatusNone) return;
+    throw Error(ErrorKind::kInvalidArgument,
+                "the current stream of " + device_name(stream.device) +
+                    " is being captured into a CUDA graph, and communication cannot be part of one: its ranks agree by "
+                    "way of the host. Communicate before or after the graph");
   }
 
   void copy_async(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, Stream stream) {

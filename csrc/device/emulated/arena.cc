@@ -3,15 +3,13 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <utility>
 
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "csrc/common/error.h"
+#include "csrc/device/emulated/failures.h"
 
 namespace bagua::device {
 namespace {
@@ -20,19 +18,6 @@ constexpr int kUndefined = 0xff;
 constexpr unsigned char kSlack = 0xa5;
 
 size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-[[noreturn]] void fail(const std::string& message) { throw Error(ErrorKind::kDevice, message); }
-
-[[noreturn]] void die(const std::string& message) {
-  std::fprintf(stderr, "%s\n", message.c_str());
-  std::abort();
-}
-
-std::string hexadecimal(const void* address) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%p", address);
-  return text;
-}
 
 bool is_intact(const char* begin, const char* end) {
   return std::all_of(begin, end, [](char byte) { return static_cast<unsigned char>(byte) == kSlack; });

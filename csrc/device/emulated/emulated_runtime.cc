@@ -2,7 +2,6 @@
 #include "csrc/device/emulated/emulated_runtime.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -11,7 +10,7 @@
 
 #include <unistd.h>
 
-#include "csrc/common/error.h"
+#include "csrc/device/emulated/failures.h"
 
 namespace bagua::device {
 namespace {
@@ -36,19 +35,6 @@ constexpr size_t kPinnedAlignment = 4096;
 // The device whose kernel this thread is executing; -1: none.
 thread_local int executing_device = -1;
 thread_local int thread_device = 0;
-
-[[noreturn]] void fail(const std::string& message) { throw Error(ErrorKind::kDevice, message); }
-
-[[noreturn]] void die(const std::string& message) {
-  std::fprintf(stderr, "%s\n", message.c_str());
-  std::abort();
-}
-
-std::string hexadecimal(const void* address) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%p", address);
-  return text;
-}
 
 std::string thread_name(int device, uint64_t stream) {
   return "emulated-" + std::to_string(device) + "." + std::to_string(stream);
@@ -103,7 +89,6 @@ EmulatedRuntime::~EmulatedRuntime() {
     // A forked child has neither the threads nor the right to the memory.
     for (auto& device : devices_) (void)device.release();
     for (auto& entry : streams_) new std::shared_ptr<StreamQueue>(entry.second.queue);
-    for (auto& queue : retired_) new std::shared_ptr<StreamQueue>(queue);
     return;
   }
   // A stream may wait for another one, so all close before one is joined; commands still use the devices.
@@ -111,7 +96,7 @@ EmulatedRuntime::~EmulatedRuntime() {
   for (auto& device : devices_) device->default_queue.close();
   for (auto& device : devices_) device->default_queue.synchronize();
   streams_.clear();
-  retired_.clear();
+  for (auto& queue : destroyed_queues()) queue->synchronize();
   for (auto& block : pinned_) std::free(const_cast<char*>(block.first));  // ours, from allocate_pinned()
 }
 
@@ -390,7 +375,6 @@ void EmulatedRuntime::fill_zero(void* memory, size_t bytes, Stream stream) {
 Stream EmulatedRuntime::create_stream(Device device) {
   DeviceState& state = healthy(device);
   std::lock_guard lock(mutex_);
-  reap_streams();
   const uint64_t number = num_streams_made_++;
   auto queue = std::make_shared<StreamQueue>(thread_name(state.index, number), seed_ + number, max_delay_ns_);
   void* const handle = queue.get();
@@ -404,15 +388,20 @@ void EmulatedRuntime::destroy_stream(Stream stream) noexcept {
   std::lock_guard lock(mutex_);
   const auto found = streams_.find(stream.handle);
   if (found == streams_.end()) die("cannot destroy " + hexadecimal(stream.handle) + ": it is no stream");
-  found->second.queue->close();
-  retired_.push_back(std::move(found->second.queue));
+  std::erase_if(destroyed_, [](auto& queue) { return queue.expired(); });
+  destroyed_.push_back(found->second.queue);
+  StreamQueue::abandon(std::move(found->second.queue));
   streams_.erase(found);
   --counters_.num_streams;
 }
 
-// Joins the threads of destroyed streams that have nothing left to do. The lock is held.
-void EmulatedRuntime::reap_streams() {
-  std::erase_if(retired_, [](auto& queue) { return queue->is_idle(); });
+// Those that are still busy. The lock is held, or nobody else is there.
+std::vector<std::shared_ptr<StreamQueue>> EmulatedRuntime::destroyed_queues() const {
+  std::vector<std::shared_ptr<StreamQueue>> queues;
+  for (const auto& destroyed : destroyed_) {
+    if (auto queue = destroyed.lock()) queues.push_back(std::move(queue));
+  }
+  return queues;
 }
 
 Event EmulatedRuntime::create_event(Device device) { return create_event(device, false); }
@@ -454,6 +443,7 @@ bool EmulatedRuntime::is_done(Event event) {
   const auto state = event_of(event);
   healthy({DeviceKind::kEmulated, state->device});
   std::lock_guard lock(mutex_);
+  ++counters_.event_queries;
   return state->recorded == nullptr || state->recorded->is_reached.load(std::memory_order_acquire);
 }
 
@@ -504,7 +494,7 @@ void EmulatedRuntime::synchronize(Device device) {
   std::vector<std::shared_ptr<StreamQueue>> queues;
   {
     std::lock_guard lock(mutex_);
-    queues = retired_;
+    queues = destroyed_queues();
     for (auto& entry : streams_) {
       if (entry.second.device == state.index) queues.push_back(entry.second.queue);
     }
@@ -586,7 +576,7 @@ EmulatedCounters EmulatedRuntime::counters() {
 void EmulatedRuntime::reset_counters() {
   std::lock_guard lock(mutex_);
   counters_.launches.clear();
-  counters_.bytes_to_device = counters_.bytes_to_host = counters_.bytes_on_device = 0;
+  counters_.bytes_to_device = counters_.bytes_to_host = counters_.bytes_on_device = counters_.event_queries = 0;
 }
 
 void EmulatedRuntime::set_delay(std::chrono::nanoseconds max_delay) { max_delay_ns_ = max_delay.count(); }

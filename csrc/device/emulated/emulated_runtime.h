@@ -34,6 +34,7 @@ struct EmulatedCounters {
   uint64_t bytes_to_device = 0;              // copied, when enqueued
   uint64_t bytes_to_host = 0;
   uint64_t bytes_on_device = 0;
+  uint64_t event_queries = 0;
   // What exists now; the host's order counts, so memory that the stream has yet to release is not live.
   size_t live_bytes = 0;
   size_t pinned_bytes = 0;
@@ -91,7 +92,7 @@ class EmulatedRuntime final : public Runtime {
 
   // ---- for tests -------------------------------------------------------------------------------------------------
   EmulatedCounters counters();
-  void reset_counters();  // of launches and bytes
+  void reset_counters();  // of launches, bytes and queries
   void set_delay(std::chrono::nanoseconds max_delay);
   void limit_memory(size_t bytes);  // of each device
   // The next kernel that is launched on the device reports a failure instead of running.
@@ -125,7 +126,7 @@ class EmulatedRuntime final : public Runtime {
   void pin(const void* memory, size_t bytes, const char* verb);
   void unpin(const void* memory);
   PinnedBlock* pinned_block_of(const void* memory, size_t* offset);
-  void reap_streams();
+  std::vector<std::shared_ptr<StreamQueue>> destroyed_queues() const;
 
   const int num_devices_;
   const uint64_t seed_;
@@ -135,7 +136,7 @@ class EmulatedRuntime final : public Runtime {
   std::mutex mutex_;  // guards the rest; is taken before the locks of arenas and queues
   std::vector<std::unique_ptr<DeviceState>> devices_;  // constant once process_ is set
   std::unordered_map<void*, OwnStream> streams_;       // by handle
-  std::vector<std::shared_ptr<StreamQueue>> retired_;  // destroyed, perhaps still busy
+  std::vector<std::weak_ptr<StreamQueue>> destroyed_;  // each lives while it is busy
   std::unordered_map<void*, std::shared_ptr<EventState>> events_;
   std::map<const char*, PinnedBlock> pinned_;
   EmulatedCounters counters_;

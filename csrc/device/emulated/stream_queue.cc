@@ -43,13 +43,27 @@ void StreamQueue::close() {
   changed_.notify_all();
 }
 
+void StreamQueue::abandon(std::shared_ptr<StreamQueue> queue) {
+  StreamQueue& left = *queue;
+  std::lock_guard lock(left.mutex_);
+  left.is_closed_ = true;
+  if (!left.thread_.joinable()) return;
+  left.thread_.detach();
+  left.self_ = queue;
+  left.changed_.notify_all();
+}
+
 void StreamQueue::execute_all() {
+  std::shared_ptr<StreamQueue> self;  // outlives the lock
   pthread_setname_np(pthread_self(), name_.substr(0, 15).c_str());
   prctl(PR_SET_TIMERSLACK, 1);  // the default, 50 us, would lengthen every delay
   std::unique_lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [this] { return !commands_.empty() || is_closed_; });
-    if (commands_.empty()) return;
+    if (commands_.empty()) {
+      self = std::move(self_);
+      return;
+    }
     Command command = std::move(commands_.front());
     commands_.pop_front();
     is_executing_ = true;

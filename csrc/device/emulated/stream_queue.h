@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <string>
@@ -31,6 +32,8 @@ class StreamQueue {
   void synchronize();
   // The thread ends once all is executed; nothing may be enqueued from here on.
   void close();
+  // The same for who waits for nothing any more: the queue goes with its thread.
+  static void abandon(std::shared_ptr<StreamQueue> queue);
 
  private:
   struct Command {
@@ -50,7 +53,8 @@ class StreamQueue {
   std::deque<Command> commands_;
   bool is_executing_ = false;
   bool is_closed_ = false;
-  std::thread thread_;  // starts with the first command: most default streams are never used
+  std::thread thread_;                 // starts with the first command: most default streams are never used
+  std::shared_ptr<StreamQueue> self_;  // of an abandoned one
 };
 
 }  // namespace bagua::device

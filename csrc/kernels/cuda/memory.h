@@ -33,6 +33,22 @@ __host__ __device__ __forceinline__ bool is_aligned(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % kNumBytes == 0;
 }
 
+// The address as one of vectors, to which it is aligned: a GPU fails where it is not, the tests look.
+template <typename Vector>
+__device__ __forceinline__ const Vector* as_vectors(const void* address) {
+#if !defined(__CUDACC__)
+  emulated_expect_aligned(address, sizeof(Vector));
+#endif
+  return static_cast<const Vector*>(address);
+}
+template <typename Vector>
+__device__ __forceinline__ Vector* as_vectors(void* address) {
+#if !defined(__CUDACC__)
+  emulated_expect_aligned(address, sizeof(Vector));
+#endif
+  return static_cast<Vector*>(address);
+}
+
 // kNumel elements that lie side by side, so that they move in vectors of up to 16 bytes.
 template <typename T, int kNumel>
 struct Elements {
@@ -53,7 +69,7 @@ __device__ __forceinline__ void load_vectors(const T* from, Elements<T, kNumel>&
   using Of = Elements<T, kNumel>;
 #pragma unroll
   for (int v = 0; v < Of::kNumVectors; ++v) {
-    const auto part = std::bit_cast<typename Of::Part>(reinterpret_cast<const typename Of::Vector*>(from)[v]);
+    const auto part = std::bit_cast<typename Of::Part>(as_vectors<typename Of::Vector>(from)[v]);
 #pragma unroll
     for (int i = 0; i < Of::kVectorNumel; ++i) to.element[v * Of::kVectorNumel + i] = part.element[i];
   }
@@ -66,7 +82,7 @@ __device__ __forceinline__ void store_vectors(const Elements<T, kNumel>& from, T
     typename Of::Part part;
 #pragma unroll
     for (int i = 0; i < Of::kVectorNumel; ++i) part.element[i] = from.element[v * Of::kVectorNumel + i];
-    reinterpret_cast<typename Of::Vector*>(to)[v] = std::bit_cast<typename Of::Vector>(part);
+    as_vectors<typename Of::Vector>(to)[v] = std::bit_cast<typename Of::Vector>(part);
   }
 }
 
@@ -106,6 +122,16 @@ __device__ __forceinline__ void store_singly(const Elements<T, kNumel>& from, in
   }
 }
 
+// All of them by vectors where it is known that `kIsWhole`, else the first `num`; the others become 0.
+template <bool kIsWhole, typename T, int kNumel>
+__device__ __forceinline__ void load_known(const T* from, int num, Elements<T, kNumel>& to) {
+  if constexpr (kIsWhole) {
+    load_vectors(from, to);
+  } else {
+    load_singly(from, num, T{0}, to);
+  }
+}
+
 // The same, by vectors where that is possible.
 template <typename T, int kNumel>
 __device__ __forceinline__ void load(const T* from, int num, T padding, Elements<T, kNumel>& to) {
@@ -126,7 +152,7 @@ __device__ __forceinline__ void store(const Elements<T, kNumel>& from, int num, 
 
 // The bytes of a message: the first `num` of 4, the first lowest.
 __device__ __forceinline__ uint32_t load_bytes(const uint8_t* from, int num) {
-  if (num == 4 && is_aligned<4>(from)) return reinterpret_cast<const uint1*>(from)->x;
+  if (num == 4 && is_aligned<4>(from)) return as_vectors<uint1>(from)->x;
   uint32_t word = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -136,7 +162,7 @@ __device__ __forceinline__ uint32_t load_bytes(const uint8_t* from, int num) {
 }
 __device__ __forceinline__ void store_bytes(uint32_t word, int num, uint8_t* to) {
   if (num == 4 && is_aligned<4>(to)) {
-    *reinterpret_cast<uint1*>(to) = uint1{word};
+    *as_vectors<uint1>(to) = uint1{word};
     return;
   }
 #pragma unroll

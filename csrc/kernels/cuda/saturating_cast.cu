@@ -108,11 +108,7 @@ struct ReduceSaturating {
       const uint8_t* bytes = contributions.codes + static_cast<size_t>(rank) * contributions.stride;
       const auto* from = reinterpret_cast<const uint16_t*>(bytes) + first;
       Codes codes;
-      if constexpr (kIsWhole) {
-        load_vectors(from, codes);
-      } else {
-        load_singly(from, num, uint16_t{0}, codes);
-      }
+      load_known<kIsWhole>(from, num, codes);
 #pragma unroll
       for (int i = 0; i < kNumel; ++i) sums[i] += Floating<kTo>::widen(codes.element[i]);
     }

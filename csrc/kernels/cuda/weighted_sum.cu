@@ -31,24 +31,15 @@ struct WeightedSum {
   double weights[kCapacity];
 
   template <bool kIsWhole>
-  __device__ __forceinline__ void load_from(int source, size_t first, int num, Loaded& elements) const {
-    const T* from = static_cast<const T*>(sources.at[source]) + first;
-    if constexpr (kIsWhole) {
-      load_vectors(from, elements);
-    } else {
-      load_singly(from, num, T{0}, elements);
-    }
-  }
-  template <bool kIsWhole>
   __device__ __forceinline__ void load_as(size_t first, int num, Loaded& loaded) const {
     double sums[kNumel];
     Loaded next;
-    load_from<kIsWhole>(0, first, num, next);
+    load_known<kIsWhole>(static_cast<const T*>(sources.at[0]) + first, num, next);
 #pragma unroll
     for (int i = 0; i < kNumel; ++i) sums[i] = weights[0] * Convert::widen(next.element[i]);
 #pragma unroll(kIsWhole ? kUnrolled : 1)
     for (int s = 1; s < sources.count; ++s) {
-      load_from<kIsWhole>(s, first, num, next);
+      load_known<kIsWhole>(static_cast<const T*>(sources.at[s]) + first, num, next);
 #pragma unroll
       for (int i = 0; i < kNumel; ++i) sums[i] += weights[s] * Convert::widen(next.element[i]);
     }

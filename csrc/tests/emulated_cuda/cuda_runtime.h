@@ -41,16 +41,19 @@ struct __attribute__((may_alias, aligned(16))) uint4 {
 using cudaStream_t = void*;
 enum cudaError_t {
   cudaSuccess = 0,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorInitializationError = 3,
   cudaErrorStubLibrary = 34,
   cudaErrorInsufficientDriver = 35,
   cudaErrorNoDevice = 100,
+  cudaErrorNotReady = 600,
   cudaErrorLaunchFailure = 719,
   cudaErrorSystemDriverMismatch = 803,
   cudaErrorCompatNotSupportedOnDevice = 804,
 };
-enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed = 2 };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeRelaxed = 2 };
 #define CUDART_VERSION 13000
-enum cudaMemcpyKind { cudaMemcpyDeviceToDevice = 3 };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 };
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes = 0;
@@ -117,6 +120,9 @@ T reduce(unsigned mask, T value, Combine combine, const std::source_location& si
 }
 
 }  // namespace cuda_emulation
+
+// An error, as on the GPU, where a thread moves `num_bytes` at once from or to an address that is not aligned to them.
+void emulated_expect_aligned(const void* address, size_t num_bytes);
 
 // The block's: `num_bytes` is the same for all threads of it.
 void* emulated_shared_memory(size_t num_bytes);

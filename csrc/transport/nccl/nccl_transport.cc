@@ -46,6 +46,11 @@ std::optional<RedOp> operator_of(ReduceOp op) {
   return std::nullopt;
 }
 
+// Its MIN and MAX are those of C, which drop a NaN; ours keep it.
+bool loses_nan(DType dtype, ReduceOp op) {
+  return is_floating(dtype) && (op == ReduceOp::kMin || op == ReduceOp::kMax);
+}
+
 ErrorKind error_kind(Result result) {
   switch (result) {
     case kUnhandledCudaError: return ErrorKind::kDevice;
@@ -81,7 +86,7 @@ bool NcclTransport::has(OperationKind kind, DType dtype, ReduceOp op) const {
   switch (kind) {
     case OperationKind::kAllReduce:
     case OperationKind::kReduce:
-    case OperationKind::kReduceScatter: return data_type(dtype) && operator_of(op);
+    case OperationKind::kReduceScatter: return data_type(dtype) && operator_of(op) && !loses_nan(dtype, op);
     case OperationKind::kAllGather:
     case OperationKind::kBroadcast: return data_type(dtype).has_value();
     default: return false;

@@ -2,20 +2,8 @@
 #include "csrc/transport/pinned/pinned_channel.h"
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
-
-#include "csrc/common/deadline.h"
-#include "csrc/common/error.h"
 
 namespace bagua {
-namespace {
-
-// A copy that was enqueued waits for nothing but what the device had to do before. One that takes longer than this has
-// a device that hangs.
-constexpr std::chrono::seconds kCopyLimit{10};
-
-}  // namespace
 
 bool PinnedChannel::Direction::is_in(Buffer::State state) const {
   return std::any_of(buffers.begin(), buffers.end(), [state](const Buffer& buffer) { return buffer.state == state; });
@@ -49,22 +37,18 @@ void PinnedChannel::Direction::free_oldest() {
   --num_used;
 }
 
-// After it no copy touches a buffer or the memory of a message.
+// After it no copy touches a buffer or the memory of a message, unless the device hangs or has failed.
 void PinnedChannel::Direction::wait_for_copies() {
-  const Deadline limit = Deadline::after(kCopyLimit);
+  const Deadline limit = Deadline::after(device::kLongestWork);
   for (Buffer& buffer : buffers) {
     if (buffer.state != Buffer::State::kCopyingOut && buffer.state != Buffer::State::kCopyingIn) continue;
-    try {
-      while (!buffer.copied->is_done() && !limit.expired()) std::this_thread::sleep_for(std::chrono::microseconds(50));
-    } catch (const Error&) {
-      // The device has failed, and what was enqueued with it.
-    }
+    if (!device::is_done_by(limit, *buffer.copied)) are_abandoned = true;
   }
 }
 
 PinnedChannel::Direction::~Direction() {
   wait_for_copies();
-  if (memory != nullptr) device::runtime_of(device).free_pinned(memory);
+  if (memory != nullptr && !are_abandoned) device::runtime_of(device).free_pinned(memory);
 }
 
 void PinnedChannel::post_send(const Operation& operation, const void* data, size_t bytes, Request* request) {

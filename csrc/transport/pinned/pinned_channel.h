@@ -74,8 +74,9 @@ class PinnedChannel final : public Channel {
   struct Direction {
     std::deque<Message> messages;  // with pieces that have not been begun
     std::array<Buffer, kNumBuffers> buffers;
-    void* memory = nullptr;  // of all buffers, made with the first piece
-    Device device;           // whose runtime made it
+    void* memory = nullptr;      // of all buffers, made with the first piece
+    Device device;               // whose runtime made it
+    bool are_abandoned = false;  // the buffers: to a device that may still use them, for good
     size_t oldest = 0;
     size_t num_used = 0;  // from the oldest on
 
