@@ -63,6 +63,12 @@ def _transports(settings: config.Settings) -> str:
     return f"shm {tcp}" if settings.shared_memory else tcp
 
 
+def _token(settings: config.Settings) -> str:
+    if settings.auth_token is not None:
+        return "given: ranks prove to each other that they know it"
+    return "none: on several hosts whoever reaches the store can join (bagua token); bagua run makes one on one host"
+
+
 def _devices() -> list[str]:
     """Lines on GPUs: which there are, what drives them, and how their tensors move."""
     import torch
@@ -109,6 +115,7 @@ def report_host() -> str:
         f"core           built for {' '.join(kind for kind in _C.device_kinds if _is_built_in(kind))}",
         f"codecs         {' '.join(_C.registered_codecs())}",
         f"transports     {_transports(settings)}",
+        f"token          {_token(settings)}",
     ]
     lines += _devices()
     for address in interface_addresses():

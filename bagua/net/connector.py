@@ -88,7 +88,7 @@ def notify(records: Sequence[RankRecord], secret: bytes, about: dict, seconds: f
         for record in records:
             family, _, _, _, address = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
             sock = _new_socket(family)
-            pending[sock.fileno()] = (sock, _Notification(sock, secret, about))
+            pending[sock.fileno()] = (sock, _Notification(sock, secret, {**about, "to": record.rank}))
             sock.setblocking(False)
             sock.connect_ex(address)  # a failure shows in advance()
             poller.register(sock, select.POLLOUT)

@@ -353,7 +353,7 @@ class Endpoint:
             self._peer_status.handle(sock, about)
             return
         try:
-            announced = IncomingLink.announced(about, len(self.records), bool(descriptors))
+            announced = IncomingLink.announced(about, bool(descriptors))
         except BaseException:
             close_all([sock], descriptors)
             raise

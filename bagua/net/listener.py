@@ -1,6 +1,6 @@
 """Incoming connections: one thread, "bagua-accept", serves a rank's listening sockets without ever blocking.
 
-A peer is unauthenticated until the handshake (auth.py) has proved that it knows the job's secret. Until then it costs
+A peer is unauthenticated until the handshake (auth.py) has proved that it knows the job's key. Until then it costs
 a log line at most, and the log lines become rarer as refused connections become more.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from bagua.errors import TransportError
-from bagua.net.auth import accept, set_no_delay
+from bagua.net.auth import Credentials, accept, set_no_delay
 from bagua.net.fork_guard import close_in_child
 
 __all__ = ["IncomingLink", "Listener", "close_all"]
@@ -43,7 +43,7 @@ class IncomingLink:
     descriptors: list[int] = field(default_factory=list)  # Unix: rings, doorbell
 
     @classmethod
-    def announced(cls, about: dict, num_ranks: int, is_unix: bool) -> IncomingLink:
+    def announced(cls, about: dict, is_unix: bool) -> IncomingLink:
         """From the dialer's description of itself: it knows the secret, but may be of another version, or broken.
 
         Raises:
@@ -52,7 +52,7 @@ class IncomingLink:
         for name in ("group", "link"):
             if type(about.get(name)) is not str:
                 raise TransportError(f"its {name} is {about.get(name)!r}, expected a text")
-        limits = {"from": (0, num_ranks - 1), "streams": (0, 64), "ring_bytes": (1 << 12, 1 << 30), "tag": (0, 1 << 20)}
+        limits = {"streams": (0, 64), "ring_bytes": (1 << 12, 1 << 30), "tag": (0, 1 << 20)}
         limits["index"] = (0, 0 if is_unix else about.get("streams"))  # last: of streams that are a number by then
         for name, (low, high) in limits.items():
             value = about.get(name)
@@ -97,7 +97,7 @@ class Listener:
 
     Args:
         sockets: listening TCP and Unix sockets, owned by the caller, who closes them after close().
-        secret: what a peer must know.
+        credentials: this rank's; a peer must know the key and mean this rank.
         accepted: called on the thread with the socket, what the dialer says about itself, and (Unix) its two
             descriptors; it owns the socket and the descriptors, also when it raises.
         failed: called on the thread when an error of its own ends it, so that nobody waits for connections in vain.
@@ -106,12 +106,12 @@ class Listener:
     def __init__(
         self,
         sockets: list[socket.socket],
-        secret: bytes,
+        credentials: Credentials,
         accepted: Callable[[socket.socket, dict, list[int]], None],
         failed: Callable[[Exception], None],
     ):
         self._sockets = sockets
-        self._secret = secret
+        self._credentials = credentials
         self._accepted, self._failed = accepted, failed
         self._num_refused = 0
         self._selector = selectors.DefaultSelector()
@@ -172,7 +172,7 @@ class Listener:
             is_unix = sock.family == socket.AF_UNIX
             if not is_unix:
                 set_no_delay(sock)
-            peer = _UnauthenticatedPeer(sock, accept(self._secret, sock.sendall), time.monotonic(), is_unix)
+            peer = _UnauthenticatedPeer(sock, accept(self._credentials, sock.sendall), time.monotonic(), is_unix)
             peer.needed = next(peer.generator)
             self._unauthenticated[sock] = peer
             self._selector.register(sock, selectors.EVENT_READ, peer)

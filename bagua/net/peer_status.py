@@ -91,7 +91,7 @@ class PeerStatus:
             RemoteError: the group has failed on the peer.
             ConnectionRefusedError: nobody listens there.
         """
-        about = {"group": name, "from": rank, "status": registered.core.status().hex()}
+        about = {"group": name, "from": rank, "to": peer, "status": registered.core.status().hex()}
         deadline = Deadline(time.monotonic() + seconds, still_wanted)
         group_peer = registered.ranks.index(peer)
         registered.core.note_status_request(group_peer)

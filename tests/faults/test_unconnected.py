@@ -12,6 +12,7 @@ import torch
 
 import bagua
 from bagua.net import liveness
+from bagua.net.auth import Credentials
 from bagua.net.connector import notify
 from bagua.net.listener import Listener
 from bagua.net.peer_status import PeerStatus, RegisteredGroup
@@ -275,7 +276,11 @@ def test_who_is_waited_for_in_vain_tells_whose_fault_it_is(world, waits_in, fail
 def record_of(listener):
     address, port = listener.getsockname()
     fields = dict.fromkeys(RankRecord.__dataclass_fields__, "")
-    return RankRecord(**{**fields, "address": address, "port": port})
+    return RankRecord(**{**fields, "rank": 0, "address": address, "port": port})
+
+
+def credentials(rank, key=b"key"):
+    return Credentials(key, rank, 2)
 
 
 @pytest.fixture
@@ -302,40 +307,40 @@ def test_a_rank_that_does_not_answer_keeps_no_report_from_the_others(listener):
         records = [record_of(sock) for sock in (stopped, ended, foreign, listener)]
         ended.close()
         acceptors = [
-            Listener([foreign], b"another", take, pytest.fail),
-            Listener([listener], b"secret", take, pytest.fail),
+            Listener([foreign], credentials(0, b"another"), take, pytest.fail),
+            Listener([listener], credentials(0), take, pytest.fail),
         ]
-        longest = {"groups": ["world", "world/p2p"], "cause": {"text": 1000 * "\N{GRINNING FACE}"}}
+        longest = {"groups": ["world", "world/p2p"], "from": 1, "cause": {"text": 1000 * "\N{GRINNING FACE}"}}
         begin = time.monotonic()
-        assert notify(records, b"secret", longest, TIMEOUT_S) == 3
+        assert notify(records, credentials(1), longest, TIMEOUT_S) == 3
         assert time.monotonic() - begin < 2 * TIMEOUT_S
-        assert arrived.wait(LONG_S) and told == [longest]
+        assert arrived.wait(LONG_S) and told == [longest | {"to": 0}]
         for acceptor in acceptors:
             acceptor.close()
 
 
 def test_status_queries_about_unknown_groups(listener):
     """They are answered, whether the group has not been made or has been destroyed; the latest of these are known."""
-    answering = PeerStatus([], b"secret", {}, bagua._C.ProcessWaits())
-    acceptor = Listener([listener], b"secret", lambda sock, about, _: answering.handle(sock, about), pytest.fail)
-    asking = PeerStatus([record_of(listener)], b"secret", {}, bagua._C.ProcessWaits())
+    answering = PeerStatus([], credentials(0), {}, bagua._C.ProcessWaits())
+    acceptor = Listener([listener], credentials(0), lambda sock, about, _: answering.handle(sock, about), pytest.fail)
+    asking = PeerStatus([record_of(listener)], credentials(1), {}, bagua._C.ProcessWaits())
     core = bagua._C.local_world("here", 1, 1.0)[0]
 
     class Group:
         def __init__(self):
             self.core, self.ranks = core, [0]
 
-    assert asking.query("nobody's", Group(), 0, 0, lambda: None)
+    assert asking.query("nobody's", Group(), 1, 0, lambda: None)
     for number in range(1001):
         answering.group_closes(f"group {number}")
     for name, has in {"group 0": "not made", "group 1": "destroyed", "group 1000": "destroyed"}.items():
         with pytest.raises(bagua.DeadlineExceeded, match=f"rank 0 has {has} the group"):
-            core.blame(0, TIMEOUT_S, functools.partial(asking.query, name, Group(), 0, 0, lambda: None))
-    assert notify([record_of(listener)], b"secret", {"groups": ["nobody's"], "from": 0, "cause": {}}, 1.0) == 0
+            core.blame(0, TIMEOUT_S, functools.partial(asking.query, name, Group(), 1, 0, lambda: None))
+    assert notify([record_of(listener)], credentials(1), {"groups": ["nobody's"], "from": 1, "cause": {}}, 1.0) == 0
     acceptor.close()
     listener.close()
     with pytest.raises(ConnectionRefusedError):
-        asking.query("nobody's", Group(), 0, 0, lambda: None)
+        asking.query("nobody's", Group(), 1, 0, lambda: None)
     core.close()
 
 

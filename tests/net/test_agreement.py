@@ -18,6 +18,7 @@ pytestmark = pytest.mark.timed
 TIMEOUT_S = 0.5
 LONG_S = 60.0
 QUICKLY_S = LONG_S / 3  # it is the disagreement that was noticed, no deadline that has passed
+TOKENS = ["5kZ0pW-qk2VQyXn3sE7cUw", "9aLr_T4hBf6mJd1vGi8oNx"]
 
 
 def attempt(rank, world_size, changes, timeout):
@@ -65,7 +66,10 @@ def failures_of(world_size, changes, timeout=LONG_S, env=None):
             {"env": {"BAGUA_THRESHOLDS": "direct_bytes=7"}},
             "about thresholds: rank 0 has 'the defaults', rank 2 has 'direct_bytes=7'; set the same BAGUA_THRESHOLDS",
         ),
-        ({"arguments": {"auth_token": "x"}}, "about auth_token: rank 2's token is not rank 0's; pass the same"),
+        (
+            {"arguments": {"auth_token": TOKENS[0]}},
+            "about auth_token: rank 0 has 'no token', rank 2 has 'a token'; pass the same",
+        ),
     ],
     ids=["world_size", "version", "protocol", "backend", "thresholds", "token"],
 )
@@ -84,15 +88,24 @@ def test_ranks_that_disagree_in_the_store_of_rank_0():
 
 
 def test_tokens_that_differ():
-    changes = {rank: {"arguments": {"auth_token": token}} for rank, token in enumerate(["one", "one", "two"])}
-    for _, text, _ in failures_of(3, changes):
-        assert "rank 2's token is not rank 0's" in text
-        assert "one" not in text.split("'")[0] and "two" not in text, "a token is never printed"
+    tokens = [TOKENS[0], TOKENS[0], TOKENS[1]]
+    changes = {rank: {"arguments": {"auth_token": token}} for rank, token in enumerate(tokens)}
+    for _, text, seconds in failures_of(3, changes):
+        assert "the ranks disagree about auth_token: rank 2's token is not rank 0's; pass the same" in text
+        assert not any(token in text for token in TOKENS), "a token is never printed"
+        assert seconds < QUICKLY_S
 
 
-def test_the_same_token_from_argument_and_environment():
-    changes = {0: {"arguments": {"auth_token": "secret"}}, 1: {"env": {"BAGUA_AUTH_TOKEN": "secret"}}}
-    assert spawn(attempt, 2, args=(changes, 30.0)) == [None, None]
+def test_the_same_token_from_argument_environment_and_file(tmp_path):
+    file = tmp_path / "token"
+    file.write_text(TOKENS[0] + "\n")
+    file.chmod(0o600)
+    changes = {
+        0: {"arguments": {"auth_token": TOKENS[0]}},
+        1: {"env": {"BAGUA_AUTH_TOKEN": TOKENS[0]}},
+        2: {"env": {"BAGUA_AUTH_TOKEN_FILE": str(file)}},
+    }
+    assert spawn(attempt, 3, args=(changes, 30.0)) == [None] * 3
 
 
 def test_two_processes_with_the_same_rank():
@@ -121,6 +134,8 @@ def test_a_bad_setting_is_refused_before_anything_is_opened():
         assert kind == "InvalidArgument" and "interface 'nope0' has no address on this host; there are lo (127" in text
     for kind, text, _ in failures_of(1, {}, env={"BAGUA_THRESHOLDS": "ring_bytes=1"}):
         assert kind == "InvalidArgument" and "names 'ring_bytes'; the thresholds are broadcast_tree_bytes, " in text
+    for kind, text, _ in failures_of(1, {0: {"arguments": {"auth_token": "a secret"}}}):
+        assert kind == "InvalidArgument" and "too easy to guess" in text and "make one with `bagua token`" in text
     for kind, text, _ in failures_of(1, {0: {"arguments": {"backend": "mpi"}}}):
         assert kind == "InvalidArgument" and "backend 'mpi' is unknown; the backends are auto, native" in text
 

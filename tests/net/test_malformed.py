@@ -29,9 +29,11 @@ WRONG = {
 }
 MALFORMED = [WELL_FORMED | {name: value} for name, values in WRONG.items() for value in values]
 MALFORMED += [{key: value for key, value in WELL_FORMED.items() if key != name} for name in WRONG]
-MALFORMED += [{}, [], None, 1, "text", [WELL_FORMED], {"status": 1}, {"cause": 1}]
-MALFORMED += [{"group": "world", "from": other, "status": status} for other in (1, 9, None) for status in ("x", 5)]
-MALFORMED += [{"groups": groups, "from": 9, "cause": {"kind": 1}} for groups in (["world"], 5, [[]])]
+MALFORMED += [WELL_FORMED | {"to": to} for to in (1, -1, "0", True, None, [0])]
+ENDS = {"from": 1, "to": 0}
+MALFORMED += [{}, [], None, 1, "text", [WELL_FORMED], ENDS, ENDS | {"status": 1}, ENDS | {"cause": 1}]
+MALFORMED += [ENDS | {"group": "world", "from": other, "status": status} for other in (1, 9) for status in ("x", 5)]
+MALFORMED += [ENDS | {"groups": groups, "cause": {"kind": 1}} for groups in (["world"], 5, [[]])]
 NOT_JSON = [b" ", b"{", b"\xff\xfe", b"[" * 16_000, b"9" * 16_000, json.dumps(WELL_FORMED).encode() + b"}"]
 
 
@@ -42,20 +44,21 @@ class Raw(bytes):
         return self
 
 
-def say(family, address, secret, about):
+def say(family, address, credentials, about):
     """Proves itself, says what it is, and waits for the end of the connection."""
     sent = types.SimpleNamespace(dumps=lambda it: Raw(it) if isinstance(it, bytes) else json.dumps(it))
     original, auth.json = auth.json, sent
     try:
         # Over the Unix socket the last one is kept for a group that is not there yet.
         deadline = connector.Deadline(time.monotonic() + (10 if family == socket.AF_INET else 1), lambda: None)
-        with connector._authenticated(family, address, secret, about, deadline) as sock:
-            if family == socket.AF_UNIX and isinstance(about, dict):
-                read, write = os.pipe()
-                socket.send_fds(sock, [b"F"], [read, write])  # of no memory at all
-                os.close(read)
-                os.close(write)
-            with contextlib.suppress(ConnectionResetError, TimeoutError):  # it did not read all
+        # It may close the connection before it proves itself, or before it has read all.
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            with connector._authenticated(family, address, credentials, about, deadline) as sock:
+                if family == socket.AF_UNIX and isinstance(about, dict):
+                    read, write = os.pipe()
+                    socket.send_fds(sock, [b"F"], [read, write])  # of no memory at all
+                    os.close(read)
+                    os.close(write)
                 connector._wait(sock, connector.select.POLLIN, deadline)
                 while sock.recv(1000):  # the answer to a status query
                     connector._wait(sock, connector.select.POLLIN, deadline)

@@ -124,6 +124,7 @@ ORDER = {
         "rank": set(),
         "progress": set(),
         "endings": set(),
+        "make_token": set(),
         "run": CONFIG | {"net.congestion", "torch_backend"},
         "doctor": CORE | {"net", "distributed"},
         "bench": ERRORS | {"replay", "torch_backend"},
