@@ -33,7 +33,15 @@ from bagua.config import LaunchEnvironment
 from bagua.errors import DeadlineExceeded, InvalidArgument, RemoteError, TransportError
 from bagua.net.auth import Credentials, derive, stretch
 
-__all__ = ["PROTOCOL", "RankRecord", "exchange_records", "host_identity", "open_store", "reopen_store"]
+__all__ = [
+    "PROTOCOL",
+    "RankRecord",
+    "exchange_records",
+    "host_identity",
+    "open_store",
+    "rendezvous_name",
+    "reopen_store",
+]
 
 # Raised whenever bytes on a wire or in a ring change their meaning.
 PROTOCOL = 6
@@ -317,12 +325,9 @@ def exchange_records(
         rendezvous.set("secret", secrets.token_hex(32))
     try:
         records, rows = _exchange(rendezvous, mine)
-        transcript = b"".join(struct.pack("<I", len(row)) + row for row in rows)
-        name = hashlib.sha256(b"bagua rendezvous" + struct.pack("<I", PROTOCOL) + transcript).digest()
-        if auth_token:
-            key = stretch(auth_token, name)
-        else:
-            key = derive(rendezvous.get("secret", _UNPROVED.format(0)), name)
+        name = rendezvous_name(rows)
+        # What is in the store as the secret may be anything, of any length.
+        key = stretch(auth_token, name) if auth_token else derive(rendezvous.get("secret", _UNPROVED.format(0)), name)
         _prove(rendezvous, mine, name, key)
         for record in records:
             _compare(records[0], record, _COMPARED)
@@ -330,6 +335,14 @@ def exchange_records(
         rendezvous.publish_fault(str(error))
         raise
     return records, Credentials(derive(key, b"connections"), mine.rank, mine.world_size)
+
+
+def rendezvous_name(rows: Sequence[bytes]) -> bytes:
+    """The digest, 32 bytes, of all ranks' records as they are published: it tells this rendezvous from every other."""
+    digest = hashlib.sha256(b"bagua rendezvous" + struct.pack("<I", PROTOCOL))
+    for row in rows:
+        digest.update(struct.pack("<I", len(row)) + row)
+    return digest.digest()
 
 
 def _exchange(rendezvous: _RendezvousStore, mine: RankRecord) -> tuple[list[RankRecord], list[bytes]]:
