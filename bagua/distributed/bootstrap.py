@@ -86,9 +86,9 @@ def _warn_of_strangers(records: Sequence[rendezvous.RankRecord]) -> None:
         return
     _has_warned = True
     logger.warning(
-        "this job has no token: whoever reaches the store at MASTER_ADDR:MASTER_PORT can join it as a rank, read and "
-        "change what it computes, and run code in its processes; make a token with `bagua token --output FILE` and "
-        "give it to all ranks (BAGUA_AUTH_TOKEN_FILE), or keep others out of this network"
+        "this job has no token: whoever reaches the store at MASTER_ADDR:MASTER_PORT can join it as a rank or take "
+        "the place of one, and read and change what it computes; make a token with `bagua token --output FILE` and "
+        "give it to all ranks (BAGUA_AUTH_TOKEN_FILE), or keep others out of this network (docs/security.md)"
     )
 
 

@@ -1,8 +1,10 @@
 """Ranks that disagree, come twice or do not come: every rank is told what it is, and in time."""
 
+import logging
 import os
 import socket
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -10,7 +12,9 @@ import torch.distributed as dist
 
 import bagua
 from bagua import _C, config
+from bagua.distributed import bootstrap
 from bagua.net import rendezvous
+from bagua.net.interfaces import interface_addresses
 from bagua.testing import free_port, spawn
 
 pytestmark = pytest.mark.timed
@@ -106,6 +110,40 @@ def test_the_same_token_from_argument_environment_and_file(tmp_path):
         2: {"env": {"BAGUA_AUTH_TOKEN_FILE": str(file)}},
     }
     assert spawn(attempt, 3, args=(changes, 30.0)) == [None] * 3
+
+
+def test_several_hosts_without_a_token_are_warned_of_once(monkeypatch, caplog):
+    monkeypatch.setattr(bootstrap, "_has_warned", False)
+    on_host = {name: rendezvous.RankRecord(0, 2, *[""] * 4, "", 0, name, 1, "", 1) for name in ("127.0.0.1", "::1")}
+    bootstrap._warn_of_strangers(list(on_host.values()))
+    assert not caplog.records
+    beyond = [on_host["::1"], replace(on_host["::1"], address="fe80::1%eth0")]
+    for _ in range(3):
+        bootstrap._warn_of_strangers(beyond)
+    (warning,) = caplog.messages
+    assert "whoever reaches the store" in warning and "make a token with `bagua token" in warning
+
+
+def warnings_of_a_job(rank, world_size):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("bagua").addHandler(handler)
+    for _ in range(2):
+        bagua.init_process_group(timeout=LONG_S)
+        bagua.destroy_process_group()
+    return [line for line in lines if "this job has no token" in line]
+
+
+# The first that other hosts could reach; a container may have none.
+BEYOND = [it.address for it in interface_addresses() if not it.address.startswith(("127.", "::1", "fe80"))][:1]
+
+
+@pytest.mark.skipif(not BEYOND, reason="this host has no interface but the loopback one")
+def test_who_is_warned():
+    beyond = {"BAGUA_SOCKET_IFNAME": BEYOND[0]} if BEYOND else {}
+    assert [*map(len, spawn(warnings_of_a_job, 2, env=beyond))] == [1, 0]
+    assert spawn(warnings_of_a_job, 2, env=beyond | {"BAGUA_AUTH_TOKEN": TOKENS[0]}) == [[], []]
 
 
 def test_two_processes_with_the_same_rank():
