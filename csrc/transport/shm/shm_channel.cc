@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <string>
 #include <utility>
 
 #include "csrc/common/error.h"
@@ -78,13 +79,24 @@ bool ShmChannel::progress() {
   return moved;
 }
 
+// The bytes in a ring by its counters, of which the peer writes one: beyond its size, a copy would leave the segment.
+size_t ShmChannel::in_ring(uint64_t bytes) const {
+  if (bytes > ring_bytes_) {
+    throw Error(ErrorKind::kTransport,
+                "rank " + std::to_string(peer_) + " says that " + std::to_string(bytes) + " bytes are in a ring of " +
+                    std::to_string(ring_bytes_) + ": its memory is damaged",
+                peer_);
+  }
+  return bytes;
+}
+
 // Copies queued messages into the outgoing ring while there is space.
 bool ShmChannel::push_some() {
   bool moved = false;
   uint64_t head = out_->head.load(std::memory_order_relaxed);
   while (!sends_.empty()) {
     Message& message = sends_.front();
-    size_t space = ring_bytes_ - (head - out_->tail.load(std::memory_order_acquire));
+    size_t space = ring_bytes_ - in_ring(head - out_->tail.load(std::memory_order_acquire));
     if (message.moved == 0) {
       if (space < sizeof(MessageHeader)) break;
       out_->write(head, reinterpret_cast<const uint8_t*>(&message.header), sizeof(MessageHeader), ring_bytes_);
@@ -121,7 +133,7 @@ bool ShmChannel::pull_some() {
   uint64_t tail = in_->tail.load(std::memory_order_relaxed);
   while (!recvs_.empty()) {
     Message& message = recvs_.front();
-    size_t available = in_->head.load(std::memory_order_acquire) - tail;
+    size_t available = in_ring(in_->head.load(std::memory_order_acquire) - tail);
     if (message.moved == 0) {
       if (available < sizeof(MessageHeader)) break;
       in_->read(tail, reinterpret_cast<uint8_t*>(&incoming_), sizeof(MessageHeader), ring_bytes_);
