@@ -229,15 +229,16 @@ def _token_of_file(path: str) -> str:
     """
     name = f"BAGUA_AUTH_TOKEN_FILE={path!r}"
     try:
-        with open(path, "rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # a pipe would block
             status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise InvalidArgument(f"{name}: it is no regular file, which each rank reads by itself; name one")
             content = file.read(_MAX_TOKEN_BYTES + 3)
     except OSError as error:
         raise InvalidArgument(f"{name}: {error.strerror}; name a file that can be read") from None
     # Those that an administrator, or Kubernetes, gives to a group of his choice are his business.
     is_mine = status.st_uid == os.geteuid()
-    open_to_others = status.st_mode & (0o077 if is_mine else 0o007)
-    if not stat.S_ISREG(status.st_mode) or open_to_others:
+    if status.st_mode & (0o077 if is_mine else 0o007):
         mode = stat.filemode(status.st_mode)
         raise InvalidArgument(f"{name}: others can read or change it ({mode}); run `chmod 600 {path}`")
     try:

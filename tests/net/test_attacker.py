@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import select
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ import bagua
 from bagua.errors import BaguaError, TransportError
 from bagua.net import auth, rendezvous
 from bagua.net.auth import Credentials, derive
+from bagua.net.listener import Listener
 from bagua.testing import free_port
 from tests.meeting import wait_until
 
@@ -80,7 +82,9 @@ def meet(reads=None, tokens=(TOKEN, TOKEN), values=None):
         read = (reads or {}).get(rank, lambda key, value: value)
         store = HostileStore(values, changed, read)
         try:
-            return rendezvous.exchange_records(store, record(rank), tokens[rank], timedelta(seconds=TIMEOUT_S))
+            return rendezvous.exchange_records(
+                store, record(rank, len(tokens)), tokens[rank], timedelta(seconds=TIMEOUT_S)
+            )
         except BaguaError as error:
             return error
 
@@ -179,6 +183,12 @@ def test_a_fault_of_anybody_is_told_as_text(fast):
     results, _ = meet(values=values)
     told = str(results[1])
     assert "another rank gave up during the rendezvous" in told and told.isprintable() and len(told) < 3000
+
+
+def test_more_ranks_than_are_read_at_once(fast):
+    results, _ = meet(tokens=70 * [TOKEN])
+    assert all([it.rank for it in records] == [*range(70)] for records, _ in results)
+    assert len({credentials.key for _, credentials in results}) == 1
 
 
 # ---- beside a job
@@ -296,6 +306,49 @@ def enters(address, credentials, peer):
                 needed = handshake.send(part)
             except StopIteration:
                 return True
+
+
+@contextlib.contextmanager
+def listening(ranks, taken):
+    """The addresses at which these ranks listen; `taken` gets who was called."""
+    with contextlib.ExitStack() as stack:
+        addresses = []
+        for rank in ranks:
+            sock = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+            def take(sock, about, descriptors, rank=rank):
+                sock.close()
+                taken.append((rank, about["from"], about["to"]))
+
+            acceptor = Listener([sock], Credentials(b"key", rank, len(ranks)), take, pytest.fail)
+            stack.callback(acceptor.close)
+            addresses.append(sock.getsockname())
+        yield addresses
+
+
+def relay(listener, address):
+    """Passes everything on between whoever calls and an address, until one of them ends it."""
+    with listener.accept()[0] as caller, socket.create_connection(address) as called:
+        ends = {caller: called, called: caller}
+        while True:
+            for end in select.select([*ends], [], [], QUICKLY_S)[0]:
+                part = end.recv(4096)
+                if not part:
+                    return
+                ends[end].sendall(part)
+
+
+def test_what_a_relay_reaches():
+    """The network brings rank 1, which means rank 0, to the attacker, who passes all on to one of the ranks."""
+    taken, reached = [], []
+    with listening(range(3), taken) as addresses, socket.create_server(("127.0.0.1", 0)) as attacker:
+        for address in addresses:
+            thread = threading.Thread(target=relay, args=(attacker, address))
+            thread.start()
+            reached.append(enters(attacker.getsockname(), Credentials(b"key", 1, 3), 0))
+            thread.join()
+    assert reached == [True, False, False], "to rank 0 itself it is a router"
+    assert taken == [(0, 1, 0)]
 
 
 def guesses(values, rows):

@@ -1,5 +1,6 @@
 """The environment: what is missing or makes no sense is named, with what to do."""
 
+import os
 import re
 import secrets
 from pathlib import Path
@@ -134,6 +135,21 @@ def test_what_a_token_is():
             assert token not in repr(settings({"BAGUA_AUTH_TOKEN": token}))
     with pytest.raises(InvalidArgument, match="has 4151 characters, expected at most 4096 bytes"):
         settings({"BAGUA_AUTH_TOKEN": str(3**8700)})
+
+
+def test_what_a_file_with_a_token_is(tmp_path):
+    pipe, folder, binary = (tmp_path / name for name in ("pipe", "folder", "binary"))
+    os.mkfifo(pipe, 0o600)
+    folder.mkdir(0o700)
+    binary.write_bytes(bytes(range(256)))
+    binary.chmod(0o600)
+    for path, problem in (
+        (pipe, "no regular file"),
+        (folder, "director|no regular"),
+        (binary, "its content is no text"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"BAGUA_AUTH_TOKEN_FILE='{path}'.*({problem})"):
+            settings({"BAGUA_AUTH_TOKEN_FILE": str(path)})
 
 
 @pytest.mark.parametrize(
