@@ -56,7 +56,9 @@ test-gpu: setup-tests ## the tests that run on a GPU, which other targets run to
 test-native: setup-tests build
 	cargo test --quiet --offline --locked --manifest-path rust_core/Cargo.toml --target-dir build/rust
 	cmake -S . -B $(DEV) -DBAGUA_BUILD_TESTS=ON >$(DEV)/configure.log
-	cmake --build $(DEV) --target bagua_tests
+	@# Beside it what tests need compiled: its minute is no test's, which have a time limit.
+	$(PY) -c "from tests import emulated_device as e; e.unavailable() or e.build()" & \
+	  cmake --build $(DEV) --target bagua_tests; wait $$!
 	@bash scripts/native_tests.sh $(DEV)/bagua_tests
 
 package: setup-tests build ## the sdist, and a wheel built from it, by themselves

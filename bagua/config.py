@@ -8,14 +8,25 @@ a setting's is an error. Others are ignored: Kubernetes, for one, makes such var
 from __future__ import annotations
 
 import difflib
+import itertools
+import math
 import os
 import re
+import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .errors import InvalidArgument
 
-__all__ = ["BACKENDS", "LaunchEnvironment", "Settings", "is_launched", "launch_environment", "settings"]
+__all__ = [
+    "BACKENDS",
+    "LaunchEnvironment",
+    "Settings",
+    "checked_token",
+    "is_launched",
+    "launch_environment",
+    "settings",
+]
 
 BACKENDS = ("auto", "native", "nccl", "torch")
 
@@ -24,6 +35,9 @@ _READ_BY_THE_BUILD = {"BAGUA_BUILD_DIR", "BAGUA_CMAKE_ARGS", "BAGUA_CUDA", "BAGU
 
 # What Kubernetes sets in every container for each service of its namespace, behind the service's name.
 _OF_A_SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$")
+# By the estimate of checked_token; what `bagua token` prints has twice as many.
+_MIN_TOKEN_BITS = 80
+_MAX_TOKEN_BYTES = 4096
 # Of 1: TCP_STREAM and STREAMS are near TCP_STREAMS, TIMEOUT is near nothing.
 _NEAR = 0.72
 
@@ -59,7 +73,10 @@ class Settings:
     shm_ring_bytes: int  # BAGUA_SHM_RING_BYTES: per direction and peer of the same host
     spin_us: float | None  # BAGUA_SPIN_US: how long a waiting worker polls before it sleeps; None: by core count
     shared_memory: bool  # BAGUA_SHARED_MEMORY=0: TCP even between ranks of one host
-    auth_token: str | None  # BAGUA_AUTH_TOKEN: as the argument auth_token of init_process_group
+    # BAGUA_HEARTBEAT_TIMEOUT: within how many seconds a peer that cannot be heard any more is named
+    heartbeat_timeout_s: float
+    # BAGUA_AUTH_TOKEN, or what is in the file BAGUA_AUTH_TOKEN_FILE: as the argument auth_token of init_process_group
+    auth_token: str | None = field(repr=False)
     # BAGUA_THRESHOLDS, such as "direct_bytes=0,pairwise_bytes=4096": where one algorithm of a collective takes over
     # from another, instead of the measured defaults (csrc/collectives/thresholds.h names them; docs/collectives.md)
     thresholds: dict[str, int]
@@ -76,6 +93,19 @@ def _integer(environ: Mapping[str, str], name: str, default: int, low: int, high
         raise InvalidArgument(f"{name}={text!r} is not an integer; give a value in {low}..{high}") from None
     if not low <= value <= high:
         raise InvalidArgument(f"{name}={value} is out of range; give a value in {low}..{high}")
+    return value
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float, low: float, high: float) -> float:
+    text = environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        raise InvalidArgument(f"{name}={text!r} is not a number of seconds; give {low:g}..{high:g}") from None
+    if not low <= value <= high:  # nor a NaN
+        raise InvalidArgument(f"{name}={text} is out of range; give {low:g}..{high:g} seconds")
     return value
 
 
@@ -144,8 +174,10 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
         "BAGUA_SPIN_US",
         "BAGUA_SHARED_MEMORY",
         "BAGUA_AUTH_TOKEN",
+        "BAGUA_AUTH_TOKEN_FILE",
         "BAGUA_THRESHOLDS",
         "BAGUA_BACKEND",
+        "BAGUA_HEARTBEAT_TIMEOUT",
     }
     for name in sorted(name for name in env if name.startswith("BAGUA_") and name not in known | _READ_BY_THE_BUILD):
         meant = _meant(name, known)
@@ -174,10 +206,72 @@ def settings(environ: Mapping[str, str] | None = None, changes: Mapping[str, str
         shm_ring_bytes=ring_bytes,
         spin_us=spin_us,
         shared_memory=_integer(env, "BAGUA_SHARED_MEMORY", 1, 0, 1) == 1,
-        auth_token=env.get("BAGUA_AUTH_TOKEN"),
+        heartbeat_timeout_s=_seconds(env, "BAGUA_HEARTBEAT_TIMEOUT", 10.0, 1.0, 3600.0),
+        auth_token=_auth_token(env),
         thresholds=_thresholds(env.get("BAGUA_THRESHOLDS", "")),
         backend=backend,
     )
+
+
+def checked_token(token: str, name: str) -> str:
+    """The token, if it is long and varied enough that nobody can guess it from the proofs in the store.
+
+    The estimate is its length without repetitions times the bits of one character, if all that occur were equally
+    frequent; for a sequence such as "abcd..." those of one step. It cannot tell words from random characters.
+
+    Args:
+        name: what the user gave it as.
+
+    Raises:
+        InvalidArgument: it is too easy to guess; the message does not contain it.
+    """
+    steps = {ord(after) - ord(before) for before, after in itertools.pairwise(token)}
+    length = min(len(token), 2 + len({token[index : index + 3] for index in range(len(token))}))
+    bits = length * min(math.log2(len(set(token)) or 1), math.log2(len(steps) or 1))
+    if bits < _MIN_TOKEN_BITS:
+        raise InvalidArgument(
+            f"{name} has {len(token)} characters that are too easy to guess (at most {bits:.0f} bits, expected "
+            f"{_MIN_TOKEN_BITS}); make one with `bagua token`"
+        )
+    if len(token.encode()) > _MAX_TOKEN_BYTES:
+        raise InvalidArgument(f"{name} has {len(token)} characters, expected at most {_MAX_TOKEN_BYTES} bytes")
+    return token
+
+
+def _token_of_file(path: str) -> str:
+    """The token in a file that nobody else can read; white space around it is not part of it.
+
+    Raises:
+        InvalidArgument: there is no such file, others can read or change it, or its token is easy to guess.
+    """
+    name = f"BAGUA_AUTH_TOKEN_FILE={path!r}"
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # a pipe would block
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise InvalidArgument(f"{name}: it is no regular file, which each rank reads by itself; name one")
+            content = file.read(_MAX_TOKEN_BYTES + 3)
+    except OSError as error:
+        raise InvalidArgument(f"{name}: {error.strerror}; name a file that can be read") from None
+    # Those that an administrator, or Kubernetes, gives to a group of his choice are his business.
+    is_mine = status.st_uid == os.geteuid()
+    if status.st_mode & (0o077 if is_mine else 0o007):
+        mode = stat.filemode(status.st_mode)
+        raise InvalidArgument(f"{name}: others can read or change it ({mode}); run `chmod 600 {path}`")
+    try:
+        token = content.decode().strip()
+    except UnicodeDecodeError:
+        raise InvalidArgument(f"{name}: its content is no text; make a token with `bagua token`") from None
+    return checked_token(token, name)
+
+
+def _auth_token(env: Mapping[str, str]) -> str | None:
+    token, path = env.get("BAGUA_AUTH_TOKEN"), env.get("BAGUA_AUTH_TOKEN_FILE")
+    if token is not None and path is not None:
+        raise InvalidArgument("the environment has both BAGUA_AUTH_TOKEN and BAGUA_AUTH_TOKEN_FILE; set one of them")
+    if path is not None:
+        return _token_of_file(path)
+    return None if token is None else checked_token(token, "BAGUA_AUTH_TOKEN")
 
 
 def _meant(name: str, known: set[str]) -> str | None:

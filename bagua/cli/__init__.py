@@ -20,7 +20,10 @@ _COMMANDS = {
     "doctor": "show what this host and its connections offer",
     "bench": "measure a model, and play it on a network",
     "timeline": "merge the ranks' timelines, and say who waited",
+    "token": "make the secret that the ranks of a job prove to each other",
 }
+# Where it is not bagua/cli/<command>.py: the interpreter that runs rank.py looks there for Python's own modules first.
+_MODULES = {"token": "make_token"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,5 +51,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     # What follows is the subcommand's, and for `run` torchrun's and the script's.
     command = parser.parse_args(argv[:1]).command
-    status: int = importlib.import_module(f"bagua.cli.{command}").main(argv[1:])
+    status: int = importlib.import_module(f"bagua.cli.{_MODULES.get(command, command)}").main(argv[1:])
     return status

@@ -63,6 +63,12 @@ def _transports(settings: config.Settings) -> str:
     return f"shm {tcp}" if settings.shared_memory else tcp
 
 
+def _token(settings: config.Settings) -> str:
+    if settings.auth_token is not None:
+        return "given: ranks prove to each other that they know it"
+    return "none: on several hosts whoever reaches the store can join (bagua token); bagua run makes one on one host"
+
+
 def _devices() -> list[str]:
     """Lines on GPUs: which there are, what drives them, and how their tensors move."""
     import torch
@@ -109,6 +115,7 @@ def report_host() -> str:
         f"core           built for {' '.join(kind for kind in _C.device_kinds if _is_built_in(kind))}",
         f"codecs         {' '.join(_C.registered_codecs())}",
         f"transports     {_transports(settings)}",
+        f"token          {_token(settings)}",
     ]
     lines += _devices()
     for address in interface_addresses():
@@ -159,7 +166,7 @@ def _report_peers(progress: Progress) -> None:
                     kind = "shm" if second in group.local_ranks else between_hosts
                     rows.append(f"{first:>4} {second:>4}  {kind:<5} {latency:>10.1f} us {rate:>8.2f} GB/s")
             collectives.barrier()
-    gathered = collectives.all_gather_object(rows)
+    gathered = group.all_gather_plain(rows)
     if rank == 0:
         print("rank peer  over     one way        rate")
         for line in (line for lines in gathered for line in lines):
@@ -173,14 +180,14 @@ def _device_path() -> str:
     """How tensors of devices move between these ranks, tried with one; empty where a rank has no device."""
     import torch
 
-    from bagua.distributed import collectives, world
+    from bagua.distributed import world
 
     counts = [(kind, _C.num_devices(kind)) for kind in _C.device_kinds if kind != _CPU and _is_built_in(kind)]
     usable = [(kind, count) for kind, count in counts if count]
-    if not all(collectives.all_gather_object(bool(usable))):
+    group = world.get_default_group()
+    if not all(group.all_gather_plain(bool(usable))):
         return ""
     kind, count = usable[0]
-    group = world.get_default_group()
     device = torch.device(kind, world.get_local_rank() % count)
     torch.accelerator.set_device_index(device.index)
     group.all_reduce(torch.ones(1, device=device)).wait()

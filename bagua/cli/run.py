@@ -1,8 +1,9 @@
 """The launcher: torchrun, with bagua's settings as options, and with one account of how it ended.
 
 `bagua run --nproc-per-node 2 train.py` and `python -m bagua.run ...` take all of torchrun's options and pass them on.
-On one node without a rendezvous of its own it chooses a free port (torchrun's --standalone). Ranks run their script
-through bagua/cli/rank.py, which says once, with the rank, what a script has raised.
+On one node without a rendezvous of its own it chooses a free port (torchrun's --standalone), and without a token it
+makes one, which its ranks find in their environment. Ranks run their script through bagua/cli/rank.py, which says once,
+with the rank, what a script has raised.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from bagua.cli.make_token import new_token
 from bagua.config import settings
 from bagua.errors import InvalidArgument
 from bagua.net import congestion
@@ -35,8 +37,15 @@ _SETTINGS = {
         "their congestion control: auto (the default), system, or a name such as cubic",
     ),
     "--shm-ring-bytes": ("BAGUA_SHM_RING_BYTES", "BYTES", "of the message ring per direction and local peer"),
+    "--heartbeat-timeout": ("BAGUA_HEARTBEAT_TIMEOUT", "SECONDS", "within which a peer that falls silent is named"),
     "--spin-us": ("BAGUA_SPIN_US", "MICROSECONDS", "that a waiting worker polls before it sleeps"),
+    "--auth-token-file": (
+        "BAGUA_AUTH_TOKEN_FILE",
+        "FILE",
+        "with the secret of the job, as `bagua token` makes it (default: a new one, on one host)",
+    ),
 }
+_ONE_NODE = ("1", "1:1")
 
 # Those of torchrun's options that most jobs need; their names are compared with torchrun's by a test.
 _OFTEN_USED = (
@@ -76,9 +85,6 @@ def _add_own_options(parser: argparse.ArgumentParser) -> None:
     for option, (_, metavar, text) in _SETTINGS.items():
         group.add_argument(option, metavar=metavar, help=text)
     group.add_argument("--no-shared-memory", action="store_true", help="use TCP even between ranks of one host")
-    group.add_argument(
-        "--auth-token-file", metavar="FILE", help="with the secret that connections between ranks must prove"
-    )
     group.add_argument("--help-torchrun", action=_HelpTorchrun, help="show all of torchrun's options and exit")
 
 
@@ -141,20 +147,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     environ = {_SETTINGS[option][0]: value for option, value in given.items()}
     if args.no_shared_memory:
         environ["BAGUA_SHARED_MEMORY"] = "0"
-    if args.auth_token_file:
-        try:
-            with open(args.auth_token_file) as file:
-                environ["BAGUA_AUTH_TOKEN"] = file.read().strip()
-        except OSError as error:
-            parser.error(f"--auth-token-file {args.auth_token_file}: {error.strerror}; name a file that can be read")
-        if not environ["BAGUA_AUTH_TOKEN"]:
-            parser.error(f"--auth-token-file {args.auth_token_file}: the file is empty; write a secret into it")
     try:
         congestion.check(settings(changes=environ).tcp_congestion)
     except InvalidArgument as error:
         parser.error(_refused(str(error), given))
-    one_node = args.nnodes in ("1", "1:1")
-    if one_node and all(getattr(args, name) == parser.get_default(name) for name in _RENDEZVOUS_OPTIONS):
+    if args.nnodes in _ONE_NODE and all(
+        getattr(args, name) == parser.get_default(name) for name in _RENDEZVOUS_OPTIONS
+    ):
         args.standalone = True
     if args.standalone and args.local_addr is None:
         # torchrun would publish this host's name, and its ranks would look it up for minutes where nothing resolves it.
@@ -208,6 +207,8 @@ def _launch(args: argparse.Namespace, environ: dict[str, str]) -> int:
     except (AssertionError, RuntimeError, ValueError) as error:
         _Parser(prog="bagua run").error(f"{error}; bagua run --help-torchrun says what the options take")
     _through_rank_py(args)
+    if args.nnodes in _ONE_NODE and settings(changes=environ).auth_token is None:
+        environ = {**environ, "BAGUA_AUTH_TOKEN": new_token()}
     os.environ.update(environ)
     with Interrupts() as interrupts, quiet_agent():
         if hasattr(args, "signals_to_handle"):  # older versions of torch handle the second interrupt themselves, too

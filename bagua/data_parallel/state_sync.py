@@ -6,13 +6,13 @@ Data path: before the first step (parameters, buffers, optimizer state) and befo
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bagua.data_parallel.failures import ending
+from bagua.distributed import plain_data
 from bagua.distributed.consensus import agree
 from bagua.distributed.process_group import ProcessGroup, Work
 from bagua.errors import InvalidArgument
@@ -50,7 +50,7 @@ class OptimizerStates:
         group: the ranks.
 
     Raises:
-        InvalidArgument: on rank 0, what is to be sent of one cannot be pickled.
+        InvalidArgument: on rank 0, one holds what is not sent between ranks.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], group: ProcessGroup) -> None:
@@ -63,16 +63,17 @@ class OptimizerStates:
         ]
         self._are_held = [*map(_are_held, self._optimizers, self._tensors)]
         is_original = group.rank == 0
-        self._pickled = [*map(_pickled, range(len(self._trees)), self._optimizers, self._trees)] if is_original else []
+        self._texts = [*map(_text_of, range(len(self._trees)), self._optimizers, self._trees)] if is_original else []
 
     def receive(self) -> None:
         """All but the tensors comes from rank 0; collective, one message for all optimizers."""
         if not self._optimizers:
             return
-        pickled = self._group.broadcast_object(self._pickled, 0)
+        texts = self._group.broadcast_plain(self._texts, 0)
         if self._group.rank == 0:
             return
-        for index, tree in enumerate(map(pickle.loads, pickled)):
+        for index, text in enumerate(texts):
+            tree = plain_data.loads(text, [_TensorSpec])
             if self._are_held[index] and _is_same(self._trees[index], tree):
                 self._trees[index] = None
             else:
@@ -90,15 +91,14 @@ class OptimizerStates:
                 _load(optimizer, _mapped(tree, _TensorSpec, lambda spec, tensors=tensors: tensors[spec[0]]))
 
 
-def _pickled(index: int, optimizer: torch.optim.Optimizer, tree: Any) -> bytes:
+def _text_of(index: int, optimizer: torch.optim.Optimizer, tree: Any) -> bytes:
     try:
-        return pickle.dumps(tree)
-    except Exception as error:
+        return plain_data.dumps(tree, [_TensorSpec])
+    except InvalidArgument as error:
         raise InvalidArgument(
             f"the state or the options of optimizers[{index}] ({type(optimizer).__name__}), which the other ranks are "
-            f"to get from rank 0, cannot be pickled: {type(error).__name__}: {error}; keep there what pickle.dumps "
-            "takes"
-        ) from error
+            f"to get from rank 0, cannot be sent: {error}"
+        ) from None
 
 
 def _are_held(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]) -> bool:

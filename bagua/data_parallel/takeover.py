@@ -35,7 +35,7 @@ def begin(step: Step) -> None:
     """The ranks are equal and train on from here; collective."""
     step.algorithm.begin(step.storage.buckets)
     # With rank 0's optimizer states the others may have come to its stage.
-    if any(step.group.all_gather_object(step.enters_stage())):
+    if any(step.group.all_gather_plain(step.enters_stage())):
         step.enter_stage()
 
 

@@ -5,6 +5,7 @@ Used for the world (world.py), and for a group of torch.distributed whose ranks 
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ __all__ = ["bootstrap", "bootstrap_alone", "describe_thresholds", "format_ranks"
 
 logger = logging.getLogger("bagua")
 
+_has_warned = False
+
 
 def bootstrap(
     store: dist.Store,
@@ -33,7 +36,6 @@ def bootstrap(
     size: int,
     timeout: timedelta,
     settings: config.Settings,
-    auth_token: str | None = None,
     torch_transport: TorchTransport | None = None,
     backend: str = "native",
 ) -> tuple[Endpoint, ProcessGroup]:
@@ -54,12 +56,12 @@ def bootstrap(
             port=endpoint.port,
             unix_name=endpoint.unix_name,
             pid=os.getpid(),
-            token_proof="",
+            heartbeat_timeout_ms=int(1000 * settings.heartbeat_timeout_s),
         )
-        records, secret = rendezvous.exchange_records(store, mine, auth_token or settings.auth_token, timeout)
+        records, credentials = rendezvous.exchange_records(store, mine, settings.auth_token, timeout)
         if torch_transport:
             torch_transport.start(store, address.address)
-        endpoint.start(records, secret)
+        endpoint.start(records, credentials)
         group = ProcessGroup(endpoint, name, range(size), rank, timeout)
     except BaseException:
         endpoint.close()
@@ -73,7 +75,22 @@ def bootstrap(
         endpoint.port,
         address.interface,
     )
+    if rank == 0 and settings.auth_token is None:
+        _warn_of_strangers(records)
     return endpoint, group
+
+
+def _warn_of_strangers(records: Sequence[rendezvous.RankRecord]) -> None:
+    """Once per process, where other hosts can reach the ranks and no token keeps anybody out."""
+    global _has_warned
+    if _has_warned or all(ipaddress.ip_address(record.address).is_loopback for record in records):
+        return
+    _has_warned = True
+    logger.warning(
+        "this job has no token: whoever reaches the store at MASTER_ADDR:MASTER_PORT can join it as a rank or take "
+        "the place of one, and read and change what it computes; make a token with `bagua token --output FILE` and "
+        "give it to all ranks (BAGUA_AUTH_TOKEN_FILE), or keep others out of this network (docs/security.md)"
+    )
 
 
 def bootstrap_alone(

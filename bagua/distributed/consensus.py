@@ -40,18 +40,23 @@ def agree(group: ProcessGroup, prepare: Callable[[], tuple[Prepared, dict[str, A
         failure = error
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
     digest = hashlib.sha256(repr(list(described.items())).encode()).hexdigest()
-    everyone = group.all_gather_object((text, digest))
+    everyone = group.all_gather_plain((text, digest))
     if failure is not None:
         raise failure
     for rank, (text, _) in enumerate(everyone):
         if text is not None:
             raise InvalidArgument(f"rank {rank} raised {text}", rank=rank)
     if len({digest for _, digest in everyone}) > 1:
-        raise _disagreement(group.all_gather_object(described), remedy)
+        texts = {section: (repr(value), str(value)) for section, value in described.items()}
+        raise _disagreement(group.all_gather_plain(texts), remedy)
     return prepared
 
 
-def _disagreement(everyone: Sequence[dict[str, Any]], remedy: str) -> InvalidArgument:
+# Of each section what is compared, and what a message shows.
+_Texts = dict[str, tuple[str, str]]
+
+
+def _disagreement(everyone: Sequence[_Texts], remedy: str) -> InvalidArgument:
     for rank, other in enumerate(everyone):
         difference = _first_difference(everyone[0], other)
         if difference is not None:
@@ -63,13 +68,12 @@ def _disagreement(everyone: Sequence[dict[str, Any]], remedy: str) -> InvalidArg
     raise AssertionError("digests differ, descriptions do not")
 
 
-def _first_difference(original: dict[str, Any], other: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    for section, value in original.items():
-        if other.get(section, "none") != value:
-            return section, value, other.get(section, "none")
-    for section, value in other.items():
-        if section not in original:
-            return section, "none", value
+def _first_difference(original: _Texts, other: _Texts) -> tuple[str, str, str] | None:
+    none = ("", "none")
+    for section in [*original, *other]:
+        (ours, shown), (theirs, shown_there) = original.get(section, none), other.get(section, none)
+        if ours != theirs:
+            return section, shown, shown_there
     if list(original) != list(other):  # equal entries in another order: parameters would be matched wrongly
         index = next(i for i, (ours, theirs) in enumerate(zip(original, other, strict=True)) if ours != theirs)
         return f"the order of registration, entry {index}", list(original)[index], list(other)[index]

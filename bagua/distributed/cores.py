@@ -24,11 +24,9 @@ class Network(Protocol):
 
     def open_core(self, name: str, ranks: list[int], rank: int) -> _C.Group: ...
 
-    def report(self, names: list[str], rank: int) -> None: ...
+    def report(self, cores: list[_C.Group]) -> None: ...
 
-    def close_core(self, name: str, core: _C.Group) -> None: ...
-
-    def monitor(self, name: str, rank: int, peer: int, timeout_s: float) -> None: ...
+    def close_core(self, core: _C.Group) -> None: ...
 
     def share_memory(self, rank: int, peer: int) -> bool: ...
 
@@ -49,19 +47,22 @@ class GroupCores:
     """
 
     def __init__(self, network: Network, name: str, ranks: Sequence[int], rank: int):
-        self._network, self._name, self._rank = network, name, ranks[rank]
-        self._ranks, self._group_rank = list(ranks), rank
-        self._cores: dict[str, _C.Group] = {}  # by what follows the group's name
+        self._network = network
+        self._cores: list[_C.Group] = []
         self._cause: BaguaError | None = None  # of the group's failure; the first that was raised
 
         def open_core(suffix: str) -> _C.Group:
-            core = self._cores[suffix] = network.open_core(name + suffix, list(ranks), ranks[rank])
-            return core
+            self._cores.append(network.open_core(name + suffix, list(ranks), ranks[rank]))
+            return self._cores[-1]
 
         self.collectives = open_core("")
         # Opened before its first use, so that a peer that sends first finds it; otherwise two ranks could wait for a
         # third that waits for one of them.
-        self.p2p = open_core(_P2P) if len(ranks) > 1 else self.collectives
+        try:
+            self.p2p = open_core(_P2P) if len(ranks) > 1 else self.collectives
+        except BaseException:
+            network.close_core(self.collectives)
+            raise
 
     def check(self) -> None:
         """Raise the first cause when an operation has failed on any rank, and fail both cores with it."""
@@ -77,7 +78,7 @@ class GroupCores:
         that peer.
         """
         try:
-            for core in self._cores.values():
+            for core in self._cores:
                 core.check()
         except BaguaError as error:
             if self._cause is None:
@@ -86,27 +87,19 @@ class GroupCores:
 
     def poison(self, exception: BaguaError) -> None:
         """Make every later call on every connected rank raise `exception` as the first cause."""
-        for core in self._cores.values():
+        for core in self._cores:
             core.poison(exception)
-
-    def monitor(self, peer: int, timeout_s: float) -> None:
-        """A message to or from `peer` (of the group) was submitted: check that the peer is alive until it connects.
-
-        Only where the peer has to dial, which the higher rank does; otherwise this rank notices by dialing.
-        """
-        if peer > self._group_rank and not self.p2p.is_attached(peer):
-            self._network.monitor(self._name + _P2P, self._rank, self._ranks[peer], timeout_s)
 
     def total(self, count: Callable[[_C.Group], int]) -> int:
         """The sum of a number that every core keeps."""
-        return sum(count(core) for core in self._cores.values())
+        return sum(count(core) for core in self._cores)
 
     def close(self) -> None:
         """End the worker threads and announce the shutdown to the peers."""
-        for core in self._cores.values():
+        for core in self._cores:
             core.abort_pending()
         self.share_failure()
         with contextlib.ExitStack() as stack:  # both close, even if one of them raises
-            for suffix, core in self._cores.items():
-                stack.callback(self._network.close_core, self._name + suffix, core)
-            self._network.report([self._name + suffix for suffix in self._cores], self._rank)
+            for core in self._cores:
+                stack.callback(self._network.close_core, core)
+            self._network.report(self._cores)

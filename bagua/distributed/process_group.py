@@ -12,11 +12,12 @@ import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from bagua import _C
+from bagua.distributed import plain_data
 from bagua.distributed.arguments import ReduceOp, check_codec, check_op, check_topology, dtype_code
 from bagua.distributed.cores import GroupCores, Network
 from bagua.distributed.devices import StreamKey, check_not_capturing, common_device, current_stream
@@ -428,7 +429,6 @@ class ProcessGroup:
         self._check_peer(dst, "dst")
         data = prepare(tensor, "tensor", is_written=False).data
         work = self._p2p_core.send(*_message(data), dst, tag, self._submission(data, False))
-        self._cores.monitor(dst, self._timeout_s)
         return self._work(work, (tensor, data), on=data)
 
     def recv(self, tensor: Array, src: int, *, tag: int = 0) -> Work:
@@ -436,7 +436,6 @@ class ProcessGroup:
         self._check_peer(src, "src")
         data, copy_back = prepare(tensor, "tensor")
         work = self._p2p_core.recv(*_message(data), src, tag, self._submission(data, False))
-        self._cores.monitor(src, self._timeout_s)
         return self._work(work, (tensor, data), finish=copy_back, on=data)
 
     def _check_peer(self, peer: int, name: str) -> None:
@@ -444,28 +443,47 @@ class ProcessGroup:
         if self._check_root(peer, name) == self.rank:
             raise InvalidArgument(f"{name} {peer} is this rank itself; a rank cannot send to itself")
 
-    # ---- Python objects, pickled. Unpickling runs code, so only among ranks that trust each other; all have proved
-    # that they know the job's secret.
+    # ---- bytes and Python values; all of these block
 
-    def broadcast_object(self, obj: object, src: int = 0) -> object:
-        """The object of rank `src`, on all ranks. Blocks."""
-        payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if self.rank == src else None
+    def broadcast_bytes(self, payload: bytes | None, src: int) -> bytes:
+        """Those of rank `src`, on all ranks; the others pass None."""
         size = torch.tensor([len(payload) if payload is not None else 0])
         self.broadcast(size, src, blocking=True).wait()
-        if payload is None:
-            payload = torch.empty(int(size), dtype=torch.uint8)
-        self.broadcast(payload, src, blocking=True).wait()
-        return obj if self.rank == src else pickle.loads(payload.numpy().tobytes())
+        memory = torch.empty(int(size), dtype=torch.uint8)
+        if payload:
+            memory.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        self.broadcast(memory, src, blocking=True).wait()
+        return memory.numpy().tobytes()
 
-    def all_gather_object(self, obj: object) -> list:
-        """The objects of all ranks, by rank. Blocks."""
-        payload = bytearray(pickle.dumps(obj))
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Those of all ranks, by rank."""
         sizes = torch.empty(self.size, dtype=torch.int64)
         self.all_gather(sizes, torch.tensor([len(payload)]), blocking=True).wait()
         longest = int(sizes.max())
         mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(payload)] = torch.frombuffer(payload, dtype=torch.uint8)
+        if payload:
+            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         gathered = torch.empty(self.size * longest, dtype=torch.uint8)
         self.all_gather(gathered, mine, blocking=True).wait()
         rows = gathered.view(self.size, longest)
-        return [pickle.loads(rows[rank, : int(sizes[rank])].numpy().tobytes()) for rank in range(self.size)]
+        return [rows[rank, : int(sizes[rank])].numpy().tobytes() for rank in range(self.size)]
+
+    def broadcast_plain(self, value: object, src: int) -> Any:
+        """The value of rank `src`, on all ranks: what plain_data.dumps takes."""
+        payload = self.broadcast_bytes(plain_data.dumps(value) if self.rank == src else None, src)
+        return value if self.rank == src else plain_data.loads(payload)
+
+    def all_gather_plain(self, value: object) -> list[Any]:
+        """The values of all ranks, by rank: what plain_data.dumps takes."""
+        return [plain_data.loads(payload) for payload in self.all_gather_bytes(plain_data.dumps(value))]
+
+    # For programs, as torch has them. Unpickling runs code, so bagua itself sends none of its own messages with them.
+
+    def broadcast_object(self, obj: object, src: int = 0) -> Any:
+        """The object of rank `src`, pickled, on all ranks."""
+        payload = self.broadcast_bytes(pickle.dumps(obj) if self.rank == src else None, src)
+        return obj if self.rank == src else pickle.loads(payload)
+
+    def all_gather_object(self, obj: object) -> list[Any]:
+        """The objects of all ranks, pickled, by rank."""
+        return [pickle.loads(payload) for payload in self.all_gather_bytes(pickle.dumps(obj))]

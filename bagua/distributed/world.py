@@ -89,13 +89,14 @@ def init_process_group(
         store: a torch.distributed store for the rendezvous; by default the one that torchrun's environment describes.
         rank, world_size: by default RANK and WORLD_SIZE from the environment.
         timeout: deadline of the rendezvous and of every operation of the group; a number is seconds.
-        auth_token: secret that connections must prove; by default a random one that only this job's store knows.
+        auth_token: secret of the job (`bagua token` makes one), that every rank proves to know; by default what
+            BAGUA_AUTH_TOKEN or the file BAGUA_AUTH_TOKEN_FILE says. Without one, a random one that lies in the store.
 
     Raises:
         InvalidArgument: a variable is missing, or the ranks disagree (world size, version, token, ...); on every rank
             (RemoteError on a rank that had not read the disputed record yet). With "torch": the default group has
             other ranks, or does not move CPU tensors.
-        TransportError: MASTER_PORT is in use, or rank 0 cannot be reached.
+        TransportError: MASTER_PORT is in use, or rank 0 cannot be reached, or somebody else has written to the store.
         DeadlineExceeded: a rank did not come within the timeout; it is named.
 
     Example:
@@ -114,6 +115,8 @@ def init_process_group(
     timeout = timedelta(seconds=to_seconds(timeout))
     settings = config.settings()
     describe_thresholds(settings.thresholds)  # refuses a mistake before this rank waits for others
+    if auth_token is not None:
+        settings = dataclasses.replace(settings, auth_token=config.checked_token(auth_token, "auth_token"))
     backend = settings.backend if backend == "auto" else backend
     launch = config.launch_environment(rank, world_size, needs_master=store is None)
     settings = dataclasses.replace(settings, backend=backend)
@@ -133,7 +136,6 @@ def init_process_group(
             launch.world_size,
             timeout,
             settings,
-            auth_token,
             torch_transport,
             torch_transport.description if torch_transport else backend,
         )

@@ -106,7 +106,7 @@ def clients_by_rank(placement: Placement) -> list[int]:
 
 def _count(placement: Placement) -> list[int]:
     if placement.numbers is None:
-        numbers = placement.group.all_gather_object(placement.num_local)
+        numbers = placement.group.all_gather_plain(placement.num_local)
         if sum(numbers) != placement.size:
             raise InvalidArgument(
                 f"the ranks hold {numbers} clients, {sum(numbers)} in all, but the program {placement.program!r} is "

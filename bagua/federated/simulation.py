@@ -290,7 +290,7 @@ class Simulation:
 
         payload = self._agree(read)
         if self._group is not None and self._group.size > 1:
-            payload = self._group.broadcast_object(payload)
+            payload = self._group.broadcast_bytes(payload if self._is_first else None, 0)
 
         def parse() -> tuple[dict[str, Any], dict[str, Any]]:
             try:

@@ -1,7 +1,7 @@
-"""Outgoing connections: dials another rank's listener and authenticates itself (listener.py accepts them).
+"""Outgoing connections: calls another rank's listener and authenticates itself (listener.py accepts them).
 
-Every wait is cut into pieces of `_POLL_SECONDS`, between which the caller's `still_wanted` may raise: a rank whose
-group has failed or is being destroyed must not go on dialing until its deadline.
+Every wait is cut into pieces of `_POLL_SECONDS`, between which the caller's `still_wanted` may raise: nobody goes on
+dialing for a group that has failed or is being destroyed. When to dial, dialer.py decides.
 """
 
 from __future__ import annotations
@@ -15,60 +15,65 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bagua.errors import TransportError
-from bagua.net.auth import dial, set_no_delay
+from bagua.net.auth import Credentials, dial, set_no_delay
 from bagua.net.fork_guard import close_in_child
 from bagua.net.rendezvous import RankRecord
 
-__all__ = ["Deadline", "dial_tcp", "dial_unix", "has_exited", "notify", "query"]
+__all__ = ["Attempt", "dial_link", "dial_tcp", "dial_unix", "notify"]
 
 _POLL_SECONDS = 0.05
 
 
-@dataclass(frozen=True)
-class Deadline:
-    """Until when to wait, and whether anybody still needs the result."""
+@dataclass
+class Attempt:
+    """One call of a rank's listener: whether anybody still needs it, and how far it has come."""
 
-    at: float  # on the monotonic clock
     still_wanted: Callable[[], None]  # raises when nobody does
+    is_connected: bool = False  # the peer's host has taken the connection; its process has yet to answer
 
-    def next_wait_s(self) -> float:
-        """Seconds to wait before checking again. Raises TimeoutError, or what `still_wanted` raises."""
-        self.still_wanted()
-        left = self.at - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        return min(left, _POLL_SECONDS)
 
-    def pause(self) -> None:
-        time.sleep(self.next_wait_s())
+def dial_link(
+    record: RankRecord, credentials: Credentials, about: dict, over_unix: bool, attempt: Attempt
+) -> socket.socket | None:
+    """The connection for the link to a rank's process; None where one that the rank has dialed stands before it."""
+    if over_unix:
+        sock = _authenticated(socket.AF_UNIX, "\0" + record.unix_name, credentials, about, attempt)
+    else:
+        sock = _authenticated_tcp(record, credentials, about, attempt)
+    try:
+        if _receive(sock, 1, attempt) == b"A":
+            return sock
+    except BaseException:
+        sock.close()
+        raise
+    sock.close()
+    return None
 
 
 def dial_unix(
-    record: RankRecord, secret: bytes, about: dict, descriptors: list[int], deadline: Deadline
-) -> tuple[socket.socket, int]:
-    """A connection to a rank of this host, to which the `descriptors` are passed, and the doorbell that it returns."""
-    sock = _authenticated(socket.AF_UNIX, "\0" + record.unix_name, secret, about, deadline)
-    try:
+    record: RankRecord, credentials: Credentials, about: dict, descriptors: list[int], attempt: Attempt
+) -> int:
+    """Passes `descriptors` to a rank of this host for a group's channel; returns the descriptor of its doorbell."""
+    with _authenticated(socket.AF_UNIX, "\0" + record.unix_name, credentials, about, attempt) as sock:
         socket.send_fds(sock, [b"F"], descriptors)
-        _wait_for_answer(sock, about["group"], deadline)
-        answer, received, _, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        _wait(sock, select.POLLIN, attempt)
+        answer, received, flags, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if answer != b"D" or len(received) != 1:
             for fd in received:
                 os.close(fd)
             raise TransportError("the connection ended before the peer sent its doorbell")
-    except BaseException:
-        sock.close()
-        raise
-    return sock, received[0]
+        return received[0]
 
 
-def dial_tcp(record: RankRecord, secret: bytes, abouts: list[dict], deadline: Deadline) -> list[socket.socket]:
-    """Connections to a rank, one for each of `abouts`, of which the first carries the answer."""
+def dial_tcp(record: RankRecord, credentials: Credentials, abouts: list[dict], attempt: Attempt) -> list[socket.socket]:
+    """Connections to a rank for a group's channel, one for each of `abouts`, of which the first carries the answer."""
     sockets: list[socket.socket] = []
     try:
         for about in abouts:
-            sockets.append(_authenticated_tcp(record, secret, about, deadline))
-        _wait_for_answer(sockets[0], abouts[0]["group"], deadline)
+            sockets.append(_authenticated_tcp(record, credentials, about, attempt))
+        _wait(sockets[0], select.POLLIN, attempt)
         if sockets[0].recv(1) != b"A":
             raise TransportError("the connection ended before the peer accepted it")
     except BaseException:
@@ -78,7 +83,7 @@ def dial_tcp(record: RankRecord, secret: bytes, abouts: list[dict], deadline: De
     return sockets
 
 
-def notify(records: Sequence[RankRecord], secret: bytes, about: dict, seconds: float) -> int:
+def notify(records: Sequence[RankRecord], credentials: Credentials, about: dict, seconds: float) -> int:
     """Send one message to several ranks at once; returns how many did not take it in time."""
     deadline = time.monotonic() + seconds
     poller = select.poll()
@@ -88,7 +93,7 @@ def notify(records: Sequence[RankRecord], secret: bytes, about: dict, seconds: f
         for record in records:
             family, _, _, _, address = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
             sock = _new_socket(family)
-            pending[sock.fileno()] = (sock, _Notification(sock, secret, about))
+            pending[sock.fileno()] = (sock, _Notification(sock, credentials, {**about, "to": record.rank}))
             sock.setblocking(False)
             sock.connect_ex(address)  # a failure shows in advance()
             poller.register(sock, select.POLLOUT)
@@ -114,9 +119,9 @@ def notify(records: Sequence[RankRecord], secret: bytes, about: dict, seconds: f
 class _Notification:
     """One message under way: the state of its connection's handshake."""
 
-    def __init__(self, sock: socket.socket, secret: bytes, about: dict):
+    def __init__(self, sock: socket.socket, credentials: Credentials, about: dict):
         self._sock = sock
-        self._handshake = dial(secret, about, sock.sendall)
+        self._handshake = dial(credentials, about, sock.sendall)
         self._needed: int | None = None  # None: not connected yet
         self._received = b""
 
@@ -139,35 +144,24 @@ class _Notification:
         return False
 
 
-def query(record: RankRecord, secret: bytes, about: dict, deadline: Deadline) -> bytes:
-    """A rank's answer to `about`, over a connection of its own: four bytes of length, and as many as they say."""
-    with _authenticated_tcp(record, secret, about, deadline) as sock:
-        return _receive(sock, int.from_bytes(_receive(sock, 4, deadline), "little"), deadline)
-
-
-def has_exited(record: RankRecord) -> bool:
-    """Whether a rank of this host has exited: it opens its Unix listener before it publishes its record."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        return probe.connect_ex("\0" + record.unix_name) == errno.ECONNREFUSED
-
-
-def _authenticated_tcp(record: RankRecord, secret: bytes, about: dict, deadline: Deadline) -> socket.socket:
+def _authenticated_tcp(record: RankRecord, credentials: Credentials, about: dict, attempt: Attempt) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
-    return _authenticated(family, address, secret, about, deadline)
+    return _authenticated(family, address, credentials, about, attempt)
 
 
-def _authenticated(family: int, address: object, secret: bytes, about: dict, deadline: Deadline) -> socket.socket:
+def _authenticated(
+    family: int, address: object, credentials: Credentials, about: dict, attempt: Attempt
+) -> socket.socket:
     """A connected, non-blocking socket after the handshake."""
     sock = _new_socket(family)
     try:
         sock.setblocking(False)
-        _connect(sock, address, deadline)
-        handshake = dial(secret, about, sock.sendall)
+        _connect(sock, address, attempt)
+        handshake = dial(credentials, about, sock.sendall)
         needed = next(handshake)
         while True:
             try:
-                needed = handshake.send(_receive(sock, needed, deadline))
+                needed = handshake.send(_receive(sock, needed, attempt))
             except StopIteration:
                 return sock
     except BaseException:
@@ -182,40 +176,33 @@ def _new_socket(family: int) -> socket.socket:
     return sock
 
 
-def _connect(sock: socket.socket, address: object, deadline: Deadline) -> None:
+def _connect(sock: socket.socket, address: object, attempt: Attempt) -> None:
     code = sock.connect_ex(address)
     while code == errno.EAGAIN:  # a Unix listener whose queue is full
-        deadline.pause()
+        attempt.still_wanted()
+        time.sleep(_POLL_SECONDS)
         code = sock.connect_ex(address)
     if code == errno.EINPROGRESS:
-        _wait(sock, select.POLLOUT, deadline)
+        _wait(sock, select.POLLOUT, attempt)
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if code != 0:
         raise OSError(code, os.strerror(code))
+    attempt.is_connected = True
 
 
-def _wait(sock: socket.socket, event: int, deadline: Deadline) -> None:
+def _wait(sock: socket.socket, event: int, attempt: Attempt) -> None:
     poller = select.poll()
     poller.register(sock, event)
-    while not poller.poll(1000 * deadline.next_wait_s()):
-        pass
+    while not poller.poll(1000 * _POLL_SECONDS):
+        attempt.still_wanted()
 
 
-def _receive(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
+def _receive(sock: socket.socket, count: int, attempt: Attempt) -> bytes:
     message = bytearray()
     while len(message) < count:
-        _wait(sock, select.POLLIN, deadline)
+        _wait(sock, select.POLLIN, attempt)
         part = sock.recv(count - len(message))
         if not part:
             raise TransportError("the peer closed the connection during the handshake")
         message += part
     return bytes(message)
-
-
-def _wait_for_answer(sock: socket.socket, group: str, deadline: Deadline) -> None:
-    try:
-        _wait(sock, select.POLLIN, deadline)
-    except TimeoutError:
-        raise TransportError(
-            f"it is running but does not have the group '{group}', or accepts no connection for it"
-        ) from None

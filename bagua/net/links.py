@@ -1,37 +1,42 @@
-"""Opens the links between ranks, over shared memory, TCP or torch, and passes them to the core, which moves the bytes.
+"""How other ranks reach this process: the links to their processes, and the channels of their common groups.
 
 One Endpoint per process: a TCP socket and an abstract Unix socket that listen (nothing is left behind after kill -9),
-and the thread that serves them (listener.py). Of two ranks of a group the higher one dials (connector.py; the core
-knows this rule too: Mesh::awaits_dial). A link to a group that this rank has not made yet waits until it does.
+the thread that serves them (listener.py), and the threads that dial (dialer.py). What is made goes to the core:
 
-Same host:    one Unix socket (the control link); the dialer passes the descriptors of a pair of rings and of its
-              doorbell, the acceptor answers with its own doorbell.
-Other hosts:  one TCP connection for control and `tcp_streams` for data, which belong together by a random link id.
-torch:        one TCP connection for control, on any host; torch moves the data (torch_transport.py).
+link:      one connection for each pair of processes, for all of their groups: heartbeats, failures, who waits for
+           whom, shared segments. Over the Unix socket on one host, over TCP otherwise.
+channel:   what moves a group's messages to a peer, made on first use.
+           Same host:    a pair of rings; the dialer passes its descriptor and that of its doorbell over a Unix socket,
+                         and the acceptor answers with its own doorbell.
+           Other hosts:  `tcp_streams` TCP connections, which belong together by a random id.
+           torch:        one TCP connection to agree on a tag; torch moves the data (torch_transport.py).
+
+A channel to a group that this rank has not made yet waits until it does.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
+import hashlib
 import logging
 import os
 import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
-from typing import NoReturn
 
 from bagua import _C
 from bagua.config import Settings
-from bagua.errors import Aborted, InternalError, TransportError
-from bagua.net import congestion
-from bagua.net.connector import Deadline, dial_tcp, dial_unix
+from bagua.errors import InternalError, TransportError
+from bagua.net import congestion, reports
+from bagua.net.auth import Credentials
+from bagua.net.connector import Attempt, dial_link, dial_tcp, dial_unix
+from bagua.net.dialer import Dialer, RegisteredGroup
 from bagua.net.fork_guard import close_in_child
 from bagua.net.interfaces import InterfaceAddress
-from bagua.net.listener import IncomingLink, Listener, close_all
-from bagua.net.liveness import REFUSED_SECONDS, LivenessCheck, LivenessMonitor, exited_error
-from bagua.net.peer_status import PeerStatus, RegisteredGroup
+from bagua.net.listener import IncomingChannel, Listener, close_all
 from bagua.net.rendezvous import RankRecord
 from bagua.net.torch_transport import TorchTransport
 
@@ -39,16 +44,16 @@ __all__ = ["Endpoint"]
 
 logger = logging.getLogger("bagua")
 
+# A link that a peer has promised to dial comes within this time, or is dialed again.
+_PROMISE_SECONDS = 1.0
 _POLL_SECONDS = 0.05
-# A rank that has dialed for so long queries the peer's status too, so that it can answer ranks that wait for itself.
-_MONITORED_AFTER_SECONDS = 0.5
-_DOORBELL_BYTES = 64  # csrc/common/doorbell.h
+_MAX_INCOMING = 10_000
 # By backend: how collectives on tensors of a device move.
 _DEVICE_TRANSPORTS = {"auto": "auto", "native": "staged", "nccl": "nccl", "torch": "staged"}
 
 
 class Endpoint:
-    """This process as other ranks reach it: its listening sockets, and its links to them.
+    """This process as other ranks reach it: its listening sockets, and its links and channels to them.
 
     Args:
         settings: transport settings.
@@ -65,15 +70,25 @@ class Endpoint:
         self._torch = torch_transport
         self.address = address
         self.records: list[RankRecord] = []
-        self.secret = b""
+        self.credentials: Credentials
+        self._rank = -1
+        self._process = _C.Process(settings.heartbeat_timeout_s)
         self._groups: dict[str, RegisteredGroup] = {}
-        self._incoming: dict[tuple[str, int], IncomingLink] = {}  # (group, dialer's global rank)
-        self._changed = threading.Condition()  # guards the two above and announces attachments
+        self._num_opened: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self._incoming: dict[tuple[str, int], IncomingChannel] = {}  # (group's key, dialer's global rank)
+        self._dialing: set[int] = set()  # peers to which this rank is dialing a link
+        # Guards the four above and announces what is attached.
+        self._changed = threading.Condition()
+        self._dialer = Dialer(
+            self._groups,
+            self._changed,
+            self._process.is_linked,
+            self._dial_link,
+            self._dial_channel,
+            settings.heartbeat_timeout_s,
+        )
         self._listener: Listener | None = None
         self._failure: InternalError | None = None  # of the listener's thread; guarded by the same lock
-        self._process = _C.ProcessWaits()
-        self._peer_status = PeerStatus([], b"", self._groups, self._process)
-        self._monitor = LivenessMonitor()
         self._sockets: list[socket.socket] = []
         tcp = self._listen(address.family, _bindable(address))
         self.port: int = tcp.getsockname()[1]
@@ -88,23 +103,24 @@ class Endpoint:
         sock.listen(1024)
         return sock
 
-    def start(self, records: list[RankRecord], secret: bytes) -> None:
-        """Begin to accept; called once, when the table of ranks and the secret are known."""
-        self.records, self.secret = records, secret
-        self._peer_status = PeerStatus(records, secret, self._groups, self._process)
-        self._listener = Listener(self._sockets, secret, self._accepted, self._listener_failed)
+    def start(self, records: list[RankRecord], credentials: Credentials) -> None:
+        """Begin to accept; called once, when the table of ranks and the key of the rendezvous are known."""
+        self.records = self._dialer.records = records
+        self.credentials, self._rank = credentials, credentials.rank
+        self._listener = Listener(self._sockets, credentials, self._accepted, self._listener_failed)
 
     def close(self) -> None:
-        """Stop accepting and close everything that was not passed to a group."""
-        self._monitor.close()
+        """Stop dialing and accepting, say goodbye, and close everything that was not passed to a group."""
+        self._dialer.close()
         if self._listener is not None:
             self._listener.close()
         for sock in self._sockets:
             sock.close()
         with self._changed:
-            for link in self._incoming.values():
-                link.close()
+            for channel in self._incoming.values():
+                channel.close()
             self._incoming.clear()
+        self._process.close()
         if self._torch is not None:
             self._torch.close()
 
@@ -120,42 +136,62 @@ class Endpoint:
         if spin_us is None:
             # Polling pays while every rank of this host can have a CPU core of its own; otherwise it takes the peer's.
             spin_us = 50.0 if sum(same_host) <= len(os.sched_getaffinity(0)) else 2.0
+        key = self._key(name, ranks)
 
-        def connect(peer: int, left_s: float, timeout_s: float) -> None:
-            self._connect(name, rank, ranks[peer], left_s, timeout_s)
+        def connect(peer: int) -> None:
+            self._dialer.want(key, ranks[peer])
 
         thresholds = self.settings.thresholds
         way = _DEVICE_TRANSPORTS[self.settings.backend]
-        core = _C.Group(name, ranks.index(rank), ranks, spin_us, same_host, thresholds, connect, self._process, way)
+        core = _C.Group(
+            name, key, ranks.index(rank), ranks, spin_us, same_host, thresholds, connect, self._process, way
+        )
         with self._changed:
+            self._num_opened[name, tuple(ranks)] += 1
             if self._failure is not None:
                 core.poison(self._failure)
-            self._groups[name] = RegisteredGroup(core, ranks)
-            self._peer_status.group_opened(name)
-            for group, peer in [key for key in self._incoming if key[0] == name]:
+            self._groups[key] = RegisteredGroup(key, core, ranks, rank)
+            for group, peer in [known for known in self._incoming if known[0] == key]:
                 self._attach_if_complete(group, peer)
         return core
 
-    def close_core(self, name: str, core: _C.Group) -> None:
-        """End the core's worker thread and announce the shutdown to the peers."""
+    def _key(self, name: str, ranks: list[int]) -> str:
+        """By which the members know the group: the name may be used again, and by other ranks."""
+        members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         with self._changed:
-            self._peer_status.group_closes(name)
-            self._groups.pop(name, None)
+            return f"{name}|{members}|{self._num_opened[name, tuple(ranks)] + 1}"
+
+    def close_core(self, core: _C.Group) -> None:
+        """End the core's worker thread and announce the shutdown to the peers."""
+        key = core.key
+        with self._changed:
+            self._groups.pop(key, None)
+            self._dialer.forget(key)
             self._changed.notify_all()
         try:
             if self._torch is not None:
-                self._torch.flush(name, core)
+                self._torch.flush(key, core)
         finally:
             core.close()
             if self._torch is not None:
-                self._torch.join(name)
+                self._torch.join(key)
 
-    def report(self, names: list[str], rank: int) -> None:
-        """Called before these cores are closed: if one has failed, tell ranks that are not connected why."""
-        self._peer_status.report(names, rank)
-        with self._changed:
-            for group, peer in [key for key in self._incoming if self._peer_status.has_failed(key[0])]:
-                self._incoming.pop((group, peer)).close()
+    def report(self, cores: list[_C.Group]) -> None:
+        """Called before the cores of a group are closed: if one has failed, tell ranks that have no link why."""
+        causes = [cause for core in cores if (cause := reports.cause_of(core)) is not None]
+        groups = [group for core in cores if (group := self._groups.get(core.key)) is not None]
+        if not causes or not groups:
+            return
+        ranks = groups[0].ranks
+        peers = [ranks[peer] for peer in reports.targets(ranks.index(self._rank), len(ranks))]
+        about = {
+            "purpose": "report",
+            "groups": [group.key for group in groups],
+            "from": self._rank,
+            "cause": reports.describe(causes[0]),
+        }
+        unlinked = [self.records[peer] for peer in peers if not self._process.is_linked(peer)]
+        reports.report(unlinked, self.credentials, about)
 
     def share_memory(self, rank: int, peer: int) -> bool:
         """Whether two ranks (global) are on one host and both have shared memory switched on."""
@@ -166,251 +202,183 @@ class Endpoint:
         """Whether two ranks (global) are on one host."""
         return self.records[rank].host == self.records[peer].host
 
-    def _connect(self, name: str, rank: int, peer: int, left_s: float, timeout_s: float) -> None:
-        """Make sure that the group has a channel to `peer`; `rank` and `peer` are global.
+    # ---- dialing, on the dialer's threads
 
-        Called by the thread that runs the group's operation: its worker, or the caller's. `timeout_s` is the timeout of
-        the operation, of which `left_s` are left.
-
-        Raises:
-            DeadlineExceeded: the peer cannot be reached, or (where it has to dial) has not dialed.
-            TransportError: its process has exited.
-        """
-        registered = self._groups.get(name)
-        if registered is None:
-            raise Aborted(f"the group '{name}' was destroyed")
-        group_peer = registered.ranks.index(peer)
-
-        def still_wanted() -> None:
-            registered.core.check()
-            if name not in self._groups:
-                raise Aborted(
-                    f"the group '{name}' was destroyed while it waited for rank {group_peer}", rank=group_peer
-                )
-
-        begin = time.monotonic()
-        if registered.ranks.index(rank) < group_peer:
-            self._await_dial(name, registered, rank, peer, timeout_s, Deadline(begin + left_s, still_wanted))
-            return
-        is_monitored = False
-
-        def still_dialing() -> None:
-            nonlocal is_monitored
-            still_wanted()
-            if not is_monitored and time.monotonic() > begin + _MONITORED_AFTER_SECONDS:
-                is_monitored = True
-                self.monitor(name, rank, peer, timeout_s)
-
-        self._dial_until(name, registered, rank, peer, timeout_s, Deadline(begin + left_s, still_dialing))
-
-    def _await_dial(
-        self, name: str, registered: RegisteredGroup, rank: int, peer: int, timeout_s: float, deadline: Deadline
-    ) -> None:
-        check = self._liveness_check(name, registered, rank, peer, timeout_s)
-        while not self._wait_for_attachment(registered.core, check.group_peer):
-            deadline.still_wanted()
-            if time.monotonic() > deadline.at:
-                self._raise_late(name, registered, rank, peer, timeout_s, deadline)
-            check.check(deadline.still_wanted)
-
-    def _liveness_check(
-        self, name: str, registered: RegisteredGroup, rank: int, peer: int, timeout_s: float
-    ) -> LivenessCheck:
-        record, shares_memory = self.records[peer], self.share_memory(rank, peer)
-        return LivenessCheck(self._peer_status, record, name, registered, rank, peer, shares_memory, timeout_s)
-
-    def monitor(self, name: str, rank: int, peer: int, timeout_s: float) -> None:
-        """A group waits for `peer` (`rank` and `peer` are global): fail the group if the peer will never connect."""
-        registered = self._groups.get(name)
-        if registered is not None:
-            self._monitor.add(self._liveness_check(name, registered, rank, peer, timeout_s))
-
-    def _raise_late(
-        self, name: str, registered: RegisteredGroup, rank: int, peer: int, timeout_s: float, deadline: Deadline
-    ) -> NoReturn:
-        """The connection was not made in time: raise an error that names the rank at fault (Mesh::blame)."""
-        core, group_peer = registered.core, registered.ranks.index(peer)
-        seconds = core.answer_grace_seconds(timeout_s)
-
-        def query() -> None:
-            try:
-                answers = self._peer_status.query(name, registered, rank, peer, deadline.still_wanted, seconds)
-            except ConnectionRefusedError as error:
-                raise exited_error(self.records[peer], group_peer) from error
-            if not answers:
-                self._check_host(registered, rank, peer, timeout_s)
-
-        core.blame(group_peer, timeout_s, query)
-        raise AssertionError("blame always raises")
-
-    def _check_host(self, registered: RegisteredGroup, rank: int, peer: int, timeout_s: float) -> None:
-        """Raise if the host of a silent rank cannot be reached: then nothing shows that the process is to blame."""
-        record, core = self.records[peer], registered.core
-        if self.share_memory(rank, peer):
-            return
-        try:
-            address = (record.address, record.port)
-            socket.create_connection(address, core.answer_grace_seconds(timeout_s)).close()
-        except ConnectionRefusedError:  # the host itself refused, so it can be reached
-            return
-        except OSError as error:
-            here, there = registered.ranks.index(rank), registered.ranks.index(peer)
-            what = (
-                f"the connection between rank {here} and rank {there} is silent: cannot connect to rank {there} at "
-                f"{record.address}:{record.port}: {error} (the network is cut, the host is down, or a firewall is in "
-                "the way; BAGUA_SOCKET_IFNAME chooses the interface)"
-            )
-            core.throw_late(-1, what, timeout_s)
-
-    def _wait_for_attachment(self, core: _C.Group, group_peer: int) -> bool:
-        """Whether the peer has connected; waits a moment if not."""
+    def _dial_link(self, peer: int, attempt: Attempt) -> None:
         with self._changed:
-            if core.is_attached(group_peer):
-                return True
-            self._changed.wait(_POLL_SECONDS)
-            return core.is_attached(group_peer)
-
-    # ---- dialing
-
-    def _dial_until(
-        self, name: str, registered: RegisteredGroup, rank: int, peer: int, timeout_s: float, deadline: Deadline
-    ) -> None:
-        record, group_peer = self.records[peer], registered.ranks.index(peer)
-        dial = self._dial_unix if self.share_memory(rank, peer) else self._dial_tcp
-        refused_since: float | None = None
-        while True:
-            try:
-                dial(name, registered.core, rank, peer, group_peer, deadline)
+            if self._process.is_linked(peer):
                 return
-            except (OSError, TransportError) as error:
-                deadline.still_wanted()
-                if isinstance(error, TransportError):  # it listens, but does not accept this connection (any more)
-                    with contextlib.suppress(ConnectionRefusedError):
-                        self._peer_status.query(name, registered, rank, peer, deadline.still_wanted)
-                now = time.monotonic()
-                refused_since = (refused_since or now) if isinstance(error, ConnectionRefusedError) else None
-                if refused_since is not None and now - refused_since > REFUSED_SECONDS:
-                    raise exited_error(self.records[peer], group_peer) from error
-                if now > deadline.at - _POLL_SECONDS:
-                    if isinstance(error, TransportError):  # it is running: it may itself be kept waiting
-                        self._raise_late(name, registered, rank, peer, timeout_s, deadline)
-                    self._check_host(registered, rank, peer, timeout_s)
-                    what = (
-                        f"cannot connect to rank {group_peer} at {record.address}:{record.port}: {error}; check that "
-                        "its process is running and that no firewall is in the way, or choose the interface with "
-                        "BAGUA_SOCKET_IFNAME"
-                    )
-                    registered.core.throw_late(group_peer, what, timeout_s)
-            time.sleep(_POLL_SECONDS)
+            self._dialing.add(peer)
+        try:
+            about = {"purpose": "link", "from": self._rank, "to": peer}
+            over_unix = self.share_memory(self._rank, peer)
+            sock = dial_link(self.records[peer], self.credentials, about, over_unix, attempt)
+            if sock is not None:
+                self._process.attach(peer, sock.detach())
+        finally:
+            with self._changed:
+                self._dialing.discard(peer)
+                for key, rank in [known for known in self._incoming if known[1] == peer]:
+                    self._attach_if_complete(key, rank)
+        if sock is None:
+            self._await_link(peer, attempt)
 
-    def _about(self, name: str, rank: int, peer: int, link: str, index: int, tag: int = 0) -> dict:
+    def _await_link(self, peer: int, attempt: Attempt) -> None:
+        """The peer has one, or is about to dial it."""
+        deadline = time.monotonic() + _PROMISE_SECONDS
+        while not self._process.is_linked(peer) and time.monotonic() < deadline:
+            attempt.still_wanted()
+            with self._changed:
+                self._changed.wait(_POLL_SECONDS)
+
+    def _dial_channel(self, group: RegisteredGroup, peer: int, attempt: Attempt) -> None:
+        if self.share_memory(self._rank, peer):
+            self._dial_rings(group, peer, attempt)
+        else:
+            self._dial_streams(group, peer, attempt)
+
+    def _about(self, key: str, peer: int, channel: str, index: int, tag: int = 0) -> dict:
         return {
-            "group": name,
-            "from": rank,
+            "purpose": "channel",
+            "group": key,
+            "from": self._rank,
             "to": peer,
-            "link": link,
+            "channel": channel,
             "index": index,
             "streams": self.settings.tcp_streams,
             "ring_bytes": self.settings.shm_ring_bytes,
             "tag": tag,
         }
 
-    def _dial_unix(self, name: str, core: _C.Group, rank: int, peer: int, group_peer: int, deadline: Deadline) -> None:
-        ring_bytes = self.settings.shm_ring_bytes
-        about = self._about(name, rank, peer, secrets.token_hex(8), 0)
-        rings = os.memfd_create("bagua-rings", os.MFD_CLOEXEC)
+    def _dial_rings(self, group: RegisteredGroup, peer: int, attempt: Attempt) -> None:
+        ring_bytes, core = self.settings.shm_ring_bytes, group.core
+        about = self._about(group.key, peer, secrets.token_hex(8), 0)
         try:
-            os.ftruncate(rings, _C.shm_segment_bytes(ring_bytes))
-            sock, doorbell = dial_unix(self.records[peer], self.secret, about, [rings, core.doorbell_fd()], deadline)
+            rings = _C.create_sealed_memory("bagua-rings", _C.shm_segment_bytes(ring_bytes))
+        except TransportError as error:  # of this rank, not of the peer
+            raise OSError(errno.EMFILE, str(error)) from error
+        try:
+            doorbell = dial_unix(self.records[peer], self.credentials, about, [rings, core.doorbell_fd()], attempt)
         except BaseException:
             os.close(rings)
             raise
-        core.attach_shm(group_peer, sock.detach(), rings, ring_bytes, True, doorbell)
+        core.attach_shm(group.ranks.index(peer), rings, ring_bytes, True, doorbell)
 
-    def _dial_tcp(self, name: str, core: _C.Group, rank: int, peer: int, group_peer: int, deadline: Deadline) -> None:
-        link = secrets.token_hex(8)
+    def _dial_streams(self, group: RegisteredGroup, peer: int, attempt: Attempt) -> None:
+        channel = secrets.token_hex(8)
         tag = self._torch.next_tag() if self._torch is not None else 0
-        abouts = [self._about(name, rank, peer, link, index, tag) for index in range(1 + self.settings.tcp_streams)]
-        sockets = dial_tcp(self.records[peer], self.secret, abouts, deadline)
-        self._attach_tcp(name, core, group_peer, peer, sockets, tag)
+        num_sockets = max(1, self.settings.tcp_streams)
+        abouts = [self._about(group.key, peer, channel, index, tag) for index in range(num_sockets)]
+        sockets = dial_tcp(self.records[peer], self.credentials, abouts, attempt)
+        self._attach_streams(group, peer, sockets, tag)
 
-    def _attach_tcp(
-        self, name: str, core: _C.Group, group_peer: int, peer: int, sockets: list[socket.socket], tag: int
-    ) -> None:
-        for sock in sockets[1:]:
-            congestion.choose(sock, self.settings.tcp_congestion)
-        control, *data = [sock.detach() for sock in sockets]
+    def _attach_streams(self, group: RegisteredGroup, peer: int, sockets: list[socket.socket], tag: int) -> None:
+        group_peer = group.ranks.index(peer)
         if self._torch is not None:
-            self._torch.attach(name, core, group_peer, peer, control, tag)
-        else:
-            core.attach_tcp(group_peer, control, data)
+            close_all(sockets, [])
+            self._torch.attach(group.key, group.core, group_peer, peer, tag)
+            return
+        for sock in sockets:
+            congestion.choose(sock, self.settings.tcp_congestion)
+        group.core.attach_tcp(group_peer, [sock.detach() for sock in sockets])
 
-    # ---- accepting: on the listener's thread, and in open_core for links that came before the group was made
+    # ---- accepting: on the listener's thread, and in open_core for channels that came before the group was made
 
     def _accepted(self, sock: socket.socket, about: dict, descriptors: list[int]) -> None:
-        if self._peer_status.is_status_message(about):
-            close_all([], descriptors)
-            self._peer_status.handle(sock, about)
-            return
+        accept = {"link": self._accept_link, "report": self._accept_report, "channel": self._accept_channel}
         try:
-            announced = IncomingLink.announced(about, len(self.records), bool(descriptors))
+            purpose = about.get("purpose")
+            if not isinstance(purpose, str) or purpose not in accept:
+                raise TransportError(f"its purpose is {purpose!r}, expected one of {', '.join(accept)}")
+            accept[purpose](sock, about, descriptors)
         except BaseException:
             close_all([sock], descriptors)
             raise
-        group, peer, index = about["group"], about["from"], about["index"]
-        if self._peer_status.has_failed(group):
+
+    def _accept_link(self, sock: socket.socket, about: dict, descriptors: list[int]) -> None:
+        peer = about["from"]
+        with self._changed:
+            if self._process.is_linked(peer) or (peer in self._dialing and self._rank > peer):
+                sock.sendall(b"W")
+                sock.close()
+                return
+            sock.sendall(b"A")
+            self._process.attach(peer, sock.detach())
+            for key, rank in [known for known in self._incoming if known[1] == peer]:
+                self._attach_if_complete(key, rank)
+            self._changed.notify_all()
+
+    def _accept_report(self, sock: socket.socket, about: dict, descriptors: list[int]) -> None:
+        sock.close()
+        for key in about["groups"]:
+            group = self._groups.get(key)
+            if group is not None:
+                group.core.poison(reports.remote_error(about["cause"], group.ranks.index(about["from"])))
+
+    def _accept_channel(self, sock: socket.socket, about: dict, descriptors: list[int]) -> None:
+        announced = IncomingChannel.announced(about, bool(descriptors))
+        key, peer, index = about["group"], about["from"], about["index"]
+        if self._process.has_failed(key):
             close_all([sock], descriptors)
             return
         with self._changed:
-            link = self._incoming.get((group, peer))
-            if link is None or link.id != announced.id or index in link.sockets:
-                if link is not None:
-                    link.close()  # the dialer has abandoned that attempt
-                link = self._incoming[group, peer] = announced
-            link.sockets[index] = sock
+            channel = self._incoming.get((key, peer))
+            if channel is None or channel.id != announced.id or index in channel.sockets:
+                if channel is not None:
+                    channel.close()  # the dialer has abandoned that attempt
+                elif len(self._incoming) >= _MAX_INCOMING:
+                    raise TransportError(f"{_MAX_INCOMING} channels wait for groups that are not made here")
+                channel = self._incoming[key, peer] = announced
+            channel.sockets[index] = sock
             if descriptors:
-                close_all([], link.descriptors)
-                link.descriptors = descriptors
-            self._attach_if_complete(group, peer)
+                close_all([], channel.descriptors)
+                channel.descriptors = descriptors
+            self._attach_if_complete(key, peer)
 
     def _listener_failed(self, error: Exception) -> None:
         with self._changed:
             self._failure = InternalError(f"a rank no longer accepts connections, because of {error!r}; see its log")
-            for registered in self._groups.values():
-                registered.core.poison(self._failure)
+            for group in self._groups.values():
+                group.core.poison(self._failure)
 
-    def _attach_if_complete(self, group: str, peer: int) -> None:
-        registered = self._groups.get(group)
-        if registered is None or not self._incoming[group, peer].is_complete:
+    def _attach_if_complete(self, key: str, peer: int) -> None:
+        """Under the lock. A channel waits for its group, for its other connections and for the link."""
+        group = self._groups.get(key)
+        if group is None or not self._incoming[key, peer].is_complete or not self._process.is_linked(peer):
             return
-        link = self._incoming.pop((group, peer))
+        channel = self._incoming.pop((key, peer))
         try:
-            self._attach(group, registered, peer, link)
+            self._attach(group, peer, channel)
         except Exception as error:  # nothing that a peer sends may end this rank
-            logger.warning("the connection of rank %d to group '%s' failed: %s", peer, group, error)
+            logger.warning("the connection of rank %d to group '%s' failed: %s", peer, key, error)
         finally:
-            link.close()
+            channel.close()
         self._changed.notify_all()
 
-    def _attach(self, name: str, registered: RegisteredGroup, peer: int, link: IncomingLink) -> None:
-        """Answer the dialer and pass the connection to the core; what stays in `link` the caller closes."""
-        core, group_peer = registered.core, registered.ranks.index(peer)
+    def _attach(self, group: RegisteredGroup, peer: int, channel: IncomingChannel) -> None:
+        """Answer the dialer and pass the channel to the core; what stays in `channel` the caller closes."""
+        core, group_peer = group.core, group.ranks.index(peer)
         if core.is_attached(group_peer):
             raise TransportError(f"rank {group_peer} is connected already")
-        control = link.sockets[0]
-        if link.descriptors:
-            sizes = _C.shm_segment_bytes(link.ring_bytes), _DOORBELL_BYTES
-            for fd, size in zip(link.descriptors, sizes, strict=True):
-                if os.fstat(fd).st_size < size:  # reading behind the end of a segment would kill this process (SIGBUS)
-                    raise TransportError(f"it passed {os.fstat(fd).st_size} bytes of shared memory, expected {size}")
-            socket.send_fds(control, [b"D"], [core.doorbell_fd()])
-            rings, doorbell = link.descriptors
-            link.descriptors = []
-            core.attach_shm(group_peer, control.detach(), rings, link.ring_bytes, False, doorbell)
+        first = channel.sockets[0]
+        if channel.descriptors:
+            sizes = _C.shm_segment_bytes(channel.ring_bytes), _C.DOORBELL_BYTES
+            for fd, size in zip(channel.descriptors, sizes, strict=True):
+                _C.expect_sealed_memory(fd, size)
+            socket.send_fds(first, [b"D"], [core.doorbell_fd()])
+            passed, channel.descriptors = channel.descriptors, []
         else:
-            control.sendall(b"A")
-            sockets = [link.sockets[index] for index in range(1 + link.streams)]
-            self._attach_tcp(name, core, group_peer, peer, sockets, link.tag)
+            first.sendall(b"A")
+            passed = []
+        try:
+            if passed:
+                rings, doorbell = passed
+                core.attach_shm(group_peer, rings, channel.ring_bytes, False, doorbell)
+            else:
+                self._attach_streams(group, peer, [channel.sockets[i] for i in sorted(channel.sockets)], channel.tag)
+        except TransportError as error:  # the peer believes that it is connected
+            core.poison(error)
+            raise
 
 
 def _bindable(address: InterfaceAddress) -> tuple:

@@ -1,6 +1,6 @@
 """Incoming connections: one thread, "bagua-accept", serves a rank's listening sockets without ever blocking.
 
-A peer is unauthenticated until the handshake (auth.py) has proved that it knows the job's secret. Until then it costs
+A peer is unauthenticated until the handshake (auth.py) has proved that it knows the job's key. Until then it costs
 a log line at most, and the log lines become rarer as refused connections become more.
 """
 
@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from bagua.errors import TransportError
-from bagua.net.auth import accept, set_no_delay
+from bagua.net.auth import Credentials, accept, set_no_delay
 from bagua.net.fork_guard import close_in_child
 
-__all__ = ["IncomingLink", "Listener", "close_all"]
+__all__ = ["IncomingChannel", "Listener", "close_all"]
 
 logger = logging.getLogger("bagua")
 
@@ -32,42 +32,46 @@ _NO_DESCRIPTORS_PAUSE_SECONDS = 0.1
 
 
 @dataclass
-class IncomingLink:
-    """The connections of an authenticated peer's link to one group, as far as they have been accepted."""
+class IncomingChannel:
+    """The connections of an authenticated peer's channel to one group, as far as they have been accepted."""
 
     id: str
     streams: int
     ring_bytes: int
     tag: int
-    sockets: dict[int, socket.socket] = field(default_factory=dict)  # TCP: 0 is control, then the data streams
+    sockets: dict[int, socket.socket] = field(default_factory=dict)
     descriptors: list[int] = field(default_factory=list)  # Unix: rings, doorbell
 
     @classmethod
-    def announced(cls, about: dict, num_ranks: int, is_unix: bool) -> IncomingLink:
+    def announced(cls, about: dict, is_unix: bool) -> IncomingChannel:
         """From the dialer's description of itself: it knows the secret, but may be of another version, or broken.
 
         Raises:
             TransportError: a field is missing, of another type or out of its range.
         """
-        for name in ("group", "link"):
+        for name in ("group", "channel"):
             if type(about.get(name)) is not str:
                 raise TransportError(f"its {name} is {about.get(name)!r}, expected a text")
-        limits = {"from": (0, num_ranks - 1), "streams": (0, 64), "ring_bytes": (1 << 12, 1 << 30), "tag": (0, 1 << 20)}
-        limits["index"] = (0, 0 if is_unix else about.get("streams"))  # last: of streams that are a number by then
+        limits = {"streams": (0, 64), "ring_bytes": (1 << 12, 1 << 30), "tag": (0, 1 << 20)}
         for name, (low, high) in limits.items():
-            value = about.get(name)
-            if type(value) is not int or not low <= value <= high:
-                raise TransportError(f"its {name} is {value!r}, expected {low}..{high}")
+            _check_number(about, name, low, high)
+        _check_number(about, "index", 0, 0 if is_unix else max(about["streams"], 1) - 1)
         if about["ring_bytes"] & (about["ring_bytes"] - 1):
             raise TransportError(f"its ring_bytes is {about['ring_bytes']}, expected a power of two")
-        return cls(about["link"], about["streams"], about["ring_bytes"], about["tag"])
+        return cls(about["channel"], about["streams"], about["ring_bytes"], about["tag"])
 
     @property
     def is_complete(self) -> bool:
-        return len(self.sockets) == (1 if self.descriptors else 1 + self.streams)
+        return len(self.sockets) == (1 if self.descriptors else max(self.streams, 1))
 
     def close(self) -> None:
         close_all(self.sockets.values(), self.descriptors)
+
+
+def _check_number(about: dict, name: str, low: int, high: int) -> None:
+    value = about.get(name)
+    if type(value) is not int or not low <= value <= high:
+        raise TransportError(f"its {name} is {value!r}, expected {low}..{high}")
 
 
 def close_all(sockets: Iterable[socket.socket], descriptors: Iterable[int]) -> None:
@@ -88,8 +92,7 @@ class _UnauthenticatedPeer:
     is_unix: bool
     needed: int = 0
     received: bytearray = field(default_factory=bytearray)
-    is_silent: bool = True  # has sent nothing yet
-    about: dict | None = None  # set once authenticated; a Unix dialer then has yet to pass its descriptors
+    about: dict | None = None  # set once authenticated; a Unix dialer may then have yet to pass descriptors
 
 
 class Listener:
@@ -97,7 +100,7 @@ class Listener:
 
     Args:
         sockets: listening TCP and Unix sockets, owned by the caller, who closes them after close().
-        secret: what a peer must know.
+        credentials: this rank's; a peer must know the key and mean this rank.
         accepted: called on the thread with the socket, what the dialer says about itself, and (Unix) its two
             descriptors; it owns the socket and the descriptors, also when it raises.
         failed: called on the thread when an error of its own ends it, so that nobody waits for connections in vain.
@@ -106,12 +109,12 @@ class Listener:
     def __init__(
         self,
         sockets: list[socket.socket],
-        secret: bytes,
+        credentials: Credentials,
         accepted: Callable[[socket.socket, dict, list[int]], None],
         failed: Callable[[Exception], None],
     ):
         self._sockets = sockets
-        self._secret = secret
+        self._credentials = credentials
         self._accepted, self._failed = accepted, failed
         self._num_refused = 0
         self._selector = selectors.DefaultSelector()
@@ -172,7 +175,7 @@ class Listener:
             is_unix = sock.family == socket.AF_UNIX
             if not is_unix:
                 set_no_delay(sock)
-            peer = _UnauthenticatedPeer(sock, accept(self._secret, sock.sendall), time.monotonic(), is_unix)
+            peer = _UnauthenticatedPeer(sock, accept(self._credentials, sock.sendall), time.monotonic(), is_unix)
             peer.needed = next(peer.generator)
             self._unauthenticated[sock] = peer
             self._selector.register(sock, selectors.EVENT_READ, peer)
@@ -194,15 +197,12 @@ class Listener:
         try:
             while peer.about is None:
                 self._read_handshake(peer)
-            descriptors = _receive_descriptors(peer.sock, 2) if peer.is_unix else []
+            passes = peer.is_unix and peer.about.get("purpose") == "channel"
+            descriptors = _receive_descriptors(peer.sock, 2) if passes else []
         except BlockingIOError:
             return
         except Exception as error:  # no peer may end the thread
-            if peer.is_unix and peer.is_silent:  # a rank that checks whether this one is running (connector.has_exited)
-                self._forget(peer)
-                peer.sock.close()
-            else:
-                self._refuse(peer, str(error) or type(error).__name__)
+            self._refuse(peer, str(error) or type(error).__name__)
             return
         self._forget(peer)
         try:
@@ -214,7 +214,6 @@ class Listener:
         part = peer.sock.recv(peer.needed - len(peer.received))
         if not part:
             raise TransportError("it closed the connection before it had authenticated itself")
-        peer.is_silent = False
         peer.received += part
         if len(peer.received) < peer.needed:
             return

@@ -1,8 +1,13 @@
-"""How ranks find each other and check that they fit together: the store, the table of ranks and the job secret.
+"""How ranks find each other and check that they fit together: the store, the table of ranks and the job's key.
 
-Every rank publishes one record in torch's store (its address, version, world size, a proof that it knows the token)
-and reads everybody's. All ranks compare all records with rank 0's, so that all of them raise the same difference.
-Connections are made later, on first use (links.py).
+Every rank publishes one record in torch's store (its address, version, world size, a random nonce) and reads
+everybody's. The digest of all of them names the rendezvous; the token, stretched with it, is the key, and with that
+each rank proves in the store what it has read. Only when every rank's proof is right is anything of a record used:
+whoever can write to the store can end the job with an error, but not bring a rank to another address, and what an
+earlier rendezvous left there fits no other one. Without a token the key is a random one in the store.
+
+All ranks compare all records with rank 0's, so that all of them raise the same difference. Connections are made later,
+on first use (links.py).
 """
 
 from __future__ import annotations
@@ -10,13 +15,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import json
 import os
 import secrets
+import struct
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
@@ -24,11 +31,20 @@ import torch.distributed as dist
 
 from bagua.config import LaunchEnvironment
 from bagua.errors import DeadlineExceeded, InvalidArgument, RemoteError, TransportError
+from bagua.net.auth import Credentials, derive, stretch
 
-__all__ = ["PROTOCOL", "RankRecord", "exchange_records", "host_identity", "open_store", "reopen_store"]
+__all__ = [
+    "PROTOCOL",
+    "RankRecord",
+    "exchange_records",
+    "host_identity",
+    "open_store",
+    "rendezvous_name",
+    "reopen_store",
+]
 
 # Raised whenever bytes on a wire or in a ring change their meaning.
-PROTOCOL = 5
+PROTOCOL = 6
 
 _POLL_SECONDS = 0.05
 _FIRST_POLL_SECONDS = 0.002  # ranks that are started together arrive within milliseconds
@@ -36,6 +52,9 @@ _FIRST_POLL_SECONDS = 0.002  # ranks that are started together arrive within mil
 _STORE_GRACE_SECONDS = 0.5
 # The error of a failed rendezvous mentions that this rank, or the store, made no progress for longer than this.
 _STALL_SECONDS = 1.0
+# Of what others can write to the store.
+_MAX_RECORD_BYTES, _MAX_PROOF_BYTES, _MAX_FAULT_CHARACTERS = 8192, 256, 2000
+_KEYS_PER_CALL = 64
 
 Answer = TypeVar("Answer")
 
@@ -56,7 +75,46 @@ class RankRecord:
     port: int
     unix_name: str  # of the abstract Unix socket, "" where shared memory is off
     pid: int
-    token_proof: str
+    heartbeat_timeout_ms: int = 10_000
+    auth: str = ""  # how connections are authenticated: "a token", or "no token"
+    nonce: str = ""  # random, so that no two rendezvous have the same records
+
+    def to_json(self) -> bytes:
+        """As it is published."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def parse(cls, text: bytes, rank: int) -> RankRecord:
+        """What a rank has published, or somebody in its name.
+
+        Raises:
+            TransportError: it is no record of that rank.
+        """
+        try:
+            if len(text) > _MAX_RECORD_BYTES:
+                raise ValueError(f"{len(text)} bytes, expected at most {_MAX_RECORD_BYTES}")
+            found = json.loads(text)
+            if not isinstance(found, dict):
+                raise ValueError(f"a {type(found).__name__}, expected names and values")
+            protocol = found.get("protocol")
+            if type(protocol) is int and protocol != PROTOCOL:  # of another version: nothing else is known of it
+                return cls(rank, 0, "", protocol, "", "", "", 0, "", 0, "", 0)
+            expected = {"int": int, "str": str}
+            for field in fields(cls):
+                value = found.get(field.name)
+                if type(value) is not expected[str(field.type)]:
+                    raise ValueError(f"{field.name} is {value!r}, expected a value of type {field.type}")
+            record = cls(**found)
+            if record.rank != rank:
+                raise ValueError(f"it is rank {record.rank}'s")
+            if not 0 < record.port < 1 << 16:
+                raise ValueError(f"port is {record.port}")
+            ipaddress.ip_address(record.address)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise TransportError(
+                f"what the store has as the record of rank {rank} is none: {str(error)[:200]}; {_FORGED}", rank=rank
+            ) from None
+        return record
 
 
 def host_identity(node_rank: int) -> str:
@@ -123,7 +181,7 @@ def reopen_store(launch: LaunchEnvironment, init: str, timeout: timedelta) -> di
         left_s = max(deadline - time.monotonic(), _POLL_SECONDS)
         try:
             store = open_store(launch, timedelta(seconds=left_s))
-            _RendezvousStore(dist.PrefixStore(init, store), timedelta(seconds=left_s)).get("nonce", "rank 0")
+            _RendezvousStore(dist.PrefixStore(init, store), timedelta(seconds=left_s)).get("rank/0", _ABSENT.format(0))
             return store
         except TransportError:
             if time.monotonic() > deadline:
@@ -191,7 +249,7 @@ class _RendezvousStore:
     def add(self, key: str, amount: int) -> int:
         return self._call(lambda: self._store.add(key, amount))
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str | bytes) -> None:
         self._call(lambda: self._store.set(key, value))
 
     def publish_fault(self, message: str) -> None:
@@ -199,19 +257,29 @@ class _RendezvousStore:
         with contextlib.suppress(TransportError):
             self.set("fault", message)
 
-    def get(self, key: str, who: str) -> bytes:
-        """Waits for the key, which `who` sets."""
+    def get(self, key: str, late: str) -> bytes:
+        """Waits for the key; `late` says what has not happened where it does not come in time."""
         pause_s = _FIRST_POLL_SECONDS
         while True:
             value, fault = self._call(lambda: self._look_for(key))
             if value is not None:
                 return value
             if fault is not None:
-                raise RemoteError(f"another rank gave up during the rendezvous: {fault.decode()}")
+                raise RemoteError(f"another rank gave up during the rendezvous: {_readable(fault)}")
             if time.monotonic() > self._begin + self._timeout_s:
-                self._give_up(who)
+                self._give_up(late)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_SECONDS)
+
+    def get_all(self, kind: str, size: int, late: str) -> list[bytes]:
+        """Waits for the key of this kind of each rank; many of them are read at once where they are there."""
+        values: list[bytes] = []
+        while len(values) < size:
+            at = len(values)
+            values.append(self.get(f"{kind}/{at}", late.format(at)))
+            keys = [f"{kind}/{rank}" for rank in range(at + 1, min(at + _KEYS_PER_CALL, size))]
+            values += self._call(lambda keys=keys: self._store.multi_get(keys) if self._store.check(keys) else [])
+        return values
 
     def _look_for(self, key: str) -> tuple[bytes | None, bytes | None]:
         """The value of the key, or why another rank has given up."""
@@ -219,9 +287,9 @@ class _RendezvousStore:
             return self._store.get(key), None
         return None, self._store.get("fault") if self._store.check(["fault"]) else None
 
-    def _give_up(self, who: str) -> NoReturn:
+    def _give_up(self, late: str) -> NoReturn:
         message = (
-            f"{who} did not come to the rendezvous within {self._timeout_s:g} s; check that it was started, that its "
+            f"{late} within {self._timeout_s:g} s; check that it was started, that its "
             "log shows no error, and that all ranks have the same WORLD_SIZE and MASTER_ADDR"
         )
         if self._stalled_s > _STALL_SECONDS:  # the others may have given up for this very reason
@@ -232,65 +300,117 @@ class _RendezvousStore:
         raise DeadlineExceeded(message)
 
 
+_ABSENT, _UNPROVED = "rank {} did not come to the rendezvous", "rank {} came to the rendezvous and did not complete it"
+# The end of messages where that may be the reason.
+_FORGED = "another program, or somebody who can reach the store, has written to it"
+
+
 def exchange_records(
     store: dist.Store, mine: RankRecord, auth_token: str | None, timeout: timedelta
-) -> tuple[list[RankRecord], bytes]:
-    """Publish this rank's record, return everybody's (by rank) and the job secret.
+) -> tuple[list[RankRecord], Credentials]:
+    """Publish this rank's record, return everybody's (by rank) and what this rank authenticates connections with.
 
     Raises:
         InvalidArgument: on every rank alike, naming the first difference with both sides.
-        DeadlineExceeded: naming the ranks that did not come within the timeout.
+        DeadlineExceeded: naming the rank that did not come within the timeout.
         RemoteError: another rank gave up first.
-        TransportError: the store has ended, or does not answer.
+        TransportError: the store has ended, or does not answer, or somebody else has written to it.
     """
     rendezvous = _RendezvousStore(store, timeout)
     if rendezvous.add(f"claim/{mine.rank}", 1) != 1:
-        message = f"two processes claim to be rank {mine.rank}; give each process its own RANK"
+        message = f"two processes claim to be rank {mine.rank}; give each process its own RANK; or {_FORGED}"
         rendezvous.publish_fault(message)
         raise InvalidArgument(message, rank=mine.rank)
-    if mine.rank == 0:
-        rendezvous.set("nonce", secrets.token_hex(16) + ":" + ("" if auth_token else secrets.token_hex(32)))
-    nonce, _, generated = rendezvous.get("nonce", "rank 0").decode().partition(":")
-    # A token that people chose is stretched; a generated one is random, and only those who can read the store know it.
-    if auth_token and not generated:
-        secret = hashlib.pbkdf2_hmac("sha256", auth_token.encode(), nonce.encode(), 100_000)
-    else:
-        secret = bytes.fromhex(generated) if generated else b""
-        secret += auth_token.encode() if auth_token else b""
-    proof = hmac.new(secret, b"bagua token proof", hashlib.sha256).hexdigest()
-    mine = RankRecord(**{**asdict(mine), "token_proof": proof})
-    rendezvous.set(f"rank/{mine.rank}", json.dumps(asdict(mine)))
-    first = _read_record(rendezvous, 0)
-    _compare(rendezvous, first, mine)
-    records = [first]
-    for rank in range(1, mine.world_size):
-        records.append(_read_record(rendezvous, rank))
-        _compare(rendezvous, first, records[-1])
-    return records, secret
+    mine = replace(mine, auth="a token" if auth_token else "no token", nonce=secrets.token_hex(16))
+    if mine.rank == 0 and not auth_token:
+        rendezvous.set("secret", secrets.token_hex(32))
+    try:
+        records, rows = _exchange(rendezvous, mine)
+        name = rendezvous_name(rows)
+        # What is in the store as the secret may be anything, of any length.
+        key = stretch(auth_token, name) if auth_token else derive(rendezvous.get("secret", _UNPROVED.format(0)), name)
+        _prove(rendezvous, mine, name, key)
+        for record in records:
+            _compare(records[0], record, _COMPARED)
+    except (InvalidArgument, TransportError) as error:
+        rendezvous.publish_fault(str(error))
+        raise
+    return records, Credentials(derive(key, b"connections"), mine.rank, mine.world_size)
 
 
-def _read_record(rendezvous: _RendezvousStore, rank: int) -> RankRecord:
-    return RankRecord(**json.loads(rendezvous.get(f"rank/{rank}", f"rank {rank}")))
+def rendezvous_name(rows: Sequence[bytes]) -> bytes:
+    """The digest, 32 bytes, of all ranks' records as they are published: it tells this rendezvous from every other."""
+    digest = hashlib.sha256(b"bagua rendezvous" + struct.pack("<I", PROTOCOL))
+    for row in rows:
+        digest.update(struct.pack("<I", len(row)) + row)
+    return digest.digest()
 
 
-_COMPARED = (
-    ("world_size", "world_size", "start all ranks with the same WORLD_SIZE"),
+def _exchange(rendezvous: _RendezvousStore, mine: RankRecord) -> tuple[list[RankRecord], list[bytes]]:
+    """All ranks' records, and what they were read from."""
+    written = mine.to_json()
+    rendezvous.set(f"rank/{mine.rank}", written)
+    # Before the others, because nothing shows how many there are.
+    first = RankRecord.parse(rendezvous.get("rank/0", _ABSENT.format(0)), 0)
+    _compare(first, mine, _COMPARED_FIRST)
+    rows = rendezvous.get_all("rank", mine.world_size, _ABSENT)
+    if rows[mine.rank] != written:
+        raise TransportError(f"the store has another record of rank {mine.rank} than it has published: {_FORGED}")
+    records = [RankRecord.parse(row, rank) for rank, row in enumerate(rows)]
+    for record in records:
+        _compare(first, record, _COMPARED_FIRST)
+    return records, rows
+
+
+def _prove(rendezvous: _RendezvousStore, mine: RankRecord, name: bytes, key: bytes) -> None:
+    """Tell the others what this rank has read, by `name`, and check that they have read the same."""
+
+    def proof(rank: int) -> bytes:
+        return derive(key, b"record" + struct.pack("<I", rank)).hex().encode()
+
+    rendezvous.set(f"proof/{mine.rank}", name.hex().encode() + b" " + proof(mine.rank))
+    for rank, row in enumerate(rendezvous.get_all("proof", mine.world_size, _UNPROVED)):
+        read, _, proved = row[:_MAX_PROOF_BYTES].partition(b" ")
+        if read != name.hex().encode():
+            raise TransportError(
+                f"rank {rank} has read other records in the store than rank {mine.rank}: {_FORGED}", rank=rank
+            )
+        if not hmac.compare_digest(proved, proof(rank)):
+            # Where it is rank 0's that differs from this rank's, it is this rank's that differs from rank 0's.
+            other = rank or mine.rank
+            raise InvalidArgument(
+                f"the ranks disagree about auth_token: rank {other}'s token is not rank 0's; pass the same auth_token= "
+                f"(or BAGUA_AUTH_TOKEN) on all ranks; or {_FORGED}",
+                rank=other,
+            )
+
+
+# Without these nothing else can be compared.
+_COMPARED_FIRST = (
     ("protocol", "wire protocol", "install the same version of bagua everywhere"),
+    ("world_size", "world_size", "start all ranks with the same WORLD_SIZE"),
+    ("auth", "auth_token", "pass the same auth_token= (or BAGUA_AUTH_TOKEN) on all ranks"),
+)
+# When all records are known to be the ranks' own.
+_COMPARED = (
     ("version", "bagua version", "install the same version of bagua everywhere"),
     ("backend", "backend", "pass the same backend= on all ranks"),
     ("thresholds", "thresholds", "set the same BAGUA_THRESHOLDS on all ranks"),
-    ("token_proof", "auth_token", "pass the same auth_token= (or BAGUA_AUTH_TOKEN) on all ranks"),
+    ("heartbeat_timeout_ms", "heartbeat timeout, in ms", "set the same BAGUA_HEARTBEAT_TIMEOUT on all ranks"),
 )
 
 
-def _compare(rendezvous: _RendezvousStore, first: RankRecord, other: RankRecord) -> None:
-    for field, name, remedy in _COMPARED:
+def _compare(first: RankRecord, other: RankRecord, compared: Sequence[tuple[str, str, str]]) -> None:
+    for field, name, remedy in compared:
         ours, theirs = getattr(first, field), getattr(other, field)
-        if ours == theirs:
-            continue
-        sides = f"rank 0 has {ours!r}, rank {other.rank} has {theirs!r}"
-        if field == "token_proof":
-            sides = f"rank {other.rank}'s token is not rank 0's"
-        message = f"the ranks disagree about {name}: {sides}; {remedy}"
-        rendezvous.publish_fault(message)
-        raise InvalidArgument(message, rank=other.rank)
+        if ours != theirs:
+            raise InvalidArgument(
+                f"the ranks disagree about {name}: rank 0 has {ours!r}, rank {other.rank} has {theirs!r}; {remedy}",
+                rank=other.rank,
+            )
+
+
+def _readable(fault: bytes) -> str:
+    """What may be anybody's, for a terminal or a log."""
+    text = fault[: 4 * _MAX_FAULT_CHARACTERS].decode(errors="replace")[:_MAX_FAULT_CHARACTERS]
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)

@@ -1,6 +1,6 @@
 """backend="torch": a process group of torch.distributed moves the payload, and two threads per peer call it.
 
-Beside the data path: links.py makes bagua's own control connection to a peer as for TCP, without data streams; then
+Beside the data path: links.py makes bagua's own link to a peer as for TCP, and no data streams; then
 attach() joins the peer's channel (csrc/transport/torch) to the group by a Forwarder. So failures, deadlines and
 shutdown are those of every transport, and only payload travels through torch.
 
@@ -71,7 +71,7 @@ class TorchTransport:
         self._launch = launch
         self._timeout = timeout
         self._lock = threading.Lock()  # guards the next one
-        # By group name: peer in the group, forwarder.
+        # By group's key: peer in the group, forwarder.
         self._forwarders: dict[str, list[tuple[int, Forwarder]]] = defaultdict(list)
         self._stuck: list[Forwarder] = []  # of groups that failed; the closing thread's
         self._group: dist.ProcessGroup | None = None
@@ -128,16 +128,16 @@ class TorchTransport:
         """For the link that this rank is about to dial."""
         return _FIRST_TAG + next(_links) % _NUM_LINKS * len(_C.TORCH_FRAME_SIZES)
 
-    def attach(self, name: str, core: _C.Group, group_peer: int, peer: int, control_fd: int, tag: int) -> None:
+    def attach(self, key: str, core: _C.Group, group_peer: int, peer: int, tag: int) -> None:
         """Give the core its channel to a peer (`peer` is its global rank) and start to forward its frames."""
-        link = core.attach_torch(group_peer, control_fd)
+        link = core.attach_torch(group_peer)
         blocks_others = self._cpu_backend == "mpi"  # its wait() holds the lock that every call of MPI takes
         with self._lock:
-            self._forwarders[name].append(
-                (group_peer, Forwarder(link, self._group, peer, tag, blocks_others, f"{name}-{group_peer}"))
+            self._forwarders[key].append(
+                (group_peer, Forwarder(link, self._group, peer, tag, blocks_others, f"{key}-{group_peer}"))
             )
 
-    def flush(self, name: str, core: _C.Group) -> None:
+    def flush(self, key: str, core: _C.Group) -> None:
         """Wait until the peers of a group have received what this rank sent, before it shuts its links down.
 
         The sockets of a process that exits still deliver; torch's process group does not. Returns early when the group
@@ -148,7 +148,7 @@ class TorchTransport:
         deadline = time.monotonic() + self._timeout.total_seconds()
         while core.is_idle() and time.monotonic() < deadline:
             with self._lock:
-                forwarders = list(self._forwarders[name])
+                forwarders = list(self._forwarders[key])
             if not any(forwarder.link.has_unsent and not core.has_departed(peer) for peer, forwarder in forwarders):
                 return
             try:
@@ -157,12 +157,12 @@ class TorchTransport:
                 return
             time.sleep(_FLUSH_POLL_SECONDS)
 
-    def join(self, name: str) -> None:
+    def join(self, key: str) -> None:
         """Wait for the threads of a group whose core has been closed. One that is stuck in torch is left to close()."""
         if self._pid != os.getpid():
             return
         with self._lock:
-            forwarders = self._forwarders.pop(name, [])
+            forwarders = self._forwarders.pop(key, [])
         deadline = time.monotonic() + _JOIN_SECONDS
         self._stuck += [forwarder for _, forwarder in forwarders if not forwarder.join(deadline)]
 

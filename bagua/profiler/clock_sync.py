@@ -76,7 +76,7 @@ def measure(group: ProcessGroup, clock: Callable[[], int] = time.monotonic_ns) -
             mine = _ask_rank_0(group, leader, clock)
         elif group.rank == 0:
             _answer(group, leader, clock)
-    everyone = group.all_gather_object(mine)
+    everyone = [ClockOffset(*of_rank) for of_rank in group.all_gather_plain(dataclasses.astuple(mine))]
     of_node = everyone[group.nodes.node_of(group.rank)[0]]
     return dataclasses.replace(of_node, measurement=everyone[0].measurement)
 

@@ -216,7 +216,7 @@ def measure_here(tasks: Sequence[Task]) -> tuple[Position, list[list[list[dict]]
             "BAGUA_SOCKET_IFNAME is not set; name the interface between the hosts, whose bytes are counted "
             "(bagua run --interface eth0)"
         )
-    per_task = [bagua.all_gather_object(_measure_all(task)) for task in tasks]
+    per_task = [bagua.get_default_group().all_gather_plain(_measure_all(task)) for task in tasks]
     destroy()
     return position, per_task
 
@@ -228,7 +228,7 @@ def _measure_all(task: Task) -> list[dict]:
 
     def disturbance(slept_s: float, stolen: float = 0.0) -> float:
         own = max((slept_s - profile_s) / max(_MOST_SLEPT * profile_s, 1e-3), stolen / _MOST_STOLEN)
-        return max(bagua.all_gather_object(own))
+        return max(bagua.get_default_group().all_gather_plain(own))
 
     def disturbance_of(result: Result) -> float:
         return disturbance(statistics.median(result.step_s) if result.system == ALONE else 0.0, result.stolen)
@@ -346,9 +346,9 @@ class _Taken:
 
 def _time(step: Callable[[], None], period: int, samples: int) -> _Taken:
     """Samples of one or more periods."""
-    took_s = bagua.broadcast_object(_seconds_of(step, period), 0)
+    took_s = bagua.get_default_group().broadcast_plain(_seconds_of(step, period), 0)
     if took_s < _WARM_FROM_S:  # connections; buckets are laid out anew after the first step
-        took_s = bagua.broadcast_object(_seconds_of(step, period), 0)
+        took_s = bagua.get_default_group().broadcast_plain(_seconds_of(step, period), 0)
     block = period if took_s >= _LONG_STEP_S else period * math.ceil(_SHORT_STEPS / period)
     samples = min(samples, max(3, round(_ENOUGH_S / (took_s * block / period))))
     return _samples(step, block, samples)

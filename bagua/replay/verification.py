@@ -80,10 +80,10 @@ class Verification:
         checksum = 0
         for tensor in tensors:
             checksum = zlib.crc32(tensor.detach().view(torch.uint8).numpy(), checksum)
-        self._expect(len(set(bagua.all_gather_object(checksum))) == 1, "the ranks' results differ")
+        self._expect(len(set(bagua.get_default_group().all_gather_plain(checksum))) == 1, "the ranks' results differ")
 
     def _expect(self, holds: bool, otherwise: str) -> None:
-        if not all(bagua.all_gather_object(holds)):
+        if not all(bagua.get_default_group().all_gather_plain(holds)):
             raise RuntimeError(f"{self._name} {self._options} does not do what it should: {otherwise}")
 
 
@@ -93,7 +93,10 @@ def _sampled(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def _of_ranks(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """A row per rank."""
-    return torch.stack(bagua.all_gather_object(_sampled(tensors)))
+    mine = _sampled(tensors)
+    rows = mine.new_empty(bagua.get_world_size(), mine.numel())
+    bagua.all_gather(rows, mine)
+    return rows
 
 
 def _distance(of_ranks: torch.Tensor) -> float:

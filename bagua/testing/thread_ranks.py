@@ -35,14 +35,11 @@ class _LocalNetwork:
                 self._cores[key] = _C.local_world(name, len(ranks), _SPIN_US)
             return self._cores[key][ranks.index(rank)]
 
-    def report(self, names: list[str], rank: int) -> None:
+    def report(self, cores: list[_C.Group]) -> None:
         """All ranks hear of a failure through the core, since they are always connected."""
 
-    def close_core(self, name: str, core: _C.Group) -> None:
+    def close_core(self, core: _C.Group) -> None:
         core.close()
-
-    def monitor(self, name: str, rank: int, peer: int, timeout_s: float) -> None:
-        """They are connected from the start."""
 
     def share_memory(self, rank: int, peer: int) -> bool:
         return True

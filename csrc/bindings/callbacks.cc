@@ -72,10 +72,10 @@ std::function<void()> wrap_callback(py::function function) {
 // Calls Python from the thread that runs the operation.
 Communicator::Connector wrap_connector(py::function function) {
   const auto held = hold(std::move(function));
-  return [held](int peer, Deadline deadline) {
+  return [held](int peer) {
     py::gil_scoped_acquire acquire;
     try {
-      (*held)(peer, std::chrono::duration<double>(deadline.remaining()).count(), deadline.allowed_seconds());
+      (*held)(peer);
     } catch (py::error_already_set& raised) {
       if (inline_call != nullptr && !is_bagua_error(raised.value())) inline_call->interrupt(std::move(raised));
       throw from_python(raised.value());

@@ -9,6 +9,7 @@
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include "csrc/bindings/bindings.h"
 #include "csrc/bindings/callbacks.h"
@@ -35,19 +36,19 @@ std::shared_ptr<DeviceTransportSource>& nccl_source() {
 
 }  // namespace
 
-Group::Group(const std::string& name, int rank, std::vector<int> job_ranks, double spin_us, std::vector<bool> same_host,
-             const std::map<std::string, size_t>& thresholds, py::function connector,
-             std::shared_ptr<ProcessWaits> process, const std::string& device_transport) {
+Group::Group(const std::string& name, const std::string& key, int rank, std::vector<int> job_ranks, double spin_us,
+             std::vector<bool> same_host, const std::map<std::string, size_t>& thresholds, py::function connector,
+             std::shared_ptr<Process> process, const std::string& device_transport) {
   collectives::Thresholds chosen;
   for (const auto& [threshold, bytes] : thresholds) chosen.set(threshold, bytes);
   const int size = static_cast<int>(job_ranks.size());
   auto communicator =
       std::make_unique<Communicator>(rank, size, name, std::chrono::microseconds(static_cast<int64_t>(spin_us)));
   communicator->set_same_host(std::move(same_host));
-  communicator->join_process(std::move(process), std::move(job_ranks));
   communicator->set_connector(wrap_connector(std::move(connector)));
   communicator->set_device_channels(over_pinned);
   communicator->set_device_transport(nccl_source(), device_choice_from(device_transport));
+  communicator->join_process(std::move(process), std::move(job_ranks), key);
   engine_ = std::make_unique<Engine>(std::move(communicator), chosen);
 }
 
@@ -62,22 +63,23 @@ Group::~Group() {
   engine_.reset();
 }
 
-void Group::attach_shm(int peer, int control_fd, int ring_fd, size_t ring_bytes, bool is_dialer, int doorbell_fd) {
-  auto control = std::make_shared<ControlLink>(control_fd, peer);
-  auto channel = std::make_unique<ShmChannel>(peer, ring_fd, ring_bytes, is_dialer, doorbell_fd, control);
-  communicator().attach(peer, std::move(channel), std::move(control));
+void Group::attach_shm(int peer, int ring_fd, size_t ring_bytes, bool is_dialer, int doorbell_fd) {
+  auto control = communicator().control(peer);  // which fetches the peer's segments
+  if (!control) {
+    for (const int fd : {ring_fd, doorbell_fd}) ::close(fd);
+    throw Error(ErrorKind::kTransport, "rank " + std::to_string(peer) + " has no link to this rank", peer);
+  }
+  auto channel = std::make_unique<ShmChannel>(peer, ring_fd, ring_bytes, is_dialer, doorbell_fd, std::move(control));
+  communicator().attach(peer, std::move(channel));
 }
 
-void Group::attach_tcp(int peer, int control_fd, const std::vector<int>& data_fds) {
-  auto control = std::make_shared<ControlLink>(control_fd, peer);
-  communicator().attach(peer, std::make_unique<TcpChannel>(peer, data_fds, communicator().doorbell()),
-                        std::move(control));
+void Group::attach_tcp(int peer, const std::vector<int>& data_fds) {
+  communicator().attach(peer, std::make_unique<TcpChannel>(peer, data_fds, communicator().doorbell()));
 }
 
-std::shared_ptr<TorchLink> Group::attach_torch(int peer, int control_fd) {
-  auto control = std::make_shared<ControlLink>(control_fd, peer);
+std::shared_ptr<TorchLink> Group::attach_torch(int peer) {
   auto link = std::make_shared<TorchLink>(peer, communicator().doorbell());
-  communicator().attach(peer, std::make_unique<TorchChannel>(link), std::move(control));
+  communicator().attach(peer, std::make_unique<TorchChannel>(link));
   return link;
 }
 
@@ -132,21 +134,6 @@ std::shared_ptr<Work> Group::recv(int peer, void* data, uint64_t bytes, const Op
   return engine_->submit_recv(peer, data, bytes, operation, seconds(std::get<0>(submission)), std::move(place));
 }
 
-namespace {
-
-PeerStatus status_from(const std::string& bytes) {
-  PeerStatus status;
-  if (bytes.size() != sizeof status) {
-    throw Error(ErrorKind::kTransport, "a status of " + std::to_string(bytes.size()) + " bytes came from a peer");
-  }
-  std::memcpy(&status, bytes.data(), sizeof status);
-  return status;
-}
-
-py::bytes bytes_of(const PeerStatus& status) { return {reinterpret_cast<const char*>(&status), sizeof status}; }
-
-}  // namespace
-
 void bind_group(py::module_& m) {
   m.def(
       "local_world",
@@ -176,26 +163,34 @@ void bind_group(py::module_& m) {
       py::arg("path"), py::arg("device_kind") = "cuda",
       "The NCCL of groups that are made from here on, '' for the one that is loaded; for the tests, which have their "
       "own.");
-  py::class_<ProcessWaits, std::shared_ptr<ProcessWaits>>(m, "ProcessWaits")
-      .def(py::init<>())
-      .def(
-          "status",
-          [](ProcessWaits& process, bool has_left) {
-            return bytes_of(process.status(has_left ? PeerStatus::kHasLeft : PeerStatus::kHasNotMade));
-          },
-          py::arg("has_left"), "What its program stands still for, for who asks about a group that is not there.");
+  py::class_<Process, std::shared_ptr<Process>>(m, "Process")
+      .def(py::init([](double heartbeat_timeout_s) {
+             return std::make_shared<Process>(
+                 std::chrono::milliseconds(static_cast<int64_t>(1000 * heartbeat_timeout_s)));
+           }),
+           py::arg("heartbeat_timeout_s"))
+      .def("attach", &Process::attach, py::arg("job_rank"), py::arg("fd"), py::call_guard<py::gil_scoped_release>(),
+           "The authenticated connection to a rank of the job, whose descriptor it owns from here on. Raises "
+           "TransportError where there is one.")
+      .def("is_linked", &Process::is_linked, py::arg("job_rank"), py::call_guard<py::gil_scoped_release>())
+      .def("has_failed", &Process::has_failed, py::arg("key"), py::call_guard<py::gil_scoped_release>(),
+           "Whether a group was closed after a failure.")
+      .def("close", &Process::close, py::call_guard<py::gil_scoped_release>(), "Says goodbye to all ranks.");
   py::class_<Group> group(m, "Group");
   group
-      .def(py::init<const std::string&, int, std::vector<int>, double, std::vector<bool>,
-                    const std::map<std::string, size_t>&, py::function, std::shared_ptr<ProcessWaits>,
-                    const std::string&>(),
-           py::arg("name"), py::arg("rank"), py::arg("job_ranks"), py::arg("spin_us"), py::arg("same_host"),
-           py::arg("thresholds"), py::arg("connector"), py::arg("process"), py::arg("device_transport") = "auto")
+      .def(py::init<const std::string&, const std::string&, int, std::vector<int>, double, std::vector<bool>,
+                    const std::map<std::string, size_t>&, py::function, std::shared_ptr<Process>, const std::string&>(),
+           py::arg("name"), py::arg("key"), py::arg("rank"), py::arg("job_ranks"), py::arg("spin_us"),
+           py::arg("same_host"), py::arg("thresholds"), py::arg("connector"), py::arg("process"),
+           py::arg("device_transport") = "auto")
+      .def_property_readonly(
+          "key", [](Group& g) { return g.communicator().key(); },
+          "By which the members' processes know the group: no other one of theirs has it, before or after.")
       .def("doorbell_fd", [](Group& g) { return g.communicator().doorbell().fd(); })
-      .def("attach_shm", &Group::attach_shm, py::arg("peer"), py::arg("control_fd"), py::arg("ring_fd"),
-           py::arg("ring_bytes"), py::arg("is_dialer"), py::arg("doorbell_fd"))
-      .def("attach_tcp", &Group::attach_tcp, py::arg("peer"), py::arg("control_fd"), py::arg("data_fds"))
-      .def("attach_torch", &Group::attach_torch, py::arg("peer"), py::arg("control_fd"))
+      .def("attach_shm", &Group::attach_shm, py::arg("peer"), py::arg("ring_fd"), py::arg("ring_bytes"),
+           py::arg("is_dialer"), py::arg("doorbell_fd"))
+      .def("attach_tcp", &Group::attach_tcp, py::arg("peer"), py::arg("data_fds"))
+      .def("attach_torch", &Group::attach_torch, py::arg("peer"))
       .def("is_attached", [](Group& g, int peer) { return g.communicator().is_attached(peer); })
       .def(
           "has_departed", [](Group& g, int peer) { return g.communicator().has_departed(peer); }, py::arg("peer"))
@@ -203,36 +198,12 @@ void bind_group(py::module_& m) {
           "is_idle", [](Group& g) { return g.engine().is_idle(); }, "Whether every operation has ended.")
       .def("check", [](Group& g) { g.communicator().throw_if_poisoned(); })
       .def(
-          "status", [](Group& g) { return bytes_of(g.communicator().status()); },
-          "What this rank is doing, for take_answer on another one.")
-      .def(
-          "answer",
-          [](Group& g) {
-            return bytes_of(g.communicator().answer({.hops = static_cast<uint32_t>(g.communicator().size())}));
+          "note_unreachable",
+          [](Group& g, int peer, const std::string& what, bool names_peer) {
+            g.communicator().note_unreachable(peer, what, names_peer);
           },
-          "The same for a rank that is kept waiting; who waits asks in turn.")
-      .def(
-          "take_answer",
-          [](Group& g, int peer, const py::bytes& status) { g.communicator().take_answer(peer, status_from(status)); },
-          py::arg("peer"), py::arg("status"), "Raises InvalidArgument if the peer is in another operation.")
-      .def(
-          "note_status_request", [](Group& g, int peer) { g.communicator().note_status_request(peer); },
-          py::arg("peer"), "A status request has been sent to a peer; its silence counts from here.")
-      .def(
-          "blame",
-          [](Group& g, int peer, double allowed_seconds, const std::function<void()>& ask) {
-            py::gil_scoped_release release;
-            g.communicator().blame(peer, allowed_seconds, ask);
-          },
-          py::arg("peer"), py::arg("allowed_seconds"), py::arg("ask"),
-          "Raises DeadlineExceeded when it is known whom the chain of waits ends with; asks `peer` by `ask`.")
-      .def_static("answer_grace_seconds", &answer_grace_seconds, py::arg("allowed_seconds"))
-      .def(
-          "throw_late",
-          [](Group& g, int culprit, const std::string& what, double allowed_seconds) {
-            g.communicator().throw_late(culprit, what, allowed_seconds);
-          },
-          py::arg("culprit"), py::arg("what"), py::arg("allowed_seconds"), "Raises DeadlineExceeded.")
+          py::arg("peer"), py::arg("what"), py::arg("names_peer"),
+          "How far the connection to a peer has come, for the error at the deadline, and whether that names the peer.")
       .def("poison",
            [](Group& g, const py::object& exception) {
              const Error cause = from_python(exception);

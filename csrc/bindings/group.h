@@ -17,21 +17,22 @@ namespace bagua {
 
 class Group {
  public:
-  // `job_ranks`: of the group's members, by their ranks in the group. `device_transport`: "auto", "nccl" or "staged".
-  Group(const std::string& name, int rank, std::vector<int> job_ranks, double spin_us, std::vector<bool> same_host,
-        const std::map<std::string, size_t>& thresholds, pybind11::function connector,
-        std::shared_ptr<ProcessWaits> process, const std::string& device_transport);
+  // `key`: see Communicator::key. `job_ranks`: of the group's members, by their ranks in the group. `device_transport`:
+  // "auto", "nccl" or "staged".
+  Group(const std::string& name, const std::string& key, int rank, std::vector<int> job_ranks, double spin_us,
+        std::vector<bool> same_host, const std::map<std::string, size_t>& thresholds, pybind11::function connector,
+        std::shared_ptr<Process> process, const std::string& device_transport);
   explicit Group(std::unique_ptr<Communicator> communicator);
   ~Group();
 
   Engine& engine() { return *engine_; }
   Communicator& communicator() { return engine_->communicator(); }
 
-  // They own the descriptors from here on.
-  void attach_shm(int peer, int control_fd, int ring_fd, size_t ring_bytes, bool is_dialer, int doorbell_fd);
-  void attach_tcp(int peer, int control_fd, const std::vector<int>& data_fds);
+  // Where there is a link to the peer's process. They own the descriptors from here on.
+  void attach_shm(int peer, int ring_fd, size_t ring_bytes, bool is_dialer, int doorbell_fd);
+  void attach_tcp(int peer, const std::vector<int>& data_fds);
   // The caller moves the frames of the link that it gets.
-  std::shared_ptr<TorchLink> attach_torch(int peer, int control_fd);
+  std::shared_ptr<TorchLink> attach_torch(int peer);
 
   // How an operation is submitted: its timeout in seconds, whether the caller waits for it at once, and where its
   // tensors are ready.

@@ -1,11 +1,14 @@
 // Memory that the ranks of this host share, as a Python buffer, and what is done to memory outside any operation.
+#include <string>
 #include <vector>
 
+#include <fcntl.h>
 #include <pybind11/stl.h>
 
 #include "csrc/bindings/bindings.h"
 #include "csrc/bindings/convert.h"
 #include "csrc/collectives/arguments.h"
+#include "csrc/common/doorbell.h"
 #include "csrc/common/shared_segments.h"
 #include "csrc/kernels/copy_to_cold.h"
 #include "csrc/kernels/nonfinite.h"
@@ -43,6 +46,16 @@ void bind_memory(py::module_& m) {
       .def_buffer([](SharedMemory& memory) {
         return py::buffer_info(static_cast<uint8_t*>(memory.data()), static_cast<py::ssize_t>(memory.bytes()));
       });
+  m.def(
+      "create_sealed_memory",
+      [](const std::string& name, size_t bytes) {
+        return fcntl(create_sealed(name.c_str(), bytes).get(), F_DUPFD_CLOEXEC, 0);  // the caller's from here on
+      },
+      py::arg("name"), py::arg("bytes"), "Descriptor of memory that peers can map and not resize.");
+  m.def(
+      "expect_sealed_memory", &expect_sealed, py::arg("fd"), py::arg("bytes"),
+      "Raises TransportError unless a descriptor that a peer has passed is of so many bytes that it cannot take away.");
+  m.attr("DOORBELL_BYTES") = kDoorbellBytes;
   m.def(
       "copy_to_cold",
       [](uintptr_t destination, uintptr_t source, size_t bytes) {

@@ -1,16 +1,13 @@
 // Futex on shared words; see doorbell.h for the order that keeps rings from being lost.
 #include "csrc/common/doorbell.h"
 
-#include <cerrno>
-#include <cstring>
 #include <ctime>
 
 #include <linux/futex.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "csrc/common/error.h"
+#include "csrc/common/shared_segments.h"
 
 namespace bagua {
 namespace {
@@ -31,18 +28,12 @@ void ring(DoorbellWords& words) {
 }
 
 Doorbell::Doorbell() {
-  fd_ = Descriptor(memfd_create("bagua-doorbell", MFD_CLOEXEC));
-  if (fd_.get() < 0 || ftruncate(fd_.get(), 4096) != 0) {
-    throw Error(ErrorKind::kTransport, std::string("cannot create a 4 KiB memfd: ") + std::strerror(errno));
-  }
-  void* mapped = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
-  if (mapped == MAP_FAILED) {
-    throw Error(ErrorKind::kTransport, std::string("cannot map a 4 KiB memfd: ") + std::strerror(errno));
-  }
-  words_ = static_cast<DoorbellWords*>(mapped);  // zero-filled by the kernel, which is the initial state
+  fd_ = create_sealed("bagua-doorbell", kDoorbellBytes);
+  words_ = static_cast<DoorbellWords*>(
+      map_shared(fd_.get(), kDoorbellBytes));  // zero-filled by the kernel, which is the initial state
 }
 
-Doorbell::~Doorbell() { munmap(words_, 4096); }
+Doorbell::~Doorbell() { unmap_shared(words_, kDoorbellBytes); }
 
 uint32_t Doorbell::prepare() {
   const uint32_t epoch = words_->epoch.load(std::memory_order_relaxed);

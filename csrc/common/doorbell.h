@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 
 #include "csrc/common/fork_guard.h"
@@ -20,6 +21,8 @@ struct alignas(64) DoorbellWords {
   std::atomic<uint32_t> sleepers;
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
+
+constexpr size_t kDoorbellBytes = 4096;  // of the memory that they lie in
 
 void ring(DoorbellWords& words);
 

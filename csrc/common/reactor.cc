@@ -1,10 +1,12 @@
 // The epoll loop; see reactor.h for who may call what.
 #include "csrc/common/reactor.h"
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include <pthread.h>
 #include <sys/epoll.h>
@@ -54,22 +56,30 @@ Reactor::~Reactor() {
     std::lock_guard lock(mutex_);
     stopping_ = true;
   }
-  const uint64_t one = 1;
-  (void)!write(wake_.get(), &one, sizeof one);
+  wake();
   thread_
       .join();  // never on the reactor's own thread: handlers are owned by communicators, which Python threads destroy
 }
 
-uint64_t Reactor::add(int fd, Handler* handler) {
+void Reactor::wake() {
+  const uint64_t one = 1;
+  (void)!write(wake_.get(), &one, sizeof one);
+}
+
+uint64_t Reactor::add(int fd, Handler* handler, std::chrono::milliseconds tick) {
   std::lock_guard lock(mutex_);
   const uint64_t id = next_id_++;
-  entries_[id] = {fd, handler};
+  entries_[id] = {fd, handler, tick, Clock::now() + tick};
   epoll_event event{};
   event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
   event.data.u64 = id;
   if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
     entries_.erase(id);
     throw Error(ErrorKind::kTransport, std::string("epoll refuses a connection: ") + std::strerror(errno));
+  }
+  if (tick.count() > 0) {
+    next_tick_ = std::min(next_tick_, entries_[id].next_tick);
+    wake();  // it may sleep for longer
   }
   return id;
 }
@@ -85,15 +95,48 @@ void Reactor::remove(uint64_t id) {
 void Reactor::run() {
   std::array<epoll_event, 64> events;
   for (;;) {
-    const int count = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), -1);
+    const int count = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), until_tick_ms());
     for (int i = 0; i < count; ++i) {
+      const uint64_t id = events[static_cast<size_t>(i)].data.u64;
+      if (id == 0) {
+        uint64_t wakes;
+        (void)!read(wake_.get(), &wakes, sizeof wakes);
+        continue;
+      }
       // One lock per event: an entry that an earlier handler of this batch removed is not found any more.
       std::lock_guard lock(mutex_);
-      const auto found = entries_.find(events[static_cast<size_t>(i)].data.u64);
+      const auto found = entries_.find(id);
       if (found != entries_.end()) found->second.handler->on_ready();
     }
     std::lock_guard lock(mutex_);
     if (stopping_) return;
+    if (Clock::now() >= next_tick_) tick();
+  }
+}
+
+int Reactor::until_tick_ms() {
+  std::lock_guard lock(mutex_);
+  if (next_tick_ == Clock::time_point::max()) return -1;
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(next_tick_ - Clock::now());
+  return static_cast<int>(std::max<int64_t>(left.count(), 0));
+}
+
+// Ticks what is due, and finds out when the next is. The lock is held.
+void Reactor::tick() {
+  const auto now = Clock::now();
+  std::vector<uint64_t> due;
+  next_tick_ = Clock::time_point::max();
+  for (auto& [id, entry] : entries_) {
+    if (entry.tick.count() == 0) continue;
+    if (entry.next_tick <= now) {
+      due.push_back(id);
+      entry.next_tick = now + entry.tick;
+    }
+    next_tick_ = std::min(next_tick_, entry.next_tick);
+  }
+  for (const uint64_t id : due) {  // a handler may remove itself or another
+    const auto found = entries_.find(id);
+    if (found != entries_.end()) found->second.handler->on_tick();
   }
 }
 

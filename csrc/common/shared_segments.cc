@@ -7,6 +7,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "csrc/common/error.h"
@@ -21,7 +22,27 @@ namespace {
 
 }  // namespace
 
+Descriptor create_sealed(const char* name, size_t bytes) {
+  Descriptor fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (fd.get() < 0 || ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0 ||
+      fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    fail("creation", bytes);
+  }
+  return fd;
+}
+
+void expect_sealed(int fd, size_t bytes) {
+  struct stat status;
+  const int seals = fcntl(fd, F_GET_SEALS);
+  if (fstat(fd, &status) != 0 || seals < 0 || (seals & F_SEAL_SHRINK) == 0 ||
+      static_cast<uint64_t>(status.st_size) < bytes) {
+    throw Error(ErrorKind::kTransport,
+                "a peer passed shared memory that is not sealed or has fewer than " + std::to_string(bytes) + " bytes");
+  }
+}
+
 void* map_shared(int fd, size_t bytes) {
+  expect_sealed(fd, bytes);
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) fail("mapping", bytes);
   madvise(data, bytes, MADV_HUGEPAGE);  // a hint: refused where shmem huge pages are off
@@ -36,8 +57,7 @@ SegmentRegistry& SegmentRegistry::instance() {
 }
 
 void* SegmentRegistry::create(size_t bytes) {
-  Descriptor fd(memfd_create("bagua-segment", MFD_CLOEXEC));
-  if (fd.get() < 0 || ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) fail("creation", bytes);
+  Descriptor fd = create_sealed("bagua-segment", bytes);
   void* data = map_shared(fd.get(), bytes);
   std::lock_guard lock(mutex_);
   segments_[reinterpret_cast<uintptr_t>(data)] = {next_id_++, std::move(fd), bytes};
@@ -66,7 +86,7 @@ std::optional<Address> SegmentRegistry::find(const void* data, size_t bytes) con
   if (found == segments_.begin()) return std::nullopt;
   --found;
   const uint64_t offset = begin - found->first;
-  if (offset + bytes > found->second.bytes) return std::nullopt;
+  if (offset > found->second.bytes || bytes > found->second.bytes - offset) return std::nullopt;
   return Address{found->second.id, offset};
 }
 

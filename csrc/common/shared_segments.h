@@ -23,7 +23,13 @@ struct Address {
   uint64_t offset = 0;
 };
 
-// `bytes` of `fd` mapped into this process, readable and writable. Throws TransportError.
+// Memory of `bytes` zeros that can be mapped by whoever gets the descriptor, and not be resized by anybody. Throws
+// TransportError.
+Descriptor create_sealed(const char* name, size_t bytes);
+// Throws TransportError where a peer that has passed `fd` could take the memory away again, or it has fewer bytes:
+// whoever touches what is not there is killed (SIGBUS).
+void expect_sealed(int fd, size_t bytes);
+// `bytes` of `fd` mapped into this process, readable and writable. Throws TransportError, also as expect_sealed does.
 void* map_shared(int fd, size_t bytes);
 void unmap_shared(void* data, size_t bytes);
 

@@ -52,7 +52,7 @@ Communicator::Communicator(int rank, int size, std::string name, std::chrono::mi
 }
 
 Communicator::~Communicator() {
-  if (process_) process_->remove(this);
+  if (process_) process_->remove(this, cause_);
   for (auto& peer : peers_) {
     if (peer->control) peer->control->stop();
   }
@@ -65,8 +65,9 @@ void Communicator::release_staging() {
   staging_bytes_ = 0;
 }
 
-void Communicator::join_process(std::shared_ptr<ProcessWaits> process, std::vector<int> job_ranks) {
+void Communicator::join_process(std::shared_ptr<Process> process, std::vector<int> job_ranks, std::string key) {
   ranks_.job_ranks = std::move(job_ranks);
+  key_ = std::move(key);
   process_ = std::move(process);
   if (process_) process_->add(this);
 }
@@ -259,22 +260,25 @@ bool Communicator::progress() {
   return moved;
 }
 
-// A broken connection is often only the consequence of something that its peer has told, or is about to tell, on the
-// control link (it failed for another reason, or left): then that is the cause.
 void Communicator::advance(int peer, Channel& channel, bool& moved) {
   try {
     if (channel.progress()) moved = true;
   } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kTransport) throw;
-    const Deadline grace = Deadline::after(kCauseGrace);
-    while (!grace.expired() && !is_poisoned()) {
-      if (peers_[static_cast<size_t>(peer)]->departed.load(std::memory_order_acquire)) throw_departed(peer);
-      const uint32_t epoch = doorbell_->prepare();
-      doorbell_->sleep(epoch, milliseconds(5));
-    }
-    throw_if_poisoned();
+    if (error.kind() == ErrorKind::kTransport) await_cause(peer);
     throw;
   }
+}
+
+// A broken connection is often only the consequence of something that its peer has told, or is about to tell, on the
+// control link (it failed for another reason, or left): then that is the cause, and is thrown.
+void Communicator::await_cause(int peer) {
+  const Deadline grace = Deadline::after(kCauseGrace);
+  while (!grace.expired() && !is_poisoned()) {
+    if (peer >= 0 && peers_[static_cast<size_t>(peer)]->departed.load(std::memory_order_acquire)) throw_departed(peer);
+    const uint32_t epoch = doorbell_->prepare();
+    doorbell_->sleep(epoch, milliseconds(5));
+  }
+  throw_if_poisoned();
 }
 
 void Communicator::check_interrupt() {
@@ -293,14 +297,19 @@ Channel& Communicator::channel(int peer) {
   if (!connector_) {
     throw Error(ErrorKind::kInternal, "rank " + std::to_string(peer) + " is not connected", peer);
   }
-  now_waiting_for(peer, Deadline::Clock::now());
-  connector_(peer, *deadline_);
-  waiting_for_.store(-1, std::memory_order_relaxed);
-  found = p.channel.load(std::memory_order_acquire);
-  if (found == nullptr) {
-    throw Error(ErrorKind::kInternal, "connecting to rank " + std::to_string(peer) + " attached nothing", peer);
-  }
+  want(peer);
+  wait_until(peer, [&] { return (found = p.channel.load(std::memory_order_acquire)) != nullptr; });
   return *found;
+}
+
+void Communicator::want(int peer) {
+  if (!peers_[static_cast<size_t>(peer)]->is_wanted.exchange(true, std::memory_order_relaxed)) connector_(peer);
+}
+
+bool Communicator::awaits_channel(int peer) {
+  if (!connector_ || is_attached(peer)) return false;
+  want(peer);
+  return !is_attached(peer);
 }
 
 bool Communicator::shares_memory(int peer) {
@@ -348,11 +357,21 @@ void Communicator::post_over(const DeviceMessage& message, Request* request) {
   if (!is_batching_) enqueue_batch();
 }
 
+template <typename What>
+void Communicator::enqueue_over(const What& what) {
+  throw_if_poisoned();
+  try {
+    over_->enqueue(what, stream_, [this](const char* doing) { pause_for_device(doing); });
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kTransport) await_cause(error.rank());
+    throw;
+  }
+}
+
 void Communicator::enqueue_batch() {
   is_batching_ = false;
   if (batch_.empty()) return;
-  throw_if_poisoned();
-  over_->enqueue(batch_, stream_, [this](const char* doing) { pause_for_device(doing); });
+  enqueue_over(batch_);
   for (Request* request : batched_) request->done.store(true, std::memory_order_release);
   forget_batch();
 }
@@ -365,8 +384,7 @@ void Communicator::forget_batch() {
 
 // Counts what a ring or a chain of the ranks would send: how it moves bytes, the transport does not tell.
 void Communicator::enqueue_native(const NativeCollective& collective) {
-  throw_if_poisoned();
-  over_->enqueue(collective, stream_, [this](const char* doing) { pause_for_device(doing); });
+  enqueue_over(collective);
   const auto size = static_cast<uint64_t>(ranks_.size);
   const uint64_t bytes = collective.numel * item_bytes(collective.dtype);
   const int before = (collective.root + ranks_.size - 1) % ranks_.size;
@@ -496,29 +514,61 @@ void Communicator::attach(int peer, std::unique_ptr<Channel> channel, std::share
       throw Error(ErrorKind::kInternal, "rank " + std::to_string(peer) + " is connected twice", peer);
     }
     p.owned = std::move(channel);
+    if (control) p.control = control;
+  }
+  if (control) greet(peer, *control);
+  p.channel.store(p.owned.get(), std::memory_order_release);
+  doorbell_->ring();
+}
+
+void Communicator::link_made(int job_rank, const std::shared_ptr<ProcessLink>& link) {
+  const int peer = ranks_.group_rank(job_rank);
+  if (peer < 0 || peer == ranks_.rank) return;
+  auto control = std::make_shared<ControlLink>(link, key_, peer);
+  {
+    std::lock_guard lock(mutex_);
+    Peer& p = *peers_[static_cast<size_t>(peer)];
+    if (p.control) return;  // its link has ended, and with it what is between the two in this group
     p.control = control;
   }
-  if (control) {
-    listen(peer, *control);
-  }
-  p.channel.store(p.owned.get(), std::memory_order_release);
-  // Who connects to a group that has failed learns why at once. (A poisoning that comes after this look sees the link.)
-  if (control && is_poisoned()) {
-    std::optional<Error> cause;
-    {
-      std::lock_guard lock(mutex_);
-      cause = cause_;
-    }
-    control->send_abort(*cause);
-  }
+  greet(peer, *control);
   doorbell_->ring();
+}
+
+// Who is connected to a group that has failed learns why at once. (A poisoning that comes after this look sees the
+// link.) Whether it has failed there, or the peer has left, comes as an answer.
+void Communicator::greet(int peer, ControlLink& control) {
+  listen(peer, control);
+  const auto cause = first_cause();
+  if (cause) {
+    control.send_abort(*cause);
+  } else {
+    request_status(peer);
+  }
+}
+
+std::optional<Error> Communicator::first_cause() const {
+  std::lock_guard lock(mutex_);
+  return cause_;
+}
+
+std::shared_ptr<ControlLink> Communicator::control(int peer) const {
+  std::lock_guard lock(mutex_);
+  return peers_[static_cast<size_t>(peer)]->control;
+}
+
+void Communicator::note_unreachable(int peer, const std::string& what, bool names_peer) {
+  std::lock_guard lock(mutex_);
+  Peer& p = *peers_[static_cast<size_t>(peer)];
+  p.unreachable = what;
+  p.names_peer = names_peer;
 }
 
 bool Communicator::has_departed(int peer) const {
   const Peer& p = *peers_[static_cast<size_t>(peer)];
   if (!p.departed.load(std::memory_order_acquire)) return false;
   const Channel* c = p.channel.load(std::memory_order_acquire);
-  return c != nullptr && !c->reports_end();
+  return c == nullptr || !c->reports_end();
 }
 
 bool Communicator::is_attached(int peer) const {
@@ -563,7 +613,7 @@ void Communicator::cancel() {
 void Communicator::close() {
   std::optional<Error> why;
   if (process_) {
-    process_->remove(this);
+    process_->remove(this, first_cause());
     why = process_->failure();
   }
   if (has_device_transport()) {

@@ -21,7 +21,7 @@
 #include "csrc/communicator/blame.h"
 #include "csrc/communicator/device_path.h"
 #include "csrc/communicator/peer_status.h"
-#include "csrc/communicator/process_waits.h"
+#include "csrc/communicator/process.h"
 #include "csrc/transport/device_transport.h"
 #include "csrc/transport/transport.h"
 
@@ -31,9 +31,10 @@ class ControlLink;
 
 class Communicator {
  public:
-  // Called on the worker thread when a peer is first used; must call attach(peer, ...) before it returns,
-  // or throw. Opening and authenticating connections is Python's business.
-  using Connector = std::function<void(int peer, Deadline deadline)>;
+  // Called on the thread that runs the operation when a peer is first used: has the link and the channel to it made,
+  // which come by Process::attach and attach(), or note_unreachable() says meanwhile why not. Does not wait for them,
+  // so that no other message waits. Opening and authenticating connections is Python's business.
+  using Connector = std::function<void(int peer)>;
   // Called now and then while an operation waits; what it throws ends the operation. For Ctrl-C.
   using Interrupt = std::function<void()>;
 
@@ -43,6 +44,8 @@ class Communicator {
   int rank() const { return ranks_.rank; }
   int size() const { return ranks_.size; }
   const std::string& name() const { return ranks_.group; }
+  // By which the processes know the group: no other one of theirs has it, before or after.
+  const std::string& key() const { return key_; }
 
   // Brackets one operation: messages posted in between carry `operation` and move in the order of `stream`, waits end
   // at `deadline`.
@@ -50,9 +53,8 @@ class Communicator {
   void end();
   const Operation& operation() const { return operation_; }
 
-  // Of two ranks the higher one dials, so a group's lower rank can only wait until the other wants to talk. True while
-  // it does: posting to this peer would block.
-  bool awaits_dial(int peer) const { return peer > ranks_.rank && connector_ && !is_attached(peer); }
+  // True while the channel to a peer is being made, which this begins: posting to it would block.
+  bool awaits_channel(int peer);
 
   // Message verbs. `Request` must outlive its completion; see transport.h. What is posted between begin_batch and
   // end_batch may move as one: with a device transport it is enqueued by end_batch, and done once it is, since the
@@ -108,11 +110,17 @@ class Communicator {
   // Called in every round of a wait, by the thread that waits.
   void set_while_waiting(std::function<void()> look) { while_waiting_ = std::move(look); }
   void set_same_host(std::vector<bool> same_host) { same_host_ = std::move(same_host); }
-  // The process's other groups, and by rank of this group the ranks of the job. Before the first attach().
-  void join_process(std::shared_ptr<ProcessWaits> process, std::vector<int> job_ranks);
+  // The process, which has the links, and by rank of this group the ranks of the job. Before the first attach().
+  void join_process(std::shared_ptr<Process> process, std::vector<int> job_ranks, std::string key);
   // How many threads of the program stand still for operations of this communicator; kept by the engine.
   void set_num_waiters(std::shared_ptr<const std::atomic<int>> num_waiters) { num_waiters_ = std::move(num_waiters); }
-  void attach(int peer, std::unique_ptr<Channel> channel, std::shared_ptr<ControlLink> control);  // [any thread]
+  // Without a `control`, the link to the peer's process must be there. [any thread]
+  void attach(int peer, std::unique_ptr<Channel> channel, std::shared_ptr<ControlLink> control = {});
+  // There is a link to the process of a rank of the job. [any thread]
+  void link_made(int job_rank, const std::shared_ptr<ProcessLink>& link);
+  // How far the connection to a peer has come that has no link yet; `names_peer`: whether that shows whose fault it is.
+  void note_unreachable(int peer, const std::string& what, bool names_peer);  // [any thread]
+  std::shared_ptr<ControlLink> control(int peer) const;                       // null: no link yet [any thread]
   // A peer that has left, and whose channel will not tell that nothing more comes: a wait for it finds out.
   bool has_departed(int peer) const;  // [any thread], before close()
   bool is_attached(int peer) const;   // [any thread]
@@ -142,17 +150,15 @@ class Communicator {
   PeerStatus status() const;
   // The same for a peer that asks why it is kept waiting; who waits asks in turn. [any thread]
   PeerStatus answer(const StatusRequest& request);
-  // What a peer answered, or said when it asked: compared with what this rank does, and kept. [any thread]
+  // What a peer answered. [any thread]
   void take_answer(int peer, const PeerStatus& theirs);
-  // A status request has been sent to a peer that has no control link yet. [any thread]
-  void note_status_request(int peer);
   // Outside of operations: of the messages that are under way and have a thread waiting for them, the peer of the
   // first.
   void now_awaits_message(int peer);
   // Of the thread that stands still for this communicator, if there is one: since when, and where the chain behind it
   // ends.
-  std::optional<ProcessWaits::Wait> wait_of_a_thread() const;  // [any thread]
-  void forward_request(uint32_t hops);                         // whom this rank waits for [any thread]
+  std::optional<Process::Wait> wait_of_a_thread() const;  // [any thread]
+  void forward_request(uint32_t hops);                    // whom this rank waits for [any thread]
 
   // This rank has waited for `peer` in vain: asks along the chain of those who wait, with `ask` for its first link,
   // until it is known where the chain ends, and raises. Whoever is named there is to blame: a rank, or a connection
@@ -162,13 +168,22 @@ class Communicator {
 
  private:
   using TimePoint = Deadline::Clock::time_point;
+  // A connection is silent: what the others hear from the rank at its far end.
+  struct Inquiry {
+    Verdict verdict;  // as far as this rank knows by itself
+    TimePoint since, until, next_request;
+  };
   struct Peer {
+    std::atomic<bool> is_wanted{false};      // the connector was called
     std::atomic<Channel*> channel{nullptr};  // published last; points into `owned`
     std::atomic<bool> departed{false};       // set after why_left
     // Guarded by mutex_:
     std::unique_ptr<Channel> owned;
     std::unique_ptr<Channel> over_owned;  // for device memory, once there is some; then `channel` points to it
     std::shared_ptr<ControlLink> control;
+    std::string unreachable;  // why there is none
+    bool names_peer = false;
+    std::optional<Inquiry> doubt;               // since it is silent
     std::optional<Error> why_left;              // what it said when it left
     std::optional<TimePoint> unanswered_since;  // the first request since it has answered
     TimePoint last_request;
@@ -178,11 +193,15 @@ class Communicator {
   };
 
   Channel& channel(int peer);
+  void want(int peer);
   Channel& device_channel(int peer);
   Channel& channel_for(Request* request, int peer);
   template <typename Ready>
   void wait_until(int peer, Ready ready);
   void advance(int peer, Channel& channel, bool& moved);
+  void await_cause(int peer);
+  template <typename What>
+  void enqueue_over(const What& what);
   void post_over(const DeviceMessage& message, Request* request);
   void enqueue_batch();
   void forget_batch();
@@ -202,26 +221,31 @@ class Communicator {
 
   // peer_liveness.cc
   void listen(int peer, ControlLink& control);
+  void greet(int peer, ControlLink& control);
+  void doubt(int peer, const ProcessLink::Silence& silence);
+  std::optional<Error> first_cause() const;
   [[noreturn]] void throw_departed(int peer);
-  void keep_answer(int peer, const PeerStatus& theirs);
   void compare_answer(int peer);
   [[noreturn]] void deadline_exceeded(int peer);
   void request_status(int peer, const StatusRequest& request = {});
   int waits_for() const { return waiting_for_.load(std::memory_order_acquire); }
   ChainEnd end_behind_locked(int peer) const;
+  bool is_silent_locked(const Peer& p) const;
   PeerStatus::Hearing hearing(int peer);
   Verdict judge(int peer, TimePoint since, double allowed_seconds) const;
   Verdict ask_others(const Verdict& verdict, double allowed_seconds);
+  void ask_about(Inquiry& inquiry);
   std::optional<Verdict> weigh_answers(const Verdict& verdict, TimePoint since, bool is_last) const;
   void pause();
 
-  GroupRanks ranks_;  // made by the constructor and join_process, then read by any thread
+  GroupRanks ranks_;  // made by the constructor and join_process, then read by any thread, as the next
+  std::string key_;
   const std::chrono::microseconds spin_;
   std::unique_ptr<Doorbell> doorbell_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; the own entry stays empty
   std::vector<bool> same_host_;               // empty when unknown: then connected channels decide
   Connector connector_;
-  std::shared_ptr<ProcessWaits> process_;  // null: no other groups
+  std::shared_ptr<Process> process_;  // null: no other groups
   std::shared_ptr<const std::atomic<int>> num_waiters_;
 
   Operation operation_;

@@ -1,37 +1,36 @@
-// ControlLink: the small-message connection to one peer of a group, beside its data channel. It carries
-// the first cause of a failure, requests for the peer's status, the notice that a peer leaves, and descriptors of
-// shared segments; its end without that notice is how the death of a peer is noticed, at once.
+// ControlLink: one group's part of the link to a peer's process, beside the group's data channel. It carries the first
+// cause of a failure, requests for the peer's status, the notice that a peer leaves, and descriptors of shared
+// segments.
 //
-// Reads happen on the reactor thread, writes on any thread. Frames: u32 type, u32 payload bytes, payload.
+// Events are called on the reactor thread; everything is sent on any thread.
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
+#include <string>
 #include <vector>
-
-#include <sys/socket.h>
 
 #include "csrc/common/error.h"
 #include "csrc/common/fork_guard.h"
-#include "csrc/common/reactor.h"
 #include "csrc/communicator/peer_status.h"
+#include "csrc/communicator/process_link.h"
 #include "csrc/transport/transport.h"
 
 namespace bagua {
 
-class ControlLink : public Reactor::Handler, public PeerMemory {
+class ControlLink : public ProcessLink::Route, public PeerMemory {
  public:
   // What the link tells its owner; called on the reactor thread.
   struct Events {
-    std::function<void(const Error&)> on_abort;           // the peer reports a first cause
-    std::function<void(const std::string& how)> on_lost;  // ended, and the peer had not left
-    std::function<void(const Error&)> on_failure;         // this rank can't go on
+    std::function<void(const Error&)> on_abort;                   // the peer reports a first cause
+    std::function<void(const std::string& how)> on_lost;          // ended, and the peer had not left
+    std::function<void(const ProcessLink::Silence&)> on_silence;  // at every tick; see ProcessLink::Route
+    std::function<void(const Error&)> on_failure;                 // this rank can't go on
     // Why the peer leaves, if it does so because of a failure in another group of its process.
     std::function<void(const std::optional<Error>& why)> on_leave;
     std::function<void(const PeerStatus&)> on_status;
@@ -40,8 +39,8 @@ class ControlLink : public Reactor::Handler, public PeerMemory {
     std::function<void()> on_released;  // the peer freed a segment: unmap_released() when nobody reads it
   };
 
-  // Takes ownership of the connected stream socket `fd`.
-  ControlLink(int fd, int peer);
+  // `group`: the key by which both ends know the group. `peer`: rank in it.
+  ControlLink(std::shared_ptr<ProcessLink> link, std::string group, int peer);
   ~ControlLink() override;
 
   void start(Events events);
@@ -50,48 +49,36 @@ class ControlLink : public Reactor::Handler, public PeerMemory {
   void send_abort(const Error& cause);
   void send_leave(const std::optional<Error>& why = {});
   void request_status(const StatusRequest& request);
-  // Whether all that was sent has reached the peer's host: one whose process is stopped still acknowledges, a host that
-  // is down or behind a cut cable does not. [any thread]
-  bool reaches_host();
+  const ProcessLink& process_link() const { return *link_; }
+  bool reaches_host() { return link_->reaches_host(); }
 
   // Sends a request for the segment when it is not mapped.
   void* map(const Address& address, size_t bytes) override;
   // Unmaps what the peer has released. Only between operations of the group's worker.
   void unmap_released();
 
-  void on_ready() override;
+  void on_frame(FrameType type, const uint8_t* payload, size_t bytes, Descriptor passed) override;
+  void on_end(const std::string& how, bool said_goodbye) override;
+  void on_silence(const ProcessLink::Silence& silence) override;
+  void on_lost_descriptor() override;
 
  private:
   struct Mapping {
     void* data = nullptr;
     uint64_t bytes = 0;
   };
-  void send_frame(uint32_t type, const void* payload, size_t bytes, Descriptor pass = {});
-  bool flush_locked();
-  bool receive_more();
-  void take_descriptors(msghdr& message);
-  void handle(uint32_t type, const uint8_t* payload, size_t bytes);
+  void send_frame(FrameType type, const void* payload, size_t bytes, Descriptor pass = {});
   void send_segment(uint64_t id);
-  void receive_segment(const uint8_t* payload, size_t bytes);
+  void receive_segment(const uint8_t* payload, size_t bytes, Descriptor fd);
 
-  const Descriptor fd_;
+  const std::shared_ptr<ProcessLink> link_;
+  const std::string group_;
   const int peer_;
   Events events_;
-  std::shared_ptr<Reactor> reactor_;
-  uint64_t reactor_id_ = 0;
+  bool is_routed_ = false;
   uint64_t subscription_ = 0;
-  bool has_left_ = false;  // reactor thread
-  bool lost_ = false;      // reactor thread
-  std::vector<uint8_t> input_;
-  std::deque<Descriptor> input_fds_;
-
-  std::mutex send_mutex_;  // guards output_ and writing to fd_
-  struct Output {
-    std::vector<uint8_t> bytes;
-    size_t sent = 0;
-    Descriptor pass;
-  };
-  std::deque<Output> output_;
+  bool has_left_ = false;      // reactor thread, as the next
+  bool is_elsewhere_ = false;  // it has said that it left before this rank came
 
   std::mutex segment_mutex_;  // guards the four below
   std::map<uint64_t, Mapping> mapped_;
@@ -99,5 +86,8 @@ class ControlLink : public Reactor::Handler, public PeerMemory {
   std::set<uint64_t> handed_out_;
   std::vector<Mapping> released_;
 };
+
+// A first cause as it travels.
+std::vector<uint8_t> error_bytes(const Error& error);
 
 }  // namespace bagua

@@ -1,7 +1,8 @@
 // Whether peers are alive and what they do, and the way to whom to name when one is late; see communicator.h.
 //
-// A process that dies is noticed at once: its control link ends without its having left (listen). Everything else takes
-// a request for the peer's status, sent by who has waited for long, and again when its deadline has passed.
+// A process that dies is noticed at once: its link ends without its having left (listen). One that is stopped, or whose
+// host is gone, falls silent (doubt). Everything else takes a request for the peer's status, sent by who has waited for
+// long, and again when its deadline has passed.
 //
 // Whom the answers accuse is in blame.h; here they are asked for, kept, and asked of the others where a connection is
 // silent.
@@ -23,10 +24,13 @@ using std::chrono::nanoseconds;
 // A rank that has not answered for so long counts as silent, and one that has answered since as there. Above what a
 // host may delay an acknowledgement.
 constexpr milliseconds kSilence{300};
+constexpr int kMissedHeartbeats = 3;
 // How often who wants to know asks. Who forwards requests drops some, or they would go round in circles of ranks
 // ever faster.
 constexpr milliseconds kRequestInterval{50};
 constexpr milliseconds kMinRequestInterval{20};
+// For how long the others are asked about a silent peer.
+constexpr milliseconds kMinInquiry{300}, kMaxInquiry{1000};
 
 nanoseconds seconds(double value) { return nanoseconds(static_cast<int64_t>(value * 1e9)); }
 
@@ -74,11 +78,15 @@ void Communicator::listen(int peer, ControlLink& control) {
     p.departed.store(true, std::memory_order_release);
     doorbell_->ring();
   };
+  events.on_silence = [this, peer](const ProcessLink::Silence& silence) { doubt(peer, silence); };
   events.on_status = [this, peer](const PeerStatus& status) {
-    keep_answer(peer, status);
+    take_answer(peer, status);
     doorbell_->ring();
   };
-  events.my_status = [this](const StatusRequest& request) { return answer(request); };
+  events.my_status = [this, &control](const StatusRequest& request) {
+    if (const auto cause = first_cause()) control.send_abort(*cause);  // the peer may not have had the group before
+    return answer(request);
+  };
   events.on_segment = [this] { doorbell_->ring(); };
   events.on_released = [this, &p] {
     std::lock_guard lock(mutex_);
@@ -137,21 +145,22 @@ ChainEnd Communicator::end_behind_locked(int peer) const {
   if (p.unanswered_since && now - *p.unanswered_since >= kSilence) {
     end.state = p.control && !p.control->reaches_host() ? ChainEnd::kUnreachable : ChainEnd::kDoesNotAnswer;
     end.silent_ms = milliseconds_in(now - *p.unanswered_since);
-  } else if (p.answer) {
-    end = p.answer->end;
+  } else if (p.answer &&
+             p.answered_at.time_since_epoch().count() >= waiting_since_ns_.load(std::memory_order_relaxed)) {
+    end = p.answer->end;  // what was said before this wait does not count
     end.age_ms += milliseconds_in(now - p.answered_at);
   }
   return end;
 }
 
-std::optional<ProcessWaits::Wait> Communicator::wait_of_a_thread() const {
+std::optional<Process::Wait> Communicator::wait_of_a_thread() const {
   std::lock_guard lock(mutex_);  // an operation that is waited in does not end meanwhile
   const int peer = waits_for();
   const bool stands_still = peer >= 0 && num_waiters_ && num_waiters_->load(std::memory_order_relaxed) > 0;
   if (!stands_still) return std::nullopt;
   const TimePoint since(TimePoint::duration(waiting_since_ns_.load(std::memory_order_relaxed)));
-  return ProcessWaits::Wait{milliseconds_in(Deadline::Clock::now() - since), status_.operation, ranks_.group,
-                            end_behind_locked(peer)};
+  return Process::Wait{milliseconds_in(Deadline::Clock::now() - since), status_.operation, ranks_.group,
+                       end_behind_locked(peer)};
 }
 
 void Communicator::now_awaits_message(int peer) {
@@ -171,12 +180,6 @@ void Communicator::request_status(int peer, const StatusRequest& request) {
     if (!p.unanswered_since) p.unanswered_since = p.last_request;
   }
   control->request_status(request);
-}
-
-void Communicator::note_status_request(int peer) {
-  std::lock_guard lock(mutex_);
-  Peer& p = *peers_[static_cast<size_t>(peer)];
-  if (!p.unanswered_since) p.unanswered_since = Deadline::Clock::now();
 }
 
 void Communicator::forward_request(uint32_t hops) {
@@ -202,6 +205,13 @@ PeerStatus Communicator::answer(const StatusRequest& request) {
   return status;
 }
 
+// Whether a linked peer has not answered for long, or sends not even heartbeats.
+bool Communicator::is_silent_locked(const Peer& p) const {
+  const ProcessLink& link = p.control->process_link();
+  return link.silent_for() >= kMissedHeartbeats * link.pace().heartbeat ||
+         (p.unanswered_since && Deadline::Clock::now() - *p.unanswered_since >= kSilence);
+}
+
 // By an answer that is not old, or a request that has not been answered for long. Asks, so as to know it next time.
 PeerStatus::Hearing Communicator::hearing(int peer) {
   PeerStatus::Hearing hearing = PeerStatus::kNotYetKnown;
@@ -210,7 +220,7 @@ PeerStatus::Hearing Communicator::hearing(int peer) {
     std::lock_guard lock(mutex_);
     const Peer& p = *peers_[static_cast<size_t>(peer)];
     if (!p.control || p.departed.load(std::memory_order_relaxed)) return PeerStatus::kCannotTell;
-    if (p.unanswered_since && now - *p.unanswered_since >= kSilence) {
+    if (is_silent_locked(p)) {
       hearing = PeerStatus::kHearsNothing;
     } else if (p.answer && now - p.answered_at < kSilence) {
       hearing = PeerStatus::kHears;
@@ -222,16 +232,10 @@ PeerStatus::Hearing Communicator::hearing(int peer) {
 }
 
 void Communicator::take_answer(int peer, const PeerStatus& theirs) {
-  check_status(theirs, status(), peer);
-  PeerStatus answer = theirs;
-  if (answer.group != PeerStatus::kHasMade && answer.elsewhere_ms == 0) answer.end = end_at(ranks_, peer, answer);
-  keep_answer(peer, answer);
-}
-
-void Communicator::keep_answer(int peer, const PeerStatus& theirs) {
   std::lock_guard lock(mutex_);
   Peer& p = *peers_[static_cast<size_t>(peer)];
   p.answer = theirs;
+  if (theirs.group != PeerStatus::kHasMade && theirs.elsewhere_ms == 0) p.answer->end = end_at(ranks_, peer, theirs);
   p.answered_at = Deadline::Clock::now();
   p.unanswered_since.reset();
   p.is_unread = true;
@@ -275,27 +279,67 @@ Verdict Communicator::judge(int peer, TimePoint since, double allowed_seconds) c
 // A connection is silent. If others hear from the rank at its far end, it is the connection; if nobody does, the rank;
 // and if this rank hears from nobody at all, its own connection to the world. Nobody can tell where there are only two.
 Verdict Communicator::ask_others(const Verdict& verdict, double allowed_seconds) {
-  const auto since = Deadline::Clock::now();
-  const Deadline grace = Deadline::after(seconds(chain_grace_seconds(allowed_seconds)) + kSilence);
-  auto next_request = since;
+  const auto now = Deadline::Clock::now();
+  Inquiry inquiry{verdict, now, now + seconds(chain_grace_seconds(allowed_seconds)) + kSilence, now};
   for (;;) {
-    if (Deadline::Clock::now() >= next_request) {
-      for (int peer = 0; peer < ranks_.size; ++peer) {
-        if (peer != ranks_.rank)
-          request_status(peer, {.about = peer == verdict.unreachable ? -1 : verdict.unreachable});
-      }
-      next_request = Deadline::Clock::now() + kRequestInterval;
-    }
+    ask_about(inquiry);
     pause();
-    const bool is_last = grace.expired();
-    if (const auto better = weigh_answers(verdict, since, is_last)) return *better;
+    const bool is_last = Deadline::Clock::now() >= inquiry.until;
+    if (const auto better = weigh_answers(verdict, inquiry.since, is_last)) return *better;
     if (is_last) return verdict;
   }
 }
 
+// Asks everybody what it hears from the rank at the far end, and that rank whether it is there, if that is due.
+void Communicator::ask_about(Inquiry& inquiry) {
+  const auto now = Deadline::Clock::now();
+  if (now < inquiry.next_request) return;
+  inquiry.next_request = now + kRequestInterval;
+  const int unreachable = inquiry.verdict.unreachable;
+  for (int peer = 0; peer < ranks_.size; ++peer) {
+    if (peer != ranks_.rank) request_status(peer, {.about = peer == unreachable ? -1 : unreachable});
+  }
+}
+
+// On the reactor thread, at every tick while nothing arrives from a peer: whether or not anybody waits for it here, who
+// is silent for so long has to do with a failure.
+void Communicator::doubt(int peer, const ProcessLink::Silence& silence) {
+  if (is_poisoned()) return;
+  const auto now = Deadline::Clock::now();
+  std::optional<Inquiry> inquiry;
+  {
+    std::lock_guard lock(mutex_);
+    inquiry = peers_[static_cast<size_t>(peer)]->doubt;
+  }
+  if (!inquiry || now - inquiry->until > kMaxInquiry) {  // an older one ended when the peer was heard again
+    ChainEnd end;
+    end.rank = ranks_.job_rank(peer);
+    end.witness = ranks_.job_rank(ranks_.rank);
+    end.state = silence.reaches_host ? ChainEnd::kDoesNotAnswer : ChainEnd::kUnreachable;
+    const nanoseconds length = std::clamp<nanoseconds>(silence.lasts / 5, kMinInquiry, kMaxInquiry);
+    inquiry = {judge_end(ranks_, end), now, now + length, now};
+  }
+  if (inquiry->verdict.unreachable >= 0) ask_about(*inquiry);
+  {
+    std::lock_guard lock(mutex_);
+    peers_[static_cast<size_t>(peer)]->doubt = inquiry;
+  }
+  Verdict verdict = inquiry->verdict;
+  if (verdict.unreachable >= 0) {
+    const bool is_last = now >= inquiry->until;
+    const auto weighed = weigh_answers(verdict, inquiry->since, is_last);
+    if (!weighed && !is_last) return;
+    verdict = weighed.value_or(verdict);
+  }
+  poison(Error(ErrorKind::kTransport,
+               "nothing has come from rank " + std::to_string(peer) + " for " +
+                   seconds_text(std::chrono::duration<double>(silence.lasts).count()) + ": " + verdict.what +
+                   " (BAGUA_HEARTBEAT_TIMEOUT sets how long that may take)",
+               verdict.culprit, std::string(operation_name(status().operation.kind))));
+}
+
 // The verdict when the others' answers make it certain, or are all that will come.
 std::optional<Verdict> Communicator::weigh_answers(const Verdict& verdict, TimePoint since, bool is_last) const {
-  const auto now = Deadline::Clock::now();
   int there = 0, silent = 0, deaf = 0, undecided = 0;
   {
     std::lock_guard lock(mutex_);
@@ -303,7 +347,7 @@ std::optional<Verdict> Communicator::weigh_answers(const Verdict& verdict, TimeP
       const Peer& p = *peers_[static_cast<size_t>(peer)];
       if (peer == ranks_.rank || !p.control || p.departed.load(std::memory_order_relaxed)) continue;
       const bool answers = p.answer && p.answered_at >= since;
-      const bool is_silent = !answers && p.unanswered_since && now - *p.unanswered_since >= kSilence;
+      const bool is_silent = !answers && is_silent_locked(p);
       if (peer == verdict.unreachable) {
         if (answers) return verdict;  // this rank hears from it
         silent += is_silent;
@@ -340,12 +384,17 @@ void Communicator::pause() {
 void Communicator::deadline_exceeded(int peer) {
   if (has_departed(peer)) throw_departed(peer);
   const double allowed = deadline_->allowed_seconds();
-  bool has_control;
+  std::string unreachable;
+  bool names_peer = true;
   {
     std::lock_guard lock(mutex_);
-    has_control = peers_[static_cast<size_t>(peer)]->control != nullptr;
+    const Peer& p = *peers_[static_cast<size_t>(peer)];
+    if (!p.control) {
+      unreachable = p.unreachable.empty() ? "rank " + std::to_string(peer) + " did not do its part" : p.unreachable;
+      names_peer = p.unreachable.empty() || p.names_peer;
+    }
   }
-  if (!has_control) throw_late(peer, "rank " + std::to_string(peer) + " did not do its part", allowed);
+  if (!unreachable.empty()) throw_late(names_peer ? peer : -1, unreachable, allowed);
   const StatusRequest request{.hops = static_cast<uint32_t>(ranks_.size)};
   blame(peer, allowed, [&] { request_status(peer, request); });
 }

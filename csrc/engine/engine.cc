@@ -433,17 +433,20 @@ void Engine::tell_awaited_message() {
   communicator_->now_awaits_message(peer);
 }
 
-// Posts what can be posted without waiting for a peer to connect; true if anything was. A peer that connects during
-// the pass counts from the next one on, so that its messages keep their order.
+// Posts what can be posted without waiting for a connection; true if anything was. A peer that is connected during the
+// pass counts from the next one on, so that its messages keep their order.
 bool Engine::post_in_flight() {
   if (num_unposted_ == 0) return false;
-  awaits_dial_.resize(static_cast<size_t>(communicator_->size()));
-  for (int peer = 0; peer < communicator_->size(); ++peer) {
-    awaits_dial_[static_cast<size_t>(peer)] = communicator_->awaits_dial(peer);
-  }
+  unconnected_.clear();
   bool posted = false;
   for (InFlight& operation : in_flight_) {
-    if (operation.is_posted || awaits_dial_[static_cast<size_t>(operation.task.peer)]) continue;
+    const int peer = operation.task.peer;
+    if (operation.is_posted || std::find(unconnected_.begin(), unconnected_.end(), peer) != unconnected_.end())
+      continue;
+    if (communicator_->awaits_channel(peer)) {
+      unconnected_.push_back(peer);
+      continue;
+    }
     post(operation);
     posted = true;
   }

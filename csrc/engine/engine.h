@@ -4,7 +4,7 @@
 // A blocking call on an idle engine runs on the calling thread instead (run_inline): two thread switches
 // less. Whoever runs an operation holds the `running_` token; only the holder touches the communicator's verbs.
 // Point-to-point operations are posted in order per peer and complete when they can, so that two ranks may both
-// send before they receive, and one whose peer has not connected yet holds up no other.
+// send before they receive, and one whose peer is not connected yet holds up no other.
 //
 // Operations on a device run on the worker, which enqueues them on a stream of the group's own, behind the caller's
 // ready event. They end when the device has come to their end: the worker looks while it waits for other things.
@@ -148,7 +148,7 @@ class Engine {
   std::atomic<uint64_t> workspace_bytes_{0};
   std::list<InFlight> in_flight_;  // worker thread, as the next two
   size_t num_unposted_ = 0;
-  std::vector<char> awaits_dial_;  // by peer, in one pass of post_in_flight
+  std::vector<int> unconnected_;  // peers, in one pass of post_in_flight
 
   // Submitted and not ended. Lowered before the waiter of an operation wakes up, so that it finds none if it closes.
   std::atomic<size_t> num_pending_{0};

@@ -21,19 +21,22 @@ using namespace collectives;
 constexpr size_t kRingBytes = 64 << 10;  // small, so that messages wrap and wait
 
 void connect_shm(Communicator& dialer, Communicator& acceptor) {
-  const int ring = memfd_create("test-ring", MFD_CLOEXEC);
-  int controls[2];
-  require(ring >= 0 && ftruncate(ring, static_cast<off_t>(ShmChannel::segment_bytes(kRingBytes))) == 0, "memfd");
-  require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, controls) == 0, "socketpair");
+  const Descriptor ring = create_sealed("test-ring", ShmChannel::segment_bytes(kRingBytes));
+  std::array<int, 2> controls;
+  require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, controls.data()) == 0, "socketpair");
+  std::array<std::shared_ptr<ProcessLink>, 2> links;
+  for (size_t i = 0; i < 2; ++i) {
+    links[i] = std::make_shared<ProcessLink>(Descriptor(controls[i]), ProcessLink::Pace(std::chrono::seconds(10)));
+  }
   const auto attach = [&](Communicator& communicator, Communicator& peer, bool is_dialer) {
-    auto control = std::make_shared<ControlLink>(controls[is_dialer ? 0 : 1], peer.rank());
-    auto channel =
-        std::make_unique<ShmChannel>(peer.rank(), dup(ring), kRingBytes, is_dialer, dup(peer.doorbell().fd()), control);
+    auto control = std::make_shared<ControlLink>(links[is_dialer ? 0 : 1], "shm", peer.rank());
+    auto channel = std::make_unique<ShmChannel>(peer.rank(), dup(ring.get()), kRingBytes, is_dialer,
+                                                dup(peer.doorbell().fd()), control);
     communicator.attach(peer.rank(), std::move(channel), std::move(control));
   };
   attach(dialer, acceptor, true);
   attach(acceptor, dialer, false);
-  ::close(ring);
+  for (const auto& link : links) link->start();
 }
 
 std::vector<std::unique_ptr<Communicator>> make_shm_world(int size) {

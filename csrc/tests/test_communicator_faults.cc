@@ -183,11 +183,11 @@ TEST_P(Faults, TheEndOfAChainThroughOtherOperationsIsNamed) {
 
 // Two ranks that have other numbers in the job, and processes with more groups.
 Communicators pair_of(const Kind& kind, std::array<int, 2> job_ranks,
-                      std::array<std::shared_ptr<ProcessWaits>, 2> processes) {
+                      std::array<std::shared_ptr<Process>, 2> processes) {
   Communicators communicators;
   for (int rank = 0; rank < 2; ++rank) {
     communicators.push_back(std::make_unique<Communicator>(rank, 2, "test", 20us));
-    communicators.back()->join_process(processes[static_cast<size_t>(rank)], {job_ranks[0], job_ranks[1]});
+    communicators.back()->join_process(processes[static_cast<size_t>(rank)], {job_ranks[0], job_ranks[1]}, "test");
   }
   connect_pair(*communicators[0], *communicators[1], kind);
   return communicators;
@@ -196,7 +196,7 @@ Communicators pair_of(const Kind& kind, std::array<int, 2> job_ranks,
 // Rank 1 has not called what rank 0 waits in: its program stands still in another group, where rank 1 of that group,
 // 2 of the job, does nothing.
 TEST_P(Faults, TheEndOfAChainThroughAnotherGroupIsNamed) {
-  const auto process = std::make_shared<ProcessWaits>();
+  const auto process = std::make_shared<Process>();
   const auto communicators = pair_of(GetParam(), {0, 1}, {nullptr, process});
   const auto others = pair_of(GetParam(), {1, 2}, {process, nullptr});
   others[0]->set_num_waiters(std::make_shared<std::atomic<int>>(1));
@@ -227,7 +227,7 @@ TEST_P(Faults, TheEndOfAChainThroughAnotherGroupIsNamed) {
 
 // Rank 1 waits for rank 0 in turn, in another group.
 TEST_P(Faults, ARankThatStandsInAnotherGroupIsNamedWithIt) {
-  const auto process = std::make_shared<ProcessWaits>();
+  const auto process = std::make_shared<Process>();
   const auto communicators = pair_of(GetParam(), {0, 1}, {nullptr, process});
   const auto others = pair_of(GetParam(), {1, 0}, {process, nullptr});
   others[0]->set_num_waiters(std::make_shared<std::atomic<int>>(1));
@@ -258,10 +258,10 @@ TEST_P(Faults, ARankThatStandsInAnotherGroupIsNamedWithIt) {
 }
 
 TEST_P(Faults, WhoLeavesForAFailureElsewhereSaysSo) {
-  const auto process = std::make_shared<ProcessWaits>();
+  const auto process = std::make_shared<Process>();
   const auto communicators = pair_of(GetParam(), {2, 1}, {nullptr, process});
   Communicator failed(0, 2, "elsewhere", 20us);
-  failed.join_process(process, {1, 2});
+  failed.join_process(process, {1, 2}, "elsewhere");
   failed.poison(Error(ErrorKind::kDeadlineExceeded, "rank 1 does not answer", 1));
   communicators[1]->close();
   const auto error = error_of_recv(*communicators[0], 1, 30s);
@@ -295,11 +295,12 @@ TEST_P(Faults, TheCauseThatTheNextInTheChainFindsWins) {
 TEST(FaultsOfOneEnd, APeerThatDoesNotAnswerIsStopped) {
   Communicator communicator(0, 2, "test", 20us);
   const auto control = unix_pair();
-  const int rings = memfd_create("test-rings", MFD_CLOEXEC);
-  ASSERT_EQ(ftruncate(rings, static_cast<off_t>(ShmChannel::segment_bytes(4096))), 0);
-  auto link = std::make_shared<ControlLink>(control[0], 1);
-  communicator.attach(1, std::make_unique<ShmChannel>(1, rings, 4096, true, dup(communicator.doorbell().fd()), link),
-                      link);
+  const Descriptor rings = create_sealed("test-rings", ShmChannel::segment_bytes(4096));
+  const auto process_link = std::make_shared<ProcessLink>(Descriptor(control[0]), ProcessLink::Pace(10s));
+  auto link = std::make_shared<ControlLink>(process_link, "test", 1);
+  communicator.attach(
+      1, std::make_unique<ShmChannel>(1, dup(rings.get()), 4096, true, dup(communicator.doorbell().fd()), link), link);
+  process_link->start();
   const auto begin = Clock::now();
   const auto error = error_of_recv(communicator, 1, 100ms);
   ASSERT_TRUE(error);
@@ -311,24 +312,42 @@ TEST(FaultsOfOneEnd, APeerThatDoesNotAnswerIsStopped) {
   ::close(control[1]);
 }
 
-TEST(FaultsOfOneEnd, WhoWaitsForADialIsNamedByOthersAsWaiting) {
+TEST(FaultsOfOneEnd, WhoWaitsForAConnectionIsNamedByOthersAsWaiting) {
   Communicator communicator(0, 3, "test", 20us);
-  std::optional<PeerStatus> meanwhile;
-  communicator.set_connector([&](int peer, Deadline) {
-    meanwhile = communicator.status();
-    throw Error(ErrorKind::kDeadlineExceeded, "nobody dialled", peer);
+  std::atomic<int> num_wanted{0};
+  communicator.set_connector([&](int peer) {
+    EXPECT_EQ(peer, 2);
+    ++num_wanted;
   });
-  EXPECT_TRUE(communicator.awaits_dial(2));
-  const auto error = error_of_recv(communicator, 2, 1s, 4);
-  ASSERT_TRUE(error && meanwhile);
-  EXPECT_EQ(error->rank(), 2);
-  EXPECT_EQ(meanwhile->waiting_for, 2);
-  EXPECT_EQ(meanwhile->operation, stamp(4));
+  EXPECT_TRUE(communicator.awaits_channel(2));
+  EXPECT_TRUE(communicator.awaits_channel(2));
+  std::thread looker([&] {
+    EXPECT_TRUE(eventually([&] { return communicator.status().waiting_for == 2; }));
+    EXPECT_EQ(communicator.status().operation, stamp(4));
+    communicator.poison(Error(ErrorKind::kAborted, "the end of the test", 1));
+  });
+  const auto error = error_of_recv(communicator, 2, 30s, 4);
+  looker.join();
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->rank(), 1);
+  EXPECT_EQ(num_wanted, 1);
+}
+
+TEST(FaultsOfOneEnd, AtTheDeadlineItIsKnownHowFarTheConnectionHasCome) {
+  for (const bool names_peer : {false, true}) {
+    Communicator communicator(0, 3, "test", 20us);
+    communicator.set_connector([&](int peer) { communicator.note_unreachable(peer, "the cable is cut", names_peer); });
+    const auto error = error_of_recv(communicator, 2, 20ms, 4);
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->kind(), ErrorKind::kDeadlineExceeded);
+    EXPECT_EQ(error->rank(), names_peer ? 2 : -1);
+    EXPECT_CONTAINS(std::string(error->what()), "did not end within 0.02 s: the cable is cut");
+  }
 }
 
 std::string why_late(PeerStatus::Group group) {
   Communicator communicator(0, 2, "test", 20us);
-  ProcessWaits process;
+  Process process;
   const auto error = error_of([&] {
     communicator.begin(stamp(1), Deadline::after(0ms));
     communicator.blame(1, 0.05, [&] { communicator.take_answer(1, process.status(group)); });
@@ -347,11 +366,12 @@ TEST(FaultsOfOneEnd, AChainEndsWithWhoHasDestroyedTheGroup) {
   Communicators communicators;
   for (int rank = 0; rank < 2; ++rank) communicators.push_back(std::make_unique<Communicator>(rank, 3, "test", 20us));
   connect_pair(*communicators[0], *communicators[1], kShm);
-  ProcessWaits process;
-  communicators[1]->set_connector([&](int peer, Deadline) {
-    for (;; std::this_thread::sleep_for(1ms)) {
-      communicators[1]->throw_if_poisoned();
-      communicators[1]->take_answer(peer, process.status(PeerStatus::kHasLeft));
+  Process process;
+  communicators[1]->set_connector([&](int) {});
+  std::atomic<bool> is_over{false};
+  std::thread answering([&] {
+    for (; !is_over; std::this_thread::sleep_for(1ms)) {
+      communicators[1]->take_answer(2, process.status(PeerStatus::kHasLeft));
     }
   });
   std::promise<void> ended;
@@ -371,6 +391,8 @@ TEST(FaultsOfOneEnd, AChainEndsWithWhoHasDestroyedTheGroup) {
                                        ended.get_future().wait();
                                        communicators[1]->poison(Error(ErrorKind::kAborted, "the end of the test"));
                                      }});
+  is_over = true;
+  answering.join();
   const auto error = error_of(failures[0]);
   ASSERT_TRUE(error);
   EXPECT_EQ(error->rank(), 2);
@@ -380,7 +402,7 @@ TEST(FaultsOfOneEnd, AChainEndsWithWhoHasDestroyedTheGroup) {
 
 TEST(FaultsOfOneEnd, ALongNameOfAGroupIsCut) {
   PeerStatus status;
-  ProcessWaits::Wait wait;
+  Process::Wait wait;
   wait.group = std::string(100, 'g');
   wait.write_to(status);
   EXPECT_EQ(std::string(status.elsewhere_group.data()), std::string(63, 'g'));

@@ -17,10 +17,14 @@ namespace {
 
 // A link whose other end is a bare socket, and what it tells its owner.
 struct BareLink {
-  BareLink() {
+  explicit BareLink(ProcessLink::Pace pace = ProcessLink::Pace(10s)) {
     const auto pair = unix_pair();
     peer = pair[1];
-    link = std::make_shared<ControlLink>(pair[0], 1);
+    process_link = std::make_shared<ProcessLink>(
+        Descriptor(pair[0]), pace, [this](ProcessLink&, FrameType type, const std::string& group) {
+          note("unrouted: " + group + " " + std::to_string(static_cast<uint32_t>(type)));
+        });
+    link = std::make_shared<ControlLink>(process_link, "test", 1);
     ControlLink::Events events;
     events.on_abort = [this](const Error& error) { note("abort: " + std::string(error.what())); };
     events.on_lost = [this](const std::string& how) { note("lost: " + how); };
@@ -30,9 +34,12 @@ struct BareLink {
     events.my_status = [](const StatusRequest&) { return PeerStatus{}; };
     events.on_segment = [this] { note("segment"); };
     events.on_released = [this] { note("released"); };
+    events.on_silence = [this](const ProcessLink::Silence&) { note("silence"); };
     link->start(std::move(events));
+    process_link->start();
   }
   ~BareLink() {
+    process_link->stop();
     link->stop();
     if (peer >= 0) ::close(peer);
   }
@@ -55,25 +62,27 @@ struct BareLink {
   void close_peer() { ::close(std::exchange(peer, -1)); }
 
   int peer = -1;
+  std::shared_ptr<ProcessLink> process_link;
   std::shared_ptr<ControlLink> link;
   std::mutex mutex;
   std::vector<std::string> notes;
 };
 
-enum : uint32_t { kAbort = 1, kLeave, kStatusRequest, kStatus, kSegmentRequest, kSegment, kReleased };
-
-Bytes frame(uint32_t type, const Bytes& payload) {
-  Bytes bytes(8 + payload.size());
-  const auto size = static_cast<uint32_t>(payload.size());
+Bytes frame(FrameType type, const Bytes& payload, const std::string& group = "test") {
+  const auto group_bytes = static_cast<uint16_t>(group.size());
+  const auto size = static_cast<uint32_t>(2 + group.size() + payload.size());
+  Bytes bytes(8 + size);
   std::memcpy(bytes.data(), &type, 4);
   std::memcpy(bytes.data() + 4, &size, 4);
-  if (!payload.empty()) std::memcpy(bytes.data() + 8, payload.data(), payload.size());
+  std::memcpy(bytes.data() + 8, &group_bytes, 2);
+  std::memcpy(bytes.data() + 10, group.data(), group.size());
+  if (!payload.empty()) std::memcpy(bytes.data() + 10 + group.size(), payload.data(), payload.size());
   return bytes;
 }
 
 TEST(ControlLink, FramesByteByByte) {
   BareLink bare;
-  for (const Bytes& whole : {frame(kStatus, Bytes(sizeof(PeerStatus))), frame(kLeave, {})}) {
+  for (const Bytes& whole : {frame(FrameType::kStatus, Bytes(sizeof(PeerStatus))), frame(FrameType::kLeave, {})}) {
     for (const uint8_t byte : whole) bare.write_all({byte});
   }
   EXPECT_TRUE(eventually([&] { return bare.saw("leave"); }));
@@ -84,8 +93,8 @@ TEST(ControlLink, FramesByteByByte) {
 
 TEST(ControlLink, AnEndWithoutLeavingIsALoss) {
   BareLink bare;
-  bare.write_all(frame(kStatus, Bytes(3)));  // of the wrong size: ignored
-  bare.write_all({1, 2, 3});                 // half a header
+  bare.write_all(frame(FrameType::kStatus, Bytes(3)));  // of the wrong size: ignored
+  bare.write_all({1, 2, 3});                            // half a header
   bare.close_peer();
   EXPECT_TRUE(eventually([&] { return bare.saw("lost: closed its connection"); }));
   EXPECT_EQ(bare.taken().size(), 1u);
@@ -93,11 +102,12 @@ TEST(ControlLink, AnEndWithoutLeavingIsALoss) {
 
 TEST(ControlLink, AnEndlessFrameIsRefused) {
   BareLink bare;
-  bare.write_all({kStatus, 0, 0, 0, 0xff, 0xff, 0xff, 0x7f});
+  bare.write_all({4, 0, 0, 0, 0xff, 0xff, 0xff, 0x7f});
   EXPECT_TRUE(eventually([&] { return bare.saw("lost: sent a control frame of 2147483647 bytes"); }));
-  bare.write_all(frame(kLeave, {}));
-  std::this_thread::sleep_for(20ms);
-  EXPECT_EQ(bare.taken().size(), 1u) << "nothing behind it is read";
+  // Nothing behind it is read: the connection is over.
+  const Bytes more = frame(FrameType::kLeave, {});
+  EXPECT_TRUE(eventually([&] { return send(bare.peer, more.data(), more.size(), MSG_NOSIGNAL) < 0; }));
+  EXPECT_EQ(bare.taken().size(), 1u);
 }
 
 TEST(ControlLink, AbortsOfAllLengths) {
@@ -105,7 +115,8 @@ TEST(ControlLink, AbortsOfAllLengths) {
   for (const auto& text : texts) {
     BareLink receiving;
     // From a second link to the bare end of the first.
-    ControlLink sender(dup(receiving.peer), 0);
+    ControlLink sender(std::make_shared<ProcessLink>(Descriptor(dup(receiving.peer)), ProcessLink::Pace(10s)), "test",
+                       0);
     sender.send_abort(Error(ErrorKind::kInvalidArgument, text, 3, "all_reduce"));
     EXPECT_TRUE(eventually([&] { return receiving.saw("abort: " + text.substr(0, 8192)); }));
   }
@@ -116,9 +127,11 @@ TEST(ControlLink, RandomFramesDoNoHarm) {
     std::mt19937 rng(seed);
     BareLink bare;
     for (int i = 0; i < 20; ++i) {
-      const uint32_t type = rng() % 10;
+      const auto type = static_cast<FrameType>(rng() % 12);
+      const std::string group = rng() % 4 == 0 ? std::string(rng() % 5, 't') : "test";
       try {
-        bare.write_all(rng() % 8 == 0 ? random_bytes(rng, rng() % 40) : frame(type, random_bytes(rng, rng() % 60)));
+        bare.write_all(rng() % 8 == 0 ? random_bytes(rng, rng() % 40)
+                                      : frame(type, random_bytes(rng, rng() % 60), group));
       } catch (const std::runtime_error&) {
         break;  // the link has given the connection up
       }
@@ -133,7 +146,7 @@ TEST(ControlLink, ALinkThatIsNotReadQueuesWithoutBlocking) {
   const auto begin = Clock::now();
   for (int i = 0; i < 20'000; ++i) bare.link->request_status({});
   EXPECT_LT(Clock::now() - begin, 5s);
-  // Everything comes out once it is read: 20000 frames, each a header of 8 bytes and a request.
+  // Everything comes out once it is read: 20000 frames, each a header of 8 bytes, the group and a request.
   size_t total = 0;
   Bytes buffer(65536);
   EXPECT_TRUE(eventually([&] {
@@ -142,8 +155,69 @@ TEST(ControlLink, ALinkThatIsNotReadQueuesWithoutBlocking) {
       if (got <= 0) break;
       total += static_cast<size_t>(got);
     }
-    return total == 20'000u * (8 + sizeof(StatusRequest));
+    return total == 20'000u * (8 + 2 + 4 + sizeof(StatusRequest));
   }));
+}
+
+// ---- one link for all groups of two processes
+
+TEST(ProcessLink, EveryGroupGetsItsFramesAndTheEnd) {
+  BareLink bare;
+  std::atomic<int> num_left{0}, num_lost{0};
+  ControlLink other(bare.process_link, "other", 4);
+  ControlLink::Events events;
+  events.on_leave = [&](const std::optional<Error>&) { ++num_left; };
+  events.on_lost = [&](const std::string&) { ++num_lost; };
+  other.start(std::move(events));
+  bare.write_all(frame(FrameType::kLeave, {}, "other"));
+  bare.write_all(frame(FrameType::kStatusRequest, Bytes(sizeof(StatusRequest)), "nobody's"));
+  EXPECT_TRUE(eventually([&] { return num_left == 1 && bare.saw("unrouted: nobody's 3"); }));
+  bare.close_peer();
+  EXPECT_TRUE(eventually([&] { return bare.saw("lost: closed its connection"); }));
+  EXPECT_EQ(num_lost, 0) << "it had left that group";
+  EXPECT_TRUE(bare.process_link->has_ended());
+  ControlLink late(bare.process_link, "late", 4);
+  ControlLink::Events late_events;
+  late_events.on_lost = [&](const std::string&) { ++num_lost; };
+  late.start(std::move(late_events));
+  EXPECT_EQ(num_lost, 1) << "a group that comes to a link that has ended hears it at once";
+  other.stop();
+  late.stop();
+}
+
+TEST(ProcessLink, AFrameWithoutItsGroupEndsTheLink) {
+  for (const Bytes& broken : {Bytes{3, 0, 0, 0, 1, 0, 0, 0, 9}, Bytes{3, 0, 0, 0, 3, 0, 0, 0, 2, 0, 9}}) {
+    BareLink bare;
+    bare.write_all(broken);
+    EXPECT_TRUE(eventually([&] { return bare.saw("lost: sent a control frame without"); }));
+  }
+}
+
+TEST(ProcessLink, AnIdleLinkSendsHeartbeats) {
+  BareLink bare(ProcessLink::Pace(100ms));
+  const Bytes heartbeat = frame(FrameType::kHeartbeat, {}, "");
+  Bytes seen;
+  EXPECT_TRUE(eventually([&] {
+    Bytes buffer(4096);
+    const ssize_t got = recv(bare.peer, buffer.data(), buffer.size(), MSG_DONTWAIT);
+    if (got > 0) seen.insert(seen.end(), buffer.begin(), buffer.begin() + got);
+    return seen.size() >= 3 * heartbeat.size();
+  }));
+  for (size_t i = 0; i < 3 * heartbeat.size(); ++i) ASSERT_EQ(seen[i], heartbeat[i % heartbeat.size()]);
+}
+
+TEST(ProcessLink, SilenceIsToldAndAHeartbeatEndsIt) {
+  BareLink bare(ProcessLink::Pace(500ms));
+  const auto begin = Clock::now();
+  while (Clock::now() - begin < 600ms) {
+    bare.write_all(frame(FrameType::kHeartbeat, {}, ""));
+    std::this_thread::sleep_for(10ms);
+  }
+  EXPECT_FALSE(bare.saw("silence"));
+  const auto since = Clock::now();
+  EXPECT_TRUE(eventually([&] { return bare.saw("silence"); }));
+  EXPECT_GE(Clock::now() - since, 350ms);
+  EXPECT_LT(Clock::now() - since, 3s);
 }
 
 // ---- segments

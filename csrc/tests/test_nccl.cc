@@ -616,14 +616,16 @@ TEST_F(OverNccl, AnOperationThatFailsBehindAnotherOneLeavesNothingThatWaits) {
   }
   const Works before = all_reduce_all(trainers);
   const auto begin = Clock::now();
-  std::atomic<bool> has_ended{false};
+  std::atomic<bool> is_enqueued{false}, has_ended{false};
   const Works works = submit_all(trainers, [&](Trainer& trainer) {
     return trainer.submit([&](Context& context) -> uint64_t {
       if (context.group.rank() == 1) {
         context.group.enqueue_native(
             {OperationKind::kAllReduce, trainer.data, trainer.data, trainer.numel, DType::kF32});
         emulated().call(context.stream, "end", [&] { has_ended = true; });
+        is_enqueued = true;
       }
+      while (!is_enqueued) std::this_thread::yield();  // what rank 0 fails with would reach rank 1 before it began
       throw Error(ErrorKind::kDevice, "no memory", 1);
     });
   });

@@ -67,41 +67,55 @@ inline std::array<int, 2> tcp_pair() {
   return fds;
 }
 
+// The two ends of a link between processes. They begin to read once the groups have their routes.
+inline std::array<std::shared_ptr<ProcessLink>, 2> link_pair(std::array<int, 2> fds,
+                                                             std::chrono::milliseconds timeout = 10s) {
+  std::array<std::shared_ptr<ProcessLink>, 2> links;
+  for (size_t i = 0; i < 2; ++i) {
+    links[i] = std::make_shared<ProcessLink>(Descriptor(fds[i]), ProcessLink::Pace(timeout));
+  }
+  return links;
+}
+
+inline std::shared_ptr<ControlLink> control_of(const Communicator& owner, std::shared_ptr<ProcessLink> link,
+                                               const Communicator& peer) {
+  return std::make_shared<ControlLink>(std::move(link), owner.name(), peer.rank());
+}
+
 inline void connect_shm(Communicator& dialer, Communicator& acceptor, size_t ring_bytes) {
-  const int rings = memfd_create("test-rings", MFD_CLOEXEC);
-  check(rings >= 0 && ftruncate(rings, static_cast<off_t>(ShmChannel::segment_bytes(ring_bytes))) == 0, "memfd");
-  const auto controls = unix_pair();
-  const auto attach = [&](Communicator& communicator, Communicator& peer, int control_fd, bool is_dialer) {
-    auto control = std::make_shared<ControlLink>(control_fd, peer.rank());
-    auto channel = std::make_unique<ShmChannel>(peer.rank(), dup(rings), ring_bytes, is_dialer,
+  const Descriptor rings = create_sealed("test-rings", ShmChannel::segment_bytes(ring_bytes));
+  const auto links = link_pair(unix_pair());
+  const auto attach = [&](Communicator& communicator, Communicator& peer, bool is_dialer) {
+    auto control = control_of(communicator, links[is_dialer ? 0 : 1], peer);
+    auto channel = std::make_unique<ShmChannel>(peer.rank(), dup(rings.get()), ring_bytes, is_dialer,
                                                 dup(peer.doorbell().fd()), control);
     communicator.attach(peer.rank(), std::move(channel), std::move(control));
   };
-  attach(dialer, acceptor, controls[0], true);
-  attach(acceptor, dialer, controls[1], false);
-  ::close(rings);
+  attach(dialer, acceptor, true);
+  attach(acceptor, dialer, false);
+  for (const auto& link : links) link->start();
 }
 
 inline void connect_tcp(Communicator& a, Communicator& b, size_t num_streams) {
-  const auto controls = tcp_pair();
+  const auto links = link_pair(tcp_pair());
   std::vector<int> fds[2];
   for (size_t i = 0; i < num_streams; ++i) {
     const auto stream = tcp_pair();
     fds[0].push_back(stream[0]);
     fds[1].push_back(stream[1]);
   }
-  a.attach(b.rank(), std::make_unique<TcpChannel>(b.rank(), fds[0], a.doorbell()),
-           std::make_shared<ControlLink>(controls[0], b.rank()));
-  b.attach(a.rank(), std::make_unique<TcpChannel>(a.rank(), fds[1], b.doorbell()),
-           std::make_shared<ControlLink>(controls[1], a.rank()));
+  a.attach(b.rank(), std::make_unique<TcpChannel>(b.rank(), fds[0], a.doorbell()), control_of(a, links[0], b));
+  b.attach(a.rank(), std::make_unique<TcpChannel>(a.rank(), fds[1], b.doorbell()), control_of(b, links[1], a));
+  for (const auto& link : links) link->start();
 }
 
 inline void connect_torch(Communicator& a, Communicator& b) {
-  const auto controls = tcp_pair();
+  const auto links = link_pair(tcp_pair());
   auto at_a = std::make_shared<TorchLink>(b.rank(), a.doorbell());
   auto at_b = std::make_shared<TorchLink>(a.rank(), b.doorbell());
-  a.attach(b.rank(), std::make_unique<TorchChannel>(at_a), std::make_shared<ControlLink>(controls[0], b.rank()));
-  b.attach(a.rank(), std::make_unique<TorchChannel>(at_b), std::make_shared<ControlLink>(controls[1], a.rank()));
+  a.attach(b.rank(), std::make_unique<TorchChannel>(at_a), control_of(a, links[0], b));
+  b.attach(a.rank(), std::make_unique<TorchChannel>(at_b), control_of(b, links[1], a));
+  for (const auto& link : links) link->start();
   Forwarders::instance().connect(at_a, at_b);
   Forwarders::instance().connect(at_b, at_a);
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import bagua
-from bagua import cli
+from bagua import cli, config
 from bagua.cli import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +52,29 @@ def test_an_unknown_command(capsys):
 
 
 def test_each_command_is_a_module_with_a_main():
-    assert all(callable(importlib.import_module(f"bagua.cli.{name}").main) for name in cli._COMMANDS)
+    modules = [cli._MODULES.get(name, name) for name in cli._COMMANDS]
+    assert all(callable(importlib.import_module(f"bagua.cli.{name}").main) for name in modules)
+    # rank.py is run by its path, so that Python looks for its own modules in that folder first.
+    assert not sys.stdlib_module_names & {path.stem for path in (ROOT / "bagua/cli").glob("*.py")}
+
+
+def test_a_token(tmp_path, capsys):
+    tokens = []
+    for _ in range(2):
+        assert cli.main(["token"]) == 0
+        tokens.append(capsys.readouterr().out.strip())
+        assert config.settings({"BAGUA_AUTH_TOKEN": tokens[-1]}).auth_token == tokens[-1]
+    file = tmp_path / "token"
+    before = os.umask(0)
+    try:
+        assert cli.main(["token", "--output", str(file)]) == 0
+    finally:
+        os.umask(before)
+    tokens.append(config.settings({"BAGUA_AUTH_TOKEN_FILE": str(file)}).auth_token)
+    assert file.stat().st_mode & 0o777 == 0o600 and len(set(tokens)) == 3 and capsys.readouterr().out == ""
+    assert cli.main(["token", "-o", str(file)]) == 1
+    assert f"bagua token: {file}: File exists; name a new file\n" == capsys.readouterr().err
+    assert file.read_text() == tokens[-1] + "\n"
 
 
 def imported_by(*command):
@@ -109,7 +131,7 @@ def test_doctor_alone(no_launcher, capsys):
     lines = capsys.readouterr().out.splitlines()
     titles = [line.split()[0] for line in lines]
     assert titles[:2] == ["bagua", "machine"]
-    assert {"cpu", "core", "codecs", "transports", "interface", "peers"} <= set(titles)
+    assert {"cpu", "core", "codecs", "transports", "token", "interface", "peers"} <= set(titles)
     assert any(line.split()[:3] == ["interface", "lo", "127.0.0.1"] for line in lines)
     assert "minmax_uint8" in next(line for line in lines if line.startswith("codecs"))
     assert next(line for line in lines if line.startswith("transports")).split()[1:3] == ["shm", "tcp"]
@@ -218,5 +240,5 @@ def test_doctor_reports_ranks_that_do_not_meet(capfd):
 
 
 def doctor_with_own_token(rank, world_size):
-    os.environ["BAGUA_AUTH_TOKEN"] = f"token {rank}"
+    os.environ["BAGUA_AUTH_TOKEN"] = ["5kZ0pW-qk2VQyXn3sE7cUw", "9aLr_T4hBf6mJd1vGi8oNx"][rank]
     return doctor.main([])

@@ -12,6 +12,7 @@ from bagua.cli.run import main, parse
 from bagua.testing import spawn
 
 HERE = __file__  # a script that is there
+TOKEN = "5kZ0pW-qk2VQyXn3sE7cUw"
 
 
 @pytest.fixture(autouse=True)
@@ -48,15 +49,30 @@ def test_baguas_options_become_settings(options, expected):
     assert parse([*options, HERE])[1] == expected
 
 
-def test_the_token_comes_from_a_file(tmp_path, capsys):
+def test_the_token_comes_from_a_file(tmp_path, capsys, monkeypatch):
     file = tmp_path / "token"
-    file.write_text("secret of the job\n")
-    assert parse(["--auth-token-file", str(file), HERE])[1] == {"BAGUA_AUTH_TOKEN": "secret of the job"}
-    file.write_text("\n")
-    for path, problem in ((file, "the file is empty"), (tmp_path / "none", "No such file or directory")):
+    for content, mode, problem in (
+        ("\n", 0o600, "has 0 characters that are too easy to guess"),
+        ("password", 0o600, "make one with `bagua token`"),
+        (TOKEN, 0o640, "others can read or change it (-rw-r-----); run `chmod 600"),
+        (None, 0, "No such file or directory; name a file that can be read"),
+        (TOKEN + "\n", 0o600, None),
+    ):
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_text(content)
+            file.chmod(mode)
+        if problem is None:
+            break
         with pytest.raises(SystemExit) as caught:
-            parse(["--auth-token-file", str(path), HERE])
-        assert caught.value.code == 2 and f"--auth-token-file {path}: {problem}" in capsys.readouterr().err
+            parse(["--auth-token-file", str(file), HERE])
+        said = capsys.readouterr().err
+        assert caught.value.code == 2 and f"--auth-token-file '{file}'" in said and problem in said
+    assert parse(["--auth-token-file", str(file), HERE])[1] == {"BAGUA_AUTH_TOKEN_FILE": str(file)}
+    monkeypatch.setenv("BAGUA_AUTH_TOKEN", TOKEN)
+    with pytest.raises(SystemExit):
+        parse(["--auth-token-file", str(file), HERE])
+    assert "the environment has both BAGUA_AUTH_TOKEN and BAGUA_AUTH_TOKEN_FILE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -156,8 +172,9 @@ def test_a_script_runs_on_two_ranks_and_fails_the_launcher(script, tmp_path, cap
 
 def test_a_script_that_ends_well(tmp_path):
     path = tmp_path / "script.py"
-    path.write_text("print('done')")
-    assert launched(tmp_path, str(path)) == (["done\n"] * 2, 0)
+    path.write_text("import os; print(os.environ['BAGUA_AUTH_TOKEN'])")
+    (first, second), status = launched(tmp_path, str(path))
+    assert first == second and len(first) == 44 and status == 0  # a token of this job
 
 
 def test_own_options_come_first_in_the_help(capsys):

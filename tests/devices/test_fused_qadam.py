@@ -7,10 +7,10 @@ import torch
 import tests.emulated_device as emulated
 from bagua import _C
 from tests.algorithms.test_fused_qadam import OPTIONS, WARMUP, parameters_of, scaled_training, set_gradients, train
-from tests.devices.device_process import on_the_device
+from tests.devices.device_process import on_the_emulated_device
 
 
-@on_the_device
+@on_the_emulated_device
 def test_has_the_cpus_bits_in_every_dtype():
     import bagua
 
@@ -21,7 +21,7 @@ def test_has_the_cpus_bits_in_every_dtype():
         assert all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True)), dtype
 
 
-@on_the_device
+@on_the_emulated_device
 def test_launches_once_for_many_and_the_host_waits_for_nothing():
     import bagua
 
@@ -41,14 +41,14 @@ def test_launches_once_for_many_and_the_host_waits_for_nothing():
         assert emulated.counters()["launches"] == {}
 
 
-@on_the_device
+@on_the_emulated_device
 def test_a_scaler_skips_a_step_of_which_the_host_hears_late():
     for bad_step in (1, WARMUP - 1, WARMUP):
         here, there = scaled_training("cpu", True, bad_step), scaled_training("emulated", None, bad_step)
         assert all(map(torch.equal, here, there)), bad_step
 
 
-@on_the_device
+@on_the_emulated_device
 def test_scaled_steps_do_not_wait_for_the_device():
     import bagua
 

@@ -1,7 +1,6 @@
 """backend="torch": the same bits as the native transports, the same values as torch's own collectives, its set-up."""
 
 import itertools
-import socket
 import threading
 import time
 from collections import defaultdict, deque
@@ -316,16 +315,17 @@ class OneLockWork:
 
 @pytest.mark.timed
 def test_works_are_polled_where_waiting_shuts_others_out():
-    def refuse(peer, timeout_s):
+    def refuse(peer):
         raise AssertionError("both are connected")
 
-    world, sockets = OneLock(), socket.socketpair()
+    world = OneLock()
     cores = [
-        _C.Group("polled", rank, [0, 1], 20.0, [True, False][:: 1 - 2 * rank], {}, refuse, None) for rank in range(2)
+        _C.Group("polled", "polled", rank, [0, 1], 20.0, [True, False][:: 1 - 2 * rank], {}, refuse, None)
+        for rank in range(2)
     ]
     forwarders = []
     for rank, core in enumerate(cores):
-        link = core.attach_torch(1 - rank, sockets[rank].detach())
+        link = core.attach_torch(1 - rank)
         forwarders.append(Forwarder(link, world.rank(rank), 1 - rank, 0, True, f"polled-{rank}"))
     data = [torch.full((70_000,), float(rank + 1)) for rank in range(2)]
     works = [

@@ -1,8 +1,10 @@
 """Ranks that disagree, come twice or do not come: every rank is told what it is, and in time."""
 
+import logging
 import os
 import socket
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -10,7 +12,9 @@ import torch.distributed as dist
 
 import bagua
 from bagua import _C, config
+from bagua.distributed import bootstrap
 from bagua.net import rendezvous
+from bagua.net.interfaces import interface_addresses
 from bagua.testing import free_port, spawn
 
 pytestmark = pytest.mark.timed
@@ -18,6 +22,7 @@ pytestmark = pytest.mark.timed
 TIMEOUT_S = 0.5
 LONG_S = 60.0
 QUICKLY_S = LONG_S / 3  # it is the disagreement that was noticed, no deadline that has passed
+TOKENS = ["5kZ0pW-qk2VQyXn3sE7cUw", "9aLr_T4hBf6mJd1vGi8oNx"]
 
 
 def attempt(rank, world_size, changes, timeout):
@@ -65,7 +70,10 @@ def failures_of(world_size, changes, timeout=LONG_S, env=None):
             {"env": {"BAGUA_THRESHOLDS": "direct_bytes=7"}},
             "about thresholds: rank 0 has 'the defaults', rank 2 has 'direct_bytes=7'; set the same BAGUA_THRESHOLDS",
         ),
-        ({"arguments": {"auth_token": "x"}}, "about auth_token: rank 2's token is not rank 0's; pass the same"),
+        (
+            {"arguments": {"auth_token": TOKENS[0]}},
+            "about auth_token: rank 0 has 'no token', rank 2 has 'a token'; pass the same",
+        ),
     ],
     ids=["world_size", "version", "protocol", "backend", "thresholds", "token"],
 )
@@ -84,15 +92,58 @@ def test_ranks_that_disagree_in_the_store_of_rank_0():
 
 
 def test_tokens_that_differ():
-    changes = {rank: {"arguments": {"auth_token": token}} for rank, token in enumerate(["one", "one", "two"])}
-    for _, text, _ in failures_of(3, changes):
-        assert "rank 2's token is not rank 0's" in text
-        assert "one" not in text.split("'")[0] and "two" not in text, "a token is never printed"
+    tokens = [TOKENS[0], TOKENS[0], TOKENS[1]]
+    changes = {rank: {"arguments": {"auth_token": token}} for rank, token in enumerate(tokens)}
+    for _, text, seconds in failures_of(3, changes):
+        assert "the ranks disagree about auth_token: rank 2's token is not rank 0's; pass the same" in text
+        assert not any(token in text for token in TOKENS), "a token is never printed"
+        assert seconds < QUICKLY_S
 
 
-def test_the_same_token_from_argument_and_environment():
-    changes = {0: {"arguments": {"auth_token": "secret"}}, 1: {"env": {"BAGUA_AUTH_TOKEN": "secret"}}}
-    assert spawn(attempt, 2, args=(changes, 30.0)) == [None, None]
+def test_the_same_token_from_argument_environment_and_file(tmp_path):
+    file = tmp_path / "token"
+    file.write_text(TOKENS[0] + "\n")
+    file.chmod(0o600)
+    changes = {
+        0: {"arguments": {"auth_token": TOKENS[0]}},
+        1: {"env": {"BAGUA_AUTH_TOKEN": TOKENS[0]}},
+        2: {"env": {"BAGUA_AUTH_TOKEN_FILE": str(file)}},
+    }
+    assert spawn(attempt, 3, args=(changes, 30.0)) == [None] * 3
+
+
+def test_several_hosts_without_a_token_are_warned_of_once(monkeypatch, caplog):
+    monkeypatch.setattr(bootstrap, "_has_warned", False)
+    on_host = {name: rendezvous.RankRecord(0, 2, *[""] * 4, "", 0, name, 1, "", 1) for name in ("127.0.0.1", "::1")}
+    bootstrap._warn_of_strangers(list(on_host.values()))
+    assert not caplog.records
+    beyond = [on_host["::1"], replace(on_host["::1"], address="fe80::1%eth0")]
+    for _ in range(3):
+        bootstrap._warn_of_strangers(beyond)
+    (warning,) = caplog.messages
+    assert "whoever reaches the store" in warning and "make a token with `bagua token" in warning
+
+
+def warnings_of_a_job(rank, world_size):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("bagua").addHandler(handler)
+    for _ in range(2):
+        bagua.init_process_group(timeout=LONG_S)
+        bagua.destroy_process_group()
+    return [line for line in lines if "this job has no token" in line]
+
+
+# The first that other hosts could reach; a container may have none.
+BEYOND = [it.address for it in interface_addresses() if not it.address.startswith(("127.", "::1", "fe80"))][:1]
+
+
+@pytest.mark.skipif(not BEYOND, reason="this host has no interface but the loopback one")
+def test_who_is_warned():
+    beyond = {"BAGUA_SOCKET_IFNAME": BEYOND[0]} if BEYOND else {}
+    assert [*map(len, spawn(warnings_of_a_job, 2, env=beyond))] == [1, 0]
+    assert spawn(warnings_of_a_job, 2, env=beyond | {"BAGUA_AUTH_TOKEN": TOKENS[0]}) == [[], []]
 
 
 def test_two_processes_with_the_same_rank():
@@ -121,6 +172,8 @@ def test_a_bad_setting_is_refused_before_anything_is_opened():
         assert kind == "InvalidArgument" and "interface 'nope0' has no address on this host; there are lo (127" in text
     for kind, text, _ in failures_of(1, {}, env={"BAGUA_THRESHOLDS": "ring_bytes=1"}):
         assert kind == "InvalidArgument" and "names 'ring_bytes'; the thresholds are broadcast_tree_bytes, " in text
+    for kind, text, _ in failures_of(1, {0: {"arguments": {"auth_token": "a secret"}}}):
+        assert kind == "InvalidArgument" and "too easy to guess" in text and "make one with `bagua token`" in text
     for kind, text, _ in failures_of(1, {0: {"arguments": {"backend": "mpi"}}}):
         assert kind == "InvalidArgument" and "backend 'mpi' is unknown; the backends are auto, native" in text
 

@@ -1,6 +1,8 @@
 """The environment: what is missing or makes no sense is named, with what to do."""
 
+import os
 import re
+import secrets
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,10 @@ def test_settings_and_their_defaults():
         ({"BAGUA_THRESHOLDS": "a=1,b=-2"}, "BAGUA_THRESHOLDS has 'b=-2'"),
         ({"BAGUA_THRESHOLDS": "a=1,a=2"}, "BAGUA_THRESHOLDS has 'a=2'; give each name once"),
         ({"BAGUA_THRESHOLDS": "a=99999999999999999999"}, "give each name once, and less than 2.63 bytes"),
+        ({"BAGUA_AUTH_TOKEN": ""}, "BAGUA_AUTH_TOKEN has 0 characters that are too easy to guess"),
+        ({"BAGUA_AUTH_TOKEN": "ab" * 50}, "at most 6 bits, expected 80.; make one with `bagua token`"),
+        ({"BAGUA_AUTH_TOKEN": "0123456789abcdef" * 2}, "has 32 characters that are too easy to guess"),
+        ({"BAGUA_AUTH_TOKEN": "one two three four"}, "has 18 characters that are too easy to guess"),
         ({"BAGUA_BACKEND": "mpi"}, "BAGUA_BACKEND='mpi' is unknown; the backends are auto, native, nccl, torch"),
     ],
     ids=str,
@@ -120,6 +126,30 @@ def test_settings_and_their_defaults():
 def test_a_setting_that_nothing_reads_or_that_makes_no_sense(environ, message):
     with pytest.raises(InvalidArgument, match=message):
         settings(environ)
+
+
+def test_what_a_token_is():
+    for number in range(300):  # what people make tokens with: 128 random bits, as text of either kind
+        for token in (secrets.token_urlsafe(16), secrets.token_hex(16)):
+            assert settings({"BAGUA_AUTH_TOKEN": token}).auth_token == token, number
+            assert token not in repr(settings({"BAGUA_AUTH_TOKEN": token}))
+    with pytest.raises(InvalidArgument, match="has 4151 characters, expected at most 4096 bytes"):
+        settings({"BAGUA_AUTH_TOKEN": str(3**8700)})
+
+
+def test_what_a_file_with_a_token_is(tmp_path):
+    pipe, folder, binary = (tmp_path / name for name in ("pipe", "folder", "binary"))
+    os.mkfifo(pipe, 0o600)
+    folder.mkdir(0o700)
+    binary.write_bytes(bytes(range(256)))
+    binary.chmod(0o600)
+    for path, problem in (
+        (pipe, "no regular file"),
+        (folder, "director|no regular"),
+        (binary, "its content is no text"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"BAGUA_AUTH_TOKEN_FILE='{path}'.*({problem})"):
+            settings({"BAGUA_AUTH_TOKEN_FILE": str(path)})
 
 
 @pytest.mark.parametrize(
@@ -130,7 +160,7 @@ def test_a_setting_that_nothing_reads_or_that_makes_no_sense(environ, message):
         ("SPIN_MS", "SPIN_US"),
         ("BACKNED", "BACKEND"),
         ("STREAMS", "TCP_STREAMS"),  # a word missing, or too much
-        ("AUTH_TOKEN_FILE", "AUTH_TOKEN"),
+        ("TOKEN_FILE", "AUTH_TOKEN_FILE"),
         ("AUTHTOKEN", "AUTH_TOKEN"),
         ("SHARED_MEM", "SHARED_MEMORY"),
         ("SOCKET_NAME", "SOCKET_IFNAME"),

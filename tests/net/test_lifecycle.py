@@ -248,7 +248,7 @@ def stops_its_agent(rank, world_size):
     timer = threading.Timer(0.2, testing.stop, [int(store.get("agent"))])
     timer.start()
     begin = time.monotonic()
-    mine = rendezvous.RankRecord(rank, world_size, "1", 1, "native", "", "host", 0, "::1", 1, "", os.getpid(), "")
+    mine = rendezvous.RankRecord(rank, world_size, "1", 1, "native", "", "host", 0, "::1", 1, "", os.getpid())
     with pytest.raises(bagua.TransportError) as caught:
         rendezvous.exchange_records(store, mine, None, timedelta(seconds=_ASKED_S))
     seconds = time.monotonic() - begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -17,11 +18,22 @@ import bagua
 from bagua.errors import InternalError
 from bagua.net import auth, connector
 
-WELL_FORMED = {"group": "g", "from": 1, "to": 0, "link": "l", "index": 0, "streams": 2, "ring_bytes": 1 << 20, "tag": 0}
+WELL_FORMED = {
+    "purpose": "channel",
+    "group": "g",
+    "from": 1,
+    "to": 0,
+    "channel": "c",
+    "index": 0,
+    "streams": 2,
+    "ring_bytes": 1 << 20,
+    "tag": 0,
+}
 WRONG = {
     "group": [1, None, ["g"], {}],
     "from": ["1", 1.0, True, None, -1, 2, 10**30, [1]],
-    "link": [1, None, ["l"]],
+    "channel": [1, None, ["c"]],
+    "purpose": [1, None, ["channel"], "word"],
     "index": [-1, 3, 10**30, None, "0", [0]],
     "streams": [-1, 65, 10**30, None, "2"],
     "ring_bytes": [0, -1, 1 << 40, None, "4096"],
@@ -29,9 +41,11 @@ WRONG = {
 }
 MALFORMED = [WELL_FORMED | {name: value} for name, values in WRONG.items() for value in values]
 MALFORMED += [{key: value for key, value in WELL_FORMED.items() if key != name} for name in WRONG]
-MALFORMED += [{}, [], None, 1, "text", [WELL_FORMED], {"status": 1}, {"cause": 1}]
-MALFORMED += [{"group": "world", "from": other, "status": status} for other in (1, 9, None) for status in ("x", 5)]
-MALFORMED += [{"groups": groups, "from": 9, "cause": {"kind": 1}} for groups in (["world"], 5, [[]])]
+MALFORMED += [WELL_FORMED | {"to": to} for to in (1, -1, "0", True, None, [0])]
+ENDS = {"from": 1, "to": 0}
+MALFORMED += [{}, [], None, 1, "text", [WELL_FORMED], ENDS, ENDS | {"purpose": "report"}]
+MALFORMED += [{"purpose": "link", "from": other, "to": 0} for other in (9, None, "1", -1)]
+MALFORMED += [ENDS | {"purpose": "report", "groups": groups, "cause": {"kind": 1}} for groups in (["world"], 5, [[]])]
 NOT_JSON = [b" ", b"{", b"\xff\xfe", b"[" * 16_000, b"9" * 16_000, json.dumps(WELL_FORMED).encode() + b"}"]
 
 
@@ -42,23 +56,30 @@ class Raw(bytes):
         return self
 
 
-def say(family, address, secret, about):
+def say(family, address, credentials, about):
     """Proves itself, says what it is, and waits for the end of the connection."""
     sent = types.SimpleNamespace(dumps=lambda it: Raw(it) if isinstance(it, bytes) else json.dumps(it))
     original, auth.json = auth.json, sent
     try:
         # Over the Unix socket the last one is kept for a group that is not there yet.
-        deadline = connector.Deadline(time.monotonic() + (10 if family == socket.AF_INET else 1), lambda: None)
-        with connector._authenticated(family, address, secret, about, deadline) as sock:
-            if family == socket.AF_UNIX and isinstance(about, dict):
-                read, write = os.pipe()
-                socket.send_fds(sock, [b"F"], [read, write])  # of no memory at all
-                os.close(read)
-                os.close(write)
-            with contextlib.suppress(ConnectionResetError, TimeoutError):  # it did not read all
-                connector._wait(sock, connector.select.POLLIN, deadline)
-                while sock.recv(1000):  # the answer to a status query
-                    connector._wait(sock, connector.select.POLLIN, deadline)
+        end = time.monotonic() + (10 if family == socket.AF_INET else 1)
+
+        def still_wanted():
+            if time.monotonic() > end:
+                raise TimeoutError
+
+        attempt = connector.Attempt(still_wanted)
+        # It may close the connection before it proves itself, or before it has read all.
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            with connector._authenticated(family, address, credentials, about, attempt) as sock:
+                if family == socket.AF_UNIX and isinstance(about, dict):
+                    read, write = os.pipe()
+                    socket.send_fds(sock, [b"F"], [read, write])  # of no memory at all
+                    os.close(read)
+                    os.close(write)
+                connector._wait(sock, connector.select.POLLIN, attempt)
+                while sock.recv(1000):
+                    connector._wait(sock, connector.select.POLLIN, attempt)
     finally:
         auth.json = original
 
@@ -84,15 +105,17 @@ def check_malformed(rank, world_size):
     try:
         if rank == 1:
             record = endpoint.records[0]
-            # The next group's name: what is wrong must not wait there for it.
-            named = [{**it, "group": "group1:0,1"} if isinstance(it, dict) and it.get("group") == "g" else it
+            # The next group's key: what is wrong must not wait there for it.
+            key = f"group1:0,1|{hashlib.sha256(b'[0, 1]').hexdigest()[:16]}|1"
+            named = [{**it, "group": key} if isinstance(it, dict) and it.get("group") == "g" else it
                      for it in MALFORMED]  # fmt: skip
             for about in named + NOT_JSON:
-                say(socket.AF_INET, (record.address, record.port), endpoint.secret, about)
-            for about in [*named[:3], WELL_FORMED | {"group": "group1:0,1"}, []]:
-                say(socket.AF_UNIX, "\0" + record.unix_name, endpoint.secret, about)
+                say(socket.AF_INET, (record.address, record.port), endpoint.credentials, about)
+            for about in [*named[:3], WELL_FORMED | {"group": key}, []]:
+                say(socket.AF_UNIX, "\0" + record.unix_name, endpoint.credentials, about)
         bagua.all_reduce(x)
         group = bagua.new_group()  # which rank 1 dials
+        assert rank == 0 or group._cores.collectives.key == key
         bagua.all_reduce(x, group=group)
         assert x.tolist() == [8.0] * 3
         bagua.destroy_process_group(group)
@@ -111,7 +134,7 @@ def check_malformed(rank, world_size):
 def test_malformed_but_authenticated(pool2):
     lines, _ = pool2.run(check_malformed)
     assert any("expected 0..1" in line for line in lines), lines
-    assert any("bytes of shared memory, expected" in line for line in lines), lines
+    assert any("shared memory that is not sealed" in line for line in lines), lines
 
 
 def check_broken(rank, world_size):

@@ -25,7 +25,10 @@ CORE = CONFIG | {"_C"}
 # ProcessGroup and what it is made of.
 GROUP = {
     f"distributed.{name}"
-    for name in ("nodes", "memory_overlap", "arguments", "devices", "work", "tensors", "cores", "process_group")
+    for name in (
+        *("nodes", "memory_overlap", "plain_data", "arguments", "devices", "work", "tensors", "cores"),
+        "process_group",
+    )
 }
 BUCKETS = CORE | GROUP | {"distributed.checkpoints", "codecs", "buckets"}
 RECORDS = {f"profiler.{name}" for name in ("recorder", "chrome_trace", "clock_sync", "timeline")}
@@ -66,9 +69,9 @@ ORDER = {
         "rendezvous": CORE,
         "congestion": ERRORS,
         "connector": CONFIG,
+        "reports": CORE,
+        "dialer": CORE,
         "listener": CONFIG,
-        "peer_status": CORE,
-        "liveness": CONFIG,
         "torch_transport": CORE,
         "links": CORE,
         "__init__": set(),
@@ -76,6 +79,7 @@ ORDER = {
     "distributed": {
         "nodes": set(),
         "memory_overlap": set(),
+        "plain_data": ERRORS,
         "arguments": CORE,
         "devices": CORE,
         "work": CORE,
@@ -125,6 +129,7 @@ ORDER = {
         "rank": set(),
         "progress": set(),
         "endings": set(),
+        "make_token": set(),
         "run": CONFIG | {"net.congestion", "torch_backend"},
         "doctor": CORE | {"net", "distributed"},
         "bench": ERRORS | {"replay", "torch_backend"},
@@ -247,6 +252,24 @@ def test_the_tables_name_what_is_there():
         *(names for files in ORDER.values() for names in files.values()),
     ):
         assert allowed <= known
+
+
+# What hands programs' own objects on; testing is none of a job's.
+PICKLES = {
+    *("distributed/process_group.py", "distributed/collectives.py", "_public.py"),
+    *("torch_api/__init__.py", "torch_api/communication.py"),
+}
+
+
+def test_no_message_of_baguas_own_is_unpickled():
+    for path in production_files():
+        if str(path.relative_to(ROOT / "bagua")) in PICKLES or "testing" in path.parts:
+            continue
+        for node in ast.walk(tree_of(path)):
+            name = getattr(node, "attr", getattr(node, "id", ""))
+            assert name not in ("broadcast_object", "all_gather_object"), f"{path}:{node.lineno}"
+            if name in ("loads", "load") and isinstance(node, ast.Attribute):
+                assert getattr(node.value, "id", "") != "pickle", f"{path}:{node.lineno}"
 
 
 def test_the_top_is_the_public_face_and_foundations():

@@ -103,8 +103,9 @@ EmulatedRuntime::~EmulatedRuntime() {
 bool EmulatedRuntime::is_own_process() const { return process_.load(std::memory_order_acquire) == getpid(); }
 
 void EmulatedRuntime::touch() {
-  if (is_own_process()) return;
-  if (process_.load() != 0) {
+  const pid_t process = process_.load(std::memory_order_acquire);  // once: another thread may be setting it up
+  if (process == getpid()) return;
+  if (process != 0) {
     fail(
         "the emulated device was used before this process was forked, and cannot be used in the child; spawn the "
         "process, or use the device only after the fork");

@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <string>
 #include <utility>
 
+#include "csrc/common/doorbell.h"
 #include "csrc/common/error.h"
 #include "csrc/common/shared_segments.h"
 
@@ -14,7 +16,6 @@ namespace {
 
 // How much is copied before the other side is told: small enough that both copies overlap in cache.
 constexpr size_t kPublishBytes = 64 << 10;
-constexpr size_t kDoorbellPageBytes = 4096;
 
 }  // namespace
 
@@ -45,18 +46,23 @@ ShmChannel::ShmChannel(int peer, int ring_fd, size_t ring_bytes, bool is_dialer,
                        std::shared_ptr<PeerMemory> peer_memory)
     : peer_(peer), ring_bytes_(ring_bytes), peer_memory_(std::move(peer_memory)) {
   const Descriptor ring(ring_fd), doorbell(peer_doorbell_fd);
-  segment_ = map_shared(ring_fd, segment_bytes(ring_bytes));
+  peer_doorbell_ = static_cast<DoorbellWords*>(map_shared(peer_doorbell_fd, kDoorbellBytes));
+  try {
+    segment_ = map_shared(ring_fd, segment_bytes(ring_bytes));
+  } catch (...) {
+    unmap_shared(peer_doorbell_, kDoorbellBytes);
+    throw;
+  }
   auto* rings = static_cast<uint8_t*>(segment_);
   auto* first = reinterpret_cast<Ring*>(rings);  // zero-filled by the kernel: both counters start at 0
   auto* second = reinterpret_cast<Ring*>(rings + sizeof(Ring) + ring_bytes);
   out_ = is_dialer ? first : second;
   in_ = is_dialer ? second : first;
-  peer_doorbell_ = static_cast<DoorbellWords*>(map_shared(peer_doorbell_fd, kDoorbellPageBytes));
 }
 
 ShmChannel::~ShmChannel() {
   unmap_shared(segment_, segment_bytes(ring_bytes_));
-  unmap_shared(peer_doorbell_, kDoorbellPageBytes);
+  unmap_shared(peer_doorbell_, kDoorbellBytes);
 }
 
 void ShmChannel::post_send(const Operation& operation, const void* data, size_t bytes, Request* request) {
@@ -78,13 +84,24 @@ bool ShmChannel::progress() {
   return moved;
 }
 
+// The bytes in a ring by its counters, of which the peer writes one: beyond its size, a copy would leave the segment.
+size_t ShmChannel::in_ring(uint64_t bytes) const {
+  if (bytes > ring_bytes_) {
+    throw Error(ErrorKind::kTransport,
+                "rank " + std::to_string(peer_) + " says that " + std::to_string(bytes) + " bytes are in a ring of " +
+                    std::to_string(ring_bytes_) + ": its memory is damaged",
+                peer_);
+  }
+  return bytes;
+}
+
 // Copies queued messages into the outgoing ring while there is space.
 bool ShmChannel::push_some() {
   bool moved = false;
   uint64_t head = out_->head.load(std::memory_order_relaxed);
   while (!sends_.empty()) {
     Message& message = sends_.front();
-    size_t space = ring_bytes_ - (head - out_->tail.load(std::memory_order_acquire));
+    size_t space = ring_bytes_ - in_ring(head - out_->tail.load(std::memory_order_acquire));
     if (message.moved == 0) {
       if (space < sizeof(MessageHeader)) break;
       out_->write(head, reinterpret_cast<const uint8_t*>(&message.header), sizeof(MessageHeader), ring_bytes_);
@@ -121,7 +138,7 @@ bool ShmChannel::pull_some() {
   uint64_t tail = in_->tail.load(std::memory_order_relaxed);
   while (!recvs_.empty()) {
     Message& message = recvs_.front();
-    size_t available = in_->head.load(std::memory_order_acquire) - tail;
+    size_t available = in_ring(in_->head.load(std::memory_order_acquire) - tail);
     if (message.moved == 0) {
       if (available < sizeof(MessageHeader)) break;
       in_->read(tail, reinterpret_cast<uint8_t*>(&incoming_), sizeof(MessageHeader), ring_bytes_);

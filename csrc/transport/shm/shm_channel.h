@@ -42,6 +42,7 @@ class ShmChannel : public Channel {
     size_t moved = 0;  // of header and payload together
     Request* request = nullptr;
   };
+  size_t in_ring(uint64_t bytes) const;
   bool push_some();
   bool pull_some();
 

@@ -1,0 +1,263 @@
+"""When to dial whom: makes the links to other processes and the channels of their groups as they are first used.
+
+Beside the data path. Of two ranks of a group the higher one dials the group's channel; the link between their
+processes, which comes first, is dialed by whoever needs it (connector.py knows how, listener.py accepts). Where both
+dial at once, the higher rank's connection stands. For each peer to which something is missing there is a thread: a peer
+that does not answer keeps nobody waiting but those that wait for it, and those wait in the core, which hears by the
+link, or from here, what is the matter.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bagua import _C
+from bagua.errors import BaguaError, TransportError
+from bagua.net.connector import Attempt
+from bagua.net.rendezvous import RankRecord
+
+__all__ = ["Dialer", "RegisteredGroup", "exited_error"]
+
+_POLL_SECONDS = 0.05
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # which waiting does not mend
+# A rank listens before the others learn its address, so a refused connection means that its process has exited. If it
+# had a reason to, its report arrives within this time (reports.py).
+_REFUSED_SECONDS = 0.5
+
+
+@dataclass
+class RegisteredGroup:
+    """A group of this process whose channels are made on first use."""
+
+    key: str
+    core: _C.Group
+    ranks: list[int]  # global ranks by group rank
+    rank: int  # this process's, global
+
+    @property
+    def rank_here(self) -> int:
+        """This process's rank in the group."""
+        return self.ranks.index(self.rank)
+
+    def has_failed(self) -> bool:
+        try:
+            self.core.check()
+        except BaguaError:
+            return True
+        return False
+
+    def dials(self, peer: int) -> bool:
+        """Whether it is this rank, of the two, that dials the channel."""
+        return self.ranks.index(self.rank) > self.ranks.index(peer)
+
+
+class _UnwantedError(Exception):
+    """Nobody needs the connection any more."""
+
+
+class Dialer:
+    """The outgoing connections of one process.
+
+    Args:
+        groups: those of this process by key; kept up to date by the owner under `changed`, which is notified of what
+            the dialing may wait for.
+        is_linked: whether there is a link to a rank.
+        dial_link: makes one, or returns where the peer's own is about to come.
+        dial_channel: makes the channel of a group to a peer.
+        silence_s: for how long a host may take no connection before that is a failure.
+    """
+
+    def __init__(
+        self,
+        groups: dict[str, RegisteredGroup],
+        changed: threading.Condition,
+        is_linked: Callable[[int], bool],
+        dial_link: Callable[[int, Attempt], None],
+        dial_channel: Callable[[RegisteredGroup, int, Attempt], None],
+        silence_s: float,
+    ):
+        self.records: list[RankRecord] = []
+        self._groups, self._changed, self._is_linked = groups, changed, is_linked
+        self._dial_link, self._dial_channel, self._silence_s = dial_link, dial_channel, silence_s
+        # Guarded by `changed`: by peer, the keys of groups that need it; and the threads, of those that need more.
+        self._wanted: dict[int, set[str]] = defaultdict(set)
+        self._threads: dict[int, threading.Thread] = {}
+        self._is_closing = False
+
+    def want(self, key: str, peer: int) -> None:
+        """A group needs a link and a channel to a rank; does not wait for them."""
+        with self._changed:
+            self._wanted[peer].add(key)
+            if peer in self._threads or self._is_closing:
+                return
+            thread = threading.Thread(target=self._run, args=(peer,), name=f"bagua-dial-{peer}", daemon=True)
+            thread.start()
+            self._threads[peer] = thread
+
+    def forget(self, key: str) -> None:
+        """A group was closed; under the lock."""
+        for keys in self._wanted.values():
+            keys.discard(key)
+
+    def close(self) -> None:
+        """End the threads; nothing is dialed any more."""
+        with self._changed:
+            self._is_closing = True
+            threads = list(self._threads.values())
+            self._changed.notify_all()
+        for thread in threads:
+            thread.join()
+
+    def _missing(self, peer: int, linked: bool) -> list[RegisteredGroup]:
+        """The groups for which this rank still has to do something, given whether there is a link; under the lock."""
+        if self._is_closing:
+            return []
+        missing = []
+        for key in list(self._wanted[peer]):
+            group = self._groups.get(key)
+            if group is None or group.has_failed() or group.core.is_attached(group.ranks.index(peer)):
+                self._wanted[peer].discard(key)
+            elif not linked or group.dials(peer):
+                missing.append(group)
+        return missing
+
+    # ---- everything below runs on the peer's thread
+
+    def _run(self, peer: int) -> None:
+        state = _PeerState(self.records[peer], self._silence_s)
+        while True:
+            with self._changed:
+                linked = self._is_linked(peer)
+                missing = self._missing(peer, linked)
+                if not missing:
+                    del self._threads[peer]
+                    return
+            try:
+                self._advance(peer, linked, missing, state)
+            except Exception as error:  # a defect here must not become a group that waits for its deadline
+                for group in missing:
+                    group.core.poison(error if isinstance(error, BaguaError) else _failed(error))
+
+    def _advance(self, peer: int, linked: bool, missing: list[RegisteredGroup], state: _PeerState) -> None:
+        """One attempt to make the link, or the first of the channels that are missing; then a pause if it failed."""
+
+        def still_wanted() -> None:
+            state.note(attempt, missing, peer)
+            with self._changed:
+                # A link belongs to no group: the peer may have its end by now, and would take this one's for a death.
+                if self._is_closing or (linked and missing[0] not in self._missing(peer, linked)):
+                    raise _UnwantedError
+
+        attempt = Attempt(still_wanted)
+        try:
+            state.note(attempt, missing, peer)
+            if linked:
+                self._dial_channel(missing[0], peer, attempt)
+            else:
+                self._dial_link(peer, attempt)
+        except _UnwantedError:
+            return
+        except (OSError, TransportError) as error:
+            state.failed(error, missing, peer)
+            time.sleep(_POLL_SECONDS)
+        else:
+            state.succeeded()
+
+
+class _PeerState:
+    """What the attempts to reach a peer have come to, for the error of those that wait for it."""
+
+    def __init__(self, record: RankRecord, silence_s: float):
+        self._record, self._silence_s = record, silence_s
+        self._refused_since: float | None = None
+        self._unheard_since = time.monotonic()
+        self._is_noted = False
+
+    def succeeded(self) -> None:
+        self._refused_since = None
+        self._unheard_since = time.monotonic()
+
+    def note(self, attempt: Attempt, missing: list[RegisteredGroup], peer: int) -> None:
+        """While an attempt goes on; fails the groups whose peer's host has taken no connection for long."""
+        record = self._record
+        if attempt.is_connected:
+            self._unheard_since = time.monotonic()
+            for group in missing:
+                group_peer = group.ranks.index(peer)
+                what = (
+                    f"rank {group_peer} does not answer: its process is stopped or its interpreter is held up (its "
+                    f"host accepts connections at {record.address}:{record.port})"
+                )
+                group.core.note_unreachable(group_peer, what, True)
+        elif time.monotonic() - self._unheard_since > self._silence_s:
+            self._fail_unreachable(missing, peer, "no answer to the request for a connection")
+        elif not self._is_noted:
+            self._is_noted = True
+            self._note_cut(missing, peer, "no answer to the request for a connection")
+
+    def failed(self, error: Exception, missing: list[RegisteredGroup], peer: int) -> None:
+        """After an attempt that failed."""
+        now = time.monotonic()
+        if isinstance(error, OSError) and error.errno in _EXHAUSTED:
+            for group in missing:
+                group.core.poison(
+                    TransportError(
+                        f"this rank cannot connect to others: {error}; raise `ulimit -n`", rank=group.rank_here
+                    )
+                )
+            return
+        if isinstance(error, ConnectionRefusedError):
+            self._unheard_since = now
+            self._refused_since = self._refused_since or now
+            if now - self._refused_since > _REFUSED_SECONDS:
+                for group in missing:
+                    group.core.poison(exited_error(self._record, group.ranks.index(peer)))
+            return
+        self._refused_since = None
+        if isinstance(error, TransportError):  # it listens, but did not accept this connection
+            self._unheard_since = now
+            for group in missing:
+                what = f"cannot connect to rank {group.ranks.index(peer)} at {self._where}: {error}"
+                group.core.note_unreachable(group.ranks.index(peer), what, True)
+        elif now - self._unheard_since > self._silence_s:
+            self._fail_unreachable(missing, peer, str(error))
+        else:
+            self._note_cut(missing, peer, str(error))
+
+    @property
+    def _where(self) -> str:
+        return f"{self._record.address}:{self._record.port}"
+
+    def _cut(self, group: RegisteredGroup, peer: int, why: str) -> str:
+        here, there = group.ranks.index(group.rank), group.ranks.index(peer)
+        return (
+            f"the connection between rank {here} and rank {there} is silent: cannot connect to rank {there} at "
+            f"{self._where}: {why} (the network is cut, the host is down, or a firewall is in the way; "
+            "BAGUA_SOCKET_IFNAME chooses the interface)"
+        )
+
+    def _note_cut(self, missing: list[RegisteredGroup], peer: int, why: str) -> None:
+        for group in missing:
+            group.core.note_unreachable(group.ranks.index(peer), self._cut(group, peer, why), False)
+
+    def _fail_unreachable(self, missing: list[RegisteredGroup], peer: int, why: str) -> None:
+        for group in missing:
+            group.core.poison(TransportError(self._cut(group, peer, why)))
+
+
+def exited_error(record: RankRecord, group_peer: int) -> TransportError:
+    """The error for a rank whose listener refuses connections: its process has exited."""
+    return TransportError(
+        f"rank {group_peer} (process {record.pid}) no longer listens at {record.address}:{record.port}: its process "
+        "has exited or destroyed its groups (see its log), or a firewall refuses connections between the ranks",
+        rank=group_peer,
+    )
+
+
+def _failed(error: Exception) -> BaguaError:
+    return TransportError(f"a connection could not be made, because of {error!r}")

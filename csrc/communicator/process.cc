@@ -1,0 +1,182 @@
+// The links and the groups of one process; see process.h.
+#include "csrc/communicator/process.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "csrc/communicator/communicator.h"
+#include "csrc/communicator/control_link.h"
+
+namespace bagua {
+namespace {
+
+// Along chains of more ranks nobody asks for a rank that has no group to say how long they can be.
+constexpr uint32_t kMaxHops = 64;
+constexpr size_t kMaxClosedGroups = 1000;
+
+}  // namespace
+
+void Process::Wait::write_to(PeerStatus& status) const {
+  status.elsewhere_ms = std::max(waited_ms, 1u);
+  status.elsewhere = operation;
+  status.elsewhere_group = {};
+  std::memcpy(status.elsewhere_group.data(), group.data(), std::min(group.size(), status.elsewhere_group.size() - 1));
+  status.end = end;
+}
+
+// ---- links
+
+Process::Process(std::chrono::milliseconds heartbeat_timeout) : pace_(heartbeat_timeout) {}
+
+Process::~Process() {
+  if (generation_ != process_generation()) {  // a forked child leaves its parent's threads and locks alone
+    (void)new auto(std::move(links_));
+    return;
+  }
+  close();
+}
+
+void Process::attach(int job_rank, int fd) {
+  Descriptor owned(fd);
+  std::lock_guard registry(registry_mutex_);
+  if (is_linked_locked(job_rank)) {
+    throw Error(ErrorKind::kTransport, "rank " + std::to_string(job_rank) + " of the job is linked already", job_rank);
+  }
+  const auto link = std::make_shared<ProcessLink>(
+      std::move(owned), pace_,
+      [this](ProcessLink& from, FrameType type, const std::string& key) { answer_unrouted(from, type, key); });
+  std::vector<Communicator*> communicators;
+  {
+    std::lock_guard lock(mutex_);
+    communicators = communicators_;
+  }
+  for (Communicator* communicator : communicators) communicator->link_made(job_rank, link);
+  try {
+    link->start();
+  } catch (...) {
+    link->stop();
+    throw;
+  }
+  links_[job_rank] = link;
+}
+
+bool Process::is_linked_locked(int job_rank) const {
+  const auto found = links_.find(job_rank);
+  return found != links_.end() && !found->second->has_ended();
+}
+
+bool Process::is_linked(int job_rank) {
+  std::lock_guard registry(registry_mutex_);
+  return is_linked_locked(job_rank);
+}
+
+void Process::close() {
+  std::lock_guard registry(registry_mutex_);
+  for (auto& [rank, link] : links_) {
+    link->say_goodbye();
+    link->stop();
+  }
+  links_.clear();
+}
+
+// ---- groups
+
+void Process::add(Communicator* communicator) {
+  std::lock_guard registry(registry_mutex_);
+  {
+    std::lock_guard lock(mutex_);
+    communicators_.push_back(communicator);
+    if (closed_.erase(communicator->key()) != 0) std::erase(closed_order_, communicator->key());
+  }
+  for (const auto& [rank, link] : links_) {
+    if (!link->has_ended()) communicator->link_made(rank, link);
+  }
+}
+
+void Process::remove(Communicator* communicator, const std::optional<Error>& cause) {
+  std::lock_guard registry(registry_mutex_);
+  std::lock_guard lock(mutex_);
+  if (std::erase(communicators_, communicator) == 0) return;
+  if (!closed_.emplace(communicator->key(), cause).second) return;
+  closed_order_.push_back(communicator->key());
+  if (closed_order_.size() <= kMaxClosedGroups) return;
+  closed_.erase(closed_order_.front());
+  closed_order_.pop_front();
+}
+
+bool Process::has_failed(const std::string& key) {
+  std::lock_guard lock(mutex_);
+  const auto found = closed_.find(key);
+  return found != closed_.end() && found->second;
+}
+
+// A peer that waits hears why there is nobody, or what this process does instead. Whatever else it says of a group that
+// is not here it will say again, or it has left by then.
+void Process::answer_unrouted(ProcessLink& link, FrameType type, const std::string& key) {
+  if (type != FrameType::kStatusRequest) return;
+  bool has_left;
+  std::optional<Error> cause;
+  {
+    std::lock_guard lock(mutex_);
+    const auto found = closed_.find(key);
+    has_left = found != closed_.end();
+    if (has_left) cause = found->second;
+  }
+  if (cause) {
+    const auto payload = error_bytes(*cause);
+    link.send(FrameType::kAbort, key, payload.data(), payload.size());
+    return;
+  }
+  const PeerStatus answer = status(has_left ? PeerStatus::kHasLeft : PeerStatus::kHasNotMade);
+  link.send(FrameType::kStatus, key, &answer, sizeof answer);
+}
+
+// ---- what they wait for
+
+std::optional<Process::Wait> Process::longest_except(const Communicator* asked) {
+  std::lock_guard lock(mutex_);
+  std::optional<Wait> longest;
+  for (const Communicator* communicator : communicators_) {
+    if (communicator == asked) continue;
+    const auto wait = communicator->wait_of_a_thread();
+    if (wait && (!longest || wait->waited_ms > longest->waited_ms)) longest = wait;
+  }
+  return longest;
+}
+
+PeerStatus Process::status(PeerStatus::Group group) {
+  PeerStatus status;
+  status.group = group;
+  if (const auto wait = longest_except(nullptr)) {
+    wait->write_to(status);
+    forward_request_except(nullptr, kMaxHops);
+  }
+  return status;
+}
+
+void Process::forward_request_except(const Communicator* asked, uint32_t hops) {
+  std::lock_guard lock(mutex_);
+  for (Communicator* communicator : communicators_) {
+    if (communicator != asked && communicator->wait_of_a_thread()) communicator->forward_request(hops);
+  }
+}
+
+void Process::note_failure(const Error& cause) {
+  std::lock_guard lock(mutex_);
+  if (!failure_) failure_ = cause;
+  has_failed_.store(true, std::memory_order_relaxed);
+}
+
+std::optional<Error> Process::failure() {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+void Process::forget() {
+  std::lock_guard lock(mutex_);
+  failure_.reset();
+  has_failed_.store(false, std::memory_order_relaxed);
+}
+
+}  // namespace bagua

@@ -1,0 +1,91 @@
+// Process: this process among those of the job: its links to the others, its groups, and what the groups know for one
+// another. A rank that is kept waiting in one group may be kept by a peer that itself waits in another one, or that
+// leaves because another one has failed. It answers peers that ask about a group that is not here (yet, or any more).
+//
+// Locks: registry_mutex_, then a link's, then mutex_, then a communicator's own. The reactor thread never takes the
+// first.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "csrc/common/error.h"
+#include "csrc/common/fork_guard.h"
+#include "csrc/communicator/peer_status.h"
+#include "csrc/communicator/process_link.h"
+
+namespace bagua {
+
+class Communicator;
+
+class Process {
+ public:
+  // `heartbeat_timeout`: within which a peer that cannot be heard any more is named.
+  explicit Process(std::chrono::milliseconds heartbeat_timeout = std::chrono::seconds(10));
+  ~Process();
+
+  // Takes ownership of a connected and authenticated stream socket to a rank of the job. Throws TransportError where
+  // there is a link to it already, which goes on.
+  void attach(int job_rank, int fd);
+  bool is_linked(int job_rank);
+  // Says goodbye on all links and ends them; after the groups were closed. Idempotent.
+  void close();
+
+  // A communicator is there from add() to remove(), which it calls before it closes, with the cause of its failure if
+  // it has failed. It gets the links to its peers, those that are there and those that will be. [any thread]
+  void add(Communicator* communicator);
+  void remove(Communicator* communicator, const std::optional<Error>& cause);
+  // Whether a group of this key was closed after a failure.
+  bool has_failed(const std::string& key);
+
+  // The longest of the waits, in other groups than `asked`, for which a thread of the program stands still.
+  struct Wait {
+    uint32_t waited_ms = 0;
+    Operation operation;  // kNone: a message
+    std::string group;
+    ChainEnd end;
+
+    void write_to(PeerStatus& status) const;
+  };
+  std::optional<Wait> longest_except(const Communicator* asked);
+  // What to tell who asks about a group that is not there; asks along the waits too.
+  PeerStatus status(PeerStatus::Group group);
+  // Asks along all of them (Communicator::forward_request).
+  void forward_request_except(const Communicator* asked, uint32_t hops);
+
+  // Why a group of this process has failed; `cause.rank()` is the job's. Forgotten when the program goes on.
+  void note_failure(const Error& cause);
+  std::optional<Error> failure();
+  void forget_failure() {
+    if (has_failed_.load(std::memory_order_relaxed)) forget();
+  }
+
+ private:
+  bool is_linked_locked(int job_rank) const;
+  void forget();
+  void answer_unrouted(ProcessLink& link, FrameType type, const std::string& key);
+
+  const uint32_t generation_ = process_generation();
+  const ProcessLink::Pace pace_;
+  std::atomic<bool> has_failed_{false};
+
+  std::mutex registry_mutex_;                          // guards links_, and that a communicator gets each link once
+  std::map<int, std::shared_ptr<ProcessLink>> links_;  // by rank of the job
+
+  std::mutex mutex_;  // guards what follows, and keeps the communicators alive while they are asked
+  std::vector<Communicator*> communicators_;
+  std::optional<Error> failure_;
+  // The groups that were closed last, by key, each with the cause of its failure if it failed; and their order.
+  std::map<std::string, std::optional<Error>> closed_;
+  std::deque<std::string> closed_order_;
+};
+
+}  // namespace bagua

@@ -1,0 +1,99 @@
+"""A peer that falls silent is named within the heartbeat timeout, however long an operation may take; one whose program
+is busy is not."""
+
+import ctypes
+import dataclasses
+import signal
+import time
+
+import pytest
+import torch
+
+import bagua
+from bagua.replay import hosts
+from bagua.testing import Pool, stop
+from tests.distributed.worlds import in_worlds, shm, tcp
+from tests.faults.scenarios import LONG_S, note_time, noted_time, process_group, spawn_in, watch
+from tests.faults.test_blame import CONNECTION, can_make_hosts, cut, meet, needs_hosts, on_hosts  # noqa: F401
+
+pytestmark = pytest.mark.timed
+
+HEARTBEAT_TIMEOUT_S = 1.0
+SLACK_S = 1.0  # of a loaded machine
+ENV = {"BAGUA_HEARTBEAT_TIMEOUT": str(HEARTBEAT_TIMEOUT_S)}
+
+
+def with_heartbeats(world):
+    return dataclasses.replace(world, env={**world.env, **ENV})
+
+
+def wait_for_a_stopped_rank(rank, world_size, path):
+    """Rank 0 waits for rank 2, which is stopped; rank 1 waits for nobody, and asks whether the group has failed."""
+    with process_group(LONG_S) as group:
+        meet()
+        if rank == 2:
+            note_time(path)
+            stop()
+        if rank == 0:
+            return watch(lambda: bagua.recv(torch.ones(3), 2))
+
+        def ask():
+            while True:
+                group.check()
+                time.sleep(0.01)
+
+        return watch(ask)
+
+
+@in_worlds([shm(3), tcp(3)])
+def test_a_stopped_rank_is_named_long_before_the_deadline(world, tmp_path):
+    path = str(tmp_path / "since")
+    results = spawn_in(with_heartbeats(world), wait_for_a_stopped_rank, path, expect_exit={2: signal.SIGSTOP})
+    for seen in results[:2]:
+        assert seen.rank == 2 and "rank 2 does not answer: its process is stopped" in seen.message, seen
+        assert seen.at - noted_time(path) < HEARTBEAT_TIMEOUT_S + SLACK_S, seen
+
+
+def hold_the_interpreter(rank, world_size):
+    """Rank 1 computes for longer than the timeout, without letting any other thread of Python run."""
+    with process_group(LONG_S):
+        meet()
+        if rank == 1:
+            ctypes.PyDLL(None).usleep(int(2.5 * HEARTBEAT_TIMEOUT_S * 1e6))
+        x = torch.ones(3)
+        begin = time.monotonic()
+        bagua.all_reduce(x)
+        return x.tolist(), time.monotonic() - begin
+
+
+@in_worlds([tcp(2)], slow=[shm(2)])
+def test_a_busy_interpreter_is_no_death(world):
+    (values, waited_s), _ = spawn_in(with_heartbeats(world), hold_the_interpreter)
+    assert values == [2.0] * 3 and waited_s > 2 * HEARTBEAT_TIMEOUT_S
+
+
+def wait_until_a_cut(rank, world_size, names, path):
+    meet()
+    bagua.barrier()
+    if rank == world_size - 1:
+        cut(names, rank)
+        note_time(path)
+    x = torch.ones(world_size)
+    return watch(lambda: bagua.all_to_all(x.clone(), x))
+
+
+@needs_hosts
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_cut_cable_is_noticed_long_before_the_deadline(size, tmp_path):
+    path = str(tmp_path / "since")
+    with hosts.hosts(size, None) as prefixes, Pool(size, nodes=size) as pool:
+        names = [prefix[-1] for prefix in prefixes]
+        env = {"BAGUA_SOCKET_IFNAME": "eth0", **ENV}
+        results = pool.run(on_hosts, args=(names, path, wait_until_a_cut), env=env)
+    for rank, seen in enumerate(results):
+        assert seen.at - noted_time(path) < HEARTBEAT_TIMEOUT_S + SLACK_S, (rank, seen)
+        if size == 2:
+            assert seen.rank is None and CONNECTION.search(seen.message), (rank, seen)
+        else:
+            assert seen.rank == 2, (rank, seen)
+            assert ("its own host is cut off" in seen.message) == (rank == 2), (rank, seen)
