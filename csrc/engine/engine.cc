@@ -271,8 +271,16 @@ uint64_t Engine::device_workspace_bytes() const {
 }
 
 void Engine::note_enqueued(Enqueued operation) {
-  operation.task.work->set_enqueued(operation.done);
+  operation.is_counted = !waits_for_peers(operation);
+  if (operation.is_counted) num_enqueued_.fetch_add(1, std::memory_order_relaxed);  // before who waits goes on
+  const std::shared_ptr<Work> work = operation.task.work;
+  const device::SharedEvent done = operation.done;
   enqueued_.push_back(std::move(operation));
+  work->set_enqueued(done);
+}
+
+void Engine::forget_enqueued(const Enqueued& operation) {
+  if (operation.is_counted) num_enqueued_.fetch_sub(1, std::memory_order_relaxed);
 }
 
 // Ends the operations to whose end the device has come, and those that it has not come to in time; true if there was
@@ -287,6 +295,7 @@ bool Engine::complete_enqueued() {
   const Deadline limit = Deadline::after(device::kLongestWork);
   while (!enqueued_.empty()) {
     device::is_done_by(limit, *enqueued_.front().done);
+    forget_enqueued(enqueued_.front());
     fail(enqueued_.front().task, *cause);
     enqueued_.pop_front();
   }
@@ -324,6 +333,7 @@ bool Engine::complete_done() {
       communicator_->poison(error);
       failure = error;
     }
+    forget_enqueued(operation);
     if (failure) {
       fail(task, *failure);
     } else {
@@ -511,8 +521,10 @@ void Engine::fail_in_flight(const Error& cause) {
 }
 
 void Engine::abort_pending() {
-  const size_t pending = num_pending_.load(std::memory_order_relaxed);
-  if (pending == 0) return;
+  const size_t enqueued = num_enqueued_.load(std::memory_order_relaxed);  // first: one that ends meanwhile leaves both
+  const size_t submitted = num_pending_.load(std::memory_order_relaxed);
+  if (submitted <= enqueued) return;
+  const size_t pending = submitted - enqueued;
   communicator_->poison(Error(ErrorKind::kAborted,
                               "rank " + std::to_string(communicator_->rank()) + " destroyed the group '" +
                                   communicator_->name() + "' with " + std::to_string(pending) +

@@ -104,6 +104,7 @@ class Engine {
     int64_t begin_ns = 0;
     uint64_t bytes_sent = 0;
     uint64_t network_bytes_sent = 0;
+    bool is_counted = false;  // in num_enqueued_
   };
   Task make_task_locked(Operation operation, uint64_t bytes, Timeout timeout, Place place = {});
   std::shared_ptr<Work> refuse_locked();
@@ -116,6 +117,7 @@ class Engine {
   DeviceSide& side_of(Device device);
   Stream stream_behind(const Place& place);
   void note_enqueued(Enqueued operation);
+  void forget_enqueued(const Enqueued& operation);
   void wait_for_leftovers(Device device);
   bool complete_enqueued();
   void log_device_operation(const Enqueued& operation);
@@ -152,6 +154,9 @@ class Engine {
 
   // Submitted and not ended. Lowered before the waiter of an operation wakes up, so that it finds none if it closes.
   std::atomic<size_t> num_pending_{0};
+  // Of them those that wait for nothing but the device: they keep no peer waiting, and a group that is closed lets them
+  // end.
+  std::atomic<size_t> num_enqueued_{0};
   std::mutex mutex_;  // guards the five below
   std::deque<Task> queue_;
   bool running_ = false;
