@@ -244,6 +244,7 @@ def _convert_later(rank, world_size):
             model(torch.ones(2, 4)).sum().backward()
             model.double()
             model.zero_grad(set_to_none=not keeps_gradients)
+            meet()  # as above
             with pytest.raises(bagua.BaguaError) as error:
                 model(torch.ones(2, 4).double()).sum().backward()
             told.append(str(error.value))
