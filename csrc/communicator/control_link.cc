@@ -92,7 +92,7 @@ void ControlLink::send_frame(FrameType type, const void* payload, size_t bytes, 
 
 void ControlLink::on_end(const std::string& how, bool said_goodbye) {
   if (has_left_) return;
-  if (said_goodbye || is_elsewhere_) {
+  if (said_goodbye || had_left_before_) {
     events_.on_leave({});
   } else {
     events_.on_lost(how);
@@ -131,7 +131,7 @@ void ControlLink::on_frame(FrameType type, const uint8_t* payload, size_t bytes,
       PeerStatus status;
       if (bytes != sizeof status) break;
       std::memcpy(&status, payload, sizeof status);
-      is_elsewhere_ = status.group == PeerStatus::kHasLeft;
+      had_left_before_ = status.group == PeerStatus::kHasLeft;
       events_.on_status(status);
       break;
     }

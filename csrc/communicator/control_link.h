@@ -77,8 +77,8 @@ class ControlLink : public ProcessLink::Route, public PeerMemory {
   Events events_;
   bool is_routed_ = false;
   uint64_t subscription_ = 0;
-  bool has_left_ = false;      // reactor thread, as the next
-  bool is_elsewhere_ = false;  // it has said that it left before this rank came
+  bool has_left_ = false;         // reactor thread, as the next
+  bool had_left_before_ = false;  // it has said that it left before this rank came
 
   std::mutex segment_mutex_;  // guards the four below
   std::map<uint64_t, Mapping> mapped_;
