@@ -71,11 +71,15 @@ def failures_of(world_size, changes, timeout=LONG_S, env=None):
             "about thresholds: rank 0 has 'the defaults', rank 2 has 'direct_bytes=7'; set the same BAGUA_THRESHOLDS",
         ),
         (
+            {"env": {"BAGUA_HEARTBEAT_TIMEOUT": "3"}},
+            "about heartbeat timeout, in ms: rank 0 has 10000, rank 2 has 3000; set the same BAGUA_HEARTBEAT_TIMEOUT",
+        ),
+        (
             {"arguments": {"auth_token": TOKENS[0]}},
             "about auth_token: rank 0 has 'no token', rank 2 has 'a token'; pass the same",
         ),
     ],
-    ids=["world_size", "version", "protocol", "backend", "thresholds", "token"],
+    ids=["world_size", "version", "protocol", "backend", "thresholds", "heartbeats", "token"],
 )
 def test_ranks_that_disagree(change, message):
     for kind, text, seconds in failures_of(3, {2: change}):
