@@ -27,7 +27,7 @@ constexpr int kLooksPerDuration = 16;
 
 Engine::Engine(std::unique_ptr<Communicator> communicator, const collectives::Thresholds& thresholds)
     : communicator_(std::move(communicator)), thresholds_(thresholds) {
-  communicator_->set_num_waiters(num_waiters_);
+  communicator_->set_num_waiters({counts_, &counts_->waiters});
   worker_ = std::thread([this] { loop(); });
   pthread_setname_np(worker_.native_handle(), ("bagua-" + communicator_->name()).substr(0, 15).c_str());
 }
@@ -39,12 +39,12 @@ Engine::Task Engine::make_task_locked(Operation operation, uint64_t bytes, Timeo
   operation.device = place.device.kind;
   task.place = std::move(place);
   if (operation.kind != OperationKind::kPointToPoint) operation.sequence = next_sequence_++;
-  task.work = std::make_shared<Work>(next_ticket_++, num_waiters_);
+  task.work = std::make_shared<Work>(next_ticket_++, counts_);
   task.operation = operation;
   task.bytes = bytes;
   task.timeout = timeout;
   task.submitted_ns = EventLog::now_ns();
-  num_pending_.fetch_add(1, std::memory_order_relaxed);
+  num_unended_.fetch_add(1, std::memory_order_relaxed);
   return task;
 }
 
@@ -185,7 +185,7 @@ void Engine::loop() {
 std::chrono::nanoseconds Engine::idle_sleep() const {
   if (!in_flight_.empty() && communicator_->is_polled()) return kPollInterval;
   if (enqueued_.empty()) return in_flight_.empty() ? kIdleSleep : kInFlightSleep;
-  if (num_waiters_->load(std::memory_order_relaxed) > 0) return kPollInterval;
+  if (counts_->waiters.load(std::memory_order_relaxed) > 0) return kPollInterval;
   const nanoseconds age(EventLog::now_ns() - enqueued_.front().begin_ns);
   return std::clamp(age / kLooksPerDuration, kPollInterval, kLongestPollInterval);
 }
@@ -271,16 +271,8 @@ uint64_t Engine::device_workspace_bytes() const {
 }
 
 void Engine::note_enqueued(Enqueued operation) {
-  operation.is_counted = !waits_for_peers(operation);
-  if (operation.is_counted) num_enqueued_.fetch_add(1, std::memory_order_relaxed);  // before who waits goes on
-  const std::shared_ptr<Work> work = operation.task.work;
-  const device::SharedEvent done = operation.done;
+  operation.task.work->set_enqueued(operation.done);
   enqueued_.push_back(std::move(operation));
-  work->set_enqueued(done);
-}
-
-void Engine::forget_enqueued(const Enqueued& operation) {
-  if (operation.is_counted) num_enqueued_.fetch_sub(1, std::memory_order_relaxed);
 }
 
 // Ends the operations to whose end the device has come, and those that it has not come to in time; true if there was
@@ -295,7 +287,6 @@ bool Engine::complete_enqueued() {
   const Deadline limit = Deadline::after(device::kLongestWork);
   while (!enqueued_.empty()) {
     device::is_done_by(limit, *enqueued_.front().done);
-    forget_enqueued(enqueued_.front());
     fail(enqueued_.front().task, *cause);
     enqueued_.pop_front();
   }
@@ -333,7 +324,6 @@ bool Engine::complete_done() {
       communicator_->poison(error);
       failure = error;
     }
-    forget_enqueued(operation);
     if (failure) {
       fail(task, *failure);
     } else {
@@ -398,12 +388,12 @@ void Engine::expect_in_time(const Enqueued& operation) {
 }
 
 void Engine::complete(Task& task, uint64_t nonfinite_blocks, uint64_t bytes_sent, uint64_t network_bytes_sent) {
-  num_pending_.fetch_sub(1, std::memory_order_relaxed);
+  num_unended_.fetch_sub(1, std::memory_order_relaxed);
   task.work->complete(nonfinite_blocks, bytes_sent, network_bytes_sent);
 }
 
 void Engine::fail(Task& task, const Error& cause) {
-  num_pending_.fetch_sub(1, std::memory_order_relaxed);
+  num_unended_.fetch_sub(1, std::memory_order_relaxed);
   task.work->fail(cause);
 }
 
@@ -521,10 +511,8 @@ void Engine::fail_in_flight(const Error& cause) {
 }
 
 void Engine::abort_pending() {
-  const size_t enqueued = num_enqueued_.load(std::memory_order_relaxed);  // first: one that ends meanwhile leaves both
-  const size_t submitted = num_pending_.load(std::memory_order_relaxed);
-  if (submitted <= enqueued) return;
-  const size_t pending = submitted - enqueued;
+  const size_t pending = counts_->outstanding.load(std::memory_order_relaxed);
+  if (pending == 0) return;
   communicator_->poison(Error(ErrorKind::kAborted,
                               "rank " + std::to_string(communicator_->rank()) + " destroyed the group '" +
                                   communicator_->name() + "' with " + std::to_string(pending) +

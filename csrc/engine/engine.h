@@ -49,7 +49,7 @@ class Engine {
   EventLog& events() { return events_; }
   uint64_t workspace_bytes() const { return workspace_bytes_.load(std::memory_order_relaxed); }
   // Whether every operation that was submitted has ended. [any thread]
-  bool is_idle() const { return num_pending_.load(std::memory_order_relaxed) == 0; }
+  bool is_idle() const { return num_unended_.load(std::memory_order_relaxed) == 0; }
 
   // Queues a collective; `operation.sequence` is filled in here. `bytes` is for the event log.
   std::shared_ptr<Work> submit(Operation operation, uint64_t bytes, Timeout timeout, Run run, Place place = {});
@@ -62,7 +62,8 @@ class Engine {
   std::shared_ptr<Work> submit_recv(int peer, void* data, uint64_t bytes, Operation operation, Timeout timeout,
                                     Place place = {});
 
-  // Poisons the group, which is about to be closed, if operations are pending. [any thread]
+  // Poisons the group, which is about to be closed, if operations are pending. One on a device for which a stream waits
+  // is not: its caller has waited for it, and close() lets it end. [any thread]
   void abort_pending();
   // Ends the worker; what is still queued fails with Aborted. Leaves the group. Idempotent. In a forked child,
   // which has no worker, it does nothing; there an Engine must not be destroyed (fork_guard.h).
@@ -104,7 +105,6 @@ class Engine {
     int64_t begin_ns = 0;
     uint64_t bytes_sent = 0;
     uint64_t network_bytes_sent = 0;
-    bool is_counted = false;  // in num_enqueued_
   };
   Task make_task_locked(Operation operation, uint64_t bytes, Timeout timeout, Place place = {});
   std::shared_ptr<Work> refuse_locked();
@@ -117,7 +117,6 @@ class Engine {
   DeviceSide& side_of(Device device);
   Stream stream_behind(const Place& place);
   void note_enqueued(Enqueued operation);
-  void forget_enqueued(const Enqueued& operation);
   void wait_for_leftovers(Device device);
   bool complete_enqueued();
   void log_device_operation(const Enqueued& operation);
@@ -146,17 +145,13 @@ class Engine {
   std::optional<Deadline> give_up_at_;        // once the group has failed
   std::optional<Deadline> cause_is_told_at_;  // once the device transport has
   EventLog events_;
-  const std::shared_ptr<std::atomic<int>> num_waiters_ = std::make_shared<std::atomic<int>>(0);
+  const std::shared_ptr<Work::Counts> counts_ = std::make_shared<Work::Counts>();
   std::atomic<uint64_t> workspace_bytes_{0};
   std::list<InFlight> in_flight_;  // worker thread, as the next two
   size_t num_unposted_ = 0;
   std::vector<int> unconnected_;  // peers, in one pass of post_in_flight
 
-  // Submitted and not ended. Lowered before the waiter of an operation wakes up, so that it finds none if it closes.
-  std::atomic<size_t> num_pending_{0};
-  // Of them those that wait for nothing but the device: they keep no peer waiting, and a group that is closed lets them
-  // end.
-  std::atomic<size_t> num_enqueued_{0};
+  std::atomic<size_t> num_unended_{0};
   std::mutex mutex_;  // guards the five below
   std::deque<Task> queue_;
   bool running_ = false;

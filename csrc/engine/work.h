@@ -23,9 +23,16 @@ namespace bagua {
 
 class Work {
  public:
-  // `num_waiters` counts the threads that stand still for any operation of the engine.
-  explicit Work(uint64_t ticket, std::shared_ptr<std::atomic<int>> num_waiters = nullptr)
-      : ticket_(ticket), num_engine_waiters_(std::move(num_waiters)) {}
+  // Of all operations of an engine.
+  struct Counts {
+    std::atomic<int> waiters{0};  // threads that stand still for one
+    // Submitted, and neither ended nor handed to a stream that waits for them. Lowered before the waiter of an
+    // operation wakes up, so that it finds none if it closes the group.
+    std::atomic<size_t> outstanding{0};
+  };
+  explicit Work(uint64_t ticket, std::shared_ptr<Counts> counts = nullptr) : ticket_(ticket), counts_(std::move(counts)) {
+    if (counts_) counts_->outstanding.fetch_add(1, std::memory_order_relaxed);
+  }
 
   // While it lives, a thread of the program stands still until the operation ends.
   class Waiter {
@@ -64,9 +71,10 @@ class Work {
   }
   // The stream goes on behind what has been enqueued, even of an operation that failed since: a device that is late
   // still uses its tensors.
-  void let_wait(Stream stream) const {
+  void let_wait(Stream stream) {
     const device::SharedEvent done = done_event();
     if (done == nullptr) return;
+    settle();
     try {
       done->let_wait(stream);
     } catch (const Error&) {
@@ -141,11 +149,18 @@ class Work {
  private:
   void count_waiter(int change) {
     num_waiters_.fetch_add(change, std::memory_order_relaxed);
-    if (num_engine_waiters_) num_engine_waiters_->fetch_add(change, std::memory_order_relaxed);
+    if (counts_) counts_->waiters.fetch_add(change, std::memory_order_relaxed);
+  }
+
+  void settle() {
+    if (!is_settled_.exchange(true, std::memory_order_relaxed) && counts_) {
+      counts_->outstanding.fetch_sub(1, std::memory_order_relaxed);
+    }
   }
 
   void finish(std::optional<Error> error) {
     std::vector<std::function<void()>> callbacks, enqueued_callbacks;
+    settle();
     {
       std::lock_guard lock(mutex_);
       error_ = std::move(error);
@@ -161,7 +176,8 @@ class Work {
   enum Result : int { kNotLooked, kFinite, kNotFinite };
 
   const uint64_t ticket_;
-  const std::shared_ptr<std::atomic<int>> num_engine_waiters_;
+  const std::shared_ptr<Counts> counts_;
+  std::atomic<bool> is_settled_{false};  // ended, or handed to a stream
   std::atomic<int> num_waiters_{0};
   std::atomic<bool> completed_{false};
   std::atomic<uint64_t> nonfinite_blocks_{0};

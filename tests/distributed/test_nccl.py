@@ -17,7 +17,7 @@ import bagua
 from tests import accelerator
 from tests.distributed.test_devices import check_collectives, check_streams, check_views
 from tests.emulated_device import nccl
-from tests.meeting import wait_until
+from tests.meeting import meet, wait_until
 
 NOWHERE = "/nowhere/libnccl.so.2"
 TOO_OLD = 21399  # 2.14 is the first that will do
@@ -27,7 +27,12 @@ TOO_OLD = 21399  # 2.14 is the first that will do
 def pair(pair_on_emulated):
     """Two ranks for which there is a fake libnccl."""
     nccl.build()  # here, where no deadline runs
-    return pair_on_emulated
+    yield pair_on_emulated
+    pair_on_emulated.run(leave)
+
+
+def leave(rank, world_size):
+    nccl.leave()
 
 
 class _Lines(logging.Handler):
@@ -68,8 +73,8 @@ def run_collectives(rank, world_size, backend, of_rank_1, shares_device):
             else:
                 for check in (check_collectives, check_views, check_streams):
                     check(group)
-            group.barrier().wait()  # what is still under way is aborted
-        path = group.device_path
+            path = group.device_path
+            bagua.destroy_process_group()  # after which there are no more lines
     finally:
         bagua.destroy_process_group()
     assert nccl.violations() == ""
@@ -130,6 +135,46 @@ def test_asked_for_where_it_cannot_be_is_an_error_of_all_ranks(pair, of_rank_1, 
     for message, calls in pair.run(refuse, args=(of_rank_1, shares_device)):
         assert re.search(f"rank 0 asks for NCCL, but {why}", message)
         assert calls == []
+
+
+def read_after_the_end(rank, world_size, backend):
+    """Rank 1 comes late, and rank 0 is done with the group by then, but its device is not."""
+    nccl.use()
+    bagua.init_process_group(backend, timeout=20)
+    group = bagua.get_default_group()
+    x = torch.ones(3000, device=accelerator.use_device_of(rank))
+    group.all_reduce(x).wait()
+    group.barrier().wait()
+    if rank == 1:
+        time.sleep(0.2)
+    group.all_reduce(x).wait()
+    bagua.destroy_process_group()
+    assert torch.equal(x.cpu(), torch.full((3000,), 4.0))
+
+
+@pytest.mark.parametrize("backend", ["nccl", "native"])
+def test_what_was_waited_for_ends_well_though_the_group_is_destroyed(pair, backend):
+    pair.run(read_after_the_end, args=[backend])
+
+
+def leave_unwaited(rank, world_size):
+    nccl.use()
+    bagua.init_process_group("nccl", timeout=20)
+    group = bagua.get_default_group()
+    x = torch.ones(3000, device=accelerator.use_device_of(rank))
+    group.all_reduce(x).wait()
+    if rank == 1:
+        meet()  # its leave is no cause
+        return bagua.destroy_process_group()
+    work = group.all_reduce(x)
+    bagua.destroy_process_group()
+    meet()
+    return str(work.exception())
+
+
+def test_what_nobody_waits_for_is_aborted_with_its_group(pair):
+    message, _ = pair.run(leave_unwaited)
+    assert "destroyed the group 'world' with 1 operation pending; wait for them first" in message
 
 
 def lose_a_peer(rank, world_size):

@@ -3,6 +3,7 @@
 nccl.build()      # where no deadline runs; about 3 s at the first use on a machine
 nccl.use()        # in a rank: the groups that it makes from here on open it as bagua opens NCCL
 nccl.calls()      # what this rank has called, such as "all_reduce 1000"
+nccl.leave()      # before other tests use the rank
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ def use(path: str | None = None, version: int | None = None) -> None:
     if version is not None:
         library.fake_nccl_set_version(version)
     _C.use_nccl_library(path or str(build()), emulated.NAME)
+
+
+def leave() -> None:
+    """Emulated devices have no NCCL again."""
+    _C.use_nccl_library("", "cuda")
 
 
 def hang(rank: int) -> None:
