@@ -1,6 +1,8 @@
 // memfd segments and the table of them; see segment.h.
 #include "csrc/common/shared_segments.h"
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <string>
@@ -18,6 +20,26 @@ namespace {
 [[noreturn]] void fail(const std::string& what, size_t bytes) {
   throw Error(ErrorKind::kTransport, what + " of " + std::to_string(bytes) + " bytes of shared memory failed: " +
                                          std::strerror(errno) + "; check the memory limit and `ulimit -n`");
+}
+
+// Gives the process pages of its own in place of those of a file that it maps privately. A page is copied when it is
+// written to: by a value that it holds, so that no write of another thread is lost.
+void own_pages(uint8_t* data, size_t bytes) {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  for (size_t offset = 0; offset < bytes; offset += page) {
+    std::atomic_ref<uint8_t> first(data[offset]);
+    uint8_t value = first.load(std::memory_order_relaxed);
+    while (!first.compare_exchange_weak(value, value)) {
+    }
+  }
+}
+
+// Asked before the old mapping goes, which a refusal would leave without a new one.
+bool has_memory_for(size_t bytes) {
+  void* probe = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (probe == MAP_FAILED) return false;
+  munmap(probe, bytes);
+  return true;
 }
 
 }  // namespace
@@ -75,8 +97,31 @@ void SegmentRegistry::release(void* data) {
   }
   segment.fd.reset();
   unmap_shared(data, segment.bytes);
+  if (segment.id != 0) tell_released(segment.id);
+}
+
+bool SegmentRegistry::isolate(uint64_t id) {
+  {
+    std::lock_guard lock(mutex_);  // it is not released meanwhile
+    const auto found = std::find_if(segments_.begin(), segments_.end(), [id](auto& s) { return s.second.id == id; });
+    if (found == segments_.end()) return true;
+    auto& [begin, segment] = *found;
+    if (!has_memory_for(segment.bytes)) return false;
+    void* data = reinterpret_cast<void*>(begin);
+    if (mmap(data, segment.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, segment.fd.get(), 0) != data) {
+      return false;
+    }
+    own_pages(static_cast<uint8_t*>(data), segment.bytes);
+    segment.id = 0;
+    segment.fd.reset();
+  }
+  tell_released(id);
+  return true;
+}
+
+void SegmentRegistry::tell_released(uint64_t id) {
   std::lock_guard lock(listeners_mutex_);
-  for (const auto& [token, on_release] : listeners_) on_release(segment.id);
+  for (const auto& [token, on_release] : listeners_) on_release(id);
 }
 
 std::optional<Address> SegmentRegistry::find(const void* data, size_t bytes) const {
@@ -86,6 +131,7 @@ std::optional<Address> SegmentRegistry::find(const void* data, size_t bytes) con
   if (found == segments_.begin()) return std::nullopt;
   --found;
   const uint64_t offset = begin - found->first;
+  if (found->second.id == 0) return std::nullopt;
   if (offset > found->second.bytes || bytes > found->second.bytes - offset) return std::nullopt;
   return Address{found->second.id, offset};
 }

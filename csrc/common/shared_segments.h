@@ -42,6 +42,13 @@ class SegmentRegistry {
   // Unmaps, and tells the listeners so that peers let go of it too.
   void release(void* data);
 
+  // From here on what peers write does not come here: its pages become this process's own, at the same addresses and
+  // with what they hold, while other threads may read and write them. Peers that still map the segment keep the pages
+  // that they have. It is found no more, as if it were released. Where no memory is left it stays shared, and false is
+  // returned.
+  bool isolate(uint64_t id);
+
+  // Of memory that peers may map.
   std::optional<Address> find(const void* data, size_t bytes) const;
   struct Handle {
     Descriptor fd;  // a duplicate; empty when the process has no descriptor left
@@ -55,8 +62,10 @@ class SegmentRegistry {
   void unsubscribe(uint64_t token);
 
  private:
+  void tell_released(uint64_t id);
+
   struct Segment {
-    uint64_t id = 0;
+    uint64_t id = 0;  // 0: isolated
     Descriptor fd;
     size_t bytes = 0;
   };

@@ -93,6 +93,7 @@ void Communicator::begin(const Operation& operation, Deadline deadline, Interrup
 void Communicator::end() {
   interrupt_ = {};
   over_ = nullptr;
+  exposed_.clear();
   std::lock_guard lock(mutex_);
   if (operation_.sequence != 0) status_.last_finished = operation_;
   status_.operation = operation_ = Operation{};
@@ -488,12 +489,14 @@ void Communicator::pause_for_device(const char* doing) {
   doorbell_->sleep(epoch, kPollInterval);
 }
 
-std::optional<Address> Communicator::address_of(const void* data, size_t bytes) const {
+std::optional<Address> Communicator::address_of(const void* data, size_t bytes) {
   for (int peer = 0; peer < ranks_.size; ++peer) {
     const Channel* c = peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire);
     if (c != nullptr && c->addresses_any_memory()) return Address{0, reinterpret_cast<uintptr_t>(data)};
   }
-  return SegmentRegistry::instance().find(data, bytes);
+  const auto address = SegmentRegistry::instance().find(data, bytes);
+  if (address && data != staging_) exposed_.push_back(address->segment);
+  return address;
 }
 
 void* Communicator::staging(size_t bytes) {
@@ -608,6 +611,7 @@ void Communicator::cancel() {
     Channel* c = peer->channel.load(std::memory_order_acquire);
     if (c != nullptr) c->cancel();
   }
+  for (const uint64_t segment : std::exchange(exposed_, {})) SegmentRegistry::instance().isolate(segment);
 }
 
 void Communicator::close() {

@@ -81,8 +81,8 @@ class Communicator {
 
   // Shared memory. True when this rank and the peer can address one another's; never in an operation on a device.
   bool shares_memory(int peer);
-  // The address by which peers can map [data, data + bytes), if it lies in shared memory.
-  std::optional<Address> address_of(const void* data, size_t bytes) const;
+  // The address by which peers can map [data, data + bytes) in the running operation, if it lies in shared memory.
+  std::optional<Address> address_of(const void* data, size_t bytes);
   void* resolve(int peer, const Address& address, size_t bytes);
   // Persistent memory of at least `bytes` that the peers can map; the same block every time (grown).
   void* staging(size_t bytes);
@@ -129,7 +129,8 @@ class Communicator {
   void poison(const Error& cause, bool tell_peers = true);
   bool is_poisoned() const { return poisoned_.load(std::memory_order_acquire); }  // [any thread]
   void throw_if_poisoned() const;                                                 // [any thread]
-  // Forgets every posted request of every channel, so that their memory can be freed.
+  // Forgets every posted request of every channel, so that their memory can be freed, and takes from the peers what
+  // they could write to in the running operation: one that was stopped may go on with it long after it has failed here.
   void cancel();
   // Tells the peers that this rank leaves, and closes; after it only the destructor may be called.
   void close();
@@ -262,6 +263,7 @@ class Communicator {
   bool has_device_channels_ = false;
   bool is_polled_ = false;  // whether a channel was, when progress() last looked
   Deadline::Clock::time_point last_interrupt_check_;
+  std::vector<uint64_t> exposed_;  // segments of the program's memory that peers may write to in the running operation
   void* staging_ = nullptr;
   size_t staging_bytes_ = 0;
 

@@ -286,6 +286,69 @@ TEST(Segments, AreUnmappedAtOnceByAnIdlePeer) {
   EXPECT_TRUE(eventually([&] { return num_mappings() == before - 2; })) << "the owner's mapping and the peer's";
 }
 
+TEST(Segments, AreTheirOwnersOnceIsolated) {
+  constexpr size_t kNumbers = 100'000;
+  auto communicators = make_communicators(2, kShm);
+  auto& registry = SegmentRegistry::instance();
+  auto* mine = static_cast<uint32_t*>(registry.create(kNumbers * 4));
+  for (uint32_t i = 0; i < kNumbers; ++i) mine[i] = i;
+  const Address address = *registry.find(mine, 4);
+  communicators[1]->begin(stamp(1), Deadline::after(10s));
+  auto* theirs = static_cast<uint32_t*>(communicators[1]->resolve(0, address, kNumbers * 4));
+  theirs[5] = 77;
+  EXPECT_EQ(mine[5], 77u);
+
+  EXPECT_TRUE(registry.isolate(address.segment));
+  EXPECT_FALSE(registry.find(mine, 4)) << "it cannot be shared again";
+  EXPECT_FALSE(registry.duplicate(address.segment));
+  for (uint32_t i = 0; i < kNumbers; ++i) ASSERT_EQ(theirs[i], i == 5 ? 77 : i) << "what the peer still reads";
+  std::fill(theirs, theirs + kNumbers, 1);
+  for (uint32_t i = 0; i < kNumbers; ++i) ASSERT_EQ(mine[i], i == 5 ? 77 : i);
+  std::fill(mine, mine + kNumbers, 2);
+  for (uint32_t i = 0; i < kNumbers; ++i) ASSERT_EQ(theirs[i], 1u);
+  EXPECT_TRUE(registry.isolate(address.segment)) << "again is harmless";
+  communicators[1]->end();
+  registry.release(mine);
+}
+
+TEST(Segments, LoseNoWriteWhenTheyAreIsolated) {
+  constexpr size_t kPages = 500, kNumbersPerPage = 4096 / 4;
+  auto& registry = SegmentRegistry::instance();
+  for (int round = 0; round < 5; ++round) {
+    auto* numbers = static_cast<uint32_t*>(registry.create(kPages * 4096));
+    std::atomic<bool> is_over{false};
+    uint32_t last = 0;
+    std::thread writer([&] {  // a thread of the program, which knows nothing of it
+      while (!is_over) {
+        ++last;
+        for (size_t page = 0; page < kPages; ++page) numbers[page * kNumbersPerPage + page % 3] = last;
+      }
+    });
+    registry.isolate(registry.find(numbers, 1)->segment);
+    is_over = true;
+    writer.join();
+    for (size_t page = 0; page < kPages; ++page) ASSERT_EQ(numbers[page * kNumbersPerPage + page % 3], last);
+    registry.release(numbers);
+  }
+}
+
+TEST(Segments, ArePeersNoMoreOnceTheOperationHasFailed) {
+  auto communicators = make_communicators(2, kShm);
+  auto& registry = SegmentRegistry::instance();
+  void* mine = registry.create(5000);
+  communicators[0]->begin(stamp(1), Deadline::after(10s));
+  EXPECT_TRUE(communicators[0]->address_of(mine, 5000));
+  communicators[0]->end();
+  communicators[0]->begin(stamp(2), Deadline::after(10s));
+  communicators[0]->cancel();
+  EXPECT_TRUE(registry.find(mine, 5000)) << "of an operation that has ended";
+  EXPECT_TRUE(communicators[0]->address_of(mine, 5000));
+  communicators[0]->cancel();
+  EXPECT_FALSE(registry.find(mine, 5000));
+  communicators[0]->end();
+  registry.release(mine);
+}
+
 TEST(Segments, OutsideOfASegmentIsABug) {
   auto communicators = make_communicators(2, kShm);
   auto& registry = SegmentRegistry::instance();
