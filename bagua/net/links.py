@@ -20,6 +20,7 @@ import errno
 import hashlib
 import logging
 import os
+import resource
 import secrets
 import socket
 import threading
@@ -237,7 +238,7 @@ class Endpoint:
         else:
             self._dial_streams(group, peer, attempt)
 
-    def _about(self, key: str, peer: int, channel: str, index: int, tag: int = 0) -> dict:
+    def _about(self, key: str, peer: int, channel: str, index: int, streams: int = 0, tag: int = 0) -> dict:
         return {
             "purpose": "channel",
             "group": key,
@@ -245,7 +246,7 @@ class Endpoint:
             "to": peer,
             "channel": channel,
             "index": index,
-            "streams": self.settings.tcp_streams,
+            "streams": streams,
             "ring_bytes": self.settings.shm_ring_bytes,
             "tag": tag,
         }
@@ -267,8 +268,10 @@ class Endpoint:
     def _dial_streams(self, group: RegisteredGroup, peer: int, attempt: Attempt) -> None:
         channel = secrets.token_hex(8)
         tag = self._torch.next_tag() if self._torch is not None else 0
-        num_sockets = max(1, self.settings.tcp_streams)
-        abouts = [self._about(group.key, peer, channel, index, tag) for index in range(num_sockets)]
+        streams = self.settings.tcp_streams
+        if streams > 1 and not _has_descriptors_to_spare():
+            streams = 1
+        abouts = [self._about(group.key, peer, channel, index, streams, tag) for index in range(max(1, streams))]
         sockets = dial_tcp(self.records[peer], self.credentials, abouts, attempt)
         self._attach_streams(group, peer, sockets, tag)
 
@@ -379,6 +382,11 @@ class Endpoint:
         except TransportError as error:  # the peer believes that it is connected
             core.poison(error)
             raise
+
+
+def _has_descriptors_to_spare() -> bool:
+    """Whether less than half of what this process may open is open: the rest is for more groups."""
+    return 2 * len(os.listdir("/proc/self/fd")) < resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def _bindable(address: InterfaceAddress) -> tuple:

@@ -3,6 +3,7 @@
 // it already did.
 #include "csrc/bindings/group.h"
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -42,8 +43,9 @@ Group::Group(const std::string& name, const std::string& key, int rank, std::vec
   collectives::Thresholds chosen;
   for (const auto& [threshold, bytes] : thresholds) chosen.set(threshold, bytes);
   const int size = static_cast<int>(job_ranks.size());
-  auto communicator =
-      std::make_unique<Communicator>(rank, size, name, std::chrono::microseconds(static_cast<int64_t>(spin_us)));
+  const bool is_alone = std::count(same_host.begin(), same_host.end(), true) <= 1;  // on its host, with itself
+  const std::chrono::microseconds spin(static_cast<int64_t>(spin_us));
+  auto communicator = std::make_unique<Communicator>(rank, size, name, spin, is_alone);
   communicator->set_same_host(std::move(same_host));
   communicator->set_connector(wrap_connector(std::move(connector)));
   communicator->set_device_channels(over_pinned);

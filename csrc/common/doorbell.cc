@@ -27,13 +27,20 @@ void ring(DoorbellWords& words) {
   futex(&words.epoch, FUTEX_WAKE, 1 << 30, nullptr);
 }
 
-Doorbell::Doorbell() {
+Doorbell::Doorbell(bool is_private) {
+  if (is_private) {
+    own_ = std::make_unique<DoorbellWords>();
+    words_ = own_.get();
+    return;
+  }
   fd_ = create_sealed("bagua-doorbell", kDoorbellBytes);
   words_ = static_cast<DoorbellWords*>(
       map_shared(fd_.get(), kDoorbellBytes));  // zero-filled by the kernel, which is the initial state
 }
 
-Doorbell::~Doorbell() { unmap_shared(words_, kDoorbellBytes); }
+Doorbell::~Doorbell() {
+  if (!own_) unmap_shared(words_, kDoorbellBytes);
+}
 
 uint32_t Doorbell::prepare() {
   const uint32_t epoch = words_->epoch.load(std::memory_order_relaxed);

@@ -1,5 +1,5 @@
 // Doorbell: where one worker thread sleeps and everybody who has something for it rings, also from other
-// processes (the words live in a memfd that same-host peers map).
+// processes (the words live in a memfd that same-host peers map, unless there are none).
 //
 // Order: the sleeper sets `sleepers`, looks once more for work, then waits for `epoch` to change. The
 // ringer publishes its work, then looks at `sleepers`. Both use sequentially consistent fences, so at
@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "csrc/common/fork_guard.h"
 
@@ -28,7 +29,7 @@ void ring(DoorbellWords& words);
 
 class Doorbell {
  public:
-  Doorbell();  // creates the memfd
+  explicit Doorbell(bool is_private = false);  // private: of this process alone, without a descriptor
   ~Doorbell();
   Doorbell(const Doorbell&) = delete;
   Doorbell& operator=(const Doorbell&) = delete;
@@ -40,12 +41,13 @@ class Doorbell {
   // Returns when rung since `prepare` returned `epoch`, or after `limit`. Withdraws the announcement.
   void sleep(uint32_t epoch, std::chrono::nanoseconds limit);
 
-  int fd() const { return fd_.get(); }  // for handing to same-host peers
+  int fd() const { return fd_.get(); }  // for handing to same-host peers; -1 of a private one
   void close_fd() { fd_.reset(); }      // none will come any more; the words stay, for who still rings
   DoorbellWords& words() { return *words_; }
 
  private:
   Descriptor fd_;
+  std::unique_ptr<DoorbellWords> own_;  // of a private one
   DoorbellWords* words_ = nullptr;
 };
 

@@ -46,8 +46,8 @@ inline void pause_cpu() {
 
 }  // namespace
 
-Communicator::Communicator(int rank, int size, std::string name, std::chrono::microseconds spin)
-    : ranks_{rank, size, std::move(name), {}}, spin_(spin), doorbell_(std::make_unique<Doorbell>()) {
+Communicator::Communicator(int rank, int size, std::string name, std::chrono::microseconds spin, bool rings_here_only)
+    : ranks_{rank, size, std::move(name), {}}, spin_(spin), doorbell_(std::make_unique<Doorbell>(rings_here_only)) {
   for (int i = 0; i < size; ++i) peers_.push_back(std::make_unique<Peer>());
 }
 
@@ -80,6 +80,8 @@ void Communicator::begin(const Operation& operation, Deadline deadline, Interrup
   interrupt_ = std::move(interrupt);
   stream_ = stream;
   last_interrupt_check_ = Deadline::Clock::now();
+  if (!has_messages_) deactivate_all();
+  has_messages_ = has_messages_ || operation.kind == OperationKind::kPointToPoint;
   {
     std::lock_guard lock(mutex_);
     status_.operation = operation;
@@ -106,6 +108,7 @@ void Communicator::end() {
 
 Channel& Communicator::channel_for(Request* request, int peer) {
   Channel& found = stream_.is_cpu() ? channel(peer) : device_channel(peer);
+  activate(peer);
   request->peer = peer;
   request->stream = stream_;
   request->done.store(false, std::memory_order_relaxed);
@@ -251,14 +254,23 @@ bool Communicator::progress() {
   const bool poisoned = is_poisoned();  // before the look at the channels, which then hold all that came before it
   bool moved = false;
   is_polled_ = false;
-  for (int peer = 0; peer < ranks_.size; ++peer) {
-    Channel* c = peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire);
-    if (c == nullptr) continue;
-    advance(peer, *c, moved);
-    if (has_device_channels_) is_polled_ = is_polled_ || c->is_polled();
+  for (const int peer : active_) {
+    Channel& c = *peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_relaxed);
+    advance(peer, c, moved);
+    if (has_device_channels_) is_polled_ = is_polled_ || c.is_polled();
   }
   if (poisoned && !moved) throw_if_poisoned();
   return moved;
+}
+
+void Communicator::activate(int peer) {
+  if (std::exchange(peers_[static_cast<size_t>(peer)]->is_active, true)) return;
+  active_.push_back(peer);
+}
+
+void Communicator::deactivate_all() {
+  for (const int peer : active_) peers_[static_cast<size_t>(peer)]->is_active = false;
+  active_.clear();
 }
 
 void Communicator::advance(int peer, Channel& channel, bool& moved) {
@@ -423,6 +435,7 @@ void Communicator::exchange_notes(void* notes, size_t note_bytes) {
 // A message of the host in an operation on a device.
 void Communicator::post_note(bool is_send, int peer, uint8_t* note, size_t bytes, Request* request) {
   Channel& c = channel(peer);
+  activate(peer);
   request->peer = peer;
   request->stream = {};
   request->done.store(false, std::memory_order_relaxed);
@@ -630,6 +643,7 @@ void Communicator::close() {
     peer->control->send_leave(why);
     peer->control->stop();
   }
+  deactivate_all();
   // The peers' data connections end here, behind the last byte, and not when the last reference to the group goes.
   for (auto& peer : peers_) {
     peer->channel.store(nullptr, std::memory_order_release);

@@ -38,7 +38,8 @@ class Communicator {
   // Called now and then while an operation waits; what it throws ends the operation. For Ctrl-C.
   using Interrupt = std::function<void()>;
 
-  Communicator(int rank, int size, std::string name, std::chrono::microseconds spin);
+  // `rings_here_only`: no peer is to get the descriptor of its doorbell, so there is none.
+  Communicator(int rank, int size, std::string name, std::chrono::microseconds spin, bool rings_here_only = false);
   ~Communicator();
 
   int rank() const { return ranks_.rank; }
@@ -87,7 +88,8 @@ class Communicator {
   // Persistent memory of at least `bytes` that the peers can map; the same block every time (grown).
   void* staging(size_t bytes);
 
-  // Moves what can be moved on all channels; true if anything moved. Throws the first cause.
+  // Moves what can be moved on the channels that something was posted to; true if anything moved. Throws the first
+  // cause.
   bool progress();
   // Whether, when progress() last looked, something was under way that rings for nobody (a device's copies).
   bool is_polled() const { return is_polled_; }
@@ -156,6 +158,7 @@ class Communicator {
   // Outside of operations: of the messages that are under way and have a thread waiting for them, the peer of the
   // first.
   void now_awaits_message(int peer);
+  void no_message_is_under_way() { has_messages_ = false; }
   // Of the thread that stands still for this communicator, if there is one: since when, and where the chain behind it
   // ends.
   std::optional<Process::Wait> wait_of_a_thread() const;  // [any thread]
@@ -176,6 +179,7 @@ class Communicator {
   };
   struct Peer {
     std::atomic<bool> is_wanted{false};      // the connector was called
+    bool is_active = false;                  // in active_
     std::atomic<Channel*> channel{nullptr};  // published last; points into `owned`
     std::atomic<bool> departed{false};       // set after why_left
     // Guarded by mutex_:
@@ -194,6 +198,8 @@ class Communicator {
   };
 
   Channel& channel(int peer);
+  void activate(int peer);
+  void deactivate_all();
   void want(int peer);
   Channel& device_channel(int peer);
   Channel& channel_for(Request* request, int peer);
@@ -249,6 +255,10 @@ class Communicator {
   std::shared_ptr<Process> process_;  // null: no other groups
   std::shared_ptr<const std::atomic<int>> num_waiters_;
 
+  // Peers to whose channels something was posted in the running operation, or by a message that may be under way: the
+  // others' need no look.
+  std::vector<int> active_;
+  bool has_messages_ = false;  // such messages
   Operation operation_;
   std::optional<Deadline> deadline_;
   Interrupt interrupt_;

@@ -494,8 +494,10 @@ bool Engine::complete_in_flight() {
       }
       ++it;
     }
-    if (in_flight_.empty())
-      communicator_->now_awaits_message(-1);  // while the token is held: next it may wait for a collective
+    if (in_flight_.empty()) {  // said while the token is held: next it may wait for a collective
+      communicator_->now_awaits_message(-1);
+      communicator_->no_message_is_under_way();
+    }
     return advanced;
   } catch (...) {
     fail_in_flight(poison_with_current_exception());

@@ -11,7 +11,7 @@ namespace {
 // Two sleepers hand a counter to and fro; a lost wake-up shows as a sleep that lasts until its limit.
 TEST(Doorbell, NoRingIsLost) {
   constexpr uint32_t kTurns = 30'000;
-  Doorbell doorbells[2];
+  Doorbell doorbells[2]{Doorbell(), Doorbell(true)};  // one of this process alone
   std::atomic<uint32_t> turn{0};
   std::atomic<uint32_t> num_overslept{0};
   const auto play = [&](uint32_t player) {

@@ -220,6 +220,79 @@ TEST(ProcessLink, SilenceIsToldAndAHeartbeatEndsIt) {
   EXPECT_LT(Clock::now() - since, 3s);
 }
 
+// ---- progress
+
+// What is posted ends at once, but for what the test holds back.
+struct CountingChannel : Channel {
+  explicit CountingChannel(int& looks_) : looks(looks_) {}
+  void post_send(const Operation&, const void*, size_t, Request* request) override { post(request); }
+  void post_recv(const Operation&, void*, size_t, Request* request) override { post(request); }
+  void post(Request* request) {
+    if (holds_back) {
+      held = request;
+    } else {
+      request->done.store(true);
+    }
+  }
+  bool progress() override {
+    ++looks;
+    return false;
+  }
+  void cancel() override {}
+  const char* kind() const override { return "counting"; }
+  int& looks;
+  bool holds_back = false;
+  Request* held = nullptr;
+};
+
+TEST(Progress, LooksAtNoPeerThatNothingWasPostedTo) {
+  Communicator communicator(0, 65, "test", 0us);
+  std::vector<int> looks(65);
+  std::vector<CountingChannel*> channels{nullptr};
+  for (int peer = 1; peer < 65; ++peer) {
+    auto channel = std::make_unique<CountingChannel>(looks[static_cast<size_t>(peer)]);
+    channels.push_back(channel.get());
+    communicator.attach(peer, std::move(channel));
+  }
+  const auto looked_at = [&] {
+    std::set<int> peers;
+    for (int peer = 1; peer < 65; ++peer) {
+      if (std::exchange(looks[static_cast<size_t>(peer)], 0) > 0) peers.insert(peer);
+    }
+    return peers;
+  };
+  using Peers = std::set<int>;
+  uint8_t byte = 0;
+  communicator.progress();
+  EXPECT_EQ(looked_at(), Peers{});
+  for (const int peer : {7, 3}) {
+    communicator.begin(stamp(static_cast<uint32_t>(peer)), Deadline::after(10s));
+    communicator.send(peer, &byte, 1);
+    communicator.progress();
+    EXPECT_EQ(looked_at(), Peers{peer}) << "and at none of the operation before";
+    communicator.end();
+  }
+  // A message stays under way while others begin and end.
+  Operation message;
+  message.kind = OperationKind::kPointToPoint;
+  Request receiving;
+  channels[9]->holds_back = true;
+  communicator.begin(message, Deadline::after(10s));
+  communicator.post_recv(9, &byte, 1, &receiving);
+  communicator.end();
+  communicator.begin(stamp(8), Deadline::after(10s));
+  communicator.recv(4, &byte, 1);
+  communicator.progress();
+  EXPECT_EQ(looked_at(), (Peers{4, 9}));
+  communicator.end();
+  channels[9]->held->done.store(true);
+  communicator.no_message_is_under_way();
+  communicator.begin(stamp(9), Deadline::after(10s));
+  communicator.progress();
+  EXPECT_EQ(looked_at(), Peers{});
+  communicator.end();
+}
+
 // ---- segments
 
 TEST(Segments, AreFoundByAnyOfTheirAddresses) {
