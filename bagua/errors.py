@@ -1,8 +1,8 @@
 """The exception tree. The same classes exist in three languages (csrc/common/error.h, rust_core/src/error.rs);
 the binding layer translates them one to one.
 
-A message carries the value, what was expected and what to do. `rank` is the rank at fault (None if no rank is),
-`operation` the collective that was running, `bucket` the gradient bucket that it was for.
+A message carries the value, what was expected and what to do. `rank` is the rank at fault (None if no rank is), `ranks` are all of
+them, `operation` the collective that was running, `bucket` the gradient bucket that it was for.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class BaguaError(Exception):
         rank: the rank (of the group concerned) at fault, if there is one.
         operation: the collective or verb that was running, e.g. "all_reduce".
         bucket: label of the bucket that the operation was for, e.g. "bucket 3".
+        ranks: all ranks at fault, by default `rank` alone. After processes have died, the same on all ranks that can
+            still reach one another.
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class BaguaError(Exception):
         rank: int | None = None,
         operation: str | None = None,
         bucket: str | None = None,
+        ranks: tuple[int, ...] | None = None,
     ):
         super().__init__(message)
         self.rank = rank
+        self.ranks = ranks if ranks is not None else () if rank is None else (rank,)
         self.operation = operation
         self.bucket = bucket
 
@@ -48,11 +52,11 @@ class BaguaError(Exception):
         return self.rank
 
     def __reduce__(self):
-        return _rebuild, (type(self), str(self), self.rank, self.operation, self.bucket)
+        return _rebuild, (type(self), str(self), self.rank, self.operation, self.bucket, self.ranks)
 
 
-def _rebuild(cls, message, rank, operation, bucket):
-    return cls(message, rank=rank, operation=operation, bucket=bucket)
+def _rebuild(cls, message, rank, operation, bucket, ranks):
+    return cls(message, rank=rank, operation=operation, bucket=bucket, ranks=ranks)
 
 
 class InvalidArgument(BaguaError, ValueError):

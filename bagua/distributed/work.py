@@ -155,7 +155,7 @@ class Work:
             self._has_failed(error)
             if self.label and error.bucket is None:
                 raise type(error)(
-                    f"{self.label}: {error}", rank=error.rank, operation=error.operation, bucket=self.label
+                    f"{self.label}: {error}", rank=error.rank, operation=error.operation, bucket=self.label, ranks=error.ranks
                 ) from None
             raise
         if not ended:

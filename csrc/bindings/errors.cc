@@ -2,6 +2,8 @@
 #include <array>
 #include <exception>
 
+#include <pybind11/stl.h>
+
 #include "csrc/bindings/bindings.h"
 #include "csrc/bindings/convert.h"
 #include "csrc/common/error.h"
@@ -20,7 +22,8 @@ py::object to_python(const Error& error) {
   py::object type = py::module_::import("bagua.errors").attr(kClassNames.at(static_cast<size_t>(error.kind())));
   py::object rank = error.rank() < 0 ? py::object(py::none()) : py::object(py::int_(error.rank()));
   py::object operation = error.operation().empty() ? py::object(py::none()) : py::object(py::str(error.operation()));
-  return type(error.what(), py::arg("rank") = rank, py::arg("operation") = operation);
+  return type(error.what(), py::arg("rank") = rank, py::arg("operation") = operation,
+              py::arg("ranks") = py::tuple(py::cast(error.ranks())));
 }
 
 Error from_python(const py::object& exception) {

@@ -198,7 +198,12 @@ void bind_group(py::module_& m) {
           "has_departed", [](Group& g, int peer) { return g.communicator().has_departed(peer); }, py::arg("peer"))
       .def(
           "is_idle", [](Group& g) { return g.engine().is_idle(); }, "Whether every operation has ended.")
-      .def("check", [](Group& g) { g.communicator().throw_if_poisoned(); })
+      .def("check",
+           [](Group& g) {
+             if (!g.communicator().is_poisoned()) return;
+             py::gil_scoped_release release;
+             g.communicator().throw_if_poisoned();
+           })
       .def(
           "note_unreachable",
           [](Group& g, int peer, const std::string& what, bool names_peer) {

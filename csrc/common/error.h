@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace bagua {
 
@@ -29,11 +30,22 @@ class Error : public std::runtime_error {
   ErrorKind kind() const { return kind_; }
   int rank() const { return rank_; }
   const std::string& operation() const { return operation_; }
+  // All that are known to be at fault, in order.
+  std::vector<int> ranks() const {
+    if (!ranks_.empty() || rank_ < 0) return ranks_;
+    return {rank_};
+  }
+  Error of_ranks(std::vector<int> ranks) const {
+    Error error(*this);
+    error.ranks_ = std::move(ranks);
+    return error;
+  }
 
  private:
   ErrorKind kind_;
   int rank_;
   std::string operation_;
+  std::vector<int> ranks_;  // empty: rank_, if that is one
 };
 
 }  // namespace bagua

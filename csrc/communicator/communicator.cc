@@ -597,6 +597,7 @@ void Communicator::poison(const Error& cause, bool tell_peers) {
     std::lock_guard lock(mutex_);
     if (cause_) return;
     cause_ = cause;
+    poisoned_at_ = Deadline::Clock::now();
     for (auto& peer : peers_) {
       if (peer->control) links.push_back(peer->control);
     }
@@ -612,10 +613,8 @@ void Communicator::poison(const Error& cause, bool tell_peers) {
   doorbell_->ring();
 }
 
-void Communicator::throw_if_poisoned() const {
-  if (!is_poisoned()) return;
-  std::lock_guard lock(mutex_);
-  throw Error(*cause_);
+void Communicator::throw_if_poisoned() {
+  if (is_poisoned()) throw agreed_cause();
 }
 
 void Communicator::cancel() {

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -130,7 +131,9 @@ class Communicator {
   // The first cause wins; later ones are dropped. Tells the connected peers, wakes the worker. [any thread]
   void poison(const Error& cause, bool tell_peers = true);
   bool is_poisoned() const { return poisoned_.load(std::memory_order_acquire); }  // [any thread]
-  void throw_if_poisoned() const;                                                 // [any thread]
+  // Once the ranks that are left have told one another what they failed with, for which it may wait a moment. [any
+  // thread but the reactor's]
+  void throw_if_poisoned();
   // Forgets every posted request of every channel, so that their memory can be freed, and takes from the peers what
   // they could write to in the running operation: one that was stopped may go on with it long after it has failed here.
   void cancel();
@@ -189,6 +192,8 @@ class Communicator {
     std::string unreachable;  // why there is none
     bool names_peer = false;
     std::optional<Inquiry> doubt;               // since it is silent
+    std::optional<Error> told;                  // what it has failed with
+    bool is_lost = false;                       // its link has ended, and it had not left
     std::optional<Error> why_left;              // what it said when it left
     std::optional<TimePoint> unanswered_since;  // the first request since it has answered
     TimePoint last_request;
@@ -231,6 +236,9 @@ class Communicator {
   void greet(int peer, ControlLink& control);
   void doubt(int peer, const ProcessLink::Silence& silence);
   std::optional<Error> first_cause() const;
+  Error agreed_cause();
+  bool is_cause_awaited_locked() const;
+  void agree_on_cause_locked();
   [[noreturn]] void throw_departed(int peer);
   void compare_answer(int peer);
   [[noreturn]] void deadline_exceeded(int peer);
@@ -285,6 +293,9 @@ class Communicator {
   std::atomic<uint64_t> bytes_received_{0};
   mutable std::mutex mutex_;  // guards what follows, and the fields of peers_ that are not atomic
   std::optional<Error> cause_;
+  TimePoint poisoned_at_;
+  bool is_cause_agreed_ = false;
+  std::condition_variable cause_changed_;
   PeerStatus status_;  // operation and last_finished
 };
 

@@ -8,6 +8,7 @@
 // silent.
 #include <algorithm>
 #include <cstdio>
+#include <set>
 #include <utility>
 
 #include "csrc/communicator/blame.h"
@@ -29,6 +30,8 @@ constexpr int kMissedHeartbeats = 3;
 // ever faster.
 constexpr milliseconds kRequestInterval{50};
 constexpr milliseconds kMinRequestInterval{20};
+// How long it may take until the others have told what they failed with.
+constexpr milliseconds kAgreement{200};
 // For how long the others are asked about a silent peer.
 constexpr milliseconds kMinInquiry{300}, kMaxInquiry{1000};
 
@@ -51,7 +54,12 @@ std::string seconds_text(double seconds) {
 void Communicator::listen(int peer, ControlLink& control) {
   Peer& p = *peers_[static_cast<size_t>(peer)];
   ControlLink::Events events;
-  events.on_abort = [this, peer](const Error& cause) {
+  events.on_abort = [this, peer, &p](const Error& cause) {
+    {
+      std::lock_guard lock(mutex_);
+      if (!p.told) p.told = cause;
+    }
+    cause_changed_.notify_all();
     if (cause.kind() == ErrorKind::kRemote) {
       poison(cause);
     } else {
@@ -62,7 +70,12 @@ void Communicator::listen(int peer, ControlLink& control) {
     }
   };
   events.on_failure = [this](const Error& cause) { poison(cause); };
-  events.on_lost = [this, peer](const std::string& how) {
+  events.on_lost = [this, peer, &p](const std::string& how) {
+    {
+      std::lock_guard lock(mutex_);
+      p.is_lost = true;
+    }
+    cause_changed_.notify_all();
     poison(Error(ErrorKind::kTransport,
                  "rank " + std::to_string(peer) + " " + how +
                      " without leaving the group: its process died or the network between the hosts failed; see the "
@@ -76,6 +89,7 @@ void Communicator::listen(int peer, ControlLink& control) {
       p.why_left = why;
     }
     p.departed.store(true, std::memory_order_release);
+    cause_changed_.notify_all();
     doorbell_->ring();
   };
   events.on_silence = [this, peer](const ProcessLink::Silence& silence) { doubt(peer, silence); };
@@ -108,6 +122,63 @@ void Communicator::throw_departed(int peer) {
     throw Error(ErrorKind::kRemote, left + "; before, " + why->what(), ranks_.group_rank(why->rank()), operation);
   throw Error(ErrorKind::kTransport, left + "; it destroyed the group, ended its program or raised: see its log", peer,
               operation);
+}
+
+// ---- what the ranks that are left say
+//
+// Whoever has failed tells all others once with what. When all have told that are not dead, they know the same, and
+// make the same of it: who is lost to anybody, and tells nothing, is dead, and the first of the dead is named. A rank
+// that tells something is not dead, whatever others have seen of it.
+
+// Not from those that are named themselves: they may be unable to.
+bool Communicator::is_cause_awaited_locked() const {
+  std::set<int> named{cause_->rank()};
+  for (const auto& peer : peers_) {
+    if (peer->told) named.insert(peer->told->rank());
+  }
+  for (int peer = 0; peer < ranks_.size; ++peer) {
+    const Peer& p = *peers_[static_cast<size_t>(peer)];
+    const bool has_ended = p.told || p.is_lost || p.departed.load(std::memory_order_relaxed);
+    if (p.control && !has_ended && named.count(peer) == 0) return true;
+  }
+  return false;
+}
+
+void Communicator::agree_on_cause_locked() {
+  is_cause_agreed_ = true;
+  std::set<int> dead;
+  const auto add = [&](const Error& cause) {
+    const bool names = cause.rank() >= 0 && cause.rank() < ranks_.size;
+    if (names && cause.kind() == ErrorKind::kTransport) dead.insert(cause.rank());
+  };
+  add(*cause_);
+  for (int peer = 0; peer < ranks_.size; ++peer) {
+    const Peer& p = *peers_[static_cast<size_t>(peer)];
+    if (p.told) {
+      add(*p.told);
+    } else if (p.control && (p.is_lost || (!p.departed.load(std::memory_order_relaxed) && is_silent_locked(p)))) {
+      dead.insert(peer);
+    }
+  }
+  std::erase_if(dead, [this](int rank) { return rank == ranks_.rank || peers_[static_cast<size_t>(rank)]->told; });
+  if (dead.empty()) return;
+  const int first = *dead.begin();
+  if (cause_->rank() != first) {
+    const auto operation = cause_->operation();
+    cause_ = Error(ErrorKind::kTransport, "rank " + std::to_string(first) + " is lost, too: " + cause_->what(), first,
+                   operation);
+  }
+  cause_ = cause_->of_ranks({dead.begin(), dead.end()});
+}
+
+Error Communicator::agreed_cause() {
+  std::unique_lock lock(mutex_);
+  if (!is_cause_agreed_) {
+    cause_changed_.wait_until(lock, poisoned_at_ + kAgreement,
+                              [this] { return is_cause_agreed_ || !is_cause_awaited_locked(); });
+    if (!is_cause_agreed_) agree_on_cause_locked();
+  }
+  return *cause_;
 }
 
 // ---- who waits for whom: what this rank knows and tells

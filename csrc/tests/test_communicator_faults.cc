@@ -62,6 +62,55 @@ TEST_P(Faults, ADeadPeerIsNamedAtOnce) {
   EXPECT_LT(seconds_since(begin), 5);
 }
 
+TEST_P(Faults, RanksThatAreLeftNameTheSameDead) {
+  for (int round = 0; round < 10; ++round) {
+    auto communicators = make_communicators(5, GetParam());
+    std::optional<Error> errors[3];
+    std::atomic<int> num_ready{0};
+    run_together({[&] {
+                    while (num_ready < 3) std::this_thread::yield();
+                    std::this_thread::sleep_for(5ms);
+                    communicators[static_cast<size_t>(round % 2 == 0 ? 4 : 3)].reset();
+                  },
+                  [&] {
+                    while (num_ready < 3) std::this_thread::yield();
+                    std::this_thread::sleep_for(5ms);
+                    communicators[static_cast<size_t>(round % 2 == 0 ? 3 : 4)].reset();
+                  },
+                  [&] {  // each of them waits for another one
+                    ++num_ready;
+                    errors[0] = error_of_recv(*communicators[0], 3, 30s);
+                  },
+                  [&] {
+                    ++num_ready;
+                    errors[1] = error_of_recv(*communicators[1], 4, 30s);
+                  },
+                  [&] {
+                    ++num_ready;
+                    errors[2] = error_of_recv(*communicators[2], 0, 30s);
+                  }});
+    for (const auto& error : errors) {
+      ASSERT_TRUE(error);
+      EXPECT_EQ(error->ranks(), (std::vector<int>{3, 4})) << error->what();
+      EXPECT_EQ(error->rank(), 3) << error->what();
+      EXPECT_CONTAINS(std::string(error->what()), "rank 3");
+    }
+  }
+}
+
+TEST_P(Faults, ARankThatTellsItsFailureIsNotDead) {
+  auto communicators = make_communicators(3, GetParam());
+  communicators[2]->poison(Error(ErrorKind::kInvalidArgument, "the third is ill"));
+  const auto error = error_of_recv(*communicators[0], 2, 30s);
+  communicators[2].reset();
+  const auto later = error_of_recv(*communicators[1], 2, 30s);
+  for (const auto& told : {error, later}) {
+    ASSERT_TRUE(told);
+    EXPECT_EQ(told->ranks(), std::vector<int>{2});
+    EXPECT_CONTAINS(std::string(told->what()), "the third is ill");
+  }
+}
+
 TEST_P(BufferedFaults, WhatALeavingPeerSentBeforeStillArrives) {
   auto communicators = make_communicators(2, GetParam());
   const size_t bytes = 600'000;  // fits into the ring and into the sockets' buffers
