@@ -135,8 +135,9 @@ class Endpoint:
         same_host = [peer == rank or self.share_memory(rank, peer) for peer in ranks]
         spin_us = self.settings.spin_us
         if spin_us is None:
-            # Polling pays while every rank of this host can have a CPU core of its own; otherwise it takes the peer's.
-            spin_us = 50.0 if sum(same_host) <= len(os.sched_getaffinity(0)) else 2.0
+            # Polling pays while every rank of this host can have a CPU core of its own; otherwise it takes the peer's,
+            # though it yields.
+            spin_us = 50.0 if sum(same_host) <= len(os.sched_getaffinity(0)) else 10.0
         key = self._key(name, ranks)
 
         def connect(peer: int) -> None:

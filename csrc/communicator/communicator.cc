@@ -8,6 +8,8 @@
 #include <cstring>
 #include <utility>
 
+#include <sched.h>
+
 #include "csrc/common/shared_segments.h"
 #include "csrc/communicator/control_link.h"
 
@@ -35,6 +37,9 @@ constexpr int kMaxPairwiseNotes = 8;
 constexpr nanoseconds kPollInterval = std::chrono::microseconds(50);
 // Looking for a signal takes Python's lock, so it is not done at every wake-up.
 constexpr nanoseconds kInterruptInterval = milliseconds(50);
+
+// From here on who spins yields: what it waits for may need the same CPU core.
+constexpr nanoseconds kUndisturbedSpin = std::chrono::microseconds(5);
 
 inline void pause_cpu() {
 #if defined(__x86_64__)
@@ -180,7 +185,7 @@ template <typename Ready>
 void Communicator::wait_until(int peer, Ready ready) {
   const auto begin = Deadline::Clock::now();
   now_waiting_for(peer, begin);
-  auto spin_until = begin + spin_;
+  auto spin_until = begin + spin_, yield_from = begin + kUndisturbedSpin;
   Deadline::Clock::time_point quiet_since{};  // since a departed peer's bytes have stopped to come; 0: not departed
   nanoseconds request_interval = kFirstRequestDelay;
   auto next_request = begin + request_interval;
@@ -193,13 +198,20 @@ void Communicator::wait_until(int peer, Ready ready) {
     }
     if (moved) {
       if (deadline_->expired()) deadline_exceeded(peer);
-      spin_until = Deadline::Clock::now() + spin_;
+      const auto now = Deadline::Clock::now();
+      spin_until = now + spin_;
+      yield_from = now + kUndisturbedSpin;
       quiet_since = {};
       next_request = Deadline::Clock::now() + request_interval;
       continue;
     }
-    if (Deadline::Clock::now() < spin_until) {
-      for (int i = 0; i < 32; ++i) pause_cpu();
+    const auto now = Deadline::Clock::now();
+    if (now < spin_until) {
+      if (now < yield_from) {
+        for (int i = 0; i < 32; ++i) pause_cpu();
+      } else {
+        sched_yield();
+      }
       continue;
     }
     const uint32_t epoch = doorbell_->prepare();

@@ -66,7 +66,7 @@ std::shared_ptr<Work> Engine::submit(Operation operation, uint64_t bytes, Timeou
     work = task.work;
     queue_.push_back(std::move(task));
   }
-  communicator_->doorbell().ring();
+  wake_worker();
   return work;
 }
 
@@ -94,7 +94,7 @@ std::shared_ptr<Work> Engine::run_inline(Operation operation, uint64_t bytes, Ti
     running_ = false;
     more = !queue_.empty() || stopping_;
   }
-  if (more) communicator_->doorbell().ring();
+  if (more) wake_worker();
   return task.work;
 }
 
@@ -111,7 +111,7 @@ std::shared_ptr<Work> Engine::submit_point_to_point(bool is_send, int peer, void
     work = task.work;
     queue_.push_back(std::move(task));
   }
-  communicator_->doorbell().ring();
+  wake_worker();
   return work;
 }
 
@@ -124,6 +124,11 @@ std::shared_ptr<Work> Engine::submit_send(int peer, const void* data, uint64_t b
 std::shared_ptr<Work> Engine::submit_recv(int peer, void* data, uint64_t bytes, Operation operation, Timeout timeout,
                                           Place place) {
   return submit_point_to_point(false, peer, data, bytes, operation, timeout, std::move(place));
+}
+
+void Engine::wake_worker() {
+  idle_bell_.ring();
+  communicator_->doorbell().ring();
 }
 
 // Takes the next task together with the token; false when there is none, or another thread holds the token.
@@ -166,7 +171,10 @@ void Engine::loop() {
     }
     if (advanced()) continue;
     if (!in_flight_.empty()) tell_awaited_message();
-    const uint32_t epoch = communicator_->doorbell().prepare();
+    // With nothing under way it leaves the communicator's doorbell to whom peers have something for: every ring would
+    // wake it, in vain.
+    Doorbell& bell = in_flight_.empty() && enqueued_.empty() ? idle_bell_ : communicator_->doorbell();
+    const uint32_t epoch = bell.prepare();
     bool finished, has_task;
     {
       std::lock_guard lock(mutex_);
@@ -174,11 +182,11 @@ void Engine::loop() {
       has_task = !queue_.empty() && (!running_ || !in_flight_.empty());
     }
     if (finished || has_task || advanced()) {
-      communicator_->doorbell().cancel();
+      bell.cancel();
       if (finished) return;
       continue;
     }
-    communicator_->doorbell().sleep(epoch, idle_sleep());
+    bell.sleep(epoch, idle_sleep());
   }
 }
 
@@ -537,7 +545,7 @@ void Engine::close() {
     stopping_ = true;
   }
   abort_pending();
-  communicator_->doorbell().ring();
+  wake_worker();
   worker_.join();
   communicator_->close();
 }

@@ -111,6 +111,7 @@ class Engine {
   std::shared_ptr<Work> submit_point_to_point(bool is_send, int peer, void* data, uint64_t bytes, Operation operation,
                                               Timeout timeout, Place place);
   void loop();
+  void wake_worker();
   bool take(Task& task);
   void release_token();
   void execute(Task& task);
@@ -147,6 +148,7 @@ class Engine {
   EventLog events_;
   const std::shared_ptr<Work::Counts> counts_ = std::make_shared<Work::Counts>();
   std::atomic<uint64_t> workspace_bytes_{0};
+  Doorbell idle_bell_{true};
   std::list<InFlight> in_flight_;  // worker thread, as the next two
   size_t num_unposted_ = 0;
   std::vector<int> unconnected_;  // peers, in one pass of post_in_flight

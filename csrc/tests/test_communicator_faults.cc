@@ -89,11 +89,14 @@ TEST_P(Faults, RanksThatAreLeftNameTheSameDead) {
                     ++num_ready;
                     errors[2] = error_of_recv(*communicators[2], 0, 30s);
                   }});
+    // One of the two may still have told that it has lost the other one, and is not counted then: by nobody.
+    ASSERT_TRUE(errors[0] && errors[1] && errors[2]);
+    const std::vector<int> dead = errors[0]->ranks();
+    EXPECT_TRUE(dead == std::vector<int>{3} || dead == std::vector<int>{4} || dead == (std::vector<int>{3, 4}));
     for (const auto& error : errors) {
-      ASSERT_TRUE(error);
-      EXPECT_EQ(error->ranks(), (std::vector<int>{3, 4})) << error->what();
-      EXPECT_EQ(error->rank(), 3) << error->what();
-      EXPECT_CONTAINS(std::string(error->what()), "rank 3");
+      EXPECT_EQ(error->ranks(), dead) << error->what();
+      EXPECT_EQ(error->rank(), dead.front()) << error->what();
+      EXPECT_CONTAINS(std::string(error->what()), "rank " + std::to_string(dead.front()));
     }
   }
 }
