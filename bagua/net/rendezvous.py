@@ -266,12 +266,17 @@ class _RendezvousStore:
             if value is not None:
                 return value
             if fault is not None:
-                at_fault, message = _parse_fault(fault)
-                raise RemoteError(f"another rank gave up during the rendezvous: {message}", rank=at_fault)
+                _raise_fault(fault)
             if time.monotonic() > self._begin + self._timeout_s:
                 self._give_up(late.format(rank), rank)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_SECONDS)
+
+    def check_fault(self) -> None:
+        """Raises why another rank has given up, if one has: it may have while this one was stopped."""
+        fault = self._call(lambda: self._store.get("fault") if self._store.check(["fault"]) else None)
+        if fault is not None:
+            _raise_fault(fault)
 
     def get_all(self, kind: str, size: int, late: str) -> list[bytes]:
         """Waits for the key of this kind of each rank; many of them are read at once where they are there."""
@@ -334,6 +339,7 @@ def exchange_records(
         _prove(rendezvous, mine, name, key)
         for record in records:
             _compare(records[0], record, _COMPARED)
+        rendezvous.check_fault()
     except (InvalidArgument, TransportError) as error:
         rendezvous.publish_fault(str(error), error.rank)
         raise
@@ -412,12 +418,12 @@ def _compare(first: RankRecord, other: RankRecord, compared: Sequence[tuple[str,
             )
 
 
-def _parse_fault(fault: bytes) -> tuple[int | None, str]:
-    """Of what publish_fault has written: the rank at fault, if there is one, and why."""
-    rank = re.match(rb"(\d{1,7}|-) ", fault)
-    if rank is None:
-        return None, _readable(fault)
-    return None if rank[1] == b"-" else int(rank[1]), _readable(fault[rank.end() :])
+def _raise_fault(fault: bytes) -> NoReturn:
+    """With what publish_fault has written, which names the rank at fault if there is one."""
+    named = re.match(rb"(\d{1,7}|-) ", fault)
+    rank = int(named[1]) if named and named[1] != b"-" else None
+    message = _readable(fault[named.end() :] if named else fault)
+    raise RemoteError(f"another rank gave up during the rendezvous: {message}", rank=rank)
 
 
 def _readable(text: bytes) -> str:
