@@ -50,7 +50,9 @@ class Fault:
     delay_s: float
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: {self.kind} {'in backward of' if self.where == 'backward' else self.where} {self.phase}"
+        return (
+            f"rank {self.rank}: {self.kind} {'in backward of' if self.where == 'backward' else self.where} {self.phase}"
+        )
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=300, help="number of cases (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, metavar="K", help="index of the first (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all cases (default: %(default)s)")
-    parser.add_argument("--only", type=int, action="append", metavar="K", help="only the case of this index; repeatable")
+    parser.add_argument(
+        "--only", type=int, action="append", metavar="K", help="only the case of this index; repeatable"
+    )
     return parser
 
 
