@@ -1,7 +1,7 @@
 """What a rank runs in a case of random_faults.py: set-up, then training or collectives, with a fault at some moment.
 
-Every number that comes out is checked: a collective's result and plain training against loops over all ranks' data,
-and of the algorithms that exchange gradients a digest of the weights after every step, which the ranks' reports compare.
+Every number that comes out is checked: a collective's result and plain training against loops over all ranks' data, and
+of algorithms that exchange gradients the digest of the weights after every step, which all ranks' reports have alike.
 """
 
 from __future__ import annotations

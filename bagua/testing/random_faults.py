@@ -108,7 +108,7 @@ def run_case(case: Case) -> Verdict:
 
 @contextlib.contextmanager
 def _network(case: Case) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """The host of each rank, or none where all share this one, and the environment that makes them use the transport."""
+    """The host of each rank, or none where all share this one, and the environment by which they use the transport."""
     if case.transport != "namespaces":
         yield [], {"BAGUA_SHARED_MEMORY": "1" if case.transport == "shm" else "0"}
         return
@@ -230,7 +230,8 @@ def _describe(end: Report | Failure | None, last: float) -> str:
         return end.text or str(end.error)
     if not end.error:
         return f"ended well, {end.ended - last:.2f} s after the fault"
-    return f"{end.error} after {end.at - last:.2f} s, ended after {end.ended - last:.2f} s, names {end.named}: {end.message}"
+    when = f"after {end.at - last:.2f} s, ended after {end.ended - last:.2f} s"
+    return f"{end.error} {when}, names {end.named}: {end.message}"
 
 
 def _table(results: Sequence[tuple[Case, Verdict]]) -> str:
