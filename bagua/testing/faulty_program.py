@@ -50,9 +50,8 @@ class Fault:
     delay_s: float
 
     def __str__(self) -> str:
-        return (
-            f"rank {self.rank}: {self.kind} {'in backward of' if self.where == 'backward' else self.where} {self.phase}"
-        )
+        where = "in backward of" if self.where == "backward" else self.where
+        return f"rank {self.rank}: {self.kind} {where} {self.phase}"
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ class _Training:
     """A model of six layers, in several buckets, that learns nothing."""
 
     def __init__(self, case: Case, rank: int, strikes: _Strikes) -> None:
-        self._case, self._rank, self._strikes = case, rank, strikes
+        self._case, self._rank = case, rank
         about = bagua.algorithms.get(case.algorithm)
         torch.manual_seed(case.index)
         self._model = torch.nn.Sequential(*[torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(6)])
@@ -219,7 +218,8 @@ class _Training:
         options = _OPTIONS.get(case.algorithm, {})
         bagua.with_bagua(self._model, [self._optimizer], algorithm=case.algorithm, bucket_bytes=20_000, **options)
         self._step = 0
-        self._model[3].weight.register_hook(lambda _: strikes.in_backward(self._step))
+        in_the_middle = list(self._model.parameters())[6]
+        in_the_middle.register_hook(lambda _: strikes.in_backward(self._step))
 
     def step(self, step: int) -> list[str]:
         """One step of training; the digest of the weights after it, where all ranks have the same."""
