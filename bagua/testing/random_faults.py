@@ -140,7 +140,6 @@ def _wait(case: Case, started: Run, folder: Path) -> tuple[float, dict[int, Any]
         When those went on, what became of each rank, and the stacks of those that have not ended in time.
     """
     begin = time.monotonic()
-    stacks = ""
     while True:
         ends = started.ended(_POLL_S)
         running = [rank for rank in range(case.size) if rank not in ends and not started.is_stopped(rank)]
@@ -154,9 +153,7 @@ def _wait(case: Case, started: Run, folder: Path) -> tuple[float, dict[int, Any]
     for rank in set(range(case.size)) - set(ends):
         cont(started.pids[rank])
     ends = started.ended(LIMIT_S)
-    if len(ends) < case.size:
-        stacks = started.stacks()
-    return resumed, ends, stacks
+    return resumed, ends, "" if len(ends) == case.size else started.stacks()
 
 
 def _due(fault: Fault, struck: dict[int, float]) -> float:
@@ -178,6 +175,8 @@ def judge(case: Case, struck: dict[int, float], resumed: float, ends: dict[int, 
     reports = {rank: end for rank, end in ends.items() if isinstance(end, Report)}
     if any(len({*digests}) > 1 for digests in _by_step([report.digests for report in reports.values()])):
         words.append("wrong numbers")
+    if not struck:
+        words.append("no fault")  # so nothing was tested
     last = max(struck.values(), default=resumed)
     seconds = max((report.at - last for rank, report in reports.items() if rank not in struck), default=0.0)
     details = [f"rank {rank}: {_describe(ends.get(rank), last)}" for rank in range(case.size)] + stacks.splitlines()

@@ -85,6 +85,11 @@ def test_what_is_bad(end, words):
     assert words_for(case_of("kill"), end, seen(2), KILLED) == words
 
 
+def test_a_case_without_a_fault_is_bad():
+    well = {rank: seen(None, error="") for rank in range(3)}
+    assert judge(case_of("kill"), {}, AT, well, "").words == "no fault"
+
+
 def test_weights_that_differ_are_wrong_numbers():
     ends = [seen(2, digests=["a", "b"]), seen(2, digests=["a"]), KILLED]
     assert words_for(case_of("kill"), *ends) == "ok"
