@@ -182,7 +182,8 @@ def reopen_store(launch: LaunchEnvironment, init: str, timeout: timedelta) -> di
         left_s = max(deadline - time.monotonic(), _POLL_SECONDS)
         try:
             store = open_store(launch, timedelta(seconds=left_s))
-            _RendezvousStore(dist.PrefixStore(init, store), timedelta(seconds=left_s)).get("rank/0", _ABSENT, 0)
+            rendezvous = _RendezvousStore(dist.PrefixStore(init, store), launch.world_size, timedelta(seconds=left_s))
+            rendezvous.get("rank/0", _ABSENT, 0)
             return store
         except TransportError:
             if time.monotonic() > deadline:
@@ -222,8 +223,8 @@ class _RendezvousStore:
         TransportError: the store does not answer, or has ended.
     """
 
-    def __init__(self, store: dist.Store, timeout: timedelta):
-        self._store, self._timeout_s = store, timeout.total_seconds()
+    def __init__(self, store: dist.Store, world_size: int, timeout: timedelta):
+        self._store, self._world_size, self._timeout_s = store, world_size, timeout.total_seconds()
         self._begin = time.monotonic()
         self._last_answer, self._stalled_s = self._begin, 0.0
 
@@ -266,7 +267,7 @@ class _RendezvousStore:
             if value is not None:
                 return value
             if fault is not None:
-                _raise_fault(fault)
+                self._raise_fault(fault)
             if time.monotonic() > self._begin + self._timeout_s:
                 self._give_up(late.format(rank), rank)
             time.sleep(pause_s)
@@ -276,7 +277,7 @@ class _RendezvousStore:
         """Raises why another rank has given up, if one has: it may have while this one was stopped."""
         fault = self._call(lambda: self._store.get("fault") if self._store.check(["fault"]) else None)
         if fault is not None:
-            _raise_fault(fault)
+            self._raise_fault(fault)
 
     def get_all(self, kind: str, size: int, late: str) -> list[bytes]:
         """Waits for the key of this kind of each rank; many of them are read at once where they are there."""
@@ -293,6 +294,15 @@ class _RendezvousStore:
         if self._store.check([key]):
             return self._store.get(key), None
         return None, self._store.get("fault") if self._store.check(["fault"]) else None
+
+    def _raise_fault(self, fault: bytes) -> NoReturn:
+        """With what publish_fault has written, or anybody else."""
+        named = re.match(rb"(\d{1,7}|-) ", fault)
+        rank = int(named[1]) if named and named[1] != b"-" else self._world_size
+        message = _readable(fault[named.end() :] if named else fault)
+        raise RemoteError(
+            f"another rank gave up during the rendezvous: {message}", rank=rank if rank < self._world_size else None
+        )
 
     def _give_up(self, late: str, rank: int) -> NoReturn:
         message = (
@@ -323,7 +333,7 @@ def exchange_records(
         RemoteError: another rank gave up first.
         TransportError: the store has ended, or does not answer, or somebody else has written to it.
     """
-    rendezvous = _RendezvousStore(store, timeout)
+    rendezvous = _RendezvousStore(store, mine.world_size, timeout)
     if rendezvous.add(f"claim/{mine.rank}", 1) != 1:
         message = f"two processes claim to be rank {mine.rank}; give each process its own RANK; or {_FORGED}"
         rendezvous.publish_fault(message, mine.rank)
@@ -416,14 +426,6 @@ def _compare(first: RankRecord, other: RankRecord, compared: Sequence[tuple[str,
                 f"the ranks disagree about {name}: rank 0 has {ours!r}, rank {other.rank} has {theirs!r}; {remedy}",
                 rank=other.rank,
             )
-
-
-def _raise_fault(fault: bytes) -> NoReturn:
-    """With what publish_fault has written, which names the rank at fault if there is one."""
-    named = re.match(rb"(\d{1,7}|-) ", fault)
-    rank = int(named[1]) if named and named[1] != b"-" else None
-    message = _readable(fault[named.end() :] if named else fault)
-    raise RemoteError(f"another rank gave up during the rendezvous: {message}", rank=rank)
 
 
 def _readable(text: bytes) -> str:
