@@ -70,6 +70,7 @@ class Dialer:
         dial_link: makes one, or returns where the peer's own is about to come.
         dial_channel: makes the channel of a group to a peer.
         silence_s: for how long a host may take no connection before that is a failure.
+        stalled_s: for how long this process itself did not run, a short while ago; 0 if it did.
     """
 
     def __init__(
@@ -80,10 +81,12 @@ class Dialer:
         dial_link: Callable[[int, Attempt], None],
         dial_channel: Callable[[RegisteredGroup, int, Attempt], None],
         silence_s: float,
+        stalled_s: Callable[[], float],
     ):
         self.records: list[RankRecord] = []
         self._groups, self._changed, self._is_linked = groups, changed, is_linked
-        self._dial_link, self._dial_channel, self._silence_s = dial_link, dial_channel, silence_s
+        self._dial_link, self._dial_channel = dial_link, dial_channel
+        self._silence_s, self._stalled_s = silence_s, stalled_s
         # Guarded by `changed`: by peer, the keys of groups that need it; and the threads, of those that need more.
         self._wanted: dict[int, set[str]] = defaultdict(set)
         self._threads: dict[int, threading.Thread] = {}
@@ -129,7 +132,7 @@ class Dialer:
     # ---- everything below runs on the peer's thread
 
     def _run(self, peer: int) -> None:
-        state = _PeerState(self.records[peer], self._silence_s)
+        state = _PeerState(self.records[peer], self._silence_s, self._stalled_s)
         while True:
             with self._changed:
                 linked = self._is_linked(peer)
@@ -141,7 +144,7 @@ class Dialer:
                 self._advance(peer, linked, missing, state)
             except Exception as error:  # a defect here must not become a group that waits for its deadline
                 for group in missing:
-                    group.core.poison(error if isinstance(error, BaguaError) else _failed(error))
+                    group.core.poison(error if isinstance(error, BaguaError) else _failed(error, group.rank_here))
 
     def _advance(self, peer: int, linked: bool, missing: list[RegisteredGroup], state: _PeerState) -> None:
         """One attempt to make the link, or the first of the channels that are missing; then a pause if it failed."""
@@ -172,8 +175,8 @@ class Dialer:
 class _PeerState:
     """What the attempts to reach a peer have come to, for the error of those that wait for it."""
 
-    def __init__(self, record: RankRecord, silence_s: float):
-        self._record, self._silence_s = record, silence_s
+    def __init__(self, record: RankRecord, silence_s: float, stalled_s: Callable[[], float]):
+        self._record, self._silence_s, self._stalled_s = record, silence_s, stalled_s
         self._refused_since: float | None = None
         self._unheard_since = time.monotonic()
         self._is_noted = False
@@ -216,7 +219,8 @@ class _PeerState:
             self._refused_since = self._refused_since or now
             if now - self._refused_since > _REFUSED_SECONDS:
                 for group in missing:
-                    group.core.poison(exited_error(self._record, group.ranks.index(peer)))
+                    error = exited_error(self._record, group.ranks.index(peer))
+                    group.core.poison(_after_a_stall(self._stalled_s(), error, group.rank_here))
             return
         self._refused_since = None
         if isinstance(error, TransportError):  # it listens, but did not accept this connection
@@ -259,5 +263,16 @@ def exited_error(record: RankRecord, group_peer: int) -> TransportError:
     )
 
 
-def _failed(error: Exception) -> BaguaError:
-    return TransportError(f"a connection could not be made, because of {error!r}")
+def _after_a_stall(seconds: float, error: TransportError, rank: int) -> TransportError:
+    """The error itself, or the one for a rank that its peers have given up meanwhile: this one."""
+    if seconds == 0:
+        return error
+    return TransportError(
+        f"this rank did not run for {seconds:.3g} s (its process was stopped, or its interpreter was held up), for "
+        f"which the others may have left: {error}",
+        rank=rank,
+    )
+
+
+def _failed(error: Exception, rank: int) -> BaguaError:
+    return TransportError(f"a connection could not be made, because of {error!r}", rank=rank)

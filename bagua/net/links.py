@@ -39,6 +39,7 @@ from bagua.net.fork_guard import close_in_child
 from bagua.net.interfaces import InterfaceAddress
 from bagua.net.listener import IncomingChannel, Listener, close_all
 from bagua.net.rendezvous import RankRecord
+from bagua.net.stall_watch import StallWatch
 from bagua.net.torch_transport import TorchTransport
 
 __all__ = ["Endpoint"]
@@ -80,6 +81,7 @@ class Endpoint:
         self._dialing: set[int] = set()  # peers to which this rank is dialing a link
         # Guards the four above and announces what is attached.
         self._changed = threading.Condition()
+        self._stall_watch = StallWatch(settings.heartbeat_timeout_s)
         self._dialer = Dialer(
             self._groups,
             self._changed,
@@ -87,6 +89,7 @@ class Endpoint:
             self._dial_link,
             self._dial_channel,
             settings.heartbeat_timeout_s,
+            self._stall_watch.recent_s,
         )
         self._listener: Listener | None = None
         self._failure: InternalError | None = None  # of the listener's thread; guarded by the same lock
@@ -113,6 +116,7 @@ class Endpoint:
     def close(self) -> None:
         """Stop dialing and accepting, say goodbye, and close everything that was not passed to a group."""
         self._dialer.close()
+        self._stall_watch.close()
         if self._listener is not None:
             self._listener.close()
         for sock in self._sockets:

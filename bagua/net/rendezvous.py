@@ -18,6 +18,7 @@ import hmac
 import ipaddress
 import json
 import os
+import re
 import secrets
 import struct
 import threading
@@ -181,7 +182,8 @@ def reopen_store(launch: LaunchEnvironment, init: str, timeout: timedelta) -> di
         left_s = max(deadline - time.monotonic(), _POLL_SECONDS)
         try:
             store = open_store(launch, timedelta(seconds=left_s))
-            _RendezvousStore(dist.PrefixStore(init, store), timedelta(seconds=left_s)).get("rank/0", _ABSENT.format(0))
+            rendezvous = _RendezvousStore(dist.PrefixStore(init, store), launch.world_size, timedelta(seconds=left_s))
+            rendezvous.get("rank/0", _ABSENT, 0)
             return store
         except TransportError:
             if time.monotonic() > deadline:
@@ -221,8 +223,8 @@ class _RendezvousStore:
         TransportError: the store does not answer, or has ended.
     """
 
-    def __init__(self, store: dist.Store, timeout: timedelta):
-        self._store, self._timeout_s = store, timeout.total_seconds()
+    def __init__(self, store: dist.Store, world_size: int, timeout: timedelta):
+        self._store, self._world_size, self._timeout_s = store, world_size, timeout.total_seconds()
         self._begin = time.monotonic()
         self._last_answer, self._stalled_s = self._begin, 0.0
 
@@ -252,31 +254,37 @@ class _RendezvousStore:
     def set(self, key: str, value: str | bytes) -> None:
         self._call(lambda: self._store.set(key, value))
 
-    def publish_fault(self, message: str) -> None:
-        """Tell the ranks that are still waiting why this rank gives up."""
+    def publish_fault(self, message: str, rank: int | None) -> None:
+        """Tell the ranks that are still waiting why this rank gives up, and which rank is at fault."""
         with contextlib.suppress(TransportError):
-            self.set("fault", message)
+            self.set("fault", f"{'-' if rank is None else rank} {message}")
 
-    def get(self, key: str, late: str) -> bytes:
-        """Waits for the key; `late` says what has not happened where it does not come in time."""
+    def get(self, key: str, late: str, rank: int) -> bytes:
+        """Waits for the key, which that rank sets; `late` says what it has not done where it does not come in time."""
         pause_s = _FIRST_POLL_SECONDS
         while True:
             value, fault = self._call(lambda: self._look_for(key))
             if value is not None:
                 return value
             if fault is not None:
-                raise RemoteError(f"another rank gave up during the rendezvous: {_readable(fault)}")
+                self._raise_fault(fault)
             if time.monotonic() > self._begin + self._timeout_s:
-                self._give_up(late)
+                self._give_up(late.format(rank), rank)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_SECONDS)
+
+    def check_fault(self) -> None:
+        """Raises why another rank has given up, if one has: it may have while this one was stopped."""
+        fault = self._call(lambda: self._store.get("fault") if self._store.check(["fault"]) else None)
+        if fault is not None:
+            self._raise_fault(fault)
 
     def get_all(self, kind: str, size: int, late: str) -> list[bytes]:
         """Waits for the key of this kind of each rank; many of them are read at once where they are there."""
         values: list[bytes] = []
         while len(values) < size:
             at = len(values)
-            values.append(self.get(f"{kind}/{at}", late.format(at)))
+            values.append(self.get(f"{kind}/{at}", late, at))
             keys = [f"{kind}/{rank}" for rank in range(at + 1, min(at + _KEYS_PER_CALL, size))]
             values += self._call(lambda keys=keys: self._store.multi_get(keys) if self._store.check(keys) else [])
         return values
@@ -287,7 +295,16 @@ class _RendezvousStore:
             return self._store.get(key), None
         return None, self._store.get("fault") if self._store.check(["fault"]) else None
 
-    def _give_up(self, late: str) -> NoReturn:
+    def _raise_fault(self, fault: bytes) -> NoReturn:
+        """With what publish_fault has written, or anybody else."""
+        named = re.match(rb"(\d{1,7}|-) ", fault)
+        rank = int(named[1]) if named and named[1] != b"-" else self._world_size
+        message = _readable(fault[named.end() :] if named else fault)
+        raise RemoteError(
+            f"another rank gave up during the rendezvous: {message}", rank=rank if rank < self._world_size else None
+        )
+
+    def _give_up(self, late: str, rank: int) -> NoReturn:
         message = (
             f"{late} within {self._timeout_s:g} s; check that it was started, that its "
             "log shows no error, and that all ranks have the same WORLD_SIZE and MASTER_ADDR"
@@ -296,8 +313,8 @@ class _RendezvousStore:
             message += (
                 f"; but this rank, or the store, made no progress for {self._stalled_s:.3g} s, which may be the cause"
             )
-        self.publish_fault(message)  # a rank that comes later need not wait in vain
-        raise DeadlineExceeded(message)
+        self.publish_fault(message, rank)  # a rank that comes later need not wait in vain
+        raise DeadlineExceeded(message, rank=rank)
 
 
 _ABSENT, _UNPROVED = "rank {} did not come to the rendezvous", "rank {} came to the rendezvous and did not complete it"
@@ -316,10 +333,10 @@ def exchange_records(
         RemoteError: another rank gave up first.
         TransportError: the store has ended, or does not answer, or somebody else has written to it.
     """
-    rendezvous = _RendezvousStore(store, timeout)
+    rendezvous = _RendezvousStore(store, mine.world_size, timeout)
     if rendezvous.add(f"claim/{mine.rank}", 1) != 1:
         message = f"two processes claim to be rank {mine.rank}; give each process its own RANK; or {_FORGED}"
-        rendezvous.publish_fault(message)
+        rendezvous.publish_fault(message, mine.rank)
         raise InvalidArgument(message, rank=mine.rank)
     mine = replace(mine, auth="a token" if auth_token else "no token", nonce=secrets.token_hex(16))
     if mine.rank == 0 and not auth_token:
@@ -328,12 +345,13 @@ def exchange_records(
         records, rows = _exchange(rendezvous, mine)
         name = rendezvous_name(rows)
         # What is in the store as the secret may be anything, of any length.
-        key = stretch(auth_token, name) if auth_token else derive(rendezvous.get("secret", _UNPROVED.format(0)), name)
+        key = stretch(auth_token, name) if auth_token else derive(rendezvous.get("secret", _UNPROVED, 0), name)
         _prove(rendezvous, mine, name, key)
         for record in records:
             _compare(records[0], record, _COMPARED)
+        rendezvous.check_fault()
     except (InvalidArgument, TransportError) as error:
-        rendezvous.publish_fault(str(error))
+        rendezvous.publish_fault(str(error), error.rank)
         raise
     return records, Credentials(derive(key, b"connections"), mine.rank, mine.world_size)
 
@@ -351,7 +369,7 @@ def _exchange(rendezvous: _RendezvousStore, mine: RankRecord) -> tuple[list[Rank
     written = mine.to_json()
     rendezvous.set(f"rank/{mine.rank}", written)
     # Before the others, because nothing shows how many there are.
-    first = RankRecord.parse(rendezvous.get("rank/0", _ABSENT.format(0)), 0)
+    first = RankRecord.parse(rendezvous.get("rank/0", _ABSENT, 0), 0)
     _compare(first, mine, _COMPARED_FIRST)
     rows = rendezvous.get_all("rank", mine.world_size, _ABSENT)
     if rows[mine.rank] != written:
@@ -410,7 +428,7 @@ def _compare(first: RankRecord, other: RankRecord, compared: Sequence[tuple[str,
             )
 
 
-def _readable(fault: bytes) -> str:
+def _readable(text: bytes) -> str:
     """What may be anybody's, for a terminal or a log."""
-    text = fault[: 4 * _MAX_FAULT_CHARACTERS].decode(errors="replace")[:_MAX_FAULT_CHARACTERS]
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+    characters = text[: 4 * _MAX_FAULT_CHARACTERS].decode(errors="replace")[:_MAX_FAULT_CHARACTERS]
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in characters)

@@ -41,12 +41,12 @@ def describe(error: BaguaError) -> dict:
 
 
 def remote_error(cause: dict, group_peer: int) -> BaguaError:
-    """The first cause, as another rank's failure. A rank that only passes it on is not named; Communicator::listen has
-    the same rules."""
+    """The first cause, as another rank's failure. A rank that only passes it on is not named, nor one that has found a
+    connection cut or has waited in vain, and named nobody; Communicator::listen has the same rules."""
     text, rank, kind = cause["text"], cause["rank"], cause["kind"]
     if kind != "RemoteError":
         text = f"rank {group_peer} reported: {text}"
-        if rank is None and kind != "DeadlineExceeded":
+        if rank is None and kind not in ("DeadlineExceeded", "TransportError"):
             rank = group_peer
     return RemoteError(text, rank=rank, operation=cause["operation"])
 

@@ -8,11 +8,12 @@ process id: what a killed run has left behind is found and removed by the next o
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 BURST_BYTES = 512 * 1024  # what a link that was idle carries at once; a token bucket's size
@@ -94,6 +95,29 @@ def hosts(count: int, rate_mbit: int | None, congestion: str = "") -> Iterator[l
     finally:
         for name in [*names, switch]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def move_to(name: str) -> None:
+    """This thread, and those that it will start, live on another host from now on.
+
+    Args:
+        name: the last word of what starts a command there.
+    """
+    with open(f"/var/run/netns/{name}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot move to host {name}")
+
+
+def cut(names: Sequence[str], host: int, peer: int | None = None) -> None:
+    """Cuts the cable of a host, or only what it sends to one other. The caller may live on any of them.
+
+    Args:
+        names: as for :func:`move_to`, by host.
+    """
+    if peer is None:
+        _ip(f"-n {names[host].rsplit('-', 1)[0]}-switch link set port{host} down")
+    else:
+        _ip(f"-n {names[host]} neigh replace {address(peer)} lladdr 02:00:00:00:00:77 dev eth0 nud permanent")
 
 
 def _shape(namespace: str, device: str, rate_mbit: int) -> None:

@@ -234,6 +234,29 @@ class Run:
         """True after the rank's process got SIGSTOP."""
         return self._ranks[rank].is_stopped()
 
+    def ended(self, seconds: float) -> dict[int, Any]:
+        """By rank, the value or the Failure of each that has ended; waits for all of them, but no longer than that.
+
+        For callers that expect failures, and judge them by themselves.
+        """
+        until = time.monotonic() + seconds
+        while pending := self._running():
+            by_object = {o: rank for rank in pending for o in (rank.connection, rank.exit_pipe)}
+            ready = wait(list(by_object), max(0.0, until - time.monotonic()))
+            if not ready:
+                break
+            for rank in {by_object[o].rank: by_object[o] for o in ready}.values():
+                self._take(rank)
+        return {**self._values, **{failure.rank: failure for failure in self._failures}}
+
+    def stacks(self) -> str:
+        """Of every thread of the ranks that have not ended."""
+        return dump_stacks(self._running())
+
+    def _running(self) -> list[RankProcess]:
+        failed = {failure.rank for failure in self._failures}
+        return [rank for rank in self._ranks if rank.rank not in self._values and rank.rank not in failed]
+
     def result(self) -> list[Any]:
         """Waits for all ranks; the values by rank, or the first failure as described at :func:`spawn`."""
         try:

@@ -1,12 +1,10 @@
 """A silent rank, stopped or behind a cut cable, among ranks that wait for one another: everybody names it, or the
 connection to it, and never one that waits too, in whatever operation, group or kind of traffic it does."""
 
-import ctypes
 import itertools
 import random
 import re
 import signal
-import subprocess
 import threading
 import time
 from typing import NamedTuple
@@ -188,26 +186,9 @@ def can_make_hosts():
         pytest.skip(reason)
 
 
-def move_to(host):
-    """This thread, and those that it will start, live on another host from now on."""
-    with open(f"/var/run/netns/{host}") as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) != 0:
-            raise OSError(ctypes.get_errno(), "setns")
-
-
-def cut(names, rank, peer=None):
-    """The cable of a rank's host, or only what it sends to one other."""
-    if peer is None:
-        command = f"ip -n {names[rank].rsplit('-', 1)[0]}-switch link set port{rank} down"
-    else:
-        nowhere = "02:00:00:00:00:77"
-        command = f"ip -n {names[rank]} neigh replace {hosts.address(peer)} lladdr {nowhere} dev eth0 nud permanent"
-    subprocess.run(command.split(), check=True)
-
-
 def on_hosts(rank, world_size, names, path, fn, *args):
     """In ranks of a Pool; they meet in a file, since the test's store is on the test's host."""
-    move_to(names[rank])
+    hosts.move_to(names[rank])
     store = torch.distributed.FileStore(path + "-store", world_size)
     bagua.init_process_group(store=store, rank=rank, world_size=world_size, timeout=20.0)
     try:
@@ -228,10 +209,10 @@ def sum_until_a_cut(rank, world_size, names, path, pair):
     bagua.get_default_group().set_timeout(SHORT_S)
     bagua.barrier()
     if pair is None and rank == SILENT:
-        cut(names, rank)
+        hosts.cut(names, rank)
         note_time(path)
     elif pair is not None and rank in pair:
-        cut(names, rank, sum(pair) - rank)
+        hosts.cut(names, rank, sum(pair) - rank)
         if rank == pair[0]:
             note_time(path)
     x = torch.ones(world_size)
@@ -310,7 +291,7 @@ def train_and_stop(rank, world_size, algorithm, at_s, path):
 def train_and_cut(rank, world_size, names, path, algorithm, at_s):
     def silence():
         note_time(path)
-        cut(names, rank)
+        hosts.cut(names, rank)
 
     return train(rank, world_size, algorithm, at_s, silence)
 

@@ -14,7 +14,7 @@ from bagua.replay import hosts
 from bagua.testing import Pool, stop
 from tests.distributed.worlds import in_worlds, shm, tcp
 from tests.faults.scenarios import LONG_S, note_time, noted_time, process_group, spawn_in, watch
-from tests.faults.test_blame import CONNECTION, can_make_hosts, cut, meet, needs_hosts, on_hosts  # noqa: F401
+from tests.faults.test_blame import CONNECTION, can_make_hosts, meet, needs_hosts, on_hosts  # noqa: F401
 
 pytestmark = pytest.mark.timed
 
@@ -76,7 +76,7 @@ def wait_until_a_cut(rank, world_size, names, path):
     meet()
     bagua.barrier()
     if rank == world_size - 1:
-        cut(names, rank)
+        hosts.cut(names, rank)
         note_time(path)
     x = torch.ones(world_size)
     return watch(lambda: bagua.all_to_all(x.clone(), x))

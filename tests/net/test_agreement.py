@@ -40,6 +40,7 @@ def attempt(rank, world_size, changes, timeout):
         bagua.init_process_group(timeout=timeout, **mine.get("arguments", {}))
     except bagua.BaguaError as error:
         assert not bagua.is_initialized()
+        assert error.rank == mine.get("names", error.rank)
         return type(error).__name__, str(error), time.monotonic() - begin
     bagua.destroy_process_group()
     return None
@@ -160,7 +161,8 @@ def test_two_processes_with_the_same_rank():
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_does_not_come(missing):
-    results = failures_of(3, {missing: {"absent": True}}, timeout=TIMEOUT_S)
+    changes = {rank: {"names": missing, "absent": rank == missing} for rank in range(3)}
+    results = failures_of(3, changes, timeout=TIMEOUT_S)
     for rank, result in enumerate(results):
         if rank != missing:
             assert result[0] in ("DeadlineExceeded", "RemoteError")

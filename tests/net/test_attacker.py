@@ -178,11 +178,15 @@ def test_a_rank_with_another_token(fast):
 
 
 def test_a_fault_of_anybody_is_told_as_text(fast):
-    values = {"fault": b"\x1b[2J" + 5000 * b"\xff" + b"\n"}
-    values["claim/0"] = b"1"
-    results, _ = meet(values=values)
-    told = str(results[1])
-    assert "another rank gave up during the rendezvous" in told and told.isprintable() and len(told) < 3000
+    results, _ = meet(values={"fault": b"\x1b[2J" + 5000 * b"\xff" + b"\n"})
+    for error in results:
+        told = str(error)
+        assert "another rank gave up during the rendezvous" in told and told.isprintable() and len(told) < 3000
+        assert error.rank is None
+    for fault, rank in ((b"0 it is late", 0), (b"2 there is no such rank", None), (b"- nobody", None)):
+        results, _ = meet(values={"fault": fault})
+        for error in results:
+            assert error.rank == rank and str(error).endswith(f": {fault[2:].decode()}"), error
 
 
 def test_more_ranks_than_are_read_at_once(fast):

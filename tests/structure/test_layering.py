@@ -70,6 +70,7 @@ ORDER = {
         "congestion": ERRORS,
         "connector": CONFIG,
         "reports": CORE,
+        "stall_watch": set(),
         "dialer": CORE,
         "listener": CONFIG,
         "torch_transport": CORE,

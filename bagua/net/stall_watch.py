@@ -1,0 +1,50 @@
+"""Whether this process itself did not run for long: it was stopped, or something held its interpreter up.
+
+Beside the data path. Its peers then name this rank and leave. When it runs again and dials them nobody listens, and it
+must not call the one that it happens to dial the rank at fault.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+__all__ = ["StallWatch"]
+
+_TICKS_PER_LIMIT = 4
+_RECENT = 5  # limits; for so long a stall is the likelier reason why a peer has left
+
+
+class StallWatch:
+    """A thread, "bagua-stall-watch", that sleeps for short times and notes when one of them has become long.
+
+    Args:
+        limit_s: a stall is longer than that; for so long peers wait for a sign of life.
+    """
+
+    def __init__(self, limit_s: float):
+        self._limit_s = limit_s
+        self._woke_at = time.monotonic()  # written by the thread only, as is the next
+        self._stall: tuple[float, float] | None = None  # when the last one ended, and seconds
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="bagua-stall-watch", daemon=True)
+        self._thread.start()
+
+    def recent_s(self) -> float:
+        """How long the last stall took, in seconds, if it ended a short while ago; otherwise 0."""
+        now, stall = time.monotonic(), self._stall
+        if now - self._woke_at > self._limit_s:  # the thread has yet to see it
+            return now - self._woke_at
+        return stall[1] if stall is not None and now - stall[0] < _RECENT * self._limit_s else 0.0
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._limit_s / _TICKS_PER_LIMIT):
+            now = time.monotonic()
+            if now - self._woke_at > self._limit_s:
+                self._stall = (now, now - self._woke_at)
+            self._woke_at = now

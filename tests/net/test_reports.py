@@ -1,0 +1,26 @@
+"""bagua.net.reports: whom a failure names after another rank has passed it on."""
+
+import pytest
+
+from bagua.errors import Aborted, DeadlineExceeded, InvalidArgument, RemoteError, TransportError
+from bagua.net.reports import describe, remote_error
+
+
+@pytest.mark.parametrize(
+    ("cause", "named"),
+    [
+        (InvalidArgument("a NaN"), 3),
+        (Aborted("destroyed"), 3),
+        (InvalidArgument("no gradient", rank=1), 1),
+        (TransportError("rank 1 has exited", rank=1), 1),
+        (TransportError("the connection between rank 1 and rank 3 is silent"), None),
+        (DeadlineExceeded("rank 1 has not called it", rank=1), 1),
+        (DeadlineExceeded("the ranks wait for one another in a circle"), None),
+        (RemoteError("rank 2 reported: no memory", rank=2), 2),
+        (RemoteError("rank 2 reported: the connection is silent"), None),
+    ],
+    ids=repr,
+)
+def test_who_only_passes_a_failure_on_is_not_named(cause, named):
+    error = remote_error(describe(cause), 3)
+    assert type(error) is RemoteError and error.rank == named and str(cause) in str(error)
