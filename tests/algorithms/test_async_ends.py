@@ -182,6 +182,7 @@ def _leave_while_an_exception_is_under_way(rank, world_size, algorithm, error):
     return None, messages
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("algorithm", "error", "told"),
     [
@@ -199,6 +200,7 @@ def test_a_failed_rank_that_destroys_its_group_is_no_end(pool4, algorithm, error
         assert after_s < _LONG_S / 4
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("error", [None, SystemExit(0), StopIteration()], ids=repr)
 def test_an_end_that_python_tells_by_an_exception_is_an_end(pool2, error):
     (outcome, messages), _ = pool2.run(_leave_while_an_exception_is_under_way, args=("async", error))
@@ -215,6 +217,7 @@ def _second_attempt(rank, world_size):
             return _train_until(rank, "async", None, messages), messages
 
 
+@pytest.mark.timed
 def test_the_end_of_a_second_attempt_is_an_end(pool2):
     (outcome, messages), _ = pool2.run(_second_attempt)
     assert outcome is None and len(messages) == 1 and "rank 1 of the group 'world' ended" in messages[0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -20,15 +18,9 @@ from tests.conformance.training import (
     process_group,
     wrap,
 )
-from tests.distributed.worlds import fast_in
+from tests.distributed.worlds import fast_in, in_turns
 
 of_all = pytest.mark.parametrize("algorithm", OF_GRADIENTS)
-
-
-def of_all_and(name, values):
-    """Each algorithm with one of the values, which take turns; all with all are slow."""
-    fast = list(zip(OF_GRADIENTS, itertools.cycle(values), strict=False))
-    return fast_in(f"algorithm, {name}", fast, list(itertools.product(OF_GRADIENTS, values)))
 
 
 def _mean_of_ranks(rank, world_size, algorithm):
@@ -49,7 +41,7 @@ def _mean_of_ranks(rank, world_size, algorithm):
         return {bucket.declaration.codec for bucket in model.bagua.buckets}, model.bagua.algorithm.stage().name
 
 
-@of_all_and("backend", ["native", "torch"])
+@in_turns("algorithm, backend", OF_GRADIENTS, ["native", "torch"])
 def test_gradient_is_the_mean_over_ranks(pool2, algorithm, backend):
     codecs, stage = pool2.run(_mean_of_ranks, args=(algorithm,), env={"BAGUA_BACKEND": backend})[0]
     assert (codecs == {None}) == (algorithm in ("gradient_allreduce", "powersgd") or stage == "warm-up")
@@ -79,7 +71,7 @@ def _accumulate(rank, world_size, algorithm, set_to_none):
             assert_equal_on_all_ranks(actual)
 
 
-@of_all_and("set_to_none", [True, False])
+@in_turns("algorithm, set_to_none", OF_GRADIENTS, [True, False])
 def test_accumulation_equals_the_mean_of_the_batches(pool2, algorithm, set_to_none):
     pool2.run(_accumulate, args=(algorithm, set_to_none))
 
@@ -272,7 +264,7 @@ def _checkpointed(rank, world_size, algorithm, use_reentrant):
             assert_equal_on_all_ranks(grads_of(model))
 
 
-@of_all_and("use_reentrant", [True, False])
+@in_turns("algorithm, use_reentrant", OF_GRADIENTS, [True, False])
 def test_activation_checkpoints(pool2, algorithm, use_reentrant):
     pool2.run(_checkpointed, args=(algorithm, use_reentrant))
 

@@ -68,7 +68,8 @@ def test_ranks_stay_bit_identical(pool2, algorithm, backend, num_steps):
     assert all(span.begin_ns <= span.end_ns for span in timeline.spans)
 
 
-@fast_in("algorithm, num_steps", [("bytegrad", FEW)], list(itertools.product(OF_GRADIENTS, [MANY])))
+# The loss of each of four ranks takes more steps to fall.
+@fast_in("algorithm, num_steps", [("bytegrad", 65)], list(itertools.product(OF_GRADIENTS, [MANY])))
 def test_four_ranks_stay_bit_identical(pool4, algorithm, num_steps):
     pool4.run(_stay_identical, args=(algorithm, num_steps))
 

@@ -11,6 +11,8 @@ from bagua import ReduceOp
 from tests.distributed.worlds import Pools, fast_in, in_worlds, mixed, shm, tcp
 from tests.faults.scenarios import WORLDS
 
+pytestmark = pytest.mark.timed
+
 TIMEOUT_S = 20.0
 QUICKLY_S = TIMEOUT_S / 2  # it is the mismatch that was noticed, no deadline that has passed
 ODD_ONE = 1

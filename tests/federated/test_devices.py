@@ -3,7 +3,6 @@
 Each program runs on the CPU and on the device, in one process by itself and on two ranks.
 """
 
-import itertools
 import os
 from datetime import timedelta
 
@@ -20,18 +19,10 @@ from bagua.federated.aggregators import Aggregator, Clip, Mean, Median, Noise, Q
 from bagua.federated.privacy import PrivateMean
 from bagua.testing import world
 from tests import accelerator
-from tests.distributed.worlds import SAME_TEST, fast_in
+from tests.distributed.worlds import SAME_TEST, in_turns
 
 NUM_CLIENTS = 5
 both_sizes = pytest.mark.parametrize("num_ranks", [1, 2])
-
-
-def in_turns(name, values):
-    """Each value with one number of ranks, which take turns; the others are slow."""
-    fast = list(zip(values, itertools.cycle([2, 1]), strict=False))
-    return fast_in(f"{name}, num_ranks", fast, list(itertools.product(values, [1, 2])))
-
-
 # Of programs that are traced, which takes a second each time.
 both_sizes_slowly = pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=SAME_TEST), 2])
 
@@ -170,7 +161,7 @@ def traced(job):
     return graph(x, y)
 
 
-@in_turns("program", [verbs, derivatives, map_reduces, local_training])
+@in_turns("program, num_ranks", [verbs, derivatives, map_reduces, local_training], [2, 1])
 def test_programs(pair_on_devices, num_ranks, program):
     check(pair_on_devices, num_ranks, program)
 
@@ -206,7 +197,7 @@ def aggregation(job, chain):
     return first, second, grad(lambda y: of_values(y).sum())(job.y), jvp(of_values, (job.y,), (job.y,))[1]
 
 
-@in_turns("chain", list(CHAINS))
+@in_turns("chain, num_ranks", list(CHAINS), [2, 1])
 def test_aggregators(pair_on_devices, num_ranks, chain):
     check(pair_on_devices, num_ranks, aggregation, chain)
 

@@ -17,6 +17,8 @@ from bagua.net import rendezvous
 from bagua.net.interfaces import interface_addresses
 from bagua.testing import free_port, spawn
 
+pytestmark = pytest.mark.timed
+
 TIMEOUT_S = 0.5
 LONG_S = 60.0
 QUICKLY_S = LONG_S / 3  # it is the disagreement that was noticed, no deadline that has passed
@@ -156,7 +158,6 @@ def test_two_processes_with_the_same_rank():
         assert seconds < QUICKLY_S
 
 
-@pytest.mark.timed
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_does_not_come(missing):
     results = failures_of(3, {missing: {"absent": True}}, timeout=TIMEOUT_S)
@@ -181,7 +182,6 @@ def test_a_bad_setting_is_refused_before_anything_is_opened():
         assert kind == "InvalidArgument" and "backend 'mpi' is unknown; the backends are auto, native" in text
 
 
-@pytest.mark.timed
 def test_a_port_in_use_by_another_program():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -192,7 +192,6 @@ def test_a_port_in_use_by_another_program():
     assert second[0] == "TransportError" and f"cannot reach rank 0's store at 127.0.0.1:{port}" in second[1]
 
 
-@pytest.mark.timed
 def test_nobody_at_the_masters_address():
     port = free_port()
     env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}

@@ -28,6 +28,8 @@ from bagua.net.listener import Listener
 from bagua.testing import free_port
 from tests.meeting import wait_until
 
+pytestmark = pytest.mark.timed
+
 TOKEN, ANOTHER = "5kZ0pW-qk2VQyXn3sE7cUw", "9aLr_T4hBf6mJd1vGi8oNx"
 TIMEOUT_S = 60.0
 QUICKLY_S = TIMEOUT_S / 4
