@@ -13,8 +13,6 @@ from tests.conformance.training import OF_GRADIENTS, TIMEOUT_S, process_group, w
 from tests.distributed.worlds import in_turns
 from tests.meeting import meet
 
-ALGORITHMS = pytest.mark.parametrize("algorithm", OF_GRADIENTS)
-
 
 class Branches(torch.nn.Module):
     """Uses the branches it is told to; ``root`` belongs to the root module itself."""
