@@ -25,8 +25,6 @@ from tests.conformance.training import process_group
 from tests.distributed.worlds import fast_in
 from tests.meeting import meet
 
-pytestmark = pytest.mark.timed
-
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
@@ -84,6 +82,7 @@ def _interval_and_timeout(rank, world_size):
         bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=1.5)
 
 
+@pytest.mark.timed
 def test_an_interval_too_long_for_the_timeout(pool2):
     pool2.run(_interval_and_timeout)
 
@@ -103,6 +102,7 @@ def _early_end(rank, world_size):
         return messages
 
 
+@pytest.mark.timed
 def test_a_rank_that_ends_early_is_named_and_hurts_nobody(pool4):
     results = pool4.run(_early_end)
     assert results[2] == []
@@ -200,6 +200,7 @@ def test_a_failed_rank_that_destroys_its_group_is_no_end(pool4, algorithm, error
         assert after_s < _LONG_S / 4
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("error", [None, SystemExit(0), StopIteration()], ids=repr)
 def test_an_end_that_python_tells_by_an_exception_is_an_end(pool2, error):
     (outcome, messages), _ = pool2.run(_leave_while_an_exception_is_under_way, args=("async", error))
@@ -216,6 +217,7 @@ def _second_attempt(rank, world_size):
             return _train_until(rank, "async", None, messages), messages
 
 
+@pytest.mark.timed
 def test_the_end_of_a_second_attempt_is_an_end(pool2):
     (outcome, messages), _ = pool2.run(_second_attempt)
     assert outcome is None and len(messages) == 1 and "rank 1 of the group 'world' ended" in messages[0]
@@ -295,6 +297,7 @@ def _an_optimizer_that_does_not_step(rank, world_size):
         return messages
 
 
+@pytest.mark.timed
 def test_an_optimizer_that_does_not_step_is_named(pool2):
     for rank, messages in enumerate(pool2.run(_an_optimizer_that_does_not_step)):
         assert len(messages) == 1, messages
@@ -316,6 +319,7 @@ def _peer_that_does_not_come(rank, world_size):
         return messages
 
 
+@pytest.mark.timed
 def test_an_end_that_fails_is_told():
     """The last averages are not taken: whoever leaves says so, and because of whom."""
     messages = spawn(_peer_that_does_not_come, 2)[0]

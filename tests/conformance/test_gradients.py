@@ -18,8 +18,9 @@ from tests.conformance.training import (
     process_group,
     wrap,
 )
+from tests.distributed.worlds import fast_in, in_turns
 
-pytestmark = pytest.mark.parametrize("algorithm", OF_GRADIENTS)
+of_all = pytest.mark.parametrize("algorithm", OF_GRADIENTS)
 
 
 def _mean_of_ranks(rank, world_size, algorithm):
@@ -40,12 +41,13 @@ def _mean_of_ranks(rank, world_size, algorithm):
         return {bucket.declaration.codec for bucket in model.bagua.buckets}, model.bagua.algorithm.stage().name
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
+@in_turns("algorithm, backend", OF_GRADIENTS, ["native", "torch"])
 def test_gradient_is_the_mean_over_ranks(pool2, algorithm, backend):
     codecs, stage = pool2.run(_mean_of_ranks, args=(algorithm,), env={"BAGUA_BACKEND": backend})[0]
     assert (codecs == {None}) == (algorithm in ("gradient_allreduce", "powersgd") or stage == "warm-up")
 
 
+@fast_in("algorithm", ["gradient_allreduce", "bytegrad"], OF_GRADIENTS)
 def test_gradient_is_the_mean_over_four_ranks(pool4, algorithm):
     pool4.run(_mean_of_ranks, args=(algorithm,))
 
@@ -69,7 +71,7 @@ def _accumulate(rank, world_size, algorithm, set_to_none):
             assert_equal_on_all_ranks(actual)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+@in_turns("algorithm, set_to_none", OF_GRADIENTS, [True, False])
 def test_accumulation_equals_the_mean_of_the_batches(pool2, algorithm, set_to_none):
     pool2.run(_accumulate, args=(algorithm, set_to_none))
 
@@ -98,6 +100,7 @@ def _live_gradients_survive_the_new_layout(rank, world_size, algorithm):
         assert_equal_on_all_ranks(grads_of(model))
 
 
+@of_all
 def test_live_gradients_survive_the_new_layout(pool2, algorithm):
     pool2.run(_live_gradients_survive_the_new_layout, args=(algorithm,))
 
@@ -118,6 +121,7 @@ def _repeated_backwards(rank, world_size, algorithm):
             model.zero_grad()
 
 
+@of_all
 def test_retain_graph_and_two_backwards(pool2, algorithm):
     pool2.run(_repeated_backwards, args=(algorithm,))
 
@@ -145,6 +149,7 @@ def _two_forwards(rank, world_size, algorithm):
             assert_equal_on_all_ranks(grads_of(model))
 
 
+@of_all
 def test_two_forwards_before_a_backward_and_eval_in_between(pool2, algorithm):
     pool2.run(_two_forwards, args=(algorithm,))
 
@@ -161,6 +166,7 @@ def _clipping(rank, world_size, algorithm):
         return float(norm)
 
 
+@of_all
 def test_clipping_sees_the_synchronised_gradients(pool2, algorithm):
     first, second = pool2.run(_clipping, args=(algorithm,))
     assert first == second
@@ -193,6 +199,7 @@ def _several_dtypes(rank, world_size, algorithm):
         return {str(bucket.dtype): bucket.declaration.codec for bucket in model.bagua.buckets}
 
 
+@of_all
 def test_several_dtypes(pool2, algorithm):
     codecs = pool2.run(_several_dtypes, args=(algorithm,))[0]
     assert len(codecs) == 4
@@ -228,6 +235,7 @@ def _shapes(rank, world_size, algorithm):
         assert_equal_on_all_ranks(grads_of(model))
 
 
+@of_all
 def test_odd_shapes_and_strides(pool2, algorithm):
     pool2.run(_shapes, args=(algorithm,))
 
@@ -256,7 +264,7 @@ def _checkpointed(rank, world_size, algorithm, use_reentrant):
             assert_equal_on_all_ranks(grads_of(model))
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@in_turns("algorithm, use_reentrant", OF_GRADIENTS, [True, False])
 def test_activation_checkpoints(pool2, algorithm, use_reentrant):
     pool2.run(_checkpointed, args=(algorithm, use_reentrant))
 
@@ -280,5 +288,6 @@ def _gradient_penalty(rank, world_size, algorithm):
         assert_equal_on_all_ranks(grads_of(model))
 
 
+@of_all
 def test_gradient_penalty(pool2, algorithm):
     pool2.run(_gradient_penalty, args=(algorithm,))

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import threading
 
+import pytest
 import torch
 
 import bagua
@@ -17,14 +18,14 @@ import tests.emulated_device as emulated
 from bagua.testing import world as thread_world
 from tests import accelerator
 from tests.conformance.training import batch, make_net, make_optimizer
-from tests.conformance.variants import VARIANTS, described
-from tests.distributed.worlds import fast_in, shm, tcp
+from tests.conformance.variants import ONE_OF_EACH, VARIANTS, described
+from tests.distributed.worlds import SAME_TEST, shm, tcp
 
 _seeding = threading.Lock()  # ranks that are threads share torch's generator
-NUM_STEPS = 4
+NUM_STEPS = 3
 
 
-def _train(group, variant, kind, num_steps=NUM_STEPS):
+def _train(group, variant, kind):
     """The weights, buffers and optimizer states that a rank ends with."""
     algorithm, options = variant
     device = torch.device("cpu") if kind == "cpu" else accelerator.use_device_of(group.rank)
@@ -36,7 +37,7 @@ def _train(group, variant, kind, num_steps=NUM_STEPS):
     how = {"fused": True} if bagua.algorithms.get(algorithm).optimizer_class is bagua.optim.QAdam else {}
     optimizer = make_optimizer(algorithm, model, lr=0.002, **how)
     bagua.with_bagua(model, optimizer, algorithm=algorithm, group=group, **options)
-    for step in range(num_steps):
+    for step in range(NUM_STEPS):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         x, y = (tensor.to(device) for tensor in batch(group.rank, step))
         with model.no_sync() if step == 1 else contextlib.nullcontext():
@@ -73,19 +74,25 @@ def test_over_threads(alone_on_emulated):
     assert {"minmax_uint8_reduce_encode", "onebit_encode_with_residual", "reduce_many", "weighted_sum"} <= {*launches}
 
 
-def _train_on_both(rank, world_size):
+def _train_on_both(rank, world_size, variants):
     bagua.init_process_group(timeout=20)
     try:
         group = bagua.get_default_group()
         return [
             described(variant)
-            for variant in VARIANTS
-            if not accelerator.agree(*(_train(group, variant, kind, 3) for kind in (accelerator.kind(), "cpu")))
+            for variant in variants
+            if not accelerator.agree(*(_train(group, variant, kind) for kind in (accelerator.kind(), "cpu")))
         ]
     finally:
         bagua.destroy_process_group()
 
 
-@fast_in("world", [tcp(2)], [shm(2), tcp(2)])
-def test_over_processes(pair_on_devices, world):
-    assert pair_on_devices.run(_train_on_both, env=world.env, timeout=120) == [[], []]
+@pytest.mark.parametrize(
+    "world, variants",
+    [
+        pytest.param(tcp(2), ONE_OF_EACH, id="tcp2-one of each"),
+        *(pytest.param(world, VARIANTS, id=f"{world}-all", marks=SAME_TEST) for world in (shm(2), tcp(2))),
+    ],
+)
+def test_over_processes(pair_on_devices, world, variants):
+    assert pair_on_devices.run(_train_on_both, args=(variants,), env=world.env, timeout=120) == [[], []]

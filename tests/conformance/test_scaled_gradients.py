@@ -20,6 +20,7 @@ from tests.conformance.training import (
     slow_but,
     wrap,
 )
+from tests.distributed.worlds import in_turns
 
 IN_LOCKSTEP = [name for name in ALGORITHMS if bagua.algorithms.get(name).is_lockstep]
 in_lockstep = pytest.mark.parametrize("algorithm", IN_LOCKSTEP)
@@ -58,10 +59,9 @@ def _scaler(rank, world_size, algorithm, fused, unscale):
         assert scaler.get_scale() == 256.0
 
 
-@pytest.mark.parametrize("fused, unscale", [(False, True), (True, False)])
-@in_lockstep
-def test_all_ranks_skip_the_step_that_a_scaler_skips(pool2, algorithm, fused, unscale):
-    pool2.run(_scaler, args=(algorithm, fused, unscale))
+@in_turns("algorithm, how", IN_LOCKSTEP, ["unscale", "fused"])
+def test_all_ranks_skip_the_step_that_a_scaler_skips(pool2, algorithm, how):
+    pool2.run(_scaler, args=(algorithm, how == "fused", how == "unscale"))
 
 
 def _refused(rank, world_size, algorithm, value):
@@ -109,8 +109,7 @@ def test_sums_that_overflow_float16_are_noticed(pool2):
     pool2.run(_overflow)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@of_gradients
+@in_turns("algorithm, value", OF_GRADIENTS, [float("nan"), float("inf")])
 def test_a_step_with_nan_under_a_codec_is_refused_on_all_ranks(pool2, algorithm, value):
     assert pool2.run(_refused, args=(algorithm, value)) == ["refused" if algorithm in OF_CODECS else "plain"] * 2
 

@@ -9,6 +9,7 @@ import torch
 
 import bagua
 from tests.conformance.training import ALGORITHMS, ANY, batch, loss_of, make_net, make_optimizer, process_group, wrap
+from tests.distributed.worlds import fast_in
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -73,13 +74,18 @@ def _equals_plain_torch(rank, world_size, algorithm, name, set_to_none):
         assert torch.equal(actual[key], value), key
 
 
-@pytest.mark.parametrize(
-    "algorithm", [name for name in ALGORITHMS if bagua.algorithms.get(name).optimizer_class is ANY]
+OF_ANY = [name for name in ALGORITHMS if bagua.algorithms.get(name).optimizer_class is ANY]
+CASES = [("sgd", False), *((name, index % 2 == 0) for index, name in enumerate(OPTIMIZERS))]
+
+
+# Each algorithm with an optimizer, each optimizer with one or two algorithms, and all with all.
+@fast_in(
+    "algorithm, name, set_to_none",
+    [(OF_ANY[i % len(OF_ANY)], *CASES[i % len(CASES)]) for i in range(max(len(OF_ANY), len(CASES)))],
+    [(algorithm, *case) for algorithm in OF_ANY for case in CASES],
 )
-def test_equals_plain_torch(pool1, algorithm):
-    pool1.run(_equals_plain_torch, args=(algorithm, "sgd", False))
-    for index, name in enumerate(OPTIMIZERS):
-        pool1.run(_equals_plain_torch, args=(algorithm, name, index % 2 == 0))
+def test_equals_plain_torch(pool1, algorithm, name, set_to_none):
+    pool1.run(_equals_plain_torch, args=(algorithm, name, set_to_none))
 
 
 def _equals_its_optimizer_alone(rank, world_size, algorithm):

@@ -19,8 +19,8 @@ from tests.conformance.training import (
     mean_in_loops,
     process_group,
 )
-from tests.conformance.variants import VARIANTS, described
-from tests.distributed.worlds import fast_in, shm, tcp
+from tests.conformance.variants import ONE_OF_EACH, VARIANTS, described
+from tests.distributed.worlds import SAME_TEST, fast_in, shm, tcp
 
 _seeding = threading.Lock()  # ranks that are threads share torch's generator
 
@@ -59,9 +59,9 @@ def _train(group, variant, num_steps=7):
     return mean_in_loops(everyone)
 
 
-def _train_all(rank, world_size):
+def _train_all(rank, world_size, variants):
     with process_group():
-        return {described(variant): _train(bagua.get_default_group(), variant) for variant in VARIANTS}
+        return {described(variant): _train(bagua.get_default_group(), variant) for variant in variants}
 
 
 @functools.cache
@@ -83,10 +83,20 @@ def test_over_threads(size):
     assert all(len(result) == len(VARIANTS) for result in results)
 
 
-@fast_in("world", [tcp(3)], [make(size) for size in (2, 3, 4) for make in (shm, tcp)])
-def test_over_processes(pool2, pool3, pool4, world):
+@pytest.mark.parametrize(
+    "world, variants",
+    [
+        pytest.param(tcp(3), ONE_OF_EACH, id="tcp3-one of each"),
+        *(
+            pytest.param(make(size), VARIANTS, id=f"{make(size)}-all", marks=SAME_TEST)
+            for size in (2, 3, 4)
+            for make in (shm, tcp)
+        ),
+    ],
+)
+def test_over_processes(pool2, pool3, pool4, world, variants):
     """The transport changes neither what is computed, nor, but for the order of sums, how it is rounded."""
-    results = {2: pool2, 3: pool3, 4: pool4}[world.size].run(_train_all, env=world.env)
+    results = {2: pool2, 3: pool3, 4: pool4}[world.size].run(_train_all, args=(variants,), env=world.env)
     for over_threads, over_processes in zip(_over_threads(world.size), results, strict=True):
         for variant, weights in over_processes.items():
             for name, weight in weights.items():

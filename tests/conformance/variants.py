@@ -13,10 +13,12 @@ _OPTIONS: dict[str, list[dict[str, Any]]] = {
     "qadam": [{"warmup_steps": 2}, {"warmup_steps": 2, "codec": "onebit"}],
     "decentralized": [{"topology": "shift_one"}, {"topology": "ring", "interval": 2}],
     "low_precision_decentralized": [{}, {"codec": "qsgd:bits=4"}],
-    "local_sgd": [{"sync_every": 3, "post_local_after": 2}, {"sync_every": 1, "momentum": "reset"}],
+    "local_sgd": [{"sync_every": 1, "momentum": "reset"}, {"sync_every": 3, "post_local_after": 2}],
     "async_averaging": [{"warmup_steps": 1000}],  # what comes after depends on time
 }
 VARIANTS = [(name, options) for name in ALGORITHMS for options in _OPTIONS.get(name, [{}])]
+# The last variant of each algorithm, which keeps most.
+ONE_OF_EACH = list(dict(VARIANTS).items())
 
 
 def described(variant: Any) -> str:

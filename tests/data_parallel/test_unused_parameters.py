@@ -10,9 +10,8 @@ import torch
 import bagua
 from bagua.errors import BaguaError, InvalidArgument
 from tests.conformance.training import OF_GRADIENTS, TIMEOUT_S, process_group, wrap
+from tests.distributed.worlds import in_turns
 from tests.meeting import meet
-
-ALGORITHMS = pytest.mark.parametrize("algorithm", OF_GRADIENTS)
 
 
 class Branches(torch.nn.Module):
@@ -102,8 +101,7 @@ def _finds_them(rank, world_size, algorithm, set_to_none):
             model.zero_grad(set_to_none=set_to_none)
 
 
-@ALGORITHMS
-@pytest.mark.parametrize("set_to_none", [True, False])
+@in_turns("algorithm, set_to_none", OF_GRADIENTS, [True, False])
 def test_unused_parameters_count_as_zero(pool2, algorithm, set_to_none):
     pool2.run(_finds_them, args=(algorithm, set_to_none))
 
@@ -119,8 +117,7 @@ def _leaves_out_differently(rank, world_size, algorithm, bucket_bytes):
             model.zero_grad()
 
 
-@ALGORITHMS
-@pytest.mark.parametrize("bucket_bytes", [16, 32, 1 << 20])  # a parameter, two, all in a bucket
+@in_turns("algorithm, bucket_bytes", OF_GRADIENTS, [16, 32, 1 << 20])  # a parameter, two, all in a bucket
 def test_ranks_that_leave_out_different_parameters(pool2, algorithm, bucket_bytes):
     pool2.run(_leaves_out_differently, args=(algorithm, bucket_bytes))
 

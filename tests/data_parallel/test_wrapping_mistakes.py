@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import bagua
 from bagua.errors import BaguaError, InvalidArgument
 from tests.conformance.training import process_group
+from tests.distributed.worlds import fast_in
 from tests.meeting import meet
 
 
@@ -331,6 +332,6 @@ MAKES = (
 )
 
 
-@pytest.mark.parametrize("make", MAKES)
+@fast_in("make", [_compile_and_pass, _compile_whole_and_call_what_is_inside, _compile_in_place], MAKES)
 def test_a_model_that_is_compiled_and_run_before_the_wrap(pool2, make):
     pool2.run(_compiled_and_run, args=(make,))

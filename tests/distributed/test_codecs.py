@@ -25,12 +25,22 @@ SEED = 12345
 
 
 def in_worlds_with_codecs(worlds, one_world, specs=SPECS):
-    """Every codec in one world, one more in each of the others; all in all are slow, and options in one world only."""
+    """Every codec in one world, one more in each of the others, each with some of the cases; slow are all codecs in
+    all worlds with all cases, options in one world only."""
     others = [world for world in worlds if world != one_world]
     available = bagua.codecs.available()
     fast = [(one_world, spec) for spec in specs] + list(zip(others, itertools.cycle(available), strict=False))
     every = [(one_world, spec) for spec in SPECS] + list(itertools.product(others, available))
-    return fast_in("world, codec", fast, every)
+    return fast_in("world, codec, is_whole", [(*one, False) for one in fast], [(*one, True) for one in every])
+
+
+def cases(is_whole):
+    """(dtype, numel, op): every type with every size, and all with both operators or the operators in turns."""
+    sizes = [(dtype, numel) for dtype in DTYPES for numel in ((*SIZES, LARGE) if dtype is torch.float32 else SIZES)]
+    both = (ReduceOp.SUM, ReduceOp.AVG)
+    for index, (dtype, numel) in enumerate(sizes):
+        for op in both if is_whole else both[index % 2 :][:1]:
+            yield dtype, numel, op
 
 
 @functools.lru_cache(maxsize=16)
@@ -64,26 +74,24 @@ def quantisation_bound(codec, x):
     return EPS[codec] * x.abs() + 2.0**-25
 
 
-def check_codec(rank, world_size, codec):
-    for dtype in DTYPES:
-        for numel in (*SIZES, LARGE) if dtype is torch.float32 else SIZES:
-            for op in (ReduceOp.SUM, ReduceOp.AVG):
-                what = f"{codec} {dtype} {numel} {op.name}"
-                inputs = [gradient_like(r, numel, dtype) for r in range(world_size)]
-                x = inputs[rank].clone()
-                bagua.all_reduce(x, op, codec=bagua.codecs.get(codec).with_seed(SEED))
-                everybody = torch.empty(world_size * numel, dtype=dtype)
-                bagua.all_gather(everybody, x)
-                for other in everybody.view(world_size, numel):
-                    assert torch.equal(other.view(torch.uint8), x.view(torch.uint8)), f"{what}: not the same bits"
-                if rank > 0:  # what rank 0 has is what this one has
-                    continue
-                if world_size == 1:
-                    assert torch.equal(x, inputs[0]), f"{what}: one rank changes nothing"
-                    continue
-                assert torch.equal(x, compressed_sum(codec, inputs, op, SEED)), f"{what}: not the definition"
-                if codec in ROUNDINGS:
-                    check_error(codec, x, [y.double() for y in inputs], op, what)
+def check_codec(rank, world_size, codec, is_whole):
+    for dtype, numel, op in cases(is_whole):
+        what = f"{codec} {dtype} {numel} {op.name}"
+        inputs = [gradient_like(r, numel, dtype) for r in range(world_size)]
+        x = inputs[rank].clone()
+        bagua.all_reduce(x, op, codec=bagua.codecs.get(codec).with_seed(SEED))
+        everybody = torch.empty(world_size * numel, dtype=dtype)
+        bagua.all_gather(everybody, x)
+        for other in everybody.view(world_size, numel):
+            assert torch.equal(other.view(torch.uint8), x.view(torch.uint8)), f"{what}: not the same bits"
+        if rank > 0:  # what rank 0 has is what this one has
+            continue
+        if world_size == 1:
+            assert torch.equal(x, inputs[0]), f"{what}: one rank changes nothing"
+            continue
+        assert torch.equal(x, compressed_sum(codec, inputs, op, SEED)), f"{what}: not the definition"
+        if codec in ROUNDINGS:
+            check_error(codec, x, [y.double() for y in inputs], op, what)
 
 
 def check_error(codec, x, inputs, op, what):
@@ -120,8 +128,8 @@ def quantisation_bound_of_error(codec, first):
 
 
 @in_worlds_with_codecs(ALL_WORLDS, shm(3))
-def test_codec(pools, world, codec):
-    pools.run(world, check_codec, codec)
+def test_codec(pools, world, codec, is_whole):
+    pools.run(world, check_codec, codec, is_whole)
 
 
 def test_every_codec_has_a_bound_here():
@@ -173,26 +181,24 @@ def check_movements(rank, world_size, codec):
             assert torch.equal(output, torch.cat(expected)), f"all_to_all {what}"
 
 
-def check_reduce_scatter(rank, world_size, codec):
-    for dtype in DTYPES:
-        for numel in (*SIZES, LARGE) if dtype is torch.float32 else SIZES:
-            for op in (ReduceOp.SUM, ReduceOp.AVG):
-                inputs = [gradient_like(r, world_size * numel, dtype) for r in range(world_size)]
-                output = torch.empty(numel, dtype=dtype)
-                bagua.reduce_scatter(output, inputs[rank], op, codec=bagua.codecs.get(codec).with_seed(SEED))
-                if world_size == 1:
-                    assert torch.equal(output, inputs[0])
-                    continue
-                blocks = [x.view(world_size, numel)[rank] for x in inputs]
-                keys = [key_of(sender, rank * numel) for sender in range(world_size)]
-                total = decoded_sum(codec, blocks, op, keys)
-                assert torch.equal(output, total.to(dtype)), f"reduce_scatter {op.name} {codec} {dtype} {numel}"
+def check_reduce_scatter(rank, world_size, codec, is_whole):
+    for dtype, numel, op in cases(is_whole):
+        inputs = [gradient_like(r, world_size * numel, dtype) for r in range(world_size)]
+        output = torch.empty(numel, dtype=dtype)
+        bagua.reduce_scatter(output, inputs[rank], op, codec=bagua.codecs.get(codec).with_seed(SEED))
+        if world_size == 1:
+            assert torch.equal(output, inputs[0])
+            continue
+        blocks = [x.view(world_size, numel)[rank] for x in inputs]
+        keys = [key_of(sender, rank * numel) for sender in range(world_size)]
+        total = decoded_sum(codec, blocks, op, keys)
+        assert torch.equal(output, total.to(dtype)), f"reduce_scatter {op.name} {codec} {dtype} {numel}"
 
 
 @in_worlds_with_codecs([shm(1), shm(2), shm(3), tcp(4)], shm(3), bagua.codecs.available())
-def test_movements(pools, world, codec):
+def test_movements(pools, world, codec, is_whole):
     pools.run(world, check_movements, codec)
-    pools.run(world, check_reduce_scatter, codec)
+    pools.run(world, check_reduce_scatter, codec, is_whole)
 
 
 def check_bytes(rank, world_size, codec):

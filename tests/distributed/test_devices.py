@@ -16,6 +16,7 @@ from bagua.distributed import devices
 from bagua.testing import world as thread_world
 from tests import accelerator
 from tests.distributed.worlds import fast_in, shm, tcp, through_torch
+from tests.meeting import meet
 
 SIZE = 2
 
@@ -287,13 +288,18 @@ def test_out_of_memory_in_a_workspace_is_told_to_all(pair_on_emulated):
     pair_on_emulated.run(_run_out_of_memory, env=tcp(SIZE).env)
 
 
+_LATE_S = 0.5  # the deadline
+
+
 def _lose_a_peer(rank, world_size):
-    bagua.init_process_group(timeout=1)
+    bagua.init_process_group(timeout=20)
     group = bagua.get_default_group()
     x = torch.ones(300_000, device=accelerator.use_device_of(group.rank))
     group.all_reduce(x).wait()
+    meet()
+    group.set_timeout(_LATE_S)
     if rank == 1:
-        time.sleep(2.5)  # late for the second one
+        time.sleep(2.5 * _LATE_S)  # late for the second one
     begin = time.monotonic()
     with pytest.raises((bagua.DeadlineExceeded, bagua.RemoteError), match="rank 1"):
         group.all_reduce(x).wait()
@@ -305,7 +311,7 @@ def _lose_a_peer(rank, world_size):
 @pytest.mark.timed
 def test_a_late_peer_is_named_at_the_deadline(pair_on_devices):
     took, _ = pair_on_devices.run(_lose_a_peer, env=tcp(SIZE).env)
-    assert 0.9 < took < 3
+    assert 0.9 * _LATE_S < took < 3 * _LATE_S
 
 
 def _lose_a_killed_peer(rank, world_size):

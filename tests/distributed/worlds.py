@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -60,6 +61,12 @@ def fast_in(names: str, fast: Sequence, every: Sequence) -> pytest.MarkDecorator
     """Parametrises a test: `fast` have each value of every parameter once, of `every` the others are slow."""
     others = [pytest.param(*_values(value), marks=SAME_TEST) for value in every if value not in fast]
     return pytest.mark.parametrize(names, [*fast, *others], ids=lambda value: getattr(value, "__name__", str(value)))
+
+
+def in_turns(names: str, first: Sequence, second: Sequence) -> pytest.MarkDecorator:
+    """Parametrises a test: each of `first` with one of `second`, which take turns; all with all are slow."""
+    fast = list(zip(first, itertools.cycle(second), strict=False))
+    return fast_in(names, fast, list(itertools.product(first, second)))
 
 
 def _values(value: object) -> tuple:

@@ -179,17 +179,19 @@ def test_in_one_process(name):
     check_against_loops(name, (6,), 0)
 
 
-def on_ranks(rank, world_size, name, split):
+def on_ranks(rank, world_size, name, split, are_masked):
+    ways = ALL_WAYS[::3] if name in ROBUST else ALL_WAYS[::2]
     with process_group():
-        check_against_loops(name, split, rank, ALL_WAYS[::3] if name in ROBUST else ALL_WAYS[::2])
+        check_against_loops(name, split, rank, [way for way in ways if (way[1] is not None) in are_masked])
 
 
-FAST = [("coarse", (3, 3)), ("at random", (5, 1)), ("all", (4, 0, 2)), ("trimmed", (4, 0, 2)), ("median", (2, 2, 1, 1))]
+MASKED, EITHER = (True,), (False, True)
+FAST = [("coarse", (3, 3)), ("at random", (5, 1)), ("all", (4, 0, 2)), ("median", (2, 2, 1, 1))]
 
 
-@fast_in("name, split", FAST, list(itertools.product(CHAINS, SPLITS)))
-def test_on_ranks(pools, name, split):
-    pools[len(split)].run(on_ranks, args=(name, split))
+@fast_in("name, split, are_masked", [(*one, MASKED) for one in FAST], list(itertools.product(CHAINS, SPLITS, [EITHER])))
+def test_on_ranks(pools, name, split, are_masked):
+    pools[len(split)].run(on_ranks, args=(name, split, are_masked))
 
 
 # ---- on ranks

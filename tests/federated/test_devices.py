@@ -19,7 +19,7 @@ from bagua.federated.aggregators import Aggregator, Clip, Mean, Median, Noise, Q
 from bagua.federated.privacy import PrivateMean
 from bagua.testing import world
 from tests import accelerator
-from tests.distributed.worlds import SAME_TEST
+from tests.distributed.worlds import SAME_TEST, in_turns
 
 NUM_CLIENTS = 5
 both_sizes = pytest.mark.parametrize("num_ranks", [1, 2])
@@ -161,8 +161,7 @@ def traced(job):
     return graph(x, y)
 
 
-@both_sizes
-@pytest.mark.parametrize("program", [verbs, derivatives, map_reduces, local_training])
+@in_turns("program, num_ranks", [verbs, derivatives, map_reduces, local_training], [2, 1])
 def test_programs(pair_on_devices, num_ranks, program):
     check(pair_on_devices, num_ranks, program)
 
@@ -198,8 +197,7 @@ def aggregation(job, chain):
     return first, second, grad(lambda y: of_values(y).sum())(job.y), jvp(of_values, (job.y,), (job.y,))[1]
 
 
-@both_sizes
-@pytest.mark.parametrize("chain", CHAINS)
+@in_turns("chain, num_ranks", list(CHAINS), [2, 1])
 def test_aggregators(pair_on_devices, num_ranks, chain):
     check(pair_on_devices, num_ranks, aggregation, chain)
 

@@ -327,7 +327,6 @@ def test_pool_starts_again_after_a_failure():
         assert not set(before) & set(pool.pids)
 
 
-@pytest.mark.timed
 def test_pool_reports_a_rank_that_died_between_runs():
     with Pool(2) as pool:
         pool.run(rank_of)
@@ -338,7 +337,6 @@ def test_pool_reports_a_rank_that_died_between_runs():
         assert pool.run(rank_of) == [0, 1]
 
 
-@pytest.mark.timed
 def test_a_test_can_act_on_a_running_world():
     with Pool(2) as pool:
         run = pool.start(lambda rank, world_size: time.sleep(30 if rank == 1 else 0.2), expect_exit={1: signal.SIGKILL})
@@ -346,7 +344,6 @@ def test_a_test_can_act_on_a_running_world():
         assert run.result() == [None, None]
 
 
-@pytest.mark.timed
 def test_nothing_is_left_when_the_test_process_is_killed(tmp_path):
     def test_process(rank, world_size):
         spawner.PRELOADED = ()
