@@ -44,13 +44,6 @@ class RegisteredGroup:
         """This process's rank in the group."""
         return self.ranks.index(self.rank)
 
-    def has_failed(self) -> bool:
-        try:
-            self.core.check()
-        except BaguaError:
-            return True
-        return False
-
     def dials(self, peer: int) -> bool:
         """Whether it is this rank, of the two, that dials the channel."""
         return self.ranks.index(self.rank) > self.ranks.index(peer)
@@ -123,7 +116,7 @@ class Dialer:
         missing = []
         for key in list(self._wanted[peer]):
             group = self._groups.get(key)
-            if group is None or group.has_failed() or group.core.is_attached(group.ranks.index(peer)):
+            if group is None or group.core.has_failed or group.core.is_attached(group.ranks.index(peer)):
                 self._wanted[peer].discard(key)
             elif not linked or group.dials(peer):
                 missing.append(group)
@@ -186,7 +179,7 @@ class _PeerState:
         self._unheard_since = time.monotonic()
 
     def note(self, attempt: Attempt, missing: list[RegisteredGroup], peer: int) -> None:
-        """While an attempt goes on; fails the groups whose peer's host has taken no connection for long."""
+        """While an attempt goes on; has the groups doubt a peer whose host has taken no connection for long."""
         record = self._record
         if attempt.is_connected:
             self._unheard_since = time.monotonic()
@@ -198,7 +191,7 @@ class _PeerState:
                 )
                 group.core.note_unreachable(group_peer, what, True)
         elif time.monotonic() - self._unheard_since > self._silence_s:
-            self._fail_unreachable(missing, peer, "no answer to the request for a connection")
+            self._doubt(missing, peer, "no answer to the request for a connection")
         elif not self._is_noted:
             self._is_noted = True
             self._note_cut(missing, peer, "no answer to the request for a connection")
@@ -229,7 +222,7 @@ class _PeerState:
                 what = f"cannot connect to rank {group.ranks.index(peer)} at {self._where}: {error}"
                 group.core.note_unreachable(group.ranks.index(peer), what, True)
         elif now - self._unheard_since > self._silence_s:
-            self._fail_unreachable(missing, peer, str(error))
+            self._doubt(missing, peer, str(error))
         else:
             self._note_cut(missing, peer, str(error))
 
@@ -249,9 +242,10 @@ class _PeerState:
         for group in missing:
             group.core.note_unreachable(group.ranks.index(peer), self._cut(group, peer, why), False)
 
-    def _fail_unreachable(self, missing: list[RegisteredGroup], peer: int, why: str) -> None:
+    def _doubt(self, missing: list[RegisteredGroup], peer: int, why: str) -> None:
+        silence_s = time.monotonic() - self._unheard_since
         for group in missing:
-            group.core.poison(TransportError(self._cut(group, peer, why)))
+            group.core.doubt_unlinked(group.ranks.index(peer), silence_s, self._cut(group, peer, why))
 
 
 def exited_error(record: RankRecord, group_peer: int) -> TransportError:

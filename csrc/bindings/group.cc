@@ -211,6 +211,16 @@ void bind_group(py::module_& m) {
           },
           py::arg("peer"), py::arg("what"), py::arg("names_peer"),
           "How far the connection to a peer has come, for the error at the deadline, and whether that names the peer.")
+      .def(
+          "doubt_unlinked",
+          [](Group& g, int peer, double silence_s, const std::string& what) {
+            const py::gil_scoped_release release;
+            g.communicator().doubt_unlinked(peer, seconds(silence_s), what);
+          },
+          py::arg("peer"), py::arg("silence_s"), py::arg("what"),
+          "There is no way to a peer without a link for so long: asks the others, and fails with `what` or with whom "
+          "they do not hear either. To be called again and again.")
+      .def_property_readonly("has_failed", [](Group& g) { return g.communicator().is_poisoned(); })
       .def("poison",
            [](Group& g, const py::object& exception) {
              const Error cause = from_python(exception);

@@ -529,7 +529,11 @@ void* Communicator::staging(size_t bytes) {
   if (staging_ != nullptr) SegmentRegistry::instance().release(staging_);
   staging_ = nullptr;
   staging_bytes_ = 0;
-  staging_ = SegmentRegistry::instance().create(bytes);
+  try {
+    staging_ = SegmentRegistry::instance().create(bytes);
+  } catch (const Error& error) {  // which knows no rank
+    throw Error(error.kind(), error.what(), ranks_.rank, error.operation());
+  }
   staging_bytes_ = bytes;
   return staging_;
 }

@@ -123,6 +123,9 @@ class Communicator {
   void link_made(int job_rank, const std::shared_ptr<ProcessLink>& link);
   // How far the connection to a peer has come that has no link yet; `names_peer`: whether that shows whose fault it is.
   void note_unreachable(int peer, const std::string& what, bool names_peer);  // [any thread]
+  // There is no link, and no way to the peer's host for so long: asks the others, and fails once they have answered. To
+  // be called again and again meanwhile. [any thread]
+  void doubt_unlinked(int peer, std::chrono::nanoseconds silence, const std::string& what);
   std::shared_ptr<ControlLink> control(int peer) const;                       // null: no link yet [any thread]
   // A peer that has left, and whose channel will not tell that nothing more comes: a wait for it finds out.
   bool has_departed(int peer) const;  // [any thread], before close()
@@ -191,6 +194,7 @@ class Communicator {
     std::shared_ptr<ControlLink> control;
     std::string unreachable;  // why there is none
     bool names_peer = false;
+    bool is_unreachable() const { return !control && !unreachable.empty() && !names_peer; }
     std::optional<Inquiry> doubt;               // since it is silent
     std::optional<Error> told;                  // what it has failed with
     bool is_lost = false;                       // its link has ended, and it had not left
@@ -234,6 +238,7 @@ class Communicator {
   // peer_liveness.cc
   void listen(int peer, ControlLink& control);
   void greet(int peer, ControlLink& control);
+  std::optional<Verdict> inquire(int peer, std::chrono::nanoseconds limit, const Verdict& suspicion);
   void doubt(int peer, const ProcessLink::Silence& silence);
   std::optional<Error> first_cause() const;
   Error agreed_cause();

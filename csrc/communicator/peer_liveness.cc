@@ -35,6 +35,10 @@ constexpr milliseconds kAgreement{200};
 // For how long the others are asked about a silent peer.
 constexpr milliseconds kMinInquiry{300}, kMaxInquiry{1000};
 
+nanoseconds inquiry_length(nanoseconds silence) {
+  return std::clamp<nanoseconds>(silence / 5, kMinInquiry, kMaxInquiry);
+}
+
 nanoseconds seconds(double value) { return nanoseconds(static_cast<int64_t>(value * 1e9)); }
 
 uint32_t milliseconds_in(nanoseconds time) {
@@ -63,13 +67,14 @@ void Communicator::listen(int peer, ControlLink& control) {
     if (cause.kind() == ErrorKind::kRemote) {
       poison(cause);
     } else {
-      // Who failed without naming anybody is to blame, except for a deadline: then nobody is.
-      const bool names = cause.rank() >= 0 || cause.kind() == ErrorKind::kDeadlineExceeded;
+      // Who failed without naming anybody is to blame, except for a deadline or a connection: then nobody is.
+      const bool is_own = cause.kind() != ErrorKind::kDeadlineExceeded && cause.kind() != ErrorKind::kTransport;
+      const bool names = cause.rank() >= 0 || !is_own;
       poison(Error(ErrorKind::kRemote, "rank " + std::to_string(peer) + " reported: " + cause.what(),
                    names ? cause.rank() : peer, cause.operation()));
     }
   };
-  events.on_failure = [this](const Error& cause) { poison(cause); };
+  events.on_failure = [this](const Error& cause) { poison(Error(cause.kind(), cause.what(), ranks_.rank)); };
   events.on_lost = [this, peer, &p](const std::string& how) {
     {
       std::lock_guard lock(mutex_);
@@ -276,8 +281,9 @@ PeerStatus Communicator::answer(const StatusRequest& request) {
   return status;
 }
 
-// Whether a linked peer has not answered for long, or sends not even heartbeats.
+// Whether a peer has not answered for long, sends not even heartbeats, or cannot be linked.
 bool Communicator::is_silent_locked(const Peer& p) const {
+  if (!p.control) return p.is_unreachable();
   const ProcessLink& link = p.control->process_link();
   return link.silent_for() >= kMissedHeartbeats * link.pace().heartbeat ||
          (p.unanswered_since && Deadline::Clock::now() - *p.unanswered_since >= kSilence);
@@ -290,7 +296,8 @@ PeerStatus::Hearing Communicator::hearing(int peer) {
   {
     std::lock_guard lock(mutex_);
     const Peer& p = *peers_[static_cast<size_t>(peer)];
-    if (!p.control || p.departed.load(std::memory_order_relaxed)) return PeerStatus::kCannotTell;
+    if (p.departed.load(std::memory_order_relaxed)) return PeerStatus::kCannotTell;
+    if (!p.control) return p.is_unreachable() ? PeerStatus::kHearsNothing : PeerStatus::kCannotTell;
     if (is_silent_locked(p)) {
       hearing = PeerStatus::kHearsNothing;
     } else if (p.answer && now - p.answered_at < kSilence) {
@@ -372,41 +379,53 @@ void Communicator::ask_about(Inquiry& inquiry) {
   }
 }
 
-// On the reactor thread, at every tick while nothing arrives from a peer: whether or not anybody waits for it here, who
-// is silent for so long has to do with a failure.
-void Communicator::doubt(int peer, const ProcessLink::Silence& silence) {
-  if (is_poisoned()) return;
+// To be called again and again while a peer is suspected: the verdict, once the others have answered or had `limit` to.
+// `suspicion` is what this rank knows by itself.
+std::optional<Verdict> Communicator::inquire(int peer, nanoseconds limit, const Verdict& suspicion) {
   const auto now = Deadline::Clock::now();
   std::optional<Inquiry> inquiry;
   {
     std::lock_guard lock(mutex_);
     inquiry = peers_[static_cast<size_t>(peer)]->doubt;
   }
-  if (!inquiry || now - inquiry->until > kMaxInquiry) {  // an older one ended when the peer was heard again
-    ChainEnd end;
-    end.rank = ranks_.job_rank(peer);
-    end.witness = ranks_.job_rank(ranks_.rank);
-    end.state = silence.reaches_host ? ChainEnd::kDoesNotAnswer : ChainEnd::kUnreachable;
-    const nanoseconds length = std::clamp<nanoseconds>(silence.lasts / 5, kMinInquiry, kMaxInquiry);
-    inquiry = {judge_end(ranks_, end), now, now + length, now};
-  }
+  // An older one ended when the peer was heard again.
+  if (!inquiry || now - inquiry->until > kMaxInquiry) inquiry = {suspicion, now, now + limit, now};
   if (inquiry->verdict.unreachable >= 0) ask_about(*inquiry);
   {
     std::lock_guard lock(mutex_);
     peers_[static_cast<size_t>(peer)]->doubt = inquiry;
   }
-  Verdict verdict = inquiry->verdict;
-  if (verdict.unreachable >= 0) {
-    const bool is_last = now >= inquiry->until;
-    const auto weighed = weigh_answers(verdict, inquiry->since, is_last);
-    if (!weighed && !is_last) return;
-    verdict = weighed.value_or(verdict);
-  }
+  if (inquiry->verdict.unreachable < 0) return inquiry->verdict;
+  const bool is_last = now >= inquiry->until;
+  const auto weighed = weigh_answers(inquiry->verdict, inquiry->since, is_last);
+  return weighed || !is_last ? weighed : inquiry->verdict;
+}
+
+// On the reactor thread, at every tick while nothing arrives from a peer: whether or not anybody waits for it here, who
+// is silent for so long has to do with a failure.
+void Communicator::doubt(int peer, const ProcessLink::Silence& silence) {
+  if (is_poisoned()) return;
+  ChainEnd end;
+  end.rank = ranks_.job_rank(peer);
+  end.witness = ranks_.job_rank(ranks_.rank);
+  end.state = silence.reaches_host ? ChainEnd::kDoesNotAnswer : ChainEnd::kUnreachable;
+  const auto verdict = inquire(peer, inquiry_length(silence.lasts), judge_end(ranks_, end));
+  if (!verdict) return;
   poison(Error(ErrorKind::kTransport,
                "nothing has come from rank " + std::to_string(peer) + " for " +
-                   seconds_text(std::chrono::duration<double>(silence.lasts).count()) + ": " + verdict.what +
+                   seconds_text(std::chrono::duration<double>(silence.lasts).count()) + ": " + verdict->what +
                    " (BAGUA_HEARTBEAT_TIMEOUT sets how long that may take)",
-               verdict.culprit, std::string(operation_name(status().operation.kind))));
+               verdict->culprit, std::string(operation_name(status().operation.kind))));
+}
+
+void Communicator::doubt_unlinked(int peer, nanoseconds silence, const std::string& what) {
+  if (is_poisoned()) return;
+  note_unreachable(peer, what, false);
+  const Verdict suspicion{-1, true, what, peer, ranks_.job_rank(ranks_.rank)};
+  const auto verdict = inquire(peer, inquiry_length(silence), suspicion);
+  if (!verdict) return;
+  poison(Error(ErrorKind::kTransport, verdict->what, verdict->culprit,
+               std::string(operation_name(status().operation.kind))));
 }
 
 // The verdict when the others' answers make it certain, or are all that will come.
@@ -416,7 +435,8 @@ std::optional<Verdict> Communicator::weigh_answers(const Verdict& verdict, TimeP
     std::lock_guard lock(mutex_);
     for (int peer = 0; peer < ranks_.size; ++peer) {
       const Peer& p = *peers_[static_cast<size_t>(peer)];
-      if (peer == ranks_.rank || !p.control || p.departed.load(std::memory_order_relaxed)) continue;
+      if (peer == ranks_.rank || p.departed.load(std::memory_order_relaxed)) continue;
+      if (!p.control && !p.is_unreachable()) continue;
       const bool answers = p.answer && p.answered_at >= since;
       const bool is_silent = !answers && is_silent_locked(p);
       if (peer == verdict.unreachable) {
