@@ -99,6 +99,13 @@ class Dialer:
             thread.start()
             self._threads[peer] = thread
 
+    def exhausted(self, error: OSError) -> None:
+        """This process has no descriptor left: fail the groups that wait for a connection."""
+        with self._changed:
+            for peer in list(self._wanted):
+                for group in self._missing(peer, False):
+                    group.core.poison(_exhausted_error(error, group))
+
     def forget(self, key: str) -> None:
         """A group was closed; under the lock."""
         for keys in self._wanted.values():
@@ -205,11 +212,7 @@ class _PeerState:
         now = time.monotonic()
         if isinstance(error, OSError) and error.errno in _EXHAUSTED:
             for group in missing:
-                group.core.poison(
-                    TransportError(
-                        f"this rank cannot connect to others: {error}; raise `ulimit -n`", rank=group.rank_here
-                    )
-                )
+                group.core.poison(_exhausted_error(error, group))
             return
         if isinstance(error, ConnectionRefusedError):
             self._unheard_since = now
@@ -257,6 +260,10 @@ def exited_error(record: RankRecord, group_peer: int) -> TransportError:
         "has exited or destroyed its groups (see its log), or a firewall refuses connections between the ranks",
         rank=group_peer,
     )
+
+
+def _exhausted_error(error: OSError, group: RegisteredGroup) -> TransportError:
+    return TransportError(f"this rank cannot connect to others: {error}; raise `ulimit -n`", rank=group.rank_here)
 
 
 def _failed(error: Exception) -> BaguaError:

@@ -27,11 +27,13 @@ void Process::Wait::write_to(PeerStatus& status) const {
 
 // ---- links
 
-Process::Process(std::chrono::milliseconds heartbeat_timeout) : pace_(heartbeat_timeout) {}
+Process::Process(std::chrono::milliseconds heartbeat_timeout)
+    : pace_(heartbeat_timeout), reactor_(Reactor::instance()) {}
 
 Process::~Process() {
   if (generation_ != process_generation()) {  // a forked child leaves its parent's threads and locks alone
     (void)new auto(std::move(links_));
+    (void)new auto(std::move(reactor_));
     return;
   }
   close();

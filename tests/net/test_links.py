@@ -1,0 +1,179 @@
+"""Links and channels that cannot be made: who needs them hears it at once and by name, and nothing is left behind.
+
+Ranks are two endpoints of this process.
+"""
+
+import concurrent.futures
+import contextlib
+import errno
+import os
+import resource
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+
+from bagua import _C, config
+from bagua.distributed.process_group import ProcessGroup
+from bagua.errors import BaguaError, TransportError
+from bagua.net import connector, links, rendezvous, reports
+from bagua.net.auth import Credentials
+from bagua.net.interfaces import InterfaceAddress
+
+LONG = timedelta(seconds=30)
+AT_ONCE_S = 5.0  # of a loaded machine; no deadline has passed
+SHM, TCP = {}, {"BAGUA_SHARED_MEMORY": "0"}
+
+
+class Rank:
+    """An endpoint of a job of two ranks, and the group of both on it."""
+
+    def __init__(self, env):
+        self.endpoint = links.Endpoint(config.settings(env), InterfaceAddress("lo", "127.0.0.1"))
+        self.group = None
+        self._closing = contextlib.ExitStack()
+        self._closing.callback(self.endpoint.close)
+
+    def record(self, rank):
+        names = "127.0.0.1", self.endpoint.port, self.endpoint.unix_name
+        return rendezvous.RankRecord(rank, 2, "1", 1, "native", "", "host", 0, *names, os.getpid())
+
+    def make_group(self):
+        rank = self.endpoint.credentials.rank
+        self.group = ProcessGroup(self.endpoint, "world", range(2), rank, LONG)
+        self._closing.callback(self.group.close)
+
+    def barrier(self):
+        """What it raises, and after how many seconds; None where it succeeds. Who fails leaves."""
+        begin = time.monotonic()
+        try:
+            self.group.barrier().wait()
+        except BaguaError as error:
+            seconds = time.monotonic() - begin
+            self.close()
+            return error, seconds
+
+    def close(self):
+        self._closing.pop_all().close()
+
+
+@contextlib.contextmanager
+def two_ranks(env, with_groups=True):
+    ranks = [Rank(env) for _ in range(2)]
+    try:
+        records = [rank.record(number) for number, rank in enumerate(ranks)]
+        for number, rank in enumerate(ranks):
+            rank.endpoint.start(records, Credentials(b"a key of this test", number, 2))
+            if with_groups:
+                rank.make_group()
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+def barrier(ranks):
+    """What it raises on each of them."""
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        return list(threads.map(Rank.barrier, ranks))
+
+
+@contextlib.contextmanager
+def descriptors_left(count):
+    """This process can open so many more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [os.open("/dev/null", os.O_RDONLY) for _ in range(count + 1)]  # the lowest numbers
+    for fd in free:
+        os.close(fd)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], before[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def none_left(*_):
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("end", ["dialer", "acceptor"])
+def test_where_descriptors_end_that_is_said_at_once(end, monkeypatch):
+    with two_ranks(SHM) as ranks:
+        opens = {"dialer": (connector, "_new_socket"), "acceptor": (socket.socket, "accept")}
+        monkeypatch.setattr(*opens[end], none_left)
+        for rank, (error, seconds) in enumerate(barrier(ranks)):
+            assert error.rank == rank and "raise `ulimit -n`" in str(error) and seconds < AT_ONCE_S, (error, seconds)
+
+
+@pytest.mark.slow("test_where_descriptors_end_that_is_said_at_once")
+@pytest.mark.timed
+@pytest.mark.parametrize("env", [SHM, TCP], ids=["shm", "tcp"])
+def test_however_few_descriptors_are_left(env):
+    """So that they end at every step of connecting, on either side."""
+    for count in range(20):
+        with two_ranks(env) as ranks, descriptors_left(count):
+            seen = barrier(ranks)
+        if seen == [None, None]:
+            break
+        failures = [failure for failure in seen if failure is not None]
+        assert any("ulimit -n" in str(error) for error, _ in failures), (count, failures)
+        assert max(seconds for _, seconds in failures) < AT_ONCE_S, (count, failures)
+    assert count > 3 and seen == [None, None], (count, seen)
+
+
+@pytest.mark.parametrize("env", [SHM, TCP], ids=["shm", "tcp"])
+@pytest.mark.parametrize("peer_of_failing", [0, 1], ids=["dialer", "acceptor"])
+def test_a_channel_that_one_end_cannot_have_fails_both(env, peer_of_failing, monkeypatch):
+    """By then the other end believes that it is there."""
+    name = "attach_shm" if env is SHM else "attach_tcp"
+    attach = getattr(_C.Group, name)
+
+    def fail(core, peer, *rest):
+        if peer == peer_of_failing:
+            raise TransportError("no memory is left")
+        attach(core, peer, *rest)
+
+    monkeypatch.setattr(_C.Group, name, fail)
+    with two_ranks(env) as ranks:
+        for error, seconds in barrier(ranks):
+            assert "no memory is left" in str(error) and seconds < AT_ONCE_S, (error, seconds)
+
+
+def test_a_dialer_whose_thread_does_not_start_has_none(monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with two_ranks(SHM) as ranks:
+        dialer = ranks[1].endpoint._dialer
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            with pytest.raises(RuntimeError, match="can't start"):
+                dialer.want(ranks[1].group._cores.collectives.key, 0)
+        assert dialer._threads == {}
+        assert barrier(ranks) == [None, None], "and may try again"
+
+
+@pytest.mark.parametrize("failing", ["world", "world/p2p"])
+def test_a_group_that_cannot_be_made_leaves_nothing(failing, monkeypatch):
+    make = _C.Group
+
+    def fail(name, *rest):
+        if name == failing:
+            raise TransportError("no memory is left")
+        return make(name, *rest)
+
+    with two_ranks(SHM, with_groups=False) as ranks:
+        with monkeypatch.context() as patched:
+            patched.setattr(_C, "Group", fail)
+            for rank in ranks:
+                with pytest.raises(TransportError, match="no memory is left"):
+                    rank.make_group()
+        assert ranks[0].endpoint._groups == {}, "its other core is closed"
+        if failing == "world":  # it counts for nothing, though the other rank has made its own
+            ranks[1].make_group()
+            ranks[0].make_group()
+            assert ranks[0].group._cores.collectives.key.endswith("|1")
+            assert barrier(ranks) == [None, None]
