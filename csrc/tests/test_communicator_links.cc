@@ -247,7 +247,7 @@ TEST(ProcessLink, AProcessThatWasStoppedDoesNotBlameItsPeers) {
   };
   ASSERT_TRUE(eventually([&] { return bare.saw("unrouted"); }));
   (void)!recv(bare.peer, buffer.data(), buffer.size(), MSG_DONTWAIT);  // from before
-  for (int i = 0; i < 2; ++i) ASSERT_TRUE(heartbeats_come());  // it has looked by the second one
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(heartbeats_come());          // it has looked by the second one
   EXPECT_FALSE(bare.saw("silence"));
   EXPECT_TRUE(eventually([&] { return bare.saw("silence"); })) << "its own stop excuses nothing that comes after";
 }
