@@ -25,6 +25,7 @@ __all__ = ["Dialer", "RegisteredGroup", "exited_error"]
 
 _POLL_SECONDS = 0.05
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # which waiting does not mend
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # of a host that took the connection
 # A rank listens before the others learn its address, so a refused connection means that its process has exited. If it
 # had a reason to, its report arrives within this time (reports.py).
 _REFUSED_SECONDS = 0.5
@@ -160,7 +161,7 @@ class Dialer:
                 if self._is_closing or (linked and missing[0] not in self._missing(peer, linked)):
                     raise _UnwantedError
 
-        attempt = Attempt(still_wanted)
+        attempt = Attempt(still_wanted, self._silence_s)
         try:
             state.note(attempt, missing, peer)
             if linked:
@@ -170,7 +171,7 @@ class Dialer:
         except _UnwantedError:
             return
         except (OSError, TransportError) as error:
-            state.failed(error, missing, peer)
+            state.failed(error, attempt, missing, peer)
             time.sleep(_POLL_SECONDS)
         else:
             state.succeeded()
@@ -207,7 +208,9 @@ class _PeerState:
             self._is_noted = True
             self._note_cut(missing, peer, "no answer to the request for a connection")
 
-    def failed(self, error: Exception, missing: list[RegisteredGroup], peer: int) -> None:
+    def failed(
+        self, error: OSError | TransportError, attempt: Attempt, missing: list[RegisteredGroup], peer: int
+    ) -> None:
         """After an attempt that failed."""
         now = time.monotonic()
         if isinstance(error, OSError) and error.errno in _EXHAUSTED:
@@ -227,7 +230,7 @@ class _PeerState:
             for group in missing:
                 what = f"cannot connect to rank {group.ranks.index(peer)} at {self._where}: {error}"
                 group.core.note_unreachable(group.ranks.index(peer), what, True)
-        elif now - self._unheard_since > self._silence_s:
+        elif now - self._unheard_since > self._silence_s or (attempt.is_connected and error.errno in _SILENT):
             self._fail_unreachable(missing, peer, str(error))
         else:
             self._note_cut(missing, peer, str(error))

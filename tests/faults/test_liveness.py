@@ -4,6 +4,7 @@ is busy is not."""
 import ctypes
 import dataclasses
 import signal
+import threading
 import time
 
 import pytest
@@ -13,7 +14,7 @@ import bagua
 from bagua.replay import hosts
 from bagua.testing import Pool, stop
 from tests.distributed.worlds import in_worlds, shm, tcp
-from tests.faults.scenarios import LONG_S, note_time, noted_time, process_group, spawn_in, watch
+from tests.faults.scenarios import LONG_S, note_time, noted_time, process_group, spawn_in, wait_for_end, watch
 from tests.faults.test_blame import CONNECTION, can_make_hosts, cut, meet, needs_hosts, on_hosts  # noqa: F401
 
 pytestmark = pytest.mark.timed
@@ -97,3 +98,31 @@ def test_a_cut_cable_is_noticed_long_before_the_deadline(size, tmp_path):
         else:
             assert seen.rank == 2, (rank, seen)
             assert ("its own host is cut off" in seen.message) == (rank == 2), (rank, seen)
+
+
+def wait_for_a_host_that_dies(rank, world_size, names, path):
+    """Rank 0 is stopped, so that its host takes the connection of rank 1 and nobody answers; then its cable is cut."""
+    if rank == 0:
+        note_time(path)
+        stop()
+    wait_for_end(path)
+
+    def cut_it():
+        cut(names, 0)
+        note_time(path)
+
+    threading.Timer(0.5, cut_it).start()
+    return watch(lambda: bagua.recv(torch.ones(3), 0))
+
+
+@needs_hosts
+@pytest.mark.slow("test_a_host_that_dies_in_the_handshake_is_named")
+def test_a_host_that_dies_before_it_has_answered_is_noticed_long_before_the_deadline(tmp_path):
+    path = str(tmp_path / "since")
+    with hosts.hosts(2, None) as prefixes, Pool(2, nodes=2) as pool:
+        names = [prefix[-1] for prefix in prefixes]
+        env = {"BAGUA_SOCKET_IFNAME": "eth0", **ENV}
+        args = (names, path, wait_for_a_host_that_dies)
+        seen = pool.run(on_hosts, args=args, env=env, expect_exit={0: signal.SIGSTOP})[1]
+    assert seen.rank is None and CONNECTION.search(seen.message), seen
+    assert 0 < seen.at - noted_time(path) < 2 * HEARTBEAT_TIMEOUT_S + SLACK_S, seen  # keepalives come every second

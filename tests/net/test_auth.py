@@ -193,7 +193,7 @@ def test_tcp_holds_no_small_message_back():
     arrived = queue.Queue()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         acceptor = Listener([listener], rank(0), lambda sock, about, _: arrived.put(sock), pytest.fail, pytest.fail)
-        attempt = connector.Attempt(lambda: None)
+        attempt = connector.Attempt(lambda: None, 10.0)
         try:
             with connector._authenticated(socket.AF_INET, listener.getsockname(), rank(1), ABOUT, attempt) as dialed:
                 with arrived.get(timeout=20) as accepted:

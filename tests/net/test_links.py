@@ -101,6 +101,7 @@ def none_left(*_):
 @pytest.mark.timed
 @pytest.mark.parametrize("end", ["dialer", "acceptor"])
 def test_where_descriptors_end_that_is_said_at_once(end, monkeypatch):
+    monkeypatch.setattr(reports, "_REPORT_SECONDS", 0.01)  # nobody can take one
     with two_ranks(SHM) as ranks:
         opens = {"dialer": (connector, "_new_socket"), "acceptor": (socket.socket, "accept")}
         monkeypatch.setattr(*opens[end], none_left)
@@ -177,3 +178,43 @@ def test_a_group_that_cannot_be_made_leaves_nothing(failing, monkeypatch):
             ranks[0].make_group()
             assert ranks[0].group._cores.collectives.key.endswith("|1")
             assert barrier(ranks) == [None, None]
+
+
+def watched_for_ms(sock):
+    """After how long a host that acknowledges nothing is an error of the socket; 0: never while nothing is sent."""
+    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and sock.getsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
+    )
+
+
+@pytest.mark.timed
+def test_a_host_that_dies_in_the_handshake_is_named(monkeypatch):
+    watched = []
+
+    def die(sock, count, attempt):
+        watched.append(watched_for_ms(sock))
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    monkeypatch.setattr(connector, "_receive", die)
+    with two_ranks(TCP | {"BAGUA_HEARTBEAT_TIMEOUT": "7"}) as ranks:
+        for error, seconds in barrier(ranks):
+            assert "the connection between rank" in str(error) and "timed out" in str(error), error
+            assert seconds < AT_ONCE_S
+    assert {*watched} == {7000}
+
+
+def test_no_receiver_that_is_slow_ends_a_connection(monkeypatch):
+    """As the watch of the handshake would."""
+    watched = []
+
+    def attach(self, *args):
+        with socket.socket(fileno=os.dup(args[-1][0] if isinstance(args[-1], list) else args[-1])) as sock:
+            watched.append(watched_for_ms(sock))
+        originals[type(self)](self, *args)
+
+    originals = {_C.Process: _C.Process.attach, _C.Group: _C.Group.attach_tcp}
+    monkeypatch.setattr(_C.Process, "attach", attach)
+    monkeypatch.setattr(_C.Group, "attach_tcp", attach)
+    with two_ranks(TCP) as ranks:
+        assert barrier(ranks) == [None, None]
+    assert watched == [0] * 4
