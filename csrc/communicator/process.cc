@@ -53,11 +53,12 @@ void Process::attach(int job_rank, int fd) {
     std::lock_guard lock(mutex_);
     communicators = communicators_;
   }
-  for (Communicator* communicator : communicators) communicator->link_made(job_rank, link);
+  std::erase_if(communicators, [&](Communicator* communicator) { return !communicator->link_made(job_rank, link); });
   try {
     link->start();
-  } catch (...) {
+  } catch (const Error& error) {
     link->stop();
+    for (Communicator* communicator : communicators) communicator->poison(error);  // which take no other link
     throw;
   }
   links_[job_rank] = link;

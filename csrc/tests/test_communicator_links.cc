@@ -296,19 +296,21 @@ TEST(ProcessLink, SilenceIsToldAndAHeartbeatEndsIt) {
 // ---- the links of a process
 
 TEST(Process, ALinkThatCannotBeMadeIsAnErrorAndNoLink) {
-  Process process;
-  Communicator communicator(0, 2, "test", 20us);
-  const auto error = error_of([&] { process.attach(1, memfd_create("no-connection", MFD_CLOEXEC)); });
+  const auto process = std::make_shared<Process>();
+  Communicator first(0, 2, "first", 20us), second(0, 2, "second", 20us);
+  first.join_process(process, {0, 1}, "first");
+  const auto error = error_of([&] { process->attach(1, memfd_create("no-connection", MFD_CLOEXEC)); });
   ASSERT_TRUE(error);
   EXPECT_EQ(error->kind(), ErrorKind::kTransport);
   EXPECT_CONTAINS(std::string(error->what()), "epoll refuses a connection");
-  EXPECT_FALSE(process.is_linked(1));
-  process.add(&communicator);
+  EXPECT_FALSE(process->is_linked(1));
+  EXPECT_TRUE(first.is_poisoned()) << "it would wait for its peer";
+  second.join_process(process, {0, 1}, "second");
   const auto pair = unix_pair();
-  process.attach(1, pair[0]);
-  EXPECT_TRUE(process.is_linked(1) && communicator.control(1));
-  process.remove(&communicator, {});
-  process.close();
+  process->attach(1, pair[0]);
+  EXPECT_TRUE(process->is_linked(1) && second.control(1) && !second.is_poisoned());
+  for (auto* communicator : {&first, &second}) communicator->close();
+  process->close();
   ::close(pair[1]);
 }
 
