@@ -22,6 +22,8 @@ from bagua.net import connector, links, rendezvous, reports
 from bagua.net.auth import Credentials
 from bagua.net.interfaces import InterfaceAddress
 
+pytestmark = pytest.mark.timed
+
 LONG = timedelta(seconds=30)
 AT_ONCE_S = 5.0  # of a loaded machine; no deadline has passed
 SHM, TCP = {}, {"BAGUA_SHARED_MEMORY": "0"}
@@ -98,7 +100,6 @@ def none_left(*_):
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
-@pytest.mark.timed
 @pytest.mark.parametrize("end", ["dialer", "acceptor"])
 def test_where_descriptors_end_that_is_said_at_once(end, monkeypatch):
     monkeypatch.setattr(reports, "_REPORT_SECONDS", 0.01)  # nobody can take one
@@ -110,7 +111,6 @@ def test_where_descriptors_end_that_is_said_at_once(end, monkeypatch):
 
 
 @pytest.mark.slow("test_where_descriptors_end_that_is_said_at_once")
-@pytest.mark.timed
 @pytest.mark.parametrize("env", [SHM, TCP], ids=["shm", "tcp"])
 def test_however_few_descriptors_are_left(env):
     """So that they end at every step of connecting, on either side."""
@@ -187,7 +187,6 @@ def watched_for_ms(sock):
     )
 
 
-@pytest.mark.timed
 def test_a_host_that_dies_in_the_handshake_is_named(monkeypatch):
     watched = []
 
