@@ -179,7 +179,8 @@ class Listener:
                     if self._refuse_older_than(_RANKS_HANDSHAKE_SECONDS, "no file descriptor left"):
                         continue
                     logger.warning("no file descriptor left for a new connection; raise `ulimit -n`")
-                    self._exhausted(error)
+                    if not self._unauthenticated:  # which must not fail anybody by holding them
+                        self._exhausted(error)
                     # The connection stays in the queue, so select() would return at once.
                     time.sleep(_NO_DESCRIPTORS_PAUSE_SECONDS)
                 return  # the queue is empty, or the peer has closed the connection in the meantime

@@ -18,9 +18,10 @@ import pytest
 from bagua import _C, config
 from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import BaguaError, TransportError
-from bagua.net import connector, links, rendezvous, reports
+from bagua.net import connector, links, listener, rendezvous, reports
 from bagua.net.auth import Credentials
 from bagua.net.interfaces import InterfaceAddress
+from tests.meeting import wait_until
 
 pytestmark = pytest.mark.timed
 
@@ -108,6 +109,21 @@ def test_where_descriptors_end_that_is_said_at_once(end, monkeypatch):
         monkeypatch.setattr(*opens[end], none_left)
         for rank, (error, seconds) in enumerate(barrier(ranks)):
             assert error.rank == rank and "raise `ulimit -n`" in str(error) and seconds < AT_ONCE_S, (error, seconds)
+
+
+def test_who_does_not_prove_itself_holds_no_descriptor_that_a_rank_needs(monkeypatch):
+    monkeypatch.setattr(listener, "_RANKS_HANDSHAKE_SECONDS", 0.05)
+    accept = socket.socket.accept
+    with two_ranks(TCP) as ranks:
+        attacked, unauthenticated = ranks[0].endpoint._sockets, ranks[0].endpoint._listener._unauthenticated
+        monkeypatch.setattr(
+            socket.socket, "accept", lambda sock: none_left() if sock in attacked and unauthenticated else accept(sock)
+        )
+        with socket.create_connection(("127.0.0.1", ranks[0].endpoint.port)) as silent:
+            wait_until(lambda: unauthenticated, "the last descriptor is taken")
+            begin = time.monotonic()
+            assert barrier(ranks) == [None, None] and time.monotonic() - begin < AT_ONCE_S
+            assert silent.recv(1) == b""
 
 
 @pytest.mark.slow("test_where_descriptors_end_that_is_said_at_once")
