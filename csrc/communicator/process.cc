@@ -81,6 +81,7 @@ void Process::close() {
     link->stop();
   }
   links_.clear();
+  reactor_.reset();
 }
 
 // ---- groups
