@@ -12,9 +12,18 @@ import torch
 
 import bagua
 from bagua.replay import hosts
-from bagua.testing import Pool, stop
+from bagua.testing import Pool, cont, stop
 from tests.distributed.worlds import in_worlds, shm, tcp
-from tests.faults.scenarios import LONG_S, note_time, noted_time, process_group, spawn_in, wait_for_end, watch
+from tests.faults.scenarios import (
+    LONG_S,
+    note_time,
+    noted_time,
+    process_group,
+    spawn_in,
+    wait_for_end,
+    wait_for_note,
+    watch,
+)
 from tests.faults.test_blame import CONNECTION, can_make_hosts, cut, meet, needs_hosts, on_hosts  # noqa: F401
 
 pytestmark = pytest.mark.timed
@@ -53,6 +62,26 @@ def test_a_stopped_rank_is_named_long_before_the_deadline(world, tmp_path):
     for seen in results[:2]:
         assert seen.rank == 2 and "rank 2 does not answer: its process is stopped" in seen.message, seen
         assert seen.at - noted_time(path) < HEARTBEAT_TIMEOUT_S + SLACK_S, seen
+
+
+def stop_for_a_while(rank, world_size, path):
+    """Rank 2 is stopped until rank 0 has seen it."""
+    with process_group(LONG_S):
+        meet()
+        if rank == 2:
+            note_time(path)
+            stop()
+        seen = watch(lambda: bagua.recv(torch.ones(3), 0 if rank == 2 else 2))
+        if rank == 0:
+            cont(wait_for_note(path))
+        return seen
+
+
+@pytest.mark.slow("test_a_stopped_rank_is_named_long_before_the_deadline")
+@in_worlds([shm(3), tcp(3)])
+def test_a_rank_that_goes_on_after_a_stop_blames_none_of_the_others(world, tmp_path):
+    for seen in spawn_in(with_heartbeats(world), stop_for_a_while, str(tmp_path / "since")):
+        assert seen.rank == 2 and "rank 2 does not answer: its process is stopped" in seen.message, seen
 
 
 def hold_the_interpreter(rank, world_size):
