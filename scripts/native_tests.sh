@@ -6,7 +6,7 @@ binary=$1
 limit_s=600
 
 timed=$(tr -d ' \n' <<'EOF'
-Cancel.*:ControlLink.*:Deadline.*:Doorbell.*:FaultsOfOneEnd.*:Leave.*:
+Cancel.*:ControlLink.*:Deadline.*:Doorbell.*:FaultsOfOneEnd.*:Leave.*:ProcessLink.*:
 */BufferedFaults.*:*/EngineOver.*:*/Faults.*
 EOF
 )

@@ -29,6 +29,7 @@ class Attempt:
     """One call of a rank's listener: whether anybody still needs it, and how far it has come."""
 
     still_wanted: Callable[[], None]  # raises when nobody does
+    silence_s: float  # after so long without an acknowledgement from the peer's host, it is an OSError
     is_connected: bool = False  # the peer's host has taken the connection; its process has yet to answer
 
 
@@ -42,6 +43,7 @@ def dial_link(
         sock = _authenticated_tcp(record, credentials, about, attempt)
     try:
         if _receive(sock, 1, attempt) == b"A":
+            _unwatch_host(sock)
             return sock
     except BaseException:
         sock.close()
@@ -76,6 +78,8 @@ def dial_tcp(record: RankRecord, credentials: Credentials, abouts: list[dict], a
         _wait(sockets[0], select.POLLIN, attempt)
         if sockets[0].recv(1) != b"A":
             raise TransportError("the connection ended before the peer accepted it")
+        for sock in sockets:
+            _unwatch_host(sock)
     except BaseException:
         for sock in sockets:
             sock.close()
@@ -155,6 +159,8 @@ def _authenticated(
     """A connected, non-blocking socket after the handshake."""
     sock = _new_socket(family)
     try:
+        if family != socket.AF_UNIX:
+            _watch_host(sock, attempt.silence_s)
         sock.setblocking(False)
         _connect(sock, address, attempt)
         handshake = dial(credentials, about, sock.sendall)
@@ -174,6 +180,21 @@ def _new_socket(family: int) -> socket.socket:
     if family != socket.AF_UNIX:
         set_no_delay(sock)
     return sock
+
+
+def _watch_host(sock: socket.socket, silence_s: float) -> None:
+    """Until the core has the connection: a host that dies meanwhile would never be heard of again."""
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):  # a peer that is stopped sends nothing, its host does
+        sock.setsockopt(socket.IPPROTO_TCP, option, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silence_s))
+
+
+def _unwatch_host(sock: socket.socket) -> None:
+    """From here on the link's heartbeats tell; a receiver may be slow for as long as it likes."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
 
 def _connect(sock: socket.socket, address: object, attempt: Attempt) -> None:

@@ -25,6 +25,7 @@ __all__ = ["Dialer", "RegisteredGroup", "exited_error"]
 
 _POLL_SECONDS = 0.05
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # which waiting does not mend
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # of a host that took the connection
 # A rank listens before the others learn its address, so a refused connection means that its process has exited. If it
 # had a reason to, its report arrives within this time (reports.py).
 _REFUSED_SECONDS = 0.5
@@ -95,6 +96,13 @@ class Dialer:
             thread.start()
             self._threads[peer] = thread
 
+    def exhausted(self, error: OSError) -> None:
+        """This process has no descriptor left: fail the groups that wait for a connection."""
+        with self._changed:
+            for peer in list(self._wanted):
+                for group in self._missing(peer, False):
+                    group.core.poison(_exhausted_error(error, group))
+
     def forget(self, key: str) -> None:
         """A group was closed; under the lock."""
         for keys in self._wanted.values():
@@ -149,7 +157,7 @@ class Dialer:
                 if self._is_closing or (linked and missing[0] not in self._missing(peer, linked)):
                     raise _UnwantedError
 
-        attempt = Attempt(still_wanted)
+        attempt = Attempt(still_wanted, self._silence_s)
         try:
             state.note(attempt, missing, peer)
             if linked:
@@ -159,7 +167,7 @@ class Dialer:
         except _UnwantedError:
             return
         except (OSError, TransportError) as error:
-            state.failed(error, missing, peer)
+            state.failed(error, attempt, missing, peer)
             time.sleep(_POLL_SECONDS)
         else:
             state.succeeded()
@@ -173,16 +181,21 @@ class _PeerState:
         self._refused_since: float | None = None
         self._unheard_since = time.monotonic()
         self._is_noted = False
+        self._is_doubted = False  # the others are being asked about it
 
     def succeeded(self) -> None:
         self._refused_since = None
+        self._heard()
+
+    def _heard(self) -> None:
         self._unheard_since = time.monotonic()
+        self._is_doubted = False
 
     def note(self, attempt: Attempt, missing: list[RegisteredGroup], peer: int) -> None:
         """While an attempt goes on; has the groups doubt a peer whose host has taken no connection for long."""
         record = self._record
         if attempt.is_connected:
-            self._unheard_since = time.monotonic()
+            self._heard()
             for group in missing:
                 group_peer = group.ranks.index(peer)
                 what = (
@@ -190,25 +203,23 @@ class _PeerState:
                     f"host accepts connections at {record.address}:{record.port})"
                 )
                 group.core.note_unreachable(group_peer, what, True)
-        elif time.monotonic() - self._unheard_since > self._silence_s:
+        elif self._is_doubted or time.monotonic() - self._unheard_since > self._silence_s:
             self._doubt(missing, peer, "no answer to the request for a connection")
         elif not self._is_noted:
             self._is_noted = True
             self._note_cut(missing, peer, "no answer to the request for a connection")
 
-    def failed(self, error: Exception, missing: list[RegisteredGroup], peer: int) -> None:
+    def failed(
+        self, error: OSError | TransportError, attempt: Attempt, missing: list[RegisteredGroup], peer: int
+    ) -> None:
         """After an attempt that failed."""
         now = time.monotonic()
         if isinstance(error, OSError) and error.errno in _EXHAUSTED:
             for group in missing:
-                group.core.poison(
-                    TransportError(
-                        f"this rank cannot connect to others: {error}; raise `ulimit -n`", rank=group.rank_here
-                    )
-                )
+                group.core.poison(_exhausted_error(error, group))
             return
         if isinstance(error, ConnectionRefusedError):
-            self._unheard_since = now
+            self._heard()
             self._refused_since = self._refused_since or now
             if now - self._refused_since > _REFUSED_SECONDS:
                 for group in missing:
@@ -217,11 +228,15 @@ class _PeerState:
             return
         self._refused_since = None
         if isinstance(error, TransportError):  # it listens, but did not accept this connection
-            self._unheard_since = now
+            self._heard()
             for group in missing:
                 what = f"cannot connect to rank {group.ranks.index(peer)} at {self._where}: {error}"
                 group.core.note_unreachable(group.ranks.index(peer), what, True)
-        elif now - self._unheard_since > self._silence_s:
+        elif (
+            self._is_doubted
+            or now - self._unheard_since > self._silence_s
+            or (attempt.is_connected and error.errno in _SILENT)
+        ):
             self._doubt(missing, peer, str(error))
         else:
             self._note_cut(missing, peer, str(error))
@@ -243,6 +258,7 @@ class _PeerState:
             group.core.note_unreachable(group.ranks.index(peer), self._cut(group, peer, why), False)
 
     def _doubt(self, missing: list[RegisteredGroup], peer: int, why: str) -> None:
+        self._is_doubted = True
         silence_s = time.monotonic() - self._unheard_since
         for group in missing:
             group.core.doubt_unlinked(group.ranks.index(peer), silence_s, self._cut(group, peer, why))
@@ -266,6 +282,10 @@ def _after_a_stall(seconds: float, error: TransportError, rank: int) -> Transpor
         f"which the others may have left: {error}",
         rank=rank,
     )
+
+
+def _exhausted_error(error: OSError, group: RegisteredGroup) -> TransportError:
+    return TransportError(f"this rank cannot connect to others: {error}; raise `ulimit -n`", rank=group.rank_here)
 
 
 def _failed(error: Exception, rank: int) -> BaguaError:

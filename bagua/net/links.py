@@ -16,6 +16,7 @@ A channel to a group that this rank has not made yet waits until it does.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import logging
@@ -26,11 +27,12 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 from bagua import _C
 from bagua.config import Settings
-from bagua.errors import InternalError, TransportError
+from bagua.errors import BaguaError, InternalError, TransportError
 from bagua.net import congestion, reports
 from bagua.net.auth import Credentials
 from bagua.net.connector import Attempt, dial_link, dial_tcp, dial_unix
@@ -111,7 +113,9 @@ class Endpoint:
         """Begin to accept; called once, when the table of ranks and the key of the rendezvous are known."""
         self.records = self._dialer.records = records
         self.credentials, self._rank = credentials, credentials.rank
-        self._listener = Listener(self._sockets, credentials, self._accepted, self._listener_failed)
+        self._listener = Listener(
+            self._sockets, credentials, self._accepted, self._listener_failed, self._dialer.exhausted
+        )
 
     def close(self) -> None:
         """Stop dialing and accepting, say goodbye, and close everything that was not passed to a group."""
@@ -268,7 +272,8 @@ class Endpoint:
         except BaseException:
             os.close(rings)
             raise
-        core.attach_shm(group.ranks.index(peer), rings, ring_bytes, True, doorbell)
+        with _promised(core):
+            core.attach_shm(group.ranks.index(peer), rings, ring_bytes, True, doorbell)
 
     def _dial_streams(self, group: RegisteredGroup, peer: int, attempt: Attempt) -> None:
         channel = secrets.token_hex(8)
@@ -278,7 +283,8 @@ class Endpoint:
             streams = 1
         abouts = [self._about(group.key, peer, channel, index, streams, tag) for index in range(max(1, streams))]
         sockets = dial_tcp(self.records[peer], self.credentials, abouts, attempt)
-        self._attach_streams(group, peer, sockets, tag)
+        with _promised(group.core):
+            self._attach_streams(group, peer, sockets, tag)
 
     def _attach_streams(self, group: RegisteredGroup, peer: int, sockets: list[socket.socket], tag: int) -> None:
         group_peer = group.ranks.index(peer)
@@ -378,15 +384,22 @@ class Endpoint:
         else:
             first.sendall(b"A")
             passed = []
-        try:
+        with _promised(core):
             if passed:
                 rings, doorbell = passed
                 core.attach_shm(group_peer, rings, channel.ring_bytes, False, doorbell)
             else:
                 self._attach_streams(group, peer, [channel.sockets[i] for i in sorted(channel.sockets)], channel.tag)
-        except TransportError as error:  # the peer believes that it is connected
-            core.poison(error)
-            raise
+
+
+@contextlib.contextmanager
+def _promised(core: _C.Group) -> Iterator[None]:
+    """The peer believes that it is connected: an error of the block fails the group."""
+    try:
+        yield
+    except BaguaError as error:
+        core.poison(error)
+        raise
 
 
 def _has_descriptors_to_spare() -> bool:

@@ -28,6 +28,7 @@ logger = logging.getLogger("bagua")
 # A peer that has not authenticated itself by then is dropped; so is the oldest when there are too many.
 _HANDSHAKE_SECONDS = 10.0
 _MAX_UNAUTHENTICATED = 128
+_RANKS_HANDSHAKE_SECONDS = 1.0  # a rank that runs takes less; others go first where descriptors end
 _NO_DESCRIPTORS_PAUSE_SECONDS = 0.1
 
 
@@ -104,6 +105,7 @@ class Listener:
         accepted: called on the thread with the socket, what the dialer says about itself, and (Unix) its two
             descriptors; it owns the socket and the descriptors, also when it raises.
         failed: called on the thread when an error of its own ends it, so that nobody waits for connections in vain.
+        exhausted: called on the thread while no file descriptor is left for a connection; it may come again.
     """
 
     def __init__(
@@ -112,10 +114,11 @@ class Listener:
         credentials: Credentials,
         accepted: Callable[[socket.socket, dict, list[int]], None],
         failed: Callable[[Exception], None],
+        exhausted: Callable[[OSError], None],
     ):
         self._sockets = sockets
         self._credentials = credentials
-        self._accepted, self._failed = accepted, failed
+        self._accepted, self._failed, self._exhausted = accepted, failed, exhausted
         self._num_refused = 0
         self._selector = selectors.DefaultSelector()
         self._unauthenticated: dict[socket.socket, _UnauthenticatedPeer] = {}  # used by the thread only; oldest first
@@ -155,9 +158,17 @@ class Listener:
                     self._accept_connections(key.fileobj)
                 elif key.data.sock in self._unauthenticated:  # an earlier event may have dropped it
                     self._advance(key.data)
-            now = time.monotonic()
-            for peer in [p for p in self._unauthenticated.values() if now - p.since > _HANDSHAKE_SECONDS]:
-                self._refuse(peer, f"it did not authenticate itself within {_HANDSHAKE_SECONDS:g} s")
+            self._refuse_older_than(
+                _HANDSHAKE_SECONDS, f"it did not authenticate itself within {_HANDSHAKE_SECONDS:g} s"
+            )
+
+    def _refuse_older_than(self, seconds: float, why: str) -> bool:
+        """Whether there was any such unauthenticated peer."""
+        before = time.monotonic() - seconds
+        old = [peer for peer in self._unauthenticated.values() if peer.since < before]
+        for peer in old:
+            self._refuse(peer, why)
+        return bool(old)
 
     def _accept_connections(self, listener: socket.socket) -> None:
         while True:
@@ -165,8 +176,12 @@ class Listener:
                 sock, _ = listener.accept()
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
-                    # The connection stays in the queue, so select() would return at once.
+                    if self._refuse_older_than(_RANKS_HANDSHAKE_SECONDS, "no file descriptor left"):
+                        continue
                     logger.warning("no file descriptor left for a new connection; raise `ulimit -n`")
+                    if not self._unauthenticated:  # which must not fail anybody by holding them
+                        self._exhausted(error)
+                    # The connection stays in the queue, so select() would return at once.
                     time.sleep(_NO_DESCRIPTORS_PAUSE_SECONDS)
                 return  # the queue is empty, or the peer has closed the connection in the meantime
             close_in_child(sock).setblocking(False)
@@ -202,6 +217,8 @@ class Listener:
         except BlockingIOError:
             return
         except Exception as error:  # no peer may end the thread
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                self._exhausted(error)
             self._refuse(peer, str(error) or type(error).__name__)
             return
         self._forget(peer)
@@ -226,7 +243,7 @@ class Listener:
 
 def _receive_descriptors(sock: socket.socket, count: int) -> list[int]:
     item = array.array("i").itemsize
-    message, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_SPACE(count * item), socket.MSG_CMSG_CLOEXEC)
+    message, ancillary, flags, _ = sock.recvmsg(1, socket.CMSG_SPACE(count * item), socket.MSG_CMSG_CLOEXEC)
     descriptors: list[int] = []
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -234,7 +251,8 @@ def _receive_descriptors(sock: socket.socket, count: int) -> list[int]:
             numbers.frombytes(data[: len(data) - len(data) % item])
             descriptors += numbers
     if message != b"F" or len(descriptors) != count:
-        for fd in descriptors:
-            os.close(fd)
+        close_all([], descriptors)
+        if flags & socket.MSG_CTRUNC and len(descriptors) < count:  # not those that it passed beyond `count`
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         raise TransportError("it did not pass its descriptors")
     return descriptors

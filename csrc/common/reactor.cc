@@ -45,7 +45,8 @@ Reactor::Reactor() {
   event.events = EPOLLIN;
   event.data.u64 = 0;
   if (epoll_.get() < 0 || wake_.get() < 0 || epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0) {
-    throw Error(ErrorKind::kTransport, std::string("cannot create the epoll instance: ") + std::strerror(errno));
+    throw Error(ErrorKind::kTransport, std::string("cannot create the epoll instance: ") + std::strerror(errno) +
+                                           (errno == EMFILE || errno == ENFILE ? "; raise `ulimit -n`" : ""));
   }
   thread_ = std::thread([this] { run(); });
   pthread_setname_np(thread_.native_handle(), "bagua-reactor");

@@ -553,18 +553,19 @@ void Communicator::attach(int peer, std::unique_ptr<Channel> channel, std::share
   doorbell_->ring();
 }
 
-void Communicator::link_made(int job_rank, const std::shared_ptr<ProcessLink>& link) {
+bool Communicator::link_made(int job_rank, const std::shared_ptr<ProcessLink>& link) {
   const int peer = ranks_.group_rank(job_rank);
-  if (peer < 0 || peer == ranks_.rank) return;
+  if (peer < 0 || peer == ranks_.rank) return false;
   auto control = std::make_shared<ControlLink>(link, key_, peer);
   {
     std::lock_guard lock(mutex_);
     Peer& p = *peers_[static_cast<size_t>(peer)];
-    if (p.control) return;  // its link has ended, and with it what is between the two in this group
+    if (p.control) return false;  // its link has ended, and with it what is between the two in this group
     p.control = control;
   }
   greet(peer, *control);
   doorbell_->ring();
+  return true;
 }
 
 // Who is connected to a group that has failed learns why at once. (A poisoning that comes after this look sees the

@@ -119,8 +119,8 @@ class Communicator {
   void set_num_waiters(std::shared_ptr<const std::atomic<int>> num_waiters) { num_waiters_ = std::move(num_waiters); }
   // Without a `control`, the link to the peer's process must be there. [any thread]
   void attach(int peer, std::unique_ptr<Channel> channel, std::shared_ptr<ControlLink> control = {});
-  // There is a link to the process of a rank of the job. [any thread]
-  void link_made(int job_rank, const std::shared_ptr<ProcessLink>& link);
+  // There is a link to the process of a rank of the job; whether this group uses it. [any thread]
+  bool link_made(int job_rank, const std::shared_ptr<ProcessLink>& link);
   // How far the connection to a peer has come that has no link yet; `names_peer`: whether that shows whose fault it is.
   void note_unreachable(int peer, const std::string& what, bool names_peer);  // [any thread]
   // There is no link, and no way to the peer's host for so long: asks the others, and fails once they have answered. To

@@ -27,11 +27,13 @@ void Process::Wait::write_to(PeerStatus& status) const {
 
 // ---- links
 
-Process::Process(std::chrono::milliseconds heartbeat_timeout) : pace_(heartbeat_timeout) {}
+Process::Process(std::chrono::milliseconds heartbeat_timeout)
+    : pace_(heartbeat_timeout), reactor_(Reactor::instance()) {}
 
 Process::~Process() {
   if (generation_ != process_generation()) {  // a forked child leaves its parent's threads and locks alone
     (void)new auto(std::move(links_));
+    (void)new auto(std::move(reactor_));
     return;
   }
   close();
@@ -51,11 +53,12 @@ void Process::attach(int job_rank, int fd) {
     std::lock_guard lock(mutex_);
     communicators = communicators_;
   }
-  for (Communicator* communicator : communicators) communicator->link_made(job_rank, link);
+  std::erase_if(communicators, [&](Communicator* communicator) { return !communicator->link_made(job_rank, link); });
   try {
     link->start();
-  } catch (...) {
+  } catch (const Error& error) {
     link->stop();
+    for (Communicator* communicator : communicators) communicator->poison(error);  // which take no other link
     throw;
   }
   links_[job_rank] = link;
@@ -78,6 +81,7 @@ void Process::close() {
     link->stop();
   }
   links_.clear();
+  reactor_.reset();
 }
 
 // ---- groups

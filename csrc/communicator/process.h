@@ -29,6 +29,7 @@ class Communicator;
 class Process {
  public:
   // `heartbeat_timeout`: within which a peer that cannot be heard any more is named.
+  // Throws TransportError where no descriptor is left; then none is needed for links.
   explicit Process(std::chrono::milliseconds heartbeat_timeout = std::chrono::seconds(10));
   ~Process();
 
@@ -75,6 +76,7 @@ class Process {
 
   const uint32_t generation_ = process_generation();
   const ProcessLink::Pace pace_;
+  std::shared_ptr<Reactor> reactor_;  // so that no link fails for want of its descriptors
   std::atomic<bool> has_failed_{false};
 
   std::mutex registry_mutex_;                          // guards links_, and that a communicator gets each link once

@@ -153,17 +153,17 @@ void ProcessLink::on_tick() {
     const auto heard_at = heard_at_.load(std::memory_order_relaxed) + Clock::duration(late).count();
     heard_at_.store(std::min(heard_at, now.time_since_epoch().count()), std::memory_order_relaxed);
   }
-  const auto lasts = silent_for();
-  const bool is_silent = lasts >= pace_.silence;
-  const bool reaches = !is_silent || reaches_host();  // before something is sent
   bool is_due;
   {
     std::lock_guard lock(send_mutex_);
     is_due = output_.empty() && now - sent_at_ >= pace_.heartbeat;
   }
-  if (is_due) send(FrameType::kHeartbeat, {}, nullptr, 0);
-  const Silence silence{lasts, reaches};
-  if (!is_silent || !has_heard_ || has_ended()) return;
+  if (is_due) {
+    reached_host_ = reaches_host();  // before something is sent, which nobody has acknowledged yet
+    send(FrameType::kHeartbeat, {}, nullptr, 0);
+  }
+  const Silence silence{silent_for(), reached_host_};
+  if (silence.lasts < pace_.silence || !has_heard_ || has_ended()) return;
   std::lock_guard lock(routes_mutex_);
   const auto routes = routes_;  // one may remove itself
   for (const auto& [group, route] : routes) {

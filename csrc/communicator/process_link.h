@@ -47,7 +47,7 @@ class ProcessLink : public Reactor::Handler {
   // Nothing has arrived for longer than a peer that lives may be silent.
   struct Silence {
     std::chrono::nanoseconds lasts;
-    bool reaches_host;  // see reaches_host(); as of what was sent some time ago
+    bool reaches_host;  // see reaches_host(); of what was sent a heartbeat ago, and so has had time to arrive
   };
 
   // One group's end of the link. Called on the reactor thread, and not any more once remove_route has returned.
@@ -116,7 +116,8 @@ class ProcessLink : public Reactor::Handler {
   std::atomic<bool> has_ended_{false};
   std::atomic<Clock::rep> heard_at_;  // of the reactor thread, read by any
   bool has_heard_ = false;            // reactor thread; before, the peer may not have its end yet
-  Clock::time_point ticked_at_;       // reactor thread, as the next two
+  bool reached_host_ = true;          // reactor thread, as the next three
+  Clock::time_point ticked_at_;
   std::vector<uint8_t> input_;
   std::deque<Descriptor> input_fds_;
 

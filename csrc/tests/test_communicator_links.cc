@@ -3,6 +3,8 @@
 #include <set>
 
 #include <fcntl.h>
+#include <netinet/tcp.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 
 #include "csrc/common/fork_guard.h"
@@ -22,6 +24,7 @@ struct BareLink {
     peer = pair[1];
     process_link = std::make_shared<ProcessLink>(
         Descriptor(pair[0]), pace, [this](ProcessLink&, FrameType type, const std::string& group) {
+          if (on_unrouted) on_unrouted();
           note("unrouted: " + group + " " + std::to_string(static_cast<uint32_t>(type)));
         });
     link = std::make_shared<ControlLink>(process_link, "test", 1);
@@ -62,6 +65,7 @@ struct BareLink {
   void close_peer() { ::close(std::exchange(peer, -1)); }
 
   int peer = -1;
+  std::function<void()> on_unrouted;  // on the reactor's thread
   std::shared_ptr<ProcessLink> process_link;
   std::shared_ptr<ControlLink> link;
   std::mutex mutex;
@@ -100,13 +104,29 @@ TEST(ControlLink, AnEndWithoutLeavingIsALoss) {
   EXPECT_EQ(bare.taken().size(), 1u);
 }
 
+TEST(ControlLink, AnEndAfterAGoodbyeIsNoLoss) {
+  PeerStatus has_left;
+  has_left.group = PeerStatus::kHasLeft;  // before this rank came to the group
+  Bytes answer(sizeof has_left);
+  std::memcpy(answer.data(), &has_left, sizeof has_left);
+  for (const Bytes& goodbye : {frame(FrameType::kGoodbye, {}, ""), frame(FrameType::kStatus, answer)}) {
+    BareLink bare;
+    bare.write_all(goodbye);
+    bare.close_peer();
+    EXPECT_TRUE(eventually([&] { return bare.saw("leave"); }));
+    EXPECT_FALSE(bare.saw("lost"));
+  }
+}
+
 TEST(ControlLink, AnEndlessFrameIsRefused) {
   BareLink bare;
   bare.write_all({4, 0, 0, 0, 0xff, 0xff, 0xff, 0x7f});
   EXPECT_TRUE(eventually([&] { return bare.saw("lost: sent a control frame of 2147483647 bytes"); }));
-  // Nothing behind it is read: the connection is over.
+  // Nothing behind it is read: the connection is over, which the peer hears though the link is still held.
+  uint8_t byte;
+  EXPECT_TRUE(eventually([&] { return recv(bare.peer, &byte, 1, MSG_DONTWAIT) == 0; }));
   const Bytes more = frame(FrameType::kLeave, {});
-  EXPECT_TRUE(eventually([&] { return send(bare.peer, more.data(), more.size(), MSG_NOSIGNAL) < 0; }));
+  EXPECT_LT(send(bare.peer, more.data(), more.size(), MSG_NOSIGNAL), 0);
   EXPECT_EQ(bare.taken().size(), 1u);
 }
 
@@ -206,6 +226,59 @@ TEST(ProcessLink, AnIdleLinkSendsHeartbeats) {
   for (size_t i = 0; i < 3 * heartbeat.size(); ++i) ASSERT_EQ(seen[i], heartbeat[i % heartbeat.size()]);
 }
 
+// ---- silence
+
+TEST(ProcessLink, ALinkThatWasJustMadeIsNotSilent) {
+  BareLink bare(ProcessLink::Pace(50ms));
+  std::this_thread::sleep_for(120ms);  // three times as long as a peer may be silent
+  EXPECT_TRUE(bare.taken().empty()) << "the peer may not have its end yet";
+  bare.write_all(frame(FrameType::kHeartbeat, {}, ""));
+  EXPECT_TRUE(eventually([&] { return bare.saw("silence"); })) << "it has, and says nothing more";
+}
+
+TEST(ProcessLink, AProcessThatWasStoppedDoesNotBlameItsPeers) {
+  // Once the peer, too, is stopped and goes on, as on a host that was suspended: nothing is there to read after it.
+  BareLink bare(ProcessLink::Pace(200ms));
+  bare.on_unrouted = [] { std::this_thread::sleep_for(250ms); };  // nor does the reactor's thread tick meanwhile
+  bare.write_all(frame(FrameType::kLeave, {}, "nobody's"));
+  Bytes buffer(4096);
+  const auto heartbeats_come = [&] {
+    return eventually([&] { return recv(bare.peer, buffer.data(), buffer.size(), MSG_DONTWAIT) > 0; });
+  };
+  ASSERT_TRUE(eventually([&] { return bare.saw("unrouted"); }));
+  (void)!recv(bare.peer, buffer.data(), buffer.size(), MSG_DONTWAIT);  // from before
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(heartbeats_come());          // it has looked by the second one
+  EXPECT_FALSE(bare.saw("silence"));
+  EXPECT_TRUE(eventually([&] { return bare.saw("silence"); })) << "its own stop excuses nothing that comes after";
+}
+
+TEST(ProcessLink, WhatHasJustBeenSentNeedNotBeAcknowledged) {
+  struct : ProcessLink::Route {
+    void on_frame(FrameType, const uint8_t*, size_t, Descriptor) override {}
+    void on_end(const std::string&, bool) override {}
+    void on_silence(const ProcessLink::Silence& silence) override { reaches_host.push_back(silence.reaches_host); }
+    void on_lost_descriptor() override {}
+    std::vector<bool> reaches_host;
+  } route;
+  auto pace = ProcessLink::Pace(1s);
+  pace.heartbeat = 20ms;
+  pace.silence = 30ms;
+  const auto fds = tcp_pair();
+  const Descriptor peer(fds[1]);
+  ProcessLink link(Descriptor(fds[0]), pace);  // not started: this thread is its reactor
+  link.add_route("test", &route);
+  const int is_quick = 0;  // the peer's host delays what it acknowledges
+  check(setsockopt(peer.get(), IPPROTO_TCP, TCP_QUICKACK, &is_quick, sizeof is_quick) == 0, "TCP_QUICKACK");
+  const Bytes heartbeat = frame(FrameType::kHeartbeat, {}, "");
+  check(send(peer.get(), heartbeat.data(), heartbeat.size(), MSG_NOSIGNAL) > 0, "send");
+  ASSERT_TRUE(eventually([&] { return link.on_ready(), link.silent_for() < 10ms; }));
+  std::this_thread::sleep_for(pace.silence);
+  link.on_tick();  // sends a heartbeat
+  EXPECT_FALSE(link.reaches_host()) << "the test is of no use where everything is acknowledged at once";
+  link.on_tick();
+  EXPECT_EQ(route.reaches_host, (std::vector<bool>{true, true}));
+}
+
 TEST(ProcessLink, SilenceIsToldAndAHeartbeatEndsIt) {
   BareLink bare(ProcessLink::Pace(500ms));
   const auto begin = Clock::now();
@@ -291,6 +364,125 @@ TEST(Progress, LooksAtNoPeerThatNothingWasPostedTo) {
   communicator.progress();
   EXPECT_EQ(looked_at(), Peers{});
   communicator.end();
+// ---- the links of a process
+
+TEST(Process, ALinkThatCannotBeMadeIsAnErrorAndNoLink) {
+  const auto process = std::make_shared<Process>();
+  Communicator first(0, 2, "first", 20us), second(0, 2, "second", 20us);
+  first.join_process(process, {0, 1}, "first");
+  const auto error = error_of([&] { process->attach(1, memfd_create("no-connection", MFD_CLOEXEC)); });
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->kind(), ErrorKind::kTransport);
+  EXPECT_CONTAINS(std::string(error->what()), "epoll refuses a connection");
+  EXPECT_FALSE(process->is_linked(1));
+  EXPECT_TRUE(first.is_poisoned()) << "it would wait for its peer";
+  second.join_process(process, {0, 1}, "second");
+  const auto pair = unix_pair();
+  process->attach(1, pair[0]);
+  EXPECT_TRUE(process->is_linked(1) && second.control(1) && !second.is_poisoned());
+  for (auto* communicator : {&first, &second}) communicator->close();
+  process->close();
+  ::close(pair[1]);
+}
+
+// While it lives, this process opens nothing.
+class NoDescriptors {
+ public:
+  NoDescriptors() {
+    check(getrlimit(RLIMIT_NOFILE, &before_) == 0, "getrlimit");
+    rlimit none = before_;
+    none.rlim_cur = 0;
+    check(setrlimit(RLIMIT_NOFILE, &none) == 0, "setrlimit");
+  }
+  ~NoDescriptors() { setrlimit(RLIMIT_NOFILE, &before_); }
+
+ private:
+  rlimit before_;
+};
+
+TEST(Process, LinksNeedNoDescriptorsThatTheProcessDoesNotHave) {
+  const auto pair = unix_pair();
+  {
+    const NoDescriptors none;
+    const auto error = error_of([] { Process process; });
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->kind(), ErrorKind::kTransport);
+    EXPECT_CONTAINS(std::string(error->what()), "Too many open files; raise `ulimit -n`");
+  }
+  Process process;
+  {
+    const NoDescriptors none;
+    process.attach(1, pair[0]);
+  }
+  EXPECT_TRUE(process.is_linked(1));
+  ::close(pair[1]);
+  EXPECT_TRUE(eventually([&] { return !process.is_linked(1); }));
+}
+
+// What has come to the bare end of a link, as types and payloads.
+std::vector<std::pair<FrameType, Bytes>> frames_at(int peer) {
+  Bytes bytes(1 << 16);
+  const ssize_t got = recv(peer, bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_PEEK);
+  std::vector<std::pair<FrameType, Bytes>> frames;
+  for (size_t at = 0; at + 10 <= static_cast<size_t>(std::max<ssize_t>(got, 0));) {
+    uint32_t header[2];
+    uint16_t group_bytes;
+    std::memcpy(header, bytes.data() + at, sizeof header);
+    std::memcpy(&group_bytes, bytes.data() + at + 8, sizeof group_bytes);
+    const auto begin = bytes.begin() + static_cast<long>(at);
+    frames.emplace_back(static_cast<FrameType>(header[0]), Bytes(begin + 10 + group_bytes, begin + 8 + header[1]));
+    at += 8 + header[1];
+  }
+  return frames;
+}
+
+size_t num_frames_at(int peer, FrameType type) {
+  size_t count = 0;
+  for (const auto& [of, payload] : frames_at(peer)) count += of == type;
+  return count;
+}
+
+TEST(Process, WhoAsksAboutAFailedGroupIsToldWhy) {
+  const auto process = std::make_shared<Process>();
+  const auto pair = unix_pair();
+  Communicator communicator(0, 2, "test", 20us);
+  communicator.join_process(process, {0, 1}, "test");
+  process->attach(1, pair[0]);
+  communicator.poison(Error(ErrorKind::kAborted, "it was too late", 0), false);
+  const Bytes question = frame(FrameType::kStatusRequest, Bytes(sizeof(StatusRequest)));
+  const auto ask = [&] { check(send(pair[1], question.data(), question.size(), MSG_NOSIGNAL) > 0, "send"); };
+  ask();
+  EXPECT_TRUE(eventually([&] { return num_frames_at(pair[1], FrameType::kStatus) == 1; }));
+  EXPECT_EQ(num_frames_at(pair[1], FrameType::kAbort), 1u);
+  communicator.close();
+  ask();
+  EXPECT_TRUE(eventually([&] { return num_frames_at(pair[1], FrameType::kAbort) == 2; })) << "after it was closed";
+  const auto payload = error_bytes(Error(ErrorKind::kAborted, "it was too late", 0));
+  for (const auto& [type, bytes] : frames_at(pair[1])) {
+    if (type == FrameType::kAbort) EXPECT_EQ(bytes, payload);
+  }
+  process->close();
+  ::close(pair[1]);
+}
+
+TEST(Process, NobodyIsAskedAboutARankWhoseHostAnswers) {
+  const auto process = std::make_shared<Process>(200ms);
+  const auto stopped = unix_pair(), there = unix_pair();
+  Communicator communicator(0, 3, "test", 20us);
+  communicator.join_process(process, {0, 1, 2}, "test");
+  process->attach(1, stopped[0]);
+  process->attach(2, there[0]);
+  const Bytes heartbeat = frame(FrameType::kHeartbeat, {}, "");
+  check(send(stopped[1], heartbeat.data(), heartbeat.size(), MSG_NOSIGNAL) > 0, "send");  // its last word
+  ASSERT_TRUE(eventually([&] { return communicator.is_poisoned(); }));
+  const auto error = error_of([&] { communicator.throw_if_poisoned(); });
+  EXPECT_EQ(error->rank(), 1);
+  EXPECT_CONTAINS(std::string(error->what()), "rank 1 does not answer: its process is stopped");
+  EXPECT_EQ(num_frames_at(there[1], FrameType::kAbort), 1u);
+  EXPECT_EQ(num_frames_at(there[1], FrameType::kStatusRequest), 1u) << "as its link was made, and no more";
+  communicator.close();
+  process->close();
+  for (const int fd : {stopped[1], there[1]}) ::close(fd);
 }
 
 // ---- segments

@@ -4,6 +4,7 @@ is busy is not."""
 import ctypes
 import dataclasses
 import signal
+import threading
 import time
 
 import pytest
@@ -11,9 +12,18 @@ import torch
 
 import bagua
 from bagua.replay import hosts
-from bagua.testing import Pool, stop
+from bagua.testing import Pool, cont, stop
 from tests.distributed.worlds import in_worlds, shm, tcp
-from tests.faults.scenarios import LONG_S, note_time, noted_time, process_group, spawn_in, watch
+from tests.faults.scenarios import (
+    LONG_S,
+    note_time,
+    noted_time,
+    process_group,
+    spawn_in,
+    wait_for_end,
+    wait_for_note,
+    watch,
+)
 from tests.faults.test_blame import CONNECTION, can_make_hosts, meet, needs_hosts, on_hosts  # noqa: F401
 
 pytestmark = pytest.mark.timed
@@ -52,6 +62,26 @@ def test_a_stopped_rank_is_named_long_before_the_deadline(world, tmp_path):
     for seen in results[:2]:
         assert seen.rank == 2 and "rank 2 does not answer: its process is stopped" in seen.message, seen
         assert seen.at - noted_time(path) < HEARTBEAT_TIMEOUT_S + SLACK_S, seen
+
+
+def stop_for_a_while(rank, world_size, path):
+    """Rank 2 is stopped until rank 0 has seen it."""
+    with process_group(LONG_S):
+        meet()
+        if rank == 2:
+            note_time(path)
+            stop()
+        seen = watch(lambda: bagua.recv(torch.ones(3), 0 if rank == 2 else 2))
+        if rank == 0:
+            cont(wait_for_note(path))
+        return seen
+
+
+@pytest.mark.slow("test_a_stopped_rank_is_named_long_before_the_deadline")
+@in_worlds([shm(3), tcp(3)])
+def test_a_rank_that_goes_on_after_a_stop_blames_none_of_the_others(world, tmp_path):
+    for seen in spawn_in(with_heartbeats(world), stop_for_a_while, str(tmp_path / "since")):
+        assert seen.rank == 2 and "rank 2 does not answer: its process is stopped" in seen.message, seen
 
 
 def hold_the_interpreter(rank, world_size):
@@ -97,3 +127,31 @@ def test_a_cut_cable_is_noticed_long_before_the_deadline(size, tmp_path):
         else:
             assert seen.rank == 2, (rank, seen)
             assert ("its own host is cut off" in seen.message) == (rank == 2), (rank, seen)
+
+
+def wait_for_a_host_that_dies(rank, world_size, names, path):
+    """Rank 0 is stopped, so that its host takes the connection of rank 1 and nobody answers; then its cable is cut."""
+    if rank == 0:
+        note_time(path)
+        stop()
+    wait_for_end(path)
+
+    def cut_it():
+        hosts.cut(names, 0)
+        note_time(path)
+
+    threading.Timer(0.5, cut_it).start()
+    return watch(lambda: bagua.recv(torch.ones(3), 0))
+
+
+@needs_hosts
+@pytest.mark.slow("test_a_host_that_dies_in_the_handshake_is_named")
+def test_a_host_that_dies_before_it_has_answered_is_noticed_long_before_the_deadline(tmp_path):
+    path = str(tmp_path / "since")
+    with hosts.hosts(2, None) as prefixes, Pool(2, nodes=2) as pool:
+        names = [prefix[-1] for prefix in prefixes]
+        env = {"BAGUA_SOCKET_IFNAME": "eth0", **ENV}
+        args = (names, path, wait_for_a_host_that_dies)
+        seen = pool.run(on_hosts, args=args, env=env, expect_exit={0: signal.SIGSTOP})[1]
+    assert seen.rank is None and CONNECTION.search(seen.message), seen
+    assert 0 < seen.at - noted_time(path) < 2 * HEARTBEAT_TIMEOUT_S + SLACK_S, seen  # keepalives come every second

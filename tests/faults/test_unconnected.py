@@ -306,8 +306,8 @@ def test_a_rank_that_does_not_answer_keeps_no_report_from_the_others(listener):
         records = [record_of(sock) for sock in (stopped, ended, foreign, listener)]
         ended.close()
         acceptors = [
-            Listener([foreign], credentials(0, b"another"), take, pytest.fail),
-            Listener([listener], credentials(0), take, pytest.fail),
+            Listener([foreign], credentials(0, b"another"), take, pytest.fail, pytest.fail),
+            Listener([listener], credentials(0), take, pytest.fail, pytest.fail),
         ]
         longest = {
             "purpose": "report",

@@ -324,7 +324,7 @@ def listening(ranks, taken):
                 sock.close()
                 taken.append((rank, about["from"], about["to"]))
 
-            acceptor = Listener([sock], Credentials(b"key", rank, len(ranks)), take, pytest.fail)
+            acceptor = Listener([sock], Credentials(b"key", rank, len(ranks)), take, pytest.fail, pytest.fail)
             stack.callback(acceptor.close)
             addresses.append(sock.getsockname())
         yield addresses

@@ -192,8 +192,8 @@ def test_tcp_holds_no_small_message_back():
     """On either side, whatever is said after the proof: 40 ms each time, until the other side acknowledges it."""
     arrived = queue.Queue()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        acceptor = Listener([listener], rank(0), lambda sock, about, _: arrived.put(sock), pytest.fail)
-        attempt = connector.Attempt(lambda: None)
+        acceptor = Listener([listener], rank(0), lambda sock, about, _: arrived.put(sock), pytest.fail, pytest.fail)
+        attempt = connector.Attempt(lambda: None, 10.0)
         try:
             with connector._authenticated(socket.AF_INET, listener.getsockname(), rank(1), ABOUT, attempt) as dialed:
                 with arrived.get(timeout=20) as accepted:

@@ -68,7 +68,7 @@ def say(family, address, credentials, about):
             if time.monotonic() > end:
                 raise TimeoutError
 
-        attempt = connector.Attempt(still_wanted)
+        attempt = connector.Attempt(still_wanted, 10.0)
         # It may close the connection before it proves itself, or before it has read all.
         with contextlib.suppress(ConnectionError, TimeoutError):
             with connector._authenticated(family, address, credentials, about, attempt) as sock:

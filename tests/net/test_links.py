@@ -1,0 +1,235 @@
+"""Links and channels that cannot be made: who needs them hears it at once and by name, and nothing is left behind.
+
+Ranks are two endpoints of this process.
+"""
+
+import concurrent.futures
+import contextlib
+import errno
+import os
+import resource
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+
+from bagua import _C, config
+from bagua.distributed.process_group import ProcessGroup
+from bagua.errors import BaguaError, TransportError
+from bagua.net import connector, links, listener, rendezvous, reports
+from bagua.net.auth import Credentials
+from bagua.net.interfaces import InterfaceAddress
+from tests.meeting import wait_until
+
+pytestmark = pytest.mark.timed
+
+LONG = timedelta(seconds=30)
+AT_ONCE_S = 5.0  # of a loaded machine; no deadline has passed
+SHM, TCP = {}, {"BAGUA_SHARED_MEMORY": "0"}
+
+
+class Rank:
+    """An endpoint of a job of two ranks, and the group of both on it."""
+
+    def __init__(self, env):
+        self.endpoint = links.Endpoint(config.settings(env), InterfaceAddress("lo", "127.0.0.1"))
+        self.group = None
+        self._closing = contextlib.ExitStack()
+        self._closing.callback(self.endpoint.close)
+
+    def record(self, rank):
+        names = "127.0.0.1", self.endpoint.port, self.endpoint.unix_name
+        return rendezvous.RankRecord(rank, 2, "1", 1, "native", "", "host", 0, *names, os.getpid())
+
+    def make_group(self):
+        rank = self.endpoint.credentials.rank
+        self.group = ProcessGroup(self.endpoint, "world", range(2), rank, LONG)
+        self._closing.callback(self.group.close)
+
+    def barrier(self):
+        """What it raises, and after how many seconds; None where it succeeds. Who fails leaves."""
+        begin = time.monotonic()
+        try:
+            self.group.barrier().wait()
+        except BaguaError as error:
+            seconds = time.monotonic() - begin
+            self.close()
+            return error, seconds
+
+    def close(self):
+        self._closing.pop_all().close()
+
+
+@contextlib.contextmanager
+def two_ranks(env, with_groups=True):
+    ranks = [Rank(env) for _ in range(2)]
+    try:
+        records = [rank.record(number) for number, rank in enumerate(ranks)]
+        for number, rank in enumerate(ranks):
+            rank.endpoint.start(records, Credentials(b"a key of this test", number, 2))
+            if with_groups:
+                rank.make_group()
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+def barrier(ranks):
+    """What it raises on each of them."""
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        return list(threads.map(Rank.barrier, ranks))
+
+
+@contextlib.contextmanager
+def descriptors_left(count):
+    """This process can open so many more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [os.open("/dev/null", os.O_RDONLY) for _ in range(count + 1)]  # the lowest numbers
+    for fd in free:
+        os.close(fd)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], before[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def none_left(*_):
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+@pytest.mark.parametrize("end", ["dialer", "acceptor"])
+def test_where_descriptors_end_that_is_said_at_once(end, monkeypatch):
+    monkeypatch.setattr(reports, "_REPORT_SECONDS", 0.01)  # nobody can take one
+    with two_ranks(SHM) as ranks:
+        opens = {"dialer": (connector, "_new_socket"), "acceptor": (socket.socket, "accept")}
+        monkeypatch.setattr(*opens[end], none_left)
+        for rank, (error, seconds) in enumerate(barrier(ranks)):
+            assert error.rank == rank and "raise `ulimit -n`" in str(error) and seconds < AT_ONCE_S, (error, seconds)
+
+
+def test_who_does_not_prove_itself_holds_no_descriptor_that_a_rank_needs(monkeypatch):
+    monkeypatch.setattr(listener, "_RANKS_HANDSHAKE_SECONDS", 0.05)
+    accept = socket.socket.accept
+    with two_ranks(TCP) as ranks:
+        attacked, unauthenticated = ranks[0].endpoint._sockets, ranks[0].endpoint._listener._unauthenticated
+        monkeypatch.setattr(
+            socket.socket, "accept", lambda sock: none_left() if sock in attacked and unauthenticated else accept(sock)
+        )
+        with socket.create_connection(("127.0.0.1", ranks[0].endpoint.port)) as silent:
+            wait_until(lambda: unauthenticated, "the last descriptor is taken")
+            begin = time.monotonic()
+            assert barrier(ranks) == [None, None] and time.monotonic() - begin < AT_ONCE_S
+            assert silent.recv(1) == b""
+
+
+@pytest.mark.slow("test_where_descriptors_end_that_is_said_at_once")
+@pytest.mark.parametrize("env", [SHM, TCP], ids=["shm", "tcp"])
+def test_however_few_descriptors_are_left(env):
+    """So that they end at every step of connecting, on either side."""
+    for count in range(20):
+        with two_ranks(env) as ranks, descriptors_left(count):
+            seen = barrier(ranks)
+        if seen == [None, None]:
+            break
+        failures = [failure for failure in seen if failure is not None]
+        assert any("ulimit -n" in str(error) for error, _ in failures), (count, failures)
+        assert max(seconds for _, seconds in failures) < AT_ONCE_S, (count, failures)
+    assert count > 3 and seen == [None, None], (count, seen)
+
+
+@pytest.mark.parametrize("env", [SHM, TCP], ids=["shm", "tcp"])
+@pytest.mark.parametrize("peer_of_failing", [0, 1], ids=["dialer", "acceptor"])
+def test_a_channel_that_one_end_cannot_have_fails_both(env, peer_of_failing, monkeypatch):
+    """By then the other end believes that it is there."""
+    name = "attach_shm" if env is SHM else "attach_tcp"
+    attach = getattr(_C.Group, name)
+
+    def fail(core, peer, *rest):
+        if peer == peer_of_failing:
+            raise TransportError("no memory is left")
+        attach(core, peer, *rest)
+
+    monkeypatch.setattr(_C.Group, name, fail)
+    with two_ranks(env) as ranks:
+        for error, seconds in barrier(ranks):
+            assert "no memory is left" in str(error) and seconds < AT_ONCE_S, (error, seconds)
+
+
+def test_a_dialer_whose_thread_does_not_start_has_none(monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with two_ranks(SHM) as ranks:
+        dialer = ranks[1].endpoint._dialer
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            with pytest.raises(RuntimeError, match="can't start"):
+                dialer.want(ranks[1].group._cores.collectives.key, 0)
+        assert dialer._threads == {}
+        assert barrier(ranks) == [None, None], "and may try again"
+
+
+@pytest.mark.parametrize("failing", ["world", "world/p2p"])
+def test_a_group_that_cannot_be_made_leaves_nothing(failing, monkeypatch):
+    make = _C.Group
+
+    def fail(name, *rest):
+        if name == failing:
+            raise TransportError("no memory is left")
+        return make(name, *rest)
+
+    with two_ranks(SHM, with_groups=False) as ranks:
+        with monkeypatch.context() as patched:
+            patched.setattr(_C, "Group", fail)
+            for rank in ranks:
+                with pytest.raises(TransportError, match="no memory is left"):
+                    rank.make_group()
+        assert ranks[0].endpoint._groups == {}, "its other core is closed"
+        if failing == "world":  # it counts for nothing, though the other rank has made its own
+            ranks[1].make_group()
+            ranks[0].make_group()
+            assert ranks[0].group._cores.collectives.key.endswith("|1")
+            assert barrier(ranks) == [None, None]
+
+
+def watched_for_ms(sock):
+    """After how long a host that acknowledges nothing is an error of the socket; 0: never while nothing is sent."""
+    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and sock.getsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
+    )
+
+
+def test_a_host_that_dies_in_the_handshake_is_named(monkeypatch):
+    watched = []
+
+    def die(sock, count, attempt):
+        watched.append(watched_for_ms(sock))
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    monkeypatch.setattr(connector, "_receive", die)
+    with two_ranks(TCP | {"BAGUA_HEARTBEAT_TIMEOUT": "7"}) as ranks:
+        for error, seconds in barrier(ranks):
+            assert "the connection between rank" in str(error) and "timed out" in str(error), error
+            assert seconds < AT_ONCE_S
+    assert {*watched} == {7000}
+
+
+def test_no_receiver_that_is_slow_ends_a_connection(monkeypatch):
+    """As the watch of the handshake would."""
+    watched = []
+
+    def attach(self, *args):
+        with socket.socket(fileno=os.dup(args[-1][0] if isinstance(args[-1], list) else args[-1])) as sock:
+            watched.append(watched_for_ms(sock))
+        originals[type(self)](self, *args)
+
+    originals = {_C.Process: _C.Process.attach, _C.Group: _C.Group.attach_tcp}
+    monkeypatch.setattr(_C.Process, "attach", attach)
+    monkeypatch.setattr(_C.Group, "attach_tcp", attach)
+    with two_ranks(TCP) as ranks:
+        assert barrier(ranks) == [None, None]
+    assert watched == [0] * 4
