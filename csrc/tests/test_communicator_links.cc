@@ -364,6 +364,8 @@ TEST(Progress, LooksAtNoPeerThatNothingWasPostedTo) {
   communicator.progress();
   EXPECT_EQ(looked_at(), Peers{});
   communicator.end();
+}
+
 // ---- the links of a process
 
 TEST(Process, ALinkThatCannotBeMadeIsAnErrorAndNoLink) {
