@@ -474,7 +474,9 @@ Result launch(const Pending& pending) {
 Result enqueue(const char* name, Call call, Communicator communicator, StreamHandle stream) {
   const Shared c = impl_of(communicator, name);
   if (c == nullptr) return nccl::kInvalidArgument;
-  if (c->result() != nccl::kSuccess) return refuse(std::string(name) + " while the communicator is not ready");
+  const Result ready = c->result();
+  if (ready == kInProgress) return refuse(std::string(name) + " while the communicator is not ready");
+  if (ready != nccl::kSuccess) return ready;  // which may have come since the caller has looked
   if (call.peer >= c->size) return refuse(std::string(name) + " of rank " + std::to_string(call.peer));
   if (call.peer == c->rank && (call.kind == Kind::kSend || call.kind == Kind::kRecv)) {
     return refuse(std::string(name) + " to and from the own rank");
