@@ -133,7 +133,8 @@ void Communicator::throw_departed(int peer) {
 //
 // Whoever has failed tells all others once with what. When all have told that are not dead, they know the same, and
 // make the same of it: who is lost to anybody, and tells nothing, is dead, and the first of the dead is named. A rank
-// that tells something is not dead, whatever others have seen of it.
+// that tells something is not dead, whatever others have seen of it; nor is one that is silent, as long as nobody
+// names it.
 
 // Not from those that are named themselves: they may be unable to.
 bool Communicator::is_cause_awaited_locked() const {
@@ -161,7 +162,7 @@ void Communicator::agree_on_cause_locked() {
     const Peer& p = *peers_[static_cast<size_t>(peer)];
     if (p.told) {
       add(*p.told);
-    } else if (p.control && (p.is_lost || (!p.departed.load(std::memory_order_relaxed) && is_silent_locked(p)))) {
+    } else if (p.is_lost) {
       dead.insert(peer);
     }
   }

@@ -37,15 +37,15 @@ def write_after_the_failure(rank, world_size, folder):
             assert (tensor == 7).all()
 
 
-@pytest.mark.slow
+# Stopped elsewhere each time.
 @pytest.mark.timed
-def test_a_rank_that_goes_on_writes_into_no_survivors_tensor(tmp_path):
-    for turn in range(5):  # stopped elsewhere each time
-        folder = tmp_path / str(turn)
-        folder.mkdir()
-        with Pool(2) as pool:
-            running = pool.start(write_after_the_failure, args=[folder], env={"BAGUA_HEARTBEAT_TIMEOUT": "1"})
-            wait_until((folder / "failed").exists, "rank 0's operation fails")
-            cont(int((folder / "pid").read_text()))
-            (folder / "resumed").touch()
-            running.result()
+@pytest.mark.parametrize(
+    "turn", [0, *(pytest.param(turn, marks=pytest.mark.slow("the same test, once")) for turn in range(1, 5))]
+)
+def test_a_rank_that_goes_on_writes_into_no_survivors_tensor(turn, tmp_path):
+    with Pool(2) as pool:
+        running = pool.start(write_after_the_failure, args=[tmp_path], env={"BAGUA_HEARTBEAT_TIMEOUT": "1"})
+        wait_until((tmp_path / "failed").exists, "rank 0's operation fails")
+        cont(int((tmp_path / "pid").read_text()))
+        (tmp_path / "resumed").touch()
+        running.result()
