@@ -155,7 +155,11 @@ class Work:
             self._has_failed(error)
             if self.label and error.bucket is None:
                 raise type(error)(
-                    f"{self.label}: {error}", rank=error.rank, operation=error.operation, bucket=self.label, ranks=error.ranks
+                    f"{self.label}: {error}",
+                    rank=error.rank,
+                    operation=error.operation,
+                    bucket=self.label,
+                    ranks=error.ranks,
                 ) from None
             raise
         if not ended:

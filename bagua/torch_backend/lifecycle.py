@@ -101,7 +101,10 @@ def _create_alone(options, ranks: list[int]) -> TorchProcessGroup:
         group, close = bootstrap_alone(store, ranks, dist.get_rank(), dist.get_world_size(), options.timeout)
     except BaguaError as error:
         raise type(error)(
-            f"{error} (ranks count within the group of {ranks})", rank=error.rank, operation=error.operation, ranks=error.ranks
+            f"{error} (ranks count within the group of {ranks})",
+            rank=error.rank,
+            operation=error.operation,
+            ranks=error.ranks,
         ) from error
     made = TorchProcessGroup(group, options.store, options.group_id, _forgetter(close))
     _open_alone.add(made)

@@ -126,7 +126,7 @@ class Communicator {
   // There is no link, and no way to the peer's host for so long: asks the others, and fails once they have answered. To
   // be called again and again meanwhile. [any thread]
   void doubt_unlinked(int peer, std::chrono::nanoseconds silence, const std::string& what);
-  std::shared_ptr<ControlLink> control(int peer) const;                       // null: no link yet [any thread]
+  std::shared_ptr<ControlLink> control(int peer) const;  // null: no link yet [any thread]
   // A peer that has left, and whose channel will not tell that nothing more comes: a wait for it finds out.
   bool has_departed(int peer) const;  // [any thread], before close()
   bool is_attached(int peer) const;   // [any thread]

@@ -30,7 +30,8 @@ class Work {
     // operation wakes up, so that it finds none if it closes the group.
     std::atomic<size_t> outstanding{0};
   };
-  explicit Work(uint64_t ticket, std::shared_ptr<Counts> counts = nullptr) : ticket_(ticket), counts_(std::move(counts)) {
+  explicit Work(uint64_t ticket, std::shared_ptr<Counts> counts = nullptr)
+      : ticket_(ticket), counts_(std::move(counts)) {
     if (counts_) counts_->outstanding.fetch_add(1, std::memory_order_relaxed);
   }
 

@@ -5,7 +5,6 @@ import threading
 import time
 
 import pytest
-import torch
 
 import bagua
 from bagua.testing import Pool, cont, stop
