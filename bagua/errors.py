@@ -1,8 +1,8 @@
 """The exception tree. The same classes exist in three languages (csrc/common/error.h, rust_core/src/error.rs);
 the binding layer translates them one to one.
 
-A message carries the value, what was expected and what to do. `rank` is the rank at fault (None if no rank is), `ranks` are all of
-them, `operation` the collective that was running, `bucket` the gradient bucket that it was for.
+A message carries the value, what was expected and what to do. `rank` is the rank at fault (None if no rank is),
+`ranks` are all of them, `operation` the collective that was running, `bucket` the gradient bucket that it was for.
 """
 
 from __future__ import annotations

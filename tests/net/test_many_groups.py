@@ -1,4 +1,4 @@
-"""Many groups in one process, as pipelines and expert parallelism make them, with as many descriptors as a shell gives."""
+"""Many groups in one process, as pipelines and expert parallelism make them, with a shell's usual descriptors."""
 
 import os
 import resource
