@@ -64,7 +64,8 @@ class Dialer:
         dial_link: makes one, or returns where the peer's own is about to come.
         dial_channel: makes the channel of a group to a peer.
         silence_s: for how long a host may take no connection before that is a failure.
-        stalled_s: for how long this process itself did not run, a short while ago; 0 if it did.
+        stalled_s: for how long this process itself did not run, a short while ago, in which a rank may have given it
+            up; 0 if it did.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Dialer:
         dial_link: Callable[[int, Attempt], None],
         dial_channel: Callable[[RegisteredGroup, int, Attempt], None],
         silence_s: float,
-        stalled_s: Callable[[], float],
+        stalled_s: Callable[[int], float],
     ):
         self.records: list[RankRecord] = []
         self._groups, self._changed, self._is_linked = groups, changed, is_linked
@@ -133,7 +134,7 @@ class Dialer:
     # ---- everything below runs on the peer's thread
 
     def _run(self, peer: int) -> None:
-        state = _PeerState(self.records[peer], self._silence_s, self._stalled_s)
+        state = _PeerState(self.records[peer], self._silence_s, lambda: self._stalled_s(peer))
         while True:
             with self._changed:
                 linked = self._is_linked(peer)
@@ -151,11 +152,14 @@ class Dialer:
         """One attempt to make the link, or the first of the channels that are missing; then a pause if it failed."""
 
         def still_wanted() -> None:
-            state.note(attempt, missing, peer)
             with self._changed:
+                left = self._missing(peer, linked)
                 # A link belongs to no group: the peer may have its end by now, and would take this one's for a death.
-                if self._is_closing or (linked and missing[0] not in self._missing(peer, linked)):
+                if self._is_closing or (linked and missing[0] not in left):
                     raise _UnwantedError
+            if not linked and not attempt.is_connected and self._is_linked(peer):  # it came the other way
+                raise _UnwantedError
+            state.note(attempt, left, peer)
 
         attempt = Attempt(still_wanted, self._silence_s)
         try:

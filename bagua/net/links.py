@@ -83,7 +83,6 @@ class Endpoint:
         self._dialing: set[int] = set()  # peers to which this rank is dialing a link
         # Guards the four above and announces what is attached.
         self._changed = threading.Condition()
-        self._stall_watch = StallWatch(settings.heartbeat_timeout_s)
         self._dialer = Dialer(
             self._groups,
             self._changed,
@@ -91,7 +90,7 @@ class Endpoint:
             self._dial_link,
             self._dial_channel,
             settings.heartbeat_timeout_s,
-            self._stall_watch.recent_s,
+            self._stalled_s,
         )
         self._listener: Listener | None = None
         self._failure: InternalError | None = None  # of the listener's thread; guarded by the same lock
@@ -101,6 +100,7 @@ class Endpoint:
         self.unix_name = f"bagua-{os.getpid()}-{secrets.token_hex(8)}" if settings.shared_memory else ""
         if self.unix_name:
             self._listen(socket.AF_UNIX, "\0" + self.unix_name)
+        self._stall_watch = StallWatch(settings.heartbeat_timeout_s)
 
     def _listen(self, family: int, address: object) -> socket.socket:
         sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
@@ -143,9 +143,8 @@ class Endpoint:
         same_host = [peer == rank or self.share_memory(rank, peer) for peer in ranks]
         spin_us = self.settings.spin_us
         if spin_us is None:
-            # Polling pays while every rank of this host can have a CPU core of its own; otherwise it takes the peer's,
-            # though it yields.
-            spin_us = 50.0 if sum(same_host) <= len(os.sched_getaffinity(0)) else 10.0
+            # Polling pays while every rank of this host can have a CPU core of its own; otherwise it takes the peer's.
+            spin_us = 50.0 if sum(same_host) <= len(os.sched_getaffinity(0)) else 2.0
         key = self._key(name, ranks)
 
         def connect(peer: int) -> None:
@@ -213,6 +212,10 @@ class Endpoint:
         return self.records[rank].host == self.records[peer].host
 
     # ---- dialing, on the dialer's threads
+
+    def _stalled_s(self, peer: int) -> float:
+        """How long this process did not run, a short while ago, before a peer had a link, which outlasts a stall."""
+        return 0.0 if self._process.had_link(peer) else self._stall_watch.recent_s()
 
     def _dial_link(self, peer: int, attempt: Attempt) -> None:
         with self._changed:

@@ -175,6 +175,8 @@ void bind_group(py::module_& m) {
            "The authenticated connection to a rank of the job, whose descriptor it owns from here on. Raises "
            "TransportError where there is one.")
       .def("is_linked", &Process::is_linked, py::arg("job_rank"), py::call_guard<py::gil_scoped_release>())
+      .def("had_link", &Process::had_link, py::arg("job_rank"), py::call_guard<py::gil_scoped_release>(),
+           "Whether there is a link to a rank of the job, or was one.")
       .def("has_failed", &Process::has_failed, py::arg("key"), py::call_guard<py::gil_scoped_release>(),
            "Whether a group was closed after a failure.")
       .def("close", &Process::close, py::call_guard<py::gil_scoped_release>(), "Says goodbye to all ranks.");

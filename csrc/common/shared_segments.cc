@@ -100,23 +100,34 @@ void SegmentRegistry::release(void* data) {
   if (segment.id != 0) tell_released(segment.id);
 }
 
-bool SegmentRegistry::isolate(uint64_t id) {
+SegmentRegistry::Segments::iterator SegmentRegistry::find_locked(uint64_t id) {
+  return std::find_if(segments_.begin(), segments_.end(), [id](auto& entry) { return entry.second.id == id; });
+}
+
+void SegmentRegistry::expose(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  const auto found = find_locked(id);
+  if (found != segments_.end()) ++found->second.num_exposures;
+}
+
+void SegmentRegistry::conceal(uint64_t id, bool isolates) {
+  uint8_t* data = nullptr;
+  size_t bytes = 0;
   {
-    std::lock_guard lock(mutex_);  // it is not released meanwhile
-    const auto found = std::find_if(segments_.begin(), segments_.end(), [id](auto& s) { return s.second.id == id; });
-    if (found == segments_.end()) return true;
-    auto& [begin, segment] = *found;
-    if (!has_memory_for(segment.bytes)) return false;
-    void* data = reinterpret_cast<void*>(begin);
-    if (mmap(data, segment.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, segment.fd.get(), 0) != data) {
-      return false;
-    }
-    own_pages(static_cast<uint8_t*>(data), segment.bytes);
+    std::lock_guard lock(mutex_);
+    const auto found = find_locked(id);
+    if (found == segments_.end()) return;
+    Segment& segment = found->second;
+    segment.is_to_be_isolated = segment.is_to_be_isolated || isolates;
+    if (--segment.num_exposures > 0 || !segment.is_to_be_isolated || !has_memory_for(segment.bytes)) return;
+    data = reinterpret_cast<uint8_t*>(found->first);
+    bytes = segment.bytes;
+    if (mmap(data, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, segment.fd.get(), 0) != data) return;
     segment.id = 0;
     segment.fd.reset();
   }
+  own_pages(data, bytes);  // without the lock, which peers' requests need
   tell_released(id);
-  return true;
 }
 
 void SegmentRegistry::tell_released(uint64_t id) {

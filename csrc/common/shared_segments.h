@@ -42,11 +42,13 @@ class SegmentRegistry {
   // Unmaps, and tells the listeners so that peers let go of it too.
   void release(void* data);
 
-  // From here on what peers write does not come here: its pages become this process's own, at the same addresses and
-  // with what they hold, while other threads may read and write them. Peers that still map the segment keep the pages
-  // that they have. It is found no more, as if it were released. Where no memory is left it stays shared, and false is
-  // returned.
-  bool isolate(uint64_t id);
+  // An operation begins in which peers may write to a segment, which is not released meanwhile; and it ends. Where it
+  // has failed the segment is isolated, once no other operation needs it: what peers write does not come here any more.
+  // Its pages become this process's own, at the same addresses and with what they hold, while other threads may read
+  // and write them; peers that still map the segment keep the pages that they have. It is found no more, as if it were
+  // released. Where no memory is left it stays shared.
+  void expose(uint64_t id);
+  void conceal(uint64_t id, bool isolates);
 
   // Of memory that peers may map.
   std::optional<Address> find(const void* data, size_t bytes) const;
@@ -62,15 +64,19 @@ class SegmentRegistry {
   void unsubscribe(uint64_t token);
 
  private:
-  void tell_released(uint64_t id);
-
   struct Segment {
     uint64_t id = 0;  // 0: isolated
     Descriptor fd;
     size_t bytes = 0;
+    int num_exposures = 0;
+    bool is_to_be_isolated = false;
   };
+  using Segments = std::map<uintptr_t, Segment>;
+  Segments::iterator find_locked(uint64_t id);
+  void tell_released(uint64_t id);
+
   mutable std::mutex mutex_;               // guards segments_, next_id_
-  std::map<uintptr_t, Segment> segments_;  // by first byte
+  Segments segments_;         // by first byte
   uint64_t next_id_ = 1;
   std::mutex listeners_mutex_;  // guards listeners_ and their running; taken before any other lock
   std::map<uint64_t, std::function<void(uint64_t)>> listeners_;

@@ -38,8 +38,10 @@ constexpr nanoseconds kPollInterval = std::chrono::microseconds(50);
 // Looking for a signal takes Python's lock, so it is not done at every wake-up.
 constexpr nanoseconds kInterruptInterval = milliseconds(50);
 
-// From here on who spins yields: what it waits for may need the same CPU core.
+// From here on a thread of the program that spins yields: what it waits for may need the same CPU core. It spins a
+// little longer then. A worker does not: in its process others compute, which would keep the core for long.
 constexpr nanoseconds kUndisturbedSpin = std::chrono::microseconds(5);
+constexpr nanoseconds kYieldingSpin = std::chrono::microseconds(10);
 
 inline void pause_cpu() {
 #if defined(__x86_64__)
@@ -100,7 +102,7 @@ void Communicator::begin(const Operation& operation, Deadline deadline, Interrup
 void Communicator::end() {
   interrupt_ = {};
   over_ = nullptr;
-  exposed_.clear();
+  conceal(false);
   std::lock_guard lock(mutex_);
   if (operation_.sequence != 0) status_.last_finished = operation_;
   status_.operation = operation_ = Operation{};
@@ -185,7 +187,8 @@ template <typename Ready>
 void Communicator::wait_until(int peer, Ready ready) {
   const auto begin = Deadline::Clock::now();
   now_waiting_for(peer, begin);
-  auto spin_until = begin + spin_, yield_from = begin + kUndisturbedSpin;
+  const nanoseconds spin = interrupt_ && spin_.count() > 0 ? std::max<nanoseconds>(spin_, kYieldingSpin) : spin_;
+  auto spin_until = begin + spin, yield_from = begin + kUndisturbedSpin;
   Deadline::Clock::time_point quiet_since{};  // since a departed peer's bytes have stopped to come; 0: not departed
   nanoseconds request_interval = kFirstRequestDelay;
   auto next_request = begin + request_interval;
@@ -199,7 +202,7 @@ void Communicator::wait_until(int peer, Ready ready) {
     if (moved) {
       if (deadline_->expired()) deadline_exceeded(peer);
       const auto now = Deadline::Clock::now();
-      spin_until = now + spin_;
+      spin_until = now + spin;
       yield_from = now + kUndisturbedSpin;
       quiet_since = {};
       next_request = Deadline::Clock::now() + request_interval;
@@ -207,7 +210,7 @@ void Communicator::wait_until(int peer, Ready ready) {
     }
     const auto now = Deadline::Clock::now();
     if (now < spin_until) {
-      if (now < yield_from) {
+      if (now < yield_from || !interrupt_) {
         for (int i = 0; i < 32; ++i) pause_cpu();
       } else {
         sched_yield();
@@ -519,8 +522,12 @@ std::optional<Address> Communicator::address_of(const void* data, size_t bytes) 
     const Channel* c = peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire);
     if (c != nullptr && c->addresses_any_memory()) return Address{0, reinterpret_cast<uintptr_t>(data)};
   }
-  const auto address = SegmentRegistry::instance().find(data, bytes);
-  if (address && data != staging_) exposed_.push_back(address->segment);
+  auto& registry = SegmentRegistry::instance();
+  const auto address = registry.find(data, bytes);
+  if (address && data != staging_) {
+    registry.expose(address->segment);
+    exposed_.push_back(address->segment);
+  }
   return address;
 }
 
@@ -562,6 +569,7 @@ bool Communicator::link_made(int job_rank, const std::shared_ptr<ProcessLink>& l
     Peer& p = *peers_[static_cast<size_t>(peer)];
     if (p.control) return false;  // its link has ended, and with it what is between the two in this group
     p.control = control;
+    p.doubt.reset();  // it began without
   }
   greet(peer, *control);
   doorbell_->ring();
@@ -595,6 +603,11 @@ void Communicator::note_unreachable(int peer, const std::string& what, bool name
   Peer& p = *peers_[static_cast<size_t>(peer)];
   p.unreachable = what;
   p.names_peer = names_peer;
+  if (names_peer) {
+    p.unreachable_since.reset();
+  } else if (!p.unreachable_since) {
+    p.unreachable_since = Deadline::Clock::now();
+  }
 }
 
 bool Communicator::has_departed(int peer) const {
@@ -640,7 +653,16 @@ void Communicator::cancel() {
     Channel* c = peer->channel.load(std::memory_order_acquire);
     if (c != nullptr) c->cancel();
   }
-  for (const uint64_t segment : std::exchange(exposed_, {})) SegmentRegistry::instance().isolate(segment);
+}
+
+void Communicator::conceal(bool isolates) {
+  for (const uint64_t segment : exposed_) SegmentRegistry::instance().conceal(segment, isolates);
+  exposed_.clear();
+}
+
+void Communicator::end_and_isolate() {
+  conceal(true);
+  end();
 }
 
 void Communicator::close() {

@@ -137,9 +137,11 @@ class Communicator {
   // Once the ranks that are left have told one another what they failed with, for which it may wait a moment. [any
   // thread but the reactor's]
   void throw_if_poisoned();
-  // Forgets every posted request of every channel, so that their memory can be freed, and takes from the peers what
-  // they could write to in the running operation: one that was stopped may go on with it long after it has failed here.
+  // Forgets every posted request of every channel, so that their memory can be freed.
   void cancel();
+  // Of an operation that has failed: ends it as end() does, and takes from the peers what they could write to in it. One
+  // that was stopped may go on long after.
+  void end_and_isolate();
   // Tells the peers that this rank leaves, and closes; after it only the destructor may be called.
   void close();
 
@@ -194,7 +196,7 @@ class Communicator {
     std::shared_ptr<ControlLink> control;
     std::string unreachable;  // why there is none
     bool names_peer = false;
-    bool is_unreachable() const { return !control && !unreachable.empty() && !names_peer; }
+    std::optional<TimePoint> unreachable_since;  // without a sign of its host
     std::optional<Inquiry> doubt;               // since it is silent
     std::optional<Error> told;                  // what it has failed with
     bool is_lost = false;                       // its link has ended, and it had not left
@@ -229,6 +231,7 @@ class Communicator {
   void disseminate_notes(uint8_t* notes, size_t note_bytes);
   void pause_for_device(const char* doing);
   void release_staging();
+  void conceal(bool isolates);
   void check_interrupt();
   void now_waiting_for(int peer, TimePoint now) {
     waiting_since_ns_.store(now.time_since_epoch().count(), std::memory_order_relaxed);
@@ -251,6 +254,7 @@ class Communicator {
   int waits_for() const { return waiting_for_.load(std::memory_order_acquire); }
   ChainEnd end_behind_locked(int peer) const;
   bool is_silent_locked(const Peer& p) const;
+  bool is_unreachable_locked(const Peer& p) const;
   PeerStatus::Hearing hearing(int peer);
   Verdict judge(int peer, TimePoint since, double allowed_seconds) const;
   Verdict ask_others(const Verdict& verdict, double allowed_seconds);
@@ -286,7 +290,7 @@ class Communicator {
   bool has_device_channels_ = false;
   bool is_polled_ = false;  // whether a channel was, when progress() last looked
   Deadline::Clock::time_point last_interrupt_check_;
-  std::vector<uint64_t> exposed_;  // segments of the program's memory that peers may write to in the running operation
+  std::vector<uint64_t> exposed_;  // segments of the program that peers may write to in the running operation
   void* staging_ = nullptr;
   size_t staging_bytes_ = 0;
 

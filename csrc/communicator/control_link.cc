@@ -187,6 +187,12 @@ void ControlLink::receive_segment(const uint8_t* payload, size_t bytes, Descript
     if (requested_.count(note.id) == 0) return;  // nobody has asked for it
   }
   try {
+    expect_sealed(fd.get(), note.bytes);
+  } catch (const Error& error) {
+    events_.on_failure(Error(error.kind(), error.what(), peer_));
+    return;
+  }
+  try {
     void* data = map_shared(fd.get(), note.bytes);
     std::lock_guard lock(segment_mutex_);
     mapped_[note.id] = {data, note.bytes};

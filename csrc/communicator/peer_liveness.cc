@@ -74,7 +74,9 @@ void Communicator::listen(int peer, ControlLink& control) {
                    names ? cause.rank() : peer, cause.operation()));
     }
   };
-  events.on_failure = [this](const Error& cause) { poison(Error(cause.kind(), cause.what(), ranks_.rank)); };
+  events.on_failure = [this](const Error& cause) {
+    poison(Error(cause.kind(), cause.what(), cause.rank() >= 0 ? cause.rank() : ranks_.rank));
+  };
   events.on_lost = [this, peer, &p](const std::string& how) {
     {
       std::lock_guard lock(mutex_);
@@ -136,7 +138,7 @@ void Communicator::throw_departed(int peer) {
 // that tells something is not dead, whatever others have seen of it; nor is one that is silent, as long as nobody
 // names it.
 
-// Not from those that are named themselves: they may be unable to.
+// Not from those that are named and silent.
 bool Communicator::is_cause_awaited_locked() const {
   std::set<int> named{cause_->rank()};
   for (const auto& peer : peers_) {
@@ -145,29 +147,37 @@ bool Communicator::is_cause_awaited_locked() const {
   for (int peer = 0; peer < ranks_.size; ++peer) {
     const Peer& p = *peers_[static_cast<size_t>(peer)];
     const bool has_ended = p.told || p.is_lost || p.departed.load(std::memory_order_relaxed);
-    if (p.control && !has_ended && named.count(peer) == 0) return true;
+    if (p.control && !has_ended && (named.count(peer) == 0 || !is_silent_locked(p))) return true;
   }
   return false;
 }
 
 void Communicator::agree_on_cause_locked() {
   is_cause_agreed_ = true;
-  std::set<int> dead;
-  const auto add = [&](const Error& cause) {
-    const bool names = cause.rank() >= 0 && cause.rank() < ranks_.size;
-    if (names && cause.kind() == ErrorKind::kTransport) dead.insert(cause.rank());
+  std::set<int> lost;  // to another rank
+  const auto add = [&](const Error& cause, int teller) {
+    const bool names = cause.rank() >= 0 && cause.rank() < ranks_.size && cause.rank() != teller;
+    if (names && cause.kind() == ErrorKind::kTransport) lost.insert(cause.rank());
   };
-  add(*cause_);
+  add(*cause_, ranks_.rank);
   for (int peer = 0; peer < ranks_.size; ++peer) {
     const Peer& p = *peers_[static_cast<size_t>(peer)];
     if (p.told) {
-      add(*p.told);
+      add(*p.told, peer);
     } else if (p.is_lost) {
-      dead.insert(peer);
+      lost.insert(peer);
     }
   }
+  std::set<int> dead = lost;
   std::erase_if(dead, [this](int rank) { return rank == ranks_.rank || peers_[static_cast<size_t>(rank)]->told; });
-  if (dead.empty()) return;
+  if (dead.empty()) {
+    if (lost.count(cause_->rank()) == 0) return;
+    cause_ = Error(cause_->kind(),
+                   std::string(cause_->what()) + "; rank " + std::to_string(cause_->rank()) +
+                       " is there, so the connection to it has failed",
+                   -1, cause_->operation());
+    return;
+  }
   const int first = *dead.begin();
   if (cause_->rank() != first) {
     const auto operation = cause_->operation();
@@ -183,6 +193,7 @@ Error Communicator::agreed_cause() {
     cause_changed_.wait_until(lock, poisoned_at_ + kAgreement,
                               [this] { return is_cause_agreed_ || !is_cause_awaited_locked(); });
     if (!is_cause_agreed_) agree_on_cause_locked();
+    cause_changed_.notify_all();
   }
   return *cause_;
 }
@@ -282,9 +293,14 @@ PeerStatus Communicator::answer(const StatusRequest& request) {
   return status;
 }
 
+// Whether a peer without a link has shown no sign of its host for long.
+bool Communicator::is_unreachable_locked(const Peer& p) const {
+  return !p.control && p.unreachable_since && Deadline::Clock::now() - *p.unreachable_since >= kSilence;
+}
+
 // Whether a peer has not answered for long, sends not even heartbeats, or cannot be linked.
 bool Communicator::is_silent_locked(const Peer& p) const {
-  if (!p.control) return p.is_unreachable();
+  if (!p.control) return is_unreachable_locked(p);
   const ProcessLink& link = p.control->process_link();
   return link.silent_for() >= kMissedHeartbeats * link.pace().heartbeat ||
          (p.unanswered_since && Deadline::Clock::now() - *p.unanswered_since >= kSilence);
@@ -298,7 +314,10 @@ PeerStatus::Hearing Communicator::hearing(int peer) {
     std::lock_guard lock(mutex_);
     const Peer& p = *peers_[static_cast<size_t>(peer)];
     if (p.departed.load(std::memory_order_relaxed)) return PeerStatus::kCannotTell;
-    if (!p.control) return p.is_unreachable() ? PeerStatus::kHearsNothing : PeerStatus::kCannotTell;
+    if (!p.control) {
+      if (is_unreachable_locked(p)) return PeerStatus::kHearsNothing;
+      return p.unreachable_since ? PeerStatus::kNotYetKnown : PeerStatus::kCannotTell;
+    }
     if (is_silent_locked(p)) {
       hearing = PeerStatus::kHearsNothing;
     } else if (p.answer && now - p.answered_at < kSilence) {
@@ -420,7 +439,7 @@ void Communicator::doubt(int peer, const ProcessLink::Silence& silence) {
 }
 
 void Communicator::doubt_unlinked(int peer, nanoseconds silence, const std::string& what) {
-  if (is_poisoned()) return;
+  if (is_poisoned() || control(peer)) return;  // it may have come the other way meanwhile
   note_unreachable(peer, what, false);
   const Verdict suspicion{-1, true, what, peer, ranks_.job_rank(ranks_.rank)};
   const auto verdict = inquire(peer, inquiry_length(silence), suspicion);
@@ -437,7 +456,7 @@ std::optional<Verdict> Communicator::weigh_answers(const Verdict& verdict, TimeP
     for (int peer = 0; peer < ranks_.size; ++peer) {
       const Peer& p = *peers_[static_cast<size_t>(peer)];
       if (peer == ranks_.rank || p.departed.load(std::memory_order_relaxed)) continue;
-      if (!p.control && !p.is_unreachable()) continue;
+      if (!p.control && !is_unreachable_locked(p)) continue;
       const bool answers = p.answer && p.answered_at >= since;
       const bool is_silent = !answers && is_silent_locked(p);
       if (peer == verdict.unreachable) {

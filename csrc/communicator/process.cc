@@ -56,9 +56,11 @@ void Process::attach(int job_rank, int fd) {
   std::erase_if(communicators, [&](Communicator* communicator) { return !communicator->link_made(job_rank, link); });
   try {
     link->start();
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     link->stop();
-    for (Communicator* communicator : communicators) communicator->poison(error);  // which take no other link
+    const auto* known = dynamic_cast<const Error*>(&error);
+    const Error cause = known ? *known : Error(ErrorKind::kTransport, std::string("no link: ") + error.what());
+    for (Communicator* communicator : communicators) communicator->poison(cause);  // they take no other link
     throw;
   }
   links_[job_rank] = link;
@@ -72,6 +74,11 @@ bool Process::is_linked_locked(int job_rank) const {
 bool Process::is_linked(int job_rank) {
   std::lock_guard registry(registry_mutex_);
   return is_linked_locked(job_rank);
+}
+
+bool Process::had_link(int job_rank) {
+  std::lock_guard registry(registry_mutex_);
+  return links_.count(job_rank) != 0;
 }
 
 void Process::close() {

@@ -37,6 +37,7 @@ class Process {
   // there is a link to it already, which goes on.
   void attach(int job_rank, int fd);
   bool is_linked(int job_rank);
+  bool had_link(int job_rank);  // or has one
   // Says goodbye on all links and ends them; after the groups were closed. Idempotent.
   void close();
 

@@ -36,7 +36,7 @@ ProcessLink::Pace::Pace(milliseconds timeout)
 
 ProcessLink::ProcessLink(Descriptor fd, const Pace& pace, Unrouted unrouted)
     : fd_(std::move(fd)), pace_(pace), unrouted_(std::move(unrouted)), reactor_(Reactor::instance()) {
-  ticked_at_ = sent_at_ = Clock::now();
+  ticked_at_ = sent_at_ = reached_host_at_ = Clock::now();
   heard_at_.store(ticked_at_.time_since_epoch().count(), std::memory_order_relaxed);
 }
 
@@ -152,17 +152,18 @@ void ProcessLink::on_tick() {
     on_ready();
     const auto heard_at = heard_at_.load(std::memory_order_relaxed) + Clock::duration(late).count();
     heard_at_.store(std::min(heard_at, now.time_since_epoch().count()), std::memory_order_relaxed);
+    reached_host_at_ = std::min(reached_host_at_ + late, now);
   }
+  if (reaches_host()) reached_host_at_ = now;  // before something is sent, which nobody has acknowledged yet
   bool is_due;
   {
     std::lock_guard lock(send_mutex_);
     is_due = output_.empty() && now - sent_at_ >= pace_.heartbeat;
   }
-  if (is_due) {
-    reached_host_ = reaches_host();  // before something is sent, which nobody has acknowledged yet
-    send(FrameType::kHeartbeat, {}, nullptr, 0);
-  }
-  const Silence silence{silent_for(), reached_host_};
+  if (is_due) send(FrameType::kHeartbeat, {}, nullptr, 0);
+  // An acknowledgement may be delayed, but not for long.
+  const auto lasts = silent_for();
+  const Silence silence{lasts, now - reached_host_at_ < lasts / 2};
   if (silence.lasts < pace_.silence || !has_heard_ || has_ended()) return;
   std::lock_guard lock(routes_mutex_);
   const auto routes = routes_;  // one may remove itself

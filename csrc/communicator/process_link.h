@@ -116,7 +116,7 @@ class ProcessLink : public Reactor::Handler {
   std::atomic<bool> has_ended_{false};
   std::atomic<Clock::rep> heard_at_;  // of the reactor thread, read by any
   bool has_heard_ = false;            // reactor thread; before, the peer may not have its end yet
-  bool reached_host_ = true;          // reactor thread, as the next three
+  Clock::time_point reached_host_at_;  // reactor thread, as the next three
   Clock::time_point ticked_at_;
   std::vector<uint8_t> input_;
   std::deque<Descriptor> input_fds_;

@@ -415,7 +415,7 @@ Error Engine::poison_with_current_exception() {
     communicator_->poison(Error(ErrorKind::kInternal, std::string("unexpected failure in the core: ") + error.what()));
   }
   communicator_->cancel();
-  communicator_->end();
+  communicator_->end_and_isolate();
   // What this operation has enqueued may wait for peers that will not come. Others that are enqueued have their time.
   if (std::this_thread::get_id() == worker_.get_id() && enqueued_.empty()) communicator_->abort_device_transport();
   return first_cause();

@@ -566,7 +566,11 @@ TEST(Segments, AreTheirOwnersOnceIsolated) {
   theirs[5] = 77;
   EXPECT_EQ(mine[5], 77u);
 
-  EXPECT_TRUE(registry.isolate(address.segment));
+  registry.expose(address.segment);
+  registry.expose(address.segment);
+  registry.conceal(address.segment, true);
+  EXPECT_TRUE(registry.find(mine, 4)) << "as long as another operation needs it";
+  registry.conceal(address.segment, false);
   EXPECT_FALSE(registry.find(mine, 4)) << "it cannot be shared again";
   EXPECT_FALSE(registry.duplicate(address.segment));
   for (uint32_t i = 0; i < kNumbers; ++i) ASSERT_EQ(theirs[i], i == 5 ? 77 : i) << "what the peer still reads";
@@ -574,7 +578,7 @@ TEST(Segments, AreTheirOwnersOnceIsolated) {
   for (uint32_t i = 0; i < kNumbers; ++i) ASSERT_EQ(mine[i], i == 5 ? 77 : i);
   std::fill(mine, mine + kNumbers, 2);
   for (uint32_t i = 0; i < kNumbers; ++i) ASSERT_EQ(theirs[i], 1u);
-  EXPECT_TRUE(registry.isolate(address.segment)) << "again is harmless";
+  registry.conceal(address.segment, true);  // again is harmless
   communicators[1]->end();
   registry.release(mine);
 }
@@ -592,7 +596,9 @@ TEST(Segments, LoseNoWriteWhenTheyAreIsolated) {
         for (size_t page = 0; page < kPages; ++page) numbers[page * kNumbersPerPage + page % 3] = last;
       }
     });
-    registry.isolate(registry.find(numbers, 1)->segment);
+    const uint64_t id = registry.find(numbers, 1)->segment;
+    registry.expose(id);
+    registry.conceal(id, true);
     is_over = true;
     writer.join();
     for (size_t page = 0; page < kPages; ++page) ASSERT_EQ(numbers[page * kNumbersPerPage + page % 3], last);
@@ -608,12 +614,12 @@ TEST(Segments, ArePeersNoMoreOnceTheOperationHasFailed) {
   EXPECT_TRUE(communicators[0]->address_of(mine, 5000));
   communicators[0]->end();
   communicators[0]->begin(stamp(2), Deadline::after(10s));
-  communicators[0]->cancel();
+  communicators[0]->end_and_isolate();
   EXPECT_TRUE(registry.find(mine, 5000)) << "of an operation that has ended";
+  communicators[0]->begin(stamp(3), Deadline::after(10s));
   EXPECT_TRUE(communicators[0]->address_of(mine, 5000));
-  communicators[0]->cancel();
+  communicators[0]->end_and_isolate();
   EXPECT_FALSE(registry.find(mine, 5000));
-  communicators[0]->end();
   registry.release(mine);
 }
 
