@@ -200,8 +200,8 @@ def _compile_and_train(rank, world_size, backend):
 
 @pytest.mark.slow("test_over_processes")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model(device_pool2, backend):
-    assert device_pool2.run(_compile_and_train, args=[backend], timeout=60) == [True, True]
+def test_a_compiled_model(pair_on_emulated, backend):
+    assert pair_on_emulated.run(_compile_and_train, args=[backend], timeout=60) == [True, True]
 
 
 # ---- NaN and infinity
