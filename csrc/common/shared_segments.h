@@ -75,7 +75,7 @@ class SegmentRegistry {
   Segments::iterator find_locked(uint64_t id);
   void tell_released(uint64_t id);
 
-  mutable std::mutex mutex_;               // guards segments_, next_id_
+  mutable std::mutex mutex_;  // guards segments_, next_id_
   Segments segments_;         // by first byte
   uint64_t next_id_ = 1;
   std::mutex listeners_mutex_;  // guards listeners_ and their running; taken before any other lock

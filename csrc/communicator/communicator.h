@@ -139,8 +139,8 @@ class Communicator {
   void throw_if_poisoned();
   // Forgets every posted request of every channel, so that their memory can be freed.
   void cancel();
-  // Of an operation that has failed: ends it as end() does, and takes from the peers what they could write to in it. One
-  // that was stopped may go on long after.
+  // Of an operation that has failed: ends it as end() does, and takes from the peers what they could write to in it.
+  // One that was stopped may go on long after.
   void end_and_isolate();
   // Tells the peers that this rank leaves, and closes; after it only the destructor may be called.
   void close();
@@ -197,11 +197,11 @@ class Communicator {
     std::string unreachable;  // why there is none
     bool names_peer = false;
     std::optional<TimePoint> unreachable_since;  // without a sign of its host
-    std::optional<Inquiry> doubt;               // since it is silent
-    std::optional<Error> told;                  // what it has failed with
-    bool is_lost = false;                       // its link has ended, and it had not left
-    std::optional<Error> why_left;              // what it said when it left
-    std::optional<TimePoint> unanswered_since;  // the first request since it has answered
+    std::optional<Inquiry> doubt;                // since it is silent
+    std::optional<Error> told;                   // what it has failed with
+    bool is_lost = false;                        // its link has ended, and it had not left
+    std::optional<Error> why_left;               // what it said when it left
+    std::optional<TimePoint> unanswered_since;   // the first request since it has answered
     TimePoint last_request;
     std::optional<PeerStatus> answer;
     TimePoint answered_at;

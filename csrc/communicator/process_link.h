@@ -114,8 +114,8 @@ class ProcessLink : public Reactor::Handler {
   std::shared_ptr<Reactor> reactor_;
   uint64_t reactor_id_ = 0;
   std::atomic<bool> has_ended_{false};
-  std::atomic<Clock::rep> heard_at_;  // of the reactor thread, read by any
-  bool has_heard_ = false;            // reactor thread; before, the peer may not have its end yet
+  std::atomic<Clock::rep> heard_at_;   // of the reactor thread, read by any
+  bool has_heard_ = false;             // reactor thread; before, the peer may not have its end yet
   Clock::time_point reached_host_at_;  // reactor thread, as the next three
   Clock::time_point ticked_at_;
   std::vector<uint8_t> input_;
