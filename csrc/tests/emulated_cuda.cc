@@ -128,7 +128,7 @@ class Scheduler {
  public:
   void run_block(unsigned num_threads, const std::function<void()>& thread);
   const uint64_t* meet(State state, unsigned mask, uint64_t value, const std::source_location& site);
-  void report(const std::string& what);
+  void report(std::string what);
   bool any_of_block() const { return any_of_block_; }
   void* shared_memory(size_t num_bytes);
 
@@ -206,7 +206,8 @@ void Scheduler::switch_to_scheduler() {
 #endif
   Context::swap(fibre.context, scheduler_);
 #if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(fibre.fake_stack, &scheduler_stack_, &scheduler_stack_bytes_);
+  // Not `fibre`: for its next thread it may have moved.
+  __sanitizer_finish_switch_fiber(fibres_[current_].fake_stack, &scheduler_stack_, &scheduler_stack_bytes_);
 #endif
 }
 
@@ -225,8 +226,11 @@ const uint64_t* Scheduler::meet(State state, unsigned mask, uint64_t value, cons
 }
 
 // Of the thread that runs, which does not go on.
-void Scheduler::report(const std::string& what) {
-  error_ = describe(current_) + " " + what;
+// Nothing that owns memory is left behind on the stack, which does not go on.
+void Scheduler::report(std::string what) {
+  what.insert(0, describe(current_) + " ");
+  error_ = std::move(what);
+  what = std::string();
   switch_to_scheduler();
 }
 
