@@ -1,4 +1,4 @@
-// memfd segments and the table of them; see segment.h.
+// memfd segments and the table of them; see shared_segments.h.
 #include "csrc/common/shared_segments.h"
 
 #include <algorithm>

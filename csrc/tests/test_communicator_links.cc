@@ -10,6 +10,7 @@
 #include "csrc/common/fork_guard.h"
 #include "csrc/common/reactor.h"
 #include "csrc/common/shared_segments.h"
+#include "csrc/tests/test_control_frames.h"
 #include "csrc/tests/test_transport_pairs.h"
 
 namespace bagua::testing {
@@ -71,18 +72,6 @@ struct BareLink {
   std::mutex mutex;
   std::vector<std::string> notes;
 };
-
-Bytes frame(FrameType type, const Bytes& payload, const std::string& group = "test") {
-  const auto group_bytes = static_cast<uint16_t>(group.size());
-  const auto size = static_cast<uint32_t>(2 + group.size() + payload.size());
-  Bytes bytes(8 + size);
-  std::memcpy(bytes.data(), &type, 4);
-  std::memcpy(bytes.data() + 4, &size, 4);
-  std::memcpy(bytes.data() + 8, &group_bytes, 2);
-  std::memcpy(bytes.data() + 10, group.data(), group.size());
-  if (!payload.empty()) std::memcpy(bytes.data() + 10 + group.size(), payload.data(), payload.size());
-  return bytes;
-}
 
 TEST(ControlLink, FramesByteByByte) {
   BareLink bare;

@@ -5,6 +5,7 @@
 #include <random>
 
 #include "csrc/communicator/blame.h"
+#include "csrc/tests/test_control_frames.h"
 #include "csrc/tests/test_transport_pairs.h"
 
 namespace bagua::testing {
@@ -61,18 +62,6 @@ class Mutator {
 
   std::mt19937 random_;
 };
-
-Bytes frame(FrameType type, const Bytes& payload, const std::string& group) {
-  const auto group_bytes = static_cast<uint16_t>(group.size());
-  const auto size = static_cast<uint32_t>(2 + group.size() + payload.size());
-  Bytes bytes(8 + size);
-  std::memcpy(bytes.data(), &type, 4);
-  std::memcpy(bytes.data() + 4, &size, 4);
-  std::memcpy(bytes.data() + 8, &group_bytes, 2);
-  std::copy(group.begin(), group.end(), bytes.begin() + 10);
-  std::copy(payload.begin(), payload.end(), bytes.begin() + 10 + static_cast<long>(group.size()));
-  return bytes;
-}
 
 template <typename Pod>
 Bytes bytes_of(const Pod& pod) {
