@@ -2,8 +2,9 @@
 
 encode, decode, decode_add and the middle step of a compressed all_reduce (reduce_encode: decode what several ranks have
 sent, add, encode) of random float32, in turns with a copy from device memory to device memory of the same tensor. Rates
-are bytes that are read and written per second, so that a case that moves less has less time. Each case goes through
-several tensors in turns, more than the GPU's cache holds. Before, each result is compared with the CPU's, bit by bit.
+are bytes that are read and written per second, so that a case that moves less has less time. Time is the device's, by
+events: the stream is held until the host has enqueued all calls of a sample. Each case goes through several tensors in
+turns, more than the GPU's cache holds. Before, each result is compared with the CPU's, bit by bit.
 From 64 MB on every case but decode should reach 0.85 of the copy; the script ends with 1 where one does not.
 
     .venv/bin/python -m benchmarks.cuda.kernels [--sizes 64e6 256e6] [--codecs minmax_uint8] [--quick]
@@ -15,13 +16,14 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from benchmarks.lib import gpus, ranks, report, timing
+from benchmarks.lib import gpus, ranks, report
 
 COPY = "copy"
 CODECS = ("minmax_uint8", "bf16", "fp16", "qsgd", "qsgd:bits=4", "onebit", "topk")
 TARGET, FROM_BYTES = 0.85, 64_000_000
 SENDERS = 4  # whose messages the middle step adds up
 _BEYOND_CACHES = 512_000_000
+_CALLS = range(16, 65)  # at least and at most, in a sample: the queue of a stream holds so many
 _KEY = 7
 
 
@@ -45,27 +47,17 @@ def measure(device: str, sizes: list[int], names: list[str], repetitions: int, r
         cases = {COPY: _copy(tensors)}
         for name in names:
             cases |= {f"{name} {what}": case for what, case in _cases_of(name, tensors).items()}
-        samples = timing.interleaved(
-            {name: timing.Contender(_calls(case, num_tensors)) for name, case in cases.items()},
-            repetitions=repetitions,
-        )
+        num_calls = min(max(num_tensors, _CALLS.start), _CALLS.stop - 1)
+        seconds: dict[str, list[float]] = {name: [] for name in cases}
+        for repetition in range(repetitions + 1):  # the first is thrown away
+            for name, case in cases.items():
+                taken = gpus.device_seconds(lambda i, run=case.run: run(i % num_tensors), num_calls)
+                if repetition > 0:
+                    seconds[name].append(taken)
         results[str(size)] = {
-            name: {"bytes": cases[name].num_bytes, "seconds": [one / num_tensors for one in of_case["wall"]]}
-            for name, of_case in samples.items()
+            name: {"bytes": case.num_bytes, "seconds": seconds[name]} for name, case in cases.items()
         }
     return results
-
-
-def _calls(case: Case, count: int) -> Callable[[], None]:
-    """`count` calls and the wait for their end: the host enqueues ahead of the device."""
-    import torch
-
-    def run() -> None:
-        for index in range(count):
-            case.run(index)
-        torch.accelerator.synchronize()
-
-    return run
 
 
 def _copy(tensors: list[Any]) -> Case:

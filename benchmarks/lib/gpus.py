@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from benchmarks.lib import report
 
 CUDA, EMULATED = "cuda", "emulated"
 _DRIVER = Path("/proc/driver/nvidia/version")
+_HELD_CYCLES = 10_000_000  # about 5 ms: longer than the host takes to enqueue a sample
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -48,6 +49,22 @@ def use(device: str, index: int = 0) -> Any:
         emulated.set_delay(0)
     torch.accelerator.set_device_index(index)
     return torch.device(device, index)
+
+
+def device_seconds(call: Callable[[int], object], count: int) -> float:
+    """Seconds per call on the current device, of `count` calls that are enqueued before the first begins."""
+    import torch
+
+    stream = torch.accelerator.current_stream()
+    begin, end = torch.Event(stream.device, enable_timing=True), torch.Event(stream.device, enable_timing=True)
+    if stream.device.type == CUDA:
+        torch.cuda._sleep(_HELD_CYCLES)
+    begin.record(stream)
+    for index in range(count):
+        call(index)
+    end.record(stream)
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / count
 
 
 def facts(device: str) -> dict[str, str]:

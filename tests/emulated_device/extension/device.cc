@@ -220,10 +220,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex index,
-              const c10::EventFlag) const override {
+              const c10::EventFlag flag) const override {
     TORCH_CHECK(index == -1 || index == stream.device_index(), "an event of device ", index,
                 " cannot be recorded on a stream of device ", stream.device_index());
-    if (*event == nullptr) *event = runtime().create_event(native(stream).device);
+    if (*event == nullptr) {
+      const auto device = native(stream).device;
+      const bool is_timing = flag == c10::EventFlag::BACKEND_DEFAULT;  // torch.Event(enable_timing=True)
+      *event = is_timing ? runtime().create_timing_event(device) : runtime().create_event(device);
+    }
     runtime().record(*event, native(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
@@ -233,6 +237,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     ++num_host_waits();
     if (event != nullptr) runtime().synchronize(event);
+  }
+  double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
+    return static_cast<double>(runtime().elapsed_ns(begin, end)) / 1e6;
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     if (event != nullptr) runtime().destroy_event(event);
