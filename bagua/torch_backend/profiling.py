@@ -49,12 +49,17 @@ class Span:
         self._ended.set()
 
     def finalize(self) -> None:
-        """Make sure that it has ended, as its operation has, so that a profiler that stops now has the whole event.
+        """Make sure that it has ended, now that the host is done with its operation, so that a profiler that stops now
+        has the whole event: a device may still be busy with it.
 
         If a callback blocks the level's thread, the end is recorded on another thread instead of waiting for it.
         """
-        if not self._level.thread.is_current() and self._ended.wait(_FINALIZE_WAIT_S):
+        if self._ended.is_set():
             return
+        if not self._level.thread.is_current():
+            self._level.thread.soon(self.end)
+            if self._ended.wait(_FINALIZE_WAIT_S):
+                return
         if threading.get_ident() != self._begun_on:
             self.end()
         else:

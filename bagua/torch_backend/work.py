@@ -70,17 +70,12 @@ class TorchWork(dist.Work):
             for work in self._works:
                 work.wait(max(deadline - time.monotonic(), 1e-9))
         if self.span is not None:
-            self._end_span()
+            self.span.finalize()
         return True
 
     def _finish(self) -> None:
         for work in self._works:
             work.wait()
-
-    def _end_span(self) -> None:
-        """Make sure that the event of an operation that has ended is whole; a device may still be busy with it."""
-        if all(work.is_completed() for work in self._works):
-            self.span.finalize()
 
     def synchronize(self) -> None:
         """The same as wait()."""
@@ -144,5 +139,5 @@ class TorchWork(dist.Work):
     def _outcome(self) -> list[torch.Tensor]:
         self._finish()
         if self.span is not None:
-            self._end_span()
+            self.span.finalize()
         return self._result

@@ -51,12 +51,10 @@ def measure(device: str, sizes: list[int], names: list[str], repetitions: int, r
         seconds: dict[str, list[float]] = {name: [] for name in cases}
         for repetition in range(repetitions + 1):  # the first is thrown away
             for name, case in cases.items():
-                taken = gpus.device_seconds(lambda i, run=case.run: run(i % num_tensors), num_calls)
+                taken = gpus.device_seconds(case.run, num_calls, num_tensors)
                 if repetition > 0:
                     seconds[name].append(taken)
-        results[str(size)] = {
-            name: {"bytes": case.num_bytes, "seconds": seconds[name]} for name, case in cases.items()
-        }
+        results[str(size)] = {name: {"bytes": case.num_bytes, "seconds": seconds[name]} for name, case in cases.items()}
     return results
 
 

@@ -51,8 +51,11 @@ def use(device: str, index: int = 0) -> Any:
     return torch.device(device, index)
 
 
-def device_seconds(call: Callable[[int], object], count: int) -> float:
-    """Seconds per call on the current device, of `count` calls that are enqueued before the first begins."""
+def device_seconds(call: Callable[[int], object], count: int, period: int) -> float:
+    """Seconds per call on the current device, of `count` calls that are enqueued before the first begins.
+
+    They get 0, 1, ... `period` - 1, and again.
+    """
     import torch
 
     stream = torch.accelerator.current_stream()
@@ -61,7 +64,7 @@ def device_seconds(call: Callable[[int], object], count: int) -> float:
         torch.cuda._sleep(_HELD_CYCLES)
     begin.record(stream)
     for index in range(count):
-        call(index)
+        call(index % period)
     end.record(stream)
     end.synchronize()
     return begin.elapsed_time(end) / 1e3 / count

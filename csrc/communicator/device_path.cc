@@ -79,7 +79,7 @@ DeviceDecision decide_device_path(const std::vector<DeviceNote>& notes, const De
   if (why.empty()) return {true, ""};
   if (native) {
     throw Error(ErrorKind::kInvalidArgument, rank_text(*native) + " asks for " + source.name() + ", but " + why +
-                                                 "; ask for 'auto' or 'staged' to go on without");
+                                                 "; ask for 'auto' or 'native' to go on without");
   }
   return {false, why};
 }
@@ -94,7 +94,7 @@ DeviceTransport* DevicePath::enter(Device device) {
     throw Error(ErrorKind::kInvalidArgument,
                 "tensors are on " + device_name(device) + ", but group '" + group_.ranks.group + "' has connected " +
                     device_name(transport_->device()) + " of this rank by " + source_->name() +
-                    "; use one device per rank, or ask for 'staged'",
+                    "; use one device per rank, or ask for 'native'",
                 group_.ranks.rank);
   }
   group_.exchange(nullptr, 0);
@@ -105,9 +105,10 @@ void DevicePath::choose(Device device) {
   std::vector<DeviceNote> notes(static_cast<size_t>(group_.ranks.size));
   DeviceNote& mine = notes[static_cast<size_t>(group_.ranks.rank)];
   mine.asked = asked_;
-  copy_text(mine.device_id, device::runtime_of(device).device_id(device));
   std::string why_not;
   if (asked_ != DeviceChoice::kStaged) mine.version = source_->version(device, &why_not);
+  const std::string device_id = device::runtime_of(device).device_id(device);
+  copy_text(mine.device_id, source_->place_of(device_id, group_.ranks.rank, mine.version));
   copy_text(mine.why_not, why_not);
   const uint32_t version = mine.version;
   group_.exchange(notes.data(), sizeof(DeviceNote));

@@ -64,6 +64,8 @@ def inputs(numel, dtype, device):
         values = values.to(getattr(torch, dtype))
         if name != "not finite" and not values.isfinite().all():
             continue
+        if name == "tiny" and device == "cuda":  # CuPy compiles its kernels to take subnormals for zeros
+            continue
         yield name, values.to(device)
 
 

@@ -44,17 +44,21 @@ BAGUA_INLINE Steps steps_of(Header header) {
   return steps;
 }
 
-// Min's code is never below 0: z was rounded from the same product that min's code is. The code is the low part of the
-// sum's bits, and clamped as an integer because the compiler may make a branch of a comparison of floats. `kIsScaled`:
-// s is not 1.
+// A word whose low byte is the code. Min's code is never below 0: z was rounded from the same product that min's code
+// is. The code is the low part of the sum's bits, and clamped as an integer because the compiler may make a branch of a
+// comparison of floats. `kIsScaled`: s is not 1.
 template <bool kIsScaled>
-BAGUA_INLINE uint8_t code_of(float value, const Steps& steps) {
+BAGUA_INLINE uint32_t code_word_of(float value, const Steps& steps) {
   constexpr uint32_t kRounderBits = std::bit_cast<uint32_t>(kRounder);
   static_assert(kRounderBits % 256 == 0);
   if constexpr (kIsScaled) value *= steps.scale;
   const float sum = (value - steps.base) * steps.inverse_step + (kRounder + steps.zero_code);
   const uint32_t code = std::bit_cast<uint32_t>(sum);
-  return static_cast<uint8_t>(code < kRounderBits + 255 ? code : kRounderBits + 255);
+  return code < kRounderBits + 255 ? code : kRounderBits + 255;
+}
+template <bool kIsScaled>
+BAGUA_INLINE uint8_t code_of(float value, const Steps& steps) {
+  return static_cast<uint8_t>(code_word_of<kIsScaled>(value, steps));
 }
 
 // `kIsBelow`: code 0 leads below min, before it is clamped; `kIsAbove`: code 255 above max.

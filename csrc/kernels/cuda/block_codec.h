@@ -1,8 +1,11 @@
-// What the block-wise codecs share on CUDA: one thread block per block of the message, 8 elements per thread, which
-// stay in registers from the first pass over them (range, scale) to the last (codes, residual). What happens within a
-// block is in the file of each codec, as a `Codec`, passed by value:
+// What the block-wise codecs share on CUDA: one thread block per block of the message, whose elements stay in registers
+// from the first pass over them (range, scale) to the last (codes, residual). What happens within a block is in the
+// file of each codec, as a `Codec`, passed by value:
 //
-//   static constexpr int kNumGroups          see Share
+//   static constexpr int kBlockThreads       of a thread block. Few threads with many elements each: more of a
+//                                            multiprocessor's memory traffic is on its way, and what is computed once
+//                                            per block delays fewer
+//   static constexpr int kNumParts           see Share
 //   int padded_numel(int numel) const        elements of a block, rounded up to what its codes hold
 //   size_t wire_bytes() const                of a whole block
 //   static constexpr float kPadding          what an element that is not there counts as
@@ -13,9 +16,10 @@
 //                                            begins; `decoded` is what the codes say, unless !kDecodes
 //   struct Decoder                           what an element needs to be decoded, made by one thread
 //   Decoder decoder_of(const uint8_t* bytes) const
-//   struct Codes                             those of the thread's elements
-//   Codes load_codes(const Share&, const uint8_t* bytes) const
-//   void decode(const Share&, const Decoder&, const Codes&, float* values) const
+//   auto load_codes(const Share&, const uint8_t* bytes) const
+//                                            those of the thread's elements
+//   void decode(const Share&, const Decoder&, codes, body) const
+//                                            calls body(i, value) for each of the thread's elements
 #pragma once
 
 #include <bit>
@@ -25,82 +29,86 @@
 
 #include "csrc/kernels/cuda/elementwise.h"
 #include "csrc/kernels/cuda/factor.h"
+#include "csrc/kernels/cuda/instructions.h"
 #include "csrc/kernels/cuda/residual.h"
 
 namespace bagua::kernels::cuda {
 
 inline constexpr int kBlockNumel = 2048;
 inline constexpr int kQuadNumel = 4;
-inline constexpr int kQuads = 2;
-inline constexpr int kShareNumel = kQuads * kQuadNumel;
-static_assert(kNumThreads * kShareNumel == kBlockNumel);
 
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-// Which elements of a block a thread has: two quads of consecutive ones.
+// Which elements of a block a thread has: quads of consecutive ones.
 //
-// Codes of less than a byte are packed across a block: with 2 * kNumGroups parts of equal length, byte j holds the
-// codes of element j of every part. So the lanes of a warp fall into kNumGroups groups; group g has the quads at j of
-// the parts g and g + kNumGroups, and lanes that are at one place in their groups have codes for the same four bytes.
-// All lanes of a group read consecutive quads.
+// Codes of less than a byte are packed across a block: with kNumParts parts of equal length, byte j holds the codes of
+// element j of every part. So a thread has the quads at the same place of all parts, whose codes are the same four
+// bytes, in each of kNumRuns runs: neighbouring threads have neighbouring quads, a run follows on the one before.
+//
+// `kIsWhole`: the block has all of its elements, and all arrays are aligned, so that nothing is asked per quad.
+template <typename Codec, bool kWhole>
 struct Share {
-  int numel;       // of the block
-  int part_numel;  // of a part
-  int j;           // where the quads begin in their parts
-  int group;
-  int first[kQuads];  // where they begin in the block
-  int num[kQuads];    // how many of their elements there are
-  int num_bytes;      // how many of the bytes j .. j + 3 there are
+  static constexpr bool kIsWhole = kWhole;
+  static constexpr int kNumParts = Codec::kNumParts;
+  static constexpr int kNumel = kBlockNumel / Codec::kBlockThreads;
+  static constexpr int kQuads = kNumel / kQuadNumel;
+  static constexpr int kNumRuns = kQuads / kNumParts;
+  static_assert(kNumRuns * kNumParts * kQuadNumel * Codec::kBlockThreads == kBlockNumel);
 
-  __device__ __forceinline__ bool has(int i) const { return i % kQuadNumel < num[i / kQuadNumel]; }
+  // Quad q is of this part and of this run.
+  static __device__ __forceinline__ constexpr int part_of(int q) { return q % kNumParts; }
+  static __device__ __forceinline__ constexpr int run_of(int q) { return q / kNumParts; }
+
+  __device__ __forceinline__ Share(const Codec& codec, int numel)
+      : numel_(numel), part_numel_(codec.padded_numel(numel) / kNumParts) {}
+
+  __device__ __forceinline__ int numel() const { return kIsWhole ? kBlockNumel : numel_; }
+  __device__ __forceinline__ int part_numel() const { return kIsWhole ? kBlockNumel / kNumParts : part_numel_; }
+  // Where the quads of a run begin in their parts, and how many of four bytes of codes there are.
+  __device__ __forceinline__ int place(int run) const {
+    return (run * Codec::kBlockThreads + thread_index()) * kQuadNumel;
+  }
+  __device__ __forceinline__ int num_bytes(int run) const {
+    return kIsWhole ? kQuadNumel : up_to_quad(part_numel_ - place(run));
+  }
+  // Where quad q begins in the block, and how many of its elements there are.
+  __device__ __forceinline__ int first(int q) const { return part_of(q) * part_numel() + place(run_of(q)); }
+  __device__ __forceinline__ int num(int q) const {
+    if (kIsWhole) return kQuadNumel;
+    const int there = up_to_quad(numel_ - first(q)), bytes = num_bytes(run_of(q));
+    return there < bytes ? there : bytes;
+  }
+  // Whether there is element i of the thread.
+  __device__ __forceinline__ bool has(int i) const { return kIsWhole || i % kQuadNumel < num(i / kQuadNumel); }
+
+ private:
+  static __device__ __forceinline__ int up_to_quad(int count) {
+    return count < 0 ? 0 : count < kQuadNumel ? count : kQuadNumel;
+  }
+
+  int numel_, part_numel_;
 };
 
-template <int kNumGroups>
-__device__ __forceinline__ Share share_of(int numel, int padded_numel) {
-  constexpr int kGroupNumThreads = kWarpNumThreads / kNumGroups;
-  Share share;
-  share.numel = numel;
-  share.part_numel = padded_numel / (kQuads * kNumGroups);
-  share.group = lane_index() / kGroupNumThreads;
-  share.j = (warp_index() * kGroupNumThreads + lane_index() % kGroupNumThreads) * kQuadNumel;
-  const int left = share.part_numel - share.j;
-  share.num_bytes = left < 0 ? 0 : left < kQuadNumel ? left : kQuadNumel;
-#pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-    share.first[q] = (share.group + q * kNumGroups) * share.part_numel + share.j;
-    const int there = numel - share.first[q];
-    share.num[q] = there < 0 ? 0 : there < share.num_bytes ? there : share.num_bytes;
-  }
-  return share;
-}
-
-// The bits that the lanes of all groups have for the same four bytes.
-template <int kNumGroups>
-__device__ __forceinline__ uint32_t combine_groups(uint32_t bits) {
-#pragma unroll
-  for (int distance = kWarpNumThreads / kNumGroups; distance < kWarpNumThreads; distance *= 2) {
-    bits |= __shfl_xor_sync(kAllLanes, bits, distance);
-  }
-  return bits;
-}
-
-template <DType kDType>
+template <DType kDType, typename Share>
 __device__ __forceinline__ void load_share(const Share& share, const void* source, size_t begin, float padding,
                                            float* values) {
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-    load_f32<kDType, kQuadNumel>(source, begin + static_cast<size_t>(share.first[q]), share.num[q], padding,
-                                 values + q * kQuadNumel);
+  for (int q = 0; q < Share::kQuads; ++q) {
+    load_f32<kDType, kQuadNumel, Share::kIsWhole>(source, begin + static_cast<size_t>(share.first(q)), share.num(q),
+                                                  padding, values + q * kQuadNumel);
   }
 }
-template <DType kDType>
+template <DType kDType, typename Share>
 __device__ __forceinline__ void store_share(const Share& share, const float* values, size_t begin, void* destination) {
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-    store_f32<kDType, kQuadNumel>(values + q * kQuadNumel, begin + static_cast<size_t>(share.first[q]), share.num[q],
-                                  destination);
+  for (int q = 0; q < Share::kQuads; ++q) {
+    store_f32<kDType, kQuadNumel, Share::kIsWhole>(values + q * kQuadNumel, begin + static_cast<size_t>(share.first(q)),
+                                                   share.num(q), destination);
   }
 }
+
+// The kernels leave room for so many threads on a multiprocessor: 128 registers each, at most.
+inline constexpr int kMinNumThreads = 512;
 
 // The block of the message that the thread block is for.
 struct Block {
@@ -116,9 +124,17 @@ __device__ __forceinline__ Block current_block(const Codec& codec, size_t numel)
   return {begin, left < kBlockNumel ? static_cast<int>(left) : kBlockNumel, blockIdx.x * codec.wire_bytes()};
 }
 
-template <typename Codec>
-__device__ __forceinline__ Share share_of(const Codec& codec, const Block& block) {
-  return share_of<Codec::kNumGroups>(block.numel, codec.padded_numel(block.numel));
+// Calls body(share) with that of the calling thread; `are_aligned`: arrays of elements to 16 bytes, messages to 4.
+template <typename Codec, typename Body>
+__device__ __forceinline__ void with_share(const Codec& codec, const Block& block, bool are_aligned, Body body) {
+  if (are_aligned && block.numel == kBlockNumel) {
+    body(Share<Codec, true>(codec, block.numel));
+  } else {
+    body(Share<Codec, false>(codec, block.numel));
+  }
+}
+__device__ __forceinline__ bool are_aligned(const Residual& residual) {
+  return is_aligned<16>(residual.in) && is_aligned<16>(residual.out);
 }
 
 __device__ __forceinline__ void count_block(bool is_finite, uint64_t* num_nonfinite_blocks) {
@@ -127,93 +143,95 @@ __device__ __forceinline__ void count_block(bool is_finite, uint64_t* num_nonfin
 }
 
 template <typename Codec, DType kDType>
-__global__ void __launch_bounds__(kNumThreads)
+__global__ void __launch_bounds__(Codec::kBlockThreads, kMinNumThreads / Codec::kBlockThreads)
     encode_kernel(Codec codec, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
   auto& encoding = shared_memory<typename Codec::Encoding>();
   const Block block = current_block(codec, numel);
-  const Share share = share_of(codec, block);
-  float values[kShareNumel];
-  load_share<kDType>(share, source, block.begin, Codec::kPadding, values);
-  const bool is_finite =
-      codec.template encode<false>(share, block.begin, values, bytes + block.offset_bytes, encoding, nullptr);
-  count_block(is_finite, num_nonfinite_blocks);
+  with_share(codec, block, is_aligned<16>(source) && is_aligned<4>(bytes), [&](const auto& share) {
+    float values[share.kNumel];
+    load_share<kDType>(share, source, block.begin, Codec::kPadding, values);
+    const bool is_finite =
+        codec.template encode<false>(share, block.begin, values, bytes + block.offset_bytes, encoding, nullptr);
+    count_block(is_finite, num_nonfinite_blocks);
+  });
+}
+
+// values += the array's elements; padding stays what it is: -0.0 has a meaning.
+template <DType kDType, typename Share>
+__device__ __forceinline__ void add_share(const Share& share, const void* array, size_t begin, float* values) {
+  float addends[Share::kNumel];
+  load_share<kDType>(share, array, begin, 0.0f, addends);
+#pragma unroll
+  for (int i = 0; i < Share::kNumel; ++i) {
+    if (share.has(i)) values[i] += addends[i];
+  }
 }
 
 // Adds the residual to the values, encodes them and renews the residual.
-template <typename Codec>
+template <typename Codec, typename Share>
 __device__ __forceinline__ bool encode_with_residual(const Codec& codec, const Block& block, const Share& share,
                                                      float* values, const Residual& residual, uint8_t* bytes,
                                                      typename Codec::Encoding& encoding) {
-  float decoded[kShareNumel];
+  if (residual.in != nullptr) {
+    with_type(residual, [&](auto type) { add_share<decltype(type)::value>(share, residual.in, block.begin, values); });
+  }
+  float decoded[Share::kNumel];
   const bool is_finite =
       codec.template encode<true>(share, block.begin, values, bytes + block.offset_bytes, encoding, decoded);
 #pragma unroll
-  for (int i = 0; i < kShareNumel; ++i) decoded[i] = values[i] - decoded[i];
-#pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-    store_residual<kQuadNumel>(decoded + q * kQuadNumel, residual, block.begin + static_cast<size_t>(share.first[q]),
-                               share.num[q]);
-  }
+  for (int i = 0; i < Share::kNumel; ++i) decoded[i] = values[i] - decoded[i];
+  with_type(residual,
+            [&](auto type) { store_share<decltype(type)::value>(share, decoded, block.begin, residual.out); });
   return is_finite;
 }
 
-__device__ __forceinline__ void add_residual(const Share& share, const Residual& residual, size_t begin,
-                                             float* values) {
-#pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-    add_residual<kQuadNumel>(residual, begin + static_cast<size_t>(share.first[q]), share.num[q],
-                             values + q * kQuadNumel);
-  }
-}
-
 template <typename Codec, DType kDType>
-__global__ void __launch_bounds__(kNumThreads)
+__global__ void __launch_bounds__(Codec::kBlockThreads, kMinNumThreads / Codec::kBlockThreads)
     encode_with_residual_kernel(Codec codec, const void* source, Residual residual, size_t numel, uint8_t* bytes,
                                 uint64_t* num_nonfinite_blocks) {
   auto& encoding = shared_memory<typename Codec::Encoding>();
   const Block block = current_block(codec, numel);
-  const Share share = share_of(codec, block);
-  float values[kShareNumel];
-  load_share<kDType>(share, source, block.begin, Codec::kPadding, values);
-  add_residual(share, residual, block.begin, values);
-  count_block(encode_with_residual(codec, block, share, values, residual, bytes, encoding), num_nonfinite_blocks);
+  const bool aligned = is_aligned<16>(source) && is_aligned<4>(bytes) && are_aligned(residual);
+  with_share(codec, block, aligned, [&](const auto& share) {
+    float values[share.kNumel];
+    load_share<kDType>(share, source, block.begin, Codec::kPadding, values);
+    count_block(encode_with_residual(codec, block, share, values, residual, bytes, encoding), num_nonfinite_blocks);
+  });
 }
 
 template <typename Codec, DType kDType>
-__global__ void __launch_bounds__(kNumThreads)
+__global__ void __launch_bounds__(Codec::kBlockThreads, kMinNumThreads / Codec::kBlockThreads)
     decode_kernel(Codec codec, const uint8_t* bytes, size_t numel, void* destination) {
   auto& decoder = shared_memory<typename Codec::Decoder>();
   const Block block = current_block(codec, numel);
-  const Share share = share_of(codec, block);
-  const typename Codec::Codes codes = codec.load_codes(share, bytes + block.offset_bytes);
-  if (threadIdx.x == 0) decoder = codec.decoder_of(bytes + block.offset_bytes);
-  __syncthreads();
-  float values[kShareNumel];
-  codec.decode(share, decoder, codes, values);
-  store_share<kDType>(share, values, block.begin, destination);
+  with_share(codec, block, is_aligned<16>(destination) && is_aligned<4>(bytes), [&](const auto& share) {
+    const auto codes = codec.load_codes(share, bytes + block.offset_bytes);
+    if (threadIdx.x == 0) decoder = codec.decoder_of(bytes + block.offset_bytes);
+    __syncthreads();
+    float values[share.kNumel];
+    codec.decode(share, decoder, codes, [&](int i, float value) { values[i] = value; });
+    store_share<kDType>(share, values, block.begin, destination);
+  });
 }
 
 template <typename Codec>
-__global__ void __launch_bounds__(kNumThreads)
+__global__ void __launch_bounds__(Codec::kBlockThreads, kMinNumThreads / Codec::kBlockThreads)
     decode_add_kernel(Codec codec, const uint8_t* bytes, size_t numel, float* accumulator) {
   auto& decoder = shared_memory<typename Codec::Decoder>();
   const Block block = current_block(codec, numel);
-  const Share share = share_of(codec, block);
-  const typename Codec::Codes codes = codec.load_codes(share, bytes + block.offset_bytes);
-  float sums[kShareNumel], values[kShareNumel];
-  load_share<DType::kF32>(share, accumulator, block.begin, 0.0f, sums);
-  if (threadIdx.x == 0) decoder = codec.decoder_of(bytes + block.offset_bytes);
-  __syncthreads();
-  codec.decode(share, decoder, codes, values);
-#pragma unroll
-  for (int i = 0; i < kShareNumel; ++i) sums[i] += values[i];
-  store_share<DType::kF32>(share, sums, block.begin, accumulator);
+  with_share(codec, block, is_aligned<16>(accumulator) && is_aligned<4>(bytes), [&](const auto& share) {
+    const auto codes = codec.load_codes(share, bytes + block.offset_bytes);
+    float sums[share.kNumel];
+    load_share<DType::kF32>(share, accumulator, block.begin, 0.0f, sums);
+    if (threadIdx.x == 0) decoder = codec.decoder_of(bytes + block.offset_bytes);
+    __syncthreads();
+    codec.decode(share, decoder, codes, [&](int i, float value) { sums[i] += value; });
+    store_share<DType::kF32>(share, sums, block.begin, accumulator);
+  });
 }
 
-// So many decoders are made at a time, by as many threads, and the codes of so many contributions are on their way to a
-// thread.
+// So many decoders are made at a time, by as many threads.
 inline constexpr int kNumDecoders = kWarpNumThreads;
-inline constexpr int kNumAhead = 4;
 
 template <typename Codec>
 struct Reducing {
@@ -221,14 +239,16 @@ struct Reducing {
   typename Codec::Encoding encoding;
 };
 
-// The sums of what the contributions decode to, by rank, from +0 on; all threads call it.
-template <typename Codec>
+// The sums of what the contributions decode to, by rank, from +0 on; all threads call it. The codes of the next one are
+// on their way meanwhile.
+template <typename Codec, typename Share>
 __device__ __forceinline__ void sum_contributions(const Codec& codec, const Block& block, const Share& share,
                                                   const Contributions& contributions, typename Codec::Decoder* decoders,
                                                   float* sums) {
   const uint8_t* bytes = contributions.codes + block.offset_bytes;
 #pragma unroll
-  for (int i = 0; i < kShareNumel; ++i) sums[i] = 0.0f;
+  for (int i = 0; i < Share::kNumel; ++i) sums[i] = 0.0f;
+  auto next = codec.load_codes(share, bytes);
   for (int begin = 0; begin < contributions.count; begin += kNumDecoders) {
     const int left = contributions.count - begin, count = left < kNumDecoders ? left : kNumDecoders;
     if (begin > 0) __syncthreads();  // all have used the decoders before
@@ -237,62 +257,65 @@ __device__ __forceinline__ void sum_contributions(const Codec& codec, const Bloc
           codec.decoder_of(bytes + static_cast<size_t>(begin + thread_index()) * contributions.stride);
     }
     __syncthreads();
-    for (int r = 0; r < count; r += kNumAhead) {
-      typename Codec::Codes codes[kNumAhead];
-#pragma unroll
-      for (int a = 0; a < kNumAhead; ++a) {
-        if (r + a >= count) continue;
-        codes[a] = codec.load_codes(share, bytes + static_cast<size_t>(begin + r + a) * contributions.stride);
+#pragma unroll 1
+    for (int r = 0; r < count; ++r) {
+      const auto codes = next;
+      if (begin + r + 1 < contributions.count) {
+        next = codec.load_codes(share, bytes + static_cast<size_t>(begin + r + 1) * contributions.stride);
       }
-#pragma unroll
-      for (int a = 0; a < kNumAhead; ++a) {
-        if (r + a >= count) continue;
-        float values[kShareNumel];
-        codec.decode(share, decoders[r + a], codes[a], values);
-#pragma unroll
-        for (int i = 0; i < kShareNumel; ++i) sums[i] += values[i];
-      }
+      codec.decode(share, decoders[r], codes, [&](int i, float value) { sums[i] += value; });
     }
   }
 }
 
 // The second half of the reduction: scales the sums and encodes them.
-template <typename Codec>
+template <typename Codec, typename Share>
 __device__ __forceinline__ bool encode_sums(const Codec& codec, const Block& block, const Share& share, float* sums,
                                             const Factor& factor, const Residual& residual, uint8_t* bytes,
                                             typename Codec::Encoding& encoding) {
+  factor.scale<Share::kNumel>(sums);
 #pragma unroll
-  for (int i = 0; i < kShareNumel; ++i) {
-    if (!factor.is_one) sums[i] = factor(sums[i]);
+  for (int i = 0; i < Share::kNumel; ++i) {
     if (!share.has(i)) sums[i] = Codec::kPadding;
   }
   if (residual.out == nullptr) {
     return codec.template encode<false>(share, block.begin, sums, bytes + block.offset_bytes, encoding, nullptr);
   }
-  add_residual(share, residual, block.begin, sums);
   return encode_with_residual(codec, block, share, sums, residual, bytes, encoding);
 }
 
-// Four of them on a multiprocessor: 64 registers. ptxas would rather spill a few than go past 48.
+__device__ __forceinline__ bool are_aligned(const Contributions& contributions) {
+  return is_aligned<4>(contributions.codes) && contributions.stride % 4 == 0;
+}
+
 template <typename Codec>
-__global__ void __launch_bounds__(kNumThreads, 4)
+__global__ void __launch_bounds__(Codec::kBlockThreads, kMinNumThreads / Codec::kBlockThreads)
     reduce_encode_kernel(Codec codec, Contributions contributions, Factor factor, Residual residual, size_t numel,
                          uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
   auto& shared = shared_memory<Reducing<Codec>>();
   const Block block = current_block(codec, numel);
-  const Share share = share_of(codec, block);
-  float sums[kShareNumel];
-  sum_contributions(codec, block, share, contributions, shared.decoders, sums);
-  const bool is_finite = encode_sums(codec, block, share, sums, factor, residual, bytes, shared.encoding);
-  count_block(is_finite, num_nonfinite_blocks);
+  const bool aligned = are_aligned(contributions) && is_aligned<4>(bytes) && are_aligned(residual);
+  with_share(codec, block, aligned, [&](const auto& share) {
+    float sums[share.kNumel];
+    sum_contributions(codec, block, share, contributions, shared.decoders, sums);
+    const bool is_finite = encode_sums(codec, block, share, sums, factor, residual, bytes, shared.encoding);
+    count_block(is_finite, num_nonfinite_blocks);
+  });
+}
+
+// One thread block per block of the message.
+template <typename Codec, typename... Parameters>
+void launch_blocks(const char* name, Stream stream, size_t numel, void (*kernel)(Parameters...),
+                   std::type_identity_t<Parameters>... arguments) {
+  launch<Codec::kBlockThreads>(name, stream, ceil_div(numel, kBlockNumel), kernel, arguments...);
 }
 
 template <typename Codec>
 void launch_encode(const char* name, const Codec& codec, DType dtype, const void* source, size_t numel, uint8_t* bytes,
                    uint64_t* num_nonfinite_blocks, Stream stream) {
   for_float_type(dtype, [&](auto type) {
-    launch(name, stream, ceil_div(numel, kBlockNumel), encode_kernel<Codec, decltype(type)::value>, codec, source,
-           numel, bytes, num_nonfinite_blocks);
+    launch_blocks<Codec>(name, stream, numel, encode_kernel<Codec, decltype(type)::value>, codec, source, numel, bytes,
+                         num_nonfinite_blocks);
   });
 }
 
@@ -301,8 +324,8 @@ void launch_encode_with_residual(const char* name, const Codec& codec, DType dty
                                  const Residual& residual, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
                                  Stream stream) {
   for_float_type(dtype, [&](auto type) {
-    launch(name, stream, ceil_div(numel, kBlockNumel), encode_with_residual_kernel<Codec, decltype(type)::value>, codec,
-           source, residual, numel, bytes, num_nonfinite_blocks);
+    launch_blocks<Codec>(name, stream, numel, encode_with_residual_kernel<Codec, decltype(type)::value>, codec, source,
+                         residual, numel, bytes, num_nonfinite_blocks);
   });
 }
 
@@ -310,23 +333,23 @@ template <typename Codec>
 void launch_reduce_encode(const char* name, const Codec& codec, const Contributions& contributions, double factor,
                           const Residual& residual, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
                           Stream stream) {
-  launch(name, stream, ceil_div(numel, kBlockNumel), reduce_encode_kernel<Codec>, codec, contributions, Factor(factor),
-         residual, numel, bytes, num_nonfinite_blocks);
+  launch_blocks<Codec>(name, stream, numel, reduce_encode_kernel<Codec>, codec, contributions, Factor(factor), residual,
+                       numel, bytes, num_nonfinite_blocks);
 }
 
 template <typename Codec>
 void launch_decode(const char* name, const Codec& codec, DType dtype, const uint8_t* bytes, size_t numel,
                    void* destination, Stream stream) {
   for_float_type(dtype, [&](auto type) {
-    launch(name, stream, ceil_div(numel, kBlockNumel), decode_kernel<Codec, decltype(type)::value>, codec, bytes, numel,
-           destination);
+    launch_blocks<Codec>(name, stream, numel, decode_kernel<Codec, decltype(type)::value>, codec, bytes, numel,
+                         destination);
   });
 }
 
 template <typename Codec>
 void launch_decode_add(const char* name, const Codec& codec, const uint8_t* bytes, size_t numel, float* accumulator,
                        Stream stream) {
-  launch(name, stream, ceil_div(numel, kBlockNumel), decode_add_kernel<Codec>, codec, bytes, numel, accumulator);
+  launch_blocks<Codec>(name, stream, numel, decode_add_kernel<Codec>, codec, bytes, numel, accumulator);
 }
 
 }  // namespace bagua::kernels::cuda

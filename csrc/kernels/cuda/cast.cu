@@ -103,7 +103,7 @@ struct CastAdd {
   }
   __device__ int store(size_t first, int num, Loaded& loaded) const {
 #pragma unroll
-    for (int i = 0; i < kNumel; ++i) loaded.sum.element[i] += Floating<kFrom>::widen(loaded.addend.element[i]);
+    for (int i = 0; i < kNumel; ++i) loaded.sum.element[i] += Floating<kFrom>::number(loaded.addend.element[i]);
     cuda::store(loaded.sum, num, accumulator + first);
     return 0;
   }

@@ -17,6 +17,18 @@ struct Factor {
   __device__ __forceinline__ float operator()(float value) const {
     return is_narrow ? finish(value, narrow) : finish(value, wide);
   }
+  // All of them; asked once which product it is.
+  template <int kNumel>
+  __device__ __forceinline__ void scale(float* values) const {
+    if (is_one) return;
+    if (is_narrow) {
+#pragma unroll
+      for (int i = 0; i < kNumel; ++i) values[i] = finish(values[i], narrow);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kNumel; ++i) values[i] = finish(values[i], wide);
+    }
+  }
 
   double wide;
   float narrow;

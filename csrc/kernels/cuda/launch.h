@@ -1,4 +1,5 @@
-// How kernels are launched, and what all of them share: 256 threads in a block, one shared structure.
+// How kernels are launched, and what all of them share: 256 threads in a block but where a kernel says otherwise, one
+// shared structure.
 //
 // Only names of the CUDA runtime and its device functions are used, no <<<>>>: the tests compile these files for the
 // host, with a cuda_runtime.h of their own that runs threads as fibres.
@@ -29,15 +30,15 @@ inline void check(cudaError_t status, const char* name, Stream stream) {
   if (status != cudaSuccess) device::cuda::check(status, std::string(name) + " on " + device_name(stream.device));
 }
 
-// Enqueues `kernel` with `num_blocks` blocks of kNumThreads; none is legal.
-template <typename... Parameters>
+// Enqueues `kernel` with `num_blocks` blocks of `kBlockThreads`; none is legal.
+template <int kBlockThreads = kNumThreads, typename... Parameters>
 void launch(const char* name, Stream stream, size_t num_blocks, void (*kernel)(Parameters...),
             std::type_identity_t<Parameters>... arguments) {
   if (num_blocks == 0) return;
   const device::cuda::DeviceScope scope(stream.device.index);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(num_blocks));
-  config.blockDim = dim3(kNumThreads);
+  config.blockDim = dim3(kBlockThreads);
   config.stream = static_cast<cudaStream_t>(stream.handle);
   check(cudaLaunchKernelEx(&config, kernel, arguments...), name, stream);
 }

@@ -9,7 +9,7 @@
 
 #include "csrc/common/dtype.h"
 #include "csrc/kernels/arithmetic/half.h"
-#include "csrc/kernels/cuda/launch.h"
+#include "csrc/kernels/cuda/instructions.h"
 
 namespace bagua::kernels::cuda {
 
@@ -150,24 +150,31 @@ __device__ __forceinline__ void store(const Elements<T, kNumel>& from, int num, 
   }
 }
 
-// The bytes of a message: the first `num` of 4, the first lowest.
+// The bytes of a message: the first `num` of 4, the first lowest. `kIsWhole`: all of them, aligned.
+template <bool kIsWhole = false>
 __device__ __forceinline__ uint32_t load_bytes(const uint8_t* from, int num) {
-  if (num == 4 && is_aligned<4>(from)) return as_vectors<uint1>(from)->x;
-  uint32_t word = 0;
+  if constexpr (kIsWhole) {
+    return as_vectors<uint1>(from)->x;
+  } else {
+    if (num == 4 && is_aligned<4>(from)) return load_bytes<true>(from, num);
+    uint32_t word = 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (i < num) word |= static_cast<uint32_t>(from[i]) << (8 * i);
+    for (int i = 0; i < 4; ++i) {
+      if (i < num) word |= static_cast<uint32_t>(from[i]) << (8 * i);
+    }
+    return word;
   }
-  return word;
 }
+template <bool kIsWhole = false>
 __device__ __forceinline__ void store_bytes(uint32_t word, int num, uint8_t* to) {
-  if (num == 4 && is_aligned<4>(to)) {
+  if constexpr (kIsWhole) {
     *as_vectors<uint1>(to) = uint1{word};
-    return;
-  }
+  } else {
+    if (num == 4 && is_aligned<4>(to)) return store_bytes<true>(word, num, to);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (i < num) to[i] = static_cast<uint8_t>(word >> (8 * i));
+    for (int i = 0; i < 4; ++i) {
+      if (i < num) to[i] = static_cast<uint8_t>(word >> (8 * i));
+    }
   }
 }
 
@@ -176,7 +183,8 @@ __device__ __forceinline__ void store_f32(float value, uint8_t* to) {
   store_bytes(std::bit_cast<uint32_t>(value), 4, to);
 }
 
-// How elements of a floating type lie in memory, and what they are in f32; f64 stays f64.
+// How elements of a floating type lie in memory, and what they are in f32; f64 stays f64. `number` is `widen` but for
+// which NaN comes out, `narrow_pair` takes numbers only: each is one instruction.
 template <DType kDType>
 struct Floating;
 template <>
@@ -189,6 +197,7 @@ template <>
 struct Floating<DType::kF32> {
   using Stored = float;
   static __device__ __forceinline__ float widen(float value) { return value; }
+  static __device__ __forceinline__ float number(float value) { return value; }
   static __device__ __forceinline__ float narrow(float value) { return value; }
 };
 template <>
@@ -196,30 +205,60 @@ struct Floating<DType::kF16> {
   using Stored = uint16_t;
   static __device__ __forceinline__ float widen(uint16_t value) { return f16_to_f32(value); }
   static __device__ __forceinline__ uint16_t narrow(float value) { return f32_to_f16(value); }
+  static __device__ __forceinline__ float number(uint16_t value) { return number_of_f16(value); }
+  static __device__ __forceinline__ uint32_t narrow_pair(float first, float second) {
+    return f16_of_numbers(first, second);
+  }
 };
 template <>
 struct Floating<DType::kBF16> {
   using Stored = uint16_t;
   static __device__ __forceinline__ float widen(uint16_t value) { return bf16_to_f32(value); }
   static __device__ __forceinline__ uint16_t narrow(float value) { return f32_to_bf16(value); }
+  static __device__ __forceinline__ float number(uint16_t value) { return number_of_bf16(value); }
+  static __device__ __forceinline__ uint32_t narrow_pair(float first, float second) {
+    return bf16_of_numbers(first, second);
+  }
 };
 
-// The first `num` of kNumel elements from `first` on, as f32; the others become `padding`, which every type holds.
+// The values, none of them NaN, as elements of a 16-bit type.
 template <DType kDType, int kNumel>
+__device__ __forceinline__ void narrow_numbers(const float* values, Elements<uint16_t, kNumel>& elements) {
+#pragma unroll
+  for (int i = 0; i < kNumel; i += 2) {
+    const uint32_t pair = Floating<kDType>::narrow_pair(values[i], values[i + 1]);
+    elements.element[i] = static_cast<uint16_t>(pair);
+    elements.element[i + 1] = static_cast<uint16_t>(pair >> 16);
+  }
+}
+
+// The first `num` of kNumel elements from `first` on, as f32, but for which NaN; the others become `padding`, which
+// every type holds. `kIsWhole`: it is known that there are all of them, aligned to a vector.
+template <DType kDType, int kNumel, bool kIsWhole = false>
 __device__ __forceinline__ void load_f32(const void* array, size_t first, int num, float padding, float* values) {
   using Stored = typename Floating<kDType>::Stored;
+  const Stored* from = static_cast<const Stored*>(array) + first;
   Elements<Stored, kNumel> elements;
-  load(static_cast<const Stored*>(array) + first, num, Floating<kDType>::narrow(padding), elements);
+  if constexpr (kIsWhole) {
+    load_vectors(from, elements);
+  } else {
+    load(from, num, Floating<kDType>::narrow(padding), elements);
+  }
 #pragma unroll
-  for (int i = 0; i < kNumel; ++i) values[i] = Floating<kDType>::widen(elements.element[i]);
+  for (int i = 0; i < kNumel; ++i) values[i] = Floating<kDType>::number(elements.element[i]);
 }
-template <DType kDType, int kNumel>
+template <DType kDType, int kNumel, bool kIsWhole = false>
 __device__ __forceinline__ void store_f32(const float* values, size_t first, int num, void* array) {
   using Stored = typename Floating<kDType>::Stored;
+  Stored* to = static_cast<Stored*>(array) + first;
   Elements<Stored, kNumel> elements;
 #pragma unroll
   for (int i = 0; i < kNumel; ++i) elements.element[i] = Floating<kDType>::narrow(values[i]);
-  store(elements, num, static_cast<Stored*>(array) + first);
+  if constexpr (kIsWhole) {
+    store_vectors(elements, to);
+  } else {
+    store(elements, num, to);
+  }
 }
 
 // Calls body(std::integral_constant<DType, dtype>) for f32, f16 or bf16: kernels are compiled per type.

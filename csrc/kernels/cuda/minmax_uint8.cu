@@ -1,8 +1,6 @@
 // CUDA form of the min-max quantiser (contract: minmax_uint8.h; arithmetic: arithmetic/minmax_uint8.h).
 #include "csrc/kernels/minmax_uint8.h"
 
-#include <limits>
-
 #include "csrc/kernels/arithmetic/minmax_uint8.h"
 #include "csrc/kernels/backend.h"
 #include "csrc/kernels/cuda/block_codec.h"
@@ -15,107 +13,135 @@ using namespace kernels::minmax_uint8;
 namespace {
 
 struct MinmaxUint8 {
-  static constexpr int kNumGroups = 1;
+  static constexpr int kBlockThreads = 128;
+  static constexpr int kNumWarps = kBlockThreads / kWarpNumThreads;
+  static constexpr int kNumParts = 1;
   static constexpr float kPadding = 0.0f;
 
+  // `least` and `most` clamp what is decoded, `low` is what code 0 leads to.
   struct Decoder {
-    Header header;
     Steps steps;
-    bool is_constant;  // all elements are min, which may be NaN
+    float low, least, most;
+    bool is_constant;  // all elements are `least`, which may be NaN
+    bool is_scaled;    // s is not 1
   };
   struct Encoding {
-    int32_t low[kNumWarps], high[kNumWarps];
+    float low[kNumWarps], high[kNumWarps];
     Decoder decoder;
-    bool is_finite;
   };
+  template <int kQuads>
   struct Codes {
     uint32_t quad[kQuads];
   };
 
-  __device__ __forceinline__ int padded_numel(int numel) const { return numel + numel % 2; }
+  __device__ __forceinline__ int padded_numel(int numel) const { return numel; }
   __device__ __forceinline__ size_t wire_bytes() const { return kMinmaxUint8HeaderBytes + kBlockNumel; }
 
   static __device__ __forceinline__ Decoder decoder_of(Header header) {
-    Decoder decoder{header, {}, header.min == header.max};
     // A NaN in either bound, or an Inf, which only a damaged message holds.
     const bool is_finite = header.min - header.min == 0.0f && header.max - header.max == 0.0f;
-    if (!is_finite) decoder = {{kNan, kNan}, {}, true};
-    if (!decoder.is_constant) decoder.steps = steps_of(header);
-    return decoder;
+    if (!is_finite) return {{}, 0.0f, kNan, kNan, true, false};
+    if (header.min == header.max) return {{}, 0.0f, header.min, header.max, true, false};
+    const Steps steps = steps_of(header);
+    // No value is -0.0 where max is: code 255 leads to 0.0 then.
+    return {
+        steps, steps.base - steps.zero_code * steps.step, header.min, header.max + 0.0f, false, steps.scale != 1.0f};
   }
   __device__ __forceinline__ Decoder decoder_of(const uint8_t* bytes) const {
     return decoder_of(Header{load_f32(bytes), load_f32(bytes + 4)});
   }
-  __device__ __forceinline__ Codes load_codes(const Share& share, const uint8_t* bytes) const {
-    Codes codes;
+  template <typename Share>
+  __device__ __forceinline__ Codes<Share::kQuads> load_codes(const Share& share, const uint8_t* bytes) const {
+    Codes<Share::kQuads> codes;
 #pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-      codes.quad[q] = load_bytes(bytes + kMinmaxUint8HeaderBytes + share.first[q], share.num[q]);
+    for (int q = 0; q < Share::kQuads; ++q) {
+      codes.quad[q] = load_bytes<Share::kIsWhole>(bytes + kMinmaxUint8HeaderBytes + share.first(q), share.num(q));
     }
     return codes;
   }
-  __device__ __forceinline__ void decode(const Share&, const Decoder& decoder, const Codes& codes,
-                                         float* values) const {
-    if (decoder.is_constant) {
+
+  // value_of in instructions of which a GPU does one per cycle; see the contract for why none of them sees a zero whose
+  // sign could differ.
+  template <bool kIsScaled, int kQuads, typename Body>
+  static __device__ __forceinline__ void decode_all(const Decoder& decoder, const Codes<kQuads>& codes, Body body) {
+    const float low = decoder.low, step = decoder.steps.step, unscale = decoder.steps.unscale;
+    const float least = decoder.least, most = decoder.most;
 #pragma unroll
-      for (int i = 0; i < kShareNumel; ++i) values[i] = decoder.header.min;
-      return;
+    for (int i = 0; i < kQuads * kQuadNumel; ++i) {
+      float value = low + byte_to_f32(codes.quad[i / kQuadNumel], i % kQuadNumel, 0) * step;
+      if constexpr (kIsScaled) value *= unscale;
+      body(i, lesser(greater(value, least), most));
     }
-    const Steps steps = decoder.steps;
-    const Header header = decoder.header;
+  }
+  template <typename Share, int kQuads, typename Body>
+  __device__ __forceinline__ void decode(const Share&, const Decoder& decoder, const Codes<kQuads>& codes,
+                                         Body body) const {
+    if (decoder.is_constant) {
+      const float value = decoder.least;
 #pragma unroll
-    for (int i = 0; i < kShareNumel; ++i) {
-      const auto code = static_cast<uint8_t>(codes.quad[i / kQuadNumel] >> (8 * (i % kQuadNumel)));
-      values[i] = value_of<true, true, true>(code, steps, header);
+      for (int i = 0; i < Share::kNumel; ++i) body(i, value);
+    } else if (decoder.is_scaled) {
+      decode_all<true>(decoder, codes, body);
+    } else {
+      decode_all<false>(decoder, codes, body);
     }
   }
 
-  template <bool kDecodes>
+  // The extremes of the block; all threads call it.
+  template <typename Share>
+  static __device__ __forceinline__ Header range_of(const Share& share, const float* values, Encoding& encoding) {
+    float low = std::bit_cast<float>(kF32Inf), high = -low;
+#pragma unroll
+    for (int i = 0; i < Share::kNumel; ++i) {
+      low = lesser_or_nan(low, share.has(i) ? values[i] : low);
+      high = greater_or_nan(high, share.has(i) ? values[i] : high);
+    }
+    // Integers in the order of the floats, but for NaN, which is above all.
+    const int32_t least = __reduce_min_sync(kAllLanes, ordered(std::bit_cast<int32_t>(low)));
+    const int32_t most = __reduce_max_sync(kAllLanes, ordered(std::bit_cast<int32_t>(high)));
+    if (lane_index() == 0) {
+      encoding.low[warp_index()] = std::bit_cast<float>(ordered(least));
+      encoding.high[warp_index()] = std::bit_cast<float>(ordered(most));
+    }
+    __syncthreads();
+    low = encoding.low[0];
+    high = encoding.high[0];
+#pragma unroll
+    for (int w = 1; w < kNumWarps; ++w) {
+      low = lesser_or_nan(low, encoding.low[w]);
+      high = greater_or_nan(high, encoding.high[w]);
+    }
+    return {low, high};
+  }
+
+  template <bool kDecodes, typename Share>
   __device__ __forceinline__ bool encode(const Share& share, size_t, const float* values, uint8_t* bytes,
                                          Encoding& encoding, float* decoded) const {
-    constexpr int32_t kMost = std::numeric_limits<int32_t>::max(), kLeast = std::numeric_limits<int32_t>::min();
-    int32_t low = kMost, high = kLeast;
-#pragma unroll
-    for (int i = 0; i < kShareNumel; ++i) {
-      const int32_t key = ordered(std::bit_cast<int32_t>(values[i]));
-      if (share.has(i) && key < low) low = key;
-      if (share.has(i) && key > high) high = key;
-    }
-    low = __reduce_min_sync(kAllLanes, low);
-    high = __reduce_max_sync(kAllLanes, high);
-    if (lane_index() == 0) {
-      encoding.low[warp_index()] = low;
-      encoding.high[warp_index()] = high;
+    Header header = range_of(share, values, encoding);
+    const bool is_finite =
+        absolute(header.min) < std::bit_cast<float>(kF32Inf) && absolute(header.max) < std::bit_cast<float>(kF32Inf);
+    if (threadIdx.x == 0) {
+      if (!is_finite) header = {kNan, kNan};
+      store_bytes<Share::kIsWhole>(std::bit_cast<uint32_t>(header.min), 4, bytes);
+      store_bytes<Share::kIsWhole>(std::bit_cast<uint32_t>(header.max), 4, bytes + 4);
+      encoding.decoder = decoder_of(header);
     }
     __syncthreads();
-    if (warp_index() == 0) {
-      low = __reduce_min_sync(kAllLanes, encoding.low[lane_index() % kNumWarps]);
-      high = __reduce_max_sync(kAllLanes, encoding.high[lane_index() % kNumWarps]);
-      if (lane_index() == 0) {
-        constexpr auto kInf = static_cast<int32_t>(kF32Inf);
-        encoding.is_finite = high < kInf && low > -kInf - 1;  // -kInf - 1 is the image of -Inf
-        Header header{std::bit_cast<float>(ordered(low)), std::bit_cast<float>(ordered(high))};
-        if (!encoding.is_finite) header = {kNan, kNan};
-        store_f32(header.min, bytes);
-        store_f32(header.max, bytes + 4);
-        encoding.decoder = decoder_of(header);
-      }
-    }
-    __syncthreads();
-    Codes codes{};
-    if (!encoding.decoder.is_constant) {
-      const Steps steps = encoding.decoder.steps;
+    const bool is_constant = encoding.decoder.is_constant;
+    const Steps steps = encoding.decoder.steps;
+    Codes<Share::kQuads> codes;
 #pragma unroll
-      for (int i = 0; i < kShareNumel; ++i) {
-        codes.quad[i / kQuadNumel] |= static_cast<uint32_t>(code_of<true>(values[i], steps)) << (8 * (i % kQuadNumel));
-      }
-    }
+    for (int q = 0; q < Share::kQuads; ++q) {
+      uint32_t code[kQuadNumel];
 #pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-      store_bytes(codes.quad[q], share.num[q], bytes + kMinmaxUint8HeaderBytes + share.first[q]);
+      for (int i = 0; i < kQuadNumel; ++i) code[i] = code_word_of<true>(values[q * kQuadNumel + i], steps);
+      codes.quad[q] = is_constant ? 0 : gather_bytes<0>(code[0], code[1], code[2], code[3]);
+      store_bytes<Share::kIsWhole>(codes.quad[q], share.num(q), bytes + kMinmaxUint8HeaderBytes + share.first(q));
     }
-    if constexpr (kDecodes) decode(share, encoding.decoder, codes, decoded);
-    return encoding.is_finite;
+    if constexpr (kDecodes) {
+      decode(share, encoding.decoder, codes, [&](int i, float value) { decoded[i] = value; });
+    }
+    return is_finite;
   }
 };
 

@@ -15,8 +15,12 @@ namespace {
 
 template <int kBits>
 struct Qsgd {
-  static constexpr int kNumGroups = kBits == 2 ? 2 : 1;
+  static constexpr int kBlockThreads = 128;
+  static constexpr int kNumWarps = kBlockThreads / kWarpNumThreads;
+  static constexpr int kNumParts = kBits == 8 ? 2 : 8 / kBits;
+  static constexpr int kNumPairs = kNumParts / 2;
   static constexpr float kPadding = -0.0f;  // not a zero with a sign of its own where all others are -0.0
+  static constexpr int32_t kLevels = levels(kBits);
   static constexpr uint32_t kMask = (1u << kBits) - 1;
 
   struct Decoder {
@@ -28,18 +32,18 @@ struct Qsgd {
   struct Encoding {
     uint32_t largest[kNumWarps], signs[kNumWarps];
     Decoder decoder;
-    bool is_finite;
   };
-  // Of 8 bits a word per quad. Of fewer one word, as it lies in the message.
+  // Of 8 bits a word per quad, of fewer one per run, as they lie in the message.
+  template <typename Share>
   struct Codes {
-    uint32_t word[kBits == 8 ? kQuads : 1];
+    static constexpr int kCount = kBits == 8 ? Share::kQuads : Share::kNumRuns;
+    uint32_t word[kCount];
   };
 
   CounterRng rng;
 
   __device__ __forceinline__ int padded_numel(int numel) const {
-    constexpr int kUnit = kBits == 2 ? 4 : 2;
-    return (numel + kUnit - 1) / kUnit * kUnit;
+    return (numel + kNumParts - 1) / kNumParts * kNumParts;
   }
   __device__ __forceinline__ size_t wire_bytes() const { return kQsgdHeaderBytes + kBlockNumel * kBits / 8; }
 
@@ -50,113 +54,160 @@ struct Qsgd {
         {}, magnitude >= kF32Inf || magnitude == 0, magnitude < kUnscaledNorm, magnitude == 0 ? norm : kNan};
     if (decoder.is_constant) return decoder;
     norm = std::bit_cast<float>(magnitude);
-    decoder.steps = steps_of(decoder.is_scaled ? scale_up(norm) : norm, levels(kBits));
+    decoder.steps = steps_of(decoder.is_scaled ? scale_up(norm) : norm, kLevels);
     return decoder;
   }
 
-  __device__ __forceinline__ Codes load_codes(const Share& share, const uint8_t* bytes) const {
-    Codes codes;
-    if constexpr (kBits == 8) {
+  // Where word `index` of the codes is in the message, and how many of its bytes there are.
+  template <typename Share>
+  static __device__ __forceinline__ int place_of(const Share& share, int index) {
+    return static_cast<int>(kQsgdHeaderBytes) + (kBits == 8 ? share.first(index) : share.place(index));
+  }
+  template <typename Share>
+  static __device__ __forceinline__ int num_bytes_of(const Share& share, int index) {
+    return share.num_bytes(kBits == 8 ? Share::run_of(index) : index);
+  }
+
+  template <typename Share>
+  __device__ __forceinline__ Codes<Share> load_codes(const Share& share, const uint8_t* bytes) const {
+    Codes<Share> codes;
 #pragma unroll
-      for (int q = 0; q < kQuads; ++q) {
-        codes.word[q] = load_bytes(bytes + kQsgdHeaderBytes + share.first[q], share.num_bytes);
-      }
-    } else {
-      codes.word[0] = load_bytes(bytes + kQsgdHeaderBytes + share.j, share.num_bytes);
+    for (int w = 0; w < codes.kCount; ++w) {
+      codes.word[w] = load_bytes<Share::kIsWhole>(bytes + place_of(share, w), num_bytes_of(share, w));
     }
     return codes;
   }
 
-  // Where in its byte the code of an element of quad `q` is.
-  static __device__ __forceinline__ int shift_of(const Share& share, int q) {
-    return kBits == 8 ? 0 : kBits * (share.group + q * kNumGroups);
+  // The codes of quad q, one in each byte.
+  template <typename Share>
+  static __device__ __forceinline__ uint32_t quad_of(const Codes<Share>& codes, int q) {
+    if constexpr (kBits == 8) return codes.word[q];
+    return codes.word[Share::run_of(q)] >> (kBits * Share::part_of(q)) & 0x01010101u * kMask;
   }
 
-  __device__ __forceinline__ void decode(const Share& share, const Decoder& decoder, const Codes& codes,
-                                         float* values) const {
-    if (decoder.is_constant) {
+  // value_of in few instructions.
+  template <bool kIsScaled, typename Share, typename Body>
+  static __device__ __forceinline__ void decode_all(const Steps& steps, const Codes<Share>& codes, Body body) {
+    constexpr auto kExtreme = static_cast<float>(kLevels);
 #pragma unroll
-      for (int i = 0; i < kShareNumel; ++i) values[i] = decoder.constant;
+    for (int q = 0; q < Share::kQuads; ++q) {
+      const uint32_t quad = quad_of(codes, q);
+#pragma unroll
+      for (int i = 0; i < kQuadNumel; ++i) {
+        const float code = byte_to_f32(quad, i, kLevels);
+        const uint32_t extreme = steps.norm_bits | (std::bit_cast<uint32_t>(code) & ~kF32Abs);
+        const float value = absolute(code) == kExtreme ? std::bit_cast<float>(extreme) : code * steps.step;
+        body(q * kQuadNumel + i, kIsScaled ? scale_down(value) : value);
+      }
+    }
+  }
+  template <typename Share, typename Body>
+  __device__ __forceinline__ void decode(const Share&, const Decoder& decoder, const Codes<Share>& codes,
+                                         Body body) const {
+    if (decoder.is_constant) {
+      const float value = decoder.constant;
+#pragma unroll
+      for (int i = 0; i < Share::kNumel; ++i) body(i, value);
       return;
     }
     const Steps steps = decoder.steps;
-#pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-      const uint32_t word = codes.word[kBits == 8 ? q : 0] >> shift_of(share, q);
-#pragma unroll
-      for (int i = 0; i < kQuadNumel; ++i) {
-        const auto code = static_cast<int32_t>(word >> (8 * i) & kMask);
-        values[q * kQuadNumel + i] = value_of<kBits, true>(code - levels(kBits), steps);
-      }
-    }
     if (decoder.is_scaled) {
-#pragma unroll
-      for (int i = 0; i < kShareNumel; ++i) values[i] = scale_down(values[i]);
+      decode_all<true>(steps, codes, body);
+    } else {
+      decode_all<false>(steps, codes, body);
     }
   }
 
-  __device__ __forceinline__ void store_codes(const Share& share, const Codes& codes, uint8_t* bytes) const {
-    if constexpr (kBits == 8) {
+  template <bool kIsScaled, typename Share>
+  __device__ __forceinline__ Codes<Share> codes_of(const Share& share, size_t begin, const float* values,
+                                                   const Steps& steps) const {
+    const BlockRng block_rng(derive_key(rng.key, (rng.first + begin) / kBlockNumel));
+    Codes<Share> codes{};
 #pragma unroll
-      for (int q = 0; q < kQuads; ++q) {
-        store_bytes(codes.word[q], share.num_bytes, bytes + kQsgdHeaderBytes + share.first[q]);
-      }
-    } else if (share.group == 0) {
-      store_bytes(codes.word[0], share.num_bytes, bytes + kQsgdHeaderBytes + share.j);
-    }
-  }
-
-  template <bool kDecodes>
-  __device__ __forceinline__ bool encode(const Share& share, size_t begin, const float* values, uint8_t* bytes,
-                                         Encoding& encoding, float* decoded) const {
-    uint32_t largest = 0, signs = ~0u;
+    for (int run = 0; run < Share::kNumRuns; ++run) {
 #pragma unroll
-    for (int i = 0; i < kShareNumel; ++i) {
-      const uint32_t bits = std::bit_cast<uint32_t>(values[i]);
-      largest = (bits & kF32Abs) > largest ? bits & kF32Abs : largest;
-      signs &= bits;
-    }
-    largest = __reduce_max_sync(kAllLanes, largest);
-    signs = __reduce_and_sync(kAllLanes, signs);
-    if (lane_index() == 0) {
-      encoding.largest[warp_index()] = largest;
-      encoding.signs[warp_index()] = signs;
-    }
-    __syncthreads();
-    if (warp_index() == 0) {
-      largest = __reduce_max_sync(kAllLanes, encoding.largest[lane_index() % kNumWarps]);
-      signs = __reduce_and_sync(kAllLanes, encoding.signs[lane_index() % kNumWarps]);
-      if (lane_index() == 0) {
-        encoding.is_finite = largest < kF32Inf;
-        const float norm = !encoding.is_finite ? kNan : std::bit_cast<float>(largest == 0 ? signs : largest);
-        store_f32(norm, bytes);
-        encoding.decoder = decoder_of(norm);
-      }
-    }
-    __syncthreads();
-    Codes codes{};
-    if (!encoding.decoder.is_constant) {
-      const Steps steps = encoding.decoder.steps;
-      const bool is_scaled = encoding.decoder.is_scaled;
-      const BlockRng block_rng(derive_key(rng.key, (rng.first + begin) / kBlockNumel));
-      const uint32_t counter = block_rng.counter(static_cast<uint32_t>(share.first[0]));
+      for (int pair = 0; pair < kNumPairs; ++pair) {
+        const int quads[2] = {run * kNumParts + pair, run * kNumParts + pair + kNumPairs};
+        const uint32_t counter = block_rng.counter(static_cast<uint32_t>(share.first(quads[0])));
+        uint32_t code[2][kQuadNumel];
 #pragma unroll
-      for (int i = 0; i < kQuadNumel; ++i) {
-        const uint32_t hash = block_rng.hash(counter + static_cast<uint32_t>(i) * BlockRng::kStride);
+        for (int i = 0; i < kQuadNumel; ++i) {
+          const uint32_t hash = block_rng.hash(counter + static_cast<uint32_t>(i) * BlockRng::kStride);
 #pragma unroll
-        for (int q = 0; q < kQuads; ++q) {
-          float value = values[q * kQuadNumel + i];
-          if (is_scaled) value = scale_up(value);
-          const uint32_t draw = q == 0 ? BlockRng::first_of(hash) : BlockRng::second_of(hash);
-          const uint32_t code = code_of<kBits>(value, draw, steps) & kMask;
-          codes.word[kBits == 8 ? q : 0] |= code << (8 * i + shift_of(share, q));
+          for (int of = 0; of < 2; ++of) {
+            float value = values[quads[of] * kQuadNumel + i];
+            if constexpr (kIsScaled) value = scale_up(value);
+            const uint32_t draw = of == 0 ? BlockRng::first_of(hash) : BlockRng::second_of(hash);
+            code[of][i] = code_of<kBits>(value, draw, steps);
+          }
+        }
+#pragma unroll
+        for (int of = 0; of < 2; ++of) {
+          const uint32_t quad = gather_bytes<0>(code[of][0], code[of][1], code[of][2], code[of][3]);
+          if constexpr (kBits == 8) {
+            codes.word[quads[of]] = quad;
+          } else {
+            codes.word[run] |= (quad & 0x01010101u * kMask) << (kBits * Share::part_of(quads[of]));
+          }
         }
       }
     }
-    if constexpr (kNumGroups > 1) codes.word[0] = combine_groups<kNumGroups>(codes.word[0]);
-    store_codes(share, codes, bytes);
-    if constexpr (kDecodes) decode(share, encoding.decoder, codes, decoded);
-    return encoding.is_finite;
+    return codes;
+  }
+
+  // The bits of the largest magnitude of the block; all threads call it.
+  template <typename Share>
+  static __device__ __forceinline__ uint32_t largest_of(const float* values, Encoding& encoding) {
+    float of_thread = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Share::kNumel; ++i) of_thread = greater_or_nan(of_thread, absolute(values[i]));
+    uint32_t largest = __reduce_max_sync(kAllLanes, std::bit_cast<uint32_t>(of_thread));
+    if (lane_index() == 0) encoding.largest[warp_index()] = largest;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < kNumWarps; ++w) largest = encoding.largest[w] > largest ? encoding.largest[w] : largest;
+    return largest;
+  }
+  // The sign that all elements, which are zeros, have; + where they differ.
+  template <typename Share>
+  static __device__ __forceinline__ uint32_t sign_of_zeros(const float* values, Encoding& encoding) {
+    uint32_t signs = ~0u;
+#pragma unroll
+    for (int i = 0; i < Share::kNumel; ++i) signs &= std::bit_cast<uint32_t>(values[i]);
+    signs = __reduce_and_sync(kAllLanes, signs);
+    if (lane_index() == 0) encoding.signs[warp_index()] = signs;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < kNumWarps; ++w) signs &= encoding.signs[w];
+    return signs;
+  }
+
+  template <bool kDecodes, typename Share>
+  __device__ __forceinline__ bool encode(const Share& share, size_t begin, const float* values, uint8_t* bytes,
+                                         Encoding& encoding, float* decoded) const {
+    uint32_t norm_bits = largest_of<Share>(values, encoding);
+    const bool is_finite = norm_bits < kF32Inf;
+    if (norm_bits == 0) norm_bits = sign_of_zeros<Share>(values, encoding);
+    if (threadIdx.x == 0) {
+      const float norm = is_finite ? std::bit_cast<float>(norm_bits) : kNan;
+      store_bytes<Share::kIsWhole>(std::bit_cast<uint32_t>(norm), 4, bytes);
+      encoding.decoder = decoder_of(norm);
+    }
+    __syncthreads();
+    Codes<Share> codes{};
+    if (!encoding.decoder.is_constant) {
+      const Steps steps = encoding.decoder.steps;
+      codes = encoding.decoder.is_scaled ? codes_of<true>(share, begin, values, steps)
+                                         : codes_of<false>(share, begin, values, steps);
+    }
+#pragma unroll
+    for (int w = 0; w < codes.kCount; ++w) {
+      store_bytes<Share::kIsWhole>(codes.word[w], num_bytes_of(share, w), bytes + place_of(share, w));
+    }
+    if constexpr (kDecodes) {
+      decode(share, encoding.decoder, codes, [&](int i, float value) { decoded[i] = value; });
+    }
+    return is_finite;
   }
 };
 

@@ -18,9 +18,16 @@ struct Values {
   float value[kCodesNumel];
 };
 
-// The codes of the values; returns how many of the first `num` were not finite.
+// The codes of the values; returns how many of the first `num` were not finite. Most often none needs a clamp.
 template <DType kTo>
 __device__ __forceinline__ int encode(const Values& values, int num, Codes& codes) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCodesNumel; ++i) largest = greater_or_nan(largest, absolute(values.value[i]));
+  if (largest <= std::bit_cast<float>(largest_of(kTo))) {
+    narrow_numbers<kTo>(values.value, codes);
+    return 0;
+  }
   int num_nonfinite = 0;
 #pragma unroll
   for (int i = 0; i < kCodesNumel; ++i) {
@@ -61,7 +68,7 @@ __device__ __forceinline__ int store_totals(const Values& totals, const Residual
   if (residual.out != nullptr) {
     float left[kCodesNumel];
 #pragma unroll
-    for (int i = 0; i < kCodesNumel; ++i) left[i] = totals.value[i] - Floating<kTo>::widen(codes.element[i]);
+    for (int i = 0; i < kCodesNumel; ++i) left[i] = totals.value[i] - Floating<kTo>::number(codes.element[i]);
     store_residual<kCodesNumel>(left, residual, first, num);
   }
   return num_nonfinite;
@@ -110,7 +117,7 @@ struct ReduceSaturating {
       Codes codes;
       load_known<kIsWhole>(from, num, codes);
 #pragma unroll
-      for (int i = 0; i < kNumel; ++i) sums[i] += Floating<kTo>::widen(codes.element[i]);
+      for (int i = 0; i < kNumel; ++i) sums[i] += Floating<kTo>::number(codes.element[i]);
     }
   }
   __device__ void load(size_t first, int num, Loaded& loaded) const {
@@ -119,10 +126,7 @@ struct ReduceSaturating {
     } else {
       sum<false>(first, num, loaded.value);
     }
-    if (!factor.is_one) {
-#pragma unroll
-      for (int i = 0; i < kNumel; ++i) loaded.value[i] = factor(loaded.value[i]);
-    }
+    factor.scale<kNumel>(loaded.value);
     if (residual.out != nullptr) add_residual<kNumel>(residual, first, num, loaded.value);
   }
   __device__ int store(size_t first, int num, Loaded& loaded) const {

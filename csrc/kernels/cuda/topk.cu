@@ -12,6 +12,9 @@ namespace {
 
 static_assert(kTopkBlockNumel == kBlockNumel && kTopkMaxK <= kNumThreads, "a thread per element that travels");
 
+constexpr int kThreadNumel = kBlockNumel / kNumThreads;
+static_assert(kThreadNumel == 2 * kQuadNumel, "see place()");
+
 constexpr int kNumBins = kNumThreads;
 constexpr int kNumPasses = 4;
 constexpr int kDigitBits = 8;
@@ -42,7 +45,8 @@ struct Traveller {
 };
 
 struct Topk {
-  static constexpr int kNumGroups = 1;
+  static constexpr int kBlockThreads = kNumThreads;
+  static constexpr int kNumParts = 1;
   static constexpr float kPadding = 0.0f;
 
   struct Encoding {
@@ -53,7 +57,7 @@ struct Topk {
 
   int k;
 
-  __device__ __forceinline__ int padded_numel(int numel) const { return numel + numel % 2; }
+  __device__ __forceinline__ int padded_numel(int numel) const { return numel; }
   __device__ __forceinline__ size_t wire_bytes() const { return static_cast<size_t>(k) * kTopkElementBytes; }
   __device__ __forceinline__ int num_kept(int numel) const { return k < numel ? k : numel; }
 
@@ -78,16 +82,17 @@ struct Topk {
     uint32_t num_taken, num_equal;
   };
 
+  template <typename Share>
   __device__ __forceinline__ Selection select_largest(const Share& share, const float* values,
                                                       Encoding& encoding) const {
-    Selection selection{0, 0, static_cast<uint32_t>(num_kept(share.numel)), static_cast<uint32_t>(share.numel)};
+    Selection selection{0, 0, static_cast<uint32_t>(num_kept(share.numel())), static_cast<uint32_t>(share.numel())};
 #pragma unroll
     for (int pass = 0; pass < kNumPasses; ++pass) {
       if (selection.num_taken == selection.num_equal) break;
       const int shift = pass < kNumPasses - 1 ? 31 - kDigitBits * (pass + 1) : 0;
       const uint32_t digits = pass < kNumPasses - 1 ? 0xffu : 0x7fu;
 #pragma unroll
-      for (int i = 0; i < kShareNumel; ++i) {
+      for (int i = 0; i < kThreadNumel; ++i) {
         const uint32_t magnitude = magnitude_of(values[i]);
         if (share.has(i) && (magnitude & selection.mask) == selection.magnitude) {
           atomicAdd(&encoding.bins[pass][magnitude >> shift & digits], 1u);
@@ -128,13 +133,13 @@ struct Topk {
     }
   }
 
-  template <bool kDecodes>
+  template <bool kDecodes, typename Share>
   __device__ __forceinline__ bool encode(const Share& share, size_t, const float* values, uint8_t* bytes,
                                          Encoding& encoding, float* decoded) const {
-    const int kept = num_kept(share.numel);
+    const int kept = num_kept(share.numel());
     bool has_nonfinite = false;
 #pragma unroll
-    for (int i = 0; i < kShareNumel; ++i) has_nonfinite |= magnitude_of(values[i]) >= kF32Inf;
+    for (int i = 0; i < kThreadNumel; ++i) has_nonfinite |= magnitude_of(values[i]) >= kF32Inf;
 #pragma unroll
     for (int pass = 0; pass < kNumPasses; ++pass) encoding.bins[pass][threadIdx.x] = 0;
     if (__syncthreads_or(has_nonfinite)) {
@@ -144,34 +149,34 @@ struct Topk {
       }
       if constexpr (kDecodes) {
 #pragma unroll
-        for (int i = 0; i < kShareNumel; ++i) decoded[i] = kNan;
+        for (int i = 0; i < kThreadNumel; ++i) decoded[i] = kNan;
       }
       return false;
     }
     const Selection selection = select_largest(share, values, encoding);
     uint32_t chosen = 0, equal = 0;
 #pragma unroll
-    for (int i = 0; i < kShareNumel; ++i) {
+    for (int i = 0; i < kThreadNumel; ++i) {
       const uint32_t magnitude = magnitude_of(values[i]) & selection.mask;
       if (share.has(i) && magnitude > selection.magnitude) chosen |= 1u << i;
       if (share.has(i) && magnitude == selection.magnitude) equal |= 1u << i;
     }
-    int places[kShareNumel];
+    int places[kThreadNumel];
     if (selection.num_taken < selection.num_equal) {
       place(equal, encoding.totals[kNumPasses], places);
 #pragma unroll
-      for (int i = 0; i < kShareNumel; ++i) {
+      for (int i = 0; i < kThreadNumel; ++i) {
         if (places[i] >= static_cast<int>(selection.num_taken)) equal &= ~(1u << i);
       }
     }
     chosen |= equal;
     place(chosen, encoding.totals[kNumPasses + 1], places);
 #pragma unroll
-    for (int i = 0; i < kShareNumel; ++i) {
+    for (int i = 0; i < kThreadNumel; ++i) {
       const bool is_chosen = chosen >> i & 1u;
       if (is_chosen) {
         store_f32(values[i], bytes + 4 * places[i]);
-        store_index(share.first[i / kQuadNumel] + i % kQuadNumel, bytes + 4 * kept + 2 * places[i]);
+        store_index(share.first(i / kQuadNumel) + i % kQuadNumel, bytes + 4 * kept + 2 * places[i]);
       }
       if constexpr (kDecodes) decoded[i] = is_chosen ? values[i] : 0.0f;
     }
@@ -184,12 +189,13 @@ struct Scattered {
   alignas(16) float values[kBlockNumel];
 };
 
+template <typename Share>
 __device__ __forceinline__ void fill_share(const Share& share, float value, float* values) {
   Elements<float, kQuadNumel> quad;
 #pragma unroll
   for (int i = 0; i < kQuadNumel; ++i) quad.element[i] = value;
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) store(quad, share.num[q], values + share.first[q]);
+  for (int q = 0; q < Share::kQuads; ++q) store(quad, share.num(q), values + share.first(q));
 }
 
 template <DType kDType>
@@ -197,15 +203,16 @@ __global__ void __launch_bounds__(kNumThreads)
     decode_scattered_kernel(Topk codec, const uint8_t* bytes, size_t numel, void* destination) {
   auto& block_values = shared_memory<Scattered>();
   const Block block = current_block(codec, numel);
-  const Share share = share_of(codec, block);
   const Traveller traveller = codec.load_traveller(block.numel, bytes + block.offset_bytes);
-  fill_share(share, traveller.is_marked ? kNan : 0.0f, block_values.values);
-  __syncthreads();
-  if (!traveller.is_marked && traveller.index < block.numel) block_values.values[traveller.index] = traveller.value;
-  __syncthreads();
-  float values[kShareNumel];
-  load_share<DType::kF32>(share, block_values.values, 0, 0.0f, values);
-  store_share<kDType>(share, values, block.begin, destination);
+  with_share(codec, block, is_aligned<16>(destination), [&](const auto& share) {
+    fill_share(share, traveller.is_marked ? kNan : 0.0f, block_values.values);
+    __syncthreads();
+    if (!traveller.is_marked && traveller.index < block.numel) block_values.values[traveller.index] = traveller.value;
+    __syncthreads();
+    float values[kThreadNumel];
+    load_share<DType::kF32>(share, block_values.values, 0, 0.0f, values);
+    store_share<kDType>(share, values, block.begin, destination);
+  });
 }
 
 __global__ void __launch_bounds__(kNumThreads)
@@ -226,6 +233,7 @@ struct ReducingScattered {
 };
 
 // By rank: all threads are done with one contribution before the next is added.
+template <typename Share>
 __device__ __forceinline__ void sum_scattered(const Topk& codec, const Block& block, const Share& share,
                                               const Contributions& contributions, float* sums) {
   const uint8_t* bytes = contributions.codes + block.offset_bytes;
@@ -251,12 +259,13 @@ __global__ void __launch_bounds__(kNumThreads)
                                    size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
   auto& shared = shared_memory<ReducingScattered>();
   const Block block = current_block(codec, numel);
-  const Share share = share_of(codec, block);
-  sum_scattered(codec, block, share, contributions, shared.sums.values);
-  float sums[kShareNumel];
-  load_share<DType::kF32>(share, shared.sums.values, 0, Topk::kPadding, sums);
-  const bool is_finite = encode_sums(codec, block, share, sums, factor, residual, bytes, shared.encoding);
-  count_block(is_finite, num_nonfinite_blocks);
+  with_share(codec, block, are_aligned(residual), [&](const auto& share) {
+    sum_scattered(codec, block, share, contributions, shared.sums.values);
+    float sums[kThreadNumel];
+    load_share<DType::kF32>(share, shared.sums.values, 0, Topk::kPadding, sums);
+    const bool is_finite = encode_sums(codec, block, share, sums, factor, residual, bytes, shared.encoding);
+    count_block(is_finite, num_nonfinite_blocks);
+  });
 }
 
 Topk codec_of(int k) { return {k}; }

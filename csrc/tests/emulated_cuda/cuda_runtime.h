@@ -174,6 +174,15 @@ T atomicAdd(T* address, T value) {
   return before;
 }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
+// Four bytes of the eight of `a`, the lower ones, and `b`: which ones, four bits of `selector` say.
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<unsigned>(bytes >> (8 * (selector >> (4 * i) & 7u)) & 0xffu) << (8 * i);
+  }
+  return result;
+}
 
 // ---- runtime functions ----------------------------------------------------------------------------------
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }

@@ -1,0 +1,109 @@
+// Single instructions of the GPU that C++ has no word for, and what they do elsewhere.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "csrc/kernels/arithmetic/half.h"
+#include "csrc/kernels/cuda/launch.h"
+
+namespace bagua::kernels::cuda {
+
+#if !defined(__CUDACC__)
+// -0.0 is below 0.0.
+inline bool emulated_is_less(float a, float b) {
+  return a < b || (a == b && std::bit_cast<uint32_t>(a) >> 31 > std::bit_cast<uint32_t>(b) >> 31);
+}
+inline bool emulated_is_nan(float a) { return (std::bit_cast<uint32_t>(a) & kF32Abs) > kF32Inf; }
+inline float emulated_any_nan() { return std::bit_cast<float>(kF32Abs); }
+#endif
+
+// The smaller and the greater of two numbers, -0.0 below 0.0.
+__device__ __forceinline__ float lesser(float a, float b) {
+#if defined(__CUDACC__)
+  return fminf(a, b);
+#else
+  return emulated_is_less(b, a) ? b : a;
+#endif
+}
+__device__ __forceinline__ float greater(float a, float b) {
+#if defined(__CUDACC__)
+  return fmaxf(a, b);
+#else
+  return emulated_is_less(a, b) ? b : a;
+#endif
+}
+
+// The same, and a NaN where one of them is NaN.
+__device__ __forceinline__ float lesser_or_nan(float a, float b) {
+#if defined(__CUDACC__)
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return emulated_is_nan(a) || emulated_is_nan(b) ? emulated_any_nan() : lesser(a, b);
+#endif
+}
+__device__ __forceinline__ float greater_or_nan(float a, float b) {
+#if defined(__CUDACC__)
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return emulated_is_nan(a) || emulated_is_nan(b) ? emulated_any_nan() : greater(a, b);
+#endif
+}
+
+__device__ __forceinline__ float absolute(float value) {
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(value) & kF32Abs);
+}
+
+// The conversions of arithmetic/half.h, but for which NaN comes out.
+__device__ __forceinline__ float number_of_f16(uint16_t half) {
+#if defined(__CUDACC__)
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(half));
+  return result;
+#else
+  return f16_to_f32(half);
+#endif
+}
+__device__ __forceinline__ float number_of_bf16(uint16_t half) {
+  return std::bit_cast<float>(static_cast<uint32_t>(half) << 16);
+}
+// Of two numbers at once, the first in the lower half.
+__device__ __forceinline__ uint32_t f16_of_numbers(float first, float second) {
+#if defined(__CUDACC__)
+  uint32_t result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(second), "f"(first));
+  return result;
+#else
+  return f32_to_f16(first) | static_cast<uint32_t>(f32_to_f16(second)) << 16;
+#endif
+}
+__device__ __forceinline__ uint32_t bf16_of_numbers(float first, float second) {
+#if defined(__CUDACC__)
+  uint32_t result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(second), "f"(first));
+  return result;
+#else
+  return f32_to_bf16(first) | static_cast<uint32_t>(f32_to_bf16(second)) << 16;
+#endif
+}
+
+// Byte `i` of a word as a number, less `bias`: put under the exponent of 2^23, which is then taken away. Conversions
+// have half of the rate.
+__device__ __forceinline__ float byte_to_f32(uint32_t word, int i, int bias) {
+  constexpr float kUnit = 0x1p23f;
+  const uint32_t bits = __byte_perm(word, std::bit_cast<uint32_t>(kUnit), 0x7440u | static_cast<uint32_t>(i));
+  return std::bit_cast<float>(bits) - (kUnit + static_cast<float>(bias));
+}
+
+// A word of byte `kByte` of each of four.
+template <int kByte>
+__device__ __forceinline__ uint32_t gather_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  constexpr uint32_t kBoth = kByte | (4u + kByte) << 4;
+  return __byte_perm(__byte_perm(a, b, kBoth), __byte_perm(c, d, kBoth), 0x5410u);
+}
+
+}  // namespace bagua::kernels::cuda

@@ -1,0 +1,143 @@
+"""The NCCL that torch has, between two ranks: what the fake one of test_nccl.py leaves open. On one GPU, which NCCL
+gives to one rank of a host only, the ranks call themselves different hosts, and it goes by the network."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import bagua
+from tests import accelerator
+from tests.distributed.test_devices import check_collectives, check_streams, check_views
+from tests.meeting import meet, wait_until
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timed]  # NCCL's kernels spin: ranks on one GPU take turns of milliseconds
+
+_LATE_S = 1.5
+
+
+@pytest.fixture
+def pair(device_pools):
+    return device_pools(accelerator.CUDA, 2)
+
+
+def group_over_nccl(rank):
+    if torch.cuda.device_count() < 2:
+        os.environ.update(NCCL_HOSTID=f"host {rank}", NCCL_SOCKET_IFNAME="lo")
+    accelerator.use_device_of(rank)
+    bagua.init_process_group("nccl", timeout=30)
+    return bagua.get_default_group()
+
+
+def leave():
+    bagua.destroy_process_group()
+    os.environ.pop("NCCL_HOSTID", None)  # for the ranks' next test, which may stage
+
+
+def run_collectives(rank, world_size):
+    group = group_over_nccl(rank)
+    try:
+        for check in (check_collectives, check_views, check_streams):
+            check(group)
+        return group.device_path
+    finally:
+        leave()
+
+
+def test_collectives(pair):
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    assert pair.run(run_collectives) == [f"NCCL {version}"] * 2
+
+
+def make_model():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+
+
+def train(rank, world_size):
+    """The weights after some steps, and those of one process with the gradients' mean."""
+    group = group_over_nccl(rank)
+    try:
+        device = accelerator.device_of(rank)
+        alone, model = make_model(), make_model().to(device)
+        reference = torch.optim.SGD(alone.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        bagua.with_bagua(model, optimizer, algorithm="gradient_allreduce", group=group)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            batches = [torch.randn(4, 8, generator=generator) for _ in range(world_size)]
+            reference.zero_grad()
+            torch.stack([alone(one).square().mean() for one in batches]).mean().backward()
+            reference.step()
+            optimizer.zero_grad()
+            model(batches[rank].to(device)).square().mean().backward()
+            optimizer.step()
+        weights, expected = ([p.detach() for p in of.parameters()] for of in (model, alone))
+        assert accelerator.agree(weights, expected)
+    finally:
+        leave()
+
+
+def test_training(pair):
+    pair.run(train)
+
+
+def lose_a_peer(rank, world_size):
+    """Rank 1 is killed when its part of an all_reduce stands in its stream, and that of rank 0 waits for it."""
+    group = group_over_nccl(rank)
+    x = torch.ones(300_000, device=accelerator.device_of(rank))
+    group.all_reduce(x).wait()
+    torch.accelerator.synchronize()
+    meet()
+    if rank == 1:
+        torch.cuda._sleep(int(20e9))
+    work = group.all_reduce(x)
+    work.wait()
+    meet()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    wait_until(work.is_completed, "an all_reduce with a killed peer fails")
+    took = time.monotonic() - begin
+    for raises in (lambda: work.wait(), lambda: group.all_reduce(x)):
+        with pytest.raises(bagua.TransportError, match="rank 1") as raised:
+            raises()
+        assert raised.value.rank == 1
+    leave()
+    assert torch.isfinite(x.cpu()).all()  # the device goes on
+    return took
+
+
+def test_a_peer_that_is_killed_in_a_collective_is_named(pair):
+    took, _ = pair.run(lose_a_peer, expect_exit={1: -signal.SIGKILL})
+    assert took < 5
+
+
+def meet_a_late_device(rank, world_size):
+    """The device of rank 1 stands still for longer than the deadline."""
+    group = group_over_nccl(rank)
+    x = torch.ones(300_000, device=accelerator.device_of(rank))
+    group.all_reduce(x).wait()
+    torch.accelerator.synchronize()
+    group.set_timeout(_LATE_S)
+    meet()
+    if rank == 1:
+        torch.cuda._sleep(int(3 * _LATE_S * 1.5e9))
+    begin = time.monotonic()
+    work = group.all_reduce(x)
+    wait_until(work.is_completed, "an all_reduce past its deadline fails")
+    took = time.monotonic() - begin
+    error = work.exception()
+    meet()
+    leave()
+    return took, type(error), str(error)
+
+
+def test_a_late_device_ends_at_the_deadline_on_all_ranks(pair):
+    for took, error, message in pair.run(meet_a_late_device):
+        assert issubclass(error, (bagua.DeadlineExceeded, bagua.RemoteError)), message
+        assert 0.9 * _LATE_S < took < 3 * _LATE_S, message
