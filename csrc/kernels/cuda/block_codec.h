@@ -64,28 +64,25 @@ struct Share {
 
   __device__ __forceinline__ int numel() const { return kIsWhole ? kBlockNumel : numel_; }
   __device__ __forceinline__ int part_numel() const { return kIsWhole ? kBlockNumel / kNumParts : part_numel_; }
-  // Where the quads of a run begin in their parts, and how many of four bytes of codes there are.
+  // Where the quads of a run begin in their parts, and how many bytes of codes there are from there on: 4 and more are a
+  // whole quad, 0 and less are none.
   __device__ __forceinline__ int place(int run) const {
     return (run * Codec::kBlockThreads + thread_index()) * kQuadNumel;
   }
   __device__ __forceinline__ int num_bytes(int run) const {
-    return kIsWhole ? kQuadNumel : up_to_quad(part_numel_ - place(run));
+    return kIsWhole ? kQuadNumel : part_numel_ - place(run);
   }
-  // Where quad q begins in the block, and how many of its elements there are.
+  // Where quad q begins in the block, and how many of its elements there are, counted alike.
   __device__ __forceinline__ int first(int q) const { return part_of(q) * part_numel() + place(run_of(q)); }
   __device__ __forceinline__ int num(int q) const {
     if (kIsWhole) return kQuadNumel;
-    const int there = up_to_quad(numel_ - first(q)), bytes = num_bytes(run_of(q));
+    const int there = numel_ - first(q), bytes = num_bytes(run_of(q));
     return there < bytes ? there : bytes;
   }
   // Whether there is element i of the thread.
   __device__ __forceinline__ bool has(int i) const { return kIsWhole || i % kQuadNumel < num(i / kQuadNumel); }
 
  private:
-  static __device__ __forceinline__ int up_to_quad(int count) {
-    return count < 0 ? 0 : count < kQuadNumel ? count : kQuadNumel;
-  }
-
   int numel_, part_numel_;
 };
 

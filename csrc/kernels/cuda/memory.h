@@ -132,10 +132,10 @@ __device__ __forceinline__ void load_known(const T* from, int num, Elements<T, k
   }
 }
 
-// The same, by vectors where that is possible.
+// The same, by vectors where that is possible; `num` may be less than 0 or more than all.
 template <typename T, int kNumel>
 __device__ __forceinline__ void load(const T* from, int num, T padding, Elements<T, kNumel>& to) {
-  if (num == kNumel && is_aligned<Elements<T, kNumel>::kVectorBytes>(from)) {
+  if (num >= kNumel && is_aligned<Elements<T, kNumel>::kVectorBytes>(from)) {
     load_vectors(from, to);
   } else {
     load_singly(from, num, padding, to);
@@ -143,20 +143,20 @@ __device__ __forceinline__ void load(const T* from, int num, T padding, Elements
 }
 template <typename T, int kNumel>
 __device__ __forceinline__ void store(const Elements<T, kNumel>& from, int num, T* to) {
-  if (num == kNumel && is_aligned<Elements<T, kNumel>::kVectorBytes>(to)) {
+  if (num >= kNumel && is_aligned<Elements<T, kNumel>::kVectorBytes>(to)) {
     store_vectors(from, to);
   } else {
     store_singly(from, num, to);
   }
 }
 
-// The bytes of a message: the first `num` of 4, the first lowest. `kIsWhole`: all of them, aligned.
+// The bytes of a message: the first `num` of 4, which may be less than 0 or more than 4, the first lowest. `kIsWhole`: all of them, aligned.
 template <bool kIsWhole = false>
 __device__ __forceinline__ uint32_t load_bytes(const uint8_t* from, int num) {
   if constexpr (kIsWhole) {
     return as_vectors<uint1>(from)->x;
   } else {
-    if (num == 4 && is_aligned<4>(from)) return load_bytes<true>(from, num);
+    if (num >= 4 && is_aligned<4>(from)) return load_bytes<true>(from, num);
     uint32_t word = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -170,7 +170,7 @@ __device__ __forceinline__ void store_bytes(uint32_t word, int num, uint8_t* to)
   if constexpr (kIsWhole) {
     *as_vectors<uint1>(to) = uint1{word};
   } else {
-    if (num == 4 && is_aligned<4>(to)) return store_bytes<true>(word, num, to);
+    if (num >= 4 && is_aligned<4>(to)) return store_bytes<true>(word, num, to);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i < num) to[i] = static_cast<uint8_t>(word >> (8 * i));
