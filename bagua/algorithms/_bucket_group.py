@@ -38,7 +38,8 @@ class Declaration:
         codec: name of the codec of what travels, None for full precision.
         reason: why this bucket is treated differently from what the options ask, or "".
         hierarchical: inside the nodes at full precision first, then between them.
-        is_zero_copy: gradients are encoded where autograd has put them.
+        is_zero_copy: gradients are read where autograd has put them: encoded there, or on a device all of them copied
+            into the bucket at once.
     """
 
     operation: str = ""
@@ -164,7 +165,8 @@ class BucketGroup:
         is_one_node = hierarchical and len(self.process_group.nodes.members) == 1
         if is_one_node:
             codec, spec, reason = None, None, reason or "one node"
-        is_direct = codec is not None and not hierarchical and prepare is None and parts is None
+        reads_once = codec is not None or (bucket is not None and bucket.device.type != "cpu")
+        is_direct = reads_once and not hierarchical and prepare is None and parts is None
         is_zero_copy = self._begin(bucket, "all_reduce", spec, reason, hierarchical and not is_one_node, is_direct)
         if prepare is not None:
             if bucket is not None:

@@ -1,10 +1,11 @@
-"""Gradients that are not copied into their buckets: communication reads them where autograd has put them.
+"""Gradients that are not copied into their buckets one by one: communication reads them where autograd has put them.
 
 Data path: gradient ready -> **zero-copy** -> encoder -> bucket. A codec reads every gradient once, so copying them into
-a bucket first would double what moves through memory, at the time at which the processor is busiest. Until the result
-has come ``parameter.grad`` is autograd's own tensor; then it is the view into the bucket, as for copied gradients.
-Which buckets are read in this way is what was seen of them: those that were sent by one all_reduce under a codec,
-before anybody looked at their gradients. Where somebody does look, they are copied at that moment.
+a bucket first would double what moves through memory, at the time at which the processor is busiest. On a device those
+that are sent in full are copied there by the communication, all of a bucket by one kernel: launches cost the host more.
+Until the result has come ``parameter.grad`` is autograd's own tensor; then it is the view into the bucket, as for
+copied gradients. Which buckets are read in this way is what was seen of them: those that were sent by one such
+all_reduce, before anybody looked at their gradients. Where somebody does look, they are copied at that moment.
 Invariant: at any time those that are not copied are at most a quarter of all gradients, or two buckets where that is
 more, so that they do not add up to another copy of all gradients where the network is slow; the others are copied as
 they become ready.

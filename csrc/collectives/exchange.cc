@@ -13,8 +13,8 @@ PairwiseExchange::PairwiseExchange(Context& context, ExchangeOptions options)
       num_sent_(options_.codec == nullptr || options_.targets.empty() ? 0
                 : options_.same_for_all                               ? 1
                                                                       : options_.targets.size()),
-      chunk_numel_(
-          exchange_chunk_numel(options_.codec == nullptr ? 1 : options_.codec->block_numel(), context.group.size())),
+      chunk_numel_(exchange_chunk_numel(options_.codec == nullptr ? 1 : options_.codec->block_numel(),
+                                        context.group.size(), context.stream)),
       requests_(context.group, kInFlight * (options_.targets.size() + options_.sources.size())) {
   const auto num_awaited =
       std::count_if(options_.sources.begin(), options_.sources.end(),

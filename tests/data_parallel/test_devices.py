@@ -108,6 +108,34 @@ def _count_waits(rank, world_size):
         thread_world(2, _check_waits, "sync", ("bytegrad", "qsgd"))
 
 
+def _over_threads(rank, world_size, check):
+    thread_world(2, check)
+
+
+def _check_launches(group):
+    """Gradients that are sent in full move into their bucket together."""
+    device = accelerator.use_device_of(group.rank)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(20))).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    bagua.with_bagua(model, optimizer, algorithm="gradient_allreduce", group=group)
+    for step in range(3):
+        loss = model(torch.ones(4, 8, device=device)).square().mean()
+        optimizer.zero_grad()
+        group.barrier().wait()
+        if group.rank == 0:
+            emulated.reset_counters()
+        group.barrier().wait()
+        loss.backward()
+        group.barrier().wait()
+        launches = emulated.counters()["launches"].get("copy_segments", 0)
+        assert step == 0 or launches == group.size * len(model.bagua.buckets)
+        group.barrier().wait()
+
+
+def test_a_launch_copies_all_gradients_of_a_bucket(alone_on_emulated):
+    alone_on_emulated.run(_over_threads, args=[_check_launches])
+
+
 # ---- streams
 
 
