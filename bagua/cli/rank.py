@@ -8,13 +8,16 @@ that rank's own traceback is the one that matters. What was raised is also writt
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import importlib.machinery
 import json
 import os
 import pkgutil
 import runpy
+import signal
 import sys
+import threading
 import time
 import traceback
 import types
@@ -115,7 +118,19 @@ def _tell(error: BaseException, rank: str, follows: bool) -> None:
     sys.stderr.flush()
 
 
+def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
+    """The hook for what Python drops. An interrupt that came in a finaliser or a callback of a weak reference (which
+    each import has) is not to be lost: the launcher sends one, and kills a rank that still runs half a minute later."""
+    if unraisable.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(unraisable)
+        return
+    # From another thread, so that it comes after this function, whose exceptions are dropped too; and a signal, so that
+    # it ends a system call in which the main thread is by then.
+    _thread.start_new_thread(signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+
+
 def main() -> None:
+    sys.unraisablehook = _interrupt_again
     try:
         is_module = sys.argv[1] == "-m"
         del sys.argv[: 2 if is_module else 1]
@@ -123,20 +138,23 @@ def main() -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        _without_own_frames(error)
         try:
+            _without_own_frames(error)
             if isinstance(error, KeyboardInterrupt):
                 raise
             rank = os.environ.get("RANK", "?")
             follows = _names_another_rank(error, rank)
             _write_down(error, follows)
             _tell(error, rank, follows)
+            sys.exit(1)
         except KeyboardInterrupt:
             # The launcher tells it. Python ends as it does after each one: by what is registered with atexit, and then
             # by the signal itself.
             sys.excepthook = lambda *_: None
             raise
-        sys.exit(1)
+    finally:
+        if sys.unraisablehook is _interrupt_again:  # from here on the process ends anyway
+            sys.unraisablehook = sys.__unraisablehook__
 
 
 if __name__ == "__main__":

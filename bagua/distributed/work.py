@@ -81,7 +81,10 @@ class Work:
             _forget_completed()
 
     def __del__(self):
-        self._abandon()
+        try:
+            self._abandon()
+        except AttributeError:  # Ctrl-C came before __init__ had begun
+            pass
 
     def _abandon(self) -> None:
         """What the core needs lives until the operation has ended."""

@@ -58,8 +58,8 @@ class Dialer:
     """The outgoing connections of one process.
 
     Args:
-        groups: those of this process by key; kept up to date by the owner under `changed`, which is notified of what
-            the dialing may wait for.
+        groups: those of this process by key; kept up to date by the owner under `lock`.
+        lock, changed: the owner's lock and its condition, which is notified of what the dialing may wait for.
         is_linked: whether there is a link to a rank.
         dial_link: makes one, or returns where the peer's own is about to come.
         dial_channel: makes the channel of a group to a peer.
@@ -71,6 +71,7 @@ class Dialer:
     def __init__(
         self,
         groups: dict[str, RegisteredGroup],
+        lock: threading.RLock,
         changed: threading.Condition,
         is_linked: Callable[[int], bool],
         dial_link: Callable[[int, Attempt], None],
@@ -79,27 +80,33 @@ class Dialer:
         stalled_s: Callable[[int], float],
     ):
         self.records: list[RankRecord] = []
-        self._groups, self._changed, self._is_linked = groups, changed, is_linked
+        self._groups, self._lock, self._changed, self._is_linked = groups, lock, changed, is_linked
         self._dial_link, self._dial_channel = dial_link, dial_channel
         self._silence_s, self._stalled_s = silence_s, stalled_s
-        # Guarded by `changed`: by peer, the keys of groups that need it; and the threads, of those that need more.
+        # Guarded by the lock: by peer, the keys of groups that need it; and the threads, of those that need more.
         self._wanted: dict[int, set[str]] = defaultdict(set)
         self._threads: dict[int, threading.Thread] = {}
         self._is_closing = False
 
     def want(self, key: str, peer: int) -> None:
         """A group needs a link and a channel to a rank; does not wait for them."""
-        with self._changed:
+        with self._lock:
             self._wanted[peer].add(key)
             if peer in self._threads or self._is_closing:
                 return
             thread = threading.Thread(target=self._run, args=(peer,), name=f"bagua-dial-{peer}", daemon=True)
-            thread.start()
             self._threads[peer] = thread
+            try:
+                thread.start()
+            except BaseException as error:  # Ctrl-C, mostly: it has begun or not, and ends where it is not known
+                del self._threads[peer]
+                if isinstance(error.__context__, KeyboardInterrupt):  # of which its wait has made a RuntimeError
+                    raise KeyboardInterrupt from None
+                raise
 
     def exhausted(self, error: OSError) -> None:
         """This process has no descriptor left: fail the groups that wait for a connection."""
-        with self._changed:
+        with self._lock:
             for peer in list(self._wanted):
                 for group in self._missing(peer, False):
                     group.core.poison(_exhausted_error(error, group))
@@ -111,7 +118,7 @@ class Dialer:
 
     def close(self) -> None:
         """End the threads; nothing is dialed any more."""
-        with self._changed:
+        with self._lock:
             self._is_closing = True
             threads = list(self._threads.values())
             self._changed.notify_all()
@@ -136,7 +143,9 @@ class Dialer:
     def _run(self, peer: int) -> None:
         state = _PeerState(self.records[peer], self._silence_s, lambda: self._stalled_s(peer))
         while True:
-            with self._changed:
+            with self._lock:
+                if self._threads.get(peer) is not threading.current_thread():
+                    return
                 linked = self._is_linked(peer)
                 missing = self._missing(peer, linked)
                 if not missing:
@@ -152,7 +161,7 @@ class Dialer:
         """One attempt to make the link, or the first of the channels that are missing; then a pause if it failed."""
 
         def still_wanted() -> None:
-            with self._changed:
+            with self._lock:
                 left = self._missing(peer, linked)
                 # A link belongs to no group: the peer may have its end by now, and would take this one's for a death.
                 if self._is_closing or (linked and missing[0] not in left):

@@ -81,10 +81,13 @@ class Endpoint:
         self._num_opened: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._incoming: dict[tuple[str, int], IncomingChannel] = {}  # (group's key, dialer's global rank)
         self._dialing: set[int] = set()  # peers to which this rank is dialing a link
-        # Guards the four above and announces what is attached.
-        self._changed = threading.Condition()
+        # Guards the four above. Taken by itself, not by the condition's `with`, which is a function in Python: Ctrl-C
+        # in the middle of that leaves the lock held, and the threads, for which close() waits, wait for it forever.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # announces what is attached
         self._dialer = Dialer(
             self._groups,
+            self._lock,
             self._changed,
             self._process.is_linked,
             self._dial_link,
@@ -114,7 +117,7 @@ class Endpoint:
         self.records = self._dialer.records = records
         self.credentials, self._rank = credentials, credentials.rank
         self._listener = Listener(
-            self._sockets, credentials, self._accepted, self._listener_failed, self._dialer.exhausted
+            self._sockets, credentials, self._accepted, self._listener_failed, self._dialer.exhausted, self._works
         )
 
     def close(self) -> None:
@@ -125,7 +128,7 @@ class Endpoint:
             self._listener.close()
         for sock in self._sockets:
             sock.close()
-        with self._changed:
+        with self._lock:
             for channel in self._incoming.values():
                 channel.close()
             self._incoming.clear()
@@ -155,7 +158,7 @@ class Endpoint:
         core = _C.Group(
             name, key, ranks.index(rank), ranks, spin_us, same_host, thresholds, connect, self._process, way
         )
-        with self._changed:
+        with self._lock:
             self._num_opened[name, tuple(ranks)] += 1
             if self._failure is not None:
                 core.poison(self._failure)
@@ -167,13 +170,13 @@ class Endpoint:
     def _key(self, name: str, ranks: list[int]) -> str:
         """By which the members know the group: the name may be used again, and by other ranks."""
         members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        with self._changed:
+        with self._lock:
             return f"{name}|{members}|{self._num_opened[name, tuple(ranks)] + 1}"
 
     def close_core(self, core: _C.Group) -> None:
         """End the core's worker thread and announce the shutdown to the peers."""
         key = core.key
-        with self._changed:
+        with self._lock:
             self._groups.pop(key, None)
             self._dialer.forget(key)
             self._changed.notify_all()
@@ -218,7 +221,7 @@ class Endpoint:
         return 0.0 if self._process.had_link(peer) else self._stall_watch.recent_s()
 
     def _dial_link(self, peer: int, attempt: Attempt) -> None:
-        with self._changed:
+        with self._lock:
             if self._process.is_linked(peer):
                 return
             self._dialing.add(peer)
@@ -229,7 +232,7 @@ class Endpoint:
             if sock is not None:
                 self._process.attach(peer, sock.detach())
         finally:
-            with self._changed:
+            with self._lock:
                 self._dialing.discard(peer)
                 for key, rank in [known for known in self._incoming if known[1] == peer]:
                     self._attach_if_complete(key, rank)
@@ -241,7 +244,7 @@ class Endpoint:
         deadline = time.monotonic() + _PROMISE_SECONDS
         while not self._process.is_linked(peer) and time.monotonic() < deadline:
             attempt.still_wanted()
-            with self._changed:
+            with self._lock:
                 self._changed.wait(_POLL_SECONDS)
 
     def _dial_channel(self, group: RegisteredGroup, peer: int, attempt: Attempt) -> None:
@@ -314,7 +317,7 @@ class Endpoint:
 
     def _accept_link(self, sock: socket.socket, about: dict, descriptors: list[int]) -> None:
         peer = about["from"]
-        with self._changed:
+        with self._lock:
             if self._process.is_linked(peer) or (peer in self._dialing and self._rank > peer):
                 sock.sendall(b"W")
                 sock.close()
@@ -338,7 +341,7 @@ class Endpoint:
         if self._process.has_failed(key):
             close_all([sock], descriptors)
             return
-        with self._changed:
+        with self._lock:
             channel = self._incoming.get((key, peer))
             if channel is None or channel.id != announced.id or index in channel.sockets:
                 if channel is not None:
@@ -352,8 +355,12 @@ class Endpoint:
                 channel.descriptors = descriptors
             self._attach_if_complete(key, peer)
 
+    def _works(self) -> bool:
+        with self._lock:
+            return bool(self._groups) and not any(group.core.has_failed for group in self._groups.values())
+
     def _listener_failed(self, error: Exception) -> None:
-        with self._changed:
+        with self._lock:
             self._failure = InternalError(f"a rank no longer accepts connections, because of {error!r}; see its log")
             for group in self._groups.values():
                 group.core.poison(self._failure)

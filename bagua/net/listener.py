@@ -106,6 +106,9 @@ class Listener:
             descriptors; it owns the socket and the descriptors, also when it raises.
         failed: called on the thread when an error of its own ends it, so that nobody waits for connections in vain.
         exhausted: called on the thread while no file descriptor is left for a connection; it may come again.
+        works: called on the thread: whether this rank is at work, and not about to begin or to end. Only then is a
+            connection that the other side ends in the middle of its handshake worth a warning: ranks that are
+            interrupted, or that have no time left to tell of a failure, let go of theirs.
     """
 
     def __init__(
@@ -115,21 +118,29 @@ class Listener:
         accepted: Callable[[socket.socket, dict, list[int]], None],
         failed: Callable[[Exception], None],
         exhausted: Callable[[OSError], None],
+        works: Callable[[], bool] = lambda: True,
     ):
         self._sockets = sockets
         self._credentials = credentials
-        self._accepted, self._failed, self._exhausted = accepted, failed, exhausted
+        self._accepted, self._failed, self._exhausted, self._works = accepted, failed, exhausted, works
         self._num_refused = 0
         self._selector = selectors.DefaultSelector()
         self._unauthenticated: dict[socket.socket, _UnauthenticatedPeer] = {}  # used by the thread only; oldest first
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="bagua-accept", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Stop accepting, and close the connections that are not authenticated yet."""
+        self._is_closing = True
         os.write(self._wake_write, b"x")
-        self._thread.join()
+        if self._thread.is_alive():  # otherwise its start was interrupted, and it ends before it serves anybody
+            self._thread.join()
         for sock in self._unauthenticated:
             sock.close()
         self._selector.close()
@@ -139,6 +150,8 @@ class Listener:
     # ---- everything below runs on the thread
 
     def _run(self) -> None:
+        if self._is_closing:
+            return
         try:
             self._serve()
         except Exception as error:
@@ -217,6 +230,11 @@ class Listener:
         except BlockingIOError:
             return
         except Exception as error:  # no peer may end the thread
+            if isinstance(error, ConnectionError) and not self._works():
+                logger.debug("the other side ended a connection: %s", error)
+                self._forget(peer)
+                peer.sock.close()
+                return
             if isinstance(error, OSError) and error.errno == errno.EMFILE:
                 self._exhausted(error)
             self._refuse(peer, str(error) or type(error).__name__)
@@ -230,7 +248,7 @@ class Listener:
     def _read_handshake(self, peer: _UnauthenticatedPeer) -> None:
         part = peer.sock.recv(peer.needed - len(peer.received))
         if not part:
-            raise TransportError("it closed the connection before it had authenticated itself")
+            raise ConnectionResetError("it closed the connection before it had authenticated itself")
         peer.received += part
         if len(peer.received) < peer.needed:
             return
@@ -254,5 +272,7 @@ def _receive_descriptors(sock: socket.socket, count: int) -> list[int]:
         close_all([], descriptors)
         if flags & socket.MSG_CTRUNC and len(descriptors) < count:  # not those that it passed beyond `count`
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        if not message:
+            raise ConnectionResetError("it closed the connection before it had passed its descriptors")
         raise TransportError("it did not pass its descriptors")
     return descriptors

@@ -18,6 +18,7 @@ import hmac
 import ipaddress
 import json
 import os
+import queue
 import re
 import secrets
 import struct
@@ -51,6 +52,8 @@ _POLL_SECONDS = 0.05
 _FIRST_POLL_SECONDS = 0.002  # ranks that are started together arrive within milliseconds
 # On top of the timeout, so that torch's own message can come first.
 _STORE_GRACE_SECONDS = 0.5
+# How long Ctrl-C waits for the store's answer.
+_LAST_ANSWER_SECONDS = 1.0
 # The error of a failed rendezvous mentions that this rank, or the store, made no progress for longer than this.
 _STALL_SECONDS = 1.0
 # Of what others can write to the store.
@@ -197,20 +200,27 @@ def _call_within(call: Callable[[], Answer], seconds: float) -> Answer:
     It runs on a thread of its own, because torch waits forever for a server that was stopped, or for another program
     that accepts the connection and never answers. Such a thread ends when that server does, or with this process.
     """
-    ended: list[tuple[Answer | None, Exception | None]] = []
+    # Not Thread.join: an interrupted one takes the thread for ended.
+    ended: queue.SimpleQueue[tuple[Answer | None, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            ended.append((call(), None))
+            ended.put((call(), None))
         except Exception as error:
-            ended.append((None, error))
+            ended.put((None, error))
 
-    thread = threading.Thread(target=run, name="bagua-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not ended:
-        raise TimeoutError("no answer: rank 0 or the launcher's agent hangs, or another program listens there")
-    answer, error = ended[0]
+    try:
+        threading.Thread(target=run, name="bagua-store", daemon=True).start()
+        answer, error = ended.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(
+            "no answer: rank 0 or the launcher's agent hangs, or another program listens there"
+        ) from None
+    except BaseException:
+        # Ctrl-C. A process that ends while one of its threads is in torch's store aborts; most stores answer soon.
+        with contextlib.suppress(queue.Empty):
+            ended.get(timeout=_LAST_ANSWER_SECONDS)
+        raise
     if error is not None:
         raise error
     return answer

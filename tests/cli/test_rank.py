@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import zipfile
 from pathlib import Path
 
@@ -189,6 +190,27 @@ def test_an_interrupt_is_silent(script):
     text = "import atexit, os, signal\natexit.register(print, 'closed')\nos.kill(os.getpid(), signal.SIGINT)\n"
     done = run(RANK_PY, script(text))
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "closed\n", "")
+
+
+def test_an_interrupt_that_python_drops_comes_again(script):
+    """As in a finaliser, or at the end of an import; the script would go on, and the launcher waits for it in vain."""
+    text = """
+        import os, signal, time
+        class Thing:
+            def __del__(self):
+                os.kill(os.getpid(), signal.SIGINT)
+        Thing()
+        for _ in range(100):
+            time.sleep(0.02)
+    """
+    done = run(RANK_PY, script(textwrap.dedent(text)))
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_anything_else_that_python_drops_is_told(script):
+    done = run(RANK_PY, script("class Thing:\n    def __del__(self):\n        raise ValueError('17')\nThing()\n"))
+    assert done.returncode == 0 and done.stderr.startswith("Exception ignored in: <function Thing.__del__ at ")
+    assert done.stderr.endswith("ValueError: 17\n")
 
 
 def test_an_interrupt_takes_the_place_of_what_it_has_caused(script):

@@ -12,7 +12,7 @@ import torch
 
 import bagua
 from bagua import ReduceOp
-from bagua.distributed.work import _abandoned
+from bagua.distributed.work import Work, _abandoned
 from bagua.testing import world as thread_world
 from tests.distributed.oracles import DTYPES, assert_reduced, assert_same, ops_of, values
 from tests.distributed.worlds import FEW_WORLDS, TIMEOUT_S, fast_in, in_worlds, shm
@@ -230,3 +230,11 @@ def test_an_output_that_changes_while_the_operation_runs():
 
 def test_a_failed_copy_back():
     thread_world(2, check_a_failed_copy_back)
+
+
+def test_a_work_whose_making_was_interrupted_goes_silently(monkeypatch):
+    """Ctrl-C may come before __init__ has begun."""
+    dropped = []
+    monkeypatch.setattr("sys.unraisablehook", dropped.append)
+    Work.__new__(Work)
+    assert dropped == []

@@ -7,6 +7,7 @@ with a store that changes what each rank reads, at every point of the rendezvous
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import select
 import socket
@@ -328,6 +329,24 @@ def listening(ranks, taken):
             stack.callback(acceptor.close)
             addresses.append(sock.getsockname())
         yield addresses
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_connection_that_its_dialer_ends_is_told_by_ranks_that_are_at_work(works, caplog):
+    """In others it belongs to a rank that is about to begin or to end, too."""
+    asked = threading.Event()
+
+    def say():
+        asked.set()
+        return works
+
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        acceptor = Listener([sock], Credentials(b"key", 0, 2), pytest.fail, pytest.fail, pytest.fail, say)
+        with caplog.at_level(logging.INFO, "bagua"), contextlib.closing(acceptor):
+            socket.create_connection(sock.getsockname()).close()
+            assert asked.wait(QUICKLY_S)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == works and all("it closed the connection before it had authenticated" in line for line in told)
 
 
 def relay(listener, address):

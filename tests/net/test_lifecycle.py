@@ -18,6 +18,21 @@ from bagua.testing import free_port, spawn
 from tests.distributed.worlds import SAME_TEST
 from tests.meeting import wait_until
 
+
+def test_an_interrupt_waits_for_the_store_to_answer():
+    """A thread that is in it when the process ends makes torch abort."""
+    answered = []
+
+    def call():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        answered.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        rendezvous._call_within(call, 30.0)
+    assert answered
+
+
 RANK_0_HOLDS = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 

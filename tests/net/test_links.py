@@ -6,9 +6,11 @@ Ranks are two endpoints of this process.
 import concurrent.futures
 import contextlib
 import errno
+import itertools
 import os
 import resource
 import socket
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -18,7 +20,7 @@ import pytest
 from bagua import _C, config
 from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import BaguaError, TransportError
-from bagua.net import connector, links, listener, rendezvous, reports
+from bagua.net import connector, dialer, links, listener, rendezvous, reports
 from bagua.net.auth import Credentials
 from bagua.net.interfaces import InterfaceAddress
 from tests.meeting import wait_until
@@ -171,6 +173,58 @@ def test_a_dialer_whose_thread_does_not_start_has_none(monkeypatch):
                 dialer.want(ranks[1].group._cores.collectives.key, 0)
         assert dialer._threads == {}
         assert barrier(ranks) == [None, None], "and may try again"
+
+
+def interrupted_at(point, call):
+    """Calls it with an interrupt where Python looks for one for the point-th time; whether it came to that.
+
+    Python looks where a function begins, and after one in C; also at the end of each turn of a loop, of which there are
+    none here that do nothing else.
+    """
+    left = point
+
+    def look(frame, event, argument):
+        nonlocal left
+        if event in ("call", "c_return"):
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_an_interrupt_while_a_connection_is_asked_for_holds_nobody_up(monkeypatch):
+    """Wherever it comes, the lock is free, and the threads can end."""
+
+    def running():
+        return [thread.name for thread in threading.enumerate() if thread.is_alive()]
+
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    lock = threading.RLock()
+    for point in itertools.count():
+        dialing = dialer.Dialer(
+            {}, lock, threading.Condition(lock), lambda peer: False, pytest.fail, pytest.fail, 1.0, lambda: 0.0
+        )
+        dialing.records = [None]
+        was_interrupted = interrupted_at(point, lambda dialing=dialing: dialing.want("key", 0))
+        closing = threading.Thread(target=dialing.close, daemon=True)
+        closing.start()
+        closing.join(AT_ONCE_S)
+        assert not closing.is_alive(), f"interrupted at point {point}"
+        if not was_interrupted:
+            break
+    assert point > 20
+    wait_until(lambda: "bagua-dial-0" not in running(), "the threads end")
+    assert raised == []
 
 
 @pytest.mark.parametrize("failing", ["world", "world/p2p"])
