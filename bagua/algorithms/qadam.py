@@ -24,6 +24,7 @@ from bagua.algorithms._compressed import CompressedGradients
 from bagua.algorithms._hooks import About, Stage, Training
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket, Member
+from bagua.distributed.devices import HostCopy
 from bagua.distributed.process_group import Work
 from bagua.errors import InvalidArgument
 
@@ -115,7 +116,10 @@ class QAdam(CompressedGradients):
         self._take(training.optimizers)
         self._count_steps()
         self._units = [1.0] * len(training.optimizers)  # R
-        self._largest = [0.0] * len(training.optimizers)  # gradient of the last backward, until the optimizer steps
+        # The largest gradient of the last backward, until the optimizer steps; then with that of the step, and by what
+        # that divides, until R is asked for.
+        self._largest: list[_Largest | None] = [None] * len(training.optimizers)
+        self._measured: list[tuple[_Largest, _Largest, _Largest | None] | None] = [None] * len(training.optimizers)
         # In the present layout: those of each bucket, and those that a codec is for.
         self._members_of: dict[int, tuple[Member, ...]] = {}
         self._coded: list[Member] = []
@@ -144,7 +148,8 @@ class QAdam(CompressedGradients):
         for index, optimizer in enumerate(optimizers):
             if optimizer is not before[index]:
                 optimizer.set_options(self._adam_options())
-                self._num_steps[index], self._units[index], self._largest[index] = optimizer.num_steps(), 1.0, 0.0
+                self._num_steps[index], self._units[index] = optimizer.num_steps(), 1.0
+                self._largest[index] = self._measured[index] = None
                 self._num_undone[index] = optimizer.num_undone
 
     def _take(self, optimizers: Sequence[optim.QAdam]) -> None:
@@ -168,7 +173,10 @@ class QAdam(CompressedGradients):
 
     def before_forward(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
         super().before_forward(buckets, group)
-        self._undo_steps()  # here, where the host hears of other flags of the last step, too
+        # Here, where the host hears of other flags of the last step, too.
+        self._undo_steps()
+        for index in range(len(self._units)):
+            self._unit(index)
 
     def stage(self) -> Stage:
         if any(map(self._ends_warm_up, self.training.optimizers, self._num_steps)):
@@ -215,9 +223,10 @@ class QAdam(CompressedGradients):
         if self.exempt(bucket) or group.size == 1:
             return super().communicate(bucket, group)
         members = self._members_of[bucket.index]
-        terms = [self._terms(member) for member in members]
+        terms: list[tuple[torch.Tensor | None, float, float, float]] = []
 
         def form_momentum() -> None:
+            terms.extend(map(self._terms, members))
             for member, (exp_avg, beta, decay, rest) in zip(members, terms, strict=True):
                 if decay:
                     member.view.add_(member.parameter.detach(), alpha=decay)
@@ -241,7 +250,7 @@ class QAdam(CompressedGradients):
         """m, None for a parameter that has not stepped yet; R b1, R times the weight decay, and 1 - b1."""
         optimizer, options = self._group_of(member)
         exp_avg = optimizer.state.get(member.parameter, {}).get("exp_avg")
-        unit, beta1 = self._units[self.training.optimizers.index(optimizer)], options["betas"][0]
+        unit, beta1 = self._unit(self.training.optimizers.index(optimizer)), options["betas"][0]
         return exp_avg, unit * beta1, unit * options["weight_decay"], 1 - beta1
 
     def after_backward(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
@@ -255,28 +264,35 @@ class QAdam(CompressedGradients):
         super().before_optimizer_step(optimizer, buckets, group)
         self._undo_steps()
         index = self.training.optimizers.index(optimizer)
-        in_backward, self._largest[index] = self._largest[index], 0.0
-        in_step = self._largest_gradient(optimizer, buckets) if in_backward else 0.0
-        grad_scale = getattr(optimizer, "grad_scale", None)  # by which the step divides
-        if in_step and grad_scale is not None:
-            in_step /= float(grad_scale)
-        if in_step:
-            self._units[index] = _power_of_two(in_backward / in_step)
+        in_backward, self._largest[index] = self._largest[index], None
+        if in_backward is not None:
+            grad_scale = getattr(optimizer, "grad_scale", None)  # by which the step divides
+            self._measured[index] = (
+                in_backward,
+                self._largest_gradient(optimizer, buckets),
+                None if grad_scale is None else _Largest([grad_scale]),
+            )
 
-    def _largest_gradient(self, optimizer: optim.QAdam, buckets: Sequence[Bucket]) -> float:
-        """By absolute value, equal on all ranks; 0 where there is none, or one that is not finite.
+    def _unit(self, index: int) -> float:
+        """R, by what was measured around the last step."""
+        measured, self._measured[index] = self._measured[index], None
+        if measured is not None:
+            in_backward, in_step, grad_scale = measured
+            step, scale = in_step.get(), 1.0 if grad_scale is None else grad_scale.get()
+            backward = in_backward.get()
+            if backward and step and scale:
+                self._units[index] = _power_of_two(backward / (step / scale))
+        return self._units[index]
 
-        The host looks once at all of a device.
-        """
-        found: dict[torch.device, list[torch.Tensor]] = {}
+    def _largest_gradient(self, optimizer: optim.QAdam, buckets: Sequence[Bucket]) -> _Largest:
+        """By absolute value, equal on all ranks."""
+        found = []
         for member in (member for bucket in buckets for member in bucket.members):
             grad = member.parameter.grad
-            if grad is None or not grad.numel() or self._group_of(member)[0] is not optimizer:
-                continue
-            low, high = torch.aminmax(grad.detach())
-            found.setdefault(grad.device, []).extend((-low.double(), high.double()))
-        largest = [float(torch.stack(of_device).amax()) for of_device in found.values()]
-        return max(largest, default=0.0) if all(map(math.isfinite, largest)) else 0.0
+            if grad is not None and grad.numel() and self._group_of(member)[0] is optimizer:
+                low, high = torch.aminmax(grad.detach())
+                found += [-low.double(), high.double()]
+        return _Largest(found)
 
     def after_optimizer_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
@@ -322,11 +338,34 @@ class QAdam(CompressedGradients):
 
     def state_dict(self) -> dict[str, Any]:
         self._undo_steps()
-        return {**super().state_dict(), "num_steps": list(self._num_steps), "units": list(self._units)}
+        units = [self._unit(index) for index in range(len(self._units))]
+        return {**super().state_dict(), "num_steps": list(self._num_steps), "units": units}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_steps, self._units = list(state["num_steps"]), list(state["units"])
+        self._measured = [None] * len(self._units)
         super().load_state_dict(state)
+
+
+class _Largest:
+    """The largest of some numbers by absolute value. What a device is about to know is on its way to the host, which
+    asks for it later.
+
+    Args:
+        numbers: scalars, on each device of one dtype; positive, or both signs of each.
+    """
+
+    def __init__(self, numbers: Sequence[torch.Tensor]) -> None:
+        found: dict[torch.device, list[torch.Tensor]] = {}
+        for number in numbers:
+            found.setdefault(number.device, []).append(number)
+        largest = [torch.stack(of_device).amax() for of_device in found.values()]
+        self._of_devices = [one if one.is_cpu else HostCopy(one) for one in largest]
+
+    def get(self) -> float:
+        """0 where there is none, or one that is not finite."""
+        numbers = [float(one.get() if isinstance(one, HostCopy) else one) for one in self._of_devices]
+        return max(numbers, default=0.0) if all(map(math.isfinite, numbers)) else 0.0
 
 
 def _num_warmup(optimizer: optim.QAdam) -> int:

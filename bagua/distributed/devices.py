@@ -22,6 +22,7 @@ __all__ = [
     "check_not_capturing",
     "check_supported",
     "common_device",
+    "current_handle",
     "current_stream",
     "current_torch_stream",
     "is_capturing",
@@ -86,6 +87,13 @@ def current_stream(device: torch.device) -> StreamKey | None:
     else:
         handle = torch.accelerator.current_stream(device.index).native_handle
     return _KINDS[device.type], device.index or 0, handle or 0
+
+
+def current_handle(device: torch.device) -> int:
+    """The handle of that stream, for who compares it often. `device` has an index."""
+    if device.type == "cuda":  # a torch.cuda.Stream takes ten times as long to make
+        return torch._C._cuda_getCurrentRawStream(device.index)
+    return torch.accelerator.current_stream(device.index).native_handle
 
 
 def nccl_version() -> str | None:

@@ -50,11 +50,16 @@ def _weights(model):
     return [parameter.detach().cpu().clone() for parameter in model.parameters()]
 
 
+def _fused_qadam(parameters, lr):
+    return bagua.optim.QAdam(parameters, lr, warmup_steps=2, fused=True)
+
+
 ALGORITHMS = {
     "gradient_allreduce": {},
     "bytegrad": {},
     "qsgd": {"error_feedback": True},
 }
+QADAM = {"optimizer": _fused_qadam, "min_compressed_bytes": 0}
 
 
 # ---- nothing waits
@@ -74,9 +79,9 @@ def _counting(is_found_finite):
 def _check_waits(group, nonfinite_check, algorithms):
     barrier = group.barrier
     for algorithm in algorithms:
-        options = {**ALGORITHMS[algorithm], "nonfinite_check": nonfinite_check}
+        options = {**(ALGORITHMS | {"qadam": QADAM})[algorithm], "nonfinite_check": nonfinite_check}
         model, optimizer, device = _make(group, emulated.NAME, algorithm=algorithm, **options)
-        for step in range(3):
+        for step in range(5 if algorithm == "qadam" else 3):
             loss = model(_inputs(group.rank, step, device)).square().mean()
             optimizer.zero_grad()
             barrier().wait()
@@ -88,7 +93,7 @@ def _check_waits(group, nonfinite_check, algorithms):
             optimizer.step()
             barrier().wait()
             waits = emulated.counters()["num_host_waits"] + len(_waits_of_work)
-            if step > 0:
+            if step > 0 and (algorithm, step) != ("qadam", 2):  # which looks at its weights behind the warm-up, once
                 assert (waits > 0) == (nonfinite_check == "sync"), (
                     f"{algorithm}, step {step}: the host waited {waits} times"
                 )
@@ -104,7 +109,7 @@ def test_neither_backward_nor_step_waits_for_the_device(alone_on_emulated):
 def _count_waits(rank, world_size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Work, "is_found_finite", _counting(Work.is_found_finite))
-        thread_world(2, _check_waits, "late", tuple(ALGORITHMS))
+        thread_world(2, _check_waits, "late", (*ALGORITHMS, "qadam"))
         thread_world(2, _check_waits, "sync", ("bytegrad", "qsgd"))
 
 
@@ -295,12 +300,8 @@ def test_a_step_that_a_scaler_skips_is_skipped_as_on_the_cpu(pair_on_devices, op
     assert pair_on_devices.run(_in_group, args=[_skipped_steps, [optimizer]]) == [[], []]
 
 
-def _fused_qadam(parameters, lr):
-    return bagua.optim.QAdam(parameters, lr, warmup_steps=2, fused=True)
-
-
 def _train_qadam(group, kind, bad_step):
-    more = {"bad_step": bad_step, "num_steps": 6, "optimizer": _fused_qadam, "min_compressed_bytes": 0}
+    more = {"bad_step": bad_step, "num_steps": 6, **QADAM}
     return _train_through(group, kind, "qadam", {}, scaled=True, **more)
 
 

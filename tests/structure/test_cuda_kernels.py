@@ -211,6 +211,13 @@ def test_no_kernel_touches_local_memory(instructions):
         assert not [i for i in found if i.startswith(("LDL", "STL"))], name
 
 
+def test_no_clamp_to_0_decides_a_branch(instructions):
+    """ptxas 13.0 makes one VIMNMX.RELU of `y = x < 0 ? 0 : x < n ? x : n` and `y == n`; on a GPU negative x were taken
+    for n."""
+    for name, found in instructions.items():
+        assert "VIMNMX.RELU" not in found, name
+
+
 def test_no_multiplication_is_fused_with_an_addition(instructions):
     """--fmad=false: the CPU rounds both."""
     for name, found in instructions.items():
