@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("cuda_kernels.tsv")
 ARCHITECTURE = "90"
 NUM_THREADS = 256  # of a block: kNumThreads in csrc/kernels/cuda/launch.h
+# Those whose codec has another number, kBlockThreads, for the 2048 elements of a block.
+BLOCK_THREADS = {"MinmaxUint8": 128, "Qsgd": 128, "Onebit": 64}
 DTYPES = ["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "bool"]
 # Kernels that divide, in f32 or f64: the instructions for that are fused multiply-adds.
 DIVIDING = re.compile(r"Minmax|Qsgd|Onebit|Reduce<f64, Plain, Sum, |^adam_kernel")
@@ -51,6 +53,7 @@ pytestmark = [
 class Resources:
     """Of one kernel, as ptxas reports them."""
 
+    threads: int  # of a block
     registers: int
     shared_bytes: int
     stack_bytes: int
@@ -58,13 +61,14 @@ class Resources:
 
     @property
     def occupancy(self):
-        """Threads that a multiprocessor of compute capability 9.0 holds of those that it has room for: 64 warps, 65536
-        registers in steps of 8 per thread, 228 KB of shared memory of which a block takes 1 KB more than it asks for.
+        """Threads that a multiprocessor of compute capability 9.0 holds of those that it has room for: 64 warps, 32
+        blocks, 65536 registers in steps of 8 per thread, 228 KB of shared memory of which a block takes 1 KB more than
+        it asks for.
         """
-        warps = NUM_THREADS // 32
+        warps = self.threads // 32
         by_registers = 65536 // (-(-self.registers // 8) * 8 * 32) // warps
         by_shared = 228 * 1024 // (-(-(self.shared_bytes + 1024) // 128) * 128)
-        return min(64 // warps, by_registers, by_shared) * warps / 64
+        return min(32, 64 // warps, by_registers, by_shared) * warps / 64
 
 
 def short_name(mangled):
@@ -84,6 +88,10 @@ def short_name(mangled):
     for c_name, dtype in [("float", "f32"), ("double", "f64"), ("int", "i32"), ("long", "i64")]:
         name = re.sub(rf"<{c_name},", f"<{dtype},", name)
     return name.removeprefix("void ").split("(")[0].replace(" >", ">")
+
+
+def threads_of(kernel):
+    return next((number for codec, number in BLOCK_THREADS.items() if f"<{codec}" in kernel), NUM_THREADS)
 
 
 def version_of_nvcc():
@@ -121,15 +129,17 @@ def compile_kernels(folder):
             name = short_name(part.partition("'")[0])
             assert name not in kernels, f"two kernels have the name {name}"
             registers = int(re.search(r"Used (\d+) registers", part)[1])
-            kernels[name] = Resources(registers, int(shared[1]) if shared else 0, stack, stores + loads)
+            kernels[name] = Resources(
+                threads_of(name), registers, int(shared[1]) if shared else 0, stack, stores + loads
+            )
     return kernels, [output for output, _ in results]
 
 
 def table_of(kernels):
-    lines = [f"# nvcc {version_of_nvcc()}, sm_{ARCHITECTURE}, {NUM_THREADS} threads per block"]
-    lines += ["kernel\tregisters\tshared bytes\toccupancy"]
-    for name, resources in sorted(kernels.items()):
-        lines.append(f"{name}\t{resources.registers}\t{resources.shared_bytes}\t{resources.occupancy:.2f}")
+    lines = [f"# nvcc {version_of_nvcc()}, sm_{ARCHITECTURE}"]
+    lines += ["kernel\tthreads\tregisters\tshared bytes\toccupancy"]
+    for name, of in sorted(kernels.items()):
+        lines.append(f"{name}\t{of.threads}\t{of.registers}\t{of.shared_bytes}\t{of.occupancy:.2f}")
     return "\n".join(lines) + "\n"
 
 
@@ -152,13 +162,15 @@ def test_resources_are_those_of_the_table(compiled):
     if f"nvcc {version_of_nvcc()}," in header:
         assert TABLE.read_text() == table_of(kernels), f"write {TABLE.name} anew: see the head of this file"
     for name, resources in kernels.items():
-        assert resources.occupancy >= 0.8 * float(known[name][2]), f"{name}: {resources}, the table has {known[name]}"
+        assert resources.occupancy >= 0.8 * float(known[name][3]), f"{name}: {resources}, the table has {known[name]}"
 
 
 def test_the_table_leaves_no_kernel_alone_on_a_multiprocessor():
     for row in TABLE.read_text().splitlines()[2:]:
-        name, *_, occupancy = row.split("\t")
-        assert float(occupancy) >= 0.375, f"{name}: too few threads to hide how far away memory is"
+        name, threads, *_, occupancy = row.split("\t")
+        # Fewer threads in a block have more elements each, which they load together.
+        in_flight = float(occupancy) * 256 / int(threads)
+        assert float(occupancy) >= 0.25 and in_flight >= 0.375, f"{name}: too few to hide how far away memory is"
 
 
 def test_the_runtime_compiles_without_a_warning(tmp_path):
