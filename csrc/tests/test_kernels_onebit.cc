@@ -53,8 +53,8 @@ Oracle oracle(const std::vector<float>& values) {
     const size_t part = (count + 7) / 8, codes = result.bytes.size();
     result.bytes.resize(codes + part);
     for (size_t i = 0; i < count; ++i) {
-      if (std::signbit(x[i])) result.bytes[codes + i % part] |= static_cast<uint8_t>(1 << i / part);
-      result.decoded.push_back(std::copysign(scale, x[i]));
+      if (finite && std::signbit(x[i])) result.bytes[codes + i % part] |= static_cast<uint8_t>(1 << i / part);
+      result.decoded.push_back(finite ? std::copysign(scale, x[i]) : scale);
     }
     result.num_nonfinite_blocks += !finite;
   }

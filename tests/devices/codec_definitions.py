@@ -267,7 +267,7 @@ def _onebit_encode(xp, rows, is_bad, _option, _keys):
     scale = (total / length).astype(xp.float32)
     padded = -(-length // 8) * 8
     signs = xp.zeros((len(rows), padded), xp.uint8)
-    signs[:, :length] = xp.signbit(rows)
+    signs[:, :length] = xp.signbit(rows) & ~is_bad
     packed = xp.zeros((len(rows), padded // 8), xp.uint8)
     for bit in range(8):
         packed |= signs[:, bit * padded // 8 : (bit + 1) * padded // 8] << xp.uint8(bit)

@@ -37,10 +37,11 @@ BAGUA_MULTIVERSION bool encode_block(const float* __restrict source, size_t nume
   }
   const float scale = finite ? static_cast<float>(lanes[0] / static_cast<double>(numel)) : kNan;
   std::memcpy(bytes, &scale, kHeaderBytes);
+  const uint32_t kept = finite ? 0xffu : 0u;
   for (size_t j = 0; j < part; ++j) {
     uint32_t code = 0;
     for (size_t k = 0; k < 8; ++k) code |= std::bit_cast<uint32_t>(source[j + k * part]) >> 31 << k;
-    codes[j] = static_cast<uint8_t>(code);
+    codes[j] = static_cast<uint8_t>(code & kept);
   }
   return finite;
 }

@@ -87,8 +87,9 @@ struct Onebit {
         store(magnitudes, share.num(q), encoding.magnitudes + share.first(q));
       }
     }
-    store_bytes<Share::kIsWhole>(codes.word, share.num_bytes(0), bytes + kOnebitHeaderBytes + share.place(0));
     const bool is_finite = !__syncthreads_or(!(largest < std::bit_cast<float>(kF32Inf)));
+    if (!is_finite) codes.word = 0;
+    store_bytes<Share::kIsWhole>(codes.word, share.num_bytes(0), bytes + kOnebitHeaderBytes + share.place(0));
     const double sum = sum_of(encoding.magnitudes, share.numel(), encoding.upper_sums);
     if (threadIdx.x == 0) {
       const float scale = is_finite ? static_cast<float>(sum / static_cast<double>(share.numel())) : kNan;
