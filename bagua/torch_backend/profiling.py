@@ -12,13 +12,16 @@ from .callback_levels import Level
 
 __all__ = ["Span"]
 
+# Before, what ends on another thread than it has begun on is not in the profile.
+_MAY_END_ELSEWHERE = torch.__version__ >= (2, 12)
 _FINALIZE_WAIT_S = 0.05  # for the level's thread, which ends an event at once unless a callback is running on it
 
 
 class Span:
     """An event that begins now, with the shapes of the tensors; its end is recorded on the thread of a level.
 
-    Never on the thread that begins it: that is how the profiler recognises an asynchronous event.
+    Never on the thread that begins it: that is how the profiler recognises an asynchronous event. With a torch that
+    cannot have that it ends once the operation has been started, and there.
 
     Args:
         name: of the event.
@@ -35,7 +38,9 @@ class Span:
     def end_after(self, work: Work | None, level: Level) -> None:
         """End it when the operation `work` ends; soon if that is None."""
         self._level = level
-        if work is None:
+        if not _MAY_END_ELSEWHERE:
+            self.end()
+        elif work is None:
             level.thread.soon(self.end)
         else:
             level.thread.after(work, self.end)
