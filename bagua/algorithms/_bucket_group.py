@@ -38,8 +38,8 @@ class Declaration:
         codec: name of the codec of what travels, None for full precision.
         reason: why this bucket is treated differently from what the options ask, or "".
         hierarchical: inside the nodes at full precision first, then between them.
-        is_zero_copy: gradients are read where autograd has put them: encoded there, or on a device all of them copied
-            into the bucket at once.
+        is_zero_copy: gradients stay where autograd has put them until they are sent: encoded there, or on a device
+            copied into the bucket together.
     """
 
     operation: str = ""

@@ -125,7 +125,7 @@ def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(unraisable)
         return
     # From another thread, so that it comes after this function, whose exceptions are dropped too; and a signal, so that
-    # it ends a system call in which the main thread is by then.
+    # it ends a system call in which the main thread is by then. A handler of the program's own hears of it twice.
     _thread.start_new_thread(signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
 
 

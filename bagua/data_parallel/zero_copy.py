@@ -1,10 +1,10 @@
 """Gradients that are not copied into their buckets one by one: communication reads them where autograd has put them.
 
 Data path: gradient ready -> **zero-copy** -> encoder -> bucket. A codec reads every gradient once, so copying them into
-a bucket first would double what moves through memory, at the time at which the processor is busiest. On a device those
-that are sent in full are copied there by the communication, all of a bucket by one kernel: launches cost the host more.
-Until the result has come ``parameter.grad`` is autograd's own tensor; then it is the view into the bucket, as for
-copied gradients. Which buckets are read in this way is what was seen of them: those that were sent by one such
+a bucket first would double what moves through memory, at the time at which the processor is busiest. Until the result
+has come ``parameter.grad`` is autograd's own tensor; then it is the view into the bucket, as for copied gradients. On a
+device those that are sent in full are copied when their bucket is launched, together: launches cost the host more than
+the copies cost the device. Which buckets are treated so is what was seen of them: those that were sent by one such
 all_reduce, before anybody looked at their gradients. Where somebody does look, they are copied at that moment.
 Invariant: at any time those that are not copied are at most a quarter of all gradients, or two buckets where that is
 more, so that they do not add up to another copy of all gradients where the network is slow; the others are copied as
@@ -66,6 +66,8 @@ class ZeroCopy:
 
     def launch(self, bucket: Bucket) -> None:
         """Its communication begins."""
+        if bucket.declaration.codec is None:
+            self._copy_together(bucket)
         in_place = self._in_place
         segments = None
         if in_place and any(member.index in in_place for member in bucket.members):
@@ -78,6 +80,12 @@ class ZeroCopy:
             self._copy_unsent(bucket)
 
         bucket.begin(segments, before_read)
+
+    def _copy_together(self, bucket: Bucket) -> None:
+        kept = [member for member in bucket.members if member.index in self._in_place]
+        if kept:
+            torch._foreach_copy_([member.view for member in kept], [self._in_place[member.index] for member in kept])
+            self.release(bucket)
 
     def _copy_unsent(self, bucket: Bucket) -> None:
         """The gradients move into the bucket after all, unless an operation reads them where they are."""

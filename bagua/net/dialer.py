@@ -95,11 +95,11 @@ class Dialer:
             if peer in self._threads or self._is_closing:
                 return
             thread = threading.Thread(target=self._run, args=(peer,), name=f"bagua-dial-{peer}", daemon=True)
-            self._threads[peer] = thread
             try:
+                self._threads[peer] = thread
                 thread.start()
             except BaseException as error:  # Ctrl-C, mostly: it has begun or not, and ends where it is not known
-                del self._threads[peer]
+                self._threads.pop(peer, None)
                 if isinstance(error.__context__, KeyboardInterrupt):  # of which its wait has made a RuntimeError
                     raise KeyboardInterrupt from None
                 raise

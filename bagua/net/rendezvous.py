@@ -209,8 +209,8 @@ def _call_within(call: Callable[[], Answer], seconds: float) -> Answer:
         except Exception as error:
             ended.put((None, error))
 
+    threading.Thread(target=run, name="bagua-store", daemon=True).start()
     try:
-        threading.Thread(target=run, name="bagua-store", daemon=True).start()
         answer, error = ended.get(timeout=seconds)
     except queue.Empty:
         raise TimeoutError(

@@ -32,6 +32,8 @@ struct Context {
   const collectives::Thresholds& thresholds;
   uint64_t rng_key = 0;  // of codecs that round at random; differs between ranks, so that their errors do not add up
 
+  size_t chunk_scale() const { return stream.is_cpu() ? 1 : thresholds.device_chunk_scale; }
+
   // What an operation that was to look at its result has found: at its end on the CPU; on a device `num_nonfinite`, in
   // pinned memory, once everything that it enqueued is done.
   std::optional<bool> is_result_finite = {};

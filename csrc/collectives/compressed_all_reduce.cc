@@ -41,7 +41,7 @@ class CompressedAllReduce {
         size_(static_cast<size_t>(context.group.size())),
         rank_(static_cast<size_t>(context.group.rank())),
         chunks_(codec_chunks(owned_stripe(numel, context.group.size(), 0, codec).numel, codec.block_numel(),
-                             context.group.size(), context.stream)),
+                             context.group.size(), context.chunk_scale())),
         contribution_bytes_(codec.wire_bytes(chunks_.numel, sent_dtype_)),
         result_bytes_(codec.wire_bytes(chunks_.numel, DType::kF32)),
         requests_(context.group, kRoundsInFlight * kNumTransfers * size_) {

@@ -25,7 +25,7 @@ class CompressedChain {
         dtype_(dtype),
         size_(context.group.size()),
         position_((context.group.rank() - root + size_) % size_),
-        chunks_(codec_chain_chunks(numel, codec.block_numel(), context.stream)),
+        chunks_(codec_chain_chunks(numel, codec.block_numel(), context.chunk_scale())),
         chunk_bytes_(codec.wire_bytes(chunks_.numel, dtype)),
         codes_(context.workspace.get(kReceivedCodes, std::min(kWindow, chunks_.count) * chunk_bytes_)),
         requests_(context.group, 2 * kWindow) {}

@@ -14,7 +14,7 @@ PairwiseExchange::PairwiseExchange(Context& context, ExchangeOptions options)
                 : options_.same_for_all                               ? 1
                                                                       : options_.targets.size()),
       chunk_numel_(exchange_chunk_numel(options_.codec == nullptr ? 1 : options_.codec->block_numel(),
-                                        context.group.size(), context.stream)),
+                                        context.group.size(), context.chunk_scale())),
       requests_(context.group, kInFlight * (options_.targets.size() + options_.sources.size())) {
   const auto num_awaited =
       std::count_if(options_.sources.begin(), options_.sources.end(),

@@ -36,7 +36,7 @@ void ring_all_gather(Context& context, const void* input, void* output, size_t b
   if (bytes == 0) return;
   uint8_t* mine = at(output, static_cast<size_t>(context.group.rank()) * bytes, 1);
   if (mine != input) device::copy(mine, input, bytes, context.stream);
-  const Chunks chunks = ring_chunks(bytes, 1, {});
+  const Chunks chunks = ring_chunks(bytes, 1, 1);
   AllGatherStages stages{context.group, output, bytes, chunks};
   run_ring(context.group, static_cast<size_t>(context.group.size() - 1) * chunks.count,
            std::min(kRingLookahead, chunks.count - 1), stages);

@@ -63,7 +63,7 @@ struct AllReduceStages {
 void ring_all_reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op) {
   if (numel == 0) return;
   const auto size = static_cast<size_t>(context.group.size());
-  const Chunks chunks = ring_chunks(partition(numel, size, 0).numel, item_bytes(dtype), context.stream);
+  const Chunks chunks = ring_chunks(partition(numel, size, 0).numel, item_bytes(dtype), context.chunk_scale());
   const size_t lookahead = std::min(kRingLookahead, chunks.count - 1);
   uint8_t* slots = context.workspace.get(kReceived, (lookahead + 1) * chunks.numel * item_bytes(dtype));
   AllReduceStages stages{context, data, numel, dtype, op, chunks, lookahead + 1, slots};

@@ -57,7 +57,7 @@ struct ReduceScatterStages {
 void ring_reduce_scatter(Context& context, const void* input, void* output, size_t numel, DType dtype, ReduceOp op) {
   if (numel == 0) return;
   const size_t item = item_bytes(dtype);
-  const Chunks chunks = ring_window_chunks(numel, item, context.stream);
+  const Chunks chunks = ring_window_chunks(numel, item, context.chunk_scale());
   const size_t window = std::min(kRingLookahead + 1, chunks.count);
   uint8_t* sums = context.workspace.get(kReceived, 2 * window * chunks.numel * item);
   ReduceScatterStages stages{context, input, output, numel, dtype, op, chunks, window, sums};

@@ -15,7 +15,8 @@ constexpr size_t MiB = 1024 * KiB;
 constexpr int kMaxPairwiseRanks = 16;
 
 // Chunks are large enough that a message's fixed cost (a few microseconds) disappears and small enough that
-// sender, wire and receiver overlap within the second-level cache.
+// sender, wire and receiver overlap within the second-level cache. All of these are the CPU's; a device has larger ones
+// (Thresholds::device_chunk_scale) where something is computed per chunk.
 constexpr size_t kMinRingChunkBytes = 32 * KiB, kMaxRingChunkBytes = 512 * KiB;
 constexpr size_t kMinStripeChunkBytes = 16 * KiB, kMaxStripeChunkBytes = 512 * KiB;
 constexpr size_t kStripeWorkspaceBytes = 4 * MiB;
@@ -24,14 +25,9 @@ constexpr size_t kMinCodecChunkNumel = 8 * KiB, kMaxCodecChunkNumel = 128 * KiB;
 // codes of 4 bits are on a wire of 1 Gbit/s for 0.26 ms per 64 Ki elements. From 1 Mi elements on, rounds are smaller
 // again, so that the workspace is no larger than the codes of the tensor; below it is three times that at most.
 constexpr size_t kMinRoundChunkNumel = 64 * KiB, kFewRoundsNumel = MiB;
-// The codes under way are about six chunks for every rank: at 8 bits 3 MiB at most, 24 MiB on a device, however large
-// the tensor.
+// The codes under way are about six chunks for every rank: at 8 bits 3 MiB at most, however large the tensor.
 constexpr size_t kCodecRoundNumel = 512 * KiB;
 constexpr size_t kMinStagedChunkBytes = 64 * KiB;
-
-// What is done to a chunk costs a device launches, of some microseconds each and of a tenth of a millisecond where
-// processes share it, and caches do not count there.
-size_t scale_of(Stream stream) { return stream.is_cpu() ? 1 : 8; }
 
 // About `wanted` equal chunks, within the limits.
 Chunks plan(size_t numel, size_t wanted, size_t min_numel, size_t max_numel, size_t granule) {
@@ -85,45 +81,40 @@ ReduceAlgorithm select_reduce(const Thresholds& thresholds, size_t bytes, Reach 
   return bytes <= thresholds.reduce_tree_bytes ? ReduceAlgorithm::kTree : ReduceAlgorithm::kStripes;
 }
 
-Chunks ring_chunks(size_t block_numel, size_t item, Stream stream) {
-  const size_t scale = scale_of(stream);
+Chunks ring_chunks(size_t block_numel, size_t item, size_t scale) {
   return plan(block_numel, kRingLookahead + 1, scale * kMinRingChunkBytes / item, scale * kMaxRingChunkBytes / item,
               64 / item);
 }
 
-Chunks ring_window_chunks(size_t block_numel, size_t item, Stream stream) {
+Chunks ring_window_chunks(size_t block_numel, size_t item, size_t scale) {
   constexpr size_t window = kRingLookahead + 1;
-  const size_t scale = scale_of(stream);
   const size_t most = scale * kMaxRingChunkBytes / 2 / item, granule = 64 / item;
   const Chunks chunks = plan(block_numel, window, scale * kMinRingChunkBytes / item, most, granule);
   return chunks.count <= window ? chunks : plan(block_numel, round_up(chunks.count, window), granule, most, granule);
 }
 
-Chunks stripe_chunks(size_t stripe_numel, size_t item, int size, Stream stream) {
+Chunks stripe_chunks(size_t stripe_numel, size_t item, int size, size_t scale) {
   const size_t fair = kStripeWorkspaceBytes / (2 * static_cast<size_t>(size));
-  const size_t scale = scale_of(stream);
   const size_t most = scale * std::clamp(fair, kMinStripeChunkBytes, kMaxStripeChunkBytes);
   return plan(stripe_numel, 4, scale * kMinStripeChunkBytes / item, most / item, 64 / item);
 }
 
 Chunks chain_chunks(size_t bytes) { return plan(bytes, 8, kMinRingChunkBytes, kMaxRingChunkBytes, 64); }
 
-Chunks codec_chunks(size_t stripe_numel, size_t block_numel, int size, Stream stream) {
-  const size_t scale = scale_of(stream);
-  const size_t most = exchange_chunk_numel(1, size, stream);
+Chunks codec_chunks(size_t stripe_numel, size_t block_numel, int size, size_t scale) {
+  const size_t most = exchange_chunk_numel(1, size, scale);
   const bool is_small = stripe_numel * static_cast<size_t>(size) < scale * kFewRoundsNumel;
   const size_t least = is_small ? std::min(scale * kMinRoundChunkNumel, most) : scale * kMinCodecChunkNumel;
   return plan(stripe_numel, 8, least, most, block_numel);
 }
 
-Chunks codec_chain_chunks(size_t numel, size_t block_numel, Stream stream) {
-  const size_t scale = scale_of(stream);
+Chunks codec_chain_chunks(size_t numel, size_t block_numel, size_t scale) {
   return plan(numel, 8, scale * kMinCodecChunkNumel, scale * kMaxCodecChunkNumel, block_numel);
 }
 
-size_t exchange_chunk_numel(size_t block_numel, int size, Stream stream) {
+size_t exchange_chunk_numel(size_t block_numel, int size, size_t scale) {
   const size_t fair = kCodecRoundNumel / static_cast<size_t>(size);
-  return round_up(scale_of(stream) * std::clamp(fair, kMinCodecChunkNumel, kMaxCodecChunkNumel), block_numel);
+  return round_up(scale * std::clamp(fair, kMinCodecChunkNumel, kMaxCodecChunkNumel), block_numel);
 }
 
 Chunks staged_chunks(size_t numel, size_t item) {

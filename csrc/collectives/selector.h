@@ -5,7 +5,6 @@
 #include <cstddef>
 
 #include "csrc/collectives/thresholds.h"
-#include "csrc/common/device.h"
 #include "csrc/common/dtype.h"
 
 namespace bagua::collectives {
@@ -38,19 +37,19 @@ struct Chunks {
   size_t numel = 0;
   size_t count = 0;
 };
-// `block_numel` is the largest block; elements of `item` bytes. `stream`: where the data are.
-Chunks ring_chunks(size_t block_numel, size_t item, Stream stream);
+// `scale` is Context::chunk_scale of all ranks. `block_numel` is the largest block; elements of `item` bytes.
+Chunks ring_chunks(size_t block_numel, size_t item, size_t scale);
 // The same where windows of kRingLookahead + 1 chunks go around one after the other, and two are kept: at most half as
 // large, and equal, so that the last window is full too.
-Chunks ring_window_chunks(size_t block_numel, size_t item, Stream stream);
-Chunks stripe_chunks(size_t stripe_numel, size_t item, int size, Stream stream);
+Chunks ring_window_chunks(size_t block_numel, size_t item, size_t scale);
+Chunks stripe_chunks(size_t stripe_numel, size_t item, int size, size_t scale);
 Chunks chain_chunks(size_t bytes);
 // Cut at multiples of the codec's block, so that the bytes do not depend on the cutting.
-Chunks codec_chunks(size_t stripe_numel, size_t block_numel, int size, Stream stream);
+Chunks codec_chunks(size_t stripe_numel, size_t block_numel, int size, size_t scale);
 // The same of a whole tensor that is passed along a chain.
-Chunks codec_chain_chunks(size_t numel, size_t block_numel, Stream stream);
+Chunks codec_chain_chunks(size_t numel, size_t block_numel, size_t scale);
 // Depends on nothing that differs between two ranks that exchange ranges.
-size_t exchange_chunk_numel(size_t block_numel, int size, Stream stream);
+size_t exchange_chunk_numel(size_t block_numel, int size, size_t scale);
 // Of the whole tensor, not of a stripe.
 Chunks staged_chunks(size_t numel, size_t item);
 

@@ -12,7 +12,8 @@ StripeReduction::StripeReduction(Context& context, const StripesOptions& options
       size_(static_cast<size_t>(context.group.size())),
       rank_(static_cast<size_t>(context.group.rank())),
       item_(item_bytes(options.dtype)),
-      chunks_(stripe_chunks(partition(options.numel, size_, 0).numel, item_, context.group.size(), context.stream)),
+      chunks_(
+          stripe_chunks(partition(options.numel, size_, 0).numel, item_, context.group.size(), context.chunk_scale())),
       requests_(context.group, kRoundsInFlight * kNumTransfers * size_) {
   const size_t chunk_bytes = chunks_.numel * item_;
   received_chunks_ = context.workspace.get(kReceived, kRoundsInFlight * size_ * chunk_bytes);

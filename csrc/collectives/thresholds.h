@@ -23,6 +23,10 @@ struct Thresholds {
   // From here on reading a peer's memory beats a message, whose cost is one more copy but no exchange of addresses.
   size_t direct_bytes = 32 << 10;
 
+  // How much larger chunks are on a device than on the CPU: each costs launches, some microseconds apiece and tenths of
+  // a millisecond where processes share the device, and caches do not count there. Tests of many chunks lower it.
+  size_t device_chunk_scale = 8;
+
   std::map<std::string, size_t> by_name() const;
   // Throws InvalidArgument for a name that is none of the above.
   void set(std::string_view name, size_t bytes);

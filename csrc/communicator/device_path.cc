@@ -49,7 +49,8 @@ std::string obstacle(const std::vector<DeviceNote>& notes, const DeviceTransport
              rank_text(r) + " has " + source.version_name(notes[r].version);
     }
     for (size_t other = 0; other < r; ++other) {
-      if (text_of(notes[r].device_id) == text_of(notes[other].device_id)) {
+      const bool are_apart = notes[r].host != notes[other].host || (notes[r].may_share && notes[other].may_share);
+      if (!are_apart && text_of(notes[r].device_id) == text_of(notes[other].device_id)) {
         return "ranks " + std::to_string(other) + " and " + std::to_string(r) + " share the device " +
                text_of(notes[r].device_id) + ", and " + source.name() + " needs one for each";
       }
@@ -107,8 +108,10 @@ void DevicePath::choose(Device device) {
   mine.asked = asked_;
   std::string why_not;
   if (asked_ != DeviceChoice::kStaged) mine.version = source_->version(device, &why_not);
-  const std::string device_id = device::runtime_of(device).device_id(device);
-  copy_text(mine.device_id, source_->place_of(device_id, group_.ranks.rank, mine.version));
+  copy_text(mine.device_id, device::runtime_of(device).device_id(device));
+  const auto place = source_->place(mine.version);
+  mine.host = place.host;
+  mine.may_share = place.may_share;
   copy_text(mine.why_not, why_not);
   const uint32_t version = mine.version;
   group_.exchange(notes.data(), sizeof(DeviceNote));

@@ -28,9 +28,11 @@ DeviceChoice device_choice_from(const std::string& name);
 // What a rank tells the others; it travels as it lies in memory.
 struct DeviceNote {
   DeviceChoice asked = DeviceChoice::kAuto;
-  uint8_t padding[3] = {};
+  bool may_share = false;  // and host: DeviceTransportSource::Place
+  uint8_t padding[2] = {};
   uint32_t version = 0;  // of the library; 0: none that could be used
-  char device_id[60] = {};
+  uint64_t host = 0;
+  char device_id[52] = {};
   char why_not[444] = {};  // if there is none; both end with a 0
 };
 static_assert(sizeof(DeviceNote) == 512);

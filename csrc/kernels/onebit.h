@@ -20,8 +20,8 @@ namespace bagua::kernels {
 
 // The arithmetic: scale = f32(sum |x| / elements), in f64 over 64 lanes, element i in lane i mod 64, the lanes then
 // added in pairs l and l + 32, l + 16, ... 1; decode: scale with the element's sign. Blocks of one value are exact, the
-// sign of a zero included. A NaN or Inf: the block's scale is NaN (0x7fc00000), its signs are 0, because the sign of a NaN
-// that was computed differs between processors, and it decodes to NaN.
+// sign of a zero included. A NaN or Inf: the block's scale is NaN (0x7fc00000), its signs are 0, because the sign of a
+// NaN that was computed differs between processors, and it decodes to NaN.
 inline constexpr size_t kOnebitBlockNumel = 2048;
 inline constexpr size_t kOnebitHeaderBytes = 4;
 

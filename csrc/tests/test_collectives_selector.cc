@@ -29,15 +29,15 @@ TEST(Pieces, CoverEverythingOnceCutAtTheGranule) {
   }
 }
 
-const Stream kStreams[] = {{}, {{DeviceKind::kCuda, 0}, nullptr}};
+constexpr size_t kScales[] = {1, 8};
 
-void expect_chunks_cover_a_piece_once(Stream stream) {
+void expect_chunks_cover_a_piece_once(size_t scale) {
   for (const size_t numel : kNumels) {
     for (const int size : {2, 3, 8, 100}) {
       for (const Chunks chunks :
-           {ring_chunks(numel, 4, stream), ring_chunks(numel, 1, stream), ring_window_chunks(numel, 4, stream),
-            stripe_chunks(numel, 2, size, stream), codec_chunks(numel, 2048, size, stream),
-            codec_chain_chunks(numel, 2048, stream), staged_chunks(numel, 8), chain_chunks(numel)}) {
+           {ring_chunks(numel, 4, scale), ring_chunks(numel, 1, scale), ring_window_chunks(numel, 4, scale),
+            stripe_chunks(numel, 2, size, scale), codec_chunks(numel, 2048, size, scale),
+            codec_chain_chunks(numel, 2048, scale), staged_chunks(numel, 8), chain_chunks(numel)}) {
         EXPECT_GE(chunks.numel * chunks.count, numel);
         EXPECT_TRUE(numel == 0 || chunks.numel * (chunks.count - 1) < numel);
         EXPECT_EQ(chunks.count == 0, numel == 0);
@@ -50,16 +50,16 @@ void expect_chunks_cover_a_piece_once(Stream stream) {
 }
 
 TEST(Pieces, ChunksCoverAPieceOnce) {
-  for (const Stream stream : kStreams) expect_chunks_cover_a_piece_once(stream);
+  for (const size_t scale : kScales) expect_chunks_cover_a_piece_once(scale);
 }
 
 TEST(Pieces, ChunksKeepTheirBounds) {
   for (const size_t numel : kNumels) {
     for (const int size : {2, 3, 8, 100}) {
-      for (const Stream stream : kStreams) {
-        EXPECT_EQ(codec_chunks(numel, 2048, size, stream).numel % 2048, 0u);
-        EXPECT_EQ(codec_chain_chunks(numel, 2048, stream).numel % 2048, 0u);
-        EXPECT_EQ(exchange_chunk_numel(2048, size, stream) % 2048, 0u);
+      for (const size_t scale : kScales) {
+        EXPECT_EQ(codec_chunks(numel, 2048, size, scale).numel % 2048, 0u);
+        EXPECT_EQ(codec_chain_chunks(numel, 2048, scale).numel % 2048, 0u);
+        EXPECT_EQ(exchange_chunk_numel(2048, size, scale) % 2048, 0u);
       }
       EXPECT_LE(staged_chunks(numel, 4).numel * 4, kMaxStagedChunkBytes);
       EXPECT_LE(staged_chunks(numel, 1).numel, kMaxStagedChunkBytes);
@@ -68,12 +68,11 @@ TEST(Pieces, ChunksKeepTheirBounds) {
 }
 
 TEST(Pieces, ADeviceHasFewOfThem) {
-  const auto [cpu, device] = kStreams;
   constexpr size_t kNumel = size_t{8} << 20;
-  EXPECT_EQ(codec_chunks(kNumel, 2048, 2, cpu).count, 64u);
-  EXPECT_EQ(codec_chunks(kNumel, 2048, 2, device).count, 8u);
-  EXPECT_EQ(ring_chunks(kNumel, 4, cpu).count, 64u);
-  EXPECT_EQ(ring_chunks(kNumel, 4, device).count, 8u);
+  EXPECT_EQ(codec_chunks(kNumel, 2048, 2, 1).count, 64u);
+  EXPECT_EQ(codec_chunks(kNumel, 2048, 2, 8).count, 8u);
+  EXPECT_EQ(ring_chunks(kNumel, 4, 1).count, 64u);
+  EXPECT_EQ(ring_chunks(kNumel, 4, 8).count, 8u);
 }
 
 TEST(Selector, HalvesNeverTakeTheRing) {

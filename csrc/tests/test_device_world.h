@@ -22,7 +22,9 @@ inline std::vector<std::unique_ptr<Engine>> make_device_engines(int size, const 
   std::vector<std::unique_ptr<Engine>> engines;
   for (auto& communicator : make_communicators(size, kind)) {
     communicator->set_device_channels([](Channel& host) { return std::make_unique<PinnedChannel>(host); });
-    engines.push_back(std::make_unique<Engine>(std::move(communicator)));
+    // Small chunks, so that small tensors have many.
+    engines.push_back(
+        std::make_unique<Engine>(std::move(communicator), collectives::Thresholds{.device_chunk_scale = 1}));
   }
   return engines;
 }

@@ -442,6 +442,41 @@ TEST(DeviceDecision, NeedsEqualVersionsAndEqualWishes) {
   EXPECT_CONTAINS(decide_device_path({endless, endless}, source).why, "rank 0 has no usable NCCL: xxx");
 }
 
+TEST(DeviceDecision, RanksShareADeviceWhereNcclIsToldSo) {
+  const nccl::NcclSource source;
+  const auto of = [](uint64_t host, bool may_share) {
+    DeviceNote made = note(kAuto, 23000, "one");
+    made.host = host;
+    made.may_share = may_share;
+    return made;
+  };
+  EXPECT_FALSE(decide_device_path({of(0, false), of(0, false)}, source).is_native);
+  EXPECT_FALSE(decide_device_path({of(0, true), of(0, false)}, source).is_native);  // NCCL asks each rank by itself
+  EXPECT_TRUE(decide_device_path({of(0, true), of(0, true)}, source).is_native);
+  EXPECT_TRUE(decide_device_path({of(1, false), of(2, false)}, source).is_native);
+  EXPECT_FALSE(decide_device_path({of(1, false), of(2, false), of(1, true)}, source).is_native);
+}
+
+TEST(NcclSource, TellsWhereARankIsByItsEnvironment) {
+  const nccl::NcclSource source;
+  const auto place_with = [&](const char* name, const char* value, uint32_t version) {
+    setenv(name, value, 1);
+    const auto place = source.place(version);
+    unsetenv(name);
+    return place;
+  };
+  EXPECT_EQ(source.place(23000).host, 0u);
+  EXPECT_FALSE(source.place(23000).may_share);
+  EXPECT_TRUE(place_with("NCCL_MULTI_RANK_GPU_ENABLE", "1", 23000).may_share);
+  EXPECT_FALSE(place_with("NCCL_MULTI_RANK_GPU_ENABLE", "0", 23000).may_share);
+  EXPECT_FALSE(place_with("NCCL_MULTI_RANK_GPU_ENABLE", "1", 22903).may_share);
+  const std::string long_name(80, 'n');
+  const uint64_t first = place_with("NCCL_HOSTID", (long_name + "0").c_str(), 22703).host;
+  EXPECT_NE(first, 0u);
+  EXPECT_NE(first, place_with("NCCL_HOSTID", (long_name + "1").c_str(), 22703).host);
+  EXPECT_EQ(first, place_with("NCCL_HOSTID", (long_name + "0").c_str(), 22703).host);
+}
+
 TEST_F(OverNccl, AnotherDeviceThanTheOneThatIsConnectedIsRefused) {
   auto engines = make_nccl_engines(2);
   auto trainers = make_trainers(engines);

@@ -79,8 +79,13 @@ class DeviceTransportSource {
   // Equal on ranks that can be connected. 0: this rank can't, and `why_not` is set.
   virtual uint32_t version(Device device, std::string* why_not) = 0;
   virtual std::string version_name(uint32_t version) const = 0;
-  // What it takes for the device of that rank: ranks with equal ones cannot be connected.
-  virtual std::string place_of(const std::string& device_id, int rank, uint32_t version) const = 0;
+  // Where it takes a rank to be, by the settings of this process: ranks of one host need a device each, unless all of
+  // them may share one.
+  struct Place {
+    uint64_t host = 0;
+    bool may_share = false;
+  };
+  virtual Place place(uint32_t version) const = 0;
   virtual Key make_key() = 0;
   // Called by all ranks together.
   virtual std::unique_ptr<DeviceTransport> connect(int rank, int size, const Key& key, Device device,

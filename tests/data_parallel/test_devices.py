@@ -113,32 +113,34 @@ def _count_waits(rank, world_size):
         thread_world(2, _check_waits, "sync", ("bytegrad", "qsgd"))
 
 
-def _over_threads(rank, world_size, check):
-    thread_world(2, check)
+def _count_copies(rank, world_size):
+    """Gradients that are sent in full move into their bucket together, and their own memory is free from then on."""
+    copied = []
 
+    def count(views, gradients, copy=torch._foreach_copy_):
+        copied.append(len(views))
+        copy(views, gradients)
 
-def _check_launches(group):
-    """Gradients that are sent in full move into their bucket together."""
-    device = accelerator.use_device_of(group.rank)
-    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(20))).to(device)
+    bagua.init_process_group(timeout=20)
+    device = accelerator.use_device_of(rank)
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(24))).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    bagua.with_bagua(model, optimizer, algorithm="gradient_allreduce", group=group)
+    bagua.with_bagua(model, optimizer, algorithm="gradient_allreduce", bucket_bytes=20 << 10)
     for step in range(3):
-        loss = model(torch.ones(4, 8, device=device)).square().mean()
         optimizer.zero_grad()
-        group.barrier().wait()
-        if group.rank == 0:
-            emulated.reset_counters()
-        group.barrier().wait()
-        loss.backward()
-        group.barrier().wait()
-        launches = emulated.counters()["launches"].get("copy_segments", 0)
-        assert step == 0 or launches == group.size * len(model.bagua.buckets)
-        group.barrier().wait()
+        loss = model(torch.ones(4, 32, device=device)).square().mean()
+        with pytest.MonkeyPatch.context() as patch, accelerator.delayed(0.02):
+            patch.setattr(torch, "_foreach_copy_", count)
+            copied.clear()
+            loss.backward()
+        sizes = [len(bucket.members) for bucket in model.bagua.buckets]
+        assert step == 0 or (sorted(copied) == sorted(sizes) and len(sizes) > 4)
+        assert not model.bagua.step._zero_copy._in_place
+    bagua.destroy_process_group()
 
 
-def test_a_launch_copies_all_gradients_of_a_bucket(alone_on_emulated):
-    alone_on_emulated.run(_over_threads, args=[_check_launches])
+def test_all_gradients_of_a_bucket_are_copied_together(pair_on_devices):
+    pair_on_devices.run(_count_copies)
 
 
 # ---- streams

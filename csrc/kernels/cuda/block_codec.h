@@ -26,6 +26,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "csrc/kernels/cuda/elementwise.h"
 #include "csrc/kernels/cuda/factor.h"
@@ -64,14 +65,12 @@ struct Share {
 
   __device__ __forceinline__ int numel() const { return kIsWhole ? kBlockNumel : numel_; }
   __device__ __forceinline__ int part_numel() const { return kIsWhole ? kBlockNumel / kNumParts : part_numel_; }
-  // Where the quads of a run begin in their parts, and how many bytes of codes there are from there on: 4 and more are a
-  // whole quad, 0 and less are none.
+  // Where the quads of a run begin in their parts, and how many bytes of codes there are from there on: 4 and more are
+  // a whole quad, 0 and less are none.
   __device__ __forceinline__ int place(int run) const {
     return (run * Codec::kBlockThreads + thread_index()) * kQuadNumel;
   }
-  __device__ __forceinline__ int num_bytes(int run) const {
-    return kIsWhole ? kQuadNumel : part_numel_ - place(run);
-  }
+  __device__ __forceinline__ int num_bytes(int run) const { return kIsWhole ? kQuadNumel : part_numel_ - place(run); }
   // Where quad q begins in the block, and how many of its elements there are, counted alike.
   __device__ __forceinline__ int first(int q) const { return part_of(q) * part_numel() + place(run_of(q)); }
   __device__ __forceinline__ int num(int q) const {
@@ -85,6 +84,10 @@ struct Share {
  private:
   int numel_, part_numel_;
 };
+
+// Of a thread; of a reference, too.
+template <typename Share>
+inline constexpr int kNumelOf = std::remove_cvref_t<Share>::kNumel;
 
 template <DType kDType, typename Share>
 __device__ __forceinline__ void load_share(const Share& share, const void* source, size_t begin, float padding,
@@ -145,7 +148,7 @@ __global__ void __launch_bounds__(Codec::kBlockThreads, kMinNumThreads / Codec::
   auto& encoding = shared_memory<typename Codec::Encoding>();
   const Block block = current_block(codec, numel);
   with_share(codec, block, is_aligned<16>(source) && is_aligned<4>(bytes), [&](const auto& share) {
-    float values[share.kNumel];
+    float values[kNumelOf<decltype(share)>];
     load_share<kDType>(share, source, block.begin, Codec::kPadding, values);
     const bool is_finite =
         codec.template encode<false>(share, block.begin, values, bytes + block.offset_bytes, encoding, nullptr);
@@ -190,7 +193,7 @@ __global__ void __launch_bounds__(Codec::kBlockThreads, kMinNumThreads / Codec::
   const Block block = current_block(codec, numel);
   const bool aligned = is_aligned<16>(source) && is_aligned<4>(bytes) && are_aligned(residual);
   with_share(codec, block, aligned, [&](const auto& share) {
-    float values[share.kNumel];
+    float values[kNumelOf<decltype(share)>];
     load_share<kDType>(share, source, block.begin, Codec::kPadding, values);
     count_block(encode_with_residual(codec, block, share, values, residual, bytes, encoding), num_nonfinite_blocks);
   });
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(Codec::kBlockThreads, kMinNumThreads / Codec::
     const auto codes = codec.load_codes(share, bytes + block.offset_bytes);
     if (threadIdx.x == 0) decoder = codec.decoder_of(bytes + block.offset_bytes);
     __syncthreads();
-    float values[share.kNumel];
+    float values[kNumelOf<decltype(share)>];
     codec.decode(share, decoder, codes, [&](int i, float value) { values[i] = value; });
     store_share<kDType>(share, values, block.begin, destination);
   });
@@ -218,7 +221,7 @@ __global__ void __launch_bounds__(Codec::kBlockThreads, kMinNumThreads / Codec::
   const Block block = current_block(codec, numel);
   with_share(codec, block, is_aligned<16>(accumulator) && is_aligned<4>(bytes), [&](const auto& share) {
     const auto codes = codec.load_codes(share, bytes + block.offset_bytes);
-    float sums[share.kNumel];
+    float sums[kNumelOf<decltype(share)>];
     load_share<DType::kF32>(share, accumulator, block.begin, 0.0f, sums);
     if (threadIdx.x == 0) decoder = codec.decoder_of(bytes + block.offset_bytes);
     __syncthreads();
@@ -293,7 +296,7 @@ __global__ void __launch_bounds__(Codec::kBlockThreads, kMinNumThreads / Codec::
   const Block block = current_block(codec, numel);
   const bool aligned = are_aligned(contributions) && is_aligned<4>(bytes) && are_aligned(residual);
   with_share(codec, block, aligned, [&](const auto& share) {
-    float sums[share.kNumel];
+    float sums[kNumelOf<decltype(share)>];
     sum_contributions(codec, block, share, contributions, shared.decoders, sums);
     const bool is_finite = encode_sums(codec, block, share, sums, factor, residual, bytes, shared.encoding);
     count_block(is_finite, num_nonfinite_blocks);

@@ -150,7 +150,8 @@ __device__ __forceinline__ void store(const Elements<T, kNumel>& from, int num, 
   }
 }
 
-// The bytes of a message: the first `num` of 4, which may be less than 0 or more than 4, the first lowest. `kIsWhole`: all of them, aligned.
+// The bytes of a message: the first `num` of 4, which may be less than 0 or more than 4, the first lowest. `kIsWhole`:
+// all of them, aligned.
 template <bool kIsWhole = false>
 __device__ __forceinline__ uint32_t load_bytes(const uint8_t* from, int num) {
   if constexpr (kIsWhole) {

@@ -203,14 +203,12 @@ std::shared_ptr<const NcclLibrary> NcclSource::library() {
 
 // Two of NCCL's own settings let ranks share a device: from 2.30 on one that allows it, and before, names of hosts that
 // differ, between which it goes by the network.
-std::string NcclSource::place_of(const std::string& device_id, int rank, uint32_t version) const {
+DeviceTransportSource::Place NcclSource::place(uint32_t version) const {
   constexpr uint32_t kFirstToShare = 23000;
   const char* const shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  if (version >= kFirstToShare && shares != nullptr && std::string_view(shares) == "1") {
-    return device_id + " of rank " + std::to_string(rank);
-  }
   const char* const host = std::getenv("NCCL_HOSTID");
-  return host == nullptr ? device_id : device_id + " of host " + host;
+  return {host == nullptr ? 0 : std::hash<std::string_view>{}(host) | 1,
+          version >= kFirstToShare && shares != nullptr && std::string_view(shares) == "1"};
 }
 
 uint32_t NcclSource::version(Device device, std::string* why_not) {

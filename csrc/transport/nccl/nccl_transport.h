@@ -54,7 +54,7 @@ class NcclSource final : public DeviceTransportSource {
   const char* name() const override { return "NCCL"; }
   uint32_t version(Device device, std::string* why_not) override;
   std::string version_name(uint32_t version) const override { return nccl::version_name(static_cast<int>(version)); }
-  std::string place_of(const std::string& device_id, int rank, uint32_t version) const override;
+  Place place(uint32_t version) const override;
   Key make_key() override;
   std::unique_ptr<DeviceTransport> connect(int rank, int size, const Key& key, Device device,
                                            const DeviceTransport::Pause& pause) override;
