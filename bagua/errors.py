@@ -27,8 +27,8 @@ class BaguaError(Exception):
         rank: the rank (of the group concerned) at fault, if there is one.
         operation: the collective or verb that was running, e.g. "all_reduce".
         bucket: label of the bucket that the operation was for, e.g. "bucket 3".
-        ranks: all ranks at fault, by default `rank` alone. After processes have died, the same on all ranks that
-            had communicated with one another.
+        ranks: all ranks at fault, by default `rank` alone. After processes have died, the same on all ranks between
+            which links lead, over others too.
     """
 
     def __init__(

@@ -19,9 +19,10 @@ from bagua.net.auth import Credentials, dial, set_no_delay
 from bagua.net.fork_guard import close_in_child
 from bagua.net.rendezvous import RankRecord
 
-__all__ = ["Attempt", "dial_link", "dial_tcp", "dial_unix", "notify"]
+__all__ = ["Attempt", "HostProbe", "dial_link", "dial_tcp", "dial_unix", "notify"]
 
 _POLL_SECONDS = 0.05
+_ANSWERS = (0, errno.ECONNREFUSED)
 
 
 @dataclass
@@ -118,6 +119,26 @@ def notify(records: Sequence[RankRecord], credentials: Credentials, about: dict,
         for sock, _ in pending.values():
             sock.close()
     return len(records) - num_notified
+
+
+class HostProbe:
+    """A second call of a host that has taken a connection on which nothing comes: whether the host is still there."""
+
+    def __init__(self, record: RankRecord):
+        family, _, _, _, address = socket.getaddrinfo(record.address, record.port, type=socket.SOCK_STREAM)[0]
+        self._sock = _new_socket(family)
+        self._sock.setblocking(False)
+        self._sock.connect_ex(address)
+
+    def is_answered(self) -> bool:
+        """Whether it has taken or refused this one."""
+        poller = select.poll()
+        poller.register(self._sock, select.POLLOUT)
+        return bool(poller.poll(0)) and self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _ANSWERS
+
+    def close(self) -> None:
+        """To whoever is there, an unauthenticated peer that ends."""
+        self._sock.close()
 
 
 class _Notification:

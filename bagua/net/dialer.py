@@ -18,13 +18,16 @@ from dataclasses import dataclass
 
 from bagua import _C
 from bagua.errors import BaguaError, TransportError
-from bagua.net.connector import Attempt
+from bagua.net.connector import Attempt, HostProbe
 from bagua.net.rendezvous import RankRecord
 
 __all__ = ["Dialer", "RegisteredGroup", "exited_error"]
 
 _POLL_SECONDS = 0.05
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # which waiting does not mend
+# Of the time that a host may take no connection, after which the others are asked whether they reach it: early enough
+# that they find out within it. As of a link that falls silent (ProcessLink::Pace).
+_DOUBT_AFTER = 0.8
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # of a host that took the connection
 # A rank listens before the others learn its address, so a refused connection means that its process has exited. If it
 # had a reason to, its report arrives within this time (reports.py).
@@ -63,7 +66,8 @@ class Dialer:
         is_linked: whether there is a link to a rank.
         dial_link: makes one, or returns where the peer's own is about to come.
         dial_channel: makes the channel of a group to a peer.
-        silence_s: for how long a host may take no connection before that is a failure.
+        silence_s: for how long a host may take no connection before that is a failure: by then the others have told
+            whether they reach it.
         stalled_s: for how long this process itself did not run, a short while ago, in which a rank may have given it
             up; 0 if it did.
     """
@@ -86,11 +90,15 @@ class Dialer:
         # Guarded by the lock: by peer, the keys of groups that need it; and the threads, of those that need more.
         self._wanted: dict[int, set[str]] = defaultdict(set)
         self._threads: dict[int, threading.Thread] = {}
+        self._asked: set[int] = set()  # peers of which a group wants to know whether their hosts are still there
         self._is_closing = False
 
     def want(self, key: str, peer: int) -> None:
-        """A group needs a link and a channel to a rank; does not wait for them."""
+        """A group needs a link and a channel to a rank; does not wait for them. Asked again, it wants to know whether
+        the rank's host is still there."""
         with self._lock:
+            if key in self._wanted[peer]:
+                self._asked.add(peer)
             self._wanted[peer].add(key)
             if peer in self._threads or self._is_closing:
                 return
@@ -150,6 +158,7 @@ class Dialer:
                 missing = self._missing(peer, linked)
                 if not missing:
                     del self._threads[peer]
+                    self._asked.discard(peer)
                     return
             try:
                 self._advance(peer, linked, missing, state)
@@ -163,12 +172,14 @@ class Dialer:
         def still_wanted() -> None:
             with self._lock:
                 left = self._missing(peer, linked)
+                is_asked = peer in self._asked
+                self._asked.discard(peer)
                 # A link belongs to no group: the peer may have its end by now, and would take this one's for a death.
                 if self._is_closing or (linked and missing[0] not in left):
                     raise _UnwantedError
             if not linked and not attempt.is_connected and self._is_linked(peer):  # it came the other way
                 raise _UnwantedError
-            state.note(attempt, left, peer)
+            state.note(attempt, left, peer, is_asked)
 
         attempt = Attempt(still_wanted, self._silence_s)
         try:
@@ -184,6 +195,8 @@ class Dialer:
             time.sleep(_POLL_SECONDS)
         else:
             state.succeeded()
+        finally:
+            state.end_probe()
 
 
 class _PeerState:
@@ -195,6 +208,7 @@ class _PeerState:
         self._unheard_since = time.monotonic()
         self._is_noted = False
         self._is_doubted = False  # the others are being asked about it
+        self._probe: HostProbe | None = None
 
     def succeeded(self) -> None:
         self._refused_since = None
@@ -204,10 +218,22 @@ class _PeerState:
         self._unheard_since = time.monotonic()
         self._is_doubted = False
 
-    def note(self, attempt: Attempt, missing: list[RegisteredGroup], peer: int) -> None:
-        """While an attempt goes on; has the groups doubt a peer whose host has taken no connection for long."""
+    def end_probe(self) -> None:
+        """After an attempt."""
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+    def note(self, attempt: Attempt, missing: list[RegisteredGroup], peer: int, is_asked: bool = False) -> None:
+        """While an attempt goes on; has the groups doubt a peer whose host has taken no connection for long. Where they
+        ask, a host that took this one is called again: nothing else would tell soon that it is gone."""
         record = self._record
-        if attempt.is_connected:
+        if is_asked and attempt.is_connected and self._probe is None:
+            self._probe = HostProbe(record)
+            self._is_noted = False
+        elif self._probe is not None and self._probe.is_answered():
+            self.end_probe()
+        if attempt.is_connected and self._probe is None:
             self._heard()
             for group in missing:
                 group_peer = group.ranks.index(peer)
@@ -216,7 +242,7 @@ class _PeerState:
                     f"host accepts connections at {record.address}:{record.port})"
                 )
                 group.core.note_unreachable(group_peer, what, True)
-        elif self._is_doubted or time.monotonic() - self._unheard_since > self._silence_s:
+        elif self._is_doubted or time.monotonic() - self._unheard_since > _DOUBT_AFTER * self._silence_s:
             self._doubt(missing, peer, "no answer to the request for a connection")
         elif not self._is_noted:
             self._is_noted = True
@@ -247,7 +273,7 @@ class _PeerState:
                 group.core.note_unreachable(group.ranks.index(peer), what, True)
         elif (
             self._is_doubted
-            or now - self._unheard_since > self._silence_s
+            or now - self._unheard_since > _DOUBT_AFTER * self._silence_s
             or (attempt.is_connected and error.errno in _SILENT)
         ):
             self._doubt(missing, peer, str(error))

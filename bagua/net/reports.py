@@ -21,7 +21,8 @@ logger = logging.getLogger("bagua")
 
 _REPORT_SECONDS = 0.3  # for all of them together; a rank that is listening takes it at once
 _MAX_REPORTS = 32
-_MAX_TEXT = 1000  # characters; fits the first message of a connection, however JSON escapes them
+# So that it fits the first message of a connection, however JSON escapes the characters.
+_MAX_TEXT, _MAX_RANKS = 1000, 64
 
 
 def cause_of(core: _C.Group) -> BaguaError | None:
@@ -37,18 +38,25 @@ def describe(error: BaguaError) -> dict:
     """A cause as it travels."""
     text = str(error)
     text = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."
-    return {"kind": type(error).__name__, "text": text, "rank": error.rank, "operation": error.operation}
+    return {
+        "kind": type(error).__name__,
+        "text": text,
+        "rank": error.rank,
+        "ranks": error.ranks[:_MAX_RANKS],
+        "operation": error.operation,
+    }
 
 
 def remote_error(cause: dict, group_peer: int) -> BaguaError:
     """The first cause, as another rank's failure. A rank that only passes it on is not named, nor one that has found a
     connection cut or has waited in vain, and named nobody; Communicator::listen has the same rules."""
-    text, rank, kind = cause["text"], cause["rank"], cause["kind"]
+    text, rank, ranks, kind = cause["text"], cause["rank"], tuple(cause["ranks"]), cause["kind"]
     if kind != "RemoteError":
         text = f"rank {group_peer} reported: {text}"
         if rank is None and kind not in ("DeadlineExceeded", "TransportError"):
             rank = group_peer
-    return RemoteError(text, rank=rank, operation=cause["operation"])
+            ranks = (rank,)
+    return RemoteError(text, rank=rank, operation=cause["operation"], ranks=ranks)
 
 
 def report(records: Sequence[RankRecord], credentials: Credentials, about: dict) -> None:

@@ -34,8 +34,10 @@ Error from_python(const py::object& exception) {
   }
   py::object rank = py::getattr(exception, "rank", py::none());
   py::object operation = py::getattr(exception, "operation", py::none());
-  return Error(kind, py::str(exception), rank.is_none() ? -1 : rank.cast<int>(),
-               operation.is_none() ? std::string() : operation.cast<std::string>());
+  py::object ranks = py::getattr(exception, "ranks", py::none());
+  const Error error(kind, py::str(exception), rank.is_none() ? -1 : rank.cast<int>(),
+                    operation.is_none() ? std::string() : operation.cast<std::string>());
+  return ranks.is_none() ? error : error.of_ranks(ranks.cast<std::vector<int>>());
 }
 
 void bind_errors(py::module_& m) {

@@ -2,6 +2,7 @@
 #include "csrc/communicator/blame.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace bagua {
 namespace {
@@ -26,6 +27,28 @@ int GroupRanks::group_rank(int job_rank) const {
 std::string GroupRanks::describe_rank(int job_rank) const {
   const int rank = group_rank(job_rank);
   return rank >= 0 ? "rank " + std::to_string(rank) : "rank " + std::to_string(job_rank) + " of the job";
+}
+
+bool Losses::add(const Losses& others, int size) {
+  const size_t before = lost.size() + there.size();
+  const auto add_all = [size](const std::set<int>& from, std::set<int>& to) {
+    to.insert(from.lower_bound(0), from.lower_bound(size));
+  };
+  add_all(others.lost, lost);
+  add_all(others.there, there);
+  return lost.size() + there.size() > before;
+}
+
+std::vector<int> Losses::dead() const {
+  std::vector<int> dead;
+  std::set_difference(lost.begin(), lost.end(), there.begin(), there.end(), std::back_inserter(dead));
+  return dead;
+}
+
+bool is_own_fault(const Error& cause, int teller) {
+  if (cause.kind() == ErrorKind::kRemote) return false;
+  if (cause.rank() >= 0) return cause.rank() == teller;
+  return cause.kind() != ErrorKind::kDeadlineExceeded && cause.kind() != ErrorKind::kTransport;
 }
 
 ChainEnd end_at(const GroupRanks& ranks, int peer, const PeerStatus& theirs) {

@@ -10,9 +10,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <set>
 #include <string>
 #include <vector>
 
+#include "csrc/common/error.h"
 #include "csrc/common/operation.h"
 #include "csrc/communicator/peer_status.h"
 
@@ -55,5 +57,22 @@ Verdict judge_answer(const GroupRanks& ranks, const Operation& mine, int peer, c
 // that is known.
 Verdict judge_end(const GroupRanks& ranks, const ChainEnd& end, const std::string& before = "",
                   const std::string& elsewhere = "");
+
+// Who is lost to whom, among the ranks of a group, as far as a rank knows. Both sets only grow, and every rank that has
+// failed tells them to those that it is linked to whenever they do: so ranks between which there is a way over links
+// come to have the same ones, in whatever order they hear of it.
+struct Losses {
+  std::set<int> lost;   // to some rank: its link has ended and it had not left, or nothing comes from its host
+  std::set<int> there;  // of those: has told another rank what it failed with, so it is the connection that is lost
+
+  // Those of others; what is none of the `size` ranks of the group is dropped. Whether anything is new.
+  bool add(const Losses& others, int size);
+  std::vector<int> dead() const;  // in order
+  bool operator==(const Losses&) const = default;
+};
+
+// Whether a cause that `teller` tells is its own fault: whoever names itself, or has failed without naming anybody. Not
+// by a deadline or a connection: then nobody is at fault; nor by what others have told.
+bool is_own_fault(const Error& cause, int teller);
 
 }  // namespace bagua

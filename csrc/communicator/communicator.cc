@@ -59,7 +59,7 @@ Communicator::Communicator(int rank, int size, std::string name, std::chrono::mi
 }
 
 Communicator::~Communicator() {
-  if (process_) process_->remove(this, cause_);
+  if (process_) process_->remove(this, report());
   for (auto& peer : peers_) {
     if (peer->control) peer->control->stop();
   }
@@ -231,6 +231,7 @@ void Communicator::wait_until(int peer, Ready ready) {
     }
     doorbell_->sleep(epoch, std::min(is_polled_ ? kPollInterval : kMaxSleep, deadline_->remaining() + nanoseconds(1)));
     check_interrupt();
+    dial_probed();
     if (deadline_->expired()) deadline_exceeded(peer);
     compare_answer(peer);
     if (Deadline::Clock::now() > next_request) {
@@ -505,6 +506,7 @@ void Communicator::disseminate_notes(uint8_t* notes, size_t note_bytes) {
 // Between two looks at what a device transport does. All ranks have come to the operation by then.
 void Communicator::pause_for_device(const char* doing) {
   if (while_waiting_) while_waiting_();
+  dial_probed();
   throw_if_poisoned();
   if (deadline_->expired()) {
     throw Error(ErrorKind::kDeadlineExceeded,
@@ -580,12 +582,26 @@ bool Communicator::link_made(int job_rank, const std::shared_ptr<ProcessLink>& l
 // link.) Whether it has failed there, or the peer has left, comes as an answer.
 void Communicator::greet(int peer, ControlLink& control) {
   listen(peer, control);
-  const auto cause = first_cause();
-  if (cause) {
-    control.send_abort(*cause);
-  } else {
-    request_status(peer);
+  if (!tell(control)) request_status(peer);
+}
+
+// Whether there was a failure to tell of.
+bool Communicator::tell(ControlLink& control) const {
+  std::optional<Error> cause;
+  Losses losses;
+  {
+    std::lock_guard lock(mutex_);
+    cause = cause_;
+    losses = confirmed_locked();
   }
+  if (cause) control.send_abort(*cause, losses);
+  return cause.has_value();
+}
+
+std::optional<std::vector<uint8_t>> Communicator::report() const {
+  std::lock_guard lock(mutex_);
+  if (!cause_) return std::nullopt;
+  return abort_bytes(*cause_, confirmed_locked());
 }
 
 std::optional<Error> Communicator::first_cause() const {
@@ -621,26 +637,23 @@ bool Communicator::is_attached(int peer) const {
   return peers_[static_cast<size_t>(peer)]->channel.load(std::memory_order_acquire) != nullptr;
 }
 
-void Communicator::poison(const Error& cause, bool tell_peers) {
-  std::vector<std::shared_ptr<ControlLink>> links;
+bool Communicator::poison(const Error& cause, bool tell_peers) {
   {
     std::lock_guard lock(mutex_);
-    if (cause_) return;
+    if (cause_) return false;
     cause_ = cause;
     poisoned_at_ = Deadline::Clock::now();
-    for (auto& peer : peers_) {
-      if (peer->control) links.push_back(peer->control);
-    }
+    note_cause_locked();
+    agree_if_due_locked();
   }
   poisoned_.store(true, std::memory_order_release);
-  if (tell_peers) {
-    for (auto& link : links) link->send_abort(cause);
-  }
+  if (tell_peers) tell_all(cause);
   if (process_) {
     process_->note_failure(Error(cause.kind(), "in group '" + ranks_.group + "': " + cause.what(),
                                  cause.rank() >= 0 ? ranks_.job_rank(cause.rank()) : -1, cause.operation()));
   }
   doorbell_->ring();
+  return true;
 }
 
 void Communicator::throw_if_poisoned() {
@@ -668,7 +681,7 @@ void Communicator::end_and_isolate() {
 void Communicator::close() {
   std::optional<Error> why;
   if (process_) {
-    process_->remove(this, first_cause());
+    process_->remove(this, report());
     why = process_->failure();
   }
   if (has_device_transport()) {

@@ -32,9 +32,10 @@ class ControlLink;
 
 class Communicator {
  public:
-  // Called on the thread that runs the operation when a peer is first used: has the link and the channel to it made,
-  // which come by Process::attach and attach(), or note_unreachable() says meanwhile why not. Does not wait for them,
-  // so that no other message waits. Opening and authenticating connections is Python's business.
+  // Called on the thread that runs the operation, or the worker's, when a peer is first used: has the link and the
+  // channel to it made, which come by Process::attach and attach(), or note_unreachable() says meanwhile why not. Does
+  // not wait for them, so that no other message waits. Called again while there is no link, to find out anew whether
+  // the peer's host is there. Opening and authenticating connections is Python's business.
   using Connector = std::function<void(int peer)>;
   // Called now and then while an operation waits; what it throws ends the operation. For Ctrl-C.
   using Interrupt = std::function<void()>;
@@ -110,6 +111,14 @@ class Communicator {
   void abort_device_transport() noexcept {
     if (has_device_transport()) device_path_->transport()->abort();
   }
+  // Wakes the worker where it waits for nothing. Called on any thread, under a lock.
+  void set_wake_worker(std::function<void()> wake) {
+    std::lock_guard lock(mutex_);
+    wake_worker_ = std::move(wake);
+  }
+  // Of the worker, or whoever else runs an operation: has peers dialed that others ask about, or that are to be asked.
+  // (The reactor's thread, which answers them, never calls Python.)
+  void dial_probed();
   // Called in every round of a wait, by the thread that waits.
   void set_while_waiting(std::function<void()> look) { while_waiting_ = std::move(look); }
   void set_same_host(std::vector<bool> same_host) { same_host_ = std::move(same_host); }
@@ -131,8 +140,8 @@ class Communicator {
   bool has_departed(int peer) const;  // [any thread], before close()
   bool is_attached(int peer) const;   // [any thread]
 
-  // The first cause wins; later ones are dropped. Tells the connected peers, wakes the worker. [any thread]
-  void poison(const Error& cause, bool tell_peers = true);
+  // The first cause wins; later ones are dropped (false). Tells the connected peers, wakes the worker. [any thread]
+  bool poison(const Error& cause, bool tell_peers = true);
   bool is_poisoned() const { return poisoned_.load(std::memory_order_acquire); }  // [any thread]
   // Once the ranks that are left have told one another what they failed with, for which it may wait a moment. [any
   // thread but the reactor's]
@@ -161,6 +170,8 @@ class Communicator {
   PeerStatus status() const;
   // The same for a peer that asks why it is kept waiting; who waits asks in turn. [any thread]
   PeerStatus answer(const StatusRequest& request);
+  // Whether this rank hears from one of the job; finds out where it may be of this group. [any thread]
+  PeerStatus::Hearing hearing_of(int job_rank);
   // What a peer answered. [any thread]
   void take_answer(int peer, const PeerStatus& theirs);
   // Outside of operations: of the messages that are under way and have a thread waiting for them, the peer of the
@@ -185,6 +196,12 @@ class Communicator {
     Verdict verdict;  // as far as this rank knows by itself
     TimePoint since, until, next_request;
   };
+  // Whether a peer hears from a rank of the job.
+  struct Testimony {
+    int about = -1;
+    PeerStatus::Hearing hearing = PeerStatus::kCannotTell;
+    TimePoint at;
+  };
   struct Peer {
     std::atomic<bool> is_wanted{false};      // the connector was called
     bool is_active = false;                  // in active_
@@ -196,15 +213,19 @@ class Communicator {
     std::shared_ptr<ControlLink> control;
     std::string unreachable;  // why there is none
     bool names_peer = false;
+    bool is_probe_due = false;                   // the worker is to have it dialed, so as to know whether it is there
+    std::optional<TimePoint> probed_at;          // when that became due, last
     std::optional<TimePoint> unreachable_since;  // without a sign of its host
     std::optional<Inquiry> doubt;                // since it is silent
-    std::optional<Error> told;                   // what it has failed with
+    std::optional<Error> told;                   // what it has failed with, first
+    Losses losses;                               // of whom it has told
     bool is_lost = false;                        // its link has ended, and it had not left
     std::optional<Error> why_left;               // what it said when it left
     std::optional<TimePoint> unanswered_since;   // the first request since it has answered
     TimePoint last_request;
     std::optional<PeerStatus> answer;
     TimePoint answered_at;
+    Testimony testimony;     // of its last answer that is about a third rank
     bool is_unread = false;  // the worker has not looked at the answer
   };
 
@@ -244,9 +265,18 @@ class Communicator {
   std::optional<Verdict> inquire(int peer, std::chrono::nanoseconds limit, const Verdict& suspicion);
   void doubt(int peer, const ProcessLink::Silence& silence);
   std::optional<Error> first_cause() const;
+  std::optional<std::vector<uint8_t>> report() const;
+  bool tell(ControlLink& control) const;
+  void tell_all(const Error& cause);
+  void take_abort(int peer, const Error& cause, const Losses& theirs);
+  void take_loss(int peer, const std::string& how);
+  void fail_or_tell(const Error& cause);
+  void note_cause_locked();
+  void refute_locked();
+  Losses confirmed_locked() const;
   Error agreed_cause();
+  void agree_if_due_locked();
   bool is_cause_awaited_locked() const;
-  void agree_on_cause_locked();
   [[noreturn]] void throw_departed(int peer);
   void compare_answer(int peer);
   [[noreturn]] void deadline_exceeded(int peer);
@@ -256,6 +286,8 @@ class Communicator {
   bool is_silent_locked(const Peer& p) const;
   bool is_unreachable_locked(const Peer& p) const;
   PeerStatus::Hearing hearing(int peer);
+  PeerStatus::Hearing probe_locked(int peer);
+  bool is_probing_locked(const Peer& p) const;
   Verdict judge(int peer, TimePoint since, double allowed_seconds) const;
   Verdict ask_others(const Verdict& verdict, double allowed_seconds);
   void ask_about(Inquiry& inquiry);
@@ -287,6 +319,7 @@ class Communicator {
   std::vector<Request*> batched_;
   bool is_batching_ = false;
   std::function<void()> while_waiting_;
+  std::atomic<bool> has_probes_{false};
   bool has_device_channels_ = false;
   bool is_polled_ = false;  // whether a channel was, when progress() last looked
   Deadline::Clock::time_point last_interrupt_check_;
@@ -301,7 +334,9 @@ class Communicator {
   std::atomic<uint64_t> network_bytes_sent_{0};
   std::atomic<uint64_t> bytes_received_{0};
   mutable std::mutex mutex_;  // guards what follows, and the fields of peers_ that are not atomic
+  std::function<void()> wake_worker_;
   std::optional<Error> cause_;
+  Losses losses_, told_;  // as far as is known, and as it was told
   TimePoint poisoned_at_;
   bool is_cause_agreed_ = false;
   std::condition_variable cause_changed_;

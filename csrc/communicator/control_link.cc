@@ -15,6 +15,13 @@ struct SegmentNote {
   uint64_t bytes;
 };
 
+struct LossNote {
+  int32_t rank;
+  uint32_t is_there;
+};
+// So that a frame, with the longest cause, stays far below what a link takes.
+constexpr uint32_t kMaxLosses = 4096;
+
 // Nothing when it is none.
 std::optional<Error> error_from(const uint8_t* payload, size_t bytes) {
   if (bytes < 12) return std::nullopt;
@@ -29,6 +36,30 @@ std::optional<Error> error_from(const uint8_t* payload, size_t bytes) {
   return Error(static_cast<ErrorKind>(kind), what, rank, operation);
 }
 
+struct Abort {
+  Error cause;
+  Losses losses;
+};
+
+// Nothing when it is none. Whoever knows the group's size drops ranks that it does not have.
+std::optional<Abort> abort_from(const uint8_t* payload, size_t bytes) {
+  uint32_t count;
+  if (bytes < sizeof count) return std::nullopt;
+  std::memcpy(&count, payload, sizeof count);
+  if (count > kMaxLosses || count > (bytes - sizeof count) / sizeof(LossNote)) return std::nullopt;
+  Losses losses;
+  for (uint32_t i = 0; i < count; ++i) {
+    LossNote note;
+    std::memcpy(&note, payload + sizeof count + i * sizeof note, sizeof note);
+    losses.lost.insert(note.rank);
+    if (note.is_there != 0) losses.there.insert(note.rank);
+  }
+  const size_t before = sizeof count + count * sizeof(LossNote);
+  auto cause = error_from(payload + before, bytes - before);
+  if (!cause) return std::nullopt;
+  return Abort{std::move(*cause), std::move(losses)};
+}
+
 }  // namespace
 
 // As the payload of a frame: kind, rank, the bytes of the operation's name, which follows, and the message.
@@ -41,6 +72,22 @@ std::vector<uint8_t> error_bytes(const Error& error) {
   std::memcpy(payload.data(), numbers, sizeof numbers);
   std::copy(operation.begin(), operation.end(), payload.begin() + sizeof numbers);
   std::copy(what.begin(), what.end(), payload.end() - static_cast<long>(what.size()));
+  return payload;
+}
+
+// As the payload of a frame: how many are lost, each with whether it is there, and the cause.
+std::vector<uint8_t> abort_bytes(const Error& cause, const Losses& losses) {
+  std::vector<LossNote> notes;
+  for (const int rank : losses.lost) {
+    if (notes.size() == kMaxLosses) break;
+    notes.push_back({rank, losses.there.count(rank) != 0});
+  }
+  const auto count = static_cast<uint32_t>(notes.size());
+  const auto error = error_bytes(cause);
+  std::vector<uint8_t> payload(sizeof count + notes.size() * sizeof(LossNote) + error.size());
+  std::memcpy(payload.data(), &count, sizeof count);
+  if (count > 0) std::memcpy(payload.data() + sizeof count, notes.data(), notes.size() * sizeof(LossNote));
+  std::copy(error.begin(), error.end(), payload.end() - static_cast<long>(error.size()));
   return payload;
 }
 
@@ -72,8 +119,8 @@ void ControlLink::stop() {
   subscription_ = 0;
 }
 
-void ControlLink::send_abort(const Error& cause) {
-  const auto payload = error_bytes(cause);
+void ControlLink::send_abort(const Error& cause, const Losses& losses) {
+  const auto payload = abort_bytes(cause, losses);
   send_frame(FrameType::kAbort, payload.data(), payload.size());
 }
 
@@ -113,7 +160,7 @@ void ControlLink::on_frame(FrameType type, const uint8_t* payload, size_t bytes,
   uint64_t id = 0;
   switch (type) {
     case FrameType::kAbort:
-      if (const auto cause = error_from(payload, bytes)) events_.on_abort(*cause);
+      if (const auto abort = abort_from(payload, bytes)) events_.on_abort(abort->cause, abort->losses);
       break;
     case FrameType::kLeave:
       has_left_ = true;

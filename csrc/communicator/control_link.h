@@ -17,6 +17,7 @@
 
 #include "csrc/common/error.h"
 #include "csrc/common/fork_guard.h"
+#include "csrc/communicator/blame.h"
 #include "csrc/communicator/peer_status.h"
 #include "csrc/communicator/process_link.h"
 #include "csrc/transport/transport.h"
@@ -27,7 +28,8 @@ class ControlLink : public ProcessLink::Route, public PeerMemory {
  public:
   // What the link tells its owner; called on the reactor thread.
   struct Events {
-    std::function<void(const Error&)> on_abort;                   // the peer reports a first cause
+    // The peer reports a first cause, and who is lost; again when it knows of more.
+    std::function<void(const Error&, const Losses&)> on_abort;
     std::function<void(const std::string& how)> on_lost;          // ended, and the peer had not left
     std::function<void(const ProcessLink::Silence&)> on_silence;  // at every tick; see ProcessLink::Route
     std::function<void(const Error&)> on_failure;                 // this rank can't go on
@@ -46,7 +48,7 @@ class ControlLink : public ProcessLink::Route, public PeerMemory {
   void start(Events events);
   void stop();  // after it no event is called
 
-  void send_abort(const Error& cause);
+  void send_abort(const Error& cause, const Losses& losses);
   void send_leave(const std::optional<Error>& why = {});
   void request_status(const StatusRequest& request);
   const ProcessLink& process_link() const { return *link_; }
@@ -87,7 +89,8 @@ class ControlLink : public ProcessLink::Route, public PeerMemory {
   std::vector<Mapping> released_;
 };
 
-// A first cause as it travels.
+// As they travel: a cause, and the report of a first one.
 std::vector<uint8_t> error_bytes(const Error& error);
+std::vector<uint8_t> abort_bytes(const Error& cause, const Losses& losses);
 
 }  // namespace bagua

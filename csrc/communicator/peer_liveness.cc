@@ -32,8 +32,10 @@ constexpr milliseconds kRequestInterval{50};
 constexpr milliseconds kMinRequestInterval{20};
 // How long it may take until the others have told what they failed with.
 constexpr milliseconds kAgreement{200};
-// For how long the others are asked about a silent peer.
-constexpr milliseconds kMinInquiry{300}, kMaxInquiry{1000};
+// For how long the others are asked about a silent peer: a rank that has no link to it finds out meanwhile.
+constexpr milliseconds kMinInquiry = 2 * kSilence, kMaxInquiry{1000};
+// How many of the others need a link, so that they can be asked.
+constexpr int kWitnesses = 4;
 
 nanoseconds inquiry_length(nanoseconds silence) {
   return std::clamp<nanoseconds>(silence / 5, kMinInquiry, kMaxInquiry);
@@ -58,45 +60,18 @@ std::string seconds_text(double seconds) {
 void Communicator::listen(int peer, ControlLink& control) {
   Peer& p = *peers_[static_cast<size_t>(peer)];
   ControlLink::Events events;
-  events.on_abort = [this, peer, &p](const Error& cause) {
-    {
-      std::lock_guard lock(mutex_);
-      if (!p.told) p.told = cause;
-    }
-    cause_changed_.notify_all();
-    if (cause.kind() == ErrorKind::kRemote) {
-      poison(cause);
-    } else {
-      // Who failed without naming anybody is to blame, except for a deadline or a connection: then nobody is.
-      const bool is_own = cause.kind() != ErrorKind::kDeadlineExceeded && cause.kind() != ErrorKind::kTransport;
-      const bool names = cause.rank() >= 0 || !is_own;
-      poison(Error(ErrorKind::kRemote, "rank " + std::to_string(peer) + " reported: " + cause.what(),
-                   names ? cause.rank() : peer, cause.operation()));
-    }
-  };
+  events.on_abort = [this, peer](const Error& cause, const Losses& theirs) { take_abort(peer, cause, theirs); };
   events.on_failure = [this](const Error& cause) {
     poison(Error(cause.kind(), cause.what(), cause.rank() >= 0 ? cause.rank() : ranks_.rank));
   };
-  events.on_lost = [this, peer, &p](const std::string& how) {
-    {
-      std::lock_guard lock(mutex_);
-      p.is_lost = true;
-    }
-    cause_changed_.notify_all();
-    poison(Error(ErrorKind::kTransport,
-                 "rank " + std::to_string(peer) + " " + how +
-                     " without leaving the group: its process died or the network between the hosts failed; see the "
-                     "log of rank " +
-                     std::to_string(peer),
-                 peer, std::string(operation_name(status().operation.kind))));
-  };
+  events.on_lost = [this, peer](const std::string& how) { take_loss(peer, how); };
   events.on_leave = [this, &p](const std::optional<Error>& why) {
     {
       std::lock_guard lock(mutex_);
       p.why_left = why;
+      p.departed.store(true, std::memory_order_release);
+      agree_if_due_locked();
     }
-    p.departed.store(true, std::memory_order_release);
-    cause_changed_.notify_all();
     doorbell_->ring();
   };
   events.on_silence = [this, peer](const ProcessLink::Silence& silence) { doubt(peer, silence); };
@@ -105,7 +80,7 @@ void Communicator::listen(int peer, ControlLink& control) {
     doorbell_->ring();
   };
   events.my_status = [this, &control](const StatusRequest& request) {
-    if (const auto cause = first_cause()) control.send_abort(*cause);  // the peer may not have had the group before
+    tell(control);  // the peer may not have had the group before
     return answer(request);
   };
   events.on_segment = [this] { doorbell_->ring(); };
@@ -133,68 +108,152 @@ void Communicator::throw_departed(int peer) {
 
 // ---- what the ranks that are left say
 //
-// Whoever has failed tells all others once with what. When all have told that are not dead, they know the same, and
-// make the same of it: who is lost to anybody, and tells nothing, is dead, and the first of the dead is named. A rank
-// that tells something is not dead, whatever others have seen of it; nor is one that is silent, as long as nobody
-// names it.
+// Whoever has failed tells all others with what, and who is lost to whom, as far as it knows (blame.h); again when it
+// knows more. When all that are not dead have told the same, they make the same of it: the first of the dead is named.
+// A rank that tells something is not dead, whatever others have seen of it; nor is one that is silent, as long as
+// nobody names it. What comes later changes nothing here, and is passed on.
 
-// Not from those that are named and silent.
+void Communicator::take_abort(int peer, const Error& cause, const Losses& theirs) {
+  Peer& p = *peers_[static_cast<size_t>(peer)];
+  {
+    std::lock_guard lock(mutex_);
+    agree_if_due_locked();
+    if (!p.told) p.told = cause;
+    p.losses.add(theirs, ranks_.size);
+    losses_.add(theirs, ranks_.size);
+  }
+  if (cause.kind() == ErrorKind::kRemote) return fail_or_tell(cause);
+  const int culprit = cause.rank() < 0 && is_own_fault(cause, peer) ? peer : cause.rank();
+  fail_or_tell(Error(ErrorKind::kRemote, "rank " + std::to_string(peer) + " reported: " + cause.what(), culprit,
+                     cause.operation()));
+}
+
+void Communicator::take_loss(int peer, const std::string& how) {
+  {
+    std::lock_guard lock(mutex_);
+    agree_if_due_locked();
+    peers_[static_cast<size_t>(peer)]->is_lost = true;
+    losses_.lost.insert(peer);
+  }
+  fail_or_tell(Error(ErrorKind::kTransport,
+                     "rank " + std::to_string(peer) + " " + how +
+                         " without leaving the group: its process died or the network between the hosts failed; see "
+                         "the log of rank " +
+                         std::to_string(peer),
+                     peer, std::string(operation_name(status().operation.kind))));
+}
+
+// After losses_ may have grown: fails with `cause`, or, where it has failed, tells the others what is new.
+void Communicator::fail_or_tell(const Error& cause) {
+  if (poison(cause)) return;
+  std::optional<Error> first;
+  {
+    std::lock_guard lock(mutex_);
+    refute_locked();
+    agree_if_due_locked();
+    if (confirmed_locked() == told_) return;
+    first = cause_;
+  }
+  tell_all(*first);
+}
+
+// A cause of this rank that names another one, over the connection to it, or several, which others have agreed on.
+void Communicator::note_cause_locked() {
+  Losses losses;
+  const auto ranks = cause_->ranks();
+  const bool is_loss = cause_->kind() == ErrorKind::kTransport && cause_->rank() != ranks_.rank;
+  if (is_loss || ranks.size() > 1) losses.lost.insert(ranks.begin(), ranks.end());
+  losses_.add(losses, ranks_.size);
+  refute_locked();
+}
+
+// Of those that are lost to somebody, whoever has told this rank something is there; for this rank itself, others say
+// so, unless it has told them too late, as after it was stopped: whom this rank has named as dead, it does not take
+// back. One that has told of its own fault is named for that.
+void Communicator::refute_locked() {
+  const std::vector<int> named = is_cause_agreed_ ? cause_->ranks() : std::vector<int>{};
+  for (const int rank : losses_.lost) {
+    if (std::find(named.begin(), named.end(), rank) != named.end()) continue;
+    const auto& told = peers_[static_cast<size_t>(rank)]->told;
+    if (told && !is_own_fault(*told, rank)) losses_.there.insert(rank);
+  }
+}
+
+// What this rank tells of them: what it has found itself, or cannot judge. As long as its own link to one is well, it
+// may yet hear that it is the connection to another rank that has failed.
+Losses Communicator::confirmed_locked() const {
+  Losses confirmed = losses_;
+  std::erase_if(confirmed.lost, [this](int rank) {
+    if (rank == ranks_.rank || losses_.there.count(rank) != 0) return false;
+    if (cause_ && cause_->kind() == ErrorKind::kTransport && cause_->rank() == rank) return false;
+    const Peer& p = *peers_[static_cast<size_t>(rank)];
+    const bool has_ended = p.told || p.is_lost || p.departed.load(std::memory_order_relaxed);
+    return p.control && !has_ended && !is_silent_locked(p);
+  });
+  return confirmed;
+}
+
+void Communicator::tell_all(const Error& cause) {
+  std::vector<std::shared_ptr<ControlLink>> links;
+  Losses losses;
+  {
+    std::lock_guard lock(mutex_);
+    losses = told_ = confirmed_locked();
+    for (auto& peer : peers_) {
+      if (peer->control && !peer->is_lost) links.push_back(peer->control);
+    }
+  }
+  for (auto& link : links) link->send_abort(cause, losses);
+}
+
+// Whether others may still tell of more: those linked to this rank that have told nothing, or something else than this
+// one; not from those that are named and silent. Where somebody is lost, also those that are linked only to others; and
+// where it is this rank, anybody may yet say that it is there.
 bool Communicator::is_cause_awaited_locked() const {
-  std::set<int> named{cause_->rank()};
+  if (losses_.lost.count(ranks_.rank) > losses_.there.count(ranks_.rank)) return true;
+  std::set<int> named = losses_.lost;
+  named.insert(cause_->rank());
   for (const auto& peer : peers_) {
     if (peer->told) named.insert(peer->told->rank());
   }
   for (int peer = 0; peer < ranks_.size; ++peer) {
     const Peer& p = *peers_[static_cast<size_t>(peer)];
-    const bool has_ended = p.told || p.is_lost || p.departed.load(std::memory_order_relaxed);
-    if (p.control && !has_ended && (named.count(peer) == 0 || !is_silent_locked(p))) return true;
+    if (peer == ranks_.rank || p.is_lost || p.departed.load(std::memory_order_relaxed)) continue;
+    if (p.told && p.losses != losses_) return true;
+    if (p.told || (named.count(peer) != 0 && is_silent_locked(p))) continue;
+    if (p.control || (!losses_.lost.empty() && losses_.lost.count(peer) == 0)) return true;
   }
   return false;
 }
 
-void Communicator::agree_on_cause_locked() {
+// Once nothing more is awaited, or comes too late.
+void Communicator::agree_if_due_locked() {
+  if (!cause_ || is_cause_agreed_) return;
+  if (Deadline::Clock::now() < poisoned_at_ + kAgreement && is_cause_awaited_locked()) return;
   is_cause_agreed_ = true;
-  std::set<int> lost;  // to another rank
-  const auto add = [&](const Error& cause, int teller) {
-    const bool names = cause.rank() >= 0 && cause.rank() < ranks_.size && cause.rank() != teller;
-    if (names && cause.kind() == ErrorKind::kTransport) lost.insert(cause.rank());
-  };
-  add(*cause_, ranks_.rank);
-  for (int peer = 0; peer < ranks_.size; ++peer) {
-    const Peer& p = *peers_[static_cast<size_t>(peer)];
-    if (p.told) {
-      add(*p.told, peer);
-    } else if (p.is_lost) {
-      lost.insert(peer);
-    }
-  }
-  std::set<int> dead = lost;
-  std::erase_if(dead, [this](int rank) { return rank == ranks_.rank || peers_[static_cast<size_t>(rank)]->told; });
+  cause_changed_.notify_all();
+  const std::vector<int> dead = losses_.dead();
   if (dead.empty()) {
-    if (lost.count(cause_->rank()) == 0) return;
+    if (losses_.lost.count(cause_->rank()) == 0) return;
     cause_ = Error(cause_->kind(),
                    std::string(cause_->what()) + "; rank " + std::to_string(cause_->rank()) +
                        " is there, so the connection to it has failed",
                    -1, cause_->operation());
     return;
   }
-  const int first = *dead.begin();
-  if (cause_->rank() != first) {
+  if (cause_->rank() != dead.front()) {
     const auto operation = cause_->operation();
-    cause_ = Error(ErrorKind::kTransport, "rank " + std::to_string(first) + " is lost, too: " + cause_->what(), first,
-                   operation);
+    cause_ = Error(ErrorKind::kTransport, "rank " + std::to_string(dead.front()) + " is lost, too: " + cause_->what(),
+                   dead.front(), operation);
   }
-  cause_ = cause_->of_ranks({dead.begin(), dead.end()});
+  cause_ = cause_->of_ranks(dead);
 }
 
 Error Communicator::agreed_cause() {
   std::unique_lock lock(mutex_);
-  if (!is_cause_agreed_) {
-    cause_changed_.wait_until(lock, poisoned_at_ + kAgreement,
-                              [this] { return is_cause_agreed_ || !is_cause_awaited_locked(); });
-    if (!is_cause_agreed_) agree_on_cause_locked();
-    cause_changed_.notify_all();
-  }
+  agree_if_due_locked();  // somebody may have fallen silent meanwhile
+  cause_changed_.wait_until(lock, poisoned_at_ + kAgreement, [this] { return is_cause_agreed_; });
+  agree_if_due_locked();
   return *cause_;
 }
 
@@ -283,8 +342,8 @@ void Communicator::forward_request(uint32_t hops) {
 
 PeerStatus Communicator::answer(const StatusRequest& request) {
   PeerStatus status = this->status();
-  if (request.about >= 0 && request.about < ranks_.size && request.about != ranks_.rank)
-    status.hearing = hearing(request.about);
+  status.about = request.about;
+  status.hearing = hearing_of(request.about);
   if (status.waiting_for >= 0) {
     forward_request(request.hops);
   } else if (status.elsewhere_ms > 0) {
@@ -306,7 +365,14 @@ bool Communicator::is_silent_locked(const Peer& p) const {
          (p.unanswered_since && Deadline::Clock::now() - *p.unanswered_since >= kSilence);
 }
 
-// By an answer that is not old, or a request that has not been answered for long. Asks, so as to know it next time.
+PeerStatus::Hearing Communicator::hearing_of(int job_rank) {
+  const int peer = ranks_.group_rank(job_rank);
+  const bool is_peer = peer >= 0 && peer < ranks_.size && peer != ranks_.rank;
+  return is_peer ? hearing(peer) : PeerStatus::kCannotTell;
+}
+
+// By an answer that is not old, or a request that has not been answered for long. Asks, or dials, so as to know it next
+// time.
 PeerStatus::Hearing Communicator::hearing(int peer) {
   PeerStatus::Hearing hearing = PeerStatus::kNotYetKnown;
   const auto now = Deadline::Clock::now();
@@ -314,10 +380,7 @@ PeerStatus::Hearing Communicator::hearing(int peer) {
     std::lock_guard lock(mutex_);
     const Peer& p = *peers_[static_cast<size_t>(peer)];
     if (p.departed.load(std::memory_order_relaxed)) return PeerStatus::kCannotTell;
-    if (!p.control) {
-      if (is_unreachable_locked(p)) return PeerStatus::kHearsNothing;
-      return p.unreachable_since ? PeerStatus::kNotYetKnown : PeerStatus::kCannotTell;
-    }
+    if (!p.control) return probe_locked(peer);
     if (is_silent_locked(p)) {
       hearing = PeerStatus::kHearsNothing;
     } else if (p.answer && now - p.answered_at < kSilence) {
@@ -329,12 +392,51 @@ PeerStatus::Hearing Communicator::hearing(int peer) {
   return hearing;
 }
 
+// Of a peer without a link, by whether its host takes a connection, as which the worker has it dialed once in a while.
+PeerStatus::Hearing Communicator::probe_locked(int peer) {
+  Peer& p = *peers_[static_cast<size_t>(peer)];
+  if (is_unreachable_locked(p)) return PeerStatus::kHearsNothing;
+  if (!connector_) return PeerStatus::kCannotTell;
+  const auto now = Deadline::Clock::now();
+  if (!p.unreachable_since && (!p.probed_at || now - *p.probed_at > kMaxInquiry)) {
+    p.probed_at = now;
+    p.is_probe_due = true;
+    has_probes_.store(true, std::memory_order_release);
+    doorbell_->ring();
+    if (wake_worker_) wake_worker_();
+  }
+  return is_probing_locked(p) ? PeerStatus::kNotYetKnown : PeerStatus::kCannotTell;
+}
+
+// Not any more where the host has taken a connection and the process does not answer.
+bool Communicator::is_probing_locked(const Peer& p) const {
+  return p.unreachable_since || (p.probed_at && !(p.names_peer && Deadline::Clock::now() - *p.probed_at > kSilence));
+}
+
+void Communicator::dial_probed() {
+  if (!has_probes_.load(std::memory_order_relaxed) || !has_probes_.exchange(false, std::memory_order_acquire)) return;
+  std::vector<int> probed;
+  {
+    std::lock_guard lock(mutex_);
+    for (int peer = 0; peer < ranks_.size; ++peer) {
+      if (peer == ranks_.rank) continue;
+      Peer& p = *peers_[static_cast<size_t>(peer)];
+      if (std::exchange(p.is_probe_due, false) && !p.control) probed.push_back(peer);
+    }
+  }
+  for (const int peer : probed) {
+    peers_[static_cast<size_t>(peer)]->is_wanted.store(true, std::memory_order_relaxed);
+    connector_(peer);
+  }
+}
+
 void Communicator::take_answer(int peer, const PeerStatus& theirs) {
   std::lock_guard lock(mutex_);
   Peer& p = *peers_[static_cast<size_t>(peer)];
   p.answer = theirs;
   if (theirs.group != PeerStatus::kHasMade && theirs.elsewhere_ms == 0) p.answer->end = end_at(ranks_, peer, theirs);
   p.answered_at = Deadline::Clock::now();
+  if (theirs.about >= 0) p.testimony = {theirs.about, theirs.hearing, p.answered_at};
   p.unanswered_since.reset();
   p.is_unread = true;
 }
@@ -388,14 +490,26 @@ Verdict Communicator::ask_others(const Verdict& verdict, double allowed_seconds)
   }
 }
 
-// Asks everybody what it hears from the rank at the far end, and that rank whether it is there, if that is due.
+// Asks everybody what it hears from the rank at the far end, and that rank whether it is there, if that is due. Dials
+// some of the others where this rank has links to few.
 void Communicator::ask_about(Inquiry& inquiry) {
   const auto now = Deadline::Clock::now();
   if (now < inquiry.next_request) return;
   inquiry.next_request = now + kRequestInterval;
   const int unreachable = inquiry.verdict.unreachable;
+  {
+    std::lock_guard lock(mutex_);
+    int num_others = 0;
+    for (const bool dials : {false, true}) {
+      for (int peer = 0; peer < ranks_.size && num_others < kWitnesses; ++peer) {
+        if (peer == ranks_.rank || peer == unreachable) continue;
+        const bool is_linked = peers_[static_cast<size_t>(peer)]->control != nullptr;
+        num_others += dials ? !is_linked && probe_locked(peer) != PeerStatus::kCannotTell : is_linked;
+      }
+    }
+  }
   for (int peer = 0; peer < ranks_.size; ++peer) {
-    if (peer != ranks_.rank) request_status(peer, {.about = peer == unreachable ? -1 : unreachable});
+    if (peer != ranks_.rank) request_status(peer, {.about = peer == unreachable ? -1 : ranks_.job_rank(unreachable)});
   }
 }
 
@@ -450,13 +564,18 @@ void Communicator::doubt_unlinked(int peer, nanoseconds silence, const std::stri
 
 // The verdict when the others' answers make it certain, or are all that will come.
 std::optional<Verdict> Communicator::weigh_answers(const Verdict& verdict, TimePoint since, bool is_last) const {
+  const int about = ranks_.job_rank(verdict.unreachable);
   int there = 0, silent = 0, deaf = 0, undecided = 0;
+  std::string unknowing;
   {
     std::lock_guard lock(mutex_);
     for (int peer = 0; peer < ranks_.size; ++peer) {
       const Peer& p = *peers_[static_cast<size_t>(peer)];
       if (peer == ranks_.rank || p.departed.load(std::memory_order_relaxed)) continue;
-      if (!p.control && !is_unreachable_locked(p)) continue;
+      if (!p.control && !is_unreachable_locked(p)) {
+        undecided += is_probing_locked(p);
+        continue;
+      }
       const bool answers = p.answer && p.answered_at >= since;
       const bool is_silent = !answers && is_silent_locked(p);
       if (peer == verdict.unreachable) {
@@ -465,9 +584,12 @@ std::optional<Verdict> Communicator::weigh_answers(const Verdict& verdict, TimeP
         deaf += is_silent && verdict.witness != ranks_.job_rank(ranks_.rank);
       } else if (answers) {
         ++there;
-        if (p.answer->hearing == PeerStatus::kHears) return verdict;
-        deaf += p.answer->hearing == PeerStatus::kHearsNothing;
-        undecided += p.answer->hearing == PeerStatus::kNotYetKnown;
+        const bool is_asked = p.testimony.about == about && p.testimony.at >= since;  // not about anything else
+        const auto hearing = is_asked ? p.testimony.hearing : PeerStatus::kNotYetKnown;
+        if (hearing == PeerStatus::kHears) return verdict;
+        deaf += hearing == PeerStatus::kHearsNothing;
+        undecided += hearing == PeerStatus::kNotYetKnown;
+        if (hearing != PeerStatus::kHearsNothing) unknowing += (unknowing.empty() ? "" : ", ") + std::to_string(peer);
       } else {
         silent += is_silent;
         undecided += !is_silent;
@@ -480,7 +602,11 @@ std::optional<Verdict> Communicator::weigh_answers(const Verdict& verdict, TimeP
         ranks_.rank, true,
         verdict.what + "; this rank hears from none of " + std::to_string(silent) + " others: its own host is cut off"};
   }
-  if (deaf == 0 || there < silent) return verdict;
+  if (deaf == 0 || there < silent) {
+    Verdict open = verdict;
+    if (!unknowing.empty()) open.what += "; of the other ranks, " + unknowing + " could not tell whether it is there";
+    return open;
+  }
   return Verdict{verdict.unreachable, true,
                  verdict.what + "; nor does anybody else hear from rank " + std::to_string(verdict.unreachable)};
 }
@@ -488,6 +614,7 @@ std::optional<Verdict> Communicator::weigh_answers(const Verdict& verdict, TimeP
 void Communicator::pause() {
   throw_if_poisoned();
   check_interrupt();
+  dial_probed();
   const uint32_t epoch = doorbell_->prepare();
   doorbell_->sleep(epoch, milliseconds(10));
 }
@@ -495,17 +622,20 @@ void Communicator::pause() {
 void Communicator::deadline_exceeded(int peer) {
   if (has_departed(peer)) throw_departed(peer);
   const double allowed = deadline_->allowed_seconds();
-  std::string unreachable;
-  bool names_peer = true;
+  std::optional<Verdict> unlinked;
+  bool is_silent = false;
   {
     std::lock_guard lock(mutex_);
     const Peer& p = *peers_[static_cast<size_t>(peer)];
-    if (!p.control) {
-      unreachable = p.unreachable.empty() ? "rank " + std::to_string(peer) + " did not do its part" : p.unreachable;
-      names_peer = p.unreachable.empty() || p.names_peer;
+    is_silent = is_unreachable_locked(p);
+    if (!p.control && p.unreachable.empty()) {
+      unlinked = {peer, true, "rank " + std::to_string(peer) + " did not do its part"};
+    } else if (!p.control) {
+      unlinked = {p.names_peer ? peer : -1, true, p.unreachable, is_silent ? peer : -1, ranks_.job_rank(ranks_.rank)};
     }
   }
-  if (!unreachable.empty()) throw_late(names_peer ? peer : -1, unreachable, allowed);
+  if (unlinked && is_silent) unlinked = ask_others(*unlinked, allowed);
+  if (unlinked) throw_late(unlinked->culprit, unlinked->what, allowed);
   const StatusRequest request{.hops = static_cast<uint32_t>(ranks_.size)};
   blame(peer, allowed, [&] { request_status(peer, request); });
 }

@@ -46,12 +46,14 @@ struct PeerStatus {
   // who asks to say whose status this is (`end`).
   enum Group : uint32_t { kHasMade, kHasNotMade, kHasLeft };
   Group group = kHasMade;
+  int32_t about = -1;  // the request's
+  uint32_t padding = 0;
 };
 
 // What a peer is asked beside what it does.
 struct StatusRequest {
   uint32_t hops = 0;   // along how many more ranks it asks, each whom it waits for
-  int32_t about = -1;  // a rank of the group: whether the peer hears from it
+  int32_t about = -1;  // a rank of the job: whether the peer hears from it
 };
 
 // Throws an InvalidArgument that shows both sides when a peer is doing, or has just done, another operation than this

@@ -47,7 +47,9 @@ void Process::attach(int job_rank, int fd) {
   }
   const auto link = std::make_shared<ProcessLink>(
       std::move(owned), pace_,
-      [this](ProcessLink& from, FrameType type, const std::string& key) { answer_unrouted(from, type, key); });
+      [this](ProcessLink& from, FrameType type, const std::string& key, const uint8_t* payload, size_t bytes) {
+        answer_unrouted(from, type, key, payload, bytes);
+      });
   std::vector<Communicator*> communicators;
   {
     std::lock_guard lock(mutex_);
@@ -105,11 +107,11 @@ void Process::add(Communicator* communicator) {
   }
 }
 
-void Process::remove(Communicator* communicator, const std::optional<Error>& cause) {
+void Process::remove(Communicator* communicator, std::optional<std::vector<uint8_t>> abort) {
   std::lock_guard registry(registry_mutex_);
   std::lock_guard lock(mutex_);
   if (std::erase(communicators_, communicator) == 0) return;
-  if (!closed_.emplace(communicator->key(), cause).second) return;
+  if (!closed_.emplace(communicator->key(), std::move(abort)).second) return;
   closed_order_.push_back(communicator->key());
   if (closed_order_.size() <= kMaxClosedGroups) return;
   closed_.erase(closed_order_.front());
@@ -124,22 +126,24 @@ bool Process::has_failed(const std::string& key) {
 
 // A peer that waits hears why there is nobody, or what this process does instead. Whatever else it says of a group that
 // is not here it will say again, or it has left by then.
-void Process::answer_unrouted(ProcessLink& link, FrameType type, const std::string& key) {
-  if (type != FrameType::kStatusRequest) return;
+void Process::answer_unrouted(ProcessLink& link, FrameType type, const std::string& key, const uint8_t* payload,
+                              size_t bytes) {
+  StatusRequest request;
+  if (type != FrameType::kStatusRequest || bytes != sizeof request) return;
+  std::memcpy(&request, payload, sizeof request);
   bool has_left;
-  std::optional<Error> cause;
+  std::optional<std::vector<uint8_t>> abort;
   {
     std::lock_guard lock(mutex_);
     const auto found = closed_.find(key);
     has_left = found != closed_.end();
-    if (has_left) cause = found->second;
+    if (has_left) abort = found->second;
   }
-  if (cause) {
-    const auto payload = error_bytes(*cause);
-    link.send(FrameType::kAbort, key, payload.data(), payload.size());
+  if (abort) {
+    link.send(FrameType::kAbort, key, abort->data(), abort->size());
     return;
   }
-  const PeerStatus answer = status(has_left ? PeerStatus::kHasLeft : PeerStatus::kHasNotMade);
+  const PeerStatus answer = status(has_left ? PeerStatus::kHasLeft : PeerStatus::kHasNotMade, request);
   link.send(FrameType::kStatus, key, &answer, sizeof answer);
 }
 
@@ -156,9 +160,17 @@ std::optional<Process::Wait> Process::longest_except(const Communicator* asked) 
   return longest;
 }
 
-PeerStatus Process::status(PeerStatus::Group group) {
+PeerStatus Process::status(PeerStatus::Group group, const StatusRequest& request) {
   PeerStatus status;
   status.group = group;
+  status.about = request.about;
+  {
+    std::lock_guard lock(mutex_);
+    for (Communicator* communicator : communicators_) {
+      status.hearing = communicator->hearing_of(request.about);
+      if (status.hearing != PeerStatus::kCannotTell) break;
+    }
+  }
   if (const auto wait = longest_except(nullptr)) {
     wait->write_to(status);
     forward_request_except(nullptr, kMaxHops);

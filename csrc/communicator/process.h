@@ -41,10 +41,11 @@ class Process {
   // Says goodbye on all links and ends them; after the groups were closed. Idempotent.
   void close();
 
-  // A communicator is there from add() to remove(), which it calls before it closes, with the cause of its failure if
-  // it has failed. It gets the links to its peers, those that are there and those that will be. [any thread]
+  // A communicator is there from add() to remove(), which it calls before it closes, with its report of the failure
+  // (abort_bytes) if it has failed. It gets the links to its peers, those that are there and those that will be. [any
+  // thread]
   void add(Communicator* communicator);
-  void remove(Communicator* communicator, const std::optional<Error>& cause);
+  void remove(Communicator* communicator, std::optional<std::vector<uint8_t>> abort);
   // Whether a group of this key was closed after a failure.
   bool has_failed(const std::string& key);
 
@@ -58,8 +59,9 @@ class Process {
     void write_to(PeerStatus& status) const;
   };
   std::optional<Wait> longest_except(const Communicator* asked);
-  // What to tell who asks about a group that is not there; asks along the waits too.
-  PeerStatus status(PeerStatus::Group group);
+  // What to tell who asks about a group that is not there; asks along the waits too. Another group may know whether
+  // this process hears from the rank that the request is about.
+  PeerStatus status(PeerStatus::Group group, const StatusRequest& request = {});
   // Asks along all of them (Communicator::forward_request).
   void forward_request_except(const Communicator* asked, uint32_t hops);
 
@@ -73,7 +75,7 @@ class Process {
  private:
   bool is_linked_locked(int job_rank) const;
   void forget();
-  void answer_unrouted(ProcessLink& link, FrameType type, const std::string& key);
+  void answer_unrouted(ProcessLink& link, FrameType type, const std::string& key, const uint8_t* payload, size_t bytes);
 
   const uint32_t generation_ = process_generation();
   const ProcessLink::Pace pace_;
@@ -86,8 +88,8 @@ class Process {
   std::mutex mutex_;  // guards what follows, and keeps the communicators alive while they are asked
   std::vector<Communicator*> communicators_;
   std::optional<Error> failure_;
-  // The groups that were closed last, by key, each with the cause of its failure if it failed; and their order.
-  std::map<std::string, std::optional<Error>> closed_;
+  // The groups that were closed last, by key, each with the report of its failure if it failed; and their order.
+  std::map<std::string, std::optional<std::vector<uint8_t>>> closed_;
   std::deque<std::string> closed_order_;
 };
 

@@ -247,11 +247,11 @@ void ProcessLink::handle(FrameType type, const uint8_t* body, size_t bytes) {
   if (type == FrameType::kGoodbye) said_goodbye_ = true;
   if (group.empty()) return;
   const auto found = routes_.find(group);
+  const size_t before = sizeof group_bytes + group_bytes;
   if (found != routes_.end()) {
-    const size_t before = sizeof group_bytes + group_bytes;
     found->second->on_frame(type, body + before, bytes - before, std::move(passed));
   } else if (unrouted_) {
-    unrouted_(*this, type, group);
+    unrouted_(*this, type, group, body + before, bytes - before);
   }
 }
 

@@ -64,7 +64,8 @@ class ProcessLink : public Reactor::Handler {
     virtual void on_lost_descriptor() = 0;
   };
   // A frame of a group that has no route here.
-  using Unrouted = std::function<void(ProcessLink& link, FrameType type, const std::string& group)>;
+  using Unrouted = std::function<void(ProcessLink& link, FrameType type, const std::string& group,
+                                      const uint8_t* payload, size_t bytes)>;
 
   // How long a peer may be silent before it is doubted, how often this end sends at least, and how often it looks.
   struct Pace {

@@ -28,6 +28,7 @@ constexpr int kLooksPerDuration = 16;
 Engine::Engine(std::unique_ptr<Communicator> communicator, const collectives::Thresholds& thresholds)
     : communicator_(std::move(communicator)), thresholds_(thresholds) {
   communicator_->set_num_waiters({counts_, &counts_->waiters});
+  communicator_->set_wake_worker([this] { wake_worker(); });
   worker_ = std::thread([this] { loop(); });
   pthread_setname_np(worker_.native_handle(), ("bagua-" + communicator_->name()).substr(0, 15).c_str());
 }
@@ -157,6 +158,7 @@ void Engine::loop() {
     return true;
   };
   for (;;) {
+    dial_probed();
     if (take(task)) {
       if (task.run) {
         execute(task);
@@ -187,6 +189,14 @@ void Engine::loop() {
       continue;
     }
     bell.sleep(epoch, idle_sleep());
+  }
+}
+
+// A peer that cannot be dialed is not known to be there; that fails nothing.
+void Engine::dial_probed() {
+  try {
+    communicator_->dial_probed();
+  } catch (const Error&) {
   }
 }
 

@@ -133,6 +133,7 @@ class Engine {
   bool post_in_flight();
   void post(InFlight& operation);
   bool complete_in_flight();
+  void dial_probed();
   void fail_in_flight(const Error& cause);
   Error poison_with_current_exception();
   Error first_cause() const;

@@ -3,6 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
+#include <set>
+
 namespace bagua::testing {
 namespace {
 
@@ -120,6 +124,49 @@ TEST(Blame, WhoWaitsElsewhereForTooShortATimeWasLateBefore) {
   const Verdict kept = judge(theirs);
   EXPECT_EQ(kept.culprit, -1) << kept.what;
   EXPECT_TRUE(contains(kept.what, "it waits in another group for rank 42 of the job")) << kept.what;
+}
+
+// ---- who is dead
+
+using Ranks = std::set<int>;
+
+TEST(Blame, LossesAreTheSameInWhateverOrderTheyAreHeard) {
+  const Losses parts[] = {{{2}, {}}, {{4, 2}, {}}, {{4}, {4}}, {{}, {}}};
+  std::array<size_t, 4> order{0, 1, 2, 3};
+  do {
+    Losses losses;
+    bool has_grown = false;
+    for (const size_t part : order) has_grown = losses.add(parts[part], 6) || has_grown;
+    EXPECT_TRUE(has_grown);
+    EXPECT_EQ(losses, (Losses{{2, 4}, {4}}));
+    EXPECT_EQ(losses.dead(), std::vector<int>{2});
+    for (const Losses& part : parts) EXPECT_FALSE(losses.add(part, 6)) << "it is known";
+  } while (std::next_permutation(order.begin(), order.end()));
+}
+
+TEST(Blame, RanksThatTheGroupDoesNotHaveAreNoLosses) {
+  Losses losses;
+  EXPECT_FALSE(losses.add({{-1, -(1 << 30), 3, 1 << 30}, {3, -1}}, 3));
+  EXPECT_EQ(losses, Losses{});
+  EXPECT_TRUE(losses.add({{0, 2, 3}, {}}, 3));
+  EXPECT_EQ(losses.lost, (Ranks{0, 2}));
+}
+
+TEST(Blame, WhoseFaultItIsByWhatItTells) {
+  const struct {
+    Error cause;
+    bool is_own;
+  } cases[] = {
+      {Error(ErrorKind::kInvalidArgument, "a NaN"), true},
+      {Error(ErrorKind::kInvalidArgument, "a NaN", 3), true},
+      {Error(ErrorKind::kInvalidArgument, "rank 1 called something else", 1), false},
+      {Error(ErrorKind::kTransport, "this rank's host is cut off", 3), true},
+      {Error(ErrorKind::kTransport, "rank 1 died", 1), false},
+      {Error(ErrorKind::kTransport, "a connection is silent"), false},
+      {Error(ErrorKind::kDeadlineExceeded, "a circle"), false},
+      {Error(ErrorKind::kRemote, "rank 1 reported: rank 3 died", 3), false},
+  };
+  for (const auto& one : cases) EXPECT_EQ(is_own_fault(one.cause, 3), one.is_own) << one.cause.what();
 }
 
 }  // namespace

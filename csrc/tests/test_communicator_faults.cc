@@ -1,7 +1,9 @@
 // What a waiting rank is told: peers that leave or die, deadlines with the culprit's name, first
 // causes of others, interrupts.
 #include <future>
+#include <set>
 
+#include "csrc/tests/test_control_frames.h"
 #include "csrc/tests/test_transport_pairs.h"
 
 namespace bagua::testing {
@@ -560,6 +562,313 @@ TEST_P(Faults, AttachingTwiceIsRefused) {
   ASSERT_TRUE(error);
   EXPECT_EQ(error->kind(), ErrorKind::kInternal);
   EXPECT_CONTAINS(std::string(error->what()), "is connected twice");
+}
+
+// ---- where links are few: what one rank has seen the others hear of over those in between
+
+// Ranks that are linked in a ring, and nothing else. Those that are to die are bare sockets, and tell nothing.
+class Ring {
+ public:
+  Ring(int size, std::set<int> bare) : bare_(std::move(bare)) {
+    std::vector<int> all;
+    for (int rank = 0; rank < size; ++rank) all.push_back(rank);
+    for (int rank = 0; rank < size; ++rank) {
+      processes_.push_back(std::make_shared<Process>());
+      communicators_.push_back(std::make_unique<Communicator>(rank, size, "test", 20us));
+      if (bare_.count(rank) == 0) communicators_.back()->join_process(processes_.back(), all, "test");
+    }
+  }
+  ~Ring() {
+    for (auto& communicator : communicators_) communicator->close();
+    for (auto& process : processes_) process->close();
+  }
+
+  void link(int a, int b) {
+    const auto fds = unix_pair();
+    attach(a, b, fds[0]);
+    attach(b, a, fds[1]);
+  }
+  void link_all() {
+    for (int rank = 0; rank < size(); ++rank) link(rank, (rank + 1) % size());
+  }
+  // A link that ends without a goodbye of either.
+  void link_and_break(int a, int b) {
+    const auto at_a = unix_pair(), at_b = unix_pair();
+    attach(a, b, at_a[0]);
+    attach(b, a, at_b[0]);
+    for (const int fd : {at_a[1], at_b[1]}) ::close(fd);
+  }
+  void kill(int rank) { bare_ends_[rank].clear(); }
+  // What every rank that is left fails with.
+  std::vector<Error> errors() {
+    std::vector<Error> errors;
+    for (int rank = 0; rank < size(); ++rank) {
+      if (bare_.count(rank) != 0) continue;
+      Communicator& communicator = *communicators_[static_cast<size_t>(rank)];
+      EXPECT_TRUE(eventually([&] { return communicator.is_poisoned(); })) << "rank " << rank;
+      errors.push_back(*error_of([&] { communicator.throw_if_poisoned(); }));
+    }
+    return errors;
+  }
+
+ private:
+  int size() const { return static_cast<int>(communicators_.size()); }
+  void attach(int rank, int peer, int fd) {
+    if (bare_.count(rank) == 0) {
+      processes_[static_cast<size_t>(rank)]->attach(peer, fd);
+    } else {
+      bare_ends_[rank].emplace_back(fd);
+    }
+  }
+
+  const std::set<int> bare_;
+  std::vector<std::shared_ptr<Process>> processes_;
+  Communicators communicators_;
+  std::map<int, std::vector<Descriptor>> bare_ends_;
+};
+
+TEST(FewLinks, RanksOfARingNameTheSameDead) {
+  for (const auto pause : {0ms, 30ms}) {
+    Ring ring(7, {2, 5});  // 6, 0 and 1 are left, and 3 and 4
+    ring.link_all();
+    ring.kill(5);
+    std::this_thread::sleep_for(pause);
+    ring.kill(2);
+    for (const Error& error : ring.errors()) {
+      EXPECT_EQ(error.ranks(), (std::vector<int>{2, 5})) << error.what();
+      EXPECT_EQ(error.rank(), 2) << error.what();
+      EXPECT_CONTAINS(std::string(error.what()), "rank 2");
+    }
+  }
+}
+
+TEST(FewLinks, NobodyIsNamedForAConnectionBetweenRanksThatAreThere) {
+  Ring ring(5, {});
+  for (int rank = 0; rank < 5; ++rank) {
+    if (rank != 2) ring.link(rank, (rank + 1) % 5);
+  }
+  ring.link_and_break(2, 3);
+  for (const Error& error : ring.errors()) {
+    EXPECT_EQ(error.ranks(), std::vector<int>{}) << error.what();
+    EXPECT_EQ(error.rank(), -1) << error.what();
+    EXPECT_CONTAINS(std::string(error.what()), "is there, so the connection to it has failed");
+  }
+}
+
+TEST(FewLinks, NobodyIsNamedForOneOfThreeConnections) {
+  for (int round = 0; round < 20; ++round) {  // whichever of the two rank 2 hears first
+    Ring ring(3, {});
+    ring.link(1, 2);
+    ring.link(2, 0);
+    ring.link_and_break(0, 1);
+    for (const Error& error : ring.errors()) {
+      EXPECT_EQ(error.ranks(), std::vector<int>{}) << error.what();
+      EXPECT_CONTAINS(std::string(error.what()), "is there, so the connection to it has failed");
+    }
+  }
+}
+
+TEST(FewLinks, WhoIsNamedByOthersDoesNotContradictThem) {
+  const Error cause(ErrorKind::kTransport, "rank 0 does not answer", 0);
+  for (const bool says_it_is_there : {false, true}) {  // not to one that was stopped until they had agreed
+    const auto process = std::make_shared<Process>();
+    Communicator communicator(0, 2, "test", 20us);
+    communicator.join_process(process, {0, 1}, "test");
+    const auto pair = unix_pair();
+    process->attach(1, pair[0]);
+    const auto tell = [&](const Losses& losses) {
+      const Bytes bytes = frame(FrameType::kAbort, abort_bytes(cause, losses));
+      check(send(pair[1], bytes.data(), bytes.size(), MSG_NOSIGNAL) > 0, "send");
+    };
+    tell({{0}, {}});
+    if (says_it_is_there) tell({{0}, {0}});
+    ASSERT_TRUE(eventually([&] { return communicator.is_poisoned(); }));
+    const auto error = error_of([&] { communicator.throw_if_poisoned(); });
+    EXPECT_EQ(error->ranks(), says_it_is_there ? std::vector<int>{} : std::vector<int>{0}) << error->what();
+    EXPECT_EQ(error->rank(), says_it_is_there ? -1 : 0);
+    EXPECT_CONTAINS(std::string(error->what()), "rank 1 reported: rank 0 does not answer");
+    communicator.close();
+    process->close();
+    ::close(pair[1]);
+  }
+}
+
+TEST(FewLinks, WhoComesLaterIsToldOfAllTheDead) {
+  Ring ring(4, {2, 3});
+  ring.link(0, 2);
+  ring.link(0, 3);
+  ring.kill(2);
+  ring.kill(3);
+  std::this_thread::sleep_for(50ms);
+  ring.link(0, 1);
+  for (const Error& error : ring.errors()) EXPECT_EQ(error.ranks(), (std::vector<int>{2, 3})) << error.what();
+}
+
+TEST(FewLinks, NothingIsWaitedForWhereAllAreLinked) {
+  auto shortest = Clock::duration::max();
+  for (int round = 0; round < 5; ++round) {
+    Ring ring(3, {2});  // everybody is everybody's neighbor
+    ring.link_all();
+    const auto begin = Clock::now();
+    ring.kill(2);
+    for (const Error& error : ring.errors()) EXPECT_EQ(error.ranks(), std::vector<int>{2});
+    shortest = std::min(shortest, Clock::now() - begin);
+  }
+  EXPECT_LT(shortest, 100ms);
+}
+
+// ---- a peer without a link: others are asked, and those that are asked find out
+
+// Rank 1 of a group, at the bare end of its link to rank 0: answers what it is asked about others.
+class Witness {
+ public:
+  using Hears = std::function<PeerStatus::Hearing(Clock::duration since_first)>;
+  Witness(int fd, Hears hears) : fd_(fd), thread_([this, hears = std::move(hears)] { answer(hears); }) {}
+  ~Witness() {
+    is_over_ = true;
+    thread_.join();
+  }
+
+ private:
+  void answer(const Hears& hears) {
+    std::optional<Clock::time_point> first;
+    for (; !is_over_; std::this_thread::sleep_for(1ms)) {
+      for (const auto& [type, payload] : frames_at(fd_.get(), true)) {
+        StatusRequest request;
+        if (type != FrameType::kStatusRequest || payload.size() != sizeof request) continue;
+        std::memcpy(&request, payload.data(), sizeof request);
+        say(PeerStatus{});  // to what it is asked beside, which is about nobody
+        if (request.about < 0) continue;
+        if (!first) {
+          first = Clock::now();
+          std::this_thread::sleep_for(20ms);  // all that has come until then is about nobody
+        }
+        PeerStatus status;
+        status.about = request.about;
+        status.hearing = hears(Clock::now() - *first);
+        say(status);
+        say(PeerStatus{});
+      }
+    }
+  }
+
+  void say(const PeerStatus& status) {
+    const Bytes bytes = frame(FrameType::kStatus, bytes_of(status));
+    (void)!::send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+  }
+
+  const Descriptor fd_;
+  std::atomic<bool> is_over_{false};
+  std::thread thread_;
+};
+
+// Rank 0 of three or four, linked to rank 1 at most; what the connector is told to note of the others, it notes at
+// once.
+class Unlinked {
+ public:
+  enum State { kSilent, kHostAnswers };
+
+  explicit Unlinked(std::map<int, State> states, int size = 4) : communicator(0, size, "test", 20us) {
+    communicator.join_process(process, size == 3 ? std::vector{0, 1, 2} : std::vector{0, 1, 2, 3}, "test");
+    communicator.set_connector([this, states](int peer) {
+      dialed.insert(peer);
+      const auto found = states.find(peer);
+      if (found != states.end()) communicator.note_unreachable(peer, "no way to it", found->second == kHostAnswers);
+    });
+  }
+  ~Unlinked() {
+    communicator.close();
+    process->close();
+  }
+
+  std::unique_ptr<Witness> linked_to(Witness::Hears hears) {
+    const auto pair = unix_pair();
+    process->attach(1, pair[0]);
+    return std::make_unique<Witness>(pair[1], std::move(hears));
+  }
+  // As the dialer does while rank 2 takes no connection, beside the worker.
+  Error doubt() {
+    EXPECT_TRUE(eventually([&] {
+      communicator.dial_probed();
+      communicator.doubt_unlinked(2, 1s, "cannot connect to rank 2");
+      return communicator.is_poisoned();
+    }));
+    return *error_of([&] { communicator.throw_if_poisoned(); });
+  }
+
+  const std::shared_ptr<Process> process = std::make_shared<Process>();
+  Communicator communicator;
+  std::set<int> dialed;
+};
+
+TEST(UnlinkedPeers, OneThatNobodyHearsIsNamed) {
+  for (const int size : {3, 4}) {
+    Unlinked unlinked({{3, Unlinked::kHostAnswers}}, size);
+    const auto witness = unlinked.linked_to([](Clock::duration since_first) {  // as long as it takes to find out
+      return since_first < 350ms ? PeerStatus::kNotYetKnown : PeerStatus::kHearsNothing;
+    });
+    unlinked.communicator.note_unreachable(2, "no way to it", false);
+    std::this_thread::sleep_for(300ms);  // of itself it knows: what follows waits for the witness only
+    const auto begin = Clock::now();
+    const Error error = unlinked.doubt();
+    EXPECT_EQ(error.kind(), ErrorKind::kTransport);
+    EXPECT_EQ(error.rank(), 2);
+    EXPECT_CONTAINS(std::string(error.what()), "cannot connect to rank 2; nor does anybody else hear from rank 2");
+    EXPECT_LT(seconds_since(begin), 2);
+    EXPECT_EQ(unlinked.dialed, size == 3 ? std::set<int>{} : std::set<int>{3}) << "another one to ask";
+  }
+}
+
+TEST(UnlinkedPeers, NobodyIsNamedForWhatOthersHearOrCannotTell) {
+  for (const auto hearing : {PeerStatus::kHears, PeerStatus::kCannotTell}) {
+    Unlinked unlinked({{3, Unlinked::kHostAnswers}});
+    const auto witness = unlinked.linked_to([&](Clock::duration) { return hearing; });
+    const Error error = unlinked.doubt();
+    EXPECT_EQ(error.rank(), -1);
+    EXPECT_CONTAINS(std::string(error.what()), "cannot connect to rank 2");
+    EXPECT_EQ(contains(error.what(), "; of the other ranks, 1 could not tell whether it is there"),
+              hearing == PeerStatus::kCannotTell);
+  }
+}
+
+TEST(UnlinkedPeers, WhoReachesNobodyNamesItself) {
+  Unlinked unlinked({{1, Unlinked::kSilent}, {3, Unlinked::kSilent}});
+  const Error error = unlinked.doubt();
+  EXPECT_EQ(error.rank(), 0);
+  EXPECT_CONTAINS(std::string(error.what()), "this rank hears from none of 3 others: its own host is cut off");
+  EXPECT_EQ(unlinked.dialed, (std::set<int>{1, 3}));
+}
+
+TEST(UnlinkedPeers, OthersAreAskedAtTheDeadlineToo) {
+  Unlinked unlinked({{2, Unlinked::kSilent}, {3, Unlinked::kHostAnswers}});
+  const auto witness = unlinked.linked_to([](Clock::duration) { return PeerStatus::kHearsNothing; });
+  const auto error = error_of_recv(unlinked.communicator, 2, 400ms);
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->kind(), ErrorKind::kDeadlineExceeded);
+  EXPECT_EQ(error->rank(), 2);
+  EXPECT_CONTAINS(std::string(error->what()), "no way to it; nor does anybody else hear from rank 2");
+}
+
+TEST(UnlinkedPeers, WhoIsAskedAboutOneDialsIt) {
+  using Hearing = PeerStatus::Hearing;
+  for (const auto state : {Unlinked::kSilent, Unlinked::kHostAnswers}) {
+    Unlinked unlinked({{2, state}});
+    const StatusRequest request{.about = 2};
+    const auto hearing = [&] { return unlinked.communicator.answer(request).hearing; };
+    const auto begin = Clock::now();
+    EXPECT_EQ(hearing(), Hearing::kNotYetKnown);
+    EXPECT_EQ(unlinked.dialed, std::set<int>{}) << "not on the thread that answers";
+    unlinked.communicator.dial_probed();
+    EXPECT_EQ(unlinked.dialed, std::set<int>{2});
+    std::set<Hearing> heard;
+    EXPECT_TRUE(eventually([&] {
+      heard.insert(hearing());
+      return heard.count(Hearing::kNotYetKnown) == 0 || heard.size() > 1;
+    }));
+    heard.erase(Hearing::kNotYetKnown);
+    EXPECT_EQ(heard, std::set<Hearing>{state == Unlinked::kSilent ? Hearing::kHearsNothing : Hearing::kCannotTell});
+    EXPECT_GE(Clock::now() - begin, 300ms) << "a host may take that long";
+  }
 }
 
 }  // namespace

@@ -24,13 +24,18 @@ struct BareLink {
     const auto pair = unix_pair();
     peer = pair[1];
     process_link = std::make_shared<ProcessLink>(
-        Descriptor(pair[0]), pace, [this](ProcessLink&, FrameType type, const std::string& group) {
+        Descriptor(pair[0]), pace,
+        [this](ProcessLink&, FrameType type, const std::string& group, const uint8_t*, size_t) {
           if (on_unrouted) on_unrouted();
           note("unrouted: " + group + " " + std::to_string(static_cast<uint32_t>(type)));
         });
     link = std::make_shared<ControlLink>(process_link, "test", 1);
     ControlLink::Events events;
-    events.on_abort = [this](const Error& error) { note("abort: " + std::string(error.what())); };
+    events.on_abort = [this](const Error& error, const Losses& theirs) {
+      note("abort: " + std::string(error.what()));
+      std::lock_guard lock(mutex);
+      losses = theirs;
+    };
     events.on_lost = [this](const std::string& how) { note("lost: " + how); };
     events.on_failure = [this](const Error& error) { note("failure: " + std::string(error.what())); };
     events.on_leave = [this](const std::optional<Error>&) { note("leave"); };
@@ -71,6 +76,7 @@ struct BareLink {
   std::shared_ptr<ControlLink> link;
   std::mutex mutex;
   std::vector<std::string> notes;
+  Losses losses;  // as they were told last
 };
 
 TEST(ControlLink, FramesByteByByte) {
@@ -126,9 +132,47 @@ TEST(ControlLink, AbortsOfAllLengths) {
     // From a second link to the bare end of the first.
     ControlLink sender(std::make_shared<ProcessLink>(Descriptor(dup(receiving.peer)), ProcessLink::Pace(10s)), "test",
                        0);
-    sender.send_abort(Error(ErrorKind::kInvalidArgument, text, 3, "all_reduce"));
+    sender.send_abort(Error(ErrorKind::kInvalidArgument, text, 3, "all_reduce"), {});
     EXPECT_TRUE(eventually([&] { return receiving.saw("abort: " + text.substr(0, 8192)); }));
   }
+}
+
+TEST(ControlLink, AnAbortTellsWhoIsLost) {
+  const Error cause(ErrorKind::kTransport, "it died", 3, "barrier");
+  Losses many;
+  for (int rank = 0; rank < 10'000; ++rank) {
+    many.lost.insert(rank);
+    if (rank % 3 == 0) many.there.insert(rank);
+  }
+  Losses told = many;  // more do not fit
+  told.lost.erase(told.lost.lower_bound(4096), told.lost.end());
+  told.there.erase(told.there.lower_bound(4096), told.there.end());
+  for (const auto& [losses, expected] :
+       {std::pair{Losses{}, Losses{}}, {Losses{{1, 5}, {5}}, Losses{{1, 5}, {5}}}, {many, told}}) {
+    BareLink bare;
+    bare.write_all(frame(FrameType::kAbort, abort_bytes(cause, losses)));
+    EXPECT_TRUE(eventually([&] { return bare.saw("abort: it died"); }));
+    std::lock_guard lock(bare.mutex);
+    EXPECT_EQ(bare.losses, expected);
+  }
+}
+
+TEST(ControlLink, AnAbortOfMoreLossesThanItHoldsIsIgnored) {
+  const Error cause(ErrorKind::kTransport, "it died", 3, "barrier");
+  const Bytes well_formed = abort_bytes(cause, {{1, 5}, {5}});
+  BareLink bare;
+  for (const uint32_t count : {9u, 4097u, 0x1fffffffu, 0x20000001u, 0xffffffffu}) {
+    Bytes payload = well_formed;
+    std::memcpy(payload.data(), &count, sizeof count);
+    bare.write_all(frame(FrameType::kAbort, payload));
+  }
+  for (const size_t bytes : {size_t{0}, size_t{3}, size_t{4}, size_t{19}, size_t{20}}) {
+    bare.write_all(
+        frame(FrameType::kAbort, Bytes(well_formed.begin(), well_formed.begin() + static_cast<long>(bytes))));
+  }
+  bare.write_all(frame(FrameType::kLeave, {}));
+  EXPECT_TRUE(eventually([&] { return bare.saw("leave"); }));
+  EXPECT_EQ(bare.taken().size(), 1u);
 }
 
 TEST(ControlLink, RandomFramesDoNoHarm) {
@@ -410,23 +454,6 @@ TEST(Process, LinksNeedNoDescriptorsThatTheProcessDoesNotHave) {
   EXPECT_TRUE(eventually([&] { return !process.is_linked(1); }));
 }
 
-// What has come to the bare end of a link, as types and payloads.
-std::vector<std::pair<FrameType, Bytes>> frames_at(int peer) {
-  Bytes bytes(1 << 16);
-  const ssize_t got = recv(peer, bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_PEEK);
-  std::vector<std::pair<FrameType, Bytes>> frames;
-  for (size_t at = 0; at + 10 <= static_cast<size_t>(std::max<ssize_t>(got, 0));) {
-    uint32_t header[2];
-    uint16_t group_bytes;
-    std::memcpy(header, bytes.data() + at, sizeof header);
-    std::memcpy(&group_bytes, bytes.data() + at + 8, sizeof group_bytes);
-    const auto begin = bytes.begin() + static_cast<long>(at);
-    frames.emplace_back(static_cast<FrameType>(header[0]), Bytes(begin + 10 + group_bytes, begin + 8 + header[1]));
-    at += 8 + header[1];
-  }
-  return frames;
-}
-
 size_t num_frames_at(int peer, FrameType type) {
   size_t count = 0;
   for (const auto& [of, payload] : frames_at(peer)) count += of == type;
@@ -436,10 +463,11 @@ size_t num_frames_at(int peer, FrameType type) {
 TEST(Process, WhoAsksAboutAFailedGroupIsToldWhy) {
   const auto process = std::make_shared<Process>();
   const auto pair = unix_pair();
-  Communicator communicator(0, 2, "test", 20us);
-  communicator.join_process(process, {0, 1}, "test");
+  Communicator communicator(0, 3, "test", 20us);
+  communicator.join_process(process, {0, 1, 2}, "test");
   process->attach(1, pair[0]);
-  communicator.poison(Error(ErrorKind::kAborted, "it was too late", 0), false);
+  const Error cause(ErrorKind::kTransport, "rank 2 died", 2);
+  communicator.poison(cause, false);
   const Bytes question = frame(FrameType::kStatusRequest, Bytes(sizeof(StatusRequest)));
   const auto ask = [&] { check(send(pair[1], question.data(), question.size(), MSG_NOSIGNAL) > 0, "send"); };
   ask();
@@ -448,11 +476,49 @@ TEST(Process, WhoAsksAboutAFailedGroupIsToldWhy) {
   communicator.close();
   ask();
   EXPECT_TRUE(eventually([&] { return num_frames_at(pair[1], FrameType::kAbort) == 2; })) << "after it was closed";
-  const auto payload = error_bytes(Error(ErrorKind::kAborted, "it was too late", 0));
+  const auto payload = abort_bytes(cause, {{2}, {}});
   for (const auto& [type, bytes] : frames_at(pair[1])) {
     if (type != FrameType::kAbort) continue;
     EXPECT_EQ(bytes, payload);
   }
+  process->close();
+  ::close(pair[1]);
+}
+
+TEST(Process, AnotherGroupTellsWhetherARankIsThere) {
+  const auto process = std::make_shared<Process>();
+  const auto pair = unix_pair();
+  std::atomic<int> dialed{-1};
+  Communicator communicator(0, 2, "here", 20us);
+  communicator.join_process(process, {4, 9}, "here");
+  communicator.set_connector([&](int peer) {
+    dialed = peer;
+    communicator.note_unreachable(peer, "no way to it", false);
+  });
+  process->attach(1, pair[0]);
+  const auto hearing_of = [&](int job_rank) {
+    const Bytes question =
+        frame(FrameType::kStatusRequest, bytes_of(StatusRequest{.about = job_rank}), "not made here");
+    check(send(pair[1], question.data(), question.size(), MSG_NOSIGNAL) > 0, "send");
+    std::optional<PeerStatus::Hearing> hearing;
+    EXPECT_TRUE(eventually([&] {
+      for (const auto& [type, payload] : frames_at(pair[1], true)) {
+        PeerStatus status;
+        if (type != FrameType::kStatus || payload.size() != sizeof status) continue;
+        std::memcpy(&status, payload.data(), sizeof status);
+        EXPECT_EQ(status.group, PeerStatus::kHasNotMade);
+        hearing = status.hearing;
+      }
+      return hearing.has_value();
+    }));
+    return hearing;
+  };
+  for (const int unknown : {-1, 0, 1, 4, 1 << 30}) EXPECT_EQ(hearing_of(unknown), PeerStatus::kCannotTell);
+  EXPECT_EQ(hearing_of(9), PeerStatus::kNotYetKnown);
+  communicator.dial_probed();
+  EXPECT_EQ(dialed, 1);
+  EXPECT_TRUE(eventually([&] { return hearing_of(9) == PeerStatus::kHearsNothing; }));
+  communicator.close();
   process->close();
   ::close(pair[1]);
 }

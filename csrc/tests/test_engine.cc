@@ -229,6 +229,18 @@ TEST(Engine, AMessageWhosePeerNeverConnectsEndsAtItsDeadline) {
   EXPECT_LT(Clock::now() - begin, 5s);
 }
 
+TEST(Engine, APeerThatOthersAskAboutIsDialedWhileNothingRuns) {
+  auto communicator = std::make_unique<Communicator>(0, 3, "test", 20us);
+  std::atomic<int> dialed{-1};
+  communicator->set_connector([&](int peer) { dialed = peer; });
+  Engine engine(std::move(communicator));
+  std::this_thread::sleep_for(20ms);  // it sleeps
+  const auto begin = Clock::now();
+  engine.communicator().answer({.about = 2});
+  EXPECT_TRUE(eventually([&] { return dialed == 2; }));
+  EXPECT_LT(Clock::now() - begin, 250ms) << "half of what it sleeps";
+}
+
 TEST_P(EngineOver, AMessageThatIsNotAnsweredEndsAtItsDeadline) {
   auto engines = make_engines(2, GetParam());
   uint32_t value = 0;

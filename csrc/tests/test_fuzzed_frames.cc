@@ -63,13 +63,6 @@ class Mutator {
   std::mt19937 random_;
 };
 
-template <typename Pod>
-Bytes bytes_of(const Pod& pod) {
-  Bytes bytes(sizeof pod);
-  std::memcpy(bytes.data(), &pod, sizeof pod);
-  return bytes;
-}
-
 PeerStatus recorded_status() {
   PeerStatus status;
   status.operation = stamp(3, 10);
@@ -98,7 +91,8 @@ std::vector<Bytes> recording() {
   say(FrameType::kSegmentRequest, bytes_of(segment[0]));
   say(FrameType::kSegment, bytes_of(segment));
   say(FrameType::kReleased, bytes_of(segment[0]));
-  say(FrameType::kAbort, error_bytes(Error(ErrorKind::kDevice, "no memory is left", 1, "all_reduce")));
+  say(FrameType::kAbort,
+      abort_bytes(Error(ErrorKind::kDevice, "no memory is left", 1, "all_reduce"), {{0, 1, 2}, {2}}));
   say(FrameType::kLeave, error_bytes(Error(ErrorKind::kTransport, "rank 2 died", 2, "broadcast")));
   frames.push_back(frame(FrameType::kHeartbeat, {}, ""));
   frames.push_back(frame(FrameType::kGoodbye, {}, ""));

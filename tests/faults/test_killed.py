@@ -171,6 +171,38 @@ def test_two_deaths_at_once(tmp_path):
         assert seen.rank in dead and seen.at - first_at < NOTICED_S, seen
 
 
+def two_of_a_ring_die(rank, world_size, path):
+    """Each rank has to do with its neighbors only; what 0 hears of rank 1, and 4 of rank 3, is all that they see."""
+    with process_group():
+        x, into = torch.ones(3), torch.ones(3)
+        for distance in (1, -1):
+            sent = bagua.send(x, (rank + distance) % world_size, async_op=True)
+            bagua.recv(into, (rank - distance) % world_size)
+            sent.wait()
+        meet()
+        if rank in (1, 3):
+            note_time(f"{path}{rank}")
+            kill()
+        try:
+            bagua.recv(into, (rank + 1) % world_size)
+        except bagua.BaguaError as error:
+            return error.rank, error.ranks, str(error), time.monotonic()
+        raise AssertionError("received from a rank that sends nothing")
+
+
+@pytest.mark.slow("nothing: FewLinks.RanksOfARingNameTheSameDead of csrc/tests is the fast one")
+@in_worlds([shm(5), tcp(5)])
+def test_survivors_of_a_ring_name_the_same_dead(world, tmp_path):
+    path = str(tmp_path / "died")
+    dead = {1: signal.SIGKILL, 3: signal.SIGKILL}
+    results = spawn_in(world, two_of_a_ring_die, path, expect_exit=dead)
+    first_at = min(noted_time(f"{path}{rank}") for rank in dead)
+    for survivor in (0, 2, 4):
+        named, ranks, message, at = results[survivor]
+        assert (named, ranks) == (1, (1, 3)), (survivor, named, ranks, message)
+        assert at - first_at < NOTICED_S, (survivor, message)
+
+
 # ---- nothing is left over
 
 

@@ -129,6 +129,36 @@ def test_a_cut_cable_is_noticed_long_before_the_deadline(size, tmp_path):
             assert ("its own host is cut off" in seen.message) == (rank == 2), (rank, seen)
 
 
+def wait_for_a_host_that_was_cut_off(rank, world_size, names, path):
+    """Nobody has been connected to anybody. The others wait for rank 0, or for nobody as yet, and rank 0 for rank 1."""
+    if rank == 0:
+        hosts.cut(names, 0)
+        note_time(path)
+    wait_for_note(path)
+    if rank > 1:
+        time.sleep(2 * HEARTBEAT_TIMEOUT_S)
+    return watch(lambda: bagua.recv(torch.ones(3), (rank + 1) % 2))
+
+
+@needs_hosts
+@pytest.mark.slow("test_a_host_that_took_a_connection_is_called_again_where_it_is_asked_about")
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_host_that_was_cut_off_before_anybody_was_connected_is_named(size, tmp_path):
+    path = str(tmp_path / "since")
+    with hosts.hosts(size, None) as prefixes, Pool(size, nodes=size) as pool:
+        names = [prefix[-1] for prefix in prefixes]
+        env = {"BAGUA_SOCKET_IFNAME": "eth0", **ENV}
+        results = pool.run(on_hosts, args=(names, path, wait_for_a_host_that_was_cut_off), env=env)
+    for rank, seen in enumerate(results):
+        late_s = 2 * HEARTBEAT_TIMEOUT_S if rank > 1 else 0
+        assert seen.at - noted_time(path) < HEARTBEAT_TIMEOUT_S + late_s + SLACK_S, (rank, seen)
+        if size == 2:
+            assert seen.rank is None and CONNECTION.search(seen.message), (rank, seen)
+        else:
+            assert seen.rank == 0, (rank, seen)
+            assert ("its own host is cut off" in seen.message) == (rank == 0), (rank, seen)
+
+
 def wait_for_a_host_that_dies(rank, world_size, names, path):
     """Rank 0 is stopped, so that its host takes the connection of rank 1 and nobody answers; then its cable is cut."""
     if rank == 0:

@@ -5,6 +5,7 @@ Ranks are two endpoints of this process.
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import errno
 import itertools
 import os
@@ -270,6 +271,64 @@ def test_a_host_that_dies_in_the_handshake_is_named(monkeypatch):
             assert "the connection between rank" in str(error) and "timed out" in str(error), error
             assert seconds < AT_ONCE_S
     assert {*watched} == {7000}
+
+
+@contextlib.contextmanager
+def listening(takes_more):
+    """A host's address; one that takes no more answers nothing to a request, as one that is gone."""
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as server, contextlib.ExitStack() as calls:
+        for _ in range(0 if takes_more else 2):
+            calls.enter_context(socket.create_connection(server.getsockname()))
+        yield server.getsockname()
+
+
+class Notes:
+    """A core that writes down what it is told of peers."""
+
+    def __init__(self):
+        self.names_peer = []
+
+    def note_unreachable(self, peer, what, names_peer):
+        self.names_peer.append(names_peer)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_host_that_took_a_connection_is_called_again_where_it_is_asked_about(is_there):
+    with two_ranks(TCP, with_groups=False) as (rank, _), listening(is_there) as (address, port):
+        record = dataclasses.replace(rank.record(0), address=address, port=port)
+        state = dialer._PeerState(record, 10.0, lambda: 0.0)
+        notes = Notes()
+        missing = [dialer.RegisteredGroup("key", notes, [0, 1], 1)]
+        attempt = connector.Attempt(lambda: None, 10.0, is_connected=True)
+        state.note(attempt, missing, 0)
+        assert notes.names_peer == [True], "it is there, and its process does not answer"
+        state.note(attempt, missing, 0, is_asked=True)
+        assert notes.names_peer == [True, False], "not known any more"
+        for _ in range(5):
+            time.sleep(0.01)
+            state.note(attempt, missing, 0)
+        assert notes.names_peer[-1] is is_there
+        state.end_probe()
+
+
+def test_a_group_that_asks_again_calls_the_host_again(monkeypatch):
+    """Which Communicator does where others ask about a peer that it has no link to."""
+    asked = threading.Event()
+
+    class Probe(connector.HostProbe):
+        def __init__(self, record):
+            super().__init__(record)
+            asked.set()
+
+    monkeypatch.setattr(dialer, "HostProbe", Probe)
+    with socket.create_server(("127.0.0.1", 0)) as stopped, two_ranks(TCP) as ranks:
+        # It takes connections and says nothing.
+        ranks[0].endpoint.records[1] = dataclasses.replace(ranks[1].record(1), port=stopped.getsockname()[1])
+        core, own = ranks[0].group._cores.collectives, ranks[0].endpoint._dialer
+        own.want(core.key, 1)
+        assert not asked.wait(0.2), "nobody has asked"
+        own.want(core.key, 1)
+        assert asked.wait(AT_ONCE_S)
 
 
 def test_no_receiver_that_is_slow_ends_a_connection(monkeypatch):
