@@ -209,17 +209,22 @@ def _call_within(call: Callable[[], Answer], seconds: float) -> Answer:
         except Exception as error:
             ended.put((None, error))
 
-    threading.Thread(target=run, name="bagua-store", daemon=True).start()
     try:
+        threading.Thread(target=run, name="bagua-store", daemon=True).start()
         answer, error = ended.get(timeout=seconds)
     except queue.Empty:
         raise TimeoutError(
             "no answer: rank 0 or the launcher's agent hangs, or another program listens there"
         ) from None
-    except BaseException:
-        # Ctrl-C. A process that ends while one of its threads is in torch's store aborts; most stores answer soon.
-        with contextlib.suppress(queue.Empty):
-            ended.get(timeout=_LAST_ANSWER_SECONDS)
+    except BaseException as interrupt:
+        # Ctrl-C, of which the start of a thread may make a RuntimeError. A process that ends while a thread of it is in
+        # torch's store aborts; most stores answer soon. Without a thread there is no answer.
+        is_of_start = isinstance(interrupt.__context__, KeyboardInterrupt)
+        if is_of_start or not isinstance(interrupt, RuntimeError):
+            with contextlib.suppress(queue.Empty):
+                ended.get(timeout=_LAST_ANSWER_SECONDS)
+        if is_of_start:
+            raise KeyboardInterrupt from None
         raise
     if error is not None:
         raise error
