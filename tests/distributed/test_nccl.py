@@ -177,6 +177,18 @@ def test_what_nobody_waits_for_is_aborted_with_its_group(pair):
     assert "destroyed the group 'world' with 1 operation pending; wait for them first" in message
 
 
+def until_rank_1_is_named(group, work, x):
+    """Seconds until an all_reduce that waits for rank 1, which was killed, has failed; so does what comes after it."""
+    begin = time.monotonic()
+    wait_until(work.is_completed, "an all_reduce with a killed peer fails")
+    took = time.monotonic() - begin
+    for raises in (lambda: work.wait(), lambda: group.all_reduce(x)):
+        with pytest.raises(bagua.TransportError, match="rank 1") as raised:
+            raises()
+        assert raised.value.rank == 1
+    return took
+
+
 def lose_a_peer(rank, world_size):
     """Rank 1 is killed when its part of an all_reduce stands in its stream, and that of rank 0 waits for it."""
     nccl.use()
@@ -191,13 +203,7 @@ def lose_a_peer(rank, world_size):
     work.wait()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
-    wait_until(work.is_completed, "an all_reduce with a killed peer fails")
-    took = time.monotonic() - begin
-    for raises in (lambda: work.wait(), lambda: group.all_reduce(x)):
-        with pytest.raises(bagua.TransportError, match="rank 1") as raised:
-            raises()
-        assert raised.value.rank == 1
+    took = until_rank_1_is_named(group, work, x)
     calls = nccl.calls()
     bagua.destroy_process_group()
     assert torch.isfinite(x.cpu()).all()  # the device goes on

@@ -102,6 +102,14 @@ def test_a_busy_interpreter_is_no_death(world):
     assert values == [2.0] * 3 and waited_s > 1.5 * HEARTBEAT_TIMEOUT_S
 
 
+def run_on_hosts(size, path, program, **options):
+    """What program(rank, size, names of the hosts, path) returns on a host for each rank, by rank."""
+    with hosts.hosts(size, None) as prefixes, Pool(size, nodes=size) as pool:
+        names = [prefix[-1] for prefix in prefixes]
+        env = {"BAGUA_SOCKET_IFNAME": "eth0", **ENV}
+        return pool.run(on_hosts, args=(names, path, program), env=env, **options)
+
+
 def wait_until_a_cut(rank, world_size, names, path):
     meet()
     bagua.barrier()
@@ -116,10 +124,7 @@ def wait_until_a_cut(rank, world_size, names, path):
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_cut_cable_is_noticed_long_before_the_deadline(size, tmp_path):
     path = str(tmp_path / "since")
-    with hosts.hosts(size, None) as prefixes, Pool(size, nodes=size) as pool:
-        names = [prefix[-1] for prefix in prefixes]
-        env = {"BAGUA_SOCKET_IFNAME": "eth0", **ENV}
-        results = pool.run(on_hosts, args=(names, path, wait_until_a_cut), env=env)
+    results = run_on_hosts(size, path, wait_until_a_cut)
     for rank, seen in enumerate(results):
         assert seen.at - noted_time(path) < HEARTBEAT_TIMEOUT_S + SLACK_S, (rank, seen)
         if size == 2:
@@ -145,10 +150,7 @@ def wait_for_a_host_that_was_cut_off(rank, world_size, names, path):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_host_that_was_cut_off_before_anybody_was_connected_is_named(size, tmp_path):
     path = str(tmp_path / "since")
-    with hosts.hosts(size, None) as prefixes, Pool(size, nodes=size) as pool:
-        names = [prefix[-1] for prefix in prefixes]
-        env = {"BAGUA_SOCKET_IFNAME": "eth0", **ENV}
-        results = pool.run(on_hosts, args=(names, path, wait_for_a_host_that_was_cut_off), env=env)
+    results = run_on_hosts(size, path, wait_for_a_host_that_was_cut_off)
     for rank, seen in enumerate(results):
         late_s = 2 * HEARTBEAT_TIMEOUT_S if rank > 1 else 0
         assert seen.at - noted_time(path) < HEARTBEAT_TIMEOUT_S + late_s + SLACK_S, (rank, seen)
@@ -178,10 +180,6 @@ def wait_for_a_host_that_dies(rank, world_size, names, path):
 @pytest.mark.slow("test_a_host_that_dies_in_the_handshake_is_named")
 def test_a_host_that_dies_before_it_has_answered_is_noticed_long_before_the_deadline(tmp_path):
     path = str(tmp_path / "since")
-    with hosts.hosts(2, None) as prefixes, Pool(2, nodes=2) as pool:
-        names = [prefix[-1] for prefix in prefixes]
-        env = {"BAGUA_SOCKET_IFNAME": "eth0", **ENV}
-        args = (names, path, wait_for_a_host_that_dies)
-        seen = pool.run(on_hosts, args=args, env=env, expect_exit={0: signal.SIGSTOP})[1]
+    seen = run_on_hosts(2, path, wait_for_a_host_that_dies, expect_exit={0: signal.SIGSTOP})[1]
     assert seen.rank is None and CONNECTION.search(seen.message), seen
     assert 0 < seen.at - noted_time(path) < 2 * HEARTBEAT_TIMEOUT_S + SLACK_S, seen  # keepalives come every second

@@ -91,8 +91,7 @@ __device__ __forceinline__ uint32_t bf16_of_numbers(float first, float second) {
 #endif
 }
 
-// Byte `i` of a word as a number, less `bias`: put under the exponent of 2^23, which is then taken away. Conversions
-// have half of the rate.
+// Byte `i` of a word as a number, less `bias`: put under the exponent of 2^23, which is then taken away.
 __device__ __forceinline__ float byte_to_f32(uint32_t word, int i, int bias) {
   constexpr float kUnit = 0x1p23f;
   const uint32_t bits = __byte_perm(word, std::bit_cast<uint32_t>(kUnit), 0x7440u | static_cast<uint32_t>(i));

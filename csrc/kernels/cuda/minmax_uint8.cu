@@ -60,8 +60,7 @@ struct MinmaxUint8 {
     return codes;
   }
 
-  // value_of in instructions of which a GPU does one per cycle; see the contract for why none of them sees a zero whose
-  // sign could differ.
+  // value_of in few instructions. None of them sees a zero whose sign could differ: see decoder_of.
   template <bool kIsScaled, int kQuads, typename Body>
   static __device__ __forceinline__ void decode_all(const Decoder& decoder, const Codes<kQuads>& codes, Body body) {
     const float low = decoder.low, step = decoder.steps.step, unscale = decoder.steps.unscale;
