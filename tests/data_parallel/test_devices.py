@@ -214,11 +214,10 @@ def test_gradients_of_a_bucket_come_from_several_streams(pair_on_emulated, algor
 
 
 def _compile_and_train(rank, world_size, backend):
-    emulated.load()
     bagua.init_process_group(timeout=20)
     try:
         group, found = bagua.get_default_group(), []
-        for kind in ("cpu", emulated.NAME):
+        for kind in ("cpu", accelerator.kind()):
             torch.compiler.reset()
             model, optimizer, device = _make(group, kind, algorithm="bytegrad")
             compiled = torch.compile(model, backend=backend)
@@ -228,7 +227,7 @@ def _compile_and_train(rank, world_size, backend):
                 optimizer.step()
             found.append(_weights(model))
             model.bagua.remove()
-        return all(map(torch.equal, *found))
+        return accelerator.agree(found[1], found[0])
     finally:
         bagua.destroy_process_group()
 
@@ -237,6 +236,42 @@ def _compile_and_train(rank, world_size, backend):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model(pair_on_emulated, backend):
     assert pair_on_emulated.run(_compile_and_train, args=[backend], timeout=60) == [True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow("test_a_compiled_model[aot_eager]")
+def test_a_compiled_model_on_a_gpu(device_pools):
+    """By Inductor, whose kernels only a GPU has."""
+    pair = device_pools(accelerator.CUDA, 2)
+    assert pair.run(_compile_and_train, args=["inductor"], timeout=120) == [True, True]
+
+
+# ---- models that are CUDA graphs
+
+
+def _train_graphed(group, algorithm):
+    """The weights after some steps of a model whose forward and backward are CUDA graphs, and of one as it is."""
+    device, found = accelerator.use_device_of(group.rank), []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 64)).to(device)
+        if is_graphed:
+            model = torch.cuda.make_graphed_callables(model, (_inputs(group.rank, 0, device),))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        bagua.with_bagua(model, optimizer, group=group, algorithm=algorithm, bucket_bytes=64 << 10)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(_inputs(group.rank, step, device)).square().mean().backward()
+            optimizer.step()
+        found.append(_weights(model))
+        model.bagua.remove()
+    assert accelerator.agree(found[1], found[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "decentralized"])
+def test_a_graphed_model(device_pools, algorithm):
+    device_pools(accelerator.CUDA, 2).run(_in_group, args=[_train_graphed, (algorithm,)])
 
 
 # ---- NaN and infinity

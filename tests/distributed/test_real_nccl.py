@@ -1,10 +1,12 @@
 """The NCCL that torch has, between two ranks: what the fake one of test_nccl.py leaves open. On one GPU, which NCCL
-gives to one rank of a host only, the ranks call themselves different hosts, and it goes by the network."""
+gives to one rank of a host only unless it is 2.30 or later and told so, the ranks of an earlier one call themselves
+different hosts, and it goes by the network."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -28,7 +30,9 @@ def pair(device_pools):
 
 def group_over_nccl(rank):
     if torch.cuda.device_count() < 2:
-        os.environ.update(NCCL_HOSTID=f"host {rank}", NCCL_SOCKET_IFNAME="lo")
+        may_share = torch.cuda.nccl.version() >= (2, 30)
+        shares = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if may_share else {"NCCL_HOSTID": f"host {rank}"}
+        os.environ.update(shares, NCCL_SOCKET_IFNAME="lo")
     accelerator.use_device_of(rank)
     bagua.init_process_group("nccl", timeout=30)
     return bagua.get_default_group()
@@ -36,7 +40,8 @@ def group_over_nccl(rank):
 
 def leave():
     bagua.destroy_process_group()
-    os.environ.pop("NCCL_HOSTID", None)  # for the ranks' next test, which may stage
+    for name in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):  # for the ranks' next test, which may stage
+        os.environ.pop(name, None)
 
 
 def run_collectives(rank, world_size):
@@ -110,6 +115,58 @@ def lose_a_peer(rank, world_size):
 def test_a_peer_that_is_killed_in_a_collective_is_named(pair):
     took, _ = pair.run(lose_a_peer, expect_exit={1: -signal.SIGKILL})
     assert took < 5
+
+
+def free_memory(x):
+    y = torch.empty(100_000_000, device=x.device)
+    del y
+    torch.cuda.empty_cache()
+
+
+# Behind a collective whose peer is gone, each of these stands still in CUDA, and some of them with a lock that every
+# other thread needs for its calls.
+STANDS_IN = {
+    "item": lambda x: x.sum().item(),
+    "to the host": lambda x: x.cpu(),
+    "from the host": lambda x: x.copy_(torch.ones(x.shape)),
+    "free": free_memory,
+    "many launches": lambda x: [x.add_(1) for _ in range(4000)],
+    "first launch": lambda x: torch.special.i1e(torch.lgamma(x)),
+    "synchronize": lambda x: torch.cuda.synchronize(),
+}
+
+
+def lose_a_peer_while_in_cuda(rank, world_size, stands_in):
+    """As lose_a_peer, and the program of rank 0 reads the result meanwhile."""
+    group = group_over_nccl(rank)
+    x = torch.ones(3_000_000, device=accelerator.device_of(rank))
+    group.all_reduce(x).wait()
+    torch.accelerator.synchronize()
+    meet()
+    if rank == 1:
+        torch.cuda._sleep(int(20e9))
+    work = group.all_reduce(x)
+    work.wait()
+    meet()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    program = threading.Thread(target=STANDS_IN[stands_in], args=(x,), daemon=True)
+    begin = time.monotonic()
+    program.start()
+    wait_until(work.is_completed, "an all_reduce with a killed peer fails")
+    failed = time.monotonic() - begin
+    program.join(timeout=20)
+    took = time.monotonic() - begin
+    assert not program.is_alive()
+    until_rank_1_is_named(group, work, x)
+    leave()
+    return failed, took
+
+
+@pytest.mark.parametrize("stands_in", STANDS_IN)
+def test_a_program_that_stands_in_cuda_goes_on_when_its_peer_is_gone(pair, stands_in):
+    took, _ = pair.run(lose_a_peer_while_in_cuda, args=(stands_in,), expect_exit={1: -signal.SIGKILL})
+    assert max(took) < 5
 
 
 def meet_a_late_device(rank, world_size):
