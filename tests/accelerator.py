@@ -18,6 +18,8 @@ import torch
 import tests.emulated_device as emulated
 
 EMULATED, CUDA = emulated.NAME, "cuda"
+# Small tensors are reduced where they are, by the device's kernels, as large ones always are.
+ON_DEVICE = {"BAGUA_THRESHOLDS": "on_host_bytes=0"}
 _kind = ""  # of this process
 
 

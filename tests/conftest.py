@@ -67,6 +67,10 @@ def device_pools():
     from bagua.testing import Pool
     from tests import accelerator, emulated_device
 
+    class DevicePool(Pool):
+        def start(self, fn, *, env=None, **options):
+            return super().start(fn, env={**accelerator.ON_DEVICE, **(env or {})}, **options)
+
     pools = {}
 
     def ranks(kind, num_ranks):
@@ -74,7 +78,7 @@ def device_pools():
             if emulated_device.unavailable():
                 pytest.skip(f"the emulated device {emulated_device.unavailable()}")
             emulated_device.build()  # here, where no deadline runs
-        pool = pools.setdefault((kind, num_ranks), Pool(num_ranks))
+        pool = pools.setdefault((kind, num_ranks), DevicePool(num_ranks))
         pool.run(accelerator.load_in_rank, args=[kind])  # before anything else: they are new where a test has failed
         return pool
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from bagua import _C, config
 from bagua.cli.progress import Progress
 from bagua.cli.run import main as launch
-from bagua.errors import BaguaError
+from bagua.errors import BaguaError, InvalidArgument
 from bagua.net import congestion
 from bagua.net.interfaces import interface_addresses
 
@@ -73,8 +73,6 @@ def _devices() -> list[str]:
     """Lines on GPUs: which there are, what drives them, and how their tensors move."""
     import torch
 
-    from bagua.distributed.devices import nccl_version
-
     kinds = [kind for kind in _C.device_kinds if kind != _CPU and _is_built_in(kind)]
     found = [(kind, index) for kind in kinds for index in range(_C.num_devices(kind))]
     if not found:
@@ -90,9 +88,17 @@ def _devices() -> list[str]:
         name, memory_bytes, architecture = _C.describe_device(kind, index)
         lines.append(f"device         {kind}:{index}  {name}, {memory_bytes / 2**30:.1f} GiB, {architecture}")
     lines += [f"driver         {kind}: {_driver_release(kind)}{_C.device_versions(kind)}" for kind in kinds]
-    lines.append(f"nccl           {nccl_version() or 'none'} (of torch)")
+    lines.append(f"nccl           {_nccl()}")
     lines.append(f"device tensors {_DEVICE_PATHS[config.settings().backend]}")
     return lines
+
+
+def _nccl() -> str:
+    """The version that groups would use; torch, if it has one, has loaded it by now. Or why there is none."""
+    try:
+        return _C.nccl_version()
+    except InvalidArgument as error:
+        return f"none: {error}"
 
 
 def _driver_release(kind: str) -> str:

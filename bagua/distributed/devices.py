@@ -27,7 +27,6 @@ __all__ = [
     "current_torch_stream",
     "is_capturing",
     "keep_for_current_stream",
-    "nccl_version",
     "new_stream",
     "on_stream",
     "recorded_event",
@@ -94,14 +93,6 @@ def current_handle(device: torch.device) -> int:
     if device.type == "cuda":  # makes no torch.cuda.Stream
         return torch._C._cuda_getCurrentRawStream(device.index)
     return torch.accelerator.current_stream(device.index).native_handle
-
-
-def nccl_version() -> str | None:
-    """Of the NCCL that torch has loaded; None where it has none."""
-    try:
-        return ".".join(map(str, torch.cuda.nccl.version()))
-    except AttributeError:  # a torch that was built without it
-        return None
 
 
 def is_capturing(device: torch.device) -> bool:

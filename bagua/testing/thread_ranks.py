@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from bagua import _C
+from bagua import _C, config
 from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import Aborted, BaguaError
 
@@ -25,6 +25,7 @@ class _LocalNetwork:
 
     def __init__(self, nodes: Sequence[int] | None) -> None:
         self._nodes = nodes
+        self._thresholds = config.settings().thresholds
         self._lock = threading.Lock()  # guards _cores
         self._cores: dict[tuple, list[_C.Group]] = {}
 
@@ -32,7 +33,7 @@ class _LocalNetwork:
         key = (name, *ranks)  # subgroups of different ranks may have one name
         with self._lock:
             if key not in self._cores:
-                self._cores[key] = _C.local_world(name, len(ranks), _SPIN_US)
+                self._cores[key] = _C.local_world(name, len(ranks), _SPIN_US, self._thresholds)
             return self._cores[key][ranks.index(rank)]
 
     def report(self, cores: list[_C.Group]) -> None:

@@ -88,12 +88,14 @@ def facts(device: str) -> dict[str, str]:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Of the NCCL that torch has; (0,) where it has none."""
-    import torch
+    """Of the NCCL that is loaded; (0,) where there is none."""
+    import torch  # noqa: F401  which loads its own
+
+    from bagua import _C, InvalidArgument
 
     try:
-        return tuple(torch.cuda.nccl.version())
-    except AttributeError:
+        return tuple(map(int, _C.nccl_version().split(".")))
+    except InvalidArgument:
         return (0,)
 
 

@@ -17,6 +17,7 @@
 #include "csrc/bindings/convert.h"
 #include "csrc/communicator/control_link.h"
 #include "csrc/transport/local/local_channel.h"
+#include "csrc/transport/nccl/nccl_library.h"
 #include "csrc/transport/nccl/nccl_transport.h"
 #include "csrc/transport/pinned/pinned_channel.h"
 #include "csrc/transport/shm/shm_channel.h"
@@ -35,13 +36,17 @@ std::shared_ptr<DeviceTransportSource>& nccl_source() {
   return source;
 }
 
+collectives::Thresholds thresholds_from(const std::map<std::string, size_t>& changes) {
+  collectives::Thresholds thresholds;
+  for (const auto& [name, bytes] : changes) thresholds.set(name, bytes);
+  return thresholds;
+}
+
 }  // namespace
 
 Group::Group(const std::string& name, const std::string& key, int rank, std::vector<int> job_ranks, double spin_us,
              std::vector<bool> same_host, const std::map<std::string, size_t>& thresholds, py::function connector,
              std::shared_ptr<Process> process, const std::string& device_transport) {
-  collectives::Thresholds chosen;
-  for (const auto& [threshold, bytes] : thresholds) chosen.set(threshold, bytes);
   const int size = static_cast<int>(job_ranks.size());
   const bool is_alone = std::count(same_host.begin(), same_host.end(), true) <= 1;  // on its host, with itself
   const std::chrono::microseconds spin(static_cast<int64_t>(spin_us));
@@ -51,10 +56,11 @@ Group::Group(const std::string& name, const std::string& key, int rank, std::vec
   communicator->set_device_channels(over_pinned);
   communicator->set_device_transport(nccl_source(), device_choice_from(device_transport));
   communicator->join_process(std::move(process), std::move(job_ranks), key);
-  engine_ = std::make_unique<Engine>(std::move(communicator), chosen);
+  engine_ = std::make_unique<Engine>(std::move(communicator), thresholds_from(thresholds));
 }
 
-Group::Group(std::unique_ptr<Communicator> communicator) : engine_(std::make_unique<Engine>(std::move(communicator))) {}
+Group::Group(std::unique_ptr<Communicator> communicator, const collectives::Thresholds& thresholds)
+    : engine_(std::make_unique<Engine>(std::move(communicator), thresholds)) {}
 
 Group::~Group() {
   if (engine_->is_inherited()) {  // a forked child leaves its parent's threads and locks alone
@@ -139,12 +145,13 @@ std::shared_ptr<Work> Group::recv(int peer, void* data, uint64_t bytes, const Op
 void bind_group(py::module_& m) {
   m.def(
       "local_world",
-      [](const std::string& name, int size, double spin_us) {
+      [](const std::string& name, int size, double spin_us, const std::map<std::string, size_t>& thresholds) {
         std::vector<std::unique_ptr<Group>> groups;
         std::vector<Doorbell*> doorbells;
         for (int rank = 0; rank < size; ++rank) {
           const std::chrono::microseconds spin(static_cast<int64_t>(spin_us));
-          groups.push_back(std::make_unique<Group>(std::make_unique<Communicator>(rank, size, name, spin)));
+          groups.push_back(std::make_unique<Group>(std::make_unique<Communicator>(rank, size, name, spin),
+                                                   thresholds_from(thresholds)));
           groups.back()->communicator().set_device_channels(over_pinned);
           doorbells.push_back(&groups.back()->communicator().doorbell());
         }
@@ -153,7 +160,7 @@ void bind_group(py::module_& m) {
         });
         return groups;
       },
-      py::arg("name"), py::arg("size"), py::arg("spin_us"),
+      py::arg("name"), py::arg("size"), py::arg("spin_us"), py::arg("thresholds"),
       "Connected groups of ranks 0..size-1 that are threads of this process, for tests.");
   m.def("default_thresholds", [] { return collectives::Thresholds{}.by_name(); });
   m.def("shm_segment_bytes", &ShmChannel::segment_bytes, "Bytes of the memfd for a pair of rings of `ring_bytes`.");
@@ -165,6 +172,10 @@ void bind_group(py::module_& m) {
       py::arg("path"), py::arg("device_kind") = "cuda",
       "The NCCL of groups that are made from here on, '' for the one that is loaded; for the tests, which have their "
       "own.");
+  m.def(
+      "nccl_version", [] { return nccl::version_name(nccl::NcclLibrary::open()->version()); },
+      "Of the NCCL that is loaded in this process, or would be. Throws InvalidArgument where there is none that could "
+      "be used.");
   py::class_<Process, std::shared_ptr<Process>>(m, "Process")
       .def(py::init([](double heartbeat_timeout_s) {
              return std::make_shared<Process>(

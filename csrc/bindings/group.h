@@ -22,7 +22,7 @@ class Group {
   Group(const std::string& name, const std::string& key, int rank, std::vector<int> job_ranks, double spin_us,
         std::vector<bool> same_host, const std::map<std::string, size_t>& thresholds, pybind11::function connector,
         std::shared_ptr<Process> process, const std::string& device_transport);
-  explicit Group(std::unique_ptr<Communicator> communicator);
+  Group(std::unique_ptr<Communicator> communicator, const collectives::Thresholds& thresholds);
   ~Group();
 
   Engine& engine() { return *engine_; }

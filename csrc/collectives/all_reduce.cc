@@ -1,5 +1,6 @@
 // all_reduce: checks, then the algorithm that selector.h names.
 #include "csrc/collectives/algorithms.h"
+#include "csrc/collectives/on_host.h"
 #include "csrc/collectives/selector.h"
 
 namespace bagua::collectives {
@@ -30,12 +31,19 @@ size_t all_reduce(Context& context, void* data, size_t numel, DType dtype, Reduc
   require_defined("all_reduce", op, dtype);
   if (codec != nullptr) require_compressible("all_reduce", *codec, dtype, op);
   const int size = context.group.size();
+  const size_t bytes = numel * item_bytes(dtype);
+  if (size > 1 && numel > 0 && !feedback.is_on() && OnHost::is_for(context, bytes)) {
+    segments.copy_to(data, numel, item_bytes(dtype), context.stream);
+    OnHost host(context, data, bytes);
+    const size_t num_nonfinite_blocks = all_reduce(host.context(), host.data(), numel, dtype, op, codec);
+    host.copy_back(data, host.data(), bytes);
+    return num_nonfinite_blocks;
+  }
   if (size > 1 && numel > 0 && codec != nullptr) {
     return compressed_all_reduce(context, data, numel, dtype, op, *codec, feedback, segments);
   }
   segments.copy_to(data, numel, item_bytes(dtype), context.stream);
   if (size == 1 || numel == 0) return 0;
-  const size_t bytes = numel * item_bytes(dtype);
   const Reach reach = reach_of(context, bytes, OperationKind::kAllReduce, dtype, op);
   switch (select_all_reduce(context.thresholds, bytes, dtype, reach)) {
     case AllReduceAlgorithm::kRecursiveDoubling: recursive_doubling_all_reduce(context, data, numel, dtype, op); break;

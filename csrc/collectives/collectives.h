@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -39,6 +40,9 @@ struct Context {
   std::optional<bool> is_result_finite = {};
   uint64_t* num_nonfinite = nullptr;
   bool counts_nonfinite = false;
+
+  // Of a device: at least so many bytes of pinned memory, until the next operation's.
+  std::function<void*(size_t bytes)> pinned = {};
 };
 
 namespace collectives {

@@ -7,6 +7,7 @@
 // Steps: reduce + all_reduce + broadcast. Bytes sent between nodes per leader: those of the leaders' all_reduce.
 // Source: section 3.3 of arXiv 2107.01499.
 #include "csrc/collectives/algorithms.h"
+#include "csrc/collectives/on_host.h"
 #include "csrc/kernels/reduce.h"
 
 namespace bagua::collectives {
@@ -28,6 +29,13 @@ size_t hierarchical_all_reduce(Context& context, const Hierarchy& hierarchy, voi
   if (codec != nullptr) require_compressible("all_reduce", *codec, dtype, op);
   segments.copy_to(data, numel, item_bytes(dtype), context.stream);
   if (hierarchy.leaders.size() == 1) return all_reduce(context, data, numel, dtype, op, nullptr);
+  const size_t bytes = numel * item_bytes(dtype);
+  if (numel > 0 && !feedback.is_on() && OnHost::is_for(context, bytes)) {
+    OnHost host(context, data, bytes);
+    const size_t num_blocks = hierarchical_all_reduce(host.context(), hierarchy, host.data(), numel, dtype, op, codec);
+    host.copy_back(data, host.data(), bytes);
+    return num_blocks;
+  }
   const bool averages = op == ReduceOp::kAvg;
   const bool is_half = dtype == DType::kF16 || dtype == DType::kBF16;
   const ReduceOp inside = averages && !is_half ? ReduceOp::kSum : op;

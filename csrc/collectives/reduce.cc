@@ -6,6 +6,7 @@
 // (n-1)/n * B + B/n bytes sent per rank. Workspace: two chunks per rank.
 
 #include "csrc/kernels/reduce.h"
+#include "csrc/collectives/on_host.h"
 #include "csrc/collectives/posted_requests.h"
 #include "csrc/collectives/stripes.h"
 #include "csrc/device/memory.h"
@@ -63,6 +64,12 @@ void reduce(Context& context, void* data, size_t numel, DType dtype, ReduceOp op
   const int size = context.group.size();
   if (size == 1 || numel == 0) return;
   const size_t bytes = numel * item_bytes(dtype);
+  if (OnHost::is_for(context, bytes)) {
+    OnHost host(context, data, bytes);
+    reduce(host.context(), host.data(), numel, dtype, op, root);
+    if (context.group.rank() == root) host.copy_back(data, host.data(), bytes);
+    return;
+  }
   Reach reach = reach_of(context, bytes, OperationKind::kReduce, dtype, op);
   if (select_reduce(context.thresholds, bytes, reach) == ReduceAlgorithm::kDirect) {
     if (direct_reduce(context, data, numel, dtype, op, root)) return;

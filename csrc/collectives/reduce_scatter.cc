@@ -2,6 +2,7 @@
 // one reduction in rank order (f16 and bf16 in f32, rounded once). 1 step, (n-1) * b bytes sent per rank for
 // blocks of b bytes, a connection to every rank. Workspace: two chunks per rank.
 
+#include "csrc/collectives/on_host.h"
 #include "csrc/collectives/stripes.h"
 #include "csrc/device/memory.h"
 
@@ -25,6 +26,14 @@ void reduce_scatter(Context& context, const void* input, void* output, size_t nu
   const size_t bytes = numel * item_bytes(dtype);
   if (size == 1) {
     if (output != input) device::copy(output, input, bytes, context.stream);
+    return;
+  }
+  const size_t input_bytes = static_cast<size_t>(size) * bytes;
+  if (OnHost::is_for(context, input_bytes)) {
+    OnHost host(context, input, input_bytes);
+    uint8_t* const own = at(host.data(), static_cast<size_t>(context.group.rank()), bytes);
+    reduce_scatter(host.context(), host.data(), own, numel, dtype, op);
+    host.copy_back(output, own, bytes);
     return;
   }
   Reach reach = reach_of(context, bytes, OperationKind::kReduceScatter, dtype, op);

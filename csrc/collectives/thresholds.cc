@@ -14,6 +14,7 @@ constexpr std::pair<const char*, size_t Thresholds::*> kMembers[] = {
     {"broadcast_tree_bytes", &Thresholds::broadcast_tree_bytes},
     {"reduce_tree_bytes", &Thresholds::reduce_tree_bytes},
     {"direct_bytes", &Thresholds::direct_bytes},
+    {"on_host_bytes", &Thresholds::on_host_bytes},
 };
 
 }  // namespace

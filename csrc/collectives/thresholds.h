@@ -23,6 +23,9 @@ struct Thresholds {
   // From here on reading a peer's memory beats a message, whose cost is one more copy but no exchange of addresses.
   size_t direct_bytes = 32 << 10;
 
+  // Up to here the host computes a reduction of a device's tensors that are staged (on_host.h).
+  size_t on_host_bytes = 1 << 20;
+
   // How much larger chunks are on a device than on the CPU: each costs launches, some microseconds apiece and tenths of
   // a millisecond where processes share the device, and caches do not count there. Tests of many chunks lower it.
   size_t device_chunk_scale = 8;

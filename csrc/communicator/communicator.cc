@@ -247,6 +247,29 @@ void Communicator::wait_until(int peer, Ready ready) {
   }
 }
 
+// What comes first there is the program's own, so nobody else is to blame if it is late.
+void Communicator::wait_for_device(const std::function<bool()>& is_done) {
+  const auto spin_until = Deadline::Clock::now() + spin_;
+  while (!is_done()) {
+    if (while_waiting_) while_waiting_();
+    if (deadline_->expired()) {
+      throw_late(ranks_.rank,
+                 device_name(stream_.device) + " of rank " + std::to_string(ranks_.rank) +
+                     " is still busy with what it had to do before",
+                 deadline_->allowed_seconds());
+    }
+    if (progress()) continue;
+    if (Deadline::Clock::now() < spin_until) {
+      for (int i = 0; i < 32; ++i) pause_cpu();
+      continue;
+    }
+    const uint32_t epoch = doorbell_->prepare();
+    doorbell_->sleep(epoch, kPollInterval);
+    check_interrupt();
+    dial_probed();
+  }
+}
+
 void Communicator::wait(Request& request) {
   if (request.done.load(std::memory_order_acquire)) return;
   assert(batch_.empty() && "a wait stands in a batch");

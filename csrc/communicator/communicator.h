@@ -82,6 +82,12 @@ class Communicator {
   }
   void enqueue_native(const NativeCollective& collective);
 
+  // Of an operation on a device that is staged: messages move in the order of `stream` from here on, and are the host's
+  // if it is the CPU's; and the host waits for what the device has to do before.
+  bool is_staged() const { return over_ == nullptr; }
+  void use_stream(Stream stream) { stream_ = stream; }
+  void wait_for_device(const std::function<bool()>& is_done);
+
   // Shared memory. True when this rank and the peer can address one another's; never in an operation on a device.
   bool shares_memory(int peer);
   // The address by which peers can map [data, data + bytes) in the running operation, if it lies in shared memory.

@@ -52,6 +52,14 @@ class GroupView {
   bool has_native(OperationKind kind, DType dtype, ReduceOp op = ReduceOp::kSum) const {
     return members_.empty() && communicator_.has_native(kind, dtype, op);
   }
+  // Whether device memory moves through the host in the running operation.
+  bool is_staged() const { return communicator_.is_staged(); }
+  // Of an operation on a device: see communicator.h.
+  void use_stream(Stream stream) const { communicator_.use_stream(stream); }
+  template <typename IsDone>
+  void wait_for_device(const IsDone& is_done) const {
+    communicator_.wait_for_device(is_done);
+  }
   void enqueue_native(const NativeCollective& collective) const { communicator_.enqueue_native(collective); }
 
   // True when every other member can address this rank's shared memory and the reverse.

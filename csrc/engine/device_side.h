@@ -2,6 +2,7 @@
 // that the device reports in, and events that say when an operation ran. For the group's worker thread.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -56,6 +57,18 @@ class DeviceSide {
     return {counter, [this](uint64_t* taken) { free_.push_back(taken); }};
   }
 
+  // At least so many bytes of pinned memory, until it is asked for again: for a tensor that the host works on. What was
+  // smaller is kept, since a copy may use it.
+  void* pinned(size_t bytes) {
+    if (bytes > pinned_bytes_) {
+      const size_t larger = std::max(bytes, 2 * pinned_bytes_);
+      blocks_.reserve(blocks_.size() + 1);
+      blocks_.push_back(pinned_ = runtime_.allocate_pinned(larger));
+      pinned_bytes_ = larger;
+    }
+    return pinned_;
+  }
+
   // Two timing events, of an operation's begin and its end; as a Counter.
   struct IntervalEvents {
     device::Event begin;
@@ -93,6 +106,8 @@ class DeviceSide {
   Workspace workspace_;
   std::vector<void*> blocks_;
   std::vector<uint64_t*> free_;
+  void* pinned_ = nullptr;  // of blocks_
+  size_t pinned_bytes_ = 0;
   DeviceClock clock_;
   std::vector<std::unique_ptr<IntervalEvents>> intervals_;
   std::vector<IntervalEvents*> free_intervals_;

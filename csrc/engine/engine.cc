@@ -244,6 +244,7 @@ void Engine::execute(Task& task) {
     Context context{GroupView(*communicator_), workspace, workspace_, events_, stream, thresholds_, rng_key};
     DeviceSide::Counter num_nonfinite = side != nullptr ? side->take_counter() : DeviceSide::Counter{};
     context.num_nonfinite = num_nonfinite.get();
+    if (side != nullptr) context.pinned = [side](size_t bytes) { return side->pinned(bytes); };
     communicator_->begin(task.operation, deadline, task.interrupt, stream);
     const uint64_t nonfinite_blocks = task.run(context);
     communicator_->end();

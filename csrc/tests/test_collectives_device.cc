@@ -94,6 +94,75 @@ TEST(StagedTraffic, OnlyCodesCrossToTheHost) {
   EXPECT_EQ(counters.launches, launches);
 }
 
+// ---- small ones, which the host computes
+
+const std::vector<std::string> kReductions = {"all_reduce", "hierarchical", "reduce", "reduce_scatter"};
+
+bool is_reduction(const Case& one) {
+  return std::any_of(kReductions.begin(), kReductions.end(),
+                     [&](const std::string& name) { return one.name == name || one.name.ends_with(" " + name); });
+}
+
+// As far as the threshold reaches; the CPU's ranks are connected alike, since the host may use shared memory.
+TEST_P(OnDevice, SmallReductionsAreTheHostsAndGiveTheBitsOfTheCpu) {
+  constexpr size_t kThreshold = 300'000;
+  for (const int size : {2, 3}) {
+    auto engines = make_device_engines(size, GetParam(), {.on_host_bytes = kThreshold, .device_chunk_scale = 1});
+    auto reference = make_cpu_engines(size, GetParam());
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      for (const size_t numel : {size_t{5}, size_t{20'003}}) {
+        auto cases = full_precision_cases(static_cast<size_t>(size), numel, dtype);
+        for (const std::string& spec : registered_codecs()) {
+          const auto compressed = compressed_cases(static_cast<size_t>(size), numel, dtype, spec);
+          if (numel > 5) cases.push_back(compressed.front());  // all_reduce
+        }
+        for (const Case& one : cases) {
+          const auto what = one.name + " of " + std::to_string(numel) + " " + std::string(dtype_name(dtype)) +
+                            " among " + std::to_string(size);
+          emulated().reset_counters();
+          const auto found = on_device(engines, one);
+          if (is_reduction(one)) {
+            EXPECT_TRUE(emulated().counters().launches.empty()) << what;
+          }
+          expect_equal(found, on_cpu(reference, one), what);
+        }
+      }
+    }
+  }
+}
+
+TEST(StagedTraffic, OfASmallReductionEachByteCrossesOnceEachWay) {
+  constexpr size_t kNumel = 1000;
+  const Case one{"", OperationKind::kAllReduce, DType::kF32, kNumel, 0, [](Context& c, void* data, void*) {
+                   return all_reduce(c, data, kNumel, DType::kF32, ReduceOp::kSum, nullptr);
+                 }};
+  for (const size_t threshold : {4 * kNumel - 1, 4 * kNumel}) {
+    const bool is_on_host = threshold == 4 * kNumel;
+    auto engines = make_device_engines(3, kTcp, {.on_host_bytes = threshold});
+    emulated().reset_counters();
+    on_device(engines, one);
+    const auto counters = emulated().counters();
+    EXPECT_EQ(counters.launches.empty(), is_on_host);
+    if (!is_on_host) continue;
+    const size_t once = 3 * 4 * kNumel;  // and once more for the test itself, up and down
+    EXPECT_EQ(counters.bytes_to_host, 2 * once);
+    EXPECT_EQ(counters.bytes_to_device, 2 * once);
+  }
+}
+
+TEST_P(OnDevice, SegmentsOfASmallReductionAreTakenIn) {
+  constexpr size_t kNumel = 3'000, kFirst = 1'100, kGap = 64;
+  const Case one{
+      "", OperationKind::kAllReduce, DType::kF32, kNumel, kNumel, [](Context& c, void* from, void* to) {
+        const InputSegments segments(
+            {{0, kFirst, from}, {kFirst + kGap, kNumel - kFirst - kGap, static_cast<float*>(from) + kFirst}});
+        return all_reduce(c, to, kNumel, DType::kF32, ReduceOp::kAvg, nullptr, {}, segments);
+      }};
+  auto engines = make_device_engines(2, GetParam(), {});
+  auto reference = make_cpu_engines(2, GetParam());
+  expect_equal(on_device(engines, one), on_cpu(reference, one), "all_reduce of segments");
+}
+
 TEST_P(OnDevice, MessagesOfDeviceAndHostKeepTheirOrder) {
   auto engines = make_device_engines(2, GetParam());
   constexpr size_t kLarge = 3 * PinnedChannel::kPieceBytes + 1000, kSmall = 40;
@@ -230,6 +299,33 @@ void run_slowly(
     std::this_thread::sleep_for(duration);
     then();
   });
+}
+
+// Where the host computes, it waits for the device's part, and the peers for it: whoever finds out first.
+TEST(DeviceFailures, ADeviceThatIsLateForASmallReductionIsNamedByAllRanks) {
+  for (const size_t first : {0, 1}) {
+    auto engines = make_device_engines(2, kTcp, {});
+    std::vector<std::unique_ptr<DeviceUser>> users;
+    std::vector<std::shared_ptr<Work>> works;
+    for (int r = 0; r < 2; ++r) users.push_back(std::make_unique<DeviceUser>(device_of_rank(r)));
+    void* const data[] = {users[0]->upload(Bytes(400, 1)), users[1]->upload(Bytes(400, 1))};
+    run_slowly(users[1]->stream(), 1500ms);
+    const auto begin = Clock::now();
+    for (size_t r = 0; r < 2; ++r) {
+      works.push_back(
+          engines[r]->submit(stamp(0, 100), 400, r == first ? 300ms : 10s, average(data[r], 100), users[r]->ready()));
+    }
+    for (const auto& work : works) {
+      ASSERT_TRUE(work->wait_for(10s));
+      ASSERT_TRUE(work->error());
+      EXPECT_EQ(work->error()->rank(), 1) << work->error()->what();
+    }
+    EXPECT_EQ(works[first]->error()->kind(), ErrorKind::kDeadlineExceeded);
+    EXPECT_EQ(works[1 - first]->error()->kind(), ErrorKind::kRemote);
+    EXPECT_CONTAINS(std::string(works[first]->error()->what()),
+                    first == 1 ? "emulated:1 of rank 1 is still busy with what it had to do before" : "rank 1");
+    EXPECT_LT(Clock::now() - begin, 1500ms + 2s);  // rank 1 fails once its device has let go of the tensor
+  }
 }
 
 // Its tensors are the program's again, which may give their memory to others.

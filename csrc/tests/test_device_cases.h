@@ -236,9 +236,9 @@ inline Case feedback_case(const std::string& spec, DType residual) {
   return {spec, OperationKind::kAllReduce, DType::kF32, kNumel, output_bytes / sizeof(float), run};
 }
 
-inline std::vector<std::unique_ptr<Engine>> make_cpu_engines(int size) {
+inline std::vector<std::unique_ptr<Engine>> make_cpu_engines(int size, const Kind& kind = kTcp) {
   std::vector<std::unique_ptr<Engine>> engines;
-  for (auto& communicator : make_communicators(size, kTcp))
+  for (auto& communicator : make_communicators(size, kind))
     engines.push_back(std::make_unique<Engine>(std::move(communicator)));
   return engines;
 }

@@ -18,13 +18,15 @@ inline device::EmulatedRuntime& emulated() {
 // Ranks take turns with the first two devices, so that of three some share one.
 inline Device device_of_rank(int rank) { return {DeviceKind::kEmulated, rank % 2}; }
 
-inline std::vector<std::unique_ptr<Engine>> make_device_engines(int size, const Kind& kind) {
+// So that small tensors have many chunks, and the device computes what it can.
+inline constexpr collectives::Thresholds kAllOnDevice{.on_host_bytes = 0, .device_chunk_scale = 1};
+
+inline std::vector<std::unique_ptr<Engine>> make_device_engines(
+    int size, const Kind& kind, const collectives::Thresholds& thresholds = kAllOnDevice) {
   std::vector<std::unique_ptr<Engine>> engines;
   for (auto& communicator : make_communicators(size, kind)) {
     communicator->set_device_channels([](Channel& host) { return std::make_unique<PinnedChannel>(host); });
-    // Small chunks, so that small tensors have many.
-    engines.push_back(
-        std::make_unique<Engine>(std::move(communicator), collectives::Thresholds{.device_chunk_scale = 1}));
+    engines.push_back(std::make_unique<Engine>(std::move(communicator), thresholds));
   }
   return engines;
 }

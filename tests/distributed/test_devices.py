@@ -142,6 +142,33 @@ def test_ranks_that_are_processes(pair_on_devices, world):
     pair_on_devices.run(_check_all, env=world.env)
 
 
+def _check_small_reductions(rank, world_size):
+    """The host computes them, by default: with the CPU's bits, and no kernel."""
+    _check_all(rank, world_size)
+    bagua.init_process_group(timeout=20)
+    try:
+        group, device = bagua.get_default_group(), accelerator.use_device_of(rank)
+        mine = torch.randn(20_000, generator=torch.Generator().manual_seed(rank))
+        for codec in (None, "bf16", "minmax_uint8", "qsgd:bits=4"):
+            chosen = None if codec is None else bagua.codecs.get(codec).with_seed(7)
+            found, expected = mine.to(device), mine.clone()
+            if accelerator.is_emulated():
+                torch.accelerator.synchronize()
+                emulated.reset_counters()
+            for values in (found, expected):
+                group.all_reduce(values, codec=chosen).wait()
+            if accelerator.is_emulated():
+                assert emulated.counters()["launches"] == {}, codec
+            assert torch.equal(found.cpu(), expected), codec
+    finally:
+        bagua.destroy_process_group()
+
+
+@fast_in("world", [shm(SIZE)], [shm(SIZE), tcp(SIZE), through_torch(SIZE)])
+def test_small_reductions(pair_on_devices, world):
+    pair_on_devices.run(_check_small_reductions, env={**world.env, "BAGUA_THRESHOLDS": None})
+
+
 # ---- what Work promises
 
 

@@ -47,7 +47,7 @@ def test_all_ranks_at_fault_are_told(cause, ranks):
 
 
 def test_the_core_keeps_all_ranks_at_fault():
-    core = _C.local_world("test", 5, 0.0)[0]
+    core = _C.local_world("test", 5, 0.0, {})[0]
     core.poison(RemoteError("rank 2 reported: rank 1 died", rank=1, ranks=(1, 4)))
     with pytest.raises(RemoteError) as caught:
         core.check()

@@ -1,5 +1,6 @@
-"""What nvcc makes of the CUDA kernels, for one architecture: no warning, no spill, no local memory, no more registers
-and shared memory than cuda_kernels.tsv says, and 128-bit loads and stores where they count.
+"""What nvcc makes of the CUDA kernels: for each architecture that is shipped no warning, no spill, no local memory, and
+128-bit loads and stores where they count; for one of them no more registers and shared memory than cuda_kernels.tsv
+says.
 
 `python tests/structure/test_cuda_kernels.py` writes the table anew. It is of one version of nvcc: with another one the
 registers may differ, and only the occupancy is compared.
@@ -22,7 +23,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("cuda_kernels.tsv")
-ARCHITECTURE = "90"
+ARCHITECTURES = ["80", "90", "100"]  # as CMakeLists.txt has them
+OF_TABLE = "90"
 NUM_THREADS = 256  # of a block: kNumThreads in csrc/kernels/cuda/launch.h
 # Those whose codec has another number, kBlockThreads, for the 2048 elements of a block.
 BLOCK_THREADS = {"MinmaxUint8": 128, "Qsgd": 128, "Onebit": 64}
@@ -99,10 +101,11 @@ def version_of_nvcc():
     return re.search(r"release ([\d.]+)", text)[1]
 
 
-def compile_kernels(folder):
-    """{kernel: Resources} and the objects, by the commands of CMake."""
+def compile_kernels(folder, architectures):
+    """{architecture: {kernel: Resources}} and the objects, by the commands of CMake."""
     configure = ["cmake", "-S", str(ROOT), "-B", str(folder), "-DBAGUA_CUDA=1", "-DBAGUA_BUILD_PYTHON=OFF"]
-    configure += ["-DBAGUA_WARNINGS_AS_ERRORS=ON", f"-DCMAKE_CUDA_ARCHITECTURES={ARCHITECTURE}-real"]
+    real = ";".join(f"{architecture}-real" for architecture in architectures)
+    configure += ["-DBAGUA_WARNINGS_AS_ERRORS=ON", f"-DCMAKE_CUDA_ARCHITECTURES={real}"]
     subprocess.run(configure, check=True, capture_output=True, timeout=120)
     entries = json.loads((folder / "compile_commands.json").read_text())
     entries = [entry for entry in entries if entry["file"].endswith(".cu")]
@@ -118,25 +121,26 @@ def compile_kernels(folder):
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = list(pool.map(compile_one, entries))
-    kernels = {}
+    kernels = {architecture: {} for architecture in architectures}
     for _, report in results:
         for part in report.split("Compiling entry function '")[1:]:
+            mangled, architecture = re.match(r"(\w+)' for 'sm_(\d+)'", part).groups()
             stack, stores, loads = (
                 int(re.search(rf"(\d+) bytes {what}", part)[1])
                 for what in ("stack frame", "spill stores", "spill loads")
             )
             shared = re.search(r"(\d+) bytes smem", part)
-            name = short_name(part.partition("'")[0])
-            assert name not in kernels, f"two kernels have the name {name}"
+            name = short_name(mangled)
+            assert name not in kernels[architecture], f"two kernels have the name {name}"
             registers = int(re.search(r"Used (\d+) registers", part)[1])
-            kernels[name] = Resources(
+            kernels[architecture][name] = Resources(
                 threads_of(name), registers, int(shared[1]) if shared else 0, stack, stores + loads
             )
     return kernels, [output for output, _ in results]
 
 
 def table_of(kernels):
-    lines = [f"# nvcc {version_of_nvcc()}, sm_{ARCHITECTURE}"]
+    lines = [f"# nvcc {version_of_nvcc()}, sm_{OF_TABLE}"]
     lines += ["kernel\tthreads\tregisters\tshared bytes\toccupancy"]
     for name, of in sorted(kernels.items()):
         lines.append(f"{name}\t{of.threads}\t{of.registers}\t{of.shared_bytes}\t{of.occupancy:.2f}")
@@ -145,17 +149,25 @@ def table_of(kernels):
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    return compile_kernels(tmp_path_factory.mktemp("cuda"))
+    return compile_kernels(tmp_path_factory.mktemp("cuda"), ARCHITECTURES)
+
+
+def test_the_architectures_are_those_that_are_shipped():
+    choices = re.findall(
+        r"set\(BAGUA_CUDA_ARCHITECTURES ((?: ?\d+(?:-real)?)+)\)", (ROOT / "CMakeLists.txt").read_text()
+    )
+    assert max((re.findall(r"\d+", choice) for choice in choices), key=len) == ARCHITECTURES
 
 
 def test_kernels_keep_everything_in_registers(compiled):
-    kernels, _ = compiled
-    assert len(kernels) > 100
-    assert {name: r for name, r in kernels.items() if r.stack_bytes or r.spilled_bytes} == {}
+    for architecture, kernels in compiled[0].items():
+        assert len(kernels) > 100
+        found = {name: r for name, r in kernels.items() if r.stack_bytes or r.spilled_bytes}
+        assert found == {}, f"sm_{architecture}"
 
 
 def test_resources_are_those_of_the_table(compiled):
-    kernels, _ = compiled
+    kernels = compiled[0][OF_TABLE]
     header, _, *rows = TABLE.read_text().splitlines()
     known = {row.split("\t")[0]: row.split("\t")[1:] for row in rows}
     assert known.keys() == kernels.keys(), f"write {TABLE.name} anew: see the head of this file"
@@ -189,23 +201,24 @@ def find_cuobjdump():
     return found
 
 
-@pytest.fixture(scope="module")
-def instructions(compiled):
-    """{kernel: its instructions, in order}"""
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def instructions(request, compiled):
+    """{kernel: its instructions, in order}, of one architecture."""
     cuobjdump = find_cuobjdump()
     if cuobjdump is None:
         pytest.skip("cuobjdump is not installed: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
     path = f"{Path(cuobjdump).parent}:{os.environ['PATH']}"  # where it looks for nvdisasm
     kernels = {}
     for output in compiled[1]:
+        command = [cuobjdump, "-sass", "-arch", f"sm_{request.param}", output]
         text = subprocess.run(
-            [cuobjdump, "-sass", output], env={**os.environ, "PATH": path}, capture_output=True, text=True, check=True
+            command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=True
         ).stdout
         for part in text.split("Function : ")[1:]:
             mangled, _, body = part.partition("\n")
             found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", body)
             kernels[short_name(mangled.strip())] = found
-    assert kernels.keys() == compiled[0].keys()
+    assert kernels.keys() == compiled[0][request.param].keys()
     return kernels
 
 
@@ -239,5 +252,5 @@ def test_no_multiplication_is_fused_with_an_addition(instructions):
 
 if __name__ == "__main__":
     with TemporaryDirectory() as folder:
-        TABLE.write_text(table_of(compile_kernels(Path(folder))[0]))
+        TABLE.write_text(table_of(compile_kernels(Path(folder), [OF_TABLE])[0][OF_TABLE]))
     sys.stdout.write(f"{TABLE} has been written\n")
