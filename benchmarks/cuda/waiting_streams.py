@@ -6,7 +6,7 @@ needs the core's thread to be able to use the device meanwhile, whatever the pro
 stream wait for such a value, has one thread do what programs do, and looks whether another one gets its work done on a
 stream of its own. Needs nvcc.
 
-    .venv/bin/python -m benchmarks.cuda.waiting_streams
+    .venv/bin/python -m benchmarks.cuda.waiting_streams [--out FOLDER]
 """
 
 from __future__ import annotations

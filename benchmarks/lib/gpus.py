@@ -7,6 +7,7 @@ GPU: kernels are the host's there, so what it prints says nothing, and nothing o
 from __future__ import annotations
 
 import argparse
+import ctypes
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -87,16 +88,16 @@ def facts(device: str) -> dict[str, str]:
     }
 
 
-def nccl_version() -> tuple[int, ...]:
-    """Of the NCCL that is loaded; (0,) where there is none."""
+def nccl_version() -> tuple[int, int, int]:
+    """Of the NCCL that is loaded, which need not be the one that torch was built with; zeros where there is none."""
     import torch  # noqa: F401  which loads its own
 
-    from bagua import _C, InvalidArgument
-
+    version = ctypes.c_int()
     try:
-        return tuple(map(int, _C.nccl_version().split(".")))
-    except InvalidArgument:
-        return (0,)
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    except OSError:
+        return (0, 0, 0)
+    return version.value // 10000, version.value % 10000 // 100, version.value % 100
 
 
 class Report(report.Report):

@@ -239,7 +239,7 @@ def test_a_compiled_model(pair_on_emulated, backend):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow("test_a_compiled_model[aot_eager]")
+@pytest.mark.slow("test_over_processes")
 def test_a_compiled_model_on_a_gpu(device_pools):
     """By Inductor, whose kernels only a GPU has."""
     pair = device_pools(accelerator.CUDA, 2)
