@@ -33,8 +33,9 @@ std::optional<size_t> who_asks(const std::vector<DeviceNote>& notes, DeviceChoic
   return std::nullopt;
 }
 
-// What keeps the ranks from the transport; empty: nothing.
-std::string obstacle(const std::vector<DeviceNote>& notes, const DeviceTransportSource& source) {
+// What keeps the ranks from the transport; empty: nothing. That it can serve ranks which share a device does not make
+// it the faster way for them, so somebody has to ask for it.
+std::string obstacle(const std::vector<DeviceNote>& notes, const DeviceTransportSource& source, bool is_asked_for) {
   std::string lacking;
   for (size_t r = 0; r < notes.size(); ++r) {
     if (notes[r].version != 0) continue;
@@ -49,11 +50,13 @@ std::string obstacle(const std::vector<DeviceNote>& notes, const DeviceTransport
              rank_text(r) + " has " + source.version_name(notes[r].version);
     }
     for (size_t other = 0; other < r; ++other) {
-      const bool are_apart = notes[r].host != notes[other].host || (notes[r].may_share && notes[other].may_share);
-      if (!are_apart && text_of(notes[r].device_id) == text_of(notes[other].device_id)) {
-        return "ranks " + std::to_string(other) + " and " + std::to_string(r) + " share the device " +
-               text_of(notes[r].device_id) + ", and " + source.name() + " needs one for each";
-      }
+      if (text_of(notes[r].device_id) != text_of(notes[other].device_id)) continue;
+      const bool can_share = notes[r].host != notes[other].host || (notes[r].may_share && notes[other].may_share);
+      if (can_share && is_asked_for) continue;
+      const std::string shared = "ranks " + std::to_string(other) + " and " + std::to_string(r) + " share the device " +
+                                 text_of(notes[r].device_id);
+      return shared + (can_share ? ", which they take turns on: ask for 'nccl' to have it all the same"
+                                 : ", and " + std::string(source.name()) + " needs one for each");
     }
   }
   return "";
@@ -76,7 +79,7 @@ DeviceDecision decide_device_path(const std::vector<DeviceNote>& notes, const De
                                                  " for staging; ask for the same on all ranks of a group");
   }
   if (staged) return {false, rank_text(*staged) + " asks for it"};
-  const std::string why = obstacle(notes, source);
+  const std::string why = obstacle(notes, source, native.has_value());
   if (why.empty()) return {true, ""};
   if (native) {
     throw Error(ErrorKind::kInvalidArgument, rank_text(*native) + " asks for " + source.name() + ", but " + why +

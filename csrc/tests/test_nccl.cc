@@ -445,16 +445,23 @@ TEST(DeviceDecision, NeedsEqualVersionsAndEqualWishes) {
 TEST(DeviceDecision, RanksShareADeviceWhereNcclIsToldSo) {
   const nccl::NcclSource source;
   const auto of = [](uint64_t host, bool may_share) {
-    DeviceNote made = note(kAuto, 23000, "one");
+    DeviceNote made = note(kNative, 23000, "one");
     made.host = host;
     made.may_share = may_share;
     return made;
   };
-  EXPECT_FALSE(decide_device_path({of(0, false), of(0, false)}, source).is_native);
-  EXPECT_FALSE(decide_device_path({of(0, true), of(0, false)}, source).is_native);  // NCCL asks each rank by itself
+  EXPECT_THROW(decide_device_path({of(0, false), of(0, false)}, source), Error);
+  EXPECT_THROW(decide_device_path({of(0, true), of(0, false)}, source), Error);  // NCCL asks each rank by itself
   EXPECT_TRUE(decide_device_path({of(0, true), of(0, true)}, source).is_native);
   EXPECT_TRUE(decide_device_path({of(1, false), of(2, false)}, source).is_native);
-  EXPECT_FALSE(decide_device_path({of(1, false), of(2, false), of(1, true)}, source).is_native);
+  EXPECT_THROW(decide_device_path({of(1, false), of(2, false), of(1, true)}, source), Error);
+
+  // It is for who asks for it.
+  std::vector<DeviceNote> notes = {of(0, true), of(0, true)};
+  for (DeviceNote& one : notes) one.asked = kAuto;
+  const DeviceDecision decision = decide_device_path(notes, source);
+  EXPECT_FALSE(decision.is_native);
+  EXPECT_CONTAINS(decision.why, "ranks 0 and 1 share the device one, which they take turns on: ask for 'nccl'");
 }
 
 TEST(NcclSource, TellsWhereARankIsByItsEnvironment) {
