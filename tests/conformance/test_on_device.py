@@ -96,3 +96,9 @@ def _train_on_both(rank, world_size, variants):
 )
 def test_over_processes(pair_on_devices, world, variants):
     assert pair_on_devices.run(_train_on_both, args=(variants,), env=world.env, timeout=120) == [[], []]
+
+
+def test_small_buckets_that_the_host_reduces(pair_on_devices):
+    """By default: the others of this file have everything reduced by the device."""
+    env = {**shm(2).env, "BAGUA_THRESHOLDS": None}
+    assert pair_on_devices.run(_train_on_both, args=(ONE_OF_EACH,), env=env, timeout=120) == [[], []]
