@@ -27,6 +27,15 @@ struct Plain {
   }
 };
 
+// The same of bytes that are compared: as bytes ptxas 13.0 keeps them in local memory on sm_100.
+template <typename Byte>
+struct AsInt {
+  static __device__ __forceinline__ int widen(Byte value) { return value; }
+  static __device__ __forceinline__ Byte narrow(int value) { return static_cast<Byte>(value); }
+};
+template <typename T, typename Convert>
+using Compared = std::conditional_t<sizeof(T) == 1, AsInt<T>, Convert>;
+
 // What AVG does to a sum: f64 divides, the others go by way of a factor.
 struct Average {
   Factor factor;
@@ -112,8 +121,8 @@ void reduce_as(const Call<kCapacity>& call) {
     case ReduceOp::kSum:
     case ReduceOp::kAvg: return launch_reduce<T, Convert, Sum>(call);
     case ReduceOp::kProduct: return launch_reduce<T, Convert, Product>(call);
-    case ReduceOp::kMin: return launch_reduce<T, Convert, Min>(call);
-    case ReduceOp::kMax: return launch_reduce<T, Convert, Max>(call);
+    case ReduceOp::kMin: return launch_reduce<T, Compared<T, Convert>, Min>(call);
+    case ReduceOp::kMax: return launch_reduce<T, Compared<T, Convert>, Max>(call);
     default: break;
   }
   if constexpr (std::is_integral_v<decltype(Convert::widen(T{}))>) {
