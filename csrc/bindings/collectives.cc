@@ -77,7 +77,7 @@ collectives::Feedback use_feedback(Operation& operation, const FeedbackChoice& c
     throw Error(ErrorKind::kInvalidArgument,
                 "residuals: one is read and another written, but one of them has no memory");
   }
-  return {pointer(worker_in), pointer(worker_out), pointer(owner_in), pointer(owner_out), dtype_from(dtype)};
+  return {pointer(worker_in), pointer(worker_out), pointer(owner_in), pointer(owner_out), dtype_from(dtype), true};
 }
 
 // First element, number of elements and address of each segment.

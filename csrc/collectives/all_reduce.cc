@@ -32,7 +32,7 @@ size_t all_reduce(Context& context, void* data, size_t numel, DType dtype, Reduc
   if (codec != nullptr) require_compressible("all_reduce", *codec, dtype, op);
   const int size = context.group.size();
   const size_t bytes = numel * item_bytes(dtype);
-  if (size > 1 && numel > 0 && !feedback.is_on() && OnHost::is_for(context, bytes)) {
+  if (size > 1 && numel > 0 && !feedback.is_asked_for && OnHost::is_for(context, bytes)) {
     segments.copy_to(data, numel, item_bytes(dtype), context.stream);
     OnHost host(context, data, bytes);
     const size_t num_nonfinite_blocks = all_reduce(host.context(), host.data(), numel, dtype, op, codec);

@@ -56,6 +56,8 @@ struct Feedback {
   const void* owner_in = nullptr;  // of the reduced stripe that this rank owns: owned_stripe
   void* owner_out = nullptr;
   DType dtype = DType::kF32;  // of all four; f32 or bf16
+  // Of the operation, and so equal on all ranks; one that encodes nothing has no residuals.
+  bool is_asked_for = worker_out != nullptr;
 
   bool is_on() const { return worker_out != nullptr; }
 };

@@ -30,7 +30,7 @@ size_t hierarchical_all_reduce(Context& context, const Hierarchy& hierarchy, voi
   segments.copy_to(data, numel, item_bytes(dtype), context.stream);
   if (hierarchy.leaders.size() == 1) return all_reduce(context, data, numel, dtype, op, nullptr);
   const size_t bytes = numel * item_bytes(dtype);
-  if (numel > 0 && !feedback.is_on() && OnHost::is_for(context, bytes)) {
+  if (numel > 0 && !feedback.is_asked_for && OnHost::is_for(context, bytes)) {
     OnHost host(context, data, bytes);
     const size_t num_blocks = hierarchical_all_reduce(host.context(), hierarchy, host.data(), numel, dtype, op, codec);
     host.copy_back(data, host.data(), bytes);

@@ -249,6 +249,7 @@ void Communicator::wait_until(int peer, Ready ready) {
 
 // What comes first there is the program's own, so nobody else is to blame if it is late.
 void Communicator::wait_for_device(const std::function<bool()>& is_done) {
+  waiting_for_.store(-1, std::memory_order_relaxed);
   const auto spin_until = Deadline::Clock::now() + spin_;
   while (!is_done()) {
     if (while_waiting_) while_waiting_();

@@ -88,7 +88,7 @@ class Communicator {
   void use_stream(Stream stream) { stream_ = stream; }
   void wait_for_device(const std::function<bool()>& is_done);
 
-  // Shared memory. True when this rank and the peer can address one another's; never in an operation on a device.
+  // Shared memory. True when this rank and the peer can address one another's; never where messages are a device's.
   bool shares_memory(int peer);
   // The address by which peers can map [data, data + bytes) in the running operation, if it lies in shared memory.
   std::optional<Address> address_of(const void* data, size_t bytes);

@@ -131,6 +131,44 @@ TEST_P(OnDevice, SmallReductionsAreTheHostsAndGiveTheBitsOfTheCpu) {
   }
 }
 
+// Residuals are the device's, and so is what uses them; of two nodes only the leaders have some, and all ranks agree.
+TEST_P(OnDevice, SmallReductionsWithFeedbackAreTheDevices) {
+  constexpr size_t kNumel = 40'000;
+  const Codec* const codec = &get_codec("minmax_uint8");
+  const Case one{"",
+                 OperationKind::kAllReduce,
+                 DType::kF32,
+                 kNumel,
+                 2 * kNumel,
+                 [=](Context& c, void* data, void* residuals) -> uint64_t {
+                   const int rank = c.group.rank(), leader = rank / 2 * 2;
+                   auto* const worker = static_cast<float*>(residuals);
+                   device::fill_zero(worker, 2 * kNumel * sizeof(float), c.stream);
+                   Feedback feedback{.is_asked_for = true};
+                   if (rank == leader) feedback = {worker, worker, worker + kNumel, worker + kNumel};
+                   return hierarchical_all_reduce(c, {{leader, leader + 1}, {0, 2}}, data, kNumel, DType::kF32,
+                                                  ReduceOp::kAvg, codec, feedback);
+                 }};
+  auto engines = make_device_engines(4, GetParam(), {});
+  auto reference = make_cpu_engines(4);
+  emulated().reset_counters();
+  const auto found = on_device(engines, one);
+  EXPECT_GT(emulated().counters().launches["minmax_uint8_encode_with_residual"], 0u);
+  expect_equal(found, on_cpu(reference, one), "hierarchical all_reduce with feedback");
+}
+
+TEST(StagedTraffic, PinnedMemoryIsAsLargeAsWhatIsReduced) {
+  constexpr size_t kNumel = 50'000;
+  auto engines = make_device_engines(2, kLocal, {.on_host_bytes = size_t{1} << 60});
+  const size_t before = emulated().counters().pinned_bytes;
+  for (const size_t numel : {size_t{1}, kNumel}) {
+    on_device(engines, {"", OperationKind::kAllReduce, DType::kF32, numel, 0, [=](Context& c, void* data, void*) {
+                          return all_reduce(c, data, numel, DType::kF32, ReduceOp::kSum, nullptr);
+                        }});
+  }
+  EXPECT_LT(emulated().counters().pinned_bytes - before, 2 * (4 * kNumel + (64 << 10) + (16 << 10)));
+}
+
 TEST(StagedTraffic, OfASmallReductionEachByteCrossesOnceEachWay) {
   constexpr size_t kNumel = 1000;
   const Case one{"", OperationKind::kAllReduce, DType::kF32, kNumel, 0, [](Context& c, void* data, void*) {

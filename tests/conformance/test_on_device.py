@@ -74,15 +74,20 @@ def test_over_threads(alone_on_emulated):
     assert {"minmax_uint8_reduce_encode", "onebit_encode_with_residual", "reduce_many", "weighted_sum"} <= {*launches}
 
 
-def _train_on_both(rank, world_size, variants):
+def _train_on_both(rank, world_size, variants, is_on_host=False):
     bagua.init_process_group(timeout=20)
     try:
+        if accelerator.is_emulated():
+            emulated.reset_counters()
         group = bagua.get_default_group()
-        return [
+        different = [
             described(variant)
             for variant in variants
             if not accelerator.agree(*(_train(group, variant, kind) for kind in (accelerator.kind(), "cpu")))
         ]
+        if accelerator.is_emulated():
+            assert ("reduce_many" in emulated.counters()["launches"]) != is_on_host
+        return different
     finally:
         bagua.destroy_process_group()
 
@@ -101,4 +106,4 @@ def test_over_processes(pair_on_devices, world, variants):
 def test_small_buckets_that_the_host_reduces(pair_on_devices):
     """By default: the others of this file have everything reduced by the device."""
     env = {**shm(2).env, "BAGUA_THRESHOLDS": None}
-    assert pair_on_devices.run(_train_on_both, args=(ONE_OF_EACH,), env=env, timeout=120) == [[], []]
+    assert pair_on_devices.run(_train_on_both, args=(ONE_OF_EACH, True), env=env, timeout=120) == [[], []]

@@ -210,6 +210,36 @@ def test_gradients_of_a_bucket_come_from_several_streams(pair_on_emulated, algor
     pair_on_emulated.run(_in_group, args=[_compare_on_streams, (algorithm,)])
 
 
+# ---- nodes
+
+
+def _train_in_two_nodes(rank, world_size):
+    for options in ({}, {"error_feedback": True}):
+        results = [thread_world(4, _train_hierarchically, kind, options, nodes=[0, 0, 1, 1]) for kind in _BOTH_KINDS]
+        for on_cpu, on_device in zip(*results, strict=True):
+            assert all(map(torch.equal, on_cpu, on_device)), options
+
+
+_BOTH_KINDS = ("cpu", emulated.NAME)
+
+
+def _train_hierarchically(group, kind, options):
+    model, optimizer, device = _make(group, kind, algorithm="bytegrad", hierarchical=True, **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(_inputs(group.rank, step, device)).square().mean().backward()
+        optimizer.step()
+    weights = _weights(model)
+    model.bagua.remove()
+    return weights
+
+
+@pytest.mark.parametrize("env", [accelerator.ON_DEVICE, {"BAGUA_THRESHOLDS": None}], ids=["on device", "by default"])
+def test_nodes_of_two_ranks(alone_on_emulated, env):
+    """Of which the leaders alone have residuals: all agree about who computes."""
+    alone_on_emulated.run(_train_in_two_nodes, env=env)
+
+
 # ---- torch.compile
 
 
