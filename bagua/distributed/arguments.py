@@ -41,6 +41,17 @@ _DTYPE_CODES = {
     torch.bool: 8,
 }
 _CODEC_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+
+
+def _has_meaning(op: ReduceOp, dtype: torch.dtype) -> bool:
+    if dtype.is_floating_point:
+        return op not in _BITWISE
+    return op is not ReduceOp.AVG and (dtype is not torch.bool or op not in (ReduceOp.SUM, ReduceOp.PRODUCT))
+
+
+# By type and operator; of a small message the time is that of its checks.
+_MEANINGFUL = {dtype: tuple(_has_meaning(op, dtype) for op in ReduceOp) for dtype in _DTYPE_CODES}
 
 
 def is_reducible(dtype: torch.dtype) -> bool:
@@ -63,18 +74,17 @@ def dtype_code(dtype: torch.dtype) -> int:
 
 def check_op(op: ReduceOp, dtype: torch.dtype) -> ReduceOp:
     """`op`, which may be torch.distributed's, as a ReduceOp of ours. Raises InvalidArgument where it has no meaning."""
-    try:
-        op = ReduceOp[op.name] if hasattr(op, "name") else ReduceOp(op)
-    except (KeyError, ValueError):
-        raise InvalidArgument(f"op {op!r} is not one of {', '.join(o.name for o in ReduceOp)}") from None
-    floating = dtype.is_floating_point
-    bitwise = op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-    if (bitwise and floating) or (op is ReduceOp.AVG and not floating):
-        need = "an integer or bool" if bitwise else "a floating-point"
-        raise InvalidArgument(f"{op.name} has no meaning for {dtype}; use {need} tensor or another op")
-    if dtype is torch.bool and op in (ReduceOp.SUM, ReduceOp.PRODUCT):
+    if type(op) is not ReduceOp:
+        try:
+            op = ReduceOp[op.name] if hasattr(op, "name") else ReduceOp(op)
+        except (KeyError, ValueError):
+            raise InvalidArgument(f"op {op!r} is not one of {', '.join(o.name for o in ReduceOp)}") from None
+    if _MEANINGFUL[dtype][op]:
+        return op
+    if dtype is torch.bool and op is not ReduceOp.AVG:
         raise InvalidArgument(f"{op.name} has no meaning for torch.bool; use BOR or BAND, or convert to an integer")
-    return op
+    need = "an integer or bool" if op in _BITWISE else "a floating-point"
+    raise InvalidArgument(f"{op.name} has no meaning for {dtype}; use {need} tensor or another op")
 
 
 def check_codec(codec: Any, dtype: torch.dtype, op: ReduceOp = ReduceOp.SUM) -> tuple[str, int | None] | None:

@@ -132,7 +132,8 @@ class ProcessGroup:
         Raises:
             InvalidArgument: this process is not a member, or a forked child of one, or the group was destroyed.
         """
-        self._check_member()
+        if self.rank < 0:
+            self._check_member()
         if ProcessGroup.before_operation is not None:
             ProcessGroup.before_operation(self)
         if self._pid != os.getpid():
@@ -256,7 +257,8 @@ class ProcessGroup:
             codec,
             self._submission(data, blocking),
         )
-        residuals, segments = None if feedback is None else feedback.addresses(data), segments_of(parts, data)
+        residuals = None if feedback is None else feedback.addresses(data)
+        segments = [] if parts is None else segments_of(parts, data)
         if hierarchical:
             nodes = (self.nodes.node_of(self.rank), self.nodes.leaders)
             work = self._core.hierarchical_all_reduce(*nodes, *arguments, residuals, segments, checks_result)

@@ -54,9 +54,12 @@ def prepare(tensor: Array, what: str, *, is_written: bool = True) -> Prepared:
         raise InvalidArgument(f"{what} has layout {tensor.layout}; convert it with .to_dense() first")
     dtype_code(tensor.dtype)
     address = address_of(tensor, what)  # before other methods, which a tensor without memory may not have either
-    if is_written and not tensor.is_contiguous():
-        _check_overlap(tensor.shape, tensor.stride(), 1, what)
     detached = tensor.detach()
+    if tensor.is_contiguous():
+        if not tensor.is_neg():  # as nearly every tensor is
+            return Prepared(detached, None)
+    elif is_written:
+        _check_overlap(tensor.shape, tensor.stride(), 1, what)
     data = detached.resolve_neg().contiguous()  # a lazy negative's memory holds other values
     if not is_written or data.data_ptr() == address:
         return Prepared(data, None)

@@ -38,8 +38,9 @@ constexpr nanoseconds kPollInterval = std::chrono::microseconds(50);
 // Looking for a signal takes Python's lock, so it is not done at every wake-up.
 constexpr nanoseconds kInterruptInterval = milliseconds(50);
 
-// From here on a thread of the program that spins yields: what it waits for may need the same CPU core. It spins a
-// little longer then. A worker does not: in its process others compute, which would keep the core for long.
+// From here on, or from where it would sleep, a thread of the program that spins yields: what it waits for may need the
+// same CPU core. It spins a little longer then. A worker does not: in its process others compute, which would keep the
+// core for long.
 constexpr nanoseconds kUndisturbedSpin = std::chrono::microseconds(5);
 constexpr nanoseconds kYieldingSpin = std::chrono::microseconds(10);
 
@@ -188,7 +189,8 @@ void Communicator::wait_until(int peer, Ready ready) {
   const auto begin = Deadline::Clock::now();
   now_waiting_for(peer, begin);
   const nanoseconds spin = interrupt_ && spin_.count() > 0 ? std::max<nanoseconds>(spin_, kYieldingSpin) : spin_;
-  auto spin_until = begin + spin, yield_from = begin + kUndisturbedSpin;
+  const nanoseconds undisturbed = std::min<nanoseconds>(spin_, kUndisturbedSpin);
+  auto spin_until = begin + spin, yield_from = begin + undisturbed;
   Deadline::Clock::time_point quiet_since{};  // since a departed peer's bytes have stopped to come; 0: not departed
   nanoseconds request_interval = kFirstRequestDelay;
   auto next_request = begin + request_interval;
@@ -203,7 +205,7 @@ void Communicator::wait_until(int peer, Ready ready) {
       if (deadline_->expired()) deadline_exceeded(peer);
       const auto now = Deadline::Clock::now();
       spin_until = now + spin;
-      yield_from = now + kUndisturbedSpin;
+      yield_from = now + undisturbed;
       quiet_since = {};
       next_request = Deadline::Clock::now() + request_interval;
       continue;

@@ -5,6 +5,7 @@ import torch
 
 import bagua
 from bagua import ReduceOp
+from bagua.distributed.arguments import check_op
 from tests.distributed.worlds import in_worlds, shm, tcp
 
 
@@ -101,3 +102,22 @@ def check_torch_ops(rank, world_size):
         x = torch.tensor([float(rank)])
         bagua.all_reduce(x, op)
         assert x == expected
+
+
+def test_what_each_operator_has_a_meaning_for():
+    arithmetic, order, bitwise = {"SUM", "PRODUCT"}, {"MIN", "MAX"}, {"BAND", "BOR", "BXOR"}
+    of_floating = arithmetic | order | {"AVG"}
+    of_integers = arithmetic | order | bitwise
+    meaningful = {
+        **dict.fromkeys([torch.float32, torch.float64, torch.float16, torch.bfloat16], of_floating),
+        **dict.fromkeys([torch.int8, torch.uint8, torch.int32, torch.int64], of_integers),
+        torch.bool: order | bitwise,
+    }
+    for dtype, names in meaningful.items():
+        for op in ReduceOp:
+            for given in (op, int(op), getattr(torch.distributed.ReduceOp, op.name)):
+                if op.name in names:
+                    assert check_op(given, dtype) is op
+                else:
+                    with pytest.raises(bagua.InvalidArgument, match=f"{op.name} has no meaning for {dtype}"):
+                        check_op(given, dtype)
