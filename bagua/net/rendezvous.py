@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 # Raised whenever bytes on a wire or in a ring change their meaning.
-PROTOCOL = 7
+PROTOCOL = 8
 
 _POLL_SECONDS = 0.05
 _FIRST_POLL_SECONDS = 0.002  # ranks that are started together arrive within milliseconds

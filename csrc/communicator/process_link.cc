@@ -25,6 +25,8 @@ struct FrameHeader {
 // Frames are small; a longer one is garbage, and believing its length would be a way to exhaust memory.
 constexpr uint32_t kMaxFrameBytes = 1 << 16;
 constexpr size_t kMaxPassed = 1024;
+// How often the other process is asked about the same rank.
+constexpr milliseconds kInquiryInterval{50};
 
 }  // namespace
 
@@ -34,8 +36,12 @@ ProcessLink::Pace::Pace(milliseconds timeout)
       heartbeat(std::max(timeout / 10, milliseconds(10))),
       tick(std::clamp(timeout / 50, milliseconds(5), milliseconds(200))) {}
 
-ProcessLink::ProcessLink(Descriptor fd, const Pace& pace, Unrouted unrouted)
-    : fd_(std::move(fd)), pace_(pace), unrouted_(std::move(unrouted)), reactor_(Reactor::instance()) {
+ProcessLink::ProcessLink(Descriptor fd, const Pace& pace, Unrouted unrouted, Hears hears)
+    : fd_(std::move(fd)),
+      pace_(pace),
+      unrouted_(std::move(unrouted)),
+      hears_(std::move(hears)),
+      reactor_(Reactor::instance()) {
   ticked_at_ = sent_at_ = reached_host_at_ = Clock::now();
   heard_at_.store(ticked_at_.time_since_epoch().count(), std::memory_order_relaxed);
 }
@@ -130,6 +136,38 @@ bool ProcessLink::flush_locked() {
     if (out.sent == out.bytes.size()) output_.pop_front();
   }
   return true;
+}
+
+// ---- what the other process is asked about third ones
+
+void ProcessLink::inquire(int about) {
+  {
+    std::lock_guard lock(inquiries_mutex_);
+    const auto now = Clock::now();
+    Asked& asked = asked_[about];
+    if (now - asked.last < kInquiryInterval) return;
+    asked.last = now;
+    if (!unanswered_since_) unanswered_since_ = now;
+  }
+  const Inquiry inquiry{about};
+  send(FrameType::kInquiry, {}, &inquiry, sizeof inquiry);
+}
+
+std::optional<Hearing> ProcessLink::testimony(int about, Clock::time_point since) const {
+  std::lock_guard lock(inquiries_mutex_);
+  const auto found = asked_.find(about);
+  if (found == asked_.end() || !found->second.answered_at || *found->second.answered_at < since) return std::nullopt;
+  return found->second.hearing;
+}
+
+bool ProcessLink::has_answered_since(Clock::time_point since) const {
+  std::lock_guard lock(inquiries_mutex_);
+  return answered_at_ && *answered_at_ >= since;
+}
+
+nanoseconds ProcessLink::unanswered_for() const {
+  std::lock_guard lock(inquiries_mutex_);
+  return unanswered_since_ ? nanoseconds(Clock::now() - *unanswered_since_) : nanoseconds(0);
 }
 
 // ---- what follows runs on the reactor thread
@@ -244,14 +282,33 @@ void ProcessLink::handle(FrameType type, const uint8_t* body, size_t bytes) {
     input_fds_.pop_front();
   }
   std::lock_guard lock(routes_mutex_);
-  if (type == FrameType::kGoodbye) said_goodbye_ = true;
-  if (group.empty()) return;
-  const auto found = routes_.find(group);
   const size_t before = sizeof group_bytes + group_bytes;
+  if (group.empty()) return handle_own(type, body + before, bytes - before);
+  const auto found = routes_.find(group);
   if (found != routes_.end()) {
     found->second->on_frame(type, body + before, bytes - before, std::move(passed));
   } else if (unrouted_) {
     unrouted_(*this, type, group, body + before, bytes - before);
+  }
+}
+
+void ProcessLink::handle_own(FrameType type, const uint8_t* payload, size_t bytes) {
+  if (type == FrameType::kGoodbye) said_goodbye_ = true;
+  if (type == FrameType::kInquiry && bytes == sizeof(Inquiry)) {
+    Inquiry inquiry;
+    std::memcpy(&inquiry, payload, sizeof inquiry);
+    const Testimony testimony{inquiry.about, hears_ ? hears_(inquiry.about) : Hearing::kCannotTell};
+    send(FrameType::kTestimony, {}, &testimony, sizeof testimony);
+  }
+  if (type == FrameType::kTestimony && bytes == sizeof(Testimony)) {
+    Testimony testimony;
+    std::memcpy(&testimony, payload, sizeof testimony);
+    std::lock_guard lock(inquiries_mutex_);
+    const auto found = asked_.find(testimony.about);
+    if (found == asked_.end()) return;  // nobody has asked
+    found->second.hearing = testimony.hearing;
+    answered_at_ = found->second.answered_at = Clock::now();
+    unanswered_since_.reset();
   }
 }
 

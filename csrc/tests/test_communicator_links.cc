@@ -485,7 +485,7 @@ TEST(Process, WhoAsksAboutAFailedGroupIsToldWhy) {
   ::close(pair[1]);
 }
 
-TEST(Process, AnotherGroupTellsWhetherARankIsThere) {
+TEST(Process, TellsWhetherARankOfOneOfItsGroupsIsThere) {
   const auto process = std::make_shared<Process>();
   const auto pair = unix_pair();
   std::atomic<int> dialed{-1};
@@ -497,27 +497,26 @@ TEST(Process, AnotherGroupTellsWhetherARankIsThere) {
   });
   process->attach(1, pair[0]);
   const auto hearing_of = [&](int job_rank) {
-    const Bytes question =
-        frame(FrameType::kStatusRequest, bytes_of(StatusRequest{.about = job_rank}), "not made here");
+    const Bytes question = frame(FrameType::kInquiry, bytes_of(Inquiry{job_rank}), "");
     check(send(pair[1], question.data(), question.size(), MSG_NOSIGNAL) > 0, "send");
-    std::optional<PeerStatus::Hearing> hearing;
+    std::optional<Hearing> hearing;
     EXPECT_TRUE(eventually([&] {
       for (const auto& [type, payload] : frames_at(pair[1], true)) {
-        PeerStatus status;
-        if (type != FrameType::kStatus || payload.size() != sizeof status) continue;
-        std::memcpy(&status, payload.data(), sizeof status);
-        EXPECT_EQ(status.group, PeerStatus::kHasNotMade);
-        hearing = status.hearing;
+        Testimony testimony;
+        if (type != FrameType::kTestimony || payload.size() != sizeof testimony) continue;
+        std::memcpy(&testimony, payload.data(), sizeof testimony);
+        EXPECT_EQ(testimony.about, job_rank);
+        hearing = testimony.hearing;
       }
       return hearing.has_value();
     }));
     return hearing;
   };
-  for (const int unknown : {-1, 0, 1, 4, 1 << 30}) EXPECT_EQ(hearing_of(unknown), PeerStatus::kCannotTell);
-  EXPECT_EQ(hearing_of(9), PeerStatus::kNotYetKnown);
+  for (const int unknown : {-1, 0, 1, 4, 1 << 30}) EXPECT_EQ(hearing_of(unknown), Hearing::kCannotTell);
+  EXPECT_EQ(hearing_of(9), Hearing::kNotYetKnown);
   communicator.dial_probed();
   EXPECT_EQ(dialed, 1);
-  EXPECT_TRUE(eventually([&] { return hearing_of(9) == PeerStatus::kHearsNothing; }));
+  EXPECT_TRUE(eventually([&] { return hearing_of(9) == Hearing::kHearsNothing; }));
   communicator.close();
   process->close();
   ::close(pair[1]);
@@ -538,6 +537,7 @@ TEST(Process, NobodyIsAskedAboutARankWhoseHostAnswers) {
   EXPECT_CONTAINS(std::string(error->what()), "rank 1 does not answer: its process is stopped");
   EXPECT_EQ(num_frames_at(there[1], FrameType::kAbort), 1u);
   EXPECT_EQ(num_frames_at(there[1], FrameType::kStatusRequest), 1u) << "as its link was made, and no more";
+  EXPECT_EQ(num_frames_at(there[1], FrameType::kInquiry), 0u);
   communicator.close();
   process->close();
   for (const int fd : {stopped[1], there[1]}) ::close(fd);
