@@ -358,8 +358,7 @@ bool Communicator::is_unreachable_locked(const Peer& p) const {
 bool Communicator::is_silent_locked(const Peer& p) const {
   if (!p.control) return is_unreachable_locked(p);
   const ProcessLink& link = p.control->process_link();
-  return link.silent_for() >= kMissedHeartbeats * link.pace().heartbeat || link.unanswered_for() >= kSilence ||
-         (p.unanswered_since && Deadline::Clock::now() - *p.unanswered_since >= kSilence);
+  return link.silent_for() >= kMissedHeartbeats * link.pace().heartbeat || link.unanswered_for() >= kSilence;
 }
 
 // By an answer that is not old, or an inquiry that has not been answered for long. Asks, or dials, so as to know it

@@ -102,6 +102,10 @@ void ProcessLink::send(FrameType type, std::string_view group, const void* paylo
   append(payload, bytes);
   std::lock_guard lock(send_mutex_);
   sent_at_ = Clock::now();
+  if (type == FrameType::kStatusRequest || type == FrameType::kInquiry) {
+    Clock::rep none = 0;
+    unanswered_since_.compare_exchange_strong(none, sent_at_.time_since_epoch().count(), std::memory_order_relaxed);
+  }
   output_.push_back(std::move(out));
   flush_locked();
 }
@@ -147,7 +151,6 @@ void ProcessLink::inquire(int about) {
     Asked& asked = asked_[about];
     if (now - asked.last < kInquiryInterval) return;
     asked.last = now;
-    if (!unanswered_since_) unanswered_since_ = now;
   }
   const Inquiry inquiry{about};
   send(FrameType::kInquiry, {}, &inquiry, sizeof inquiry);
@@ -166,8 +169,8 @@ bool ProcessLink::has_answered_since(Clock::time_point since) const {
 }
 
 nanoseconds ProcessLink::unanswered_for() const {
-  std::lock_guard lock(inquiries_mutex_);
-  return unanswered_since_ ? nanoseconds(Clock::now() - *unanswered_since_) : nanoseconds(0);
+  const auto since = unanswered_since_.load(std::memory_order_relaxed);
+  return since == 0 ? nanoseconds(0) : Clock::now() - Clock::time_point(Clock::duration(since));
 }
 
 // ---- what follows runs on the reactor thread
@@ -190,6 +193,9 @@ void ProcessLink::on_tick() {
     on_ready();
     const auto heard_at = heard_at_.load(std::memory_order_relaxed) + Clock::duration(late).count();
     heard_at_.store(std::min(heard_at, now.time_since_epoch().count()), std::memory_order_relaxed);
+    if (unanswered_since_.load(std::memory_order_relaxed) != 0) {
+      unanswered_since_.store(now.time_since_epoch().count(), std::memory_order_relaxed);
+    }
     reached_host_at_ = std::min(reached_host_at_ + late, now);
   }
   if (reaches_host()) reached_host_at_ = now;  // before something is sent, which nobody has acknowledged yet
@@ -230,6 +236,7 @@ bool ProcessLink::receive_more() {
     return false;
   }
   heard_at_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+  unanswered_since_.store(0, std::memory_order_relaxed);
   has_heard_ = true;
   take_descriptors(message);
   input_.insert(input_.end(), buffer.begin(), buffer.begin() + got);
@@ -308,7 +315,6 @@ void ProcessLink::handle_own(FrameType type, const uint8_t* payload, size_t byte
     if (found == asked_.end()) return;  // nobody has asked
     found->second.hearing = testimony.hearing;
     answered_at_ = found->second.answered_at = Clock::now();
-    unanswered_since_.reset();
   }
 }
 

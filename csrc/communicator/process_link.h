@@ -111,7 +111,7 @@ class ProcessLink : public Reactor::Handler {
   std::optional<Hearing> testimony(int about, Clock::time_point since) const;
   // Whether it has answered anything since then. [any thread]
   bool has_answered_since(Clock::time_point since) const;
-  // For how long it has left an inquiry without an answer. [any thread]
+  // For how long nothing has come since something was asked, by whatever group. [any thread]
   std::chrono::nanoseconds unanswered_for() const;
 
   void on_ready() override;
@@ -133,9 +133,10 @@ class ProcessLink : public Reactor::Handler {
   std::shared_ptr<Reactor> reactor_;
   uint64_t reactor_id_ = 0;
   std::atomic<bool> has_ended_{false};
-  std::atomic<Clock::rep> heard_at_;   // of the reactor thread, read by any
-  bool has_heard_ = false;             // reactor thread; before, the peer may not have its end yet
-  Clock::time_point reached_host_at_;  // reactor thread, as the next three
+  std::atomic<Clock::rep> heard_at_;             // of the reactor thread, read by any
+  std::atomic<Clock::rep> unanswered_since_{0};  // 0: something has come since
+  bool has_heard_ = false;                       // reactor thread; before, the peer may not have its end yet
+  Clock::time_point reached_host_at_;            // reactor thread, as the next three
   Clock::time_point ticked_at_;
   std::vector<uint8_t> input_;
   std::deque<Descriptor> input_fds_;
@@ -163,7 +164,7 @@ class ProcessLink : public Reactor::Handler {
     std::optional<Clock::time_point> answered_at;
   };
   std::map<int, Asked> asked_;  // by what it was asked about
-  std::optional<Clock::time_point> answered_at_, unanswered_since_;
+  std::optional<Clock::time_point> answered_at_;
 };
 
 }  // namespace bagua

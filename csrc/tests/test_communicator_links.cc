@@ -530,6 +530,29 @@ TEST(Process, TellsWhetherARankOfOneOfItsGroupsIsThere) {
   ::close(pair[1]);
 }
 
+TEST(Process, WhoAnswersOneGroupNoMoreIsSilentToAll) {
+  const auto process = std::make_shared<Process>();
+  const auto pair = unix_pair();
+  process->attach(1, pair[0]);
+  Communicator first(0, 2, "first", 20us), second(0, 2, "second", 20us);
+  first.join_process(process, {0, 1}, "first");
+  second.join_process(process, {0, 1}, "second");
+  for (const char* const group : {"first", "second"}) {  // as they were made
+    const Bytes answer = frame(FrameType::kStatus, bytes_of(PeerStatus{}), group);
+    check(send(pair[1], answer.data(), answer.size(), MSG_NOSIGNAL) > 0, "send");
+  }
+  ASSERT_TRUE(eventually([&] { return first.control(1)->process_link().unanswered_for() == 0ns; }));
+  first.control(1)->request_status({});
+  std::this_thread::sleep_for(320ms);
+  second.poison(Error(ErrorKind::kDeadlineExceeded, "rank 1 does not answer", 1));
+  const auto begin = Clock::now();
+  EXPECT_EQ(error_of([&] { second.throw_if_poisoned(); })->rank(), 1);
+  EXPECT_LT(Clock::now() - begin, 100ms) << "it waits for nothing from that rank";
+  for (auto* communicator : {&first, &second}) communicator->close();
+  process->close();
+  ::close(pair[1]);
+}
+
 TEST(Process, NobodyIsAskedAboutARankWhoseHostAnswers) {
   const auto process = std::make_shared<Process>(200ms);
   const auto stopped = unix_pair(), there = unix_pair();
