@@ -150,7 +150,7 @@ class Group:
         dtype: int,
         op: int,
         codec: tuple[str, int | None] | None,
-        submission: tuple[float, bool, tuple[int, int, int] | None],
+        submission: tuple[float, bool, tuple[int, int, int] | None, object],
         feedback: tuple[int, int, int, int, int] | None = ...,
         parts: collections.abc.Sequence[tuple[int, int, int]] = ...,
         checks_result: bool = ...,
@@ -164,7 +164,7 @@ class Group:
         dtype: int,
         op: int,
         codec: tuple[str, int | None] | None,
-        submission: tuple[float, bool, tuple[int, int, int] | None],
+        submission: tuple[float, bool, tuple[int, int, int] | None, object],
         feedback: tuple[int, int, int, int, int] | None = ...,
         parts: collections.abc.Sequence[tuple[int, int, int]] = ...,
         checks_result: bool = ...,
@@ -176,7 +176,7 @@ class Group:
         arg2: int,
         arg3: int,
         arg4: int,
-        arg5: tuple[float, bool, tuple[int, int, int] | None],
+        arg5: tuple[float, bool, tuple[int, int, int] | None, object],
         /,
     ) -> Work: ...
     def reduce_scatter(
@@ -187,7 +187,7 @@ class Group:
         arg3: int,
         arg4: int,
         arg5: tuple[str, int | None] | None,
-        arg6: tuple[float, bool, tuple[int, int, int] | None],
+        arg6: tuple[float, bool, tuple[int, int, int] | None, object],
         /,
     ) -> Work: ...
     def neighbor_average(
@@ -198,7 +198,7 @@ class Group:
         arg3: int,
         arg4: int,
         arg5: tuple[str, int | None] | None,
-        arg6: tuple[float, bool, tuple[int, int, int] | None],
+        arg6: tuple[float, bool, tuple[int, int, int] | None, object],
         arg7: collections.abc.Sequence[tuple[int, int, int]],
         /,
     ) -> Work: ...
@@ -213,7 +213,7 @@ class Group:
         arg6: int,
         arg7: int,
         arg8: tuple[str, int | None] | None,
-        arg9: tuple[float, bool, tuple[int, int, int] | None],
+        arg9: tuple[float, bool, tuple[int, int, int] | None, object],
         arg10: collections.abc.Sequence[tuple[int, int, int]],
         /,
     ) -> Work: ...
@@ -226,7 +226,7 @@ class Group:
         arg4: int,
         arg5: int,
         arg6: tuple[str, int | None] | None,
-        arg7: tuple[float, bool, tuple[int, int, int] | None],
+        arg7: tuple[float, bool, tuple[int, int, int] | None, object],
         /,
     ) -> Work: ...
     def all_gather(
@@ -236,7 +236,7 @@ class Group:
         arg2: int,
         arg3: int,
         arg4: tuple[str, int | None] | None,
-        arg5: tuple[float, bool, tuple[int, int, int] | None],
+        arg5: tuple[float, bool, tuple[int, int, int] | None, object],
         /,
     ) -> Work: ...
     def all_to_all(
@@ -247,7 +247,7 @@ class Group:
         arg3: collections.abc.Sequence[int],
         arg4: int,
         arg5: tuple[str, int | None] | None,
-        arg6: tuple[float, bool, tuple[int, int, int] | None],
+        arg6: tuple[float, bool, tuple[int, int, int] | None, object],
         /,
     ) -> Work: ...
     def broadcast(
@@ -257,7 +257,7 @@ class Group:
         arg2: int,
         arg3: int,
         arg4: tuple[str, int | None] | None,
-        arg5: tuple[float, bool, tuple[int, int, int] | None],
+        arg5: tuple[float, bool, tuple[int, int, int] | None, object],
         /,
     ) -> Work: ...
     def gather(
@@ -267,7 +267,7 @@ class Group:
         arg2: int,
         arg3: int,
         arg4: int,
-        arg5: tuple[float, bool, tuple[int, int, int] | None],
+        arg5: tuple[float, bool, tuple[int, int, int] | None, object],
         /,
     ) -> Work: ...
     def scatter(
@@ -277,10 +277,10 @@ class Group:
         arg2: int,
         arg3: int,
         arg4: int,
-        arg5: tuple[float, bool, tuple[int, int, int] | None],
+        arg5: tuple[float, bool, tuple[int, int, int] | None, object],
         /,
     ) -> Work: ...
-    def barrier(self, arg0: tuple[float, bool, tuple[int, int, int] | None], /) -> Work: ...
+    def barrier(self, arg0: tuple[float, bool, tuple[int, int, int] | None, object], /) -> Work: ...
     def send(
         self,
         arg0: int,
@@ -288,7 +288,7 @@ class Group:
         arg2: int,
         arg3: int,
         arg4: int,
-        arg5: tuple[float, bool, tuple[int, int, int] | None],
+        arg5: tuple[float, bool, tuple[int, int, int] | None, object],
         /,
     ) -> Work: ...
     def recv(
@@ -298,7 +298,7 @@ class Group:
         arg2: int,
         arg3: int,
         arg4: int,
-        arg5: tuple[float, bool, tuple[int, int, int] | None],
+        arg5: tuple[float, bool, tuple[int, int, int] | None, object],
         /,
     ) -> Work: ...
 

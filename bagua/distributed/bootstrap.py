@@ -61,7 +61,7 @@ def bootstrap(
         records, credentials = rendezvous.exchange_records(store, mine, settings.auth_token, timeout)
         if torch_transport:
             torch_transport.start(store, address.address)
-        endpoint.start(records, credentials)
+        endpoint.start(records, credentials, timeout.total_seconds())
         group = ProcessGroup(endpoint, name, range(size), rank, timeout)
     except BaseException:
         endpoint.close()

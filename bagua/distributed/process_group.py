@@ -1,7 +1,7 @@
 """ProcessGroup: some ranks, their connections, and the collectives on tensors and Python objects as methods.
 
 Tensors cross into the core as addresses: tensors.py checks them and stages those that the core cannot work on, this
-file checks how they fit together, and the Work keeps them alive. cores.py holds the two cores of a group.
+file checks how they fit together, and the core's Work keeps them alive. cores.py holds the two cores of a group.
 """
 
 from __future__ import annotations
@@ -202,13 +202,13 @@ class ProcessGroup:
 
     # ---- operations
 
-    def _work(self, core_work: _C.Work, keep: object, label: str = "", finish=None, on: torch.Tensor | None = None):
+    def _work(self, core_work: _C.Work, label: str = "", finish=None, on: torch.Tensor | None = None) -> Work:
         # The deadline counts from the start of the operation, which may be queued behind others.
         device = None if on is None or on.is_cpu else on.device
         if device is not None and not self._has_told_path:
             self._has_told_path = True
             core_work.add_done_callback(self._tell_device_path)
-        return Work(core_work, keep, 1000.0 * self._timeout_s, label, finish, self._cores.share_failure, device)
+        return Work(core_work, 1000.0 * self._timeout_s, label, finish, self._cores.share_failure, device)
 
     def _tell_device_path(self) -> None:
         if self.device_path:
@@ -219,12 +219,14 @@ class ProcessGroup:
         """How collectives on tensors of a device move: "NCCL 2.27.3", or "staged: ..." and why; "" before the first."""
         return self._core.device_path
 
-    def _submission(self, data: torch.Tensor, blocking: bool) -> tuple[float, bool, StreamKey | None]:
-        """How the core is to start an operation on `data`."""
+    def _submission(
+        self, data: torch.Tensor, blocking: bool, *others: object
+    ) -> tuple[float, bool, StreamKey | None, object]:
+        """How the core is to start an operation on `data`, and what it keeps until the end: that and `others`."""
         if data.is_cpu:
-            return self._timeout_s, blocking, None
+            return self._timeout_s, blocking, None, (data, others)
         check_not_capturing(data.device, "a collective was called", "call it outside of torch.cuda.graph()")
-        return self._timeout_s, blocking, current_stream(data.device)
+        return self._timeout_s, blocking, current_stream(data.device), (data, others)
 
     def _check_root(self, root: int, name: str) -> int:
         if not 0 <= root < self.size:
@@ -255,7 +257,7 @@ class ProcessGroup:
             dtype_code(data.dtype),
             int(op),
             codec,
-            self._submission(data, blocking),
+            self._submission(data, blocking, tensor, feedback, parts),
         )
         residuals = None if feedback is None else feedback.addresses(data)
         segments = [] if parts is None else segments_of(parts, data)
@@ -264,7 +266,7 @@ class ProcessGroup:
             work = self._core.hierarchical_all_reduce(*nodes, *arguments, residuals, segments, checks_result)
         else:
             work = self._core.all_reduce(*arguments, residuals, segments, checks_result)
-        return self._work(work, (tensor, data, feedback, parts), label, copy_back, data)
+        return self._work(work, label, copy_back, data)
 
     def neighbor_average(
         self,
@@ -284,13 +286,20 @@ class ProcessGroup:
         number = check_topology(topology, step, data.dtype)
         codec = check_codec(codec, data.dtype)
         memory = (data.data_ptr(), data.numel(), dtype_code(data.dtype))
-        arguments = (*memory, number, step, codec, self._submission(data, blocking), segments_of(parts, data))
+        arguments = (
+            *memory,
+            number,
+            step,
+            codec,
+            self._submission(data, blocking, tensor, parts),
+            segments_of(parts, data),
+        )
         if hierarchical:
             nodes = (self.nodes.node_of(self.rank), self.nodes.leaders, self.nodes.smallest)
             work = self._core.hierarchical_neighbor_average(*nodes, *arguments)
         else:
             work = self._core.neighbor_average(*arguments)
-        return self._work(work, (tensor, data, parts), label, copy_back, data)
+        return self._work(work, label, copy_back, data)
 
     def difference_ring_average(
         self, tensor: Array, replicas: Sequence[torch.Tensor], *, codec: str, label: str = ""
@@ -306,9 +315,14 @@ class ProcessGroup:
         common_device([("the tensor", data), *(("a replica", replica) for replica in replicas)])
         addresses = [replica.data_ptr() for replica in replicas]
         work = self._core.difference_ring_average(
-            data.data_ptr(), data.numel(), dtype_code(data.dtype), *addresses, spec, self._submission(data, False)
+            data.data_ptr(),
+            data.numel(),
+            dtype_code(data.dtype),
+            *addresses,
+            spec,
+            self._submission(data, False, tensor, replicas),
         )
-        return self._work(work, (tensor, data, replicas), label, copy_back, data)
+        return self._work(work, label, copy_back, data)
 
     def reduce(self, tensor: Array, dst: int, op: ReduceOp = ReduceOp.SUM, *, blocking: bool = False) -> Work:
         """tensor of rank `dst` <- op over ranks of tensor; the other ranks' tensors are undefined afterwards."""
@@ -317,8 +331,8 @@ class ProcessGroup:
         data, copy_back = prepare(tensor, "tensor", is_written=dst == self.rank)
         op = check_op(op, data.dtype)
         memory = (data.data_ptr(), data.numel(), dtype_code(data.dtype))
-        work = self._core.reduce(*memory, int(op), dst, self._submission(data, blocking))
-        return self._work(work, (tensor, data), finish=copy_back, on=data)
+        work = self._core.reduce(*memory, int(op), dst, self._submission(data, blocking, tensor))
+        return self._work(work, finish=copy_back, on=data)
 
     def reduce_scatter(
         self,
@@ -337,9 +351,15 @@ class ProcessGroup:
         check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output", self.size)
         kind = dtype_code(into.dtype)
         work = self._core.reduce_scatter(
-            source.data_ptr(), into.data_ptr(), into.numel(), kind, int(op), codec, self._submission(into, blocking)
+            source.data_ptr(),
+            into.data_ptr(),
+            into.numel(),
+            kind,
+            int(op),
+            codec,
+            self._submission(into, blocking, source),
         )
-        return self._work(work, (source, into), finish=copy_back, on=into)
+        return self._work(work, finish=copy_back, on=into)
 
     def all_gather(self, output: Array, input: Array, *, codec: str | None = None, blocking: bool = False) -> Work:
         """output[r] <- input of rank r; output is `size` blocks of input's size."""
@@ -348,8 +368,8 @@ class ProcessGroup:
         codec = check_codec(codec, source.dtype)
         check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input", self.size)
         memory = (source.data_ptr(), into.data_ptr(), source.nbytes, dtype_code(source.dtype))
-        work = self._core.all_gather(*memory, codec, self._submission(into, blocking))
-        return self._work(work, (source, into), finish=copy_back, on=into)
+        work = self._core.all_gather(*memory, codec, self._submission(into, blocking, source))
+        return self._work(work, finish=copy_back, on=into)
 
     def gather(self, output: Array | None, input: Array, dst: int, *, blocking: bool = False) -> Work:
         """output of rank `dst` [r] <- input of rank r; the other ranks pass output=None."""
@@ -362,9 +382,9 @@ class ProcessGroup:
             check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input", self.size)
         address, kind = 0 if into is None else into.data_ptr(), dtype_code(source.dtype)
         work = self._core.gather(
-            source.data_ptr(), address, source.nbytes, kind, dst, self._submission(source, blocking)
+            source.data_ptr(), address, source.nbytes, kind, dst, self._submission(source, blocking, into)
         )
-        return self._work(work, (source, into), finish=copy_back, on=source)
+        return self._work(work, finish=copy_back, on=source)
 
     def scatter(self, output: Array, input: Array | None, src: int, *, blocking: bool = False) -> Work:
         """output <- input of rank `src` [rank]; the other ranks pass input=None."""
@@ -376,8 +396,10 @@ class ProcessGroup:
             source = prepare(input, "input", is_written=False).data
             check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output", self.size)
         address, kind = 0 if source is None else source.data_ptr(), dtype_code(into.dtype)
-        work = self._core.scatter(address, into.data_ptr(), into.nbytes, kind, src, self._submission(into, blocking))
-        return self._work(work, (source, into), finish=copy_back, on=into)
+        work = self._core.scatter(
+            address, into.data_ptr(), into.nbytes, kind, src, self._submission(into, blocking, source)
+        )
+        return self._work(work, finish=copy_back, on=into)
 
     def all_to_all(
         self,
@@ -403,9 +425,9 @@ class ProcessGroup:
             split_numels(into, output_splits, "output", self.size),
             dtype_code(source.dtype),
             codec,
-            self._submission(into, blocking),
+            self._submission(into, blocking, source),
         )
-        return self._work(work, (source, into), finish=copy_back, on=into)
+        return self._work(work, finish=copy_back, on=into)
 
     def broadcast(
         self, tensor: Array, src: int, *, codec: str | None = None, label: str = "", blocking: bool = False
@@ -417,28 +439,28 @@ class ProcessGroup:
         data, copy_back = prepare(tensor, "tensor", is_written=src != self.rank or codec is not None)
         codec = check_codec(codec, data.dtype)
         memory = (data.data_ptr(), data.nbytes, dtype_code(data.dtype))
-        work = self._core.broadcast(*memory, src, codec, self._submission(data, blocking))
-        return self._work(work, (tensor, data), label, copy_back, data)
+        work = self._core.broadcast(*memory, src, codec, self._submission(data, blocking, tensor))
+        return self._work(work, label, copy_back, data)
 
     def barrier(self, *, timeout: timedelta | float | None = None, blocking: bool = False) -> Work:
         """Completes when every rank has called it; `timeout` overrides the group's."""
         self.check()
         timeout_s = self._timeout_s if timeout is None else to_seconds(timeout)
-        return self._work(self._core.barrier((timeout_s, blocking, None)), None)
+        return self._work(self._core.barrier((timeout_s, blocking, None, None)))
 
     def send(self, tensor: Array, dst: int, *, tag: int = 0) -> Work:
         """Sends to rank `dst`, which must call recv with the same size, type and tag (which never reorders)."""
         self._check_peer(dst, "dst")
         data = prepare(tensor, "tensor", is_written=False).data
-        work = self._p2p_core.send(*_message(data), dst, tag, self._submission(data, False))
-        return self._work(work, (tensor, data), on=data)
+        work = self._p2p_core.send(*_message(data), dst, tag, self._submission(data, False, tensor))
+        return self._work(work, on=data)
 
     def recv(self, tensor: Array, src: int, *, tag: int = 0) -> Work:
         """tensor <- what rank `src` sends."""
         self._check_peer(src, "src")
         data, copy_back = prepare(tensor, "tensor")
-        work = self._p2p_core.recv(*_message(data), src, tag, self._submission(data, False))
-        return self._work(work, (tensor, data), finish=copy_back, on=data)
+        work = self._p2p_core.recv(*_message(data), src, tag, self._submission(data, False, tensor))
+        return self._work(work, finish=copy_back, on=data)
 
     def _check_peer(self, peer: int, name: str) -> None:
         self.check()

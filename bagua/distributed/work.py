@@ -15,16 +15,6 @@ from bagua.errors import BaguaError, DeadlineExceeded, InvalidArgument
 
 __all__ = ["Work", "to_seconds"]
 
-# Operations whose Work was dropped while they ran, with the tensors that the core still reads and writes. A finaliser
-# may run in the middle of any other code, so every access to this dict is a single atomic step.
-_abandoned: dict[int, tuple[_C.Work, object]] = {}
-
-
-def _forget_completed() -> None:
-    for key, (core, _) in list(_abandoned.items()):
-        if core.is_completed():
-            _abandoned.pop(key, None)
-
 
 def to_seconds(timeout: timedelta | float | int) -> float:
     """Seconds of a timeout. Raises InvalidArgument when it is not positive and finite."""
@@ -38,8 +28,8 @@ class Work:
     """The handle of an operation that was started with `async_op=True`.
 
     The tensors that it names must not be touched until it is completed, and they hold the result when wait() has
-    returned; tensors of a device hold it for what the current stream does after wait(). They are kept alive as long as
-    the core needs them, even if the Work is dropped.
+    returned; tensors of a device hold it for what the current stream does after wait(). The core keeps them alive as
+    long as it needs them, even if the Work is dropped, or was never made.
     """
 
     __slots__ = (
@@ -50,16 +40,13 @@ class Work:
         "_finished",
         "_finishing",
         "_has_failed",
-        "_keep",
         "_limit_s",
-        "_stream",
         "label",
     )
 
     def __init__(
         self,
         core: _C.Work,
-        keep: object,
         limit_s: float,
         label: str,
         finish: Callable[[], None] | None,
@@ -68,28 +55,13 @@ class Work:
     ):
         self._core = core
         self._has_failed = has_failed  # called with the error that wait() finds
-        self._keep = keep
         self._device = device  # None: the CPU
-        self._stream = None if device is None else current_stream(device)  # where the memory in `keep` is reused
         self._limit_s = limit_s
         self.label = label
         self._finish = finish  # copies a staged result back; None when there is nothing (left) to do
         self._finishing = threading.Lock() if finish is not None else None  # guards the next two and _finish
         self._finished: torch.Event | None = None  # on a device, where _finish was run
         self._failure: BaseException | None = None  # of _finish: every later wait() raises it too
-        if _abandoned:
-            _forget_completed()
-
-    def __del__(self):
-        try:
-            self._abandon()
-        except AttributeError:  # Ctrl-C came before __init__ had begun
-            pass
-
-    def _abandon(self) -> None:
-        """What the core needs lives until the operation has ended."""
-        if self._keep is not None and not self._core.is_completed():
-            _abandoned[id(self._core)] = (self._core, self._keep)
 
     @property
     def ticket(self) -> int:
@@ -98,7 +70,8 @@ class Work:
 
     @property
     def core(self) -> _C.Work:
-        """The core's handle, which keeps no tensor; ``sent`` is (bytes, bytes over a network), None until it ends."""
+        """The core's handle, which keeps no tensor once it ends; ``sent`` is (bytes, bytes over a network), None until
+        then."""
         return self._core
 
     @property
@@ -182,9 +155,6 @@ class Work:
                     current_torch_stream(self._device).wait_event(self._finished)  # which may be another
                 if self._failure is not None:
                     raise self._failure
-        if stream != self._stream:  # the one that reuses the memory does not wait for the operation
-            self._abandon()
-        self._keep = None
 
     def finish_with(self, step: Callable[[], None]) -> None:
         """Have wait() run `step` once, after the result is in place. Called right after the Work was made."""

@@ -11,7 +11,8 @@ channel:   what moves a group's messages to a peer, made on first use.
            Other hosts:  `tcp_streams` TCP connections, which belong together by a random id.
            torch:        one TCP connection to agree on a tag; torch moves the data (torch_transport.py).
 
-A channel to a group that this rank has not made yet waits until it does.
+A channel to a group that this rank has not made yet waits until it does, or the time for setting up is over, or its
+dialer has left. Who still needs one then dials again.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class Endpoint:
         self._groups: dict[str, RegisteredGroup] = {}
         self._num_opened: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._incoming: dict[tuple[str, int], IncomingChannel] = {}  # (group's key, dialer's global rank)
+        self._incoming_s = 0.0
         self._dialing: set[int] = set()  # peers to which this rank is dialing a link
         # Guards the four above. Taken by itself, not by the condition's `with`, which is a function in Python: Ctrl-C
         # in the middle of that leaves the lock held, and the threads, for which close() waits, wait for it forever.
@@ -112,12 +114,23 @@ class Endpoint:
         sock.listen(1024)
         return sock
 
-    def start(self, records: list[RankRecord], credentials: Credentials) -> None:
-        """Begin to accept; called once, when the table of ranks and the key of the rendezvous are known."""
+    def start(self, records: list[RankRecord], credentials: Credentials, timeout_s: float) -> None:
+        """Begin to accept; called once, when the table of ranks and the key of the rendezvous are known.
+
+        Args:
+            timeout_s: for how long a channel may wait for its group to be made here.
+        """
         self.records = self._dialer.records = records
         self.credentials, self._rank = credentials, credentials.rank
+        self._incoming_s = timeout_s
         self._listener = Listener(
-            self._sockets, credentials, self._accepted, self._listener_failed, self._dialer.exhausted, self._works
+            self._sockets,
+            credentials,
+            self._accepted,
+            self._listener_failed,
+            self._dialer.exhausted,
+            self._works,
+            self._close_unclaimed,
         )
 
     def close(self) -> None:
@@ -354,6 +367,29 @@ class Endpoint:
                 close_all([], channel.descriptors)
                 channel.descriptors = descriptors
             self._attach_if_complete(key, peer)
+
+    def _close_unclaimed(self) -> bool:
+        """Let go of channels whose group has not come in time, or whose dialer has left; whether others wait."""
+        before = time.monotonic() - self._incoming_s
+        with self._lock:
+            late = [known for known, channel in self._incoming.items() if channel.since < before]
+            left = [known for known in self._incoming if self._has_left(known[1])]
+            for known in {*late, *left}:
+                self._incoming.pop(known).close()
+            is_waiting = bool(self._incoming)
+        if late:
+            logger.warning(
+                "closed %d connections for groups that were not made here within %g s, such as rank %d's for '%s'; all "
+                "ranks call new_group, in the same order",
+                len(late),
+                self._incoming_s,
+                late[0][1],
+                late[0][0].partition("|")[0],
+            )
+        return is_waiting
+
+    def _has_left(self, peer: int) -> bool:
+        return self._process.had_link(peer) and not self._process.is_linked(peer)
 
     def _works(self) -> bool:
         with self._lock:

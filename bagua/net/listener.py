@@ -30,6 +30,7 @@ _HANDSHAKE_SECONDS = 10.0
 _MAX_UNAUTHENTICATED = 128
 _RANKS_HANDSHAKE_SECONDS = 1.0  # a rank that runs takes less; others go first where descriptors end
 _NO_DESCRIPTORS_PAUSE_SECONDS = 0.1
+_TIDY_SECONDS = 1.0
 
 
 @dataclass
@@ -42,6 +43,7 @@ class IncomingChannel:
     tag: int
     sockets: dict[int, socket.socket] = field(default_factory=dict)
     descriptors: list[int] = field(default_factory=list)  # Unix: rings, doorbell
+    since: float = field(default_factory=time.monotonic)
 
     @classmethod
     def announced(cls, about: dict, is_unix: bool) -> IncomingChannel:
@@ -109,6 +111,8 @@ class Listener:
         works: called on the thread: whether this rank is at work, and not about to begin or to end. Only then is a
             connection that the other side ends in the middle of its handshake worth a warning: ranks that are
             interrupted, or that have no time left to tell of a failure, let go of theirs.
+        tidy: called on the thread, about once a second while it says that there is more to look after: lets go of what
+            `accepted` keeps and nobody has come for.
     """
 
     def __init__(
@@ -119,10 +123,12 @@ class Listener:
         failed: Callable[[Exception], None],
         exhausted: Callable[[OSError], None],
         works: Callable[[], bool] = lambda: True,
+        tidy: Callable[[], bool] = lambda: False,
     ):
         self._sockets = sockets
         self._credentials = credentials
         self._accepted, self._failed, self._exhausted, self._works = accepted, failed, exhausted, works
+        self._tidy = tidy
         self._num_refused = 0
         self._selector = selectors.DefaultSelector()
         self._unauthenticated: dict[socket.socket, _UnauthenticatedPeer] = {}  # used by the thread only; oldest first
@@ -163,8 +169,9 @@ class Listener:
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ, None)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        is_untidy = False
         while True:
-            for key, _ in self._selector.select(timeout=1.0 if self._unauthenticated else None):
+            for key, _ in self._selector.select(timeout=_TIDY_SECONDS if self._unauthenticated or is_untidy else None):
                 if key.fileobj == self._wake_read:
                     return
                 if key.data is None:
@@ -174,6 +181,7 @@ class Listener:
             self._refuse_older_than(
                 _HANDSHAKE_SECONDS, f"it did not authenticate itself within {_HANDSHAKE_SECONDS:g} s"
             )
+            is_untidy = self._tidy()
 
     def _refuse_older_than(self, seconds: float, why: str) -> bool:
         """Whether there was any such unauthenticated peer."""

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from bagua.config import LaunchEnvironment
 from bagua.errors import DeadlineExceeded, InvalidArgument, RemoteError, TransportError
 from bagua.net.auth import Credentials, derive, stretch
+from bagua.net.stall_watch import StallCount
 
 __all__ = [
     "PROTOCOL",
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 # Raised whenever bytes on a wire or in a ring change their meaning.
-PROTOCOL = 7
+PROTOCOL = 8
 
 _POLL_SECONDS = 0.05
 _FIRST_POLL_SECONDS = 0.002  # ranks that are started together arrive within milliseconds
@@ -54,7 +55,9 @@ _FIRST_POLL_SECONDS = 0.002  # ranks that are started together arrive within mil
 _STORE_GRACE_SECONDS = 0.5
 # How long Ctrl-C waits for the store's answer.
 _LAST_ANSWER_SECONDS = 1.0
-# The error of a failed rendezvous mentions that this rank, or the store, made no progress for longer than this.
+# In pieces of these this rank waits for the store; a piece that takes longer than a stall means that it did not run.
+_PIECE_SECONDS = 0.1
+# The error of a failed rendezvous mentions that this rank did not run, or the store not answer, for longer than this.
 _STALL_SECONDS = 1.0
 # Of what others can write to the store.
 _MAX_RECORD_BYTES, _MAX_PROOF_BYTES, _MAX_FAULT_CHARACTERS = 8192, 256, 2000
@@ -185,7 +188,8 @@ def reopen_store(launch: LaunchEnvironment, init: str, timeout: timedelta) -> di
         left_s = max(deadline - time.monotonic(), _POLL_SECONDS)
         try:
             store = open_store(launch, timedelta(seconds=left_s))
-            rendezvous = _RendezvousStore(dist.PrefixStore(init, store), launch.world_size, timedelta(seconds=left_s))
+            prefixed, left = dist.PrefixStore(init, store), timedelta(seconds=left_s)
+            rendezvous = _RendezvousStore(prefixed, launch.rank, launch.world_size, left)
             rendezvous.get("rank/0", _ABSENT, 0)
             return store
         except TransportError:
@@ -194,8 +198,8 @@ def reopen_store(launch: LaunchEnvironment, init: str, timeout: timedelta) -> di
             time.sleep(_POLL_SECONDS)
 
 
-def _call_within(call: Callable[[], Answer], seconds: float) -> Answer:
-    """What `call` returns, or TimeoutError.
+def _call_within(call: Callable[[], Answer], seconds: float, stalls: StallCount | None = None) -> Answer:
+    """What `call` returns, or TimeoutError. Time in which this process did not run does not count.
 
     It runs on a thread of its own, because torch waits forever for a server that was stopped, or for another program
     that accepts the connection and never answers. Such a thread ends when that server does, or with this process.
@@ -211,7 +215,7 @@ def _call_within(call: Callable[[], Answer], seconds: float) -> Answer:
 
     try:
         threading.Thread(target=run, name="bagua-store", daemon=True).start()
-        answer, error = ended.get(timeout=seconds)
+        answer, error = _get_within(ended, seconds, stalls or StallCount(_STALL_SECONDS))
     except queue.Empty:
         raise TimeoutError(
             "no answer: rank 0 or the launcher's agent hangs, or another program listens there"
@@ -231,22 +235,40 @@ def _call_within(call: Callable[[], Answer], seconds: float) -> Answer:
     return answer
 
 
+def _get_within(ended: queue.SimpleQueue[Answer], seconds: float, stalls: StallCount) -> Answer:
+    """What comes, or queue.Empty; at a stall's end it may be about to."""
+    deadline, before_s = time.monotonic() + seconds, stalls.total_s
+    while True:
+        left_s = deadline + stalls.total_s - before_s - time.monotonic()
+        try:
+            return ended.get(timeout=min(max(left_s, 0.0), _PIECE_SECONDS))
+        except queue.Empty:
+            if left_s <= 0:
+                raise
+        finally:
+            stalls.look()
+
+
 class _RendezvousStore:
-    """The store of one rendezvous. Every call ends by the rendezvous' deadline, or a moment later.
+    """The store of one rendezvous. Every call ends by the rendezvous' deadline, or a moment later, as far as this
+    process runs.
 
     Raises:
         TransportError: the store does not answer, or has ended.
     """
 
-    def __init__(self, store: dist.Store, world_size: int, timeout: timedelta):
-        self._store, self._world_size, self._timeout_s = store, world_size, timeout.total_seconds()
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta):
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._timeout_s = timeout.total_seconds()
         self._begin = time.monotonic()
-        self._last_answer, self._stalled_s = self._begin, 0.0
+        self._stalls = StallCount(_STALL_SECONDS)  # of this process; what follows is of the store
+        self._last_answer, self._stalls_at_answer_s, self._store_stalled_s = self._begin, 0.0, 0.0
 
     def _call(self, call: Callable[[], Answer]) -> Answer:
-        left_s = self._begin + self._timeout_s + _STORE_GRACE_SECONDS - time.monotonic()
+        deadline = self._begin + self._timeout_s + _STORE_GRACE_SECONDS + self._stalls.total_s
+        left_s = deadline - time.monotonic()
         try:
-            answer = _call_within(call, max(left_s, _POLL_SECONDS))
+            answer = _call_within(call, max(left_s, _POLL_SECONDS), self._stalls)
         except TimeoutError as error:
             raise TransportError(
                 f"the store of the rendezvous has not answered for {time.monotonic() - self._last_answer:.3g} s, of "
@@ -254,13 +276,22 @@ class _RendezvousStore:
                 "launcher's agent) has stopped or cannot be reached; nothing is known of the other ranks"
             ) from error
         except RuntimeError as error:  # torch's DistError is one
+            if self._stalls.total_s > self._stalls_at_answer_s:
+                raise TransportError(
+                    f"rank {self._rank} did not run for {self._stalls.total_s - self._stalls_at_answer_s:.3g} s (its "
+                    "process was stopped, or its interpreter was held up), in which rank 0 (or the launcher) has ended "
+                    f"the store of the rendezvous ({error})",
+                    rank=self._rank,
+                ) from error
             raise TransportError(
                 "the store has ended: rank 0 (or the launcher) exited or gave up during the rendezvous, see its log "
                 f"({error})",
                 rank=0,
             ) from error
         now = time.monotonic()
-        self._stalled_s, self._last_answer = max(self._stalled_s, now - self._last_answer), now
+        stalled_s = now - self._last_answer - (self._stalls.total_s - self._stalls_at_answer_s)
+        self._store_stalled_s, self._last_answer = max(self._store_stalled_s, stalled_s), now
+        self._stalls_at_answer_s = self._stalls.total_s
         return answer
 
     def add(self, key: str, amount: int) -> int:
@@ -283,9 +314,11 @@ class _RendezvousStore:
                 return value
             if fault is not None:
                 self._raise_fault(fault)
-            if time.monotonic() > self._begin + self._timeout_s:
+            # The clock runs while this process does not: that makes nobody late.
+            if time.monotonic() > self._begin + self._timeout_s + self._stalls.total_s:
                 self._give_up(late.format(rank), rank)
             time.sleep(pause_s)
+            self._stalls.look()
             pause_s = min(2 * pause_s, _POLL_SECONDS)
 
     def check_fault(self) -> None:
@@ -324,10 +357,14 @@ class _RendezvousStore:
             f"{late} within {self._timeout_s:g} s; check that it was started, that its "
             "log shows no error, and that all ranks have the same WORLD_SIZE and MASTER_ADDR"
         )
-        if self._stalled_s > _STALL_SECONDS:  # the others may have given up for this very reason
+        # The others may have given up for this very reason.
+        if self._stalls.total_s > 0:
             message += (
-                f"; but this rank, or the store, made no progress for {self._stalled_s:.3g} s, which may be the cause"
+                f"; but rank {self._rank} itself did not run for {self._stalls.total_s:.3g} s before (its process was "
+                "stopped, or its interpreter was held up), which may be the cause"
             )
+        elif self._store_stalled_s > _STALL_SECONDS:
+            message += f"; but the store did not answer for {self._store_stalled_s:.3g} s, which may be the cause"
         self.publish_fault(message, rank)  # a rank that comes later need not wait in vain
         raise DeadlineExceeded(message, rank=rank)
 
@@ -348,7 +385,7 @@ def exchange_records(
         RemoteError: another rank gave up first.
         TransportError: the store has ended, or does not answer, or somebody else has written to it.
     """
-    rendezvous = _RendezvousStore(store, mine.world_size, timeout)
+    rendezvous = _RendezvousStore(store, mine.rank, mine.world_size, timeout)
     if rendezvous.add(f"claim/{mine.rank}", 1) != 1:
         message = f"two processes claim to be rank {mine.rank}; give each process its own RANK; or {_FORGED}"
         rendezvous.publish_fault(message, mine.rank)

@@ -1,7 +1,8 @@
 """Whether this process itself did not run for long: it was stopped, or something held its interpreter up.
 
-Beside the data path. Its peers then name this rank and leave. When it runs again and dials them nobody listens, and it
-must not call the one that it happens to dial the rank at fault.
+Beside the data path. Its peers then name this rank and leave. When it runs again and dials them nobody listens, or the
+time for what it waits for is over, and it must not call the one that it happens to dial or to wait for the rank at
+fault.
 """
 
 from __future__ import annotations
@@ -9,10 +10,32 @@ from __future__ import annotations
 import threading
 import time
 
-__all__ = ["StallWatch"]
+__all__ = ["StallCount", "StallWatch"]
 
 _TICKS_PER_LIMIT = 4
 _RECENT = 5  # limits; for so long a stall is the likelier reason why a peer has left
+
+
+class StallCount:
+    """The same without a thread, of who waits in short pieces and says so after each.
+
+    Args:
+        limit_s: a stall is longer than that; no piece may be.
+
+    Attributes:
+        total_s: of all stalls since it was made.
+    """
+
+    def __init__(self, limit_s: float):
+        self._limit_s, self.total_s = limit_s, 0.0
+        self._last = time.monotonic()
+
+    def look(self) -> None:
+        """Between two pieces."""
+        now = time.monotonic()
+        if now - self._last > self._limit_s:
+            self.total_s += now - self._last
+        self._last = now
 
 
 class StallWatch:

@@ -1,6 +1,7 @@
 // Callbacks into Python while operations run; see callbacks.h.
 #include "csrc/bindings/callbacks.h"
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <thread>
@@ -15,6 +16,20 @@ namespace {
 
 // Set while a thread that ends operations calls back; what it would wait for, it would have to do itself.
 thread_local bool inside_callback = false;
+
+// A list of objects that nobody needs, which any thread adds to without a lock: one in the middle of that does not keep
+// a forked child from freeing them.
+struct Kept {
+  PyObject* object;
+  Kept* next = nullptr;
+};
+std::atomic<Kept*> first_dropped{nullptr};
+
+void drop(Kept* kept) {
+  kept->next = first_dropped.load(std::memory_order_relaxed);
+  while (!first_dropped.compare_exchange_weak(kept->next, kept, std::memory_order_release, std::memory_order_relaxed)) {
+  }
+}
 
 bool is_bagua_error(const py::object& exception) {
   return py::isinstance(exception, py::module_::import("bagua.errors").attr("BaguaError"));
@@ -67,6 +82,22 @@ std::function<void()> wrap_callback(py::function function) {
     }
     inside_callback = before;
   };
+}
+
+std::shared_ptr<void> kept(py::object object) {
+  if (object.is_none()) return nullptr;
+  auto owned = std::make_unique<Kept>();
+  owned->object = object.release().ptr();
+  return {owned.release(), [](void* dropped) { drop(static_cast<Kept*>(dropped)); }};
+}
+
+void free_dropped() {
+  if (first_dropped.load(std::memory_order_relaxed) == nullptr) return;
+  for (Kept* dropped = first_dropped.exchange(nullptr, std::memory_order_acquire); dropped != nullptr;) {
+    const std::unique_ptr<Kept> owned(dropped);
+    dropped = owned->next;
+    Py_DECREF(owned->object);
+  }
 }
 
 // Calls Python from the thread that runs the operation.

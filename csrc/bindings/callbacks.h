@@ -1,8 +1,9 @@
-// Between the core's threads and Python: an operation that runs on the calling thread, callbacks into Python, and
-// what must not be called from within either.
+// Between the core's threads and Python: an operation that runs on the calling thread, callbacks into Python, what must
+// not be called from within either, and objects that the core's threads let go of.
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -51,5 +52,10 @@ void check_signals();
 
 std::function<void()> wrap_callback(py::function function);
 Communicator::Connector wrap_connector(py::function function);
+
+// An object that lives until this is let go of, on any thread, and free_dropped() is called. Null for None.
+std::shared_ptr<void> kept(py::object object);
+// Frees what was let go of. With the GIL; runs finalizers.
+void free_dropped();
 
 }  // namespace bagua

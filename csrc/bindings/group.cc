@@ -1,6 +1,6 @@
 // The class Group for Python: connections, state, and the thread on which its operations run.
-// bagua/distributed/process_group.py keeps the tensors alive and checks shapes and types; nothing here validates what
-// it already did.
+// bagua/distributed/process_group.py says what keeps the tensors alive and checks shapes and types; nothing here
+// validates what it already did.
 #include "csrc/bindings/group.h"
 
 #include <algorithm>
@@ -103,6 +103,15 @@ Engine::Place place_of(const Group::Submission& submission) {
   return {stream.device, device::recorded_event(stream)};
 }
 
+// Submits with `submit`, which lets go of the GIL. Nothing of Python's runs between that and the keeping.
+template <typename Submit>
+std::shared_ptr<Work> submit_and_keep(const Group::Submission& submission, Submit submit) {
+  free_dropped();
+  std::shared_ptr<Work> work = submit();
+  if (!work->is_completed()) work->keep(kept(std::get<3>(submission)), chosen(std::get<2>(submission)));
+  return work;
+}
+
 }  // namespace
 
 std::shared_ptr<Work> Group::run(const Operation& operation, uint64_t bytes, const Submission& submission,
@@ -111,17 +120,18 @@ std::shared_ptr<Work> Group::run(const Operation& operation, uint64_t bytes, con
   const auto timeout = seconds(std::get<0>(submission));
   Engine::Place place = place_of(submission);
   if (!std::get<1>(submission) || !place.device.is_cpu()) {
-    py::gil_scoped_release release;
-    return engine_->submit(operation, bytes, timeout, std::move(run), std::move(place));
+    return submit_and_keep(submission, [&] {
+      py::gil_scoped_release release;
+      return engine_->submit(operation, bytes, timeout, std::move(run), std::move(place));
+    });
   }
   refuse_inside_handler();
   InlineCall call{communicator().rank(), std::nullopt};
-  std::shared_ptr<Work> work;
-  {
+  auto work = submit_and_keep(submission, [&] {
     py::gil_scoped_release release;
     const InlineCall::Scope scope(&call);
-    work = engine_->run_inline(operation, bytes, timeout, std::move(run), check_signals);
-  }
+    return engine_->run_inline(operation, bytes, timeout, std::move(run), check_signals);
+  });
   if (call.raised) throw std::move(*call.raised);
   return work;
 }
@@ -130,16 +140,20 @@ std::shared_ptr<Work> Group::send(int peer, const void* data, uint64_t bytes, co
                                   const Submission& submission) {
   refuse_inside_callback();
   Engine::Place place = place_of(submission);
-  py::gil_scoped_release release;
-  return engine_->submit_send(peer, data, bytes, operation, seconds(std::get<0>(submission)), std::move(place));
+  return submit_and_keep(submission, [&] {
+    py::gil_scoped_release release;
+    return engine_->submit_send(peer, data, bytes, operation, seconds(std::get<0>(submission)), std::move(place));
+  });
 }
 
 std::shared_ptr<Work> Group::recv(int peer, void* data, uint64_t bytes, const Operation& operation,
                                   const Submission& submission) {
   refuse_inside_callback();
   Engine::Place place = place_of(submission);
-  py::gil_scoped_release release;
-  return engine_->submit_recv(peer, data, bytes, operation, seconds(std::get<0>(submission)), std::move(place));
+  return submit_and_keep(submission, [&] {
+    py::gil_scoped_release release;
+    return engine_->submit_recv(peer, data, bytes, operation, seconds(std::get<0>(submission)), std::move(place));
+  });
 }
 
 void bind_group(py::module_& m) {

@@ -34,9 +34,10 @@ class Group {
   // The caller moves the frames of the link that it gets.
   std::shared_ptr<TorchLink> attach_torch(int peer);
 
-  // How an operation is submitted: its timeout in seconds, whether the caller waits for it at once, and where its
-  // tensors are ready.
-  using Submission = std::tuple<double, bool, StreamChoice>;
+  // How an operation is submitted: its timeout in seconds, whether the caller waits for it at once, where its tensors
+  // are ready, and what has to live until it has ended. (A caller that is interrupted right behind the submission would
+  // let go of that.)
+  using Submission = std::tuple<double, bool, StreamChoice, pybind11::object>;
 
   // Runs now, on this thread, when the caller waits for it, it is the CPU's and the engine is idle; otherwise queues.
   // Needs the GIL.

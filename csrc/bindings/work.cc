@@ -37,6 +37,7 @@ bool wait_in_slices(Work& work, double timeout_s, Wait wait) {
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     if (deadline.expired()) return false;
   }
+  free_dropped();
   if (const auto error = work.error()) throw Error(*error);
   return true;
 }
@@ -73,6 +74,7 @@ void bind_work(py::module_& m) {
             return wait_in_slices(work, timeout_s, [&work, stream](auto limit) {
               if (!work.wait_enqueued_for(limit)) return false;
               work.let_wait(stream);
+              work.let_go(stream);
               return true;
             });
           },

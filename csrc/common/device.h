@@ -39,6 +39,7 @@ struct Stream {
   void* handle = nullptr;
 
   bool is_cpu() const { return device.is_cpu(); }
+  bool operator==(const Stream&) const = default;
 };
 
 }  // namespace bagua

@@ -176,8 +176,9 @@ class Communicator {
   PeerStatus status() const;
   // The same for a peer that asks why it is kept waiting; who waits asks in turn. [any thread]
   PeerStatus answer(const StatusRequest& request);
-  // Whether this rank hears from one of the job; finds out where it may be of this group. [any thread]
-  PeerStatus::Hearing hearing_of(int job_rank);
+  // Whether this process hears from a rank of the job, which it finds out; nothing where this group cannot. [any
+  // thread]
+  std::optional<Hearing> hearing_of(int job_rank);
   // What a peer answered. [any thread]
   void take_answer(int peer, const PeerStatus& theirs);
   // Outside of operations: of the messages that are under way and have a thread waiting for them, the peer of the
@@ -198,15 +199,9 @@ class Communicator {
  private:
   using TimePoint = Deadline::Clock::time_point;
   // A connection is silent: what the others hear from the rank at its far end.
-  struct Inquiry {
+  struct Doubt {
     Verdict verdict;  // as far as this rank knows by itself
-    TimePoint since, until, next_request;
-  };
-  // Whether a peer hears from a rank of the job.
-  struct Testimony {
-    int about = -1;
-    PeerStatus::Hearing hearing = PeerStatus::kCannotTell;
-    TimePoint at;
+    TimePoint since, until;
   };
   struct Peer {
     std::atomic<bool> is_wanted{false};      // the connector was called
@@ -222,7 +217,7 @@ class Communicator {
     bool is_probe_due = false;                   // the worker is to have it dialed, so as to know whether it is there
     std::optional<TimePoint> probed_at;          // when that became due, last
     std::optional<TimePoint> unreachable_since;  // without a sign of its host
-    std::optional<Inquiry> doubt;                // since it is silent
+    std::optional<Doubt> doubt;                  // since it is silent
     std::optional<Error> told;                   // what it has failed with, first
     Losses losses;                               // of whom it has told
     bool is_lost = false;                        // its link has ended, and it had not left
@@ -231,7 +226,6 @@ class Communicator {
     TimePoint last_request;
     std::optional<PeerStatus> answer;
     TimePoint answered_at;
-    Testimony testimony;     // of its last answer that is about a third rank
     bool is_unread = false;  // the worker has not looked at the answer
   };
 
@@ -291,12 +285,11 @@ class Communicator {
   ChainEnd end_behind_locked(int peer) const;
   bool is_silent_locked(const Peer& p) const;
   bool is_unreachable_locked(const Peer& p) const;
-  PeerStatus::Hearing hearing(int peer);
-  PeerStatus::Hearing probe_locked(int peer);
+  Hearing probe_locked(int peer);
   bool is_probing_locked(const Peer& p) const;
   Verdict judge(int peer, TimePoint since, double allowed_seconds) const;
   Verdict ask_others(const Verdict& verdict, double allowed_seconds);
-  void ask_about(Inquiry& inquiry);
+  void ask_about(int unreachable);
   std::optional<Verdict> weigh_answers(const Verdict& verdict, TimePoint since, bool is_last) const;
   void pause();
 

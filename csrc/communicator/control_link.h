@@ -51,7 +51,7 @@ class ControlLink : public ProcessLink::Route, public PeerMemory {
   void send_abort(const Error& cause, const Losses& losses);
   void send_leave(const std::optional<Error>& why = {});
   void request_status(const StatusRequest& request);
-  const ProcessLink& process_link() const { return *link_; }
+  ProcessLink& process_link() const { return *link_; }
   bool reaches_host() { return link_->reaches_host(); }
 
   // Sends a request for the segment when it is not mapped.

@@ -4,8 +4,8 @@
 // host is gone, falls silent (doubt). Everything else takes a request for the peer's status, sent by who has waited for
 // long, and again when its deadline has passed.
 //
-// Whom the answers accuse is in blame.h; here they are asked for, kept, and asked of the others where a connection is
-// silent.
+// Whom the answers accuse is in blame.h; here they are asked for, and kept. Where a connection is silent, the others
+// are asked what they hear from its far end: by the links, for all groups at once (ProcessLink::inquire).
 #include <algorithm>
 #include <cstdio>
 #include <set>
@@ -26,8 +26,7 @@ using std::chrono::nanoseconds;
 // host may delay an acknowledgement.
 constexpr milliseconds kSilence{300};
 constexpr int kMissedHeartbeats = 3;
-// How often who wants to know asks. Who forwards requests drops some, or they would go round in circles of ranks
-// ever faster.
+// How often who waits asks. Who forwards requests drops some, or they would go round in circles of ranks ever faster.
 constexpr milliseconds kRequestInterval{50};
 constexpr milliseconds kMinRequestInterval{20};
 // How long it may take until the others have told what they failed with.
@@ -342,8 +341,6 @@ void Communicator::forward_request(uint32_t hops) {
 
 PeerStatus Communicator::answer(const StatusRequest& request) {
   PeerStatus status = this->status();
-  status.about = request.about;
-  status.hearing = hearing_of(request.about);
   if (status.waiting_for >= 0) {
     forward_request(request.hops);
   } else if (status.elsewhere_ms > 0) {
@@ -361,42 +358,36 @@ bool Communicator::is_unreachable_locked(const Peer& p) const {
 bool Communicator::is_silent_locked(const Peer& p) const {
   if (!p.control) return is_unreachable_locked(p);
   const ProcessLink& link = p.control->process_link();
-  return link.silent_for() >= kMissedHeartbeats * link.pace().heartbeat ||
-         (p.unanswered_since && Deadline::Clock::now() - *p.unanswered_since >= kSilence);
+  return link.silent_for() >= kMissedHeartbeats * link.pace().heartbeat || link.unanswered_for() >= kSilence;
 }
 
-PeerStatus::Hearing Communicator::hearing_of(int job_rank) {
+// By an answer that is not old, or an inquiry that has not been answered for long. Asks, or dials, so as to know it
+// next time. A group that has failed dials nobody.
+std::optional<Hearing> Communicator::hearing_of(int job_rank) {
   const int peer = ranks_.group_rank(job_rank);
-  const bool is_peer = peer >= 0 && peer < ranks_.size && peer != ranks_.rank;
-  return is_peer ? hearing(peer) : PeerStatus::kCannotTell;
-}
-
-// By an answer that is not old, or a request that has not been answered for long. Asks, or dials, so as to know it next
-// time.
-PeerStatus::Hearing Communicator::hearing(int peer) {
-  PeerStatus::Hearing hearing = PeerStatus::kNotYetKnown;
-  const auto now = Deadline::Clock::now();
+  if (peer < 0 || peer >= ranks_.size || peer == ranks_.rank) return std::nullopt;
+  std::shared_ptr<ControlLink> control;
+  bool is_silent;
   {
     std::lock_guard lock(mutex_);
     const Peer& p = *peers_[static_cast<size_t>(peer)];
-    if (p.departed.load(std::memory_order_relaxed)) return PeerStatus::kCannotTell;
+    if (p.departed.load(std::memory_order_relaxed)) return std::nullopt;
+    is_silent = is_silent_locked(p);
+    if (!p.control && cause_ && !is_silent) return std::nullopt;
     if (!p.control) return probe_locked(peer);
-    if (is_silent_locked(p)) {
-      hearing = PeerStatus::kHearsNothing;
-    } else if (p.answer && now - p.answered_at < kSilence) {
-      hearing = PeerStatus::kHears;
-    }
-    if (now - p.last_request < kMinRequestInterval) return hearing;
+    control = p.control;
   }
-  request_status(peer);
-  return hearing;
+  ProcessLink& link = control->process_link();
+  link.inquire(-1);
+  if (is_silent) return Hearing::kHearsNothing;
+  return link.has_answered_since(Deadline::Clock::now() - kSilence) ? Hearing::kHears : Hearing::kNotYetKnown;
 }
 
 // Of a peer without a link, by whether its host takes a connection, as which the worker has it dialed once in a while.
-PeerStatus::Hearing Communicator::probe_locked(int peer) {
+Hearing Communicator::probe_locked(int peer) {
   Peer& p = *peers_[static_cast<size_t>(peer)];
-  if (is_unreachable_locked(p)) return PeerStatus::kHearsNothing;
-  if (!connector_) return PeerStatus::kCannotTell;
+  if (is_unreachable_locked(p)) return Hearing::kHearsNothing;
+  if (!connector_) return Hearing::kCannotTell;
   const auto now = Deadline::Clock::now();
   if (!p.unreachable_since && (!p.probed_at || now - *p.probed_at > kMaxInquiry)) {
     p.probed_at = now;
@@ -405,7 +396,7 @@ PeerStatus::Hearing Communicator::probe_locked(int peer) {
     doorbell_->ring();
     if (wake_worker_) wake_worker_();
   }
-  return is_probing_locked(p) ? PeerStatus::kNotYetKnown : PeerStatus::kCannotTell;
+  return is_probing_locked(p) ? Hearing::kNotYetKnown : Hearing::kCannotTell;
 }
 
 // Not any more where the host has taken a connection and the process does not answer.
@@ -436,7 +427,6 @@ void Communicator::take_answer(int peer, const PeerStatus& theirs) {
   p.answer = theirs;
   if (theirs.group != PeerStatus::kHasMade && theirs.elsewhere_ms == 0) p.answer->end = end_at(ranks_, peer, theirs);
   p.answered_at = Deadline::Clock::now();
-  if (theirs.about >= 0) p.testimony = {theirs.about, theirs.hearing, p.answered_at};
   p.unanswered_since.reset();
   p.is_unread = true;
 }
@@ -480,23 +470,20 @@ Verdict Communicator::judge(int peer, TimePoint since, double allowed_seconds) c
 // and if this rank hears from nobody at all, its own connection to the world. Nobody can tell where there are only two.
 Verdict Communicator::ask_others(const Verdict& verdict, double allowed_seconds) {
   const auto now = Deadline::Clock::now();
-  Inquiry inquiry{verdict, now, now + seconds(chain_grace_seconds(allowed_seconds)) + kSilence, now};
+  const auto until = now + seconds(chain_grace_seconds(allowed_seconds)) + kSilence;
   for (;;) {
-    ask_about(inquiry);
+    ask_about(verdict.unreachable);
     pause();
-    const bool is_last = Deadline::Clock::now() >= inquiry.until;
-    if (const auto better = weigh_answers(verdict, inquiry.since, is_last)) return *better;
+    const bool is_last = Deadline::Clock::now() >= until;
+    if (const auto better = weigh_answers(verdict, now, is_last)) return *better;
     if (is_last) return verdict;
   }
 }
 
-// Asks everybody what it hears from the rank at the far end, and that rank whether it is there, if that is due. Dials
-// some of the others where this rank has links to few.
-void Communicator::ask_about(Inquiry& inquiry) {
-  const auto now = Deadline::Clock::now();
-  if (now < inquiry.next_request) return;
-  inquiry.next_request = now + kRequestInterval;
-  const int unreachable = inquiry.verdict.unreachable;
+// Asks everybody what it hears from the rank at the far end, and that rank whether it is there. Dials some of the
+// others where this rank has links to few.
+void Communicator::ask_about(int unreachable) {
+  std::vector<std::pair<int, std::shared_ptr<ControlLink>>> asked;
   {
     std::lock_guard lock(mutex_);
     int num_others = 0;
@@ -504,12 +491,15 @@ void Communicator::ask_about(Inquiry& inquiry) {
       for (int peer = 0; peer < ranks_.size && num_others < kWitnesses; ++peer) {
         if (peer == ranks_.rank || peer == unreachable) continue;
         const bool is_linked = peers_[static_cast<size_t>(peer)]->control != nullptr;
-        num_others += dials ? !is_linked && probe_locked(peer) != PeerStatus::kCannotTell : is_linked;
+        num_others += dials ? !is_linked && probe_locked(peer) != Hearing::kCannotTell : is_linked;
       }
     }
+    for (int peer = 0; peer < ranks_.size; ++peer) {
+      if (auto& control = peers_[static_cast<size_t>(peer)]->control) asked.emplace_back(peer, control);
+    }
   }
-  for (int peer = 0; peer < ranks_.size; ++peer) {
-    if (peer != ranks_.rank) request_status(peer, {.about = peer == unreachable ? -1 : ranks_.job_rank(unreachable)});
+  for (auto& [peer, control] : asked) {
+    control->process_link().inquire(peer == unreachable ? -1 : ranks_.job_rank(unreachable));
   }
 }
 
@@ -517,22 +507,19 @@ void Communicator::ask_about(Inquiry& inquiry) {
 // `suspicion` is what this rank knows by itself.
 std::optional<Verdict> Communicator::inquire(int peer, nanoseconds limit, const Verdict& suspicion) {
   const auto now = Deadline::Clock::now();
-  std::optional<Inquiry> inquiry;
+  Doubt doubt;
   {
     std::lock_guard lock(mutex_);
-    inquiry = peers_[static_cast<size_t>(peer)]->doubt;
+    auto& known = peers_[static_cast<size_t>(peer)]->doubt;
+    // An older one ended when the peer was heard again.
+    if (!known || now - known->until > kMaxInquiry) known = {suspicion, now, now + limit};
+    doubt = *known;
   }
-  // An older one ended when the peer was heard again.
-  if (!inquiry || now - inquiry->until > kMaxInquiry) inquiry = {suspicion, now, now + limit, now};
-  if (inquiry->verdict.unreachable >= 0) ask_about(*inquiry);
-  {
-    std::lock_guard lock(mutex_);
-    peers_[static_cast<size_t>(peer)]->doubt = inquiry;
-  }
-  if (inquiry->verdict.unreachable < 0) return inquiry->verdict;
-  const bool is_last = now >= inquiry->until;
-  const auto weighed = weigh_answers(inquiry->verdict, inquiry->since, is_last);
-  return weighed || !is_last ? weighed : inquiry->verdict;
+  if (doubt.verdict.unreachable < 0) return doubt.verdict;
+  ask_about(doubt.verdict.unreachable);
+  const bool is_last = now >= doubt.until;
+  const auto weighed = weigh_answers(doubt.verdict, doubt.since, is_last);
+  return weighed || !is_last ? weighed : doubt.verdict;
 }
 
 // On the reactor thread, at every tick while nothing arrives from a peer: whether or not anybody waits for it here, who
@@ -576,7 +563,7 @@ std::optional<Verdict> Communicator::weigh_answers(const Verdict& verdict, TimeP
         undecided += is_probing_locked(p);
         continue;
       }
-      const bool answers = p.answer && p.answered_at >= since;
+      const bool answers = p.control && p.control->process_link().has_answered_since(since);
       const bool is_silent = !answers && is_silent_locked(p);
       if (peer == verdict.unreachable) {
         if (answers) return verdict;  // this rank hears from it
@@ -584,12 +571,12 @@ std::optional<Verdict> Communicator::weigh_answers(const Verdict& verdict, TimeP
         deaf += is_silent && verdict.witness != ranks_.job_rank(ranks_.rank);
       } else if (answers) {
         ++there;
-        const bool is_asked = p.testimony.about == about && p.testimony.at >= since;  // not about anything else
-        const auto hearing = is_asked ? p.testimony.hearing : PeerStatus::kNotYetKnown;
-        if (hearing == PeerStatus::kHears) return verdict;
-        deaf += hearing == PeerStatus::kHearsNothing;
-        undecided += hearing == PeerStatus::kNotYetKnown;
-        if (hearing != PeerStatus::kHearsNothing) unknowing += (unknowing.empty() ? "" : ", ") + std::to_string(peer);
+        const auto told = p.control->process_link().testimony(about, since);
+        const Hearing hearing = told.value_or(Hearing::kNotYetKnown);
+        if (hearing == Hearing::kHears) return verdict;
+        deaf += hearing == Hearing::kHearsNothing;
+        undecided += hearing == Hearing::kNotYetKnown;
+        if (hearing != Hearing::kHearsNothing) unknowing += (unknowing.empty() ? "" : ", ") + std::to_string(peer);
       } else {
         silent += is_silent;
         undecided += !is_silent;

@@ -1,5 +1,5 @@
-// PeerStatus: what a rank is doing, as it tells a peer that asks why it is kept waiting. It travels as it lies in
-// memory.
+// PeerStatus: what a rank is doing, as it tells a peer of a group that asks why it is kept waiting. Testimony: what a
+// process tells another one of a third. Both travel as they lie in memory.
 #pragma once
 
 #include <array>
@@ -39,21 +39,29 @@ struct PeerStatus {
   Operation elsewhere;        // kNone: for a message
   std::array<char, 64> elsewhere_group{};  // ends with a 0; long names are cut
   ChainEnd end;                            // of the chain that begins with this rank
-  // Of the rank that the request is about: whether this one hears from it.
-  enum Hearing : uint32_t { kCannotTell, kNotYetKnown, kHears, kHearsNothing };
-  Hearing hearing = kCannotTell;
   // Of the group that the request is about. A rank that does not have it waits, if at all, elsewhere, and leaves to
   // who asks to say whose status this is (`end`).
   enum Group : uint32_t { kHasMade, kHasNotMade, kHasLeft };
   Group group = kHasMade;
-  int32_t about = -1;  // the request's
   uint32_t padding = 0;
 };
 
 // What a peer is asked beside what it does.
 struct StatusRequest {
-  uint32_t hops = 0;   // along how many more ranks it asks, each whom it waits for
-  int32_t about = -1;  // a rank of the job: whether the peer hears from it
+  uint32_t hops = 0;  // along how many more ranks it asks, each whom it waits for
+};
+
+// Whether a process hears from another one.
+enum class Hearing : uint32_t { kCannotTell, kNotYetKnown, kHears, kHearsNothing };
+
+// What a process is asked for all groups at once: whether it hears from a rank of the job. About nobody: that it
+// answers is what matters.
+struct Inquiry {
+  int32_t about = -1;
+};
+struct Testimony {
+  int32_t about = -1;  // the inquiry's
+  Hearing hearing = Hearing::kCannotTell;
 };
 
 // Throws an InvalidArgument that shows both sides when a peer is doing, or has just done, another operation than this

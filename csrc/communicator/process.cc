@@ -47,9 +47,10 @@ void Process::attach(int job_rank, int fd) {
   }
   const auto link = std::make_shared<ProcessLink>(
       std::move(owned), pace_,
-      [this](ProcessLink& from, FrameType type, const std::string& key, const uint8_t* payload, size_t bytes) {
-        answer_unrouted(from, type, key, payload, bytes);
-      });
+      [this](ProcessLink& from, FrameType type, const std::string& key, const uint8_t*, size_t bytes) {
+        answer_unrouted(from, type, key, bytes);
+      },
+      [this](int asked_about) { return hearing_of(asked_about); });
   std::vector<Communicator*> communicators;
   {
     std::lock_guard lock(mutex_);
@@ -126,11 +127,8 @@ bool Process::has_failed(const std::string& key) {
 
 // A peer that waits hears why there is nobody, or what this process does instead. Whatever else it says of a group that
 // is not here it will say again, or it has left by then.
-void Process::answer_unrouted(ProcessLink& link, FrameType type, const std::string& key, const uint8_t* payload,
-                              size_t bytes) {
-  StatusRequest request;
-  if (type != FrameType::kStatusRequest || bytes != sizeof request) return;
-  std::memcpy(&request, payload, sizeof request);
+void Process::answer_unrouted(ProcessLink& link, FrameType type, const std::string& key, size_t bytes) {
+  if (type != FrameType::kStatusRequest || bytes != sizeof(StatusRequest)) return;
   bool has_left;
   std::optional<std::vector<uint8_t>> abort;
   {
@@ -143,7 +141,7 @@ void Process::answer_unrouted(ProcessLink& link, FrameType type, const std::stri
     link.send(FrameType::kAbort, key, abort->data(), abort->size());
     return;
   }
-  const PeerStatus answer = status(has_left ? PeerStatus::kHasLeft : PeerStatus::kHasNotMade, request);
+  const PeerStatus answer = status(has_left ? PeerStatus::kHasLeft : PeerStatus::kHasNotMade);
   link.send(FrameType::kStatus, key, &answer, sizeof answer);
 }
 
@@ -160,22 +158,23 @@ std::optional<Process::Wait> Process::longest_except(const Communicator* asked) 
   return longest;
 }
 
-PeerStatus Process::status(PeerStatus::Group group, const StatusRequest& request) {
+PeerStatus Process::status(PeerStatus::Group group) {
   PeerStatus status;
   status.group = group;
-  status.about = request.about;
-  {
-    std::lock_guard lock(mutex_);
-    for (Communicator* communicator : communicators_) {
-      status.hearing = communicator->hearing_of(request.about);
-      if (status.hearing != PeerStatus::kCannotTell) break;
-    }
-  }
   if (const auto wait = longest_except(nullptr)) {
     wait->write_to(status);
     forward_request_except(nullptr, kMaxHops);
   }
   return status;
+}
+
+// One of the groups is enough: all of them have the same link to that rank, and would dial it in the same way.
+Hearing Process::hearing_of(int job_rank) {
+  std::lock_guard lock(mutex_);
+  for (Communicator* communicator : communicators_) {
+    if (const auto hearing = communicator->hearing_of(job_rank)) return *hearing;
+  }
+  return Hearing::kCannotTell;
 }
 
 void Process::forward_request_except(const Communicator* asked, uint32_t hops) {

@@ -59,9 +59,10 @@ class Process {
     void write_to(PeerStatus& status) const;
   };
   std::optional<Wait> longest_except(const Communicator* asked);
-  // What to tell who asks about a group that is not there; asks along the waits too. Another group may know whether
-  // this process hears from the rank that the request is about.
-  PeerStatus status(PeerStatus::Group group, const StatusRequest& request = {});
+  // What to tell who asks about a group that is not there; asks along the waits too.
+  PeerStatus status(PeerStatus::Group group);
+  // Whether this process hears from a rank of the job, as far as one of its groups can tell or find out. [any thread]
+  Hearing hearing_of(int job_rank);
   // Asks along all of them (Communicator::forward_request).
   void forward_request_except(const Communicator* asked, uint32_t hops);
 
@@ -75,7 +76,7 @@ class Process {
  private:
   bool is_linked_locked(int job_rank) const;
   void forget();
-  void answer_unrouted(ProcessLink& link, FrameType type, const std::string& key, const uint8_t* payload, size_t bytes);
+  void answer_unrouted(ProcessLink& link, FrameType type, const std::string& key, size_t bytes);
 
   const uint32_t generation_ = process_generation();
   const ProcessLink::Pace pace_;

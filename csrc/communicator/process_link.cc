@@ -25,6 +25,8 @@ struct FrameHeader {
 // Frames are small; a longer one is garbage, and believing its length would be a way to exhaust memory.
 constexpr uint32_t kMaxFrameBytes = 1 << 16;
 constexpr size_t kMaxPassed = 1024;
+// How often the other process is asked about the same rank.
+constexpr milliseconds kInquiryInterval{50};
 
 }  // namespace
 
@@ -34,8 +36,12 @@ ProcessLink::Pace::Pace(milliseconds timeout)
       heartbeat(std::max(timeout / 10, milliseconds(10))),
       tick(std::clamp(timeout / 50, milliseconds(5), milliseconds(200))) {}
 
-ProcessLink::ProcessLink(Descriptor fd, const Pace& pace, Unrouted unrouted)
-    : fd_(std::move(fd)), pace_(pace), unrouted_(std::move(unrouted)), reactor_(Reactor::instance()) {
+ProcessLink::ProcessLink(Descriptor fd, const Pace& pace, Unrouted unrouted, Hears hears)
+    : fd_(std::move(fd)),
+      pace_(pace),
+      unrouted_(std::move(unrouted)),
+      hears_(std::move(hears)),
+      reactor_(Reactor::instance()) {
   ticked_at_ = sent_at_ = reached_host_at_ = Clock::now();
   heard_at_.store(ticked_at_.time_since_epoch().count(), std::memory_order_relaxed);
 }
@@ -96,6 +102,10 @@ void ProcessLink::send(FrameType type, std::string_view group, const void* paylo
   append(payload, bytes);
   std::lock_guard lock(send_mutex_);
   sent_at_ = Clock::now();
+  if (type == FrameType::kStatusRequest || type == FrameType::kInquiry) {
+    Clock::rep none = 0;
+    unanswered_since_.compare_exchange_strong(none, sent_at_.time_since_epoch().count(), std::memory_order_relaxed);
+  }
   output_.push_back(std::move(out));
   flush_locked();
 }
@@ -132,6 +142,37 @@ bool ProcessLink::flush_locked() {
   return true;
 }
 
+// ---- what the other process is asked about third ones
+
+void ProcessLink::inquire(int about) {
+  {
+    std::lock_guard lock(inquiries_mutex_);
+    const auto now = Clock::now();
+    Asked& asked = asked_[about];
+    if (now - asked.last < kInquiryInterval) return;
+    asked.last = now;
+  }
+  const Inquiry inquiry{about};
+  send(FrameType::kInquiry, {}, &inquiry, sizeof inquiry);
+}
+
+std::optional<Hearing> ProcessLink::testimony(int about, Clock::time_point since) const {
+  std::lock_guard lock(inquiries_mutex_);
+  const auto found = asked_.find(about);
+  if (found == asked_.end() || !found->second.answered_at || *found->second.answered_at < since) return std::nullopt;
+  return found->second.hearing;
+}
+
+bool ProcessLink::has_answered_since(Clock::time_point since) const {
+  std::lock_guard lock(inquiries_mutex_);
+  return answered_at_ && *answered_at_ >= since;
+}
+
+nanoseconds ProcessLink::unanswered_for() const {
+  const auto since = unanswered_since_.load(std::memory_order_relaxed);
+  return since == 0 ? nanoseconds(0) : Clock::now() - Clock::time_point(Clock::duration(since));
+}
+
 // ---- what follows runs on the reactor thread
 
 void ProcessLink::on_ready() {
@@ -152,6 +193,9 @@ void ProcessLink::on_tick() {
     on_ready();
     const auto heard_at = heard_at_.load(std::memory_order_relaxed) + Clock::duration(late).count();
     heard_at_.store(std::min(heard_at, now.time_since_epoch().count()), std::memory_order_relaxed);
+    if (unanswered_since_.load(std::memory_order_relaxed) != 0) {
+      unanswered_since_.store(now.time_since_epoch().count(), std::memory_order_relaxed);
+    }
     reached_host_at_ = std::min(reached_host_at_ + late, now);
   }
   if (reaches_host()) reached_host_at_ = now;  // before something is sent, which nobody has acknowledged yet
@@ -192,6 +236,7 @@ bool ProcessLink::receive_more() {
     return false;
   }
   heard_at_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+  unanswered_since_.store(0, std::memory_order_relaxed);
   has_heard_ = true;
   take_descriptors(message);
   input_.insert(input_.end(), buffer.begin(), buffer.begin() + got);
@@ -244,14 +289,32 @@ void ProcessLink::handle(FrameType type, const uint8_t* body, size_t bytes) {
     input_fds_.pop_front();
   }
   std::lock_guard lock(routes_mutex_);
-  if (type == FrameType::kGoodbye) said_goodbye_ = true;
-  if (group.empty()) return;
-  const auto found = routes_.find(group);
   const size_t before = sizeof group_bytes + group_bytes;
+  if (group.empty()) return handle_own(type, body + before, bytes - before);
+  const auto found = routes_.find(group);
   if (found != routes_.end()) {
     found->second->on_frame(type, body + before, bytes - before, std::move(passed));
   } else if (unrouted_) {
     unrouted_(*this, type, group, body + before, bytes - before);
+  }
+}
+
+void ProcessLink::handle_own(FrameType type, const uint8_t* payload, size_t bytes) {
+  if (type == FrameType::kGoodbye) said_goodbye_ = true;
+  if (type == FrameType::kInquiry && bytes == sizeof(Inquiry)) {
+    Inquiry inquiry;
+    std::memcpy(&inquiry, payload, sizeof inquiry);
+    const Testimony testimony{inquiry.about, hears_ ? hears_(inquiry.about) : Hearing::kCannotTell};
+    send(FrameType::kTestimony, {}, &testimony, sizeof testimony);
+  }
+  if (type == FrameType::kTestimony && bytes == sizeof(Testimony)) {
+    Testimony testimony;
+    std::memcpy(&testimony, payload, sizeof testimony);
+    std::lock_guard lock(inquiries_mutex_);
+    const auto found = asked_.find(testimony.about);
+    if (found == asked_.end()) return;  // nobody has asked
+    found->second.hearing = testimony.hearing;
+    answered_at_ = found->second.answered_at = Clock::now();
   }
 }
 

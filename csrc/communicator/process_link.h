@@ -1,7 +1,8 @@
 // ProcessLink: the connection between this process and one other of the job, for all groups of both. It carries the
 // groups' control frames (control_link.h) and heartbeats: while the other process lives, something arrives, however
 // long its program computes, since the reactor thread sends and never takes the GIL. Its end without a goodbye is how
-// the death of a process is noticed, at once; its silence is how that of a host is.
+// the death of a process is noticed, at once; its silence is how that of a host is. Whether the other process hears
+// from a third one, it asks for all groups at once.
 //
 // Reads happen on the reactor thread, writes on any thread. Frames: u32 type, u32 bytes of what follows: u16 bytes of
 // the group's key, the key, payload.
@@ -24,6 +25,7 @@
 
 #include "csrc/common/fork_guard.h"
 #include "csrc/common/reactor.h"
+#include "csrc/communicator/peer_status.h"
 
 namespace bagua {
 
@@ -38,6 +40,8 @@ enum class FrameType : uint32_t {
   // Of the link itself:
   kHeartbeat,
   kGoodbye,
+  kInquiry,
+  kTestimony,
 };
 
 class ProcessLink : public Reactor::Handler {
@@ -66,6 +70,8 @@ class ProcessLink : public Reactor::Handler {
   // A frame of a group that has no route here.
   using Unrouted = std::function<void(ProcessLink& link, FrameType type, const std::string& group,
                                       const uint8_t* payload, size_t bytes)>;
+  // Whether this process hears from a rank of the job, which the other one asks; none of the link's routes is asked.
+  using Hears = std::function<Hearing(int job_rank)>;
 
   // How long a peer may be silent before it is doubted, how often this end sends at least, and how often it looks.
   struct Pace {
@@ -74,7 +80,7 @@ class ProcessLink : public Reactor::Handler {
   };
 
   // `fd`: a connected stream socket.
-  ProcessLink(Descriptor fd, const Pace& pace, Unrouted unrouted = {});
+  ProcessLink(Descriptor fd, const Pace& pace, Unrouted unrouted = {}, Hears hears = {});
   ~ProcessLink() override;
 
   // Begins to read; routes that were added before miss nothing.
@@ -98,6 +104,16 @@ class ProcessLink : public Reactor::Handler {
   std::chrono::nanoseconds silent_for() const;
   const Pace& pace() const { return pace_; }
 
+  // Asks the other process whether it hears from a rank of the job, -1: only whether it answers. However many groups
+  // want to know, and however often, it is asked once in a while. [any thread]
+  void inquire(int about);
+  // What it has answered since then about that rank, if it has. [any thread]
+  std::optional<Hearing> testimony(int about, Clock::time_point since) const;
+  // Whether it has answered anything since then. [any thread]
+  bool has_answered_since(Clock::time_point since) const;
+  // For how long nothing has come since something was asked, by whatever group. [any thread]
+  std::chrono::nanoseconds unanswered_for() const;
+
   void on_ready() override;
   void on_tick() override;
 
@@ -107,17 +123,20 @@ class ProcessLink : public Reactor::Handler {
   void take_descriptors(msghdr& message);
   void take_frames();
   void handle(FrameType type, const uint8_t* body, size_t bytes);
+  void handle_own(FrameType type, const uint8_t* payload, size_t bytes);
   void end(const std::string& how);
 
   const Descriptor fd_;
   const Pace pace_;
   const Unrouted unrouted_;
+  const Hears hears_;
   std::shared_ptr<Reactor> reactor_;
   uint64_t reactor_id_ = 0;
   std::atomic<bool> has_ended_{false};
-  std::atomic<Clock::rep> heard_at_;   // of the reactor thread, read by any
-  bool has_heard_ = false;             // reactor thread; before, the peer may not have its end yet
-  Clock::time_point reached_host_at_;  // reactor thread, as the next three
+  std::atomic<Clock::rep> heard_at_;             // of the reactor thread, read by any
+  std::atomic<Clock::rep> unanswered_since_{0};  // 0: something has come since
+  bool has_heard_ = false;                       // reactor thread; before, the peer may not have its end yet
+  Clock::time_point reached_host_at_;            // reactor thread, as the next three
   Clock::time_point ticked_at_;
   std::vector<uint8_t> input_;
   std::deque<Descriptor> input_fds_;
@@ -137,6 +156,15 @@ class ProcessLink : public Reactor::Handler {
   };
   std::deque<Output> output_;
   Clock::time_point sent_at_;
+
+  mutable std::mutex inquiries_mutex_;  // guards what follows; no other lock is taken under it
+  struct Asked {
+    Clock::time_point last;
+    Hearing hearing = Hearing::kCannotTell;
+    std::optional<Clock::time_point> answered_at;
+  };
+  std::map<int, Asked> asked_;  // by what it was asked about
+  std::optional<Clock::time_point> answered_at_;
 };
 
 }  // namespace bagua

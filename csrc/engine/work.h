@@ -105,6 +105,20 @@ class Work {
     const int known = result_.load(std::memory_order_relaxed);
     return known == kNotLooked ? std::nullopt : std::optional<bool>(known == kFinite);
   }
+  // What the operation reads and writes lives in `kept`, until it has ended or let_go() has been called, whoever lets
+  // go of this handle. `stream` is where that memory is used next. Not kept where the operation has ended already.
+  void keep(std::shared_ptr<void> kept, Stream stream) {
+    std::lock_guard lock(mutex_);
+    if (is_completed()) return;
+    kept_ = std::move(kept);
+    reused_on_ = stream;
+  }
+  // What is enqueued on `stream` from now on stands behind the operation. So may what uses the memory next.
+  void let_go(Stream stream) {
+    std::lock_guard lock(mutex_);
+    if (stream == reused_on_) kept_.reset();
+  }
+
   // By the operation, before it completes.
   void set_result_finite(bool is_finite) { result_.store(is_finite ? kFinite : kNotFinite, std::memory_order_relaxed); }
   // Payload that this rank has sent for a collective: in all, and of it over a network instead of shared memory.
@@ -165,6 +179,7 @@ class Work {
     {
       std::lock_guard lock(mutex_);
       error_ = std::move(error);
+      kept_.reset();  // before a waiter can know
       completed_.store(true, std::memory_order_release);
       callbacks.swap(callbacks_);
       enqueued_callbacks.swap(enqueued_callbacks_);
@@ -185,11 +200,13 @@ class Work {
   std::atomic<int> result_{kNotLooked};
   std::atomic<uint64_t> bytes_sent_{0};
   std::atomic<uint64_t> network_bytes_sent_{0};
-  mutable std::mutex mutex_;  // guards error_, done_event_ and the callbacks
+  mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   std::optional<Error> error_;
   device::SharedEvent done_event_;
   std::vector<std::function<void()>> callbacks_, enqueued_callbacks_;
+  std::shared_ptr<void> kept_;  // whose end takes no lock
+  Stream reused_on_;
 };
 
 }  // namespace bagua

@@ -719,46 +719,44 @@ TEST(FewLinks, NothingIsWaitedForWhereAllAreLinked) {
 
 // ---- a peer without a link: others are asked, and those that are asked find out
 
-// Rank 1 of a group, at the bare end of its link to rank 0: answers what it is asked about others.
+// Rank 1, at the bare end of its link to rank 0: answers what it is asked about others.
 class Witness {
  public:
-  using Hears = std::function<PeerStatus::Hearing(Clock::duration since_first)>;
+  using Hears = std::function<Hearing(Clock::duration since_first)>;
   Witness(int fd, Hears hears) : fd_(fd), thread_([this, hears = std::move(hears)] { answer(hears); }) {}
   ~Witness() {
     is_over_ = true;
     thread_.join();
   }
+  size_t num_asked() const { return num_asked_; }
 
  private:
   void answer(const Hears& hears) {
     std::optional<Clock::time_point> first;
     for (; !is_over_; std::this_thread::sleep_for(1ms)) {
       for (const auto& [type, payload] : frames_at(fd_.get(), true)) {
-        StatusRequest request;
-        if (type != FrameType::kStatusRequest || payload.size() != sizeof request) continue;
-        std::memcpy(&request, payload.data(), sizeof request);
-        say(PeerStatus{});  // to what it is asked beside, which is about nobody
-        if (request.about < 0) continue;
+        if (type == FrameType::kStatusRequest) say(frame(FrameType::kStatus, bytes_of(PeerStatus{})));
+        Inquiry inquiry;
+        if (type != FrameType::kInquiry || payload.size() != sizeof inquiry) continue;
+        std::memcpy(&inquiry, payload.data(), sizeof inquiry);
+        ++num_asked_;
+        say_heard({-1, Hearing::kHears});  // which nobody has asked
         if (!first) {
           first = Clock::now();
           std::this_thread::sleep_for(20ms);  // all that has come until then is about nobody
         }
-        PeerStatus status;
-        status.about = request.about;
-        status.hearing = hears(Clock::now() - *first);
-        say(status);
-        say(PeerStatus{});
+        say_heard({inquiry.about, hears(Clock::now() - *first)});
+        say_heard({-1, Hearing::kHears});
       }
     }
   }
 
-  void say(const PeerStatus& status) {
-    const Bytes bytes = frame(FrameType::kStatus, bytes_of(status));
-    (void)!::send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
-  }
+  void say_heard(const Testimony& testimony) { say(frame(FrameType::kTestimony, bytes_of(testimony), "")); }
+  void say(const Bytes& bytes) { (void)!::send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL); }
 
   const Descriptor fd_;
   std::atomic<bool> is_over_{false};
+  std::atomic<size_t> num_asked_{0};
   std::thread thread_;
 };
 
@@ -805,7 +803,7 @@ TEST(UnlinkedPeers, OneThatNobodyHearsIsNamed) {
   for (const int size : {3, 4}) {
     Unlinked unlinked({{3, Unlinked::kHostAnswers}}, size);
     const auto witness = unlinked.linked_to([](Clock::duration since_first) {  // as long as it takes to find out
-      return since_first < 350ms ? PeerStatus::kNotYetKnown : PeerStatus::kHearsNothing;
+      return since_first < 350ms ? Hearing::kNotYetKnown : Hearing::kHearsNothing;
     });
     unlinked.communicator.note_unreachable(2, "no way to it", false);
     std::this_thread::sleep_for(300ms);  // of itself it knows: what follows waits for the witness only
@@ -820,14 +818,14 @@ TEST(UnlinkedPeers, OneThatNobodyHearsIsNamed) {
 }
 
 TEST(UnlinkedPeers, NobodyIsNamedForWhatOthersHearOrCannotTell) {
-  for (const auto hearing : {PeerStatus::kHears, PeerStatus::kCannotTell}) {
+  for (const auto hearing : {Hearing::kHears, Hearing::kCannotTell}) {
     Unlinked unlinked({{3, Unlinked::kHostAnswers}});
     const auto witness = unlinked.linked_to([&](Clock::duration) { return hearing; });
     const Error error = unlinked.doubt();
     EXPECT_EQ(error.rank(), -1);
     EXPECT_CONTAINS(std::string(error.what()), "cannot connect to rank 2");
     EXPECT_EQ(contains(error.what(), "; of the other ranks, 1 could not tell whether it is there"),
-              hearing == PeerStatus::kCannotTell);
+              hearing == Hearing::kCannotTell);
   }
 }
 
@@ -841,7 +839,7 @@ TEST(UnlinkedPeers, WhoReachesNobodyNamesItself) {
 
 TEST(UnlinkedPeers, OthersAreAskedAtTheDeadlineToo) {
   Unlinked unlinked({{2, Unlinked::kSilent}, {3, Unlinked::kHostAnswers}});
-  const auto witness = unlinked.linked_to([](Clock::duration) { return PeerStatus::kHearsNothing; });
+  const auto witness = unlinked.linked_to([](Clock::duration) { return Hearing::kHearsNothing; });
   const auto error = error_of_recv(unlinked.communicator, 2, 400ms);
   ASSERT_TRUE(error);
   EXPECT_EQ(error->kind(), ErrorKind::kDeadlineExceeded);
@@ -850,11 +848,9 @@ TEST(UnlinkedPeers, OthersAreAskedAtTheDeadlineToo) {
 }
 
 TEST(UnlinkedPeers, WhoIsAskedAboutOneDialsIt) {
-  using Hearing = PeerStatus::Hearing;
   for (const auto state : {Unlinked::kSilent, Unlinked::kHostAnswers}) {
     Unlinked unlinked({{2, state}});
-    const StatusRequest request{.about = 2};
-    const auto hearing = [&] { return unlinked.communicator.answer(request).hearing; };
+    const auto hearing = [&] { return unlinked.process->hearing_of(2); };
     const auto begin = Clock::now();
     EXPECT_EQ(hearing(), Hearing::kNotYetKnown);
     EXPECT_EQ(unlinked.dialed, std::set<int>{}) << "not on the thread that answers";
@@ -869,6 +865,54 @@ TEST(UnlinkedPeers, WhoIsAskedAboutOneDialsIt) {
     EXPECT_EQ(heard, std::set<Hearing>{state == Unlinked::kSilent ? Hearing::kHearsNothing : Hearing::kCannotTell});
     EXPECT_GE(Clock::now() - begin, 300ms) << "a host may take that long";
   }
+}
+
+TEST(UnlinkedPeers, ManyGroupsAskAsOne) {
+  constexpr size_t kNumGroups = 200;
+  const auto process = std::make_shared<Process>();
+  const auto pair = unix_pair();
+  process->attach(1, pair[0]);
+  Witness witness(pair[1], [](Clock::duration) { return Hearing::kNotYetKnown; });
+  Communicators groups;
+  for (size_t i = 0; i < kNumGroups; ++i) {
+    const std::string name = "group " + std::to_string(i);
+    groups.push_back(std::make_unique<Communicator>(0, 3, name, 20us));
+    groups.back()->join_process(process, {0, 1, 2}, name);
+  }
+  const auto begin = Clock::now();
+  do {
+    for (auto& group : groups) group->doubt_unlinked(2, 10s, "cannot connect to rank 2");
+    std::this_thread::sleep_for(10ms);
+  } while (Clock::now() - begin < 300ms);
+  const auto lasted = Clock::now() - begin;
+  EXPECT_TRUE(eventually([&] { return witness.num_asked() > 0; }));
+  EXPECT_LE(witness.num_asked(), 1u + lasted / 50ms) << "once for all of them, every 50 ms";
+  for (auto& group : groups) EXPECT_FALSE(group->is_poisoned());
+  for (auto& group : groups) group->close();
+  process->close();
+}
+
+TEST(UnlinkedPeers, WhatOneGroupHasAskedAnotherOneKnows) {
+  const auto process = std::make_shared<Process>();
+  const auto pair = unix_pair();
+  process->attach(1, pair[0]);
+  Witness witness(pair[1], [](Clock::duration) { return Hearing::kHearsNothing; });
+  Communicators groups;
+  for (const char* const name : {"first", "second"}) {
+    groups.push_back(std::make_unique<Communicator>(0, 3, name, 20us));
+    groups.back()->join_process(process, {0, 1, 2}, name);
+  }
+  EXPECT_TRUE(eventually([&] {
+    for (auto& group : groups) group->doubt_unlinked(2, 10s, "cannot connect to rank 2");
+    return groups[0]->is_poisoned() && groups[1]->is_poisoned();
+  }));
+  for (auto& group : groups) {
+    const auto error = error_of([&] { group->throw_if_poisoned(); });
+    EXPECT_EQ(error->rank(), 2);
+    EXPECT_CONTAINS(std::string(error->what()), "nor does anybody else hear from rank 2");
+  }
+  for (auto& group : groups) group->close();
+  process->close();
 }
 
 }  // namespace

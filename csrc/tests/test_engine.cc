@@ -236,7 +236,7 @@ TEST(Engine, APeerThatOthersAskAboutIsDialedWhileNothingRuns) {
   Engine engine(std::move(communicator));
   std::this_thread::sleep_for(20ms);  // it sleeps
   const auto begin = Clock::now();
-  engine.communicator().answer({.about = 2});
+  engine.communicator().hearing_of(2);
   EXPECT_TRUE(eventually([&] { return dialed == 2; }));
   EXPECT_LT(Clock::now() - begin, 250ms) << "half of what it sleeps";
 }

@@ -28,6 +28,36 @@ TEST(WorkCallbacks, AreCalledOnceByTheThreadThatCompletes) {
   EXPECT_EQ(called, (std::vector{id, std::this_thread::get_id()}));
 }
 
+TEST(Work, KeepsWhatItNeedsUntilItHasEnded) {
+  for (const bool fails : {false, true}) {
+    auto work = std::make_shared<Work>(1);
+    auto memory = std::make_shared<int>(3);
+    work->keep(memory, {});
+    std::weak_ptr<int> kept = std::exchange(memory, nullptr);
+    EXPECT_FALSE(kept.expired());
+    if (fails) {
+      work->fail(Error(ErrorKind::kAborted, "on purpose"));
+    } else {
+      work->complete(0);
+    }
+    EXPECT_TRUE(kept.expired());
+    memory = std::make_shared<int>(4);
+    work->keep(memory, {});
+    EXPECT_EQ(memory.use_count(), 1) << "nobody would let go of it before the handle";
+  }
+}
+
+TEST(Work, LetsGoOfMemoryThatIsUsedNextBehindIt) {
+  const Stream stream{{DeviceKind::kEmulated, 0}}, other{{DeviceKind::kEmulated, 1}};
+  Work work(1);
+  const auto memory = std::make_shared<int>(3);
+  work.keep(memory, stream);
+  work.let_go(other);
+  EXPECT_EQ(memory.use_count(), 2) << "what is enqueued there may come first";
+  work.let_go(stream);
+  EXPECT_EQ(memory.use_count(), 1);
+}
+
 TEST(WorkCallbacks, SeeTheFailureAndMayAddMore) {
   Work work(1);
   int calls = 0;

@@ -86,7 +86,7 @@ std::vector<Bytes> recording() {
     frames.push_back(frame(type, payload, "another"));
   };
   const uint64_t segment[2] = {1, 4096};
-  say(FrameType::kStatusRequest, bytes_of(StatusRequest{3, 1}));
+  say(FrameType::kStatusRequest, bytes_of(StatusRequest{3}));
   say(FrameType::kStatus, bytes_of(recorded_status()));
   say(FrameType::kSegmentRequest, bytes_of(segment[0]));
   say(FrameType::kSegment, bytes_of(segment));
@@ -95,6 +95,10 @@ std::vector<Bytes> recording() {
       abort_bytes(Error(ErrorKind::kDevice, "no memory is left", 1, "all_reduce"), {{0, 1, 2}, {2}}));
   say(FrameType::kLeave, error_bytes(Error(ErrorKind::kTransport, "rank 2 died", 2, "broadcast")));
   frames.push_back(frame(FrameType::kHeartbeat, {}, ""));
+  for (const int about : {-1, 1, 2}) {
+    frames.push_back(frame(FrameType::kInquiry, bytes_of(Inquiry{about}), ""));
+    frames.push_back(frame(FrameType::kTestimony, bytes_of(Testimony{about, Hearing::kHearsNothing}), ""));
+  }
   frames.push_back(frame(FrameType::kGoodbye, {}, ""));
   return frames;
 }

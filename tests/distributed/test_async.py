@@ -5,6 +5,7 @@ import itertools
 import random
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ import torch
 
 import bagua
 from bagua import ReduceOp
-from bagua.distributed.work import Work, _abandoned
+from bagua.distributed import process_group
+from bagua.distributed.work import Work
 from bagua.testing import world as thread_world
 from tests.distributed.oracles import DTYPES, assert_reduced, assert_same, ops_of, values
 from tests.distributed.worlds import FEW_WORLDS, TIMEOUT_S, fast_in, in_worlds, shm
-from tests.meeting import meet
+from tests.meeting import meet, wait_until
 
 NUM_OPERATIONS = 60
 
@@ -120,16 +122,18 @@ def test_layouts(pools, world):
 
 def check_dropped(rank, world_size):
     """Work that nobody keeps still has its memory: other tensors of the same size are made meanwhile."""
+    tensors = []
     for i in range(30):
-        bagua.all_reduce(torch.full((50_000,), float(i)), async_op=True)
+        tensor = torch.full((50_000,), float(i))
+        tensors.append(weakref.ref(tensor))
+        bagua.all_reduce(tensor, async_op=True)
+        del tensor
         torch.full((50_000,), -1.0)
     result = torch.ones(1)
     bagua.all_reduce(result)
     assert result == world_size
-    gc.collect()
-    work = bagua.barrier(async_op=True)
-    work.wait()
-    assert len(_abandoned) <= 1, "what is completed has been let go"
+    bagua.barrier(async_op=True).wait()
+    assert not any(tensor() is not None for tensor in tensors), "what is completed has been let go"
 
 
 @in_worlds([shm(2), shm(3)])
@@ -232,9 +236,50 @@ def test_a_failed_copy_back():
     thread_world(2, check_a_failed_copy_back)
 
 
-def test_a_work_whose_making_was_interrupted_goes_silently(monkeypatch):
-    """Ctrl-C may come before __init__ has begun."""
-    dropped = []
-    monkeypatch.setattr("sys.unraisablehook", dropped.append)
-    Work.__new__(Work)
-    assert dropped == []
+def copies_of(monkeypatch):
+    """The contiguous copies that operations are given from here on, as weak references."""
+    copies, prepare = [], process_group.prepare
+
+    def prepare_and_note(*args, **options):
+        prepared = prepare(*args, **options)
+        copies.append(weakref.ref(prepared.data))
+        return prepared
+
+    monkeypatch.setattr(process_group, "prepare", prepare_and_note)
+    return copies
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_who_is_interrupted_behind_a_submission_leaves_its_memory_to_the_core(monkeypatch):
+    """Ctrl-C may come before there is a Work."""
+    numel, is_interrupted = 300_000, threading.Event()
+    copies = copies_of(monkeypatch)
+
+    def check(group):
+        x = torch.full((numel, 2), group.rank + 1.0)[:, 0]
+        if group.rank == 0:
+            with monkeypatch.context() as patched:
+                patched.setattr(Work, "__init__", interrupt)
+                try:
+                    group.all_reduce(x)
+                except KeyboardInterrupt:
+                    pass
+            gc.collect()
+            is_there = copies[0]() is not None
+            others = [torch.full((numel,), -1.0) for _ in range(5)]  # which would lie where it was
+            is_interrupted.set()
+            group.barrier().wait()
+            assert is_there and all((other == -1).all() for other in others)
+            wait_until(lambda: copies[0]() is None, "it has ended")
+        else:
+            is_interrupted.wait()
+            work = group.all_reduce(x)
+            work.wait()
+            assert (x == 3).all()
+            assert copies[1]() is None, "wait() frees it"
+            group.barrier().wait()
+
+    thread_world(2, check)

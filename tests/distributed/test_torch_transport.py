@@ -330,7 +330,7 @@ def test_works_are_polled_where_waiting_shuts_others_out():
         forwarders.append(Forwarder(link, world.rank(rank), 1 - rank, 0, True, f"polled-{rank}"))
     data = [torch.full((70_000,), float(rank + 1)) for rank in range(2)]
     works = [
-        core.all_reduce(x.data_ptr(), x.numel(), 0, 0, None, (10.0, False, None))
+        core.all_reduce(x.data_ptr(), x.numel(), 0, 0, None, (10.0, False, None, None))
         for core, x in zip(cores, data, strict=True)
     ]
     for work, x in zip(works, data, strict=True):

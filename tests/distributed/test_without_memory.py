@@ -90,7 +90,7 @@ def check_core(group):
     """The core by itself: an address of 0 is an error, and nothing is sent."""
     core, x, n = group._core, torch.ones(4), group.size
     address, sent = x.data_ptr(), group.bytes_sent
-    f32, now = 0, (10.0, False, None)
+    f32, now = 0, (10.0, False, None, None)
     nodes = (list(range(n)), [0])
     for operation, call in {
         "all_reduce": lambda: core.all_reduce(0, 4, f32, 0, None, now),

@@ -71,7 +71,7 @@ def two_ranks(env, with_groups=True):
     try:
         records = [rank.record(number) for number, rank in enumerate(ranks)]
         for number, rank in enumerate(ranks):
-            rank.endpoint.start(records, Credentials(b"a key of this test", number, 2))
+            rank.endpoint.start(records, Credentials(b"a key of this test", number, 2), LONG.total_seconds())
             if with_groups:
                 rank.make_group()
         yield ranks
@@ -271,6 +271,43 @@ def test_a_host_that_dies_in_the_handshake_is_named(monkeypatch):
             assert "the connection between rank" in str(error) and "timed out" in str(error), error
             assert seconds < AT_ONCE_S
     assert {*watched} == {7000}
+
+
+def num_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["late", "left"])
+@pytest.mark.parametrize("env", [SHM, TCP], ids=["shm", "tcp"])
+def test_a_channel_whose_group_never_comes_is_let_go(env, leaves, monkeypatch, caplog):
+    """Its group was not made in time, or its dialer has left."""
+    monkeypatch.setattr(listener, "_TIDY_SECONDS", 0.02)
+    count = 20
+    with two_ranks(env, with_groups=False) as (rank, peer), contextlib.ExitStack() as channels:
+        attempt = connector.Attempt(lambda: None, 10.0)
+        if leaves:
+            peer.endpoint._dial_link(0, attempt)
+        before, waiting = num_descriptors(), rank.endpoint._incoming
+        for number in range(count):
+            about = peer.endpoint._about(f"nobody's {number}|0|1", 0, "a channel", 0, 1)
+            over_unix = env is SHM
+            address = "\0" + rank.endpoint.unix_name if over_unix else ("127.0.0.1", rank.endpoint.port)
+            family = socket.AF_UNIX if over_unix else socket.AF_INET
+            sock = connector._authenticated(family, address, peer.endpoint.credentials, about, attempt)
+            channels.enter_context(sock)
+            if over_unix:
+                socket.send_fds(sock, [b"F"], [0, 1])
+        wait_until(lambda: len(waiting) == count, "they have come")
+        assert num_descriptors() == before + count * (4 if over_unix else 2)
+        if leaves:
+            peer.endpoint._process.close()
+        else:
+            monkeypatch.setattr(rank.endpoint, "_incoming_s", 0.01)  # which is over by now
+        wait_until(
+            lambda: not waiting and num_descriptors() <= before + count, "they are let go, but for their dialer's"
+        )
+        wait_until(lambda: leaves or "not made here within 0.01 s" in caplog.text, "that is told")
+        assert ("closed " in caplog.text) != leaves
 
 
 @contextlib.contextmanager
