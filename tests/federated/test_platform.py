@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import io
 import itertools
+import random
+import secrets
 
 import pytest
 import torch
@@ -158,29 +160,53 @@ class Listening(federated.IsolatedClients):
         return replies
 
 
-def test_the_server_sees_masked_vectors_only():
-    """Of each client, a public key and numbers that are uniform whatever its values are."""
+def with_known_secrets(patch, seed):
+    """Keys and session that are drawn from `seed`, and no secrets: what follows from them is the same each time."""
+    from cryptography.hazmat.primitives.asymmetric import x25519
+
+    draw = random.Random(seed).randbytes
+
+    def take_key(self):
+        self._key = x25519.X25519PrivateKey.from_private_bytes(draw(32))
+
+    patch.setattr(secure_sum.SecureSum, "__post_init__", take_key)
+    patch.setattr(secrets, "token_bytes", draw)
+
+
+def see_masked_zeros():
+    """What three clients that have nothing but zeros send."""
     y = torch.zeros(3, 4000)  # whoever saw codes would see zeros
     program = federated.program(lambda y: federated.reduce_sum(y), clients=3)
-    graph = federated.trace(program, y)
-    views = []
-    for _ in range(2):
-        platform = Listening([federated.Client(y=row) for row in y])
-        assert torch.equal(federated.run_on(platform, graph, coding=CODING), torch.zeros(4000))
-        opening, (first, second, third) = platform.replies
-        assert all(list(reply) == ["key"] and len(reply["key"]) == 32 for reply in opening)
-        for reply in (first, second, third):
-            assert list(reply) == ["masked", "index"]
-            masked = reply["masked"]
+    platform = Listening([federated.Client(y=row) for row in y])
+    assert torch.equal(federated.run_on(platform, federated.trace(program, y), coding=CODING), torch.zeros(4000))
+    opening, replies = platform.replies
+    assert all(list(reply) == ["key"] and len(reply["key"]) == 32 for reply in opening)
+    assert all(list(reply) == ["masked", "index"] for reply in replies)
+    return [reply["masked"] for reply in replies]
+
+
+def test_the_server_sees_masked_vectors_only():
+    """Of each client, a public key and numbers that are others in every run, whatever its values are."""
+    runs = [see_masked_zeros() for _ in range(2)]
+    for all_masked in runs:
+        for masked in all_masked:
             assert masked.dtype == torch.int64 and int(masked.min()) >= 0 and int(masked.max()) < 2**48
-            ones = torch.stack([(masked >> bit) & 1 for bit in range(48)]).double().mean(1)
-            assert (ones - 0.5).abs().max() < 5 * 0.5 / 4000**0.5  # five standard deviations of each bit's mean
-        total = CODING.wrap(first["masked"] + second["masked"] + third["masked"])
-        assert torch.equal(total, torch.zeros(4000, dtype=torch.int64))
-        pairs = CODING.wrap(first["masked"] + second["masked"])  # one client less is no sum of anything
-        assert len(pairs.unique()) > 3990
-        views.append(first["masked"])
-    assert (views[0] == views[1]).sum() < 5  # new seeds for every run
+        first, second, third = all_masked
+        assert torch.equal(CODING.wrap(first + second + third), torch.zeros(4000, dtype=torch.int64))
+        assert len(CODING.wrap(first + second).unique()) > 3990  # one client less is no sum of anything
+    assert (runs[0][0] == runs[1][0]).sum() < 5
+
+
+def test_masks_are_uniform():
+    """Of known secrets: with new ones each time, one run in some thousand would have a mean that is too far away."""
+    with pytest.MonkeyPatch.context() as patch:
+        with_known_secrets(patch, seed=1)
+        all_masked = see_masked_zeros()
+        with_known_secrets(patch, seed=1)
+        assert all(map(torch.equal, all_masked, see_masked_zeros()))
+    for masked in all_masked:
+        ones = torch.stack([(masked >> bit) & 1 for bit in range(48)]).double().mean(1)
+        assert (ones - 0.5).abs().max() < 5 * 0.5 / 4000**0.5  # five standard deviations of each bit's mean
 
 
 def test_clients_are_sent_their_part_only():
