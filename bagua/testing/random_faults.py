@@ -214,11 +214,13 @@ def _of_name(case: Case, rank: int, named: int | None, struck: dict[int, float])
     """What is bad about whom the error of a rank names, or "" for nothing."""
     if named in struck:
         return ""
-    is_cut = any(fault.kind == "cut" for fault in case.faults if fault.rank in struck)
+    cut = {fault.rank for fault in case.faults if fault.kind == "cut" and fault.rank in struck}
     # Where no other rank can tell on whose side a link was cut, nobody need be named, or the rank itself may be.
-    is_alone = is_cut and len(struck.keys() | {rank}) == case.size
+    is_alone = bool(cut) and len(struck.keys() | {rank}) == case.size
+    # Nor where no more are left than were cut off: those might be together on the other side.
+    is_half = 2 * len(cut) >= case.size
     if named is None:
-        return "" if is_alone or rank in struck else "nobody named"
+        return "" if is_alone or is_half or rank in struck else "nobody named"
     return "" if is_alone and named == rank and case.size > 2 else "innocent named"
 
 

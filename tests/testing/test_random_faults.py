@@ -111,6 +111,11 @@ def test_who_is_named_where_a_link_is_cut():
     alone = case_of("cut", num_faulty=2)
     assert words_for(alone, seen(0), seen(1), seen(None)) == "ok"
     assert words_for(dataclasses.replace(alone, size=4), seen(0), seen(1), seen(2), seen(1)) == "innocent named"
+    # Two of four: to the others these two may be together.
+    half = case_of("cut", size=4, num_faulty=2)
+    assert words_for(half, seen(None), seen(None), seen(2), seen(3)) == "ok"
+    assert words_for(half, seen(0), seen(None), seen(2), seen(3)) == "innocent named"
+    assert words_for(case_of("cut", size=4), seen(None), seen(3), seen(3), seen(3)) == "nobody named"
 
 
 def test_options_that_make_no_sense(capsys):
