@@ -372,10 +372,14 @@ class Endpoint:
         """Let go of channels whose group has not come in time, or whose dialer has left; whether others wait."""
         before = time.monotonic() - self._incoming_s
         with self._lock:
+            dialers = {dialer for _, dialer in self._incoming}
+        left = {dialer for dialer in dialers if self._has_left(dialer)}
+        with self._lock:
             late = [known for known, channel in self._incoming.items() if channel.since < before]
-            left = [known for known in self._incoming if self._has_left(known[1])]
-            for known in {*late, *left}:
-                self._incoming.pop(known).close()
+            for known in [*self._incoming]:
+                if known in late or known[1] in left:
+                    with contextlib.suppress(OSError):  # of a close: it is closed all the same
+                        self._incoming.pop(known).close()
             is_waiting = bool(self._incoming)
         if late:
             logger.warning(

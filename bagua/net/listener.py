@@ -169,7 +169,7 @@ class Listener:
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ, None)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
-        is_untidy = False
+        is_untidy, tidied_at = False, -_TIDY_SECONDS
         while True:
             for key, _ in self._selector.select(timeout=_TIDY_SECONDS if self._unauthenticated or is_untidy else None):
                 if key.fileobj == self._wake_read:
@@ -181,7 +181,9 @@ class Listener:
             self._refuse_older_than(
                 _HANDSHAKE_SECONDS, f"it did not authenticate itself within {_HANDSHAKE_SECONDS:g} s"
             )
-            is_untidy = self._tidy()
+            is_untidy = True  # until it has been looked at, which is not for every connection
+            if time.monotonic() >= tidied_at + _TIDY_SECONDS:
+                is_untidy, tidied_at = self._tidy(), time.monotonic()
 
     def _refuse_older_than(self, seconds: float, why: str) -> bool:
         """Whether there was any such unauthenticated peer."""

@@ -215,7 +215,7 @@ def _call_within(call: Callable[[], Answer], seconds: float, stalls: StallCount 
 
     try:
         threading.Thread(target=run, name="bagua-store", daemon=True).start()
-        answer, error = _get_within(ended, seconds, stalls or StallCount(_STALL_SECONDS))
+        answer, error = _get_within(ended, seconds, stalls or StallCount(_STALL_SECONDS, _PIECE_SECONDS))
     except queue.Empty:
         raise TimeoutError(
             "no answer: rank 0 or the launcher's agent hangs, or another program listens there"
@@ -261,7 +261,7 @@ class _RendezvousStore:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._timeout_s = timeout.total_seconds()
         self._begin = time.monotonic()
-        self._stalls = StallCount(_STALL_SECONDS)  # of this process; what follows is of the store
+        self._stalls = StallCount(_STALL_SECONDS, _PIECE_SECONDS)  # of this process; what follows is of the store
         self._last_answer, self._stalls_at_answer_s, self._store_stalled_s = self._begin, 0.0, 0.0
 
     def _call(self, call: Callable[[], Answer]) -> Answer:

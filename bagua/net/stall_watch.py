@@ -21,20 +21,21 @@ class StallCount:
 
     Args:
         limit_s: a stall is longer than that; no piece may be.
+        piece_s: what a piece takes. In a stall there is one at least, so that stalls without end make no wait endless.
 
     Attributes:
-        total_s: of all stalls since it was made.
+        total_s: of all stalls since it was made, but for their pieces.
     """
 
-    def __init__(self, limit_s: float):
-        self._limit_s, self.total_s = limit_s, 0.0
+    def __init__(self, limit_s: float, piece_s: float):
+        self._limit_s, self._piece_s, self.total_s = limit_s, piece_s, 0.0
         self._last = time.monotonic()
 
     def look(self) -> None:
         """Between two pieces."""
         now = time.monotonic()
         if now - self._last > self._limit_s:
-            self.total_s += now - self._last
+            self.total_s += now - self._last - self._piece_s
         self._last = now
 
 

@@ -106,9 +106,9 @@ Engine::Place place_of(const Group::Submission& submission) {
 // Submits with `submit`, which lets go of the GIL. Nothing of Python's runs between that and the keeping.
 template <typename Submit>
 std::shared_ptr<Work> submit_and_keep(const Group::Submission& submission, Submit submit) {
-  free_dropped();
   std::shared_ptr<Work> work = submit();
   if (!work->is_completed()) work->keep(kept(std::get<3>(submission)), chosen(std::get<2>(submission)));
+  free_dropped();
   return work;
 }
 
@@ -266,13 +266,19 @@ void bind_group(py::module_& m) {
       .def(
           "abort_pending",
           [](Group& g) {
-            py::gil_scoped_release release;
-            g.engine().abort_pending();
+            {
+              py::gil_scoped_release release;
+              g.engine().abort_pending();
+            }
+            free_dropped();
           },
           "Before close: if operations are pending, that is why they and the group fail.")
       .def("close", [](Group& g) {
-        py::gil_scoped_release release;
-        g.engine().close();
+        {
+          py::gil_scoped_release release;
+          g.engine().close();
+        }
+        free_dropped();
       });
   bind_collectives(group);
 }

@@ -54,7 +54,12 @@ void bind_work(py::module_& m) {
                                if (!work.is_completed()) return std::nullopt;
                                return std::pair(work.bytes_sent(), work.network_bytes_sent());
                              })
-      .def("is_completed", &Work::is_completed)
+      .def("is_completed",
+           [](const Work& work) {
+             const bool is_completed = work.is_completed();
+             if (is_completed) free_dropped();
+             return is_completed;
+           })
       .def("error",
            [](const Work& work) -> py::object {
              if (!work.is_completed()) return py::none();

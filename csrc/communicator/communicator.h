@@ -179,6 +179,8 @@ class Communicator {
   // Whether this process hears from a rank of the job, which it finds out; nothing where this group cannot. [any
   // thread]
   std::optional<Hearing> hearing_of(int job_rank);
+  // Whether it has a link to that rank, and nothing has failed. [any thread]
+  bool is_linked_well(int job_rank) const;
   // What a peer answered. [any thread]
   void take_answer(int peer, const PeerStatus& theirs);
   // Outside of operations: of the messages that are under way and have a thread waiting for them, the peer of the

@@ -361,6 +361,12 @@ bool Communicator::is_silent_locked(const Peer& p) const {
   return link.silent_for() >= kMissedHeartbeats * link.pace().heartbeat || link.unanswered_for() >= kSilence;
 }
 
+bool Communicator::is_linked_well(int job_rank) const {
+  const int peer = ranks_.group_rank(job_rank);
+  if (peer < 0 || peer >= ranks_.size || peer == ranks_.rank || is_poisoned()) return false;
+  return control(peer) != nullptr;
+}
+
 // By an answer that is not old, or an inquiry that has not been answered for long. Asks, or dials, so as to know it
 // next time. A group that has failed dials nobody.
 std::optional<Hearing> Communicator::hearing_of(int job_rank) {

@@ -168,11 +168,15 @@ PeerStatus Process::status(PeerStatus::Group group) {
   return status;
 }
 
-// One of the groups is enough: all of them have the same link to that rank, and would dial it in the same way.
+// One of the groups is enough: all of them have the same link to that rank, and would dial it in the same way. But one
+// that has failed may have an older link, or none.
 Hearing Process::hearing_of(int job_rank) {
   std::lock_guard lock(mutex_);
-  for (Communicator* communicator : communicators_) {
-    if (const auto hearing = communicator->hearing_of(job_rank)) return *hearing;
+  for (const bool any : {false, true}) {
+    for (Communicator* communicator : communicators_) {
+      if (!any && !communicator->is_linked_well(job_rank)) continue;
+      if (const auto hearing = communicator->hearing_of(job_rank)) return *hearing;
+    }
   }
   return Hearing::kCannotTell;
 }

@@ -176,10 +176,11 @@ class Work {
   void finish(std::optional<Error> error) {
     std::vector<std::function<void()>> callbacks, enqueued_callbacks;
     settle();
+    const bool is_in_use = error && is_late();
     {
       std::lock_guard lock(mutex_);
       error_ = std::move(error);
-      kept_.reset();  // before a waiter can know
+      if (!is_in_use) kept_.reset();  // before a waiter can know
       completed_.store(true, std::memory_order_release);
       callbacks.swap(callbacks_);
       enqueued_callbacks.swap(enqueued_callbacks_);
@@ -187,6 +188,16 @@ class Work {
     changed_.notify_all();
     for (auto& callback : enqueued_callbacks) callback();
     for (auto& callback : callbacks) callback();  // without the lock: a callback may ask for error()
+  }
+
+  // Whether a device may still use the operation's tensors.
+  bool is_late() const {
+    const device::SharedEvent done = done_event();
+    try {
+      return done != nullptr && !done->is_done();
+    } catch (const Error&) {
+      return true;
+    }
   }
 
   enum Result : int { kNotLooked, kFinite, kNotFinite };

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import queue
 import subprocess
 import time
 from datetime import timedelta
@@ -11,7 +12,7 @@ import pytest
 
 import bagua
 from bagua.net import rendezvous
-from bagua.net.stall_watch import StallWatch
+from bagua.net.stall_watch import StallCount, StallWatch
 from bagua.testing import spawn
 from tests.meeting import wait_until
 
@@ -104,6 +105,25 @@ def meet_after_a_stop(rank, world_size, path):
             wait_until(lambda: os.path.exists(path), "it goes on")
         bagua.init_process_group(timeout=1.5 if rank == 1 else 30.0)
         bagua.destroy_process_group()
+
+
+class _HeldUp:
+    """A queue to which nothing comes, and while one waits for it the interpreter is held up."""
+
+    def __init__(self):
+        self.num_waits = 0
+
+    def get(self, timeout):
+        self.num_waits += 1
+        hold_interpreter(LIMIT_S)
+        raise queue.Empty
+
+
+def test_stalls_without_end_make_no_wait_endless():
+    ended, piece_s = _HeldUp(), LIMIT_S / 4
+    with pytest.raises(queue.Empty):
+        rendezvous._get_within(ended, 4 * piece_s, StallCount(LIMIT_S / 2, piece_s))
+    assert 2 <= ended.num_waits <= 6  # a piece of each counts
 
 
 @pytest.mark.slow("test_the_time_of_a_stall_makes_nobody_late_in_the_rendezvous")
