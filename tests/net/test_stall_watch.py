@@ -88,7 +88,8 @@ def test_the_time_of_a_stall_makes_nobody_late_in_the_rendezvous(monkeypatch):
 
     assert meet(0.12, lambda keys: "rank/1" in keys) == b"a record", "of a rank that comes when this one runs again"
     error, seconds, fault = meet(0.08, lambda keys: False)
-    assert error.rank == 1 and seconds > 0.13 and "but rank 3 itself did not run for 0." in str(error), error
+    # The time of a stall but for one piece of it, and all of the timeout.
+    assert error.rank == 1 and seconds > 0.06 + 0.055 and "but rank 3 itself did not run for 0." in str(error), error
     assert fault == f"1 {error}"
     error, _, _ = meet(0.08, fail)
     assert error.rank == 3 and "rank 3 did not run for 0." in str(error), "rank 0 had left"
