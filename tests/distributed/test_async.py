@@ -283,3 +283,20 @@ def test_who_is_interrupted_behind_a_submission_leaves_its_memory_to_the_core(mo
             group.barrier().wait()
 
     thread_world(2, check)
+
+
+def test_a_closed_group_keeps_nothing():
+    """Of an operation that fails as the group is closed, for which nobody has waited."""
+    kept = []
+
+    def check(group):
+        if group.rank == 0:
+            x = torch.ones(100_000)
+            kept.append(weakref.ref(x))
+            group.all_reduce(x)  # which the other one does not call
+            del x
+            assert kept[0]() is not None
+
+    thread_world(2, check)
+    gc.collect()
+    assert kept[0]() is None
