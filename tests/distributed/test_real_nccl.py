@@ -92,10 +92,10 @@ def test_training(pair):
     pair.run(train)
 
 
-def lose_a_peer(rank, world_size):
-    """Rank 1 is killed when its part of an all_reduce stands in its stream, and that of rank 0 waits for it."""
-    group = group_over_nccl(rank)
-    x = torch.ones(300_000, device=accelerator.device_of(rank))
+def kill_rank_1_in_an_all_reduce(group, rank, numel):
+    """A tensor and the Work of its all_reduce, in which rank 1 is killed: its part stands in its stream, and that of
+    rank 0 waits for it."""
+    x = torch.ones(numel, device=accelerator.device_of(rank))
     group.all_reduce(x).wait()
     torch.accelerator.synchronize()
     meet()
@@ -106,6 +106,12 @@ def lose_a_peer(rank, world_size):
     meet()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    return x, work
+
+
+def lose_a_peer(rank, world_size):
+    group = group_over_nccl(rank)
+    x, work = kill_rank_1_in_an_all_reduce(group, rank, 300_000)
     took = until_rank_1_is_named(group, work, x)
     leave()
     assert torch.isfinite(x.cpu()).all()  # the device goes on
@@ -137,19 +143,9 @@ STANDS_IN = {
 
 
 def lose_a_peer_while_in_cuda(rank, world_size, stands_in):
-    """As lose_a_peer, and the program of rank 0 reads the result meanwhile."""
+    """And the program of rank 0 goes on to something that waits for the device."""
     group = group_over_nccl(rank)
-    x = torch.ones(3_000_000, device=accelerator.device_of(rank))
-    group.all_reduce(x).wait()
-    torch.accelerator.synchronize()
-    meet()
-    if rank == 1:
-        torch.cuda._sleep(int(20e9))
-    work = group.all_reduce(x)
-    work.wait()
-    meet()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    x, work = kill_rank_1_in_an_all_reduce(group, rank, 3_000_000)
     program = threading.Thread(target=STANDS_IN[stands_in], args=(x,), daemon=True)
     begin = time.monotonic()
     program.start()
