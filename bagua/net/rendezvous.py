@@ -276,12 +276,16 @@ class _RendezvousStore:
                 "launcher's agent) has stopped or cannot be reached; nothing is known of the other ranks"
             ) from error
         except RuntimeError as error:  # torch's DistError is one
-            if self._stalls.total_s > self._stalls_at_answer_s:
+            stalled_s = self._stalls.total_s - self._stalls_at_answer_s
+            if stalled_s > 0:
+                # Rank 0 gives up when the time is over; its time may have begun earlier, but it may as well have died.
+                is_over = time.monotonic() > self._begin + self._timeout_s
                 raise TransportError(
-                    f"rank {self._rank} did not run for {self._stalls.total_s - self._stalls_at_answer_s:.3g} s (its "
-                    "process was stopped, or its interpreter was held up), in which rank 0 (or the launcher) has ended "
-                    f"the store of the rendezvous ({error})",
-                    rank=self._rank,
+                    f"rank {self._rank} did not run for {stalled_s:.3g} s (its process was stopped, or its interpreter "
+                    "was held up), in which rank 0 (or the launcher) has ended the store of the rendezvous: "
+                    + ("its time is over" if is_over else "it exited, or had waited too long for this rank; see its log")
+                    + f" ({error})",
+                    rank=self._rank if is_over else None,
                 ) from error
             raise TransportError(
                 "the store has ended: rank 0 (or the launcher) exited or gave up during the rendezvous, see its log "

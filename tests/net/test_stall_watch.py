@@ -77,11 +77,11 @@ def test_the_time_of_a_stall_makes_nobody_late_in_the_rendezvous(monkeypatch):
     for name, seconds in {"_PIECE_SECONDS": 0.02, "_POLL_SECONDS": 0.01, "_STALL_SECONDS": 0.06}.items():
         monkeypatch.setattr(rendezvous, name, seconds)
 
-    def meet(held_s, later):
+    def meet(held_s, later, timeout_s=None):
         store = HoldingStore(held_s, later)
         begin = time.monotonic()
         try:
-            timeout = timedelta(seconds=0.7 * held_s)
+            timeout = timedelta(seconds=timeout_s or 0.7 * held_s)
             return rendezvous._RendezvousStore(store, 3, 4, timeout).get("rank/1", rendezvous._ABSENT, 1)
         except bagua.BaguaError as error:
             return error, time.monotonic() - begin, store.written.get("fault")
@@ -93,6 +93,8 @@ def test_the_time_of_a_stall_makes_nobody_late_in_the_rendezvous(monkeypatch):
     assert fault == f"1 {error}"
     error, _, _ = meet(0.08, fail)
     assert error.rank == 3 and "rank 3 did not run for 0." in str(error), "rank 0 had left"
+    error, _, _ = meet(0.08, fail, timeout_s=30.0)
+    assert error.rank is None and "rank 3 did not run for 0." in str(error), "nobody knows why rank 0 has left so early"
 
 
 def meet_after_a_stop(rank, world_size, path):
