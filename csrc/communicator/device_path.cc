@@ -33,6 +33,12 @@ std::optional<size_t> who_asks(const std::vector<DeviceNote>& notes, DeviceChoic
   return std::nullopt;
 }
 
+// Whether two ranks have parts of one physical device, with ids of their own: the transport goes by its place.
+bool have_parts_of_one(const DeviceNote& one, const DeviceNote& other) {
+  const std::string bus_id = text_of(one.bus_id);
+  return !bus_id.empty() && bus_id == text_of(other.bus_id) && one.host == other.host;
+}
+
 // What keeps the ranks from the transport; empty: nothing. That it can serve ranks which share a device does not make
 // it the faster way for them, so somebody has to ask for it.
 std::string obstacle(const std::vector<DeviceNote>& notes, const DeviceTransportSource& source, bool is_asked_for) {
@@ -50,13 +56,15 @@ std::string obstacle(const std::vector<DeviceNote>& notes, const DeviceTransport
              rank_text(r) + " has " + source.version_name(notes[r].version);
     }
     for (size_t other = 0; other < r; ++other) {
-      if (text_of(notes[r].device_id) != text_of(notes[other].device_id)) continue;
+      const bool is_same = text_of(notes[r].device_id) == text_of(notes[other].device_id);
+      if (!is_same && !have_parts_of_one(notes[r], notes[other])) continue;
       const bool can_share = notes[r].host != notes[other].host || (notes[r].may_share && notes[other].may_share);
       if (can_share && is_asked_for) continue;
-      const std::string shared = "ranks " + std::to_string(other) + " and " + std::to_string(r) + " share the device " +
-                                 text_of(notes[r].device_id);
-      return shared + (can_share ? ", which they take turns on: ask for 'nccl' to have it all the same"
-                                 : ", and " + std::string(source.name()) + " needs one for each");
+      const std::string ranks = "ranks " + std::to_string(other) + " and " + std::to_string(r);
+      const std::string shared = is_same ? ranks + " share the device " + text_of(notes[r].device_id)
+                                         : ranks + " have parts of the device " + text_of(notes[r].bus_id);
+      if (!can_share) return shared + ", and " + source.name() + " needs one for each";
+      return shared + (is_same ? ", which they take turns on" : "") + ": ask for 'nccl' to have it all the same";
     }
   }
   return "";
@@ -112,6 +120,7 @@ void DevicePath::choose(Device device) {
   std::string why_not;
   if (asked_ != DeviceChoice::kStaged) mine.version = source_->version(device, &why_not);
   copy_text(mine.device_id, device::runtime_of(device).device_id(device));
+  copy_text(mine.bus_id, device::runtime_of(device).bus_id(device));
   const auto place = source_->place(mine.version);
   mine.host = place.host;
   mine.may_share = place.may_share;

@@ -33,7 +33,8 @@ struct DeviceNote {
   uint32_t version = 0;  // of the library; 0: none that could be used
   uint64_t host = 0;
   char device_id[52] = {};
-  char why_not[444] = {};  // if there is none; both end with a 0
+  char bus_id[32] = {};
+  char why_not[412] = {};  // if there is none; all three end with a 0
 };
 static_assert(sizeof(DeviceNote) == 512);
 

@@ -33,6 +33,9 @@ class Runtime {
   virtual std::string versions() = 0;
   // Of the physical device, or the part of one that it is: two processes, or two hosts, that say the same share it.
   virtual std::string device_id(Device device) = 0;
+  // Where the physical device is in its host. Parts of one, which have ids of their own, say the same; so may devices
+  // of two hosts.
+  virtual std::string bus_id(Device device) { return device_id(device); }
   // Calls with the device as the thread's current one, which other libraries go by.
   virtual void call_on(Device device, const std::function<void()>& call) = 0;
 

@@ -2,6 +2,7 @@
 // the thread's current one in every call, what is refused before CUDA is asked, and what its errors become.
 #include <gtest/gtest.h>
 
+#include <cstdio>
 #include <functional>
 #include <map>
 #include <string>
@@ -64,6 +65,10 @@ static cudaError_t cudaMemGetInfo(size_t* unused, size_t* total) {
 static cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   *properties = {"a GPU", {"\x01\x23\x45\x67\x89\xab\xcd\xef\x01\x23\x45\x67\x89\xab\xcd"}, 2000, 9, 0};
   return note("cudaGetDeviceProperties");
+}
+static cudaError_t cudaDeviceGetPCIBusId(char* id, int bytes, int index) {
+  std::snprintf(id, static_cast<size_t>(bytes), "0000:0%d:00.0", index);
+  return note("cudaDeviceGetPCIBusId");
 }
 static cudaError_t cudaMallocAsync(void** made, size_t, cudaStream_t) { return note_made("cudaMallocAsync", made); }
 static cudaError_t cudaFreeAsync(void*, cudaStream_t) { return note("cudaFreeAsync"); }
@@ -220,7 +225,8 @@ TEST_F(CudaRuntimeCalls, ReleasesThatFailAreQuiet) {
   EXPECT_TRUE(errors.empty());
 }
 
-TEST_F(CudaRuntimeCalls, ADeviceIsKnownByItsUuid) {
+TEST_F(CudaRuntimeCalls, ADeviceIsKnownByItsUuidAndItsPlaceByTheBus) {
+  EXPECT_EQ(runtime.bus_id(device), "0000:03:00.0");
   EXPECT_EQ(runtime.device_id(device), "GPU-01234567-89ab-cdef-0123-456789abcd00");
 }
 

@@ -377,6 +377,18 @@ TEST_F(OverNccl, AutoIsStagedWhereRanksShareADevice) {
   }
 }
 
+// MIG instances have ids of their own, but NCCL goes by the GPU's place on the bus, and refuses.
+TEST_F(OverNccl, AutoIsStagedWhereRanksHavePartsOfADevice) {
+  emulated().be_parts(true);
+  auto engines = make_nccl_engines(2, {.asked = {kAuto}});
+  auto trainers = make_trainers(engines);
+  expect_success(all_reduce_all(trainers));
+  emulated().be_parts(false);
+  EXPECT_EQ(fake().calls(), Texts{});
+  EXPECT_EQ(engines[1]->communicator().device_path(),
+            "staged: ranks 0 and 1 have parts of the device emulated, and NCCL needs one for each");
+}
+
 TEST_F(OverNccl, AutoTakesItWhereEveryRankHasADeviceOfItsOwn) {
   auto engines = make_nccl_engines(2, {.asked = {kAuto}});
   auto trainers = make_trainers(engines);
@@ -464,6 +476,32 @@ TEST(DeviceDecision, RanksShareADeviceWhereNcclIsToldSo) {
   EXPECT_CONTAINS(decision.why, "ranks 0 and 1 share the device one, which they take turns on: ask for 'nccl'");
 }
 
+TEST(DeviceDecision, PartsOfADeviceAreSharedOnOneHostOnly) {
+  const nccl::NcclSource source;
+  const auto of = [](DeviceChoice asked, const std::string& id, const std::string& bus_id, uint64_t host,
+                     bool may_share) {
+    DeviceNote made = note(asked, 23000, id);
+    std::memcpy(made.bus_id, bus_id.data(), bus_id.size());
+    made.host = host;
+    made.may_share = may_share;
+    return made;
+  };
+  const auto decide = [&](DeviceChoice asked, uint64_t other_host, bool may_share) {
+    const std::vector<DeviceNote> notes = {of(asked, "MIG 1", "0000:17:00.0", 1, may_share),
+                                           of(asked, "MIG 2", "0000:17:00.0", other_host, may_share)};
+    return decide_device_path(notes, source);
+  };
+  EXPECT_CONTAINS(decide(kAuto, 1, false).why,
+                  "ranks 0 and 1 have parts of the device 0000:17:00.0, and NCCL needs one for each");
+  EXPECT_TRUE(decide(kAuto, 2, false).is_native);  // GPUs of two hosts
+  EXPECT_THROW(decide(kNative, 1, false), Error);
+  EXPECT_TRUE(decide(kNative, 1, true).is_native);
+  EXPECT_CONTAINS(decide(kAuto, 1, true).why, "have parts of the device 0000:17:00.0: ask for 'nccl'");
+  EXPECT_TRUE(decide_device_path(
+                  {of(kAuto, "one", "0000:17:00.0", 1, false), of(kAuto, "two", "0000:65:00.0", 1, false)}, source)
+                  .is_native);
+}
+
 TEST(NcclSource, TellsWhereARankIsByItsEnvironment) {
   const nccl::NcclSource source;
   const auto place_with = [&](const char* name, const char* value, uint32_t version) {
@@ -472,14 +510,14 @@ TEST(NcclSource, TellsWhereARankIsByItsEnvironment) {
     unsetenv(name);
     return place;
   };
-  EXPECT_EQ(source.place(23000).host, 0u);
+  EXPECT_EQ(source.place(23000).host, source.place(22703).host);
   EXPECT_FALSE(source.place(23000).may_share);
   EXPECT_TRUE(place_with("NCCL_MULTI_RANK_GPU_ENABLE", "1", 23000).may_share);
   EXPECT_FALSE(place_with("NCCL_MULTI_RANK_GPU_ENABLE", "0", 23000).may_share);
   EXPECT_FALSE(place_with("NCCL_MULTI_RANK_GPU_ENABLE", "1", 22903).may_share);
   const std::string long_name(80, 'n');
   const uint64_t first = place_with("NCCL_HOSTID", (long_name + "0").c_str(), 22703).host;
-  EXPECT_NE(first, 0u);
+  EXPECT_NE(first, source.place(22703).host);
   EXPECT_NE(first, place_with("NCCL_HOSTID", (long_name + "1").c_str(), 22703).host);
   EXPECT_EQ(first, place_with("NCCL_HOSTID", (long_name + "0").c_str(), 22703).host);
 }

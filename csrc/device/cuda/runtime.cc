@@ -65,6 +65,13 @@ class CudaRuntime final : public Runtime {
     return id;
   }
 
+  // Of a MIG instance it is that of the GPU.
+  std::string bus_id(Device device) override {
+    char id[32] = {};
+    check(cudaDeviceGetPCIBusId(id, sizeof id, device.index), "cudaDeviceGetPCIBusId");
+    return id;
+  }
+
   void call_on(Device device, const std::function<void()>& call) override {
     const DeviceScope scope = scope_of(device);
     call();

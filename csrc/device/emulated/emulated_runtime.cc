@@ -552,6 +552,8 @@ bool EmulatedRuntime::is_device_memory(const void* memory) { return is_own_proce
 
 std::string EmulatedRuntime::device_id(Device device) { return device_state(device).name; }
 
+std::string EmulatedRuntime::bus_id(Device device) { return are_parts_ ? "emulated" : device_id(device); }
+
 void EmulatedRuntime::call_on(Device device, const std::function<void()>& call) {
   struct Scope {
     const int before = thread_device;

@@ -55,6 +55,7 @@ class EmulatedRuntime final : public Runtime {
   Description describe(int index) override;
   std::string versions() override { return "no driver, and nothing to drive"; }
   std::string device_id(Device device) override;
+  std::string bus_id(Device device) override;
   void call_on(Device device, const std::function<void()>& call) override;
   void* allocate(size_t bytes, Stream stream) override;
   void free(void* memory, Stream stream) noexcept override;
@@ -97,6 +98,8 @@ class EmulatedRuntime final : public Runtime {
   void limit_memory(size_t bytes);  // of each device
   // The next kernel that is launched on the device reports a failure instead of running.
   void fail_next_kernel(int device_index);
+  // Whether the devices are parts of one, as MIG instances are: bus_id() tells.
+  void be_parts(bool are_parts) { are_parts_ = are_parts; }
   // Makes a device that failed usable again.
   void reset_errors();
 
@@ -131,6 +134,7 @@ class EmulatedRuntime final : public Runtime {
   const int num_devices_;
   const uint64_t seed_;
   std::atomic<int64_t> max_delay_ns_;
+  std::atomic<bool> are_parts_{false};
   std::atomic<pid_t> process_{0};  // that has used the devices; 0: none yet
 
   std::mutex mutex_;  // guards the rest; is taken before the locks of arenas and queues

@@ -4,11 +4,14 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <optional>
 #include <string_view>
 #include <thread>
 #include <utility>
+
+#include <unistd.h>
 
 #include "csrc/common/error.h"
 #include "csrc/device/runtime.h"
@@ -60,6 +63,16 @@ ErrorKind error_kind(Result result) {
     case kRemoteError: return ErrorKind::kTransport;
     default: return ErrorKind::kInternal;
   }
+}
+
+// What NCCL tells hosts apart by: containers with names of their own are hosts.
+std::string host_text() {
+  if (const char* const told = std::getenv("NCCL_HOSTID")) return told;
+  char name[256] = {};
+  (void)gethostname(name, sizeof name - 1);
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  return name + boot;
 }
 
 }  // namespace
@@ -201,13 +214,12 @@ std::shared_ptr<const NcclLibrary> NcclSource::library() {
   return library_;
 }
 
-// Two of NCCL's own settings let ranks share a device: from 2.30 on one that allows it, and before, names of hosts that
-// differ, between which it goes by the network.
+// Two of NCCL's own settings let ranks share a device, or the parts of one: from 2.30 on one that allows it, and
+// before, names of hosts that differ, between which it goes by the network.
 DeviceTransportSource::Place NcclSource::place(uint32_t version) const {
   constexpr uint32_t kFirstToShare = 23000;
   const char* const shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  const char* const host = std::getenv("NCCL_HOSTID");
-  return {host == nullptr ? 0 : std::hash<std::string_view>{}(host) | 1,
+  return {std::hash<std::string>{}(host_text()) | 1,
           version >= kFirstToShare && shares != nullptr && std::string_view(shares) == "1"};
 }
 
