@@ -79,7 +79,9 @@ def _of_another_library(array: Any, what: str) -> torch.Tensor:
         if hasattr(array, "__dlpack__"):
             return torch.from_dlpack(array)
         if hasattr(array, "__cuda_array_interface__"):
-            return torch.as_tensor(array, device="cuda")
+            return _of_current_gpu(array, what)
+    except InvalidArgument:
+        raise
     except (RuntimeError, TypeError, ValueError, BufferError, AssertionError) as error:
         raise InvalidArgument(
             f"{what} is a {type(array).__name__}, whose memory torch cannot take: {error}; pass a writable copy in "
@@ -89,6 +91,16 @@ def _of_another_library(array: Any, what: str) -> torch.Tensor:
         f"{what} is a {type(array).__name__}; give a torch.Tensor, a numpy.ndarray, or an array with DLPack or the "
         "CUDA array interface, such as CuPy's"
     )
+
+
+def _of_current_gpu(array: Any, what: str) -> torch.Tensor:
+    tensor = torch.as_tensor(array, device="cuda")  # a copy, where the array is on another GPU
+    if tensor.numel() > 0 and tensor.data_ptr() != array.__cuda_array_interface__["data"][0]:
+        raise InvalidArgument(
+            f"{what} is a {type(array).__name__} on another GPU than the current one, {tensor.device}; make that of "
+            "the array the current one (torch.cuda.set_device), or pass torch.as_tensor(array, device='cuda:1')"
+        )
+    return tensor
 
 
 def _prepare_array(array: np.ndarray, what: str, is_written: bool) -> Prepared:

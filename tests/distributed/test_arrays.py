@@ -276,5 +276,21 @@ def check_other_libraries(group):
         group.all_reduce(OfNowhere())
 
 
+class OnAGpu:
+    """An array of a library that has no DLPack."""
+
+    __cuda_array_interface__ = {"data": (256, False), "shape": (5,), "typestr": "<f4", "version": 3}
+
+
+def test_an_array_on_another_gpu_than_the_current_one_is_not_copied_in_silence(monkeypatch):
+    monkeypatch.setattr(torch, "as_tensor", lambda _array, device: torch.zeros(5))  # as torch copies it
+
+    def check(group):
+        with pytest.raises(bagua.InvalidArgument, match="tensor is a OnAGpu on another GPU than the current one"):
+            group.all_reduce(OnAGpu())
+
+    thread_world(2, check)
+
+
 def test_arrays_of_other_libraries():
     thread_world(2, check_other_libraries)
