@@ -8,8 +8,7 @@ torch has for any accelerator (torch.accelerator, torch.Stream). Kinds are those
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -125,9 +124,17 @@ def use_stream(stream: torch.Stream) -> None:
     torch.accelerator.set_stream(stream)
 
 
-def on_stream(stream: torch.Stream) -> AbstractContextManager[Any]:
+@contextmanager
+def on_stream(stream: torch.Stream) -> Iterator[None]:
     """Within it, the calling thread's operations run on this stream of this device."""
-    return torch.cuda.stream(stream) if stream.device.type == "cuda" else stream
+    if stream.device.type != "cuda":
+        with stream:
+            yield
+        return
+    # torch.cuda.stream() would come back to another device by cudaSetDevice, which makes a context of several hundred
+    # MB there. torch.cuda.device() comes back to one that has none without making it.
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:

@@ -3,9 +3,11 @@ touch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -334,6 +336,42 @@ def _run_out_of_memory(rank, world_size):
 
 def test_out_of_memory_in_a_workspace_is_told_to_all(pair_on_emulated):
     pair_on_emulated.run(_run_out_of_memory, env=tcp(SIZE).env)
+
+
+class CurrentGpu:
+    """What torch does to the thread's current GPU, and which ones get a context by that: cudaSetDevice makes one."""
+
+    def __init__(self):
+        self.index, self.with_context = 0, {1}
+
+    def set(self, index):
+        if index != self.index:
+            self.with_context.add(index)
+        self.index = index
+
+    @contextlib.contextmanager
+    def device(self, device):  # torch.cuda.device comes back to a device that has none without making one
+        before = self.index
+        self.set(device.index)
+        yield
+        self.index = before
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before = self.index
+        self.set(stream.device.index)
+        yield
+        self.set(before)
+
+
+def test_a_stream_of_another_gpu_leaves_the_current_one_without_a_context(monkeypatch):
+    current, stream = CurrentGpu(), SimpleNamespace(device=torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "device", current.device)
+    monkeypatch.setattr(torch.cuda, "stream", current.stream)
+    with devices.on_stream(stream):
+        assert current.index == 1
+    assert current.index == 0
+    assert current.with_context == {1}
 
 
 _LATE_S = 0.5  # the deadline
