@@ -195,7 +195,6 @@ def _device_path() -> str:
         return ""
     kind, count = usable[0]
     device = torch.device(kind, world.get_local_rank() % count)
-    torch.accelerator.set_device_index(device.index)
     group.all_reduce(torch.ones(1, device=device)).wait()
     return group.device_path
 

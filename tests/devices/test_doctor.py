@@ -4,6 +4,8 @@ import contextlib
 import io
 import re
 
+import torch
+
 from tests.devices.device_process import on_the_emulated_device
 
 
@@ -24,9 +26,12 @@ def test_devices_are_listed():
 
 def doctor_between_ranks(rank, world_size):
     from bagua.cli import doctor
+    from tests import accelerator
 
+    accelerator.use_device_of(0)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert doctor.main([]) == 0
+    assert torch.accelerator.current_device_index() == 0  # an old torch could not have set it
     return printed.getvalue()
 
 
