@@ -72,7 +72,10 @@ static cudaError_t cudaDeviceGetPCIBusId(char* id, int bytes, int index) {
 }
 static cudaError_t cudaMallocAsync(void** made, size_t, cudaStream_t) { return note_made("cudaMallocAsync", made); }
 static cudaError_t cudaFreeAsync(void*, cudaStream_t) { return note("cudaFreeAsync"); }
-static cudaError_t cudaHostAlloc(void** made, size_t, unsigned) { return note_made("cudaHostAlloc", made); }
+static cudaError_t cudaHostAlloc(void** made, size_t, unsigned flags) {
+  EXPECT_EQ(flags, cudaHostAllocPortable);  // copies of every device of the process use it
+  return note_made("cudaHostAlloc", made);
+}
 static cudaError_t cudaFreeHost(void*) { return note("cudaFreeHost"); }
 static cudaError_t cudaMemsetAsync(void*, int, size_t, cudaStream_t) { return note("cudaMemsetAsync"); }
 static cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
@@ -80,7 +83,8 @@ static cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   *greatest = -5;
   return note("cudaDeviceGetStreamPriorityRange");
 }
-static cudaError_t cudaStreamCreateWithPriority(cudaStream_t* made, unsigned, int priority) {
+static cudaError_t cudaStreamCreateWithPriority(cudaStream_t* made, unsigned flags, int priority) {
+  EXPECT_EQ(flags, cudaStreamNonBlocking);
   EXPECT_EQ(priority, -5);
   return note_made("cudaStreamCreateWithPriority", made);
 }
