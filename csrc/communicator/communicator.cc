@@ -96,13 +96,14 @@ void Communicator::begin(const Operation& operation, Deadline deadline, Interrup
   }
   // Messages of two ranks stay on the channels: a device transport would hold up all others until both have come.
   if (!stream.is_cpu() && device_path_ && ranks_.size > 1 && operation.kind != OperationKind::kPointToPoint) {
-    over_ = device_path_->enter(stream.device);
+    over_ = device_path_->enter(stream);
   }
 }
 
 void Communicator::end() {
   interrupt_ = {};
   over_ = nullptr;
+  if (device_path_) device_path_->leave(stream_);
   conceal(false);
   std::lock_guard lock(mutex_);
   if (operation_.sequence != 0) status_.last_finished = operation_;
@@ -394,7 +395,7 @@ Channel& Communicator::device_channel(int peer) {
 void Communicator::set_device_transport(std::shared_ptr<DeviceTransportSource> source, DeviceChoice asked) {
   device_path_ = std::make_unique<DevicePath>(
       std::move(source), asked,
-      DevicePath::Group{ranks_, [this](void* notes, size_t note_bytes) { exchange_notes(notes, note_bytes); },
+      DevicePath::Group{ranks_, key_, [this](void* notes, size_t note_bytes) { exchange_notes(notes, note_bytes); },
                         [this](const char* doing) { pause_for_device(doing); }});
 }
 

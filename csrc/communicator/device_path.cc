@@ -96,9 +96,10 @@ DeviceDecision decide_device_path(const std::vector<DeviceNote>& notes, const De
   return {false, why};
 }
 
-DeviceTransport* DevicePath::enter(Device device) {
+DeviceTransport* DevicePath::enter(Stream stream) {
+  const Device device = stream.device;
   if (!is_chosen_) {
-    choose(device);
+    choose(stream);
     return transport_.get();
   }
   if (transport_ == nullptr) return nullptr;
@@ -109,11 +110,34 @@ DeviceTransport* DevicePath::enter(Device device) {
                     "; use one device per rank, or ask for 'native'",
                 group_.ranks.rank);
   }
-  group_.exchange(nullptr, 0);
+  take_turn(stream);
   return transport_.get();
 }
 
-void DevicePath::choose(Device device) {
+void DevicePath::leave(Stream stream) noexcept {
+  if (turn_) turn_->end(stream);
+  turn_.reset();
+}
+
+// An operation that was begun when no rank had another group takes no turn: it could only meet the first operation of
+// such a group, which makes its communicator meanwhile.
+void DevicePath::take_turn(Stream stream) {
+  const auto size = static_cast<size_t>(group_.ranks.size), rank = static_cast<size_t>(group_.ranks.rank);
+  std::vector<uint8_t> has_others(size);
+  has_others[rank] = member_->has_others() ? 1 : 0;
+  group_.exchange(has_others.data(), sizeof has_others[0]);
+  if (std::count(has_others.begin(), has_others.end(), 0) == group_.ranks.size) return;
+  turn_.emplace(member_->turns(), group_.key);
+  std::vector<uint64_t> numbers(size);
+  numbers[rank] = turn_->number();
+  group_.exchange(numbers.data(), sizeof numbers[0]);
+  turn_->agree(*std::max_element(numbers.begin(), numbers.end()));
+  while (!turn_->has_come()) group_.pause("the turn of another group");
+  turn_->begin(stream);
+}
+
+void DevicePath::choose(Stream stream) {
+  const Device device = stream.device;
   std::vector<DeviceNote> notes(static_cast<size_t>(group_.ranks.size));
   DeviceNote& mine = notes[static_cast<size_t>(group_.ranks.rank)];
   mine.asked = asked_;
@@ -129,6 +153,8 @@ void DevicePath::choose(Device device) {
   group_.exchange(notes.data(), sizeof(DeviceNote));
   const DeviceDecision decision = decide_device_path(notes, *source_);
   if (decision.is_native) {
+    member_.emplace(DeviceTurns::of(device));
+    take_turn(stream);
     connect(device);
     describe(std::string(source_->name()) + " " + source_->version_name(version));
   } else {

@@ -8,10 +8,12 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "csrc/communicator/blame.h"
+#include "csrc/communicator/device_turns.h"
 #include "csrc/transport/device_transport.h"
 
 namespace bagua {
@@ -51,8 +53,9 @@ class DevicePath {
   // What it needs of the group that it is of.
   struct Group {
     const GroupRanks& ranks;
+    const std::string& key;  // Communicator::key
     // Every rank's note to every rank, in the place of its rank, by messages of the host in the running operation, so
-    // that ranks that are in different ones find out. Without bytes it is that check alone.
+    // that ranks that are in different ones find out.
     std::function<void(void* notes, size_t note_bytes)> exchange;
     DeviceTransport::Pause pause;
   };
@@ -60,9 +63,11 @@ class DevicePath {
   DevicePath(std::shared_ptr<DeviceTransportSource> source, DeviceChoice asked, Group group)
       : source_(std::move(source)), asked_(asked), group_(std::move(group)) {}
 
-  // At the beginning of a collective on a device. The transport for it, which all ranks are about to use for the same
-  // operation; null: staged.
-  DeviceTransport* enter(Device device);
+  // At the beginning of a collective in the order of `stream`. The transport for it, which all ranks are about to use
+  // for the same operation; null: staged.
+  DeviceTransport* enter(Stream stream);
+  // At its end, however it ends.
+  void leave(Stream stream) noexcept;
 
   // For who knows that there is one.
   DeviceTransport* transport() const { return transport_.get(); }
@@ -71,7 +76,8 @@ class DevicePath {
   std::string description() const;
 
  private:
-  void choose(Device device);
+  void choose(Stream stream);
+  void take_turn(Stream stream);
   void connect(Device device);
   void describe(std::string text);
 
@@ -79,6 +85,8 @@ class DevicePath {
   const DeviceChoice asked_;
   const Group group_;
   bool is_chosen_ = false;
+  std::optional<DeviceTurns::Member> member_;  // where the transport is the choice
+  std::optional<DeviceTurns::Turn> turn_;      // of the running operation
   std::unique_ptr<DeviceTransport> transport_;
   mutable std::mutex mutex_;  // guards the next
   std::string description_;

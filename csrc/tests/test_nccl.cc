@@ -364,6 +364,75 @@ TEST_F(OverNccl, NotesOfManyRanksTravelInLogarithmicallyManySteps) {
   EXPECT_EQ(fake().num_calls("all_reduce 40"), 18u);
 }
 
+// Groups enqueue by themselves, and NCCL asks for one order of what they enqueue on a device.
+TEST_F(OverNccl, OperationsOfSeveralGroupsAreEnqueuedInOneOrderOnAllRanks) {
+  constexpr size_t kNumOperations = 40;
+  auto first = make_nccl_engines(2, {.key = "first"});
+  auto second = make_nccl_engines(2, {.key = "second"});
+  std::vector<std::unique_ptr<Trainer>> trainers;
+  Works works;
+  for (auto* engines : {&first, &second}) {
+    for (auto& trainer : make_trainers(*engines)) trainers.push_back(std::move(trainer));
+    expect_success({trainers[trainers.size() - 2]->all_reduce(), trainers.back()->all_reduce()});
+  }
+  const size_t num_before = fake().calls(0).size();
+  for (size_t i = 0; i < kNumOperations; ++i) {  // the ranks start them in different orders
+    for (const size_t trainer : {size_t{0}, size_t{2}, size_t{3}, size_t{1}}) {
+      works.push_back(trainers[trainer]->submit(average(trainers[trainer]->data, 2 * i + trainer / 2 + 1)));
+    }
+  }
+  expect_success(works);
+  Texts orders[2] = {fake().calls(0), fake().calls(1)};
+  for (Texts& order : orders) order.erase(order.begin(), order.end() - 2 * kNumOperations);
+  EXPECT_EQ(num_before + 2 * kNumOperations, fake().calls(0).size());
+  EXPECT_EQ(orders[0], orders[1]);
+}
+
+TEST(DeviceTurns, AProposalThatMayComeToBeBeforeHoldsUpWhatIsAfter) {
+  emulated();
+  DeviceTurns& turns = DeviceTurns::of(own_device(8));
+  const DeviceTurns::Member first(turns);
+  EXPECT_FALSE(first.has_others());
+  const DeviceTurns::Member second(turns);
+  EXPECT_TRUE(first.has_others());
+  std::optional<DeviceTurns::Turn> early(std::in_place, turns, "b");
+  DeviceTurns::Turn late(turns, "a");
+  EXPECT_LT(early->number(), late.number());
+  late.agree(late.number() + 10);
+  EXPECT_FALSE(late.has_come());
+  EXPECT_TRUE(early->has_come());
+  early->agree(late.number());  // of two that agree on one number the key tells
+  EXPECT_TRUE(late.has_come());
+  EXPECT_FALSE(early->has_come());
+  late.agree(late.number() + 1);
+  EXPECT_FALSE(late.has_come());
+  early.reset();
+  EXPECT_TRUE(late.has_come());
+  EXPECT_GT(DeviceTurns::Turn(turns, "c").number(), late.number());
+}
+
+TEST(DeviceTurns, WhatIsEnqueuedStandsBehindTheTurnBefore) {
+  DeviceUser one(own_device(8)), other(own_device(8));
+  DeviceTurns& turns = DeviceTurns::of(own_device(8));
+  const DeviceTurns::Member member(turns);
+  std::atomic<bool> has_run{false}, was_behind{false};
+  {
+    DeviceTurns::Turn turn(turns, "one");
+    turn.begin(one.stream());
+    emulated().run(one.stream(), "slow", [&] {
+      std::this_thread::sleep_for(20ms);
+      has_run = true;
+    });
+    turn.end(one.stream());
+  }
+  DeviceTurns::Turn turn(turns, "other");
+  turn.begin(other.stream());
+  emulated().run(other.stream(), "look", [&] { was_behind = has_run.load(); });
+  turn.end(other.stream());
+  emulated().synchronize(other.stream());
+  EXPECT_TRUE(was_behind);
+}
+
 // ---- who takes it
 
 TEST_F(OverNccl, AutoIsStagedWhereRanksShareADevice) {

@@ -77,6 +77,7 @@ struct NcclWorld {
   // By rank; the last one is the others' too.
   std::vector<std::string> libraries = {BAGUA_FAKE_NCCL};
   std::vector<DeviceChoice> asked = {DeviceChoice::kNative};
+  std::string key = "";  // of the group
 };
 
 inline std::vector<std::unique_ptr<Engine>> make_nccl_engines(int size, const NcclWorld& world = {}) {
@@ -84,6 +85,7 @@ inline std::vector<std::unique_ptr<Engine>> make_nccl_engines(int size, const Nc
   std::vector<std::unique_ptr<Engine>> engines;
   for (auto& communicator : make_communicators(size, world.kind)) {
     const size_t rank = engines.size();
+    communicator->join_process(nullptr, {}, world.key);
     communicator->set_device_channels([](Channel& host) { return std::make_unique<PinnedChannel>(host); });
     communicator->set_device_transport(
         std::make_shared<nccl::NcclSource>(DeviceKind::kEmulated, of_rank(world.libraries, rank)),
