@@ -1,6 +1,12 @@
 // The CUDA kernels of the block-wise codecs, on fibres: bit for bit what the CPU's give, over types, sizes,
 // misalignments, values that break others, contributions and residuals, between pages that fault.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <functional>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "csrc/codecs/block_codec.h"
 #include "csrc/tests/test_kernels_cuda.h"
@@ -249,6 +255,51 @@ TEST_P(CudaCodecs, ReduceEncodeIsTheCpus) {
   }
   // More than there are decoders at a time.
   expect_reduce_encode(DType::kF32, 70, 1.0 / 70, 2048 + 9, 0, kinds[1], true, 0);
+}
+
+// Headers as they may stand in a message: all pairs of what is special, and many at random, of which some clamp both
+// the lowest and the highest code. Of qsgd the first of the two is the norm.
+std::vector<std::pair<float, float>> headers() {
+  const float special[] = {0.0f, 0x1p-149f, 0x1p-126f, 0x1p-101f, 0x1p-99f, 1.0f, 1.0f + 0x1p-23f, 3.0f, 0x1p103f,
+                           0x1.fp111f, 0x1p112f, 0x1p113f, 0x1p126f, 0x1.fffffep127f, INFINITY, NAN};
+  std::vector<float> bounds;
+  for (float bound : special) bounds.insert(bounds.end(), {bound, -bound});
+  std::vector<std::pair<float, float>> all;
+  for (float low : bounds) {
+    for (float high : bounds) {
+      if (!(low > high)) all.emplace_back(low, high);
+    }
+  }
+  const std::vector<float> drawn = testing::random_values(DType::kF32, 600, 77);
+  for (size_t i = 0; i + 2 < drawn.size(); i += 3) {
+    const float third = std::ldexp(drawn[i + 2], -20 * static_cast<int>(i % 4));  // and ranges of a few units only
+    all.emplace_back(std::minmax(drawn[i], drawn[i + 1]));
+    all.emplace_back(std::minmax(drawn[i], drawn[i] + third));
+  }
+  return all;
+}
+
+TEST_P(CudaCodecs, EveryCodeUnderAnyHeaderIsDecodedAsByTheCpu) {
+  const size_t numel = 2048, wire_bytes = codec().host.wire_bytes(numel);
+  if (codec().name.starts_with("topk")) GTEST_SKIP() << "its blocks have no header";
+  GuardedArray device_bytes(wire_bytes), device_decoded(numel * 4), device_sums(numel * 4);
+  for (const auto& [low, high] : headers()) {
+    SCOPED_TRACE(codec().name + " " + std::to_string(low) + " " + std::to_string(high));
+    std::vector<uint8_t> bytes(wire_bytes), decoded(numel * 4);
+    for (size_t i = 0; i < wire_bytes; ++i) bytes[i] = static_cast<uint8_t>(i * 5);  // all of them, in another order
+    const float header[] = {low, high};
+    std::memcpy(bytes.data(), header, codec().name == "minmax_uint8" ? 8 : 4);
+    std::vector<float> sums(numel, 0.0f);
+    codec().host.decode(DType::kF32, bytes.data(), numel, decoded.data(), kCpu);
+    codec().host.decode_add(bytes.data(), numel, sums.data(), kCpu);
+    device_bytes.assign(bytes.data());
+    for (size_t i = 0; i < numel; ++i) device_sums.as<float>()[i] = 0.0f;
+    codec().device.decode(DType::kF32, device_bytes.data(), numel, device_decoded.data(), kCudaStream);
+    codec().device.decode_add(device_bytes.data(), numel, device_sums.as<float>(), kCudaStream);
+    ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_decoded, decoded, false, "what is decoded"));
+    ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_sums, stored(DType::kF32, sums), true, "a sum"));
+    if (HasFailure()) return;
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Every, CudaCodecs, ::testing::Range(size_t{0}, size_t{8}), [](const auto& info) {

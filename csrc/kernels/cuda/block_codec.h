@@ -5,6 +5,8 @@
 //   static constexpr int kBlockThreads       of a thread block. Few threads with many elements each: more of a
 //                                            multiprocessor's memory traffic is on its way, and what is computed once
 //                                            per block delays fewer
+//   static constexpr int kReduceNumThreads   for so many threads on a multiprocessor the reduction leaves registers, as
+//                                            instructions bound it: as many as there are without spills
 //   static constexpr int kNumParts           see Share
 //   int padded_numel(int numel) const        elements of a block, rounded up to what its codes hold
 //   size_t wire_bytes() const                of a whole block
@@ -107,7 +109,7 @@ __device__ __forceinline__ void store_share(const Share& share, const float* val
   }
 }
 
-// The kernels leave room for so many threads on a multiprocessor: 128 registers each, at most.
+// The other kernels leave room for so many threads on a multiprocessor: 128 registers each, at most.
 inline constexpr int kMinNumThreads = 512;
 
 // The block of the message that the thread block is for.
@@ -246,9 +248,10 @@ __device__ __forceinline__ void sum_contributions(const Codec& codec, const Bloc
                                                   const Contributions& contributions, typename Codec::Decoder* decoders,
                                                   float* sums) {
   const uint8_t* bytes = contributions.codes + block.offset_bytes;
+  const uint8_t* next_bytes = bytes;
 #pragma unroll
   for (int i = 0; i < Share::kNumel; ++i) sums[i] = 0.0f;
-  auto next = codec.load_codes(share, bytes);
+  auto next = codec.load_codes(share, next_bytes);
   for (int begin = 0; begin < contributions.count; begin += kNumDecoders) {
     const int left = contributions.count - begin, count = left < kNumDecoders ? left : kNumDecoders;
     if (begin > 0) __syncthreads();  // all have used the decoders before
@@ -260,9 +263,8 @@ __device__ __forceinline__ void sum_contributions(const Codec& codec, const Bloc
 #pragma unroll 1
     for (int r = 0; r < count; ++r) {
       const auto codes = next;
-      if (begin + r + 1 < contributions.count) {
-        next = codec.load_codes(share, bytes + static_cast<size_t>(begin + r + 1) * contributions.stride);
-      }
+      next_bytes += contributions.stride;
+      if (begin + r + 1 < contributions.count) next = codec.load_codes(share, next_bytes);
       codec.decode(share, decoders[r], codes, [&](int i, float value) { sums[i] += value; });
     }
   }
@@ -289,7 +291,7 @@ __device__ __forceinline__ bool are_aligned(const Contributions& contributions) 
 }
 
 template <typename Codec>
-__global__ void __launch_bounds__(Codec::kBlockThreads, kMinNumThreads / Codec::kBlockThreads)
+__global__ void __launch_bounds__(Codec::kBlockThreads, Codec::kReduceNumThreads / Codec::kBlockThreads)
     reduce_encode_kernel(Codec codec, Contributions contributions, Factor factor, Residual residual, size_t numel,
                          uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
   auto& shared = shared_memory<Reducing<Codec>>();

@@ -91,12 +91,37 @@ __device__ __forceinline__ uint32_t bf16_of_numbers(float first, float second) {
 #endif
 }
 
-// Byte `i` of a word as a number, less `bias`: put under the exponent of 2^23, which is then taken away.
-__device__ __forceinline__ float byte_to_f32(uint32_t word, int i, int bias) {
-  constexpr float kUnit = 0x1p23f;
-  const uint32_t bits = __byte_perm(word, std::bit_cast<uint32_t>(kUnit), 0x7440u | static_cast<uint32_t>(i));
-  return std::bit_cast<float>(bits) - (kUnit + static_cast<float>(bias));
+// 2^23 under whose exponent a byte is put, so that 2^23 + byte is a number. Who decodes has its bits in shared memory: of
+// a constant nvcc makes an immediate operand, and then each element's selector, which is one here, takes an instruction
+// more to get into a register.
+inline constexpr float kByteUnit = 0x1p23f;
+inline constexpr uint32_t kByteUnitBits = std::bit_cast<uint32_t>(kByteUnit);
+
+__device__ __forceinline__ float byte_above(uint32_t unit_bits, uint32_t word, int i) {
+  return std::bit_cast<float>(__byte_perm(word, unit_bits, 0x7440u | static_cast<uint32_t>(i)));
 }
+
+// Byte `i` of a word as a number, less `bias`.
+__device__ __forceinline__ float byte_to_f32(uint32_t unit_bits, uint32_t word, int i, int bias) {
+  return byte_above(unit_bits, word, i) - (kByteUnit + static_cast<float>(bias));
+}
+
+// Products of bytes and one factor, in two instructions: fma(2^23 + byte, factor, -2^23 * factor) is byte * factor,
+// rounded once, as 2^23 * factor is exact where it is finite.
+struct ByteProduct {
+  ByteProduct() = default;
+  __device__ __forceinline__ explicit ByteProduct(float factor_)
+      : unit_bits(kByteUnitBits), factor(factor_), minus_unit(-(kByteUnit * factor_)) {}
+
+  __device__ __forceinline__ bool is_exact() const { return minus_unit - minus_unit == 0.0f; }
+  // With byte `i` of the word.
+  __device__ __forceinline__ float of(uint32_t word, int i) const {
+    return __fmaf_rn(byte_above(unit_bits, word, i), factor, minus_unit);
+  }
+
+  uint32_t unit_bits;
+  float factor, minus_unit;
+};
 
 // A word of byte `kByte` of each of four.
 template <int kByte>

@@ -14,19 +14,24 @@ namespace {
 
 struct MinmaxUint8 {
   static constexpr int kBlockThreads = 128;
+  static constexpr int kReduceNumThreads = 1024;
   static constexpr int kNumWarps = kBlockThreads / kWarpNumThreads;
   static constexpr int kNumParts = 1;
   static constexpr float kPadding = 0.0f;
 
-  // `least` and `most` clamp what is decoded, `low` is what code 0 leads to.
-  struct Decoder {
-    Steps steps;
-    float low, least, most;
-    bool is_constant;  // all elements are `least`, which may be NaN
-    bool is_scaled;    // s is not 1
+  // Most blocks have an s of 1, and code 0 leads below min or code 255 above max, but not both: the code of 0 was rounded
+  // to an integer, which has moved both one way.
+  // In a constant block all elements are `least`, which may be NaN.
+  enum class Kind : int32_t { kBelow, kAbove, kGeneral, kConstant };
+  // `low` is what code 0 leads to, `least` and `most` clamp what is decoded.
+  struct alignas(16) Decoder {
+    ByteProduct product;  // of a code and the step
+    float low, least, most, unscale;
+    Kind kind;
   };
   struct Encoding {
     float low[kNumWarps], high[kNumWarps];
+    float scale, base, inverse_step, zero_code;  // of Steps; `step`, which takes a division, is for the decoder
     Decoder decoder;
   };
   template <int kQuads>
@@ -40,12 +45,19 @@ struct MinmaxUint8 {
   static __device__ __forceinline__ Decoder decoder_of(Header header) {
     // A NaN in either bound, or an Inf, which only a damaged message holds.
     const bool is_finite = header.min - header.min == 0.0f && header.max - header.max == 0.0f;
-    if (!is_finite) return {{}, 0.0f, kNan, kNan, true, false};
-    if (header.min == header.max) return {{}, 0.0f, header.min, header.max, true, false};
+    Decoder decoder{};
+    decoder.kind = Kind::kConstant;
+    decoder.least = is_finite ? header.min : kNan;
+    if (!is_finite || header.min == header.max) return decoder;
     const Steps steps = steps_of(header);
-    // No value is -0.0 where max is: code 255 leads to 0.0 then.
-    return {
-        steps, steps.base - steps.zero_code * steps.step, header.min, header.max + 0.0f, false, steps.scale != 1.0f};
+    decoder.product = ByteProduct(steps.step);
+    decoder.low = steps.base - steps.zero_code * steps.step;
+    decoder.most = header.max + 0.0f;  // no value is -0.0 where max is: code 255 leads to 0.0 then
+    decoder.unscale = steps.unscale;
+    const bool is_below = decoder.low < header.min, is_above = decoder.low + 255.0f * steps.step > header.max;
+    const bool is_general = steps.scale != 1.0f || !decoder.product.is_exact() || (is_below && is_above);
+    decoder.kind = is_general ? Kind::kGeneral : is_below ? Kind::kBelow : Kind::kAbove;
+    return decoder;
   }
   __device__ __forceinline__ Decoder decoder_of(const uint8_t* bytes) const {
     return decoder_of(Header{load_f32(bytes), load_f32(bytes + 4)});
@@ -61,28 +73,26 @@ struct MinmaxUint8 {
   }
 
   // value_of in few instructions. None of them sees a zero whose sign could differ: see decoder_of.
-  template <bool kIsScaled, int kQuads, typename Body>
-  static __device__ __forceinline__ void decode_all(const Decoder& decoder, const Codes<kQuads>& codes, Body body) {
-    const float low = decoder.low, step = decoder.steps.step, unscale = decoder.steps.unscale;
-    const float least = decoder.least, most = decoder.most;
-#pragma unroll
-    for (int i = 0; i < kQuads * kQuadNumel; ++i) {
-      float value = low + byte_to_f32(codes.quad[i / kQuadNumel], i % kQuadNumel, 0) * step;
-      if constexpr (kIsScaled) value *= unscale;
-      body(i, lesser(greater(value, least), most));
-    }
-  }
   template <typename Share, int kQuads, typename Body>
   __device__ __forceinline__ void decode(const Share&, const Decoder& decoder, const Codes<kQuads>& codes,
                                          Body body) const {
-    if (decoder.is_constant) {
-      const float value = decoder.least;
+    const ByteProduct product = decoder.product;
+    const float low = decoder.low, least = decoder.least, most = decoder.most, unscale = decoder.unscale;
+    const Kind kind = decoder.kind;
+    const auto plain = [&](int i) { return low + product.of(codes.quad[i / kQuadNumel], i % kQuadNumel); };
+    if (kind >= Kind::kGeneral) {
 #pragma unroll
-      for (int i = 0; i < Share::kNumel; ++i) body(i, value);
-    } else if (decoder.is_scaled) {
-      decode_all<true>(decoder, codes, body);
+      for (int i = 0; i < Share::kNumel; ++i) {
+        const float code = byte_to_f32(kByteUnitBits, codes.quad[i / kQuadNumel], i % kQuadNumel, 0);
+        const float value = (low + code * product.factor) * unscale;
+        body(i, kind == Kind::kConstant ? least : lesser(greater(value, least), most));
+      }
+    } else if (kind == Kind::kBelow) {
+#pragma unroll
+      for (int i = 0; i < Share::kNumel; ++i) body(i, greater(plain(i), least));
     } else {
-      decode_all<false>(decoder, codes, body);
+#pragma unroll
+      for (int i = 0; i < Share::kNumel; ++i) body(i, lesser(plain(i), most));
     }
   }
 
@@ -113,6 +123,19 @@ struct MinmaxUint8 {
     return {low, high};
   }
 
+  template <bool kIsScaled, int kQuads>
+  static __device__ __forceinline__ Codes<kQuads> codes_of(const float* values, const Steps& steps) {
+    Codes<kQuads> codes;
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      uint32_t code[kQuadNumel];
+#pragma unroll
+      for (int i = 0; i < kQuadNumel; ++i) code[i] = code_word_of<kIsScaled>(values[q * kQuadNumel + i], steps);
+      codes.quad[q] = gather_bytes<0>(code[0], code[1], code[2], code[3]);
+    }
+    return codes;
+  }
+
   template <bool kDecodes, typename Share>
   __device__ __forceinline__ bool encode(const Share& share, size_t, const float* values, uint8_t* bytes,
                                          Encoding& encoding, float* decoded) const {
@@ -123,18 +146,22 @@ struct MinmaxUint8 {
       if (!is_finite) header = {kNan, kNan};
       store_bytes<Share::kIsWhole>(std::bit_cast<uint32_t>(header.min), 4, bytes);
       store_bytes<Share::kIsWhole>(std::bit_cast<uint32_t>(header.max), 4, bytes + 4);
-      encoding.decoder = decoder_of(header);
+      const Steps steps = steps_of(header);
+      encoding.scale = steps.scale;
+      encoding.base = steps.base;
+      encoding.inverse_step = steps.inverse_step;
+      encoding.zero_code = steps.zero_code;
+      if constexpr (kDecodes) encoding.decoder = decoder_of(header);
     }
     __syncthreads();
-    const bool is_constant = encoding.decoder.is_constant;
-    const Steps steps = encoding.decoder.steps;
-    Codes<Share::kQuads> codes;
+    const Steps steps{encoding.scale, 0.0f, 0.0f, encoding.inverse_step, encoding.base, encoding.zero_code};
+    Codes<Share::kQuads> codes{};
+    if (is_finite && header.min != header.max) {
+      codes = steps.scale == 1.0f ? codes_of<false, Share::kQuads>(values, steps)
+                                  : codes_of<true, Share::kQuads>(values, steps);
+    }
 #pragma unroll
     for (int q = 0; q < Share::kQuads; ++q) {
-      uint32_t code[kQuadNumel];
-#pragma unroll
-      for (int i = 0; i < kQuadNumel; ++i) code[i] = code_word_of<true>(values[q * kQuadNumel + i], steps);
-      codes.quad[q] = is_constant ? 0 : gather_bytes<0>(code[0], code[1], code[2], code[3]);
       store_bytes<Share::kIsWhole>(codes.quad[q], share.num(q), bytes + kMinmaxUint8HeaderBytes + share.first(q));
     }
     if constexpr (kDecodes) {

@@ -11,6 +11,7 @@ namespace {
 struct Onebit {
   static constexpr int kNumLanes = 64;  // of the sum
   static constexpr int kBlockThreads = kNumLanes;
+  static constexpr int kReduceNumThreads = 512;
   static constexpr int kNumParts = 8;
   static constexpr float kPadding = 0.0f;
   static_assert(kNumLanes == 2 * kWarpNumThreads);

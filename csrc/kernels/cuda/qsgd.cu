@@ -16,6 +16,7 @@ namespace {
 template <int kBits>
 struct Qsgd {
   static constexpr int kBlockThreads = 128;
+  static constexpr int kReduceNumThreads = 768;
   static constexpr int kNumWarps = kBlockThreads / kWarpNumThreads;
   static constexpr int kNumParts = kBits == 8 ? 2 : 8 / kBits;
   static constexpr int kNumPairs = kNumParts / 2;
@@ -23,14 +24,19 @@ struct Qsgd {
   static constexpr int32_t kLevels = levels(kBits);
   static constexpr uint32_t kMask = (1u << kBits) - 1;
 
-  struct Decoder {
-    Steps steps;
-    bool is_constant;  // all elements are `constant`
-    bool is_scaled;    // s is 2^100
+  // In most blocks the norm is L * step, rounded, and s is 1: codes are multiplied, and that is all. In a constant block
+  // all elements are `constant`.
+  enum class Kind : int32_t { kPlain, kApart, kScaled, kConstant };
+  struct alignas(16) Decoder {
+    Kind kind;
+    float step;
+    uint32_t norm_bits;  // of norm * s, as in Steps
+    uint32_t unit_bits;  // see byte_to_f32
     float constant;
   };
   struct Encoding {
     uint32_t largest[kNumWarps], signs[kNumWarps];
+    float units;  // of Steps
     Decoder decoder;
   };
   // Of 8 bits a word per quad, of fewer one per run, as they lie in the message.
@@ -50,12 +56,13 @@ struct Qsgd {
   __device__ __forceinline__ Decoder decoder_of(const uint8_t* bytes) const { return decoder_of(load_f32(bytes)); }
   static __device__ __forceinline__ Decoder decoder_of(float norm) {
     const uint32_t magnitude = std::bit_cast<uint32_t>(norm) & kF32Abs;
-    Decoder decoder{
-        {}, magnitude >= kF32Inf || magnitude == 0, magnitude < kUnscaledNorm, magnitude == 0 ? norm : kNan};
-    if (decoder.is_constant) return decoder;
+    const bool is_constant = magnitude >= kF32Inf || magnitude == 0, is_scaled = magnitude < kUnscaledNorm;
+    if (is_constant) return {Kind::kConstant, 0.0f, 0, kByteUnitBits, magnitude == 0 ? norm : kNan};
     norm = std::bit_cast<float>(magnitude);
-    decoder.steps = steps_of(decoder.is_scaled ? scale_up(norm) : norm, kLevels);
-    return decoder;
+    const Steps steps = steps_of(is_scaled ? scale_up(norm) : norm, kLevels);
+    const bool is_apart = std::bit_cast<uint32_t>(static_cast<float>(kLevels) * steps.step) != steps.norm_bits;
+    const Kind kind = is_scaled ? Kind::kScaled : is_apart ? Kind::kApart : Kind::kPlain;
+    return {kind, steps.step, steps.norm_bits, kByteUnitBits, 0.0f};
   }
 
   // Where word `index` of the codes is in the message, and how many of its bytes there are.
@@ -85,37 +92,34 @@ struct Qsgd {
     return codes.word[Share::run_of(q)] >> (kBits * Share::part_of(q)) & 0x01010101u * kMask;
   }
 
-  // value_of in few instructions.
-  template <bool kIsScaled, typename Share, typename Body>
-  static __device__ __forceinline__ void decode_all(const Steps& steps, const Codes<Share>& codes, Body body) {
-    constexpr auto kExtreme = static_cast<float>(kLevels);
+  // Calls body(i, code) with the code of each element as a number.
+  template <typename Share, typename Body>
+  static __device__ __forceinline__ void for_codes(const Codes<Share>& codes, uint32_t unit_bits, Body body) {
 #pragma unroll
     for (int q = 0; q < Share::kQuads; ++q) {
       const uint32_t quad = quad_of(codes, q);
 #pragma unroll
-      for (int i = 0; i < kQuadNumel; ++i) {
-        const float code = byte_to_f32(quad, i, kLevels);
-        const uint32_t extreme = steps.norm_bits | (std::bit_cast<uint32_t>(code) & ~kF32Abs);
-        const float value = absolute(code) == kExtreme ? std::bit_cast<float>(extreme) : code * steps.step;
-        body(q * kQuadNumel + i, kIsScaled ? scale_down(value) : value);
-      }
+      for (int i = 0; i < kQuadNumel; ++i) body(q * kQuadNumel + i, byte_to_f32(unit_bits, quad, i, kLevels));
     }
   }
+  // value_of in few instructions.
   template <typename Share, typename Body>
   __device__ __forceinline__ void decode(const Share&, const Decoder& decoder, const Codes<Share>& codes,
                                          Body body) const {
-    if (decoder.is_constant) {
-      const float value = decoder.constant;
-#pragma unroll
-      for (int i = 0; i < Share::kNumel; ++i) body(i, value);
+    const Kind kind = decoder.kind;
+    const float step = decoder.step;
+    if (kind == Kind::kPlain) {
+      for_codes(codes, decoder.unit_bits, [&](int i, float code) { body(i, code * step); });
       return;
     }
-    const Steps steps = decoder.steps;
-    if (decoder.is_scaled) {
-      decode_all<true>(steps, codes, body);
-    } else {
-      decode_all<false>(steps, codes, body);
-    }
+    const uint32_t norm_bits = decoder.norm_bits;
+    const float constant = decoder.constant;
+    for_codes(codes, kByteUnitBits, [&](int i, float code) {
+      const uint32_t extreme = norm_bits | (std::bit_cast<uint32_t>(code) & ~kF32Abs);
+      const float value =
+          absolute(code) == static_cast<float>(kLevels) ? std::bit_cast<float>(extreme) : code * step;
+      body(i, kind == Kind::kConstant ? constant : kind == Kind::kScaled ? scale_down(value) : value);
+    });
   }
 
   template <bool kIsScaled, typename Share>
@@ -186,19 +190,19 @@ struct Qsgd {
   __device__ __forceinline__ bool encode(const Share& share, size_t begin, const float* values, uint8_t* bytes,
                                          Encoding& encoding, float* decoded) const {
     uint32_t norm_bits = largest_of<Share>(values, encoding);
-    const bool is_finite = norm_bits < kF32Inf;
+    const bool is_finite = norm_bits < kF32Inf, is_scaled = norm_bits < kUnscaledNorm;
     if (norm_bits == 0) norm_bits = sign_of_zeros<Share>(values, encoding);
     if (threadIdx.x == 0) {
       const float norm = is_finite ? std::bit_cast<float>(norm_bits) : kNan;
       store_bytes<Share::kIsWhole>(std::bit_cast<uint32_t>(norm), 4, bytes);
-      encoding.decoder = decoder_of(norm);
+      encoding.units = steps_of(is_scaled ? scale_up(norm) : norm, kLevels).units;
+      if constexpr (kDecodes) encoding.decoder = decoder_of(norm);
     }
     __syncthreads();
     Codes<Share> codes{};
-    if (!encoding.decoder.is_constant) {
-      const Steps steps = encoding.decoder.steps;
-      codes = encoding.decoder.is_scaled ? codes_of<true>(share, begin, values, steps)
-                                         : codes_of<false>(share, begin, values, steps);
+    if (is_finite && (norm_bits & kF32Abs) != 0) {
+      const Steps steps{encoding.units, 0.0f, 0};
+      codes = is_scaled ? codes_of<true>(share, begin, values, steps) : codes_of<false>(share, begin, values, steps);
     }
 #pragma unroll
     for (int w = 0; w < codes.kCount; ++w) {

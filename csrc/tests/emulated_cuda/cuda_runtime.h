@@ -7,6 +7,7 @@
 // before they return.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -175,6 +176,7 @@ T atomicAdd(T* address, T value) {
 }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 // Four bytes of the eight of `a`, the lower ones, and `b`: which ones, four bits of `selector` say.
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
   unsigned result = 0;
