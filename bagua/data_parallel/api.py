@@ -8,6 +8,7 @@ pickle of the model carries no working hooks.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 import weakref
@@ -175,7 +176,8 @@ class DistributedDataParallel(torch.nn.Module):
 
     Args:
         module: the module to train, with its parameters on one device.
-        device_ids: None, or a list of the one device that the module is on, as in torch's.
+        device_ids: None, or a list of the one device that the module is on, as in torch's: then what forward is given
+            is moved there, where it is not.
         output_device: None, or the device that the module is on.
         broadcast_buffers: as in :func:`bagua.with_bagua`.
         process_group: a bagua group; all ranks by default.
@@ -214,6 +216,7 @@ class DistributedDataParallel(torch.nn.Module):
     ) -> None:
         super().__init__()
         _check_devices("device_ids", device_ids, module)
+        self._moves_inputs = bool(device_ids)
         _check_devices("output_device", None if output_device is None else [output_device], module)
         _refuse("dim", dim, dim != 0, "inputs are not scattered, each rank brings its own")
         _refuse("init_sync", init_sync, not init_sync, "all ranks start equal to rank 0")
@@ -242,6 +245,9 @@ class DistributedDataParallel(torch.nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
+        if self._moves_inputs:
+            device = next(self.module.parameters()).device
+            inputs, kwargs = _moved(inputs, device), _moved(kwargs, device)
         return self.module(*inputs, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -285,6 +291,22 @@ def _device(given: Any, devices: set[torch.device]) -> torch.device | None:
         return torch.device(next(iter(devices)).type, given) if isinstance(given, int) else torch.device(given)
     except (RuntimeError, TypeError, StopIteration):
         return None
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """The arguments of a forward on the device, in the containers into which torch's class looks."""
+    if isinstance(value, (torch.Tensor, torch.nn.utils.rnn.PackedSequence)):
+        return value.to(device)
+    if isinstance(value, dict):
+        moved = copy.copy(value)
+        moved.update((key, _moved(one, device)) for key, one in value.items())
+        return moved
+    if isinstance(value, (list, tuple)):
+        parts = [_moved(one, device) for one in value]
+        if isinstance(value, list):
+            return parts
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
 
 
 # Torch's arguments that nothing here answers to, which are no options of an algorithm: default, and what to do.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -471,6 +472,51 @@ def _check_mistakes(group):
     either = (bagua.InvalidArgument, bagua.RemoteError)
     with pytest.raises(either, match=r"gradient of .* on emulated:[23], but .* on emulated:[01] when"):
         wrapped(torch.ones(2, 4, device=elsewhere)).sum().backward()
+
+
+class _Batch(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+class _Takes(torch.nn.Module):
+    """A model that is given tensors in every container into which torch's class looks."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, first, batches, *, named):
+        assert batches[0].name == "rows"
+        tensors = [first, batches[0].x, batches[1][0], named["x"], named["more"][0]]
+        assert all(tensor.device == self.linear.weight.device for tensor in tensors)
+        assert named["packed"].data.device == first.device
+        return self.linear(sum(tensors))
+
+
+def _check_inputs(group):
+    """device_ids: what forward is given on the CPU is moved to the model, as by torch's class, and nothing else is."""
+    device = accelerator.use_device_of(group.rank)
+    model = _Takes().to(device)
+    leaf = torch.ones(2, 4, requires_grad=True)
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2, 4)])
+
+    def call(wrapped):
+        x = torch.ones(2, 4)
+        return wrapped(leaf, [_Batch(x, "rows"), (x, 3)], named={"x": x.to(device), "more": [x], "packed": packed})
+
+    wrapped = bagua.DistributedDataParallel(model, device_ids=[device.index], process_group=group)
+    found = call(wrapped)
+    assert torch.equal(found.detach(), model.linear(torch.full((2, 4), 5.0, device=device)).detach())
+    found.sum().backward()
+    assert leaf.grad.device == leaf.device and leaf.grad.shape == (2, 4)
+    wrapped.bagua.remove()
+    with pytest.raises(AssertionError):
+        call(bagua.DistributedDataParallel(model, process_group=group))
+
+
+def test_inputs_are_moved_to_the_one_device(alone_on_devices):
+    alone_on_devices.run(_in_group, args=[_check_inputs, ()])
 
 
 def _capture(rank, world_size):
