@@ -77,6 +77,7 @@ class PowerSGD(Algorithm):
             )
         if not 0 <= self.seed < 2**63:
             raise InvalidArgument(f"seed is {self.seed}, expected 0 to 2**63 - 1")
+        self._firsts: dict[int, torch.Tensor] = {}  # by parameter, on a device: its first Q
 
     def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
         if parameter.dim() < 2 or not parameter.numel():
@@ -123,14 +124,20 @@ class PowerSGD(Algorithm):
     def _start(self, bucket: Bucket, member: Member, dtype: torch.dtype) -> torch.Tensor:
         """The Q of the step before; at first, and where a column has become 0, random ones, the same on all ranks.
 
-        Columns do when gradients have a lower rank for a while, and would stay so.
+        Columns do when gradients have a lower rank for a while, and would stay so. On a device the host does not wait
+        to hear whether one has: the random ones stay there.
         """
         q = bucket.state("q", member).to(dtype)
         is_alive = q.any(dim=0)
-        if bool(is_alive.all()):
+        if q.is_cpu and bool(is_alive.all()):
             return q
-        generator = torch.Generator().manual_seed(self.seed + member.index)
-        return torch.where(is_alive, q, torch.randn(q.shape, generator=generator, dtype=torch.float32).to(q))
+        first = self._firsts.get(member.index)
+        if first is None:
+            generator = torch.Generator().manual_seed(self.seed + member.index)
+            first = torch.randn(q.shape, generator=generator, dtype=torch.float32).to(q)
+            if not q.is_cpu:
+                self._firsts[member.index] = first
+        return torch.where(is_alive, q, first)
 
     def _rank_of(self, parameter: torch.Tensor) -> int:
         return min(self.rank, *_sides(parameter))

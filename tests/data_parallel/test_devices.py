@@ -60,7 +60,10 @@ ALGORITHMS = {
     "bytegrad": {},
     "qsgd": {"error_feedback": True},
 }
-QADAM = {"optimizer": _fused_qadam, "min_compressed_bytes": 0}
+OTHERS = {
+    "qadam": {"optimizer": _fused_qadam, "min_compressed_bytes": 0},
+    "powersgd": {},
+}
 
 
 # ---- nothing waits
@@ -80,7 +83,7 @@ def _counting(is_found_finite):
 def _check_waits(group, nonfinite_check, algorithms):
     barrier = group.barrier
     for algorithm in algorithms:
-        options = {**(ALGORITHMS | {"qadam": QADAM})[algorithm], "nonfinite_check": nonfinite_check}
+        options = {**(ALGORITHMS | OTHERS)[algorithm], "nonfinite_check": nonfinite_check}
         model, optimizer, device = _make(group, emulated.NAME, algorithm=algorithm, **options)
         for step in range(5 if algorithm == "qadam" else 3):
             loss = model(_inputs(group.rank, step, device)).square().mean()
@@ -110,7 +113,7 @@ def test_neither_backward_nor_step_waits_for_the_device(alone_on_emulated):
 def _count_waits(rank, world_size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Work, "is_found_finite", _counting(Work.is_found_finite))
-        thread_world(2, _check_waits, "late", (*ALGORITHMS, "qadam"))
+        thread_world(2, _check_waits, "late", (*ALGORITHMS, *OTHERS))
         thread_world(2, _check_waits, "sync", ("bytegrad", "qsgd"))
 
 
@@ -369,7 +372,7 @@ def test_a_step_that_a_scaler_skips_is_skipped_as_on_the_cpu(pair_on_devices, op
 
 
 def _train_qadam(group, kind, bad_step):
-    more = {"bad_step": bad_step, "num_steps": 6, **QADAM}
+    more = {"bad_step": bad_step, "num_steps": 6, **OTHERS["qadam"]}
     return _train_through(group, kind, "qadam", {}, scaled=True, **more)
 
 
