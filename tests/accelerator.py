@@ -97,7 +97,7 @@ def agree(found: Sequence[torch.Tensor], of_cpu: Sequence[torch.Tensor]) -> bool
     moved or added by bagua has the CPU's bits there, too; compare that with torch.equal.
     """
     if _kind == EMULATED:
-        return all(map(torch.equal, found, of_cpu))
+        return all(torch.equal(one.cpu(), other) for one, other in zip(found, of_cpu, strict=True))
     num_wrong = sum(
         int((~torch.isclose(one.cpu(), other, rtol=1e-4, atol=1e-5, equal_nan=True)).sum())
         for one, other in zip(found, of_cpu, strict=True)

@@ -38,7 +38,8 @@ def mean(values: torch.Tensor, mask: torch.Tensor | None = None) -> Ratio:
 
     Args:
         values: ``[examples]``, or more axes, all of which are averaged over.
-        mask: of the same shape: which count, bools, or weights. None: all. What is masked out may be anything.
+        mask: of the same shape: which count, bools, or weights; of the CPU serves values of a device, too. None: all.
+            What is masked out may be anything.
 
     Returns:
         Sums in float32, of float64 in float64.
@@ -57,10 +58,10 @@ def mean(values: torch.Tensor, mask: torch.Tensor | None = None) -> Ratio:
         values = values.to(torch.get_default_dtype())
     values = values.to(torch.promote_types(values.dtype, torch.float32))  # 257 is no bfloat16, 65,536 no float16
     if mask is None:
-        return Ratio(values.sum(), torch.full((), values.numel(), dtype=values.dtype))
+        return Ratio(values.sum(), torch.full((), values.numel(), dtype=values.dtype, device=values.device))
     if mask.shape != values.shape:
         raise InvalidArgument(f"mask of shape {list(mask.shape)} for values of shape {list(values.shape)}")
-    weights = mask.to(values.dtype)
+    weights = mask.to(values.device, values.dtype)
     return Ratio((torch.where(weights != 0, values, torch.zeros_like(values)) * weights).sum(), weights.sum())
 
 
@@ -87,8 +88,9 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor
     if logits.shape[:-1] != labels.shape:
         raise InvalidArgument(f"logits of shape {list(logits.shape)} for labels of shape {list(labels.shape)}")
     if mask is not None and mask.shape == labels.shape:  # pads, such as labels -100, are no classes
-        labels = torch.where(mask != 0, labels, torch.zeros_like(labels))
-        logits = torch.where((mask != 0).unsqueeze(-1), logits, torch.zeros_like(logits))
+        counts = mask.to(logits.device) != 0
+        labels = torch.where(counts, labels, torch.zeros_like(labels))
+        logits = torch.where(counts.unsqueeze(-1), logits, torch.zeros_like(logits))
     chosen = logits.log_softmax(-1).gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)
     return mean(-chosen, mask)
 

@@ -452,6 +452,12 @@ def test_several_devices():
         x + y
     with pytest.raises(RuntimeError, match="xpected all tensors to be on the same device"):
         torch._foreach_add_([x], [y])
+    rows, is_even = torch.arange(12), torch.arange(12) % 2 == 0
+    assert torch.equal(x[rows].cpu(), x.cpu()) and x[is_even].numel() == 6 and (x * torch.tensor(2.0)).device == on(1)
+    with_the_cpu = (lambda: torch.where(is_even, x, x), lambda: torch.equal(x, x.cpu()), lambda: x.gather(0, rows))
+    for call in with_the_cpu:
+        with pytest.raises(RuntimeError, match="to be on the same device, found emulated:1 and cpu"):
+            call()
     with torch.emulated.device(2):
         assert torch.ones(1, device="emulated").device == on(2)
     assert torch.accelerator.current_device_index() == 0

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 import bagua
 import tests.emulated_device as emulated
 from bagua import federated
-from bagua.federated import Client, IsolatedClients, Simulation, optimizers, run_on
+from bagua.federated import Client, IsolatedClients, Simulation, metrics, optimizers, run_on
 from bagua.federated.aggregators import Aggregator, Clip, Mean, Median, Noise, Quantize, SecureSum, TrimmedMean
 from bagua.federated.privacy import PrivateMean
 from bagua.testing import world
@@ -161,7 +161,30 @@ def traced(job):
     return graph(x, y)
 
 
-@in_turns("program, num_ranks", [verbs, derivatives, map_reduces, local_training], [2, 1])
+def metrics_of(job):
+    """With a mask of the device, one of the CPU, and none, of placed values and of one client's."""
+    logits, labels = job.mine(torch.randn(NUM_CLIENTS, 6, 3)), job.mine(torch.randint(0, 3, (NUM_CLIENTS, 6)))
+    mask = job.mine(torch.rand(NUM_CLIENTS, 6) > 0.3)
+    logits, labels = logits.to(job.device), labels.to(job.device)
+
+    def measure(logits, labels, mask=None):
+        return {
+            "loss": metrics.cross_entropy(logits, labels, mask),
+            "accuracy": metrics.accuracy(logits, labels, mask),
+            "mean": metrics.mean(labels, mask),
+        }
+
+    def placed(*data):
+        of_clients = federated.map_fn(measure, data)
+        return metrics.result(metrics.reduce(of_clients)), metrics.result(of_clients)
+
+    masks = ([], [mask], [mask.to(job.device)])
+    found = [job.program(placed)(logits, labels, *one) for one in masks]
+    parts = [measure(logits[0], labels[0], *(each[0] for each in one)) for one in masks]
+    return found, parts, metrics.result(metrics.merge(parts[0], parts[1]))
+
+
+@in_turns("program, num_ranks", [verbs, derivatives, map_reduces, local_training, metrics_of], [2, 1])
 def test_programs(pair_on_devices, num_ranks, program):
     check(pair_on_devices, num_ranks, program)
 

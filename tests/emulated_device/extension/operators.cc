@@ -262,18 +262,31 @@ void for_each_tensor(const c10::IValue& value, Visit visit) {
   }
 }
 
+// Whose operands on the CPU a GPU takes, too, whatever their shape: indices.
+bool takes_indices_of_the_cpu(const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  return name == "aten::index" || name == "aten::index_put" || name == "aten::index_put_" ||
+         name == "aten::_index_put_impl_";
+}
+
 void compute_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<c10::Device> device;
+  bool has_cpus = false;  // but for single numbers
   for (size_t i = stack->size() - op.schema().arguments().size(); i < stack->size(); ++i) {
     c10::IValue& argument = (*stack)[i];
     for_each_tensor(argument, [&](const at::Tensor& tensor) {
-      if (!is_ours(tensor)) return;
+      if (!is_ours(tensor)) {
+        has_cpus = has_cpus || tensor.dim() > 0;
+        return;
+      }
       TORCH_CHECK(!device.has_value() || *device == tensor.device(), op.schema().operator_name(),
                   ": expected all tensors to be on the same device, found ", *device, " and ", tensor.device());
       device = tensor.device();
     });
     if (argument.isGenerator()) argument = host_generator(argument.toGenerator());
   }
+  TORCH_CHECK(!device.has_value() || !has_cpus || takes_indices_of_the_cpu(op), op.schema().operator_name(),
+              ": expected all tensors to be on the same device, found ", *device, " and cpu");
   const c10::OptionalDeviceGuard guard(device);
   const Computing computing;
   at::native::cpu_fallback(op, stack);
