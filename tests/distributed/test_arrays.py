@@ -276,21 +276,29 @@ def check_other_libraries(group):
         group.all_reduce(OfNowhere())
 
 
-class OnAGpu:
-    """An array of a library that has no DLPack."""
-
-    __cuda_array_interface__ = {"data": (256, False), "shape": (5,), "typestr": "<f4", "version": 3}
-
-
-def test_an_array_on_another_gpu_than_the_current_one_is_not_copied_in_silence(monkeypatch):
-    monkeypatch.setattr(torch, "as_tensor", lambda _array, device: torch.zeros(5))  # as torch copies it
-
-    def check(group):
-        with pytest.raises(bagua.InvalidArgument, match="tensor is a OnAGpu on another GPU than the current one"):
-            group.all_reduce(OnAGpu())
-
-    thread_world(2, check)
-
-
 def test_arrays_of_other_libraries():
     thread_world(2, check_other_libraries)
+
+
+class OnAGpu:
+    """One with the CUDA array interface only, as Numba's are."""
+
+    def __init__(self, values):
+        self.values = values
+        self.__cuda_array_interface__ = {"data": (values.data_ptr(), False)}
+
+
+def test_an_array_of_another_gpu_than_the_current_one(monkeypatch):
+    """torch would give a copy of it on the current GPU, where nobody would look for the result."""
+
+    def check(group):
+        mine = OnAGpu(torch.ones(3))
+        monkeypatch.setattr(torch, "as_tensor", lambda array, device: array.values)
+        group.all_reduce(mine).wait()
+        group.all_reduce(OnAGpu(torch.empty(0))).wait()
+        monkeypatch.setattr(torch, "as_tensor", lambda array, device: array.values.clone())
+        with pytest.raises(bagua.InvalidArgument, match="OnAGpu on another GPU than the current one"):
+            group.all_reduce(mine)
+        assert mine.values.tolist() == [1.0] * 3
+
+    thread_world(1, check)
