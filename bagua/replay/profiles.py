@@ -338,7 +338,7 @@ class _Recorder:
 
     def _now(self) -> float:
         if self._device.type != "cpu":
-            getattr(torch, self._device.type).synchronize()
+            getattr(torch, self._device.type).synchronize(self._device)  # not the current one
         return time.perf_counter()
 
     def _record(self, layer: str) -> None:
