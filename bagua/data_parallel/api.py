@@ -298,9 +298,12 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, (torch.Tensor, torch.nn.utils.rnn.PackedSequence)):
         return value.to(device)
     if isinstance(value, dict):
-        moved = copy.copy(value)
-        moved.update((key, _moved(one, device)) for key, one in value.items())
-        return moved
+        moved = {key: _moved(one, device) for key, one in value.items()}
+        if type(value) is dict:  # of which torch.compile traces no copy
+            return moved
+        value = copy.copy(value)
+        value.update(moved)
+        return value
     if isinstance(value, (list, tuple)):
         parts = [_moved(one, device) for one in value]
         if isinstance(value, list):

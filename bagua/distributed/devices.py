@@ -52,8 +52,9 @@ def check_supported(device: torch.device, what: str) -> None:
             f"{what} is on {device}, but this bagua was built without CUDA; move it to the CPU (.cpu()), or install a "
             "build with CUDA (BAGUA_CUDA=1 pip install ., where nvcc is)"
         )
+    instead = "make it there, with values (to_empty)" if kind == "meta" else "move it there (.cpu())"
     raise InvalidArgument(
-        f"{what} is on {device}; bagua communicates tensors of the CPU and of CUDA devices: move it there (.cpu())"
+        f"{what} is on {device}; bagua communicates tensors of the CPU and of CUDA devices: {instead}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import threading
@@ -490,7 +491,7 @@ class _Takes(torch.nn.Module):
         self.linear = torch.nn.Linear(4, 4)
 
     def forward(self, first, batches, *, named):
-        assert batches[0].name == "rows"
+        assert batches[0].name == "rows" and type(named) is collections.OrderedDict
         tensors = [first, batches[0].x, batches[1][0], named["x"], named["more"][0]]
         assert all(tensor.device == self.linear.weight.device for tensor in tensors)
         assert named["packed"].data.device == first.device
@@ -506,7 +507,8 @@ def _check_inputs(group):
 
     def call(wrapped):
         x = torch.ones(2, 4)
-        return wrapped(leaf, [_Batch(x, "rows"), (x, 3)], named={"x": x.to(device), "more": [x], "packed": packed})
+        named = collections.OrderedDict(x=x.to(device), more=[x], packed=packed)
+        return wrapped(leaf, [_Batch(x, "rows"), (x, 3)], named=named)
 
     wrapped = bagua.DistributedDataParallel(model, device_ids=[device.index], process_group=group)
     found = call(wrapped)
