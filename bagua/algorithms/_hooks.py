@@ -154,6 +154,13 @@ class Hooks:
     def after_backward(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
         """A synchronising backward has ended: all Work is complete, ``backward()`` is about to return."""
 
+    def after_skipped_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        """A GradScaler has made nothing of a step of ``optimizer``, and the host knows.
+
+        The weights are what they were, though torch may count a fused optimizer's as changed. Where gradients are
+        exchanged on a device the host hears of it later, and ``after_optimizer_step`` is called.
+        """
+
     # --- in the background
 
     def pause(self) -> None:

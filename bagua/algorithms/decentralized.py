@@ -110,6 +110,11 @@ class Decentralized(ExchangedWeights):
     ) -> None:
         self.num_steps[self.index_of(optimizer)] += 1
 
+    def after_skipped_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        exchange = self._pending.get(self.index_of(optimizer))
+        if exchange is not None:  # which goes on until a step that is made
+            exchange.versions = _versions(buckets)
+
     def _is_due(self, index: int) -> bool:
         return self.training.group.size > 1 and self.num_steps[index] % self.interval == 0
 

@@ -185,6 +185,9 @@ class OptimizerSteps:
         """``optimizer.step`` has returned."""
         self._has_gradients = False
         if self._is_skipped(call.optimizer):
+            hook = "after_skipped_step"
+            with self._recorder.hook(hook), fatal(self._group, hook, self._algorithm.name):
+                self._algorithm.after_skipped_step(call.optimizer, self._buckets_of(call.optimizer))
             return
         if not call.is_prepared:
             if self._group.size == 1:

@@ -354,7 +354,7 @@ class _Fused(torch.optim.SGD):
 
 def _skipped_steps(group, optimizer):
     different = []
-    for algorithm, options in {**ALGORITHMS, "powersgd": {}}.items():
+    for algorithm, options in {**ALGORITHMS, "powersgd": {}, "decentralized": {}}.items():
         of_cpu, of_device = (
             _train_through(group, kind, algorithm, options, scaled=True, optimizer=optimizer)
             for kind in ("cpu", accelerator.kind())
