@@ -194,7 +194,7 @@ KINDS = {  # of tensors that no rank could write as they are, and what is told o
     "sparse": (lambda: torch.eye(3).to_sparse(), r"has layout torch.sparse_coo; .*\.to_dense\(\)"),
     "conjugate": (lambda: torch.ones(3, dtype=torch.complex64).conj(), r"lazy conjugate .*\.resolve_conj\(\)"),
     "negative": (lambda: torch.ones(3, dtype=torch.complex64).conj().imag, r"lazy negative .*\.resolve_neg\(\)"),
-    "meta": (lambda: torch.ones(3, device="meta"), r"is on meta; .*\.cpu\(\)"),
+    "meta": (lambda: torch.ones(3, device="meta"), r"is on meta; .*to_empty"),
     "expanded": (lambda: torch.ones(1).expand(3), r"of shape \(3,\) is expanded.*\.clone\(\)"),
 }
 

@@ -14,7 +14,7 @@ namespace {
 
 struct MinmaxUint8 {
   static constexpr int kBlockThreads = 128;
-  static constexpr int kReduceNumThreads = 1024;
+  static constexpr int kReduceNumThreads = 896;
   static constexpr int kNumWarps = kBlockThreads / kWarpNumThreads;
   static constexpr int kNumParts = 1;
   static constexpr float kPadding = 0.0f;
