@@ -7,9 +7,9 @@ than there is. torch.load does the rest with weights_only.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-import pickle
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def from_bytes(data: bytes) -> Graph:
         if description["format"] != _FORMAT:
             raise ValueError(description["format"])
         version = description["version"]
-    except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError) as error:
+    except Exception as error:  # torch raises what its parsers do
         raise InvalidArgument(f"not a graph that Graph.save wrote: {error}") from None
     if version != _VERSION:
         raise InvalidArgument(f"a graph of version {version}, expected {_VERSION}: trace the program again")
@@ -64,7 +64,7 @@ def from_bytes(data: bytes) -> Graph:
         return _decode_graph(description["graph"], content["constants"])
     except InvalidArgument:
         raise
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:
         raise InvalidArgument(f"a graph that Graph.save did not write: {type(error).__name__} {error}") from None
 
 
@@ -122,14 +122,45 @@ def _encode_graph(graph: Graph, constants: list[torch.Tensor]) -> dict[str, Any]
 
 def _dumps(structure: Any, name: str) -> str:
     try:
-        return pytree.treespec_dumps(structure)
-    except NotImplementedError as error:
+        text = pytree.treespec_dumps(structure)
+        if _loads(text) != structure:  # such as keys that are tuples, which JSON makes lists of
+            raise TypeError("it would not be read as it is")
+        return text
+    except (InvalidArgument, NotImplementedError, TypeError, AttributeError) as error:
         raise InvalidArgument(
             f"{name} cannot be saved with its structure {structure}: use dictionaries, lists and tuples ({error})"
         ) from None
 
 
 # ---- and back
+
+# What a defaultdict of a structure may make.
+_FACTORIES = ("bool", "int", "float", "complex", "str", "list", "tuple", "dict", "set")
+
+
+def _loads(text: str) -> Any:
+    """The structure. torch would import any module that it names, for an enumeration or a factory of values."""
+    _, schema = json.loads(text)
+    _check_structure(schema)
+    return pytree.treespec_loads(text)
+
+
+def _check_structure(schema: dict[str, Any]) -> None:
+    context = schema["context"]
+    if schema["type"] == "collections.defaultdict":
+        factory = context["default_factory_module"], context["default_factory_name"]
+        if factory not in [("builtins", name) for name in _FACTORIES]:
+            raise InvalidArgument(f"a structure with a defaultdict of {'.'.join(factory)}: use a dictionary")
+    elif isinstance(context, str):
+        with contextlib.suppress(json.JSONDecodeError):  # of a class that reads another language
+            json.loads(context, object_hook=_refuse_enum)
+    for child in schema["children_spec"]:
+        _check_structure(child)
+
+
+def _refuse_enum(found: dict[str, Any]) -> None:
+    if "__enum__" in found:
+        raise InvalidArgument(f"a structure with the enumeration {found.get('fqn')!r}: use strings or integers as keys")
 
 
 def _natural(number: Any, least: int = 0) -> int:
@@ -166,7 +197,7 @@ def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) ->
             "value": lambda number: values[range(len(values))[_natural(number)]],
             "num_clients": NumClients,
             "float": float.fromhex,
-            "device": torch.device,
+            "device": lambda name: torch.device(str(name)),
         }
         return decoders[kind](content) if kind in decoders else _enum(kind, content)
 
@@ -195,7 +226,7 @@ def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) ->
         inputs,
         nodes,
         [decode(output) for output in description["outputs"]],
-        structures and tuple(map(pytree.treespec_loads, structures)),
+        structures and tuple(map(_loads, structures)),
         {name: constants[index] for name, index in description["constants"].items()},
         placements,
         {name: _decode_graph(function, constants) for name, function in description["functions"].items()},

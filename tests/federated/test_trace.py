@@ -6,9 +6,12 @@ The oracle is the program itself, which test_verbs.py holds against loops.
 from __future__ import annotations
 
 import concurrent.futures
+import enum
 import functools
 import io
 import json
+import sys
+from collections import OrderedDict, defaultdict
 
 import pytest
 import torch
@@ -475,7 +478,71 @@ def test_nothing_but_operators_can_be_loaded(change, message):
         from_bytes(edited(graph_of("value"), change))
 
 
-@pytest.mark.parametrize("data", [b"", b"graph", to_bytes.__doc__.encode()])
+def set_device(description):
+    description["graph"]["nodes"][0]["args"] = [{"device": "nowhere"}]
+
+
+def set_float(description):
+    description["graph"]["nodes"][0]["args"] = [{"float": "0x1p99999"}]
+
+
+def set_structure(kind, context):
+    def change(description):
+        schema = {"type": kind, "context": context, "children_spec": []}
+        description["graph"]["structures"][1] = json.dumps([1, schema])
+
+    return change
+
+
+@pytest.mark.parametrize("change", [set_device, set_float, set_structure("a.b", "null")])
+def test_what_is_not_of_a_graph_is_told(change):
+    with pytest.raises(InvalidArgument, match="did not write"):
+        from_bytes(edited(graph_of("value"), change))
+
+
+FACTORY = {"default_factory_module": "this", "default_factory_name": "d", "dict_context": []}
+ENUM = json.dumps([{"__enum__": True, "fqn": "this:d", "name": "A"}]).replace("__enum__", "__\\u0065num__")
+
+
+@pytest.mark.parametrize("change", [set_structure("collections.defaultdict", FACTORY), set_structure("builtins.dict", ENUM)])
+def test_a_structure_imports_no_module(change):
+    with pytest.raises(InvalidArgument, match="a structure with"):
+        from_bytes(edited(graph_of("value"), change))
+    assert "this" not in sys.modules
+
+
+class Key(enum.Enum):
+    A = 1
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda x: {Key.A: x}, "the enumeration"),
+        (lambda x: {("a", 1): x}, "would not be read as it is"),
+        (lambda x: defaultdict(Key, a=x), "a defaultdict of"),
+        (lambda x: defaultdict(None, a=x), "use dictionaries, lists and tuples"),
+    ],
+)
+def test_what_could_not_be_read_is_not_saved(make, message):
+    graph = federated.trace(federated.program(lambda x: make(federated.broadcast(x)), clients=3), X)
+    with pytest.raises(InvalidArgument, match=message):
+        to_bytes(graph)
+
+
+def test_structures_are_read_as_they_are():
+    value = defaultdict(list, a=OrderedDict(c=X, b=[X]), b=({1: X},))
+    graph = federated.trace(federated.program(lambda tree: federated.broadcast(tree), clients=3), value)
+    assert from_bytes(to_bytes(graph)).structures == graph.structures
+
+
+def a_tensor():
+    file = io.BytesIO()
+    torch.save(torch.ones(3), file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("data", [b"", b"graph", to_bytes.__doc__.encode(), a_tensor()])
 def test_other_bytes_are_no_graph(data):
     with pytest.raises(InvalidArgument, match="not a graph"):
         from_bytes(data)
