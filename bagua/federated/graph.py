@@ -345,7 +345,7 @@ def refusal(operator: Any) -> str:
     return ""
 
 
-_WITHOUT_VALUES = ("empty", "sparse", "quantized", "nested")
+_WITHOUT_VALUES = ("empty", "resize", "sparse", "quantized", "nested")
 
 
 def name_of(target: str) -> str:

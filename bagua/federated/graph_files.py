@@ -33,6 +33,7 @@ _VERSION = 1
 _ENUMS = {
     "dtype": torch.dtype, "device": torch.device, "layout": torch.layout, "memory_format": torch.memory_format
 }  # fmt: skip
+_ENUMS_OF_SCHEMAS = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format}
 
 
 def to_bytes(graph: Graph) -> bytes:
@@ -52,6 +53,8 @@ def from_bytes(data: bytes) -> Graph:
     """
     try:
         content = torch.load(io.BytesIO(data), weights_only=True)
+        if not isinstance(content, dict):
+            raise TypeError(type(content).__name__)
         description = json.loads(content["graph"])
         if description["format"] != _FORMAT:
             raise ValueError(description["format"])
@@ -177,6 +180,16 @@ def _enum(kind: str, name: str) -> Any:
     return found
 
 
+def _check_enums(operator: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """For a dtype torch takes any integer, too, with which it reads memory that is not its own."""
+    arguments = operator._schema.arguments
+    given = [*zip(arguments, args, strict=False), *((one, kwargs[one.name]) for one in arguments if one.name in kwargs)]
+    for argument, value in given:
+        kind = str(argument.real_type).removeprefix("Optional[").removesuffix("]")
+        if kind in _ENUMS_OF_SCHEMAS and not isinstance(value, (_ENUMS_OF_SCHEMAS[kind], type(None))):
+            raise InvalidArgument(f"a graph with {value!r} for the {argument.name} of {operator}, expected a {kind}")
+
+
 def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) -> Graph:
     values: list[Value] = []
 
@@ -211,7 +224,7 @@ def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) ->
         if described["verb"] not in ("", BROADCAST, MAP, *REDUCTIONS):
             raise InvalidArgument(f"a graph with the verb {described['verb']!r}, which does not exist")
         if not described["verb"] and target != CHECK_TOTAL and target not in description["constants"]:
-            operator_of(target)
+            _check_enums(operator_of(target), args, kwargs)
         if described["verb"] == MAP and target not in description["functions"]:
             raise InvalidArgument(f"a graph with a map of {target!r}, which is not in it")
         nodes.append(

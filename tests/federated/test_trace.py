@@ -465,6 +465,7 @@ def set_verb(description):
         (set_target("aten.from_file.default"), "reads a file"),
         (set_target("aten.save.default"), "something else than tensors"),
         (set_target("aten.empty.memory_format"), "no values of the program"),
+        (set_target("aten.resize.default"), "no values of the program"),
         (set_target("aten.as_strided.default"), "how tensors lie in memory"),
         (set_target("aten._reshape_alias.default"), "how tensors lie in memory"),
         (set_target("aten.add_.Tensor"), "writes into its arguments"),
@@ -494,6 +495,18 @@ def set_structure(kind, context):
     return change
 
 
+@pytest.mark.parametrize("dtype", [-1, {"value": 0}])
+def test_a_number_is_no_dtype(dtype):
+    """torch would read memory of its process with it, or end it."""
+
+    def change(description):
+        (full,) = [node for node in description["graph"]["nodes"] if node["target"] == "aten.full.default"]
+        full["kwargs"]["dtype"] = dtype
+
+    with pytest.raises(InvalidArgument, match="for the dtype of aten.full.default, expected a ScalarType"):
+        from_bytes(edited(federated.trace(grad(fax), X, Y), change))
+
+
 @pytest.mark.parametrize("change", [set_device, set_float, set_structure("a.b", "null")])
 def test_what_is_not_of_a_graph_is_told(change):
     with pytest.raises(InvalidArgument, match="did not write"):
@@ -504,7 +517,9 @@ FACTORY = {"default_factory_module": "this", "default_factory_name": "d", "dict_
 ENUM = json.dumps([{"__enum__": True, "fqn": "this:d", "name": "A"}]).replace("__enum__", "__\\u0065num__")
 
 
-@pytest.mark.parametrize("change", [set_structure("collections.defaultdict", FACTORY), set_structure("builtins.dict", ENUM)])
+@pytest.mark.parametrize(
+    "change", [set_structure("collections.defaultdict", FACTORY), set_structure("builtins.dict", ENUM)]
+)
 def test_a_structure_imports_no_module(change):
     with pytest.raises(InvalidArgument, match="a structure with"):
         from_bytes(edited(graph_of("value"), change))
