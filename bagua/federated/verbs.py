@@ -238,9 +238,11 @@ def _expand(shared: torch.Tensor, clients: Placement) -> torch.Tensor:
 
 
 def shared_of(leaf: torch.Tensor, clients: Placement) -> torch.Tensor | None:
-    """What all clients have, where `leaf` is as broadcast returned it."""
+    """What all clients have, where `leaf` is as broadcast returned it, and nobody asks for its own gradient."""
     owner, shared = getattr(leaf, _SHARED, (None, None))
-    return shared if owner is clients else None
+    if owner is not clients or leaf.requires_grad != shared.requires_grad:
+        return None
+    return None if leaf.retains_grad or leaf._backward_hooks else shared
 
 
 # ---- checks

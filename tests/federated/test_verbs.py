@@ -327,6 +327,37 @@ def test_tangents_outside_of_transforms_reach_through_a_node():
     torch.testing.assert_close(tangent, jvp(lambda x: fax(x, Y), (X,), (torch.ones_like(X),))[1])
 
 
+def of_its_own(broadcast):
+    return broadcast.requires_grad_()
+
+
+def retained(broadcast):
+    broadcast.retain_grad()
+    return broadcast
+
+
+def hooked(broadcast):
+    broadcast.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    return broadcast
+
+
+@pytest.mark.parametrize("ask, follows", [(of_its_own, False), (retained, True), (hooked, True)])
+def test_a_node_gives_what_was_broadcast_its_gradient(ask, follows):
+    def gradients(reduced):
+        x = X.clone().requires_grad_(follows)
+
+        def body():
+            models = ask(federated.broadcast(x))
+            reduced(square, (models, Y)).backward()
+            return models.grad if ask is not hooked else x.grad
+
+        return federated.program(body, clients=3)()
+
+    expected = gradients(lambda *arguments: federated.reduce_mean(federated.map_fn(*arguments)))
+    assert expected.abs().sum() > 0
+    torch.testing.assert_close(gradients(federated.map_reduce), expected)
+
+
 @pytest.mark.parametrize("verb", ["map_fn", "map_reduce"])
 def test_a_tensor_from_around_that_is_returned_as_it_is_is_refused(verb):
     weight = torch.ones(2, requires_grad=True)
