@@ -37,6 +37,7 @@ from bagua.federated.verbs import (
     divided,
     map_fn,
     reduce_sum,
+    widened,
 )
 
 Tree = Any  # a pytree of tensors
@@ -506,14 +507,17 @@ class Aggregator:
             value = only_of(mask, value)
         weights = None if weights is None else beside(value, weights)
         counts = self._counts(weights, mask)
+        dtypes = [leaf.dtype for leaf in pytree.tree_leaves(value)]
+        after = range(self._reduction_index + 1, len(self.steps))
         is_weighted, states = weights is None, list(state)
         for index, step in enumerate(self.steps[: self._reduction_index + 1]):
+            if index == self._reduction_index and after:
+                value = pytree.tree_map(widened, value)
             if step.stage > CLIP and not is_weighted:
                 value = pytree.tree_map(lambda leaf: leaf * along(counts, leaf).to(leaf.dtype), value)
                 is_weighted = True
             if index < self._reduction_index:
                 value, states[index] = step.at_clients(value, states[index], clients)
-        after = range(self._reduction_index + 1, len(self.steps))
         total: torch.Tensor | int = clients.size
         if counts is None or not after:
             value = self._reduction.reduce(value, mask, clients)
@@ -522,6 +526,9 @@ class Aggregator:
             (total,) = call("check_total", [total], clients.key)
         for index in after:
             value, states[index] = self.steps[index].at_server(value, states[index], total)
+        if torch.float16 in dtypes:
+            leaves, structure = pytree.tree_flatten(value)
+            value = pytree.tree_unflatten([x.to(d) for x, d in zip(leaves, dtypes, strict=True)], structure)
         return value, tuple(states)
 
     def _counts(self, weights: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -25,6 +25,7 @@ from bagua.federated.traced import tracing
 from bagua.federated.verbs import (
     Tree,
     across,
+    as_weights,
     check_floating,
     check_no_bools,
     check_options,
@@ -37,6 +38,8 @@ from bagua.federated.verbs import (
     run_client,
     shared_of,
     splat,
+    times_weight,
+    widened,
 )
 
 Tensors = tuple[torch.Tensor, ...]
@@ -80,10 +83,11 @@ def map_reduce(
     if reduce == "weighted_mean":
         clients = current(placement, "map_reduce")
         options = {"chunk_size": chunk_size, "randomness": randomness, "placement": placement}
-        weighted = functools.wraps(function)(functools.partial(_weighted, function))
+        dtypes: list[Tree] = []
+        weighted = functools.wraps(function)(functools.partial(_weighted, function, dtypes))
         leaves, total = map_reduce(weighted, arguments, reduce="sum", **options)
         (total,) = call("check_total", [total], clients.key)
-        return pytree.tree_map(lambda leaf: divided(leaf, total), leaves)
+        return pytree.tree_map(lambda leaf, dtype: divided(leaf, total).to(dtype), leaves, dtypes[0])
     verb = f"reduce_{reduce}"
     if torch.compiler.is_compiling() or tracing():
         mapped = map_fn(function, arguments, chunk_size=chunk_size, randomness=randomness, placement=placement)
@@ -107,7 +111,8 @@ def map_reduce(
 
     def of_chunk(*chunk: torch.Tensor) -> Tensors:
         mapped = torch.func.vmap(functools.partial(of_one, seen), dims, randomness=randomness)(*chunk)
-        return tuple(leaf.sum(0, dtype=leaf.dtype) for leaf in mapped)
+        wide = [widened(leaf) if reduce == "mean" else leaf for leaf in mapped]
+        return tuple(leaf.sum(0, dtype=leaf.dtype) for leaf in wide)
 
     node = Node(of_chunk, is_shared, None, chunk_size, clients.num_local)
     if _is_differentiated(inputs):
@@ -119,7 +124,8 @@ def map_reduce(
     else:
         results = node.compute(inputs)
         check(pytree.tree_unflatten(list(results), seen[0]), verb)
-    return pytree.tree_unflatten(across(verb, results, clients), seen[0])
+    results = [x.to(dtype) for x, dtype in zip(across(verb, results, clients), seen[1], strict=True)]
+    return pytree.tree_unflatten(results, seen[0])
 
 
 def _is_differentiated(inputs: Sequence[torch.Tensor]) -> bool:
@@ -127,8 +133,8 @@ def _is_differentiated(inputs: Sequence[torch.Tensor]) -> bool:
     return current_level() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
 
 
-def _weighted(function: Callable, *arguments: Any) -> tuple[Tree, torch.Tensor]:
-    """One client's value times its weight, and the weight."""
+def _weighted(function: Callable, dtypes: list, *arguments: Any) -> tuple[Tree, torch.Tensor]:
+    """One client's value times its weight, and the weight; the value's dtypes go into `dtypes`."""
     result = function(*arguments)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise InvalidArgument(
@@ -142,12 +148,13 @@ def _weighted(function: Callable, *arguments: Any) -> tuple[Tree, torch.Tensor]:
             f"map_reduce(reduce='weighted_mean') with a weight {got}, expected a real tensor []: of one client"
         )
     value = check_floating(check_tensors(value, "map_reduce"), "map_reduce")
-    weight = weight if weight.is_floating_point() else weight.to(torch.get_default_dtype())
-    return pytree.tree_map(lambda leaf: leaf * weight.to(leaf.dtype), value), weight
+    weight = as_weights(weight)
+    dtypes[:] = [pytree.tree_map(lambda leaf: leaf.dtype, value)]
+    return pytree.tree_map(lambda leaf: times_weight(leaf, weight), value), weight
 
 
 def _flat(function: Callable, clients: Any, structure: Any, seen: list, *leaves: torch.Tensor) -> Tensors:
-    """The client function from leaves to leaves; the structure of what it returns goes into `seen`.
+    """The client function from leaves to leaves; the structure and dtypes of what it returns go into `seen`.
 
     What follows the leaves of its arguments is there for its axis only.
     """
@@ -155,7 +162,7 @@ def _flat(function: Callable, clients: Any, structure: Any, seen: list, *leaves:
         function, clients, "map_reduce", *pytree.tree_unflatten(list(leaves[: structure.num_leaves]), structure)
     )
     flat, out_structure = pytree.tree_flatten(result)
-    seen[:] = [out_structure]
+    seen[:] = [out_structure, [leaf.dtype for leaf in flat]]
     return tuple(flat)
 
 

@@ -28,6 +28,7 @@ from bagua.federated.graph import CHECK_TOTAL, MAP, SERVER, Graph, Node, Value, 
 from bagua.federated.graph_files import from_bytes, to_bytes
 from bagua.federated.rounds import Turn, client_side, rounds_of
 from bagua.federated.traced import is_drawn
+from bagua.federated.verbs import widened
 
 Tree = Any  # a pytree of tensors
 
@@ -112,12 +113,13 @@ def run_on(platform: Platform, graph: Graph, /, *, coding: FixedPoint | None = N
         sent = [known[value] for value in this.sent_down()]
         request = {"what": "round", "session": session, "number": number, "values": sent}
         masked = _replies(platform, request | ({"keys": keys} if number == 0 else {}), "masked", size)
-        sums = secure_sum.add_up(coding, masked, [_like(value) for node in this.up for value in node.args])
+        likes = [_like(value, node.verb) for node in this.up for value in node.args]
+        sums = secure_sum.add_up(coding, masked, likes)
         sums = [total.to(device) for total in sums]
         for node in this.up:
             for result in node.results:
                 total = sums.pop(0)
-                known[result] = total / size if node.verb == "reduce_mean" else total
+                known[result] = (total / size).to(result.dtype) if node.verb == "reduce_mean" else total
     for node in last:
         known.update(zip(node.results, _at_server(graph, node, known), strict=True))
     leaves = [known[output] if isinstance(output, Value) else output for output in graph.outputs]
@@ -150,8 +152,9 @@ def _device_of(known: dict[Value, torch.Tensor]) -> torch.device:
     return next((tensor.device for tensor in known.values()), torch.device("cpu"))
 
 
-def _like(value: Value) -> torch.Tensor:
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+def _like(value: Value, verb: str) -> torch.Tensor:
+    like = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return widened(like) if verb == "reduce_mean" else like
 
 
 def _replies(platform: Platform, request: dict[str, Any], key: str, size: int) -> list:

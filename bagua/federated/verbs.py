@@ -99,7 +99,8 @@ def reduce_weighted_mean(
     weighted = map_fn(_weigh, (leaves, weights, masks), placement=placement)
     *sums, total = reduce_sum(weighted, placement=placement)
     (total,) = call("check_total", [total], clients.key)
-    return pytree.tree_unflatten([divided(one, total) for one in sums], structure)
+    means = [divided(one, total).to(leaf.dtype) for one, leaf in zip(sums, leaves, strict=True)]
+    return pytree.tree_unflatten(means, structure)
 
 
 def beside(value: Tree, vector: torch.Tensor) -> torch.Tensor:
@@ -114,12 +115,22 @@ def divided(value: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return (value.to(wide) / total.to(wide)).to(value.dtype)
 
 
+def widened(leaf: torch.Tensor) -> torch.Tensor:
+    """In float32 where it is of float16, whose sums over clients need not be numbers of it where the mean is one."""
+    return leaf.float() if leaf.dtype is torch.float16 else leaf
+
+
+def times_weight(leaf: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    leaf = widened(leaf)
+    return leaf * weight.to(leaf.dtype)
+
+
 def _weigh(leaves: list[torch.Tensor], weight: torch.Tensor, mask: list[torch.Tensor]) -> list[torch.Tensor]:
     """One client's values times its weight, and the weight itself."""
     if mask:
         weight = torch.where(mask[0], weight, torch.zeros_like(weight))
         leaves = [torch.where(mask[0], leaf, torch.zeros_like(leaf)) for leaf in leaves]
-    return [*(leaf * weight.to(leaf.dtype) for leaf in leaves), weight]
+    return [*(times_weight(leaf, weight) for leaf in leaves), weight]
 
 
 def map_fn(
@@ -258,9 +269,11 @@ def check_options(chunk_size: Any, randomness: Any) -> None:
 
 def _reduce(verb: str, value: Tree, clients: Placement) -> Tree:
     leaves, structure = pytree.tree_flatten(value)
-    if not tracing():
-        leaves = [leaf.sum(0, dtype=leaf.dtype) for leaf in leaves]
-    return pytree.tree_unflatten(across(verb, leaves, clients), structure)
+    if tracing():
+        return pytree.tree_unflatten(across(verb, leaves, clients), structure)
+    wide = [widened(leaf) if verb == "reduce_mean" else leaf for leaf in leaves]
+    results = across(verb, [leaf.sum(0, dtype=leaf.dtype) for leaf in wide], clients)
+    return pytree.tree_unflatten([x.to(leaf.dtype) for x, leaf in zip(results, leaves, strict=True)], structure)
 
 
 def across(verb: str, leaves: Sequence[torch.Tensor], clients: Placement) -> list[torch.Tensor]:
@@ -314,11 +327,16 @@ def check_no_bools(value: Tree, verb: str) -> Tree:
 
 
 def check_weights(weights: Any, verb: str) -> torch.Tensor:
-    """As floating numbers."""
+    """As floating numbers, which add up."""
     weights = torch.as_tensor(weights)
     if weights.is_complex():
         raise InvalidArgument(f"{verb}: weights of {weights.dtype}, expected real numbers")
-    return weights if weights.is_floating_point() else weights.to(torch.get_default_dtype())
+    return as_weights(weights)
+
+
+def as_weights(weights: torch.Tensor) -> torch.Tensor:
+    dtype = weights.dtype if weights.is_floating_point() else torch.get_default_dtype()
+    return weights.to(torch.promote_types(dtype, torch.float32))
 
 
 def check_floating(value: Tree, verb: str) -> Tree:

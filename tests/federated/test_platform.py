@@ -355,6 +355,13 @@ def test_weights_of_nobody_have_no_mean():
         federated.run_on(clients_of(Y - 100), graph, x=X)
 
 
+def test_means_of_halves_whose_sums_are_none():
+    y = torch.full((3, 2), 6e4, dtype=torch.float16)
+    graph = federated.trace(federated.program(federated.reduce_mean, clients=3), y)
+    platform = federated.IsolatedClients([federated.Client(value=row) for row in y])
+    assert torch.equal(federated.run_on(platform, graph), y[0]) and torch.equal(graph(y), y[0])
+
+
 def test_complex_values_keep_both_parts():
     y = torch.tensor([[1 + 2j, 3 - 5j], [0.5j, -1.0], [2.0, 2.0 - 1j]])
     program = federated.program(lambda y: (federated.reduce_sum(y), federated.reduce_mean(y)), clients=3)

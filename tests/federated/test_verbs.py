@@ -19,6 +19,7 @@ import bagua
 from bagua import federated
 from bagua.errors import BaguaError, InvalidArgument
 from bagua.federated import operators
+from bagua.federated.aggregators import Aggregator, Mean, SecureSum
 from tests.conformance.training import process_group
 from tests.distributed.worlds import fast_in
 
@@ -315,6 +316,35 @@ def test_chunks_of_halves_add_up_in_float32():
         clients=512,
     )
     assert float(program(shared, ones)) == float(grad(program)(shared, ones)) == 512
+
+
+LARGE = {  # means of what float16 has, whose sums it does not have
+    "mean": federated.reduce_mean,
+    "weighted mean": lambda v: federated.reduce_weighted_mean(v, [3e4, 4e4]),
+    "weights of halves": lambda v: federated.reduce_weighted_mean(v, torch.full((2,), 6e4, dtype=torch.float16)),
+    "node": lambda v: federated.map_reduce(torch.clone, v, chunk_size=1),
+    "node of a weighted mean": lambda v: federated.map_reduce(
+        lambda x: (x, x.detach()[0]), v, reduce="weighted_mean", chunk_size=3
+    ),
+    "aggregator": lambda v: Aggregator(Mean())(v, ((), ()))[0],
+    "weights of an aggregator": lambda v: Aggregator(SecureSum(), Mean())(v, ((), ()), weights=[300, 400])[0],
+}
+
+
+def means_of_halves(rank, world_size, reduction):
+    values = torch.full((4, 2), 6e4, dtype=torch.float16)[2 * rank :][:2]
+    with process_group():
+        program = federated.program(LARGE[reduction], clients=4)
+        mean = program(values)
+        assert mean.dtype is torch.float16 and mean.tolist() == [6e4 // 32 * 32] * 2
+        assert jvp(program, (values,), (values,))[1].tolist() == mean.tolist()
+        slope = grad(lambda v: program(v)[0])(values)
+        assert slope.dtype is torch.float16 and slope[:, 0].sum() <= 1 and (slope[:, 0] > 0).all()
+
+
+@pytest.mark.parametrize("reduction", LARGE)
+def test_means_of_halves_whose_sums_are_none(pool2, reduction):
+    pool2.run(means_of_halves, args=(reduction,))
 
 
 def test_tangents_outside_of_transforms_reach_through_a_node():
