@@ -61,7 +61,7 @@ class FixedPoint:
 
     def largest(self, num_terms: int) -> float:
         """The largest magnitude of a value of which `num_terms` are added up."""
-        return math.ldexp(self._largest_code(num_terms), -self.fraction_bits)
+        return math.ldexp(self.largest_code(num_terms), -self.fraction_bits)
 
     def tolerance(self, num_terms: int) -> float:
         """The largest error of a sum of so many values: half a step each."""
@@ -77,7 +77,7 @@ class FixedPoint:
         Raises:
             InvalidArgument: a tensor is not floating, or has a value that is not finite or beyond ``largest``.
         """
-        largest = self._largest_code(num_terms)
+        largest = self.largest_code(num_terms)
 
         def encode(path: tuple, tensor: torch.Tensor) -> torch.Tensor:
             where = f" at {pytree.keystr(path)}" if path else ""
@@ -115,7 +115,8 @@ class FixedPoint:
 
         return pytree.tree_map(decode, codes, like)
 
-    def _largest_code(self, num_terms: int) -> int:
+    def largest_code(self, num_terms: int) -> int:
+        """`largest` in steps: that of integers, which need no bits behind the point."""
         if isinstance(num_terms, bool) or not isinstance(num_terms, int) or num_terms < 1:
             raise InvalidArgument(f"num_terms={num_terms!r}, expected how many are added up, at least 1")
         return (self.modulus // 2 - 1) // num_terms

@@ -251,7 +251,8 @@ class Client:
 
         Raises:
             InvalidArgument: it comes out of turn, the graph needs data that this client does not have, there are fewer
-                than two clients, or a value is out of the range of a sum.
+                than two clients, a value is out of the range of a sum, or the graph cannot be computed on the data.
+                Platforms may tell the server what an error says, so it says no value; what raised it is its cause.
         """
         message = _read(request)
         if not _CONTENT.get(message.get("what"), {""}) <= message.keys():
@@ -308,6 +309,14 @@ class Client:
         return self._sum.mask(parts, number)
 
     def _compute(self, graph: Graph, node: Node) -> Sequence[torch.Tensor]:
+        try:
+            return self._results(graph, node)
+        except Exception as error:  # torch's may say values, such as a label that is none of the classes
+            raise InvalidArgument(
+                f"{node.title} of {graph.name} raised {type(error).__name__} on the data of a client: see its log"
+            ) from error
+
+    def _results(self, graph: Graph, node: Node) -> Sequence[torch.Tensor]:
         """What a node gives at one client, whose axis has one element."""
         if node.verb == MAP:
             function = graph.functions[node.target].as_client_function()
@@ -327,7 +336,9 @@ def _bind(graph: Graph, inputs: Sequence[Value], given: dict[str, Tree], whose: 
     for value in inputs:
         leaf = leaves.pop(value.name, None)
         if not isinstance(leaf, torch.Tensor) or tuple(leaf.shape) != value.shape or leaf.dtype != value.dtype:
-            got = f"{leaf.dtype} of shape {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+            got = "None" if leaf is None else type(leaf).__name__
+            if isinstance(leaf, torch.Tensor):
+                got = f"{leaf.dtype} of shape {list(leaf.shape)}"
             raise InvalidArgument(f"{graph.name} needs of {whose} {value.name}: {value}, but got {got}")
         bound[value] = leaf
     if leaves:

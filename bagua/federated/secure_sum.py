@@ -106,11 +106,18 @@ class SecureSum:
             int64 of all values' elements one after the other, from 0 to 2**bits - 1, on the CPU.
 
         Raises:
-            InvalidArgument: a value is out of the range of a sum over so many clients.
+            InvalidArgument: a value is out of the range of a sum over so many clients; which, only its cause says.
         """
         num_clients = len(self._seeds) + 1
-        # On the CPU, where the masks are made.
-        codes = torch.cat([encode(self.coding, _real(value), num_clients).reshape(-1).cpu() for value in values])
+        try:  # on the CPU, where the masks are made
+            codes = torch.cat([encode(self.coding, _real(value), num_clients).reshape(-1).cpu() for value in values])
+        except InvalidArgument as error:
+            coding = self.coding
+            raise InvalidArgument(
+                f"a client's value is out of the range of fixed point, {coding.largest(num_clients):.6g} for a sum of "
+                f"{num_clients} terms modulo 2^{coding.bits} with {coding.fraction_bits} bits behind the point (an "
+                f"integer: {coding.largest_code(num_clients)}): clip the values, or give more bits"
+            ) from error
         for other, seed in self._seeds.items():
             numbers = _numbers(seed, number, codes.numel())
             codes = codes + numbers if self.index < other else codes - numbers
@@ -150,7 +157,7 @@ def encode(coding: FixedPoint, value: torch.Tensor, num_terms: int) -> torch.Ten
     """Codes of floating values; integers are theirs already, and need no bits behind the point."""
     if value.is_floating_point():
         return coding.encode(value, num_terms)
-    largest = (coding.modulus // 2 - 1) // num_terms
+    largest = coding.largest_code(num_terms)
     found = int(value.to(torch.int64).abs().max()) if value.numel() else 0
     if not 0 <= found <= largest:
         raise InvalidArgument(
