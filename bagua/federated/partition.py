@@ -146,7 +146,8 @@ def padded(data: Tree, partition: Partition, *, length: int | None = None) -> tu
         as the mask of ``metrics.mean``.
 
     Raises:
-        InvalidArgument: a client has more than `length` examples, or an index that is not one of the dataset.
+        InvalidArgument: a client has more than `length` examples, or an index that is not one of the dataset, or no
+            integer.
 
     Example:
         >>> import torch
@@ -162,7 +163,12 @@ def padded(data: Tree, partition: Partition, *, length: int | None = None) -> tu
     rows = torch.zeros(len(partition), length, dtype=torch.int64)
     mask = torch.zeros(len(partition), length, dtype=torch.bool)
     for client, indices in enumerate(partition):
-        rows[client, : len(indices)] = torch.as_tensor(indices)
+        indices = torch.as_tensor(indices)
+        if len(indices) and (indices.is_floating_point() or indices.dtype is torch.bool):
+            raise InvalidArgument(
+                f"indices of {indices.dtype} for client {client}, expected integers: examples by number"
+            )
+        rows[client, : len(indices)] = indices
         mask[client, : len(indices)] = True
 
     def take(leaf: torch.Tensor) -> torch.Tensor:

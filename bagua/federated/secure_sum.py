@@ -7,7 +7,8 @@ Learning", 2017, without its recovery from clients that drop out: all must answe
 in real numbers do not cancel exactly.
 
 A server that follows the protocol learns the sums and nothing else. One that does not could pass on public keys of its
-own; against that, exchange the clients' keys by a way that it does not control.
+own; against that, exchange the clients' keys by a way that it does not control. It could also send the clients other
+graphs, or one whose sums are of a single client; against that, let clients answer graphs only that they know.
 """
 
 from __future__ import annotations

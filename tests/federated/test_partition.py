@@ -113,6 +113,11 @@ def test_padded(length):
 MISTAKES = {
     "short": (lambda: partition.padded(LABELS, [torch.arange(3)], length=2), "length=2 for a client with 3 examples"),
     "an index": (lambda: partition.padded(LABELS[:3], [torch.tensor([0, 3])]), "index 3 of an example, but .* 3 of"),
+    "half an example": (
+        lambda: partition.padded(LABELS, [torch.tensor([0.5])]),
+        "indices of torch.float32 for client 0",
+    ),
+    "a mask": (lambda: partition.padded(LABELS, [[0], torch.tensor([False, True])]), "torch.bool for client 1"),
     "half a client": (lambda: partition.dirichlet(LABELS, 2.5, alpha=1.0, seed=0), "clients=2.5, expected an integer"),
     "half a shard": (lambda: partition.by_label(LABELS, 2, shards_per_client=1.5, seed=0), "shards_per_client=1.5"),
     "no number": (lambda: partition.iid(-3, 2, seed=0, allow_empty=True), "num_examples=-3"),
