@@ -280,11 +280,11 @@ class _RendezvousStore:
             if stalled_s > 0:
                 # Rank 0 gives up when the time is over; its time may have begun earlier, but it may as well have died.
                 is_over = time.monotonic() > self._begin + self._timeout_s
+                why = "its time is over" if is_over else "it exited, or had waited too long for this rank; see its log"
                 raise TransportError(
                     f"rank {self._rank} did not run for {stalled_s:.3g} s (its process was stopped, or its interpreter "
-                    "was held up), in which rank 0 (or the launcher) has ended the store of the rendezvous: "
-                    + ("its time is over" if is_over else "it exited, or had waited too long for this rank; see its log")
-                    + f" ({error})",
+                    f"was held up), in which rank 0 (or the launcher) has ended the store of the rendezvous: {why} "
+                    f"({error})",
                     rank=self._rank if is_over else None,
                 ) from error
             raise TransportError(

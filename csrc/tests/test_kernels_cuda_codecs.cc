@@ -260,8 +260,9 @@ TEST_P(CudaCodecs, ReduceEncodeIsTheCpus) {
 // Headers as they may stand in a message: all pairs of what is special, and many at random, of which some clamp both
 // the lowest and the highest code. Of qsgd the first of the two is the norm.
 std::vector<std::pair<float, float>> headers() {
-  const float special[] = {0.0f, 0x1p-149f, 0x1p-126f, 0x1p-101f, 0x1p-99f, 1.0f, 1.0f + 0x1p-23f, 3.0f, 0x1p103f,
-                           0x1.fp111f, 0x1p112f, 0x1p113f, 0x1p126f, 0x1.fffffep127f, INFINITY, NAN};
+  const float special[] = {0.0f,     0x1p-149f, 0x1p-126f,  0x1p-101f, 0x1p-99f, 1.0f,     1.0f + 0x1p-23f,
+                           3.0f,     0x1p103f,  0x1.fp111f, 0x1p112f,  0x1p113f, 0x1p126f, 0x1.fffffep127f,
+                           INFINITY, NAN};
   std::vector<float> bounds;
   for (float bound : special) bounds.insert(bounds.end(), {bound, -bound});
   std::vector<std::pair<float, float>> all;

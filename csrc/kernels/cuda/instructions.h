@@ -91,9 +91,9 @@ __device__ __forceinline__ uint32_t bf16_of_numbers(float first, float second) {
 #endif
 }
 
-// 2^23 under whose exponent a byte is put, so that 2^23 + byte is a number. Who decodes has its bits in shared memory: of
-// a constant nvcc makes an immediate operand, and then each element's selector, which is one here, takes an instruction
-// more to get into a register.
+// 2^23 under whose exponent a byte is put, so that 2^23 + byte is a number. Who decodes has its bits in shared memory:
+// of a constant nvcc makes an immediate operand, and then each element's selector, which is one here, takes an
+// instruction more to get into a register.
 inline constexpr float kByteUnit = 0x1p23f;
 inline constexpr uint32_t kByteUnitBits = std::bit_cast<uint32_t>(kByteUnit);
 

@@ -19,9 +19,9 @@ struct MinmaxUint8 {
   static constexpr int kNumParts = 1;
   static constexpr float kPadding = 0.0f;
 
-  // Most blocks have an s of 1, and code 0 leads below min or code 255 above max, but not both: the code of 0 was rounded
-  // to an integer, which has moved both one way.
-  // In a constant block all elements are `least`, which may be NaN.
+  // Most blocks have an s of 1, and code 0 leads below min or code 255 above max, but not both: the code of 0 was
+  // rounded to an integer, which has moved both one way. In a constant block all elements are `least`, which may be
+  // NaN.
   enum class Kind : int32_t { kBelow, kAbove, kGeneral, kConstant };
   // `low` is what code 0 leads to, `least` and `most` clamp what is decoded.
   struct alignas(16) Decoder {
@@ -54,7 +54,8 @@ struct MinmaxUint8 {
     decoder.low = steps.base - steps.zero_code * steps.step;
     decoder.most = header.max + 0.0f;  // no value is -0.0 where max is: code 255 leads to 0.0 then
     decoder.unscale = steps.unscale;
-    const bool is_below = decoder.low < header.min, is_above = decoder.low + 255.0f * steps.step > header.max;
+    const bool is_below = decoder.low < header.min;
+    const bool is_above = decoder.low + 255.0f * steps.step > header.max;
     const bool is_general = steps.scale != 1.0f || !decoder.product.is_exact() || (is_below && is_above);
     decoder.kind = is_general ? Kind::kGeneral : is_below ? Kind::kBelow : Kind::kAbove;
     return decoder;

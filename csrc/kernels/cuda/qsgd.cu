@@ -24,8 +24,8 @@ struct Qsgd {
   static constexpr int32_t kLevels = levels(kBits);
   static constexpr uint32_t kMask = (1u << kBits) - 1;
 
-  // In most blocks the norm is L * step, rounded, and s is 1: codes are multiplied, and that is all. In a constant block
-  // all elements are `constant`.
+  // In most blocks the norm is L * step, rounded, and s is 1: codes are multiplied, and that is all. In a constant
+  // block all elements are `constant`.
   enum class Kind : int32_t { kPlain, kApart, kScaled, kConstant };
   struct alignas(16) Decoder {
     Kind kind;
@@ -116,8 +116,7 @@ struct Qsgd {
     const float constant = decoder.constant;
     for_codes(codes, kByteUnitBits, [&](int i, float code) {
       const uint32_t extreme = norm_bits | (std::bit_cast<uint32_t>(code) & ~kF32Abs);
-      const float value =
-          absolute(code) == static_cast<float>(kLevels) ? std::bit_cast<float>(extreme) : code * step;
+      const float value = absolute(code) == static_cast<float>(kLevels) ? std::bit_cast<float>(extreme) : code * step;
       body(i, kind == Kind::kConstant ? constant : kind == Kind::kScaled ? scale_down(value) : value);
     });
   }
