@@ -77,7 +77,7 @@ class PowerSGD(Algorithm):
             )
         if not 0 <= self.seed < 2**63:
             raise InvalidArgument(f"seed is {self.seed}, expected 0 to 2**63 - 1")
-        self._firsts: dict[int, torch.Tensor] = {}  # by parameter, on a device: its first Q
+        self._firsts: dict[tuple, torch.Tensor] = {}  # on a device, by parameter, type and device: its first Q
 
     def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
         if parameter.dim() < 2 or not parameter.numel():
@@ -131,12 +131,13 @@ class PowerSGD(Algorithm):
         is_alive = q.any(dim=0)
         if q.is_cpu and bool(is_alive.all()):
             return q
-        first = self._firsts.get(member.index)
+        key = (member.index, q.dtype, q.device)
+        first = self._firsts.get(key)
         if first is None:
             generator = torch.Generator().manual_seed(self.seed + member.index)
             first = torch.randn(q.shape, generator=generator, dtype=torch.float32).to(q)
             if not q.is_cpu:
-                self._firsts[member.index] = first
+                self._firsts[key] = first
         return torch.where(is_alive, q, first)
 
     def _rank_of(self, parameter: torch.Tensor) -> int:
