@@ -245,8 +245,12 @@ class ProcessGroup:
         feedback: Residuals | None = None,
         parts: Sequence[tuple[int, torch.Tensor]] | None = None,
         checks_result: bool = False,  # for Work.is_result_finite
+        subject: int = 0,
     ) -> Work:
-        """tensor <- op over ranks of tensor, or of parts (segments_of); see bagua.all_reduce, and Residuals."""
+        """tensor <- op over ranks of tensor, or of parts (segments_of); see bagua.all_reduce, and Residuals.
+
+        ``subject`` is a number, to 2**30 - 1, for what it is about: ranks with different ones raise.
+        """
         self.check()
         data, copy_back = prepare(tensor, "tensor")
         op = check_op(op, data.dtype)
@@ -265,7 +269,7 @@ class ProcessGroup:
             nodes = (self.nodes.node_of(self.rank), self.nodes.leaders)
             work = self._core.hierarchical_all_reduce(*nodes, *arguments, residuals, segments, checks_result)
         else:
-            work = self._core.all_reduce(*arguments, residuals, segments, checks_result)
+            work = self._core.all_reduce(*arguments, residuals, segments, checks_result, subject)
         return self._work(work, label, copy_back, data)
 
     def neighbor_average(
@@ -361,14 +365,16 @@ class ProcessGroup:
         )
         return self._work(work, finish=copy_back, on=into)
 
-    def all_gather(self, output: Array, input: Array, *, codec: str | None = None, blocking: bool = False) -> Work:
-        """output[r] <- input of rank r; output is `size` blocks of input's size."""
+    def all_gather(
+        self, output: Array, input: Array, *, codec: str | None = None, blocking: bool = False, subject: int = 0
+    ) -> Work:
+        """output[r] <- input of rank r; output is `size` blocks of input's size. ``subject``: as of all_reduce."""
         self.check()
         source, (into, copy_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
         codec = check_codec(codec, source.dtype)
         check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input", self.size)
         memory = (source.data_ptr(), into.data_ptr(), source.nbytes, dtype_code(source.dtype))
-        work = self._core.all_gather(*memory, codec, self._submission(into, blocking, source))
+        work = self._core.all_gather(*memory, codec, self._submission(into, blocking, source), subject)
         return self._work(work, finish=copy_back, on=into)
 
     def gather(self, output: Array | None, input: Array, dst: int, *, blocking: bool = False) -> Work:

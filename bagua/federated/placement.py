@@ -36,7 +36,7 @@ class Placement:
         program: the name of the function that is a program over them.
         key: what operators carry.
         is_agreed: whether the ranks are known to have the same program, and sizes that add up.
-        agreed: the shapes, by reduction, of which that is known too.
+        agreed: the shapes, by reduction, of which that is known too, and the subject that their collectives say.
         numbers: how many clients each rank holds, once that is known; see reduction.clients_by_rank.
     """
 
@@ -47,7 +47,7 @@ class Placement:
         self.program = program
         self.key = key
         self.is_agreed = group is None
-        self.agreed: set[tuple] = set()
+        self.agreed: dict[tuple, int] = {}
         self.numbers: list[int] | None = [num_local] if group is None else None
         self.lock = threading.Lock()  # guards is_agreed, agreed, numbers and the reductions' memory
         self.is_distributed = group is not None

@@ -6,6 +6,7 @@ device that the leaves are on. Nothing here knows of derivatives.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -31,7 +32,7 @@ def sum_over_ranks(placement: Placement, values: Sequence[torch.Tensor], verb: s
     if group is None:
         return [value.clone() for value in values]
     with placement.lock:
-        agree(placement, [Like.of(value) for value in values], verb)
+        subject = agree(placement, [Like.of(value) for value in values], verb)
         sums = list(values)
 
         def kind(index: int) -> tuple[str, str]:  # of the ranks, which each have a device of their own
@@ -39,12 +40,13 @@ def sum_over_ranks(placement: Placement, values: Sequence[torch.Tensor], verb: s
 
         for _, same in groupby(sorted(range(len(values)), key=kind), key=kind):
             indices = list(same)
-            for index, total in zip(indices, _sum_alike(placement, [values[i] for i in indices]), strict=True):
+            totals = _sum_alike(placement, [values[i] for i in indices], subject)
+            for index, total in zip(indices, totals, strict=True):
                 sums[index] = total
         return sums
 
 
-def _sum_alike(placement: Placement, values: list[torch.Tensor]) -> list[torch.Tensor]:
+def _sum_alike(placement: Placement, values: list[torch.Tensor], subject: int) -> list[torch.Tensor]:
     """Of values of one dtype, on one device."""
     dtype, device = values[0].dtype, common_device(("a value to be summed", value) for value in values)
     real = [torch.view_as_real(value) if dtype.is_complex else value for value in values]
@@ -54,7 +56,7 @@ def _sum_alike(placement: Placement, values: list[torch.Tensor]) -> list[torch.T
     parts = [part.view(value.shape) for part, value in zip(buffer.split([v.numel() for v in real]), real, strict=True)]
     for part, value in zip(parts, real, strict=True):
         part.copy_(value)
-    placement.group.all_reduce(buffer, blocking=True, label=placement.name).wait()
+    placement.group.all_reduce(buffer, blocking=True, label=placement.name, subject=subject).wait()
     return [torch.view_as_complex(part.clone()) if dtype.is_complex else part.to(dtype, copy=True) for part in parts]
 
 
@@ -73,29 +75,41 @@ class Like(NamedTuple):
         return f"{list(self.shape)} {self.dtype}" + (f" on {self.device_type}" if self.device_type != "cpu" else "")
 
 
-def agree(placement: Placement, values: Sequence[Like], verb: str) -> None:
+def agree(placement: Placement, values: Sequence[Like], verb: str) -> int:
     """Compares the program and the shapes with the other ranks', the first time that they run here.
+
+    Returns:
+        The subject of the collectives: of other shapes or another program it is another one, so that ranks which are
+        at different reductions of one size find out, though each was agreed upon before.
 
     Raises:
         InvalidArgument: on all ranks, naming the first that differs.
     """
     shapes = (verb, *values)
     if placement.is_agreed and shapes in placement.agreed:
-        return
+        return placement.agreed[shapes]
 
-    def describe() -> tuple[None, dict[str, str]]:
+    def describe() -> tuple[int, dict[str, str]]:
         described = {"the program": placement.program, "the clients": f"{placement.size} {placement.name}"}
         described["the verb"] = verb
         described["how many tensors it reduces"] = str(len(values))
         for index, value in enumerate(values):
             described[f"tensor {index} of a client"] = str(value)
-        return None, described
+        return _subject_of(described), described
 
     with placement.everywhere():
-        consensus.agree(placement.group, describe, "run the same program with values of the same shapes on all ranks")
+        remedy = "run the same program with values of the same shapes on all ranks"
+        subject = consensus.agree(placement.group, describe, remedy)
         _count(placement)
     placement.is_agreed = True
-    placement.agreed.add(shapes)
+    placement.agreed[shapes] = subject
+    return subject
+
+
+def _subject_of(described: dict[str, str]) -> int:
+    """A number in 30 bits, not 0."""
+    digest = hashlib.sha256(repr(list(described.items())).encode()).digest()
+    return 1 + int.from_bytes(digest[:8], "little") % (2**30 - 1)
 
 
 def clients_by_rank(placement: Placement) -> list[int]:
@@ -132,7 +146,8 @@ def gather_over_ranks(placement: Placement, values: Sequence[torch.Tensor]) -> l
         return [value.clone() for value in values]
     with placement.lock:
         device = common_device(("a value to be gathered", value) for value in values)
-        agree(placement, [Like(tuple(value.shape[1:]), value.dtype, device.type) for value in values], "gather")
+        likes = [Like(tuple(value.shape[1:]), value.dtype, device.type) for value in values]
+        subject = agree(placement, likes, "gather")
         numbers = placement.numbers
         # A row of bytes for every client, whatever its tensors are; ranks with fewer clients send rows that none reads.
         rows = [_fresh(value).unsqueeze(-1).flatten(1).view(torch.uint8) for value in values]
@@ -141,7 +156,7 @@ def gather_over_ranks(placement: Placement, values: Sequence[torch.Tensor]) -> l
         memory = placement.memory((1 + len(numbers)) * most * width, torch.uint8, device)
         mine, everyone = memory[: most * width], memory[most * width :]
         mine.view(most, width)[: placement.num_local].copy_(torch.cat(rows, 1))
-        placement.group.all_gather(everyone, mine, blocking=True).wait()
+        placement.group.all_gather(everyone, mine, blocking=True, subject=subject).wait()
         by_rank = everyone.view(len(numbers), most, width)
         gathered = torch.cat([by_rank[rank, :number] for rank, number in enumerate(numbers)])
         return [

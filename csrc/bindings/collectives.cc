@@ -57,6 +57,11 @@ const Codec* use_codec(Operation& operation, const CodecChoice& codec) {
   return &found;
 }
 
+void set_subject(Operation& operation, uint32_t subject) {
+  if (subject > kMaxSubject) throw py::value_error("a subject is from 0 to " + std::to_string(kMaxSubject));
+  operation.variant |= subject << kSubjectShift;
+}
+
 std::shared_ptr<Work> run_coded(Group& g, const CodecChoice& codec, const Operation& operation, uint64_t bytes,
                                 const Submission& submission, Engine::Run run) {
   if (!codec || !codec->second) return g.run(operation, bytes, submission, std::move(run));
@@ -129,11 +134,12 @@ void bind_reductions(py::class_<Group>& group) {
       "all_reduce",
       [](Group& g, uintptr_t data, size_t numel, int dtype_code, int op_code, const CodecChoice& codec,
          const Submission& submission, const FeedbackChoice& feedback, const SegmentsChoice& segments,
-         bool checks_result) {
+         bool checks_result, uint32_t subject) {
         const DType dtype = dtype_from(dtype_code);
         const auto op = static_cast<ReduceOp>(op_code);
         require_tensor(OperationKind::kAllReduce, data, numel, dtype);
         Operation operation = make_operation(OperationKind::kAllReduce, numel, dtype, op);
+        set_subject(operation, subject);
         const Codec* used = use_codec(operation, codec);
         const auto residuals = use_feedback(operation, feedback);
         return run_coded(g, codec, operation, numel * item_bytes(dtype), submission,
@@ -146,7 +152,8 @@ void bind_reductions(py::class_<Group>& group) {
                          });
       },
       py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"), py::arg("codec"), py::arg("submission"),
-      py::arg("feedback") = py::none(), py::arg("parts") = SegmentsChoice{}, py::arg("checks_result") = false);
+      py::arg("feedback") = py::none(), py::arg("parts") = SegmentsChoice{}, py::arg("checks_result") = false,
+      py::arg("subject") = 0);
   group.def(
       "hierarchical_all_reduce",
       [](Group& g, const std::vector<int>& node, const std::vector<int>& leaders, uintptr_t data, size_t numel,
@@ -256,23 +263,28 @@ void bind_reductions(py::class_<Group>& group) {
 }
 
 void bind_movements(py::class_<Group>& group) {
-  group.def("all_gather", [](Group& g, uintptr_t input, uintptr_t output, size_t bytes, int dtype_code,
-                             const CodecChoice& codec, const Submission& submission) {
-    const DType dtype = dtype_from(dtype_code);
-    const size_t numel = numel_of(bytes, dtype_code);
-    collectives::require_own_block_or_apart(
-        "all_gather", argument("output", output, numel * static_cast<size_t>(g.communicator().size()), dtype),
-        argument("input", input, numel, dtype), g.communicator().rank());
-    Operation operation = make_operation(OperationKind::kAllGather, numel, dtype);
-    const Codec* used = use_codec(operation, codec);
-    return run_coded(g, codec, operation, bytes, submission, [=](Context& context) -> uint64_t {
-      if (used != nullptr) {
-        return collectives::compressed_all_gather(context, pointer(input), pointer(output), numel, dtype, *used);
-      }
-      collectives::all_gather(context, pointer(input), pointer(output), bytes);
-      return 0;
-    });
-  });
+  group.def(
+      "all_gather",
+      [](Group& g, uintptr_t input, uintptr_t output, size_t bytes, int dtype_code, const CodecChoice& codec,
+         const Submission& submission, uint32_t subject) {
+        const DType dtype = dtype_from(dtype_code);
+        const size_t numel = numel_of(bytes, dtype_code);
+        collectives::require_own_block_or_apart(
+            "all_gather", argument("output", output, numel * static_cast<size_t>(g.communicator().size()), dtype),
+            argument("input", input, numel, dtype), g.communicator().rank());
+        Operation operation = make_operation(OperationKind::kAllGather, numel, dtype);
+        set_subject(operation, subject);
+        const Codec* used = use_codec(operation, codec);
+        return run_coded(g, codec, operation, bytes, submission, [=](Context& context) -> uint64_t {
+          if (used != nullptr) {
+            return collectives::compressed_all_gather(context, pointer(input), pointer(output), numel, dtype, *used);
+          }
+          collectives::all_gather(context, pointer(input), pointer(output), bytes);
+          return 0;
+        });
+      },
+      py::arg("input"), py::arg("output"), py::arg("bytes"), py::arg("dtype"), py::arg("codec"), py::arg("submission"),
+      py::arg("subject") = 0);
   group.def("all_to_all", [](Group& g, uintptr_t input, std::vector<size_t> input_splits, uintptr_t output,
                              std::vector<size_t> output_splits, int dtype_code, const CodecChoice& codec,
                              const Submission& submission) {

@@ -19,7 +19,7 @@ import bagua
 from bagua import federated
 from bagua.errors import BaguaError, InvalidArgument
 from bagua.federated import operators
-from bagua.federated.aggregators import Aggregator, Mean, SecureSum
+from bagua.federated.aggregators import Aggregator, Mean, Median, SecureSum
 from tests.conformance.training import process_group
 from tests.distributed.worlds import fast_in
 
@@ -922,3 +922,30 @@ def differs(rank, world_size, what):
 def test_a_rank_that_differs_is_named_on_all(pool2, what, messages):
     for found, message in zip(pool2.run(differs, args=(what,)), messages, strict=True):
         assert all(re.search(message, one) for one in found), found
+
+
+def turned_around(rank, world_size, is_gathered):
+    """What this rank sees where rank 1 reduces other shapes of as many elements, which all had agreed upon before."""
+
+    def body(x, width):
+        parts = {"a": x[:, :width], "b": x[:, width:]}
+        return Aggregator(Median())(parts, ((),))[0] if is_gathered else federated.reduce_sum(parts)
+
+    with process_group():
+        program = federated.program(body, clients=4)
+        x = torch.arange(8.0).view(2, 4)
+        before = [program(x, width) for width in (1, 3)]
+        again = [program(x, width) for width in (3, 1)]
+        for one, other in zip(before, reversed(again), strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in ("a", "b"))
+        with pytest.raises(InvalidArgument) as caught:
+            program(x, 1 if rank == 1 else 3)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_ranks_at_different_reductions_of_one_size_find_out(pool2, is_gathered):
+    verb = "all_gather" if is_gathered else "all_reduce"
+    for rank, found in enumerate(pool2.run(turned_around, args=(is_gathered,))):
+        whose = f"rank {1 - rank} called {verb} #.* about subject .* while this rank called {verb} #.* about subject"
+        assert re.search(whose, found), found
