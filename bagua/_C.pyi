@@ -154,6 +154,7 @@ class Group:
         feedback: tuple[int, int, int, int, int] | None = ...,
         parts: collections.abc.Sequence[tuple[int, int, int]] = ...,
         checks_result: bool = ...,
+        subject: int = ...,
     ) -> Work: ...
     def hierarchical_all_reduce(
         self,
@@ -231,13 +232,13 @@ class Group:
     ) -> Work: ...
     def all_gather(
         self,
-        arg0: int,
-        arg1: int,
-        arg2: int,
-        arg3: int,
-        arg4: tuple[str, int | None] | None,
-        arg5: tuple[float, bool, tuple[int, int, int] | None, object],
-        /,
+        input: int,
+        output: int,
+        bytes: int,
+        dtype: int,
+        codec: tuple[str, int | None] | None,
+        submission: tuple[float, bool, tuple[int, int, int] | None, object],
+        subject: int = ...,
     ) -> Work: ...
     def all_to_all(
         self,
