@@ -83,9 +83,8 @@ struct NcclWorld {
 inline std::vector<std::unique_ptr<Engine>> make_nccl_engines(int size, const NcclWorld& world = {}) {
   const auto of_rank = [](const auto& list, size_t rank) { return list[std::min(rank, list.size() - 1)]; };
   std::vector<std::unique_ptr<Engine>> engines;
-  for (auto& communicator : make_communicators(size, world.kind)) {
+  for (auto& communicator : make_communicators(size, world.kind, 20us, world.key)) {
     const size_t rank = engines.size();
-    communicator->join_process(nullptr, {}, world.key);
     communicator->set_device_channels([](Channel& host) { return std::make_unique<PinnedChannel>(host); });
     communicator->set_device_transport(
         std::make_shared<nccl::NcclSource>(DeviceKind::kEmulated, of_rank(world.libraries, rank)),
