@@ -249,7 +249,8 @@ class ProcessGroup:
     ) -> Work:
         """tensor <- op over ranks of tensor, or of parts (segments_of); see bagua.all_reduce, and Residuals.
 
-        ``subject`` is a number, to 2**30 - 1, for what it is about: ranks with different ones raise.
+        ``subject`` is a number, to 2**30 - 1, for what it is about: ranks with different ones raise. A hierarchical
+        one has none.
         """
         self.check()
         data, copy_back = prepare(tensor, "tensor")
