@@ -324,22 +324,34 @@ def are_finite(tensors: Sequence[torch.Tensor], stride: int = 1) -> bool:
     return _C.all_finite(addresses, numels, [dtype_code(tensor.dtype) for tensor in dense], stride)
 
 
+def finite_flag(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """As ``are_finite``, a bool of no dimensions on the device, which nobody waits for."""
+    on_cpu = [tensor for tensor in tensors if tensor.is_cpu]
+    flags = [torch.tensor(are_finite(on_cpu))] if on_cpu else []
+    flags += [torch.stack(of_device).all() for of_device in _flags([t for t in tensors if not t.is_cpu]).values()]
+    flags = [flag.to(device, non_blocking=True) for flag in flags]
+    return torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool, device=device)
+
+
 def _are_finite_on_device(tensors: Sequence[torch.Tensor]) -> bool:
     """One flag per tensor, and one look of the host at all of them."""
-    flags = [(t.coalesce().values() if t.layout is torch.sparse_coo else t).isfinite().all() for t in tensors]
-    return all(bool(torch.stack(of_device).all()) for of_device in _by_device(flags).values())
+    return all(bool(torch.stack(of_device).all()) for of_device in _flags(tensors).values())
 
 
-def _by_device(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+def _flags(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    """By device, whether each tensor there is finite."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
-        found.setdefault(tensor.device, []).append(tensor)
+        found.setdefault(tensor.device, []).append(_values(tensor).isfinite().all())
     return found
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    values = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
-    return bool(values.isfinite().all())
+    return bool(_values(tensor).isfinite().all())
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:

@@ -173,6 +173,7 @@ class LowPrecisionDecentralized(ExchangedWeights):
         super().load_state_dict(state)
         check_writer(state["place"], self.training.group, "replicas of its own weights and its neighbours'")
         self._loading = state["replicas"]  # for the layout that follows
+        self._looks = []  # at weights that are given up
 
     def _load(self, loading: dict[int, list[torch.Tensor]]) -> None:
         described = [

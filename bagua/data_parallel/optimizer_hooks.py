@@ -32,15 +32,25 @@ class Call:
         is_inner: it is part of another call: of super().step(), or of the optimizer that wraps this one.
         is_prepared: ``Algorithm.before_optimizer_step`` has been called for it.
         is_evaluating: its closure runs.
+        is_skipped: a GradScaler makes nothing of it, and the host knows.
         num_forwards, num_backwards: synchronising ones in its closure so far.
     """
 
-    __slots__ = ("_frame", "is_evaluating", "is_inner", "is_prepared", "num_backwards", "num_forwards", "optimizer")
+    __slots__ = (
+        "_frame",
+        "is_evaluating",
+        "is_inner",
+        "is_prepared",
+        "is_skipped",
+        "num_backwards",
+        "num_forwards",
+        "optimizer",
+    )
 
     def __init__(self, optimizer: torch.optim.Optimizer, frame: FrameType, is_inner: bool) -> None:
         self.optimizer, self.is_inner = optimizer, is_inner
         self._frame: FrameType | None = frame
-        self.is_prepared = self.is_evaluating = False
+        self.is_prepared = self.is_evaluating = self.is_skipped = False
         self.num_forwards = self.num_backwards = 0
 
     def release(self) -> None:

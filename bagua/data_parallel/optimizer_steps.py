@@ -69,7 +69,7 @@ class OptimizerSteps:
         self._after_step = weakref.WeakMethod(after_step)
         self._optimizers = FollowedOptimizers(optimizers, storage, algorithm, group)
         self._guard = NonFiniteGuard(self._optimizers)
-        self._skipped_steps = SkippedSteps(self._optimizers, algorithm, group)
+        self._skipped_steps = SkippedSteps(self._optimizers, algorithm, group, storage.memory.device, is_late)
         self._sends_gradients, self._is_late = True, is_late
         self._has_gradients = False  # of a backward outside any closure, which no step has followed yet
 
@@ -110,6 +110,11 @@ class OptimizerSteps:
         Raises:
             InvalidArgument: a step has changed weights by NaN.
         """
+        call = self.calls.evaluating()
+        if call is None or not (call.num_forwards or call.num_backwards):  # else the ranks may be at different ones
+            error = self._skipped_steps.settle()
+            if error is not None:
+                raise error
         is_finite, was_skipped, error = self._guard.settle()
         if was_skipped:
             self._states.undo_commit()
@@ -122,8 +127,8 @@ class OptimizerSteps:
         """All buckets are exchanged: the states as they are now count once an optimizer steps, if all is finite."""
         self._states.end_backward(self._is_late or all(bucket.is_finite() for bucket in self._buckets))
 
-    def agree_on_skips(self) -> Work | None:
-        """Gradients stay local, and a backward has ended. Returns the completed message, if there was one."""
+    def agree_on_skips(self) -> list[Work]:
+        """Gradients stay local, and a backward has ended. Returns the completed messages."""
         return self._skipped_steps.agree(self.calls.evaluating())
 
     def backward_ended(self) -> None:
@@ -159,7 +164,8 @@ class OptimizerSteps:
         if not self._sends_gradients:
             self._skipped_steps.begin_step(call.optimizer)
         # A closure's gradients are those of its first evaluation, unless it only looks at the loss once more.
-        is_due = (self._has_gradients or not has_closure) and not self._is_skipped(call.optimizer)
+        call.is_skipped = is_skipped_by_scaler(call.optimizer, waits=not (self._is_late and self._sends_gradients))
+        is_due = (self._has_gradients or not has_closure) and not call.is_skipped
         if is_due:
             self._check_gradients(call)
         return is_due
@@ -184,7 +190,7 @@ class OptimizerSteps:
     def after_optimizer_step(self, call: Call) -> None:
         """``optimizer.step`` has returned."""
         self._has_gradients = False
-        if self._is_skipped(call.optimizer):
+        if call.is_skipped:
             hook = "after_skipped_step"
             with self._recorder.hook(hook), fatal(self._group, hook, self._algorithm.name):
                 self._algorithm.after_skipped_step(call.optimizer, self._buckets_of(call.optimizer))
@@ -208,9 +214,6 @@ class OptimizerSteps:
     def end(self, error: BaguaError) -> None:
         """Ends the group: another model that the same optimizer steps has failed."""
         ending(self._group, error)
-
-    def _is_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
-        return is_skipped_by_scaler(optimizer, waits=not (self._is_late and self._sends_gradients))
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         with fatal(self._group, f"following a {type(optimizer).__name__}"):

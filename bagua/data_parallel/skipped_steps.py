@@ -1,9 +1,12 @@
 """Where gradients stay local: a step that the GradScaler of one rank will skip is skipped by all.
 
 Data path: end of backward, one small message while a GradScaler is in use. Whether one is the ranks' first steps show,
-which they tell one another in the same message, so that all know the same. GradScaler skips the step of an optimizer
-when it finds NaN or Inf among its gradients, so a rank that hears of another one's writes a NaN among its own, as a
-mean of gradients would have. An algorithm whose codec would spread NaN refuses such a step where nothing skips it.
+of which they tell one another before it, so that all know the same. GradScaler skips the step of an optimizer when it
+finds NaN or Inf among its gradients, so a rank that hears of another one's writes a NaN among its own, as a mean of
+gradients would have. An algorithm whose codec would spread NaN refuses such a step where nothing skips it.
+
+On a device all of this is enqueued and the host goes on. A step that should have been refused has then changed weights,
+and is an error when the next forward or backward begins, unless the host is asked to wait in each backward.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from types import FrameType
 import torch
 
 from bagua.algorithms import Algorithm
-from bagua.buckets import are_finite
+from bagua.buckets import are_finite, finite_flag
 from bagua.data_parallel.failures import ending
 from bagua.data_parallel.followed_optimizers import FollowedOptimizers
 from bagua.data_parallel.optimizer_hooks import Call
+from bagua.distributed.devices import HostCopy
 from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
 from bagua.errors import InvalidArgument
 
@@ -26,11 +30,26 @@ _UNKNOWN, _PLAIN, _SCALED = range(3)  # what is known of the steps: whether a Gr
 
 
 class SkippedSteps:
-    """Agrees, per optimizer, whether all ranks' gradients are finite: all that it steps, as GradScaler looks at."""
+    """Agrees, per optimizer, whether all ranks' gradients are finite: all that it steps, as GradScaler looks at.
 
-    def __init__(self, optimizers: FollowedOptimizers, algorithm: Algorithm, group: ProcessGroup) -> None:
+    Args:
+        device: of the model, where the ranks agree.
+        is_late: whether nothing may wait for that device.
+    """
+
+    def __init__(
+        self,
+        optimizers: FollowedOptimizers,
+        algorithm: Algorithm,
+        group: ProcessGroup,
+        device: torch.device,
+        is_late: bool,
+    ) -> None:
         self._optimizers, self._algorithm, self._group = optimizers, algorithm, group
+        self._device, self._is_late = device, is_late
         self._is_bad: list[bool] = []  # by optimizer: a gradient of some rank's was not finite when last asked
+        self._late: HostCopy | None = None  # the same, on its way
+        self._used: set[int] = set()  # optimizers that have stepped with the gradients of which it tells
         is_certain = algorithm.skips_together() or algorithm.refuses_nonfinite
         self._agreed = _SCALED if is_certain else _UNKNOWN  # equal on all ranks
         self._are_scaled: dict[int, bool] = {}  # by optimizer: whether a GradScaler has made a step, seen by this rank
@@ -57,8 +76,8 @@ class SkippedSteps:
                 ),
             )
 
-    def agree(self, call: Call | None) -> Work | None:
-        """A synchronising backward has ended; all ranks call it. Returns the completed message, if there was one.
+    def agree(self, call: Call | None) -> list[Work]:
+        """A synchronising backward has ended; all ranks call it. Returns the completed messages.
 
         Args:
             call: whose closure the backward was in. A GradScaler takes no closures, and after the first backward in one
@@ -67,22 +86,58 @@ class SkippedSteps:
         if call is not None:
             call.num_backwards += 1
         is_due = call is None or (self._algorithm.refuses_nonfinite and call.num_backwards == 1)
-        if self._group.size == 1 or not is_due or self._agreed == _PLAIN:
-            return None
-        grads = [_gradients_of(optimizer) for optimizer in self._optimizers]
-        bad = [not are_finite(of_optimizer) for of_optimizer in grads]
+        if self._group.size == 1 or not is_due:
+            return []
+        works = [self._agree_on_scaler()] if self._agreed == _UNKNOWN else []
+        if self._agreed != _PLAIN:
+            works.append(self._agree_on_gradients())
+        return works
+
+    def _agree_on_scaler(self) -> Work:
         # An optimizer whose first steps are skipped is not seen yet, whatever the others do.
-        is_scaled, is_unknown = any(self._are_scaled.values()), len(self._are_scaled) < len(grads)
-        message = torch.tensor([*bad, is_scaled, is_unknown], dtype=torch.uint8)
-        work = self._group.all_reduce(message, ReduceOp.MAX, label="finite gradients", blocking=True)
+        is_unknown = len(self._are_scaled) < len([*self._optimizers])
+        message = torch.tensor([any(self._are_scaled.values()), is_unknown], dtype=torch.uint8)
+        work = self._group.all_reduce(message, ReduceOp.MAX, label="scaled steps", blocking=True)
         work.wait()
-        *self._is_bad, is_scaled, is_unknown = map(bool, message.tolist())
+        is_scaled, is_unknown = map(bool, message.tolist())
         if is_scaled or not is_unknown:
-            self._agreed = max(self._agreed, _SCALED if is_scaled else _PLAIN)
-        for of_optimizer, is_bad, is_bad_anywhere in zip(grads, bad, self._is_bad, strict=True):
-            if is_bad_anywhere and not is_bad:
-                _inject_nan(of_optimizer)
+            self._agreed = _SCALED if is_scaled else _PLAIN
         return work
+
+    def _agree_on_gradients(self) -> Work:
+        grads = [_gradients_of(optimizer) for optimizer in self._optimizers]
+        own = torch.stack([finite_flag(of_optimizer, self._device) for of_optimizer in grads]).logical_not()
+        agreed = own.to(torch.uint8)
+        work = self._group.all_reduce(agreed, ReduceOp.MAX, label="finite gradients", blocking=True)
+        work.wait()
+        for of_optimizer, is_bad_elsewhere in zip(grads, agreed > own, strict=True):
+            _inject_nan(of_optimizer, is_bad_elsewhere)
+        if self._algorithm.refuses_nonfinite:
+            self._used.clear()
+            if self._is_late:
+                self._late = HostCopy(agreed)
+            else:
+                self._is_bad = list(map(bool, agreed.tolist()))
+        return work
+
+    def settle(self) -> InvalidArgument | None:
+        """A forward or backward begins: what to raise, where a step has changed weights by what is not finite.
+
+        Waits for the device to have come to the end of the last backward.
+        """
+        late, self._late = self._late, None
+        if late is None or not self._used:
+            return None
+        names = [type(optimizer).__name__ for optimizer in self._optimizers]
+        wrong = [names[index] for index, is_bad in enumerate(late.get().tolist()) if is_bad and index in self._used]
+        if not wrong:
+            return None
+        return InvalidArgument(
+            f"in the last step a gradient was NaN or Inf on some rank, and algorithm {self._algorithm.name!r} cannot "
+            f"send the weights that {wrong[0]} has made of it. They have changed by it on all ranks: load a "
+            "checkpoint, by model.bagua.load_state_dict too. torch.amp.GradScaler skips such a step; "
+            'with_bagua(..., nonfinite_check="sync") refuses it, and waits for the device in each backward'
+        )
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` is about to change weights by the gradients that are there.
@@ -90,7 +145,9 @@ class SkippedSteps:
         Raises:
             InvalidArgument: on all ranks, where one of them had NaN or Inf and the algorithm cannot send it.
         """
-        if not self._algorithm.refuses_nonfinite or not any(self._is_bad):
+        if self._late is not None:
+            self._used.add(self._optimizers.index_of(optimizer))
+        if not any(self._is_bad):
             return
         if self._is_bad[self._optimizers.index_of(optimizer)] and not are_finite(_gradients_of(optimizer)):
             raise InvalidArgument(
@@ -104,10 +161,13 @@ def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p.grad for options in optimizer.param_groups for p in options["params"] if p.grad is not None]
 
 
-def _inject_nan(grads: list[torch.Tensor]) -> None:
+def _inject_nan(grads: list[torch.Tensor], is_due: torch.Tensor) -> None:
+    """Writes a NaN among them if it is due, a bool of no dimensions, which the host does not look at."""
     for grad in grads:
-        if grad.numel():
-            grad.detach()[(0,) * grad.dim()] = float("nan")
+        # Of .data no graph that create_graph=True has made hears, whose values are as they were if it is not due.
+        values = grad.data._values() if grad.layout is torch.sparse_coo else grad.data
+        if values.numel():
+            values[(0,) * values.dim()].masked_fill_(is_due.to(values.device), float("nan"))
             return
 
 

@@ -313,7 +313,8 @@ class Step:
             self.states.leave_unused(unused)
 
     def _agree_on_skips(self, _: int) -> None:
-        self._name(self.optimizer_steps.agree_on_skips())
+        for work in self.optimizer_steps.agree_on_skips():
+            self._name(work)
 
     def _agree_on_order(self, _: int) -> None:
         """All ranks take the order in which rank 0's gradients became ready."""

@@ -313,7 +313,7 @@ class Client:
             return self._results(graph, node)
         except Exception as error:  # torch's may say values, such as a label that is none of the classes
             raise InvalidArgument(
-                f"{node.title} of {graph.name} raised {type(error).__name__} on a client's data, where it is the cause"
+                f"{node.title} of {graph.name} raised {type(error).__name__} on a client's data, this error's cause"
             ) from error
 
     def _results(self, graph: Graph, node: Node) -> Sequence[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import threading
 from typing import NamedTuple
 
@@ -65,6 +66,7 @@ OTHERS = {
     "qadam": {"optimizer": _fused_qadam, "min_compressed_bytes": 0},
     "powersgd": {},
 }
+OF_WEIGHTS = {"decentralized": {}, "low_precision_decentralized": {}, "local_sgd": {"sync_every": 2}}
 
 
 # ---- nothing waits
@@ -84,7 +86,7 @@ def _counting(is_found_finite):
 def _check_waits(group, nonfinite_check, algorithms):
     barrier = group.barrier
     for algorithm in algorithms:
-        options = {**(ALGORITHMS | OTHERS)[algorithm], "nonfinite_check": nonfinite_check}
+        options = {**(ALGORITHMS | OTHERS | OF_WEIGHTS)[algorithm], "nonfinite_check": nonfinite_check}
         model, optimizer, device = _make(group, emulated.NAME, algorithm=algorithm, **options)
         for step in range(5 if algorithm == "qadam" else 3):
             loss = model(_inputs(group.rank, step, device)).square().mean()
@@ -98,7 +100,8 @@ def _check_waits(group, nonfinite_check, algorithms):
             optimizer.step()
             barrier().wait()
             waits = emulated.counters()["num_host_waits"] + len(_waits_of_work)
-            if step > 0 and (algorithm, step) != ("qadam", 2):  # which looks at its weights behind the warm-up, once
+            # qadam looks at its weights behind the warm-up, once, and powersgd begins with what the host has drawn.
+            if (algorithm, step) not in (("qadam", 2), ("powersgd", 0)):
                 assert (waits > 0) == (nonfinite_check == "sync"), (
                     f"{algorithm}, step {step}: the host waited {waits} times"
                 )
@@ -114,8 +117,35 @@ def test_neither_backward_nor_step_waits_for_the_device(alone_on_emulated):
 def _count_waits(rank, world_size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Work, "is_found_finite", _counting(Work.is_found_finite))
-        thread_world(2, _check_waits, "late", (*ALGORITHMS, *OTHERS))
-        thread_world(2, _check_waits, "sync", ("bytegrad", "qsgd"))
+        thread_world(2, _check_waits, "late", (*ALGORITHMS, *OTHERS, *OF_WEIGHTS))
+        thread_world(2, _check_waits, "sync", ("bytegrad", "qsgd", "low_precision_decentralized"))
+    for optimizer in (torch.optim.SGD, _Fused):
+        thread_world(2, _check_scaled_waits, optimizer)
+
+
+def _check_scaled_waits(group, optimizer_class):
+    """Where weights are exchanged: one look in the step, which is torch's own unless the optimizer is fused."""
+    barrier = group.barrier
+    for algorithm, options in OF_WEIGHTS.items():
+        model, optimizer, device = _make(
+            group, emulated.NAME, algorithm=algorithm, optimizer=optimizer_class, **options
+        )
+        scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(_inputs(group.rank, step, device)).square().mean()
+            counts = []
+            for part in (scaler.scale(loss).backward, functools.partial(scaler.step, optimizer)):
+                barrier().wait()
+                if group.rank == 0:
+                    emulated.reset_counters()
+                barrier().wait()
+                part()
+                barrier().wait()
+                counts.append(emulated.counters()["num_host_waits"])
+            assert counts == [0, group.size], (algorithm, step)
+            scaler.update()
+        model.bagua.remove()
 
 
 def _count_copies(rank, world_size):
@@ -354,7 +384,7 @@ class _Fused(torch.optim.SGD):
 
 def _skipped_steps(group, optimizer):
     different = []
-    for algorithm, options in {**ALGORITHMS, "powersgd": {}, "decentralized": {}}.items():
+    for algorithm, options in {**ALGORITHMS, "powersgd": {}, **OF_WEIGHTS}.items():
         of_cpu, of_device = (
             _train_through(group, kind, algorithm, options, scaled=True, optimizer=optimizer)
             for kind in ("cpu", accelerator.kind())
@@ -400,14 +430,47 @@ def _check_late(group, algorithm, options):
 
 
 def test_without_a_scaler_it_is_an_error_of_the_next_step(pair_on_devices):
-    for algorithm in ("bytegrad", "qsgd"):
-        pair_on_devices.run(_in_group, args=[_check_late, (algorithm, ALGORITHMS[algorithm])])
+    for algorithm in ("bytegrad", "qsgd", "low_precision_decentralized"):
+        options = (ALGORITHMS | OF_WEIGHTS)[algorithm]
+        pair_on_devices.run(_in_group, args=[_check_late, (algorithm, options)])
 
 
-def _check_in_time(group):
-    model, optimizer, device = _make(group, accelerator.kind(), algorithm="bytegrad", nonfinite_check="sync")
+def _go_back(group):
+    """After the error the state of the step before it goes on as if nothing had been."""
+    seen = []
+    for bad_step in (None, 2):
+        model, optimizer, device = _make(group, accelerator.kind(), algorithm="low_precision_decentralized")
+        saved, step, has_failed = None, 0, False
+        while step < 5:
+            try:
+                if step == 2 and not has_failed:
+                    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), model.bagua.state_dict()))
+                optimizer.zero_grad()
+                is_bad = step == bad_step and group.rank == 0 and not has_failed
+                x = _inputs(group.rank, step, device)
+                model(x * float("inf") if is_bad else x).square().mean().backward()
+                optimizer.step()
+                step += 1
+            except bagua.InvalidArgument:
+                assert step == 3
+                for part, state in zip((model, optimizer, model.bagua), saved, strict=True):
+                    part.load_state_dict(state)
+                step, has_failed = 2, True
+        assert has_failed == (bad_step is not None)
+        seen.append(_weights(model))
+        model.bagua.remove()
+    assert all(map(torch.equal, *seen)) and all(weight.isfinite().all() for weight in seen[0])
+
+
+def test_a_checkpoint_is_the_way_back(pair_on_emulated):
+    pair_on_emulated.run(_in_group, args=[_go_back, ()])
+
+
+def _check_in_time(group, algorithm):
+    model, optimizer, device = _make(group, accelerator.kind(), algorithm=algorithm, nonfinite_check="sync")
     before = _weights(model)
-    (model(_inputs(group.rank, 0, device) * float("inf"))).square().mean().backward()
+    x = _inputs(group.rank, 0, device)
+    model(x * float("inf") if group.rank == 1 else x).square().mean().backward()
     with pytest.raises(bagua.InvalidArgument, match="No rank has changed a weight"):
         optimizer.step()
     assert all(map(torch.equal, before, _weights(model)))
@@ -415,7 +478,8 @@ def _check_in_time(group):
 
 
 def test_or_it_is_refused_before_a_weight_has_changed(pair_on_devices):
-    pair_on_devices.run(_in_group, args=[_check_in_time, ()])
+    for algorithm in ("bytegrad", "low_precision_decentralized"):
+        pair_on_devices.run(_in_group, args=[_check_in_time, (algorithm,)])
 
 
 def _lose_a_weight(rank, world_size):

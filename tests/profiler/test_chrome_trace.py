@@ -262,7 +262,7 @@ def _coordination(rank, world_size):
 
 def test_messages_beside_the_buckets_are_told_apart(pool2):
     of_weights, of_gradients = pool2.run(_coordination)[0]
-    assert of_weights == {"finite gradients"}
+    assert of_weights == {"finite gradients", "scaled steps"}
     assert of_gradients == {"ready order", "buffers", "used parameters"}
 
 
