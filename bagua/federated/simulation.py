@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -295,7 +295,7 @@ class Simulation:
         def parse() -> tuple[dict[str, Any], dict[str, Any]]:
             try:
                 content = torch.load(io.BytesIO(payload), weights_only=True)
-                is_ours = isinstance(content, dict) and {"round", "job", "leaves", "structure"} <= content.keys()
+                is_ours = _is_checkpoint(content, self._job.keys())
             except Exception as error:  # torch raises what its parsers do
                 raise InvalidArgument(
                     f"{path} is no checkpoint of a Simulation, or not all of one ({type(error).__name__}): give a file "
@@ -308,9 +308,12 @@ class Simulation:
                     raise InvalidArgument(
                         f"the checkpoint {path} has {name}={content['job'][name]!r}, expected {value!r}"
                     )
-            structure = str(pytree.tree_structure(self.state))
-            if content["structure"] != structure:
-                raise InvalidArgument(f"the checkpoint {path} has a state {content['structure']}, expected {structure}")
+            structure = pytree.tree_structure(self.state)
+            if content["structure"] != str(structure) or len(content["leaves"]) != structure.num_leaves:
+                raise InvalidArgument(
+                    f"the checkpoint {path} has a state {content['structure']} of {len(content['leaves'])} leaves, "
+                    f"expected {structure} of {structure.num_leaves}"
+                )
             return content, {}
 
         content = self._agree(parse)
@@ -327,6 +330,16 @@ class Simulation:
         if self._group is None or self._group.size == 1:
             return prepare()[0]
         return consensus.agree(self._group, prepare, "a state is the same on all ranks: take it from reductions only")
+
+
+def _is_checkpoint(content: Any, job: Iterable[str]) -> bool:
+    """Whether it has the fields that ``save`` writes, each of its type."""
+    if not isinstance(content, dict):
+        return False
+    round, of_job, leaves = (content.get(name) for name in ("round", "job", "leaves"))
+    is_round = isinstance(round, int) and not isinstance(round, bool) and round >= 0
+    is_job = isinstance(of_job, dict) and {*job} <= of_job.keys()
+    return is_round and is_job and isinstance(leaves, list) and isinstance(content.get("structure"), str)
 
 
 def _number(name: str, value: Any) -> float:

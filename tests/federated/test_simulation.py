@@ -212,12 +212,37 @@ def test_a_checkpoint_of_another_simulation_is_refused(tmp_path, options, messag
         other.load(tmp_path / "checkpoint")
 
 
-@pytest.mark.parametrize("content", [b"", b"no archive", None], ids=["empty", "text", "another object"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no archive",
+        {"weights": torch.zeros(2)},
+        {"round": "3"},
+        {"round": -1},
+        {"job": None},
+        {"job": {"seed": SEED}},
+        {"leaves": torch.zeros(2)},
+        {"structure": 3},
+    ],
+    ids=["empty", "text", "another object", "word", "before the first", "no job", "part of it", "no list", "no text"],
+)
 def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
+    """Damaged ones have all fields, and one that is wrong."""
     path = tmp_path / "other"
-    torch.save({"weights": torch.zeros(2)}, path) if content is None else path.write_bytes(content)
+    if isinstance(content, dict) and "weights" not in content:
+        simulation().save(path)
+        content = {**torch.load(path), **content}
+    torch.save(content, path) if isinstance(content, dict) else path.write_bytes(content)
     with pytest.raises(InvalidArgument, match=rf"{path} is no checkpoint of a Simulation.*give a file that save wrote"):
         simulation().load(path)
+
+
+def test_a_checkpoint_that_has_lost_a_leaf_is_named(tmp_path):
+    simulation().save(tmp_path / "checkpoint")
+    torch.save({**torch.load(tmp_path / "checkpoint"), "leaves": []}, tmp_path / "checkpoint")
+    with pytest.raises(InvalidArgument, match=r"(?s)has a state .* of 0 leaves, expected .* of [1-9]"):
+        simulation().load(tmp_path / "checkpoint")
 
 
 @pytest.mark.parametrize(
