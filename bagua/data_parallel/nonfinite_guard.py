@@ -77,6 +77,10 @@ class NonFiniteGuard:
             return False  # by a scaler, which looked at the same gradients
         return any(ids & step.parameter_ids for step in steps) or not ids & self._optimizers.stepped_ids()
 
+    def forget_steps(self) -> None:
+        """The weights that the last steps have made are given up."""
+        self._late = None
+
     def check_backward(self) -> None:
         """All gradients are synchronised; raises InvalidArgument if no later check can."""
         self._suspects = []

@@ -91,6 +91,8 @@ class OptimizerSteps:
     def become(self, draft: OptimizerSteps) -> None:
         """Takes over the layout of a ``draft``; the hooks go on to know this object."""
         vars(self).update(vars(draft))
+        self._guard.forget_steps()
+        self._skipped_steps.forget_steps()
 
     def counts_forward(self) -> bool:
         """A synchronising forward begins; whether all ranks are at the same one.

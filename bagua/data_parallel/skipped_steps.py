@@ -49,7 +49,9 @@ class SkippedSteps:
         self._device, self._is_late = device, is_late
         self._is_bad: list[bool] = []  # by optimizer: a gradient of some rank's was not finite when last asked
         self._late: HostCopy | None = None  # the same, on its way
-        self._used: set[int] = set()  # optimizers that have stepped with the gradients of which it tells
+        self._seen: dict[int, list[tuple[torch.Tensor, int]]] = {}  # by optimizer: its gradients then, and versions
+        # Optimizers that have stepped since; where others had changed the gradients, whether they were finite.
+        self._used: list[tuple[int, HostCopy | None]] = []
         is_certain = algorithm.skips_together() or algorithm.refuses_nonfinite
         self._agreed = _SCALED if is_certain else _UNKNOWN  # equal on all ranks
         self._are_scaled: dict[int, bool] = {}  # by optimizer: whether a GradScaler has made a step, seen by this rank
@@ -106,16 +108,25 @@ class SkippedSteps:
 
     def _agree_on_gradients(self) -> Work:
         grads = [_gradients_of(optimizer) for optimizer in self._optimizers]
-        own = torch.stack([finite_flag(of_optimizer, self._device) for of_optimizer in grads]).logical_not()
-        agreed = own.to(torch.uint8)
+        is_on_host = self._device.type == "cpu"
+        if is_on_host:
+            own = torch.tensor([not are_finite(of_optimizer) for of_optimizer in grads], dtype=torch.uint8)
+        else:
+            are_good = torch.stack([finite_flag(of_optimizer, self._device) for of_optimizer in grads])
+            own = are_good.logical_not().to(torch.uint8)
+        agreed = own.clone()
         work = self._group.all_reduce(agreed, ReduceOp.MAX, label="finite gradients", blocking=True)
         work.wait()
-        for of_optimizer, is_bad_elsewhere in zip(grads, agreed > own, strict=True):
-            _inject_nan(of_optimizer, is_bad_elsewhere)
+        if not (is_on_host and torch.equal(agreed, own)):
+            for of_optimizer, is_bad_elsewhere in zip(grads, agreed > own, strict=True):
+                _inject_nan(of_optimizer, is_bad_elsewhere)
         if self._algorithm.refuses_nonfinite:
-            self._used.clear()
+            self._forget()
             if self._is_late:
                 self._late = HostCopy(agreed)
+                self._seen = {
+                    index: [(g, g._version) for g in of_optimizer] for index, of_optimizer in enumerate(grads)
+                }
             else:
                 self._is_bad = list(map(bool, agreed.tolist()))
         return work
@@ -123,13 +134,16 @@ class SkippedSteps:
     def settle(self) -> InvalidArgument | None:
         """A forward or backward begins: what to raise, where a step has changed weights by what is not finite.
 
-        Waits for the device to have come to the end of the last backward.
+        Waits for the device to have come to the end of the last backward, if a step has followed it.
         """
-        late, self._late = self._late, None
-        if late is None or not self._used:
-            return None
+        self._seen = {}  # whose memory the next ones may need
+        if self._late is None or not self._used:
+            return None  # a step may follow
+        is_bad, used = list(map(bool, self._late.get().tolist())), self._used
+        self._forget()
+        self._is_bad = is_bad  # of another optimizer's step the host knows it in time
         names = [type(optimizer).__name__ for optimizer in self._optimizers]
-        wrong = [names[index] for index, is_bad in enumerate(late.get().tolist()) if is_bad and index in self._used]
+        wrong = [names[index] for index, look in used if is_bad[index] and (look is None or not look.get())]
         if not wrong:
             return None
         return InvalidArgument(
@@ -139,6 +153,13 @@ class SkippedSteps:
             'with_bagua(..., nonfinite_check="sync") refuses it, and waits for the device in each backward'
         )
 
+    def forget_steps(self) -> None:
+        """The weights that the last steps have made are given up."""
+        self._used = []
+
+    def _forget(self) -> None:
+        self._is_bad, self._late, self._seen, self._used = [], None, {}, []
+
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` is about to change weights by the gradients that are there.
 
@@ -146,7 +167,9 @@ class SkippedSteps:
             InvalidArgument: on all ranks, where one of them had NaN or Inf and the algorithm cannot send it.
         """
         if self._late is not None:
-            self._used.add(self._optimizers.index_of(optimizer))
+            index, grads = self._optimizers.index_of(optimizer), _gradients_of(optimizer)
+            is_same = _are_same(self._seen.pop(index, None), grads)
+            self._used.append((index, None if is_same else HostCopy(finite_flag(grads, self._device))))
         if not any(self._is_bad):
             return
         if self._is_bad[self._optimizers.index_of(optimizer)] and not are_finite(_gradients_of(optimizer)):
@@ -159,6 +182,13 @@ class SkippedSteps:
 
 def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p.grad for options in optimizer.param_groups for p in options["params"] if p.grad is not None]
+
+
+def _are_same(seen: list[tuple[torch.Tensor, int]] | None, grads: list[torch.Tensor]) -> bool:
+    """Whether the gradients are those, and nobody has changed them."""
+    if seen is None or len(seen) != len(grads):
+        return False
+    return all(grad is other and grad._version == version for grad, (other, version) in zip(grads, seen, strict=True))
 
 
 def _inject_nan(grads: list[torch.Tensor], is_due: torch.Tensor) -> None:

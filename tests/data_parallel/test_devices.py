@@ -143,6 +143,7 @@ def _check_scaled_waits(group, optimizer_class):
                 part()
                 barrier().wait()
                 counts.append(emulated.counters()["num_host_waits"])
+                barrier().wait()  # before another rank's update() waits
             assert counts == [0, group.size], (algorithm, step)
             scaler.update()
         model.bagua.remove()
@@ -464,6 +465,115 @@ def _go_back(group):
 
 def test_a_checkpoint_is_the_way_back(pair_on_emulated):
     pair_on_emulated.run(_in_group, args=[_go_back, ()])
+
+
+def _load_early(group, algorithm):
+    """The checkpoint is loaded before the error comes out, which is then none of the weights that there are."""
+    model, optimizer, device = _make(group, accelerator.kind(), algorithm=algorithm)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), model.bagua.state_dict()))
+    x = _inputs(group.rank, 0, device)
+    for bad_rank in (1, None):
+        optimizer.zero_grad()
+        model(x * float("inf") if group.rank == bad_rank else x).square().mean().backward()
+        optimizer.step()
+        if bad_rank is not None:
+            for part, state in zip((model, optimizer, model.bagua), saved, strict=True):
+                part.load_state_dict(state)
+    model(x)
+    assert all(weight.isfinite().all() for weight in _weights(model))
+    model.bagua.remove()
+
+
+def test_nothing_comes_out_of_steps_that_are_given_up(pair_on_emulated):
+    for algorithm in ("bytegrad", "low_precision_decentralized"):
+        pair_on_emulated.run(_in_group, args=[_load_early, (algorithm,)])
+
+
+def _change_gradients(group, kind):
+    """The program looks for itself and steps with what it has made of the gradients."""
+    model, optimizer, device = _make(group, kind, algorithm="low_precision_decentralized")
+    for step in range(4):
+        optimizer.zero_grad()
+        x = _inputs(group.rank, step, device)
+        model(x * float("inf") if step and group.rank == 1 else x).square().mean().backward()
+        if step == 1:
+            optimizer.zero_grad()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+        optimizer.step()
+    model(x)
+    weights = _weights(model)
+    model.bagua.remove()
+    return weights
+
+
+def _compare_changed_gradients(group):
+    assert all(map(torch.equal, *(_change_gradients(group, kind) for kind in _BOTH_KINDS)))
+
+
+def test_gradients_that_the_program_has_mended_are_no_error(pair_on_emulated):
+    pair_on_emulated.run(_in_group, args=[_compare_changed_gradients, ()])
+
+
+class _Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = torch.nn.ParameterList([torch.ones(8), torch.ones(8)])
+
+    def forward(self, scales):
+        return sum((scale * part).sum() for scale, part in zip(scales, self.parts, strict=True))
+
+
+def _forward_between(group, nonfinite_at):
+    """One backward for two optimizers, and a forward before each of their steps."""
+    device = accelerator.use_device_of(group.rank)
+    model = _Scaled().to(device)
+    optimizers = [torch.optim.SGD([part], lr=0.05) for part in model.parts]
+    bagua.with_bagua(model, optimizers, group=group, algorithm="low_precision_decentralized")
+    scales = [1.0, 1.0]
+    if group.rank == 1:
+        scales[nonfinite_at] = float("inf")
+    model(scales).backward()
+    model(scales)
+    optimizers[0].step()
+    if nonfinite_at == 0:
+        with pytest.raises(bagua.InvalidArgument, match="in the last step a gradient was NaN or Inf"):
+            model(scales)
+    else:  # of which the host knows by now
+        model(scales)
+        with pytest.raises(bagua.InvalidArgument, match="No rank has changed a weight"):
+            optimizers[1].step()
+    x = torch.ones(3)
+    group.all_reduce(x).wait()  # the group is whole
+    model.bagua.remove()
+
+
+def test_a_forward_between_backward_and_step_takes_nothing_away(pair_on_emulated):
+    for nonfinite_at in (0, 1):
+        pair_on_emulated.run(_in_group, args=[_forward_between, (nonfinite_at,)])
+
+
+def _step_elsewhere(group):
+    """The optimizer of a model on the CPU steps a parameter on a device, whose gradient is infinite on rank 1."""
+    device = accelerator.use_device_of(group.rank)
+    model, other = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.ones(3, device=device))
+    optimizer = torch.optim.SGD([*model.parameters(), other], lr=0.05)
+    bagua.with_bagua(model, optimizer, group=group, algorithm="low_precision_decentralized")
+    before = _weights(model)
+    with accelerator.delayed(0.01):
+        for _ in range(3):
+            optimizer.zero_grad()
+            scale = float("inf") if group.rank == 1 else 1.0
+            (model(torch.ones(2, 8)).sum() + (scale * other).sum().cpu()).backward()
+            with pytest.raises(bagua.InvalidArgument, match="No rank has changed a weight"):
+                optimizer.step()
+    assert all(map(torch.equal, before, _weights(model)))
+    model.bagua.remove()
+
+
+def test_a_model_on_the_cpu_whose_optimizer_steps_on_a_device(pair_on_emulated):
+    pair_on_emulated.run(_in_group, args=[_step_elsewhere, ()])
 
 
 def _check_in_time(group, algorithm):
