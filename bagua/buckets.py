@@ -327,7 +327,7 @@ def are_finite(tensors: Sequence[torch.Tensor], stride: int = 1) -> bool:
 def finite_flag(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """As ``are_finite``, a bool of no dimensions on the device, for which nobody waits unless that is the CPU."""
     on_cpu = [tensor for tensor in tensors if tensor.is_cpu]
-    flags = [torch.tensor(are_finite(on_cpu))] if on_cpu else []
+    flags = [torch.tensor(are_finite(on_cpu), device="cpu")] if on_cpu else []
     flags += [torch.stack(of_device).all() for of_device in _flags([t for t in tensors if not t.is_cpu]).values()]
     # On the CPU no stream orders who reads it.
     flags = [flag.to(device, non_blocking=device.type != "cpu") for flag in flags]

@@ -140,7 +140,7 @@ class QAdam(torch.optim.Optimizer):
             group["fused"] = value
         for state in self.state.values():
             if "step" in state:  # torch moves it to where fused parameters are
-                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).cpu()
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu")
 
     def settle(self) -> None:
         """If the last step turns out to be one that a scaler has made nothing of, it does not count.
@@ -266,7 +266,7 @@ class QAdam(torch.optim.Optimizer):
             raise InvalidArgument("QAdam does not take sparse gradients; construct the module with sparse=False")
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device="cpu")
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 

@@ -168,7 +168,7 @@ class AsyncAveraging(Algorithm):
             snapshot = self._snapshots[bucket.index]
             bucket.load(flat=snapshot)
             works[bucket.index] = self._rounds.all_reduce(bucket, ReduceOp.AVG, parts=[(0, snapshot)])
-        intentions = torch.zeros(self._group.size, dtype=torch.int64)
+        intentions = torch.zeros(self._group.size, dtype=torch.int64, device="cpu")
         intentions[self._group.rank] = self._intention
         self._round = _Round(works, intentions, self._rounds.all_reduce(intentions, label="ranks that stop"))
 

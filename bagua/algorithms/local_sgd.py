@@ -108,7 +108,7 @@ class LocalSGD(ExchangedWeights):
         """A rank on which a parameter was never used has no state for it; then nobody's is averaged."""
         members = [member for bucket in buckets for member in bucket.members]
         moments = {member.index: _moments_of(optimizer, member.parameter) for member in members}
-        num_moments = torch.tensor([len(moments[member.index]) for member in members], dtype=torch.uint8)
+        num_moments = torch.tensor([len(moments[member.index]) for member in members], dtype=torch.uint8, device="cpu")
         group.all_reduce(num_moments, ReduceOp.MIN, label="numbers of moments", blocking=True).wait()
         shared = {m.index: moments[m.index][:num] for m, num in zip(members, num_moments.tolist(), strict=True)}
         for index in range(max(map(len, shared.values()), default=0)):

@@ -135,7 +135,7 @@ class PowerSGD(Algorithm):
         first = self._firsts.get(key)
         if first is None:
             generator = torch.Generator().manual_seed(self.seed + member.index)
-            first = torch.randn(q.shape, generator=generator, dtype=torch.float32).to(q)
+            first = torch.randn(q.shape, generator=generator, dtype=torch.float32, device="cpu").to(q)
             if not q.is_cpu:
                 self._firsts[key] = first
         return torch.where(is_alive, q, first)

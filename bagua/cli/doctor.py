@@ -148,7 +148,7 @@ def _measure_pair(peer: int, first: bool) -> tuple[float, float]:
     """(one-way latency in microseconds, rate in GB/s) between this rank and `peer`."""
     import torch
 
-    small, large = torch.zeros(_PING_BYTES, dtype=torch.uint8), torch.zeros(_BULK_BYTES, dtype=torch.uint8)
+    small, large = (torch.zeros(size, dtype=torch.uint8, device="cpu") for size in (_PING_BYTES, _BULK_BYTES))
     _ping(peer, first, small), _ping(peer, first, large)  # connect and touch the memory
     latency = statistics.median(_ping(peer, first, small) for _ in range(_PINGS)) / 2
     rate = 2 * _BULK_BYTES / statistics.median(_ping(peer, first, large) for _ in range(_BULKS))

@@ -202,7 +202,7 @@ class Codec:
     def _key(self, key: int | None) -> int:
         """What a codec that rounds at random draws from. Raises InvalidArgument."""
         if key is None:
-            key = int(torch.randint(2**63 - 1, ())) if self.is_random else 0
+            key = int(torch.randint(2**63 - 1, (), device="cpu")) if self.is_random else 0
         if not 0 <= key < 2**64:
             raise InvalidArgument(f"key is {key}, expected 0 to 2**64 - 1")
         return key

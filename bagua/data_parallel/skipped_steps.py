@@ -98,7 +98,7 @@ class SkippedSteps:
     def _agree_on_scaler(self) -> Work:
         # An optimizer whose first steps are skipped is not seen yet, whatever the others do.
         is_unknown = len(self._are_scaled) < len([*self._optimizers])
-        message = torch.tensor([any(self._are_scaled.values()), is_unknown], dtype=torch.uint8)
+        message = torch.tensor([any(self._are_scaled.values()), is_unknown], dtype=torch.uint8, device="cpu")
         work = self._group.all_reduce(message, ReduceOp.MAX, label="scaled steps", blocking=True)
         work.wait()
         is_scaled, is_unknown = map(bool, message.tolist())
@@ -110,7 +110,9 @@ class SkippedSteps:
         grads = [_gradients_of(optimizer) for optimizer in self._optimizers]
         is_on_host = self._device.type == "cpu"
         if is_on_host:
-            own = torch.tensor([not are_finite(of_optimizer) for of_optimizer in grads], dtype=torch.uint8)
+            own = torch.tensor(
+                [not are_finite(of_optimizer) for of_optimizer in grads], dtype=torch.uint8, device="cpu"
+            )
         else:
             are_good = torch.stack([finite_flag(of_optimizer, self._device) for of_optimizer in grads])
             own = are_good.logical_not().to(torch.uint8)

@@ -318,7 +318,7 @@ class Step:
 
     def _agree_on_order(self, _: int) -> None:
         """All ranks take the order in which rank 0's gradients became ready."""
-        order = torch.tensor(self._machine.observed_order(), dtype=torch.int64)
+        order = torch.tensor(self._machine.observed_order(), dtype=torch.int64, device="cpu")
         work = self.group.broadcast(order, 0, label="ready order", blocking=True)
         self._name(work)
         work.wait()

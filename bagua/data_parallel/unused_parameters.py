@@ -24,7 +24,7 @@ class UnusedParameters:
     def __init__(self, storage: BucketStorage, group: ProcessGroup) -> None:
         self.is_used = bytearray(len(storage.parameters))
         self._storage, self._group = storage, group
-        self._used = torch.empty(0, dtype=torch.uint8)
+        self._used = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._agreeing: Work | None = None
         self._missing: Sequence[int] = ()
         self._kept: dict[int, torch.Tensor] = {}  # of missing parameters: what their views held

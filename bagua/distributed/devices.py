@@ -178,7 +178,7 @@ class HostCopy:
     __slots__ = ("_event", "_values")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
         self._values.copy_(tensor, non_blocking=True)
         self._event = recorded_event(tensor.device)
 

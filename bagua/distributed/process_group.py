@@ -193,7 +193,7 @@ class ProcessGroup:
         the group is on this host, and on devices.
         """
         self._check_member()
-        item_bytes = torch.empty((), dtype=dtype).element_size()
+        item_bytes = dtype.itemsize
         if numel < 0:
             raise InvalidArgument(f"numel {numel} is negative")
         if numel == 0 or len(self.local_ranks) == 1 or torch.device(device).type != "cpu":
@@ -478,9 +478,9 @@ class ProcessGroup:
 
     def broadcast_bytes(self, payload: bytes | None, src: int) -> bytes:
         """Those of rank `src`, on all ranks; the others pass None."""
-        size = torch.tensor([len(payload) if payload is not None else 0])
+        size = torch.tensor([len(payload) if payload is not None else 0], device="cpu")
         self.broadcast(size, src, blocking=True).wait()
-        memory = torch.empty(int(size), dtype=torch.uint8)
+        memory = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         if payload:
             memory.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
         self.broadcast(memory, src, blocking=True).wait()
@@ -488,13 +488,13 @@ class ProcessGroup:
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Those of all ranks, by rank."""
-        sizes = torch.empty(self.size, dtype=torch.int64)
-        self.all_gather(sizes, torch.tensor([len(payload)]), blocking=True).wait()
+        sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")
+        self.all_gather(sizes, torch.tensor([len(payload)], device="cpu"), blocking=True).wait()
         longest = int(sizes.max())
-        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         if payload:
             mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        gathered = torch.empty(self.size * longest, dtype=torch.uint8)
+        gathered = torch.empty(self.size * longest, dtype=torch.uint8, device="cpu")
         self.all_gather(gathered, mine, blocking=True).wait()
         rows = gathered.view(self.size, longest)
         return [rows[rank, : int(sizes[rank])].numpy().tobytes() for rank in range(self.size)]

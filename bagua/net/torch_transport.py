@@ -203,7 +203,7 @@ def _break_connections(group: dist.ProcessGroup) -> None:
     """Have every pending call of a gloo group fail: a timeout breaks all of its connections."""
     other = (group.rank() + 1) % group.size()
     try:
-        work = group.recv([torch.empty(1, dtype=torch.uint8)], other, _FIRST_TAG - 1)
+        work = group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], other, _FIRST_TAG - 1)
         work.wait(timedelta(milliseconds=1))
     except RuntimeError:
         pass
@@ -303,7 +303,7 @@ class _Frames:
     """The frames of one direction, used in turn. Pages that no frame has touched cost no memory."""
 
     def __init__(self) -> None:
-        self._frames = [torch.empty(_C.TORCH_FRAME_SIZES[-1], dtype=torch.uint8) for _ in range(_WINDOW)]
+        self._frames = [torch.empty(_C.TORCH_FRAME_SIZES[-1], dtype=torch.uint8, device="cpu") for _ in range(_WINDOW)]
         self._turn = 0
 
     def next(self) -> torch.Tensor:

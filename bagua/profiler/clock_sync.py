@@ -83,7 +83,7 @@ def measure(group: ProcessGroup, clock: Callable[[], int] = time.monotonic_ns) -
 
 def _ask_rank_0(group: ProcessGroup, leader: int, clock: Callable[[], int]) -> ClockOffset:
     pair = _pair(group, leader)
-    message = torch.zeros(1, dtype=torch.int64)
+    message = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def ask() -> int:
         pair.broadcast(message, 1, blocking=True).wait()
@@ -98,7 +98,7 @@ def _ask_rank_0(group: ProcessGroup, leader: int, clock: Callable[[], int]) -> C
 
 def _answer(group: ProcessGroup, leader: int, clock: Callable[[], int]) -> None:
     pair = _pair(group, leader)
-    message = torch.zeros(1, dtype=torch.int64)
+    message = torch.zeros(1, dtype=torch.int64, device="cpu")
     try:
         for _ in range(ROUNDS):
             pair.broadcast(message, 1, blocking=True).wait()
