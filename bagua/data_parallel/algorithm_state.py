@@ -26,6 +26,7 @@ from bagua.algorithms import ParameterState
 from bagua.buckets import Bucket, Member
 from bagua.distributed.arguments import ReduceOp
 from bagua.distributed.checkpoints import check_writer, writer_of
+from bagua.distributed.devices import keep_for_current_stream
 from bagua.distributed.process_group import ProcessGroup
 from bagua.distributed.tensors import Residuals
 from bagua.errors import InvalidArgument
@@ -187,6 +188,7 @@ class ParameterStates:
                     continue
                 whole = torch.zeros(bucket.numel, dtype=stripe.dtype, device=bucket.device)
                 whole[first : first + numel] = stripe
+                _leave_to_current_stream(stripe)
                 self._group.all_reduce(whole, ReduceOp.SUM, label="residuals", blocking=True).wait()
                 for member in bucket.members:
                     begin, end = bucket.place_of(member)
@@ -366,6 +368,7 @@ class ParameterStates:
                 if part is not None and not is_empty:
                     begin, end = bucket.place_of(member)
                     flat[begin:end] = part
+                    _leave_to_current_stream(part)
         return side.flats[key]
 
     def _shaped(self, side: _Side, name: str, member: Member) -> torch.Tensor:
@@ -385,6 +388,7 @@ class ParameterStates:
             loaded_stripe, value = side.loaded.pop(key)
             _check_stripe(loaded_stripe, stripe)
             owned.copy_(value)
+            _leave_to_current_stream(value)
         for member in bucket.members:
             part = side.whole_parts.pop((name, member.index), None)
             if part is None:
@@ -393,7 +397,14 @@ class ParameterStates:
             low, high = max(begin, first), min(end, first + numel)
             if low < high:
                 owned[low - first : high - first] = part[low - begin : high - begin]
+                _leave_to_current_stream(part)
         return owned
+
+
+def _leave_to_current_stream(value: torch.Tensor) -> None:
+    """``value`` is read and dropped here; an earlier backward, which made it, may have been on another stream."""
+    if not value.is_cpu:
+        keep_for_current_stream(value)
 
 
 def _check_stripe(loaded: Stripe, stripe: Stripe) -> None:

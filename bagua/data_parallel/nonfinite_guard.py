@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bagua.buckets import Bucket, are_finite
+from bagua.buckets import Bucket, are_finite, finite_flag
 from bagua.data_parallel.followed_optimizers import FollowedOptimizers
 from bagua.distributed.devices import HostCopy
 from bagua.errors import InvalidArgument
@@ -57,7 +57,7 @@ class NonFiniteGuard:
         self._late = _Late(list(looks.values()), {bucket.index for bucket in watched}) if looks else None
 
     def settle(self) -> tuple[bool, bool, InvalidArgument | None]:
-        """Whether the last backward left finite gradients, and a step that followed it was skipped after all.
+        """Whether the last backward left finite gradients, and all steps that followed it were skipped after all.
 
         Also what to raise: a step that was not skipped has changed weights by NaN. Waits for the device.
         """
@@ -68,14 +68,18 @@ class NonFiniteGuard:
         bad = [bucket for bucket, is_finite in late.looks if not is_finite()]
         watched = [bucket for bucket in bad if bucket.index in late.watched]
         wrong = [bucket for bucket in watched if self._was_used(bucket, late.steps, was_skipped)]
-        return not bad, bool(was_skipped), self._error(wrong, is_late=True) if wrong else None
+        are_all_skipped = bool(was_skipped) and len(was_skipped) == len(late.steps)
+        return not bad, are_all_skipped, self._error(wrong, is_late=True) if wrong else None
 
     def _was_used(self, bucket: Bucket, steps: Sequence[_Step], was_skipped: Sequence[_Step]) -> bool:
         """Whether weights came of its gradients, or may have: no optimizer is known that steps them."""
         ids = {id(member.parameter) for member in bucket.members}
-        if any(ids & step.parameter_ids for step in was_skipped):
-            return False  # by a scaler, which looked at the same gradients
-        return any(ids & step.parameter_ids for step in steps) or not ids & self._optimizers.stepped_ids()
+        if not ids & self._optimizers.stepped_ids():
+            return True
+        # A scaler that skips a step has looked at the same gradients.
+        return any(
+            ids & step.parameter_ids and not step.finds_finite(bucket) for step in steps if step not in was_skipped
+        )
 
     def forget_steps(self) -> None:
         """The weights that the last steps have made are given up."""
@@ -101,7 +105,7 @@ class NonFiniteGuard:
             InvalidArgument: a gradient that it would use is NaN; names buckets, parameters and codec.
         """
         if self._late is not None:
-            self._late.steps.append(_Step(optimizer))
+            self._late.steps.append(_Step(optimizer, [bucket for bucket, _ in self._late.looks]))
         if not self._suspects:
             return
         stepped = {id(parameter) for options in optimizer.param_groups for parameter in options["params"]}
@@ -129,12 +133,25 @@ class NonFiniteGuard:
 
 
 class _Step:
-    """A step whose gradients nobody has looked at."""
+    """A step whose gradients nobody has looked at.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.parameter_ids = {id(p) for options in optimizer.param_groups for p in options["params"]}
+    Args:
+        buckets: those that are looked at as a whole; of those that it steps in part the step has a look of its own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        self.parameter_ids = ids = {id(p) for options in optimizer.param_groups for p in options["params"]}
+        own = {b.index: [m.parameter.grad for m in b.members if id(m.parameter) in ids] for b in buckets}
+        self._in_part = [b for b in buckets if 0 < len(own[b.index]) < len(b.members)]
+        grads = [[grad for grad in own[b.index] if grad is not None] for b in self._in_part]
+        flags = [finite_flag(of, b.device) for of, b in zip(grads, self._in_part, strict=True)]
+        self._are_finite = HostCopy(torch.stack(flags)) if flags else None
         found_inf = getattr(optimizer, "found_inf", None)
         self.found_inf = None if found_inf is None or found_inf.is_cpu else HostCopy(found_inf)
+
+    def finds_finite(self, bucket: Bucket) -> bool:
+        """Whether its own gradients are, in a bucket that is not finite."""
+        return bucket in self._in_part and bool(self._are_finite.get()[self._in_part.index(bucket)])
 
 
 class _Late:

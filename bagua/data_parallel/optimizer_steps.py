@@ -118,7 +118,7 @@ class OptimizerSteps:
             if error is not None:
                 raise error
         is_finite, was_skipped, error = self._guard.settle()
-        if was_skipped:
+        if was_skipped or not is_finite:  # though another optimizer may have stepped with finite gradients
             self._states.undo_commit()
         if not is_finite:
             self._states.forget_renewed()
@@ -166,7 +166,9 @@ class OptimizerSteps:
         if not self._sends_gradients:
             self._skipped_steps.begin_step(call.optimizer)
         # A closure's gradients are those of its first evaluation, unless it only looks at the loss once more.
-        call.is_skipped = is_skipped_by_scaler(call.optimizer, waits=not (self._is_late and self._sends_gradients))
+        # An algorithm that exchanges weights counts its steps, those before the first exchange too.
+        waits = not (self._is_late and self._algorithm.exchanges == "gradients")
+        call.is_skipped = is_skipped_by_scaler(call.optimizer, waits)
         is_due = (self._has_gradients or not has_closure) and not call.is_skipped
         if is_due:
             self._check_gradients(call)

@@ -246,6 +246,57 @@ def test_gradients_of_a_bucket_come_from_several_streams(pair_on_emulated, algor
     pair_on_emulated.run(_in_group, args=[_compare_on_streams, (algorithm,)])
 
 
+class _LastLayerFirst(torch.nn.Sequential):
+    """Its gradients are ready in the order of registration, so its buckets are laid out anew after the first step."""
+
+    def forward(self, x):
+        return self[0](torch.tanh(self[1](x)))
+
+
+def _train_on_changing_streams(group, kind, algorithm, options):
+    """Each backward but the first begins on a side stream."""
+    device = torch.device("cpu") if kind == "cpu" else accelerator.use_device_of(group.rank)
+    with _seeding:
+        torch.manual_seed(0)
+        model = _LastLayerFirst(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    bagua.with_bagua(model, optimizer, group=group, algorithm=algorithm, **options)
+    side = None if device.type == "cpu" else torch.Stream(device)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = _inputs(group.rank, step, device)
+        if side is None or step == 0:
+            loss = model(x).square().mean()
+        else:
+            side.wait_stream(torch.accelerator.current_stream())
+            x.record_stream(side)
+            with side:
+                loss = model(x).square().mean()
+            torch.accelerator.current_stream().wait_stream(side)
+            loss.record_stream(torch.accelerator.current_stream())
+        loss.backward()
+        optimizer.step()
+    weights = _weights(model)
+    model.bagua.remove()
+    return weights
+
+
+def _compare_on_changing_streams(group):
+    feedback = {"error_feedback": True, "min_compressed_bytes": 0}
+    for algorithm, options in {"bytegrad": feedback, "powersgd": {}}.items():
+        with emulated.delayed(0.001):
+            of_cpu, of_device = (
+                _train_on_changing_streams(group, kind, algorithm, options) for kind in ("cpu", emulated.NAME)
+            )
+        assert all(map(torch.equal, of_cpu, of_device)), algorithm
+
+
+def test_what_an_algorithm_remembers_goes_from_stream_to_stream(pair_on_emulated):
+    """What it has left in the memory of one stream is there until the other one has read it."""
+    pair_on_emulated.run(_in_group, args=[_compare_on_changing_streams, ()])
+
+
 # ---- nodes
 
 
@@ -401,6 +452,73 @@ def _skipped_steps(group, optimizer):
 def test_a_step_that_a_scaler_skips_is_skipped_as_on_the_cpu(pair_on_devices, optimizer):
     """The states of error feedback too: the steps behind it show them."""
     assert pair_on_devices.run(_in_group, args=[_skipped_steps, [optimizer]]) == [[], []]
+
+
+def _train_with_two_optimizers(group, kind, algorithm, options):
+    """The gradient of a bias is infinite in one step; another optimizer steps what else is in its bucket."""
+    device = torch.device("cpu") if kind == "cpu" else accelerator.use_device_of(group.rank)
+    with _seeding:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 64))
+    model.to(device)
+    optimizers = [
+        torch.optim.SGD(parameters, lr=0.05)
+        for parameters in ([model[0].bias], [model[0].weight, *model[2].parameters()])
+    ]
+    bagua.with_bagua(model, optimizers, group=group, algorithm=algorithm, **options)
+    scaler = torch.amp.GradScaler(device.type, init_scale=8.0, growth_interval=100)
+    seen = []
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = model(_inputs(group.rank, step, device)).square().mean()
+        if step == 1 and group.rank == 1:
+            loss = loss + model[0].bias[0] * float("inf")
+        scaler.scale(loss).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        seen.append(_weights(model))
+    model.bagua.remove()
+    return seen
+
+
+def _partly_skipped_steps(group):
+    different = []
+    for algorithm, options in {"bytegrad": {}, "qsgd": {"error_feedback": True}, "powersgd": {}}.items():
+        of_cpu, of_device = (
+            _train_with_two_optimizers(group, kind, algorithm, options) for kind in ("cpu", accelerator.kind())
+        )
+        are_equal = [torch.equal(before, after) for before, after in zip(of_cpu[0], of_cpu[1], strict=True)]
+        assert are_equal == [False, True, False, False]
+        if not all(map(accelerator.agree, of_device, of_cpu)):
+            different.append(algorithm)
+    return different
+
+
+def test_a_step_that_a_scaler_skips_for_one_optimizer_of_two(pair_on_devices):
+    """The other one has used what is finite of a bucket; what the algorithm remembers is as before, on all ranks."""
+    assert pair_on_devices.run(_in_group, args=[_partly_skipped_steps, ()]) == [[], []]
+
+
+def _skipped_synchronous_steps(group):
+    different = []
+    for algorithm, options in {
+        "local_sgd": {"post_local_after": 2},
+        "async_averaging": {"warmup_steps": 2, "sync_interval": 5.0},
+    }.items():
+        of_cpu, of_device = (
+            _train_through(group, kind, algorithm, options, scaled=True, num_steps=3, optimizer=_Fused)
+            for kind in ("cpu", accelerator.kind())
+        )
+        assert all(map(torch.equal, of_cpu[0], of_cpu[1])), "the step was not skipped on the CPU"
+        if not all(map(accelerator.agree, of_device, of_cpu)):
+            different.append(algorithm)
+    return different
+
+
+def test_a_skipped_step_is_none_of_those_before_weights_are_exchanged(pair_on_devices):
+    assert pair_on_devices.run(_in_group, args=[_skipped_synchronous_steps, ()]) == [[], []]
 
 
 def _train_qadam(group, kind, bad_step):
