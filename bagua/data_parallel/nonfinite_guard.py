@@ -11,7 +11,7 @@ next forward or backward begins: a step that should have been refused has change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -54,20 +54,26 @@ class NonFiniteGuard:
         """All gradients are synchronised; ``settle`` will tell of these buckets, and of the watched ones."""
         watched = self._watched if self.is_needed else ()
         looks = {bucket.index: (bucket, bucket.look_later()) for bucket in (*buckets, *watched)}
-        self._late = _Late(list(looks.values()), {bucket.index for bucket in watched}) if looks else None
+        self._suspects = []
+        self._late = _Late(list(looks.values()), watched) if looks else None
 
     def settle(self) -> tuple[bool, bool, InvalidArgument | None]:
         """Whether the last backward left finite gradients, and all steps that followed it were skipped after all.
 
-        Also what to raise: a step that was not skipped has changed weights by NaN. Waits for the device.
+        Also what to raise: a step that was not skipped has changed weights by NaN. Waits for the device. Where no step
+        has followed yet, one that comes is refused in time.
         """
-        late, self._late = self._late, None
+        late = self._late
         if late is None:
             return True, False, None
+        late.seen = {}  # whose memory the next gradients may need
         was_skipped = [step for step in late.steps if step.found_inf is not None and bool(step.found_inf.get() > 0)]
-        bad = [bucket for bucket, is_finite in late.looks if not is_finite()]
-        watched = [bucket for bucket in bad if bucket.index in late.watched]
+        bad = late.bad_buckets()
+        watched = [bucket for bucket in late.watched if bucket in bad]
         wrong = [bucket for bucket in watched if self._was_used(bucket, late.steps, was_skipped)]
+        self._suspects = [bucket for bucket in watched if bucket not in wrong]
+        if late.steps or wrong:
+            self._late = None
         are_all_skipped = bool(was_skipped) and len(was_skipped) == len(late.steps)
         return not bad, are_all_skipped, self._error(wrong, is_late=True) if wrong else None
 
@@ -98,20 +104,19 @@ class NonFiniteGuard:
         if unchecked:
             raise self._error(unchecked, "; for a GradScaler to do so, pass the optimizer to with_bagua")
 
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` is about to change weights by the gradients that are there.
+    def check_step(self, optimizer: torch.optim.Optimizer, is_certain: bool) -> None:
+        """``optimizer`` is about to change weights by the gradients that are there, unless its closure raises first.
 
         Raises:
             InvalidArgument: a gradient that it would use is NaN; names buckets, parameters and codec.
         """
-        if self._late is not None:
-            self._late.steps.append(_Step(optimizer, [bucket for bucket, _ in self._late.looks]))
-        if not self._suspects:
-            return
-        stepped = {id(parameter) for options in optimizer.param_groups for parameter in options["params"]}
-        bad = [bucket for bucket in self._suspects if not _is_finite_of(bucket, stepped)]
-        if bad:
-            raise self._error(bad)
+        if self._suspects:
+            stepped = {id(parameter) for options in optimizer.param_groups for parameter in options["params"]}
+            bad = [bucket for bucket in self._suspects if not _is_finite_of(bucket, stepped)]
+            if bad:
+                raise self._error(bad)
+        if self._late is not None and is_certain:
+            self._late.steps.append(_Step(optimizer, self._late))
 
     def _error(self, buckets: Sequence[Bucket], more: str = "", is_late: bool = False) -> InvalidArgument:
         codecs = [bucket.declaration.codec for bucket in buckets]
@@ -136,30 +141,62 @@ class _Step:
     """A step whose gradients nobody has looked at.
 
     Args:
-        buckets: those that are looked at as a whole; of those that it steps in part the step has a look of its own.
+        late: of the backward before it. Watched buckets that it steps in part only, or whose gradients somebody has
+            changed since, it looks at itself.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, late: _Late) -> None:
         self.parameter_ids = ids = {id(p) for options in optimizer.param_groups for p in options["params"]}
-        own = {b.index: [m.parameter.grad for m in b.members if id(m.parameter) in ids] for b in buckets}
-        self._in_part = [b for b in buckets if 0 < len(own[b.index]) < len(b.members)]
-        grads = [[grad for grad in own[b.index] if grad is not None] for b in self._in_part]
-        flags = [finite_flag(of, b.device) for of, b in zip(grads, self._in_part, strict=True)]
-        self._are_finite = HostCopy(torch.stack(flags)) if flags else None
+        looks: dict[int, torch.Tensor] = {}  # by bucket
+        for bucket in late.watched:
+            members = [member for member in bucket.members if id(member.parameter) in ids]
+            is_whole, grads = len(members) == len(bucket.members), gradients_of(m.parameter for m in members)
+            if members and not (is_whole and are_unchanged(late.seen.pop(bucket.index, None), grads)):
+                is_flat = is_whole and all(member.parameter.grad is member.view for member in members)
+                looks[bucket.index] = finite_flag([bucket.flat] if is_flat else grads, bucket.device)
+        self._looks = list(looks)
+        self._are_finite = HostCopy(torch.stack(list(looks.values()))) if looks else None
         found_inf = getattr(optimizer, "found_inf", None)
         self.found_inf = None if found_inf is None or found_inf.is_cpu else HostCopy(found_inf)
 
     def finds_finite(self, bucket: Bucket) -> bool:
-        """Whether its own gradients are, in a bucket that is not finite."""
-        return bucket in self._in_part and bool(self._are_finite.get()[self._in_part.index(bucket)])
+        """Whether its own gradients are, of a bucket that was not finite when the backward ended."""
+        return bucket.index in self._looks and bool(self._are_finite.get()[self._looks.index(bucket.index)])
 
 
 class _Late:
     """What is known of a backward only once the device has come to its end."""
 
-    def __init__(self, looks: list[tuple[Bucket, Callable[[], bool]]], watched: set[int]) -> None:
-        self.looks, self.watched = looks, watched
+    def __init__(self, looks: list[tuple[Bucket, Callable[[], bool]]], watched: Sequence[Bucket]) -> None:
+        self._looks, self.watched = looks, watched
+        self._bad: list[Bucket] | None = None
+        self.seen = {b.index: versions_of(gradients_of(m.parameter for m in b.members)) for b in watched}
         self.steps: list[_Step] = []  # made since
+
+    def bad_buckets(self) -> list[Bucket]:
+        """Those that were not finite; waits for the device."""
+        if self._bad is None:
+            self._bad = [bucket for bucket, is_finite in self._looks if not is_finite()]
+        return self._bad
+
+
+def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+Versions = list[tuple[torch.Tensor, int]]
+
+
+def versions_of(grads: Sequence[torch.Tensor]) -> Versions:
+    """Gradients as they are now, for ``are_unchanged``; keeps them alive."""
+    return [(grad, grad._version) for grad in grads]
+
+
+def are_unchanged(seen: Versions | None, grads: Sequence[torch.Tensor]) -> bool:
+    """Whether the gradients are those, and nobody has written into them."""
+    if seen is None or len(seen) != len(grads):
+        return False
+    return all(grad is other and grad._version == version for grad, (other, version) in zip(grads, seen, strict=True))
 
 
 def is_skipped_by_scaler(optimizer: torch.optim.Optimizer, waits: bool = True) -> bool:
@@ -174,5 +211,4 @@ def is_skipped_by_scaler(optimizer: torch.optim.Optimizer, waits: bool = True) -
 
 
 def _is_finite_of(bucket: Bucket, parameter_ids: set[int]) -> bool:
-    grads = [m.parameter.grad for m in bucket.members if id(m.parameter) in parameter_ids]
-    return are_finite([grad for grad in grads if grad is not None])
+    return are_finite(gradients_of(m.parameter for m in bucket.members if id(m.parameter) in parameter_ids))

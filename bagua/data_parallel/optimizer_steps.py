@@ -171,7 +171,7 @@ class OptimizerSteps:
         call.is_skipped = is_skipped_by_scaler(call.optimizer, waits)
         is_due = (self._has_gradients or not has_closure) and not call.is_skipped
         if is_due:
-            self._check_gradients(call)
+            self._check_gradients(call, is_certain=not has_closure)
         return is_due
 
     def check_closure(self, call: Call) -> None:
@@ -181,7 +181,7 @@ class OptimizerSteps:
             InvalidArgument: as ``check_optimizer_step``.
         """
         self._follow(call.optimizer)  # another may have stepped in the closure
-        self._check_gradients(call)
+        self._check_gradients(call, is_certain=True)
 
     def before_optimizer_step(self, call: Call) -> None:
         """No model has refused the step with the gradients that are there now."""
@@ -223,12 +223,12 @@ class OptimizerSteps:
         with fatal(self._group, f"following a {type(optimizer).__name__}"):
             self._optimizers.follow(optimizer)
 
-    def _check_gradients(self, call: Call) -> None:
+    def _check_gradients(self, call: Call, is_certain: bool) -> None:
         error = self.local_gradients.refusal(call.optimizer) if self._sends_gradients else None
         if error is not None:
             raise ending(self._group, error)
-        self._guard.check_step(call.optimizer)
-        self._skipped_steps.check_step(call.optimizer)
+        self._guard.check_step(call.optimizer, is_certain)
+        self._skipped_steps.check_step(call.optimizer, is_certain)
 
     def _buckets_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Bucket]:
         index = self._optimizers.index_of(optimizer)

@@ -20,6 +20,7 @@ from bagua.algorithms import Algorithm
 from bagua.buckets import are_finite, finite_flag
 from bagua.data_parallel.failures import ending
 from bagua.data_parallel.followed_optimizers import FollowedOptimizers
+from bagua.data_parallel.nonfinite_guard import Versions, are_unchanged, gradients_of, versions_of
 from bagua.data_parallel.optimizer_hooks import Call
 from bagua.distributed.devices import HostCopy
 from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
@@ -49,7 +50,7 @@ class SkippedSteps:
         self._device, self._is_late = device, is_late
         self._is_bad: list[bool] = []  # by optimizer: a gradient of some rank's was not finite when last asked
         self._late: HostCopy | None = None  # the same, on its way
-        self._seen: dict[int, list[tuple[torch.Tensor, int]]] = {}  # by optimizer: its gradients then, and versions
+        self._seen: dict[int, Versions] = {}  # by optimizer: its gradients then
         # Optimizers that have stepped since; where others had changed the gradients, whether they were finite.
         self._used: list[tuple[int, HostCopy | None]] = []
         is_certain = algorithm.skips_together() or algorithm.refuses_nonfinite
@@ -126,9 +127,7 @@ class SkippedSteps:
             self._forget()
             if self._is_late:
                 self._late = HostCopy(agreed)
-                self._seen = {
-                    index: [(g, g._version) for g in of_optimizer] for index, of_optimizer in enumerate(grads)
-                }
+                self._seen = dict(enumerate(map(versions_of, grads)))
             else:
                 self._is_bad = list(map(bool, agreed.tolist()))
         return work
@@ -162,15 +161,15 @@ class SkippedSteps:
     def _forget(self) -> None:
         self._is_bad, self._late, self._seen, self._used = [], None, {}, []
 
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` is about to change weights by the gradients that are there.
+    def check_step(self, optimizer: torch.optim.Optimizer, is_certain: bool) -> None:
+        """``optimizer`` is about to change weights by the gradients that are there, unless its closure raises first.
 
         Raises:
             InvalidArgument: on all ranks, where one of them had NaN or Inf and the algorithm cannot send it.
         """
-        if self._late is not None:
+        if self._late is not None and is_certain:
             index, grads = self._optimizers.index_of(optimizer), _gradients_of(optimizer)
-            is_same = _are_same(self._seen.pop(index, None), grads)
+            is_same = are_unchanged(self._seen.pop(index, None), grads)
             self._used.append((index, None if is_same else HostCopy(finite_flag(grads, self._device))))
         if not any(self._is_bad):
             return
@@ -183,14 +182,7 @@ class SkippedSteps:
 
 
 def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p.grad for options in optimizer.param_groups for p in options["params"] if p.grad is not None]
-
-
-def _are_same(seen: list[tuple[torch.Tensor, int]] | None, grads: list[torch.Tensor]) -> bool:
-    """Whether the gradients are those, and nobody has changed them."""
-    if seen is None or len(seen) != len(grads):
-        return False
-    return all(grad is other and grad._version == version for grad, (other, version) in zip(grads, seen, strict=True))
+    return gradients_of(p for options in optimizer.param_groups for p in options["params"])
 
 
 def _inject_nan(grads: list[torch.Tensor], is_due: torch.Tensor) -> None:

@@ -607,9 +607,9 @@ def test_nothing_comes_out_of_steps_that_are_given_up(pair_on_emulated):
         pair_on_emulated.run(_in_group, args=[_load_early, (algorithm,)])
 
 
-def _change_gradients(group, kind):
+def _change_gradients(group, kind, algorithm):
     """The program looks for itself and steps with what it has made of the gradients."""
-    model, optimizer, device = _make(group, kind, algorithm="low_precision_decentralized")
+    model, optimizer, device = _make(group, kind, algorithm=algorithm)
     for step in range(4):
         optimizer.zero_grad()
         x = _inputs(group.rank, step, device)
@@ -626,12 +626,13 @@ def _change_gradients(group, kind):
     return weights
 
 
-def _compare_changed_gradients(group):
-    assert all(map(torch.equal, *(_change_gradients(group, kind) for kind in _BOTH_KINDS)))
+def _compare_changed_gradients(group, algorithm):
+    assert all(map(torch.equal, *(_change_gradients(group, kind, algorithm) for kind in _BOTH_KINDS)))
 
 
 def test_gradients_that_the_program_has_mended_are_no_error(pair_on_emulated):
-    pair_on_emulated.run(_in_group, args=[_compare_changed_gradients, ()])
+    for algorithm in ("bytegrad", "low_precision_decentralized"):
+        pair_on_emulated.run(_in_group, args=[_compare_changed_gradients, (algorithm,)])
 
 
 class _Scaled(torch.nn.Module):
@@ -670,6 +671,30 @@ def _forward_between(group, nonfinite_at):
 def test_a_forward_between_backward_and_step_takes_nothing_away(pair_on_emulated):
     for nonfinite_at in (0, 1):
         pair_on_emulated.run(_in_group, args=[_forward_between, (nonfinite_at,)])
+
+
+def _look_between(group, is_closure):
+    """The host knows of the gradients by then, and refuses the step in time: also one whose closure only looks."""
+    model, optimizer, device = _make(group, accelerator.kind(), algorithm="bytegrad")
+    before = _weights(model)
+    x = _inputs(group.rank, 0, device)
+    model(x * float("inf") if group.rank == 1 else x).square().mean().backward()
+    if not is_closure:
+        model(x)
+    with pytest.raises(bagua.InvalidArgument, match="No rank has changed a weight"):
+        optimizer.step((lambda: model(x).square().mean()) if is_closure else None)
+    assert all(map(torch.equal, before, _weights(model)))
+    optimizer.zero_grad()  # of a step that is skipped nothing comes out
+    model(x).square().mean().backward()
+    optimizer.step()
+    model(x)
+    assert all(weight.isfinite().all() for weight in _weights(model))
+    model.bagua.remove()
+
+
+def test_a_forward_between_backward_and_step_tells_in_time(pair_on_emulated):
+    for is_closure in (False, True):
+        pair_on_emulated.run(_in_group, args=[_look_between, (is_closure,)])
 
 
 def _step_elsewhere(group):
