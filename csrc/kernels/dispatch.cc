@@ -129,6 +129,7 @@ std::vector<T*> viewed(const std::vector<T*>& pointers, View view) {
 
 void reduce_into(ReduceOp op, DType dtype, void* acc, const void* source, size_t numel, Stream stream) {
   check_defined("reduce_into", op, dtype);
+  if (numel == 0) return;  // of a part of fewer elements than ranks, whose place may be the end of the memory
   run(
       "reduce_into", stream, [=](auto at) { cpu::reduce_into(op, dtype, at(acc), at(source), numel); },
       [=] { cuda::reduce_into(op, dtype, acc, source, numel, stream); });
@@ -138,6 +139,7 @@ void reduce_many(ReduceOp op, DType dtype, const void* const* sources, int num_s
                  int num_destinations, size_t numel, Stream stream) {
   check_defined("reduce_many", op, dtype);
   if (num_sources < 1) reject("reduce_many: num_sources is " + std::to_string(num_sources) + ", expected 1 or more");
+  if (numel == 0) return;
   if (stream.is_cpu()) return cpu::reduce_many(op, dtype, sources, num_sources, destinations, num_destinations, numel);
   const std::vector<const void*> from(sources, sources + num_sources);
   const std::vector<void*> to(destinations, destinations + num_destinations);

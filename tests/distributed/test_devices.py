@@ -144,6 +144,26 @@ def test_ranks_that_are_processes(pair_on_devices, world):
     pair_on_devices.run(_check_all, env=world.env)
 
 
+def _reduce_few(group, numel):
+    device = accelerator.use_device_of(group.rank)
+    for op, expected in ((bagua.ReduceOp.SUM, 3.0), (bagua.ReduceOp.MAX, 2.0)):
+        x = torch.full((numel,), float(group.rank), device=device)
+        group.all_reduce(x, op).wait()
+        assert x.tolist() == [expected] * numel
+
+
+def _reduce_few_over_threads(rank, world_size):
+    for numel in (0, 1, 2, 4):
+        thread_world(3, _reduce_few, numel)
+
+
+@pytest.mark.parametrize("more", ["", ",reduce_tree_bytes=0"], ids=["rings", "stripes"])
+def test_fewer_elements_than_ranks(alone_on_devices, more):
+    """Some ranks have no part of them, whatever the algorithm that the thresholds choose."""
+    thresholds = f"on_host_bytes=0,recursive_doubling_bytes=0{more}"
+    alone_on_devices.run(_reduce_few_over_threads, env={"BAGUA_THRESHOLDS": thresholds})
+
+
 def _check_small_reductions(rank, world_size):
     """The host computes them, by default: with the CPU's bits, and no kernel."""
     _check_all(rank, world_size)
