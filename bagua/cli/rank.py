@@ -93,9 +93,12 @@ def _write_down(error: BaseException, follows: bool) -> None:
         "names_another_rank": follows,
     }
     message = f"{type(error).__name__}: {error}"
+    unfinished = f"{path}.{os.getpid()}"
     try:
-        with open(path, "w") as file:
+        # The launcher may end this rank at any point, and cannot go on from a part of the file.
+        with open(unfinished, "w") as file:
             json.dump({"message": {"message": message, "extraInfo": details}}, file)
+        os.replace(unfinished, path)
     except OSError:  # the traceback on stderr has it all
         pass
 

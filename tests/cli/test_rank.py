@@ -136,6 +136,21 @@ raise {name}("rank 2 has exited")
 """
 
 
+def test_a_rank_that_is_ended_meanwhile_leaves_no_part_of_it(script, tmp_path):
+    """Torch's launcher cannot go on from one: it would raise instead of starting the ranks again."""
+    text = """
+        import json, os
+        def dump(content, file):
+            file.write("{")
+            file.flush()
+            os._exit(3)
+        json.dump = dump
+        raise ValueError("of this rank")
+    """
+    result = run(RANK_PY, script(textwrap.dedent(text)), error_file=tmp_path / "error.json")
+    assert result.returncode == 3 and not (tmp_path / "error.json").exists()
+
+
 @pytest.mark.parametrize("name", ["RemoteError", "TransportError", "DeadlineExceeded", "Aborted"])
 def test_another_ranks_failure_is_one_line(script, tmp_path, name):
     path = script(FOLLOWS.format(name=name, rank=2))
