@@ -327,6 +327,38 @@ def test_nodes_of_two_ranks(alone_on_emulated, env):
     alone_on_emulated.run(_train_in_two_nodes, env=env)
 
 
+# ---- torch.set_default_device
+
+
+def _train_on_default_device(group):
+    """The same weights as with the default."""
+    found = []
+    for is_default in (False, True):
+        for algorithm, options in {**OTHERS, **OF_WEIGHTS}.items():
+            torch.set_default_device(accelerator.use_device_of(group.rank) if is_default else None)
+            try:
+                bagua.broadcast_object({"a": 1} if group.rank == 0 else None, 0, group=group)
+                model, optimizer, device = _make(group, accelerator.kind(), algorithm=algorithm, **options)
+                for step in range(3):
+                    optimizer.zero_grad()
+                    with torch.device("cpu"):
+                        x = _inputs(group.rank, step, device)
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    if step == 1:
+                        model.bagua.load_state_dict(model.bagua.state_dict())
+                model.bagua.remove()
+            finally:
+                torch.set_default_device(None)
+            found.append(_weights(model))
+    half = len(found) // 2
+    assert all(all(map(torch.equal, *pair)) for pair in zip(found[:half], found[half:], strict=True))
+
+
+def test_torchs_default_device_is_the_users(pair_on_emulated):
+    pair_on_emulated.run(_in_group, args=[_train_on_default_device, ()])
+
+
 # ---- torch.compile
 
 
