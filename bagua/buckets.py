@@ -340,11 +340,27 @@ def _are_finite_on_device(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _flags(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
-    """By device, whether each tensor there is finite."""
+    """By device, whether what lies there is finite: several flags, each of some of the tensors."""
     found: dict[torch.device, list[torch.Tensor]] = {}
+    together: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        found.setdefault(tensor.device, []).append(_values(tensor).isfinite().all())
+        if tensor.dtype in GRADIENT_DTYPES and _is_dense(tensor):
+            together.setdefault((tensor.device, tensor.dtype), []).append(tensor.data)
+        else:
+            found.setdefault(tensor.device, []).append(_values(tensor).isfinite().all())
+    for (device, _), of_dtype in together.items():
+        # GradScaler's kernel, one for many tensors; it writes each value times 1, which is that value.
+        found_inf, factor = (fill((), device=device, dtype=torch.float32) for fill in (torch.zeros, torch.ones))
+        torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, found_inf, factor)
+        found.setdefault(device, []).append(found_inf == 0)
     return found
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it lies in one piece, so that no element is written twice."""
+    if tensor.layout is not torch.strided:
+        return False
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
