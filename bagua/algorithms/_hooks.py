@@ -158,7 +158,7 @@ class Hooks:
         """A GradScaler has made nothing of a step of ``optimizer``, and the host knows.
 
         The weights are what they were, though torch may count a fused optimizer's as changed. Where gradients are
-        exchanged on a device the host hears of it later, and ``after_optimizer_step`` is called.
+        exchanged on a device the host may hear of it later, and then ``after_optimizer_step`` is called.
         """
 
     # --- in the background

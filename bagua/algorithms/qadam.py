@@ -307,6 +307,13 @@ class QAdam(CompressedGradients):
             if group.size > 1:  # otherwise no codec has run
                 self._warn_of_far_steps(optimizer, name_of)
 
+    def after_skipped_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        super().after_skipped_step(optimizer, buckets)
+        index = self.training.optimizers.index(optimizer)
+        num_undone = optimizer.num_undone  # by now without this step, which has not been counted here
+        optimizer.settle()
+        self._num_undone[index] += optimizer.num_undone - num_undone
+
     def _warn_of_still_weights(self, optimizer: optim.QAdam, name_of: dict[int, str]) -> None:
         found = [(name_of[id(p)], count) for p, count in optimizer.still_weights() if id(p) in name_of]
         if not found:

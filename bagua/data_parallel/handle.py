@@ -88,9 +88,12 @@ class BaguaHandle:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides the states of model and optimizers: plain data, no communication.
 
+        Waits for a device that has steps before it of which the host does not know whether they count.
+
         The order of the gradients is part of it, because the offset of a gradient in its bucket decides
         how its sum is rounded; with it a resumed run continues bit for bit.
         """
+        self.step.optimizer_steps.settle_states()
         order = self.step.order
         names = self.step.storage.names
         return {

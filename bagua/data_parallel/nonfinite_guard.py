@@ -67,15 +67,25 @@ class NonFiniteGuard:
         if late is None:
             return True, False, None
         late.seen = {}  # whose memory the next gradients may need
-        was_skipped = [step for step in late.steps if step.found_inf is not None and bool(step.found_inf.get() > 0)]
-        bad = late.bad_buckets()
+        was_skipped, bad = late.skipped_steps(), late.bad_buckets()
         watched = [bucket for bucket in late.watched if bucket in bad]
         wrong = [bucket for bucket in watched if self._was_used(bucket, late.steps, was_skipped)]
         self._suspects = [bucket for bucket in watched if bucket not in wrong]
         if late.steps or wrong:
             self._late = None
-        are_all_skipped = bool(was_skipped) and len(was_skipped) == len(late.steps)
-        return not bad, are_all_skipped, self._error(wrong, is_late=True) if wrong else None
+        return not bad, late.are_all_skipped(), self._error(wrong, is_late=True) if wrong else None
+
+    def look_at_steps(self) -> tuple[bool, bool]:
+        """What ``settle`` says first of steps that have been made; leaves to it to tell of them."""
+        late = self._late
+        if late is None or not late.steps:
+            return True, False
+        return not late.bad_buckets(), late.are_all_skipped()
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether the host knows of gradients that are not finite and no step has used yet."""
+        return bool(self._suspects)
 
     def _was_used(self, bucket: Bucket, steps: Sequence[_Step], was_skipped: Sequence[_Step]) -> bool:
         """Whether weights came of its gradients, or may have: no optimizer is known that steps them."""
@@ -152,7 +162,8 @@ class _Step:
             members = [member for member in bucket.members if id(member.parameter) in ids]
             is_whole, grads = len(members) == len(bucket.members), gradients_of(m.parameter for m in members)
             if members and not (is_whole and are_unchanged(late.seen.pop(bucket.index, None), grads)):
-                is_flat = is_whole and all(member.parameter.grad is member.view for member in members)
+                # Between the gradients is what a codec has left there, NaN too.
+                is_flat = not bucket.has_gaps and is_whole and all(m.parameter.grad is m.view for m in members)
                 looks[bucket.index] = finite_flag([bucket.flat] if is_flat else grads, bucket.device)
         self._looks = list(looks)
         self._are_finite = HostCopy(torch.stack(list(looks.values()))) if looks else None
@@ -178,6 +189,14 @@ class _Late:
         if self._bad is None:
             self._bad = [bucket for bucket, is_finite in self._looks if not is_finite()]
         return self._bad
+
+    def skipped_steps(self) -> list[_Step]:
+        """Those of which a GradScaler has made nothing; waits for the device."""
+        return [step for step in self.steps if step.found_inf is not None and bool(step.found_inf.get() > 0)]
+
+    def are_all_skipped(self) -> bool:
+        """Whether there are steps, and none of them changed weights; waits for the device."""
+        return bool(self.steps) and len(self.skipped_steps()) == len(self.steps)
 
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -118,12 +118,19 @@ class OptimizerSteps:
             if error is not None:
                 raise error
         is_finite, was_skipped, error = self._guard.settle()
+        self._settle_states(is_finite, was_skipped)
+        if error is not None:
+            raise error
+
+    def settle_states(self) -> None:
+        """The states of parameters are asked for: those of steps that were none do not count. Waits for the device."""
+        self._settle_states(*self._guard.look_at_steps())
+
+    def _settle_states(self, is_finite: bool, was_skipped: bool) -> None:
         if was_skipped or not is_finite:  # though another optimizer may have stepped with finite gradients
             self._states.undo_commit()
         if not is_finite:
             self._states.forget_renewed()
-        if error is not None:
-            raise error
 
     def end_states(self) -> None:
         """All buckets are exchanged: the states as they are now count once an optimizer steps, if all is finite."""
@@ -167,7 +174,8 @@ class OptimizerSteps:
             self._skipped_steps.begin_step(call.optimizer)
         # A closure's gradients are those of its first evaluation, unless it only looks at the loss once more.
         # An algorithm that exchanges weights counts its steps, those before the first exchange too.
-        waits = not (self._is_late and self._algorithm.exchanges == "gradients")
+        # So does the host where it knows already what a scaler has found.
+        waits = not (self._is_late and self._algorithm.exchanges == "gradients") or self._guard.has_suspects
         call.is_skipped = is_skipped_by_scaler(call.optimizer, waits)
         is_due = (self._has_gradients or not has_closure) and not call.is_skipped
         if is_due:

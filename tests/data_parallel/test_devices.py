@@ -553,23 +553,59 @@ def test_a_skipped_step_is_none_of_those_before_weights_are_exchanged(pair_on_de
     assert pair_on_devices.run(_in_group, args=[_skipped_synchronous_steps, ()]) == [[], []]
 
 
-def _train_qadam(group, kind, bad_step):
-    more = {"bad_step": bad_step, "num_steps": 6, **OTHERS["qadam"]}
+def _train_qadam(group, kind, bad_step, nonfinite_check):
+    more = {"bad_step": bad_step, "num_steps": 6, "nonfinite_check": nonfinite_check, **OTHERS["qadam"]}
     return _train_through(group, kind, "qadam", {}, scaled=True, **more)
 
 
-def _skipped_steps_of_qadam(rank, world_size):
+def _skipped_steps_of_qadam(rank, world_size, nonfinite_check):
     emulated.load()
     for bad_step in (1, 2, 3):
-        results = [thread_world(2, _train_qadam, kind, bad_step) for kind in ("cpu", emulated.NAME)]
+        results = [thread_world(2, _train_qadam, kind, bad_step, nonfinite_check) for kind in ("cpu", emulated.NAME)]
         for of_cpu, of_device in zip(*results, strict=True):
             assert all(map(torch.equal, of_cpu[bad_step - 1], of_cpu[bad_step])), "the step was not skipped on the CPU"
             assert all(all(map(torch.equal, *pair)) for pair in zip(of_cpu, of_device, strict=True)), bad_step
 
 
-def test_a_skipped_step_is_none_of_the_warm_up_of_qadam(alone_on_emulated):
-    """Though on a device the host hears of it late; also where it would have been the last one of the warm-up."""
-    alone_on_emulated.run(_skipped_steps_of_qadam)
+@pytest.mark.parametrize("nonfinite_check", [None, "sync"], ids=["late", "sync"])
+def test_a_skipped_step_is_none_of_the_warm_up_of_qadam(alone_on_emulated, nonfinite_check):
+    """Whether the host hears of it late or in time; also where it would have been the last one of the warm-up."""
+    alone_on_emulated.run(_skipped_steps_of_qadam, args=[nonfinite_check])
+
+
+_REMEMBERING = {"qsgd": {"error_feedback": True}, "powersgd": {}}
+
+
+def _remembered_behind_skipped_step(group, kind, algorithm):
+    """What a checkpoint has of it, taken before the step and right behind it."""
+    model, optimizer, device = _make(group, kind, algorithm=algorithm, optimizer=_Fused, **_REMEMBERING[algorithm])
+    scaler = torch.amp.GradScaler(device.type, init_scale=8.0, growth_interval=100)
+    states = []
+    for step in range(2):
+        optimizer.zero_grad()
+        x = _inputs(group.rank, step, device)
+        scaler.scale(model(x * float("inf") if step and group.rank else x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        for own in model.bagua.state_dict()["parameters"]["states"].values():
+            states.append([*own["parameters"].values(), *(stripe[-1] for stripe in own["stripes"].values())])
+    model.bagua.remove()
+    return [[value.cpu() for value in values if value.any()] for values in states]
+
+
+def _compare_remembered(group):
+    for algorithm in _REMEMBERING:
+        of_cpu, of_device = (_remembered_behind_skipped_step(group, kind, algorithm) for kind in _BOTH_KINDS)
+        half = len(of_cpu) // 2
+        assert of_cpu[0]
+        for before, behind, expected in zip(of_device[:half], of_device[half:], of_cpu[half:], strict=True):
+            assert len(before) == len(behind) == len(expected)
+            assert all(map(torch.equal, before, behind)) and all(map(torch.equal, behind, expected)), algorithm
+
+
+def test_a_checkpoint_behind_a_skipped_step_has_nothing_of_it(pair_on_emulated):
+    """Though the host has not heard yet that it was one."""
+    pair_on_emulated.run(_in_group, args=[_compare_remembered, ()])
 
 
 def _check_late(group, algorithm, options):
@@ -667,6 +703,34 @@ def test_gradients_that_the_program_has_mended_are_no_error(pair_on_emulated):
         pair_on_emulated.run(_in_group, args=[_compare_changed_gradients, (algorithm,)])
 
 
+def _mend_between_gaps(group, kind):
+    """Their bucket has elements between the gradients, where the codec leaves NaN."""
+    device = torch.device("cpu") if kind == "cpu" else accelerator.use_device_of(group.rank)
+    with _seeding:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    bagua.with_bagua(model, optimizer, group=group, algorithm="bytegrad", min_compressed_bytes=0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(torch.ones(2, 5, device=device)).sum() * (float("inf") if group.rank else 1.0)).backward()
+        for parameter in model.parameters():
+            parameter.grad.nan_to_num_(1.0, 1.0, 1.0)
+        optimizer.step()
+    model(torch.ones(2, 5, device=device))
+    weights = _weights(model)
+    model.bagua.remove()
+    return weights
+
+
+def _compare_mended_between_gaps(group):
+    assert all(map(torch.equal, *(_mend_between_gaps(group, kind) for kind in _BOTH_KINDS)))
+
+
+def test_nor_is_what_a_codec_leaves_between_mended_gradients(pair_on_emulated):
+    pair_on_emulated.run(_in_group, args=[_compare_mended_between_gaps, ()])
+
+
 class _Scaled(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -727,6 +791,29 @@ def _look_between(group, is_closure):
 def test_a_forward_between_backward_and_step_tells_in_time(pair_on_emulated):
     for is_closure in (False, True):
         pair_on_emulated.run(_in_group, args=[_look_between, (is_closure,)])
+
+
+def _look_before_skipped_step(group, kind):
+    model, optimizer, device = _make(group, kind, algorithm="bytegrad", optimizer=_Fused)
+    scaler = torch.amp.GradScaler(device.type, init_scale=8.0, growth_interval=100)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = _inputs(group.rank, step, device)
+        scaler.scale(model(x * float("inf") if step == 1 and group.rank else x).square().mean()).backward()
+        model(x)
+        scaler.step(optimizer)
+        scaler.update()
+    weights = _weights(model)
+    model.bagua.remove()
+    return weights
+
+
+def _compare_looks_before_skipped_step(group):
+    assert all(map(torch.equal, *(_look_before_skipped_step(group, kind) for kind in _BOTH_KINDS)))
+
+
+def test_what_the_host_knows_by_then_is_no_error_of_a_step_that_a_scaler_skips(pair_on_emulated):
+    pair_on_emulated.run(_in_group, args=[_compare_looks_before_skipped_step, ()])
 
 
 def _step_elsewhere(group):
