@@ -98,8 +98,11 @@ class NonFiniteGuard:
         )
 
     def forget_steps(self) -> None:
-        """The weights that the last steps have made are given up."""
-        self._late = None
+        """The weights that the last steps have made are given up; the gradients are there, for one that may come."""
+        if self._late is not None:
+            checked = self._optimizers.stepped_ids()
+            self._late.steps = []
+            self._late.watched = [b for b in self._late.watched if any(id(m.parameter) in checked for m in b.members)]
 
     def check_backward(self) -> None:
         """All gradients are synchronised; raises InvalidArgument if no later check can."""

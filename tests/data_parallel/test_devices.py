@@ -670,6 +670,24 @@ def _load_early(group, algorithm):
     model.bagua.remove()
 
 
+def _load_before_step(group, kind, algorithm):
+    """The gradients are still there, not finite: the step is refused in time, or is an error of the next forward."""
+    model, optimizer, device = _make(group, kind, algorithm=algorithm)
+    x = _inputs(group.rank, 0, device)
+    model(x * float("inf") if group.rank else x).square().mean().backward()
+    model.bagua.load_state_dict(copy.deepcopy(model.bagua.state_dict()))
+    with pytest.raises(bagua.InvalidArgument, match="a gradient .* NaN or Inf on some rank"):
+        optimizer.step()
+        model(x)
+    model.bagua.remove()
+
+
+def test_a_checkpoint_that_is_loaded_before_the_step_takes_nothing_away(pair_on_emulated):
+    for algorithm in ("bytegrad", "low_precision_decentralized"):
+        for kind in _BOTH_KINDS:
+            pair_on_emulated.run(_in_group, args=[_load_before_step, (kind, algorithm)])
+
+
 def test_nothing_comes_out_of_steps_that_are_given_up(pair_on_emulated):
     for algorithm in ("bytegrad", "low_precision_decentralized"):
         pair_on_emulated.run(_in_group, args=[_load_early, (algorithm,)])
