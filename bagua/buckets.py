@@ -163,11 +163,6 @@ class Bucket:
         """The names of its parameters."""
         return tuple(member.name for member in self._members)
 
-    @property
-    def has_gaps(self) -> bool:
-        """Whether there are elements between its gradients, or behind the last one."""
-        return bool(self._gaps)
-
     def zero_padding(self, flat: torch.Tensor | None = None) -> None:
         """Clears the elements between gradients: a codec leaves its rounding there, and would widen later blocks."""
         flat = self._flat if flat is None else flat

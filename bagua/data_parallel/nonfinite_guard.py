@@ -165,9 +165,8 @@ class _Step:
             members = [member for member in bucket.members if id(member.parameter) in ids]
             is_whole, grads = len(members) == len(bucket.members), gradients_of(m.parameter for m in members)
             if members and not (is_whole and are_unchanged(late.seen.pop(bucket.index, None), grads)):
-                # Between the gradients is what a codec has left there, NaN too.
-                is_flat = not bucket.has_gaps and is_whole and all(m.parameter.grad is m.view for m in members)
-                looks[bucket.index] = finite_flag([bucket.flat] if is_flat else grads, bucket.device)
+                # Not at the bucket as a whole: between the gradients is what a codec has left there, NaN too.
+                looks[bucket.index] = finite_flag(grads, bucket.device)
         self._looks = list(looks)
         self._are_finite = HostCopy(torch.stack(list(looks.values()))) if looks else None
         found_inf = getattr(optimizer, "found_inf", None)
