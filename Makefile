@@ -30,7 +30,7 @@ PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 TIMED = -m "not slow and timed" $$(grep -rl --include='test_*.py' 'mark\.timed' tests)
 TIMES ?= 1
 
-.PHONY: help demo test test-all test-timed test-gpu test-native package lint format bench sanitize build setup setup-tests setup-lint clean
+.PHONY: help demo test test-all test-timed test-gpu test-native package lint format bench sanitize build setup setup-build setup-tests setup-lint clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -53,7 +53,7 @@ test-gpu: setup-tests ## the tests that run on a GPU, which other targets run to
 	@$(MAKE) build BAGUA_CUDA=1
 	$(PYTEST) -m gpu
 
-test-native: setup-tests build
+test-native: build setup-tests
 	cargo test --quiet --offline --locked --manifest-path rust_core/Cargo.toml --target-dir build/rust
 	cmake -S . -B $(DEV) -DBAGUA_BUILD_TESTS=ON >$(DEV)/configure.log
 	@# Beside it what tests need compiled: its minute is no test's, which have a time limit.
@@ -79,15 +79,20 @@ bench: build ## every script in benchmarks/ that takes minutes
 sanitize: setup-tests ## the C++ tests under the thread and the address sanitizer
 	@bash scripts/sanitize.sh
 
-build: setup $(NATIVE) ## bagua._C, in place
+build: setup-build ## bagua._C, in place
+	@# Compiling has a core left over for pip, which takes as long.
+	@$(MAKE) -j2 setup $(NATIVE)
 
-$(NATIVE): $(NATIVE_SOURCES) | setup
+$(NATIVE): $(NATIVE_SOURCES) | setup-build
 	BAGUA_BUILD_DIR=$(DEV) BAGUA_CMAKE_ARGS=-DBAGUA_WARNINGS_AS_ERRORS=ON $(PY) setup.py --quiet build_ext --inplace
 	@rm -f $(DEV)/native*.stamp # with and without CUDA are one file
 	@touch $@
 
-setup: ## .venv with all Python packages; system packages when root
+setup: setup-build ## .venv with all Python packages; system packages when root
 	@bash scripts/setup.sh
+
+setup-build:
+	@bash scripts/setup.sh --build
 
 setup-tests: setup
 	@bash scripts/setup.sh --tests

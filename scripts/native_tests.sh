@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The C++ tests of the binary $1: those whose outcome does not depend on time in two processes at once, then the others
-# by themselves.
+# The C++ tests of the binary $1: those whose outcome does not depend on time in three processes at once, because some
+# wait, then the others by themselves.
 set -euo pipefail
 binary=$1
 limit_s=600
@@ -34,5 +34,5 @@ run_tests() {
   return "$failed"
 }
 
-run_tests "untimed" "-$timed" 2
+run_tests "untimed" "-$timed" 3
 run_tests "timed" "$timed" 1

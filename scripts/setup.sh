@@ -3,8 +3,9 @@
 # the native module (make builds that). Prints nothing and takes a moment when all is there already.
 #
 #   scripts/setup.sh           what running needs
-#   scripts/setup.sh --tests   GoogleTest too
-#   scripts/setup.sh --lint    rustfmt and clippy too
+#   scripts/setup.sh --build   only what compiling needs, so that make can compile while pip unpacks PyTorch
+#   scripts/setup.sh --tests   what running needs, and GoogleTest
+#   scripts/setup.sh --lint    what running needs, and rustfmt and clippy
 #
 # System packages are installed only as root; otherwise the command to run is printed. Nothing that is
 # there already is touched: a cargo from rustup, a newer cmake, an existing .venv.
@@ -69,9 +70,14 @@ fi
 # The stamp holds what the installed packages depend on, the folder too: a copied .venv points to the old one.
 wanted=$({ pwd && .venv/bin/python -V && cat pyproject.toml constraints.txt setup.py; } | sha256sum)
 if [ "$(cat .venv/bagua.stamp 2>/dev/null)" != "$wanted" ]; then
-  echo "set-up: installing Python packages into .venv (the first time a few minutes: PyTorch is large)"
-  pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt)
-  "${pip[@]}" setuptools pybind11 || fail "pip failed; its output is above."
+  # What is never imported need not be compiled, which takes as long as the rest; Python compiles what is.
+  pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt)
+  if [ "$(cat .venv/bagua_build.stamp 2>/dev/null)" != "$wanted" ]; then
+    "${pip[@]}" setuptools pybind11 || fail "pip failed; its output is above."
+    echo "$wanted" >.venv/bagua_build.stamp
+  fi
+  if [ "${1:-}" = --build ]; then exit; fi
+  echo "set-up: installing Python packages into .venv (the first time a minute or more: PyTorch is large)"
   BAGUA_SKIP_NATIVE=1 "${pip[@]}" --no-build-isolation --editable '.[dev]' || fail "pip failed; its output is above."
   echo "$wanted" >.venv/bagua.stamp
 fi

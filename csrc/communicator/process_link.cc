@@ -232,7 +232,11 @@ bool ProcessLink::receive_more() {
   } while (got < 0 && errno == EINTR);
   if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
   if (got <= 0) {
-    end(said_goodbye_ ? "shut down" : got == 0 ? "closed its connection" : std::strerror(errno));
+    // A process that dies with bytes of ours unread resets the connection.
+    const bool is_closed = got == 0 || errno == ECONNRESET;
+    end(said_goodbye_ ? "shut down"
+        : is_closed   ? "closed its connection"
+                      : "lost its connection (" + std::string(std::strerror(errno)) + ")");
     return false;
   }
   heard_at_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);

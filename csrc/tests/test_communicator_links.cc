@@ -4,6 +4,7 @@
 
 #include <fcntl.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 
@@ -105,6 +106,16 @@ TEST(ControlLink, AnEndWithoutLeavingIsALoss) {
   bare.close_peer();
   EXPECT_TRUE(eventually([&] { return bare.saw("lost: closed its connection"); }));
   EXPECT_EQ(bare.taken().size(), 1u);
+}
+
+TEST(ControlLink, AnEndWithBytesOfOursUnreadIsALossInTheSameWords) {
+  BareLink bare;
+  bare.link->request_status({});
+  pollfd readable{bare.peer, POLLIN, 0};
+  ASSERT_EQ(poll(&readable, 1, 10000), 1);
+  bare.close_peer();  // which resets the connection
+  EXPECT_TRUE(eventually([&] { return !bare.taken().empty(); }));
+  EXPECT_TRUE(bare.saw("lost: closed its connection")) << bare.taken().front();
 }
 
 TEST(ControlLink, AnEndAfterAGoodbyeIsNoLoss) {
