@@ -30,7 +30,7 @@ PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 TIMED = -m "not slow and timed" $$(grep -rl --include='test_*.py' 'mark\.timed' tests)
 TIMES ?= 1
 
-.PHONY: help demo test test-all test-timed test-gpu test-native package lint format bench sanitize build setup setup-build setup-tests setup-lint clean
+.PHONY: help demo test test-all test-timed test-gpu test-native package lint format bench sanitize build setup setup-build setup-system setup-tests setup-lint clean
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -93,6 +93,9 @@ setup: setup-build ## .venv with all Python packages; system packages when root
 
 setup-build:
 	@bash scripts/setup.sh --build
+
+setup-system: # of all targets, at once
+	@bash scripts/setup.sh --build --tests --lint
 
 setup-tests: setup
 	@bash scripts/setup.sh --tests

@@ -194,36 +194,39 @@ class QAdam(torch.optim.Optimizer):
             self.settle()
         return int(step) >= group["warmup_steps"]
 
-    def still_weights(self) -> list[tuple[torch.Tensor, int]]:
-        """Parameters that have elements whose v was 0 when their warm-up ended, which never move, and how many."""
-        found = []
-        for group in self.param_groups:
-            for parameter in (parameter for parameter in group["params"] if self.is_warm(parameter, group)):
-                count = parameter.numel() - int(self.state[parameter]["exp_avg_sq"].count_nonzero())
-                if count:
-                    found.append((parameter, count))
-        return found
+    def still_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """How many elements had a v of 0 when the warm-up ended, and never move.
+
+        Returns:
+            The parameters behind their warm-up, each with that number, on its device.
+        """
+        return [
+            (parameter, parameter.numel() - self.state[parameter]["exp_avg_sq"].count_nonzero())
+            for group in self.param_groups
+            for parameter in group["params"]
+            if self.is_warm(parameter, group)
+        ]
 
     @torch.no_grad()
     def steps_beyond(self, limit: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Where the last step, if it was after a parameter's warm-up, went further than ``limit`` learning rates.
+        """How many elements the last step moved further than ``limit`` learning rates.
 
         Returns:
-            A parameter of which elements did, and for each of these |m| / (1 - b1^t), a vector.
+            The parameters whose last step was after their warm-up, each with two numbers on its device, in float64:
+            how many, and the largest |m| / (1 - b1^t) of these, 0 where there is none.
         """
-        self.settle()
         found = []
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in group["params"]:
                 state = self.state.get(parameter, {})
-                if int(state.get("step", 0)) <= group["warmup_steps"]:
+                if int(state.get("step", 0)) <= group["warmup_steps"] or not parameter.numel():
                     continue
                 moments = state["exp_avg"].abs() / (1 - beta1 ** float(state["step"]))
                 scales = (state["exp_avg_sq"] / (1 - beta2 ** group["warmup_steps"])).sqrt_().add_(group["eps"])
                 is_far = moments > limit * scales
-                if bool(is_far.any()):
-                    found.append((parameter, moments[is_far]))
+                numbers = is_far.sum().double(), torch.where(is_far, moments, 0).amax().double()
+                found.append((parameter, torch.stack(numbers)))
         return found
 
     @torch.no_grad()

@@ -7,11 +7,15 @@
 #   scripts/setup.sh --tests   what running needs, and GoogleTest
 #   scripts/setup.sh --lint    what running needs, and rustfmt and clippy
 #
+# Several of them are what any of them names; with --build the Python packages that only running needs stay out.
+#
 # System packages are installed only as root; otherwise the command to run is printed. Nothing that is
 # there already is touched: a cargo from rustup, a newer cmake, an existing .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
+asked_for() { [[ " $options " == *" $1 "* ]]; }
+options="$*"
 
 fail() {
   printf '\nset-up: %b\n\n' "$1" >&2
@@ -35,10 +39,10 @@ if [ ! -x .venv/bin/python ]; then
 fi
 "$PYTHON" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
   packages+=(python3-dev)
-if [ "${1:-}" = --tests ] && ! echo '#include <gtest/gtest.h>' | c++ -x c++ -E - >/dev/null 2>&1; then
+if asked_for --tests && ! echo '#include <gtest/gtest.h>' | c++ -x c++ -E - >/dev/null 2>&1; then
   packages+=(libgtest-dev)
 fi
-if [ "${1:-}" = --lint ]; then
+if asked_for --lint; then
   cargo fmt --version >/dev/null 2>&1 || packages+=(rustfmt)
   cargo clippy --version >/dev/null 2>&1 || packages+=(rust-clippy)
 fi
@@ -76,7 +80,7 @@ if [ "$(cat .venv/bagua.stamp 2>/dev/null)" != "$wanted" ]; then
     "${pip[@]}" setuptools pybind11 || fail "pip failed; its output is above."
     echo "$wanted" >.venv/bagua_build.stamp
   fi
-  if [ "${1:-}" = --build ]; then exit; fi
+  if asked_for --build; then exit; fi
   echo "set-up: installing Python packages into .venv (the first time a minute or more: PyTorch is large)"
   BAGUA_SKIP_NATIVE=1 "${pip[@]}" --no-build-isolation --editable '.[dev]' || fail "pip failed; its output is above."
   echo "$wanted" >.venv/bagua.stamp

@@ -135,9 +135,10 @@ class PowerSGD(Algorithm):
         first = self._firsts.get(key)
         if first is None:
             generator = torch.Generator().manual_seed(self.seed + member.index)
-            first = torch.randn(q.shape, generator=generator, dtype=torch.float32, device="cpu").to(q)
+            first = torch.randn(q.shape, generator=generator, dtype=torch.float32, device="cpu").to(q.dtype)
             if not q.is_cpu:
-                self._firsts[key] = first
+                # From pinned memory: from other memory the host would wait until the device has copied it.
+                self._firsts[key] = first = first.pin_memory().to(q.device, non_blocking=True)
         return torch.where(is_alive, q, first)
 
     def _rank_of(self, parameter: torch.Tensor) -> int:

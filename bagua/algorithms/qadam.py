@@ -120,6 +120,8 @@ class QAdam(CompressedGradients):
         # that divides, until R is asked for.
         self._largest: list[_Largest | None] = [None] * len(training.optimizers)
         self._measured: list[tuple[_Largest, _Largest, _Largest | None] | None] = [None] * len(training.optimizers)
+        # What rank 0 may warn of when the host hears it, behind the first step after the warm-up.
+        self._looks: list[_Look | None] = [None] * len(training.optimizers)
         # In the present layout: those of each bucket, and those that a codec is for.
         self._members_of: dict[int, tuple[Member, ...]] = {}
         self._coded: list[Member] = []
@@ -149,7 +151,7 @@ class QAdam(CompressedGradients):
             if optimizer is not before[index]:
                 optimizer.set_options(self._adam_options())
                 self._num_steps[index], self._units[index] = optimizer.num_steps(), 1.0
-                self._largest[index] = self._measured[index] = None
+                self._largest[index] = self._measured[index] = self._looks[index] = None
                 self._num_undone[index] = optimizer.num_undone
 
     def _take(self, optimizers: Sequence[optim.QAdam]) -> None:
@@ -177,6 +179,7 @@ class QAdam(CompressedGradients):
         self._undo_steps()
         for index in range(len(self._units)):
             self._unit(index)
+            self._warn(index)
 
     def stage(self) -> Stage:
         if any(map(self._ends_warm_up, self.training.optimizers, self._num_steps)):
@@ -303,9 +306,9 @@ class QAdam(CompressedGradients):
         if group.rank == 0 and self._num_steps[index] == _num_warmup(optimizer) + 1:
             # Of this model; the optimizer may step others, too.
             name_of = {id(member.parameter): member.name for bucket in buckets for member in bucket.members}
-            self._warn_of_still_weights(optimizer, name_of)
-            if group.size > 1:  # otherwise no codec has run
-                self._warn_of_far_steps(optimizer, name_of)
+            self._looks[index] = look = _Look(optimizer, name_of, group.size > 1)
+            if look.is_on_host:
+                self._warn(index)
 
     def after_skipped_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         super().after_skipped_step(optimizer, buckets)
@@ -314,28 +317,32 @@ class QAdam(CompressedGradients):
         optimizer.settle()
         self._num_undone[index] += optimizer.num_undone - num_undone
 
-    def _warn_of_still_weights(self, optimizer: optim.QAdam, name_of: dict[int, str]) -> None:
-        found = [(name_of[id(p)], count) for p, count in optimizer.still_weights() if id(p) in name_of]
-        if not found:
+    def _warn(self, index: int) -> None:
+        """Of what was seen in the first step after the warm-up, if that is what it was."""
+        look, self._looks[index] = self._looks[index], None
+        if look is None or self._num_steps[index] <= _num_warmup(self.training.optimizers[index]):
+            return  # a scaler has skipped it
+        self._warn_of_still_weights(look.still_weights())
+        self._warn_of_far_steps(look.far_steps())
+
+    @staticmethod
+    def _warn_of_still_weights(counts: dict[str, int]) -> None:
+        if not counts:
             return
-        names, counts = zip(*found, strict=True)
         warnings.warn(
-            f"algorithm 'qadam': {sum(counts)} weights of {_told(names)} had no gradient but 0 in the warm-up, so "
-            "their v is 0 and they keep their values from now on. If they are to be trained, make warmup_steps so "
-            "large that the warm-up meets them, as each row of an embedding",
+            f"algorithm 'qadam': {sum(counts.values())} weights of {_told([*counts])} had no gradient but 0 in the "
+            "warm-up, so their v is 0 and they keep their values from now on. If they are to be trained, make "
+            "warmup_steps so large that the warm-up meets them, as each row of an embedding",
             RuntimeWarning,
             stacklevel=2,
         )
 
-    def _warn_of_far_steps(self, optimizer: optim.QAdam, name_of: dict[int, str]) -> None:
-        """Looks at the step that was just made."""
-        found = [(name_of[id(p)], far) for p, far in optimizer.steps_beyond(_FAR) if id(p) in name_of]
+    def _warn_of_far_steps(self, found: dict[str, tuple[int, float]]) -> None:
         if not found:
             return
-        names = [name for name, _ in found]
-        count, eps = sum(len(far) for _, far in found), max(float(far.max()) for _, far in found)
+        count, eps = sum(count for count, _ in found.values()), max(largest for _, largest in found.values())
         warnings.warn(
-            f"algorithm 'qadam': the first step after the warm-up moved {count} weights of {_told(names)} "
+            f"algorithm 'qadam': the first step after the warm-up moved {count} weights of {_told([*found])} "
             f"by more than {_FAR:g} times the learning rate. Their gradients were close to 0 in the warm-up, and what "
             f"codec {self.codec!r} rounds is divided by sqrt(v) + eps. Training may diverge; raise variance_floor, or "
             f"with eps={eps:.0e} such a step is one learning rate at most. A longer warm-up does not help",
@@ -346,12 +353,58 @@ class QAdam(CompressedGradients):
     def state_dict(self) -> dict[str, Any]:
         self._undo_steps()
         units = [self._unit(index) for index in range(len(self._units))]
+        for index in range(len(self._looks)):
+            self._warn(index)
         return {**super().state_dict(), "num_steps": list(self._num_steps), "units": units}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_steps, self._units = list(state["num_steps"]), list(state["units"])
-        self._measured = [None] * len(self._units)
+        self._measured, self._looks = [None] * len(self._units), [None] * len(self._units)
         super().load_state_dict(state)
+
+
+class _Look:
+    """At the weights behind the first step after the warm-up. What a device knows is on its way to the host.
+
+    Args:
+        name_of: the parameters to look at, by id.
+        has_codec: whether a codec has run.
+    """
+
+    def __init__(self, optimizer: optim.QAdam, name_of: dict[int, str], has_codec: bool) -> None:
+        still = [(name_of[id(p)], count.double()) for p, count in optimizer.still_weights() if id(p) in name_of]
+        beyond = optimizer.steps_beyond(_FAR) if has_codec else []
+        far = [(name_of[id(p)], numbers) for p, numbers in beyond if id(p) in name_of]
+        self._still, self._far = _Numbers(still), _Numbers(far)
+        self.is_on_host = self._still.are_on_host and self._far.are_on_host
+
+    def still_weights(self) -> dict[str, int]:
+        """By parameter, how many do not move; waits for the device."""
+        return {name: int(count) for name, count in self._still.get().items() if count > 0}
+
+    def far_steps(self) -> dict[str, tuple[int, float]]:
+        """By parameter, how many moved too far, and what eps would have held the furthest; waits for the device."""
+        numbers = {name: of_parameter.tolist() for name, of_parameter in self._far.get().items()}
+        return {name: (int(count), largest) for name, (count, largest) in numbers.items() if count}
+
+
+class _Numbers:
+    """Small tensors by name, all of one shape and dtype, of any devices: of each device one copy, on its way."""
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._places: dict[str, tuple[torch.device, int]] = {}
+        found: dict[torch.device, list[torch.Tensor]] = {}
+        for name, number in named:
+            of_device = found.setdefault(number.device, [])
+            self._places[name] = number.device, len(of_device)
+            of_device.append(number)
+        stacked = {device: torch.stack(numbers) for device, numbers in found.items()}
+        self._of_devices = {device: one if one.is_cpu else HostCopy(one) for device, one in stacked.items()}
+        self.are_on_host = all(device.type == "cpu" for device in stacked)
+
+    def get(self) -> dict[str, torch.Tensor]:
+        values = {device: one.get() if isinstance(one, HostCopy) else one for device, one in self._of_devices.items()}
+        return {name: values[device][place] for name, (device, place) in self._places.items()}
 
 
 class _Largest:

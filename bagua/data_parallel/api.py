@@ -107,6 +107,8 @@ def with_bagua(
     def prepare() -> tuple[tuple[Step, OptimizerStates], dict[str, Any]]:
         nonlocal earlier, optimizers
         earlier = handle_of(model)
+        if earlier is not None:
+            earlier.step.optimizer_steps.settle()  # what its last step has done wrong would be forgotten
         optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
         chosen = _make_algorithm(algorithm, options)
         if earlier is not None and chosen is earlier.algorithm:

@@ -33,6 +33,10 @@ class LocalGradients:
     def _may_hold(self, parameter: torch.nn.Parameter) -> bool:
         return any(self._parameters[index] is parameter for index in self._indices)
 
+    def may_be_any(self) -> bool:
+        """False: there is none."""
+        return bool(self._indices) and self._group.size > 1
+
     def add(self, index: int) -> None:
         """A backward inside no_sync has added to the gradient of a parameter."""
         self._indices.add(index)

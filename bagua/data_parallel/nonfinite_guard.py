@@ -43,6 +43,10 @@ class NonFiniteGuard:
         """
         self._watched, self._is_asked = tuple(buckets) if num_ranks > 1 else (), is_asked
 
+    def inherit(self, earlier: NonFiniteGuard) -> None:
+        """Takes the place of ``earlier``, which has settled, with the gradients that are there."""
+        self._suspects = earlier._suspects
+
     @property
     def is_needed(self) -> bool:
         """Whether a codec is used in any bucket, or the algorithm asks for it."""

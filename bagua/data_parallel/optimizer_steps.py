@@ -94,6 +94,18 @@ class OptimizerSteps:
         self._guard.forget_steps()
         self._skipped_steps.forget_steps()
 
+    def begin_after(self, earlier: OptimizerSteps | None) -> None:
+        """The model is wrapped, once more where there is an ``earlier`` one, with the gradients that are there.
+
+        What the earlier one has refused to step with stays refused. Collective; ``earlier`` has settled.
+        """
+        synchronised = earlier is not None and earlier._sends_gradients
+        self.local_gradients.begin_after(earlier.local_gradients if synchronised else None)
+        if earlier is not None:
+            self._guard.inherit(earlier._guard)
+        if not self._sends_gradients and self._algorithm.refuses_nonfinite:
+            self.agree_on_skips()
+
     def counts_forward(self) -> bool:
         """A synchronising forward begins; whether all ranks are at the same one.
 
@@ -174,8 +186,9 @@ class OptimizerSteps:
             self._skipped_steps.begin_step(call.optimizer)
         # A closure's gradients are those of its first evaluation, unless it only looks at the loss once more.
         # An algorithm that exchanges weights counts its steps, those before the first exchange too.
-        # So does the host where it knows already what a scaler has found.
-        waits = not (self._is_late and self._algorithm.exchanges == "gradients") or self._guard.has_suspects
+        # So does the host where it knows already what a scaler has found, and where a step would end the group.
+        is_late = self._is_late and self._algorithm.exchanges == "gradients"
+        waits = not is_late or self._guard.has_suspects or self.local_gradients.may_be_any()
         call.is_skipped = is_skipped_by_scaler(call.optimizer, waits)
         is_due = (self._has_gradients or not has_closure) and not call.is_skipped
         if is_due:

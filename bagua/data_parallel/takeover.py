@@ -41,8 +41,7 @@ def begin(step: Step) -> None:
 
 def begin_gradients(earlier: Step | None, step: Step) -> None:
     """``step`` takes the gradients that are there, which may be each rank's own."""
-    synchronised = earlier is not None and earlier.sends_gradients
-    step.optimizer_steps.local_gradients.begin_after(earlier.optimizer_steps.local_gradients if synchronised else None)
+    step.optimizer_steps.begin_after(None if earlier is None else earlier.optimizer_steps)
     if earlier is not None:
         move_gradients(earlier, step)
 

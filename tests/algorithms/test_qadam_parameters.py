@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import re
 import warnings
@@ -13,6 +14,7 @@ import torch
 import bagua
 from bagua.errors import InvalidArgument
 from bagua.testing import spawn
+from tests import accelerator
 from tests.algorithms.quadratic import Quadratic, step_once, target_of
 from tests.algorithms.test_qadam import BETAS, EPS, LR, SHAPES
 from tests.conformance.training import assert_equal_on_all_ranks, process_group
@@ -242,6 +244,36 @@ def test_a_single_rank_tells_of_still_weights_but_not_of_codecs():
     (told,) = spawn(_rows_not_met, 1, args=(30,))[0]
     assert int(_count_and_names(told)[0]) == 4 * 2 * 16
     assert spawn(_other_model, 1, args=(1e-9,)) == [[]]
+
+
+def _when_it_is_told(rank, world_size, kind, bad_step):
+    with process_group():
+        device = torch.device("cpu") if kind == "cpu" else accelerator.use_device_of(rank)
+        torch.manual_seed(0)
+        model = _Embedding().to(device)
+        optimizer = bagua.optim.QAdam(model.parameters(), lr=LR, warmup_steps=2, fused=True)
+        _wrap(model, optimizer)
+        scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
+        told = []
+        for step in range(6):
+            optimizer.zero_grad()
+            rows, factor = torch.arange(30 if step < 4 else 32), math.inf if step == bad_step else 1.0
+
+            def forward_and_backward(rows=rows, factor=factor):
+                (scaler.scale(model(rows.to(device))) * factor).backward()
+
+            told += [(step, "forward", text) for text in _warnings_of(forward_and_backward)]
+            told += [(step, "step", text) for text in _warnings_of(lambda: scaler.step(optimizer))]
+            scaler.update()
+        return told
+
+
+def test_a_device_tells_in_the_next_forward_and_of_no_step_that_is_skipped(pair_on_devices):
+    for bad_step, told_in in ((None, 2), (2, 3)):
+        on_cpu, on_device = (pair_on_devices.run(_when_it_is_told, args=(kind, bad_step)) for kind in ("cpu", "device"))
+        ((step, part, text),), nothing = on_cpu
+        assert (step, part, nothing) == (told_in, "step", []) and "had no gradient but 0" in text
+        assert on_device == [[(told_in + 1, "forward", text)], []]
 
 
 def _late(rank, world_size, num_steps, first_step):

@@ -339,14 +339,16 @@ def test_streams_have_handles():
 @on_the_emulated_device
 def test_streams_are_late():
     emulated.set_delay(5e-3)
-    x = torch.zeros(8, device="emulated")
+    x, stream = torch.zeros(8, device="emulated"), torch.accelerator.current_stream()
     num_late = 0
     for _ in range(10):
         x.add_(1)
-        event = torch.accelerator.current_stream().record_event()
+        event = stream.record_event()
         num_late += not event.query()
         event.synchronize()
-        assert event.query() and torch.accelerator.current_stream().query()
+        assert event.query()
+        stream.synchronize()  # that the event has been recorded may be known before that the stream is idle
+        assert stream.query()
     assert num_late > 0
     assert x.tolist() == [10.0] * 8
 
