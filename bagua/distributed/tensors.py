@@ -108,7 +108,9 @@ def _prepare_array(array: np.ndarray, what: str, is_written: bool) -> Prepared:
         raise InvalidArgument(f"{what} is a read-only array, but the result is written to it; pass a copy")
     if is_written:
         _check_overlap(array.shape, array.strides, array.itemsize, what)
-    is_plain = array.flags.c_contiguous and array.flags.writeable  # torch takes no negative strides, warns of read-only
+    # torch takes no negative strides and no odd ones, of a dimension of one either, and warns of read-only.
+    has_odd_stride = any(stride < 0 or stride % array.itemsize for stride in array.strides)
+    is_plain = array.flags.c_contiguous and array.flags.writeable and not has_odd_stride
     try:
         data = torch.from_numpy(array if is_plain else array.copy(order="C"))
     except (TypeError, ValueError) as error:

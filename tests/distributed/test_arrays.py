@@ -37,6 +37,29 @@ def check_strides(group):
                 np.testing.assert_array_equal(base[~is_inside], untouched)
 
 
+def check_strides_of_one_element(group):
+    """They mean nothing, and NumPy calls these contiguous."""
+    n = group.size
+    for x in (
+        np.ones(1)[::-1],
+        np.ones((3, 1))[:, ::-1],
+        np.ones((1, 3), dtype=np.float32)[::-1],
+        np.ones(4, dtype=[("value", "f4"), ("byte", "u1")])["value"][:1],
+        np.lib.stride_tricks.as_strided(np.ones(4), (4, 1), (8, 12)),
+        np.lib.stride_tricks.as_strided(np.ones(1, dtype=np.int32), (1,), (3,)),
+        np.empty((0, 3))[:, ::-1],
+    ):
+        gathered = np.zeros(n * x.size, dtype=x.dtype)
+        group.all_gather(gathered, x).wait()
+        np.testing.assert_array_equal(gathered, 1)
+        group.all_reduce(x).wait()
+        np.testing.assert_array_equal(x, n)
+
+
+def test_strides_of_one_element():
+    thread_world(2, check_strides_of_one_element)
+
+
 def inside_of(base, view):
     """Which elements of `base` its view shows."""
     before = base.copy()
