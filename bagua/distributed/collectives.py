@@ -7,9 +7,12 @@ once, otherwise they return None when this rank's part is done.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
@@ -49,12 +52,19 @@ def empty(
 
     Returns:
         A contiguous tensor of that shape, zeroed despite the name, because the kernel zeroes new memory.
+
+    Raises:
+        InvalidArgument: the shape is none of whole numbers that are not negative.
     """
-    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
-    numel = 1
-    for extent in shape:
-        numel *= int(extent)
-    return resolve(group).empty(numel, dtype).view(shape)
+    try:
+        shape = [operator.index(extent) for extent in (size[0] if len(size) == 1 and np.ndim(size[0]) else size)]
+    except TypeError:
+        shape = [-1]
+    if min(shape, default=0) < 0:
+        raise InvalidArgument(
+            f"size {size} is no shape; give whole numbers that are not negative, or a sequence of them"
+        )
+    return resolve(group).empty(math.prod(shape), dtype).view(shape)
 
 
 def _finish(work: Work, async_op: bool) -> Work | None:

@@ -457,22 +457,24 @@ class ProcessGroup:
 
     def send(self, tensor: Array, dst: int, *, tag: int = 0) -> Work:
         """Sends to rank `dst`, which must call recv with the same size, type and tag (which never reorders)."""
-        self._check_peer(dst, "dst")
+        self._check_peer(dst, "dst", tag)
         data = prepare(tensor, "tensor", is_written=False).data
         work = self._p2p_core.send(*_message(data), dst, tag, self._submission(data, False, tensor))
         return self._work(work, on=data)
 
     def recv(self, tensor: Array, src: int, *, tag: int = 0) -> Work:
         """tensor <- what rank `src` sends."""
-        self._check_peer(src, "src")
+        self._check_peer(src, "src", tag)
         data, copy_back = prepare(tensor, "tensor")
         work = self._p2p_core.recv(*_message(data), src, tag, self._submission(data, False, tensor))
         return self._work(work, finish=copy_back, on=data)
 
-    def _check_peer(self, peer: int, name: str) -> None:
+    def _check_peer(self, peer: int, name: str, tag: int) -> None:
         self.check()
         if self._check_root(peer, name) == self.rank:
             raise InvalidArgument(f"{name} {peer} is this rank itself; a rank cannot send to itself")
+        if not 0 <= tag < 2**32:
+            raise InvalidArgument(f"tag {tag} is not a number from 0 to {2**32 - 1}")
 
     # ---- bytes and Python values; all of these block
 

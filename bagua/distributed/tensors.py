@@ -6,6 +6,7 @@ type that it knows; anything else is copied, and copied back when the operation 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -167,7 +168,10 @@ def split_numels(tensor: torch.Tensor, splits: Sequence[int] | None, name: str, 
         if rows % size:
             raise InvalidArgument(f"{name} has {rows} rows, not a multiple of {size}; give {name}_splits")
         splits = [rows // size] * size
-    splits = [int(split) for split in splits]
+    try:
+        splits = [operator.index(split) for split in splits]
+    except TypeError:
+        raise InvalidArgument(f"{name}_splits {splits} must be {size} whole numbers") from None
     if len(splits) != size or sum(splits) != rows or min(splits) < 0:
         raise InvalidArgument(f"{name}_splits {splits} must be {size} non-negative numbers that add up to {rows}")
     row_numel = tensor.numel() // rows if rows else 0

@@ -205,8 +205,15 @@ def get_default_group() -> ProcessGroup:
 
 
 def resolve(group: ProcessGroup | None) -> ProcessGroup:
-    """The group itself; the default group for None."""
-    return get_default_group() if group is None else group
+    """The group itself; the default group for None. Raises InvalidArgument for what is no group of bagua."""
+    if group is None:
+        return get_default_group()
+    if not isinstance(group, ProcessGroup):
+        raise InvalidArgument(
+            f"group is of type {type(group).__name__}, which is no group of bagua; make one by bagua.new_group(ranks), "
+            "or of torch.distributed's by bagua.from_torch_group(group)"
+        )
+    return group
 
 
 def new_group(ranks: Sequence[int] | None = None, *, timeout: timedelta | float | None = None) -> ProcessGroup:

@@ -23,7 +23,7 @@ from ..errors import InvalidArgument
 from .callback_levels import Levels
 from .compiling import leave_to_python
 from .profiling import Span
-from .tensors import as_wire_dtype, check_disjoint, concatenate, copy_out, only_element
+from .tensors import as_real, as_wire_dtype, check_disjoint, concatenate, copy_out, only_element
 from .work import TorchWork
 
 __all__ = ["TorchProcessGroup"]
@@ -195,7 +195,7 @@ class TorchProcessGroup(dist.ProcessGroup):
     def _all_reduce(self, tensor: torch.Tensor, op, blocking: bool) -> Work:
         group = self.group
         op, finish = _divide_integers(op, tensor, group)
-        work = group.all_reduce(tensor, op, blocking=blocking)
+        work = group.all_reduce(as_real(tensor, op), op, blocking=blocking)
         if finish is not None:
             work.finish_with(finish)
         return work
@@ -204,7 +204,7 @@ class TorchProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors: list[torch.Tensor], opts: c10d.ReduceOptions = _REDUCE) -> TorchWork:
         tensor = only_element(tensors, "tensors")
         op, finish = _divide_integers(opts.reduceOp.op, tensor, self.group)
-        work = self.group.reduce(tensor, opts.rootRank, op, blocking=_is_blocking(opts))
+        work = self.group.reduce(as_real(tensor, op), opts.rootRank, op, blocking=_is_blocking(opts))
         if finish is not None and self.group.rank == opts.rootRank:
             work.finish_with(finish)
         return TorchWork([work], [tensor])
@@ -242,7 +242,8 @@ class TorchProcessGroup(dist.ProcessGroup):
         works = []
         for output, input in zip(outputs, inputs, strict=True):
             reduced_by, finish = _divide_integers(op, output, self.group)
-            works.append(self.group.reduce_scatter(output, input, reduced_by, blocking=blocking))
+            parts = as_real(output, op), as_real(input, op)
+            works.append(self.group.reduce_scatter(*parts, reduced_by, blocking=blocking))
             if finish is not None:
                 works[-1].finish_with(finish)
         return TorchWork(works, list(outputs))

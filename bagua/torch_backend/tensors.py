@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed import ReduceOp
 
 from ..distributed.arguments import is_reducible
 from ..distributed.devices import check_supported, common_device, keep_for_current_stream
@@ -16,7 +17,7 @@ from ..distributed.memory_overlap import first_to_share, shares_with_itself
 from ..distributed.tensors import address_of
 from ..errors import InvalidArgument
 
-__all__ = ["as_wire_dtype", "check_disjoint", "concatenate", "copy_out", "only_element"]
+__all__ = ["as_real", "as_wire_dtype", "check_disjoint", "concatenate", "copy_out", "only_element"]
 
 _WIRE_DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
 
@@ -29,11 +30,29 @@ def as_wire_dtype(tensor: torch.Tensor) -> torch.Tensor:
     """
     if is_reducible(tensor.dtype) or tensor.layout != torch.strided:  # ProcessGroup refuses other layouts
         return tensor
-    if tensor.is_conj():
-        raise InvalidArgument("the tensor is a lazy conjugate (x.conj()); call .resolve_conj() on it first")
+    _check_no_conjugate(tensor)
     if tensor.dtype is torch.complex128:
         return torch.view_as_real(tensor.detach())
     return tensor.detach().view(_WIRE_DTYPES[tensor.element_size()])
+
+
+def as_real(tensor: torch.Tensor, op: ReduceOp.RedOpType) -> torch.Tensor:
+    """What of a tensor is reduced: a complex one's real and imaginary parts, a view; any other as it is.
+
+    Raises:
+        InvalidArgument: `op` is not that of the parts, or the tensor is a lazy conjugate.
+    """
+    if not tensor.is_complex() or tensor.layout != torch.strided:
+        return tensor
+    if op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise InvalidArgument(f"{op.name} has no meaning for {tensor.dtype}; use SUM or AVG")
+    _check_no_conjugate(tensor)
+    return torch.view_as_real(tensor.detach())
+
+
+def _check_no_conjugate(tensor: torch.Tensor) -> None:
+    if tensor.is_conj():
+        raise InvalidArgument("the tensor is a lazy conjugate (x.conj()); call .resolve_conj() on it first")
 
 
 def only_element(items: Sequence[Any], name: str) -> Any:

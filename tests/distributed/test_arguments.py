@@ -1,5 +1,6 @@
 """Mistakes of the caller: the message says what was wrong and what would work, and the group goes on."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,11 @@ def mistakes(rank, world_size):
     yield "input has 3 rows, not a multiple of 2; give input_splits", lambda: bagua.all_to_all(x, torch.ones(3))
     yield "output_splits .* must be 2 non-negative numbers that add up to 4", lambda: bagua.all_to_all(x, x, [1, 2])
     yield "input_splits .* add up to 4", lambda: bagua.all_to_all(x, x, [2, 2], [5, -1])
+    yield "output_splits .* must be 2 whole numbers", lambda: bagua.all_to_all(x, x, [2.5, 1.5])
+    yield "group is of type object, .*from_torch_group", lambda: bagua.all_reduce(x, group=object())
+    yield r"size \(2.5,\) is no shape", lambda: bagua.empty(2.5)
+    yield r"size \(-1, -2\) is no shape", lambda: bagua.empty(-1, -2)
+    yield "tag -1 is not a number from 0 to", lambda: bagua.get_default_group().send(x, 1 - rank, tag=-1)
     yield "init_process_group was called before", lambda: bagua.init_process_group()
 
 
@@ -68,6 +74,17 @@ def check_mistakes(rank, world_size):
 @in_worlds([shm(2), tcp(2)])
 def test_mistakes_do_not_poison_the_group(pools, world):
     pools.run(world, check_mistakes)
+
+
+def check_shapes(rank, world_size):
+    assert bagua.empty().shape == ()
+    assert bagua.empty(2, 0).shape == (2, 0)
+    for size in (3, (2, 3), torch.Size([2, 3]), np.int64(3), np.array([2, 3])):
+        assert bagua.empty(size).shape == np.empty(size).shape
+
+
+def test_shapes(pools):
+    pools.run(shm(1), check_shapes)
 
 
 def test_nothing_works_before_init():

@@ -53,8 +53,15 @@ def reductions(rank, world_size):
         dist.all_reduce(x, op)
         found[str(op)] = x
     z = torch.complex(values(rank, world_size, 5), values(rank, world_size, 5))
-    dist.all_reduce(z)
-    found["complex"] = z
+    for dtype in (torch.complex64, torch.complex128):
+        x, y = z.to(dtype, copy=True), z.to(dtype, copy=True)
+        dist.all_reduce(x)
+        dist.reduce(y, dst=1)
+        out, single = torch.empty(2, dtype=dtype), torch.empty(2, dtype=dtype)
+        parts = [torch.full((2,), complex(rank, part), dtype=dtype) for part in range(world_size)]
+        dist.reduce_scatter(out, parts)
+        dist.reduce_scatter_tensor(single, torch.cat(parts))
+        found[f"{dtype}"] = (x, y if rank == 1 else None, out, single)
     return found
 
 
@@ -285,6 +292,8 @@ def refusals(rank, world_size):
         (lambda: dist.group.WORLD.alltoall([x, x.double()], [x, x]), "float32 and torch.float64"),
         (lambda: dist.group.WORLD.broadcast([torch.ones(3, dtype=torch.complex64).conj()]), "resolve_conj"),
         (lambda: dist.group.WORLD.allreduce(x), "a list of one"),
+        (lambda: dist.isend(x, 1 - rank, tag=-1), "tag -1"),
+        (lambda: dist.reduce(x.to(torch.complex64), 0, dist.ReduceOp.MAX), "MAX has no meaning for torch.complex64"),
     ]
     for call, expected in cases:
         with pytest.raises(bagua.InvalidArgument, match=expected):
