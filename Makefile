@@ -30,7 +30,11 @@ PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
 TIMED = -m "not slow and timed" $$(grep -rl --include='test_*.py' 'mark\.timed' tests)
 TIMES ?= 1
 
-.PHONY: help demo test test-all test-timed test-gpu test-native package lint format bench sanitize build setup setup-build setup-system setup-tests setup-lint clean
+.PHONY: help demo test test-all test-timed test-gpu test-native package lint format bench sanitize build setup-and-native setup setup-build setup-system setup-tests setup-lint clean
+# Whatever -j says: two targets that set up would change .venv at once.
+ifndef IS_BESIDE
+.NOTPARALLEL:
+endif
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -81,7 +85,9 @@ sanitize: setup-tests ## the C++ tests under the thread and the address sanitize
 
 build: setup-build ## bagua._C, in place
 	@# Compiling has a core left over for pip, which takes as long.
-	@$(MAKE) -j2 setup $(NATIVE)
+	@$(MAKE) $(if $(filter -j% --jobserver%,$(MAKEFLAGS)),,-j2) IS_BESIDE=1 setup-and-native
+
+setup-and-native: setup $(NATIVE)
 
 $(NATIVE): $(NATIVE_SOURCES) | setup-build
 	BAGUA_BUILD_DIR=$(DEV) BAGUA_CMAKE_ARGS=-DBAGUA_WARNINGS_AS_ERRORS=ON $(PY) setup.py --quiet build_ext --inplace
