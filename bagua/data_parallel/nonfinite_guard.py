@@ -33,6 +33,7 @@ class NonFiniteGuard:
         self._watched: tuple[Bucket, ...] = ()
         self._is_asked = False
         self._suspects: list[Bucket] = []  # buckets with NaN after the last synchronising backward
+        self._refused: frozenset[int] = frozenset()  # parameters whose gradients an earlier wrap has found not finite
         self._late: _Late | None = None
 
     def watch(self, buckets: Sequence[Bucket], num_ranks: int, is_asked: bool) -> None:
@@ -43,9 +44,13 @@ class NonFiniteGuard:
         """
         self._watched, self._is_asked = tuple(buckets) if num_ranks > 1 else (), is_asked
 
-    def inherit(self, earlier: NonFiniteGuard) -> None:
-        """Takes the place of ``earlier``, which has settled, with the gradients that are there."""
-        self._suspects = earlier._suspects
+    def inherit(self, earlier: NonFiniteGuard, refused: frozenset[int]) -> None:
+        """Takes the place of ``earlier``, which has settled, with the gradients that are there.
+
+        Args:
+            refused: the ids of parameters with which, beside those, no optimizer may step while theirs are not finite.
+        """
+        self._suspects, self._refused = earlier._suspects, earlier._refused | refused
 
     @property
     def is_needed(self) -> bool:
@@ -58,7 +63,7 @@ class NonFiniteGuard:
         """All gradients are synchronised; ``settle`` will tell of these buckets, and of the watched ones."""
         watched = self._watched if self.is_needed else ()
         looks = {bucket.index: (bucket, bucket.look_later()) for bucket in (*buckets, *watched)}
-        self._suspects = []
+        self._suspects, self._refused = [], frozenset()
         self._late = _Late(list(looks.values()), watched) if looks else None
 
     def settle(self) -> tuple[bool, bool, InvalidArgument | None]:
@@ -89,7 +94,7 @@ class NonFiniteGuard:
     @property
     def has_suspects(self) -> bool:
         """Whether the host knows of gradients that are not finite and no step has used yet."""
-        return bool(self._suspects)
+        return bool(self._suspects or self._refused)
 
     def _was_used(self, bucket: Bucket, steps: Sequence[_Step], was_skipped: Sequence[_Step]) -> bool:
         """Whether weights came of its gradients, or may have: no optimizer is known that steps them."""
@@ -110,7 +115,7 @@ class NonFiniteGuard:
 
     def check_backward(self) -> None:
         """All gradients are synchronised; raises InvalidArgument if no later check can."""
-        self._suspects = []
+        self._suspects, self._refused = [], frozenset()
         if not self.is_needed:
             return
         self._suspects = [bucket for bucket in self._watched if not bucket.is_finite()]
@@ -132,6 +137,14 @@ class NonFiniteGuard:
             bad = [bucket for bucket in self._suspects if not _is_finite_of(bucket, stepped)]
             if bad:
                 raise self._error(bad)
+        if self._refused:
+            parameters = [p for options in optimizer.param_groups for p in options["params"] if id(p) in self._refused]
+            if not are_finite(gradients_of(parameters)):
+                raise InvalidArgument(
+                    f"a gradient that {type(optimizer).__name__} would step with is NaN or Inf on some rank since the "
+                    "backward before with_bagua. No rank has changed a weight; skip the step with zero_grad(), as "
+                    "torch.amp.GradScaler does"
+                )
         if self._late is not None and is_certain:
             self._late.steps.append(_Step(optimizer, self._late))
 

@@ -102,9 +102,10 @@ class OptimizerSteps:
         synchronised = earlier is not None and earlier._sends_gradients
         self.local_gradients.begin_after(earlier.local_gradients if synchronised else None)
         if earlier is not None:
-            self._guard.inherit(earlier._guard)
-        if not self._sends_gradients and self._algorithm.refuses_nonfinite:
-            self.agree_on_skips()
+            self._guard.inherit(earlier._guard, earlier._skipped_steps.refused_ids())
+            self._has_gradients = earlier._has_gradients
+        if not self._sends_gradients and self._algorithm.skips_together() is not False:
+            self.agree_on_skips()  # as at the end of a backward, which those gradients have not met
 
     def counts_forward(self) -> bool:
         """A synchronising forward begins; whether all ranks are at the same one.

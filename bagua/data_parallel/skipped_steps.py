@@ -158,6 +158,15 @@ class SkippedSteps:
         """The weights that the last steps have made are given up."""
         self._used = []
 
+    def refused_ids(self) -> frozenset[int]:
+        """The ids of the parameters whose optimizers may not step with the gradients that are there; after ``settle``.
+
+        Waits for the device.
+        """
+        is_bad = self._is_bad if self._late is None else map(bool, self._late.get().tolist())
+        of_bad = [optimizer for optimizer, bad in zip(self._optimizers, is_bad, strict=False) if bad]
+        return frozenset(id(p) for optimizer in of_bad for options in optimizer.param_groups for p in options["params"])
+
     def _forget(self) -> None:
         self._is_bad, self._late, self._seen, self._used = [], None, {}, []
 

@@ -280,6 +280,31 @@ def test_a_closure_that_is_not_called(pool2):
     pool2.run(_ignored)
 
 
+def _ignored_behind_another_wrap(rank, world_size):
+    with process_group():
+        model = torch.nn.Linear(16, 1)
+        optimizer = Ignores(model.parameters(), lr=0.01)
+        for value in (1.0, float("inf")):
+            bagua.with_bagua(model, optimizer, algorithm="bytegrad")
+            optimizer.zero_grad()
+            model(batch(rank, 0)[0] * (value if rank else 1.0)).sum().backward()
+            bagua.with_bagua(model, optimizer, algorithm="bytegrad")
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            if value == 1.0:
+                optimizer.step(lambda: None)
+                assert not any(map(torch.equal, model.parameters(), before))
+        with pytest.raises(
+            InvalidArgument, match=r"a gradient is NaN or Inf on some rank.*No rank has changed a weight"
+        ):
+            optimizer.step(lambda: None)
+        assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_a_closure_is_not_needed_after_a_backward_before_another_wrap(pool2):
+    """Nor does it hide what that backward has left."""
+    pool2.run(_ignored_behind_another_wrap)
+
+
 def _ignored_alone(rank, world_size):
     """Nothing can part where there is one rank."""
     with process_group():

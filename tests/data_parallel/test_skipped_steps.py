@@ -86,6 +86,27 @@ def test_the_first_step_may_be_skipped(pool2, algorithm, both):
     assert pool2.run(_first_step_is_skipped, args=(algorithm, both)) == [4, 4]
 
 
+def _wrapped_before_the_step(rank, world_size, algorithm):
+    """Its gradients come of a backward that nobody has agreed on."""
+    with process_group():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(model(torch.full((2, 8), float("inf") if rank else 1.0)).sum()).backward()
+        bagua.with_bagua(model, optimizer, algorithm=algorithm)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(map(torch.equal, model.parameters(), before)) and scaler.get_scale() == 2.0  # on all ranks
+        _step(model, optimizer, scaler)
+        assert not any(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("algorithm", ASKING)
+def test_a_step_right_behind_the_wrap_may_be_skipped(pool2, algorithm):
+    pool2.run(_wrapped_before_the_step, args=(algorithm,))
+
+
 def _late(rank, world_size, algorithm):
     with process_group():
         model, optimizer = _wrapped(algorithm)
