@@ -142,6 +142,13 @@ class QAdam(CompressedGradients):
             self._num_steps[index] -= optimizer.num_undone - self._num_undone[index]
             self._num_undone[index] = optimizer.num_undone
 
+    def detach(self) -> None:
+        if any(look is not None for look in self._looks):
+            self._undo_steps()
+            for index in range(len(self._looks)):
+                self._warn(index)
+        super().detach()
+
     def adopt_optimizers(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
         """Each one's warm-up is as far as its own state."""
         before = self.training.optimizers

@@ -41,9 +41,9 @@ def begin(step: Step) -> None:
 
 def begin_gradients(earlier: Step | None, step: Step) -> None:
     """``step`` takes the gradients that are there, which may be each rank's own."""
-    step.optimizer_steps.begin_after(None if earlier is None else earlier.optimizer_steps)
     if earlier is not None:
         move_gradients(earlier, step)
+    step.optimizer_steps.begin_after(None if earlier is None else earlier.optimizer_steps)
 
 
 def move_gradients(earlier: Step, step: Step) -> None:

@@ -276,6 +276,26 @@ def test_a_device_tells_in_the_next_forward_and_of_no_step_that_is_skipped(pair_
         assert on_device == [[(told_in + 1, "forward", text)], []]
 
 
+def _ended_before_the_next_forward(rank, world_size, is_removed):
+    with process_group():
+        device = accelerator.use_device_of(rank)
+        torch.manual_seed(0)
+        model = _Embedding().to(device)
+        optimizer = bagua.optim.QAdam(model.parameters(), lr=LR, warmup_steps=2)
+        _wrap(model, optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(30).to(device)).backward()
+            assert not _warnings_of(optimizer.step)
+        return _warnings_of(model.bagua.remove if is_removed else lambda: _wrap(model, optimizer))
+
+
+def test_a_device_tells_when_the_wrap_ends_before_the_next_forward(pair_on_emulated):
+    for is_removed in (False, True):
+        (text,), nothing = pair_on_emulated.run(_ended_before_the_next_forward, args=(is_removed,))
+        assert "had no gradient but 0" in text and nothing == []
+
+
 def _late(rank, world_size, num_steps, first_step):
     with process_group():
         model = Quadratic(SHAPES)

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import threading
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -714,6 +715,20 @@ def test_another_algorithm_before_the_step_takes_nothing_away(pair_on_emulated):
     for kind in _BOTH_KINDS:
         for change in changes:
             pair_on_emulated.run(_in_group, args=[_wrap_before_step, (kind, *change)])
+
+
+def _wrap_with_good_gradients(group):
+    model, optimizer, device = _make(group, accelerator.kind(), algorithm="bytegrad")
+    model(_inputs(group.rank, 0, device)).square().mean().backward()
+    gradients = [weakref.ref(parameter.grad) for parameter in model.parameters()]
+    bagua.with_bagua(model, optimizer, group=group, algorithm="low_precision_decentralized")
+    assert all(gradient() is None for gradient in gradients)
+    model.bagua.remove()
+
+
+def test_another_algorithm_keeps_no_gradients_of_the_one_before(pair_on_emulated):
+    """Of the buckets that they lay in, as large as the model."""
+    pair_on_emulated.run(_in_group, args=[_wrap_with_good_gradients, ()])
 
 
 def _wrap_after_bad_step(group, algorithm):
