@@ -70,6 +70,9 @@ if ! .venv/bin/python -c '' 2>/dev/null; then
   echo "set-up: creating .venv with $("$PYTHON" -V)"
   "$PYTHON" -m venv --clear .venv || fail "$PYTHON -m venv failed. On Debian: apt-get install -y python3-venv"
 fi
+# One whose creation was interrupted, or that another tool has made.
+.venv/bin/python -c 'import pip' 2>/dev/null || .venv/bin/python -m ensurepip >/dev/null ||
+  fail ".venv has no pip. Remove .venv, then make again."
 
 # The stamp holds what the installed packages depend on, the folder too: a copied .venv points to the old one.
 wanted=$({ pwd && .venv/bin/python -V && cat pyproject.toml constraints.txt setup.py; } | sha256sum)
