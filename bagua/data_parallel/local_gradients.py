@@ -1,7 +1,7 @@
 """Gradients of this rank's own, until a backward synchronises them: no optimizer may step them.
 
-A backward inside no_sync has left them, or they are older than the wrap. Beside the data path: ``optimizer_steps.py``
-asks before an optimizer steps. A gradient that was cleared in between is none.
+A backward inside no_sync has left them, or one while weights are exchanged, or they are older than the wrap. Beside the
+data path: ``optimizer_steps.py`` asks before an optimizer steps. A gradient that was cleared in between is none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LocalGradients:
         """The model is wrapped, with the gradients that are there.
 
         Args:
-            earlier: those of the wrap before, where it synchronised gradients; None: nobody has synchronised any.
+            earlier: those of the wrap before; None: these ranks have synchronised none.
         """
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None and (earlier is None or earlier._may_hold(parameter)):
@@ -38,7 +38,7 @@ class LocalGradients:
         return bool(self._indices) and self._group.size > 1
 
     def add(self, index: int) -> None:
-        """A backward inside no_sync has added to the gradient of a parameter."""
+        """A backward that synchronises no gradients has added to that of a parameter."""
         self._indices.add(index)
 
     def clear(self) -> None:

@@ -97,10 +97,12 @@ class OptimizerSteps:
     def begin_after(self, earlier: OptimizerSteps | None) -> None:
         """The model is wrapped, once more where there is an ``earlier`` one, with the gradients that are there.
 
-        What the earlier one has refused to step with stays refused. Collective; ``earlier`` has settled.
+        What the earlier one has refused to step with stays refused, unless there are ranks now that it was not on.
+        Collective; ``earlier`` has settled.
         """
-        synchronised = earlier is not None and earlier._sends_gradients
-        self.local_gradients.begin_after(earlier.local_gradients if synchronised else None)
+        if earlier is not None and not {*self._group.ranks} <= {*earlier._group.ranks}:
+            earlier = None
+        self.local_gradients.begin_after(None if earlier is None else earlier.local_gradients)
         if earlier is not None:
             self._guard.inherit(earlier._guard, earlier._skipped_steps.refused_ids())
             self._has_gradients = earlier._has_gradients

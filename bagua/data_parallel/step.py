@@ -172,9 +172,9 @@ class Step:
 
     def gradient_ready(self, index: int, parameter: torch.nn.Parameter) -> None:
         """``parameter.grad`` is complete. Called by autograd, once per parameter and backward."""
-        if not self.synchronises:
+        if not (self.synchronises and self.sends_gradients):
             self.optimizer_steps.local_gradients.add(index)
-        elif not self._machine.is_open:
+        if self.synchronises and not self._machine.is_open:
             self._open()
         is_open = self._machine.is_open
         may_stay = is_open and self._stream.is_current()
