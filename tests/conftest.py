@@ -2,12 +2,17 @@
 
 import importlib.util
 import os
+import signal
 
 import pytest
 
 # torch's store asks for the name of each peer's address, ::ffff:127.0.0.1, which /etc/hosts does not have; where the
 # answer gets lost, that takes seconds. No test needs a name server.
 os.environ["RES_OPTIONS"] = "attempts:0"
+
+# What is started in the background (`nohup make test &`) ignores Ctrl-C, and ranks would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)  # of those that -m has left
