@@ -86,6 +86,8 @@ TEST_F(EmulatedCuda, WarpFunctionsAreCudas) {
     expect(__shfl_xor_sync(0xffffffffu, value, 8) == 100 * warp + (lane ^ 8), "xor");
     expect(__shfl_up_sync(0xffffffffu, value, 4) == (lane < 4 ? value : value - 4), "up");
     expect(__shfl_down_sync(0xffffffffu, 0.5 * value, 4) == 0.5 * (lane > 27 ? value : value + 4), "down");
+    expect(__shfl_sync(0xffffffffu, value, 9) == 100 * warp + 9, "of one lane");
+    expect(__ballot_sync(0xffffffffu, lane == 3 || lane == 31) == 0x80000008u, "ballot");
     expect(__reduce_min_sync(0xffffffffu, -value) == -100 * warp - 31, "min");
     expect(__reduce_max_sync(0xffffffffu, value) == 100 * warp + 31, "max");
     expect(__reduce_add_sync(0xffffffffu, lane) == 496, "add");

@@ -66,7 +66,7 @@ const std::vector<Case>& cases() {
       const auto bound = [bits](auto function) { return std::bind_front(function, bits); };
       list.push_back(BAGUA_CASE("qsgd:bits=" + std::to_string(bits), qsgd, wire_bytes, bound, bound));
     }
-    for (int k : {8, 32, 256}) {
+    for (int k : {8, 32, 64, 256}) {
       const auto wire_bytes = [k](size_t numel) { return kernels::topk_wire_bytes(numel, k); };
       const auto bound = [k](auto function) { return std::bind_front(function, k); };
       const auto coder = [k](auto function) { return without_rng(std::bind_front(function, k)); };
@@ -147,6 +147,38 @@ TEST_P(CudaCodecs, EncodeAndDecodeAreTheCpus) {
         if (HasFailure()) return;
       }
     }
+  }
+}
+
+// Whole blocks, each of which an encoder may take for something else.
+std::vector<float> odd_blocks() {
+  std::vector<float> values;
+  const auto add = [&](auto value) {
+    for (int i = 0; i < 2048; ++i) values.push_back(static_cast<float>(value(i)));
+  };
+  const std::vector<float> normal = testing::random_values(DType::kF32, 2048, 12);
+  const auto at = [&](int i) { return normal[static_cast<size_t>(i)]; };
+  for (int most : {1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 255, 256, 257}) {
+    add([&](int i) { return i >= 500 && i < 500 + most ? at(i) : 0.0f; });          // so few, side by side
+    add([&](int i) { return i * 37 % 2048 < most ? 8.0f + at(i) : at(i); });        // or far apart, above all others
+    add([&](int i) { return i < 8 * most ? (i % 2 != 0 ? -3.0f : 3.0f) : 0.5f; });  // equal ones
+  }
+  add([&](int i) { return i == 77 ? 0x1p100f : at(i); });               // one that is far above
+  add([&](int i) { return std::ldexp(at(i), -(i * 29 % 2048) / 9); });  // of any magnitude, subnormal ones too
+  add([&](int i) { return 1.0f + static_cast<float>(i % 300) * 0x1p-23f; });
+  add([&](int i) { return i % 2 != 0 ? 0.0f : -0.0f; });
+  add([&](int i) { return static_cast<float>(i % 255) + (i % 255 == 254 ? -0.5f : -1.5f); });
+  add([&](int i) { return static_cast<float>(i % 256) - 1.5f; });  // the code of max is rounded to 256
+  return values;
+}
+
+TEST_P(CudaCodecs, BlocksThatAreUnlikeOthersAreTheCpus) {
+  const std::vector<float> values = odd_blocks();
+  for (DType dtype : kTypes) {
+    SCOPED_TRACE(codec().name + " " + std::string(dtype_name(dtype)));
+    expect_encode_and_decode(dtype, values, 0);
+    expect_encode_with_residual(dtype, values, DType::kF32, false, false, 0);
+    if (HasFailure()) return;
   }
 }
 
@@ -303,7 +335,7 @@ TEST_P(CudaCodecs, EveryCodeUnderAnyHeaderIsDecodedAsByTheCpu) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Every, CudaCodecs, ::testing::Range(size_t{0}, size_t{8}), [](const auto& info) {
+INSTANTIATE_TEST_SUITE_P(Every, CudaCodecs, ::testing::Range(size_t{0}, size_t{9}), [](const auto& info) {
   std::string name = cases()[info.param].name;
   for (char& letter : name) {
     if (letter == ':' || letter == '=') letter = '_';
@@ -311,7 +343,7 @@ INSTANTIATE_TEST_SUITE_P(Every, CudaCodecs, ::testing::Range(size_t{0}, size_t{8
   return name;
 });
 
-TEST(CudaCodecsTable, NamesAllCases) { EXPECT_EQ(cases().size(), 8u); }
+TEST(CudaCodecsTable, NamesAllCases) { EXPECT_EQ(cases().size(), 9u); }
 
 }  // namespace
 }  // namespace bagua

@@ -26,19 +26,20 @@ TABLE = Path(__file__).with_name("cuda_kernels.tsv")
 ARCHITECTURES = ["80", "90", "100"]  # as CMakeLists.txt has them
 OF_TABLE = "90"
 NUM_THREADS = 256  # of a block: kNumThreads in csrc/kernels/cuda/launch.h
-# Those whose codec has another number, kBlockThreads, for the 2048 elements of a block.
-BLOCK_THREADS = {"MinmaxUint8": 128, "Qsgd": 128, "Onebit": 64}
+# Those whose codec has another number for the 2048 elements of a block; most have it in their name.
+BLOCK_THREADS = re.compile(r"(?:MinmaxUint8|Topk)<(\d+)>|Qsgd<\d, (\d+)>")
+OTHER_BLOCK_THREADS = {"<Onebit": 64, "reduce_encode_scattered_kernel": 64}
 DTYPES = ["f32", "f64", "f16", "bf16", "i8", "u8", "i32", "i64", "bool"]
 # Kernels that divide, in f32 or f64: the instructions for that are fused multiply-adds.
 DIVIDING = re.compile(r"Minmax|Qsgd|Onebit|Reduce<f64, Plain, Sum, |^adam_kernel")
 LOAD, STORE = {"LDG"}, {"STG"}
 # The other side of encoding and decoding are codes: four bytes per thread, 128 per warp, because headers misalign them.
 HOT = {
-    r"^encode_kernel<\w+(<\d>)?, f32>": LOAD,
-    r"^decode(_scattered)?_kernel<(\w+(<\d>)?, )?f32>": STORE,
+    r"^encode_kernel<\w+(<[\d, ]+>)?, f32, ": LOAD,
+    r"^decode(_scattered)?_kernel<(\w+(<[\d, ]+>)?, )?f32>": STORE,
     r"^decode_add_kernel<": LOAD | STORE,
-    r"^encode_with_residual_kernel<\w+(<\d>)?, f32>": LOAD | STORE,
-    r"^reduce_encode(_scattered)?_kernel": LOAD | STORE,
+    r"^encode_with_residual_kernel<\w+(<[\d, ]+>)?, f32, ": LOAD | STORE,
+    r"^reduce_encode(_scattered)?_kernel<(\w+(<[\d, ]+>)?, )?true, ": LOAD | STORE,
     r"^elementwise_kernel<(SaturatingCast|WithResidual)<f32": LOAD | STORE,
     r"^elementwise_kernel<(ReduceSaturating|Reduce)<": LOAD | STORE,
     r"^adam_kernel<Floating<f(32|64)>": LOAD | STORE,
@@ -93,7 +94,10 @@ def short_name(mangled):
 
 
 def threads_of(kernel):
-    return next((number for codec, number in BLOCK_THREADS.items() if f"<{codec}" in kernel), NUM_THREADS)
+    named = BLOCK_THREADS.search(kernel)
+    if named:
+        return int(named[1] or named[2])
+    return next((number for part, number in OTHER_BLOCK_THREADS.items() if part in kernel), NUM_THREADS)
 
 
 def version_of_nvcc():

@@ -34,7 +34,7 @@ BAGUA_INLINE Steps steps_of(Header header) {
   const double scaled_range = range * static_cast<double>(scale);
   Steps steps;
   steps.scale = scale;
-  steps.unscale = 1.0f / scale;
+  steps.unscale = is_tiny ? 0x1p-100f : range >= 0x1p126 ? 0x1p4f : 1.0f;
   steps.step = static_cast<float>(scaled_range / 255.0);
   steps.inverse_step = range == 0.0 ? 0.0f : static_cast<float>(255.0 / scaled_range);
   const float low = header.min * scale;
@@ -44,16 +44,23 @@ BAGUA_INLINE Steps steps_of(Header header) {
   return steps;
 }
 
-// A word whose low byte is the code. Min's code is never below 0: z was rounded from the same product that min's code
-// is. The code is the low part of the sum's bits, and clamped as an integer because the compiler may make a branch of a
-// comparison of floats. `kIsScaled`: s is not 1.
+// A word whose low byte is the code, but for what is_above_codes. Min's code is never below 0: z was rounded from the
+// same product that min's code is. Codes do not fall where values rise. `kIsScaled`: s is not 1.
+inline constexpr uint32_t kRounderBits = std::bit_cast<uint32_t>(kRounder);
+static_assert(kRounderBits % 256 == 0);
+
 template <bool kIsScaled>
-BAGUA_INLINE uint32_t code_word_of(float value, const Steps& steps) {
-  constexpr uint32_t kRounderBits = std::bit_cast<uint32_t>(kRounder);
-  static_assert(kRounderBits % 256 == 0);
+BAGUA_INLINE uint32_t unclamped_code_word_of(float value, const Steps& steps) {
   if constexpr (kIsScaled) value *= steps.scale;
   const float sum = (value - steps.base) * steps.inverse_step + (kRounder + steps.zero_code);
-  const uint32_t code = std::bit_cast<uint32_t>(sum);
+  return std::bit_cast<uint32_t>(sum);  // the code is the low part of it
+}
+BAGUA_INLINE bool is_above_codes(uint32_t word) { return word > kRounderBits + 255; }
+
+// The same, of any. As integers because the compiler may make a branch of a comparison of floats.
+template <bool kIsScaled>
+BAGUA_INLINE uint32_t code_word_of(float value, const Steps& steps) {
+  const uint32_t code = unclamped_code_word_of<kIsScaled>(value, steps);
   return code < kRounderBits + 255 ? code : kRounderBits + 255;
 }
 template <bool kIsScaled>

@@ -5,8 +5,6 @@
 //   static constexpr int kBlockThreads       of a thread block. Few threads with many elements each: more of a
 //                                            multiprocessor's memory traffic is on its way, and what is computed once
 //                                            per block delays fewer
-//   static constexpr int kReduceNumThreads   for so many threads on a multiprocessor the reduction leaves registers, as
-//                                            instructions bound it: as many as there are without spills
 //   static constexpr int kNumParts           see Share
 //   int padded_numel(int numel) const        elements of a block, rounded up to what its codes hold
 //   size_t wire_bytes() const                of a whole block
@@ -109,7 +107,8 @@ __device__ __forceinline__ void store_share(const Share& share, const float* val
   }
 }
 
-// The other kernels leave room for so many threads on a multiprocessor: 128 registers each, at most.
+// Kernels leave registers for `kNumThreads` threads on a multiprocessor, which is so many, of up to 128 registers each,
+// where a codec says no other number.
 inline constexpr int kMinNumThreads = 512;
 
 // The block of the message that the thread block is for.
@@ -144,8 +143,8 @@ __device__ __forceinline__ void count_block(bool is_finite, uint64_t* num_nonfin
   atomicAdd(reinterpret_cast<unsigned long long*>(num_nonfinite_blocks), 1ull);
 }
 
-template <typename Codec, DType kDType>
-__global__ void __launch_bounds__(Codec::kBlockThreads, kMinNumThreads / Codec::kBlockThreads)
+template <typename Codec, DType kDType, int kNumThreads>
+__global__ void __launch_bounds__(Codec::kBlockThreads, kNumThreads / Codec::kBlockThreads)
     encode_kernel(Codec codec, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
   auto& encoding = shared_memory<typename Codec::Encoding>();
   const Block block = current_block(codec, numel);
@@ -187,8 +186,8 @@ __device__ __forceinline__ bool encode_with_residual(const Codec& codec, const B
   return is_finite;
 }
 
-template <typename Codec, DType kDType>
-__global__ void __launch_bounds__(Codec::kBlockThreads, kMinNumThreads / Codec::kBlockThreads)
+template <typename Codec, DType kDType, int kNumThreads>
+__global__ void __launch_bounds__(Codec::kBlockThreads, kNumThreads / Codec::kBlockThreads)
     encode_with_residual_kernel(Codec codec, const void* source, Residual residual, size_t numel, uint8_t* bytes,
                                 uint64_t* num_nonfinite_blocks) {
   auto& encoding = shared_memory<typename Codec::Encoding>();
@@ -241,8 +240,8 @@ struct Reducing {
   typename Codec::Encoding encoding;
 };
 
-// The sums of what the contributions decode to, by rank, from +0 on; all threads call it. The codes of the next one are
-// on their way meanwhile.
+// The sums of what the contributions decode to, by rank, from +0 on; all threads call it. Of a whole block the codes of
+// the next one are on their way meanwhile.
 template <typename Codec, typename Share>
 __device__ __forceinline__ void sum_contributions(const Codec& codec, const Block& block, const Share& share,
                                                   const Contributions& contributions, typename Codec::Decoder* decoders,
@@ -251,7 +250,8 @@ __device__ __forceinline__ void sum_contributions(const Codec& codec, const Bloc
   const uint8_t* next_bytes = bytes;
 #pragma unroll
   for (int i = 0; i < Share::kNumel; ++i) sums[i] = 0.0f;
-  auto next = codec.load_codes(share, next_bytes);
+  decltype(codec.load_codes(share, next_bytes)) next;
+  if constexpr (Share::kIsWhole) next = codec.load_codes(share, next_bytes);
   for (int begin = 0; begin < contributions.count; begin += kNumDecoders) {
     const int left = contributions.count - begin, count = left < kNumDecoders ? left : kNumDecoders;
     if (begin > 0) __syncthreads();  // all have used the decoders before
@@ -262,16 +262,19 @@ __device__ __forceinline__ void sum_contributions(const Codec& codec, const Bloc
     __syncthreads();
 #pragma unroll 1
     for (int r = 0; r < count; ++r) {
+      if constexpr (!Share::kIsWhole) next = codec.load_codes(share, next_bytes);
       const auto codes = next;
       next_bytes += contributions.stride;
-      if (begin + r + 1 < contributions.count) next = codec.load_codes(share, next_bytes);
+      if constexpr (Share::kIsWhole) {
+        if (begin + r + 1 < contributions.count) next = codec.load_codes(share, next_bytes);
+      }
       codec.decode(share, decoders[r], codes, [&](int i, float value) { sums[i] += value; });
     }
   }
 }
 
 // The second half of the reduction: scales the sums and encodes them.
-template <typename Codec, typename Share>
+template <bool kHasResidual, typename Codec, typename Share>
 __device__ __forceinline__ bool encode_sums(const Codec& codec, const Block& block, const Share& share, float* sums,
                                             const Factor& factor, const Residual& residual, uint8_t* bytes,
                                             typename Codec::Encoding& encoding) {
@@ -280,18 +283,20 @@ __device__ __forceinline__ bool encode_sums(const Codec& codec, const Block& blo
   for (int i = 0; i < Share::kNumel; ++i) {
     if (!share.has(i)) sums[i] = Codec::kPadding;
   }
-  if (residual.out == nullptr) {
+  if constexpr (kHasResidual) {
+    return encode_with_residual(codec, block, share, sums, residual, bytes, encoding);
+  } else {
     return codec.template encode<false>(share, block.begin, sums, bytes + block.offset_bytes, encoding, nullptr);
   }
-  return encode_with_residual(codec, block, share, sums, residual, bytes, encoding);
 }
 
 __device__ __forceinline__ bool are_aligned(const Contributions& contributions) {
   return is_aligned<4>(contributions.codes) && contributions.stride % 4 == 0;
 }
 
-template <typename Codec>
-__global__ void __launch_bounds__(Codec::kBlockThreads, Codec::kReduceNumThreads / Codec::kBlockThreads)
+// Without a residual, which takes registers, there is room for more threads: a kernel of its own.
+template <typename Codec, bool kHasResidual, int kNumThreads>
+__global__ void __launch_bounds__(Codec::kBlockThreads, kNumThreads / Codec::kBlockThreads)
     reduce_encode_kernel(Codec codec, Contributions contributions, Factor factor, Residual residual, size_t numel,
                          uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
   auto& shared = shared_memory<Reducing<Codec>>();
@@ -300,7 +305,8 @@ __global__ void __launch_bounds__(Codec::kBlockThreads, Codec::kReduceNumThreads
   with_share(codec, block, aligned, [&](const auto& share) {
     float sums[kNumelOf<decltype(share)>];
     sum_contributions(codec, block, share, contributions, shared.decoders, sums);
-    const bool is_finite = encode_sums(codec, block, share, sums, factor, residual, bytes, shared.encoding);
+    const bool is_finite =
+        encode_sums<kHasResidual>(codec, block, share, sums, factor, residual, bytes, shared.encoding);
     count_block(is_finite, num_nonfinite_blocks);
   });
 }
@@ -312,31 +318,34 @@ void launch_blocks(const char* name, Stream stream, size_t numel, void (*kernel)
   launch<Codec::kBlockThreads>(name, stream, ceil_div(numel, kBlockNumel), kernel, arguments...);
 }
 
-template <typename Codec>
+template <int kNumThreads = kMinNumThreads, typename Codec>
 void launch_encode(const char* name, const Codec& codec, DType dtype, const void* source, size_t numel, uint8_t* bytes,
                    uint64_t* num_nonfinite_blocks, Stream stream) {
   for_float_type(dtype, [&](auto type) {
-    launch_blocks<Codec>(name, stream, numel, encode_kernel<Codec, decltype(type)::value>, codec, source, numel, bytes,
-                         num_nonfinite_blocks);
+    launch_blocks<Codec>(name, stream, numel, encode_kernel<Codec, decltype(type)::value, kNumThreads>, codec, source,
+                         numel, bytes, num_nonfinite_blocks);
   });
 }
 
-template <typename Codec>
+template <int kNumThreads = kMinNumThreads, typename Codec>
 void launch_encode_with_residual(const char* name, const Codec& codec, DType dtype, const void* source,
                                  const Residual& residual, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
                                  Stream stream) {
   for_float_type(dtype, [&](auto type) {
-    launch_blocks<Codec>(name, stream, numel, encode_with_residual_kernel<Codec, decltype(type)::value>, codec, source,
-                         residual, numel, bytes, num_nonfinite_blocks);
+    launch_blocks<Codec>(name, stream, numel, encode_with_residual_kernel<Codec, decltype(type)::value, kNumThreads>,
+                         codec, source, residual, numel, bytes, num_nonfinite_blocks);
   });
 }
 
-template <typename Codec>
+// `kNumThreads`: without a residual.
+template <int kNumThreads, typename Codec>
 void launch_reduce_encode(const char* name, const Codec& codec, const Contributions& contributions, double factor,
                           const Residual& residual, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
                           Stream stream) {
-  launch_blocks<Codec>(name, stream, numel, reduce_encode_kernel<Codec>, codec, contributions, Factor(factor), residual,
-                       numel, bytes, num_nonfinite_blocks);
+  const auto kernel = residual.out == nullptr ? reduce_encode_kernel<Codec, false, kNumThreads>
+                                              : reduce_encode_kernel<Codec, true, kMinNumThreads>;
+  launch_blocks<Codec>(name, stream, numel, kernel, codec, contributions, Factor(factor), residual, numel, bytes,
+                       num_nonfinite_blocks);
 }
 
 template <typename Codec>

@@ -54,8 +54,13 @@ __device__ __forceinline__ float greater_or_nan(float a, float b) {
 #endif
 }
 
+// But for which NaN comes out; a modifier of the operand, where instructions on floats use it.
 __device__ __forceinline__ float absolute(float value) {
+#if defined(__CUDACC__)
+  return fabsf(value);
+#else
   return std::bit_cast<float>(std::bit_cast<uint32_t>(value) & kF32Abs);
+#endif
 }
 
 // The conversions of arithmetic/half.h, but for which NaN comes out.
@@ -89,6 +94,26 @@ __device__ __forceinline__ uint32_t bf16_of_numbers(float first, float second) {
 #else
   return f32_to_bf16(first) | static_cast<uint32_t>(f32_to_bf16(second)) << 16;
 #endif
+}
+
+// Inclusive sum over the lanes of a warp.
+__device__ __forceinline__ uint32_t scan_of_warp(uint32_t value) {
+#pragma unroll
+  for (int distance = 1; distance < kWarpNumThreads; distance *= 2) {
+#if defined(__CUDACC__)
+    // C++ has no word for the predicate that says whether there is such a lane.
+    asm volatile(
+        "{ .reg .u32 below; .reg .pred is_there;"
+        " shfl.sync.up.b32 below|is_there, %0, %1, 0, 0xffffffff;"
+        " @is_there add.u32 %0, %0, below; }"
+        : "+r"(value)
+        : "r"(distance));
+#else
+    const uint32_t below = __shfl_up_sync(kAllLanes, value, distance);
+    if (lane_index() >= distance) value += below;
+#endif
+  }
+  return value;
 }
 
 // 2^23 under whose exponent a byte is put, so that 2^23 + byte is a number. Who decodes has its bits in shared memory:

@@ -66,7 +66,7 @@ T& shared_memory() {
 #endif
 
 __device__ __forceinline__ int thread_index() { return static_cast<int>(threadIdx.x); }
-__device__ __forceinline__ int lane_index() { return thread_index() % kWarpNumThreads; }
-__device__ __forceinline__ int warp_index() { return thread_index() / kWarpNumThreads; }
+__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x % kWarpNumThreads); }
+__device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x / kWarpNumThreads); }
 
 }  // namespace bagua::kernels::cuda

@@ -12,9 +12,9 @@ using namespace kernels::minmax_uint8;
 
 namespace {
 
+template <int kThreads>
 struct MinmaxUint8 {
-  static constexpr int kBlockThreads = 128;
-  static constexpr int kReduceNumThreads = 896;
+  static constexpr int kBlockThreads = kThreads;
   static constexpr int kNumWarps = kBlockThreads / kWarpNumThreads;
   static constexpr int kNumParts = 1;
   static constexpr float kPadding = 0.0f;
@@ -124,14 +124,17 @@ struct MinmaxUint8 {
     return {low, high};
   }
 
-  template <bool kIsScaled, int kQuads>
+  template <bool kIsUsual, int kQuads>
   static __device__ __forceinline__ Codes<kQuads> codes_of(const float* values, const Steps& steps) {
     Codes<kQuads> codes;
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
       uint32_t code[kQuadNumel];
 #pragma unroll
-      for (int i = 0; i < kQuadNumel; ++i) code[i] = code_word_of<kIsScaled>(values[q * kQuadNumel + i], steps);
+      for (int i = 0; i < kQuadNumel; ++i) {
+        const float value = values[q * kQuadNumel + i];
+        code[i] = kIsUsual ? unclamped_code_word_of<false>(value, steps) : code_word_of<true>(value, steps);
+      }
       codes.quad[q] = gather_bytes<0>(code[0], code[1], code[2], code[3]);
     }
     return codes;
@@ -158,8 +161,8 @@ struct MinmaxUint8 {
     const Steps steps{encoding.scale, 0.0f, 0.0f, encoding.inverse_step, encoding.base, encoding.zero_code};
     Codes<Share::kQuads> codes{};
     if (is_finite && header.min != header.max) {
-      codes = steps.scale == 1.0f ? codes_of<false, Share::kQuads>(values, steps)
-                                  : codes_of<true, Share::kQuads>(values, steps);
+      const bool is_usual = steps.scale == 1.0f && !is_above_codes(unclamped_code_word_of<false>(header.max, steps));
+      codes = is_usual ? codes_of<true, Share::kQuads>(values, steps) : codes_of<false, Share::kQuads>(values, steps);
     }
 #pragma unroll
     for (int q = 0; q < Share::kQuads; ++q) {
@@ -172,33 +175,36 @@ struct MinmaxUint8 {
   }
 };
 
+using Codec = MinmaxUint8<128>;
+using Reduction = MinmaxUint8<64>;  // few threads, because a block is at barriers for much of its time
+
 }  // namespace
 }  // namespace minmax_uint8
 
 void minmax_uint8_encode(DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
                          Stream stream) {
-  launch_encode("minmax_uint8_encode", minmax_uint8::MinmaxUint8{}, dtype, source, numel, bytes, num_nonfinite_blocks,
+  launch_encode("minmax_uint8_encode", minmax_uint8::Codec{}, dtype, source, numel, bytes, num_nonfinite_blocks,
                 stream);
 }
 
 void minmax_uint8_decode(DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
-  launch_decode("minmax_uint8_decode", minmax_uint8::MinmaxUint8{}, dtype, bytes, numel, destination, stream);
+  launch_decode("minmax_uint8_decode", minmax_uint8::Codec{}, dtype, bytes, numel, destination, stream);
 }
 
 void minmax_uint8_decode_add(const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
-  launch_decode_add("minmax_uint8_decode_add", minmax_uint8::MinmaxUint8{}, bytes, numel, accumulator, stream);
+  launch_decode_add("minmax_uint8_decode_add", minmax_uint8::Codec{}, bytes, numel, accumulator, stream);
 }
 
 void minmax_uint8_encode_with_residual(DType dtype, const void* source, const Residual& residual, size_t numel,
                                        uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  launch_encode_with_residual("minmax_uint8_encode_with_residual", minmax_uint8::MinmaxUint8{}, dtype, source, residual,
+  launch_encode_with_residual("minmax_uint8_encode_with_residual", minmax_uint8::Codec{}, dtype, source, residual,
                               numel, bytes, num_nonfinite_blocks, stream);
 }
 
 void minmax_uint8_reduce_encode(const Contributions& contributions, double factor, const Residual& residual,
                                 size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  launch_reduce_encode("minmax_uint8_reduce_encode", minmax_uint8::MinmaxUint8{}, contributions, factor, residual,
-                       numel, bytes, num_nonfinite_blocks, stream);
+  launch_reduce_encode<640>("minmax_uint8_reduce_encode", minmax_uint8::Reduction{}, contributions, factor, residual,
+                            numel, bytes, num_nonfinite_blocks, stream);
 }
 
 }  // namespace bagua::kernels::cuda

@@ -11,7 +11,6 @@ namespace {
 struct Onebit {
   static constexpr int kNumLanes = 64;  // of the sum
   static constexpr int kBlockThreads = kNumLanes;
-  static constexpr int kReduceNumThreads = 512;
   static constexpr int kNumParts = 8;
   static constexpr float kPadding = 0.0f;
   static_assert(kNumLanes == 2 * kWarpNumThreads);
@@ -128,8 +127,8 @@ void onebit_encode_with_residual(DType dtype, const void* source, const Residual
 
 void onebit_reduce_encode(const Contributions& contributions, double factor, const Residual& residual, size_t numel,
                           uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  launch_reduce_encode("onebit_reduce_encode", Onebit{}, contributions, factor, residual, numel, bytes,
-                       num_nonfinite_blocks, stream);
+  launch_reduce_encode<1024>("onebit_reduce_encode", Onebit{}, contributions, factor, residual, numel, bytes,
+                             num_nonfinite_blocks, stream);
 }
 
 }  // namespace bagua::kernels::cuda

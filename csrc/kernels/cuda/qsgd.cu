@@ -13,10 +13,9 @@ using namespace kernels::qsgd;
 
 namespace {
 
-template <int kBits>
+template <int kBits, int kThreads>
 struct Qsgd {
-  static constexpr int kBlockThreads = 128;
-  static constexpr int kReduceNumThreads = 768;
+  static constexpr int kBlockThreads = kThreads;
   static constexpr int kNumWarps = kBlockThreads / kWarpNumThreads;
   static constexpr int kNumParts = kBits == 8 ? 2 : 8 / kBits;
   static constexpr int kNumPairs = kNumParts / 2;
@@ -214,12 +213,15 @@ struct Qsgd {
   }
 };
 
+// Of a thread block. The reduction, whose blocks are at barriers for much of their time, has fewer.
+constexpr int kThreads = 128, kThreadsOfReduction = 64;
+
 // Calls body(codec) for the codec of so many bits.
-template <typename Body>
+template <int kThreads, typename Body>
 void for_bits(int bits, CounterRng rng, Body body) {
-  if (bits == 8) return body(Qsgd<8>{rng});
-  if (bits == 4) return body(Qsgd<4>{rng});
-  body(Qsgd<2>{rng});
+  if (bits == 8) return body(Qsgd<8, kThreads>{rng});
+  if (bits == 4) return body(Qsgd<4, kThreads>{rng});
+  body(Qsgd<2, kThreads>{rng});
 }
 
 }  // namespace
@@ -227,24 +229,24 @@ void for_bits(int bits, CounterRng rng, Body body) {
 
 void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
                  uint64_t* num_nonfinite_blocks, Stream stream) {
-  qsgd::for_bits(bits, rng, [=](auto codec) {
+  qsgd::for_bits<qsgd::kThreads>(bits, rng, [=](auto codec) {
     launch_encode("qsgd_encode", codec, dtype, source, numel, bytes, num_nonfinite_blocks, stream);
   });
 }
 
 void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
-  qsgd::for_bits(bits, {},
-                 [=](auto codec) { launch_decode("qsgd_decode", codec, dtype, bytes, numel, destination, stream); });
+  qsgd::for_bits<qsgd::kThreads>(
+      bits, {}, [=](auto codec) { launch_decode("qsgd_decode", codec, dtype, bytes, numel, destination, stream); });
 }
 
 void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
-  qsgd::for_bits(bits, {},
-                 [=](auto codec) { launch_decode_add("qsgd_decode_add", codec, bytes, numel, accumulator, stream); });
+  qsgd::for_bits<qsgd::kThreads>(
+      bits, {}, [=](auto codec) { launch_decode_add("qsgd_decode_add", codec, bytes, numel, accumulator, stream); });
 }
 
 void qsgd_encode_with_residual(int bits, DType dtype, const void* source, const Residual& residual, size_t numel,
                                uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream) {
-  qsgd::for_bits(bits, rng, [=, &residual](auto codec) {
+  qsgd::for_bits<qsgd::kThreads>(bits, rng, [=, &residual](auto codec) {
     launch_encode_with_residual("qsgd_encode_with_residual", codec, dtype, source, residual, numel, bytes,
                                 num_nonfinite_blocks, stream);
   });
@@ -252,9 +254,9 @@ void qsgd_encode_with_residual(int bits, DType dtype, const void* source, const 
 
 void qsgd_reduce_encode(int bits, const Contributions& contributions, double factor, const Residual& residual,
                         size_t numel, uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream) {
-  qsgd::for_bits(bits, rng, [=, &contributions, &residual](auto codec) {
-    launch_reduce_encode("qsgd_reduce_encode", codec, contributions, factor, residual, numel, bytes,
-                         num_nonfinite_blocks, stream);
+  qsgd::for_bits<qsgd::kThreadsOfReduction>(bits, rng, [=, &contributions, &residual](auto codec) {
+    launch_reduce_encode<640>("qsgd_reduce_encode", codec, contributions, factor, residual, numel, bytes,
+                              num_nonfinite_blocks, stream);
   });
 }
 

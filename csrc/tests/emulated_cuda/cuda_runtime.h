@@ -136,6 +136,14 @@ inline void __syncthreads(EmulatedSite site = EmulatedSite::current()) {
 }
 int __syncthreads_or(int predicate, EmulatedSite site = EmulatedSite::current());
 
+inline void __syncwarp(unsigned mask = 0xffffffffu, EmulatedSite site = EmulatedSite::current()) {
+  cuda_emulation::meet(cuda_emulation::Waits::kForWarp, mask, 0, site);
+}
+
+template <typename T>
+T __shfl_sync(unsigned mask, T value, int lane, EmulatedSite site = EmulatedSite::current()) {
+  return cuda_emulation::shuffle(mask, value, lane & 31, site);
+}
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, EmulatedSite site = EmulatedSite::current()) {
   return cuda_emulation::shuffle(mask, value, cuda_emulation::lane() ^ lane_mask, site);
@@ -167,6 +175,11 @@ inline unsigned __reduce_and_sync(unsigned mask, unsigned value, EmulatedSite si
   return cuda_emulation::reduce(
       mask, value, [](unsigned a, unsigned b) { return a & b; }, site);
 }
+inline unsigned __ballot_sync(unsigned mask, bool predicate, EmulatedSite site = EmulatedSite::current()) {
+  const unsigned bit = predicate ? 1u << cuda_emulation::lane() : 0;
+  return cuda_emulation::reduce(
+      mask, bit, [](unsigned a, unsigned b) { return a | b; }, site);
+}
 
 template <typename T>
 T atomicAdd(T* address, T value) {
@@ -174,6 +187,13 @@ T atomicAdd(T* address, T value) {
   *address = before + value;
   return before;
 }
+template <typename T>
+T atomicOr(T* address, T value) {
+  const T before = *address;
+  *address = before | value;
+  return before;
+}
+inline int __ffs(int value) { return __builtin_ffs(value); }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 // Four bytes of the eight of `a`, the lower ones, and `b`: which ones, four bits of `selector` say.
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
