@@ -337,15 +337,18 @@ void launch_encode_with_residual(const char* name, const Codec& codec, DType dty
   });
 }
 
-// `kNumThreads`: without a residual.
-template <int kNumThreads, typename Codec>
+template <int kNumThreads = kMinNumThreads, typename Codec>
 void launch_reduce_encode(const char* name, const Codec& codec, const Contributions& contributions, double factor,
-                          const Residual& residual, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
-                          Stream stream) {
-  const auto kernel = residual.out == nullptr ? reduce_encode_kernel<Codec, false, kNumThreads>
-                                              : reduce_encode_kernel<Codec, true, kMinNumThreads>;
-  launch_blocks<Codec>(name, stream, numel, kernel, codec, contributions, Factor(factor), residual, numel, bytes,
-                       num_nonfinite_blocks);
+                          size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
+  launch_blocks<Codec>(name, stream, numel, reduce_encode_kernel<Codec, false, kNumThreads>, codec, contributions,
+                       Factor(factor), Residual{}, numel, bytes, num_nonfinite_blocks);
+}
+template <int kNumThreads = kMinNumThreads, typename Codec>
+void launch_reduce_encode_with_residual(const char* name, const Codec& codec, const Contributions& contributions,
+                                        double factor, const Residual& residual, size_t numel, uint8_t* bytes,
+                                        uint64_t* num_nonfinite_blocks, Stream stream) {
+  launch_blocks<Codec>(name, stream, numel, reduce_encode_kernel<Codec, true, kNumThreads>, codec, contributions,
+                       Factor(factor), residual, numel, bytes, num_nonfinite_blocks);
 }
 
 template <typename Codec>

@@ -203,8 +203,14 @@ void minmax_uint8_encode_with_residual(DType dtype, const void* source, const Re
 
 void minmax_uint8_reduce_encode(const Contributions& contributions, double factor, const Residual& residual,
                                 size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  launch_reduce_encode<640>("minmax_uint8_reduce_encode", minmax_uint8::Reduction{}, contributions, factor, residual,
-                            numel, bytes, num_nonfinite_blocks, stream);
+  constexpr minmax_uint8::Reduction kCodec;
+  constexpr const char* kName = "minmax_uint8_reduce_encode";
+  if (residual.is_on()) {
+    launch_reduce_encode_with_residual(kName, kCodec, contributions, factor, residual, numel, bytes,
+                                       num_nonfinite_blocks, stream);
+  } else {
+    launch_reduce_encode<640>(kName, kCodec, contributions, factor, numel, bytes, num_nonfinite_blocks, stream);
+  }
 }
 
 }  // namespace bagua::kernels::cuda

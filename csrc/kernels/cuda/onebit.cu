@@ -127,8 +127,13 @@ void onebit_encode_with_residual(DType dtype, const void* source, const Residual
 
 void onebit_reduce_encode(const Contributions& contributions, double factor, const Residual& residual, size_t numel,
                           uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  launch_reduce_encode<1024>("onebit_reduce_encode", Onebit{}, contributions, factor, residual, numel, bytes,
-                             num_nonfinite_blocks, stream);
+  constexpr const char* kName = "onebit_reduce_encode";
+  if (residual.is_on()) {
+    launch_reduce_encode_with_residual(kName, Onebit{}, contributions, factor, residual, numel, bytes,
+                                       num_nonfinite_blocks, stream);
+  } else {
+    launch_reduce_encode<1024>(kName, Onebit{}, contributions, factor, numel, bytes, num_nonfinite_blocks, stream);
+  }
 }
 
 }  // namespace bagua::kernels::cuda

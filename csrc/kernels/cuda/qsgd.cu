@@ -213,7 +213,7 @@ struct Qsgd {
   }
 };
 
-// Of a thread block. The reduction, whose blocks are at barriers for much of their time, has fewer.
+// Of a thread block. The reduction without a residual, whose blocks are at barriers for much of their time, has fewer.
 constexpr int kThreads = 128, kThreadsOfReduction = 64;
 
 // Calls body(codec) for the codec of so many bits.
@@ -254,10 +254,18 @@ void qsgd_encode_with_residual(int bits, DType dtype, const void* source, const 
 
 void qsgd_reduce_encode(int bits, const Contributions& contributions, double factor, const Residual& residual,
                         size_t numel, uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream) {
-  qsgd::for_bits<qsgd::kThreadsOfReduction>(bits, rng, [=, &contributions, &residual](auto codec) {
-    launch_reduce_encode<640>("qsgd_reduce_encode", codec, contributions, factor, residual, numel, bytes,
-                              num_nonfinite_blocks, stream);
-  });
+  constexpr const char* kName = "qsgd_reduce_encode";
+  if (residual.is_on()) {
+    // With few threads ptxas 13.0 spills on sm_100.
+    qsgd::for_bits<qsgd::kThreads>(bits, rng, [=, &contributions, &residual](auto codec) {
+      launch_reduce_encode_with_residual(kName, codec, contributions, factor, residual, numel, bytes,
+                                         num_nonfinite_blocks, stream);
+    });
+  } else {
+    qsgd::for_bits<qsgd::kThreadsOfReduction>(bits, rng, [=, &contributions](auto codec) {
+      launch_reduce_encode<640>(kName, codec, contributions, factor, numel, bytes, num_nonfinite_blocks, stream);
+    });
+  }
 }
 
 }  // namespace bagua::kernels::cuda

@@ -421,14 +421,14 @@ void topk_decode_add(int k, const uint8_t* bytes, size_t numel, float* accumulat
 
 void topk_encode_with_residual(int k, DType dtype, const void* source, const Residual& residual, size_t numel,
                                uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  launch_encode_with_residual<640>("topk_encode_with_residual", TopkEncoder{k}, dtype, source, residual, numel, bytes,
-                                   num_nonfinite_blocks, stream);
+  launch_encode_with_residual("topk_encode_with_residual", TopkEncoder{k}, dtype, source, residual, numel, bytes,
+                              num_nonfinite_blocks, stream);
 }
 
 void topk_reduce_encode(int k, const Contributions& contributions, double factor, const Residual& residual,
                         size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  const auto kernel = residual.out == nullptr ? reduce_encode_scattered_kernel<false, 768>
-                                              : reduce_encode_scattered_kernel<true, kMinNumThreads>;
+  const auto kernel = residual.is_on() ? reduce_encode_scattered_kernel<true, kMinNumThreads>
+                                       : reduce_encode_scattered_kernel<false, 768>;
   launch_blocks<TopkEncoder>("topk_reduce_encode", stream, numel, kernel, TopkEncoder{k}, contributions, Factor(factor),
                              residual, numel, bytes, num_nonfinite_blocks);
 }
