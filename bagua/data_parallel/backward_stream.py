@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from bagua.distributed.devices import current_handle, current_torch_stream, on_stream
+from bagua.distributed.devices import current_handle_of, current_torch_stream, on_stream
 
 
 class BackwardStream:
@@ -25,6 +25,7 @@ class BackwardStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = None if device.type == "cpu" else device
+        self._current_handle = current_handle_of(device)
         self._stream: torch.Stream | None = None
         self._handle = 0  # of it
         self._others: list[torch.Stream] = []  # which hold gradients that it has not waited for
@@ -32,7 +33,7 @@ class BackwardStream:
     def begin(self) -> None:
         """A backward begins, on the current stream."""
         if self._device is not None:
-            self._stream, self._handle = current_torch_stream(self._device), current_handle(self._device)
+            self._stream, self._handle = current_torch_stream(self._device), self._current_handle()
             self._others.clear()
 
     def is_current(self) -> bool:
@@ -40,7 +41,7 @@ class BackwardStream:
 
         One that is not must not be read where it is: its memory is another stream's to reuse.
         """
-        if self._device is None or current_handle(self._device) == self._handle:
+        if self._device is None or self._current_handle() == self._handle:
             return True
         current = current_torch_stream(self._device)
         if current not in self._others:
@@ -50,7 +51,7 @@ class BackwardStream:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Within it operations are enqueued there, behind all gradients that are ready."""
-        if self._device is None or (not self._others and current_handle(self._device) == self._handle):
+        if self._device is None or (not self._others and self._current_handle() == self._handle):
             yield
             return
         while self._others:

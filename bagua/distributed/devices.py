@@ -7,8 +7,9 @@ torch has for any accelerator (torch.accelerator, torch.Stream). Kinds are those
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 
@@ -21,7 +22,7 @@ __all__ = [
     "check_not_capturing",
     "check_supported",
     "common_device",
-    "current_handle",
+    "current_handle_of",
     "current_stream",
     "current_torch_stream",
     "is_capturing",
@@ -88,11 +89,16 @@ def current_stream(device: torch.device) -> StreamKey | None:
     return _KINDS[device.type], device.index or 0, handle or 0
 
 
-def current_handle(device: torch.device) -> int:
-    """The handle of that stream, for who compares it often. `device` has an index."""
+def current_handle_of(device: torch.device) -> Callable[[], int]:
+    """What returns the handle of that stream, for who asks for every gradient; 0 for the CPU.
+
+    A device of another kind has an index.
+    """
+    if device.type == _CPU:
+        return int
     if device.type == "cuda":  # makes no torch.cuda.Stream
-        return torch._C._cuda_getCurrentRawStream(device.index)
-    return torch.accelerator.current_stream(device.index).native_handle
+        return partial(torch._C._cuda_getCurrentRawStream, device.index)
+    return lambda: torch.accelerator.current_stream(device.index).native_handle
 
 
 def is_capturing(device: torch.device) -> bool:

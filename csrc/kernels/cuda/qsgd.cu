@@ -258,8 +258,8 @@ void qsgd_reduce_encode(int bits, const Contributions& contributions, double fac
   if (residual.is_on()) {
     // With few threads ptxas 13.0 spills on sm_100.
     qsgd::for_bits<qsgd::kThreads>(bits, rng, [=, &contributions, &residual](auto codec) {
-      launch_reduce_encode_with_residual(kName, codec, contributions, factor, residual, numel, bytes,
-                                         num_nonfinite_blocks, stream);
+      launch_reduce_encode_with_residual<768>(kName, codec, contributions, factor, residual, numel, bytes,
+                                              num_nonfinite_blocks, stream);
     });
   } else {
     qsgd::for_bits<qsgd::kThreadsOfReduction>(bits, rng, [=, &contributions](auto codec) {
