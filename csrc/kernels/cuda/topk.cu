@@ -404,7 +404,7 @@ __global__ void __launch_bounds__(kEncodeThreads, kNumThreads / kEncodeThreads)
 
 void topk_encode(int k, DType dtype, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
                  Stream stream) {
-  launch_encode<768>("topk_encode", TopkEncoder{k}, dtype, source, numel, bytes, num_nonfinite_blocks, stream);
+  launch_encode<896>("topk_encode", TopkEncoder{k}, dtype, source, numel, bytes, num_nonfinite_blocks, stream);
 }
 
 void topk_decode(int k, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
