@@ -87,7 +87,8 @@ def with_bagua(
 
     Raises:
         InvalidArgument: ranks disagree about model or options (every rank raises it, with both sides);
-            unknown algorithm or option; a parameter that cannot be synchronised.
+            unknown algorithm or option; a parameter that cannot be synchronised; the model is wrapped already, on a
+            device, and its last step was one with NaN or Inf ("late", above).
 
     Example:
         >>> bagua.init_process_group()
