@@ -25,6 +25,7 @@ namespace bagua::kernels {
 //
 // A NaN or Inf: all values of the block are NaN (0x7fc00000), the indices 0, 1, 2, ...; a block whose first value is
 // NaN or Inf decodes to NaN. Only a damaged message holds an index past the end of its block: that element is dropped.
+// Or one index twice: what becomes of that element is not defined.
 inline constexpr size_t kTopkBlockNumel = 2048;
 inline constexpr size_t kTopkMaxK = 256;
 inline constexpr size_t kTopkElementBytes = 6;  // of one that travels

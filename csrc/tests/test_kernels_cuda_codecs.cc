@@ -66,7 +66,7 @@ const std::vector<Case>& cases() {
       const auto bound = [bits](auto function) { return std::bind_front(function, bits); };
       list.push_back(BAGUA_CASE("qsgd:bits=" + std::to_string(bits), qsgd, wire_bytes, bound, bound));
     }
-    for (int k : {8, 32, 64, 256}) {
+    for (int k : {8, 16, 32, 64, 128, 256}) {
       const auto wire_bytes = [k](size_t numel) { return kernels::topk_wire_bytes(numel, k); };
       const auto bound = [k](auto function) { return std::bind_front(function, k); };
       const auto coder = [k](auto function) { return without_rng(std::bind_front(function, k)); };
@@ -150,7 +150,7 @@ TEST_P(CudaCodecs, EncodeAndDecodeAreTheCpus) {
   }
 }
 
-// Whole blocks, each of which an encoder may take for something else.
+// Whole blocks that are at the edge of what an encoder takes for usual.
 std::vector<float> odd_blocks() {
   std::vector<float> values;
   const auto add = [&](auto value) {
@@ -178,7 +178,41 @@ TEST_P(CudaCodecs, BlocksThatAreUnlikeOthersAreTheCpus) {
     SCOPED_TRACE(codec().name + " " + std::string(dtype_name(dtype)));
     expect_encode_and_decode(dtype, values, 0);
     expect_encode_with_residual(dtype, values, DType::kF32, false, false, 0);
+    expect_encode_with_residual(dtype, values, DType::kBF16, true, true, 0);
     if (HasFailure()) return;
+  }
+}
+
+// What a damaged message of topk says of elements that are not there is dropped, wherever it is read.
+TEST_P(CudaCodecs, IndicesPastTheEndAreDropped) {
+  if (!codec().name.starts_with("topk")) GTEST_SKIP() << "its codes hold no indices";
+  const int count = 3;
+  for (size_t numel : {size_t{2048}, size_t{2048 + 300}}) {
+    const size_t wire_bytes = codec().host.wire_bytes(numel), kept = codec().host.wire_bytes(2048) / 6;
+    std::vector<uint8_t> codes;
+    for (int rank = 0; rank < count; ++rank) {
+      std::vector<uint8_t> bytes(wire_bytes);
+      const std::vector<float> values = testing::random_values(DType::kF32, numel, 40 + static_cast<uint64_t>(rank));
+      codec().host.encode(DType::kF32, stored(DType::kF32, values).data(), numel, bytes.data(), kRng, nullptr, kCpu);
+      for (size_t j = 0; j < kept; j += 3) bytes[4 * kept + 2 * j + 1] |= j % 2 != 0 ? 0x08 : 0xf8;  // 2048 and more
+      codes.insert(codes.end(), bytes.begin(), bytes.end());
+    }
+    std::vector<uint8_t> decoded(numel * 4), bytes(wire_bytes);
+    std::vector<float> sums(numel, 1.0f);
+    codec().host.decode(DType::kF32, codes.data(), numel, decoded.data(), kCpu);
+    codec().host.decode_add(codes.data(), numel, sums.data(), kCpu);
+    codec().host.reduce_encode({codes.data(), wire_bytes, count}, 1.0, {}, numel, bytes.data(), kRng, nullptr, kCpu);
+    GuardedArray device_codes(codes.size()), device_decoded(numel * 4), device_sums(numel * 4);
+    GuardedArray device_bytes(wire_bytes);
+    device_codes.assign(codes.data());
+    for (size_t i = 0; i < numel; ++i) device_sums.as<float>()[i] = 1.0f;
+    codec().device.decode(DType::kF32, device_codes.data(), numel, device_decoded.data(), kCudaStream);
+    codec().device.decode_add(device_codes.data(), numel, device_sums.as<float>(), kCudaStream);
+    codec().device.reduce_encode({device_codes.data(), wire_bytes, count}, 1.0, {}, numel, device_bytes.data(), kRng,
+                                 nullptr, kCudaStream);
+    ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_decoded, decoded, false, "what is decoded"));
+    ASSERT_NO_FATAL_FAILURE(expect_bits(DType::kF32, device_sums, stored(DType::kF32, sums), true, "a sum"));
+    expect_bits(DType::kU8, device_bytes, bytes, false, "a byte of the message");
   }
 }
 
@@ -335,7 +369,7 @@ TEST_P(CudaCodecs, EveryCodeUnderAnyHeaderIsDecodedAsByTheCpu) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Every, CudaCodecs, ::testing::Range(size_t{0}, size_t{9}), [](const auto& info) {
+INSTANTIATE_TEST_SUITE_P(Every, CudaCodecs, ::testing::Range(size_t{0}, size_t{11}), [](const auto& info) {
   std::string name = cases()[info.param].name;
   for (char& letter : name) {
     if (letter == ':' || letter == '=') letter = '_';
@@ -343,7 +377,7 @@ INSTANTIATE_TEST_SUITE_P(Every, CudaCodecs, ::testing::Range(size_t{0}, size_t{9
   return name;
 });
 
-TEST(CudaCodecsTable, NamesAllCases) { EXPECT_EQ(cases().size(), 9u); }
+TEST(CudaCodecsTable, NamesAllCases) { EXPECT_EQ(cases().size(), 11u); }
 
 }  // namespace
 }  // namespace bagua

@@ -57,7 +57,7 @@ BAGUA_INLINE uint32_t unclamped_code_word_of(float value, const Steps& steps) {
 }
 BAGUA_INLINE bool is_above_codes(uint32_t word) { return word > kRounderBits + 255; }
 
-// The same, of any. As integers because the compiler may make a branch of a comparison of floats.
+// The same, clamped. As integers because the compiler may make a branch of a comparison of floats.
 template <bool kIsScaled>
 BAGUA_INLINE uint32_t code_word_of(float value, const Steps& steps) {
   const uint32_t code = unclamped_code_word_of<kIsScaled>(value, steps);

@@ -107,9 +107,9 @@ __device__ __forceinline__ void store_share(const Share& share, const float* val
   }
 }
 
-// Kernels leave registers for `kNumThreads` threads on a multiprocessor, which is so many, of up to 128 registers each,
-// where a codec says no other number.
-inline constexpr int kMinNumThreads = 512;
+// Kernels leave registers for `kResidentThreads` threads on a multiprocessor. So many, of up to 128 registers each,
+// where who launches says no other number.
+inline constexpr int kMinResidentThreads = 512;
 
 // The block of the message that the thread block is for.
 struct Block {
@@ -143,8 +143,8 @@ __device__ __forceinline__ void count_block(bool is_finite, uint64_t* num_nonfin
   atomicAdd(reinterpret_cast<unsigned long long*>(num_nonfinite_blocks), 1ull);
 }
 
-template <typename Codec, DType kDType, int kNumThreads>
-__global__ void __launch_bounds__(Codec::kBlockThreads, kNumThreads / Codec::kBlockThreads)
+template <typename Codec, DType kDType, int kResidentThreads>
+__global__ void __launch_bounds__(Codec::kBlockThreads, kResidentThreads / Codec::kBlockThreads)
     encode_kernel(Codec codec, const void* source, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
   auto& encoding = shared_memory<typename Codec::Encoding>();
   const Block block = current_block(codec, numel);
@@ -186,8 +186,8 @@ __device__ __forceinline__ bool encode_with_residual(const Codec& codec, const B
   return is_finite;
 }
 
-template <typename Codec, DType kDType, int kNumThreads>
-__global__ void __launch_bounds__(Codec::kBlockThreads, kNumThreads / Codec::kBlockThreads)
+template <typename Codec, DType kDType, int kResidentThreads>
+__global__ void __launch_bounds__(Codec::kBlockThreads, kResidentThreads / Codec::kBlockThreads)
     encode_with_residual_kernel(Codec codec, const void* source, Residual residual, size_t numel, uint8_t* bytes,
                                 uint64_t* num_nonfinite_blocks) {
   auto& encoding = shared_memory<typename Codec::Encoding>();
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(Codec::kBlockThreads, kNumThreads / Codec::kBl
 }
 
 template <typename Codec, DType kDType>
-__global__ void __launch_bounds__(Codec::kBlockThreads, kMinNumThreads / Codec::kBlockThreads)
+__global__ void __launch_bounds__(Codec::kBlockThreads, kMinResidentThreads / Codec::kBlockThreads)
     decode_kernel(Codec codec, const uint8_t* bytes, size_t numel, void* destination) {
   auto& decoder = shared_memory<typename Codec::Decoder>();
   const Block block = current_block(codec, numel);
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(Codec::kBlockThreads, kMinNumThreads / Codec::
 }
 
 template <typename Codec>
-__global__ void __launch_bounds__(Codec::kBlockThreads, kMinNumThreads / Codec::kBlockThreads)
+__global__ void __launch_bounds__(Codec::kBlockThreads, kMinResidentThreads / Codec::kBlockThreads)
     decode_add_kernel(Codec codec, const uint8_t* bytes, size_t numel, float* accumulator) {
   auto& decoder = shared_memory<typename Codec::Decoder>();
   const Block block = current_block(codec, numel);
@@ -295,8 +295,8 @@ __device__ __forceinline__ bool are_aligned(const Contributions& contributions) 
 }
 
 // Without a residual, which takes registers, there is room for more threads: a kernel of its own.
-template <typename Codec, bool kHasResidual, int kNumThreads>
-__global__ void __launch_bounds__(Codec::kBlockThreads, kNumThreads / Codec::kBlockThreads)
+template <typename Codec, bool kHasResidual, int kResidentThreads>
+__global__ void __launch_bounds__(Codec::kBlockThreads, kResidentThreads / Codec::kBlockThreads)
     reduce_encode_kernel(Codec codec, Contributions contributions, Factor factor, Residual residual, size_t numel,
                          uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
   auto& shared = shared_memory<Reducing<Codec>>();
@@ -318,36 +318,37 @@ void launch_blocks(const char* name, Stream stream, size_t numel, void (*kernel)
   launch<Codec::kBlockThreads>(name, stream, ceil_div(numel, kBlockNumel), kernel, arguments...);
 }
 
-template <int kNumThreads = kMinNumThreads, typename Codec>
+template <int kResidentThreads = kMinResidentThreads, typename Codec>
 void launch_encode(const char* name, const Codec& codec, DType dtype, const void* source, size_t numel, uint8_t* bytes,
                    uint64_t* num_nonfinite_blocks, Stream stream) {
   for_float_type(dtype, [&](auto type) {
-    launch_blocks<Codec>(name, stream, numel, encode_kernel<Codec, decltype(type)::value, kNumThreads>, codec, source,
-                         numel, bytes, num_nonfinite_blocks);
+    launch_blocks<Codec>(name, stream, numel, encode_kernel<Codec, decltype(type)::value, kResidentThreads>, codec,
+                         source, numel, bytes, num_nonfinite_blocks);
   });
 }
 
-template <int kNumThreads = kMinNumThreads, typename Codec>
+template <int kResidentThreads = kMinResidentThreads, typename Codec>
 void launch_encode_with_residual(const char* name, const Codec& codec, DType dtype, const void* source,
                                  const Residual& residual, size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks,
                                  Stream stream) {
   for_float_type(dtype, [&](auto type) {
-    launch_blocks<Codec>(name, stream, numel, encode_with_residual_kernel<Codec, decltype(type)::value, kNumThreads>,
-                         codec, source, residual, numel, bytes, num_nonfinite_blocks);
+    launch_blocks<Codec>(name, stream, numel,
+                         encode_with_residual_kernel<Codec, decltype(type)::value, kResidentThreads>, codec, source,
+                         residual, numel, bytes, num_nonfinite_blocks);
   });
 }
 
-template <int kNumThreads = kMinNumThreads, typename Codec>
+template <int kResidentThreads = kMinResidentThreads, typename Codec>
 void launch_reduce_encode(const char* name, const Codec& codec, const Contributions& contributions, double factor,
                           size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  launch_blocks<Codec>(name, stream, numel, reduce_encode_kernel<Codec, false, kNumThreads>, codec, contributions,
+  launch_blocks<Codec>(name, stream, numel, reduce_encode_kernel<Codec, false, kResidentThreads>, codec, contributions,
                        Factor(factor), Residual{}, numel, bytes, num_nonfinite_blocks);
 }
-template <int kNumThreads = kMinNumThreads, typename Codec>
+template <int kResidentThreads = kMinResidentThreads, typename Codec>
 void launch_reduce_encode_with_residual(const char* name, const Codec& codec, const Contributions& contributions,
                                         double factor, const Residual& residual, size_t numel, uint8_t* bytes,
                                         uint64_t* num_nonfinite_blocks, Stream stream) {
-  launch_blocks<Codec>(name, stream, numel, reduce_encode_kernel<Codec, true, kNumThreads>, codec, contributions,
+  launch_blocks<Codec>(name, stream, numel, reduce_encode_kernel<Codec, true, kResidentThreads>, codec, contributions,
                        Factor(factor), residual, numel, bytes, num_nonfinite_blocks);
 }
 

@@ -54,7 +54,7 @@ __device__ __forceinline__ float greater_or_nan(float a, float b) {
 #endif
 }
 
-// But for which NaN comes out; a modifier of the operand, where instructions on floats use it.
+// Of NaN another NaN may come out. It takes no instruction: those on floats have it as a modifier of an operand.
 __device__ __forceinline__ float absolute(float value) {
 #if defined(__CUDACC__)
   return fabsf(value);

@@ -1,9 +1,10 @@
 // CUDA form of the sparsifier; contract and selection: topk.h.
 //
-// Most blocks: the largest magnitudes of groups of 16 elements go into a histogram, which says what k of them reach, so
+// Most blocks: the largest magnitudes of groups of 16 elements go into a histogram, which says what k groups reach, so
 // that k elements reach it, too. Few more do: these candidates are collected in shared memory, in any order, and one
-// warp halves the range of their keys until k are above. Other blocks, which are short, not aligned, or have too many
-// candidates: all threads halve the range of the magnitudes.
+// warp halves the range of their keys until k are above. Other blocks, which are short or not aligned, or have too many
+// candidates, or too few because most elements are 0, and all where k is above 64: all threads halve the range of the
+// magnitudes.
 //
 // What is chosen are bits, one per element; where an element goes is how many are set before its own.
 #include "csrc/kernels/topk.h"
@@ -26,7 +27,7 @@ static_assert(kEncodeThreads == kNumWords && kEncodeWarps == 2, "a thread per wo
 constexpr int kNumGroups = 2;
 constexpr int kBinShift = 20;
 constexpr int kNumBins = 4 * kWarpNumThreads;
-// With more of them k would often be as many as there are groups, or have too many candidates.
+// With a greater k than that many blocks had more candidates than there is room for.
 constexpr int kMaxCandidateK = kNumGroups * kEncodeThreads / 2;
 constexpr int kMaxCandidates = 128;
 
@@ -91,7 +92,8 @@ struct Topk {
   }
 
   // A magnitude that at least k elements reach, and few more: the lower end of the bin which the k-th largest group is
-  // in, or, where that is the last one, the smallest that is not 0. All threads call it.
+  // in. The smallest that is not 0, which fewer may reach, where that is the last bin, or goes down to 0. All threads
+  // call it.
   __device__ __forceinline__ uint32_t coarse_bound(const uint32_t* of_groups, uint32_t largest,
                                                    Encoding& encoding) const {
 #pragma unroll
@@ -385,8 +387,8 @@ __device__ __forceinline__ void sum_scattered(const TopkEncoder& codec, const Bl
   }
 }
 
-template <bool kHasResidual, int kNumThreads>
-__global__ void __launch_bounds__(kEncodeThreads, kNumThreads / kEncodeThreads)
+template <bool kHasResidual, int kResidentThreads>
+__global__ void __launch_bounds__(kEncodeThreads, kResidentThreads / kEncodeThreads)
     reduce_encode_scattered_kernel(TopkEncoder codec, Contributions contributions, Factor factor, Residual residual,
                                    size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks) {
   auto& encoding = shared_memory<TopkEncoder::Encoding>();
@@ -427,7 +429,7 @@ void topk_encode_with_residual(int k, DType dtype, const void* source, const Res
 
 void topk_reduce_encode(int k, const Contributions& contributions, double factor, const Residual& residual,
                         size_t numel, uint8_t* bytes, uint64_t* num_nonfinite_blocks, Stream stream) {
-  const auto kernel = residual.is_on() ? reduce_encode_scattered_kernel<true, kMinNumThreads>
+  const auto kernel = residual.is_on() ? reduce_encode_scattered_kernel<true, kMinResidentThreads>
                                        : reduce_encode_scattered_kernel<false, 768>;
   launch_blocks<TopkEncoder>("topk_reduce_encode", stream, numel, kernel, TopkEncoder{k}, contributions, Factor(factor),
                              residual, numel, bytes, num_nonfinite_blocks);

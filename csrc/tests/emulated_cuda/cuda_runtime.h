@@ -136,10 +136,6 @@ inline void __syncthreads(EmulatedSite site = EmulatedSite::current()) {
 }
 int __syncthreads_or(int predicate, EmulatedSite site = EmulatedSite::current());
 
-inline void __syncwarp(unsigned mask = 0xffffffffu, EmulatedSite site = EmulatedSite::current()) {
-  cuda_emulation::meet(cuda_emulation::Waits::kForWarp, mask, 0, site);
-}
-
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int lane, EmulatedSite site = EmulatedSite::current()) {
   return cuda_emulation::shuffle(mask, value, lane & 31, site);
