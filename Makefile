@@ -24,10 +24,12 @@ ifeq ($(wildcard bagua/_C*.so),)
 endif
 
 PYTEST = $(PY) -m pytest $(PYTEST_ARGS)
-# Not for the tests whose outcome depends on time: those run by themselves, after the rest.
-PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
-# Only the files that have such tests: the others need not be imported.
-TIMED = -m "not slow and timed" $$(grep -rl --include='test_*.py' 'mark\.timed' tests)
+# One more than there are cores, because some tests wait.
+PARALLEL := --numprocesses $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4))) --dist worksteal
+# The tests whose outcome depends on time run after the rest, and no more of them at once than leave cores idle: most of
+# them wait, and all must pass beside what keeps the cores busy. Only the files that have some need be imported.
+TWO := --numprocesses 2 --dist worksteal
+TIMED = -m "not slow and timed" $(TWO) $$(grep -rl --include='test_*.py' 'mark\.timed' tests)
 TIMES ?= 1
 
 .PHONY: help demo test test-all test-timed test-gpu test-native package lint format bench sanitize build setup-and-native setup setup-build setup-system setup-tests setup-lint clean
@@ -48,7 +50,7 @@ test: test-native ## Rust, C++ and Python tests but the slow ones
 
 test-all: test-native ## all tests, the slow ones and the examples too
 	$(PYTEST) -m "not timed" $(PARALLEL)
-	$(PYTEST) -m "timed"
+	$(PYTEST) -m "timed" $(TWO)
 
 test-timed: setup-tests build ## the tests whose outcome depends on time, TIMES=1 times in a row
 	for run in $$(seq $(TIMES)); do echo "run $$run of $(TIMES)"; $(PYTEST) $(TIMED); done

@@ -5,7 +5,7 @@ What several algorithms share lies in files whose names begin with an underscore
 Code outside the package registers a class with the same decorator, under the class's own ``name``. An installed package
 declares its algorithms as entry points of the group ``bagua.algorithms``, ``name = "module:Class"`` or
 ``name = "module"``; they are listed at once and imported when they are asked for. Two claims to one name are an error
-of whoever asks for that name; neither wins.
+of whoever asks for that name; neither wins. Once a name has been given out, what is installed is not read again for it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _ENTRY_POINTS = "bagua.algorithms"  # the group
 _ALIASES = {"async": "async_averaging"}  # names that stay, though Python cannot import a file of that name
 _classes: dict[str, type[Algorithm]] = {}
 _loaded: dict[str, str] = {}  # the entry points that have been imported: name to value
+_given_out: set[str] = set()  # reading what is installed takes milliseconds, with many packages tens of them
 
 
 def register(cls: type[Algorithm]) -> type[Algorithm]:
@@ -77,16 +78,24 @@ def get(name: str) -> type[Algorithm]:
             another one or bagua has it too, or what it declares is no algorithm.
     """
     name = _ALIASES.get(name, name)
+    if name not in _given_out or name not in _classes:
+        _find(name)
+        _given_out.add(name)
+    return _classes[name]
+
+
+def _find(name: str) -> None:
+    """Sees to it that ``name`` is in `_classes` and claimed by one alone, or raises InvalidArgument."""
     declared = {_spell(entry): entry for entry in entry_points(group=_ENTRY_POINTS, name=name)}
     if declared:
-        return _get_declared(name, list(declared.values()))
+        _find_declared(name, list(declared.values()))
+        return
     if name not in _classes and name in _file_stems():
         importlib.import_module(f"{_PACKAGE}.{name}")
         if name not in _classes:
             raise InternalError(f"bagua/algorithms/{name}.py registers no algorithm {name!r}")
     if name not in _classes:
         raise InvalidArgument(f"unknown algorithm {name!r}; available: {', '.join(available())}")
-    return _classes[name]
 
 
 def class_named(class_name: str) -> type[Algorithm] | None:
@@ -123,7 +132,7 @@ def _file_stems() -> list[str]:
 # ---- entry points of installed packages
 
 
-def _get_declared(name: str, declared: list[EntryPoint]) -> type[Algorithm]:
+def _find_declared(name: str, declared: list[EntryPoint]) -> None:
     first = declared[0]
     if name in _file_stems():
         raise InvalidArgument(f"{_spell(first)} has the name of an algorithm of bagua itself; rename or uninstall it")
@@ -135,7 +144,6 @@ def _get_declared(name: str, declared: list[EntryPoint]) -> type[Algorithm]:
     if _loaded.get(name) != first.value:
         _load(first)
         _loaded[name] = first.value
-    return _classes[name]
 
 
 def _load(entry: EntryPoint) -> None:

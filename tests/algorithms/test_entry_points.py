@@ -36,6 +36,7 @@ REGISTERED = PLUGIN.replace("    @dataclasses", "    @register\n    @dataclasses
 def install(tmp_path, monkeypatch):
     """install(package, {entry point: value}, {module: source}) as pip would; all is forgotten after the test."""
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(registry, "_given_out", set())
 
     def install(package, entries, sources=None):
         info = tmp_path / f"{package.replace('-', '_')}-1.0.dist-info"
@@ -156,6 +157,15 @@ def test_the_name_of_a_file_of_bagua(install):
     assert "zz_module" not in sys.modules
     assert get("qsgd").name == "qsgd"
     assert available().count("bytegrad") == 1
+
+
+def test_what_is_installed_is_read_once_for_a_name(install, monkeypatch):
+    install("zz-package", {"zz_plain": "zz_module:Plain"}, {"zz_module": PLUGIN})
+    expected = {name: get(name) for name in ("zz_plain", "bytegrad", "async")}
+    monkeypatch.setattr(registry, "entry_points", lambda **_: pytest.fail("read again"))
+    assert {name: get(name) for name in expected} == expected
+    with pytest.raises(pytest.fail.Exception, match="read again"):
+        get("qsgd")
 
 
 @pytest.mark.parametrize("same", [False, True])

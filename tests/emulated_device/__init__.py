@@ -43,7 +43,7 @@ num_devices = 4
 # The headers that the extension is written for; older ones lack Stream.native_handle.
 TORCH_NEEDED = (2, 13)
 DEFAULT_DELAY = 0.3e-3  # seconds
-FLAGS = ["-std=c++20", "-O1", "-DAT_PER_OPERATOR_HEADERS", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
+FLAGS = ["-std=c++20", "-Og", "-DAT_PER_OPERATOR_HEADERS", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
 
 
 def unavailable() -> str | None:
