@@ -65,7 +65,8 @@ test-native: build setup-tests
 	@# Beside it what tests need compiled: its minute is no test's, which have a time limit.
 	$(PY) -c "from tests import emulated_device as e; e.unavailable() or e.build()" & \
 	  cmake --build $(DEV) --target bagua_tests; wait $$!
-	@bash scripts/native_tests.sh $(DEV)/bagua_tests
+	@# Beside them pytest compiles its files once, which each of its processes would do by itself.
+	@$(PYTEST) --collect-only -qq >$(DEV)/collected.log 2>&1 & bash scripts/native_tests.sh $(DEV)/bagua_tests; wait
 
 package: setup-tests build ## the sdist, and a wheel built from it, by themselves
 	$(PY) -m pytest tests/structure/test_package.py

@@ -52,8 +52,7 @@ def _train(rank, world_size, variant):
         return seen
 
 
-# These run most of the code.
-FAST = ("bytegrad", "async_averaging")
+FAST = ("bytegrad",)  # runs most of the code
 
 
 @pytest.mark.parametrize(

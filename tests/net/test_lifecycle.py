@@ -15,7 +15,7 @@ import bagua
 from bagua import config, testing
 from bagua.net import rendezvous
 from bagua.testing import free_port, spawn
-from tests.distributed.worlds import SAME_TEST
+from tests.distributed.worlds import SAME_TEST, fast_in
 from tests.meeting import wait_until
 
 
@@ -89,11 +89,14 @@ def beside_torch(rank, world_size, order):
     bagua.destroy_process_group()
 
 
-@pytest.mark.parametrize("order", [("torch", "bagua"), ("bagua", "torch")], ids="-".join)
-@pytest.mark.parametrize("holder", ["agent", "rank 0"])
-def test_beside_torch_distributed_on_the_same_port(order, holder):
+@fast_in(
+    "first, second, holder",
+    [("torch", "bagua", "agent"), ("bagua", "torch", "rank 0")],
+    [("torch", "bagua", "rank 0"), ("bagua", "torch", "agent")],
+)
+def test_beside_torch_distributed_on_the_same_port(first, second, holder):
     env = RANK_0_HOLDS | {"MASTER_PORT": str(free_port())} if holder == "rank 0" else {}
-    spawn(beside_torch, 2, args=(order,), env=env)
+    spawn(beside_torch, 2, args=((first, second),), env=env)
 
 
 _ASKED_S = 0.5

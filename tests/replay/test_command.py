@@ -405,6 +405,7 @@ def labels(axis):
     return [text.get_text() for text in axis.get_legend().get_texts()]
 
 
+@pytest.mark.slow("test_systems_that_were_chosen_are_drawn")
 def test_two_rates_are_drawn_by_rate(played, tmp_path):
     figure = played("--profiles vgg16 --hosts 2 4 --rates 1000 100 --plot", tmp_path / "x.png")[-1]
     assert (tmp_path / "x.png").stat().st_size > 1000
