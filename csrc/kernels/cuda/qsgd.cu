@@ -214,7 +214,7 @@ struct Qsgd {
 };
 
 // Of a thread block. The reduction without a residual, whose blocks are at barriers for much of their time, has fewer.
-constexpr int kThreads = 128, kThreadsOfReduction = 64;
+constexpr int kThreadsOfCodec = 128, kThreadsOfReduction = 64;
 
 // Calls body(codec) for the codec of so many bits.
 template <int kThreads, typename Body>
@@ -229,24 +229,24 @@ void for_bits(int bits, CounterRng rng, Body body) {
 
 void qsgd_encode(int bits, DType dtype, const void* source, size_t numel, uint8_t* bytes, CounterRng rng,
                  uint64_t* num_nonfinite_blocks, Stream stream) {
-  qsgd::for_bits<qsgd::kThreads>(bits, rng, [=](auto codec) {
+  qsgd::for_bits<qsgd::kThreadsOfCodec>(bits, rng, [=](auto codec) {
     launch_encode("qsgd_encode", codec, dtype, source, numel, bytes, num_nonfinite_blocks, stream);
   });
 }
 
 void qsgd_decode(int bits, DType dtype, const uint8_t* bytes, size_t numel, void* destination, Stream stream) {
-  qsgd::for_bits<qsgd::kThreads>(
+  qsgd::for_bits<qsgd::kThreadsOfCodec>(
       bits, {}, [=](auto codec) { launch_decode("qsgd_decode", codec, dtype, bytes, numel, destination, stream); });
 }
 
 void qsgd_decode_add(int bits, const uint8_t* bytes, size_t numel, float* accumulator, Stream stream) {
-  qsgd::for_bits<qsgd::kThreads>(
+  qsgd::for_bits<qsgd::kThreadsOfCodec>(
       bits, {}, [=](auto codec) { launch_decode_add("qsgd_decode_add", codec, bytes, numel, accumulator, stream); });
 }
 
 void qsgd_encode_with_residual(int bits, DType dtype, const void* source, const Residual& residual, size_t numel,
                                uint8_t* bytes, CounterRng rng, uint64_t* num_nonfinite_blocks, Stream stream) {
-  qsgd::for_bits<qsgd::kThreads>(bits, rng, [=, &residual](auto codec) {
+  qsgd::for_bits<qsgd::kThreadsOfCodec>(bits, rng, [=, &residual](auto codec) {
     launch_encode_with_residual("qsgd_encode_with_residual", codec, dtype, source, residual, numel, bytes,
                                 num_nonfinite_blocks, stream);
   });
@@ -257,7 +257,7 @@ void qsgd_reduce_encode(int bits, const Contributions& contributions, double fac
   constexpr const char* kName = "qsgd_reduce_encode";
   if (residual.is_on()) {
     // With few threads ptxas 13.0 spills on sm_100.
-    qsgd::for_bits<qsgd::kThreads>(bits, rng, [=, &contributions, &residual](auto codec) {
+    qsgd::for_bits<qsgd::kThreadsOfCodec>(bits, rng, [=, &contributions, &residual](auto codec) {
       launch_reduce_encode_with_residual<768>(kName, codec, contributions, factor, residual, numel, bytes,
                                               num_nonfinite_blocks, stream);
     });
