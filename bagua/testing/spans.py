@@ -8,5 +8,5 @@ __all__ = ["record_spans"]
 
 
 def record_spans(count: int) -> None:
-    """Writes ``count`` spans, as an engine does, into a ring of their own."""
+    """Writes ``count`` spans, as an engine does, into a ring of the process's own, which later calls go on with."""
     _C.record_spans(count)
