@@ -47,7 +47,7 @@ class ScalarWriter(Protocol):
 
 
 def values(model: torch.nn.Module) -> dict[str, float]:
-    """This rank's figures, by name; local, from any thread. Takes about a millisecond: ask every few seconds.
+    """This rank's figures, by name; local, from any thread. Takes one to three milliseconds: ask every few seconds.
 
     ``steps``, ``exposed_communication_seconds``, ``sent_bytes`` and ``network_sent_bytes`` (of them those that did not
     go through shared memory) count since the model was wrapped. Of the last step there are ``last_step_seconds``,
