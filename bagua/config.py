@@ -35,9 +35,10 @@ _READ_BY_THE_BUILD = {"BAGUA_BUILD_DIR", "BAGUA_CMAKE_ARGS", "BAGUA_CUDA", "BAGU
 
 # What Kubernetes sets in every container for each service of its namespace, behind the service's name.
 _OF_A_SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$")
-# By the estimate of checked_token, which is low for random characters, as some come twice: of those who take 128 random
-# bits as 22 characters it refuses one in 4e8 (at 80 one in 30,000). What `bagua token` prints has twice as many.
-_MIN_TOKEN_BITS = 72
+# By the estimate of checked_token, which is low for random characters, as some come twice: of 128 random bits as 22
+# characters it refuses those with 10 different ones or fewer, one in ten millions (80 would refuse one in 30,000). What
+# `bagua token` prints has twice as many.
+_MIN_TOKEN_BITS = 76
 _MAX_TOKEN_BYTES = 4096
 # Of 1: TCP_STREAM and STREAMS are near TCP_STREAMS, TIMEOUT is near nothing.
 _NEAR = 0.72
