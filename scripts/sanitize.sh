@@ -19,7 +19,7 @@ for sanitizer in thread address; do
   build_dir=build/sanitize-$sanitizer
   cmake -S . -B "$build_dir" -G Ninja -DBAGUA_SANITIZE=$sanitizer -DBAGUA_BUILD_TESTS=ON \
     -DBAGUA_BUILD_PYTHON=OFF -DBAGUA_CUDA=0 -DBAGUA_WARNINGS_AS_ERRORS=ON \
-    -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON >/dev/null
+    -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DCMAKE_UNITY_BUILD=OFF >/dev/null
   cmake --build "$build_dir" --target bagua_tests
   "${fixed_addresses[@]}" "$build_dir/bagua_tests" --gtest_brief=1
 done

@@ -17,13 +17,13 @@ using testing::expect_invalid_argument;
 using testing::fill_random;
 using testing::half_bits;
 using testing::half_value;
+using testing::kCpu;
 using testing::kLargeSize;
 using testing::kSmallSizes;
 using testing::load_real;
 using testing::same_bits;
 using testing::store_real;
 
-constexpr Stream kCpu{};
 constexpr DType kCodecTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
 
 void for_each_codec(const std::function<void(const Codec&, DType)>& body) {

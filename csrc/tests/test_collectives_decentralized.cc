@@ -22,7 +22,7 @@ using collectives::Replicas;
 using Floats = std::vector<float>;
 
 // Different for every rank and step; multiples of 1/8, so that a few steps of sums and halves are exact.
-Floats values(int rank, int step, size_t numel) {
+Floats weights(int rank, int step, size_t numel) {
   Floats result(numel);
   uint64_t state = static_cast<uint64_t>(1000 * step + rank + 1) * 0x9e3779b97f4a7c15u;
   for (float& value : result) {
@@ -86,7 +86,7 @@ TEST_P(Decentralized, ReplicasStayEqual) {
       std::vector<Kept> kept(of(size), {Floats(numel), Floats(numel), Floats(numel), Floats(numel)});
       for (int step = 0; step < 3; ++step) {
         for (int rank = 0; rank < size; ++rank) {
-          const Floats moved = values(rank, step, numel);
+          const Floats moved = weights(rank, step, numel);
           for (size_t i = 0; i < numel; ++i) kept[of(rank)][3][i] += moved[i];
         }
         const auto before = kept;
@@ -126,7 +126,7 @@ TEST_P(Decentralized, ResidualsAreWhatWasNotSent) {
       for (int step = 0; step < 3; ++step) {
         std::vector<Floats> data(of(size));
         run_world(size, [&](Context& context, int rank) {
-          data[of(rank)] = values(rank, step, numel);
+          data[of(rank)] = weights(rank, step, numel);
           const Range stripe = collectives::owned_stripe(numel, size, rank, codec);
           worker[of(rank)].resize(numel * item_bytes(dtype));
           owner[of(rank)].resize(std::max<size_t>(1, stripe.numel * item_bytes(dtype)));
@@ -143,7 +143,7 @@ TEST_P(Decentralized, ResidualsAreWhatWasNotSent) {
         });
         for (int rank = 0; rank < size; ++rank) {
           ASSERT_EQ(data[of(rank)], data[0]);
-          const Floats own = values(rank, step, numel);
+          const Floats own = weights(rank, step, numel);
           for (size_t i = 0; i < numel; ++i) meant[i] += own[i];
         }
         for (size_t i = 0; i < numel; ++i) sent[i] += data[0][i];
@@ -206,7 +206,7 @@ TEST(HierarchicalNeighborAverage, IsTheMatrixOfTheDefinition) {
   for (size_t numel : {size_t{0}, size_t{1}, size_t{3000}, size_t{100000}}) {
     std::vector<Floats> data(8);
     run_world(8, [&](Context& context, int rank) {
-      data[of(rank)] = values(rank, 0, numel);
+      data[of(rank)] = weights(rank, 0, numel);
       const auto node = static_cast<int>(node_of(rank));
       std::vector<Neighbor> ring;
       for (int other = 0; other < 4; ++other) {
@@ -219,7 +219,7 @@ TEST(HierarchicalNeighborAverage, IsTheMatrixOfTheDefinition) {
       });
     });
     std::vector<Floats> before(8);
-    for (int rank = 0; rank < 8; ++rank) before[of(rank)] = values(rank, 0, numel);
+    for (int rank = 0; rank < 8; ++rank) before[of(rank)] = weights(rank, 0, numel);
     for (size_t p = 0; p < 8; ++p) {
       for (size_t i = 0; i < numel; ++i) {
         double expected = 0;

@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kSize = 4;
 constexpr size_t kMostUnderWay = 8;
 
-enum class Call {
+enum class CallKind {
   kAllReduce,
   kHierarchical,
   kReduce,
@@ -27,11 +27,11 @@ enum class Call {
   kBroadcast,
   kNeighbors,
   kMessage,
-  kNumCalls
+  kNumKinds
 };
 
 struct Plan {
-  Call call;
+  CallKind kind;
   DType dtype;
   ReduceOp op;
   size_t numel;
@@ -45,16 +45,16 @@ struct Plan {
 Plan random_plan(std::mt19937_64& random) {
   const auto below = [&](size_t limit) { return static_cast<size_t>(random() % limit); };
   Plan plan{};
-  plan.call = static_cast<Call>(below(static_cast<size_t>(Call::kNumCalls)));
+  plan.kind = static_cast<CallKind>(below(static_cast<size_t>(CallKind::kNumKinds)));
   do {
     plan.dtype = static_cast<DType>(below(kNumDTypes));
     plan.op = static_cast<ReduceOp>(below(kNumReduceOps));
-  } while (!is_defined(plan.op, plan.dtype) || (plan.call == Call::kNeighbors && !is_floating(plan.dtype)));
+  } while (!is_defined(plan.op, plan.dtype) || (plan.kind == CallKind::kNeighbors && !is_floating(plan.dtype)));
   const size_t limits[] = {1, 2, 100, 5000, 60'000};
   plan.numel = below(limits[below(5)]);
   const bool can_encode = is_floating(plan.dtype) && plan.dtype != DType::kF64 &&
-                          (plan.op == ReduceOp::kSum || plan.op == ReduceOp::kAvg) && plan.call != Call::kReduce &&
-                          plan.call != Call::kMessage;
+                          (plan.op == ReduceOp::kSum || plan.op == ReduceOp::kAvg) && plan.kind != CallKind::kReduce &&
+                          plan.kind != CallKind::kMessage;
   auto codecs = registered_codecs();
   std::erase_if(codecs, [](const auto& name) { return name == "onebit" || name == "topk"; });  // no small error
   if (can_encode && below(3) == 0) plan.codec = &get_codec(codecs[below(codecs.size())]);
@@ -113,22 +113,22 @@ double reduced(const Plan& plan, size_t i) {
 }
 
 size_t blocks_in(const Plan& plan) {
-  return plan.call == Call::kReduceScatter || plan.call == Call::kAllToAll ? kSize : 1;
+  return plan.kind == CallKind::kReduceScatter || plan.kind == CallKind::kAllToAll ? kSize : 1;
 }
 size_t blocks_out(const Plan& plan) {
-  return plan.call == Call::kAllGather || plan.call == Call::kAllToAll ? kSize
-         : plan.call == Call::kReduceScatter                           ? 1
-                                                                       : 0;
+  return plan.kind == CallKind::kAllGather || plan.kind == CallKind::kAllToAll ? kSize
+         : plan.kind == CallKind::kReduceScatter                               ? 1
+                                                                               : 0;
 }
 
 uint64_t run_call(Context& context, const Plan& plan, void* in, void* out) {
   using namespace collectives;
-  const auto& [call, dtype, op, numel, codec, root, peer, is_shared, is_inline] = plan;
+  const auto& [kind, dtype, op, numel, codec, root, peer, is_shared, is_inline] = plan;
   const size_t bytes = numel * item_bytes(dtype);
   const std::vector<size_t> splits(kSize, codec != nullptr ? numel : bytes);
-  switch (call) {
-    case Call::kAllReduce: return all_reduce(context, in, numel, dtype, op, codec);
-    case Call::kHierarchical: {  // the ranks from `peer` on are a node of their own, if there are others
+  switch (kind) {
+    case CallKind::kAllReduce: return all_reduce(context, in, numel, dtype, op, codec);
+    case CallKind::kHierarchical: {  // the ranks from `peer` on are a node of their own, if there are others
       std::vector<int> nodes[2];
       for (int rank = 0; rank < static_cast<int>(kSize); ++rank) nodes[rank >= peer].push_back(rank);
       std::vector<int> leaders{0};
@@ -136,24 +136,24 @@ uint64_t run_call(Context& context, const Plan& plan, void* in, void* out) {
       return hierarchical_all_reduce(context, {nodes[context.group.rank() >= peer], leaders}, in, numel, dtype, op,
                                      codec);
     }
-    case Call::kReduce: reduce(context, in, numel, dtype, op, root); return 0;
-    case Call::kReduceScatter:
+    case CallKind::kReduce: reduce(context, in, numel, dtype, op, root); return 0;
+    case CallKind::kReduceScatter:
       if (codec != nullptr) return compressed_reduce_scatter(context, in, out, numel, dtype, op, *codec);
       reduce_scatter(context, in, out, numel, dtype, op);
       return 0;
-    case Call::kAllGather:
+    case CallKind::kAllGather:
       if (codec != nullptr) return compressed_all_gather(context, in, out, numel, dtype, *codec);
       all_gather(context, in, out, bytes);
       return 0;
-    case Call::kAllToAll:
+    case CallKind::kAllToAll:
       if (codec != nullptr) return compressed_all_to_all(context, in, splits, out, splits, dtype, *codec);
       all_to_all(context, in, splits, out, splits);
       return 0;
-    case Call::kBroadcast:
+    case CallKind::kBroadcast:
       if (codec != nullptr) return compressed_broadcast(context, in, numel, dtype, root, *codec);
       broadcast(context, in, bytes, root);
       return 0;
-    case Call::kNeighbors: {
+    case CallKind::kNeighbors: {
       const int rank = context.group.rank(), partner = rank ^ 1;
       std::vector<Neighbor> pair{{rank, 0.5, false, false}, {partner, 0.5, true, true}};
       if (partner < rank) std::swap(pair[0], pair[1]);
@@ -163,12 +163,12 @@ uint64_t run_call(Context& context, const Plan& plan, void* in, void* out) {
   }
 }
 
-OperationKind kind_of(Call call) {
+OperationKind kind_of(CallKind kind) {
   constexpr OperationKind kinds[] = {
       OperationKind::kAllReduce,     OperationKind::kAllReduce,       OperationKind::kReduce,
       OperationKind::kReduceScatter, OperationKind::kAllGather,       OperationKind::kAllToAll,
       OperationKind::kBroadcast,     OperationKind::kNeighborAverage, OperationKind::kPointToPoint};
-  return kinds[static_cast<size_t>(call)];
+  return kinds[static_cast<size_t>(kind)];
 }
 
 // Each rank's collectives and messages have an engine of their own, as in a ProcessGroup.
@@ -180,12 +180,12 @@ UnderWay start(const Plan& plan, Engine& collectives, Engine& messages, size_t r
   for (size_t i = 0; i < in_numel; ++i) store(plan.dtype, inputs, i, fixture(plan, rank, i));
   started.input->fill(inputs);
   Operation operation;
-  operation.kind = kind_of(plan.call);
+  operation.kind = kind_of(plan.kind);
   operation.dtype = plan.dtype;
   operation.numel = numel;
   void* const in = started.input->data();
   void* const out = started.output->data();
-  if (plan.call == Call::kMessage) {
+  if (plan.kind == CallKind::kMessage) {
     const auto r = static_cast<int>(rank);
     if (r == plan.root) started.work = messages.submit_send(plan.peer, in, numel * item, operation, 60s);
     if (r == plan.peer) started.work = messages.submit_recv(plan.root, in, numel * item, operation, 60s);
@@ -202,13 +202,13 @@ double oracle(const UnderWay& call, size_t i) {
   const Plan& plan = call.plan;
   const auto of = [&](size_t rank, size_t at) { return fixture(plan, rank, at); };
   const size_t block = plan.numel == 0 ? 0 : i / plan.numel, within = plan.numel == 0 ? 0 : i % plan.numel;
-  switch (plan.call) {
-    case Call::kReduceScatter: return reduced(plan, call.rank * plan.numel + i);
-    case Call::kAllGather: return of(block, within);
-    case Call::kAllToAll: return of(block, call.rank * plan.numel + within);
-    case Call::kBroadcast:
-    case Call::kMessage: return of(static_cast<size_t>(plan.root), i);
-    case Call::kNeighbors: return representable(plan.dtype, 0.5 * (of(call.rank, i) + of(call.rank ^ 1, i)));
+  switch (plan.kind) {
+    case CallKind::kReduceScatter: return reduced(plan, call.rank * plan.numel + i);
+    case CallKind::kAllGather: return of(block, within);
+    case CallKind::kAllToAll: return of(block, call.rank * plan.numel + within);
+    case CallKind::kBroadcast:
+    case CallKind::kMessage: return of(static_cast<size_t>(plan.root), i);
+    case CallKind::kNeighbors: return representable(plan.dtype, 0.5 * (of(call.rank, i) + of(call.rank ^ 1, i)));
     default: return reduced(plan, i);
   }
 }
@@ -218,20 +218,20 @@ void finish(UnderWay& call, const std::string& where) {
   require(call.work->wait_for(60s), where + " does not end");
   if (const auto error = call.work->error()) throw Error(*error);
   const Plan& plan = call.plan;
-  if (plan.call == Call::kReduce && static_cast<int>(call.rank) != plan.root) return;
+  if (plan.kind == CallKind::kReduce && static_cast<int>(call.rank) != plan.root) return;
   const Bytes result = (blocks_out(plan) > 0 ? call.output : call.input)->contents();
   const size_t numel = result.size() / item_bytes(plan.dtype);
   // Every stage of a hierarchical sum rounds; the halves' fixtures have one sign.
   const bool is_half = plan.dtype == DType::kF16 || plan.dtype == DType::kBF16;
-  const double allowed = plan.call == Call::kHierarchical && is_half ? 4 * tolerance(plan.dtype, ReduceOp::kAvg)
-                                                                     : tolerance(plan.dtype, plan.op);
+  const double allowed = plan.kind == CallKind::kHierarchical && is_half ? 4 * tolerance(plan.dtype, ReduceOp::kAvg)
+                                                                         : tolerance(plan.dtype, plan.op);
   // Two encodings of at most `kSize` times 997, neither off by more than 1/127 of that (1/255 without chance).
   const double coding =
       plan.codec != nullptr ? 2.1 * 997 * static_cast<double>(kSize) / (plan.codec->name() == "qsgd" ? 127 : 255) : 0;
   for (size_t i = 0; i < numel; ++i) {
     const double want = oracle(call, i), got = load(plan.dtype, result, i);
     if (std::fabs(got - want) <= allowed * std::fabs(want) + coding) continue;
-    throw std::runtime_error(where + ": " + std::string(operation_name(kind_of(plan.call))) + " of " +
+    throw std::runtime_error(where + ": " + std::string(operation_name(kind_of(plan.kind))) + " of " +
                              name_of({plan.dtype, plan.op, plan.numel}) + " at " + std::to_string(i) + " gave " +
                              std::to_string(got) + ", expected " + std::to_string(want));
   }

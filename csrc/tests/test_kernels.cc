@@ -13,6 +13,7 @@ namespace {
 using testing::Array;
 using testing::expect_invalid_argument;
 using testing::fill_random;
+using testing::kCpu;
 using testing::kLargeSize;
 using testing::kSmallSizes;
 using testing::load_integer;
@@ -20,8 +21,6 @@ using testing::load_real;
 using testing::same_bits;
 using testing::store_integer;
 using testing::store_real;
-
-constexpr Stream kCpu{};
 
 // f32 arithmetic done in f64 and rounded to f32 gives the f32 result for one +, * or /.
 double round_step(DType dtype, double value) {

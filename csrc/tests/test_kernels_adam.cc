@@ -12,12 +12,11 @@ using kernels::AdamOptions;
 using kernels::AdamTensor;
 using testing::Array;
 using testing::fill_random;
+using testing::kFloats;
 using testing::kSmallSizes;
 using testing::load_real;
 using testing::same_bits;
 using testing::store_real;
-
-constexpr DType kDTypes[] = {DType::kF32, DType::kF64, DType::kF16, DType::kBF16};
 
 struct Element {
   double x, g, m, v;
@@ -83,7 +82,7 @@ void check(DType dtype, size_t numel, size_t offset_bytes, const AdamOptions& op
 
 TEST(Adam, EqualsTheDefinition) {
   const float grad_scale = 96.0f, no_inf = 0.0f;
-  for (DType dtype : kDTypes) {
+  for (DType dtype : kFloats) {
     for (size_t numel : kSmallSizes) {
       for (size_t offset : {size_t{0}, item_bytes(dtype)}) {
         for (bool is_frozen : {false, true}) {

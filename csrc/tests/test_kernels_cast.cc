@@ -13,15 +13,15 @@ using testing::Array;
 using testing::fill_random;
 using testing::half_bits;
 using testing::half_value;
+using testing::kCpu;
+using testing::kFloats;
 using testing::kLargeSize;
 using testing::kSmallSizes;
 using testing::load_real;
 using testing::same_bits;
 using testing::store_real;
 
-constexpr Stream kCpu{};
 constexpr DType kHalves[] = {DType::kF16, DType::kBF16};
-constexpr DType kFloats[] = {DType::kF32, DType::kF64, DType::kF16, DType::kBF16};
 
 std::vector<uint16_t> all_patterns() {
   std::vector<uint16_t> patterns(65536);

@@ -26,12 +26,12 @@ using kernels::Contributions;
 using kernels::Residual;
 using testing::expect_bits;
 using testing::GuardedArray;
+using testing::kCpu;
 using testing::kCudaStream;
+using testing::kEncodable;
 using testing::store_real;
 using testing::values_of_kind;
 
-constexpr Stream kCpu{};
-constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
 constexpr size_t kSizes[] = {0, 1, 2, 3, 5, 31, 33, 1023, 1025, 2047, 2048, 2049, 4096 + 77};
 constexpr CounterRng kRng{0x1234567890abcdefu, 6 * 2048};
 
@@ -138,7 +138,7 @@ void CudaCodecs::expect_encode_and_decode(DType dtype, const std::vector<float>&
 
 TEST_P(CudaCodecs, EncodeAndDecodeAreTheCpus) {
   size_t turn = 0;
-  for (DType dtype : kTypes) {
+  for (DType dtype : kEncodable) {
     for (size_t numel : kSizes) {
       for (int kind = 0; kind < testing::kNumKinds; ++kind, ++turn) {
         SCOPED_TRACE(codec().name + " " + std::string(dtype_name(dtype)) + " " + std::to_string(numel) + " kind " +
@@ -174,7 +174,7 @@ std::vector<float> odd_blocks() {
 
 TEST_P(CudaCodecs, BlocksThatAreUnlikeOthersAreTheCpus) {
   const std::vector<float> values = odd_blocks();
-  for (DType dtype : kTypes) {
+  for (DType dtype : kEncodable) {
     SCOPED_TRACE(codec().name + " " + std::string(dtype_name(dtype)));
     expect_encode_and_decode(dtype, values, 0);
     expect_encode_with_residual(dtype, values, DType::kF32, false, false, 0);
@@ -248,7 +248,7 @@ void CudaCodecs::expect_encode_with_residual(DType dtype, const std::vector<floa
 
 TEST_P(CudaCodecs, EncodeWithResidualIsTheCpus) {
   size_t turn = 0;
-  for (DType dtype : kTypes) {
+  for (DType dtype : kEncodable) {
     for (size_t numel : kSizes) {
       for (int kind : {0, 1, 2, 4, 5, 6, 8}) {
         const DType residual_dtype = turn % 2 ? DType::kF32 : DType::kBF16;
@@ -314,7 +314,7 @@ TEST_P(CudaCodecs, ReduceEncodeIsTheCpus) {
       const double factor = turn % 3 ? 1.0 / count : 1.0;
       SCOPED_TRACE(codec().name + " " + std::to_string(numel) + " of " + std::to_string(count) + ", turn " +
                    std::to_string(turn));
-      expect_reduce_encode(kTypes[turn % 3], count, factor, numel, static_cast<int>(turn) % testing::kNumKinds,
+      expect_reduce_encode(kEncodable[turn % 3], count, factor, numel, static_cast<int>(turn) % testing::kNumKinds,
                            kinds[turn % 4], turn % 8 < 4, turn % 5);
       if (HasFailure()) return;
     }

@@ -36,12 +36,12 @@ using kernels::Residual;
 using testing::expect_bits;
 using testing::fill_random;
 using testing::GuardedArray;
+using testing::kCpu;
 using testing::kCudaStream;
+using testing::kEncodable;
+using testing::kFloats;
 using testing::store_integer;
 
-constexpr Stream kCpu{};
-constexpr DType kFloats[] = {DType::kF32, DType::kF64, DType::kF16, DType::kBF16};
-constexpr DType kCodecTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
 constexpr size_t kSizes[] = {0, 1, 3, 7, 8, 31, 33, 511, 1025, 4096, 4099};
 
 std::vector<uint8_t> random_array(DType dtype, size_t numel, uint64_t seed) {
@@ -296,7 +296,7 @@ TEST_F(CudaElementwise, CountsOfNonfiniteAreTheCpus) {
 
 TEST_F(CudaElementwise, SaturatingCastsAreTheCpus) {
   size_t turn = 0;
-  for (DType from : kCodecTypes) {
+  for (DType from : kEncodable) {
     for (DType to : {DType::kF16, DType::kBF16}) {
       for (size_t numel : kSizes) {
         for (size_t skew : {0, 1, 2}) {

@@ -18,12 +18,12 @@ using kernels::Residual;
 using testing::Array;
 using testing::expect_invalid_argument;
 using testing::fill_random;
+using testing::kCpu;
+using testing::kEncodable;
 using testing::load_real;
 using testing::same_bits;
 using testing::store_real;
 
-constexpr Stream kCpu{};
-constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
 constexpr size_t kSizes[] = {0, 1, 3, 31, 33, 1025, 2047, 2048, 2049, 5000};
 constexpr CounterRng kRng{77, 3 * 2048};
 
@@ -109,7 +109,7 @@ std::vector<float> values_of(DType dtype, Array& array, size_t numel) {
 
 TEST(Fused, EncodeWithResidualIsTheComposition) {
   for_each_codec([](const Codec& codec) {
-    for (DType dtype : kTypes) {
+    for (DType dtype : kEncodable) {
       for (size_t numel : kSizes) {
         for (size_t f = 0; f < std::size(kFeedbacks); ++f) {
           SCOPED_TRACE(std::string(dtype_name(dtype)) + " " + std::to_string(numel) + " feedback " + std::to_string(f));
@@ -156,7 +156,7 @@ TEST(Fused, ReduceEncodeIsTheComposition) {
       for (int count = 1; count <= 9; ++count, ++turn) {
         const std::optional<Feedback> feedback =
             turn % 6 == 5 ? std::nullopt : std::optional<Feedback>(kFeedbacks[turn % 6]);
-        expect_reduction(codec, kTypes[turn % 3], count, turn % 2 ? 1.0 : 1.0 / count, numel, turn % 4, feedback);
+        expect_reduction(codec, kEncodable[turn % 3], count, turn % 2 ? 1.0 : 1.0 / count, numel, turn % 4, feedback);
       }
     }
   });

@@ -15,6 +15,7 @@ using kernels::kMinmaxUint8BlockNumel;
 using kernels::minmax_uint8_wire_bytes;
 using testing::Array;
 using testing::fill_random;
+using testing::kCpu;
 using testing::kLargeSize;
 using testing::kSmallSizes;
 using testing::load_real;
@@ -22,7 +23,6 @@ using testing::random_values;
 using testing::same_bits;
 using testing::store_real;
 
-constexpr Stream kCpu{};
 constexpr size_t kHeaderBytes = kernels::kMinmaxUint8HeaderBytes;
 
 struct Bounds {

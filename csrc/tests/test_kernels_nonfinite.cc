@@ -8,13 +8,12 @@ namespace bagua {
 namespace {
 
 using testing::Array;
+using testing::kFloats;
 using testing::kLargeSize;
 using testing::kSmallSizes;
 using testing::load_real;
 using testing::random_finite_bits;
 using testing::store_real;
-
-constexpr DType kFloats[] = {DType::kF32, DType::kF64, DType::kF16, DType::kBF16};
 
 size_t count_nonfinite(DType dtype, const void* data, size_t numel, size_t stride) {
   uint64_t count = 1000;  // is added to

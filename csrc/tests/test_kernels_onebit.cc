@@ -15,15 +15,14 @@ using kernels::onebit_wire_bytes;
 using testing::Array;
 using testing::expect_floats;
 using testing::fill_random;
+using testing::kCpu;
+using testing::kEncodable;
 using testing::kLargeSize;
 using testing::kSmallSizes;
 using testing::random_finite_bits;
 using testing::random_values;
 using testing::same_bits;
 using testing::store_real;
-
-constexpr Stream kCpu{};
-constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
 
 struct Oracle {
   std::vector<uint8_t> bytes;
@@ -87,7 +86,7 @@ void expect_oracle(DType dtype, const std::vector<float>& values, size_t skew) {
 }
 
 TEST(Onebit, IsTheFormula) {
-  for (DType dtype : kTypes) {
+  for (DType dtype : kEncodable) {
     for (size_t skew : {0, 1, 3}) {
       for (size_t numel : kSmallSizes) expect_oracle(dtype, random_values(dtype, numel, numel), skew);
       for (size_t numel : {7, 8, 9, 3 * 2048 + 77}) {
@@ -99,7 +98,7 @@ TEST(Onebit, IsTheFormula) {
 }
 
 TEST(Onebit, RandomBitPatterns) {
-  for (DType dtype : kTypes) {
+  for (DType dtype : kEncodable) {
     for (uint64_t seed = 0; seed < 20; ++seed) expect_oracle(dtype, random_finite_bits(dtype, 3000, seed), 1);
   }
 }

@@ -27,6 +27,9 @@ namespace bagua::testing {
 
 inline const size_t kSmallSizes[] = {0, 1, 3, 31, 32, 33, 1023, 1024, 1025, 2047, 2048, 2049};
 inline constexpr size_t kLargeSize = size_t{1} << 18;
+inline constexpr Stream kCpu{};
+inline constexpr DType kFloats[] = {DType::kF32, DType::kF64, DType::kF16, DType::kBF16};
+inline constexpr DType kEncodable[] = {DType::kF32, DType::kF16, DType::kBF16};
 
 // numel elements that begin offset_bytes after a 64-byte boundary, zeroed, with a canary behind them.
 class Array {

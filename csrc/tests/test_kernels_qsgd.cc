@@ -17,6 +17,8 @@ using testing::Array;
 using testing::expect_floats;
 using testing::fill_random;
 using testing::FlushToZero;
+using testing::kCpu;
+using testing::kEncodable;
 using testing::kLargeSize;
 using testing::kSmallSizes;
 using testing::random_finite_bits;
@@ -24,8 +26,6 @@ using testing::random_values;
 using testing::same_bits;
 using testing::store_real;
 
-constexpr Stream kCpu{};
-constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
 constexpr int kBits[] = {8, 4, 2};
 
 double levels(int bits) { return bits == 8 ? 127 : bits == 4 ? 7 : 1; }
@@ -44,14 +44,14 @@ uint32_t draw(uint64_t block_key, size_t i, size_t n) {
   return is_upper ? x >> 17 : x & 0x7fff;
 }
 
-struct Oracle {
+struct QsgdOracle {
   std::vector<uint8_t> bytes;
   std::vector<float> decoded;
   uint64_t num_nonfinite_blocks = 0;
 };
 
-Oracle oracle(int bits, const std::vector<float>& values, uint64_t key, uint64_t first) {
-  Oracle result;
+QsgdOracle oracle(int bits, const std::vector<float>& values, uint64_t key, uint64_t first) {
+  QsgdOracle result;
   for (size_t begin = 0; begin < values.size(); begin += kQsgdBlockNumel) {
     const size_t count = std::min(kQsgdBlockNumel, values.size() - begin);
     const size_t unit = bits == 2 ? 4 : 2, n = (count + unit - 1) / unit * unit;
@@ -114,7 +114,7 @@ struct Case {
 void expect_oracle(const Case& one, const std::vector<float>& values) {
   SCOPED_TRACE(std::to_string(one.bits) + " bits, " + std::string(dtype_name(one.dtype)) + " x " +
                std::to_string(values.size()) + (one.flushes ? ", flushing" : ""));
-  const Oracle expected = oracle(one.bits, values, one.rng.key, one.rng.first);
+  const QsgdOracle expected = oracle(one.bits, values, one.rng.key, one.rng.first);
   const size_t numel = values.size(), item = item_bytes(one.dtype);
   const size_t value_skew = one.dtype == DType::kF32 ? 4 * one.skew : one.skew;
   ASSERT_EQ(expected.bytes.size(), qsgd_wire_bytes(numel, one.bits));
@@ -142,7 +142,7 @@ void expect_oracle(const Case& one, const std::vector<float>& values) {
 
 TEST(Qsgd, IsTheFormula) {
   for (int bits : kBits) {
-    for (DType dtype : kTypes) {
+    for (DType dtype : kEncodable) {
       for (size_t skew : {0, 1, 3}) {
         for (size_t numel : kSmallSizes) {
           expect_oracle({bits, dtype, skew, {numel, 0}}, random_values(dtype, numel, numel));
@@ -167,7 +167,7 @@ TEST(Qsgd, EveryMagnitude) {
 
 TEST(Qsgd, RandomBitPatterns) {
   for (int bits : kBits) {
-    for (DType dtype : kTypes) {
+    for (DType dtype : kEncodable) {
       for (uint64_t seed = 0; seed < 20; ++seed) {
         expect_oracle({bits, dtype, 1, {seed, 0}}, random_finite_bits(dtype, 3000, seed));
       }
@@ -243,7 +243,7 @@ TEST(Qsgd, BlocksThatBreakOthers) {
 TEST(Qsgd, FlushToZeroChangesNothing) {
   if (!FlushToZero::kIsPossible) GTEST_SKIP() << "this processor has no such mode that the test knows";
   for (int bits : kBits) {
-    for (DType dtype : kTypes) {
+    for (DType dtype : kEncodable) {
       for (size_t numel : {size_t{1}, size_t{33}, 2 * kQsgdBlockNumel + 77}) {
         for (float factor : {1.0f, 1e-27f, 1e-30f, 1e-36f, 1e-38f, 1e-40f, 1e-43f, 1e-45f}) {
           std::vector<float> values = scaled(random_values(DType::kF32, numel, 44), factor);

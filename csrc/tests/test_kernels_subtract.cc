@@ -8,13 +8,12 @@ namespace {
 
 using testing::Array;
 using testing::expect_floats;
+using testing::kCpu;
 using testing::kLargeSize;
 using testing::kSmallSizes;
 using testing::random_finite_bits;
 using testing::random_values;
 using testing::same_bits;
-
-constexpr Stream kCpu{};
 
 // The skews are in elements.
 void check(const std::vector<float>& from, const std::vector<float>& what, size_t from_skew, size_t what_skew) {

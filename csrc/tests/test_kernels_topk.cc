@@ -18,6 +18,8 @@ using testing::Array;
 using testing::expect_floats;
 using testing::expect_invalid_argument;
 using testing::fill_random;
+using testing::kCpu;
+using testing::kEncodable;
 using testing::kLargeSize;
 using testing::kSmallSizes;
 using testing::random_finite_bits;
@@ -25,18 +27,16 @@ using testing::random_values;
 using testing::same_bits;
 using testing::store_real;
 
-constexpr Stream kCpu{};
-constexpr DType kTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
 constexpr int kKs[] = {8, 16, 32, 64, 128, 256};
 
-struct Oracle {
+struct TopkOracle {
   std::vector<uint8_t> bytes;
   std::vector<float> decoded;
   uint64_t num_nonfinite_blocks = 0;
 };
 
-Oracle oracle(int k, const std::vector<float>& values) {
-  Oracle result;
+TopkOracle oracle(int k, const std::vector<float>& values) {
+  TopkOracle result;
   for (size_t begin = 0; begin < values.size(); begin += kTopkBlockNumel) {
     const size_t count = std::min(kTopkBlockNumel, values.size() - begin), kept = std::min<size_t>(k, count);
     const float* x = values.data() + begin;
@@ -68,7 +68,7 @@ Oracle oracle(int k, const std::vector<float>& values) {
 // All three kernels, on bytes and halves that are misaligned by `skew`.
 void expect_oracle(int k, DType dtype, const std::vector<float>& values, size_t skew) {
   SCOPED_TRACE("k=" + std::to_string(k) + " " + std::string(dtype_name(dtype)) + " " + std::to_string(values.size()));
-  const Oracle expected = oracle(k, values);
+  const TopkOracle expected = oracle(k, values);
   const size_t numel = values.size(), float_skew = dtype == DType::kF32 ? 4 * skew : skew;
   ASSERT_EQ(expected.bytes.size(), topk_wire_bytes(numel, k));
   Array source(numel * item_bytes(dtype), float_skew), bytes(expected.bytes.size(), skew);
@@ -93,19 +93,19 @@ void expect_oracle(int k, DType dtype, const std::vector<float>& values, size_t 
 
 TEST(Topk, IsTheSelection) {
   for (int k : kKs) {
-    for (DType dtype : kTypes) {
+    for (DType dtype : kEncodable) {
       for (size_t numel : kSmallSizes) expect_oracle(k, dtype, random_values(dtype, numel, numel), numel % 4);
       for (size_t numel : {7, 8, 9, 255, 256, 257, 3 * 2048 + 77}) {
         expect_oracle(k, dtype, random_values(dtype, numel, 51), 1);
       }
     }
   }
-  for (DType dtype : kTypes) expect_oracle(32, dtype, random_values(dtype, kLargeSize, 52), 3);
+  for (DType dtype : kEncodable) expect_oracle(32, dtype, random_values(dtype, kLargeSize, 52), 3);
 }
 
 TEST(Topk, RandomBitPatterns) {
   for (int k : kKs) {
-    for (DType dtype : kTypes) {
+    for (DType dtype : kEncodable) {
       for (uint64_t seed = 0; seed < 10; ++seed) expect_oracle(k, dtype, random_finite_bits(dtype, 5000, seed), 1);
     }
   }
@@ -115,7 +115,7 @@ TEST(Topk, RandomBitPatterns) {
 TEST(Topk, OfEqualMagnitudesTheFirst) {
   std::mt19937_64 random(53);
   for (int k : kKs) {
-    for (DType dtype : kTypes) {
+    for (DType dtype : kEncodable) {
       for (uint64_t num_levels : {1, 2, 3, 10, 100}) {
         std::vector<float> values(2 * kTopkBlockNumel + 300);
         for (float& value : values) {
@@ -213,7 +213,7 @@ TEST(Topk, IsAContraction) {
 // Indices past the end of their block are dropped; a first value of Inf marks the block.
 TEST(Topk, DamagedMessages) {
   for (size_t numel : {size_t{100}, kTopkBlockNumel}) {
-    for (DType dtype : kTypes) {
+    for (DType dtype : kEncodable) {
       Array bytes(topk_wire_bytes(numel, 8), 1), decoded(numel * item_bytes(dtype), 4), sums(numel * 4, 4);
       const uint16_t indices[8] = {
           0, 1, static_cast<uint16_t>(numel - 1), static_cast<uint16_t>(numel), 2048, 4096, 32768, 65535};

@@ -10,14 +10,13 @@ namespace {
 using testing::Array;
 using testing::expect_invalid_argument;
 using testing::fill_random;
+using testing::kCpu;
+using testing::kFloats;
 using testing::kLargeSize;
 using testing::kSmallSizes;
 using testing::load_real;
 using testing::same_bits;
 using testing::store_real;
-
-constexpr Stream kCpu{};
-constexpr DType kDTypes[] = {DType::kF32, DType::kF64, DType::kF16, DType::kBF16};
 
 // The definition: f64 sums in index order; f16 and bf16 results by way of f32.
 double define(DType dtype, const std::vector<const void*>& sources, const std::vector<double>& weights, size_t i) {
@@ -51,7 +50,7 @@ void check(DType dtype, size_t num_sources, size_t numel, size_t offset_bytes, i
 }
 
 TEST(WeightedSum, EqualsTheDefinition) {
-  for (DType dtype : kDTypes) {
+  for (DType dtype : kFloats) {
     for (size_t numel : kSmallSizes) {
       for (size_t num_sources : {1, 2, 3, 5}) {
         for (size_t offset : {size_t{0}, item_bytes(dtype)}) {
@@ -82,7 +81,7 @@ TEST(WeightedSum, TheAverageOfEqualValuesIsThatValue) {
 
 TEST(WeightedSum, NanAndInfinityPropagate) {
   const double nan = std::numeric_limits<double>::quiet_NaN(), inf = std::numeric_limits<double>::infinity();
-  for (DType dtype : kDTypes) {
+  for (DType dtype : kFloats) {
     Array a(3 * item_bytes(dtype), 0), b(3 * item_bytes(dtype), 0);
     for (size_t i = 0; i < 3; ++i) store_real(dtype, a.data(), i, 1.0);
     for (size_t i = 0; i < 3; ++i) store_real(dtype, b.data(), i, i == 0 ? nan : i == 1 ? inf : -inf);

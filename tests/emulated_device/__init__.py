@@ -31,7 +31,6 @@ import sysconfig
 import tempfile
 import types
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -264,30 +263,15 @@ def _compile(library: Path) -> None:
     for abandoned in library.parent.glob("tmp*"):  # by builds that were killed: the lock is ours now
         shutil.rmtree(abandoned)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="tmp") as scratch:
-
-        def compile_one(numbered: tuple[int, Path]) -> str:
-            number, source = numbered
-            made = f"{scratch}/{number}.o"
-            run_compiler(
-                [
-                    *compiler(),
-                    *FLAGS,
-                    abi,
-                    f"-DBAGUA_EMULATED_MODULE={library.stem}",
-                    *includes,
-                    "-c",
-                    str(source),
-                    "-o",
-                    made,
-                ]
-            )
-            return made
-
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as workers:
-            objects = list(workers.map(compile_one, enumerate(_sources())))
         made = f"{scratch}/{library.name}"
+        # As one: most of what each takes are PyTorch's headers.
+        all_sources = Path(scratch) / "all_sources.cc"
+        all_sources.write_text("".join(f'#include "{source}"\n' for source in _sources()))
+        defined = [abi, f"-DBAGUA_EMULATED_MODULE={library.stem}"]
         linked = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
-        run_compiler([*compiler(), "-shared", *objects, *libraries, *linked, "-o", made])
+        run_compiler(
+            [*compiler(), *FLAGS, *defined, *includes, "-shared", str(all_sources), *libraries, *linked, "-o", made]
+        )
         os.replace(made, library)  # whole, or not there
 
 

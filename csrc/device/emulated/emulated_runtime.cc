@@ -17,18 +17,6 @@ namespace {
 
 using Start = StreamQueue::Start;
 using Clock = std::chrono::steady_clock;
-// Whether a stream has come to a point that an event recorded, and when.
-struct Point {
-  std::atomic<bool> is_reached{false};
-  Clock::time_point time;  // written before is_reached
-
-  void reach() {
-    time = Clock::now();
-    is_reached.store(true, std::memory_order_release);
-    is_reached.notify_all();
-  }
-  void wait() const { is_reached.wait(false, std::memory_order_acquire); }
-};
 
 constexpr size_t kPinnedAlignment = 4096;
 
@@ -76,6 +64,19 @@ struct EmulatedRuntime::DeviceState {
 };
 
 struct EmulatedRuntime::EventState {
+  // Whether a stream has come to a point that an event recorded, and when.
+  struct Point {
+    std::atomic<bool> is_reached{false};
+    Clock::time_point time;  // written before is_reached
+
+    void reach() {
+      time = Clock::now();
+      is_reached.store(true, std::memory_order_release);
+      is_reached.notify_all();
+    }
+    void wait() const { is_reached.wait(false, std::memory_order_acquire); }
+  };
+
   int device;
   bool is_timing;
   std::shared_ptr<Point> recorded;  // null until recorded; guarded by the runtime's mutex_
@@ -433,7 +434,7 @@ void EmulatedRuntime::record(Event event, Stream stream) {
     fail("the event is of emulated:" + std::to_string(state->device) + ", the stream that it is recorded on is of " +
          device.name);
   }
-  auto point = std::make_shared<Point>();
+  auto point = std::make_shared<EventState::Point>();
   // Enqueued under the lock: of two threads that record the event, the one whose point stays comes last in the stream.
   std::lock_guard lock(mutex_);
   state->recorded = point;
@@ -476,7 +477,7 @@ int64_t EmulatedRuntime::elapsed_ns(Event begin, Event end) {
 
 void EmulatedRuntime::synchronize(Event event) {
   const auto state = event_of(event);
-  std::shared_ptr<Point> point;
+  std::shared_ptr<EventState::Point> point;
   {
     std::lock_guard lock(mutex_);
     point = state->recorded;
