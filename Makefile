@@ -24,12 +24,12 @@ ifeq ($(wildcard bagua/_C*.so),)
 endif
 
 PYTEST = $(PY) -m pytest $(PYTEST_ARGS)
-# One more than there are cores, because some tests wait.
+# One more than there are cores, because some tests wait; with many cores four are enough.
 PARALLEL := --numprocesses $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4))) --dist worksteal
 # The tests whose outcome depends on time run after the rest, and no more of them at once than leave cores idle: most of
 # them wait, and all must pass beside what keeps the cores busy. Only the files that have some need be imported.
-TWO := --numprocesses 2 --dist worksteal
-TIMED = -m "not slow and timed" $(TWO) $$(grep -rl --include='test_*.py' 'mark\.timed' tests)
+TWO_PROCESSES := --numprocesses 2 --dist worksteal
+TIMED = -m "not slow and timed" $(TWO_PROCESSES) $$(grep -rl --include='test_*.py' 'mark\.timed' tests)
 TIMES ?= 1
 
 .PHONY: help demo test test-all test-timed test-gpu test-native package lint format bench sanitize build setup-and-native setup setup-build setup-system setup-tests setup-lint clean
@@ -50,7 +50,7 @@ test: test-native ## Rust, C++ and Python tests but the slow ones
 
 test-all: test-native ## all tests, the slow ones and the examples too
 	$(PYTEST) -m "not timed" $(PARALLEL)
-	$(PYTEST) -m "timed" $(TWO)
+	$(PYTEST) -m "timed" $(TWO_PROCESSES)
 
 test-timed: setup-tests build ## the tests whose outcome depends on time, TIMES=1 times in a row
 	for run in $$(seq $(TIMES)); do echo "run $$run of $(TIMES)"; $(PYTEST) $(TIMED); done
@@ -65,7 +65,8 @@ test-native: build setup-tests
 	@# Beside it what tests need compiled: its minute is no test's, which have a time limit.
 	$(PY) -c "from tests import emulated_device as e; e.unavailable() or e.build()" & \
 	  cmake --build $(DEV) --target bagua_tests; wait $$!
-	@# Beside them pytest compiles its files once, which each of its processes would do by itself.
+	@# Beside them pytest compiles its files once, which each of its processes would do by itself. What fails here fails
+	@# in the tests, too, which say it.
 	@$(PYTEST) --collect-only -qq >$(DEV)/collected.log 2>&1 & bash scripts/native_tests.sh $(DEV)/bagua_tests; wait
 
 package: setup-tests build ## the sdist, and a wheel built from it, by themselves

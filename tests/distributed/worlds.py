@@ -58,7 +58,10 @@ def in_worlds(worlds: list[WorldKind], slow: Sequence[WorldKind] = ()) -> pytest
 
 
 def fast_in(names: str, fast: Sequence, every: Sequence) -> pytest.MarkDecorator:
-    """Parametrises a test: `fast` have each value of every parameter once, of `every` the others are slow."""
+    """Parametrises a test: make test runs it with `fast`, make test-all with `every`.
+
+    Of several parameters `fast` has each value once, unless all their values take the same way through the product.
+    """
     others = [pytest.param(*_values(value), marks=SAME_TEST) for value in every if value not in fast]
     return pytest.mark.parametrize(names, [*fast, *others], ids=lambda value: getattr(value, "__name__", str(value)))
 
