@@ -7,6 +7,8 @@
 #include <array>
 #include <set>
 
+#include "csrc/tests/test_transport_pairs.h"
+
 namespace bagua::testing {
 namespace {
 
@@ -33,8 +35,6 @@ ChainEnd chain_end(ChainEnd::State state, int job_rank, int witness = 11) {
 Verdict judge(const PeerStatus& theirs, uint32_t age_ms = 0) {
   return judge_answer(kRanks, barrier(7), 2, theirs, age_ms, 100, kAllowedSeconds);
 }
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 TEST(Blame, RanksOfTheGroupAndOfTheJob) {
   EXPECT_EQ(kRanks.job_rank(2), 12);
