@@ -8,7 +8,6 @@ import torch
 import bagua
 from bagua.errors import InvalidArgument
 from tests.conformance.training import assert_equal_on_all_ranks, process_group
-from tests.distributed.worlds import fast_in
 
 
 def _average_error(rank, world_size, bits, seed):
@@ -30,7 +29,7 @@ def _average_error(rank, world_size, bits, seed):
         return errors, model.weight.grad
 
 
-@fast_in("bits", [4], [8, 4, 2])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_is_unbiased_end_to_end(pool4, bits):
     (errors, _), *_ = pool4.run(_average_error, args=(bits, 0))
     for first, last in [(0, 1), (1, 2)]:  # a sixteenth of the variance: a quarter of the error, give or take

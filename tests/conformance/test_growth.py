@@ -52,7 +52,8 @@ def _train(rank, world_size, variant):
         return seen
 
 
-FAST = ("bytegrad",)  # runs most of the code
+# These run most of the code.
+FAST = ("bytegrad", "async_averaging")
 
 
 @pytest.mark.parametrize(

@@ -332,6 +332,6 @@ MAKES = (
 )
 
 
-@fast_in("make", [_compile_whole_and_call_what_is_inside, _compile_in_place], MAKES)
+@fast_in("make", [_compile_and_pass, _compile_whole_and_call_what_is_inside, _compile_in_place], MAKES)
 def test_a_model_that_is_compiled_and_run_before_the_wrap(pool2, make):
     pool2.run(_compiled_and_run, args=(make,))
