@@ -132,8 +132,17 @@ def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
     _thread.start_new_thread(signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
 
 
+def _write_whole_lines() -> None:
+    """What is printed goes out at the end of a line, as in a terminal. `python -u` writes each argument of print, and
+    the end of the line, by itself, and what another rank writes into the same pipe comes in between."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
 def main() -> None:
     sys.unraisablehook = _interrupt_again
+    _write_whole_lines()
     try:
         is_module = sys.argv[1] == "-m"
         del sys.argv[: 2 if is_module else 1]

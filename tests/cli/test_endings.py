@@ -129,7 +129,7 @@ def test_a_rank_is_started_again(launched, tmp_path):
     text = """
         import os
         assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "1", "the first time"
-        os.write(1, b"well\\n")  # in one piece: of `python -u` print writes the end of the line by itself
+        print("well")
     """
     status, printed, errors = launched(text, "--max-restarts", "1")
     assert (status, printed) == (0, "well\n" * 3) and "AssertionError: the first time" in errors

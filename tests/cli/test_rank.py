@@ -5,6 +5,7 @@ import os
 import py_compile
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -233,3 +234,32 @@ def test_an_interrupt_takes_the_place_of_what_it_has_caused(script):
     text = "import os, signal, threading\nthreading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
     done = run(RANK_PY, script(text + FOLLOWS.format(name="TransportError", rank=0)))
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_a_line_is_written_in_one_piece(script):
+    """Where several ranks share a pipe; a socket of packets keeps what is written apart."""
+    text = """
+        import os, sys
+        for stream in (sys.stdout, sys.stderr):
+            print("step", 1, "loss", 0.5, file=stream)
+            print("50%", end="\\r", file=stream)
+            print("no end", end="", file=stream, flush=True)
+            print(", and now one", file=stream)
+        print("at the end", end="")
+    """
+    path = script(textwrap.dedent(text))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        assert run(RANK_PY, path, capture_output=False, stdout=theirs, stderr=theirs).returncode == 0
+        theirs.close()
+        pieces = list(iter(lambda: ours.recv(4096), b""))
+    of_a_stream = [b"step 1 loss 0.5\n", b"50%\r", b"no end", b", and now one\n"]
+    assert pieces == [*of_a_stream, *of_a_stream, b"at the end"]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_stream_that_is_closed(script, closed):
+    path = script("open('here', 'w').close()")
+    command = f"exec {sys.executable} -u {RANK_PY} {path} {closed}"
+    assert subprocess.run(["bash", "-c", command], cwd=path.parent, timeout=60).returncode == 0
+    assert (path.parent / "here").exists()
