@@ -81,8 +81,8 @@ def with_bagua(
             they are while gradients are synchronised; while weights are exchanged each rank keeps its own.
         nonfinite_check: when a step with a gradient that is NaN or Inf is refused, where it is. "sync": before it has
             changed a weight; where the model is on a device, each backward waits for the device then. "late": when the
-            next forward or backward begins, and the weights have changed; nothing waits. By default "late" on a device
-            and "sync" on the CPU, where nothing has to wait; there "late" is not to be had.
+            next forward or backward begins, or the wrap is removed, and the weights have changed; nothing waits. By
+            default "late" on a device and "sync" on the CPU, where nothing has to wait; there "late" is not to be had.
         options: the algorithm's own.
 
     Raises:

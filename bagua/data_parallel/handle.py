@@ -193,12 +193,20 @@ class BaguaHandle:
         return path
 
     def remove(self) -> None:
-        """Ends the synchronisation on this rank; weights and gradients stay as they are. Idempotent."""
+        """Ends the synchronisation on this rank; weights and gradients stay as they are. Idempotent.
+
+        Raises:
+            InvalidArgument: it has ended, and the last step was one with NaN or Inf, of which the next forward would
+                have told (``nonfinite_check`` "late").
+        """
+        is_attached = bool(self._hooks)
         try:
-            if self._hooks:
+            if is_attached:
                 self.algorithm.detach()
         finally:  # of a group that has failed too
             self.remove_hooks()
+        if is_attached and self.group.failure() is None:
+            self.step.optimizer_steps.settle()
 
     def remove_hooks(self) -> None:
         """The part of ``remove`` that is left when the algorithm has been detached already."""

@@ -6,7 +6,8 @@ was passed to with_bagua, or has stepped before, the error is raised when it is 
 can skip the step; for others at the end of backward.
 
 On a device the host would have to wait for all of backward to know. Late, which is the default there, it looks when the
-next forward or backward begins: a step that should have been refused has changed weights by then, and is an error.
+next forward or backward begins, or the wrap ends: a step that should have been refused has changed weights by then, and
+is an error.
 """
 
 from __future__ import annotations

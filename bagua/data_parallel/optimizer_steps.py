@@ -122,7 +122,7 @@ class OptimizerSteps:
         return self._sends_gradients or (call.num_forwards == 1 and not call.is_prepared)
 
     def settle(self) -> None:
-        """A forward or backward begins: what the last one has left open comes out.
+        """A forward or backward begins, or the wrap ends: what the last one has left open comes out.
 
         Raises:
             InvalidArgument: a step has changed weights by NaN.

@@ -757,6 +757,23 @@ def test_another_algorithm_after_a_bad_step_does_not_hide_it(pair_on_emulated):
         pair_on_emulated.run(_in_group, args=[_wrap_after_bad_step, (algorithm,)])
 
 
+def _remove_after_bad_step(group, algorithm):
+    model, optimizer, device = _make(group, accelerator.kind(), algorithm=algorithm)
+    x = _inputs(group.rank, 0, device)
+    model(x * float("inf") if group.rank else x).square().mean().backward()
+    optimizer.step()
+    handle = model.bagua
+    with pytest.raises(bagua.InvalidArgument, match="in the last step a gradient was NaN or Inf on some rank"):
+        handle.remove()
+    assert not hasattr(model, "bagua")
+    handle.remove()  # has told
+
+
+def test_the_end_after_a_bad_step_does_not_hide_it(pair_on_emulated):
+    for algorithm in ("bytegrad", "low_precision_decentralized"):
+        pair_on_emulated.run(_in_group, args=[_remove_after_bad_step, (algorithm,)])
+
+
 def _skip_with_local_gradients(group, kind):
     """Gradients of each rank's own, of which an algorithm that exchanges gradients would make an error."""
     model, optimizer, device = _make(group, kind, algorithm="decentralized", optimizer=_Fused)
