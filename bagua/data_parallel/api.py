@@ -13,7 +13,7 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -60,8 +60,9 @@ def with_bagua(
 
     Args:
         model: a module whose trainable parameters are on one device, the CPU or a GPU. Train it through ``model(...)``:
-            the forwards of the root module broadcast buffers. What torch.compile has compiled so far is compiled anew
-            at its next call.
+            the forwards of the root module broadcast buffers. Hooks of its parameters, whenever they are registered,
+            run before their gradients are exchanged. What torch.compile has compiled so far is compiled anew at its
+            next call.
         optimizers: those that step its parameters. Their state starts equal. One that is made anew later takes the
             place of the one that stepped the same parameters, as it is: make it alike and at the same step on all
             ranks. Among several ranks, where the algorithm uses a codec, a step is refused on all of them if a gradient
@@ -254,8 +255,9 @@ class DistributedDataParallel(torch.nn.Module):
         return self.module(*inputs, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """As ``model.bagua.no_sync()``: backwards inside stay local."""
-        return self.bagua.no_sync()
+        """As ``model.bagua.no_sync()``: backwards inside stay local. Of a copy all do."""
+        handle = handle_of(self)
+        return nullcontext() if handle is None else handle.no_sync()
 
     def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
         """Not supported: ranks whose inputs end earlier would leave the others waiting.
@@ -395,7 +397,7 @@ def _install_hooks(model: torch.nn.Module, step: Step) -> list[Any]:
         hooks.append(called.register_forward_hook(hook(step, _after_forward)))
     step_ref = weakref.ref(step)
     for index, parameter in enumerate(step.storage.parameters):
-        hooks.append(parameter.register_post_accumulate_grad_hook(_gradient_hook(step_ref, index)))
+        hooks.append(_hook_gradient(step_ref, index, parameter))
     hooks.append(Watch(step.optimizer_steps))
     return hooks
 
@@ -410,13 +412,24 @@ def _called_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, type[
     return [(inner, _ModuleHook)]
 
 
-def _gradient_hook(step_ref: weakref.ref[Step], index: int) -> Callable[[torch.Tensor], None]:
+def _hook_gradient(step_ref: weakref.ref[Step], index: int, parameter: torch.nn.Parameter) -> Any:
+    """Lets the step know when ``parameter.grad`` is complete: behind the hooks of the user's, whenever they came.
+
+    torch calls the hooks of a parameter in the order in which they were registered, those of a call all as they were at
+    its beginning.
+    """
+
     def gradient_is_ready(parameter: torch.Tensor) -> None:
         step = step_ref()
         if step is not None:
-            step.gradient_ready(index, parameter)
+            is_last = next(reversed(hooks)) == own
+            if not is_last:
+                hooks[own] = hooks.pop(own)  # from the next call on; of move_to_end torch sees nothing
+            step.gradient_ready(index, parameter, is_last)
 
-    return gradient_is_ready
+    handle = parameter.register_post_accumulate_grad_hook(gradient_is_ready)
+    hooks, own = parameter._post_accumulate_grad_hooks, handle.id
+    return handle
 
 
 class _ModuleHook:
@@ -464,6 +477,9 @@ def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, (Mapping, list, tuple)):
         for value in output.values() if isinstance(output, Mapping) else output:
             yield from _tensors_in(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from _tensors_in(getattr(output, field.name, None))
 
 
 def _refuse(name: str, value: Any, is_refused: bool, reason: str) -> None:

@@ -67,15 +67,15 @@ class FollowedOptimizers:
         """The ids of the model's parameters that one of them steps."""
         return set().union(*self._steps)
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` is about to step parameters, some of them the model's.
+    def follow(self, optimizer: torch.optim.Optimizer) -> bool:
+        """``optimizer`` is about to step parameters, some of them the model's; whether it is or steps what is new here.
 
         Raises:
             InvalidArgument: it cannot take the place of one that the algorithm works with.
         """
         index = next((index for index, other in enumerate(self._optimizers) if other is optimizer), None)
         if index is not None and _are_same(self._parameters[index], optimizer):
-            return
+            return False
         parameters = _parameters_of(optimizer)
         steps = self._of_the_model(parameters)
         if self._is_fixed:
@@ -90,6 +90,7 @@ class FollowedOptimizers:
                 values[:] = [values[i] for i in kept]
                 values.insert(index, value)
             self._algorithm.adopt_optimizers(tuple(self._optimizers))
+        return True
 
     def _follow_fixed(
         self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], steps: frozenset[int]

@@ -39,6 +39,7 @@ class OptimizerSteps:
         states: of the parameters, which count once an optimizer steps.
         recorder: gets the times of the hooks.
         after_step: a bound method, not kept alive; called at the end of each step.
+        check_parameters: as ``after_step``; called where an optimizer is new, or steps other parameters than before.
         is_late: whether a gradient that is NaN or Inf comes out when the next forward or backward begins.
 
     Attributes:
@@ -57,6 +58,7 @@ class OptimizerSteps:
         states: ParameterStates,
         recorder: Recorder,
         after_step: Callable[[], None],
+        check_parameters: Callable[[], None],
         is_late: bool,
     ) -> None:
         self.parameter_ids = frozenset(map(id, storage.parameters))
@@ -66,7 +68,7 @@ class OptimizerSteps:
         self.local_gradients = LocalGradients(storage, group)
         self._buckets: Sequence[Bucket] = storage.buckets
         self._algorithm, self._group, self._states, self._recorder = algorithm, group, states, recorder
-        self._after_step = weakref.WeakMethod(after_step)
+        self._after_step, self._check_parameters = weakref.WeakMethod(after_step), weakref.WeakMethod(check_parameters)
         self._optimizers = FollowedOptimizers(optimizers, storage, algorithm, group)
         self._guard = NonFiniteGuard(self._optimizers)
         self._skipped_steps = SkippedSteps(self._optimizers, algorithm, group, storage.memory.device, is_late)
@@ -245,7 +247,10 @@ class OptimizerSteps:
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         with fatal(self._group, f"following a {type(optimizer).__name__}"):
-            self._optimizers.follow(optimizer)
+            is_new = self._optimizers.follow(optimizer)
+        check_parameters = self._check_parameters() if is_new else None
+        if check_parameters is not None:  # to which another may have been added, for this optimizer
+            check_parameters()
 
     def _check_gradients(self, call: Call, is_certain: bool) -> None:
         error = self.local_gradients.refusal(call.optimizer) if self._sends_gradients else None

@@ -68,16 +68,26 @@ def closure_not_called(optimizer: torch.optim.Optimizer, rank: int) -> InvalidAr
     )
 
 
-def never_ready(names: Sequence[str], missing: Sequence[int], rank: int) -> InvalidArgument:
-    """What to say of a backward that has not used the parameters ``missing`` of ``names``, where none may be."""
+def never_ready(names: Sequence[str], missing: Sequence[int], rank: int, began_at_output: bool) -> InvalidArgument:
+    """What to say of a backward that has not used the parameters ``missing`` of ``names``, where none may be.
+
+    Args:
+        began_at_output: it was seen to reach an output of the model. Otherwise it may be one inside another.
+    """
     num = len(missing)
     shown = ", ".join(repr(names[index]) for index in missing[:8]) + (f" and {num - 8} more" if num > 8 else "")
     return InvalidArgument(
         f"rank {rank}: backward has ended and {num} of {len(names)} parameters have no gradient: {shown}. "
         "They took no part in the loss, or were frozen after the model was wrapped; pass find_unused_parameters=True, "
-        "or set requires_grad=False before with_bagua",
+        "or set requires_grad=False before with_bagua" + ("" if began_at_output else _INSIDE_ANOTHER),
         rank=rank,
     )
+
+
+_INSIDE_ANOTHER = (
+    ". Or a checkpoint with use_reentrant=True has run this backward inside another: have forward return its tensors "
+    "in tuples, lists, dicts or dataclasses, or pass use_reentrant=False"
+)
 
 
 def changed_parameters(model: torch.nn.Module, storage: BucketStorage, rank: int) -> InvalidArgument | None:

@@ -97,14 +97,17 @@ class Step:
         self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))
         self._buffers, self._always_broadcasts, self._frozen = buffers, always_broadcasts, tuple(frozen)
         steps = (optimizers, storage, algorithm, self._bucket_group, self.states, self.recorder)
-        self.optimizer_steps = OptimizerSteps(*steps, self._enter_next_stage, is_late)
+        self.optimizer_steps = OptimizerSteps(*steps, self._enter_next_stage, self._check_parameters, is_late)
         is_order_known = earlier is not None and earlier.order == storage.order
         self.new_machine(storage.order if is_order_known else None)
         self._generators: dict[int, tuple[Generator[Any, None, None], Any]] = {}  # by bucket, and what each waits for
+        # A gradient that may still change: its index, its parameter, and whether it may stay where it is.
+        self._postponed: tuple[int, torch.nn.Parameter, bool] | None = None
         self._begin_ns = self._forward_ns = 0
         self._model = weakref.ref(model)
         self._is_stage_due = False
         self._is_checked = False  # after the first backward, that the model still has the parameters of the wrap
+        self._began_at_output = True  # else where the first gradient was ready
         self._local_ns: int | None = None  # when a backward inside no_sync began
 
     def new_machine(self, order: Sequence[int] | None) -> None:
@@ -164,20 +167,33 @@ class Step:
                 torch.autograd.Variable._execution_engine.queue_callback(self._local_ends)
         elif not self._machine.is_open:
             self._open()
+            self._began_at_output = True
 
     def _local_ends(self) -> None:
         if self._local_ns is not None:  # else a forward has begun in between
             self.recorder.add_compute("local backward", self._local_ns, time.monotonic_ns())
             self._local_ns = None
 
-    def gradient_ready(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """``parameter.grad`` is complete. Called by autograd, once per parameter and backward."""
+    def gradient_ready(
+        self, index: int, parameter: torch.nn.Parameter, is_last: bool = True, may_stay: bool = True
+    ) -> None:
+        """``parameter.grad`` is complete. Called by autograd, once per parameter and backward.
+
+        Args:
+            is_last: no other hook of the parameter is to run, which may change its gradient.
+            may_stay: where it lies, as far as is known.
+        """
         if not (self.synchronises and self.sends_gradients):
             self.optimizer_steps.local_gradients.add(index)
         if self.synchronises and not self._machine.is_open:
             self._open()
+        if self._postponed is not None:
+            self._take_postponed()
         is_open = self._machine.is_open
-        may_stay = is_open and self._stream.is_current()
+        may_stay = is_open and self._stream.is_current() and may_stay
+        if not is_last and is_open and self.sends_gradients:
+            self._postponed = (index, parameter, may_stay)
+            return
         grad, member = parameter.grad, self._members[index]
         if grad is None:
             if not is_open or self.unused is not None:
@@ -201,6 +217,12 @@ class Step:
                 with self._stream.entered():
                     self._carry_out()
 
+    def _take_postponed(self) -> None:
+        """The gradient whose other hooks have run meanwhile: autograd has come to another one, or to the end."""
+        (index, parameter, may_stay), self._postponed = self._postponed, None
+        with self._stream.entered():  # behind the stream on which those hooks were
+            self.gradient_ready(index, parameter, may_stay=may_stay)
+
     def _check_not_capturing(self, what: str) -> None:
         instead = "leave it out of torch.cuda.graph(), or pass the model to make_graphed_callables before with_bagua"
         check_not_capturing(self.storage.memory.device, f"a {what} of the wrapped model began", instead)
@@ -210,8 +232,10 @@ class Step:
         self.optimizer_steps.settle()
         self._lay_out_if_agreed()
         self._machine.begin()
+        self._began_at_output = False
         self._stream.begin()
         self._generators.clear()
+        self._postponed = None
         self._zero_copy.begin()
         if self.sends_gradients:
             self.states.begin_backward()
@@ -350,13 +374,20 @@ class Step:
 
     def _finish(self) -> None:
         wait_ns = time.monotonic_ns()
+        if self._postponed is not None:
+            try:
+                self._take_postponed()
+            except BaseException:
+                self._abort()
+                raise
         outcome = self._machine.finish()
         if outcome != _C.StepMachine.COMPLETE or not self._is_checked:
             self._check_parameters()
         if outcome == _C.StepMachine.UNTOUCHED:
             return  # autograd.grad() passed through the model: no parameter took part
         if outcome == _C.StepMachine.INCOMPLETE:
-            raise ending(self.group, never_ready(self.storage.names, self._machine.missing(), self.group.rank))
+            missing = self._machine.missing()
+            raise ending(self.group, never_ready(self.storage.names, missing, self.group.rank, self._began_at_output))
         try:
             with self._stream.at_the_end():
                 self._complete()

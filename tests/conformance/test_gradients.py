@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import types
+
 import pytest
 import torch
 
+from bagua.errors import BaguaError
 from tests.conformance.training import (
     OF_GRADIENTS,
     assert_equal_on_all_ranks,
@@ -267,6 +271,50 @@ def _checkpointed(rank, world_size, algorithm, use_reentrant):
 @in_turns("algorithm, use_reentrant", OF_GRADIENTS, [True, False])
 def test_activation_checkpoints(pool2, algorithm, use_reentrant):
     pool2.run(_checkpointed, args=(algorithm, use_reentrant))
+
+
+@dataclasses.dataclass
+class Output:
+    y: torch.Tensor
+    unset: torch.Tensor = dataclasses.field(init=False)
+
+
+class _Reentrant(torch.nn.Module):
+    """What it returns is behind a checkpoint, and a parameter before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block = torch.nn.Linear(16, 16), torch.nn.Linear(16, 1)
+        self.pack = Output
+
+    def forward(self, x):
+        from torch.utils.checkpoint import checkpoint
+
+        return self.pack(checkpoint(self.block, self.first(x), use_reentrant=True))
+
+
+def _packed(rank, world_size):
+    with process_group():
+        model, plain = wrap(make_net(0, _Reentrant), algorithm="gradient_allreduce"), make_net(0, _Reentrant)
+        for pack in (Output, lambda y: [{"y": (Output(y),)}]):
+            model.pack = pack
+            for step in range(2):
+                model.zero_grad()
+                packed = model(batch(rank, step)[0])
+                (packed if isinstance(packed, Output) else packed[0]["y"][0]).y.sum().backward()
+                expected = []
+                for other in range(world_size):
+                    plain.zero_grad()
+                    plain(batch(other, step)[0]).y.sum().backward()
+                    expected.append(grads_of(plain))
+                assert_near(model, grads_of(model), mean_in_loops(expected))
+        model.pack = lambda y: types.SimpleNamespace(y=y)
+        with pytest.raises(BaguaError, match=r"'first\.weight', 'first\.bias'.* use_reentrant=True .* dataclasses"):
+            model(batch(rank, 0)[0]).y.sum().backward()
+
+
+def test_outputs_behind_a_checkpoint_are_found_in_what_holds_them(pool2):
+    pool2.run(_packed)
 
 
 def _gradient_penalty(rank, world_size, algorithm):

@@ -757,6 +757,27 @@ def test_another_algorithm_after_a_bad_step_does_not_hide_it(pair_on_emulated):
         pair_on_emulated.run(_in_group, args=[_wrap_after_bad_step, (algorithm,)])
 
 
+def _hooked_after_wrap(group, algorithm):
+    weights = []
+    for kind in _BOTH_KINDS:
+        model, optimizer, device = _make(group, kind, algorithm=algorithm)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 2))
+        for step in range(3):
+            optimizer.zero_grad()
+            model(_inputs(group.rank, step, device)).square().mean().backward()
+            optimizer.step()
+        weights.append(_weights(model))
+        model.bagua.remove()
+    assert all(map(torch.equal, *weights))
+
+
+def test_what_a_hook_that_came_late_makes_of_a_gradient_is_exchanged(pair_on_emulated):
+    """Which tests/data_parallel/test_gradient_hooks.py compares with definitions on the CPU."""
+    for algorithm in ("gradient_allreduce", "bytegrad"):
+        pair_on_emulated.run(_in_group, args=[_hooked_after_wrap, (algorithm,)])
+
+
 def _remove_after_bad_step(group, algorithm):
     model, optimizer, device = _make(group, accelerator.kind(), algorithm=algorithm)
     x = _inputs(group.rank, 0, device)

@@ -66,6 +66,17 @@ def test_copies_and_pickles_of_a_wrapped_model(pool2):
     pool2.run(_copies)
 
 
+def _copy_of_ddp(rank, world_size):
+    with process_group():
+        model = bagua.DistributedDataParallel(make_net())
+        _train_as_accelerate_does(copy.deepcopy(model), rank, num_batches=2, every=2)
+        assert model.bagua.timeline().summary()["steps"] == 0
+
+
+def test_a_copy_of_ddp(pool2):
+    pool2.run(_copy_of_ddp)
+
+
 class HasItsOwn(torch.nn.Linear):
     def no_sync(self):
         return contextlib.nullcontext()

@@ -63,6 +63,36 @@ def test_parameters_that_are_replaced_or_added_after_the_wrap(pool2, change, alg
     pool2.run(_changed, args=(change, algorithm, find_unused))
 
 
+def _added_in_training(rank, world_size, algorithm, how):
+    with process_group():
+        model = _net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, optimizer, algorithm=algorithm)
+        for step in range(4):
+            if step == 2:
+                meet()
+                _append(model)
+                if how == "a group":
+                    optimizer.add_param_group({"params": list(model[3].parameters())})
+                else:
+                    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                before = model[3].weight.detach().clone()
+                with pytest.raises(BaguaError, match="other parameters.*: 2 were added, '3.weight' for one; .*again"):
+                    model(torch.randn(3, 4)).sum().backward()
+                    optimizer.step()
+                assert torch.equal(model[3].weight, before)
+                return
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["a group", "an optimizer"])
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd"])
+def test_parameters_that_are_added_in_training(pool2, algorithm, how):
+    """An optimizer is about to step them."""
+    pool2.run(_added_in_training, args=(algorithm, how))
+
+
 def _wrapped_anew(rank, world_size):
     with process_group():
         model = bagua.with_bagua(_net(), algorithm="gradient_allreduce")

@@ -79,21 +79,32 @@ class Wide(torch.nn.Module):
         return self.layers(x)
 
 
+def _behind_all_hooks(parameter, function):
+    """Calls ``function(parameter)`` in backward when all hooks of the parameter have run; while what is returned lives.
+
+    Those of the parameter itself run before bagua's.
+    """
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    node.register_hook(lambda *_: function(parameter))
+    return node
+
+
 def _limit(rank, world_size, bucket_layers):
     with process_group():
         layer_bytes = 256 * 256 * 4
         model = bagua.with_bagua(Wide(), algorithm="bytegrad", bucket_bytes=bucket_layers * layer_bytes)
         seen = []
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(
-                lambda _: seen.append(sum(grad.nbytes for grad in model.bagua.step._zero_copy._in_place.values()))
-            )
+
+        def look(_):
+            seen.append(sum(grad.nbytes for grad in model.bagua.step._zero_copy._in_place.values()))
+
+        nodes = [_behind_all_hooks(parameter, look) for parameter in model.parameters()]
         for _ in range(2):  # in the first layout and in the second
             seen.clear()
             model.zero_grad()
             model(torch.ones(4, 256)).sum().backward()
             two_buckets = 2 * max(bucket.num_bytes for bucket in model.bagua.buckets)
-            assert layer_bytes <= max(seen) <= max(8 * layer_bytes // 4, two_buckets)
+            assert len(seen) == len(nodes) and layer_bytes <= max(seen) <= max(8 * layer_bytes // 4, two_buckets)
             zero_copy = model.bagua.step._zero_copy
             assert not zero_copy._in_place and zero_copy._in_place_bytes == 0
             assert all(bucket.take_segments() is None for bucket in model.bagua.buckets)
@@ -114,13 +125,13 @@ def _freed(rank, world_size):
             if parameter.grad.data_ptr() not in {view.data_ptr() for view in model.bagua.step.storage.views}:
                 alive.append(weakref.ref(parameter.grad))
 
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(look)
         counts = []
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(
-                lambda _: counts.append(sum(ref() is not None for ref in alive))
-            )
+
+        def count(parameter):
+            look(parameter)
+            counts.append(sum(ref() is not None for ref in alive))
+
+        nodes = [_behind_all_hooks(parameter, count) for parameter in model.parameters()]
         for _ in range(2):
             alive.clear()
             looked.clear()
@@ -128,7 +139,7 @@ def _freed(rank, world_size):
             before = num_done()
             model.zero_grad()
             model(torch.ones(4, 256)).sum().backward()
-            assert len(counts) == 8 and max(counts) <= 2, counts
+            assert len(counts) == len(nodes) == 8 and max(counts) <= 2, counts
 
 
 def test_what_is_read_in_place_is_freed_under_way(pool2):

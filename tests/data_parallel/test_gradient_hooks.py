@@ -1,0 +1,96 @@
+"""Hooks of the user's on parameters: what they change is what is exchanged, whenever they were registered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bagua
+from tests.conformance.training import (
+    OF_GRADIENTS,
+    batch,
+    loss_of,
+    make_net,
+    make_optimizer,
+    mean_in_loops,
+    plain_grads,
+    process_group,
+    slow_but,
+)
+
+STEPS = 4
+
+
+def _replaced(parameter):
+    parameter.grad = parameter.grad * 2
+
+
+def _in_place(parameter):
+    parameter.grad.mul_(2)
+
+
+def _hook(model, change):
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(change)
+
+
+def _trained(rank, algorithm, change, is_after_wrap):
+    model = make_net()
+    optimizer = make_optimizer(algorithm, model)
+    if not is_after_wrap:
+        _hook(model, change)
+    bagua.with_bagua(model, optimizer, algorithm=algorithm, bucket_bytes=64 * 1024)
+    weights = []
+    for step in range(STEPS):
+        if is_after_wrap and step == 0:
+            _hook(model, change)
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    model.bagua.remove()
+    return weights
+
+
+def _same_before_and_after(rank, world_size, algorithm):
+    with process_group():
+        for change in (_replaced, _in_place):
+            before, after = (_trained(rank, algorithm, change, is_after_wrap) for is_after_wrap in (False, True))
+            for step, (expected, actual) in enumerate(zip(before, after, strict=True)):
+                for name, value in expected.items():
+                    assert torch.equal(actual[name], value), (change.__name__, step, name)
+
+
+@pytest.mark.parametrize("algorithm", slow_but(OF_GRADIENTS, "gradient_allreduce", "bytegrad"))
+def test_it_is_all_the_same_when_they_are_registered(pool2, algorithm):
+    pool2.run(_same_before_and_after, args=(algorithm,))
+
+
+def _mean_of_what_they_make(rank, world_size):
+    """And a hook that comes in mid-training sees this rank's own gradient."""
+    with process_group():
+        model = make_net()
+        bagua.with_bagua(model, make_optimizer("gradient_allreduce", model), bucket_bytes=64 * 1024)
+        names = {id(p): name for name, p in model.named_parameters()}
+        seen = {}
+        for step in range(STEPS):
+            if step == 1:
+                _hook(model, _replaced)
+            if step == 2:
+                _hook(model, lambda p: seen.update({names[id(p)]: p.grad.clone()}))
+            factor = 2 if step else 1
+            model.zero_grad()
+            own = {name: factor * grad for name, grad in plain_grads(model, batch(rank, step)).items()}
+            expected = mean_in_loops(bagua.get_default_group().all_gather_object(own))
+            loss_of(model, batch(rank, step)).backward()
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    torch.testing.assert_close(parameter.grad.double(), expected[name].double(), rtol=1e-4, atol=1e-6)
+            if step >= 2:
+                assert seen.keys() == own.keys()
+                assert all(torch.equal(seen[name], grad) for name, grad in own.items())
+
+
+def test_the_mean_is_that_of_what_they_make(pool2):
+    pool2.run(_mean_of_what_they_make)
