@@ -11,6 +11,7 @@ from __future__ import annotations
 import _thread
 import builtins
 import importlib.machinery
+import io
 import json
 import os
 import pkgutil
@@ -136,7 +137,7 @@ def _write_whole_lines() -> None:
     """What is printed goes out at the end of a line, as in a terminal. `python -u` writes each argument of print, and
     the end of the line, by itself, and what another rank writes into the same pipe comes in between."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
+        if isinstance(stream, io.TextIOWrapper):  # not closed, and none of the site's own
             stream.reconfigure(line_buffering=True, write_through=False)
 
 

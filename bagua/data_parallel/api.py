@@ -13,7 +13,7 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -60,9 +60,9 @@ def with_bagua(
 
     Args:
         model: a module whose trainable parameters are on one device, the CPU or a GPU. Train it through ``model(...)``:
-            the forwards of the root module broadcast buffers. Hooks of its parameters, whenever they are registered,
-            run before their gradients are exchanged. What torch.compile has compiled so far is compiled anew at its
-            next call.
+            the forwards of the root module broadcast buffers. What a parameter's register_post_accumulate_grad_hook
+            has added runs before its gradient is exchanged, also if it came after the wrap. What torch.compile has
+            compiled so far is compiled anew at its next call.
         optimizers: those that step its parameters. Their state starts equal. One that is made anew later takes the
             place of the one that stepped the same parameters, as it is: make it alike and at the same step on all
             ranks. Among several ranks, where the algorithm uses a codec, a step is refused on all of them if a gradient
@@ -82,8 +82,8 @@ def with_bagua(
             they are while gradients are synchronised; while weights are exchanged each rank keeps its own.
         nonfinite_check: when a step with a gradient that is NaN or Inf is refused, where it is. "sync": before it has
             changed a weight; where the model is on a device, each backward waits for the device then. "late": when the
-            next forward or backward begins, or the wrap is removed, and the weights have changed; nothing waits. By
-            default "late" on a device and "sync" on the CPU, where nothing has to wait; there "late" is not to be had.
+            next forward or backward begins, and the weights have changed; nothing waits. By default "late" on a device
+            and "sync" on the CPU, where nothing has to wait; there "late" is not to be had.
         options: the algorithm's own.
 
     Raises:
@@ -255,9 +255,8 @@ class DistributedDataParallel(torch.nn.Module):
         return self.module(*inputs, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """As ``model.bagua.no_sync()``: backwards inside stay local. Of a copy all do."""
-        handle = handle_of(self)
-        return nullcontext() if handle is None else handle.no_sync()
+        """As ``model.bagua.no_sync()``: backwards inside stay local."""
+        return self.bagua.no_sync()
 
     def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
         """Not supported: ranks whose inputs end earlier would leave the others waiting.
@@ -415,20 +414,20 @@ def _called_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, type[
 def _hook_gradient(step_ref: weakref.ref[Step], index: int, parameter: torch.nn.Parameter) -> Any:
     """Lets the step know when ``parameter.grad`` is complete: behind the hooks of the user's, whenever they came.
 
-    torch calls the hooks of a parameter in the order in which they were registered, those of a call all as they were at
-    its beginning.
+    torch calls a parameter's hooks in the order of a dict, as it is when the first one is called.
     """
 
     def gradient_is_ready(parameter: torch.Tensor) -> None:
         step = step_ref()
         if step is not None:
-            is_last = next(reversed(hooks)) == own
-            if not is_last:
-                hooks[own] = hooks.pop(own)  # from the next call on; of move_to_end torch sees nothing
+            hooks = parameter._post_accumulate_grad_hooks
+            is_last = next(reversed(hooks), own) == own
+            if not is_last and own in hooks:  # else a hook has just ended the wrap
+                hooks[own] = hooks.pop(own)  # move_to_end changes another order than the one that torch follows
             step.gradient_ready(index, parameter, is_last)
 
     handle = parameter.register_post_accumulate_grad_hook(gradient_is_ready)
-    hooks, own = parameter._post_accumulate_grad_hooks, handle.id
+    own = handle.id
     return handle
 
 
@@ -472,14 +471,25 @@ def _after_forward(step: Step, module: torch.nn.Module, args: tuple, output: Any
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, (Mapping, list, tuple)):
-        for value in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors_in(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            yield from _tensors_in(getattr(output, field.name, None))
+    """All tensors in nested mappings, lists, tuples and dataclasses, which may hold one another."""
+    seen: dict[int, Any] = {}  # the objects too: the next one might take the place of one that is gone
+    rest = [output]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+            continue
+        if isinstance(value, Mapping):
+            inside = list(value.values())
+        elif isinstance(value, (list, tuple)):
+            inside = list(value)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        else:
+            continue
+        if id(value) not in seen:
+            seen[id(value)] = value
+            rest += inside
 
 
 def _refuse(name: str, value: Any, is_refused: bool, reason: str) -> None:

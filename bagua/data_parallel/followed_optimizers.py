@@ -67,15 +67,21 @@ class FollowedOptimizers:
         """The ids of the model's parameters that one of them steps."""
         return set().union(*self._steps)
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> bool:
-        """``optimizer`` is about to step parameters, some of them the model's; whether it is or steps what is new here.
+    def is_new(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is none of them, or steps other parameters than when it was last followed."""
+        index = self._index_of(optimizer)
+        return index is None or not _are_same(self._parameters[index], optimizer)
+
+    def _index_of(self, optimizer: torch.optim.Optimizer) -> int | None:
+        return next((index for index, other in enumerate(self._optimizers) if other is optimizer), None)
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """One that is new is about to step parameters, some of them the model's.
 
         Raises:
             InvalidArgument: it cannot take the place of one that the algorithm works with.
         """
-        index = next((index for index, other in enumerate(self._optimizers) if other is optimizer), None)
-        if index is not None and _are_same(self._parameters[index], optimizer):
-            return False
+        index = self._index_of(optimizer)
         parameters = _parameters_of(optimizer)
         steps = self._of_the_model(parameters)
         if self._is_fixed:
@@ -90,7 +96,6 @@ class FollowedOptimizers:
                 values[:] = [values[i] for i in kept]
                 values.insert(index, value)
             self._algorithm.adopt_optimizers(tuple(self._optimizers))
-        return True
 
     def _follow_fixed(
         self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], steps: frozenset[int]

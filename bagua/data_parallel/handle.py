@@ -7,6 +7,7 @@ the plain model's; a copy or a pickle of the model gets a handle that says that 
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from bagua.profiler.timeline import Timeline
 
 _STATE_VERSION = 3
 _STATE_KEYS = {"version", "algorithm", "num_steps", "layout", "ready_order", "state", "parameters"}
+logger = logging.getLogger("bagua")
+
 _attached: weakref.WeakSet[BaguaHandle] = weakref.WeakSet()
 
 
@@ -195,9 +198,8 @@ class BaguaHandle:
     def remove(self) -> None:
         """Ends the synchronisation on this rank; weights and gradients stay as they are. Idempotent.
 
-        Raises:
-            InvalidArgument: it has ended, and the last step was one with NaN or Inf, of which the next forward would
-                have told (``nonfinite_check`` "late").
+        A last step with NaN or Inf of which the next forward would have told (``nonfinite_check`` "late") is told in
+        the log "bagua".
         """
         is_attached = bool(self._hooks)
         try:
@@ -205,8 +207,9 @@ class BaguaHandle:
                 self.algorithm.detach()
         finally:  # of a group that has failed too
             self.remove_hooks()
-        if is_attached and self.group.failure() is None:
-            self.step.optimizer_steps.settle()
+        error = self.step.optimizer_steps.error_of_last_step() if is_attached else None
+        if error is not None:  # not raised: where this is called to clean up, another exception may be under way
+            logger.error("model.bagua.remove(): %s", error)
 
     def remove_hooks(self) -> None:
         """The part of ``remove`` that is left when the algorithm has been detached already."""
@@ -239,6 +242,10 @@ class _NoSync:
 
 class _CopiedHandle:
     """``bagua`` of a copied or unpickled model, which is an ordinary module."""
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is synchronised anyway: what calls it, such as the copy of a DistributedDataParallel, may go on."""
+        return contextlib.nullcontext()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

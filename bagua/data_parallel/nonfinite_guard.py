@@ -6,8 +6,8 @@ was passed to with_bagua, or has stepped before, the error is raised when it is 
 can skip the step; for others at the end of backward.
 
 On a device the host would have to wait for all of backward to know. Late, which is the default there, it looks when the
-next forward or backward begins, or the wrap ends: a step that should have been refused has changed weights by then, and
-is an error.
+next forward or backward begins: a step that should have been refused has changed weights by then, and is an error.
+Where there is no next one, the end of the wrap tells of it.
 """
 
 from __future__ import annotations
@@ -96,6 +96,11 @@ class NonFiniteGuard:
     def has_suspects(self) -> bool:
         """Whether the host knows of gradients that are not finite and no step has used yet."""
         return bool(self._suspects or self._refused)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step was seen of which ``settle`` may have to tell."""
+        return self._late is not None and bool(self._late.steps)
 
     def _was_used(self, bucket: Bucket, steps: Sequence[_Step], was_skipped: Sequence[_Step]) -> bool:
         """Whether weights came of its gradients, or may have: no optimizer is known that steps them."""

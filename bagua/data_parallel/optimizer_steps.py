@@ -24,7 +24,7 @@ from bagua.data_parallel.optimizer_hooks import Call, Calls
 from bagua.data_parallel.parameter_errors import closure_not_called, stepped_in_backward
 from bagua.data_parallel.skipped_steps import SkippedSteps
 from bagua.distributed.process_group import Work
-from bagua.errors import BaguaError
+from bagua.errors import BaguaError, InvalidArgument
 from bagua.profiler.recorder import Recorder
 
 
@@ -39,7 +39,7 @@ class OptimizerSteps:
         states: of the parameters, which count once an optimizer steps.
         recorder: gets the times of the hooks.
         after_step: a bound method, not kept alive; called at the end of each step.
-        check_parameters: as ``after_step``; called where an optimizer is new, or steps other parameters than before.
+        check_new: as ``after_step``; called with an optimizer that is new, or steps other parameters than before.
         is_late: whether a gradient that is NaN or Inf comes out when the next forward or backward begins.
 
     Attributes:
@@ -58,7 +58,7 @@ class OptimizerSteps:
         states: ParameterStates,
         recorder: Recorder,
         after_step: Callable[[], None],
-        check_parameters: Callable[[], None],
+        check_new: Callable[[torch.optim.Optimizer], None],
         is_late: bool,
     ) -> None:
         self.parameter_ids = frozenset(map(id, storage.parameters))
@@ -68,7 +68,7 @@ class OptimizerSteps:
         self.local_gradients = LocalGradients(storage, group)
         self._buckets: Sequence[Bucket] = storage.buckets
         self._algorithm, self._group, self._states, self._recorder = algorithm, group, states, recorder
-        self._after_step, self._check_parameters = weakref.WeakMethod(after_step), weakref.WeakMethod(check_parameters)
+        self._after_step, self._check_new = weakref.WeakMethod(after_step), weakref.WeakMethod(check_new)
         self._optimizers = FollowedOptimizers(optimizers, storage, algorithm, group)
         self._guard = NonFiniteGuard(self._optimizers)
         self._skipped_steps = SkippedSteps(self._optimizers, algorithm, group, storage.memory.device, is_late)
@@ -124,7 +124,7 @@ class OptimizerSteps:
         return self._sends_gradients or (call.num_forwards == 1 and not call.is_prepared)
 
     def settle(self) -> None:
-        """A forward or backward begins, or the wrap ends: what the last one has left open comes out.
+        """A forward or backward begins: what the last one has left open comes out.
 
         Raises:
             InvalidArgument: a step has changed weights by NaN.
@@ -138,6 +138,19 @@ class OptimizerSteps:
         self._settle_states(is_finite, was_skipped)
         if error is not None:
             raise error
+
+    def error_of_last_step(self) -> InvalidArgument | None:
+        """What ``settle`` would raise, where an optimizer has stepped since the last backward; None in a failed group.
+
+        Waits for the device, and forgets it.
+        """
+        if self._group.failure() is not None or not (self._guard.has_steps or self._skipped_steps.has_steps):
+            return None
+        try:
+            self.settle()
+        except InvalidArgument as error:
+            return error
+        return None
 
     def settle_states(self) -> None:
         """The states of parameters are asked for: those of steps that were none do not count. Waits for the device."""
@@ -247,10 +260,11 @@ class OptimizerSteps:
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         with fatal(self._group, f"following a {type(optimizer).__name__}"):
-            is_new = self._optimizers.follow(optimizer)
-        check_parameters = self._check_parameters() if is_new else None
-        if check_parameters is not None:  # to which another may have been added, for this optimizer
-            check_parameters()
+            if self._optimizers.is_new(optimizer):
+                check_new = self._check_new()
+                if check_new is not None:
+                    check_new(optimizer)
+                self._optimizers.follow(optimizer)
 
     def _check_gradients(self, call: Call, is_certain: bool) -> None:
         error = self.local_gradients.refusal(call.optimizer) if self._sends_gradients else None

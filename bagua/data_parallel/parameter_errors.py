@@ -98,9 +98,16 @@ def changed_parameters(model: torch.nn.Module, storage: BucketStorage, rank: int
     removed = [name for key, name in known.items() if key not in held]
     new = [name for key, name in current.items() if key not in known and name not in removed]
     told = [("were replaced", removed), ("were added", new)]
-    what = "; ".join(f"{len(names)} {verb}, {names[0]!r} for one" for verb, names in told if names)
-    if not what:
-        return None
+    return _got_others([(verb, names) for verb, names in told if names], rank) if removed or new else None
+
+
+def added_parameters(names: Sequence[str], rank: int) -> InvalidArgument:
+    """What to say of an optimizer that is to step parameters which the model has got since it was wrapped."""
+    return _got_others([("were added", names)], rank)
+
+
+def _got_others(told: Sequence[tuple[str, Sequence[str]]], rank: int) -> InvalidArgument:
+    what = "; ".join(f"{len(names)} {verb}, {names[0]!r} for one" for verb, names in told)
     return InvalidArgument(
         f"rank {rank}: since with_bagua the model has got other parameters, which are not synchronised: {what}; "
         "do what replaces or adds them (modules, load_state_dict(assign=True)) before with_bagua, or call it again",

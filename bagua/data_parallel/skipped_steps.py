@@ -154,6 +154,11 @@ class SkippedSteps:
             'with_bagua(..., nonfinite_check="sync") refuses it, and waits for the device in each backward'
         )
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether ``settle`` may have to tell of a step."""
+        return bool(self._used)
+
     def forget_steps(self) -> None:
         """The weights that the last steps have made are given up."""
         self._used = []

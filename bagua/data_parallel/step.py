@@ -36,6 +36,7 @@ from bagua.data_parallel.end_of_backward import EndOfBackward
 from bagua.data_parallel.failures import ending, fatal
 from bagua.data_parallel.optimizer_steps import OptimizerSteps
 from bagua.data_parallel.parameter_errors import (
+    added_parameters,
     changed_parameters,
     converted,
     never_ready,
@@ -97,7 +98,7 @@ class Step:
         self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))
         self._buffers, self._always_broadcasts, self._frozen = buffers, always_broadcasts, tuple(frozen)
         steps = (optimizers, storage, algorithm, self._bucket_group, self.states, self.recorder)
-        self.optimizer_steps = OptimizerSteps(*steps, self._enter_next_stage, self._check_parameters, is_late)
+        self.optimizer_steps = OptimizerSteps(*steps, self._enter_next_stage, self._check_new, is_late)
         is_order_known = earlier is not None and earlier.order == storage.order
         self.new_machine(storage.order if is_order_known else None)
         self._generators: dict[int, tuple[Generator[Any, None, None], Any]] = {}  # by bucket, and what each waits for
@@ -107,7 +108,7 @@ class Step:
         self._model = weakref.ref(model)
         self._is_stage_due = False
         self._is_checked = False  # after the first backward, that the model still has the parameters of the wrap
-        self._began_at_output = True  # else where the first gradient was ready
+        self._began_at_output = True  # the backward under way; else with the first gradient
         self._local_ns: int | None = None  # when a backward inside no_sync began
 
     def new_machine(self, order: Sequence[int] | None) -> None:
@@ -181,15 +182,15 @@ class Step:
 
         Args:
             is_last: no other hook of the parameter is to run, which may change its gradient.
-            may_stay: where it lies, as far as is known.
+            may_stay: False where it has to be copied, because it was made on another stream.
         """
         if not (self.synchronises and self.sends_gradients):
             self.optimizer_steps.local_gradients.add(index)
         if self.synchronises and not self._machine.is_open:
             self._open()
-        if self._postponed is not None:
-            self._take_postponed()
         is_open = self._machine.is_open
+        if is_open and self._postponed is not None:
+            self._take_postponed()
         may_stay = is_open and self._stream.is_current() and may_stay
         if not is_last and is_open and self.sends_gradients:
             self._postponed = (index, parameter, may_stay)
@@ -417,6 +418,7 @@ class Step:
     def _abort(self) -> None:
         """Backward raised before its end: other ranks must not wait for what will never be sent."""
         self._machine.abort()
+        self._postponed = None
         if self.group.size > 1:
             self.group.poison(
                 Aborted(
@@ -487,6 +489,16 @@ class Step:
         error = None if model is None else changed_parameters(model, self.storage, self.group.rank)
         if error is not None:
             raise ending(self.group, error)
+
+    def _check_new(self, optimizer: torch.optim.Optimizer) -> None:
+        """That it steps no parameter which the model has got since the wrap; a single rank has nothing to exchange."""
+        known = self.optimizer_steps.parameter_ids
+        parameters = (p for options in optimizer.param_groups for p in options["params"])
+        others = {id(p) for p in parameters if id(p) not in known and p.requires_grad}
+        model = self._model() if others and self.group.size > 1 else None
+        added = [] if model is None else [name for name, p in model.named_parameters() if id(p) in others]
+        if added:
+            raise ending(self.group, added_parameters(added, self.group.rank))
 
     def _algorithm(self, hook: str) -> fatal:
         return fatal(self.group, hook, self.algorithm.name)

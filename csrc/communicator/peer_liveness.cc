@@ -660,7 +660,7 @@ void Communicator::throw_late(int culprit, const std::string& what, double allow
   throw Error(ErrorKind::kDeadlineExceeded,
               describe(operation) + " of group '" + ranks_.group + "' did not end within " +
                   seconds_text(allowed_seconds) + ": " + what +
-                  " (a longer timeout can be given to init_process_group)",
+                  " (a longer timeout can be given to init_process_group or new_group)",
               culprit, std::string(operation_name(operation.kind)));
 }
 

@@ -38,7 +38,7 @@ if __file__.endswith("train.py"):
 
 
 def run(*command, cwd=None, rank="1", error_file=None, **options):
-    env = {**os.environ, "RANK": rank, "TORCHELASTIC_ERROR_FILE": str(error_file or "")}
+    env = {**os.environ, "RANK": rank, "TORCHELASTIC_ERROR_FILE": str(error_file or ""), **options.pop("env", {})}
     options = {"capture_output": True, "text": True, "timeout": 60, **options}
     return subprocess.run([sys.executable, "-u", *map(str, command)], cwd=cwd, env=env, **options)
 
@@ -263,3 +263,17 @@ def test_a_stream_that_is_closed(script, closed):
     command = f"exec {sys.executable} -u {RANK_PY} {path} {closed}"
     assert subprocess.run(["bash", "-c", command], cwd=path.parent, timeout=60).returncode == 0
     assert (path.parent / "here").exists()
+
+
+def test_a_stream_of_the_sites_own(script):
+    (path := script("import sys; sys.stdout.write(type(sys.stdout).__name__)")).with_name(
+        "sitecustomize.py"
+    ).write_text(
+        "import sys\n"
+        "class Tee:\n"
+        "    def write(self, text): sys.__stdout__.write(text)\n"
+        "    def flush(self): sys.__stdout__.flush()\n"
+        "sys.stdout = Tee()\n"
+    )
+    done = run(RANK_PY, path, env={"PYTHONPATH": str(path.parent)})
+    assert (done.stdout, done.returncode) == ("Tee", 0), done.stderr

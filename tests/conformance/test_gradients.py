@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -276,7 +277,15 @@ def test_activation_checkpoints(pool2, algorithm, use_reentrant):
 @dataclasses.dataclass
 class Output:
     y: torch.Tensor
-    unset: torch.Tensor = dataclasses.field(init=False)
+    other: Any = dataclasses.field(default_factory=list)
+
+
+def _holding_one_another(y):
+    output = Output(y)
+    output.other = [output]
+    for _ in range(2000):
+        output = Output(y, output)
+    return output
 
 
 class _Reentrant(torch.nn.Module):
@@ -296,7 +305,7 @@ class _Reentrant(torch.nn.Module):
 def _packed(rank, world_size):
     with process_group():
         model, plain = wrap(make_net(0, _Reentrant), algorithm="gradient_allreduce"), make_net(0, _Reentrant)
-        for pack in (Output, lambda y: [{"y": (Output(y),)}]):
+        for pack in (Output, lambda y: [{"y": (Output(y),)}], _holding_one_another):
             model.pack = pack
             for step in range(2):
                 model.zero_grad()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 import bagua
+from bagua.errors import BaguaError
 from tests.conformance.training import (
     OF_GRADIENTS,
     batch,
@@ -94,3 +97,52 @@ def _mean_of_what_they_make(rank, world_size):
 
 def test_the_mean_is_that_of_what_they_make(pool2):
     pool2.run(_mean_of_what_they_make)
+
+
+def _that_end_the_wrap(rank, world_size):
+    """In the middle of a backward, which is told as one that is not complete; the next ones are the rank's own."""
+    with process_group():
+        model = make_net()
+        bagua.with_bagua(model, algorithm="gradient_allreduce")
+        handle = model.bagua
+        _hook(model, lambda _: handle.remove())
+        with pytest.raises(BaguaError, match="of 12 parameters have no gradient"):
+            loss_of(model, batch(rank, 0)).backward()
+        assert not hasattr(model, "bagua")
+        model.zero_grad()
+        expected = plain_grads(model, batch(rank, 1))
+        loss_of(model, batch(rank, 1)).backward()
+        assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters() if p.requires_grad)
+
+
+def test_that_end_the_wrap(pool2):
+    pool2.run(_that_end_the_wrap)
+
+
+class _Failure(Exception):
+    pass
+
+
+def _that_raise():
+    """Of a single rank, which goes on: nothing is left of the backward that failed."""
+    with process_group():
+        model = make_net()
+        bagua.with_bagua(model, algorithm="gradient_allreduce")
+        is_failing = True
+
+        def fail(_):
+            if is_failing:
+                raise _Failure
+
+        _hook(model, fail)
+        for rank in range(2):
+            is_failing = rank == 0
+            model.zero_grad()
+            with contextlib.suppress(_Failure):
+                loss_of(model, batch(0, rank)).backward()
+        expected = plain_grads(model, batch(0, 1))
+        assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters() if p.requires_grad)
+
+
+def test_that_raise():
+    bagua.testing.spawn(lambda rank, world_size: _that_raise(), 1)

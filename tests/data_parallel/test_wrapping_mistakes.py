@@ -93,6 +93,32 @@ def test_parameters_that_are_added_in_training(pool2, algorithm, how):
     pool2.run(_added_in_training, args=(algorithm, how))
 
 
+def _no_less_than_before(rank, world_size):
+    """A step before the first backward takes nothing away from what that looks at, and parts may go."""
+    with process_group():
+        model = _net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, find_unused_parameters=True)
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        model[2] = torch.nn.Identity()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        model.bagua.remove()
+        model = _net()
+        bagua.with_bagua(model)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        meet()
+        _append(model)
+        with pytest.raises(BaguaError, match="2 were added, '3.weight' for one"):
+            model(torch.randn(3, 4)).sum().backward()
+
+
+def test_what_a_new_optimizer_is_asked_for_is_that_alone(pool2):
+    pool2.run(_no_less_than_before)
+
+
 def _wrapped_anew(rank, world_size):
     with process_group():
         model = bagua.with_bagua(_net(), algorithm="gradient_allreduce")
