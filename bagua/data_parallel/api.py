@@ -255,8 +255,8 @@ class DistributedDataParallel(torch.nn.Module):
         return self.module(*inputs, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """As ``model.bagua.no_sync()``: backwards inside stay local."""
-        return self.bagua.no_sync()
+        """As ``model.bagua.no_sync()``: backwards inside stay local. In a copy, whose all are, it does nothing."""
+        return self.module.no_sync()
 
     def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
         """Not supported: ranks whose inputs end earlier would leave the others waiting.

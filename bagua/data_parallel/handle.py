@@ -243,10 +243,6 @@ class _NoSync:
 class _CopiedHandle:
     """``bagua`` of a copied or unpickled model, which is an ordinary module."""
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing is synchronised anyway: what calls it, such as the copy of a DistributedDataParallel, may go on."""
-        return contextlib.nullcontext()
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
