@@ -255,7 +255,7 @@ class DistributedDataParallel(torch.nn.Module):
         return self.module(*inputs, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """As ``model.bagua.no_sync()``: backwards inside stay local. In a copy, whose all are, it does nothing."""
+        """As ``model.bagua.no_sync()``: backwards inside stay local. Those of a copy always do."""
         return self.module.no_sync()
 
     def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:

@@ -6,7 +6,10 @@ import torch
 import bagua
 from tests.distributed.worlds import in_worlds, mixed, shm, tcp
 
-pytestmark = pytest.mark.slow("nothing: it takes so many elements to count them")
+pytestmark = [
+    pytest.mark.slow("nothing: it takes so many elements to count them"),
+    pytest.mark.timed,  # one operation takes a quarter of its deadline on two idle cores
+]
 NUMEL = (1 << 31) + 66
 OFFSETS = [0, (1 << 31) - 1, 1 << 31, NUMEL - 1]
 
