@@ -421,7 +421,7 @@ def _hook_gradient(step_ref: weakref.ref[Step], index: int, parameter: torch.nn.
         step = step_ref()
         if step is not None:
             hooks = parameter._post_accumulate_grad_hooks
-            is_last = next(reversed(hooks), own) == own
+            is_last = len(hooks) < 2 or next(reversed(hooks)) == own
             if not is_last and own in hooks:  # else a hook has just ended the wrap
                 hooks[own] = hooks.pop(own)  # move_to_end changes another order than the one that torch follows
             step.gradient_ready(index, parameter, is_last)

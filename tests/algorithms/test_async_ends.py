@@ -6,13 +6,11 @@ import atexit
 import contextlib
 import ctypes
 import itertools
-import logging
 import multiprocessing
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,24 +22,11 @@ from tests.algorithms.quadratic import Quadratic, step_once
 from tests.conformance.training import process_group
 from tests.distributed.worlds import fast_in
 from tests.meeting import meet, wait_until
-
-
-@contextlib.contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """Those of the log "bagua" in the block."""
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("bagua")
-    logger.addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
+from tests.warned import warned
 
 
 def _pause_and_resume(rank, world_size):
-    with process_group(), _warnings() as messages:
+    with process_group(), warned() as messages:
         model = Quadratic()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.0)
@@ -89,7 +74,7 @@ def test_an_interval_too_long_for_the_timeout(pool2):
 
 def _early_end(rank, world_size):
     """Rank 2 ends while the others have two rounds to go."""
-    with process_group(), _warnings() as messages:
+    with process_group(), warned() as messages:
         model = Quadratic()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.3)
@@ -177,7 +162,7 @@ def _train_until(rank, algorithm, error, messages):
 
 def _leave_while_an_exception_is_under_way(rank, world_size, algorithm, error):
     bagua.init_process_group(timeout=_LONG_S)
-    with _warnings() as messages, contextlib.suppress(type(error) if error else ()):
+    with warned() as messages, contextlib.suppress(type(error) if error else ()):
         return _train_until(rank, algorithm, error, messages), messages
     return None, messages
 
@@ -213,7 +198,7 @@ def _second_attempt(rank, world_size):
         raise MemoryError("of the first attempt")
     except MemoryError:
         bagua.init_process_group(timeout=_LONG_S)
-        with _warnings() as messages:
+        with warned() as messages:
             return _train_until(rank, "async", None, messages), messages
 
 
@@ -232,7 +217,7 @@ def _rank_of_multiprocessing(rank, path, how, connection):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.05)
     try:
-        with _warnings() as messages:
+        with warned() as messages:
             num_more = 10
             while num_more > 0:
                 step_once(model, optimizer, rank, 0)
@@ -283,7 +268,7 @@ _STALLED_S = 0.5  # a warning comes after half of the timeout
 
 
 def _an_optimizer_that_does_not_step(rank, world_size):
-    with process_group(), _warnings() as messages:
+    with process_group(), warned() as messages:
         model = torch.nn.ModuleList([Quadratic(), Quadratic()])
         model.forward = lambda c: model[0](c) + model[1](c)
         optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
@@ -306,7 +291,7 @@ def test_an_optimizer_that_does_not_step_is_named(pool2):
 
 
 def _peer_that_does_not_come(rank, world_size):
-    with process_group(), _warnings() as messages:
+    with process_group(), warned() as messages:
         model = Quadratic()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         bagua.with_bagua(model, optimizer, algorithm="async", sync_interval=0.0)

@@ -266,14 +266,14 @@ def test_a_stream_that_is_closed(script, closed):
 
 
 def test_a_stream_of_the_sites_own(script):
-    (path := script("import sys; sys.stdout.write(type(sys.stdout).__name__)")).with_name(
-        "sitecustomize.py"
-    ).write_text(
-        "import sys\n"
-        "class Tee:\n"
-        "    def write(self, text): sys.__stdout__.write(text)\n"
-        "    def flush(self): sys.__stdout__.flush()\n"
-        "sys.stdout = Tee()\n"
-    )
+    path = script("import sys; sys.stdout.write(type(sys.stdout).__name__)")
+    text = """
+        import sys
+        class Tee:
+            def write(self, text): sys.__stdout__.write(text)
+            def flush(self): sys.__stdout__.flush()
+        sys.stdout = Tee()
+    """
+    script(textwrap.dedent(text), "sitecustomize.py")
     done = run(RANK_PY, path, env={"PYTHONPATH": str(path.parent)})
     assert (done.stdout, done.returncode) == ("Tee", 0), done.stderr

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import copy
 import functools
-import logging
 import threading
 import weakref
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from bagua.distributed.work import Work
 from bagua.testing import world as thread_world
 from tests import accelerator
 from tests.distributed.worlds import tcp
+from tests.warned import warned
 
 _seeding = threading.Lock()  # ranks that are threads share torch's generator
 
@@ -784,11 +784,7 @@ def _remove_after_bad_step(group, algorithm):
     x = _inputs(group.rank, 0, device)
     model(x * float("inf") if group.rank else x).square().mean().backward()
     optimizer.step()
-    told = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("bagua").addHandler(handler)
-    try:
+    with warned() as told:
         handle = model.bagua
         handle.remove()
         handle.remove()  # has told
@@ -796,8 +792,6 @@ def _remove_after_bad_step(group, algorithm):
         bagua.with_bagua(model, optimizer, group=group, algorithm=algorithm)
         model(x * float("inf") if group.rank else x).square().mean().backward()
         model.bagua.remove()  # no step has followed
-    finally:
-        logging.getLogger("bagua").removeHandler(handler)
     assert len(told) == 1 and "in the last step a gradient was NaN or Inf on some rank" in told[0], told
 
 
