@@ -54,7 +54,9 @@ def empty(
         A contiguous tensor of that shape, zeroed despite the name, because the kernel zeroes new memory.
 
     Raises:
-        InvalidArgument: the shape is none of whole numbers that are not negative.
+        InvalidArgument: the shape is none of whole numbers that are not negative, or of more bytes than there are
+            addresses.
+        TransportError: the system has no shared memory of that size.
     """
     try:
         shape = [operator.index(extent) for extent in (size[0] if len(size) == 1 and np.ndim(size[0]) else size)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
@@ -196,6 +197,8 @@ class ProcessGroup:
         item_bytes = dtype.itemsize
         if numel < 0:
             raise InvalidArgument(f"numel {numel} is negative")
+        if numel * item_bytes > sys.maxsize:
+            raise InvalidArgument(f"{numel} elements of {dtype} are more bytes than a process can address; make less")
         if numel == 0 or len(self.local_ranks) == 1 or torch.device(device).type != "cpu":
             return torch.zeros(numel, dtype=dtype, device=device)
         return torch.frombuffer(_C.SharedMemory(numel * item_bytes), dtype=dtype, count=numel)

@@ -175,7 +175,9 @@ def graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequence
 def _graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor]) -> fx.GraphModule:
     make = functools.partial(make_fx, tracing_mode="fake", _allow_non_fake_inputs=True)
     try:
-        first = _without_dead_nodes(make(lambda *xs: tuple(function(*xs)))(*examples))
+        # With a table, though an empty one: without one torch 2.14 makes an alias of detach, through which the
+        # derivatives of the graph would pass.
+        first = _without_dead_nodes(make(lambda *xs: tuple(function(*xs)), decomposition_table={})(*examples))
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         _refuse_values(str(getattr(error, "func", "a branch")))
     for node in first.graph.nodes:

@@ -110,7 +110,7 @@ Verdict judge_end(const GroupRanks& ranks, const ChainEnd& end, const std::strin
   switch (end.state) {
     case ChainEnd::kIsNotWaiting: {
       const std::string last = end.last_finished.kind == OperationKind::kNone
-                                   ? "and has finished none before"
+                                   ? "it has finished none before"
                                    : "its last was " + describe(end.last_finished);
       if (end.operation.kind != OperationKind::kNone) {
         return {culprit, true, before + who + " is in " + describe(end.operation) + ", " + last};

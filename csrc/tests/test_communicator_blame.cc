@@ -53,7 +53,7 @@ TEST(Blame, TheEndOfAChain) {
     int culprit, unreachable, witness;
     const char* says;
   } cases[] = {
-      {chain_end(ChainEnd::kIsNotWaiting, 12), 2, -1, -1, "rank 2 has not called it; and has finished none before"},
+      {chain_end(ChainEnd::kIsNotWaiting, 12), 2, -1, -1, "rank 2 has not called it; it has finished none before"},
       {chain_end(ChainEnd::kHasNoGroup, 12), 2, -1, -1, "rank 2 has not made the group 'trio'"},
       {chain_end(ChainEnd::kHasLeftGroup, 12, 10), 2, -1, -1,
        "rank 2 has destroyed the group in which rank 0 waits for it"},

@@ -160,7 +160,7 @@ TEST_P(Faults, ALatePeerIsNamedWithWhatItDidLast) {
   EXPECT_EQ(first->rank(), 1);
   EXPECT_CONTAINS(std::string(first->what()),
                   "all_reduce #1 of 1 uint8 (SUM) of group 'test' did not end within 0.05 s: rank 1 has not called it; "
-                  "and has finished none before, and it is not in a collective now");
+                  "it has finished none before, and it is not in a collective now");
   communicators[1]->begin(stamp(8, 99, OperationKind::kBroadcast), Deadline::after(1s));
   communicators[1]->end();
   const auto second = error_of_recv(*communicators[0], 1, 50ms);
@@ -307,7 +307,7 @@ TEST_P(Faults, ARankThatStandsInAnotherGroupIsNamedWithIt) {
   ASSERT_TRUE(error);
   EXPECT_EQ(error->rank(), 1);
   EXPECT_CONTAINS(std::string(error->what()),
-                  "rank 1 has not called it; and has finished none before, and it is in all_reduce #3 of 1 uint8 (SUM) "
+                  "rank 1 has not called it; it has finished none before, and it is in all_reduce #3 of 1 uint8 (SUM) "
                   "of group 'test' now");
 }
 
@@ -342,7 +342,7 @@ TEST_P(Faults, TheCauseThatTheNextInTheChainFindsWins) {
     const auto error = error_of(failure);
     ASSERT_TRUE(error);
     EXPECT_EQ(error->rank(), 2);
-    EXPECT_CONTAINS(std::string(error->what()), "rank 2 has not called it; and has finished none before");
+    EXPECT_CONTAINS(std::string(error->what()), "rank 2 has not called it; it has finished none before");
   }
 }
 

@@ -76,6 +76,8 @@ def check_empty(rank, world_size):
     assert bagua.empty((2, 0)).shape == (2, 0) and bagua.empty().shape == ()
     with pytest.raises(bagua.InvalidArgument, match="negative"):
         bagua.empty(-1)
+    with pytest.raises(bagua.InvalidArgument, match="more bytes than a process can address"):
+        bagua.empty(2**61)
     return _C.is_shared(x.data_ptr(), x.nbytes)
 
 

@@ -152,7 +152,7 @@ def check_names(world, culprit, how, num_before, operation, path):
     """Everybody names the culprit and the operation as it was called; somebody says what the culprit does instead."""
     stops, called = how == "stopped", CALLED[operation]
     expect_exit = {culprit: signal.SIGSTOP} if stops else None
-    last = f"its last was {called.format(num_before)}" if num_before else "and has finished none before"
+    last = f"its last was {called.format(num_before)}" if num_before else "it has finished none before"
     whats = [f"rank {culprit} " + (_STOPPED if stops else f"has not called it; {last}")]
     arguments = (culprit, stops, num_before, path, operation)
     results = spawn_in(world, be_stopped_or_late, *arguments, expect_exit=expect_exit)

@@ -86,6 +86,13 @@ def written(x, y):
 
 
 @federated.program(clients=3)
+def partly_held(x, y):
+    """Of what clients compute a part counts as constant."""
+    mapped = federated.map_fn(lambda x, y: ((x * y).detach() * x).sin(), (federated.broadcast(x), y))
+    return (federated.reduce_mean(mapped) * x.detach()).sum()
+
+
+@federated.program(clients=3)
 def partly_moving(x, y):
     """Of a reduction and of a broadcast only some values have tangents; integers become floating outside of a map."""
     near = federated.map_fn(lambda x, y: (x * y > 0).long(), (federated.broadcast(x), y))
@@ -145,13 +152,15 @@ FUNCTIONS = {  # with the verbs that are left when unused ones are removed
     "tangent of within": (lambda x, y: jvp(lambda x: within(x, y), (x,), (X,)), None),
     "written": (written, [BROADCAST, MEAN]),
     "gradient of written": (grad(written), [BROADCAST, BROADCAST, SUM]),
+    "held": (partly_held, [BROADCAST, MEAN]),
+    "gradient of held": (grad(partly_held), [BROADCAST, BROADCAST, SUM]),
     "tangent of some": (lambda x, y: jvp(lambda x: partly_moving(x, y), (x,), (X,)), None),
 }
 
 
 FAST = (
     "value", "gradient", "Hessian", "gradient of weighted", "outside of maps", "of constants", "within",
-    "tangent of some", "gradient of written",
+    "tangent of some", "gradient of written", "gradient of held",
 )  # fmt: skip
 
 
@@ -172,7 +181,7 @@ def test_a_graph_is_the_program(name):
     torch.testing.assert_close(loaded(x, y), graph(x, y), rtol=0, atol=0)
 
 
-@fast_in("name", ["value", "written"], ["value", "weighted", "within", "written"])
+@fast_in("name", ["value", "written", "held"], ["value", "weighted", "within", "written", "held"])
 def test_a_graph_is_differentiated_again(name, tmp_path):
     function, _ = FUNCTIONS[name]
     graph_of(name).save(tmp_path / "graph")
