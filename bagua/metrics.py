@@ -159,14 +159,13 @@ class PrometheusCollector:
     """
 
     def __init__(self, models: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
-        core = _prometheus("PrometheusCollector")
         if not isinstance(models, Mapping):
             models = {type(models).__name__: models}
         if not models:
             raise InvalidArgument("models is empty, expected a wrapped model, or several by name")
         for model in models.values():
             values(model)  # refuses one that is not wrapped
-        self._core = core
+        self._core = _prometheus("PrometheusCollector")
         self._models = {name: weakref.ref(model) for name, model in models.items()}
 
     def describe(self) -> list[Any]:
