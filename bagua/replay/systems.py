@@ -297,9 +297,8 @@ def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
     optimizer = _optimizer_of(name, parameters)
     forward: torch.nn.Module = model
     if name in DDP_HOOKS:
-        options = {"gradient_as_bucket_view": True, **options}
-        if "init_sync" in inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters:  # not in torch 2.4
-            options.setdefault("init_sync", False)
+        defaults = {"gradient_as_bucket_view": True, "init_sync": False}  # torch 2.4 knows no init_sync
+        options = {name: value for name, value in defaults.items() if name in _DDP_OPTIONS} | options
         forward = torch.nn.parallel.DistributedDataParallel(model, **options)
         if DDP_HOOKS[name] is not None:
             forward.register_comm_hook(None, DDP_HOOKS[name])

@@ -65,7 +65,7 @@ def create(options: Any, backend_options: object | None) -> TorchProcessGroup:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if len(ranks) < _world_size(options) and not _is_shared():
         return _create_alone(options, ranks)
-    everybody = _share_world(options)
+    everybody = _share_world(options, ranks)
     # Not by options.group_id: with use_local_synchronization it depends on how many other groups a rank is in.
     name = _name(ranks)
     _uses[name] += 1
@@ -91,12 +91,21 @@ def _is_shared() -> bool:
     return world.is_initialized() and world.get_default_group() is not _opened
 
 
+def _store_of(options, ranks: list[int]) -> dist.Store:
+    """Where the members of a group meet; not options.store, except of the default group.
+
+    Its keys contain torch's name of the group, on which the members may disagree (see create), and may hold what an
+    earlier group of that name wrote. Groups of the same ranks are counted in torch's default store.
+    """
+    if not options.global_ranks_in_group:
+        return options.store
+    shared = dist.PrefixStore(f"bagua/{_name(ranks)}", c10d._get_default_store())
+    return dist.PrefixStore(f"{shared.add(f'turn of {options.group_rank}', 1)}", shared)
+
+
 def _create_alone(options, ranks: list[int]) -> TorchProcessGroup:
     """A group with an endpoint of its own."""
-    # Not options.store: its keys contain torch's name of the group, on which the members may disagree (see create), and
-    # may hold what an earlier group of that name wrote. Groups of the same ranks are counted in torch's default store.
-    shared = dist.PrefixStore(f"bagua/{_name(ranks)}", c10d._get_default_store())
-    store = dist.PrefixStore(f"{shared.add(f'turn of {options.group_rank}', 1)}", shared)
+    store = _store_of(options, ranks)
     try:
         group, close = bootstrap_alone(store, ranks, dist.get_rank(), dist.get_world_size(), options.timeout)
     except BaguaError as error:
@@ -111,7 +120,7 @@ def _create_alone(options, ranks: list[int]) -> TorchProcessGroup:
     return made
 
 
-def _share_world(options) -> ProcessGroup:
+def _share_world(options, ranks: list[int]) -> ProcessGroup:
     """bagua's default group; initialises bagua if it is not."""
     global _opened
     is_default = not options.global_ranks_in_group
@@ -125,7 +134,7 @@ def _share_world(options) -> ProcessGroup:
                 f"{size}; they must be the same"
             )
         return group
-    world.init_process_group(store=options.store, rank=rank, world_size=size, timeout=options.timeout)
+    world.init_process_group(store=_store_of(options, ranks), rank=rank, world_size=size, timeout=options.timeout)
     _opened = world.get_default_group()
     _uses.clear()
     return _opened
