@@ -161,7 +161,9 @@ class _ModularSum(torch.autograd.Function):
 def _last(function: Any, dims: tuple, values: tuple, *arguments: Any) -> tuple:
     """The function with the batch's axis at the end, so that the clients' one stays the first."""
     moved = [x if dim is None else x.movedim(dim, -1) for x, dim in zip(values, dims, strict=True)]
-    return function.apply(*arguments, *moved), tuple(None if dim is None else -1 for dim in dims)
+    results = function.apply(*arguments, *moved)
+    # Not -1, which older torches (2.9) take for another axis.
+    return results, tuple(None if dim is None else x.dim() - 1 for x, dim in zip(results, dims, strict=True))
 
 
 @torch.compiler.disable

@@ -334,11 +334,7 @@ class _Conversion:
 
     def _constant(self, node: fx.Node, tensor: torch.Tensor) -> Value:
         if not isinstance(tensor, torch.Tensor):
-            raise InvalidArgument(
-                f"the traced function uses a {type(tensor).__name__}, which a graph cannot keep{_line_of(node)}: draw "
-                "outside of it, such as with federated.sampling.per_client, and make the numbers an argument; or "
-                "without a generator, after torch.manual_seed"
-            )
+            raise traced.unkept(type(tensor).__name__, _line_of(node))
         title = f"constant_{len(self._constants)}"
         self._constants[title] = tensor.detach()
         result = self._value(title, tensor, None, None, True)

@@ -180,6 +180,10 @@ def _graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequenc
         first = _without_dead_nodes(make(lambda *xs: tuple(function(*xs)), decomposition_table={})(*examples))
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         _refuse_values(str(getattr(error, "func", "a branch")))
+    except NotImplementedError as error:  # of torch 2.9, where later ones trace it
+        if "Generator" in str(error):
+            raise unkept("Generator", "") from None
+        raise
     for node in first.graph.nodes:
         if isinstance(like := node.meta.get("val"), torch.Tensor) and not all(isinstance(d, int) for d in like.shape):
             _refuse_values(str(node.target))
@@ -218,6 +222,15 @@ def _refuse_values(what: str) -> NoReturn:
         f"the traced function runs {what}, for which a tensor's values must be known, and only shapes are: use "
         "torch.where instead of a branch or of indices by a mask, and tensors instead of .item()"
     ) from None
+
+
+def unkept(kind: str, where: str) -> InvalidArgument:
+    """The error about an object that a function uses, such as a Generator."""
+    return InvalidArgument(
+        f"the traced function uses a {kind}, which a graph cannot keep{where}: draw outside of it, such as with "
+        "federated.sampling.per_client, and make the numbers an argument; or without a generator, after "
+        "torch.manual_seed"
+    )
 
 
 def _writes(node: fx.Node) -> bool:
