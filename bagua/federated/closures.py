@@ -41,7 +41,7 @@ _TORCHS = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LEVEL = "_bagua_level"  # an attribute: the level of the innermost client function that made the tensor
 # They give something other than a value that a gradient flows through.
 _READ = {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel}
-_DETACH = {torch.Tensor.detach, torch.detach}
+_DETACH = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}
 _COMMUNICATION = {
     "torch.distributed.distributed_c10d",
     *(f"torch._ops.{name}" for name in ("c10d", "_c10d_functional", "_c10d_functional_autograd")),
@@ -82,16 +82,22 @@ class ClosureCheck(TorchFunctionMode):
                 "share a client communicate inside, by federated.copy_to_group and reduce_from_group"
             )
         given = _tensors_in([*args, *kwargs.values()])
-        if function not in _READ and not _reads_attribute(function):
-            is_followed = torch.is_grad_enabled() and function not in _DETACH
-            for tensor in given:
-                self.check(tensor, is_followed)
+        is_read = function in _READ or _reads_attribute(function)
+        is_followed = torch.is_grad_enabled() and function not in _DETACH
+        if not is_read:
+            self._check_all(given, is_followed)
         result = in_clients(function)(*args, **kwargs)
+        if is_read and isinstance(result, torch.Tensor):  # such as Tensor.T, which is a view
+            self._check_all(given, is_followed)
         # torch.compile lets no one set an attribute of what is in a list; that is checked when it is used.
         for tensor in [result] if torch.compiler.is_compiling() else _tensors_in([result]):
             if isinstance(tensor, torch.Tensor):
                 self._set_level(tensor, given)
         return result
+
+    def _check_all(self, tensors: list[torch.Tensor], is_followed: bool) -> None:
+        for tensor in tensors:
+            self.check(tensor, is_followed)
 
     def check(self, tensor: torch.Tensor, is_followed: bool = True) -> None:
         """Of what an operation uses, or the client function returns; `is_followed` says whether a gradient follows."""

@@ -94,9 +94,19 @@ _by_identity: dict[tuple, Placement] = {}
 _by_key: dict[str, Placement] = {}
 
 
-def _intern(name: str, size: int, num_local: int, program: str, group: ProcessGroup | None) -> Placement:
-    """One object for equal placements: compiled code and graphs hold its key."""
-    identity = (name, size, num_local, program, None if group is None else id(group))
+def _intern(
+    name: str,
+    size: int,
+    num_local: int,
+    program: str,
+    group: ProcessGroup | None,
+    by_rank: tuple[int, ...] | None = None,
+) -> Placement:
+    """One object for equal placements: compiled code and graphs hold its key.
+
+    With the numbers of all ranks, where they are given: one that keeps its number agrees anew with those that do not.
+    """
+    identity = (name, size, num_local, program, None if group is None else id(group), by_rank)
     with _lock:
         known = _by_identity.get(identity)
         if known is None or (group is not None and known._group() is not group):  # an id may come again
@@ -275,7 +285,7 @@ def program(
         group: the ranks that hold the clients; by default the default group, or this process alone where
             init_process_group was not called, and inside of another program's client function.
         num_local: how many clients this rank holds, or a number for each rank; 0 is allowed. By default they are spread
-            evenly, the first ranks one more.
+            evenly, the first ranks one more. Where the numbers change from call to call, give those of all ranks.
         sizes: the placement's name and its number of clients, such as ``clients=100``.
 
     Example:
@@ -304,8 +314,9 @@ def program(
     def nested(within: tuple[str, ...]) -> Placement:
         ranks = _ranks_of(group, within)
         trace = None if torch.compiler.is_compiling() else trace_in_force.get()
+        by_rank = None if num_local is None or isinstance(num_local, int) else tuple(num_local)
         placement = _intern(
-            name, size, _local_of(size, num_local, ranks, name), title, ranks if trace is None else None
+            name, size, _local_of(size, num_local, ranks, name), title, ranks if trace is None else None, by_rank
         )
         if trace is not None:
             trace.add_program(placement, functools.partial(program, group=group, num_local=num_local))

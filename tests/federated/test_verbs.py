@@ -660,6 +660,11 @@ def captures(x, lr):
     return federated.reduce_mean(federated.map_fn(lambda x, y: lr * (x - y).sum(), (federated.broadcast(x), Y)))
 
 
+def captures_a_view(x, lr):
+    """By an attribute."""
+    return federated.reduce_mean(federated.map_fn(lambda x, y: lr.T * (x - y).sum(), (federated.broadcast(x), Y)))
+
+
 def captures_in_a_node(x, lr):
     return federated.map_reduce(lambda x, y: grad(lambda z: (z * x * y).sum())(lr), (federated.broadcast(x), Y))
 
@@ -674,7 +679,12 @@ def captures_of_a_client(x, lr):
     return federated.reduce_mean(federated.map_fn(captures_within, (federated.broadcast(lr), Y)))
 
 
-CAPTURING = {"two verbs": captures, "a node": captures_in_a_node, "a program within": captures_of_a_client}
+CAPTURING = {
+    "two verbs": captures,
+    "a view": captures_a_view,
+    "a node": captures_in_a_node,
+    "a program within": captures_of_a_client,
+}
 
 
 def ways_to_a_closure(body):
@@ -693,6 +703,7 @@ def ways_to_a_closure(body):
     }
 
 
+@pytest.mark.filterwarnings("ignore:Tensor.T is deprecated on 0-D")
 @pytest.mark.parametrize("body", CAPTURING)
 def test_a_gradient_through_a_closure_is_refused(body):
     body = CAPTURING[body]
@@ -705,6 +716,7 @@ def test_a_gradient_through_a_closure_is_refused(body):
         program(X, lr.clone().requires_grad_())
 
 
+@pytest.mark.filterwarnings("ignore:Tensor.T is deprecated on 0-D")
 @fast_in("way", ["grad"], list(ways_to_a_closure(captures)))
 @fast_in("body", ["two verbs"], list(CAPTURING))
 def test_torch_compile_refuses_it_too(body, way):
