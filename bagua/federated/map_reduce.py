@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from bagua.errors import InvalidArgument
 from bagua.federated.closures import current_level
 from bagua.federated.operators import call
-from bagua.federated.placement import current
+from bagua.federated.placement import Placement, current
+from bagua.federated.randomness import draw_for_rank, rewind
 from bagua.federated.traced import tracing
 from bagua.federated.verbs import (
     Tree,
@@ -38,6 +39,7 @@ from bagua.federated.verbs import (
     run_client,
     shared_of,
     splat,
+    stand_in,
     times_weight,
     widened,
 )
@@ -114,17 +116,17 @@ def map_reduce(
         wide = [widened(leaf) if reduce == "mean" else leaf for leaf in mapped]
         return tuple(leaf.sum(0, dtype=leaf.dtype) for leaf in wide)
 
-    node = Node(of_chunk, is_shared, None, chunk_size, clients.num_local)
+    node = Node(of_chunk, is_shared, None, chunk_size, clients, randomness)
     if _is_differentiated(inputs):
         # One client, outside of the node: whoever takes tensors from around the function is found where they come from.
-        probe = [x if is_one else first_or_zeros(x) for x, is_one in zip(inputs, is_shared, strict=True)]
+        probe = [x if is_one else first_of(x) for x, is_one in zip(inputs, is_shared, strict=True)]
         results = torch.func.vmap(functools.partial(of_one, seen), dims, randomness="same")(*probe)
         check(pytree.tree_unflatten(list(results), seen[0]), verb)
         results = node._replace(is_sum=(True,) * len(results))(*inputs)
     else:
         results = node.compute(inputs)
         check(pytree.tree_unflatten(list(results), seen[0]), verb)
-    results = [x.to(dtype) for x, dtype in zip(across(verb, results, clients), seen[1], strict=True)]
+    results = [x.to(dtype) for x, dtype in zip(across(verb, results, clients, seen[0]), seen[1], strict=True)]
     return pytree.tree_unflatten(results, seen[0])
 
 
@@ -166,9 +168,9 @@ def _flat(function: Callable, clients: Any, structure: Any, seen: list, *leaves:
     return tuple(flat)
 
 
-def first_or_zeros(leaf: torch.Tensor) -> torch.Tensor:
-    """The first client's, with the clients' axis, or zeros of its shape where there is none."""
-    return leaf[:1] if leaf.shape[0] else leaf.new_zeros((1, *leaf.shape[1:]))
+def first_of(leaf: torch.Tensor) -> torch.Tensor:
+    """The first client's, with the clients' axis, or what stands for it where there is none."""
+    return leaf[:1] if leaf.shape[0] else stand_in(leaf)
 
 
 class Node(NamedTuple):
@@ -179,28 +181,36 @@ class Node(NamedTuple):
         is_shared: by input.
         is_sum: by output; the others are placed. None: all of them are.
         chunk_size: None for all clients at once.
-        num_clients: on this rank.
+        clients: whose function it is.
+        randomness: as of map_fn.
     """
 
     of_chunk: Callable[..., Tensors]
     is_shared: tuple[bool, ...]
     is_sum: tuple[bool, ...] | None
     chunk_size: int | None
-    num_clients: int
+    clients: Placement
+    randomness: str
 
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
         return _Function.apply(self, *inputs)
 
     def compute(self, inputs: Sequence[torch.Tensor]) -> Tensors:
         """Chunk by chunk: sums add up, placed outputs follow one another."""
-        if not self.num_clients:
-            # What one client of zeros would give, less its values: of the structure that the other ranks have.
-            results = self.of_chunk(*self._part(inputs, first_or_zeros))
+        return draw_for_rank(self.clients, self.randomness, inputs, lambda: self._compute(inputs))
+
+    def _compute(self, inputs: Sequence[torch.Tensor]) -> Tensors:
+        if not self.clients.num_local:
+            # What one client would give, less its values: of the structure that the other ranks have.
+            results = self.of_chunk(*self._part(inputs, first_of))
             return tuple(torch.zeros_like(x) if one else x[:0] for x, one in self._with_kind(results))
         totals: list[Any] = []
         dtypes: list[torch.dtype] = []
-        step = self.chunk_size or self.num_clients
-        for begin in range(0, self.num_clients, step):
+        step = self.chunk_size or self.clients.num_local
+        begin_draws = rewind(inputs) if self.randomness == "same" and step < self.clients.num_local else None
+        for begin in range(0, self.clients.num_local, step):
+            if begin and begin_draws is not None:
+                begin_draws()
             chunk = self._part(inputs, lambda x, begin=begin: x[begin : begin + step])
             for index, (result, is_sum) in enumerate(self._with_kind(self.of_chunk(*chunk))):
                 if not begin:
@@ -276,7 +286,8 @@ class _Function(torch.autograd.Function):
                 (*node.is_shared, *(node.is_sum[i] for i in given)),
                 tuple(node.is_shared[i] for i in wanted),
                 node.chunk_size,
-                node.num_clients,
+                node.clients,
+                node.randomness,
             )
             for index, result in zip(wanted, derivative(*inputs, *(cotangents[i] for i in given)), strict=True):
                 results[index] = result

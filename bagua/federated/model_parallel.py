@@ -62,4 +62,4 @@ def reduce_from_group(value: Tree, group: ProcessGroup) -> Tree:
 
 def _over(operator: str, verb: str, value: Tree, group: ProcessGroup) -> Tree:
     leaves, structure = pytree.tree_flatten(check_tensors(value, verb))
-    return pytree.tree_unflatten(across(operator, leaves, shards(group, mapping())), structure)
+    return pytree.tree_unflatten(across(operator, leaves, shards(group, mapping()), structure), structure)

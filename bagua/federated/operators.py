@@ -28,7 +28,7 @@ import torch
 
 from bagua.errors import InternalError, InvalidArgument
 from bagua.federated.placement import Placement, local_placement, placement_of
-from bagua.federated.reduction import sum_over_ranks
+from bagua.federated.reduction import Leaves, reduced, reducing, sum_over_ranks
 
 NAMESPACE = "bagua_federated"
 Tensors = list[torch.Tensor]
@@ -145,12 +145,16 @@ _OPERATORS = {name: _define(name) for name in _RULES}
 # ---- their derivatives
 
 
-def _of_present(function: Callable[[Tensors], Tensors], tensors: Sequence[torch.Tensor | None]) -> Tensors:
-    """function(the tensors that are not None), with None where they are None."""
+def _of_present(
+    function: Callable[[Tensors], Tensors], tensors: Sequence[torch.Tensor | None], leaves: Leaves | None
+) -> Tensors:
+    """function(the tensors that are not None), with None where they are None; `leaves` are all that they are of."""
     there = [i for i, tensor in enumerate(tensors) if tensor is not None]
     results: list = [None] * len(tensors)
     if there:
-        for index, result in zip(there, function([tensors[i] for i in there]), strict=True):
+        with reducing(None if leaves is None else leaves.select(there)):
+            found = function([tensors[i] for i in there])
+        for index, result in zip(there, found, strict=True):
             results[index] = result
     return results
 
@@ -160,18 +164,18 @@ def _methods(name: str) -> dict[str, staticmethod]:
     transpose = _RULES[name][1]
 
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.key = inputs[1]
+        ctx.key, ctx.leaves = inputs[1], reduced()
         ctx.likes = [(value.shape, value.dtype, value.device) for value in inputs[2:]]
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
-        return (None, None, *_of_present(lambda there: transpose(there, ctx.key), cotangents))
+        return (None, None, *_of_present(lambda there: transpose(there, ctx.key), cotangents, ctx.leaves))
 
     def jvp(ctx: Any, _forward: Any, _key: Any, *tangents: torch.Tensor | None) -> tuple:
         # torch 2.13 makes float64 tangents of numbers without axes, whatever their primals are.
         cast = [t if t is None else t.to(like[1]) for t, like in zip(tangents, ctx.likes, strict=True)]
         rule = (lambda there: there) if name == "check_total" else lambda there: call(name, there, ctx.key)
-        results = _of_present(rule, cast)
+        results = _of_present(rule, cast, ctx.leaves)
         for index, (shape, dtype, device) in enumerate(ctx.likes):
             if results[index] is None:  # torch wants all or none
                 results[index] = torch.zeros(shape, dtype=dtype, device=device)

@@ -6,12 +6,15 @@ device that the leaves are on. Nothing here knows of derivatives.
 
 from __future__ import annotations
 
+import contextvars
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
 from bagua.distributed import consensus
 from bagua.distributed.devices import common_device
@@ -75,6 +78,42 @@ class Like(NamedTuple):
         return f"{list(self.shape)} {self.dtype}" + (f" on {self.device_type}" if self.device_type != "cpu" else "")
 
 
+class Leaves(NamedTuple):
+    """Which leaves of which pytree the values of a reduction are: ranks must not add up one's a and another's b."""
+
+    structure: pytree.TreeSpec
+    indices: tuple[int, ...]
+
+    def select(self, positions: Sequence[int]) -> Leaves:
+        """Those at these positions."""
+        return Leaves(self.structure, tuple(self.indices[position] for position in positions))
+
+    def paths(self) -> list[str]:
+        """Such as "['weight']"; "" of a tensor by itself."""
+        numbers = pytree.tree_unflatten(list(range(self.structure.num_leaves)), self.structure)
+        by_leaf = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(numbers)[0]]
+        return [by_leaf[index] for index in self.indices]
+
+
+# Of the values that are reduced, where it is known.
+_reduced: contextvars.ContextVar[Leaves | None] = contextvars.ContextVar("bagua_reduced", default=None)
+
+
+def reduced() -> Leaves | None:
+    """What `reducing` says."""
+    return _reduced.get()
+
+
+@contextmanager
+def reducing(leaves: Leaves | None) -> Iterator[None]:
+    """While it runs the values of reductions are these leaves."""
+    token = _reduced.set(leaves)
+    try:
+        yield
+    finally:
+        _reduced.reset(token)
+
+
 def agree(placement: Placement, values: Sequence[Like], verb: str) -> int:
     """Compares the program and the shapes with the other ranks', the first time that they run here.
 
@@ -85,20 +124,23 @@ def agree(placement: Placement, values: Sequence[Like], verb: str) -> int:
     Raises:
         InvalidArgument: on all ranks, naming the first that differs.
     """
-    shapes = (verb, *values)
-    if placement.is_agreed and shapes in placement.agreed:
-        return placement.agreed[shapes]
+    leaves = _reduced.get()
+    shapes = (verb, leaves, *values)
+    known = placement.agreed.get(shapes) if placement.is_agreed else None
+    if known is not None:
+        return known
 
     def describe() -> tuple[int, dict[str, str]]:
         described = {"the program": placement.program, "the clients": f"{placement.size} {placement.name}"}
         described["the verb"] = verb
         described["how many tensors it reduces"] = str(len(values))
-        for index, value in enumerate(values):
-            described[f"tensor {index} of a client"] = str(value)
+        paths = [""] * len(values) if leaves is None else leaves.paths()
+        for index, (path, value) in enumerate(zip(paths, values, strict=True)):
+            described[f"tensor {index} of a client"] = f"{path} {value}".strip()
         return _subject_of(described), described
 
     with placement.everywhere():
-        remedy = "run the same program with values of the same shapes on all ranks"
+        remedy = "run the same program with values of the same names, in their order, and shapes on all ranks"
         subject = consensus.agree(placement.group, describe, remedy)
         _count(placement)
     placement.is_agreed = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from bagua.errors import InvalidArgument
 from bagua.federated.closures import check_closures
 from bagua.federated.operators import call
 from bagua.federated.placement import Frame, Placement, current, run_in
+from bagua.federated.randomness import draw_for_rank
+from bagua.federated.reduction import Leaves, reducing
 from bagua.federated.traced import Spec, Trace, tracing
 from bagua.federated.traced import call as traced_call
 
@@ -36,7 +39,7 @@ def broadcast(value: Tree, *, placement: str | None = None) -> Tree:
     """
     clients = current(placement, "broadcast")
     leaves, structure = pytree.tree_flatten(check_tensors(value, "broadcast"))
-    placed = across("broadcast", leaves, clients)
+    placed = across("broadcast", leaves, clients, structure)
     if not tracing():
         placed = [_expand(leaf, clients) for leaf in placed]
     return pytree.tree_unflatten(placed, structure)
@@ -77,8 +80,10 @@ def reduce_weighted_mean(
     Args:
         value: placed values, ``[num_local, ...]`` each.
         weights: ``[num_local]``; the mean is differentiable in them.
-        mask: ``[num_local]`` of bools: who takes part. What the others have does not count, whatever it is. Weights and
-            mask may be tensors of the CPU where the values are on a device.
+        mask: ``[num_local]`` of bools: who takes part. What the others have does not count, whatever it is; their
+            client functions get cotangents of 0, which become NaN where a derivative is NaN or infinite: replace their
+            data (torch.where) before map_fn. Weights and mask may be tensors of the CPU where the values are on a
+            device.
 
     Returns:
         ``[...]`` of the same structure and dtypes, equal on all ranks.
@@ -96,8 +101,10 @@ def reduce_weighted_mean(
     if mask is not None and mask.dtype is not torch.bool:
         raise InvalidArgument(f"{verb}: mask of {mask.dtype}, expected torch.bool")
     weights, masks = beside(leaves, weights), [] if mask is None else [beside(leaves, mask)]
-    weighted = map_fn(_weigh, (leaves, weights, masks), placement=placement)
-    *sums, total = reduce_sum(weighted, placement=placement)
+    *weighted, weights = map_fn(_weigh, (leaves, weights, masks), placement=placement)
+    # In the caller's structure, whose names the ranks compare.
+    value, total = reduce_sum((pytree.tree_unflatten(weighted, structure), weights), placement=placement)
+    sums = pytree.tree_leaves(value)
     (total,) = call("check_total", [total], clients.key)
     means = [divided(one, total).to(leaf.dtype) for one, leaf in zip(sums, leaves, strict=True)]
     return pytree.tree_unflatten(means, structure)
@@ -148,7 +155,9 @@ def map_fn(
             through its arguments only: ``federated.broadcast`` them.
         arguments: placed values; a plain tuple is splatted, anything else, a NamedTuple too, is one argument.
         chunk_size: how many clients are computed at a time; None: all.
-        randomness: of the function: "error", "different" for each client or the "same"; see torch.func.vmap.
+        randomness: of the function: "error", "different" for each client or the "same" for those of a rank; see
+            torch.func.vmap. What is different depends on how the clients are spread over the ranks, and under
+            torch.compile ranks with one seed draw alike: ``federated.sampling.per_client`` does neither.
 
     Returns:
         What the function returns, with the clients' axis first.
@@ -169,12 +178,22 @@ def map_fn(
         return _trace_map(trace, function, splatted, clients, randomness)
     of_one = functools.partial(run_client, function, clients, "map_fn")
     of_all = torch.func.vmap(of_one, chunk_size=chunk_size, randomness=randomness)
-    if clients.num_local:
-        return of_all(*splatted)
     # Not every operation can be batched over nothing. One client that is dropped again keeps what is differentiated,
-    # and so the collectives, as on ranks that have clients. (torch.cat loses tangents of what has no other axis.)
-    results = of_all(*pytree.tree_map(lambda leaf: pad(leaf, [0, 0] * (leaf.dim() - 1) + [0, 1]), splatted))
-    return pytree.tree_map(lambda leaf: leaf[:0], results)
+    # and so the collectives, as on ranks that have clients.
+    given = splatted if clients.num_local else pytree.tree_map(stand_in, splatted)
+    results = draw_for_rank(clients, randomness, pytree.tree_leaves(given), lambda: of_all(*given))
+    return results if clients.num_local else pytree.tree_map(lambda leaf: leaf[:0], results)
+
+
+def stand_in(leaf: torch.Tensor) -> torch.Tensor:
+    """One client's values where a rank has none, ``[0, ...]`` -> ``[1, ...]``: zeros, identities where they are square.
+
+    torch.linalg refuses to invert zeros.
+    """
+    padded = pad(leaf, [0, 0] * (leaf.dim() - 1) + [0, 1])  # torch.cat loses tangents of what has no other axis
+    if leaf.dim() > 2 and leaf.shape[-1] == leaf.shape[-2] and (leaf.is_floating_point() or leaf.is_complex()):
+        padded = padded + torch.eye(leaf.shape[-1], dtype=leaf.dtype, device=leaf.device)
+    return padded
 
 
 def splat(arguments: Tree) -> tuple:
@@ -270,20 +289,26 @@ def check_options(chunk_size: Any, randomness: Any) -> None:
 def _reduce(verb: str, value: Tree, clients: Placement) -> Tree:
     leaves, structure = pytree.tree_flatten(value)
     if tracing():
-        return pytree.tree_unflatten(across(verb, leaves, clients), structure)
+        return pytree.tree_unflatten(across(verb, leaves, clients, structure), structure)
     wide = [widened(leaf) if verb == "reduce_mean" else leaf for leaf in leaves]
-    results = across(verb, [leaf.sum(0, dtype=leaf.dtype) for leaf in wide], clients)
+    results = across(verb, [leaf.sum(0, dtype=leaf.dtype) for leaf in wide], clients, structure)
     return pytree.tree_unflatten([x.to(leaf.dtype) for x, leaf in zip(results, leaves, strict=True)], structure)
 
 
-def across(verb: str, leaves: Sequence[torch.Tensor], clients: Placement) -> list[torch.Tensor]:
-    """The operator on leaves; those that have derivatives and those that have none each by themselves."""
+def across(
+    verb: str, leaves: Sequence[torch.Tensor], clients: Placement, structure: pytree.TreeSpec
+) -> list[torch.Tensor]:
+    """The operator on the leaves of a pytree; those with derivatives and those without each by themselves."""
     results = list(leaves)
     run = traced_call if tracing() else call
+    is_compiled = torch.compiler.is_compiling()  # which follows no context variable
     for has_derivatives in (True, False):
         indices = [i for i, x in enumerate(leaves) if (x.is_floating_point() or x.is_complex()) == has_derivatives]
         if indices:
-            for index, result in zip(indices, run(verb, [leaves[i] for i in indices], clients.key), strict=True):
+            values = [leaves[i] for i in indices]
+            with nullcontext() if is_compiled else reducing(Leaves(structure, tuple(indices))):
+                found = run(verb, values, clients.key)
+            for index, result in zip(indices, found, strict=True):
                 results[index] = result
     return results
 

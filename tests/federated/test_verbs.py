@@ -961,3 +961,138 @@ def test_ranks_at_different_reductions_of_one_size_find_out(pool2, is_gathered):
     for found in pool2.run(turned_around, args=(is_gathered,)):
         difference = f"called {verb} #.* about subject .* while this rank called {verb} #.* about subject"
         assert re.search(difference, found), found
+
+
+def other_names(rank, world_size):
+    """Rank 1 has the same values under the same names, which it was given in another order."""
+
+    def weighted(values, shared):
+        return federated.reduce_weighted_mean(values, torch.ones(1))
+
+    def in_backward(values, shared):
+        total = federated.map_fn(lambda shared: sum(shared.values()), (federated.broadcast(shared),))
+        return federated.reduce_mean(total)
+
+    programs = {
+        "sum": lambda values, shared: federated.reduce_sum(values),
+        "weighted mean": weighted,
+        "node": lambda values, shared: federated.map_reduce(lambda value: value, (values,)),
+        "backward": lambda values, shared: grad(lambda shared: in_backward(values, shared))(shared),
+    }
+    found = {}
+    with process_group():
+        for what, body in programs.items():
+            program = federated.program(body, clients=2)
+            values, shared = ({name: x.expand(shape) for name, x in NAMED.items()} for shape in ((1,), ()))
+            if rank == 1:
+                values, shared = dict(reversed(values.items())), dict(reversed(shared.items()))
+            with pytest.raises(InvalidArgument) as caught:
+                program(values, shared)
+            found[what] = str(caught.value)
+    return found
+
+
+NAMED = {"a": torch.tensor(1.0), "b": torch.tensor(100.0)}
+
+
+def test_names_in_another_order_are_an_error_on_all_ranks(pool2):
+    for found in pool2.run(other_names):
+        assert set(found) == {"sum", "weighted mean", "node", "backward"}
+        for what, message in found.items():
+            assert re.search(r"rank 0 has .*\['a'\] .*, rank 1 has .*\['b'\] ", message), (what, message)
+
+
+def split_anew(rank, world_size):
+    """Rank 1 has one client in both splits."""
+    found = []
+    with process_group():
+        for split in ([1, 1, 3], [2, 1, 2], [1, 1, 3]):
+            program = federated.program(federated.reduce_sum, clients=5, num_local=split)
+            found.append(float(program(torch.arange(5.0).split(split)[rank])))
+    return found
+
+
+def test_clients_are_split_anew_from_call_to_call(pools):
+    assert pools[3].run(split_anew) == [[10.0] * 3] * 3
+
+
+# ---- random numbers of client functions
+
+
+def drawn(rank, world_size, verb):
+    """What this rank's clients draw, with one seed on all ranks, and what the generator gives then."""
+    torch.manual_seed(0)
+    found = []
+
+    def draw(y):
+        number = torch.rand(()) + 0 * y
+        return number, number**2
+
+    def body(y):
+        if verb == "map_fn":
+            found.append(federated.map_fn(lambda y: draw(y)[0], y, randomness="different"))
+        else:
+            found.append(torch.stack(federated.map_reduce(draw, y, randomness="different", chunk_size=1)))
+
+    with process_group():
+        y = torch.zeros(3)[federated.local_slice(3)]
+        program = federated.program(body, clients=3)
+        program(y)
+        program(y)
+        return [one.tolist() for one in found], float(torch.rand(()))
+
+
+def test_clients_of_different_ranks_draw_different_numbers(pool2):
+    (first, after), (second, after_second) = pool2.run(functools.partial(drawn, verb="map_fn"))
+    numbers = [number for of_rank in (first, second) for of_call in of_rank for number in of_call]
+    assert len(numbers) == 6 == len(set(numbers)), "of two calls, and three clients"
+    assert after == after_second, "one rank has two clients, and yet what the server draws next is equal"
+
+
+def test_clients_of_different_ranks_draw_different_numbers_in_a_node(pool2):
+    (moments, after), (others, after_second) = pool2.run(functools.partial(drawn, verb="map_reduce"))
+    assert moments == others and after == after_second
+    for mean, mean_of_squares in moments:
+        assert mean_of_squares - mean**2 > 1e-4, "the variance over the clients"
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2, 1])
+def test_all_chunks_of_a_node_draw_the_same(chunk_size):
+    def draw(y):
+        number = torch.rand(()) + 0 * y
+        return number, number**2
+
+    for seed in range(3):
+        torch.manual_seed(seed)
+        expected, then = torch.rand(()), torch.rand(())
+        torch.manual_seed(seed)
+        mean, mean_of_squares = federated.program(
+            lambda y: federated.map_reduce(draw, y, randomness="same", chunk_size=chunk_size), clients=3
+        )(torch.zeros(3))
+        torch.testing.assert_close((mean, mean_of_squares), (expected, expected**2))
+        assert torch.rand(()) == then
+
+
+def solutions(rank, world_size):
+    """Rank 2 has no client, and no matrix that could be inverted."""
+    matrices, y = torch.stack([2 * torch.eye(2), 4 * torch.eye(2)]), torch.ones(2, 2)
+    found = []
+    with process_group():
+        own = federated.local_slice(2)
+        for body in (
+            lambda a, y: federated.reduce_mean(federated.map_fn(torch.linalg.solve, (a, y))),
+            lambda a, y: federated.map_reduce(torch.linalg.solve, (a, y)),
+        ):
+            program = federated.program(body, clients=2)
+            found.append(program(matrices[own], y[own]))
+            found.append(grad(lambda y, program=program: program(matrices[own], y).sum())(y[own]))
+    return found
+
+
+def test_what_stands_for_a_client_can_be_inverted(pools):
+    for rank, (value, gradient, of_node, gradient_of_node) in enumerate(pools[3].run(solutions)):
+        for one in (value, of_node):
+            torch.testing.assert_close(one, torch.full((2,), 0.375))  # the mean of 1/2 and 1/4
+        for one in (gradient, gradient_of_node):
+            own = [[0.25] * 2], [[0.125] * 2], []
+            torch.testing.assert_close(one, torch.tensor(own[rank]).view(-1, 2))

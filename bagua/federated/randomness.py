@@ -1,0 +1,53 @@
+"""What client functions draw from torch's own generators: `randomness` of map_fn and map_reduce.
+
+"different": torch.func.vmap draws for all of this rank's clients at once, and the ranks have mostly the same seed. So
+each draws from a seed of its own: what the CPU's generator gives next, and the rank. Afterwards the generators of all
+ranks are one number further, however many clients each holds.
+"same": every chunk of clients draws the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from bagua.distributed.devices import seeded
+from bagua.federated.placement import Placement
+from bagua.federated.sampling import seed_of
+
+Result = TypeVar("Result")
+
+
+def draw_for_rank(
+    clients: Placement, randomness: str, tensors: Iterable[torch.Tensor], compute: Callable[[], Result]
+) -> Result:
+    """The result of `compute`, which draws for this rank's clients what no other rank does.
+
+    torch.compile, which follows no generator, leaves it as it is.
+
+    Args:
+        tensors: on whose devices it draws, besides the CPU.
+    """
+    if randomness != "different" or not clients.is_distributed or torch.compiler.is_compiling():
+        return compute()
+    with temporarily_clear_interpreter_stack():  # one number for a batch of programs, too
+        drawn = int(torch.randint(2**62, (), device="cpu"))
+    with seeded(seed_of(drawn, clients.group.rank), {tensor.device for tensor in tensors}):
+        return compute()
+
+
+def rewind(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """What puts the generators of the CPU and of the tensors' devices back to where they are now."""
+    of_cpu = torch.get_rng_state()
+    modules = {x.device: torch.get_device_module(x.device) for x in tensors if not x.is_cpu}
+    of_devices = {device: module.get_rng_state(device) for device, module in modules.items()}
+
+    def put_back() -> None:
+        torch.set_rng_state(of_cpu)
+        for device, state in of_devices.items():
+            modules[device].set_rng_state(state, device)
+
+    return put_back
