@@ -115,6 +115,13 @@ def _sized(args: tuple, axis: int, clients: NumClients) -> tuple:
 
 
 def _view(args: tuple, shape: list[int], like: Any, clients: NumClients, n: int) -> tuple[int, tuple]:
+    if isinstance(args[1], torch.dtype):  # reads bits, along the last axis where elements have another size
+        if args[0].axis == len(shape) - 1 and args[0].dtype.itemsize != args[1].itemsize:
+            raise Mixed(
+                f"a view of {args[0].dtype} as {args[1]}, of another size, along the axis of {clients.placement} of "
+                f"{args[0].name}: give it an axis more, or use map_fn"
+            )
+        return args[0].axis, args
     before = torch.Size(shape[: args[0].axis]).numel()
     for axis, size in enumerate(like.shape):
         if size == n and torch.Size(like.shape[:axis]).numel() == before:
