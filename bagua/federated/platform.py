@@ -110,7 +110,7 @@ def run_on(platform: Platform, graph: Graph, /, *, coding: FixedPoint | None = N
     for number, this in enumerate(rounds):
         for node in this.at_server:
             known.update(zip(node.results, _at_server(graph, node, known), strict=True))
-        sent = [known[value] for value in this.sent_down()]
+        sent = [known[value] for value in this.sent_down]
         request = {"what": "round", "session": session, "number": number, "values": sent}
         masked = _replies(platform, request | ({"keys": keys} if number == 0 else {}), "masked", size)
         likes = [_like(value, node.verb) for node in this.up for value in node.args]

@@ -108,6 +108,27 @@ def test_clients_are_restored_between_rounds():
     assert platform.states[0] == federated.Client().state()
 
 
+def test_a_value_of_two_rounds_is_sent_once():
+    """It waits for the model of the second round, with which it is broadcast; clients keep it, saved ones too."""
+
+    @federated.program(clients=3)
+    def descent(model, rate, y):
+        for _ in range(2):
+            shared = federated.broadcast({"model": model, "rate": rate})
+            model = federated.reduce_mean(
+                federated.map_fn(lambda s, y: s["model"] - s["rate"] * (s["model"] - y), (shared, y))
+            )
+        return model
+
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    graph = federated.trace(descent, X, rate, Y)
+    cost = federated.cost_of(graph)
+    assert cost.bytes_down == (8 + 8, 8)
+    for platform in (clients_of(Y), Saved(Y)):
+        found = federated.run_on(platform, graph, model=X, rate=rate)
+        torch.testing.assert_close(found, Y.mean(0) * 0.75 + X * 0.25)
+
+
 class Restoring(federated.IsolatedClients):
     """Every reply of a client is compared with that of one that is restored from its state."""
 
