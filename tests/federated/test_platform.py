@@ -393,6 +393,16 @@ def test_what_stays_at_clients_does_not_leave():
         federated.run_on(clients_of(Y), graph, x=X)
 
 
+def test_what_needs_no_reduction_asks_no_client():
+    """A second derivative that is 0, and what the server computes by itself."""
+    loss = federated.program(lambda x, y: federated.reduce_mean(federated.broadcast(x) * y), clients=3)
+    graph = federated.trace(lambda x, y: (hessian(lambda x: loss(x, y).sum())(x), 2 * x, 3), X, Y)
+    platform = Listening([federated.Client(y=row) for row in Y])
+    found = federated.run_on(platform, graph, x=X)
+    torch.testing.assert_close(found, (torch.zeros(2, 2), 2 * X, 3))
+    assert platform.replies == [] and federated.cost_of(graph).rounds == 0
+
+
 def test_weights_of_nobody_have_no_mean():
     graph = federated.trace(weighted, X, Y)
     with pytest.raises(InvalidArgument, match="add up to 0"):
