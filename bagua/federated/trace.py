@@ -298,6 +298,8 @@ class _Conversion:
                 )
             except Mixed as error:
                 raise InvalidArgument(f"outside of map_fn, the traced function runs {error}{_line_of(node)}") from None
+            if name_of(target) == "squeeze":
+                target = "aten.squeeze.dims"
         likes = [like] if isinstance(like, torch.Tensor) else list(like)  # some are None, where nothing was asked for
         # Not of what is drawn: clients would draw other numbers, or learn the seed.
         is_drawn = traced.is_drawn(node) or target in OF_AGGREGATORS

@@ -403,6 +403,26 @@ def test_what_needs_no_reduction_asks_no_client():
     assert platform.replies == [] and federated.cost_of(graph).rounds == 0
 
 
+SQUEEZES = {
+    "all": lambda y: y.squeeze(),
+    "those named": lambda y: y.squeeze((0, 1, -1)),
+    "none": lambda y: y[:, 0, :, 0].squeeze(0),
+}
+
+
+@fast_in("what", ["all", "none"], list(SQUEEZES))
+def test_a_squeeze_leaves_the_axis_of_the_clients(what):
+    """It has one element at each isolated client, though three where it was traced."""
+    y = torch.linspace(-1, 2, 6).reshape(3, 1, 2, 1)
+    program = federated.program(lambda y: federated.reduce_sum(SQUEEZES[what](y) ** 2), clients=3)
+    graph = federated.trace(program, y)
+    torch.testing.assert_close(graph(y), program(y))
+    torch.testing.assert_close(federated.run_on(clients_of(y), graph), program(y))
+    gradient = federated.trace(grad(lambda y: graph(y).sum()), y)
+    torch.testing.assert_close(gradient(y), 2 * y)
+    torch.testing.assert_close(torch.func.jacrev(graph)(y), torch.func.jacfwd(program)(y))
+
+
 def test_weights_of_nobody_have_no_mean():
     graph = federated.trace(weighted, X, Y)
     with pytest.raises(InvalidArgument, match="add up to 0"):
