@@ -106,11 +106,11 @@ def run_on(platform: Platform, graph: Graph, /, *, coding: FixedPoint | None = N
     clients_graph, turns = client_side(graph, rounds)
     opening = {"what": "open", "session": session, "graph": to_bytes(clients_graph), "turns": list(map(tuple, turns))}
     opening["coding"] = (coding.bits, coding.fraction_bits)
-    keys = _replies(platform, opening, "key", size)
+    keys = _replies(platform, opening, "key", size) if rounds else []  # no client is asked what the server knows
     for number, this in enumerate(rounds):
         for node in this.at_server:
             known.update(zip(node.results, _at_server(graph, node, known), strict=True))
-        sent = [known[value] for value in this.sent_down()]
+        sent = [known[value] for value in this.sent_down]
         request = {"what": "round", "session": session, "number": number, "values": sent}
         masked = _replies(platform, request | ({"keys": keys} if number == 0 else {}), "masked", size)
         likes = [_like(value, node.verb) for node in this.up for value in node.args]

@@ -23,26 +23,24 @@ class Round:
         down: the broadcasts, each of values that clients cannot make themselves.
         at_clients: nodes that every client computes then, constants too.
         up: the reductions.
+        sent_down: what travels down: without constants, and every value once in all rounds, since clients keep it.
     """
 
     at_server: list[Node] = field(default_factory=list)
     down: list[Node] = field(default_factory=list)
     at_clients: list[Node] = field(default_factory=list)
     up: list[Node] = field(default_factory=list)
+    sent_down: list[Value] = field(default_factory=list)
 
     @property
     def bytes_down(self) -> int:
         """To each client."""
-        return sum(value.nbytes for value in self.sent_down())
+        return sum(value.nbytes for value in self.sent_down)
 
     @property
     def bytes_up(self) -> int:
         """From each client, in the values' own dtypes; masked sums are of integers, see secure_sum.py."""
         return sum(value.nbytes for node in self.up for value in node.args)
-
-    def sent_down(self) -> list[Value]:
-        """What travels, without constants, and every value once."""
-        return list(dict.fromkeys(v for node in self.down for v in node.args if v.placement == SERVER))
 
 
 def rounds_of(graph: Graph) -> tuple[list[Round], list[Node]]:
@@ -81,6 +79,11 @@ def rounds_of(graph: Graph) -> tuple[list[Round], list[Node]]:
     last: list[Node] = []
     while rounds and not rounds[-1].up:
         last = [*rounds.pop().at_server, *last]
+    kept: set[Value] = set()
+    for this in rounds:
+        needed = dict.fromkeys(value for node in this.down for value in node.args if value.placement == SERVER)
+        this.sent_down = [value for value in needed if value not in kept]
+        kept.update(needed)
     return rounds, last
 
 
@@ -106,7 +109,7 @@ def client_side(graph: Graph, rounds: Sequence[Round]) -> tuple[Graph, list[Turn
         if needed.intersection(node.results):
             needed.update(node.inputs)
     for this in rounds:
-        sent = this.sent_down()
+        sent = this.sent_down
         own = [node for node in this.at_clients if needed.intersection(node.results)]
         parts = [value for node in this.up for value in node.args]
         turns.append(Turn(len(sent), len(own), len(parts)))

@@ -47,16 +47,17 @@ def _as_their_primals(tangents: Sequence[torch.Tensor], likes: Sequence[torch.Te
 def _code(
     value: torch.Tensor, round: torch.Tensor | None, client: torch.Tensor | None, codec: str, seed: int
 ) -> torch.Tensor:
+    """Of ``[..., numel]``, a message for each of its rows; round and client are of their axes, or of size 1 there."""
     coding = codecs.get(codec)
     rows = value.contiguous().flatten(0, -2) if value.dim() > 1 else value.contiguous().unsqueeze(0)
-    keys: list[int | None] = [None]
+    keys: list[int | None] = [None] * len(rows)
     if round is not None and client is not None:
-        drawn = torch.broadcast_tensors(round.reshape(-1), client.reshape(-1))
-        keys = [seed_of(seed, *numbers) for numbers in torch.stack(drawn, 1).tolist()]
+        drawn = [numbers.expand(value.shape[:-1]).reshape(-1).tolist() for numbers in (round, client)]
+        keys = [seed_of(seed, *numbers) for numbers in zip(*drawn, strict=True)]
     rows = rows.cpu()  # messages are made by the host, wherever the values are
     result = torch.empty_like(rows)
-    for index, row in enumerate(rows):  # a message for each client
-        result[index] = coding.decode(coding.encode(row, key=keys[index % len(keys)]), row.numel(), row.dtype)
+    for index, (row, key) in enumerate(zip(rows, keys, strict=True)):
+        result[index] = coding.decode(coding.encode(row, key=key), row.numel(), row.dtype)
     return result.to(value.device).view(value.shape)
 
 
@@ -68,10 +69,14 @@ _code_operator = _define(
 
 
 def _batch_of_code(info: Any, in_dims: tuple, value: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, int]:
-    """Batches of clients and of models are axes before that of a message."""
-    moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip((value, *arguments), in_dims, strict=True)]
-    if in_dims[0] is None:
-        moved[0] = value.expand(info.batch_size, *value.shape)
+    """Batches of clients, of models and of rounds are axes before that of a message, the latest one first."""
+    moved: list[Any] = []
+    for given, dim in zip((value, *arguments), in_dims, strict=True):
+        if not isinstance(given, torch.Tensor):
+            moved.append(given)
+        else:  # that has the axis too where it is of no batch, so that all of them line up
+            moved.append(given.unsqueeze(0) if dim is None else given.movedim(dim, 0))
+    moved[0] = moved[0].expand(info.batch_size, *moved[0].shape[1:])
     return _code_operator(*moved), 0
 
 

@@ -280,9 +280,13 @@ class _Conversion:
             return kept
         if isinstance(like, torch.Tensor) and _is_made_from_nothing(node):
             return self._filled(target, args, like)
-        if name_of(target) in ("view", "expand", "unsqueeze", "reshape", "_to_copy") and self._is_filled(args[0]):
-            return self._filled("aten.full.default", (None, self._filled_with[args[0]][0]), like)
-        if name_of(target) in ("view", "_unsafe_view"):
+        reads_bits = target == "aten.view.dtype"
+        if name_of(target) in _KEEP_A_FILL and not reads_bits and self._is_filled(args[0]):
+            number = _converted(self._filled_with[args[0]][0], args[0].dtype, like.dtype)
+            return self._filled("aten.full.default", (None, number), like)
+        if reads_bits and args[0].dtype.itemsize != like.dtype.itemsize:
+            args = (self._contiguous(args[0]), *args[1:])
+        elif name_of(target) in ("view", "_unsafe_view") and not reads_bits:
             target = "aten.reshape.default"  # other strides than those that were traced are as good
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Value)]
         where = next((value.placement for value in inputs if value.axis is not None), None)
@@ -294,6 +298,8 @@ class _Conversion:
                 )
             except Mixed as error:
                 raise InvalidArgument(f"outside of map_fn, the traced function runs {error}{_line_of(node)}") from None
+            if name_of(target) == "squeeze":
+                target = "aten.squeeze.dims"
         likes = [like] if isinstance(like, torch.Tensor) else list(like)  # some are None, where nothing was asked for
         # Not of what is drawn: clients would draw other numbers, or learn the seed.
         is_drawn = traced.is_drawn(node) or target in OF_AGGREGATORS
@@ -332,6 +338,13 @@ class _Conversion:
         self._nodes.append(Node("", "aten.full.default", (shape, number), kwargs, [result]))
         return result
 
+    def _contiguous(self, value: Value) -> Value:
+        """A copy in which the elements of the last axis follow one another, as reading them in another size takes."""
+        result = Value(self._name("clone"), value.shape, value.dtype, value.placement, value.axis)
+        kwargs = {"memory_format": torch.contiguous_format}
+        self._nodes.append(Node("", "aten.clone.default", (value,), kwargs, [result]))
+        return result
+
     def _constant(self, node: fx.Node, tensor: torch.Tensor) -> Value:
         if not isinstance(tensor, torch.Tensor):
             raise traced.unkept(type(tensor).__name__, _line_of(node))
@@ -361,6 +374,15 @@ class _Conversion:
         elif axis is not None:
             del shape[axis]
         return Value(self._name(base), tuple(shape), like.dtype, where or (EVERYWHERE if is_constant else SERVER), axis)
+
+
+# Operators that give equal elements from equal elements, when they read no bits.
+_KEEP_A_FILL = ("view", "expand", "unsqueeze", "reshape", "_to_copy")
+
+
+def _converted(number: Any, dtype: torch.dtype, to: torch.dtype) -> Any:
+    """The number that is left of one in a tensor of `dtype` when it is converted: of 2.7 in int64, 2."""
+    return number if dtype == to else torch.full((), number, dtype=dtype, device="cpu").to(to).item()
 
 
 def _plain(argument: Any) -> Any:

@@ -115,6 +115,13 @@ def _sized(args: tuple, axis: int, clients: NumClients) -> tuple:
 
 
 def _view(args: tuple, shape: list[int], like: Any, clients: NumClients, n: int) -> tuple[int, tuple]:
+    if isinstance(args[1], torch.dtype):  # reads bits, along the last axis where elements have another size
+        if args[0].axis == len(shape) - 1 and args[0].dtype.itemsize != args[1].itemsize:
+            raise Mixed(
+                f"a view of {args[0].dtype} as {args[1]}, of another size, along the axis of {clients.placement} of "
+                f"{args[0].name}: give it an axis more, or use map_fn"
+            )
+        return args[0].axis, args
     before = torch.Size(shape[: args[0].axis]).numel()
     for axis, size in enumerate(like.shape):
         if size == n and torch.Size(like.shape[:axis]).numel() == before:
@@ -148,14 +155,17 @@ def _select(args: tuple, shape: list[int], like: Any, clients: NumClients, n: in
 
 
 def _squeeze(args: tuple, shape: list[int], like: Any, clients: NumClients, n: int) -> tuple[int, tuple]:
+    """To dims that are named, for aten.squeeze.dims: at one client, the clients' axis has one element too."""
     if len(args) < 2:
         if n == 1:
             raise Mixed(
                 f"a squeeze of {shape} without dims, which takes the axis of {clients.placement} too: name dims"
             )
-        return _without([dim for dim, size in enumerate(shape) if size == 1], args, shape, clients), args
-    dims = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
-    return _without([dim for dim in dims if shape[dim] == 1], args, shape, clients), args
+        named = range(len(shape))
+    else:
+        named = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
+    dims = [dim for dim in named if shape[dim] == 1]
+    return _without(dims, args, shape, clients), (args[0], dims)
 
 
 def _reduction(args: tuple, shape: list[int], like: Any, clients: NumClients, n: int) -> tuple[int, tuple]:

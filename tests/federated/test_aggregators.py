@@ -344,6 +344,28 @@ def test_a_batch_on_any_axis_is_coded_model_by_model():
     assert torch.equal(vmap(lambda values: run(Median(), values=values), -1, -1)(values), median)
 
 
+def test_a_batch_of_rounds_draws_what_each_round_does():
+    """As many rounds as clients, so that numbers of one that were taken for the other's would fit."""
+    aggregate = Aggregator(Quantize("qsgd:bits=4", seed=7), Sum())
+    program = federated.program(lambda value, round: aggregate(value, (round, ()))[0], clients=3)
+    values, rounds = torch.randn(3, 3, 40, generator=torch.Generator().manual_seed(1)), torch.tensor([5, 0, 2])
+
+    def one_by_one(values, rounds):
+        return torch.stack([program(value, round) for value, round in zip(values, rounds, strict=True)])
+
+    same = values[:1].expand(3, 3, 40)
+    assert torch.equal(vmap(program)(values, rounds), one_by_one(values, rounds))
+    assert torch.equal(vmap(program, (None, 0))(values[0], rounds), one_by_one(same, rounds))
+    of_one_round = vmap(program, (2, None))(values.movedim(0, 2), rounds[0])
+    assert torch.equal(of_one_round, one_by_one(values, rounds[:1].expand(3)))
+    assert not torch.equal(*one_by_one(same[:2], rounds[:2]))
+    all_with_all = vmap(vmap(program, (None, 0)), (0, None))(values, rounds)
+    for value, found in zip(values, all_with_all, strict=True):
+        assert torch.equal(found, one_by_one(value.expand(3, 3, 40), rounds))
+    swapped = vmap(vmap(program, (0, None)), (None, 0))(values, rounds)
+    assert torch.equal(swapped, all_with_all.transpose(0, 1))
+
+
 @pytest.mark.parametrize("name", ["all", "median"])
 def test_traced(name):
     """Graphs are made of fake tensors, and draw for the round that they are given."""

@@ -108,6 +108,27 @@ def test_clients_are_restored_between_rounds():
     assert platform.states[0] == federated.Client().state()
 
 
+def test_a_value_of_two_rounds_is_sent_once():
+    """It waits for the model of the second round, with which it is broadcast; clients keep it, saved ones too."""
+
+    @federated.program(clients=3)
+    def descent(model, rate, y):
+        for _ in range(2):
+            shared = federated.broadcast({"model": model, "rate": rate})
+            model = federated.reduce_mean(
+                federated.map_fn(lambda s, y: s["model"] - s["rate"] * (s["model"] - y), (shared, y))
+            )
+        return model
+
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    graph = federated.trace(descent, X, rate, Y)
+    cost = federated.cost_of(graph)
+    assert cost.bytes_down == (8 + 8, 8)
+    for platform in (clients_of(Y), Saved(Y)):
+        found = federated.run_on(platform, graph, model=X, rate=rate)
+        torch.testing.assert_close(found, Y.mean(0) * 0.75 + X * 0.25)
+
+
 class Restoring(federated.IsolatedClients):
     """Every reply of a client is compared with that of one that is restored from its state."""
 
@@ -370,6 +391,36 @@ def test_what_stays_at_clients_does_not_leave():
     torch.testing.assert_close(graph(X, Y), X * Y)
     with pytest.raises(InvalidArgument, match="stays at the clients: reduce it"):
         federated.run_on(clients_of(Y), graph, x=X)
+
+
+def test_what_needs_no_reduction_asks_no_client():
+    """A second derivative that is 0, and what the server computes by itself."""
+    loss = federated.program(lambda x, y: federated.reduce_mean(federated.broadcast(x) * y), clients=3)
+    graph = federated.trace(lambda x, y: (hessian(lambda x: loss(x, y).sum())(x), 2 * x, 3), X, Y)
+    platform = Listening([federated.Client(y=row) for row in Y])
+    found = federated.run_on(platform, graph, x=X)
+    torch.testing.assert_close(found, (torch.zeros(2, 2), 2 * X, 3))
+    assert platform.replies == [] and federated.cost_of(graph).rounds == 0
+
+
+SQUEEZES = {
+    "all": lambda y: y.squeeze(),
+    "those named": lambda y: y.squeeze((0, 1, -1)),
+    "none": lambda y: y[:, 0, :, 0].squeeze(0),
+}
+
+
+@fast_in("what", ["all", "none"], list(SQUEEZES))
+def test_a_squeeze_leaves_the_axis_of_the_clients(what):
+    """It has one element at each isolated client, though three where it was traced."""
+    y = torch.linspace(-1, 2, 6).reshape(3, 1, 2, 1)
+    program = federated.program(lambda y: federated.reduce_sum(SQUEEZES[what](y) ** 2), clients=3)
+    graph = federated.trace(program, y)
+    torch.testing.assert_close(graph(y), program(y))
+    torch.testing.assert_close(federated.run_on(clients_of(y), graph), program(y))
+    gradient = federated.trace(grad(lambda y: graph(y).sum()), y)
+    torch.testing.assert_close(gradient(y), 2 * y)
+    torch.testing.assert_close(torch.func.jacrev(graph)(y), torch.func.jacfwd(program)(y))
 
 
 def test_weights_of_nobody_have_no_mean():

@@ -23,7 +23,7 @@ from bagua.errors import InvalidArgument
 from bagua.federated.graph import MAP
 from bagua.federated.graph_files import from_bytes, to_bytes
 from tests.conformance.training import process_group
-from tests.distributed.worlds import fast_in
+from tests.distributed.worlds import fast_in, in_turns
 from tests.federated.test_verbs import SPLITS, X, Y, fax, sent_by
 
 BROADCAST, MEAN, SUM = "broadcast", "reduce_mean", "reduce_sum"
@@ -673,3 +673,84 @@ def test_what_is_written_over_a_whole_tensor_has_its_layout():
 
     program = federated.program(lambda y: federated.reduce_sum(federated.map_fn(of_client, y)), clients=3)
     torch.testing.assert_close(federated.trace(program, Y)(Y), sum(of_client(y) for y in Y))
+
+
+HELD = {  # what tensors of equal elements hold once they are converted, by hand
+    "a fraction": (lambda: torch.full((3, 2), 2.7).long().float(), 2.0),
+    "a bool": (lambda: torch.full((3, 2), 5.0).bool().float(), 1.0),
+    "a half": (lambda: torch.full((3, 2), 0.1, dtype=torch.float16).double(), 0.0999755859375),
+    "more than a byte": (lambda: torch.full((3, 2), 300).to(torch.uint8).float(), 44.0),
+    "less than a byte": (lambda: torch.full((3, 2), -1).to(torch.uint8).long(), 255),
+    "more than 24 bits": (lambda: torch.full((3, 2), 2**24 + 1).float().long(), 2**24),
+    "asked for in another dtype": (lambda: torch.full((3, 2), 2.7, dtype=torch.int64).double(), 2.0),
+    "with other shapes between": (
+        lambda: torch.full((2,), 2.7).long().expand(3, 2).unsqueeze(0).float().view(3, 2),
+        2.0,
+    ),
+}
+WHERE = {
+    "server": lambda make: lambda y: federated.reduce_sum(y) * make()[0],
+    "client function": lambda make: (
+        lambda y: federated.reduce_sum(federated.map_fn(lambda y: y * (make() + 0 * y.to(make().dtype))[0], y))
+    ),
+    "clients": lambda make: lambda y: federated.reduce_sum(y * make()),
+}
+
+
+@in_turns("what, where", list(HELD), list(WHERE))
+def test_constants_hold_what_their_dtypes_can(what, where):
+    make, expected = HELD[what]
+    graph = federated.trace(federated.program(WHERE[where](make), clients=3), Y)
+    for one in (graph, from_bytes(to_bytes(graph))):
+        torch.testing.assert_close(one(Y), Y.sum(0).to(one(Y).dtype) * expected)
+    gradient = federated.trace(grad(lambda y: graph(y).sum()), Y)(Y)
+    torch.testing.assert_close(gradient, torch.full((3, 2), float(expected)))
+
+
+BITS = {  # as another dtype, of the same size, a smaller and a larger one
+    "of the same size": (torch.float32, torch.int32),
+    "smaller": (torch.float32, torch.int16),
+    "larger": (torch.int16, torch.int64),
+}
+READ = {
+    "server": lambda dtype: lambda x, y: federated.reduce_sum(federated.broadcast(x.view(dtype))),
+    "client function": lambda dtype: lambda x, y: federated.reduce_sum(federated.map_fn(lambda y: y.view(dtype), y)),
+    "clients": lambda dtype: lambda x, y: federated.reduce_sum(y.view(dtype)),
+    "a constant": lambda dtype: lambda x, y: x.sum() * torch.full((2, 4), 3, dtype=x.dtype).view(dtype),
+}
+
+
+@in_turns("what, where", list(BITS), list(READ))
+def test_bits_are_read_as_another_dtype(what, where):
+    """The oracle is NumPy's view."""
+    source, dtype = BITS[what]
+    y = torch.arange(24).reshape(3, 2, 4).to(source)
+    x = y[0] + 5
+    graph = federated.trace(federated.program(READ[where](dtype), clients=3), x, y)
+
+    def read(tensor):
+        return torch.from_numpy(tensor.numpy().view(str(dtype).removeprefix("torch.")))
+
+    expected = {
+        "server": 3 * read(x),
+        "a constant": x.sum() * read(torch.full((2, 4), 3, dtype=source)),
+    }.get(where, read(y).sum(0, dtype=dtype))
+    of_other_strides = y.transpose(1, 2).contiguous().transpose(1, 2)
+    for one in (graph, from_bytes(to_bytes(graph))):
+        assert torch.equal(one(x, y), expected) and torch.equal(one(x, of_other_strides), expected)
+
+
+def test_bits_of_other_strides_are_read_by_isolated_clients():
+    y = torch.arange(24, dtype=torch.int16).reshape(4, 2, 3).permute(2, 1, 0)
+    program = federated.program(lambda y: federated.reduce_sum(y.view(torch.int32)), clients=3)
+    graph = federated.trace(program, y.contiguous())
+    platform = federated.IsolatedClients([federated.Client(y=row) for row in y])
+    assert torch.equal(federated.run_on(platform, graph), program(y.contiguous()))
+
+
+def test_bits_of_two_clients_are_not_one_number():
+    with pytest.raises(InvalidArgument, match="along the axis of clients of .*: give it an axis more, or use map_fn"):
+        trace_of(lambda y: federated.reduce_sum(y.T.contiguous().view(torch.int16).T[:3]), Y)
+    one_each = torch.tensor([1.5, 2.0, 4.0])
+    graph = trace_of(lambda y: federated.reduce_sum(y.view(torch.int32).long()), one_each)
+    assert graph(one_each) == 0x3FC00000 + 0x40000000 + 0x40800000
