@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo.eval_frame
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -148,6 +149,11 @@ class ClosureCheck(TorchFunctionMode):
                     f"transform of torch.func runs: pass federated.broadcast(tensor) to {self._verb} as an argument"
                 )
             tensor = _functorch.get_unwrapped(tensor)
+
+
+# Where torch.compile falls back to Python, torch 2.14 compiles this function by itself, and runs what it has made for one
+# attribute of a tensor for another. Within what is compiled as a whole it is traced all the same.
+torch._dynamo.eval_frame.skip_code(ClosureCheck.__torch_function__.__code__)
 
 
 class TraceClosureCheck(ClosureCheck):

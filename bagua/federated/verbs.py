@@ -239,10 +239,11 @@ def run_client(function: Callable, clients: Placement, verb: str, *arguments: An
         try:
             result = run_in(Frame(clients, is_mapping=True), function, arguments, {})
         except RuntimeError as error:
-            why = next((text for said, text in _EXPLAINED.items() if said in str(error)), None)
+            message = str(error)  # of its own: torch.compile cannot trace how an error in a closure is deleted
+            why = next((text for said, text in _EXPLAINED.items() if said in message), None)
             if why is None:
                 raise
-            raise InvalidArgument(f"the client function of {verb} {why}. torch says: {error}") from error
+            raise InvalidArgument(f"the client function of {verb} {why}. torch says: {message}") from error
         for leaf in [] if torch.compiler.is_compiling() else pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 closures.check(leaf)
