@@ -151,8 +151,8 @@ class ClosureCheck(TorchFunctionMode):
             tensor = _functorch.get_unwrapped(tensor)
 
 
-# Where torch.compile falls back to Python, torch 2.14 compiles this function by itself, and runs what it has made for one
-# attribute of a tensor for another. Within what is compiled as a whole it is traced all the same.
+# Where torch.compile falls back to Python, torch 2.14 compiles this function by itself, and runs what it has made for
+# one attribute of a tensor for another. Within what is compiled as a whole it is traced all the same.
 torch._dynamo.eval_frame.skip_code(ClosureCheck.__torch_function__.__code__)
 
 
