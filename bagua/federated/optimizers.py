@@ -42,26 +42,36 @@ def _zeros(value: Tree) -> Tree:
     return pytree.tree_map(torch.zeros_like, value)
 
 
-def _map(function: Callable, value: Tree, gradient: Tree, *more: Tree) -> Tree:
+def _map(function: Callable, value: Tree, gradient: Tree, *states: Tree) -> Tree:
     """The function of leaves that belong together, the gradient's in the values' dtypes."""
-    leaves, structure = pytree.tree_flatten(value)
-    for leaf in leaves:
+    like = _by_path("values", value)
+    for leaf in like.values():
         if not leaf.is_floating_point() and not leaf.is_complex():
             raise InvalidArgument(f"an optimizer's step of {leaf.dtype}, expected floating values: optimize only those")
-    shapes = [
-        {pytree.keystr(path): tuple(leaf.shape) for path, leaf in pytree.tree_flatten_with_path(tree)[0]}
-        for tree in (value, gradient)
-    ]
-    if shapes[0] != shapes[1]:
-        raise InvalidArgument(f"a gradient of shapes {shapes[1]}, expected those of the values, {shapes[0]}")
-    gradients = [one.to(leaf.dtype) for one, leaf in zip(pytree.tree_leaves(gradient), leaves, strict=True)]
-    for state in more:
-        if pytree.tree_structure(state) != structure:
-            raise InvalidArgument(
-                f"a state of structure {pytree.tree_structure(state)}, expected that of the values, {structure}: use "
-                "this optimizer's init"
-            )
-    return pytree.tree_map(function, value, pytree.tree_unflatten(gradients, structure), *more)
+    gradients = _matched("gradient", "give a tensor of its shape for each value", like, gradient)
+    gradients = [one.to(leaf.dtype) for one, leaf in zip(gradients, like.values(), strict=True)]
+    of_states = [_matched("state", "use this optimizer's init", like, state) for state in states]
+    results = map(function, like.values(), gradients, *of_states)
+    return pytree.tree_unflatten(list(results), pytree.tree_structure(value))
+
+
+def _by_path(what: str, tree: Tree) -> dict[tuple, torch.Tensor]:
+    leaves = dict(pytree.tree_flatten_with_path(tree)[0])
+    for path, leaf in leaves.items():
+        if not isinstance(leaf, torch.Tensor):
+            where = f" at {pytree.keystr(path)}" if path else ""
+            why = ", as of a parameter that the loss does not depend on: give zeros" if leaf is None else ""
+            raise InvalidArgument(f"{what} with {leaf!r}{where}, a {type(leaf).__name__}, expected tensors{why}")
+    return leaves
+
+
+def _matched(what: str, remedy: str, like: dict[tuple, torch.Tensor], tree: Tree) -> list[torch.Tensor]:
+    """The tree's leaves in the order of the values': by their keys, which dictionaries may have in any order."""
+    leaves = _by_path(f"a {what}", tree)
+    found, expected = ({pytree.keystr(path): tuple(leaf.shape) for path, leaf in one.items()} for one in (leaves, like))
+    if leaves.keys() != like.keys() or found != expected:
+        raise InvalidArgument(f"a {what} of shapes {found}, expected those of the values, {expected}: {remedy}")
+    return [leaves[path] for path in like]
 
 
 def _check(name: str, value: Number, low: float, high: float) -> None:
@@ -111,7 +121,7 @@ class SGD(Optimizer):
         if self._has_momentum:
             state = direction = _map(lambda _, g, b: self.momentum * b + g, value, gradient, state)
             if self.nesterov:
-                direction = pytree.tree_map(lambda g, b: g + self.momentum * b, gradient, state)
+                direction = _map(lambda _, g, b: g + self.momentum * b, value, gradient, state)
         return _map(lambda x, d: x - self.learning_rate * d, value, direction), state
 
 

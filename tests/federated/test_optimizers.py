@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 import torch
 from torch.func import grad, jacfwd
@@ -71,6 +73,48 @@ def test_yogi_by_hand():
             assert found[name].flatten()[index].item() == pytest.approx(x, rel=1e-12)
 
 
+def reordered(tree):
+    """The same leaves under the same keys, in an OrderedDict whose keys are in the other order."""
+    if not isinstance(tree, dict):
+        return tree
+    return collections.OrderedDict((key, reordered(tree[key])) for key in reversed(tree))
+
+
+ORDERED = [
+    SGD(0.1),
+    SGD(0.1, momentum=0.9),
+    SGD(0.1, momentum=0.9, nesterov=True),
+    Adam(0.1),
+    AdamW(0.1),
+    Yogi(0.1),
+]
+
+
+@pytest.mark.parametrize("optimizer", ORDERED, ids=lambda one: f"{type(one).__name__} {getattr(one, 'momentum', '')}")
+def test_keys_may_be_in_any_order(optimizer):
+    """Leaf by leaf, each alone, is the definition; a, b and c have one shape, so that no check finds them swapped."""
+
+    def tree(*numbers):
+        a, b, c = (torch.full((2,), number, dtype=torch.float64) for number in numbers)
+        return {"a": a, "layers": {"b": b, "c": c}}
+
+    value, state = tree(1.0, 2.0, 3.0), optimizer.init(tree(1.0, 2.0, 3.0))
+    alone = {name: (leaf, optimizer.init(leaf)) for name, leaf in (("a", value["a"]), *value["layers"].items())}
+    for gradients in ((100.0, 1.0, -7.0), (0.5, -20.0, 3.0)):
+        value, state = optimizer.apply(value, reordered(tree(*gradients)), reordered(state))
+        for name, number in zip(alone, gradients, strict=True):
+            alone[name] = optimizer.apply(alone[name][0], torch.full((2,), number, dtype=torch.float64), alone[name][1])
+    found = {"a": value["a"], **value["layers"]}
+    assert list(found) == ["a", "b", "c"]
+    assert all(torch.equal(found[name], alone[name][0]) for name in alone)
+
+
+def test_a_gradient_in_another_order_by_hand():
+    value = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    found, _ = SGD(1.0).apply(value, {"b": torch.full((2,), 100.0), "a": torch.ones(2)}, ())
+    assert found["a"].tolist() == [-1.0, -1.0] and found["b"].tolist() == [-100.0, -100.0]
+
+
 KINDS = {
     "momentum": lambda lr: SGD(lr, momentum=0.9),
     "adam": lambda lr: Adam(lr, epsilon=0.1),
@@ -125,11 +169,11 @@ def test_dtypes_are_those_of_the_values(optimizer):
         (lambda: Adam(0.1, epsilon=float("inf")), "epsilon=inf"),
         (lambda: Adam(0.1, betas=(0.9,)), r"betas=\(0.9,\), expected two"),
         (lambda: AdamW(0.1, weight_decay=-0.1), "weight_decay=-0.1"),
-        (lambda: SGD(0.1, momentum=0.9).apply(torch.zeros(2), torch.zeros(2), ()), "a state of structure .*init"),
+        (lambda: SGD(0.1, momentum=0.9).apply(torch.zeros(2), torch.zeros(2), ()), "a state of shapes .*init"),
         (lambda: Adam(0.1).apply(torch.zeros(2), torch.zeros(2), ()), r"a state \(\) for Adam: use this .* init"),
         (
             lambda: Adam(0.1).apply({"x": torch.zeros(2)}, {"x": torch.zeros(2)}, Adam(0.1).init(torch.zeros(2))),
-            "a state of structure .*init",
+            "a state of shapes .*init",
         ),
         (lambda: SGD(0.1).apply(torch.tensor([3]), torch.tensor([1]), ()), "step of torch.int64, expected floating"),
         (
@@ -139,6 +183,14 @@ def test_dtypes_are_those_of_the_values(optimizer):
         (
             lambda: SGD(0.1).apply({"x": torch.zeros(2)}, {"x": torch.zeros(3)}, ()),
             r"gradient of shapes .*\(3,\).*, expected those of the values, .*\(2,\)",
+        ),
+        (
+            lambda: SGD(0.1, momentum=0.9).apply(torch.zeros(2), torch.zeros(2), torch.zeros(3)),
+            r"a state of shapes .*\(3,\).*, expected those of the values, .*\(2,\).*init",
+        ),
+        (
+            lambda: SGD(0.1).apply({"x": {"y": torch.zeros(2)}}, {"x": torch.zeros(2)}, ()),
+            r"gradient of shapes .*, expected those of the values, .*\['x'\]\['y'\]",
         ),
     ],
 )
