@@ -2,7 +2,8 @@
 
 torch.optim changes parameters in place by their ``.grad``, which does nothing under torch.func; these change nothing.
 As gradient give the mean gradient of the clients, or the server's model minus the mean of the clients' models (FedOpt's
-pseudo-gradient, Reddi et al., arXiv 2003.00295). Hyperparameters may be tensors, and have derivatives then.
+pseudo-gradient, Reddi et al., arXiv 2003.00295). Hyperparameters may be tensors, and have derivatives then; of whatever
+dtype they are, values and states keep theirs.
 """
 
 from __future__ import annotations
@@ -119,10 +120,10 @@ class SGD(Optimizer):
     def apply(self, value: Tree, gradient: Tree, state: State) -> tuple[Tree, State]:
         direction = gradient
         if self._has_momentum:
-            state = direction = _map(lambda _, g, b: self.momentum * b + g, value, gradient, state)
+            state = direction = _map(lambda _, g, b: (self.momentum * b + g).to(b.dtype), value, gradient, state)
             if self.nesterov:
                 direction = _map(lambda _, g, b: g + self.momentum * b, value, gradient, state)
-        return _map(lambda x, d: x - self.learning_rate * d, value, direction), state
+        return _map(lambda x, d: (x - self.learning_rate * d).to(x.dtype), value, direction), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,14 +165,15 @@ class Adaptive(Optimizer):
                 raise InvalidArgument(f"{type(self).__name__} of {leaf.dtype}, expected real values: use view_as_real")
         beta_1, beta_2 = self.betas
         step = state["step"] + 1
-        first = _map(lambda _, g, m: beta_1 * m + (1 - beta_1) * g, value, gradient, state["first"])
-        second = _map(lambda _, g, v: self._second(v, g * g, beta_2), value, gradient, state["second"])
+        # Here and in move, tensors as hyperparameters would promote leaves without axes.
+        first = _map(lambda _, g, m: (beta_1 * m + (1 - beta_1) * g).to(m.dtype), value, gradient, state["first"])
+        second = _map(lambda _, g, v: self._second(v, g * g, beta_2).to(v.dtype), value, gradient, state["second"])
 
         def move(x: torch.Tensor, _: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             m, v = (one / (1 - beta ** step.double()).to(x.dtype) for one, beta in ((m, beta_1), (v, beta_2)))
             is_zero = v == 0  # where the root has no derivative
             root = torch.where(is_zero, v, torch.where(is_zero, torch.ones_like(v), v).sqrt())
-            return self._decayed(x) - self.learning_rate * m / (root + self.epsilon)
+            return (self._decayed(x) - self.learning_rate * m / (root + self.epsilon)).to(x.dtype)
 
         return _map(move, value, gradient, first, second), {"step": step, "first": first, "second": second}
 
