@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import Any, ClassVar
 
 import torch
@@ -97,8 +98,10 @@ class Clip(Step):
     norm: float | torch.Tensor
 
     def __post_init__(self) -> None:
-        if not isinstance(self.norm, torch.Tensor) and not 0 < self.norm < math.inf:
-            raise InvalidArgument(f"Clip(norm={self.norm!r}), expected a finite number above 0")
+        if not isinstance(self.norm, torch.Tensor) and not (
+            isinstance(self.norm, numbers.Real) and 0 < self.norm < math.inf
+        ):
+            raise InvalidArgument(f"Clip(norm={self.norm!r}), expected a finite number above 0, or a tensor")
 
     def at_clients(self, value: Tree, state: State, clients: Placement) -> tuple[Tree, State]:
         return clip(value, self.norm, clients)[0], state
@@ -327,7 +330,7 @@ class TrimmedMean(Robust):
     fraction: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.fraction < 0.5:
+        if not (isinstance(self.fraction, numbers.Real) and 0 <= self.fraction < 0.5):
             raise InvalidArgument(f"TrimmedMean(fraction={self.fraction!r}), expected 0 to below 0.5")
 
     def _kept(self, number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -357,7 +360,7 @@ class Noise(Step):
     seed: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.stddev < math.inf:
+        if not (isinstance(self.stddev, numbers.Real) and 0 <= self.stddev < math.inf):
             raise InvalidArgument(f"Noise(stddev={self.stddev!r}), expected a finite number of at least 0")
 
     def init(self, like: Tree) -> torch.Tensor:
@@ -425,6 +428,11 @@ class Aggregator:
     """
 
     def __init__(self, *steps: Step) -> None:
+        for step in steps:
+            if not isinstance(step, Step):
+                raise InvalidArgument(
+                    f"an aggregator with the step {step!r}, expected instances of Step: such as Clip(1.0) or Mean()"
+                )
         chain = list(steps)
         reductions = [step for step in chain if step.stage == REDUCE]
         names = [type(step).__name__ for step in chain]

@@ -9,7 +9,8 @@ dtype they are, values and states keep theirs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ class Optimizer:
         """The values and the state after a step that descends along the gradient.
 
         Raises:
-            InvalidArgument: the gradient does not have the structure and shapes of the values, the state is of another
-                optimizer or of other values, or values are not floating.
+            InvalidArgument: the gradient does not have the keys and shapes of the values (in any order) or has a leaf
+                that is None, the state is of another optimizer or of other values, or values are not floating tensors.
         """
         raise NotImplementedError
 
@@ -76,8 +77,8 @@ def _matched(what: str, remedy: str, like: dict[tuple, torch.Tensor], tree: Tree
 
 
 def _check(name: str, value: Number, low: float, high: float) -> None:
-    if not isinstance(value, torch.Tensor) and not low <= value < high:
-        raise InvalidArgument(f"{name}={value!r}, expected {low} to below {high}")
+    if not isinstance(value, torch.Tensor) and not (isinstance(value, numbers.Real) and low <= value < high):
+        raise InvalidArgument(f"{name}={value!r}, expected {low} to below {high}, a number or a tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +148,14 @@ class Adaptive(Optimizer):
 
     def __post_init__(self) -> None:
         _check("learning_rate", self.learning_rate, 0, float("inf"))
-        if len(self.betas) != 2:
-            raise InvalidArgument(f"betas={self.betas!r}, expected two: of the first and the second moment")
+        if not isinstance(self.betas, Sequence | torch.Tensor) or len(self.betas) != 2:
+            raise InvalidArgument(
+                f"betas={self.betas!r}, expected two: of the first and the second moment, such as (0.9, 0.99)"
+            )
         for index, beta in enumerate(self.betas):
             _check(f"betas[{index}]", beta, 0, 1)
-        if not isinstance(self.epsilon, torch.Tensor) and not 0 < self.epsilon < float("inf"):
+        _check("epsilon", self.epsilon, 0, float("inf"))
+        if not isinstance(self.epsilon, torch.Tensor) and self.epsilon == 0:
             raise InvalidArgument(f"epsilon={self.epsilon!r}, expected a finite number above 0")
 
     def init(self, value: Tree) -> State:
@@ -160,7 +164,7 @@ class Adaptive(Optimizer):
     def apply(self, value: Tree, gradient: Tree, state: State) -> tuple[Tree, State]:
         if not isinstance(state, dict) or set(state) != {"step", "first", "second"}:
             raise InvalidArgument(f"a state {state!r} for {type(self).__name__}: use this optimizer's init")
-        for leaf in pytree.tree_leaves(value):
+        for leaf in _by_path("values", value).values():
             if leaf.is_complex():
                 raise InvalidArgument(f"{type(self).__name__} of {leaf.dtype}, expected real values: use view_as_real")
         beta_1, beta_2 = self.betas

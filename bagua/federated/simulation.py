@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import numbers
 import os
 import statistics
 import sys
@@ -83,11 +84,11 @@ class Availability:
     spread: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.dropout <= 1:
+        if not (isinstance(self.dropout, numbers.Real) and 0 <= self.dropout <= 1):
             raise InvalidArgument(f"dropout={self.dropout!r}, expected a probability, from 0 to 1")
-        if self.wait_for is not None and self.wait_for < 1:
+        if self.wait_for is not None and sampling.integer("wait_for", self.wait_for) < 1:
             raise InvalidArgument(f"wait_for={self.wait_for!r}, expected None or at least 1")
-        if not self.spread >= 0:
+        if not (isinstance(self.spread, numbers.Real) and self.spread >= 0):
             raise InvalidArgument(f"spread={self.spread!r}, expected a number of at least 0")
 
     def mask(self, cohort: torch.Tensor, *, seed: int, round: int) -> torch.Tensor:

@@ -428,6 +428,11 @@ MISTAKES = {
     "another order": (lambda: Aggregator(Mean(), Clip(1.0)), "steps in the order Mean, Clip, expected: clip, quant"),
     "a mean of a median": (lambda: Aggregator(Median(), Mean()), "Mean after Median"),
     "a norm": (lambda: Clip(0.0), r"Clip\(norm=0.0\)"),
+    "a word": (lambda: Clip("a"), r"Clip\(norm='a'\), expected a finite number above 0"),
+    "no deviation": (lambda: Noise(None, seed=0), "stddev=None"),
+    "no fraction": (lambda: TrimmedMean(None), "fraction=None"),
+    "no step": (lambda: Aggregator("mean"), r"an aggregator with the step 'mean', expected instances of Step: such"),
+    "a class": (lambda: Aggregator(Mean), "with the step .*Mean.*, expected instances of Step"),
     "no norm": (lambda: Clip(math.inf), r"Clip\(norm=inf\)"),
     "a deviation without end": (lambda: Noise(math.inf, seed=0), "stddev=inf"),
     "complex weights": (

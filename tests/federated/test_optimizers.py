@@ -12,6 +12,7 @@ from bagua.errors import InvalidArgument
 from bagua.federated.optimizers import SGD, Adam, AdamW, Yogi
 
 SHAPES = {"w": (3, 2), "b": ()}
+PAIR = {"w": torch.zeros(2), "b": torch.zeros(2)}
 
 
 def values(seed):
@@ -207,6 +208,21 @@ def test_dtypes_are_those_of_the_values_whatever_hyperparameters_are(name, dtype
         (lambda: Adam(0.1, epsilon=float("inf")), "epsilon=inf"),
         (lambda: Adam(0.1, betas=(0.9,)), r"betas=\(0.9,\), expected two"),
         (lambda: AdamW(0.1, weight_decay=-0.1), "weight_decay=-0.1"),
+        (lambda: Adam(0.1, betas=0.9), r"betas=0.9, expected two: .*, such as \(0.9, 0.99\)"),
+        (lambda: Adam(0.1, betas=(0.9, None)), r"betas\[1\]=None, expected 0 to below 1, a number or a tensor"),
+        (lambda: SGD("fast"), "learning_rate='fast', expected 0 to below inf"),
+        (lambda: Yogi(0.1, epsilon=None), "epsilon=None, expected"),
+        (lambda: SGD(0.1).apply(torch.zeros(2), None, ()), "a gradient with None, a NoneType, .*: give zeros"),
+        (
+            lambda: Adam(0.1).apply(PAIR, {"w": torch.zeros(2), "b": None}, Adam(0.1).init(PAIR)),
+            r"a gradient with None at \['b'\], .*expected tensors, as of a parameter that the loss does not depend on",
+        ),
+        (
+            lambda: SGD(0.1, momentum=0.9).apply(PAIR, PAIR, {"w": torch.zeros(2), "b": 0.0}),
+            r"a state with 0.0 at \['b'\], a float, expected tensors",
+        ),
+        (lambda: SGD(0.1).apply({"w": 1.0}, {"w": torch.zeros(())}, ()), r"values with 1.0 at \['w'\], a float"),
+        (lambda: Adam(0.1).apply(1.0, torch.zeros(()), Adam(0.1).init(torch.zeros(()))), "values with 1.0, a float"),
         (lambda: SGD(0.1, momentum=0.9).apply(torch.zeros(2), torch.zeros(2), ()), "a state of shapes .*init"),
         (lambda: Adam(0.1).apply(torch.zeros(2), torch.zeros(2), ()), r"a state \(\) for Adam: use this .* init"),
         (

@@ -298,6 +298,9 @@ def test_a_figure_that_is_none_is_named():
         (lambda: Availability(dropout=1.5), "dropout=1.5"),
         (lambda: Availability(wait_for=0), "wait_for=0"),
         (lambda: Availability(spread=-1.0), "spread=-1.0"),
+        (lambda: Availability(dropout=None), "dropout=None"),
+        (lambda: Availability(wait_for=1.5), "wait_for=1.5, expected an integer"),
+        (lambda: Availability(spread="wide"), "spread='wide'"),
     ],
 )
 def test_mistakes(make, message):
