@@ -104,7 +104,7 @@ class Clip(Step):
             raise InvalidArgument(f"Clip(norm={self.norm!r}), expected a finite number above 0, or a tensor")
 
     def at_clients(self, value: Tree, state: State, clients: Placement) -> tuple[Tree, State]:
-        return clip(value, self.norm, clients)[0], state
+        return (clip(value, self.norm, clients)[0] if pytree.tree_leaves(value) else value), state
 
 
 def clip(
@@ -203,6 +203,8 @@ class Quantize(Step):
             leaves, structure = pytree.tree_flatten(value)
             return pytree.tree_unflatten(coded(leaves, codec.spec, seed, round, client), structure)
 
+        if not pytree.tree_leaves(value):
+            return value, state + 1
         return map_fn(quantize, tuple(placed), placement=clients.name), state + 1
 
     def wire_bytes(self, like: Tree) -> int:
@@ -259,6 +261,8 @@ class SecureSum(Step):
         if tracing():
             return reduce_sum(value, placement=clients.name)
         leaves, structure = pytree.tree_flatten(check_floating(check_placed(value, clients, "SecureSum"), "SecureSum"))
+        if not leaves:  # here and in other steps, as reduce_sum
+            return value
         coding = FixedPoint(self.bits, self.fraction_bits)
         return pytree.tree_unflatten(modular_sum(leaves, coding, clients), structure)
 
@@ -277,6 +281,8 @@ class Robust(Step):
         if tracing():
             raise InvalidArgument(f"{name} in a traced program, whose clients' values stay with them: use a sum")
         leaves, structure = pytree.tree_flatten(check_floating(check_placed(value, clients, name), name))
+        if not leaves:
+            return value
         for leaf in leaves:
             if leaf.is_complex():
                 raise InvalidArgument(f"{name} of {leaf.dtype}: complex numbers have no order")
