@@ -282,8 +282,8 @@ class Simulation:
 
         Raises:
             InvalidArgument: on all ranks: the file is no checkpoint, or that of a simulation with another seed,
-                population, cohort or availability, or its state has another structure. On the others, where rank 0
-                cannot read it: it raises what the system says.
+                population, cohort or availability, or its state has another structure, or tensors of other shapes or
+                dtypes. On the others, where rank 0 cannot read it: it raises what the system says.
         """
 
         def read() -> tuple[bytes, dict[str, Any]]:
@@ -315,6 +315,16 @@ class Simulation:
                     f"the checkpoint {path} has a state {content['structure']} of {len(content['leaves'])} leaves, "
                     f"expected {structure} of {structure.num_leaves}"
                 )
+            paths = pytree.tree_flatten_with_path(self.state)[0]
+            for (key, old), leaf in zip(paths, content["leaves"], strict=True):
+                # Numbers may have become tensors in a round, and may be of another type.
+                are_tensors = isinstance(old, torch.Tensor) and isinstance(leaf, torch.Tensor)
+                if are_tensors and (leaf.shape, leaf.dtype) != (old.shape, old.dtype):
+                    where = f" at {pytree.keystr(key)}" if key else ""
+                    raise InvalidArgument(
+                        f"the checkpoint {path} has a state{where} of {leaf.dtype} and shape {list(leaf.shape)}, "
+                        f"expected {old.dtype} and {list(old.shape)}: begin with a state like the one that was saved"
+                    )
             return content, {}
 
         content = self._agree(parse)
