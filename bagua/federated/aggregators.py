@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import Any, ClassVar
 
 import torch
@@ -97,11 +98,13 @@ class Clip(Step):
     norm: float | torch.Tensor
 
     def __post_init__(self) -> None:
-        if not isinstance(self.norm, torch.Tensor) and not 0 < self.norm < math.inf:
-            raise InvalidArgument(f"Clip(norm={self.norm!r}), expected a finite number above 0")
+        if not isinstance(self.norm, torch.Tensor) and not (
+            isinstance(self.norm, numbers.Real) and 0 < self.norm < math.inf
+        ):
+            raise InvalidArgument(f"Clip(norm={self.norm!r}), expected a finite number above 0, or a tensor")
 
     def at_clients(self, value: Tree, state: State, clients: Placement) -> tuple[Tree, State]:
-        return clip(value, self.norm, clients)[0], state
+        return (clip(value, self.norm, clients)[0] if pytree.tree_leaves(value) else value), state
 
 
 def clip(
@@ -200,6 +203,8 @@ class Quantize(Step):
             leaves, structure = pytree.tree_flatten(value)
             return pytree.tree_unflatten(coded(leaves, codec.spec, seed, round, client), structure)
 
+        if not pytree.tree_leaves(value):
+            return value, state + 1
         return map_fn(quantize, tuple(placed), placement=clients.name), state + 1
 
     def wire_bytes(self, like: Tree) -> int:
@@ -256,6 +261,8 @@ class SecureSum(Step):
         if tracing():
             return reduce_sum(value, placement=clients.name)
         leaves, structure = pytree.tree_flatten(check_floating(check_placed(value, clients, "SecureSum"), "SecureSum"))
+        if not leaves:  # here and in other steps, as reduce_sum
+            return value
         coding = FixedPoint(self.bits, self.fraction_bits)
         return pytree.tree_unflatten(modular_sum(leaves, coding, clients), structure)
 
@@ -274,6 +281,8 @@ class Robust(Step):
         if tracing():
             raise InvalidArgument(f"{name} in a traced program, whose clients' values stay with them: use a sum")
         leaves, structure = pytree.tree_flatten(check_floating(check_placed(value, clients, name), name))
+        if not leaves:
+            return value
         for leaf in leaves:
             if leaf.is_complex():
                 raise InvalidArgument(f"{name} of {leaf.dtype}: complex numbers have no order")
@@ -327,7 +336,7 @@ class TrimmedMean(Robust):
     fraction: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.fraction < 0.5:
+        if not (isinstance(self.fraction, numbers.Real) and 0 <= self.fraction < 0.5):
             raise InvalidArgument(f"TrimmedMean(fraction={self.fraction!r}), expected 0 to below 0.5")
 
     def _kept(self, number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -357,7 +366,7 @@ class Noise(Step):
     seed: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.stddev < math.inf:
+        if not (isinstance(self.stddev, numbers.Real) and 0 <= self.stddev < math.inf):
             raise InvalidArgument(f"Noise(stddev={self.stddev!r}), expected a finite number of at least 0")
 
     def init(self, like: Tree) -> torch.Tensor:
@@ -425,6 +434,11 @@ class Aggregator:
     """
 
     def __init__(self, *steps: Step) -> None:
+        for step in steps:
+            if not isinstance(step, Step):
+                raise InvalidArgument(
+                    f"an aggregator with the step {step!r}, expected instances of Step: such as Clip(1.0) or Mean()"
+                )
         chain = list(steps)
         reductions = [step for step in chain if step.stage == REDUCE]
         names = [type(step).__name__ for step in chain]

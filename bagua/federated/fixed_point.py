@@ -20,6 +20,11 @@ from bagua.errors import InvalidArgument
 Tree = Any  # a pytree of tensors
 
 
+def _check(name: str, number: Any, low: int, high: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
+        raise InvalidArgument(f"{name}={number!r}, expected an integer from {low} to {high}")
+
+
 @dataclasses.dataclass(frozen=True)
 class FixedPoint:
     """How real numbers become integers modulo 2^bits.
@@ -50,10 +55,8 @@ class FixedPoint:
     fraction_bits: int = 32
 
     def __post_init__(self) -> None:
-        for name, low, high in (("bits", 2, 62), ("fraction_bits", 0, self.bits - 2)):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
-                raise InvalidArgument(f"{name}={number!r}, expected an integer from {low} to {high}")
+        _check("bits", self.bits, 2, 62)
+        _check("fraction_bits", self.fraction_bits, 0, self.bits - 2)
 
     @property
     def modulus(self) -> int:

@@ -306,6 +306,9 @@ class Graph:
     def load(path: Any) -> Graph:
         """The graph that was saved there. Nothing but operators of torch and the verbs can be in it: none is run here.
 
+        Where it is called, some of these operators trust indices and sizes that they are given: load only from whom you
+        trust (docs/federated.md says more).
+
         Raises:
             InvalidArgument: it is no such file.
         """
@@ -323,7 +326,8 @@ OF_AGGREGATORS = tuple(f"{operators.NAMESPACE}.{name}.default" for name in ("cod
 def refusal(operator: Any) -> str:
     """Why an operator may not be in a graph, and "" for one that may: it computes new tensors, and does nothing else.
 
-    Not by name alone, since torch.ops has what TorchScript needs, too, such as aten.save.
+    Not by name alone, since torch.ops has what TorchScript needs, too, such as aten.save. That says nothing of what it
+    is called with: see refusal_of_call.
     """
     target = str(operator)
     if target in (CHECK_TOTAL, *OF_AGGREGATORS):
@@ -331,7 +335,8 @@ def refusal(operator: Any) -> str:
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace not in ("aten", "prims"):
         return "which is neither of torch's own operators (aten, prims) nor a verb"
     schema = operator._schema
-    if schema.is_mutable:
+    name = name_of(target)
+    if schema.is_mutable or (name.endswith("_") and not name.endswith("__")):  # some schemas do not say so
         return "which writes into its arguments"
     if target == "aten._local_scalar_dense.default":
         return "which makes a number of a tensor, such as by .item(), and only shapes are known: keep it a tensor"
@@ -342,10 +347,91 @@ def refusal(operator: Any) -> str:
         return "which depends on how tensors lie in memory: use .reshape() or .contiguous()"
     if names & {"filename"} or any(word in target for word in _WITHOUT_VALUES):
         return "which reads a file, or memory that has no values of the program"
+    if name.startswith("_") and name not in _INTERNAL:
+        return "which is internal to torch, and none of those that traces of models make: write it in public operators"
     return ""
 
 
-_WITHOUT_VALUES = ("empty", "resize", "sparse", "quantized", "nested")
+_WITHOUT_VALUES = ("empty", "resize", "sparse", "quantized", "nested", "fbgemm")
+
+# Of the operators whose names begin with "_", those that public functions of torch 2.9 to 2.14 and their derivatives
+# run. All others are refused: they are for sparse, nested and quantized tensors, for one kind of device, for
+# torch.optim, for generators of random numbers, for transforms, or trust indices that nobody has checked. Where a new
+# torch has a new one, tracing names it.
+_INTERNAL = frozenset({
+    "__and__", "__lshift__", "__or__", "__rshift__", "__xor__", "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "_addmm_activation",
+    "_batch_norm_no_update", "_batch_norm_with_update_functional", "_cdist_backward", "_cdist_forward",
+    "_cholesky_solve_helper", "_compute_linear_combination", "_conj", "_conj_copy", "_conj_physical",
+    "_conv_depthwise2d", "_convolution", "_convolution_double_backward", "_cudnn_rnn", "_cudnn_rnn_backward",
+    "_cudnn_rnn_flatten_weight", "_dirichlet_grad", "_efficientzerotensor", "_embedding_bag",
+    "_embedding_bag_backward", "_embedding_bag_dense_backward", "_embedding_bag_forward_only",
+    "_embedding_bag_per_sample_weights_backward", "_euclidean_dist", "_fake_quantize_learnable_per_channel_affine",
+    "_fake_quantize_learnable_per_channel_affine_backward", "_fake_quantize_learnable_per_tensor_affine",
+    "_fake_quantize_learnable_per_tensor_affine_backward",
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams", "_fft_c2c", "_fft_c2r", "_fft_r2c", "_foreach_norm",
+    "_fused_rms_norm", "_fused_rms_norm_backward", "_grouped_mm", "_histogramdd_bin_edges",
+    "_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors", "_is_all_true", "_is_any_true", "_linalg_det",
+    "_linalg_eigh", "_linalg_eigvals", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "_log_softmax",
+    "_log_softmax_backward_data", "_logcumsumexp", "_lu_with_info", "_masked_softmax", "_masked_softmax_backward",
+    "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
+    "_native_multi_head_attention", "_neg_view", "_neg_view_copy", "_new_zeros_with_same_feature_meta",
+    "_pdist_backward", "_pdist_forward", "_prelu_kernel", "_prelu_kernel_backward", "_reshape_copy", "_safe_softmax",
+    "_sample_dirichlet", "_scaled_dot_product_attention_math", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward", "_softmax", "_softmax_backward_data", "_stack",
+    "_standard_gamma", "_standard_gamma_grad", "_thnn_differentiable_gru_cell_backward",
+    "_thnn_differentiable_lstm_cell_backward", "_thnn_fused_gru_cell", "_thnn_fused_gru_cell_backward",
+    "_thnn_fused_lstm_cell", "_thnn_fused_lstm_cell_backward", "_thnn_fused_lstm_cell_backward_impl", "_to_copy",
+    "_transform_bias_rescale_qkv", "_transformer_encoder_layer_fwd", "_trilinear", "_unique", "_unique2",
+    "_unsafe_index", "_unsafe_index_put", "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate",
+    "_unsafe_view", "_upsample_bicubic2d_aa", "_upsample_bicubic2d_aa_backward", "_upsample_bilinear2d_aa",
+    "_upsample_bilinear2d_aa_backward", "_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa_backward",
+    "_upsample_nearest_exact1d", "_upsample_nearest_exact1d_backward", "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact2d_backward", "_upsample_nearest_exact3d", "_upsample_nearest_exact3d_backward",
+    "_weight_norm", "_weight_norm_differentiable_backward", "_weight_norm_interface",
+    "_weight_norm_interface_backward",
+})  # fmt: skip
+
+# Operators that write into running_mean and running_var, though their schemas do not say so, and the argument without
+# which they do not; None for always.
+_UPDATING = {
+    "batch_norm": "training",
+    "native_batch_norm": "training",
+    "cudnn_batch_norm": "training",
+    "miopen_batch_norm": "training",
+    "instance_norm": "use_input_stats",
+    "batch_norm_update_stats": None,
+    "batch_norm_gather_stats": None,
+    "batch_norm_gather_stats_with_counts": None,
+}
+
+
+def refusal_of_call(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], makers: dict[Value, Any]) -> str:
+    """Why an operator that may be in a graph may not be called like that, and "" where it may.
+
+    Args:
+        args, kwargs: with Values for tensors.
+        makers: the operators whose results they are; those that are none's are missing, such as inputs.
+    """
+    arguments = operator._schema.arguments
+    given = dict(zip((one.name for one in arguments), args, strict=False)) | kwargs
+    name = name_of(str(operator))
+    # Not only True: torch takes what is not a bool for one.
+    if given.get("unsafe", False) is not False or (name == "segment_reduce" and given.get("offsets") is not None):
+        return "with indices that it does not check, so that it would read memory beyond its arguments"
+    if name in _UPDATING and (_UPDATING[name] is None or given.get(_UPDATING[name]) is not False):
+        for statistics in ("running_mean", "running_var"):
+            if given.get(statistics) is not None and not _is_new(makers.get(given[statistics])):
+                return f"which writes into its {statistics}: clone it first"
+    return ""
+
+
+def _is_new(operator: Any) -> bool:
+    """Whether its results are nobody else's memory. Of the operators of the core, schemas say where they are not."""
+    if operator is None or torch.Tag.core not in operator.tags:
+        return False
+    return all(one.alias_info is None for one in operator._schema.returns)
 
 
 def name_of(target: str) -> str:

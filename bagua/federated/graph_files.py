@@ -1,8 +1,9 @@
 """Graphs as bytes, to be kept or sent to clients: JSON and tensors, from which nothing is run.
 
-Operators are kept by name, and only those of torch (aten, prims) that compute new tensors are taken back: a graph from
-elsewhere can compute, but neither read nor write files nor run other code, though it may ask for more memory or time
-than there is. torch.load does the rest with weights_only.
+Operators are kept by name, and only those of torch (aten, prims) that compute new tensors are taken back: no operator
+of a graph from elsewhere reads or writes files or its arguments, or runs other code. But it may ask for more memory or
+time than there is, and some operators of derivatives do not check the indices and sizes that they get, so that one made
+to do harm reads or writes memory beyond its tensors. torch.load does the rest with weights_only.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from bagua.federated.graph import (
     NumClients,
     Value,
     operator_of,
+    refusal_of_call,
 )
 
 _FORMAT = "bagua federated graph"
@@ -216,6 +218,7 @@ def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) ->
 
     inputs = [value(described) for described in description["inputs"]]
     nodes = []
+    makers: dict[Value, Any] = {}
     for described in description["nodes"]:
         args = tuple(map(decode, described["args"]))
         kwargs = {key: decode(one) for key, one in described["kwargs"].items()}
@@ -224,7 +227,11 @@ def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) ->
         if described["verb"] not in ("", BROADCAST, MAP, *REDUCTIONS):
             raise InvalidArgument(f"a graph with the verb {described['verb']!r}, which does not exist")
         if not described["verb"] and target != CHECK_TOTAL and target not in description["constants"]:
-            _check_enums(operator_of(target), args, kwargs)
+            operator = operator_of(target)
+            _check_enums(operator, args, kwargs)
+            if why := refusal_of_call(operator, args, kwargs, makers):
+                raise InvalidArgument(f"a graph that calls the operator {target!r} {why}")
+            makers.update((result, operator) for result in results if result)
         if described["verb"] == MAP and target not in description["functions"]:
             raise InvalidArgument(f"a graph with a map of {target!r}, which is not in it")
         nodes.append(

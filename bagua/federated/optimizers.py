@@ -2,13 +2,15 @@
 
 torch.optim changes parameters in place by their ``.grad``, which does nothing under torch.func; these change nothing.
 As gradient give the mean gradient of the clients, or the server's model minus the mean of the clients' models (FedOpt's
-pseudo-gradient, Reddi et al., arXiv 2003.00295). Hyperparameters may be tensors, and have derivatives then.
+pseudo-gradient, Reddi et al., arXiv 2003.00295). Hyperparameters may be tensors, and have derivatives then; of whatever
+dtype they are, values and states keep theirs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +34,8 @@ class Optimizer:
         """The values and the state after a step that descends along the gradient.
 
         Raises:
-            InvalidArgument: the gradient does not have the structure and shapes of the values, the state is of another
-                optimizer or of other values, or values are not floating.
+            InvalidArgument: the gradient does not have the keys and shapes of the values (in any order) or has a leaf
+                that is None, the state is of another optimizer or of other values, or values are not floating tensors.
         """
         raise NotImplementedError
 
@@ -42,31 +44,41 @@ def _zeros(value: Tree) -> Tree:
     return pytree.tree_map(torch.zeros_like, value)
 
 
-def _map(function: Callable, value: Tree, gradient: Tree, *more: Tree) -> Tree:
+def _map(function: Callable, value: Tree, gradient: Tree, *states: Tree) -> Tree:
     """The function of leaves that belong together, the gradient's in the values' dtypes."""
-    leaves, structure = pytree.tree_flatten(value)
-    for leaf in leaves:
+    like = _by_path("values", value)
+    for leaf in like.values():
         if not leaf.is_floating_point() and not leaf.is_complex():
             raise InvalidArgument(f"an optimizer's step of {leaf.dtype}, expected floating values: optimize only those")
-    shapes = [
-        {pytree.keystr(path): tuple(leaf.shape) for path, leaf in pytree.tree_flatten_with_path(tree)[0]}
-        for tree in (value, gradient)
-    ]
-    if shapes[0] != shapes[1]:
-        raise InvalidArgument(f"a gradient of shapes {shapes[1]}, expected those of the values, {shapes[0]}")
-    gradients = [one.to(leaf.dtype) for one, leaf in zip(pytree.tree_leaves(gradient), leaves, strict=True)]
-    for state in more:
-        if pytree.tree_structure(state) != structure:
-            raise InvalidArgument(
-                f"a state of structure {pytree.tree_structure(state)}, expected that of the values, {structure}: use "
-                "this optimizer's init"
-            )
-    return pytree.tree_map(function, value, pytree.tree_unflatten(gradients, structure), *more)
+    gradients = _matched("gradient", "give a tensor of its shape for each value", like, gradient)
+    gradients = [one.to(leaf.dtype) for one, leaf in zip(gradients, like.values(), strict=True)]
+    of_states = [_matched("state", "use this optimizer's init", like, state) for state in states]
+    results = map(function, like.values(), gradients, *of_states)
+    return pytree.tree_unflatten(list(results), pytree.tree_structure(value))
+
+
+def _by_path(what: str, tree: Tree) -> dict[tuple, torch.Tensor]:
+    leaves = dict(pytree.tree_flatten_with_path(tree)[0])
+    for path, leaf in leaves.items():
+        if not isinstance(leaf, torch.Tensor):
+            where = f" at {pytree.keystr(path)}" if path else ""
+            why = ", as of a parameter that the loss does not depend on: give zeros" if leaf is None else ""
+            raise InvalidArgument(f"{what} with {leaf!r}{where}, a {type(leaf).__name__}, expected tensors{why}")
+    return leaves
+
+
+def _matched(what: str, remedy: str, like: dict[tuple, torch.Tensor], tree: Tree) -> list[torch.Tensor]:
+    """The tree's leaves in the order of the values': by their keys, which dictionaries may have in any order."""
+    leaves = _by_path(f"a {what}", tree)
+    found, expected = ({pytree.keystr(path): tuple(leaf.shape) for path, leaf in one.items()} for one in (leaves, like))
+    if leaves.keys() != like.keys() or found != expected:
+        raise InvalidArgument(f"a {what} of shapes {found}, expected those of the values, {expected}: {remedy}")
+    return [leaves[path] for path in like]
 
 
 def _check(name: str, value: Number, low: float, high: float) -> None:
-    if not isinstance(value, torch.Tensor) and not low <= value < high:
-        raise InvalidArgument(f"{name}={value!r}, expected {low} to below {high}")
+    if not isinstance(value, torch.Tensor) and not (isinstance(value, numbers.Real) and low <= value < high):
+        raise InvalidArgument(f"{name}={value!r}, expected {low} to below {high}, a number or a tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +121,10 @@ class SGD(Optimizer):
     def apply(self, value: Tree, gradient: Tree, state: State) -> tuple[Tree, State]:
         direction = gradient
         if self._has_momentum:
-            state = direction = _map(lambda _, g, b: self.momentum * b + g, value, gradient, state)
+            state = direction = _map(lambda _, g, b: (self.momentum * b + g).to(b.dtype), value, gradient, state)
             if self.nesterov:
-                direction = pytree.tree_map(lambda g, b: g + self.momentum * b, gradient, state)
-        return _map(lambda x, d: x - self.learning_rate * d, value, direction), state
+                direction = _map(lambda _, g, b: g + self.momentum * b, value, gradient, state)
+        return _map(lambda x, d: (x - self.learning_rate * d).to(x.dtype), value, direction), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,11 +148,14 @@ class Adaptive(Optimizer):
 
     def __post_init__(self) -> None:
         _check("learning_rate", self.learning_rate, 0, float("inf"))
-        if len(self.betas) != 2:
-            raise InvalidArgument(f"betas={self.betas!r}, expected two: of the first and the second moment")
+        if not isinstance(self.betas, Sequence | torch.Tensor) or len(self.betas) != 2:
+            raise InvalidArgument(
+                f"betas={self.betas!r}, expected two: of the first and the second moment, such as (0.9, 0.99)"
+            )
         for index, beta in enumerate(self.betas):
             _check(f"betas[{index}]", beta, 0, 1)
-        if not isinstance(self.epsilon, torch.Tensor) and not 0 < self.epsilon < float("inf"):
+        _check("epsilon", self.epsilon, 0, float("inf"))
+        if not isinstance(self.epsilon, torch.Tensor) and self.epsilon == 0:
             raise InvalidArgument(f"epsilon={self.epsilon!r}, expected a finite number above 0")
 
     def init(self, value: Tree) -> State:
@@ -149,19 +164,20 @@ class Adaptive(Optimizer):
     def apply(self, value: Tree, gradient: Tree, state: State) -> tuple[Tree, State]:
         if not isinstance(state, dict) or set(state) != {"step", "first", "second"}:
             raise InvalidArgument(f"a state {state!r} for {type(self).__name__}: use this optimizer's init")
-        for leaf in pytree.tree_leaves(value):
+        for leaf in _by_path("values", value).values():
             if leaf.is_complex():
                 raise InvalidArgument(f"{type(self).__name__} of {leaf.dtype}, expected real values: use view_as_real")
         beta_1, beta_2 = self.betas
         step = state["step"] + 1
-        first = _map(lambda _, g, m: beta_1 * m + (1 - beta_1) * g, value, gradient, state["first"])
-        second = _map(lambda _, g, v: self._second(v, g * g, beta_2), value, gradient, state["second"])
+        # Here and in move, tensors as hyperparameters would promote leaves without axes.
+        first = _map(lambda _, g, m: (beta_1 * m + (1 - beta_1) * g).to(m.dtype), value, gradient, state["first"])
+        second = _map(lambda _, g, v: self._second(v, g * g, beta_2).to(v.dtype), value, gradient, state["second"])
 
         def move(x: torch.Tensor, _: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             m, v = (one / (1 - beta ** step.double()).to(x.dtype) for one, beta in ((m, beta_1), (v, beta_2)))
             is_zero = v == 0  # where the root has no derivative
             root = torch.where(is_zero, v, torch.where(is_zero, torch.ones_like(v), v).sqrt())
-            return self._decayed(x) - self.learning_rate * m / (root + self.epsilon)
+            return (self._decayed(x) - self.learning_rate * m / (root + self.epsilon)).to(x.dtype)
 
         return _map(move, value, gradient, first, second), {"step": step, "first": first, "second": second}
 

@@ -191,8 +191,13 @@ def gather_over_ranks(placement: Placement, values: Sequence[torch.Tensor]) -> l
         likes = [Like(tuple(value.shape[1:]), value.dtype, device.type) for value in values]
         subject = agree(placement, likes, "gather")
         numbers = placement.numbers
+        everything = [value.new_empty((placement.size, *value.shape[1:])) for value in values]
+        # Tensors without elements are complete as they are, and torch does not view bytes as them.
+        filled = [index for index, one in enumerate(everything) if one.numel()]
+        if not filled:
+            return everything
         # A row of bytes for every client, whatever its tensors are; ranks with fewer clients send rows that none reads.
-        rows = [_fresh(value).unsqueeze(-1).flatten(1).view(torch.uint8) for value in values]
+        rows = [_fresh(values[index]).unsqueeze(-1).flatten(1).view(torch.uint8) for index in filled]
         widths = [row.shape[1] for row in rows]
         most, width = max(numbers), sum(widths)
         memory = placement.memory((1 + len(numbers)) * most * width, torch.uint8, device)
@@ -201,10 +206,9 @@ def gather_over_ranks(placement: Placement, values: Sequence[torch.Tensor]) -> l
         placement.group.all_gather(everyone, mine, blocking=True, subject=subject).wait()
         by_rank = everyone.view(len(numbers), most, width)
         gathered = torch.cat([by_rank[rank, :number] for rank, number in enumerate(numbers)])
-        return [
-            _fresh(part).view(value.dtype).reshape(placement.size, *value.shape[1:])
-            for part, value in zip(gathered.split(widths, 1), values, strict=True)
-        ]
+        for index, part in zip(filled, gathered.split(widths, 1), strict=True):
+            everything[index] = _fresh(part).view(values[index].dtype).reshape(everything[index].shape)
+        return everything
 
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import numbers
 import os
 import statistics
 import sys
@@ -83,11 +84,11 @@ class Availability:
     spread: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.dropout <= 1:
+        if not (isinstance(self.dropout, numbers.Real) and 0 <= self.dropout <= 1):
             raise InvalidArgument(f"dropout={self.dropout!r}, expected a probability, from 0 to 1")
-        if self.wait_for is not None and self.wait_for < 1:
+        if self.wait_for is not None and sampling.integer("wait_for", self.wait_for) < 1:
             raise InvalidArgument(f"wait_for={self.wait_for!r}, expected None or at least 1")
-        if not self.spread >= 0:
+        if not (isinstance(self.spread, numbers.Real) and self.spread >= 0):
             raise InvalidArgument(f"spread={self.spread!r}, expected a number of at least 0")
 
     def mask(self, cohort: torch.Tensor, *, seed: int, round: int) -> torch.Tensor:
@@ -281,8 +282,8 @@ class Simulation:
 
         Raises:
             InvalidArgument: on all ranks: the file is no checkpoint, or that of a simulation with another seed,
-                population, cohort or availability, or its state has another structure. On the others, where rank 0
-                cannot read it: it raises what the system says.
+                population, cohort or availability, or its state has another structure, or tensors of other shapes or
+                dtypes. On the others, where rank 0 cannot read it: it raises what the system says.
         """
 
         def read() -> tuple[bytes, dict[str, Any]]:
@@ -314,6 +315,16 @@ class Simulation:
                     f"the checkpoint {path} has a state {content['structure']} of {len(content['leaves'])} leaves, "
                     f"expected {structure} of {structure.num_leaves}"
                 )
+            paths = pytree.tree_flatten_with_path(self.state)[0]
+            for (key, old), leaf in zip(paths, content["leaves"], strict=True):
+                # Numbers may have become tensors in a round, and may be of another type.
+                are_tensors = isinstance(old, torch.Tensor) and isinstance(leaf, torch.Tensor)
+                if are_tensors and (leaf.shape, leaf.dtype) != (old.shape, old.dtype):
+                    where = f" at {pytree.keystr(key)}" if key else ""
+                    raise InvalidArgument(
+                        f"the checkpoint {path} has a state{where} of {leaf.dtype} and shape {list(leaf.shape)}, "
+                        f"expected {old.dtype} and {list(old.shape)}: begin with a state like the one that was saved"
+                    )
             return content, {}
 
         content = self._agree(parse)

@@ -240,6 +240,41 @@ def test_a_value_out_of_range_is_told_to_all_ranks(pool2):
     )
 
 
+NOTHING = {
+    "no leaves": lambda number: {},
+    "no elements": lambda number: {"a": torch.ones(number, 0)},
+    "some": lambda number: {
+        "a": torch.ones(number, 2, 0),
+        "w": torch.ones(number, 3),
+        "z": torch.ones(number, 0, dtype=torch.bfloat16),
+    },
+}
+# Of three clients with (1, 1, 1), whose norm is sqrt(3).
+OF_ONES = {"sum": 3.0, "clip": 1.5 / 3**0.5, "halves": 1.0, "secure": 1.0, "median": 1.0, "trimmed": 1.5 / 3**0.5}
+
+
+def of_nothing(rank, world_size, name, kind, split):
+    aggregate, found = Aggregator(*CHAINS[name]), []
+    program = federated.program(aggregate, clients=3, num_local=split)
+    with process_group():
+        value = NOTHING[kind](split[rank])
+        for mask in (None, torch.ones(split[rank], dtype=torch.bool)):
+            found.append(program(value, aggregate.init(value), mask=mask)[0])
+    return found
+
+
+@pytest.mark.parametrize("kind", NOTHING)
+@pytest.mark.parametrize("name", OF_ONES)
+def test_trees_without_leaves_and_leaves_without_elements(pool2, name, kind):
+    expected = {key: leaf[0] for key, leaf in NOTHING[kind](1).items()}
+    if kind == "some":
+        expected["w"] = torch.full((3,), OF_ONES[name])
+    for found in itertools.chain(*pool2.run(of_nothing, args=(name, kind, (1, 2)))):
+        torch.testing.assert_close(found, expected)
+    for found in pool2.run(of_nothing, args=(name, kind, (3, 0)))[0]:
+        torch.testing.assert_close(found, expected)
+
+
 # ---- by themselves
 
 
@@ -450,6 +485,11 @@ MISTAKES = {
     "another order": (lambda: Aggregator(Mean(), Clip(1.0)), "steps in the order Mean, Clip, expected: clip, quant"),
     "a mean of a median": (lambda: Aggregator(Median(), Mean()), "Mean after Median"),
     "a norm": (lambda: Clip(0.0), r"Clip\(norm=0.0\)"),
+    "a word": (lambda: Clip("a"), r"Clip\(norm='a'\), expected a finite number above 0"),
+    "no deviation": (lambda: Noise(None, seed=0), "stddev=None"),
+    "no fraction": (lambda: TrimmedMean(None), "fraction=None"),
+    "no step": (lambda: Aggregator("mean"), r"an aggregator with the step 'mean', expected instances of Step: such"),
+    "a class": (lambda: Aggregator(Mean), "with the step .*Mean.*, expected instances of Step"),
     "no norm": (lambda: Clip(math.inf), r"Clip\(norm=inf\)"),
     "a deviation without end": (lambda: Noise(math.inf, seed=0), "stddev=inf"),
     "complex weights": (

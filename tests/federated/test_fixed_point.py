@@ -56,6 +56,9 @@ def test_the_ends_of_the_range():
     [
         (lambda: FixedPoint(bits=63), "bits=63, expected an integer from 2 to 62"),
         (lambda: FixedPoint(bits=16, fraction_bits=15), "fraction_bits=15, expected an integer from 0 to 14"),
+        (lambda: FixedPoint(bits="a"), "bits='a', expected an integer from 2 to 62"),
+        (lambda: FixedPoint(bits=None, fraction_bits=2), "bits=None, expected an integer from 2 to 62"),
+        (lambda: FixedPoint(fraction_bits="a"), "fraction_bits='a', expected an integer from 0 to 60"),
         (lambda: FixedPoint().encode(torch.ones(1), 0), "num_terms=0"),
         (lambda: FixedPoint().encode([torch.ones(1, dtype=torch.int64)], 1), r"torch.int64 at \[0\] in fixed point"),
     ],

@@ -246,6 +246,34 @@ def test_a_checkpoint_that_has_lost_a_leaf_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "leaf, message",
+    [
+        (torch.zeros(3), r"of torch.float32 and shape \[2\], expected torch.float32 and \[3\]"),
+        (torch.zeros(2, 1), r"of torch.float32 and shape \[2\], expected torch.float32 and \[2, 1\]"),
+        (torch.zeros(2, dtype=torch.float64), r"of torch.float32 and shape \[2\], expected torch.float64 and \[2\]"),
+    ],
+    ids=["longer", "another axis", "dtype"],
+)
+def test_a_checkpoint_with_other_tensors_is_refused(tmp_path, leaf, message):
+    """And nothing of it is taken."""
+
+    def make(leaf):
+        return Simulation(
+            lambda state, round: (state, {}), {"n": 0, "w": [leaf]}, population=POPULATION, cohort=COHORT, seed=SEED
+        )
+
+    run = make(torch.ones(2))
+    run.run(2, checkpoint=tmp_path / "checkpoint")
+    other = make(leaf)
+    with pytest.raises(InvalidArgument, match=r"has a state at \['w'\]\[0\] " + message):
+        other.load(tmp_path / "checkpoint")
+    assert other.round == 0 and other.state["w"][0] is leaf
+    alike = make(torch.zeros(2))
+    alike.load(tmp_path / "checkpoint")
+    assert alike.round == 2 and alike.state["w"][0].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
     "leaf", [numpy.float64(1.5), numpy.ones(2), torch.eye(2).to_sparse()], ids=["number", "array", "sparse"]
 )
 def test_what_could_not_be_loaded_is_not_saved(tmp_path, leaf):
@@ -298,6 +326,9 @@ def test_a_figure_that_is_none_is_named():
         (lambda: Availability(dropout=1.5), "dropout=1.5"),
         (lambda: Availability(wait_for=0), "wait_for=0"),
         (lambda: Availability(spread=-1.0), "spread=-1.0"),
+        (lambda: Availability(dropout=None), "dropout=None"),
+        (lambda: Availability(wait_for=1.5), "wait_for=1.5, expected an integer"),
+        (lambda: Availability(spread="wide"), "spread='wide'"),
     ],
 )
 def test_mistakes(make, message):

@@ -461,6 +461,21 @@ def set_target(target):
     return change
 
 
+FIRST, SECOND = {"value": 0}, {"value": 1}
+UPDATES = "which writes into its running_mean: clone it first"
+
+
+def set_call(target, args, kwargs):
+    """Of the client function's inputs."""
+
+    def change(description):
+        (function,) = description["graph"]["functions"].values()
+        args_of_file = [{"float": one.hex()} if isinstance(one, float) else one for one in args]
+        function["nodes"][0].update(target=target, args=args_of_file, kwargs=kwargs)
+
+    return change
+
+
 def set_verb(description):
     description["graph"]["nodes"][0]["verb"] = "pytree"
 
@@ -478,6 +493,27 @@ def set_verb(description):
         (set_target("aten.as_strided.default"), "how tensors lie in memory"),
         (set_target("aten._reshape_alias.default"), "how tensors lie in memory"),
         (set_target("aten.add_.Tensor"), "writes into its arguments"),
+        # Whose schema does not say that it writes.
+        (set_target("aten._no_grad_embedding_renorm_.default"), "writes into its arguments"),
+        # These read and write memory beyond their arguments, as the arguments say.
+        (set_target("aten._sobol_engine_draw.default"), "internal to torch, and none of those that traces"),
+        (set_target("aten._convert_indices_from_csr_to_coo.default"), "internal to torch"),
+        (set_target("aten._index_put_impl.default"), "internal to torch"),
+        (set_target("aten._segment_reduce_backward.default"), "internal to torch"),
+        (set_target("aten._foreach_add.List"), "internal to torch"),
+        (
+            set_call("aten.segment_reduce.default", [FIRST, "sum"], {"lengths": SECOND, "unsafe": True}),
+            "does not check",
+        ),
+        (set_call("aten.segment_reduce.default", [FIRST, "sum"], {"lengths": SECOND, "unsafe": 1}), "does not check"),
+        (
+            set_call("aten.segment_reduce.default", [FIRST, "sum"], {"offsets": SECOND}),
+            "indices that it does not check",
+        ),
+        # These update running statistics, which their schemas do not say either.
+        (set_call("aten.native_batch_norm.default", [FIRST, None, None, FIRST, SECOND, True, 0.1, 0.1], {}), UPDATES),
+        (set_call("aten.batch_norm.default", [FIRST, None, None, FIRST, SECOND, 1, 0.1, 0.1, False], {}), UPDATES),
+        (set_call("aten.batch_norm_update_stats.default", [FIRST, FIRST, SECOND, 0.1], {}), UPDATES),
         (set_verb, "which does not exist"),
         (lambda d: d.update(version=2), "version 2, expected 1"),
         (lambda d: d["graph"]["nodes"].reverse(), "did not write"),
@@ -486,6 +522,53 @@ def set_verb(description):
 def test_nothing_but_operators_can_be_loaded(change, message):
     with pytest.raises(InvalidArgument, match=message):
         from_bytes(edited(graph_of("value"), change))
+
+
+LAYERS = {
+    "softmax": lambda w, x: (w * x).softmax(1).log_softmax(0),
+    "prelu": lambda w, x: F.prelu(x * w, w[0, :1]),
+    "pools": lambda w, x: F.adaptive_avg_pool2d((w * x)[None, None], (2, 3)).sum(),
+    "volumes": lambda w, x: F.adaptive_avg_pool3d((w * x)[None, None, None], (1, 2, 3)).sum(),
+    "fractional pools": lambda w, x: F.max_pool2d((w * x)[None, None], 2),
+    "norms": lambda w, x: F.batch_norm(F.rms_norm(w * x, (4,)), None, None, training=True),
+    "running statistics": lambda w, x: F.batch_norm(w * x, x[0].clone(), x[1].clone(), training=True),
+    "weights' norms": lambda w, x: torch._weight_norm(w, x[:, :1], 0),
+    "distances": lambda w, x: torch.cdist(w, x).sum() + F.pdist(w).sum() + torch.cdist(w, x, 1.0).sum(),
+    "bilinear": lambda w, x: F.bilinear(w, x, torch.stack([w, x])),
+    "bags": lambda w, x: F.embedding_bag(TOKENS, w, mode="sum", per_sample_weights=x[:2, :2]),
+    "interpolation": lambda w, x: F.interpolate((w * x)[None, None], (7, 5), mode="nearest-exact"),
+    "antialiasing": lambda w, x: F.interpolate((w * x)[None, None], (3, 3), mode="bicubic", antialias=True),
+    "frequencies": lambda w, x: torch.fft.irfft(torch.fft.rfft(w * x)) + torch.fft.fft(w).abs(),
+    "conjugates": lambda w, x: torch.view_as_real(torch.complex(w, x).conj() * torch.complex(x, w)),
+    "matrices": lambda w, x: (
+        torch.linalg.solve(w + 9 * EYE, x) + torch.linalg.det(w + 2 * EYE) / 9 + torch.logdet(w @ w.T + EYE)
+    ),
+    "spectra": lambda w, x: torch.linalg.svdvals(w).sum() + torch.linalg.eigvalsh(w @ x.T + x @ w.T),
+    "attention": lambda w, x: F.scaled_dot_product_attention(w[None], x[None], w[None]),
+    "cumulative": lambda w, x: torch.logcumsumexp(w * x, 0) + torch.histogramdd(x, 2)[0].sum(),
+    "shifts": lambda w, x: w * ((x > 0).to(torch.int64) << 1) * ((x > 0) & (x < 1)),
+}
+TOKENS, EYE = torch.tensor([[0, 2], [1, 0]]), torch.eye(4)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_operators_of_layers_and_of_their_derivatives_can_be_loaded(name):
+    """What is internal to torch among them, too; the oracle is a loop."""
+    draw = torch.Generator().manual_seed(1)
+    w, xs = torch.randn(4, 4, generator=draw), torch.rand(3, 4, 4, generator=draw)
+
+    def of_client(w, x):
+        return LAYERS[name](w, x).square().sum()
+
+    def program(w, xs):
+        return federated.reduce_mean(federated.map_fn(of_client, (federated.broadcast(w), xs)))
+
+    def in_a_loop(w):
+        return sum(of_client(w, x) for x in xs) / 3
+
+    function = grad(federated.program(program, clients=3))
+    loaded = from_bytes(to_bytes(federated.trace(function, w, xs)))
+    torch.testing.assert_close(loaded(w, xs), grad(in_a_loop)(w), rtol=1e-4, atol=1e-4)
 
 
 def set_device(description):
