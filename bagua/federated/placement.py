@@ -304,8 +304,7 @@ def program(
     if len(sizes) != 1:
         raise InvalidArgument(f"a program has one placement, such as clients=100, but got {sizes or 'none'}")
     ((name, size),) = sizes.items()
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise InvalidArgument(f"{name}={size!r}: expected how many there are, an integer of at least 1")
+    _check_size(name, size)
     if function is None:
         return functools.partial(program, group=group, num_local=num_local, **sizes)
     title = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
@@ -337,6 +336,11 @@ def program(
             raise
 
     return run
+
+
+def _check_size(name: str, size: Any) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise InvalidArgument(f"{name}={size!r}: expected how many there are, an integer of at least 1")
 
 
 def _tell(placement: Placement, error: Exception) -> None:
@@ -410,6 +414,9 @@ def local_slice(size: int, *, group: ProcessGroup | None = None, num_local: Sequ
         >>> local_slice(5)
         slice(0, 5, None)
     """
+    _check_size("size", size)
+    if isinstance(num_local, int):
+        raise InvalidArgument(f"num_local={num_local}, expected a number for each rank: where others' clients begin")
     ranks = _ranks_of(group, ())
     rank, num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     if num_local is None:

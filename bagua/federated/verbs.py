@@ -354,6 +354,8 @@ def check_no_bools(value: Tree, verb: str) -> Tree:
 
 def check_weights(weights: Any, verb: str) -> torch.Tensor:
     """As floating numbers, which add up."""
+    if weights is None:
+        raise InvalidArgument(f"{verb} with weights None, expected a number for each client: reduce_mean takes none")
     weights = torch.as_tensor(weights)
     if weights.is_complex():
         raise InvalidArgument(f"{verb}: weights of {weights.dtype}, expected real numbers")

@@ -869,6 +869,9 @@ def test_mistakes_on_ranks_are_known_on_all(pool2):
         (lambda: grad(lambda x: federated.reduce_mean(x))(X), "outside of a program"),
         (lambda: federated.program(mean_loss, clients=3, silos=2), "one placement"),
         (lambda: federated.program(mean_loss, clients=0), "clients=0"),
+        (lambda: federated.local_slice(-3), "size=-3"),
+        (lambda: federated.local_slice(2.5), "size=2.5"),
+        (lambda: federated.local_slice(5, num_local=5), "num_local=5, expected a number for each rank"),
         (lambda: federated.program(mean_loss, clients=3, num_local=2)(X, Y), "num_local=2, but this process alone"),
     ],
 )
