@@ -176,9 +176,18 @@ class Bucket:
             tensors: instead of the weights, one per member and of its shape.
             flat: instead of the bucket's own, of its size.
         """
-        sources = [member.parameter.detach() for member in self.members] if tensors is None else list(tensors)
+        sources = [self._weight_of(member) for member in self.members] if tensors is None else list(tensors)
         torch._foreach_copy_(self._views(flat), sources)
         self.zero_padding(flat)
+
+    def _weight_of(self, member: Member) -> torch.Tensor:
+        weight = member.parameter.detach()
+        if weight.dtype is not self.dtype:  # _foreach_copy_ would round it
+            raise InvalidArgument(
+                f"the parameter {member.name!r} is {weight.dtype}, but was {self.dtype} when the model was wrapped; "
+                "convert the model before with_bagua, or call it again"
+            )
+        return weight
 
     def weights(self) -> list[tuple[int, torch.Tensor]] | None:
         """Where the weights are, which may not change meanwhile: ``parts`` of a reduction, which copies them itself.

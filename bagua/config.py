@@ -150,9 +150,14 @@ def launch_environment(
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_integer(env, "MASTER_PORT", 0, 0, 65535),
         use_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        restart_count=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0, 0, 1 << 30),
+        restart_count=restart_count(env),
         single_host=local_world_size == world_size,
     )
+
+
+def restart_count(environ: Mapping[str, str] | None = None) -> int:
+    """How often the launcher has restarted the ranks: what they write into a store that outlives them is told apart."""
+    return _integer(os.environ if environ is None else environ, "TORCHELASTIC_RESTART_COUNT", 0, 0, 1 << 30)
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:

@@ -21,9 +21,10 @@ import torch
 from bagua import algorithms
 from bagua.algorithms import Algorithm
 from bagua.buckets import DEFAULT_BUCKET_BYTES, SMALL_BUCKET_BYTES, BucketStorage
-from bagua.data_parallel.failures import fatal
+from bagua.data_parallel.failures import ending, fatal
 from bagua.data_parallel.handle import BaguaHandle, check_names, check_unused, handle_of, other_parameter_ids
 from bagua.data_parallel.optimizer_hooks import Watch
+from bagua.data_parallel.parameter_errors import hook_returned
 from bagua.data_parallel.state_sync import BufferBroadcast, OptimizerStates, broadcast_model
 from bagua.data_parallel.step import Step
 from bagua.data_parallel.takeover import begin, begin_gradients, closing_if_refused
@@ -420,15 +421,31 @@ def _hook_gradient(step_ref: weakref.ref[Step], index: int, parameter: torch.nn.
     def gradient_is_ready(parameter: torch.Tensor) -> None:
         step = step_ref()
         if step is not None:
-            hooks = parameter._post_accumulate_grad_hooks
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+            if hooks is None:  # torch gives a hook what the one before has returned
+                raise ending(step.group, hook_returned(step.storage.names[index], parameter))
             is_last = len(hooks) < 2 or next(reversed(hooks)) == own
             if not is_last and own in hooks:  # else a hook has just ended the wrap
                 hooks[own] = hooks.pop(own)  # move_to_end changes another order than the one that torch follows
             step.gradient_ready(index, parameter, is_last)
 
-    handle = parameter.register_post_accumulate_grad_hook(gradient_is_ready)
+    handle = parameter.register_post_accumulate_grad_hook(_uncompiled(gradient_is_ready))
     own = handle.id
     return handle
+
+
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook, which torch.compile does not compile, nor what it calls, where backward runs in what is compiled.
+
+    As torch._disable_dynamo, which would take a microsecond for each gradient.
+    """
+    from torch._dynamo import eval_frame  # takes a second, which the first hook of a forward takes otherwise
+
+    if not hasattr(eval_frame, "FrameExecStrategy"):  # before torch 2.8
+        return torch._disable_dynamo(hook)
+    skip = eval_frame.FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(hook.__code__, eval_frame.FrameExecStrategy(skip, skip))
+    return hook
 
 
 class _ModuleHook:
@@ -455,7 +472,23 @@ class _InnerModuleHook(_ModuleHook):
 
 
 def _before_forward(step: Step, module: torch.nn.Module, args: tuple) -> None:
-    step.before_forward(module.training)
+    if not _is_looked_at():
+        step.before_forward(module.training)
+
+
+_MODES = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
+
+
+def _is_looked_at() -> bool:
+    """Whether a forward trains nothing, whatever else says: its values are fake, or for a graph or another's transform.
+
+    No bucket may be touched then, nor a rank waited for.
+    """
+    return (
+        torch._C._functorch.maybe_current_level() is not None
+        or torch._C._get_tracing_state() is not None
+        or any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES)
+    )
 
 
 def _after_forward(step: Step, module: torch.nn.Module, args: tuple, output: Any) -> None:
@@ -463,7 +496,7 @@ def _after_forward(step: Step, module: torch.nn.Module, args: tuple, output: Any
 
     A checkpoint with use_reentrant=True runs a backward inside backward, whose end is not the end.
     """
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not _is_looked_at():
         step.after_forward()
         for tensor in _tensors_in(output):
             if tensor.grad_fn is not None:  # a leaf would keep the hook for ever

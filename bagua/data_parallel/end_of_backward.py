@@ -9,6 +9,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
+import torch
+
 
 class EndOfBackward:
     """Called by the autograd engine when backward ends; dropped uncalled when it raises.
@@ -23,6 +25,7 @@ class EndOfBackward:
         self._on_end, self._on_abort = weakref.WeakMethod(on_end), weakref.WeakMethod(on_abort)
         self._is_called = False
 
+    @torch._disable_dynamo  # of a backward in what torch.compile compiles
     def __call__(self) -> None:
         self._is_called = True
         on_end = self._on_end()

@@ -40,6 +40,14 @@ def ready_twice(name: str) -> InvalidArgument:
     )
 
 
+def hook_returned(name: str, value: object) -> InvalidArgument:
+    """Of a parameter with a hook that returns something, which torch gives to the next one."""
+    return InvalidArgument(
+        f"a hook of parameter {name!r} (register_post_accumulate_grad_hook) returned a {type(value).__name__}; such "
+        "hooks return None, and change the parameter's grad in place"
+    )
+
+
 def unfrozen(name: str, rank: int) -> InvalidArgument:
     """Of a parameter that has no place in a bucket, and begins to train."""
     return InvalidArgument(

@@ -160,6 +160,7 @@ class Step:
 
     # --- backward ------------------------------------------------------------------------------
 
+    @torch._disable_dynamo
     def backward_begins(self, output_grad: torch.Tensor) -> None:
         """Autograd has reached an output of the model. Parameters may stay out: it can be autograd.grad()."""
         if not self.synchronises:
@@ -170,6 +171,7 @@ class Step:
             self._open()
             self._began_at_output = True
 
+    @torch._disable_dynamo
     def _local_ends(self) -> None:
         if self._local_ns is not None:  # else a forward has begun in between
             self.recorder.add_compute("local backward", self._local_ns, time.monotonic_ns())

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from .. import config
 from ..distributed import world
 from ..distributed.bootstrap import bootstrap_alone
 from ..distributed.process_group import ProcessGroup
@@ -95,11 +96,13 @@ def _store_of(options, ranks: list[int]) -> dist.Store:
     """Where the members of a group meet; not options.store, except of the default group.
 
     Its keys contain torch's name of the group, on which the members may disagree (see create), and may hold what an
-    earlier group of that name wrote. Groups of the same ranks are counted in torch's default store.
+    earlier group of that name wrote. Groups of the same ranks are counted in torch's default store. A launcher that
+    restarts the ranks keeps the store, and what those of the attempt before have written there.
     """
+    attempt = f"bagua/attempt{config.restart_count()}"
     if not options.global_ranks_in_group:
-        return options.store
-    shared = dist.PrefixStore(f"bagua/{_name(ranks)}", c10d._get_default_store())
+        return dist.PrefixStore(attempt, options.store)
+    shared = dist.PrefixStore(f"{attempt}/{_name(ranks)}", c10d._get_default_store())
     return dist.PrefixStore(f"{shared.add(f'turn of {options.group_rank}', 1)}", shared)
 
 

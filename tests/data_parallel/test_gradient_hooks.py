@@ -149,3 +149,17 @@ def _that_raise(rank, world_size):
 
 def test_that_raise():
     bagua.testing.spawn(_that_raise, 1)
+
+
+def _returning(rank, world_size):
+    with process_group():
+        model = torch.nn.Linear(3, 2)
+        model.weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(2))
+        bagua.with_bagua(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(BaguaError, match="'weight' .*returned a Tensor; such hooks return None"):
+            model(torch.ones(1, 3)).sum().backward()
+    return True
+
+
+def test_a_hook_that_returns_a_tensor_is_named(pool2):
+    assert pool2.run(_returning) == [True, True]

@@ -57,3 +57,15 @@ def test_the_entry_point_registers_the_backend(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout == f"done {bagua.__file__}\n", done.stderr
+
+
+def test_a_store_that_outlives_the_ranks_is_used_again(monkeypatch):
+    """As that of torchrun, which starts all ranks again after a failure (--max-restarts)."""
+    store = dist.HashStore()
+    for attempt in range(3):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        dist.init_process_group("bagua", store=store, rank=0, world_size=1)
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        assert x.tolist() == [1.0] * 3
+        dist.destroy_process_group()
