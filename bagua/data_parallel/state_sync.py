@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bagua.data_parallel.failures import ending
+from bagua.data_parallel.validation import is_sharded
 from bagua.distributed import plain_data
 from bagua.distributed.consensus import agree
 from bagua.distributed.process_group import ProcessGroup, Work
@@ -46,7 +47,7 @@ class OptimizerStates:
     holds a state twice, but for those that ``state_dict`` copies.
 
     Args:
-        optimizers: in the same order on all ranks.
+        optimizers: in the same order on all ranks. Those whose states are spread over the ranks keep them.
         group: the ranks.
 
     Raises:
@@ -54,7 +55,8 @@ class OptimizerStates:
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], group: ProcessGroup) -> None:
-        self._optimizers, self._group = tuple(optimizers) if group.size > 1 else (), group
+        equal = [optimizer for optimizer in optimizers if not is_sharded(optimizer)]
+        self._optimizers, self._group = tuple(equal) if group.size > 1 else (), group
         self._devices = [*map(_devices_of, self._optimizers)]
         self._tensors: list[list[torch.Tensor]] = [[] for _ in self._optimizers]
         self._trees = [

@@ -64,6 +64,11 @@ def describe_optimizer(index: int, optimizer: torch.optim.Optimizer, name_of: Ma
     return described
 
 
+def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each rank has the states of some parameters, which no other has, and ``state_dict`` refuses to tell."""
+    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+
+
 def check_model(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], taken_parameter_ids: Iterable[int]
 ) -> None:
@@ -130,7 +135,7 @@ def _check_memory(value: Any, what: str) -> None:
 def check_steps_all(optimizers: Sequence[torch.optim.Optimizer], algorithm_name: str) -> None:
     """Raises InvalidArgument for an optimizer that steps only some of the parameters on each rank."""
     for optimizer in optimizers:
-        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        if is_sharded(optimizer):
             raise InvalidArgument(
                 f"algorithm {algorithm_name!r} averages weights that every rank has stepped by itself, but with a "
                 f"{type(optimizer).__name__} each rank steps its part of them; use an algorithm that averages gradients"

@@ -11,10 +11,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import bagua
 from tests.torch_backend.programs import compare, needs_torch, on_both, run, values
 
 pytestmark = needs_torch
@@ -195,3 +197,31 @@ def checkpoint(rank, world_size, folder):
 
 def test_checkpoint(pool, tmp_path):
     compare(pool, checkpoint, str(tmp_path))
+
+
+def sharded_states(rank, world_size):
+    """A wrapped model steps by an optimizer whose states are spread over the ranks as by one that has all."""
+    trained = []
+    for is_sharded in (False, True):
+        torch.manual_seed(5)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+        if is_sharded:
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        bagua.with_bagua(model, optimizer)
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+            if step == 1:
+                bagua.with_bagua(model, optimizer, algorithm="gradient_allreduce")  # its momentum stays where it is
+        model.bagua.remove()
+        trained.append([parameter.detach().clone() for parameter in model.parameters()])
+    for plain, sharded in zip(*trained, strict=True):
+        torch.testing.assert_close(sharded, plain)
+
+
+def test_a_wrapped_model_with_sharded_states(pool2):
+    run(pool2, sharded_states)
