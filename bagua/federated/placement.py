@@ -38,6 +38,7 @@ class Placement:
         is_agreed: whether the ranks are known to have the same program, and sizes that add up.
         agreed: the shapes, by reduction, of which that is known too, and the subject that their collectives say.
         numbers: how many clients each rank holds, once that is known; see reduction.clients_by_rank.
+        is_compiled: torch.compile has traced the program here, where a reduction does not know its leaves' names.
     """
 
     def __init__(self, name: str, size: int, num_local: int, program: str, group: ProcessGroup | None, key: str):
@@ -49,6 +50,7 @@ class Placement:
         self.is_agreed = group is None
         self.agreed: dict[tuple, int] = {}
         self.numbers: list[int] | None = [num_local] if group is None else None
+        self.is_compiled = False
         self.lock = threading.Lock()  # guards is_agreed, agreed, numbers and the reductions' memory
         self.is_distributed = group is not None
         self._group = None if group is None else weakref.ref(group)
@@ -80,6 +82,10 @@ class Placement:
             error.raised_over = self.key
             raise
 
+    def share(self, earlier: Placement) -> None:
+        """Reduces in the memory of an earlier one, of the same program: another split of clients takes none."""
+        self.lock, self._memory = earlier.lock, earlier._memory
+
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer of that many elements for the reduction that runs, on the CPU shared with the ranks of this host."""
         key = dtype, current_stream(device)
@@ -92,6 +98,7 @@ class Placement:
 _lock = threading.Lock()  # guards what follows
 _by_identity: dict[tuple, Placement] = {}
 _by_key: dict[str, Placement] = {}
+_latest: dict[tuple, Placement] = {}  # of a program in a group, however its clients are split
 
 
 def _intern(
@@ -111,7 +118,10 @@ def _intern(
         known = _by_identity.get(identity)
         if known is None or (group is not None and known._group() is not group):  # an id may come again
             known = Placement(name, size, num_local, program, group, f"{name}:{size}#{len(_by_key)}")
-            _by_identity[identity] = _by_key[known.key] = known
+            earlier = _latest.get((name, size, program, id(group)))
+            if group is not None and earlier is not None and earlier._group() is group:
+                known.share(earlier)
+            _latest[name, size, program, id(group)] = _by_identity[identity] = _by_key[known.key] = known
         return known
 
 
@@ -317,6 +327,8 @@ def program(
         placement = _intern(
             name, size, _local_of(size, num_local, ranks, name), title, ranks if trace is None else None, by_rank
         )
+        if torch.compiler.is_compiling():
+            placement.is_compiled = True
         if trace is not None:
             trace.add_program(placement, functools.partial(program, group=group, num_local=num_local))
         return placement

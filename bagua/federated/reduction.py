@@ -124,7 +124,7 @@ def agree(placement: Placement, values: Sequence[Like], verb: str) -> int:
     Raises:
         InvalidArgument: on all ranks, naming the first that differs.
     """
-    leaves = _reduced.get()
+    leaves = None if placement.is_compiled else _reduced.get()
     shapes = (verb, leaves, *values)
     known = placement.agreed.get(shapes) if placement.is_agreed else None
     if known is not None:

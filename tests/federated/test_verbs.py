@@ -18,8 +18,9 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 import bagua
 from bagua import federated
 from bagua.errors import BaguaError, InvalidArgument
-from bagua.federated import operators
+from bagua.federated import operators, placement
 from bagua.federated.aggregators import Aggregator, Mean, Median, SecureSum
+from bagua.testing import spawn
 from tests.conformance.training import process_group
 from tests.distributed.worlds import fast_in
 
@@ -1099,3 +1100,32 @@ def test_what_stands_for_a_client_can_be_inverted(pools):
         for one in (gradient, gradient_of_node):
             own = [[0.25] * 2], [[0.125] * 2], []
             torch.testing.assert_close(one, torch.tensor(own[rank]).view(-1, 2))
+
+
+def compiled_on_some(rank, world_size):
+    """torch.compile may give up on one rank and not on another."""
+    values = {"a": torch.ones(1), "b": torch.full((1,), 2.0)}
+    with process_group():
+        program = federated.program(lambda values: federated.reduce_sum(values), clients=2)
+        function = torch.compile(program, backend="eager")
+        found = [function(values)]
+        found.append((program if rank == 0 else function)(values))
+    return [{name: float(x) for name, x in one.items()} for one in found]
+
+
+def test_ranks_of_which_one_runs_without_torch_compile(pool2):
+    assert pool2.run(compiled_on_some) == [[{"a": 2.0, "b": 4.0}] * 2] * 2
+
+
+def many_splits(rank, world_size):
+    """How many buffers the reductions of this process keep."""
+    with process_group():
+        for first in range(1, 20):
+            program = federated.program(mean_loss, clients=20, num_local=[first, 20 - first])
+            program(torch.zeros(2), torch.zeros([first, 20 - first][rank], 2))
+        kept = {id(known) for one in placement._by_key.values() for known in one._memory.values()}
+    return len(kept)
+
+
+def test_splits_of_one_program_share_their_memory():
+    assert spawn(many_splits, 2) == [1, 1]
