@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from bagua import codecs
 from bagua.errors import InvalidArgument
 from bagua.federated.fixed_point import FixedPoint
+from bagua.federated.names import flatten_by_name, named
 from bagua.federated.operators import call
 from bagua.federated.placement import Placement, current
 from bagua.federated.sampling import seed_of
@@ -260,11 +261,11 @@ class SecureSum(Step):
     def reduce(self, value: Tree, mask: torch.Tensor | None, clients: Placement) -> Tree:
         if tracing():
             return reduce_sum(value, placement=clients.name)
-        leaves, structure = pytree.tree_flatten(check_floating(check_placed(value, clients, "SecureSum"), "SecureSum"))
+        names, leaves, rebuild = flatten_by_name(check_floating(check_placed(value, clients, "SecureSum"), "SecureSum"))
         if not leaves:  # here and in other steps, as reduce_sum
             return value
         coding = FixedPoint(self.bits, self.fraction_bits)
-        return pytree.tree_unflatten(modular_sum(leaves, coding, clients), structure)
+        return rebuild(modular_sum(leaves, coding, named(clients.key, names)))
 
 
 class Robust(Step):
@@ -280,23 +281,25 @@ class Robust(Step):
         name = type(self).__name__
         if tracing():
             raise InvalidArgument(f"{name} in a traced program, whose clients' values stay with them: use a sum")
-        leaves, structure = pytree.tree_flatten(check_floating(check_placed(value, clients, name), name))
+        names, leaves, rebuild = flatten_by_name(check_floating(check_placed(value, clients, name), name))
         if not leaves:
             return value
         for leaf in leaves:
             if leaf.is_complex():
                 raise InvalidArgument(f"{name} of {leaf.dtype}: complex numbers have no order")
         if mask is None:
-            everyone, number = gathered(leaves, clients), torch.tensor(clients.size, device=leaves[0].device)
+            everyone = gathered(leaves, named(clients.key, names))
+            number = torch.tensor(clients.size, device=leaves[0].device)
         else:
-            *everyone, taking_part = gathered([*leaves, mask.to(leaves[0].dtype)], clients)
+            key = named(clients.key, [*names, "who takes part"])
+            *everyone, taking_part = gathered([*leaves, mask.to(leaves[0].dtype)], key)
             taking_part = taking_part > 0
             (number,) = call("check_total", [taking_part.sum()], clients.key)
             # The others are sorted behind all that take part.
             nothing = torch.tensor(float("nan"), device=taking_part.device)
             everyone = [torch.where(along(taking_part, leaf), leaf, nothing.to(leaf.dtype)) for leaf in everyone]
         ordered = [leaf.sort(0).values for leaf in everyone]
-        return pytree.tree_unflatten([self._middle(leaf, number) for leaf in ordered], structure)
+        return rebuild([self._middle(leaf, number) for leaf in ordered])
 
     def _middle(self, ordered: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         """From ``[n, ...]``, of which the first `number` count."""

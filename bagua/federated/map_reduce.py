@@ -126,8 +126,8 @@ def map_reduce(
     else:
         results = node.compute(inputs)
         check(pytree.tree_unflatten(list(results), seen[0]), verb)
-    results = [x.to(dtype) for x, dtype in zip(across(verb, results, clients, seen[0]), seen[1], strict=True)]
-    return pytree.tree_unflatten(results, seen[0])
+    reduced = across(verb, pytree.tree_unflatten(list(results), seen[0]), clients)
+    return pytree.tree_map(lambda leaf, dtype: leaf.to(dtype), reduced, pytree.tree_unflatten(seen[1], seen[0]))
 
 
 def _is_differentiated(inputs: Sequence[torch.Tensor]) -> bool:

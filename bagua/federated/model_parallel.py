@@ -7,8 +7,6 @@ the verbs' operators. Under map_fn one collective serves all clients of this ran
 
 from __future__ import annotations
 
-from torch.utils import _pytree as pytree
-
 from bagua.distributed.process_group import ProcessGroup
 from bagua.federated.placement import mapping, shards
 from bagua.federated.verbs import Tree, across, check_tensors
@@ -61,5 +59,4 @@ def reduce_from_group(value: Tree, group: ProcessGroup) -> Tree:
 
 
 def _over(operator: str, verb: str, value: Tree, group: ProcessGroup) -> Tree:
-    leaves, structure = pytree.tree_flatten(check_tensors(value, verb))
-    return pytree.tree_unflatten(across(operator, leaves, shards(group, mapping()), structure), structure)
+    return across(operator, check_tensors(value, verb), shards(group, mapping()))

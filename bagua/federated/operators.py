@@ -19,6 +19,7 @@ torch.autograd.Functions around the operators replace them, which torch.compile 
 from __future__ import annotations
 
 import contextvars
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,8 +28,9 @@ from typing import Any
 import torch
 
 from bagua.errors import InternalError, InvalidArgument
-from bagua.federated.placement import Placement, local_placement, placement_of
-from bagua.federated.reduction import Leaves, reduced, reducing, sum_over_ranks
+from bagua.federated.names import names_in, selected
+from bagua.federated.placement import local_placement, placement_of
+from bagua.federated.reduction import sum_over_ranks
 
 NAMESPACE = "bagua_federated"
 Tensors = list[torch.Tensor]
@@ -63,7 +65,7 @@ def record() -> Iterator[list[str]]:
 # ---- what they compute, and what their cotangents become
 
 
-def _broadcast(values: Sequence[torch.Tensor], placement: Placement) -> Tensors:
+def _broadcast(values: Sequence[torch.Tensor], key: str) -> Tensors:
     return [value.clone() for value in values]
 
 
@@ -71,16 +73,17 @@ def _cotangents_of_broadcast(cotangents: Tensors, key: str) -> Tensors:
     return call("reduce_sum", cotangents, key)
 
 
-def _reduce_sum(values: Sequence[torch.Tensor], placement: Placement) -> Tensors:
-    return sum_over_ranks(placement, values, "reduce_sum")
+def _reduce_sum(values: Sequence[torch.Tensor], key: str) -> Tensors:
+    return sum_over_ranks(placement_of(key), values, names_in(key), "reduce_sum")
 
 
 def _cotangents_of_sum(cotangents: Tensors, key: str) -> Tensors:
     return call("broadcast", cotangents, key)
 
 
-def _reduce_mean(values: Sequence[torch.Tensor], placement: Placement) -> Tensors:
-    return [total.div_(placement.size) for total in sum_over_ranks(placement, values, "reduce_mean")]
+def _reduce_mean(values: Sequence[torch.Tensor], key: str) -> Tensors:
+    placement = placement_of(key)
+    return [total.div_(placement.size) for total in sum_over_ranks(placement, values, names_in(key), "reduce_mean")]
 
 
 def _cotangents_of_mean(cotangents: Tensors, key: str) -> Tensors:
@@ -88,7 +91,8 @@ def _cotangents_of_mean(cotangents: Tensors, key: str) -> Tensors:
     return call("broadcast", [cotangent / size for cotangent in cotangents], key)
 
 
-def _check_total(values: Sequence[torch.Tensor], placement: Placement) -> Tensors:
+def _check_total(values: Sequence[torch.Tensor], key: str) -> Tensors:
+    placement = placement_of(key)
     if any(bool((value == 0).any()) for value in values):
         raise InvalidArgument(
             f"the weights of the {placement.size} {placement.name} that take part add up to 0, so there is no mean: "
@@ -124,7 +128,7 @@ def _define(name: str) -> Any:
         verbs = _recorded.get()
         if verbs is not None and name != "check_total":
             verbs.append(name)
-        return compute(values, placement_of(placement))
+        return compute(values, placement)
 
     def fake(values: Tensors, placement: str) -> Tensors:
         return [torch.empty_like(value) for value in values]
@@ -146,14 +150,13 @@ _OPERATORS = {name: _define(name) for name in _RULES}
 
 
 def _of_present(
-    function: Callable[[Tensors], Tensors], tensors: Sequence[torch.Tensor | None], leaves: Leaves | None
+    function: Callable[[Tensors, str], Tensors], tensors: Sequence[torch.Tensor | None], key: str
 ) -> Tensors:
-    """function(the tensors that are not None), with None where they are None; `leaves` are all that they are of."""
+    """function(the tensors that are not None, the key with their names), with None where they are None."""
     there = [i for i, tensor in enumerate(tensors) if tensor is not None]
     results: list = [None] * len(tensors)
     if there:
-        with reducing(None if leaves is None else leaves.select(there)):
-            found = function([tensors[i] for i in there])
+        found = function([tensors[i] for i in there], selected(key, there))
         for index, result in zip(there, found, strict=True):
             results[index] = result
     return results
@@ -164,18 +167,18 @@ def _methods(name: str) -> dict[str, staticmethod]:
     transpose = _RULES[name][1]
 
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.key, ctx.leaves = inputs[1], reduced()
+        ctx.key = inputs[1]
         ctx.likes = [(value.shape, value.dtype, value.device) for value in inputs[2:]]
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
-        return (None, None, *_of_present(lambda there: transpose(there, ctx.key), cotangents, ctx.leaves))
+        return (None, None, *_of_present(transpose, cotangents, ctx.key))
 
     def jvp(ctx: Any, _forward: Any, _key: Any, *tangents: torch.Tensor | None) -> tuple:
         # torch 2.13 makes float64 tangents of numbers without axes, whatever their primals are.
         cast = [t if t is None else t.to(like[1]) for t, like in zip(tangents, ctx.likes, strict=True)]
-        rule = (lambda there: there) if name == "check_total" else lambda there: call(name, there, ctx.key)
-        results = _of_present(rule, cast, ctx.leaves)
+        rule = _cotangents_of_total if name == "check_total" else functools.partial(call, name)
+        results = _of_present(rule, cast, ctx.key)
         for index, (shape, dtype, device) in enumerate(ctx.likes):
             if results[index] is None:  # torch wants all or none
                 results[index] = torch.zeros(shape, dtype=dtype, device=device)

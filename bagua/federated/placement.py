@@ -22,6 +22,7 @@ from bagua.distributed import consensus, world
 from bagua.distributed.devices import StreamKey, current_stream
 from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import BaguaError, InvalidArgument
+from bagua.federated.names import without_names
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -36,9 +37,8 @@ class Placement:
         program: the name of the function that is a program over them.
         key: what operators carry.
         is_agreed: whether the ranks are known to have the same program, and sizes that add up.
-        agreed: the shapes, by reduction, of which that is known too, and the subject that their collectives say.
+        agreed: the reductions of which that is known too, and the subject that their collectives say.
         numbers: how many clients each rank holds, once that is known; see reduction.clients_by_rank.
-        is_compiled: torch.compile has traced the program here, where a reduction does not know its leaves' names.
     """
 
     def __init__(self, name: str, size: int, num_local: int, program: str, group: ProcessGroup | None, key: str):
@@ -50,7 +50,6 @@ class Placement:
         self.is_agreed = group is None
         self.agreed: dict[tuple, int] = {}
         self.numbers: list[int] | None = [num_local] if group is None else None
-        self.is_compiled = False
         self.lock = threading.Lock()  # guards is_agreed, agreed, numbers and the reductions' memory
         self.is_distributed = group is not None
         self._group = None if group is None else weakref.ref(group)
@@ -131,8 +130,8 @@ def local_placement(name: str, size: int) -> Placement:
 
 
 def placement_of(key: str) -> Placement:
-    """The placement that an operator names."""
-    placement = _by_key.get(key)
+    """The placement that an operator names, beside its values."""
+    placement = _by_key.get(without_names(key))
     if placement is None:
         raise InvalidArgument(f"no placement {key!r} in this process: operators run inside the process that made them")
     return placement
@@ -327,8 +326,6 @@ def program(
         placement = _intern(
             name, size, _local_of(size, num_local, ranks, name), title, ranks if trace is None else None, by_rank
         )
-        if torch.compiler.is_compiling():
-            placement.is_compiled = True
         if trace is not None:
             trace.add_program(placement, functools.partial(program, group=group, num_local=num_local))
         return placement

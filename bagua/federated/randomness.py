@@ -2,7 +2,8 @@
 
 "different": torch.func.vmap draws for all of this rank's clients at once, and the ranks have mostly the same seed. So
 each draws from a seed of its own: what the CPU's generator gives next, and the rank. Afterwards the generators of all
-ranks are one number further, however many clients each holds.
+ranks are one number further, however many clients each holds. Neither holds of graphs of torch.compile and make_fx,
+which keep no seed: they draw from the generator as it is.
 "same": every chunk of clients draws the same.
 """
 
@@ -26,17 +27,23 @@ def draw_for_rank(
 ) -> Result:
     """The result of `compute`, which draws for this rank's clients what no other rank does.
 
-    torch.compile, which follows no generator, leaves it as it is.
-
     Args:
         tensors: on whose devices it draws, besides the CPU.
     """
-    if randomness != "different" or not clients.is_distributed or torch.compiler.is_compiling():
+    if randomness != "different" or not clients.is_distributed or torch.compiler.is_compiling() or _has_no_values():
         return compute()
     with temporarily_clear_interpreter_stack():  # one number for a batch of programs, too
         drawn = int(torch.randint(2**62, (), device="cpu"))
     with seeded(seed_of(drawn, clients.group.rank), {tensor.device for tensor in tensors}):
         return compute()
+
+
+_MODES = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY"))
+
+
+def _has_no_values() -> bool:
+    """Whether a graph is made, or shapes alone are computed."""
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES)
 
 
 def rewind(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:

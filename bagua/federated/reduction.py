@@ -6,15 +6,12 @@ device that the leaves are on. Nothing here knows of derivatives.
 
 from __future__ import annotations
 
-import contextvars
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from bagua.distributed import consensus
 from bagua.distributed.devices import common_device
@@ -22,11 +19,14 @@ from bagua.errors import InvalidArgument
 from bagua.federated.placement import Placement
 
 
-def sum_over_ranks(placement: Placement, values: Sequence[torch.Tensor], verb: str) -> list[torch.Tensor]:
+def sum_over_ranks(
+    placement: Placement, values: Sequence[torch.Tensor], names: Sequence[str], verb: str
+) -> list[torch.Tensor]:
     """The values' sums over the ranks.
 
     Args:
         values: each rank's sums over its own clients, not under any transform.
+        names: of the values; none where they have none.
 
     Returns:
         New tensors of the same shapes and dtypes on the same devices, equal on all ranks.
@@ -35,7 +35,7 @@ def sum_over_ranks(placement: Placement, values: Sequence[torch.Tensor], verb: s
     if group is None:
         return [value.clone() for value in values]
     with placement.lock:
-        subject = agree(placement, [Like.of(value) for value in values], verb)
+        subject = agree(placement, [Like.of(value) for value in values], names, verb)
         sums = list(values)
 
         def kind(index: int) -> tuple[str, str]:  # of the ranks, which each have a device of their own
@@ -78,44 +78,8 @@ class Like(NamedTuple):
         return f"{list(self.shape)} {self.dtype}" + (f" on {self.device_type}" if self.device_type != "cpu" else "")
 
 
-class Leaves(NamedTuple):
-    """Which leaves of which pytree the values of a reduction are: ranks must not add up one's a and another's b."""
-
-    structure: pytree.TreeSpec
-    indices: tuple[int, ...]
-
-    def select(self, positions: Sequence[int]) -> Leaves:
-        """Those at these positions."""
-        return Leaves(self.structure, tuple(self.indices[position] for position in positions))
-
-    def paths(self) -> list[str]:
-        """Such as "['weight']"; "" of a tensor by itself."""
-        numbers = pytree.tree_unflatten(list(range(self.structure.num_leaves)), self.structure)
-        by_leaf = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(numbers)[0]]
-        return [by_leaf[index] for index in self.indices]
-
-
-# Of the values that are reduced, where it is known.
-_reduced: contextvars.ContextVar[Leaves | None] = contextvars.ContextVar("bagua_reduced", default=None)
-
-
-def reduced() -> Leaves | None:
-    """What `reducing` says."""
-    return _reduced.get()
-
-
-@contextmanager
-def reducing(leaves: Leaves | None) -> Iterator[None]:
-    """While it runs the values of reductions are these leaves."""
-    token = _reduced.set(leaves)
-    try:
-        yield
-    finally:
-        _reduced.reset(token)
-
-
-def agree(placement: Placement, values: Sequence[Like], verb: str) -> int:
-    """Compares the program and the shapes with the other ranks', the first time that they run here.
+def agree(placement: Placement, values: Sequence[Like], names: Sequence[str], verb: str) -> int:
+    """Compares the program, the names and the shapes with the other ranks', the first time that they run here.
 
     Returns:
         The subject of the collectives: of other shapes or another program it is another one, so that ranks which are
@@ -124,9 +88,8 @@ def agree(placement: Placement, values: Sequence[Like], verb: str) -> int:
     Raises:
         InvalidArgument: on all ranks, naming the first that differs.
     """
-    leaves = None if placement.is_compiled else _reduced.get()
-    shapes = (verb, leaves, *values)
-    known = placement.agreed.get(shapes) if placement.is_agreed else None
+    reduction = (verb, *values, *names)
+    known = placement.agreed.get(reduction) if placement.is_agreed else None
     if known is not None:
         return known
 
@@ -134,17 +97,16 @@ def agree(placement: Placement, values: Sequence[Like], verb: str) -> int:
         described = {"the program": placement.program, "the clients": f"{placement.size} {placement.name}"}
         described["the verb"] = verb
         described["how many tensors it reduces"] = str(len(values))
-        paths = [""] * len(values) if leaves is None else leaves.paths()
-        for index, (path, value) in enumerate(zip(paths, values, strict=True)):
-            described[f"tensor {index} of a client"] = f"{path} {value}".strip()
+        for index, (name, value) in enumerate(zip(names or [""] * len(values), values, strict=True)):
+            described[f"tensor {index} of a client"] = f"{name} {value}".strip()
         return _subject_of(described), described
 
     with placement.everywhere():
-        remedy = "run the same program with values of the same names, in their order, and shapes on all ranks"
+        remedy = "run the same program with values of the same names and shapes on all ranks"
         subject = consensus.agree(placement.group, describe, remedy)
         _count(placement)
     placement.is_agreed = True
-    placement.agreed[shapes] = subject
+    placement.agreed[reduction] = subject
     return subject
 
 
@@ -172,7 +134,7 @@ def _count(placement: Placement) -> list[int]:
     return placement.numbers
 
 
-def gather_over_ranks(placement: Placement, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def gather_over_ranks(placement: Placement, values: Sequence[torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:
     """The values of all clients on every rank, in the order of the ranks: one collective.
 
     Each rank sends and holds what all clients have: n times as much as a sum, and the server sees every client's
@@ -180,6 +142,7 @@ def gather_over_ranks(placement: Placement, values: Sequence[torch.Tensor]) -> l
 
     Args:
         values: ``[num_local, ...]`` each, not under any transform.
+        names: as of sum_over_ranks.
 
     Returns:
         New tensors ``[n, ...]`` of the same dtypes, equal on all ranks.
@@ -189,7 +152,7 @@ def gather_over_ranks(placement: Placement, values: Sequence[torch.Tensor]) -> l
     with placement.lock:
         device = common_device(("a value to be gathered", value) for value in values)
         likes = [Like(tuple(value.shape[1:]), value.dtype, device.type) for value in values]
-        subject = agree(placement, likes, "gather")
+        subject = agree(placement, likes, names, "gather")
         numbers = placement.numbers
         everything = [value.new_empty((placement.size, *value.shape[1:])) for value in values]
         # Tensors without elements are complete as they are, and torch does not view bytes as them.

@@ -18,6 +18,7 @@ import torch
 from bagua import codecs
 from bagua.errors import InvalidArgument
 from bagua.federated.fixed_point import FixedPoint
+from bagua.federated.names import named, names_in
 from bagua.federated.operators import NAMESPACE, call
 from bagua.federated.placement import Placement, placement_of
 from bagua.federated.reduction import clients_by_rank, gather_over_ranks
@@ -119,7 +120,8 @@ def _modular_sum(values: Tensors, bits: int, fraction_bits: int, placement: str)
         failure, codes = error, [torch.zeros_like(value, dtype=torch.int64) for value in values]
     has_failed = codes[0].new_zeros(1 if group is None else group.size)
     has_failed[0 if group is None else group.rank] = failure is not None
-    *sums, has_failed = call("reduce_sum", [*(code.sum(0) for code in codes), has_failed], placement)
+    key = named(clients.key, [*names_in(placement), "who is out of range"])
+    *sums, has_failed = call("reduce_sum", [*(code.sum(0) for code in codes), has_failed], key)
     with clients.everywhere():
         if failure is not None:
             raise failure
@@ -172,20 +174,23 @@ def _last(function: Any, dims: tuple, values: tuple, *arguments: Any) -> tuple:
 
 
 @torch.compiler.disable
-def modular_sum(values: Sequence[torch.Tensor], coding: FixedPoint, clients: Placement) -> Tensors:
+def modular_sum(values: Sequence[torch.Tensor], coding: FixedPoint, clients: str) -> Tensors:
     """The sums over all clients, each client's values in fixed point, in one collective of int64.
+
+    Args:
+        clients: their key, with the values' names.
 
     Raises:
         InvalidArgument: on all ranks, where a value is out of the range that `coding` has for so many clients.
     """
-    return list(_ModularSum.apply(coding, clients.key, *values))
+    return list(_ModularSum.apply(coding, clients, *values))
 
 
 # ---- gathered
 
 
 def _gather(values: Tensors, placement: str) -> Tensors:
-    return gather_over_ranks(placement_of(placement), values)
+    return gather_over_ranks(placement_of(placement), values, names_in(placement))
 
 
 _gather_operator = _define(
@@ -246,9 +251,13 @@ class _Own(torch.autograd.Function):
 
 
 @torch.compiler.disable
-def gathered(values: Sequence[torch.Tensor], clients: Placement) -> Tensors:
-    """All clients' values on all ranks, ``[n, ...]``, in one collective."""
-    return list(_Gathered.apply(clients.key, *values))
+def gathered(values: Sequence[torch.Tensor], clients: str) -> Tensors:
+    """All clients' values on all ranks, ``[n, ...]``, in one collective.
+
+    Args:
+        clients: their key, with the values' names.
+    """
+    return list(_Gathered.apply(clients, *values))
 
 
 def first_client(clients: Placement) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
 from bagua.federated.closures import check_closures
+from bagua.federated.names import flatten_by_name, named
 from bagua.federated.operators import call
 from bagua.federated.placement import Frame, Placement, current, run_in
 from bagua.federated.randomness import draw_for_rank
-from bagua.federated.reduction import Leaves, reducing
 from bagua.federated.traced import Spec, Trace, tracing
 from bagua.federated.traced import call as traced_call
 
@@ -38,11 +37,8 @@ def broadcast(value: Tree, *, placement: str | None = None) -> Tree:
         ``[num_local, ...]`` of the same structure. The clients share the memory.
     """
     clients = current(placement, "broadcast")
-    leaves, structure = pytree.tree_flatten(check_tensors(value, "broadcast"))
-    placed = across("broadcast", leaves, clients, structure)
-    if not tracing():
-        placed = [_expand(leaf, clients) for leaf in placed]
-    return pytree.tree_unflatten(placed, structure)
+    placed = across("broadcast", check_tensors(value, "broadcast"), clients)
+    return placed if tracing() else pytree.tree_map(lambda leaf: _expand(leaf, clients), placed)
 
 
 def reduce_sum(value: Tree, *, placement: str | None = None) -> Tree:
@@ -156,8 +152,9 @@ def map_fn(
         arguments: placed values; a plain tuple is splatted, anything else, a NamedTuple too, is one argument.
         chunk_size: how many clients are computed at a time; None: all.
         randomness: of the function: "error", "different" for each client or the "same" for those of a rank; see
-            torch.func.vmap. What is different depends on how the clients are spread over the ranks, and under
-            torch.compile ranks with one seed draw alike: ``federated.sampling.per_client`` does neither.
+            torch.func.vmap. What is different depends on how the clients are spread over the ranks. In graphs of
+            torch.compile and make_fx ranks with one seed draw alike, and their generators may differ afterwards where
+            they hold different numbers of clients. ``federated.sampling.per_client`` has none of this.
 
     Returns:
         What the function returns, with the clients' axis first.
@@ -288,29 +285,34 @@ def check_options(chunk_size: Any, randomness: Any) -> None:
 
 
 def _reduce(verb: str, value: Tree, clients: Placement) -> Tree:
-    leaves, structure = pytree.tree_flatten(value)
+    names, leaves, rebuild = flatten_by_name(value)
     if tracing():
-        return pytree.tree_unflatten(across(verb, leaves, clients, structure), structure)
+        return rebuild(_across(verb, names, leaves, clients))
     wide = [widened(leaf) if verb == "reduce_mean" else leaf for leaf in leaves]
-    results = across(verb, [leaf.sum(0, dtype=leaf.dtype) for leaf in wide], clients, structure)
-    return pytree.tree_unflatten([x.to(leaf.dtype) for x, leaf in zip(results, leaves, strict=True)], structure)
+    results = _across(verb, names, [leaf.sum(0, dtype=leaf.dtype) for leaf in wide], clients)
+    return rebuild([x.to(leaf.dtype) for x, leaf in zip(results, leaves, strict=True)])
 
 
-def across(
-    verb: str, leaves: Sequence[torch.Tensor], clients: Placement, structure: pytree.TreeSpec
-) -> list[torch.Tensor]:
-    """The operator on the leaves of a pytree; those with derivatives and those without each by themselves."""
+def across(verb: str, value: Tree, clients: Placement) -> Tree:
+    """The operator on the leaves of a pytree, which the ranks match by their names."""
+    names, leaves, rebuild = flatten_by_name(value)
+    return rebuild(_across(verb, names, leaves, clients))
+
+
+def _across(verb: str, names: Sequence[str], leaves: Sequence[torch.Tensor], clients: Placement) -> list[torch.Tensor]:
+    """Of leaves with derivatives and of those without, each by themselves."""
     results = list(leaves)
-    run = traced_call if tracing() else call
-    is_compiled = torch.compiler.is_compiling()  # which follows no context variable
     for has_derivatives in (True, False):
         indices = [i for i, x in enumerate(leaves) if (x.is_floating_point() or x.is_complex()) == has_derivatives]
-        if indices:
-            values = [leaves[i] for i in indices]
-            with nullcontext() if is_compiled else reducing(Leaves(structure, tuple(indices))):
-                found = run(verb, values, clients.key)
-            for index, result in zip(indices, found, strict=True):
-                results[index] = result
+        if not indices:
+            continue
+        values = [leaves[i] for i in indices]
+        if tracing():  # where nothing is sent
+            found = traced_call(verb, values, clients.key)
+        else:
+            found = call(verb, values, named(clients.key, [names[i] for i in indices]))
+        for index, result in zip(indices, found, strict=True):
+            results[index] = result
     return results
 
 

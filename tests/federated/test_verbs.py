@@ -13,7 +13,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 import bagua
 from bagua import federated
@@ -967,43 +970,98 @@ def test_ranks_at_different_reductions_of_one_size_find_out(pool2, is_gathered):
         assert re.search(difference, found), found
 
 
-def other_names(rank, world_size):
-    """Rank 1 has the same values under the same names, which it was given in another order."""
+NAMED = {"a": torch.tensor(1.0), "b": torch.tensor(100.0), "deep": [torch.tensor(5.0 + i) for i in range(11)]}
+COUNT = torch.tensor(7)  # which has no derivative
 
-    def weighted(values, shared):
-        return federated.reduce_weighted_mean(values, torch.ones(1))
 
-    def in_backward(values, shared):
-        total = federated.map_fn(lambda shared: sum(shared.values()), (federated.broadcast(shared),))
-        return federated.reduce_mean(total)
+def linear(values):
+    """1 a + 2 b + 3 deep[0] + 4 deep[1] ..., whatever `b` is called."""
+    second = values["b" if "b" in values else "other"]
+    return sum(number * value for number, value in enumerate([values["a"], second, *values["deep"]], 1))
 
-    programs = {
-        "sum": lambda values, shared: federated.reduce_sum(values),
-        "weighted mean": weighted,
-        "node": lambda values, shared: federated.map_reduce(lambda value: value, (values,)),
-        "backward": lambda values, shared: grad(lambda shared: in_backward(values, shared))(shared),
+
+def over_names():
+    """Programs of two clients, of which each has NAMED, and whether they are of server values."""
+
+    def loss(shared):
+        return federated.reduce_mean(federated.map_fn(linear, (federated.broadcast(shared),)))
+
+    def without_count(values):
+        return {name: values[name] for name in values if name != "count"}
+
+    def aggregated(step):
+        aggregate = Aggregator(step)
+        return lambda values: aggregate(without_count(values), aggregate.init(NAMED))[0]
+
+    return {
+        "sum": (federated.reduce_sum, False),
+        "weighted mean": (lambda values: federated.reduce_weighted_mean(without_count(values), torch.ones(1)), False),
+        "node": (lambda values: federated.map_reduce(lambda value: value, (values,), reduce="sum"), False),
+        "secure sum": (aggregated(SecureSum()), False),
+        "median": (aggregated(Median()), False),
+        "gradient": (grad(loss), True),
+        "tangent": (lambda shared: jvp(loss, (shared,), (shared,))[1], True),
     }
+
+
+def by_name(rank, world_size, change):
+    """Rank 1's dictionaries have their names in another order, or one of them is another."""
     found = {}
     with process_group():
-        for what, body in programs.items():
-            program = federated.program(body, clients=2)
-            values, shared = ({name: x.expand(shape) for name, x in NAMED.items()} for shape in ((1,), ()))
-            if rank == 1:
-                values, shared = dict(reversed(values.items())), dict(reversed(shared.items()))
-            with pytest.raises(InvalidArgument) as caught:
-                program(values, shared)
-            found[what] = str(caught.value)
+        for what, (body, is_shared) in over_names().items():
+            values = NAMED if is_shared else pytree.tree_map(lambda x: x.expand(1), {**NAMED, "count": COUNT})
+            if rank == 1 and change == "order":
+                values = dict(reversed(values.items()))
+            if rank == 1 and change == "name":
+                values = {"other" if name == "b" else name: value for name, value in values.items()}
+            try:
+                found[what] = federated.program(body, clients=2)(values)
+            except InvalidArgument as error:
+                found[what] = str(error)
     return found
 
 
-NAMED = {"a": torch.tensor(1.0), "b": torch.tensor(100.0)}
+def test_dictionaries_in_another_order_are_reduced_by_their_names(pool2):
+    twice, deep = pytree.tree_map(lambda x: 2 * x, NAMED), [torch.tensor(3.0 + i) for i in range(11)]
+    expected = {
+        "sum": {**twice, "count": 2 * COUNT},
+        "weighted mean": NAMED,
+        "node": {**twice, "count": 2 * COUNT},
+        "secure sum": twice,
+        "median": NAMED,
+        "gradient": {"a": torch.tensor(1.0), "b": torch.tensor(2.0), "deep": deep},
+        "tangent": linear(NAMED),
+    }
+    for found in pool2.run(by_name, args=("order",)):
+        torch.testing.assert_close(found, expected)
 
 
-def test_names_in_another_order_are_an_error_on_all_ranks(pool2):
-    for found in pool2.run(other_names):
-        assert set(found) == {"sum", "weighted mean", "node", "backward"}
+def test_other_names_are_an_error_on_all_ranks(pool2):
+    for found in pool2.run(by_name, args=("name",)):
+        assert found.pop("tangent") == linear(NAMED), "nothing but one value without a name crosses ranks there"
+        assert set(found) == set(over_names()) - {"tangent"}
         for what, message in found.items():
-            assert re.search(r"rank 0 has .*\['a'\] .*, rank 1 has .*\['b'\] ", message), (what, message)
+            assert re.search(r"rank 0 has .*\['b'\] .*, rank 1 has .*\['", str(message)), (what, message)
+
+
+def of_unordered_keys(rank, world_size):
+    """Keys that are neither numbers nor strings, whose order of text is another on each rank."""
+
+    class Key:
+        def __repr__(self):
+            return f"{'ab' if rank == 0 else 'ba'}"[self.number]
+
+        def __init__(self, number):
+            self.number = number
+
+    with process_group():
+        values = {Key(number): torch.full((1,), 10.0**number) for number in range(2)}
+        program = federated.program(federated.reduce_sum, clients=2)
+        return [float(x) for x in program(values).values()]
+
+
+def test_keys_that_have_no_text_of_their_own_are_taken_in_their_order(pool2):
+    assert pool2.run(of_unordered_keys) == [[2.0, 20.0]] * 2
 
 
 def split_anew(rank, world_size):
@@ -1060,6 +1118,28 @@ def test_clients_of_different_ranks_draw_different_numbers_in_a_node(pool2):
         assert mean_of_squares - mean**2 > 1e-4, "the variance over the clients"
 
 
+def drawn_without_values(rank, world_size, verb):
+    """What the program gives where a graph is made of it, and where shapes alone are computed."""
+
+    def body(y):
+        run = getattr(federated, verb)
+        return run(lambda y: torch.rand(3) + y, y, randomness="different")
+
+    with process_group():
+        y = torch.zeros(3)[federated.local_slice(3)]
+        program = federated.program(body, clients=3)
+        drawing = [node for node in make_fx(program)(y).graph.nodes if node.target is torch.ops.aten.rand.default]
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return len(drawing), tuple(program(y).shape)
+
+
+@pytest.mark.parametrize("verb", ["map_fn", "map_reduce"])
+def test_programs_that_draw_are_looked_at(pool2, verb):
+    for rank, (number, shape) in enumerate(pool2.run(drawn_without_values, args=(verb,))):
+        assert number == 1
+        assert shape == ((2 - rank, 3) if verb == "map_fn" else (3,))
+
+
 @pytest.mark.parametrize("chunk_size", [None, 2, 1])
 def test_all_chunks_of_a_node_draw_the_same(chunk_size):
     def draw(y):
@@ -1103,18 +1183,25 @@ def test_what_stands_for_a_client_can_be_inverted(pools):
 
 
 def compiled_on_some(rank, world_size):
-    """torch.compile may give up on one rank and not on another."""
-    values = {"a": torch.ones(1), "b": torch.full((1,), 2.0)}
+    """torch.compile may give up on one rank and not on another, and one may not use it at all."""
+    values = {"b": torch.full((1,), 2.0), "a": torch.ones(1)}
+    if rank == 1:
+        values = dict(reversed(values.items()))
+    found = []
     with process_group():
         program = federated.program(lambda values: federated.reduce_sum(values), clients=2)
-        function = torch.compile(program, backend="eager")
-        found = [function(values)]
-        found.append((program if rank == 0 else function)(values))
-    return [{name: float(x) for name, x in one.items()} for one in found]
+        function = torch.compile(program, backend="eager", fullgraph=True)
+        for compiled in ([0], [0, 1], [1], []):
+            found.append((function if rank in compiled else program)(values))
+        with pytest.raises(InvalidArgument) as caught:
+            (function if rank == 0 else program)({"ac"[rank]: torch.ones(1)})
+    return [[float(one["a"]), float(one["b"])] for one in found], str(caught.value)
 
 
 def test_ranks_of_which_one_runs_without_torch_compile(pool2):
-    assert pool2.run(compiled_on_some) == [[{"a": 2.0, "b": 4.0}] * 2] * 2
+    for found, message in pool2.run(compiled_on_some):
+        assert found == [[2.0, 4.0]] * 4
+        assert re.search(r"rank 0 has .*\['a'\] .*, rank 1 has .*\['c'\] ", message), message
 
 
 def many_splits(rank, world_size):
