@@ -355,9 +355,9 @@ def refusal(operator: Any) -> str:
 _WITHOUT_VALUES = ("empty", "resize", "sparse", "quantized", "nested", "fbgemm")
 
 # Of the operators whose names begin with "_", those that public functions of torch 2.9 to 2.14 and their derivatives
-# run. All others are refused: they are for sparse, nested and quantized tensors, for one kind of device, for
-# torch.optim, for generators of random numbers, for transforms, or trust indices that nobody has checked. Where a new
-# torch has a new one, tracing names it.
+# run, but for the derivative of segment_reduce, which trusts lengths that nobody has checked. All others are refused:
+# they are for sparse, nested and quantized tensors, for one kind of device, for torch.optim, for generators of random
+# numbers, for transforms, or trust indices, too. Where a new torch has a new one, tracing names it.
 _INTERNAL = frozenset({
     "__and__", "__lshift__", "__or__", "__rshift__", "__xor__", "_adaptive_avg_pool2d",
     "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "_addmm_activation",
@@ -409,31 +409,36 @@ _UPDATING = {
 }
 
 
-def refusal_of_call(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], makers: dict[Value, Any]) -> str:
+def refusal_of_call(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], before: Sequence[Node]) -> str:
     """Why an operator that may be in a graph may not be called like that, and "" where it may.
 
     Args:
         args, kwargs: with Values for tensors.
-        makers: the operators whose results they are; those that are none's are missing, such as inputs.
+        before: the nodes that run earlier.
     """
     arguments = operator._schema.arguments
     given = dict(zip((one.name for one in arguments), args, strict=False)) | kwargs
     name = name_of(str(operator))
     # Not only True: torch takes what is not a bool for one.
     if given.get("unsafe", False) is not False or (name == "segment_reduce" and given.get("offsets") is not None):
-        return "with indices that it does not check, so that it would read memory beyond its arguments"
+        return "with indices that it does not check, so that it would read memory beyond its arguments: give lengths"
     if name in _UPDATING and (_UPDATING[name] is None or given.get(_UPDATING[name]) is not False):
         for statistics in ("running_mean", "running_var"):
-            if given.get(statistics) is not None and not _is_new(makers.get(given[statistics])):
-                return f"which writes into its {statistics}: clone it first"
+            if given.get(statistics) is not None and not _is_new(given[statistics], before):
+                return f"which writes into its {statistics}: clone it first, and return new values"
     return ""
 
 
-def _is_new(operator: Any) -> bool:
-    """Whether its results are nobody else's memory. Of the operators of the core, schemas say where they are not."""
-    if operator is None or torch.Tag.core not in operator.tags:
+def _is_new(value: Any, nodes: Sequence[Node]) -> bool:
+    """Whether a value is in memory that an operator has made here, or a view of such a one is."""
+    made = next((node for node in nodes if value in node.results), None)
+    if made is None or made.verb or "." not in made.target:  # an input, or what has other results or constants
         return False
-    return all(one.alias_info is None for one in operator._schema.returns)
+    operator = operator_of(made.target)
+    if all(one.alias_info is None for one in operator._schema.returns):
+        return torch.Tag.core in operator.tags  # of which schemas say where they give views
+    viewed = [x for x, one in zip(made.args, operator._schema.arguments, strict=False) if one.alias_info is not None]
+    return bool(viewed) and all(_is_new(one, nodes) for one in viewed)
 
 
 def name_of(target: str) -> str:

@@ -216,9 +216,11 @@ def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) ->
         }
         return decoders[kind](content) if kind in decoders else _enum(kind, content)
 
+    for name in description["constants"]:
+        if "." in name:
+            raise InvalidArgument(f"a graph with a constant that has the name of an operator, {name!r}")
     inputs = [value(described) for described in description["inputs"]]
-    nodes = []
-    makers: dict[Value, Any] = {}
+    nodes: list[Node] = []
     for described in description["nodes"]:
         args = tuple(map(decode, described["args"]))
         kwargs = {key: decode(one) for key, one in described["kwargs"].items()}
@@ -229,9 +231,8 @@ def _decode_graph(description: dict[str, Any], constants: list[torch.Tensor]) ->
         if not described["verb"] and target != CHECK_TOTAL and target not in description["constants"]:
             operator = operator_of(target)
             _check_enums(operator, args, kwargs)
-            if why := refusal_of_call(operator, args, kwargs, makers):
+            if why := refusal_of_call(operator, args, kwargs, nodes):
                 raise InvalidArgument(f"a graph that calls the operator {target!r} {why}")
-            makers.update((result, operator) for result in results if result)
         if described["verb"] == MAP and target not in description["functions"]:
             raise InvalidArgument(f"a graph with a map of {target!r}, which is not in it")
         nodes.append(

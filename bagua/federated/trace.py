@@ -32,6 +32,7 @@ from bagua.federated.graph import (
     leaf_name,
     name_of,
     refusal,
+    refusal_of_call,
     without_dead_nodes,
 )
 from bagua.federated.placement import placement_of
@@ -228,6 +229,8 @@ class _Conversion:
             if target == f"{operators.NAMESPACE}.gather.default":
                 why = "which needs every client's values: they do not leave the clients"
             raise InvalidArgument(f"the traced function runs {target}, {why}{_line_of(node)}")
+        if why := refusal_of_call(node.target, args, kwargs, self._nodes):
+            raise InvalidArgument(f"the traced function calls {target} {why}{_line_of(node)}")
         return self._operator(node, target, args, kwargs)
 
     def _verb(self, node: fx.Node, verb: str) -> list[Value]:

@@ -514,6 +514,7 @@ def set_verb(description):
         (set_call("aten.native_batch_norm.default", [FIRST, None, None, FIRST, SECOND, True, 0.1, 0.1], {}), UPDATES),
         (set_call("aten.batch_norm.default", [FIRST, None, None, FIRST, SECOND, 1, 0.1, 0.1, False], {}), UPDATES),
         (set_call("aten.batch_norm_update_stats.default", [FIRST, FIRST, SECOND, 0.1], {}), UPDATES),
+        (lambda d: d["graph"]["constants"].update({"aten.clone.default": 0}), "has the name of an operator"),
         (set_verb, "which does not exist"),
         (lambda d: d.update(version=2), "version 2, expected 1"),
         (lambda d: d["graph"]["nodes"].reverse(), "did not write"),
@@ -532,6 +533,9 @@ LAYERS = {
     "fractional pools": lambda w, x: F.max_pool2d((w * x)[None, None], 2),
     "norms": lambda w, x: F.batch_norm(F.rms_norm(w * x, (4,)), None, None, training=True),
     "running statistics": lambda w, x: F.batch_norm(w * x, x[0].clone(), x[1].clone(), training=True),
+    "views of statistics": lambda w, x: F.batch_norm(
+        w * x, x.clone()[1], x.mul(2).T[:, 2].view(2, 2).flatten(), None, w[0], True
+    ),
     "weights' norms": lambda w, x: torch._weight_norm(w, x[:, :1], 0),
     "distances": lambda w, x: torch.cdist(w, x).sum() + F.pdist(w).sum() + torch.cdist(w, x, 1.0).sum(),
     "bilinear": lambda w, x: F.bilinear(w, x, torch.stack([w, x])),
@@ -569,6 +573,25 @@ def test_operators_of_layers_and_of_their_derivatives_can_be_loaded(name):
     function = grad(federated.program(program, clients=3))
     loaded = from_bytes(to_bytes(federated.trace(function, w, xs)))
     torch.testing.assert_close(loaded(w, xs), grad(in_a_loop)(w), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "function, message",
+    [
+        (lambda w, x: F.batch_norm(w * x, x[0], x[1], training=True), "writes into its running_mean: clone it first"),
+        (lambda w, x: F.batch_norm(x, w[0].clone(), w.T[:, 1], training=True), "writes into its running_var: clone it"),
+        (
+            lambda w, x: torch.segment_reduce(x[0], "sum", offsets=torch.tensor([0, 1, 4])).sum() * w,
+            "calls aten.segment_reduce.default with indices that it does not check",
+        ),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_traced(function, message):
+    def program(w, xs):
+        return federated.reduce_sum(federated.map_fn(function, (federated.broadcast(w), xs)))
+
+    with pytest.raises(InvalidArgument, match=message):
+        federated.trace(federated.program(program, clients=3), torch.ones(4, 4), torch.ones(3, 4, 4))
 
 
 def set_device(description):
