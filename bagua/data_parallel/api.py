@@ -441,7 +441,7 @@ def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
     """
     from torch._dynamo import eval_frame  # takes a second, which the first hook of a forward takes otherwise
 
-    if not hasattr(eval_frame, "FrameExecStrategy"):  # before torch 2.8
+    if not hasattr(eval_frame, "FrameExecStrategy"):  # of older torches
         return torch._disable_dynamo(hook)
     skip = eval_frame.FrameAction.SKIP
     eval_frame.set_code_exec_strategy(hook.__code__, eval_frame.FrameExecStrategy(skip, skip))

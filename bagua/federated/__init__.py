@@ -2,7 +2,9 @@
 
 import torch
 
-if torch.__version__ < (2, 9):  # older ones trace other operators, and fail under vmap of what is coded at random
+from bagua.torch_version import is_torch_at_least
+
+if not is_torch_at_least(2, 9):  # older ones trace other operators, and fail under vmap of what is coded at random
     raise ImportError(f"bagua.federated needs torch 2.9 or later, but this is torch {torch.__version__}")
 
 from bagua.federated import aggregators, metrics, optimizers, partition, privacy, sampling

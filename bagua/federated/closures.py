@@ -43,6 +43,8 @@ _LEVEL = "_bagua_level"  # an attribute: the level of the innermost client funct
 # They give something other than a value that a gradient flows through.
 _READ = {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel}
 _DETACH = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}
+# They give a tensor that was there before, whoever asks for it.
+_FIND = {torch.Tensor.grad.__get__, torch.Tensor._grad.__get__, torch.Tensor._base.__get__}
 _COMMUNICATION = {
     "torch.distributed.distributed_c10d",
     *(f"torch._ops.{name}" for name in ("c10d", "_c10d_functional", "_c10d_functional_autograd")),
@@ -88,6 +90,9 @@ class ClosureCheck(TorchFunctionMode):
         if not is_read:
             self._check_all(given, is_followed)
         result = in_clients(function)(*args, **kwargs)
+        if function in _FIND:
+            self._check_all(_tensors_in([result]), is_followed)
+            return result
         if is_read and isinstance(result, torch.Tensor):  # such as Tensor.T, which is a view
             self._check_all(given, is_followed)
         # torch.compile lets no one set an attribute of what is in a list; that is checked when it is used.

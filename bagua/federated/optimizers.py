@@ -13,6 +13,7 @@ import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch.utils import _pytree as pytree
 
@@ -148,7 +149,7 @@ class Adaptive(Optimizer):
 
     def __post_init__(self) -> None:
         _check("learning_rate", self.learning_rate, 0, float("inf"))
-        if not isinstance(self.betas, Sequence | torch.Tensor) or len(self.betas) != 2:
+        if not isinstance(self.betas, Sequence | torch.Tensor | numpy.ndarray) or len(self.betas) != 2:
             raise InvalidArgument(
                 f"betas={self.betas!r}, expected two: of the first and the second moment, such as (0.9, 0.99)"
             )

@@ -38,6 +38,7 @@ class Placement:
         key: what operators carry.
         is_agreed: whether the ranks are known to have the same program, and sizes that add up.
         agreed: the reductions of which that is known too, and the subject that their collectives say.
+        reductions: one object for equal ones of all splits of the clients.
         numbers: how many clients each rank holds, once that is known; see reduction.clients_by_rank.
     """
 
@@ -49,8 +50,9 @@ class Placement:
         self.key = key
         self.is_agreed = group is None
         self.agreed: dict[tuple, int] = {}
+        self.reductions: dict[tuple, tuple] = {}
         self.numbers: list[int] | None = [num_local] if group is None else None
-        self.lock = threading.Lock()  # guards is_agreed, agreed, numbers and the reductions' memory
+        self.lock = threading.Lock()  # guards is_agreed, agreed, reductions, numbers and the reductions' memory
         self.is_distributed = group is not None
         self._group = None if group is None else weakref.ref(group)
         # On a device the operations of one stream follow one another, and those of two need not.
@@ -82,8 +84,8 @@ class Placement:
             raise
 
     def share(self, earlier: Placement) -> None:
-        """Reduces in the memory of an earlier one, of the same program: another split of clients takes none."""
-        self.lock, self._memory = earlier.lock, earlier._memory
+        """Reduces in the memory of an earlier one, of the same program: another split of clients takes little."""
+        self.lock, self._memory, self.reductions = earlier.lock, earlier._memory, earlier.reductions
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer of that many elements for the reduction that runs, on the CPU shared with the ranks of this host."""

@@ -106,7 +106,7 @@ def agree(placement: Placement, values: Sequence[Like], names: Sequence[str], ve
         subject = consensus.agree(placement.group, describe, remedy)
         _count(placement)
     placement.is_agreed = True
-    placement.agreed[reduction] = subject
+    placement.agreed[placement.reductions.setdefault(reduction, reduction)] = subject
     return subject
 
 

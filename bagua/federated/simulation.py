@@ -171,6 +171,7 @@ class Simulation:
             raise InvalidArgument(f"a cohort of {cohort} of {population} clients, expected 1 to all of them")
         self.state = state
         self.round = 0
+        self._began = _kinds(state)  # which rounds may change
         self._step = step
         self._availability = availability or Availability()
         self._job = {"population": population, "cohort": cohort, "seed": seed, "availability": repr(self._availability)}
@@ -263,6 +264,7 @@ class Simulation:
         leaves = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._agree(lambda: (None, {"the round": self.round, **_described(leaves)}))
         content = {"round": self.round, "job": self._job, "leaves": leaves, "structure": str(structure)}
+        content["began"] = self._began
 
         def write() -> tuple[None, dict[str, Any]]:
             if self._is_first:
@@ -282,8 +284,8 @@ class Simulation:
 
         Raises:
             InvalidArgument: on all ranks: the file is no checkpoint, or that of a simulation with another seed,
-                population, cohort or availability, or its state has another structure, or tensors of other shapes or
-                dtypes. On the others, where rank 0 cannot read it: it raises what the system says.
+                population, cohort or availability, or its state has another structure, or began with tensors of other
+                shapes or dtypes. On the others, where rank 0 cannot read it: it raises what the system says.
         """
 
         def read() -> tuple[bytes, dict[str, Any]]:
@@ -315,15 +317,12 @@ class Simulation:
                     f"the checkpoint {path} has a state {content['structure']} of {len(content['leaves'])} leaves, "
                     f"expected {structure} of {structure.num_leaves}"
                 )
-            paths = pytree.tree_flatten_with_path(self.state)[0]
-            for (key, old), leaf in zip(paths, content["leaves"], strict=True):
-                # Numbers may have become tensors in a round, and may be of another type.
-                are_tensors = isinstance(old, torch.Tensor) and isinstance(leaf, torch.Tensor)
-                if are_tensors and (leaf.shape, leaf.dtype) != (old.shape, old.dtype):
-                    where = f" at {pytree.keystr(key)}" if key else ""
+            for where, kind in self._began.items():
+                theirs = content["began"].get(where, kind)
+                if theirs != kind:
                     raise InvalidArgument(
-                        f"the checkpoint {path} has a state{where} of {leaf.dtype} and shape {list(leaf.shape)}, "
-                        f"expected {old.dtype} and {list(old.shape)}: begin with a state like the one that was saved"
+                        f"the checkpoint {path} is of a simulation that began with a state{where and ' at '}{where} of "
+                        f"{theirs}, expected {kind}: begin with a state like that one's"
                     )
             return content, {}
 
@@ -347,10 +346,21 @@ def _is_checkpoint(content: Any, job: Iterable[str]) -> bool:
     """Whether it has the fields that ``save`` writes, each of its type."""
     if not isinstance(content, dict):
         return False
-    round, of_job, leaves = (content.get(name) for name in ("round", "job", "leaves"))
+    round, of_job, leaves, began = (content.get(name) for name in ("round", "job", "leaves", "began"))
     is_round = isinstance(round, int) and not isinstance(round, bool) and round >= 0
     is_job = isinstance(of_job, dict) and {*job} <= of_job.keys()
-    return is_round and is_job and isinstance(leaves, list) and isinstance(content.get("structure"), str)
+    has_texts = isinstance(began, dict) and isinstance(content.get("structure"), str)
+    return is_round and is_job and isinstance(leaves, list) and has_texts
+
+
+def _kinds(state: State) -> dict[str, str]:
+    """Of the tensors, by their paths."""
+    leaves = pytree.tree_flatten_with_path(state)[0]
+    return {
+        pytree.keystr(path): f"{leaf.dtype} and shape {list(leaf.shape)}"
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    }
 
 
 def _number(name: str, value: Any) -> float:

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from bagua.distributed import world
 from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import InvalidArgument
+from bagua.torch_version import is_torch_at_least
 
 __all__ = [
     "BaguaCommunicator",
@@ -36,7 +36,7 @@ __all__ = [
 
 # The original waits as long for the other ranks, and takes no argument for it.
 _TIMEOUT = timedelta(minutes=30)
-_TORCH_BACKEND = "bagua" if torch.__version__ >= (2, 9) else "gloo"
+_TORCH_BACKEND = "bagua" if is_torch_at_least(2, 9) else "gloo"
 
 # How many subgroups of each kind a group has had, for their names: equal on all members, since all of them make each.
 _num_parts: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()

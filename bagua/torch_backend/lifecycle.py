@@ -26,6 +26,7 @@ from ..distributed import world
 from ..distributed.bootstrap import bootstrap_alone
 from ..distributed.process_group import ProcessGroup
 from ..errors import BaguaError, InvalidArgument
+from ..torch_version import is_torch_at_least
 from .group import TorchProcessGroup
 
 __all__ = ["create"]
@@ -55,7 +56,7 @@ def create(options: Any, backend_options: object | None) -> TorchProcessGroup:
         InvalidArgument: torch is too old, there are backend options, or bagua is initialised with other ranks.
         BaguaError: what bagua.init_process_group raises.
     """
-    if torch.__version__ < _OLDEST_TORCH:
+    if not is_torch_at_least(*_OLDEST_TORCH):
         raise InvalidArgument(
             f"the backend 'bagua' needs torch {'.'.join(map(str, _OLDEST_TORCH))} or later, this is "
             f"{torch.__version__}; bagua.init_process_group and bagua's own collectives work with this one too"

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from ..distributed.work import Work
+from ..torch_version import is_torch_at_least
 from .callback_levels import Level
 
 __all__ = ["Span"]
 
 # Before, what ends on another thread than it has begun on is not in the profile.
-_MAY_END_ELSEWHERE = torch.__version__ >= (2, 12)
+_MAY_END_ELSEWHERE = is_torch_at_least(2, 12)
 _FINALIZE_WAIT_S = 0.05  # for the level's thread, which ends an event at once unless a callback is running on it
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 
+import numpy
 import pytest
 import torch
 from torch.func import grad, jacfwd
@@ -37,7 +38,10 @@ TORCHS = {
         SGD(0.1, momentum=0.9, nesterov=True),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     ),
-    "adam": (Adam(0.1, (0.8, 0.95), 1e-2), lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.8, 0.95), eps=1e-2)),
+    "adam": (
+        Adam(0.1, numpy.array([0.8, 0.95]), 1e-2),
+        lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.8, 0.95), eps=1e-2),
+    ),
     "adamw": (
         AdamW(0.1, (0.8, 0.95), 1e-2, weight_decay=0.3),
         lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.8, 0.95), eps=1e-2, weight_decay=0.3),
@@ -206,6 +210,7 @@ def test_dtypes_are_those_of_the_values_whatever_hyperparameters_are(name, dtype
         (lambda: Adam(0.1, betas=(0.9, 1.0)), r"betas\[1\]=1.0"),
         (lambda: Yogi(0.1, epsilon=0.0), "epsilon=0.0"),
         (lambda: Adam(0.1, epsilon=float("inf")), "epsilon=inf"),
+        (lambda: Adam(0.1, betas=numpy.array([0.9, 1.0])), r"betas\[1\]=.*1.0"),
         (lambda: Adam(0.1, betas=(0.9,)), r"betas=\(0.9,\), expected two"),
         (lambda: AdamW(0.1, weight_decay=-0.1), "weight_decay=-0.1"),
         (lambda: Adam(0.1, betas=0.9), r"betas=0.9, expected two: .*, such as \(0.9, 0.99\)"),

@@ -224,8 +224,20 @@ def test_a_checkpoint_of_another_simulation_is_refused(tmp_path, options, messag
         {"job": {"seed": SEED}},
         {"leaves": torch.zeros(2)},
         {"structure": 3},
+        {"began": []},
     ],
-    ids=["empty", "text", "another object", "word", "before the first", "no job", "part of it", "no list", "no text"],
+    ids=[
+        "empty",
+        "text",
+        "another object",
+        "word",
+        "before the first",
+        "no job",
+        "part of it",
+        "no list",
+        "no text",
+        "no kinds",
+    ],
 )
 def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
     """Damaged ones have all fields, and one that is wrong."""
@@ -248,9 +260,9 @@ def test_a_checkpoint_that_has_lost_a_leaf_is_named(tmp_path):
 @pytest.mark.parametrize(
     "leaf, message",
     [
-        (torch.zeros(3), r"of torch.float32 and shape \[2\], expected torch.float32 and \[3\]"),
-        (torch.zeros(2, 1), r"of torch.float32 and shape \[2\], expected torch.float32 and \[2, 1\]"),
-        (torch.zeros(2, dtype=torch.float64), r"of torch.float32 and shape \[2\], expected torch.float64 and \[2\]"),
+        (torch.zeros(3), r"of torch.float32 and shape \[2\], expected torch.float32 and shape \[3\]"),
+        (torch.zeros(2, 1), r"of torch.float32 and shape \[2\], expected torch.float32 and shape \[2, 1\]"),
+        (torch.zeros(2).double(), r"of torch.float32 and shape \[2\], expected torch.float64 and shape \[2\]"),
     ],
     ids=["longer", "another axis", "dtype"],
 )
@@ -265,7 +277,7 @@ def test_a_checkpoint_with_other_tensors_is_refused(tmp_path, leaf, message):
     run = make(torch.ones(2))
     run.run(2, checkpoint=tmp_path / "checkpoint")
     other = make(leaf)
-    with pytest.raises(InvalidArgument, match=r"has a state at \['w'\]\[0\] " + message):
+    with pytest.raises(InvalidArgument, match=r"began with a state at \['w'\]\[0\] " + message):
         other.load(tmp_path / "checkpoint")
     assert other.round == 0 and other.state["w"][0] is leaf
     alike = make(torch.zeros(2))
@@ -283,6 +295,22 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path, leaf):
     ):
         run.run(1, checkpoint=tmp_path / "checkpoint")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_rounds_may_change_the_shapes_of_the_state(tmp_path):
+    def make():
+        def step(state, round):
+            return {"history": torch.cat([state["history"], torch.tensor([round.number])]), "n": state["n"] + 1.0}, {}
+
+        state = {"history": torch.empty(0, dtype=torch.int64), "n": torch.tensor(0.0)}
+        return Simulation(step, state, population=POPULATION, cohort=COHORT, seed=SEED)
+
+    make().run(3, checkpoint=tmp_path / "checkpoint")
+    other = make()
+    other.run(1)
+    other.load(tmp_path / "checkpoint")
+    other.run(5)
+    assert other.state["history"].tolist() == [0, 1, 2, 3, 4] and float(other.state["n"]) == 5.0
 
 
 def test_sizes_may_be_numpys(tmp_path):

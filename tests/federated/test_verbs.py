@@ -731,6 +731,21 @@ def test_torch_compile_refuses_it_too(body, way):
         torch.compile(function, backend="eager")(argument)
 
 
+def test_gradients_of_tensors_around_a_client_function_are_constants():
+    w, x = torch.tensor(2.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
+    (w**3).backward()
+
+    @federated.program(clients=3)
+    def program(x):
+        return federated.reduce_mean(federated.map_fn(lambda x, y: w.grad * x * y, (federated.broadcast(x), Y[:, 0])))
+
+    program(x).backward()
+    torch.testing.assert_close(x.grad, 12.0 * Y[:, 0].mean())
+    (w.grad,) = torch.autograd.grad(w**3, w, create_graph=True)
+    with pytest.raises(InvalidArgument, match=r"tensor of shape \[\] from around it in .*test_verbs.py"):
+        program(x)
+
+
 def test_forward_mode_and_batches_go_through_a_closure():
     program, lr = federated.program(captures, clients=3), torch.tensor(0.5)
     torch.testing.assert_close(jvp(lambda lr: program(X, lr), (lr,), (lr,))[1], program(X, lr))
@@ -1211,8 +1226,9 @@ def many_splits(rank, world_size):
             program = federated.program(mean_loss, clients=20, num_local=[first, 20 - first])
             program(torch.zeros(2), torch.zeros([first, 20 - first][rank], 2))
         kept = {id(known) for one in placement._by_key.values() for known in one._memory.values()}
-    return len(kept)
+        reductions = {id(one) for split in placement._by_key.values() for one in split.agreed}
+    return len(kept), len(reductions)
 
 
 def test_splits_of_one_program_share_their_memory():
-    assert spawn(many_splits, 2) == [1, 1]
+    assert spawn(many_splits, 2) == [(1, 1)] * 2

@@ -17,6 +17,7 @@ import bagua
 from bagua.algorithms import register
 from bagua.testing import free_port, spawn
 from bagua.torch_api.unsupported import NoSuchModule
+from bagua.torch_version import is_torch_at_least
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN_ENDS = ("init_process_group(", "spawn(", "Pool(", "world(")  # an example with one of these makes its own world
@@ -117,7 +118,7 @@ def run_blocks(rank, world_size, blocks, folder):
         assert not bagua.is_initialized() and not torch.distributed.is_initialized(), page
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 9), reason='the backend "bagua" needs torch 2.9')
+@pytest.mark.skipif(not is_torch_at_least(2, 9), reason='the backend "bagua" needs torch 2.9')
 @pytest.mark.needs("prometheus_client", "tensorboard")
 def test_the_blocks_of_the_pages(tmp_path):
     pages = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in NOT_HERE)]

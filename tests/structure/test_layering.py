@@ -40,6 +40,7 @@ STEPPING = (
 MAY_IMPORT = {
     "errors": set(),
     "config": ERRORS,
+    "torch_version": set(),
     "optim": CORE | {"distributed.arguments", "distributed.devices"},
     "net": CORE,
     "distributed": CORE | {"net", "codecs"},
@@ -53,11 +54,13 @@ MAY_IMPORT = {
     "cli": CORE | {"net", "distributed", "replay", "profiler.report", "profiler.chrome_trace", "torch_backend"},
     "run": {"cli.run"},
     "__main__": {"cli.__init__"},
-    "torch_backend": CONFIG | GROUP | {f"distributed.{name}" for name in ("bootstrap", "world")},
-    "torch_api": (STEPPING - {"_C"}) | {f"data_parallel.{name}" for name in ("__init__", "step", "handle")},
+    "torch_backend": CONFIG | GROUP | {"torch_version", *(f"distributed.{name}" for name in ("bootstrap", "world"))},
+    "torch_api": (STEPPING - {"_C"})
+    | {"torch_version"}
+    | {f"data_parallel.{name}" for name in ("__init__", "step", "handle")},
     "federated": ERRORS
     | {f"distributed.{name}" for name in ("devices", "process_group", "world", "consensus")}
-    | {"codecs", "metrics"},
+    | {"codecs", "metrics", "torch_version"},
 }
 
 # The files of a package from the ground up: each may import those before it, and beside its package what stands here.

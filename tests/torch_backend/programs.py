@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 import bagua
+from bagua.torch_version import is_torch_at_least
 
 TIMEOUT = timedelta(seconds=30)
-needs_torch = pytest.mark.skipif(torch.__version__ < (2, 9), reason="the backend needs torch 2.9 or later")
+needs_torch = pytest.mark.skipif(not is_torch_at_least(2, 9), reason="the backend needs torch 2.9 or later")
 
 
 def start(backend: str = "bagua", timeout: timedelta = TIMEOUT) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import bagua
+from bagua.torch_version import is_torch_at_least
 from tests.torch_backend.programs import needs_torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +20,14 @@ def test_an_older_torch_is_refused(monkeypatch):
     with pytest.raises(bagua.InvalidArgument, match="needs torch 2.9"):
         dist.init_process_group("bagua", store=dist.HashStore(), rank=0, world_size=1)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("version", ["2.9.0a0+145a3a7bda.nv25.10", "2.9.0", "2.13.0+cpu", "3.0.0.dev20270101"])
+def test_a_torch_is_as_old_as_its_release(monkeypatch, version):
+    """Containers have one from before its release."""
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    assert is_torch_at_least(2, 9) and not is_torch_at_least(3, 1)
+    assert is_torch_at_least(2, 12) == (not version.startswith("2.9"))
 
 
 def test_registering_twice_changes_nothing():
