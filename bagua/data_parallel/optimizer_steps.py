@@ -202,13 +202,15 @@ class OptimizerSteps:
         self._follow(call.optimizer)
         if not self._sends_gradients:
             self._skipped_steps.begin_step(call.optimizer)
-        # A closure's gradients are those of its first evaluation, unless it only looks at the loss once more.
+        # With a closure they are those of its first evaluation, of which check_closure hears: before it, exchanged
+        # weights would be others than its micro-batch was to see. But who looks at gradients before it has them due.
         # An algorithm that exchanges weights counts its steps, those before the first exchange too.
         # So does the host where it knows already what a scaler has found, and where a step would end the group.
         is_late = self._is_late and self._algorithm.exchanges == "gradients"
         waits = not is_late or self._guard.has_suspects or self.local_gradients.may_be_any()
         call.is_skipped = is_skipped_by_scaler(call.optimizer, waits)
-        is_due = (self._has_gradients or not has_closure) and not call.is_skipped
+        is_read_first = self._has_gradients and not _begins_with_closure(call.optimizer)
+        is_due = (is_read_first or not has_closure) and not call.is_skipped
         if is_due:
             self._check_gradients(call, is_certain=not has_closure)
         return is_due
@@ -276,3 +278,9 @@ class OptimizerSteps:
     def _buckets_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Bucket]:
         index = self._optimizers.index_of(optimizer)
         return [bucket for bucket in self._buckets if bucket.optimizer_index in (None, index)]
+
+
+def _begins_with_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is known to evaluate a closure before anything else, as those of torch.optim and bagua do."""
+    module = type(optimizer).step.__module__
+    return module == "bagua.optim" or module.startswith("torch.optim.")

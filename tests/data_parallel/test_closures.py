@@ -214,6 +214,36 @@ def test_a_closure_that_is_evaluated_many_times(pool2, algorithm):
     assert {"gradient_allreduce": num > 3, "decentralized": num == 3, "local_sgd": num >= 1}[algorithm]
 
 
+def _accumulated(rank, world_size, algorithm):
+    """Weights after steps of three micro-batches, the last of them in a closure and not."""
+    found = []
+    with process_group():
+        for with_closure in (False, True):
+            model = make_net()
+            optimizer = make_optimizer(algorithm, model)
+            bagua.with_bagua(model, optimizer, algorithm=algorithm, **OPTIONS.get(algorithm, {}))
+            for step in range(3):
+                optimizer.zero_grad()
+                for part in range(2):
+                    loss_of(model, batch(rank, 3 * step + part)).backward()
+
+                def closure(model=model, step=step):
+                    loss = loss_of(model, batch(rank, 3 * step + 2))
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure) if with_closure else (closure(), optimizer.step())
+            found.append([p.detach().clone() for p in model.parameters()])
+            model.bagua.remove()
+    return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("algorithm", IN_LOCKSTEP)
+def test_a_closure_with_the_last_micro_batch(pool2, algorithm):
+    """As trainers call it that accumulate gradients."""
+    assert pool2.run(_accumulated, args=(algorithm,)) == [True, True]
+
+
 class Ascends(torch.optim.SGD):
     """Sharpness-aware minimisation: looks at the gradient elsewhere, by a closure, after a backward of the user's."""
 
