@@ -28,10 +28,17 @@ from bagua.data_parallel.parameter_errors import hook_returned
 from bagua.data_parallel.state_sync import BufferBroadcast, OptimizerStates, broadcast_model
 from bagua.data_parallel.step import Step
 from bagua.data_parallel.takeover import begin, begin_gradients, closing_if_refused
-from bagua.data_parallel.validation import check_model, check_types, describe_model, optimizers_of_parameters
+from bagua.data_parallel.validation import (
+    check_is_model,
+    check_model,
+    check_types,
+    describe_model,
+    optimizers_in,
+    optimizers_of_parameters,
+)
 from bagua.distributed.consensus import agree
 from bagua.distributed.process_group import ProcessGroup
-from bagua.distributed.world import get_default_group
+from bagua.distributed.world import resolve
 from bagua.errors import InvalidArgument
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -98,7 +105,7 @@ def with_bagua(
         >>> model = bagua.with_bagua(model, optimizer, algorithm="bytegrad")
         >>> loss(model(x), y).backward(); optimizer.step()
     """
-    group = get_default_group() if group is None else group
+    group = resolve(group)
     earlier: BaguaHandle | None = None
     settings = {
         "bucket_bytes": (bucket_bytes, int),
@@ -109,10 +116,11 @@ def with_bagua(
 
     def prepare() -> tuple[tuple[Step, OptimizerStates], dict[str, Any]]:
         nonlocal earlier, optimizers
+        check_is_model(model)
+        optimizers = optimizers_in(optimizers)
         earlier = handle_of(model)
         if earlier is not None:
             earlier.step.optimizer_steps.settle()  # what its last step has done wrong would be forgotten
-        optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
         chosen = _make_algorithm(algorithm, options)
         if earlier is not None and chosen is earlier.algorithm:
             chosen = dataclasses.replace(chosen)  # the object itself goes on until the wrap is certain

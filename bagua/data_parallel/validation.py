@@ -69,6 +69,44 @@ def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
     return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
 
 
+def check_is_model(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgument(
+            f"the model is {_kind_of(model)}, expected a torch.nn.Module: with_bagua(model, optimizers)"
+        )
+
+
+def optimizers_in(given: Any) -> tuple[torch.optim.Optimizer, ...]:
+    """One optimizer, or several, as a tuple.
+
+    Raises:
+        InvalidArgument: naming what is none.
+    """
+    try:
+        is_one = isinstance(given, torch.optim.Optimizer)
+        optimizers = (given,) if is_one else tuple(given)
+    except TypeError:
+        raise InvalidArgument(
+            f"optimizers is {_kind_of(given)}, expected a torch optimizer or a list of them: {_instead_of(given)}"
+        ) from None
+    for index, one in enumerate(optimizers):
+        if not isinstance(one, torch.optim.Optimizer):
+            raise InvalidArgument(
+                f"optimizers[{index}] is {_kind_of(one)}, expected a torch optimizer: {_instead_of(one)}"
+            )
+    return optimizers
+
+
+def _kind_of(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
+
+
+def _instead_of(value: Any) -> str:
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        return "pass the one that it schedules, its .optimizer"
+    return "such as torch.optim.SGD(model.parameters(), lr=0.1), or leave it out where gradients are exchanged"
+
+
 def check_model(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], taken_parameter_ids: Iterable[int]
 ) -> None:
@@ -104,8 +142,6 @@ def check_model(
                 "module only, or call .bagua.remove() on the other one first"
             )
     for index, optimizer in enumerate(optimizers):
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise InvalidArgument(f"optimizers[{index}] is a {type(optimizer).__name__}, expected a torch optimizer")
         if not any(id(p) in trainable for group in optimizer.param_groups for p in group["params"]):
             raise InvalidArgument(f"optimizers[{index}] ({type(optimizer).__name__}) steps no parameter of this model")
         for state in optimizer.state.values():

@@ -74,7 +74,27 @@ DIFFERENCES = {
     "no optimizer": (
         _linear,
         {"optimizers": lambda model: [3]},
-        r"optimizers\[0\] is a int, expected a torch optimizer",
+        r"optimizers\[0\] is of type int, expected a torch optimizer",
+    ),
+    "a class of optimizers": (
+        _linear,
+        {"optimizers": lambda _: torch.optim.SGD},
+        "optimizers is the class SGD, expected",
+    ),
+    "no optimizers": (
+        _linear,
+        {"optimizers": lambda _: None},
+        "optimizers is of type NoneType, expected a torch optim",
+    ),
+    "scheduler": (
+        _linear,
+        {"optimizers": lambda model: torch.optim.lr_scheduler.StepLR(_sgd(model), 1)},
+        "optimizers is of type StepLR, expected .*: pass the one that it schedules, its .optimizer",
+    ),
+    "no model": (
+        lambda: _sgd(_linear()),
+        {},
+        r"the model is of type SGD, expected .*: with_bagua\(model, optimizers\)",
     ),
     "foreign": (
         _linear,
