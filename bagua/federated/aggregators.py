@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from bagua import codecs
 from bagua.errors import InvalidArgument
 from bagua.federated.fixed_point import FixedPoint
-from bagua.federated.names import flatten_by_name, named
+from bagua.federated.names import flatten_named, named
 from bagua.federated.operators import call
 from bagua.federated.placement import Placement, current
 from bagua.federated.sampling import seed_of
@@ -261,11 +261,11 @@ class SecureSum(Step):
     def reduce(self, value: Tree, mask: torch.Tensor | None, clients: Placement) -> Tree:
         if tracing():
             return reduce_sum(value, placement=clients.name)
-        names, leaves, rebuild = flatten_by_name(check_floating(check_placed(value, clients, "SecureSum"), "SecureSum"))
+        names, leaves, structure = flatten_named(check_floating(check_placed(value, clients, "SecureSum"), "SecureSum"))
         if not leaves:  # here and in other steps, as reduce_sum
             return value
         coding = FixedPoint(self.bits, self.fraction_bits)
-        return rebuild(modular_sum(leaves, coding, named(clients.key, names)))
+        return pytree.tree_unflatten(modular_sum(leaves, coding, named(clients.key, names)), structure)
 
 
 class Robust(Step):
@@ -281,7 +281,7 @@ class Robust(Step):
         name = type(self).__name__
         if tracing():
             raise InvalidArgument(f"{name} in a traced program, whose clients' values stay with them: use a sum")
-        names, leaves, rebuild = flatten_by_name(check_floating(check_placed(value, clients, name), name))
+        names, leaves, structure = flatten_named(check_floating(check_placed(value, clients, name), name))
         if not leaves:
             return value
         for leaf in leaves:
@@ -299,7 +299,7 @@ class Robust(Step):
             nothing = torch.tensor(float("nan"), device=taking_part.device)
             everyone = [torch.where(along(taking_part, leaf), leaf, nothing.to(leaf.dtype)) for leaf in everyone]
         ordered = [leaf.sort(0).values for leaf in everyone]
-        return rebuild([self._middle(leaf, number) for leaf in ordered])
+        return pytree.tree_unflatten([self._middle(leaf, number) for leaf in ordered], structure)
 
     def _middle(self, ordered: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         """From ``[n, ...]``, of which the first `number` count."""

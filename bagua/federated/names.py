@@ -1,13 +1,14 @@
-"""How ranks match the leaves of pytrees: by their names, whatever order each rank's dictionaries have them in.
+"""The names of the leaves of pytrees, by which ranks see that they reduce the same: not one's a and another's b.
 
-The names travel in the key that an operator is given, behind that of its placement: into derivatives, which reduce some
-of the leaves, and into what torch.compile makes, which follows no context. Ranks compare them when they agree on a
-reduction.
+They travel in the key that an operator is given, behind that of its placement: into derivatives, which reduce some of
+the leaves, and into what torch.compile makes, which follows no context. Ranks compare them when they agree on a
+reduction. Leaves keep the order of their tree: that of a Jacobian's axis over them, which must be the same on all
+ranks, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,24 +17,11 @@ from torch.utils import _pytree as pytree
 _END = "\n"  # of the placement's key and of each name but the last; in no name, where it is "\\n"
 
 
-def flatten_by_name(value: Any) -> tuple[list[str], list[torch.Tensor], Callable[[Sequence[Any]], Any]]:
-    """The leaves' names and the leaves, in an order that depends on the names alone, and what puts them in place again.
-
-    Names are such as "['weight'][0]", and "" of a tensor by itself. Leaves whose names are equal, since keys of
-    dictionaries that are neither numbers nor strings do not count, stay in the order in which they are.
-    """
+def flatten_named(value: Any) -> tuple[list[str], list[torch.Tensor], pytree.TreeSpec]:
+    """The leaves' names, such as "['weight'][0]" and "" of a tensor by itself, the leaves and the structure."""
     found, structure = pytree.tree_flatten_with_path(value)
     names = ["".join([_name_of(entry) for entry in path]) for path, _ in found]
-    # Shorter ones first: elements of a list by their numbers.
-    order = sorted(range(len(names)), key=lambda index: (len(names[index]), names[index]))
-
-    def rebuild(results: Sequence[Any]) -> Any:
-        in_place: list[Any] = [None] * len(order)
-        for index, result in zip(order, results, strict=True):
-            in_place[index] = result
-        return pytree.tree_unflatten(in_place, structure)
-
-    return [names[index] for index in order], [found[index][1] for index in order], rebuild
+    return names, [leaf for _, leaf in found], structure
 
 
 def _name_of(entry: Any) -> str:

@@ -102,7 +102,7 @@ def agree(placement: Placement, values: Sequence[Like], names: Sequence[str], ve
         return _subject_of(described), described
 
     with placement.everywhere():
-        remedy = "run the same program with values of the same names and shapes on all ranks"
+        remedy = "run the same program with values of the same names, in their order, and shapes on all ranks"
         subject = consensus.agree(placement.group, describe, remedy)
         _count(placement)
     placement.is_agreed = True

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
 from bagua.federated.closures import check_closures
-from bagua.federated.names import flatten_by_name, named
+from bagua.federated.names import flatten_named, named
 from bagua.federated.operators import call
 from bagua.federated.placement import Frame, Placement, current, run_in
 from bagua.federated.randomness import draw_for_rank
@@ -52,7 +52,8 @@ def reduce_sum(value: Tree, *, placement: str | None = None) -> Tree:
 
     Raises:
         InvalidArgument: the first axis is not the clients' one, the values are of bools, or, on all ranks, the ranks
-            do not have the same program and shapes, or clients that do not add up.
+            do not have the same program, names (keys of dictionaries in one order) and shapes, or clients that do not
+            add up.
     """
     clients = current(placement, "reduce_sum")
     return _reduce("reduce_sum", check_no_bools(check_placed(value, clients, "reduce_sum"), "reduce_sum"), clients)
@@ -285,18 +286,18 @@ def check_options(chunk_size: Any, randomness: Any) -> None:
 
 
 def _reduce(verb: str, value: Tree, clients: Placement) -> Tree:
-    names, leaves, rebuild = flatten_by_name(value)
+    names, leaves, structure = flatten_named(value)
     if tracing():
-        return rebuild(_across(verb, names, leaves, clients))
+        return pytree.tree_unflatten(_across(verb, names, leaves, clients), structure)
     wide = [widened(leaf) if verb == "reduce_mean" else leaf for leaf in leaves]
     results = _across(verb, names, [leaf.sum(0, dtype=leaf.dtype) for leaf in wide], clients)
-    return rebuild([x.to(leaf.dtype) for x, leaf in zip(results, leaves, strict=True)])
+    return pytree.tree_unflatten([x.to(leaf.dtype) for x, leaf in zip(results, leaves, strict=True)], structure)
 
 
 def across(verb: str, value: Tree, clients: Placement) -> Tree:
-    """The operator on the leaves of a pytree, which the ranks match by their names."""
-    names, leaves, rebuild = flatten_by_name(value)
-    return rebuild(_across(verb, names, leaves, clients))
+    """The operator on the leaves of a pytree, whose names the ranks compare."""
+    names, leaves, structure = flatten_named(value)
+    return pytree.tree_unflatten(_across(verb, names, leaves, clients), structure)
 
 
 def _across(verb: str, names: Sequence[str], leaves: Sequence[torch.Tensor], clients: Placement) -> list[torch.Tensor]:
