@@ -208,26 +208,32 @@ def test_hostile_connections_of_every_kind(pool, tmp_path):
 @pytest.mark.slow("test_hostile_connections_of_every_kind")
 @pytest.mark.parametrize("env", [pytest.param({}, id="shm"), pytest.param({"BAGUA_SHARED_MEMORY": "0"}, id="tcp")])
 def test_a_step_takes_as_long_under_ten_thousand_connections(pool, tmp_path, env):
-    """Compared with as many to a listener of this process, which take as much of the processor here."""
+    """Compared with as many to a listener of this process, which take as much of the processor here.
+
+    By turns, since other processes of the machine are not the same in every quarter of a minute.
+    """
     run = pool.start(job, args=(str(tmp_path), 1), env=env)
     targets = targets_of(run, tmp_path)
     handshake = (tmp_path / "handshake").read_bytes()
-    phases = []
+    turns = [], []
     with contextlib.ExitStack() as stack:
         stack.callback((tmp_path / "stop").touch)
         decoy = stack.enter_context(Decoy())
-        for number, attacked in enumerate([[decoy.target], targets]):
-            hostile = Hostile(attacked, handshake, seed=number)
-            begin = time.monotonic()
-            hostile.attack(10_000, seconds=15.0)
-            phases.append((begin, time.monotonic()))
-            hostile.close()
+        hostiles = [Hostile(attacked, handshake, seed) for seed, attacked in enumerate([[decoy.target], targets])]
+        for _ in range(20):
+            for hostile, phase in zip(hostiles, turns, strict=True):
+                begin = time.monotonic()
+                hostile.attack(500, seconds=0.75)
+                phase.append((begin, time.monotonic()))
+                hostile.close()
+        for hostile in hostiles:
             assert hostile.num_connected.total() > 9_900 and hostile.most_received <= 32
     results = run.result()
     check_nothing_is_left([result[1:] for result in results])
     times = results[0][0]
     quiet, attacked = (
-        statistics.median(taken for at, taken in times.items() if begin < at < end) for begin, end in phases
+        statistics.median(taken for at, taken in times.items() if any(begin < at < end for begin, end in phase))
+        for phase in turns
     )
     print(f"step under attack {1e6 * attacked:.0f} us, of another process {1e6 * quiet:.0f} us")
     assert attacked < 1.5 * quiet + 50e-6
