@@ -133,7 +133,8 @@ def local_placement(name: str, size: int) -> Placement:
 
 def placement_of(key: str) -> Placement:
     """The placement that an operator names, beside its values."""
-    placement = _by_key.get(without_names(key))
+    key = without_names(key)
+    placement = _by_key.get(key)
     if placement is None:
         raise InvalidArgument(f"no placement {key!r} in this process: operators run inside the process that made them")
     return placement
