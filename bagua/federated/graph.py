@@ -431,14 +431,19 @@ def refusal_of_call(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], 
 
 def _is_new(value: Any, nodes: Sequence[Node]) -> bool:
     """Whether a value is in memory that an operator has made here, or a view of such a one is."""
-    made = next((node for node in nodes if value in node.results), None)
-    if made is None or made.verb or "." not in made.target:  # an input, or what has other results or constants
-        return False
-    operator = operator_of(made.target)
-    if all(one.alias_info is None for one in operator._schema.returns):
-        return torch.Tag.core in operator.tags  # of which schemas say where they give views
-    viewed = [x for x, one in zip(made.args, operator._schema.arguments, strict=False) if one.alias_info is not None]
-    return bool(viewed) and all(_is_new(one, nodes) for one in viewed)
+    makers = {result: node for node in nodes for result in node.results}
+    while True:
+        made = makers.get(value) if isinstance(value, Value) else None
+        if made is None or made.verb or "." not in made.target:  # an input, or what has other results or constants
+            return False
+        operator = operator_of(made.target)
+        if all(one.alias_info is None for one in operator._schema.returns):
+            return torch.Tag.core in operator.tags  # of which schemas say where they give views
+        arguments = zip(made.args, operator._schema.arguments, strict=False)
+        viewed = [given for given, one in arguments if one.alias_info is not None]
+        if len(viewed) != 1:
+            return False
+        (value,) = viewed
 
 
 def name_of(target: str) -> str:

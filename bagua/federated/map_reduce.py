@@ -85,11 +85,13 @@ def map_reduce(
     if reduce == "weighted_mean":
         clients = current(placement, "map_reduce")
         options = {"chunk_size": chunk_size, "randomness": randomness, "placement": placement}
-        dtypes: list[Tree] = []
+        dtypes: list[torch.dtype] = []
         weighted = functools.wraps(function)(functools.partial(_weighted, function, dtypes))
-        leaves, total = map_reduce(weighted, arguments, reduce="sum", **options)
+        value, total = map_reduce(weighted, arguments, reduce="sum", **options)
         (total,) = call("check_total", [total], clients.key)
-        return pytree.tree_map(lambda leaf, dtype: divided(leaf, total).to(dtype), leaves, dtypes[0])
+        leaves, structure = pytree.tree_flatten(value)
+        means = [divided(leaf, total).to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        return pytree.tree_unflatten(means, structure)
     verb = f"reduce_{reduce}"
     if torch.compiler.is_compiling() or tracing():
         mapped = map_fn(function, arguments, chunk_size=chunk_size, randomness=randomness, placement=placement)
@@ -127,7 +129,8 @@ def map_reduce(
         results = node.compute(inputs)
         check(pytree.tree_unflatten(list(results), seen[0]), verb)
     reduced = across(verb, pytree.tree_unflatten(list(results), seen[0]), clients)
-    return pytree.tree_map(lambda leaf, dtype: leaf.to(dtype), reduced, pytree.tree_unflatten(seen[1], seen[0]))
+    results = [leaf.to(dtype) for leaf, dtype in zip(pytree.tree_leaves(reduced), seen[1], strict=True)]
+    return pytree.tree_unflatten(results, seen[0])
 
 
 def _is_differentiated(inputs: Sequence[torch.Tensor]) -> bool:
@@ -151,7 +154,7 @@ def _weighted(function: Callable, dtypes: list, *arguments: Any) -> tuple[Tree, 
         )
     value = check_floating(check_tensors(value, "map_reduce"), "map_reduce")
     weight = as_weights(weight)
-    dtypes[:] = [pytree.tree_map(lambda leaf: leaf.dtype, value)]
+    dtypes[:] = [leaf.dtype for leaf in pytree.tree_leaves(value)]
     return pytree.tree_map(lambda leaf: times_weight(leaf, weight), value), weight
 
 

@@ -38,7 +38,7 @@ def copy_to_group(value: Tree, group: ProcessGroup) -> Tree:
 
     Raises:
         InvalidArgument: a value is no tensor, this rank is not in the group, or its ranks hold other clients; where
-            derivatives are first taken, on all ranks, theirs differ in program, clients or shapes.
+            derivatives are first taken, on all ranks, theirs differ in program, clients, names or shapes.
     """
     return _over("broadcast", "copy_to_group", value, group)
 
@@ -53,7 +53,7 @@ def reduce_from_group(value: Tree, group: ProcessGroup) -> Tree:
         group: as of ``copy_to_group``.
 
     Raises:
-        InvalidArgument: as copy_to_group; on all ranks, they differ in program, clients or shapes.
+        InvalidArgument: as copy_to_group; on all ranks, they differ in program, clients, names or shapes.
     """
     return _over("reduce_sum", "reduce_from_group", value, group)
 

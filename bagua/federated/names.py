@@ -8,13 +8,16 @@ ranks, too.
 
 from __future__ import annotations
 
+import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-_END = "\n"  # of the placement's key and of each name but the last; in no name, where it is "\\n"
+_BEFORE = "|"  # each name
+# What may not be in a name within a key: also what ends a string of the C++ that torch.compile may make.
+_ESCAPES = (("%", "%25"), (_BEFORE, "%7C"), ('"', "%22"), ("\\", "%5C"), ("\n", "%0A"))
 
 
 def flatten_named(value: Any) -> tuple[list[str], list[torch.Tensor], pytree.TreeSpec]:
@@ -25,26 +28,35 @@ def flatten_named(value: Any) -> tuple[list[str], list[torch.Tensor], pytree.Tre
 
 
 def _name_of(entry: Any) -> str:
-    is_told_apart = isinstance(entry, (pytree.SequenceKey, pytree.GetAttrKey)) or (
-        isinstance(entry, pytree.MappingKey) and isinstance(entry.key, (str, int, float))
-    )
-    # Others may be written with where they are in memory, or what is in them.
-    return str(entry).replace(_END, "\\n") if is_told_apart else "[]"
+    """Equal on all ranks: "[]" for keys that are written with what is in them, or where they are in memory."""
+    if isinstance(entry, pytree.MappingKey):
+        if isinstance(entry.key, (torch.Tensor, torch.nn.Module)):
+            return "[]"
+        if isinstance(entry.key, frozenset):  # in another order in each process
+            return f"[{sorted([repr(one) for one in entry.key])}]"
+    name = str(entry)
+    return "[]" if " at 0x" in name else name
 
 
 def named(key: str, names: Sequence[str]) -> str:
     """A placement's key, with the names of the values that an operator is given beside it."""
-    return key + "".join([_END + name for name in names])
+    return key + "".join([_BEFORE + _escaped(name) for name in names])
+
+
+def _escaped(name: str) -> str:
+    for character, escape in _ESCAPES:
+        name = name.replace(character, escape)
+    return name
 
 
 def without_names(key: str) -> str:
     """The placement's key alone."""
-    return key.partition(_END)[0]
+    return key.partition(_BEFORE)[0]
 
 
 def names_in(key: str) -> list[str]:
     """The values' names; none where the key is the placement's alone."""
-    return key.split(_END)[1:]
+    return [urllib.parse.unquote(name) for name in key.split(_BEFORE)[1:]]
 
 
 def selected(key: str, positions: Sequence[int]) -> str:

@@ -317,9 +317,11 @@ class Simulation:
                     f"the checkpoint {path} has a state {content['structure']} of {len(content['leaves'])} leaves, "
                     f"expected {structure} of {structure.num_leaves}"
                 )
+            paths = [path for path, _ in pytree.tree_flatten_with_path(self.state)[0]]
+            now, filed = _kinds(self.state), _kinds_of(zip(paths, content["leaves"], strict=True))
             for where, kind in self._began.items():
-                theirs = content["began"].get(where, kind)
-                if theirs != kind:
+                theirs = content.get("began", {}).get(where, kind)
+                if theirs != kind and filed.get(where) != now.get(where):
                     raise InvalidArgument(
                         f"the checkpoint {path} is of a simulation that began with a state{where and ' at '}{where} of "
                         f"{theirs}, expected {kind}: begin with a state like that one's"
@@ -346,16 +348,19 @@ def _is_checkpoint(content: Any, job: Iterable[str]) -> bool:
     """Whether it has the fields that ``save`` writes, each of its type."""
     if not isinstance(content, dict):
         return False
-    round, of_job, leaves, began = (content.get(name) for name in ("round", "job", "leaves", "began"))
+    round, of_job, leaves = (content.get(name) for name in ("round", "job", "leaves"))
     is_round = isinstance(round, int) and not isinstance(round, bool) and round >= 0
     is_job = isinstance(of_job, dict) and {*job} <= of_job.keys()
-    has_texts = isinstance(began, dict) and isinstance(content.get("structure"), str)
+    has_texts = isinstance(content.get("began", {}), dict) and isinstance(content.get("structure"), str)
     return is_round and is_job and isinstance(leaves, list) and has_texts
 
 
 def _kinds(state: State) -> dict[str, str]:
     """Of the tensors, by their paths."""
-    leaves = pytree.tree_flatten_with_path(state)[0]
+    return _kinds_of(pytree.tree_flatten_with_path(state)[0])
+
+
+def _kinds_of(leaves: Iterable[tuple[Any, Any]]) -> dict[str, str]:
     return {
         pytree.keystr(path): f"{leaf.dtype} and shape {list(leaf.shape)}"
         for path, leaf in leaves

@@ -313,6 +313,14 @@ def test_rounds_may_change_the_shapes_of_the_state(tmp_path):
     assert other.state["history"].tolist() == [0, 1, 2, 3, 4] and float(other.state["n"]) == 5.0
 
 
+def test_checkpoints_that_do_not_say_how_they_began_are_taken(tmp_path):
+    simulation().save(tmp_path / "checkpoint")
+    content = torch.load(tmp_path / "checkpoint")
+    del content["began"]
+    torch.save(content, tmp_path / "checkpoint")
+    simulation().load(tmp_path / "checkpoint")
+
+
 def test_sizes_may_be_numpys(tmp_path):
     def make():
         sizes = {"population": numpy.int64(9), "cohort": numpy.int32(2)}

@@ -594,6 +594,22 @@ def test_what_could_not_be_loaded_is_not_traced(function, message):
         federated.trace(federated.program(program, clients=3), torch.ones(4, 4), torch.ones(3, 4, 4))
 
 
+def test_statistics_behind_many_views_can_be_traced():
+    def function(w, x):
+        mean = x[0].clone()
+        for _ in range(260):
+            mean = mean.view(2, 2).view(4)
+        return F.batch_norm(w * x, mean, x[1].clone(), training=True)
+
+    federated.trace(
+        federated.program(
+            lambda w, xs: federated.reduce_sum(federated.map_fn(function, (federated.broadcast(w), xs))), clients=3
+        ),
+        torch.ones(4, 4),
+        torch.ones(3, 4, 4),
+    )
+
+
 def set_device(description):
     description["graph"]["nodes"][0]["args"] = [{"device": "nowhere"}]
 

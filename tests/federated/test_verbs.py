@@ -5,12 +5,15 @@ The example is FAX's: least squares of clients with a row each.
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 import itertools
 import re
 import threading
 from typing import NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -741,7 +744,12 @@ def test_gradients_of_tensors_around_a_client_function_are_constants():
 
     program(x).backward()
     torch.testing.assert_close(x.grad, 12.0 * Y[:, 0].mean())
+    read = federated.program(
+        lambda: federated.reduce_mean(federated.map_fn(lambda y: y if w.grad is None else w.grad.detach(), Y[:, 0])),
+        clients=3,
+    )
     (w.grad,) = torch.autograd.grad(w**3, w, create_graph=True)
+    assert read() == 12.0
     with pytest.raises(InvalidArgument, match=r"tensor of shape \[\] from around it in .*test_verbs.py"):
         program(x)
 
@@ -1044,27 +1052,53 @@ def test_other_names_are_an_error_on_all_ranks(pool2, change):
         assert found.pop("tangent") == linear(NAMED), "nothing but one value without a name crosses ranks there"
         assert set(found) == set(over_names()) - {"tangent"}
         for what, message in found.items():
-            assert re.search(r"rank 0 has .*\['\w+'\].* rank 1 has .*\['", str(message)), (what, message)
+            first, second = re.search(
+                r"rank 0 has .*?(\['\w+'\].*), rank 1 has .*?(\['\w+'\].*); run", message
+            ).groups()
+            if change == "name":
+                assert "['b']" in first and "['other']" in second, (what, message)
+            assert first != second
 
 
-def of_unordered_keys(rank, world_size):
-    """Keys that are neither numbers nor strings, whose order of text is another on each rank."""
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
 
-    class Key:
-        def __repr__(self):
-            return f"{'ab' if rank == 0 else 'ba'}"[self.number]
 
-        def __init__(self, number):
-            self.number = number
+class Key:
+    """Written with where it is in memory."""
 
+
+def of_keys(rank, world_size, kind):
+    """What dictionaries with such keys give, and with them in another order on one rank."""
+    keys = {
+        "tuples": [(0, "w"), (0, "b")],
+        "enumerations": list(Color),
+        "numbers of numpy": [numpy.int64(3), numpy.int64(4)],
+        "dtypes": [torch.float32, torch.int64],
+        "sets": [frozenset({"a", "b", "c"}), frozenset({"d", "e", "f"})],
+        "odd texts": ['a"|\n\\', "a%7C"],
+        "objects": [Key(), Key()],
+        "parameters": [torch.nn.Parameter(torch.rand(2)) for _ in range(2)],
+    }[kind]
     with process_group():
-        values = {Key(number): torch.full((1,), 10.0**number) for number in range(2)}
+        values = {key: torch.full((1,), 10.0**number) for number, key in enumerate(keys)}
         program = federated.program(federated.reduce_sum, clients=2)
+        if kind not in ("objects", "parameters"):
+            with pytest.raises(InvalidArgument) as caught:
+                program(values if rank == 0 else dict(reversed(values.items())))
+            first, second = (f"has {pytree.MappingKey(key)} " in str(caught.value) for key in keys)
+            assert kind == "sets" or (first and second), str(caught.value)
         return [float(x) for x in program(values).values()]
 
 
-def test_keys_that_have_no_text_of_their_own_are_taken_in_their_order(pool2):
-    assert pool2.run(of_unordered_keys) == [[2.0, 20.0]] * 2
+@pytest.mark.parametrize(
+    "kind",
+    ["tuples", "enumerations", "numbers of numpy", "dtypes", "sets", "odd texts", "objects", "parameters"],
+)
+def test_keys_of_all_kinds_are_told_apart(pool2, kind):
+    """But for those that each rank has at another place, or with other content, which are taken in their order."""
+    assert pool2.run(of_keys, args=(kind,)) == [[2.0, 20.0]] * 2
 
 
 def split_anew(rank, world_size):
@@ -1183,6 +1217,32 @@ def test_what_stands_for_a_client_can_be_inverted(pools):
         for one in (gradient, gradient_of_node):
             own = [[0.25] * 2], [[0.125] * 2], []
             torch.testing.assert_close(one, torch.tensor(own[rank]).view(-1, 2))
+
+
+@dataclasses.dataclass
+class Checked:
+    """Looks at what it is made of."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+    def __post_init__(self):
+        assert self.left.dim() == self.right.dim()
+
+
+pytree.register_dataclass(Checked)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "weighted_mean"])
+def test_a_node_of_a_class_that_looks_at_its_tensors(reduce):
+    def of_client(y):
+        pair = Checked(y.sum().half(), y.prod())
+        return (pair, torch.ones(())) if reduce == "weighted_mean" else pair
+
+    found = federated.program(lambda y: federated.map_reduce(of_client, y, reduce=reduce), clients=3)(Y)
+    number = 1 if reduce == "sum" else 3
+    torch.testing.assert_close(found.left, (Y.sum(1).half().sum() / number), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(found.right, Y.prod(1).sum() / number)
 
 
 def compiled_on_some(rank, world_size):
