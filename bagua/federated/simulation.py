@@ -319,12 +319,15 @@ class Simulation:
                 )
             paths = [path for path, _ in pytree.tree_flatten_with_path(self.state)[0]]
             now, filed = _kinds(self.state), _kinds_of(zip(paths, content["leaves"], strict=True))
-            for where, kind in self._began.items():
-                theirs = content.get("began", {}).get(where, kind)
-                if theirs != kind and filed.get(where) != now.get(where):
+            # Older ones do not say how they began; their tensors kept shape and dtype.
+            began = "began" in content
+            ours, theirs = (self._began, content["began"]) if began else (now, filed)
+            for where, kind in ours.items():
+                other = theirs.get(where, kind)
+                if other != kind and filed.get(where) != now.get(where):
                     raise InvalidArgument(
-                        f"the checkpoint {path} is of a simulation that began with a state{where and ' at '}{where} of "
-                        f"{theirs}, expected {kind}: begin with a state like that one's"
+                        f"the checkpoint {path} is of a simulation {'that began ' if began else ''}with a "
+                        f"state{where and ' at '}{where} of {other}, expected {kind}: begin with a state like that one's"
                     )
             return content, {}
 

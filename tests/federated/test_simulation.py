@@ -313,12 +313,21 @@ def test_rounds_may_change_the_shapes_of_the_state(tmp_path):
     assert other.state["history"].tolist() == [0, 1, 2, 3, 4] and float(other.state["n"]) == 5.0
 
 
-def test_checkpoints_that_do_not_say_how_they_began_are_taken(tmp_path):
-    simulation().save(tmp_path / "checkpoint")
-    content = torch.load(tmp_path / "checkpoint")
+def test_checkpoints_that_do_not_say_how_they_began_are_compared_as_they_are(tmp_path):
+    def make(leaf):
+        return Simulation(lambda state, round: (state, {}), {"n": 1, "w": leaf}, population=3, cohort=2, seed=0)
+
+    path = tmp_path / "checkpoint"
+    make(torch.ones(2)).run(2, checkpoint=path)
+    content = torch.load(path)
     del content["began"]
-    torch.save(content, tmp_path / "checkpoint")
-    simulation().load(tmp_path / "checkpoint")
+    torch.save({**content, "leaves": [torch.tensor(4), content["leaves"][1]]}, path)  # a number that became a tensor
+    for leaf, message in [(torch.zeros(3), r"shape \[3\]"), (torch.zeros(2, dtype=torch.int64), "torch.int64")]:
+        with pytest.raises(InvalidArgument, match=rf"of a simulation with a state at \['w'\] .*expected .*{message}"):
+            make(leaf).load(path)
+    alike = make(torch.zeros(2))
+    alike.load(path)
+    assert (alike.round, int(alike.state["n"]), alike.state["w"].tolist()) == (2, 4, [1.0, 1.0])
 
 
 def test_sizes_may_be_numpys(tmp_path):
