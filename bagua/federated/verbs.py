@@ -233,7 +233,8 @@ _EXPLAINED = {
 
 
 def run_client(function: Callable, clients: Placement, verb: str, *arguments: Any) -> Any:
-    with check_closures(verb, arguments) as closures:
+    closures = check_closures(verb, arguments)
+    with closures:
         try:
             result = run_in(Frame(clients, is_mapping=True), function, arguments, {})
         except RuntimeError as error:
@@ -242,7 +243,7 @@ def run_client(function: Callable, clients: Placement, verb: str, *arguments: An
             if why is None:
                 raise
             raise InvalidArgument(f"the client function of {verb} {why}. torch says: {message}") from error
-        for leaf in [] if torch.compiler.is_compiling() else pytree.tree_leaves(result):
+        for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 closures.check(leaf)
     for path, leaf in pytree.tree_flatten_with_path(result)[0]:

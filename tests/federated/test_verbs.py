@@ -686,8 +686,15 @@ def captures_of_a_client(x, lr):
     return federated.reduce_mean(federated.map_fn(captures_within, (federated.broadcast(lr), Y)))
 
 
+def captures_what_it_returns(x, lr):
+    """As it is: no operation uses it."""
+    mapped = federated.map_fn(lambda x, y: {"error": (x - y).sum(), "rate": lr}, (federated.broadcast(x), Y))
+    return sum(federated.reduce_mean(mapped).values())
+
+
 CAPTURING = {
     "two verbs": captures,
+    "what it returns": captures_what_it_returns,
     "a view": captures_a_view,
     "a node": captures_in_a_node,
     "a program within": captures_of_a_client,
@@ -725,7 +732,7 @@ def test_a_gradient_through_a_closure_is_refused(body):
 
 @pytest.mark.filterwarnings("ignore:Tensor.T is deprecated on 0-D")
 @fast_in("way", ["grad"], list(ways_to_a_closure(captures)))
-@fast_in("body", ["two verbs"], list(CAPTURING))
+@fast_in("body", ["two verbs", "what it returns"], list(CAPTURING))
 def test_torch_compile_refuses_it_too(body, way):
     torch.compiler.reset()
     function, argument = ways_to_a_closure(CAPTURING[body])[way]
