@@ -85,7 +85,8 @@ class Algorithm(Hooks):
     ) -> None:
         """``optimizer`` is about to change weights; not called for steps that a GradScaler skips.
 
-        Where its closure computes the gradients, called after the first evaluation.
+        Where its closure computes the gradients, called after the first evaluation; before it where a backward has left
+        gradients, and ``step`` is neither torch.optim's nor bagua.optim's and so may use them first, as SAM does.
 
         Args:
             buckets: all, or where weights are exchanged those of ``optimizer``.
