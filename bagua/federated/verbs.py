@@ -188,6 +188,8 @@ def stand_in(leaf: torch.Tensor) -> torch.Tensor:
 
     torch.linalg refuses to invert zeros.
     """
+    if 0 in leaf.shape[1:]:  # which torch 2.9 does not pad
+        return torch.cat([leaf, leaf.new_empty(1, *leaf.shape[1:])])
     padded = pad(leaf, [0, 0] * (leaf.dim() - 1) + [0, 1])  # torch.cat loses tangents of what has no other axis
     if leaf.dim() > 2 and leaf.shape[-1] == leaf.shape[-2] and (leaf.is_floating_point() or leaf.is_complex()):
         padded = padded + torch.eye(leaf.shape[-1], dtype=leaf.dtype, device=leaf.device)
