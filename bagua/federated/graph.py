@@ -8,6 +8,7 @@ runs it where clients are somewhere else.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -96,6 +97,11 @@ class Node:
         return f"{', '.join(results)} = {self.title}({', '.join(arguments)})"
 
 
+def _kind(constant: torch.Tensor) -> str:
+    """Of what all ranks have alike, though each may have values of its own."""
+    return f"{constant.dtype} {list(constant.shape)}"
+
+
 def _text(argument: Any) -> str:
     if isinstance(argument, Value):
         return argument.name
@@ -119,6 +125,7 @@ class Graph:
         placements: how many clients there are, by name.
         functions: the client functions of the maps, by name.
         programs: by name of clients, what puts them in force where the graph is called.
+        fingerprint: of what it computes; "" of client functions, and of what was made of a graph.
     """
 
     name: str
@@ -130,6 +137,7 @@ class Graph:
     placements: dict[str, int] = field(default_factory=dict)
     functions: dict[str, Graph] = field(default_factory=dict)
     programs: dict[str, Callable] = field(default_factory=dict)
+    fingerprint: str = field(default="", init=False)
 
     # ---- as a function
 
@@ -181,7 +189,9 @@ class Graph:
             function = self.functions[node.target].as_client_function()
             mapped = verbs.map_fn(function, tuple(values), randomness=node.randomness, placement=node.placement)
             return list(mapped)
-        return getattr(verbs, node.verb)(values, placement=node.placement)
+        # Ranks compare these names, and see that they run one graph.
+        named = {f"graph {self.name} {self.fingerprint} {index}": value for index, value in enumerate(values)}
+        return list(getattr(verbs, node.verb)(named, placement=node.placement).values())
 
     def compute_operator(
         self, node: Node, known: dict[Value, Any], num_clients: Callable[[str], int]
@@ -226,8 +236,18 @@ class Graph:
         results = [result for node in self.nodes for result in node.results if result]
         return {value: number for number, value in enumerate([*self.inputs, *results])}
 
-    def signature(self) -> tuple:
-        """Equal for graphs that compute the same in the same way, whatever their values are called."""
+    def signed(self) -> Graph:
+        """The graph itself, with its fingerprint; not to be changed from here on."""
+        computed = [value.name for value in self.inputs], self.signature(_kind)
+        self.fingerprint = hashlib.sha256(repr(computed).encode()).hexdigest()[:12]
+        return self
+
+    def signature(self, constant: Callable[[torch.Tensor], Any] = id) -> tuple:
+        """Equal for graphs that compute the same in the same way, whatever their values are called.
+
+        Args:
+            constant: what stands for one, and has to be equal.
+        """
         numbers = self.numbers()
 
         def token(argument: Any) -> Any:
@@ -235,12 +255,14 @@ class Graph:
                 return ("value", numbers[argument])
             if isinstance(argument, (list, tuple)) and not isinstance(argument, NumClients):
                 return tuple(map(token, argument))
+            if isinstance(argument, torch.device):
+                argument = argument.type  # ranks have devices of their own
             return (type(argument).__name__, str(argument))
 
         def target(node: Node) -> Any:
             if node.verb == MAP:
-                return self.functions[node.target].signature()
-            return id(self.constants[node.target]) if node.target in self.constants else node.target
+                return self.functions[node.target].signature(constant)
+            return constant(self.constants[node.target]) if node.target in self.constants else node.target
 
         nodes = tuple(
             (node.verb, target(node), token(node.args), token(list(node.kwargs.items())), node.randomness)

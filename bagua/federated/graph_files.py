@@ -66,7 +66,7 @@ def from_bytes(data: bytes) -> Graph:
     if version != _VERSION:
         raise InvalidArgument(f"a graph of version {version}, expected {_VERSION}: trace the program again")
     try:
-        return _decode_graph(description["graph"], content["constants"])
+        return _decode_graph(description["graph"], content["constants"]).signed()
     except InvalidArgument:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:

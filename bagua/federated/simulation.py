@@ -326,8 +326,8 @@ class Simulation:
                 other = theirs.get(where, kind)
                 if other != kind and filed.get(where) != now.get(where):
                     raise InvalidArgument(
-                        f"the checkpoint {path} is of a simulation {'that began ' if began else ''}with a "
-                        f"state{where and ' at '}{where} of {other}, expected {kind}: begin with a state like that one's"
+                        f"the checkpoint {path} is of a simulation {'that began ' if began else ''}with a state"
+                        f"{where and ' at '}{where} of {other}, expected {kind}: begin with a state like that one's"
                     )
             return content, {}
 

@@ -110,7 +110,7 @@ def trace(function: Callable, *args: Any) -> Graph:
     graph.outputs = [next(tensors) if isinstance(result, torch.Tensor) else result for result in results]
     graph.structures = (structure, out_structure)
     graph.programs = dict(run.programs)
-    return without_dead_nodes(graph)
+    return without_dead_nodes(graph).signed()
 
 
 def _title(function: Callable) -> str:

@@ -10,6 +10,7 @@ import enum
 import functools
 import io
 import json
+import re
 import sys
 from collections import OrderedDict, defaultdict
 
@@ -367,6 +368,45 @@ def on_ranks(rank, world_size, split):
         sent = sent_by(lambda: graphs.extend(federated.trace(f, X, y) for f in (program, grad(program))))
         assert sent == 0
         return [graph(X, y) for graph in graphs]
+
+
+OTHER_GRAPHS = {
+    "same": (lambda w, y: {"a": w["a"] * y.sum(), "b": w["b"] - y.sum()}, ("a", "b")),
+    "function": (lambda w, y: {"a": w["b"] - y.sum(), "b": w["a"] * y.sum()}, ("a", "b")),
+    "number": (lambda w, y: {"a": w["a"] * y.sum(), "b": w["b"] - 2 * y.sum()}, ("a", "b")),
+    "arguments": (lambda w, y: {"a": w["a"] * y.sum(), "b": w["b"] - y.sum()}, ("b", "a")),
+}
+
+
+@pytest.mark.parametrize("way", OTHER_GRAPHS)
+def test_ranks_run_one_graph(pool2, way):
+    """What each has traced itself is one with what another has loaded."""
+    if way == "same":
+        first, second = pool2.run(with_a_graph_each, args=(way,))
+        torch.testing.assert_close(first, {"a": torch.tensor(6.0), "b": torch.tensor(4.0)})
+        torch.testing.assert_close(second, first)
+    else:
+        message = r"(?s)mean_of_each [0-9a-f]{12} 0.*mean_of_each [0-9a-f]{12} 0"
+        assert all(re.search(message, text) for text in pool2.run(with_a_graph_each, args=(way,)))
+
+
+def with_a_graph_each(rank, world_size, way):
+    with process_group():
+        function, order = OTHER_GRAPHS["same" if rank == 0 else way]
+
+        def mean_of_each(w, y):
+            return federated.reduce_mean(federated.map_fn(function, (federated.broadcast(w), y)))
+
+        w = {key: torch.tensor({"a": 3.0, "b": 6.0}[key]) for key in order}
+        y = torch.ones(2, 2)
+        graph = federated.trace(federated.program(mean_of_each, clients=4), w, y)
+        if rank == 1:
+            graph = from_bytes(to_bytes(graph))
+        if way == "same":
+            return graph(w, y)
+        with pytest.raises(InvalidArgument) as raised:
+            graph(w, y)
+        return str(raised.value)
 
 
 def test_tracing_takes_the_same_for_any_number_of_clients():
