@@ -320,15 +320,18 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, node: Node, *inputs: torch.Tensor) -> tuple[Tensors, tuple]:
-        # The clients' axis stays the first one, so the batch's is the second of what is placed. Never -1: torch 2.13
-        # writes out of bounds where it has to expand a result that is the same for the whole batch.
+        # The clients' axis stays the first one, so the batch's is the second of what is placed.
         moved, dims = [], []
         for x, dim, one in zip(inputs, in_dims[1:], node.is_shared, strict=True):
             dims.append(None if dim is None else 0 if one else 1)
             moved.append(x if dim is None else x.movedim(dim, dims[-1]))
-        out_dims = tuple(0 if one else 1 for one in node.is_sum)
-        batched = torch.func.vmap(node.of_chunk, tuple(dims), out_dims, randomness=info.randomness)
-        return node._replace(of_chunk=batched)(*moved), out_dims
+        batched = torch.func.vmap(node.of_chunk, tuple(dims), randomness=info.randomness)
+
+        def of_chunk(*chunk: torch.Tensor) -> Tensors:
+            # Not by vmap's out_dims: torch 2.13 gives what is the same for the whole batch its axis at 0 only.
+            return tuple(x if one else x.movedim(0, 1) for x, one in node._with_kind(batched(*chunk)))
+
+        return node._replace(of_chunk=of_chunk)(*moved), tuple(0 if one else 1 for one in node.is_sum)
 
 
 def _has_tangents(tensor: torch.Tensor) -> bool:

@@ -3,13 +3,16 @@
 On CPU torch computes attention by a fused kernel, which vmap calls once for each client, and which has neither tangents
 nor a second derivative; what it is defined by, a softmax between two products, has all of them. The kernel stays
 where sequences are long and a gradient is all that is asked for; on devices, whose kernels vmap calls once for all
-clients, also where they are short. Two functions torch 2.13 differentiates wrongly under vmap.
+clients, also where they are short. Norms and a few others torch 2.13 differentiates wrongly: under vmap the gradient of
+a norm's weight is a constant to what differentiates it, and so are parts of a norm's tangent anywhere. Group norm and
+RMS norm are right.
 """
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,10 +51,7 @@ def _attention(
 
 def _has_gradient_alone(*tensors: torch.Tensor) -> bool:
     """Whether at most one gradient, and no tangent, goes through what is computed now."""
-    if torch.compiler.is_compiling() or tracing() or forward_ad._current_level >= 0:
-        return False
-    kinds = [level.key() for level in _functorch.get_interpreter_stack() or ()]
-    if _functorch.TransformType.Jvp in kinds or kinds.count(_functorch.TransformType.Grad) > 1:
+    if _may_have_tangents() or _transforms().count(_functorch.TransformType.Grad) > 1:
         return False
     for tensor in tensors:  # autograd's may be differentiated again, later
         while _functorch.is_functorch_wrapped_tensor(tensor):
@@ -59,6 +59,17 @@ def _has_gradient_alone(*tensors: torch.Tensor) -> bool:
         if tensor.requires_grad:
             return False
     return True
+
+
+def _may_have_tangents() -> bool:
+    """In what is compiled or traced nobody knows."""
+    is_known = not (torch.compiler.is_compiling() or tracing())
+    return not is_known or forward_ad._current_level >= 0 or _functorch.TransformType.Jvp in _transforms()
+
+
+def _transforms() -> list[Any]:
+    """Those of torch.func that run, by their kinds."""
+    return [level.key() for level in _functorch.get_interpreter_stack() or ()]
 
 
 def _calling_it(function: types.FunctionType) -> types.FunctionType:
@@ -87,10 +98,145 @@ def _select_scatter(input: torch.Tensor, src: torch.Tensor, dim: int, index: int
     return torch.slice_scatter(input, src.unsqueeze(dim), dim, index, index + 1)
 
 
+def _prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """In graphs of batches torch gives each client's weight the gradients of others."""
+    channels = input.shape[1] if input.dim() > 1 else 1
+    if weight.dtype != input.dtype or weight.numel() not in (1, channels):
+        return functional.prelu(input, weight)  # which says so
+    weight = weight.reshape(-1, *[1] * (input.dim() - 2)) if input.dim() > 1 else weight.reshape([1] * input.dim())
+    return torch.where(input > 0, input, weight * input.clamp(max=0))
+
+
+# ---- norms
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def _layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *others: Any,
+) -> torch.Tensor:
+    """torch.nn.functional.layer_norm, and torch.layer_norm."""
+    shape = tuple(normalized_shape)
+    is_refused = not shape or input.shape[-len(shape) :] != shape or not _fit(input, shape, weight, bias)
+    if is_refused or _has_gradient_alone(*_given(input, weight, bias)):
+        return functional.layer_norm(input, shape, weight, bias, eps)
+    if _may_have_tangents():
+        result = _standardized(_wide(input), range(-len(shape), 0), eps)
+    else:
+        result = functional.layer_norm(_wide(input), shape, None, None, eps)
+    is_widened = input.is_cuda and torch.is_autocast_enabled("cuda")
+    return _scaled(result, weight, bias).to(result.dtype if is_widened else input.dtype)
+
+
+def _batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """torch.nn.functional.batch_norm."""
+    norm = functools.partial(functional.batch_norm, training=training, momentum=momentum, eps=eps)
+    return _norm_of_channels(norm, 0, training, eps, input, running_mean, running_var, weight, bias)
+
+
+def _instance_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """torch.nn.functional.instance_norm."""
+    norm = functools.partial(functional.instance_norm, use_input_stats=use_input_stats, momentum=momentum, eps=eps)
+    return _norm_of_channels(norm, 2, use_input_stats, eps, input, running_mean, running_var, weight, bias)
+
+
+def _norm_of_channels(
+    norm: Callable[..., torch.Tensor],
+    first: int,
+    is_of_input: bool,
+    eps: float,
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """A norm of torch's, with its options, of ``[N, C, ...]``.
+
+    Args:
+        first: of the axes over which its statistics are taken, but for that of channels.
+        is_of_input: whether these are the input's, not the running ones.
+    """
+    is_refused = input.dim() < 2 or not _fit(input, input.shape[1:2], weight, bias)
+    if is_refused or _has_gradient_alone(*_given(input, running_mean, running_var, weight, bias)):
+        return norm(input, running_mean, running_var, weight, bias)
+    if not _may_have_tangents():
+        are_halves = any(x.dtype in _HALVES for x in _given(running_mean, running_var))
+        result = norm(input if are_halves else _wide(input), running_mean, running_var)
+    elif not is_of_input and running_mean is not None and running_var is not None:
+        wide = _wide(input)
+        mean, var = (_along_channels(x, wide) for x in (running_mean, running_var))
+        result = (wide - mean) * torch.rsqrt(var + eps)
+    else:
+        norm(input.detach(), running_mean, running_var)  # which checks it, and moves the running statistics
+        result = _standardized(_wide(input), [dim for dim in range(first, input.dim()) if dim != 1], eps)
+    weight, bias = (None if x is None else _along_channels(x, input) for x in (weight, bias))
+    return _scaled(result, weight, bias).to(input.dtype)
+
+
+def _fit(input: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+    """Whether they are what torch takes; it says what they are else."""
+    dtypes = (input.dtype, torch.float32) if input.dtype in _HALVES else (input.dtype,)
+    return all(tuple(x.shape) == tuple(shape) and x.dtype in dtypes for x in _given(weight, bias))
+
+
+def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _along_channels(vector: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    return vector.reshape(-1, *[1] * (input.dim() - 2))
+
+
+def _wide(input: torch.Tensor) -> torch.Tensor:
+    """Halves as float32, in which torch computes norms."""
+    return input.float() if input.dtype in _HALVES else input
+
+
+def _standardized(input: torch.Tensor, dims: Iterable[int], eps: float) -> torch.Tensor:
+    dims = tuple(dims)
+    centered = input - input.mean(dims, keepdim=True)
+    return centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
+
+
+def _scaled(result: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    result = result if weight is None else result * weight
+    return result if bias is None else result + bias
+
+
 _SUBSTITUTES: dict[Callable, Callable] = {
     _fused: _attention,
     functional.multi_head_attention_forward: _calling_it(functional.multi_head_attention_forward),
     functional.embedding: _embedding,
+    functional.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    functional.batch_norm: _batch_norm,
+    functional.instance_norm: _instance_norm,
+    functional.prelu: _prelu,
+    torch.Tensor.prelu: _prelu,
     torch.select_scatter: _select_scatter,
     torch.Tensor.select_scatter: _select_scatter,
 }

@@ -1,4 +1,4 @@
-"""What client functions compute instead of torch's, against definitions in plain loops: attention."""
+"""What client functions compute instead of torch's, against definitions in plain loops: attention, norms, prelu."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from torch.func import functional_call, grad, jvp
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 from torch.nn import functional
 
 from bagua import federated
@@ -130,6 +130,177 @@ def test_long_sequences_have_all_derivatives():
     (slope,) = torch.autograd.grad(loss(followed), followed, create_graph=True)
     (curvature,) = torch.autograd.grad(slope, followed)
     torch.testing.assert_close(curvature, (slopes[2] - slopes[0]) / 2e-3, rtol=1e-4, atol=1e-9)
+
+
+# ---- norms: of [SAMPLES, CHANNELS, POINTS]
+
+SAMPLES, CHANNELS, POINTS, EPS = 2, 3, 4, 1e-2
+EVERYWHERE = list(itertools.product(range(SAMPLES), range(CHANNELS), range(POINTS)))
+MOVED = {"running_mean": torch.tensor([0.5, -1.0, 0.0]), "running_var": torch.tensor([2.0, 1.0, 0.5])}
+NORMS = {
+    "layer": lambda x, w, b: functional.layer_norm(x, (POINTS,), w, b, EPS),
+    "layers": lambda x, w, b: torch.layer_norm(x, [CHANNELS, POINTS], w, b, EPS),
+    "batch": lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True, eps=EPS),
+    "batch, of before": lambda x, w, b: functional.batch_norm(x, **of_type(x), weight=w, bias=b, eps=EPS),
+    "instance": lambda x, w, b: functional.instance_norm(x, weight=w, bias=b, eps=EPS),
+    "instance, of before": lambda x, w, b: functional.instance_norm(
+        x, **of_type(x), weight=w, bias=b, use_input_stats=False, eps=EPS
+    ),
+    "group": lambda x, w, b: functional.group_norm(x, 1, w, b, EPS),
+    "rms": lambda x, w, b: functional.rms_norm(x, (POINTS,), w, EPS) + b,
+    "prelu": lambda x, w, b: functional.prelu(x, w) + b[:, None],
+}
+
+
+def of_type(x):
+    return {name: value.to(x.dtype) for name, value in MOVED.items()}
+
+
+def shape_of_weight(kind):
+    return {"layer": (POINTS,), "rms": (POINTS,), "layers": (CHANNELS, POINTS)}.get(kind, (CHANNELS,))
+
+
+def norm_by_definition(kind, x, w, b):
+    """Element by element: by the mean and the variance of those with which it shares a sample, a channel or both."""
+    result = torch.zeros_like(x)
+    for n, c, p in EVERYWHERE:
+        here = (c, p) if kind == "layers" else (p,) if kind in ("layer", "rms") else (c,)
+        if kind == "prelu":
+            result[n, c, p] = (x[n, c, p] if x[n, c, p] > 0 else w[c] * x[n, c, p]) + b[c]
+            continue
+        if kind.endswith("of before"):
+            mean, var = MOVED["running_mean"][c], MOVED["running_var"][c]
+        else:
+            together = [
+                x[place]
+                for place in EVERYWHERE
+                if (kind == "batch" or place[0] == n) and (kind in ("layers", "group") or place[1] == c)
+            ]
+            mean = 0 if kind == "rms" else sum(together) / len(together)
+            var = sum((one - mean) ** 2 for one in together) / len(together)
+        result[n, c, p] = (x[n, c, p] - mean) / (var + EPS) ** 0.5 * w[here] + b[here]
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_are_their_definition(kind, dtype):
+    """With one gradient, with tangents, and with what may be differentiated again."""
+    torch.manual_seed(0)
+    x, *affine = (draw(*shape).to(dtype) for shape in ((SAMPLES, CHANNELS, POINTS), *[shape_of_weight(kind)] * 2))
+
+    def program(*values):
+        return federated.map_fn(NORMS[kind], values)
+
+    program = federated.program(program, clients=CLIENTS)
+    expected = torch.stack(
+        [norm_by_definition(kind, *(v.double() for v in of_one)) for of_one in zip(x, *affine, strict=True)]
+    ).to(dtype)
+    tolerance = {} if dtype is torch.float64 else {"rtol": 0.02, "atol": 0.02}
+    values = (x, *affine)
+    with_a_gradient = grad(lambda *values: (program(*values).sum(), program(*values)), has_aux=True)
+    for found in (
+        program(*values),
+        with_a_gradient(*values)[1],
+        jvp(program, values, values)[0],
+        program(x.clone().requires_grad_(), *affine).detach(),
+    ):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, expected, **tolerance)
+
+
+def eager_gradient(function):
+    def gradient(x, y):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(function(x, y), x)[0]
+
+    return gradient
+
+
+def gradient_of_a_graph(function):
+    return lambda x, y: grad(federated.trace(function, x, y))(x, y)
+
+
+def graph_of_a_gradient(function):
+    return lambda x, y: federated.trace(grad(function), x, y)(x, y)
+
+
+@pytest.mark.parametrize("way", [grad, jacfwd, eager_gradient, gradient_of_a_graph, graph_of_a_gradient])
+@pytest.mark.parametrize("kind", NORMS)
+def test_steps_on_the_weights_of_norms_can_be_differentiated(kind, way):
+    torch.manual_seed(0)
+    affine = [torch.randn(shape_of_weight(kind), dtype=torch.float64) for _ in range(2)]
+    x, y = torch.randn(POINTS, dtype=torch.float64), draw(SAMPLES, CHANNELS, POINTS)
+
+    def of_client(x, y):
+        def loss(affine):
+            return ((NORMS[kind](x * y, *affine) - y) ** 2).mean()
+
+        return loss([value - 0.1 * slope for value, slope in zip(affine, grad(loss)(affine), strict=True)])
+
+    @federated.program(clients=CLIENTS)
+    def program(x, y):
+        return federated.reduce_mean(federated.map_fn(of_client, (federated.broadcast(x), y)))
+
+    expected = slopes(lambda x: sum(of_client(x, one) for one in y) / CLIENTS, x)
+    torch.testing.assert_close(way(program)(x, y), expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("first", [grad, jacfwd])
+@pytest.mark.parametrize("second", [jacrev, jacfwd])
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_have_second_derivatives(kind, second, first):
+    torch.manual_seed(0)
+    affine = [torch.randn(shape_of_weight(kind), dtype=torch.float64) for _ in range(2)]
+    x, y = torch.randn(POINTS, dtype=torch.float64), draw(SAMPLES, CHANNELS, POINTS)
+
+    def of_client(x, y):
+        return (NORMS[kind](x * y, *affine) * y).sum() ** 2
+
+    @federated.program(clients=CLIENTS)
+    def program(x):
+        return federated.map_reduce(of_client, (federated.broadcast(x), y), chunk_size=2)
+
+    expected = slopes(grad(lambda x: sum(of_client(x, one) for one in y) / CLIENTS), x)
+    torch.testing.assert_close(second(first(program))(x), expected, rtol=1e-5, atol=1e-7)
+
+
+def slopes(function, x, distance=1e-5):
+    """By central differences, ``[x, ...]``."""
+    steps = distance * torch.eye(len(x), dtype=x.dtype)
+    return torch.stack([(function(x + step) - function(x - step)) / (2 * distance) for step in steps])
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, lambda f: lambda *values: jvp(f, values, values)[0]])
+def test_norms_move_running_statistics(transform):
+    torch.manual_seed(0)
+    x, before = draw(SAMPLES, CHANNELS, POINTS), draw(2, CHANNELS).square()
+
+    def of_client(x, before):
+        mean, var = before[0].clone(), before[1].clone()
+        functional.batch_norm(x, mean, var, training=True, momentum=0.25)
+        return torch.stack([mean, var])
+
+    program = federated.program(lambda *values: federated.map_fn(of_client, values), clients=CLIENTS)
+    here = x.movedim(2, 1).flatten(2)
+    expected = 0.75 * before + 0.25 * torch.stack([here.mean(2), here.var(2)], 1)
+    torch.testing.assert_close(transform(program)(x, before), expected)
+
+
+def test_graphs_of_batches_have_the_gradients_of_prelu():
+    torch.manual_seed(0)
+
+    @federated.program(clients=CLIENTS)
+    def program(x, y):
+        mapped = federated.map_fn(lambda x, y: functional.prelu(x[None], y[:1]).sum(), (federated.broadcast(x), y))
+        return federated.reduce_sum(mapped)
+
+    for models in (CLIENTS, CLIENTS - 1):
+        x, y = torch.randn(models, 2), torch.randn(CLIENTS, 2)
+        gradients = vmap(grad(program), (0, None))
+        expected = torch.tensor([[sum(1.0 if v > 0 else float(row[0]) for row in y) for v in of] for of in x])
+        torch.testing.assert_close(gradients(x, y), expected)
+        torch.testing.assert_close(federated.trace(gradients, x, y)(x, y), expected)
 
 
 @pytest.mark.parametrize(

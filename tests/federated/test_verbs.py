@@ -660,6 +660,27 @@ def test_threads_have_programs_of_their_own():
     assert found == {number: [float(number)] * 50 for number in found}
 
 
+@pytest.mark.parametrize("clients", [3, 4])
+def test_batches_of_nodes_whose_derivative_is_the_same_for_all(clients):
+    """As many clients as models, and others: the derivative by what is placed is that of no model."""
+    xs, ys = torch.tensor([1.0, 2.0, 3.0]), torch.arange(1.0, clients + 1)
+
+    @federated.program(clients=clients)
+    def program(x, y):
+        return federated.map_reduce(lambda x, y: x.sin() + y * y, (federated.broadcast(x), y), reduce="sum")
+
+    found = vmap(lambda x: vjp(program, x, ys)[1](torch.tensor(1.0))[1])(xs)
+    torch.testing.assert_close(found, (2 * ys).expand(3, clients))
+
+    @federated.program(clients=clients)
+    def ignoring(x, y):
+        return federated.map_reduce(lambda x, y: x + y.detach(), (federated.broadcast(x), y))
+
+    placed = torch.ones(clients, 2)
+    torch.testing.assert_close(jacrev(ignoring, 1)(torch.ones(2), placed), torch.zeros(2, clients, 2))
+    torch.testing.assert_close(jacfwd(ignoring, 1)(torch.ones(2), placed), torch.zeros(2, clients, 2))
+
+
 # ---- mistakes
 
 
