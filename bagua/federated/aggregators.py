@@ -39,6 +39,7 @@ from bagua.federated.verbs import (
     divided,
     map_fn,
     reduce_sum,
+    times_weight,
     widened,
 )
 
@@ -531,7 +532,7 @@ class Aggregator:
             if index == self._reduction_index and after:
                 value = pytree.tree_map(widened, value)
             if step.stage > CLIP and not is_weighted:
-                value = pytree.tree_map(lambda leaf: leaf * along(counts, leaf).to(leaf.dtype), value)
+                value = pytree.tree_map(lambda leaf: times_weight(leaf, along(counts, leaf)), value)
                 is_weighted = True
             if index < self._reduction_index:
                 value, states[index] = step.at_clients(value, states[index], clients)

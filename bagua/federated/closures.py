@@ -197,6 +197,12 @@ def check_closures(verb: str, arguments: Any) -> ClosureCheck:
     return TraceClosureCheck(trace, verb, arguments) if trace else ClosureCheck(verb, arguments)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Another one after a write into its memory; of inference tensors nobody knows."""
+    tensor = _innermost(tensor)
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _innermost(tensor: torch.Tensor) -> torch.Tensor:
     """Without what torch.func has wrapped around it."""
     while _is_wrapped(tensor):

@@ -42,6 +42,7 @@ from bagua.federated.verbs import (
     stand_in,
     times_weight,
     widened,
+    without_writes,
 )
 
 Tensors = tuple[torch.Tensor, ...]
@@ -86,7 +87,12 @@ def map_reduce(
         clients = current(placement, "map_reduce")
         options = {"chunk_size": chunk_size, "randomness": randomness, "placement": placement}
         dtypes: list[torch.dtype] = []
-        weighted = functools.wraps(function)(functools.partial(_weighted, function, dtypes))
+
+        def weighted(*args: Any) -> tuple[Tree, torch.Tensor]:
+            return _weighted(function, dtypes, *args)
+
+        if not torch.compiler.is_compiling():
+            functools.update_wrapper(weighted, function)
         value, total = map_reduce(weighted, arguments, reduce="sum", **options)
         (total,) = call("check_total", [total], clients.key)
         leaves, structure = pytree.tree_flatten(value)
@@ -118,19 +124,37 @@ def map_reduce(
         wide = [widened(leaf) if reduce == "mean" else leaf for leaf in mapped]
         return tuple(leaf.sum(0, dtype=leaf.dtype) for leaf in wide)
 
-    node = Node(of_chunk, is_shared, None, chunk_size, clients, randomness)
+    node = Node(_in_autocast_of_now(of_chunk, inputs[0].device), is_shared, None, chunk_size, clients, randomness)
     if _is_differentiated(inputs):
         # One client, outside of the node: whoever takes tensors from around the function is found where they come from.
         probe = [x if is_one else first_of(x) for x, is_one in zip(inputs, is_shared, strict=True)]
-        results = torch.func.vmap(functools.partial(of_one, seen), dims, randomness="same")(*probe)
+        of_probe = torch.func.vmap(functools.partial(of_one, seen), dims, randomness="same")
+        results = without_writes(lambda: of_probe(*probe), leaves, clients, "map_reduce")
         check(pytree.tree_unflatten(list(results), seen[0]), verb)
         results = node._replace(is_sum=(True,) * len(results))(*inputs)
     else:
-        results = node.compute(inputs)
+        results = without_writes(lambda: node.compute(inputs), leaves, clients, "map_reduce")
         check(pytree.tree_unflatten(list(results), seen[0]), verb)
     reduced = across(verb, pytree.tree_unflatten(list(results), seen[0]), clients)
     results = [leaf.to(dtype) for leaf, dtype in zip(pytree.tree_leaves(reduced), seen[1], strict=True)]
     return pytree.tree_unflatten(results, seen[0])
+
+
+def _in_autocast_of_now(function: Callable, device: torch.device) -> Callable:
+    """For derivatives, which compute the function again where there may be no autocast, or another."""
+    if not torch.amp.is_autocast_available(device.type):
+        return function
+    options = {
+        "dtype": torch.get_autocast_dtype(device.type),
+        "enabled": torch.is_autocast_enabled(device.type),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
+
+    def in_autocast(*args: Any) -> Any:
+        with torch.autocast(device.type, **options):
+            return function(*args)
+
+    return in_autocast
 
 
 def _is_differentiated(inputs: Sequence[torch.Tensor]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.autograd import forward_ad
 
 from bagua import codecs
 from bagua.errors import InvalidArgument
@@ -35,6 +36,29 @@ def _define(schema: str, kernel: Callable, fake: Callable) -> Any:
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _refuse_derivatives(name: str, operator: Any) -> None:
+    """Of an operator alone: the function around it that has them is lost in what make_fx makes, and zeros would follow.
+
+    torch disables both modes where it calls the operator in such a function.
+    """
+
+    def kernel(keyset: Any, values: Tensors, *arguments: Any) -> Tensors:
+        is_followed = torch.is_grad_enabled() and any(value.requires_grad for value in values)
+        if is_followed or (torch._C._is_fwd_grad_enabled() and any(map(_has_tangent, values))):
+            raise InvalidArgument(
+                f"a derivative of {name}, an aggregator's, in a graph that torch has made of the program, where it has "
+                "none: make the graph of the derivative"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keyset & torch._C._after_autograd_keyset, values, *arguments)
+
+    _library.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def _has_tangent(value: torch.Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
 
 
 def _as_their_primals(tangents: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> Tensors:
@@ -136,6 +160,7 @@ _modular_sum_operator = _define(
     _modular_sum,
     lambda values, bits, fraction_bits, placement: [value.new_empty(value.shape[1:]) for value in values],
 )
+_refuse_derivatives("modular_sum", _modular_sum_operator)
 
 
 class _ModularSum(torch.autograd.Function):
@@ -198,6 +223,7 @@ _gather_operator = _define(
     _gather,
     lambda values, placement: [value.new_empty((placement_of(placement).size, *value.shape[1:])) for value in values],
 )
+_refuse_derivatives("gather", _gather_operator)
 
 
 class _Gathered(torch.autograd.Function):

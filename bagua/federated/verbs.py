@@ -7,6 +7,7 @@ check what they are given; operators.py has what crosses ranks, and its derivati
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
-from bagua.federated.closures import check_closures
+from bagua.federated.closures import check_closures, version_of
 from bagua.federated.names import flatten_named, named
 from bagua.federated.operators import call
 from bagua.federated.placement import Frame, Placement, current, run_in
@@ -179,7 +180,12 @@ def map_fn(
     # Not every operation can be batched over nothing. One client that is dropped again keeps what is differentiated,
     # and so the collectives, as on ranks that have clients.
     given = splatted if clients.num_local else pytree.tree_map(stand_in, splatted)
-    results = draw_for_rank(clients, randomness, pytree.tree_leaves(given), lambda: of_all(*given))
+
+    def compute() -> Tree:
+        return draw_for_rank(clients, randomness, pytree.tree_leaves(given), lambda: of_all(*given))
+
+    is_compiling = torch.compiler.is_compiling()
+    results = compute() if is_compiling else without_writes(compute, pytree.tree_leaves(splatted), clients, "map_fn")
     return results if clients.num_local else pytree.tree_map(lambda leaf: leaf[:0], results)
 
 
@@ -219,14 +225,15 @@ def _trace_map(trace: Trace, function: Callable, arguments: tuple, clients: Plac
 
 
 # What torch says of client functions under vmap.
+_WRITES = (
+    "writes into what was broadcast, whose memory the clients share, such as the running statistics of a module: "
+    "clone it first, and return new values"
+)
 _EXPLAINED = {
     "called random operation while in randomness error mode": (
         'draws random numbers: say randomness="different" for others at each client, or "same"'
     ),
-    "more than one element of the written-to tensor refers to": (
-        "writes into what was broadcast, whose memory the clients share, such as the running statistics of a module: "
-        "clone it first, and return new values"
-    ),
+    "more than one element of the written-to tensor refers to": _WRITES,
     "Batching rule not implemented": (
         "runs what torch cannot batch, such as a recurrent layer: write it in other operators, or call the graph of "
         "federated.trace, which takes such layers apart"
@@ -262,19 +269,46 @@ def run_client(function: Callable, clients: Placement, verb: str, *arguments: An
 _SHARED = "_bagua_shared"
 
 
+class _Shared:
+    """An attribute of what broadcast returned: whose it is, and what all of them have. Of copies and files it is not.
+
+    ``{}`` stands for it there, which torch.load takes.
+    """
+
+    __slots__ = ("owner", "value")
+
+    def __init__(self, owner: Placement, value: torch.Tensor) -> None:
+        self.owner, self.value = owner, value
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return OrderedDict, ()
+
+
 def _expand(shared: torch.Tensor, clients: Placement) -> torch.Tensor:
     placed = shared.expand(clients.num_local, *shared.shape)
     if not torch.compiler.is_compiling():
-        setattr(placed, _SHARED, (clients, shared))
+        setattr(placed, _SHARED, _Shared(clients, shared))
     return placed
 
 
 def shared_of(leaf: torch.Tensor, clients: Placement) -> torch.Tensor | None:
     """What all clients have, where `leaf` is as broadcast returned it, and nobody asks for its own gradient."""
-    owner, shared = getattr(leaf, _SHARED, (None, None))
-    if owner is not clients or leaf.requires_grad != shared.requires_grad:
+    shared = getattr(leaf, _SHARED, None)
+    if not isinstance(shared, _Shared) or shared.owner is not clients:
         return None
-    return None if leaf.retains_grad or leaf._backward_hooks else shared
+    if leaf.requires_grad != shared.value.requires_grad or leaf.retains_grad or leaf._backward_hooks:
+        return None
+    return shared.value
+
+
+def without_writes(compute: Callable[[], Tree], leaves: Sequence[torch.Tensor], clients: Placement, verb: str) -> Tree:
+    """Refuses a client function that writes into what of `leaves` is shared; torch lets one client alone do so."""
+    shared = [value for value in (shared_of(leaf, clients) for leaf in leaves) if value is not None]
+    before = [version_of(value) for value in shared]
+    results = compute()
+    if before != [version_of(value) for value in shared]:
+        raise InvalidArgument(f"the client function of {verb} {_WRITES}. The server's values have changed")
+    return results
 
 
 # ---- checks

@@ -343,6 +343,7 @@ def test_totals_that_are_no_halves():
     values, weights = torch.full((100,), 1e-3, dtype=torch.float16), torch.full((100,), 1000.0)
     assert run(Mean(), values=values, weights=weights) == values[0]
     assert federated.program(federated.reduce_weighted_mean, clients=100)(values, weights) == values[0]
+    assert run(Quantize("minmax_uint8"), Mean(), values=1e5 * values, weights=weights) == 1e5 * values[0]
     large = torch.full((100,), 6e4, dtype=torch.float16)
     assert run(Median(), values=large) == run(TrimmedMean(0.1), values=large) == large[0]
     odd = torch.zeros(771, dtype=torch.bfloat16)
@@ -539,3 +540,19 @@ def test_mistakes(what):
     make, message = MISTAKES[what]
     with pytest.raises(InvalidArgument, match=message):
         make()
+
+
+@pytest.mark.parametrize("step", [SecureSum(), TrimmedMean(0.2), Median()], ids=lambda step: type(step).__name__)
+def test_a_graph_of_torchs_has_no_derivative_but_its_own(step):
+    aggregate, y = Aggregator(step), torch.tensor([1.0, 2.0, 4.0])
+    program = federated.program(lambda y: aggregate(y, aggregate.init(y[0]))[0], clients=3)
+    graph = make_fx(lambda y: program(y))(y)
+    torch.testing.assert_close(graph(y), program(y))
+    for derivative in (
+        lambda: grad(graph)(y),
+        lambda: jvp(graph, (y,), (y,)),
+        lambda: graph(y.clone().requires_grad_()).backward(),
+    ):
+        with pytest.raises(InvalidArgument, match="in a graph that torch has made .*: make the graph of the derivat"):
+            derivative()
+    torch.testing.assert_close(make_fx(grad(program))(y)(y), grad(program)(y))

@@ -5,6 +5,7 @@ The example is FAX's: least squares of clients with a row each.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import functools
@@ -760,6 +761,68 @@ def test_torch_compile_refuses_it_too(body, way):
     # Where torch.compile cannot trace a function as a whole, it runs as it is.
     with pytest.raises((RuntimeError, InvalidArgument), match=r"tensor of shape \[2?\] from around it"):
         torch.compile(function, backend="eager")(argument)
+
+
+@pytest.mark.parametrize("verb", [federated.map_fn, federated.map_reduce])
+@pytest.mark.parametrize("chunk_size", [None, 2, 1])
+def test_clients_may_not_write_into_what_they_share(verb, chunk_size):
+    def write(x, y):
+        x.mul_(2)
+        return x * y
+
+    program = federated.program(
+        lambda x: verb(write, (federated.broadcast(x), Y[:, 0]), chunk_size=chunk_size), clients=3
+    )
+    with pytest.raises(InvalidArgument, match="writes into what was broadcast, .*: clone it first"):
+        program(torch.tensor(1.0))
+    alone = federated.program(lambda x: verb(write, (federated.broadcast(x), Y[:1, 0])), clients=1)
+    with pytest.raises(InvalidArgument, match="writes into what was broadcast, .*: clone it first"):
+        alone(torch.tensor(1.0))
+
+
+def test_what_was_broadcast_can_be_copied_and_saved(tmp_path):
+    @federated.program(clients=3)
+    def program(x):
+        placed = federated.broadcast(x)
+        torch.save(placed, tmp_path / "placed")
+        copies = [placed, copy.deepcopy(placed), torch.load(tmp_path / "placed")]
+        return [federated.map_reduce(lambda x: 2 * x, one) for one in copies]
+
+    assert [one.tolist() for one in program(X)] == [(2 * X).tolist()] * 3
+
+
+def test_a_node_is_computed_again_as_it_was_under_autocast():
+    @federated.program(clients=3)
+    def program(x):
+        return federated.map_reduce(lambda x, y: (x @ y).square().sum(), (federated.broadcast(x), Y))
+
+    gradients = []
+    for is_inside in (True, False):
+        x = torch.linspace(-1, 1, 16).view(8, 2).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = program(x)
+            if is_inside:
+                value.backward()
+        if not is_inside:
+            value.backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+    plain = grad(program)(torch.linspace(-1, 1, 16).view(8, 2))
+    assert not torch.equal(gradients[0], plain), "the function was not computed in bfloat16"
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, grad], ids=["value", "gradient"])
+def test_a_weighted_node_is_compiled(transform):
+    torch.compiler.reset()
+    weights = torch.tensor([1.0, 2.0, 4.0])
+
+    @federated.program(clients=3)
+    def mean(x, y):
+        return federated.map_reduce(lambda x, y: (x * y, y), (federated.broadcast(x), y), reduce="weighted_mean")
+
+    function = transform(mean)
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(torch.tensor(2.0), weights), function(torch.tensor(2.0), weights))
 
 
 def test_gradients_of_tensors_around_a_client_function_are_constants():
