@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -168,8 +169,18 @@ def is_drawn(node: fx.Node) -> bool:
 
 def graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The operators that a function of tensors to tensors runs: pure ones, none of whose results is unused."""
-    with _lock:
-        return _graph_of(function, examples)
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with _lock, torch._C._ForceDispatchKeyGuard(*keys):
+        try:
+            return _graph_of(function, examples)
+        except BaseException as error:
+            # The frames of what has failed in the middle of a dispatch hold guards of torch's, which would switch its
+            # keys off once the error is gone, and with them all that follows in this thread.
+            cause: BaseException | None = error
+            while cause is not None:
+                traceback.clear_frames(cause.__traceback__)
+                cause = cause.__cause__ or cause.__context__
+            raise
 
 
 def _graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor]) -> fx.GraphModule:

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
-from bagua.federated.closures import check_closures, version_of
+from bagua.federated.closures import check_closures, check_no_scripts, version_of
 from bagua.federated.names import flatten_named, named
 from bagua.federated.operators import call
 from bagua.federated.placement import Frame, Placement, current, run_in
@@ -170,6 +170,7 @@ def map_fn(
     check_options(chunk_size, randomness)
     clients = current(placement, "map_fn")
     arguments = check_placed(arguments, clients, "map_fn")
+    check_no_scripts(function, "map_fn")
     splatted = splat(arguments)
     if not pytree.tree_leaves(splatted):
         raise InvalidArgument("map_fn over no tensors: give the client function an argument")

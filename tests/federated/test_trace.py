@@ -6,6 +6,7 @@ The oracle is the program itself, which test_verbs.py holds against loops.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import enum
 import functools
 import io
@@ -368,6 +369,21 @@ def on_ranks(rank, world_size, split):
         sent = sent_by(lambda: graphs.extend(federated.trace(f, X, y) for f in (program, grad(program))))
         assert sent == 0
         return [graph(X, y) for graph in graphs]
+
+
+def test_what_torch_cannot_trace_leaves_no_trace():
+    """torch 2.13 fails in the middle of a dispatch here."""
+
+    @federated.program(clients=3)
+    def loss(x, y):
+        mapped = federated.map_fn(lambda x, y: (x * y).quantile(0.3), (federated.broadcast(x), y))
+        return federated.reduce_mean(mapped)
+
+    expected = loss(X, Y)
+    with contextlib.suppress(RuntimeError):
+        federated.trace(lambda x, y: jvp(lambda x: loss(x, y), (x,), (x,))[1], X, Y)
+    torch.testing.assert_close(loss(X, Y), expected)
+    torch.testing.assert_close(federated.trace(loss, X, Y)(X, Y), expected)
 
 
 OTHER_GRAPHS = {

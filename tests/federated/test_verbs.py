@@ -825,6 +825,40 @@ def test_a_weighted_node_is_compiled(transform):
     torch.testing.assert_close(compiled(torch.tensor(2.0), weights), function(torch.tensor(2.0), weights))
 
 
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return x * self.w
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("verb", [federated.map_fn, federated.map_reduce])
+def test_scripts_with_parameters_are_refused(verb):
+    """No mode sees what they compute; each rank would have the gradient of its own clients."""
+    model = torch.jit.script(Scaled())
+
+    def call(model, y):
+        return model(y)
+
+    for function in (
+        model,
+        lambda y: 3 * model(y),
+        functools.partial(call, model),
+        torch.nn.Sequential(torch.nn.Identity(), model),
+    ):
+        program = federated.program(lambda y, function=function: verb(function, y), clients=3)
+        with pytest.raises(InvalidArgument, match="what torch.jit.script has compiled, .*: use the module itself"):
+            program(Y[:, 0])
+        with torch.no_grad():
+            program(Y[:, 0])
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    torch.testing.assert_close(federated.program(lambda y: federated.map_fn(model, y), clients=3)(Y), 2 * Y)
+
+
 def test_gradients_of_tensors_around_a_client_function_are_constants():
     w, x = torch.tensor(2.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
     (w**3).backward()
