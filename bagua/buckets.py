@@ -60,6 +60,15 @@ class Member:
         is_here = grad.is_cpu if self._device is None else grad.device == self._device
         return is_here and grad.dtype is self._dtype and grad.stride() == self._stride and not grad.is_neg()
 
+    def is_converted(self, grad: torch.Tensor) -> bool:
+        """Whether the parameter is no longer what it was when ``view`` was made, by a ``grad`` that is not alike.
+
+        Also in another memory format: a fused optimizer goes through parameter and gradient by their memory.
+        """
+        if grad.dtype != self.view.dtype or grad.device != self.view.device:
+            return True
+        return is_dense(self.parameter) and not lie_alike(self.parameter, self.view)
+
     def fill(self, grad: torch.Tensor, is_alike: bool) -> None:
         """view <- grad, past the caches where it ``is_alike``: what reads the bucket next is communication, later."""
         if is_alike and self._device is None:
@@ -529,7 +538,15 @@ def _number(kinds: Sequence[Kind]) -> tuple[list[Kind], list[int]]:
 
 def _shaped_like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """``flat`` with the shape of ``parameter`` and, if that is dense, its strides: the layout autograd gives a grad."""
-    dense_stride = torch.empty_like(parameter, device="meta").stride()
-    if dense_stride == parameter.stride():
-        return flat.as_strided(parameter.shape, dense_stride)
-    return flat.view(parameter.shape)
+    return flat.as_strided(parameter.shape, parameter.stride()) if is_dense(parameter) else flat.view(parameter.shape)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it is a permutation of what is contiguous, which ``empty_like`` keeps."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def lie_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the elements of two tensors of one shape have the same order in memory; axes of one element have none."""
+    strides = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
+    return all(stride == of_other for length, stride, of_other in strides if length != 1)

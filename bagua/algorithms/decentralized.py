@@ -28,7 +28,7 @@ class _Exchange:
     """Of the weights of one optimizer, from its start to the optimizer's step."""
 
     works: list[tuple[Bucket, Work]]
-    versions: list[int]  # of the parameters that were sent: a changed one would be lost
+    versions: list[tuple[int, int]]  # of the parameters that were sent: a changed one would be lost
 
 
 @register
@@ -37,8 +37,9 @@ class Decentralized(ExchangedWeights):
     """x <- sum over the neighbours and itself of w_ij x_j, and then the optimizer's step on it.
 
     The averaged weights take their place when the optimizer steps, so weights must not be changed between a
-    forward with gradients and the step that follows it (which raises, unless it was done through ``.data``: of that
-    torch tells nothing). Each optimizer's weights are exchanged once per step of it.
+    forward with gradients and the step that follows it (which raises, unless it was done in place through ``.data``: of
+    that torch tells nothing). A forward that no step follows counts, too: validate under ``torch.no_grad()``. Each
+    optimizer's weights are exchanged once per step of it.
 
     Args:
         topology: who averages with whom, as in ``bagua.neighbor_average``: "all"; "ring", both neighbours; "shift_one",
@@ -94,8 +95,9 @@ class Decentralized(ExchangedWeights):
         if exchange.versions != _versions(buckets):
             error = InvalidArgument(
                 "weights were changed between a forward with gradients and the optimizer's step, which algorithm "
-                f"{self.name!r} would undo: their average is under way since that forward. Change weights before the "
-                "forward; model.bagua.load_state_dict starts anew"
+                f"{self.name!r} would undo: their average is under way since that forward, though no step had followed "
+                "it, as in a validation with gradients. Have such forwards under torch.no_grad(), and change weights "
+                "before the next; model.bagua.load_state_dict starts anew"
             )
             group.poison(error)
             raise error
@@ -145,5 +147,7 @@ class Decentralized(ExchangedWeights):
         self._num_exchanges = list(state["num_exchanges"])
 
 
-def _versions(buckets: Sequence[Bucket]) -> list[int]:
-    return [member.parameter._version for bucket in buckets for member in bucket.members]
+def _versions(buckets: Sequence[Bucket]) -> list[tuple[int, int]]:
+    """And where they are: ``parameter.data = ...`` puts others in their place."""
+    parameters = (member.parameter for bucket in buckets for member in bucket.members)
+    return [(parameter._version, parameter.data_ptr()) for parameter in parameters]

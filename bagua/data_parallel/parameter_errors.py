@@ -24,10 +24,13 @@ def refused_gradient(name: str, grad: torch.Tensor) -> InvalidArgument:
 
 
 def converted(name: str, grad: torch.Tensor, bucket: Bucket, rank: int) -> InvalidArgument:
-    """Of a parameter that has another dtype or device than when the model was wrapped."""
+    """Of a parameter that has another dtype, device or memory format than when the model was wrapped."""
+    now, before = f"{grad.dtype} on {grad.device}", f"{bucket.dtype} on {bucket.device}"
+    if now == before:
+        now, before = f"of strides {grad.stride()}", "of another memory format"
     return InvalidArgument(
-        f"rank {rank}: the gradient of {name!r} is {grad.dtype} on {grad.device}, but the parameter was {bucket.dtype} "
-        f"on {bucket.device} when the model was wrapped; move or convert the model before with_bagua, or call it again",
+        f"rank {rank}: the gradient of {name!r} is {now}, but the parameter was {before} when the model was wrapped; "
+        "move or convert the model before with_bagua, or call it again",
         rank=rank,
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bagua.buckets import is_dense
 from bagua.data_parallel.failures import ending
 from bagua.data_parallel.validation import is_sharded
 from bagua.distributed import plain_data
@@ -153,9 +154,10 @@ def _uncast(loaded: Any, sent: Any) -> Any:
 
 
 class _TensorSpec(tuple):
-    """Stands for a tensor in a tree: (number, shape, dtype, type of its device).
+    """Stands for a tensor in a tree: (number, shape, strides, dtype, type of its device).
 
-    The number is its index among those that travel: trees whose entries are in another order are not the same.
+    The number is its index among those that travel: trees whose entries are in another order are not the same. Strides,
+    since fused optimizers go through a parameter and its states by their memory; contiguous ones where it is not dense.
     """
 
     __slots__ = ()
@@ -164,7 +166,8 @@ class _TensorSpec(tuple):
 def _take_out_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:
     def take_out(tensor: torch.Tensor) -> _TensorSpec:
         tensors.append(tensor)
-        return _TensorSpec((len(tensors) - 1, tuple(tensor.shape), tensor.dtype, tensor.device.type))
+        strides = (tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")).stride()
+        return _TensorSpec((len(tensors) - 1, tuple(tensor.shape), strides, tensor.dtype, tensor.device.type))
 
     return _mapped(tree, torch.Tensor, take_out)
 
@@ -174,8 +177,8 @@ def _empty_tensors(tree: Any, devices: Mapping[str, torch.device]) -> list[torch
     tensors: list[torch.Tensor] = []
 
     def add(spec: _TensorSpec) -> None:
-        _, shape, dtype, kind = spec
-        tensors.append(torch.empty(shape, dtype=dtype, device=devices.get(kind, kind)))
+        _, shape, strides, dtype, kind = spec
+        tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device=devices.get(kind, kind)))
 
     _mapped(tree, _TensorSpec, add)
     return tensors

@@ -258,7 +258,7 @@ class Step:
                 return  # local, so the graph that create_graph=True asked for stays whole
             raise ending(self.group, refused_gradient(member.name, grad))
         is_alike = member.is_alike(grad)
-        if not is_alike and (grad.dtype != member.view.dtype or grad.device != member.view.device):
+        if not is_alike and member.is_converted(grad):
             raise self._converted(member, grad)
         if not (is_alike and may_stay and self._zero_copy.keep(member, grad)):
             member.fill(grad, is_alike)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bagua.buckets import check_parameter
+from bagua.buckets import check_parameter, is_dense
 from bagua.distributed.devices import check_supported
 from bagua.distributed.tensors import address_of
 from bagua.errors import InvalidArgument
@@ -36,13 +36,22 @@ def describe_model(model: torch.nn.Module, optimizers: Sequence[torch.optim.Opti
     described = {}
     for name, parameter in model.named_parameters():
         kind = f"{parameter.dtype} on {parameter.device.type} requires_grad={parameter.requires_grad}"
-        described[f"parameter {name!r}"] = f"{tuple(parameter.shape)} {kind}"
+        described[f"parameter {name!r}"] = f"{tuple(parameter.shape)} {kind}{_memory_format_of(parameter)}"
     for name, buffer in model.named_buffers():
         described[f"buffer {name!r}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     for index, optimizer in enumerate(optimizers):
         described.update(describe_optimizer(index, optimizer, name_of))
     return described
+
+
+def _memory_format_of(parameter: torch.Tensor) -> str:
+    """Gradients are added up as they lie in memory, as the parameter does; axes of one element have no order."""
+    is_strided = parameter.requires_grad and parameter.layout is torch.strided
+    if not is_strided or parameter.is_contiguous() or not is_dense(parameter):
+        return ""
+    strides = [0 if n == 1 else stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True)]
+    return f" strides={strides}"
 
 
 def describe_optimizer(index: int, optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> dict[str, str]:

@@ -226,7 +226,16 @@ def test_nodes_of_unequal_size(topology):
     assert all(abs(sum(row[j] for row in matrix) - 1) < 1e-12 for j in range(6))  # the mean over ranks is kept
 
 
-def _changed_weights(rank, world_size):
+def _add_in_place(parameter):
+    with torch.no_grad():
+        parameter.add_(1.0)
+
+
+def _put_others_in_their_place(parameter):
+    parameter.data = parameter.data + 1.0
+
+
+def _changed_weights(rank, world_size, change):
     with process_group(timeout_s=5.0):
         model = Quadratic()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -240,11 +249,9 @@ def _changed_weights(rank, world_size):
         expected = [1 - 0.3 * (1 - c) for c in target.tolist()]
         assert weights_of(model) == pytest.approx(expected, abs=1e-5)
         model(target)
-        with torch.no_grad():
-            model.parts[0].add_(1.0)
-        with pytest.raises(
-            BaguaError, match="weights were changed between a forward"
-        ):  # the other rank's, if that is first
+        change(model.parts[0])
+        # The other rank's, if that is first.
+        with pytest.raises(BaguaError, match=r"weights were changed between a forward .* under torch.no_grad\(\)"):
             step_once_without_forward(model, optimizer, target)
 
 
@@ -253,8 +260,9 @@ def step_once_without_forward(model, optimizer, target):
     optimizer.step()
 
 
-def test_weights_that_were_changed_meanwhile_are_not_lost_silently(pool2):
-    pool2.run(_changed_weights)
+@pytest.mark.parametrize("change", [_add_in_place, _put_others_in_their_place])
+def test_weights_that_were_changed_meanwhile_are_not_lost_silently(pool2, change):
+    pool2.run(_changed_weights, args=(change,))
 
 
 def test_options():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import signal
@@ -128,6 +129,42 @@ def _state_of_rank_0(rank, world_size, variant):
 @pytest.mark.parametrize("variant", _REMEMBERING, ids=described)
 def test_state_of_another_rank_is_refused_on_all_ranks(pool2, variant):
     pool2.run(_state_of_rank_0, args=(variant,))
+
+
+def _states_in_another_memory_format(rank, world_size, make):
+    with process_group():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 2))
+        model.to(memory_format=torch.channels_last)
+        model[2].weight = torch.nn.Parameter(torch.randn(4 * 36, 2).T)
+        optimizer = make(model.parameters())
+
+        def step():
+            optimizer.zero_grad()
+            model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+            optimizer.step()
+
+        if rank == 0:  # it alone has a checkpoint
+            step()
+            optimizer.zero_grad()
+        bagua.with_bagua(model, optimizer)
+        for _ in range(2):
+            step()
+        for parameter in model.parameters():
+            states = [value for value in optimizer.state[parameter].values() if torch.is_tensor(value) and value.dim()]
+            assert states and all(state.stride() == parameter.stride() for state in states)
+        weights = bagua.get_default_group().all_gather_object([value.detach() for value in model.parameters()])
+        assert all(map(torch.equal, *weights))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [functools.partial(torch.optim.AdamW, fused=True), functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)],
+    ids=["AdamW", "SGD"],
+)
+def test_states_of_rank_0_keep_their_memory_format(pool2, make):
+    """Fused optimizers go through a weight and its states by their memory."""
+    pool2.run(_states_in_another_memory_format, args=(make,))
 
 
 def _two_optimizers(model):

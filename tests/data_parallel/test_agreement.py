@@ -26,6 +26,12 @@ def _buffered():
     return model
 
 
+def _transposed():
+    model = _linear()
+    model.weight = torch.nn.Parameter(torch.zeros(4, 2).T)
+    return model
+
+
 def _other_order():
     model = torch.nn.Linear(4, 2, bias=False)
     bias = torch.nn.Parameter(torch.zeros(2))
@@ -44,6 +50,7 @@ def _sgd(model):
 DIFFERENCES = {
     "shape": (lambda: _linear(5), {}, r"parameter 'weight'.*rank 0 has \(2, 4\).*rank 1 has \(2, 5\)"),
     "dtype": (lambda: _linear(dtype=torch.float64), {}, "parameter 'weight'.*float32.*rank 1 has.*float64"),
+    "memory format": (_transposed, {}, r"parameter 'weight'.*requires_grad=True, rank 1 has.*strides=\[1, 2\]"),
     "absent": (lambda: _linear(bias=False), {}, "parameter 'bias'.*rank 1 has none"),
     "frozen": (_frozen, {}, "parameter 'bias'.*requires_grad=True.*requires_grad=False"),
     "buffer": (_buffered, {}, r"buffer 'extra'.*rank 0 has none, rank 1 has \(3,\) torch.float32"),

@@ -316,6 +316,32 @@ def test_a_model_that_is_converted_after_the_wrap(pool2):
             )
 
 
+def _convert_format_later(rank, world_size, keeps_gradients):
+    with process_group():
+        model = bagua.with_bagua(torch.nn.Conv2d(3, 4, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        for _ in range(2):  # the second lays out the buckets anew
+            model(torch.ones(2, 3, 8, 8)).sum().backward()
+            optimizer.step()
+        model.to(memory_format=torch.channels_last)
+        model.zero_grad(set_to_none=not keeps_gradients)
+        before = [parameter.clone() for parameter in model.parameters()]
+        meet()  # as above
+        with pytest.raises(InvalidArgument) as error:
+            model(torch.ones(2, 3, 8, 8)).sum().backward()
+        assert all(map(torch.equal, model.parameters(), before))
+        return str(error.value)
+
+
+@pytest.mark.parametrize("keeps_gradients", [False, True])
+def test_a_model_in_another_memory_format_after_the_wrap(pool2, keeps_gradients):
+    """A fused optimizer would pair a weight with the gradient of another."""
+    for told in pool2.run(_convert_format_later, args=(keeps_gradients,)):
+        assert re.search(
+            r"gradient of 'weight' is of strides \(27, 1, 9, 3\), but the parameter was of another memory", told
+        )
+
+
 def _normed():
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
 
