@@ -61,10 +61,13 @@ def _has_gradient_alone(*tensors: torch.Tensor) -> bool:
     return True
 
 
+def _is_known() -> bool:
+    """Whether what is computed now is not compiled or traced, for what nobody knows."""
+    return not (torch.compiler.is_compiling() or tracing())
+
+
 def _may_have_tangents() -> bool:
-    """In what is compiled or traced nobody knows."""
-    is_known = not (torch.compiler.is_compiling() or tracing())
-    return not is_known or forward_ad._current_level >= 0 or _functorch.TransformType.Jvp in _transforms()
+    return not _is_known() or forward_ad._current_level >= 0 or _functorch.TransformType.Jvp in _transforms()
 
 
 def _transforms() -> list[Any]:
@@ -183,7 +186,9 @@ def _norm_of_channels(
     is_refused = input.dim() < 2 or not _fit(input, input.shape[1:2], weight, bias)
     if is_refused or _has_gradient_alone(*_given(input, running_mean, running_var, weight, bias)):
         return norm(input, running_mean, running_var, weight, bias)
-    if not _may_have_tangents():
+    # Graphs would lose how a part of it moves running statistics; of the whole, tangents have no derivative there.
+    moves = is_of_input and running_mean is not None
+    if not _may_have_tangents() or (moves and not _is_known()):
         are_halves = any(x.dtype in _HALVES for x in _given(running_mean, running_var))
         result = norm(input if are_halves else _wide(input), running_mean, running_var)
     elif not is_of_input and running_mean is not None and running_var is not None:

@@ -339,3 +339,26 @@ def test_compiled_as_one_graph(kind):
     inputs = draw(BATCH, LENGTH, WIDTH)
     compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(model, inputs), program(model, inputs))
+
+
+@pytest.mark.slow("test_steps_on_the_weights_of_norms_can_be_differentiated")
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_compiled_as_one_graph(kind):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    affine = [torch.randn(shape_of_weight(kind), dtype=torch.float64) for _ in range(2)]
+    x, y = torch.randn(POINTS, dtype=torch.float64), draw(SAMPLES, CHANNELS, POINTS)
+
+    def of_client(x, y):
+        def loss(affine):
+            return ((NORMS[kind](x * y, *affine) - y) ** 2).mean()
+
+        return loss([value - 0.1 * slope for value, slope in zip(affine, grad(loss)(affine), strict=True)])
+
+    @federated.program(clients=CLIENTS)
+    def program(x):
+        return federated.reduce_mean(federated.map_fn(of_client, (federated.broadcast(x), y)))
+
+    gradient = grad(program)
+    compiled = torch.compile(gradient, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), gradient(x))
