@@ -8,9 +8,7 @@ constants is: a client that is somewhere else has only what was sent to it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -200,33 +198,21 @@ def check_closures(verb: str, arguments: Any) -> ClosureCheck:
     return TraceClosureCheck(trace, verb, arguments) if trace else ClosureCheck(verb, arguments)
 
 
-def check_no_scripts(function: Any, verb: str) -> None:
-    """Refuses what torch.jit.script has compiled with parameters that a gradient leads to: no mode sees what it uses.
+def check_no_script(function: Any, verb: str) -> None:
+    """Refuses a client function that is a module of torch.jit.script to whose parameters a gradient leads.
 
-    It is looked for in the function, in what it is a method of, and in the variables that it takes from around it.
+    No mode sees what it uses. One that the client function calls is not found.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return
-    for module in _modules_around(function):
-        for name, one in module.named_modules():
-            is_script = isinstance(one, torch.jit.ScriptModule)
-            if is_script and any(parameter.requires_grad for parameter in one.parameters()):
-                raise InvalidArgument(
-                    f"the client function of {verb} runs what torch.jit.script has compiled, {name or 'a module'} with "
-                    "parameters that require gradients, whose derivatives would be those of this rank's clients: use "
-                    "the module itself by torch.func.functional_call, or freeze it"
-                )
-
-
-def _modules_around(function: Any) -> list[torch.nn.Module]:
-    values = [function, getattr(function, "__self__", None)]
     while isinstance(function, functools.partial):
-        values += [*function.args, *function.keywords.values()]
         function = function.func
-    with contextlib.suppress(TypeError, ValueError):  # of what is no function of Python's, or has a variable to come
-        found = inspect.getclosurevars(function)
-        values += [*found.nonlocals.values(), *found.globals.values()]
-    return [value for value in values if isinstance(value, torch.nn.Module)]
+    if not isinstance(function, torch.jit.ScriptModule) or not torch.is_grad_enabled():
+        return
+    if any(parameter.requires_grad for parameter in function.parameters()):
+        raise InvalidArgument(
+            f"the client function of {verb} is what torch.jit.script has compiled, with parameters that require "
+            "gradients, whose derivatives would be those of this rank's clients: use the module itself by "
+            "torch.func.functional_call, or freeze it"
+        )
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -98,8 +98,8 @@ class Node:
 
 
 def _kind(constant: torch.Tensor) -> str:
-    """Of what all ranks have alike, though each may have values of its own."""
-    return f"{constant.dtype} {list(constant.shape)}"
+    """Ranks may have values of their own, and as many as they need."""
+    return f"{constant.dtype} of {constant.dim()} axes"
 
 
 def _text(argument: Any) -> str:
@@ -190,7 +190,9 @@ class Graph:
             mapped = verbs.map_fn(function, tuple(values), randomness=node.randomness, placement=node.placement)
             return list(mapped)
         # Ranks compare these names, and see that they run one graph.
-        named = {f"graph {self.name} {self.fingerprint} {index}": value for index, value in enumerate(values)}
+        named = {
+            f"graph {self.name}, digest {self.fingerprint}, value {index}": value for index, value in enumerate(values)
+        }
         return list(getattr(verbs, node.verb)(named, placement=node.placement).values())
 
     def compute_operator(
@@ -238,15 +240,17 @@ class Graph:
 
     def signed(self) -> Graph:
         """The graph itself, with its fingerprint; not to be changed from here on."""
-        computed = [value.name for value in self.inputs], self.signature(_kind)
+        computed = [value.name for value in self.inputs], self.signature(_kind, lambda device: device.type)
         self.fingerprint = hashlib.sha256(repr(computed).encode()).hexdigest()[:12]
         return self
 
-    def signature(self, constant: Callable[[torch.Tensor], Any] = id) -> tuple:
+    def signature(
+        self, constant: Callable[[torch.Tensor], Any] = id, device: Callable[[torch.device], Any] = str
+    ) -> tuple:
         """Equal for graphs that compute the same in the same way, whatever their values are called.
 
         Args:
-            constant: what stands for one, and has to be equal.
+            constant, device: what stands for one, and has to be equal.
         """
         numbers = self.numbers()
 
@@ -256,12 +260,12 @@ class Graph:
             if isinstance(argument, (list, tuple)) and not isinstance(argument, NumClients):
                 return tuple(map(token, argument))
             if isinstance(argument, torch.device):
-                argument = argument.type  # ranks have devices of their own
+                return ("device", device(argument))
             return (type(argument).__name__, str(argument))
 
         def target(node: Node) -> Any:
             if node.verb == MAP:
-                return self.functions[node.target].signature(constant)
+                return self.functions[node.target].signature(constant, device)
             return constant(self.constants[node.target]) if node.target in self.constants else node.target
 
         nodes = tuple(

@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
-from bagua.federated.closures import check_no_scripts, current_level
+from bagua.federated.closures import check_no_script, current_level
 from bagua.federated.operators import call
 from bagua.federated.placement import Placement, current
 from bagua.federated.randomness import draw_for_rank, rewind
@@ -83,7 +83,7 @@ def map_reduce(
     if reduce not in ("mean", "sum", "weighted_mean"):
         raise InvalidArgument(f"reduce={reduce!r}, expected 'mean', 'sum' or 'weighted_mean'")
     check_options(chunk_size, randomness)
-    check_no_scripts(function, "map_reduce")
+    check_no_script(function, "map_reduce")
     if reduce == "weighted_mean":
         clients = current(placement, "map_reduce")
         options = {"chunk_size": chunk_size, "randomness": randomness, "placement": placement}

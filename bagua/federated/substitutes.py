@@ -3,9 +3,9 @@
 On CPU torch computes attention by a fused kernel, which vmap calls once for each client, and which has neither tangents
 nor a second derivative; what it is defined by, a softmax between two products, has all of them. The kernel stays
 where sequences are long and a gradient is all that is asked for; on devices, whose kernels vmap calls once for all
-clients, also where they are short. Norms and a few others torch 2.13 differentiates wrongly: under vmap the gradient of
-a norm's weight is a constant to what differentiates it, and so are parts of a norm's tangent anywhere. Group norm and
-RMS norm are right.
+clients, also where they are short. Others torch 2.13 differentiates wrongly. Of norms those are second derivatives:
+under vmap the gradient of the weight is taken for a constant, as if the input did not matter to it, and in forward mode
+a part of the tangent is. Group norm and RMS norm are right; torch.native_batch_norm and the like are left as they are.
 """
 
 from __future__ import annotations
@@ -61,13 +61,10 @@ def _has_gradient_alone(*tensors: torch.Tensor) -> bool:
     return True
 
 
-def _is_known() -> bool:
-    """Whether what is computed now is not compiled or traced, for what nobody knows."""
-    return not (torch.compiler.is_compiling() or tracing())
-
-
 def _may_have_tangents() -> bool:
-    return not _is_known() or forward_ad._current_level >= 0 or _functorch.TransformType.Jvp in _transforms()
+    """In what is compiled or traced nobody knows."""
+    is_known = not (torch.compiler.is_compiling() or tracing())
+    return not is_known or forward_ad._current_level >= 0 or _functorch.TransformType.Jvp in _transforms()
 
 
 def _transforms() -> list[Any]:
@@ -104,7 +101,7 @@ def _select_scatter(input: torch.Tensor, src: torch.Tensor, dim: int, index: int
 def _prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """In graphs of batches torch gives each client's weight the gradients of others."""
     channels = input.shape[1] if input.dim() > 1 else 1
-    if weight.dtype != input.dtype or weight.numel() not in (1, channels):
+    if weight.dtype != input.dtype or weight.dim() > 1 or weight.numel() not in (1, channels):
         return functional.prelu(input, weight)  # which says so
     weight = weight.reshape(-1, *[1] * (input.dim() - 2)) if input.dim() > 1 else weight.reshape([1] * input.dim())
     return torch.where(input > 0, input, weight * input.clamp(max=0))
@@ -121,19 +118,22 @@ def _layer_norm(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
-    *others: Any,
+    cudnn_enable: bool = True,  # of torch.layer_norm, which does nothing
 ) -> torch.Tensor:
     """torch.nn.functional.layer_norm, and torch.layer_norm."""
-    shape = tuple(normalized_shape)
-    is_refused = not shape or input.shape[-len(shape) :] != shape or not _fit(input, shape, weight, bias)
-    if is_refused or _has_gradient_alone(*_given(input, weight, bias)):
-        return functional.layer_norm(input, shape, weight, bias, eps)
-    if _may_have_tangents():
+    shape = tuple(normalized_shape) if isinstance(normalized_shape, (list, tuple)) else ()
+    is_taken = shape and all(shape) and input.shape[-len(shape) :] == shape and _fit(input, shape, weight, bias)
+    is_torchs = not is_taken or _has_gradient_alone(*_given(input, weight, bias))
+    if is_torchs:
+        result = functional.layer_norm(input, normalized_shape, weight, bias, eps)
+    elif _may_have_tangents():
         result = _standardized(_wide(input), range(-len(shape), 0), eps)
     else:
         result = functional.layer_norm(_wide(input), shape, None, None, eps)
+    result = result if is_torchs else _scaled(result, weight, bias)
+    # What torch gives without vmap, whose rule gives float32 where weights are of it.
     is_widened = input.is_cuda and torch.is_autocast_enabled("cuda")
-    return _scaled(result, weight, bias).to(result.dtype if is_widened else input.dtype)
+    return result.to(torch.promote_types(input.dtype, torch.float32) if is_widened else input.dtype)
 
 
 def _batch_norm(
@@ -148,7 +148,7 @@ def _batch_norm(
 ) -> torch.Tensor:
     """torch.nn.functional.batch_norm."""
     norm = functools.partial(functional.batch_norm, training=training, momentum=momentum, eps=eps)
-    return _norm_of_channels(norm, 0, training, eps, input, running_mean, running_var, weight, bias)
+    return _norm_of_channels(norm, 0, training, momentum, eps, input, running_mean, running_var, weight, bias)
 
 
 def _instance_norm(
@@ -163,13 +163,44 @@ def _instance_norm(
 ) -> torch.Tensor:
     """torch.nn.functional.instance_norm."""
     norm = functools.partial(functional.instance_norm, use_input_stats=use_input_stats, momentum=momentum, eps=eps)
-    return _norm_of_channels(norm, 2, use_input_stats, eps, input, running_mean, running_var, weight, bias)
+    return _norm_of_channels(norm, 2, use_input_stats, momentum, eps, input, running_mean, running_var, weight, bias)
+
+
+def _of_torch_batch_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> torch.Tensor:
+    """torch.batch_norm."""
+    return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _of_torch_instance_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> torch.Tensor:
+    """torch.instance_norm."""
+    return _instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
 
 def _norm_of_channels(
     norm: Callable[..., torch.Tensor],
     first: int,
     is_of_input: bool,
+    momentum: float,
     eps: float,
     input: torch.Tensor,
     running_mean: torch.Tensor | None,
@@ -183,21 +214,33 @@ def _norm_of_channels(
         first: of the axes over which its statistics are taken, but for that of channels.
         is_of_input: whether these are the input's, not the running ones.
     """
-    is_refused = input.dim() < 2 or not _fit(input, input.shape[1:2], weight, bias)
-    if is_refused or _has_gradient_alone(*_given(input, running_mean, running_var, weight, bias)):
-        return norm(input, running_mean, running_var, weight, bias)
-    # Graphs would lose how a part of it moves running statistics; of the whole, tangents have no derivative there.
-    moves = is_of_input and running_mean is not None
-    if not _may_have_tangents() or (moves and not _is_known()):
+    are_taken = (
+        input.dim() >= 2
+        and _fit(input, input.shape[1:2], weight, bias)
+        and _fit(input, input.shape[1:2], running_mean, running_var)
+        and (running_mean is None) == (running_var is None)
+    )
+    dims = [dim for dim in range(first, input.dim()) if dim != 1]
+    have_many = all(input.shape) and (not is_of_input or any(input.shape[dim] > 1 for dim in dims))
+    if not (are_taken and have_many) or _has_gradient_alone(*_given(input, running_mean, running_var, weight, bias)):
+        return norm(input, running_mean, running_var, weight, bias).to(input.dtype)
+    wide = _wide(input)
+    if not _may_have_tangents():
         are_halves = any(x.dtype in _HALVES for x in _given(running_mean, running_var))
-        result = norm(input if are_halves else _wide(input), running_mean, running_var)
-    elif not is_of_input and running_mean is not None and running_var is not None:
-        wide = _wide(input)
-        mean, var = (_along_channels(x, wide) for x in (running_mean, running_var))
-        result = (wide - mean) * torch.rsqrt(var + eps)
+        result = norm(input if are_halves else wide, running_mean, running_var)
+    elif is_of_input:
+        result = _standardized(wide, dims, eps)
+        # Not by torch's norm: what it does to them graphs would lose.
+        mean = wide.detach().mean(dims)
+        number = wide.numel() // mean.numel()
+        var = (wide.detach() - wide.detach().mean(dims, keepdim=True)).square().sum(dims) / max(number - 1, 1)
+        for running, now in ((running_mean, mean), (running_var, var)):
+            if running is not None:
+                now = now.mean(0) if now.dim() > 1 else now
+                running.copy_((1 - momentum) * running + momentum * now)
     else:
-        norm(input.detach(), running_mean, running_var)  # which checks it, and moves the running statistics
-        result = _standardized(_wide(input), [dim for dim in range(first, input.dim()) if dim != 1], eps)
+        mean, var = (_along_channels(x.detach(), wide) for x in (running_mean, running_var))
+        result = (wide - mean) * torch.rsqrt(var + eps)
     weight, bias = (None if x is None else _along_channels(x, input) for x in (weight, bias))
     return _scaled(result, weight, bias).to(input.dtype)
 
@@ -240,6 +283,8 @@ _SUBSTITUTES: dict[Callable, Callable] = {
     torch.layer_norm: _layer_norm,
     functional.batch_norm: _batch_norm,
     functional.instance_norm: _instance_norm,
+    torch.batch_norm: _of_torch_batch_norm,
+    torch.instance_norm: _of_torch_instance_norm,
     functional.prelu: _prelu,
     torch.Tensor.prelu: _prelu,
     torch.select_scatter: _select_scatter,

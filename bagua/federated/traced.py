@@ -13,7 +13,10 @@ which is why a derivative of a federated program is one. Only public names of to
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -170,17 +173,35 @@ def is_drawn(node: fx.Node) -> bool:
 def graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The operators that a function of tensors to tensors runs: pure ones, none of whose results is unused."""
     keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    earlier = sys.exc_info()[1]
     with _lock, torch._C._ForceDispatchKeyGuard(*keys):
         try:
             return _graph_of(function, examples)
         except BaseException as error:
-            # The frames of what has failed in the middle of a dispatch hold guards of torch's, which would switch its
-            # keys off once the error is gone, and with them all that follows in this thread.
-            cause: BaseException | None = error
-            while cause is not None:
-                traceback.clear_frames(cause.__traceback__)
-                cause = cause.__cause__ or cause.__context__
+            _clear_frames_of_torch(error, earlier)
             raise
+
+
+_TORCHS = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+
+def _clear_frames_of_torch(error: BaseException, earlier: BaseException | None) -> None:
+    """Drops what torch's frames hold of what has failed, but for an `earlier` error that is being handled.
+
+    In the middle of a dispatch that is guards, which would switch torch's keys off once the error is gone, and with
+    them all that follows in this thread.
+    """
+    seen, rest = {id(None), id(earlier)}, [error]
+    while rest:
+        one = rest.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        rest += [one.__cause__, one.__context__]
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            if frame.f_code.co_filename.startswith(_TORCHS):
+                with contextlib.suppress(RuntimeError):  # of a frame that still runs
+                    frame.clear()
 
 
 def _graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor]) -> fx.GraphModule:

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
-from bagua.federated.closures import check_closures, check_no_scripts, version_of
+from bagua.federated.closures import check_closures, check_no_script, version_of
 from bagua.federated.names import flatten_named, named
 from bagua.federated.operators import call
 from bagua.federated.placement import Frame, Placement, current, run_in
@@ -170,7 +170,7 @@ def map_fn(
     check_options(chunk_size, randomness)
     clients = current(placement, "map_fn")
     arguments = check_placed(arguments, clients, "map_fn")
-    check_no_scripts(function, "map_fn")
+    check_no_script(function, "map_fn")
     splatted = splat(arguments)
     if not pytree.tree_leaves(splatted):
         raise InvalidArgument("map_fn over no tensors: give the client function an argument")
@@ -235,6 +235,8 @@ _EXPLAINED = {
         'draws random numbers: say randomness="different" for others at each client, or "same"'
     ),
     "more than one element of the written-to tensor refers to": _WRITES,
+    "Batch norm got a batched tensor as input while the running_mean or running_var": _WRITES,
+    "vmap: inplace arithmetic(self, *extra_args) is not possible": _WRITES,
     "Batching rule not implemented": (
         "runs what torch cannot batch, such as a recurrent layer: write it in other operators, or call the graph of "
         "federated.trace, which takes such layers apart"
@@ -303,13 +305,21 @@ def shared_of(leaf: torch.Tensor, clients: Placement) -> torch.Tensor | None:
 
 
 def without_writes(compute: Callable[[], Tree], leaves: Sequence[torch.Tensor], clients: Placement, verb: str) -> Tree:
-    """Refuses a client function that writes into what of `leaves` is shared; torch lets one client alone do so."""
-    shared = [value for value in (shared_of(leaf, clients) for leaf in leaves) if value is not None]
+    """Refuses a client function that writes into what of `leaves` is shared; torch lets one client alone do so.
+
+    Not of inference tensors, which have no versions, nor in what torch.compile makes.
+    """
+    shared = [leaf for leaf in leaves if shared_of(leaf, clients) is not None or _is_expanded(leaf)]
     before = [version_of(value) for value in shared]
     results = compute()
     if before != [version_of(value) for value in shared]:
-        raise InvalidArgument(f"the client function of {verb} {_WRITES}. The server's values have changed")
+        raise InvalidArgument(f"the client function of {verb} {_WRITES}")
     return results
+
+
+def _is_expanded(leaf: torch.Tensor) -> bool:
+    """Whether all clients' values are in one place, such as those of a part of what was broadcast."""
+    return leaf.layout is torch.strided and leaf.dim() > 0 and leaf.shape[0] > 1 and leaf.stride(0) == 0
 
 
 # ---- checks

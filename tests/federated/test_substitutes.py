@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -271,20 +272,82 @@ def slopes(function, x, distance=1e-5):
     return torch.stack([(function(x + step) - function(x - step)) / (2 * distance) for step in steps])
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, lambda f: lambda *values: jvp(f, values, values)[0]])
-def test_norms_move_running_statistics(transform):
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: f,
+        lambda f: lambda *values: jvp(f, values, values)[0],
+        lambda f: lambda x, before: f(x.requires_grad_(), before).detach(),
+        lambda f: lambda *values: federated.trace(f, *values)(*values),
+    ],
+    ids=["plain", "tangents", "autograd", "graph"],
+)
+@pytest.mark.parametrize("kind", ["batch", "instance"])
+def test_norms_move_running_statistics(kind, transform):
     torch.manual_seed(0)
     x, before = draw(SAMPLES, CHANNELS, POINTS), draw(2, CHANNELS).square()
+    norm = {
+        "batch": functools.partial(functional.batch_norm, training=True, momentum=0.25),
+        "instance": functools.partial(functional.instance_norm, momentum=0.25),
+    }[kind]
 
     def of_client(x, before):
         mean, var = before[0].clone(), before[1].clone()
-        functional.batch_norm(x, mean, var, training=True, momentum=0.25)
+        norm(x, mean, var)
         return torch.stack([mean, var])
 
     program = federated.program(lambda *values: federated.map_fn(of_client, values), clients=CLIENTS)
-    here = x.movedim(2, 1).flatten(2)
-    expected = 0.75 * before + 0.25 * torch.stack([here.mean(2), here.var(2)], 1)
-    torch.testing.assert_close(transform(program)(x, before), expected)
+    if kind == "batch":
+        together = x.movedim(2, 1).flatten(2)
+        now = torch.stack([together.mean(2), together.var(2)], 1)
+    else:
+        now = torch.stack([x.mean(3).mean(1), x.var(3).mean(1)], 1)
+    torch.testing.assert_close(transform(program)(x, before), 0.75 * before + 0.25 * now)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w: torch.batch_norm(x, w, None, None, None, True, 0.1, EPS, False),
+        lambda x, w: torch.instance_norm(x, w, None, None, None, True, 0.1, EPS, False),
+        lambda x, w: torch.layer_norm(x, (POINTS,), w.sum().expand(POINTS), eps=EPS, cudnn_enable=False),
+    ],
+    ids=["batch", "instance", "layer"],
+)
+def test_norms_by_other_names(call):
+    torch.manual_seed(0)
+    x, y = torch.randn(CHANNELS, dtype=torch.float64), draw(SAMPLES, CHANNELS, POINTS)
+
+    def of_client(x, y):
+        gradient = grad(lambda w: (call(x[:, None] * y, w) * y).square().sum())(x + 1)
+        return gradient.square().sum()
+
+    @federated.program(clients=CLIENTS)
+    def program(x):
+        return federated.reduce_sum(federated.map_fn(of_client, (federated.broadcast(x), y)))
+
+    expected = slopes(lambda x: sum(of_client(x, one) for one in y), x)
+    torch.testing.assert_close(grad(program)(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["plain", "autograd", "tangents", "graph"])
+def test_norms_of_halves_with_weights_of_float32_stay_halves(mode):
+    x, w = draw(SAMPLES, CHANNELS, POINTS).bfloat16(), torch.ones(CHANNELS)
+
+    def program(x, w):
+        return federated.map_fn(
+            lambda x, w: (functional.layer_norm(x, (POINTS,), w.sum().expand(POINTS)), NORMS["batch"](x, w, w)),
+            (x, federated.broadcast(w)),
+        )
+
+    program = federated.program(program, clients=CLIENTS)
+    if mode == "graph":
+        results = federated.trace(program, x, w)(x, w)
+    elif mode == "tangents":
+        results = jvp(lambda w: program(x, w), (w,), (w,))[0]
+    else:
+        results = program(x, w.requires_grad_(mode == "autograd"))
+    assert [result.dtype for result in results] == [torch.bfloat16] * 2
 
 
 def test_graphs_of_batches_have_the_gradients_of_prelu():
