@@ -219,6 +219,7 @@ def _norm_of_channels(
         and _fit(input, input.shape[1:2], weight, bias)
         and _fit(input, input.shape[1:2], running_mean, running_var)
         and (running_mean is None) == (running_var is None)
+        and (is_of_input or running_mean is not None)
     )
     dims = [dim for dim in range(first, input.dim()) if dim != 1]
     have_many = all(input.shape) and (not is_of_input or any(input.shape[dim] > 1 for dim in dims))

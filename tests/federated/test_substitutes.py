@@ -373,12 +373,21 @@ def test_graphs_of_batches_have_the_gradients_of_prelu():
         lambda x: torch.select_scatter(x[0], x[0, 0], 0, 4),
         lambda x: torch.select_scatter(x[0], x[0, 0], 2, 0),
         lambda x: functional.embedding(torch.tensor([1]), x[0], padding_idx=7),
+        lambda x: functional.batch_norm(x, None, None),
+        lambda x: functional.batch_norm(x, torch.zeros(1), torch.ones(1)),
+        lambda x: functional.instance_norm(x, use_input_stats=False),
+        lambda x: functional.instance_norm(x[:, :, :1], weight=torch.ones(4)),
+        lambda x: functional.layer_norm(x, 3),
+        lambda x: functional.layer_norm(x, (3,), torch.ones(4)),
+        lambda x: functional.prelu(x, torch.ones(1, 4)),
     ],
 )
 def test_what_torch_refuses_is_refused(function):
     program = federated.program(lambda x: federated.map_fn(function, x), clients=CLIENTS)
-    with pytest.raises((RuntimeError, IndexError, AssertionError)):
-        program(torch.randn(CLIENTS, 2, 4, 3))
+    x = torch.randn(CLIENTS, 2, 4, 3)
+    for call in (lambda: program(x), lambda: jvp(program, (x,), (x,)), lambda: program(x.clone().requires_grad_())):
+        with pytest.raises((RuntimeError, IndexError, AssertionError, TypeError, ValueError)):
+            call()
 
 
 @pytest.mark.slow("test_attention_is_its_definition")
