@@ -164,8 +164,9 @@ def map_fn(
     Raises:
         InvalidArgument: the first axis of an argument is not the clients' one; the function returns what is no tensor,
             uses a tensor from around it to which a gradient leads (torch.compile raises a RuntimeError that says so),
-            communicates with ranks that hold other clients, or steps an optimizer of torch.optim, whose gradients are
-            not there under torch.func.
+            writes into what was broadcast, communicates with ranks that hold other clients, or steps an optimizer of
+            torch.optim, whose gradients are not there under torch.func. What code of torch.jit.script uses that it
+            calls is not seen.
     """
     check_options(chunk_size, randomness)
     clients = current(placement, "map_fn")

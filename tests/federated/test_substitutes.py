@@ -226,12 +226,10 @@ def graph_of_a_gradient(function):
     return lambda x, y: federated.trace(grad(function), x, y)(x, y)
 
 
-@pytest.mark.parametrize("way", [grad, jacfwd, eager_gradient, gradient_of_a_graph, graph_of_a_gradient])
-@pytest.mark.parametrize("kind", NORMS)
-def test_steps_on_the_weights_of_norms_can_be_differentiated(kind, way):
+def program_with_steps(kind):
+    """On the weight and the bias of a norm: a client function, the mean of what it returns, and their arguments."""
     torch.manual_seed(0)
     affine = [torch.randn(shape_of_weight(kind), dtype=torch.float64) for _ in range(2)]
-    x, y = torch.randn(POINTS, dtype=torch.float64), draw(SAMPLES, CHANNELS, POINTS)
 
     def of_client(x, y):
         def loss(affine):
@@ -243,6 +241,13 @@ def test_steps_on_the_weights_of_norms_can_be_differentiated(kind, way):
     def program(x, y):
         return federated.reduce_mean(federated.map_fn(of_client, (federated.broadcast(x), y)))
 
+    return of_client, program, torch.randn(POINTS, dtype=torch.float64), draw(SAMPLES, CHANNELS, POINTS)
+
+
+@pytest.mark.parametrize("way", [grad, jacfwd, eager_gradient, gradient_of_a_graph, graph_of_a_gradient])
+@pytest.mark.parametrize("kind", NORMS)
+def test_steps_on_the_weights_of_norms_can_be_differentiated(kind, way):
+    of_client, program, x, y = program_with_steps(kind)
     expected = slopes(lambda x: sum(of_client(x, one) for one in y) / CLIENTS, x)
     torch.testing.assert_close(way(program)(x, y), expected, rtol=1e-5, atol=1e-8)
 
@@ -417,20 +422,7 @@ def test_compiled_as_one_graph(kind):
 @pytest.mark.parametrize("kind", NORMS)
 def test_norms_compiled_as_one_graph(kind):
     torch.compiler.reset()
-    torch.manual_seed(0)
-    affine = [torch.randn(shape_of_weight(kind), dtype=torch.float64) for _ in range(2)]
-    x, y = torch.randn(POINTS, dtype=torch.float64), draw(SAMPLES, CHANNELS, POINTS)
-
-    def of_client(x, y):
-        def loss(affine):
-            return ((NORMS[kind](x * y, *affine) - y) ** 2).mean()
-
-        return loss([value - 0.1 * slope for value, slope in zip(affine, grad(loss)(affine), strict=True)])
-
-    @federated.program(clients=CLIENTS)
-    def program(x):
-        return federated.reduce_mean(federated.map_fn(of_client, (federated.broadcast(x), y)))
-
+    _, program, x, y = program_with_steps(kind)
     gradient = grad(program)
     compiled = torch.compile(gradient, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), gradient(x))
+    torch.testing.assert_close(compiled(x, y), gradient(x, y))

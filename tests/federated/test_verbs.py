@@ -785,6 +785,19 @@ def test_clients_may_not_write_into_what_they_share(verb, chunk_size):
         alone(torch.tensor(1.0))
 
 
+def test_clients_may_not_add_to_a_tensor_of_no_client():
+    def total(y):
+        result = torch.zeros(())
+        result += y
+        return result
+
+    program = federated.program(lambda: federated.map_fn(total, Y[:, 0]), clients=3)
+    with pytest.raises(
+        InvalidArgument, match="writes a client's values into a tensor that is not .*: return new values"
+    ):
+        program()
+
+
 def test_what_was_broadcast_can_be_copied_and_saved(tmp_path):
     @federated.program(clients=3)
     def program(x):
