@@ -513,7 +513,7 @@ class Aggregator:
         value = check_floating(check_placed(value, clients, "an aggregator"), "an aggregator")
         if len(state) != len(self.steps):
             raise InvalidArgument(f"a state of {len(state)} steps for an aggregator of {len(self.steps)}: use its init")
-        weights = None if weights is None else check_weights(weights, "an aggregator")
+        weights = None if weights is None else check_weights(weights, pytree.tree_leaves(value), "an aggregator")
         mask = None if mask is None else torch.as_tensor(mask)
         for name, vector in (("weights", weights), ("mask", mask)):
             if vector is not None and tuple(vector.shape) != (clients.num_local,):

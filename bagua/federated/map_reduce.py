@@ -28,9 +28,9 @@ from bagua.federated.verbs import (
     across,
     as_weights,
     check_floating,
-    check_no_bools,
     check_options,
     check_placed,
+    check_summable,
     check_tensors,
     divided,
     map_fn,
@@ -114,11 +114,11 @@ def map_reduce(
         inputs.append(torch.empty(clients.num_local, 0, device=inputs[0].device))
         shared.append(None)
     is_shared = tuple(value is not None for value in shared)
-    of_one = functools.partial(_flat, function, clients, structure)
+    check = check_floating if reduce == "mean" else check_summable
+    of_one = functools.partial(_flat, function, clients, structure, lambda result: check(result, verb))
 
     dims = tuple(None if is_one else 0 for is_one in is_shared)
     seen: list[Any] = []
-    check = check_floating if reduce == "mean" else check_no_bools
 
     def of_chunk(*chunk: torch.Tensor) -> Tensors:
         mapped = torch.func.vmap(functools.partial(of_one, seen), dims, randomness=randomness)(*chunk)
@@ -131,11 +131,9 @@ def map_reduce(
         probe = [x if is_one else first_of(x) for x, is_one in zip(inputs, is_shared, strict=True)]
         of_probe = torch.func.vmap(functools.partial(of_one, seen), dims, randomness="same")
         results = without_writes(lambda: of_probe(*probe), leaves, clients, "map_reduce")
-        check(pytree.tree_unflatten(list(results), seen[0]), verb)
         results = node._replace(is_sum=(True,) * len(results))(*inputs)
     else:
         results = without_writes(lambda: node.compute(inputs), leaves, clients, "map_reduce")
-        check(pytree.tree_unflatten(list(results), seen[0]), verb)
     reduced = across(verb, pytree.tree_unflatten(list(results), seen[0]), clients)
     results = [leaf.to(dtype) for leaf, dtype in zip(pytree.tree_leaves(reduced), seen[1], strict=True)]
     return pytree.tree_unflatten(results, seen[0])
@@ -178,12 +176,15 @@ def _weighted(function: Callable, dtypes: list, *arguments: Any) -> tuple[Tree, 
             f"map_reduce(reduce='weighted_mean') with a weight {got}, expected a real tensor []: of one client"
         )
     value = check_floating(check_tensors(value, "map_reduce"), "map_reduce")
-    weight = as_weights(weight)
-    dtypes[:] = [leaf.dtype for leaf in pytree.tree_leaves(value)]
+    leaves = pytree.tree_leaves(value)
+    weight = as_weights(weight, leaves)
+    dtypes[:] = [leaf.dtype for leaf in leaves]
     return pytree.tree_map(lambda leaf: times_weight(leaf, weight), value), weight
 
 
-def _flat(function: Callable, clients: Any, structure: Any, seen: list, *leaves: torch.Tensor) -> Tensors:
+def _flat(
+    function: Callable, clients: Any, structure: Any, check: Callable, seen: list, *leaves: torch.Tensor
+) -> Tensors:
     """The client function from leaves to leaves; the structure and dtypes of what it returns go into `seen`.
 
     What follows the leaves of its arguments is there for its axis only.
@@ -191,7 +192,7 @@ def _flat(function: Callable, clients: Any, structure: Any, seen: list, *leaves:
     result = run_client(
         function, clients, "map_reduce", *pytree.tree_unflatten(list(leaves[: structure.num_leaves]), structure)
     )
-    flat, out_structure = pytree.tree_flatten(result)
+    flat, out_structure = pytree.tree_flatten(check(result))
     seen[:] = [out_structure, [leaf.dtype for leaf in flat]]
     return tuple(flat)
 

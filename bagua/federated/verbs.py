@@ -57,7 +57,7 @@ def reduce_sum(value: Tree, *, placement: str | None = None) -> Tree:
             add up.
     """
     clients = current(placement, "reduce_sum")
-    return _reduce("reduce_sum", check_no_bools(check_placed(value, clients, "reduce_sum"), "reduce_sum"), clients)
+    return _reduce("reduce_sum", check_summable(check_placed(value, clients, "reduce_sum"), "reduce_sum"), clients)
 
 
 def reduce_mean(value: Tree, *, placement: str | None = None) -> Tree:
@@ -92,7 +92,7 @@ def reduce_weighted_mean(
     verb = "reduce_weighted_mean"
     clients = current(placement, verb)
     leaves, structure = pytree.tree_flatten(check_floating(check_placed(value, clients, verb), verb))
-    weights, mask = check_weights(weights, verb), None if mask is None else torch.as_tensor(mask)
+    weights, mask = check_weights(weights, leaves, verb), None if mask is None else torch.as_tensor(mask)
     for what, vector in (("weights", weights), ("mask", mask)):
         if vector is not None and tuple(vector.shape) != (clients.num_local,):
             raise InvalidArgument(f"{verb}: {what} of shape {list(vector.shape)}, expected [{clients.num_local}]")
@@ -373,6 +373,11 @@ def _at(path: tuple) -> str:
     return f" at {pytree.keystr(path)}" if path else ""
 
 
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_FLOATING = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_SUMMABLE = _INTEGERS | _FLOATING | {torch.complex64, torch.complex128}
+
+
 def check_tensors(value: Tree, verb: str) -> Tree:
     """With tensors for numbers."""
 
@@ -400,26 +405,36 @@ def check_placed(value: Tree, clients: Placement, verb: str) -> Tree:
     return value
 
 
-def check_no_bools(value: Tree, verb: str) -> Tree:
+def check_summable(value: Tree, verb: str) -> Tree:
     for path, leaf in pytree.tree_flatten_with_path(value)[0]:
         if leaf.dtype is torch.bool:
             raise InvalidArgument(f"{verb} of bools{_at(path)}: say what a sum is by .to(torch.int64) or another dtype")
+        if leaf.dtype not in _SUMMABLE:
+            raise InvalidArgument(
+                f"{verb} of {leaf.dtype}{_at(path)}, which is not added up: convert it to a dtype that is, "
+                "such as by .to(torch.float32) or .to(torch.int64)"
+            )
     return value
 
 
-def check_weights(weights: Any, verb: str) -> torch.Tensor:
-    """As floating numbers, which add up."""
+def check_weights(weights: Any, leaves: Sequence[torch.Tensor], verb: str) -> torch.Tensor:
+    """As floating numbers, which add up, for a mean of these leaves."""
     if weights is None:
         raise InvalidArgument(f"{verb} with weights None, expected a number for each client: reduce_mean takes none")
     weights = torch.as_tensor(weights)
     if weights.is_complex():
         raise InvalidArgument(f"{verb}: weights of {weights.dtype}, expected real numbers")
-    return as_weights(weights)
+    return as_weights(weights, leaves)
 
 
-def as_weights(weights: torch.Tensor) -> torch.Tensor:
-    dtype = weights.dtype if weights.is_floating_point() else torch.get_default_dtype()
-    return weights.to(torch.promote_types(dtype, torch.float32))
+def as_weights(weights: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As wide as the widest leaf, and as float32 at least: their total is no less exact than the sums."""
+    dtype = torch.promote_types(
+        weights.dtype if weights.is_floating_point() else torch.get_default_dtype(), torch.float32
+    )
+    for leaf in leaves:
+        dtype = torch.promote_types(dtype, leaf.dtype.to_real() if leaf.is_complex() else leaf.dtype)
+    return weights.to(dtype)
 
 
 def check_floating(value: Tree, verb: str) -> Tree:
@@ -428,4 +443,4 @@ def check_floating(value: Tree, verb: str) -> Tree:
             raise InvalidArgument(
                 f"{verb} of {leaf.dtype}{_at(path)}, whose mean is no integer: use .float() or reduce_sum"
             )
-    return value
+    return check_summable(value, verb)

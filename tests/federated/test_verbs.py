@@ -451,6 +451,24 @@ def test_a_weighted_mean_is_differentiable_in_its_weights():
         torch.testing.assert_close(jacfwd(program, argnums)(X, w), jacfwd(by_hand, argnums)(X, w))
 
 
+WEIGHTED = {
+    "verb": federated.reduce_weighted_mean,
+    "node": lambda y, w: federated.map_reduce(lambda y, w: (y, w), (y, w), reduce="weighted_mean"),
+    "aggregator": lambda y, w: Aggregator(Mean())(y, Aggregator(Mean()).init(y), weights=w)[0],
+}
+
+
+@pytest.mark.parametrize("way", WEIGHTED)
+@pytest.mark.parametrize("weights", [torch.tensor([2**24, 1, 1]), torch.tensor([0.1, 0.2, 0.3])])
+def test_weighted_means_of_doubles_are_as_exact_as_doubles(way, weights):
+    """Totals in float32 would lose the ones beside 2**24."""
+    w = weights.double()
+    expected = (w[0] * Y[0].double() + w[1] * Y[1].double() + w[2] * Y[2].double()) / (w[0] + w[1] + w[2])
+    found = federated.program(WEIGHTED[way], clients=3)(Y.double(), weights)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+    assert federated.program(WEIGHTED[way], clients=3)(Y.bfloat16(), weights).dtype is torch.bfloat16
+
+
 def weighted_client(x, y):
     return {"loss": square(x, y), "x": x * y}, y.abs().sum()
 
@@ -507,8 +525,8 @@ def weighted_on_ranks(rank, world_size, split):
 
 
 def test_a_node_of_a_weighted_mean_on_ranks(pools):
-    """Integers count as float32, and are reduced after the float64 values, as those of reduce_weighted_mean."""
-    assert pools[3].run(weighted_on_ranks, args=((4, 0, 2),)) == [2, 2, 2]
+    """Integers count as the float64 values do, with which they are reduced, as those of reduce_weighted_mean."""
+    assert pools[3].run(weighted_on_ranks, args=((4, 0, 2),)) == [1, 1, 1]
 
 
 class Pair(NamedTuple):
@@ -920,6 +938,14 @@ MISTAKES = {
     "bools of a node": (
         lambda x, y: federated.map_reduce(lambda y: y > 0, y, reduce="sum") * x.sum(),
         "reduce_sum of bools",
+    ),
+    "numbers that have no sum": (
+        lambda x, y: federated.reduce_sum(y.detach().to(torch.uint16)).float() + x.sum(),
+        "reduce_sum of torch.uint16, which is not added up",
+    ),
+    "numbers that have no sum, of a node": (
+        lambda x, y: federated.map_reduce(lambda y: y.detach().to(torch.float8_e5m2), y) + x.sum(),
+        "reduce_mean of torch.float8_e5m2, which is not added up",
     ),
     "no tensor": (lambda x, y: federated.map_fn(lambda y: {"n": 3}, y), r"returns 3 at \['n'\], a int"),
     "nothing": (lambda x, y: federated.map_reduce(lambda y: None, y), "returns None"),
