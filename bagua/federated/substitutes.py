@@ -37,8 +37,11 @@ def _attention(
     **kwargs: Any,
 ) -> torch.Tensor:
     """torch.nn.functional.scaled_dot_product_attention."""
+    query, key, value = (_as_autocast_casts(x) for x in (query, key, value))
     is_mask = attn_mask is not None and attn_mask.dtype is torch.bool
-    is_refused = attn_mask is not None and not is_mask and attn_mask.dtype != query.dtype
+    attn_mask = attn_mask if attn_mask is None or is_mask else _as_autocast_casts(attn_mask)
+    floating = [query, key, value] if attn_mask is None or is_mask else [query, key, value, attn_mask]
+    is_refused = len({x.dtype for x in floating}) > 1
     scores = query.shape[-2] * key.shape[-2]
     is_fast = scores >= _MANY or query.device.type != "cpu"
     if is_refused or (is_fast and _has_gradient_alone(query, key, value)):
@@ -95,16 +98,26 @@ def _select_scatter(input: torch.Tensor, src: torch.Tensor, dim: int, index: int
         return torch.select_scatter(input, src, dim, index)  # which says so
     dim %= input.dim()
     index %= input.shape[dim]
-    return torch.slice_scatter(input, src.unsqueeze(dim), dim, index, index + 1)
+    return torch.slice_scatter(input, src.to(input.dtype).unsqueeze(dim), dim, index, index + 1)
 
 
 def _prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """In graphs of batches torch gives each client's weight the gradients of others."""
+    input, weight = _as_autocast_casts(input), _as_autocast_casts(weight)
     channels = input.shape[1] if input.dim() > 1 else 1
     if weight.dtype != input.dtype or weight.dim() > 1 or weight.numel() not in (1, channels):
         return functional.prelu(input, weight)  # which says so
     weight = weight.reshape(-1, *[1] * (input.dim() - 2)) if input.dim() > 1 else weight.reshape([1] * input.dim())
     return torch.where(input > 0, input, weight * input.clamp(max=0))
+
+
+def _as_autocast_casts(value: torch.Tensor) -> torch.Tensor:
+    """For an operator that autocast computes in its lower precision."""
+    kind = value.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return value
+    is_cast = value.is_floating_point() and value.dtype is not torch.float64
+    return value.to(torch.get_autocast_dtype(kind)) if is_cast else value
 
 
 # ---- norms

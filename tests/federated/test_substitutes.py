@@ -355,6 +355,30 @@ def test_norms_of_halves_with_weights_of_float32_stay_halves(mode):
     assert [result.dtype for result in results] == [torch.bfloat16] * 2
 
 
+@pytest.mark.parametrize("is_on", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: functional.scaled_dot_product_attention(x, x, x),
+        lambda x: functional.scaled_dot_product_attention(x, x, x, attn_mask=torch.zeros(4, 4, dtype=x.dtype)),
+        lambda x: functional.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(4, 4, dtype=torch.bool)),
+        lambda x: functional.prelu(x, torch.ones(4, dtype=x.dtype)),
+        lambda x: functional.layer_norm(x, (3,)),
+        lambda x: functional.batch_norm(x, None, None, training=True),
+        lambda x: functional.instance_norm(x),
+        lambda x: functional.embedding(torch.tensor([1]), x[0], padding_idx=0),
+        lambda x: torch.select_scatter(x, x[0].bfloat16(), 0, 0),
+    ],
+)
+def test_dtypes_under_autocast_are_torchs(function, dtype, is_on):
+    x = torch.randn(CLIENTS, 2, 4, 3).to(dtype)
+    with torch.autocast("cpu", enabled=is_on):
+        expected = function(x[0]).dtype
+        found = federated.program(lambda x: federated.map_fn(function, x), clients=CLIENTS)(x)
+    assert found.dtype is expected
+
+
 def test_graphs_of_batches_have_the_gradients_of_prelu():
     torch.manual_seed(0)
 
@@ -375,6 +399,7 @@ def test_graphs_of_batches_have_the_gradients_of_prelu():
     "function",
     [
         lambda x: functional.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(4, 4, dtype=torch.int64)),
+        lambda x: functional.scaled_dot_product_attention(x, x.double(), x),
         lambda x: torch.select_scatter(x[0], x[0, 0], 0, 4),
         lambda x: torch.select_scatter(x[0], x[0, 0], 2, 0),
         lambda x: functional.embedding(torch.tensor([1]), x[0], padding_idx=7),
