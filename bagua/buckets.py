@@ -6,7 +6,8 @@ Where gradients are exchanged they lie in the buckets for good. Weights are copi
 it. Invariants: one allocation, shared with the ranks of this host or on the parameters' device, holds all buckets. Its
 size depends on the parameters alone, because the planner pads every tensor by itself, so a new plan re-slices the
 same memory and costs none. A view has the shape and dtype of its parameter, and its strides where
-the parameter is dense. Padding is zero whenever a bucket is sent.
+the parameter is dense; complex numbers are pairs of real ones to all but that view. Padding is zero whenever a bucket
+is sent.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ SMALL_BUCKET_BYTES = 512 * 1024  # of the first and the last
 ALIGN_BYTES = 64
 Kind = tuple[torch.dtype, Hashable, int | None]  # dtype, Algorithm.bucket_class, index of the optimizer
 GRADIENT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
 
 class Member:
@@ -38,14 +40,27 @@ class Member:
         name: of the parameter.
         parameter: the parameter.
         view: the part of ``bucket.flat`` that is its gradient, or weight; dense.
+        values: ``view`` as the numbers of ``bucket.flat``; of complex ones ``[..., 2]``, as torch.view_as_real.
         num_bytes: size of ``view`` in bytes.
     """
 
-    __slots__ = ("_address", "_device", "_dtype", "_stride", "index", "name", "num_bytes", "parameter", "view")
+    __slots__ = (
+        "_address",
+        "_device",
+        "_dtype",
+        "_is_complex",
+        "_stride",
+        "index",
+        "name",
+        "num_bytes",
+        "parameter",
+        "values",
+        "view",
+    )
 
     def __init__(self, index: int, name: str, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
         self.index, self.name, self.parameter, self.view = index, name, parameter, view
-        self.num_bytes = view.nbytes
+        self.values, self._is_complex, self.num_bytes = as_real(view), view.is_complex(), view.nbytes
         self._address, self._dtype, self._stride = view.data_ptr(), view.dtype, view.stride()
         self._device = None if view.is_cpu else view.device
 
@@ -57,6 +72,8 @@ class Member:
         """Whether ``grad``, of the parameter's shape, lies in memory byte for byte as ``view`` does."""
         if type(grad) is not torch.Tensor and grad.data_ptr() == 0:
             return False  # a wrapper: what it stands for is torch's to copy
+        if self._is_complex and grad.is_conj():
+            return False
         is_here = grad.is_cpu if self._device is None else grad.device == self._device
         return is_here and grad.dtype is self._dtype and grad.stride() == self._stride and not grad.is_neg()
 
@@ -149,7 +166,7 @@ class Bucket:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The one dtype of all its gradients."""
+        """The one dtype of all its gradients; of complex ones that of their parts."""
         return self._flat.dtype
 
     @property
@@ -191,10 +208,10 @@ class Bucket:
 
     def _weight_of(self, member: Member) -> torch.Tensor:
         weight = member.parameter.detach()
-        if weight.dtype is not self.dtype:  # _foreach_copy_ would round it
+        if weight.dtype is not member.view.dtype:  # _foreach_copy_ would round it
             raise InvalidArgument(
-                f"the parameter {member.name!r} is {weight.dtype}, but was {self.dtype} when the model was wrapped; "
-                "convert the model before with_bagua, or call it again"
+                f"the parameter {member.name!r} is {weight.dtype}, but was {member.view.dtype} when the model was "
+                "wrapped; convert the model before with_bagua, or call it again"
             )
         return weight
 
@@ -208,7 +225,7 @@ class Bucket:
             weight = member.parameter.detach()
             if weight.shape != member.view.shape or not member.is_alike(weight):
                 return None
-            parts.append((self.place_of(member)[0], weight))
+            parts.append((self.place_of(member)[0], as_real(weight)))
         return parts
 
     @torch.no_grad()
@@ -224,21 +241,21 @@ class Bucket:
 
     def place_of(self, member: Member) -> tuple[int, int]:
         """The first element of ``member`` in ``flat``, and the one behind its last."""
-        begin = member.view.storage_offset() - self._flat.storage_offset()
-        return begin, begin + member.view.numel()
+        begin = member.values.storage_offset() - self._flat.storage_offset()
+        return begin, begin + member.values.numel()
 
     def _views(self, flat: torch.Tensor | None) -> list[torch.Tensor]:
         if flat is None:
             return [member.view for member in self.members]
-        start = flat.storage_offset()
-        return [flat.as_strided(m.view.shape, m.view.stride(), start + self.place_of(m)[0]) for m in self.members]
+        return [_shaped(flat[slice(*self.place_of(m))], m.view) for m in self.members]
 
     # --- what an algorithm remembers
 
     def state(self, name: str, member: Member | None = None) -> torch.Tensor:
         """What the algorithm remembers under ``name`` (``Algorithm.parameter_state``), to be read and written.
 
-        Of the shape of the gradients: a 1-D tensor as ``flat``, or with ``member`` its part, of the gradient's shape.
+        Of the shape of the gradients: a 1-D tensor as ``flat``, or with ``member`` its part, of the shape of
+        ``member.values``, which is the gradient's where that is real.
         Of another shape: that of ``member``. In ``communicate`` it is what the last optimizer step has left, and what
         is written counts once an optimizer steps.
         """
@@ -333,6 +350,7 @@ def are_finite(tensors: Sequence[torch.Tensor], stride: int = 1) -> bool:
         if not _are_finite_on_device([tensor[::stride] if stride > 1 else tensor for tensor in on_devices]):
             return False
         tensors = [tensor for tensor in tensors if tensor.is_cpu]
+    tensors = [as_real(tensor) if tensor.layout is torch.strided else tensor for tensor in tensors]
     dense = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.is_contiguous()]
     if len(dense) < len(tensors):
         others = [tensor for tensor in tensors if tensor.layout is not torch.strided or not tensor.is_contiguous()]
@@ -392,11 +410,21 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 def check_parameter(name: str, parameter: torch.Tensor) -> None:
     """Raises InvalidArgument if the gradients of ``parameter`` cannot be reduced in this release."""
     check_supported(parameter.device, f"parameter {name!r}")
-    if parameter.dtype not in GRADIENT_DTYPES:
+    dtypes = GRADIENT_DTYPES + _COMPLEX_DTYPES
+    if parameter.dtype not in dtypes:
         raise InvalidArgument(
-            f"parameter {name!r} has dtype {parameter.dtype}; gradients of {', '.join(map(str, GRADIENT_DTYPES))} "
-            "can be reduced"
+            f"parameter {name!r} has dtype {parameter.dtype}; gradients of {', '.join(map(str, dtypes))} can be reduced"
         )
+
+
+def bucket_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Of the bucket that a parameter is in: ``parameter.dtype``, or that of the parts of complex numbers."""
+    return parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs; a view, unless the tensor is the conjugate of what is in memory."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 class BucketStorage:
@@ -434,7 +462,7 @@ class BucketStorage:
         self.bucket_of: list[int] = []  # by parameter
         self._group, self._caps_bytes = group, (small_bucket_bytes, bucket_bytes)
         optimizer_of = {} if optimizer_of is None else optimizer_of
-        kinds = [(p.dtype, bucket_class(p), optimizer_of.get(id(p))) for p in self.parameters]
+        kinds = [(bucket_dtype(p), bucket_class(p), optimizer_of.get(id(p))) for p in self.parameters]
         self._kinds, self._keys = _number(kinds)
         self._device = common_device((f"parameter {name!r}", parameter) for name, parameter in named_parameters)
         self.memory = self._allocate(sum(_padded_bytes(parameter) for parameter in self.parameters))
@@ -484,9 +512,10 @@ class BucketStorage:
 
     def _plan(self, order: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """The bucket and the first element there of each parameter, and the elements of each bucket."""
-        numels = [parameter.numel() for parameter in self.parameters]
-        item_bytes = [parameter.element_size() for parameter in self.parameters]
-        return _C.plan_buckets(numels, item_bytes, self._keys, list(order), *self._caps_bytes, ALIGN_BYTES)
+        item_bytes = [bucket_dtype(parameter).itemsize for parameter in self.parameters]
+        return _C.plan_buckets(
+            list(map(_numel, self.parameters)), item_bytes, self._keys, list(order), *self._caps_bytes, ALIGN_BYTES
+        )
 
     def _slice(self, offsets: Sequence[int], numels: Sequence[int]) -> tuple[Bucket, ...]:
         members_of: list[list[int]] = [[] for _ in numels]
@@ -504,7 +533,7 @@ class BucketStorage:
             for tensor in tensors:
                 if filled_numel < offsets[tensor]:
                     gaps.append((filled_numel, offsets[tensor]))
-                filled_numel = offsets[tensor] + self.parameters[tensor].numel()
+                filled_numel = offsets[tensor] + _numel(self.parameters[tensor])
                 view = _shaped_like(flat[offsets[tensor] : filled_numel], self.parameters[tensor])
                 members.append(Member(tensor, self.names[tensor], self.parameters[tensor], view))
             if filled_numel < numel:
@@ -517,6 +546,11 @@ class BucketStorage:
         if grad is None or grad.layout is not torch.strided:
             return False
         return grad.untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr()
+
+
+def _numel(parameter: torch.Tensor) -> int:
+    """Elements in its bucket."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 def _padded_bytes(parameter: torch.Tensor) -> int:
@@ -538,7 +572,13 @@ def _number(kinds: Sequence[Kind]) -> tuple[list[Kind], list[int]]:
 
 def _shaped_like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """``flat`` with the shape of ``parameter`` and, if that is dense, its strides: the layout autograd gives a grad."""
-    return flat.as_strided(parameter.shape, parameter.stride()) if is_dense(parameter) else flat.view(parameter.shape)
+    return _shaped(flat, parameter if is_dense(parameter) else torch.empty_like(parameter, device="meta").contiguous())
+
+
+def _shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``flat``, the elements of a parameter in its bucket, with shape, strides and kind of number of ``like``."""
+    flat = torch.view_as_complex(flat.view(-1, 2)) if like.is_complex() else flat
+    return flat.as_strided(like.shape, like.stride())
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -109,7 +109,8 @@ class QAdam(torch.optim.Optimizer):
         """As for any optimizer.
 
         Raises:
-            InvalidArgument: an option of the group is out of range, or it is to be fused and cannot be.
+            InvalidArgument: an option of the group is out of range, a parameter is of complex numbers, or it is to be
+                fused and cannot be.
         """
         if isinstance(param_group, dict):  # torch refuses others
             check_options({name: param_group[name] for name in ("lr", *_DEFAULTS) if name in param_group})
@@ -117,6 +118,10 @@ class QAdam(torch.optim.Optimizer):
             param_group["given"] = {**self.defaults["given"], **own}
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        kind = next((parameter.dtype for parameter in group["params"] if parameter.is_complex()), None)
+        if kind is not None:
+            self.param_groups.pop()
+            raise InvalidArgument(f"QAdam does not step parameters of {kind}; make them pairs by torch.view_as_real")
         reason = next(filter(None, map(_why_not_fused, group["params"])), None) if group["fused"] else None
         if reason is not None:
             self.param_groups.pop()

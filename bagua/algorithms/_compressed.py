@@ -15,7 +15,7 @@ from bagua import codecs
 from bagua.algorithms._bucket_group import BucketGroup
 from bagua.algorithms._hooks import Training
 from bagua.algorithms.base import Algorithm, ParameterState
-from bagua.buckets import Bucket
+from bagua.buckets import Bucket, bucket_dtype
 from bagua.distributed.process_group import ReduceOp, Work
 from bagua.errors import InvalidArgument
 
@@ -94,7 +94,7 @@ class CompressedGradients(Algorithm):
         return {"residual": ParameterState(STATE_DTYPES[self.state_dtype])} if self.error_feedback else {}
 
     def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
-        if parameter.dtype not in self._codec.dtypes:
+        if bucket_dtype(parameter) not in self._codec.dtypes:
             return _NO_CODEC
         is_bias = parameter.dim() <= 1 and parameter.numel() <= _LARGEST_BIAS_NUMEL
         return _ONE_DIMENSIONAL if is_bias else _COMPRESSED

@@ -135,7 +135,7 @@ def _moments_of(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter)
         value
         for key, value in sorted(state.items(), key=lambda item: str(item[0]))
         if isinstance(value, torch.Tensor)
-        and value.is_floating_point()
+        and (value.is_floating_point() or value.is_complex())
         and value.shape == parameter.shape
         and key != "step"  # of the shape of a parameter without dimensions
     ]

@@ -18,7 +18,7 @@ from bagua.algorithms._bucket_group import BucketGroup
 from bagua.algorithms._hooks import About, Training
 from bagua.algorithms._weights import ExchangedWeights
 from bagua.algorithms.registry import register
-from bagua.buckets import Bucket
+from bagua.buckets import Bucket, bucket_dtype
 from bagua.distributed.checkpoints import check_writer, writer_of
 from bagua.distributed.devices import HostCopy
 from bagua.distributed.process_group import Work
@@ -81,7 +81,7 @@ class LowPrecisionDecentralized(ExchangedWeights):
             )
 
     def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
-        return parameter.dtype in self._codec.dtypes
+        return bucket_dtype(parameter) in self._codec.dtypes
 
     def attach(self, training: Training) -> None:
         super().attach(training)

@@ -80,7 +80,7 @@ class PowerSGD(Algorithm):
         self._firsts: dict[tuple, torch.Tensor] = {}  # on a device, by parameter, type and device: its first Q
 
     def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
-        if parameter.dim() < 2 or not parameter.numel():
+        if parameter.dim() < 2 or not parameter.numel() or parameter.is_complex():
             return _WHOLE
         rows, columns = _sides(parameter)
         return _LOW_RANK if 2 * self._rank_of(parameter) * (rows + columns) <= rows * columns else _WHOLE
@@ -93,7 +93,7 @@ class PowerSGD(Algorithm):
 
     def communicate(self, bucket: Bucket, group: BucketGroup) -> Generator[Work, None, None]:
         if bucket.kind == _WHOLE or group.size == 1:
-            reason = "too small for two factors" if bucket.kind == _WHOLE else ""
+            reason = "no real matrices that two factors make smaller" if bucket.kind == _WHOLE else ""
             group.all_reduce(bucket, ReduceOp.AVG, hierarchical=self.hierarchical, reason=reason)
             return  # the end of backward waits for it
         dtype = torch.promote_types(bucket.dtype, torch.float32)  # a narrower one would round M, or overflow

@@ -106,7 +106,7 @@ class ParameterStates:
         if described.shape is not None or member is None:
             return into
         begin, _ = bucket.place_of(member)
-        return into.as_strided(member.view.shape, member.view.stride(), begin)
+        return into.as_strided(member.values.shape, member.values.stride(), begin)
 
     def residuals(self, name: str, bucket: Bucket, codec: Any, hierarchical: bool) -> Residuals:
         """What the all_reduce of ``bucket`` under ``codec`` adds, and where it writes what it leaves out.
@@ -317,7 +317,7 @@ class ParameterStates:
             for part, into in (("parameters", self._kept.parts), ("owners", self._kept.whole_parts)):
                 for of, value in own[part].items():
                     member = members.get(of)
-                    wanted = None if member is None else member.view.numel()
+                    wanted = None if member is None else member.values.numel()
                     if member is not None and shape is not None:
                         wanted = torch.Size(shape(member.parameter)).numel()
                     if value.numel() != wanted:

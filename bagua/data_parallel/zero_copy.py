@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bagua.buckets import Bucket, Member
+from bagua.buckets import Bucket, Member, as_real
 
 _LIMIT = 0.25  # of the gradients: what their codes of 8 bits would take
 
@@ -71,7 +71,7 @@ class ZeroCopy:
         in_place = self._in_place
         segments = None
         if in_place and any(member.index in in_place for member in bucket.members):
-            segments = [(self._offsets[m.index], in_place.get(m.index, m.view)) for m in bucket.members]
+            segments = [(self._offsets[m.index], as_real(in_place.get(m.index, m.view))) for m in bucket.members]
             self._in_flight.append(bucket)
             self._segments[bucket.index] = segments
 

@@ -76,7 +76,16 @@ DIFFERENCES = {
     "nothing": (lambda: torch.nn.ReLU(), {}, "no parameter of the model requires a gradient"),
     "sparse": (lambda: torch.nn.Embedding(3, 2, sparse=True), {}, r"'' \(Embedding\) gives sparse gradients"),
     "lazy": (lambda: torch.nn.LazyLinear(2), {}, "'weight' has no shape yet"),
-    "complex": (lambda: _linear(dtype=torch.complex64), {}, "parameter 'weight' has dtype torch.complex64"),
+    "complex": (
+        lambda: _linear(dtype=torch.complex64),
+        {},
+        r"parameter 'weight': rank 0 has \(2, 4\) torch.float32 on cpu .*rank 1 has \(2, 4\) torch.complex64 on cpu",
+    ),
+    "eight bits": (
+        lambda: _linear().to(torch.float8_e5m2),
+        {},
+        "parameter 'weight' has dtype torch.float8_e5m2; gradients of .* can be reduced",
+    ),
     "device": (lambda: _linear(device="meta"), {}, "parameter 'weight' is on meta"),
     "no optimizer": (
         _linear,

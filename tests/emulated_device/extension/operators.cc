@@ -19,6 +19,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_conj.h>
+#include <ATen/ops/_neg_view.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
@@ -28,6 +30,7 @@
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
@@ -182,8 +185,14 @@ void copy_on_device(const at::Tensor& from, const at::Tensor& to) {
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
   const at::NoGradGuard no_grad;
-  TORCH_CHECK(!self.is_conj() && !self.is_neg() && !to.is_conj() && !to.is_neg(),
-              "the emulated device copies no lazily conjugated or negated tensors; call resolve_conj() first");
+  if (to.is_conj()) return copy_from(at::_conj(self), at::_conj(to), non_blocking), to;
+  if (to.is_neg()) return copy_from(at::_neg_view(self), at::_neg_view(to), non_blocking), to;
+  if (self.is_conj()) {
+    copy_from(at::_conj(self), to, non_blocking);
+    at::view_as_real(to).select(-1, 1).neg_();
+    return to;
+  }
+  if (self.is_neg()) return copy_from(at::_neg_view(self), to, non_blocking).neg_();
   if (to.numel() == 0 && self.numel() == 0) return to;
   const at::Tensor from = self.sizes() == to.sizes() ? self : self.expand(to.sizes());
   if (is_ours(from) && is_ours(to)) {
@@ -367,6 +376,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("convolution_overrideable", &convolution);
   library.impl("convolution_backward_overrideable", &convolution_backward);
 }
+
+// By default torch resolves what is lazy before it copies, by a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());
