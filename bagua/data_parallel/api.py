@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -363,6 +365,11 @@ def _num_wraps(earlier: BaguaHandle | None) -> int:
 
 def _make_algorithm(algorithm: str | Algorithm, options: dict[str, Any]) -> Algorithm:
     if isinstance(algorithm, str):
+        own = list(inspect.signature(with_bagua).parameters)
+        known = {field.name for field in dataclasses.fields(algorithms.get(algorithm))}
+        for option in sorted(options.keys() - known):
+            if close := difflib.get_close_matches(option, own, n=1, cutoff=0.8):
+                raise InvalidArgument(f"with_bagua has no argument {option!r}; did you mean {close[0]!r}?")
         return algorithms.create(algorithm, options)
     if not isinstance(algorithm, Algorithm):
         raise InvalidArgument(

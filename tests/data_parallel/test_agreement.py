@@ -70,6 +70,8 @@ DIFFERENCES = {
         {"codek": "bf16"},
         "unknown option 'codek'.*its options: average .default True.*codec",
     ),
+    "one argument": (_linear, {"bucket_byte": 1}, "has no argument 'bucket_byte'; did you mean 'bucket_bytes'"),
+    "another argument": (_linear, {"optimizer": 1}, "has no argument 'optimizer'; did you mean 'optimizers'"),
     "unknown codec": (_linear, {"codec": "bf17"}, "unknown codec 'bf17'; available: bf16, fp16, minmax_uint8"),
     "type of an option": (_linear, {"average": 1}, r"option average is 1 \(int\), expected bool"),
     "value": (_linear, {"bucket_bytes": 0}, "bucket_bytes is 0, expected an integer of at least 1"),
