@@ -402,24 +402,23 @@ class _Launch:
         self._factors: list[tuple[float, float]] = []
         self._addresses: tuple[list[int], ...] = ([], [], [], [])
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # and what they are copies of
+        self._grads: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies of gradients, and whose they are
 
     def add(self, parameter: torch.Tensor, state: dict[str, torch.Tensor], factors: tuple[float, float]) -> None:
         tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
         if not _lie_alike(tensors):
-            tensors = self._copied(tensors)
+            weight, grad, exp_avg, exp_avg_sq = copies = tuple(map(self._copied, tensors))
+            self._copies += [(weight, parameter), (exp_avg, tensors[2]), (exp_avg_sq, tensors[3])]
+            self._grads.append((grad, parameter))
+            tensors = copies
         self._parameters.append(parameter)
         self._numels.append(parameter.numel())
         self._factors.append(factors)
         for addresses, tensor in zip(self._addresses, tensors, strict=True):
             addresses.append(tensor.data_ptr())
 
-    def _copied(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        copies = []
-        for tensor in tensors:
-            copy = torch.empty(tensor.shape, dtype=self._dtype, device=self._device).copy_(tensor)
-            self._copies.append((copy, tensor))
-            copies.append(copy)
-        return tuple(copies)
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=self._dtype, device=self._device).copy_(tensor)
 
     def run(self, options: tuple[float, float, float, float], scaling: _Scaling) -> None:
         """Enqueues it on the current stream, or on the CPU does it."""
@@ -437,6 +436,11 @@ class _Launch:
         )
         for copy, tensor in self._copies:
             tensor.copy_(copy)
+        for copy, parameter in self._grads if grad_scale is not None else ():  # which has divided them
+            if 0 in parameter.grad.stride():  # what autograd has expanded
+                parameter.grad = copy
+            else:
+                parameter.grad.copy_(copy)
         for parameter in self._parameters:
             increment_version(parameter)
 

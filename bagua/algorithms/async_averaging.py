@@ -129,8 +129,10 @@ class AsyncAveraging(Algorithm):
         self._is_paused = False
         self._rounds = group.subgroup(f"async-{number}", range(group.size), group.timeout)
         self._group = self._rounds.process_group
-        self._group.before_close = functools.partial(
-            _leave, weakref.ref(self), weakref.ref(self._group), group.process_group, sys.exc_info()[1]
+        self._group.before_close.append(
+            functools.partial(
+                _leave, weakref.ref(self), weakref.ref(self._group), group.process_group, sys.exc_info()[1]
+            )
         )
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:

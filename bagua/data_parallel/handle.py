@@ -7,6 +7,7 @@ the plain model's; a copy or a pickle of the model gets a handle that says that 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,6 +50,10 @@ class BaguaHandle:
         self._hooks = list(hooks)
         model.bagua, model.no_sync = self, _NoSync(self)  # until ``remove``
         _attached.add(self)
+        tell, calls = functools.partial(_before_close, weakref.ref(self)), self.group.before_close
+        calls.append(tell)
+        self._leave_group = weakref.finalize(self, calls.remove, tell)
+        self._leave_group.atexit = False
 
     @property
     def algorithm(self) -> Algorithm:
@@ -199,7 +204,7 @@ class BaguaHandle:
         """Ends the synchronisation on this rank; weights and gradients stay as they are. Idempotent.
 
         A last step with NaN or Inf of which the next forward would have told (``nonfinite_check`` "late") is told in
-        the log "bagua".
+        the log "bagua", here and where the group is closed.
         """
         is_attached = bool(self._hooks)
         try:
@@ -207,9 +212,13 @@ class BaguaHandle:
                 self.algorithm.detach()
         finally:  # of a group that has failed too
             self.remove_hooks()
-        error = self.step.optimizer_steps.error_of_last_step() if is_attached else None
+        if is_attached:
+            self._tell_of_last_step("model.bagua.remove()")
+
+    def _tell_of_last_step(self, where: str) -> None:
+        error = self.step.optimizer_steps.error_of_last_step()
         if error is not None:  # not raised: where this is called to clean up, another exception may be under way
-            logger.error("model.bagua.remove(): %s", error)
+            logger.error("%s: %s", where, error)
 
     def remove_hooks(self) -> None:
         """The part of ``remove`` that is left when the algorithm has been detached already."""
@@ -217,6 +226,7 @@ class BaguaHandle:
             hook.remove()
         self._hooks.clear()
         _attached.discard(self)
+        self._leave_group()
         model = self._model()
         if model is not None and getattr(model, "bagua", None) is self:
             holder = model if "bagua" in vars(model) else model._orig_mod  # what torch.compile returns passes them on
@@ -224,6 +234,12 @@ class BaguaHandle:
 
     def __reduce__(self) -> tuple[type, tuple]:
         return _CopiedHandle, ()
+
+
+def _before_close(handle: weakref.ref[BaguaHandle]) -> None:
+    known = handle()
+    if known is not None:
+        known._tell_of_last_step(f"the group {known.group.name!r} is closed")
 
 
 class _NoSync:

@@ -76,7 +76,6 @@ class NonFiniteGuard:
         late = self._late
         if late is None:
             return True, False, None
-        late.seen = {}  # whose memory the next gradients may need
         was_skipped, bad = late.skipped_steps(), late.bad_buckets()
         watched = [bucket for bucket in late.watched if bucket in bad]
         wrong = [bucket for bucket in watched if self._was_used(bucket, late.steps, was_skipped)]
@@ -108,9 +107,7 @@ class NonFiniteGuard:
         if not ids & self._optimizers.stepped_ids():
             return True
         # A scaler that skips a step has looked at the same gradients.
-        return any(
-            ids & step.parameter_ids and not step.finds_finite(bucket) for step in steps if step not in was_skipped
-        )
+        return any(ids & step.parameter_ids and not step.was_finite() for step in steps if step not in was_skipped)
 
     def forget_steps(self) -> None:
         """The weights that the last steps have made are given up; the gradients are there, for one that may come."""
@@ -174,30 +171,25 @@ class NonFiniteGuard:
 
 
 class _Step:
-    """A step whose gradients nobody has looked at.
+    """A step whose gradients the host has not looked at, of watched buckets: as they are now, since the program may
+    have changed them since the backward, also by ``.data``, of which no version tells.
 
     Args:
-        late: of the backward before it. Watched buckets that it steps in part only, or whose gradients somebody has
-            changed since, it looks at itself.
+        late: of the backward before it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, late: _Late) -> None:
         self.parameter_ids = ids = {id(p) for options in optimizer.param_groups for p in options["params"]}
-        looks: dict[int, torch.Tensor] = {}  # by bucket
-        for bucket in late.watched:
-            members = [member for member in bucket.members if id(member.parameter) in ids]
-            is_whole, grads = len(members) == len(bucket.members), gradients_of(m.parameter for m in members)
-            if members and not (is_whole and are_unchanged(late.seen.pop(bucket.index, None), grads)):
-                # Not at the bucket as a whole: between the gradients is what a codec has left there, NaN too.
-                looks[bucket.index] = finite_flag(grads, bucket.device)
-        self._looks = list(looks)
-        self._are_finite = HostCopy(torch.stack(list(looks.values()))) if looks else None
+        # Not at buckets as a whole: between the gradients is what a codec has left there, NaN too.
+        parameters = (member.parameter for bucket in late.watched for member in bucket.members)
+        grads = gradients_of(parameter for parameter in parameters if id(parameter) in ids)
+        self._are_finite = HostCopy(finite_flag(grads, late.watched[0].device)) if grads else None
         found_inf = getattr(optimizer, "found_inf", None)
         self.found_inf = None if found_inf is None or found_inf.is_cpu else HostCopy(found_inf)
 
-    def finds_finite(self, bucket: Bucket) -> bool:
-        """Whether its own gradients are, of a bucket that was not finite when the backward ended."""
-        return bucket.index in self._looks and bool(self._are_finite.get()[self._looks.index(bucket.index)])
+    def was_finite(self) -> bool:
+        """Whether its own gradients were; waits for the device."""
+        return self._are_finite is None or bool(self._are_finite.get())
 
 
 class _Late:
@@ -206,7 +198,6 @@ class _Late:
     def __init__(self, looks: list[tuple[Bucket, Callable[[], bool]]], watched: Sequence[Bucket]) -> None:
         self._looks, self.watched = looks, watched
         self._bad: list[Bucket] | None = None
-        self.seen = {b.index: versions_of(gradients_of(m.parameter for m in b.members)) for b in watched}
         self.steps: list[_Step] = []  # made since
 
     def bad_buckets(self) -> list[Bucket]:
@@ -226,21 +217,6 @@ class _Late:
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-Versions = list[tuple[torch.Tensor, int]]
-
-
-def versions_of(grads: Sequence[torch.Tensor]) -> Versions:
-    """Gradients as they are now, for ``are_unchanged``; keeps them alive."""
-    return [(grad, grad._version) for grad in grads]
-
-
-def are_unchanged(seen: Versions | None, grads: Sequence[torch.Tensor]) -> bool:
-    """Whether the gradients are those, and nobody has written into them."""
-    if seen is None or len(seen) != len(grads):
-        return False
-    return all(grad is other and grad._version == version for grad, (other, version) in zip(grads, seen, strict=True))
 
 
 def is_skipped_by_scaler(optimizer: torch.optim.Optimizer, waits: bool = True) -> bool:

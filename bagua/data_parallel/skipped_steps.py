@@ -20,7 +20,7 @@ from bagua.algorithms import Algorithm
 from bagua.buckets import are_finite, finite_flag
 from bagua.data_parallel.failures import ending
 from bagua.data_parallel.followed_optimizers import FollowedOptimizers
-from bagua.data_parallel.nonfinite_guard import Versions, are_unchanged, gradients_of, versions_of
+from bagua.data_parallel.nonfinite_guard import gradients_of
 from bagua.data_parallel.optimizer_hooks import Call
 from bagua.distributed.devices import HostCopy
 from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
@@ -50,9 +50,8 @@ class SkippedSteps:
         self._device, self._is_late = device, is_late
         self._is_bad: list[bool] = []  # by optimizer: a gradient of some rank's was not finite when last asked
         self._late: HostCopy | None = None  # the same, on its way
-        self._seen: dict[int, Versions] = {}  # by optimizer: its gradients then
-        # Optimizers that have stepped since; where others had changed the gradients, whether they were finite.
-        self._used: list[tuple[int, HostCopy | None]] = []
+        # Optimizers that have stepped since, and whether their gradients were finite, which others may have changed.
+        self._used: list[tuple[int, HostCopy]] = []
         is_certain = algorithm.skips_together() or algorithm.refuses_nonfinite
         self._agreed = _SCALED if is_certain else _UNKNOWN  # equal on all ranks
         self._are_scaled: dict[int, bool] = {}  # by optimizer: whether a GradScaler has made a step, seen by this rank
@@ -127,7 +126,6 @@ class SkippedSteps:
             self._forget()
             if self._is_late:
                 self._late = HostCopy(agreed)
-                self._seen = dict(enumerate(map(versions_of, grads)))
             else:
                 self._is_bad = list(map(bool, agreed.tolist()))
         return work
@@ -137,14 +135,13 @@ class SkippedSteps:
 
         Waits for the device to have come to the end of the last backward, if a step has followed it.
         """
-        self._seen = {}  # whose memory the next ones may need
         if self._late is None or not self._used:
             return None  # a step may follow
         is_bad, used = list(map(bool, self._late.get().tolist())), self._used
         self._forget()
         self._is_bad = is_bad  # of another optimizer's step the host knows it in time
         names = [type(optimizer).__name__ for optimizer in self._optimizers]
-        wrong = [names[index] for index, look in used if is_bad[index] and (look is None or not look.get())]
+        wrong = [names[index] for index, look in used if is_bad[index] and not look.get()]
         if not wrong:
             return None
         return InvalidArgument(
@@ -173,7 +170,7 @@ class SkippedSteps:
         return frozenset(id(p) for optimizer in of_bad for options in optimizer.param_groups for p in options["params"])
 
     def _forget(self) -> None:
-        self._is_bad, self._late, self._seen, self._used = [], None, {}, []
+        self._is_bad, self._late, self._used = [], None, []
 
     def check_step(self, optimizer: torch.optim.Optimizer, is_certain: bool) -> None:
         """``optimizer`` is about to change weights by the gradients that are there, unless its closure raises first.
@@ -182,9 +179,8 @@ class SkippedSteps:
             InvalidArgument: on all ranks, where one of them had NaN or Inf and the algorithm cannot send it.
         """
         if self._late is not None and is_certain:
-            index, grads = self._optimizers.index_of(optimizer), _gradients_of(optimizer)
-            is_same = are_unchanged(self._seen.pop(index, None), grads)
-            self._used.append((index, None if is_same else HostCopy(finite_flag(grads, self._device))))
+            look = HostCopy(finite_flag(_gradients_of(optimizer), self._device))
+            self._used.append((self._optimizers.index_of(optimizer), look))
         if not any(self._is_bad):
             return
         if self._is_bad[self._optimizers.index_of(optimizer)] and not are_finite(_gradients_of(optimizer)):

@@ -26,7 +26,7 @@ def closing_if_refused(group: ProcessGroup) -> Iterator[None]:
         yield
     except BaseException:
         for child in [child for child in group.subgroups if child not in before]:
-            child.before_close = None  # it would take part in what has never begun
+            child.before_close.clear()  # it would take part in what has never begun
             child.close()
         raise
 

@@ -63,7 +63,7 @@ class ProcessGroup:
         self.rank = self.ranks.index(global_rank) if global_rank in self.ranks else -1
         self._parent: ProcessGroup | None = None
         self.subgroups: dict[ProcessGroup, None] = {}  # in the order in which they were made
-        self.before_close: Callable[[], None] | None = None
+        self.before_close: list[Callable[[], None]] = []  # called when it is closed, while it can be used
         self._closed = self._has_told_path = False
         self._pid = os.getpid()
         if self.rank >= 0:
@@ -103,8 +103,8 @@ class ProcessGroup:
         """End the worker threads and announce the shutdown to the peers. Idempotent; does nothing in a forked child."""
         if self._pid != os.getpid():
             return
-        if self.before_close is not None and not self._closed:
-            self.before_close()
+        for call in [] if self._closed else list(self.before_close):
+            call()
         for child in reversed(list(self.subgroups)):  # while this one can still report whether it has failed
             child.close()
         self._closed = True

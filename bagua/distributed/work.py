@@ -102,6 +102,10 @@ class Work:
         """Whether the operation has ended, well or not. Never blocks."""
         return self._core.is_completed()
 
+    def is_in_place(self) -> bool:
+        """Of one that was waited for and has ended: whether a device has done what ``wait`` has left to it, too."""
+        return self._finished is None or self._finished.query()
+
     def exception(self) -> BaseException | None:
         """What the operation raised, or what kept wait() from copying its result back; None while it runs and after
         success."""

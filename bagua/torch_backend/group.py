@@ -17,7 +17,12 @@ import torch.autograd.profiler as profiler
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ..distributed.devices import common_device, supported_types, wait_for_current_stream
+from ..distributed.devices import (
+    common_device,
+    keep_for_current_stream,
+    supported_types,
+    wait_for_current_stream,
+)
 from ..distributed.process_group import ProcessGroup, ReduceOp, Work
 from ..errors import InvalidArgument
 from .callback_levels import Levels
@@ -439,4 +444,10 @@ def _divide_integers(
     dtype = tensor.dtype
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool or op != dist.ReduceOp.AVG:
         return op, None
-    return ReduceOp.SUM, lambda: tensor.div_(group.size, rounding_mode="trunc")
+
+    def divide() -> None:
+        if not tensor.is_cpu:
+            keep_for_current_stream(tensor)  # which need not be the one that it was made for
+        tensor.div_(group.size, rounding_mode="trunc")
+
+    return ReduceOp.SUM, divide

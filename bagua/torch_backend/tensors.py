@@ -129,8 +129,8 @@ def copy_out(source: torch.Tensor, parts: Sequence[torch.Tensor]) -> Callable[[]
     _check_alike([source, *views])
 
     def copy() -> None:
-        if not source.is_cpu:
-            keep_for_current_stream(source)  # which need not be the one that it was made for
+        for tensor in () if source.is_cpu else (source, *views):
+            keep_for_current_stream(tensor)  # which need not be the one that it was made for
         pieces = source.split([view.numel() for view in views])
         for view, piece in zip(views, pieces, strict=True):
             view.copy_(piece.view(view.shape))

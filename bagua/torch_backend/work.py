@@ -92,7 +92,7 @@ class TorchWork(dist.Work):
         if self.exception() is None:
             with contextlib.suppress(Exception):  # exception() returns it from now on
                 self._finish()  # copies staged results back
-        return True
+        return all(work.is_in_place() for work in self._works)
 
     def is_success(self) -> bool:
         """Whether it has ended well."""

@@ -114,6 +114,10 @@ class Communicator {
   // reports; ends what is enqueued, and itself.
   bool has_device_transport() const { return device_path_ != nullptr && device_path_->transport() != nullptr; }
   void check_device_transport() { device_path_->transport()->check(); }
+  // From begin() to end(); see DevicePath.
+  DeviceTurns::Enqueued before_on_device() const {
+    return device_path_ ? device_path_->before() : DeviceTurns::Enqueued{};
+  }
   void abort_device_transport() noexcept {
     if (has_device_transport()) device_path_->transport()->abort();
   }

@@ -117,6 +117,7 @@ DeviceTransport* DevicePath::enter(Stream stream) {
 void DevicePath::leave(Stream stream) noexcept {
   if (turn_) turn_->end(stream);
   turn_.reset();
+  before_ = {};
 }
 
 // An operation that was begun when no rank had another group takes no turn: it could only meet the first operation of
@@ -127,13 +128,13 @@ void DevicePath::take_turn(Stream stream) {
   has_others[rank] = member_->has_others() ? 1 : 0;
   group_.exchange(has_others.data(), sizeof has_others[0]);
   if (std::count(has_others.begin(), has_others.end(), 0) == group_.ranks.size) return;
-  turn_.emplace(member_->turns(), group_.key);
+  turn_.emplace(member_->turns(), group_.key, group_.ranks.group);
   std::vector<uint64_t> numbers(size);
   numbers[rank] = turn_->number();
   group_.exchange(numbers.data(), sizeof numbers[0]);
   turn_->agree(*std::max_element(numbers.begin(), numbers.end()));
   while (!turn_->has_come()) group_.pause("the turn of another group");
-  turn_->begin(stream);
+  before_ = turn_->begin(stream);
 }
 
 void DevicePath::choose(Stream stream) {

@@ -68,6 +68,8 @@ class DevicePath {
   DeviceTransport* enter(Stream stream);
   // At its end, however it ends.
   void leave(Stream stream) noexcept;
+  // What the running operation stands behind on the device, of other groups, too.
+  const DeviceTurns::Enqueued& before() const { return before_; }
 
   // For who knows that there is one.
   DeviceTransport* transport() const { return transport_.get(); }
@@ -87,6 +89,7 @@ class DevicePath {
   bool is_chosen_ = false;
   std::optional<DeviceTurns::Member> member_;  // where the transport is the choice
   std::optional<DeviceTurns::Turn> turn_;      // of the running operation
+  DeviceTurns::Enqueued before_;               // its turn
   std::unique_ptr<DeviceTransport> transport_;
   mutable std::mutex mutex_;  // guards the next
   std::string description_;

@@ -23,9 +23,9 @@ DeviceTurns::Member::Member(DeviceTurns& turns) : turns_(turns) {
 }
 
 DeviceTurns::Member::~Member() {
-  device::SharedEvent last;  // goes back to its device without the lock
+  Enqueued last;  // goes back to its device without the lock
   std::lock_guard lock(turns_.mutex_);
-  if (--turns_.num_members_ == 0) last = std::exchange(turns_.enqueued_, nullptr);
+  if (--turns_.num_members_ == 0) last = std::exchange(turns_.enqueued_, {});
 }
 
 bool DeviceTurns::Member::has_others() const {
@@ -33,7 +33,8 @@ bool DeviceTurns::Member::has_others() const {
   return turns_.num_members_ > 1;
 }
 
-DeviceTurns::Turn::Turn(DeviceTurns& turns, std::string key) : turns_(turns), key_(std::move(key)) {
+DeviceTurns::Turn::Turn(DeviceTurns& turns, std::string key, std::string group)
+    : turns_(turns), key_(std::move(key)), group_(std::move(group)) {
   std::lock_guard lock(turns_.mutex_);
   number_ = ++turns_.last_number_;
   turns_.turns_.push_back(this);
@@ -60,21 +61,22 @@ bool DeviceTurns::Turn::has_come() const {
                       [this](const Turn* other) { return other->is_before(*this); });
 }
 
-void DeviceTurns::Turn::begin(Stream stream) {
-  device::SharedEvent before;
+DeviceTurns::Enqueued DeviceTurns::Turn::begin(Stream stream) {
+  Enqueued before;
   {
     std::lock_guard lock(turns_.mutex_);
     before = turns_.enqueued_;
   }
   has_begun_ = true;
-  if (before != nullptr) before->let_wait(stream);
+  if (before.end != nullptr) before.end->let_wait(stream);
+  return before;
 }
 
 void DeviceTurns::Turn::end(Stream stream) noexcept {
   if (!std::exchange(has_begun_, false)) return;
-  device::SharedEvent enqueued;
+  Enqueued enqueued{nullptr, group_};
   try {
-    enqueued = device::recorded_event(stream);
+    enqueued.end = device::recorded_event(stream);
   } catch (const Error&) {  // a device that is lost: nothing runs there
   }
   std::lock_guard lock(turns_.mutex_);

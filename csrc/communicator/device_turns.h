@@ -37,10 +37,16 @@ class DeviceTurns {
     DeviceTurns& turns_;
   };
 
+  // The end of what was enqueued, and of which group it was.
+  struct Enqueued {
+    device::SharedEvent end;  // null: nothing was
+    std::string group;
+  };
+
   // Of one operation of a group, `key` of which is the same on all its ranks and no other group's; until end().
   class Turn {
    public:
-    Turn(DeviceTurns& turns, std::string key);
+    Turn(DeviceTurns& turns, std::string key, std::string group);
     ~Turn();
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
@@ -48,8 +54,9 @@ class DeviceTurns {
     uint64_t number() const { return number_; }  // proposed, then agreed
     void agree(uint64_t number);
     bool has_come() const;
-    // Now that it has: what is enqueued on `stream` from here on stands behind the turns before.
-    void begin(Stream stream);
+    // Now that it has: what is enqueued on `stream` from here on stands behind the turns before, the last of which is
+    // returned.
+    Enqueued begin(Stream stream);
     // All of it is enqueued.
     void end(Stream stream) noexcept;
 
@@ -57,7 +64,7 @@ class DeviceTurns {
     bool is_before(const Turn& other) const;
 
     DeviceTurns& turns_;
-    const std::string key_;
+    const std::string key_, group_;
     uint64_t number_;
     bool has_begun_ = false;
   };
@@ -67,7 +74,7 @@ class DeviceTurns {
   int num_members_ = 0;
   uint64_t last_number_ = 0;
   std::vector<const Turn*> turns_;
-  device::SharedEvent enqueued_;  // behind the last turn that has ended
+  Enqueued enqueued_;  // by the last turn that has ended
 };
 
 }  // namespace bagua

@@ -33,7 +33,13 @@ Engine::Engine(std::unique_ptr<Communicator> communicator, const collectives::Th
   pthread_setname_np(worker_.native_handle(), ("bagua-" + communicator_->name()).substr(0, 15).c_str());
 }
 
-Engine::~Engine() { close(); }
+Engine::~Engine() {
+  close();
+  device_sides_.clear();  // which give the devices time to come to an end
+  release_late();
+  // A device that hangs or has failed may still write there, so it keeps it.
+  if (!late_.empty()) new std::vector<Late>(std::move(late_));
+}
 
 Engine::Task Engine::make_task_locked(Operation operation, uint64_t bytes, Timeout timeout, Place place) {
   Task task;
@@ -202,7 +208,7 @@ void Engine::dial_probed() {
 
 std::chrono::nanoseconds Engine::idle_sleep() const {
   if (!in_flight_.empty() && communicator_->is_polled()) return kPollInterval;
-  if (enqueued_.empty()) return in_flight_.empty() ? kIdleSleep : kInFlightSleep;
+  if (enqueued_.empty()) return in_flight_.empty() && late_.empty() ? kIdleSleep : kInFlightSleep;
   if (counts_->waiters.load(std::memory_order_relaxed) > 0) return kPollInterval;
   const nanoseconds age(EventLog::now_ns() - enqueued_.front().begin_ns);
   return std::clamp(age / kLooksPerDuration, kPollInterval, kLongestPollInterval);
@@ -246,6 +252,7 @@ void Engine::execute(Task& task) {
     context.num_nonfinite = num_nonfinite.get();
     if (side != nullptr) context.pinned = [side](size_t bytes) { return side->pinned(bytes); };
     communicator_->begin(task.operation, deadline, task.interrupt, stream);
+    DeviceTurns::Enqueued before = communicator_->before_on_device();
     const uint64_t nonfinite_blocks = task.run(context);
     communicator_->end();
     workspace_bytes_.store(workspace_.total_bytes() + device_workspace_bytes(), std::memory_order_relaxed);
@@ -256,7 +263,7 @@ void Engine::execute(Task& task) {
       side->record(interval->end);                 // may throw, as the next,
       auto done = device::recorded_event(stream);  // while the task is still here
       note_enqueued({std::move(task), deadline, std::move(done), std::move(num_nonfinite), std::move(interval),
-                     events_.waits_for_some(), begin_ns, sent, network_sent});
+                     events_.waits_for_some(), begin_ns, sent, network_sent, std::move(before)});
       return;
     }
     if (context.is_result_finite) task.work->set_result_finite(*context.is_result_finite);
@@ -265,21 +272,23 @@ void Engine::execute(Task& task) {
   } catch (...) {
     const Error cause = poison_with_current_exception();
     fail_in_flight(cause);
-    wait_for_leftovers(task.place.device);
-    fail(task, cause);
+    fail(task, cause, wait_for_leftovers(task.place.device));
   }
 }
 
 // What a failed operation has enqueued still uses its tensors, which are the program's again once it has failed.
-void Engine::wait_for_leftovers(Device device) {
-  if (device.is_cpu()) return;
+// Returns the end of it; null: nothing was.
+device::SharedEvent Engine::wait_for_leftovers(Device device) {
+  if (device.is_cpu()) return nullptr;
   try {
-    const auto end = device::recorded_event(side_of(device).stream());
+    auto end = device::recorded_event(side_of(device).stream());
     device::is_done_by(Deadline::after(device::kLongestWork), *end, [this] {
       complete_enqueued();
       if (enqueued_.empty()) communicator_->abort_device_transport();
     });
+    return end;
   } catch (const Error&) {  // a device that is lost, or was never there
+    return nullptr;
   }
 }
 
@@ -298,15 +307,18 @@ void Engine::note_enqueued(Enqueued operation) {
 // one. Staged, what was enqueued ends well even if the group fails meanwhile: its peers have done their part. Over a
 // device transport it may wait for them still.
 bool Engine::complete_enqueued() {
+  release_late();
   if (enqueued_.empty()) return false;
   const bool ended = complete_done();
   const auto cause = cause_to_give_up();
   if (!cause) return ended;
-  // All of it: what an abort ends looks done from here on. It ends soon, not at once.
-  const Deadline limit = Deadline::after(device::kLongestWork);
+  // All of it: what an abort ends looks done from here on. It ends soon, not at once; or never, behind what another
+  // group has enqueued.
+  const Deadline limit = Deadline::after(kFailureGrace);
   while (!enqueued_.empty()) {
-    device::is_done_by(limit, *enqueued_.front().done);
-    fail(enqueued_.front().task, *cause);
+    Enqueued& operation = enqueued_.front();
+    device::is_done_by(limit, *operation.done);
+    fail(operation.task, *cause, operation.done);
     enqueued_.pop_front();
   }
   return true;
@@ -344,7 +356,7 @@ bool Engine::complete_done() {
       failure = error;
     }
     if (failure) {
-      fail(task, *failure);
+      fail(task, *failure, operation.done);
     } else {
       if (operation.num_nonfinite) task.work->set_result_finite(*operation.num_nonfinite == 0);
       complete(task, 0, operation.bytes_sent, operation.network_bytes_sent);
@@ -399,11 +411,17 @@ std::optional<Error> Engine::cause_to_give_up() {
 void Engine::expect_in_time(const Enqueued& operation) {
   if (!operation.deadline.expired() || !waits_for_peers(operation)) return;
   const Task& task = operation.task;
-  throw Error(ErrorKind::kDeadlineExceeded,
-              device_name(task.place.device) + " of rank " + std::to_string(communicator_->rank()) +
-                  " has not finished " + describe(task.operation) + " over " + communicator_->device_path() +
-                  " in time, though all ranks have begun it: its part or a peer's hangs on the device; it was aborted",
-              -1, std::string(operation_name(task.operation.kind)));
+  const DeviceTurns::Enqueued& before = operation.before;
+  const bool has_begun = before.end == nullptr || before.end->is_done();
+  throw Error(
+      ErrorKind::kDeadlineExceeded,
+      device_name(task.place.device) + " of rank " + std::to_string(communicator_->rank()) + " has not " +
+          (has_begun ? "finished " : "begun ") + describe(task.operation) + " over " + communicator_->device_path() +
+          " in time, " +
+          (has_begun ? "though all ranks have begun it: its part or a peer's hangs on the device; it was aborted"
+                     : "for it stands behind an operation of the group '" + before.group +
+                           "' on that device, which has not ended; it was aborted"),
+      -1, std::string(operation_name(task.operation.kind)));
 }
 
 void Engine::complete(Task& task, uint64_t nonfinite_blocks, uint64_t bytes_sent, uint64_t network_bytes_sent) {
@@ -411,9 +429,20 @@ void Engine::complete(Task& task, uint64_t nonfinite_blocks, uint64_t bytes_sent
   task.work->complete(nonfinite_blocks, bytes_sent, network_bytes_sent);
 }
 
-void Engine::fail(Task& task, const Error& cause) {
+// `done`: the end of what it has enqueued on a device, to which that may be late.
+void Engine::fail(Task& task, const Error& cause, device::SharedEvent done) {
   num_unended_.fetch_sub(1, std::memory_order_relaxed);
-  task.work->fail(cause);
+  const bool is_late = done != nullptr && !device::is_done_by(Deadline::after({}), *done);
+  if (is_late) late_.push_back({task.work, std::move(done)});
+  task.work->fail(cause, is_late);
+}
+
+void Engine::release_late() {
+  std::erase_if(late_, [](const Late& late) {
+    if (!device::is_done_by(Deadline::after({}), *late.done)) return false;
+    late.work->release();
+    return true;
+  });
 }
 
 // Poisons the communicator, makes sure that no posted buffer is touched any more, and returns the first cause.
@@ -498,7 +527,7 @@ bool Engine::complete_in_flight() {
           complete(it->task);
         } else {
           auto done = device::recorded_event(it->stream);
-          note_enqueued({std::move(it->task), it->deadline, std::move(done), {}, {}, false, it->begin_ns, 0, 0});
+          note_enqueued({std::move(it->task), it->deadline, std::move(done), {}, {}, false, it->begin_ns, 0, 0, {}});
         }
         it = in_flight_.erase(it);
         advanced = true;
@@ -526,7 +555,14 @@ bool Engine::complete_in_flight() {
 
 void Engine::fail_in_flight(const Error& cause) {
   if (in_flight_.empty()) return;  // always so on a thread that runs inline: it may look, not touch
-  for (auto& operation : in_flight_) fail(operation.task, cause);
+  for (auto& operation : in_flight_) {
+    device::SharedEvent done;
+    try {
+      if (operation.is_posted && !operation.stream.is_cpu()) done = device::recorded_event(operation.stream);
+    } catch (const Error&) {  // a device that is lost
+    }
+    fail(operation.task, cause, std::move(done));
+  }
   in_flight_.clear();
   num_unposted_ = 0;
 }

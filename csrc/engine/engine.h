@@ -105,6 +105,12 @@ class Engine {
     int64_t begin_ns = 0;
     uint64_t bytes_sent = 0;
     uint64_t network_bytes_sent = 0;
+    DeviceTurns::Enqueued before;  // its turn on the device
+  };
+  // What has failed while its device was late, and uses what it keeps until `done`.
+  struct Late {
+    std::shared_ptr<Work> work;
+    device::SharedEvent done;
   };
   Task make_task_locked(Operation operation, uint64_t bytes, Timeout timeout, Place place = {});
   std::shared_ptr<Work> refuse_locked();
@@ -118,7 +124,7 @@ class Engine {
   DeviceSide& side_of(Device device);
   Stream stream_behind(const Place& place);
   void note_enqueued(Enqueued operation);
-  void wait_for_leftovers(Device device);
+  device::SharedEvent wait_for_leftovers(Device device);
   bool complete_enqueued();
   void log_device_operation(const Enqueued& operation);
   bool complete_done();
@@ -128,7 +134,8 @@ class Engine {
   std::chrono::nanoseconds idle_sleep() const;
   uint64_t device_workspace_bytes() const;
   void complete(Task& task, uint64_t nonfinite_blocks = 0, uint64_t bytes_sent = 0, uint64_t network_bytes_sent = 0);
-  void fail(Task& task, const Error& cause);
+  void fail(Task& task, const Error& cause, device::SharedEvent done = nullptr);
+  void release_late();
   void tell_awaited_message();
   bool post_in_flight();
   void post(InFlight& operation);
@@ -144,6 +151,7 @@ class Engine {
   Workspace workspace_;                                    // holder of the token
   std::vector<std::unique_ptr<DeviceSide>> device_sides_;  // worker thread, as the next
   std::deque<Enqueued> enqueued_;
+  std::vector<Late> late_;
   std::optional<Deadline> give_up_at_;        // once the group has failed
   std::optional<Deadline> cause_is_told_at_;  // once the device transport has
   EventLog events_;

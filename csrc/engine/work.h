@@ -109,7 +109,7 @@ class Work {
   // go of this handle. `stream` is where that memory is used next. Not kept where the operation has ended already.
   void keep(std::shared_ptr<void> kept, Stream stream) {
     std::lock_guard lock(mutex_);
-    if (is_completed()) return;
+    if (is_completed() && !is_in_use_) return;
     kept_ = std::move(kept);
     reused_on_ = stream;
   }
@@ -159,7 +159,14 @@ class Work {
     network_bytes_sent_.store(network_bytes_sent, std::memory_order_relaxed);
     finish(std::nullopt);
   }
-  void fail(const Error& error) { finish(error); }
+  // `is_in_use`: a device may use what is kept still; call release() when it no longer does.
+  void fail(const Error& error, bool is_in_use = false) { finish(error, is_in_use); }
+  void release() {
+    std::shared_ptr<void> kept;  // ends without the lock
+    std::lock_guard lock(mutex_);
+    is_in_use_ = false;
+    kept.swap(kept_);
+  }
 
  private:
   void count_waiter(int change) {
@@ -173,13 +180,13 @@ class Work {
     }
   }
 
-  void finish(std::optional<Error> error) {
+  void finish(std::optional<Error> error, bool is_in_use = false) {
     std::vector<std::function<void()>> callbacks, enqueued_callbacks;
     settle();
-    const bool is_in_use = error && is_late();
     {
       std::lock_guard lock(mutex_);
       error_ = std::move(error);
+      is_in_use_ = is_in_use;
       if (!is_in_use) kept_.reset();  // before a waiter can know
       completed_.store(true, std::memory_order_release);
       callbacks.swap(callbacks_);
@@ -188,16 +195,6 @@ class Work {
     changed_.notify_all();
     for (auto& callback : enqueued_callbacks) callback();
     for (auto& callback : callbacks) callback();  // without the lock: a callback may ask for error()
-  }
-
-  // Whether a device may still use the operation's tensors.
-  bool is_late() const {
-    const device::SharedEvent done = done_event();
-    try {
-      return done != nullptr && !done->is_done();
-    } catch (const Error&) {
-      return true;
-    }
   }
 
   enum Result : int { kNotLooked, kFinite, kNotFinite };
@@ -217,6 +214,7 @@ class Work {
   device::SharedEvent done_event_;
   std::vector<std::function<void()>> callbacks_, enqueued_callbacks_;
   std::shared_ptr<void> kept_;  // whose end takes no lock
+  bool is_in_use_ = false;      // though the operation has failed
   Stream reused_on_;
 };
 

@@ -47,6 +47,20 @@ TEST(Work, KeepsWhatItNeedsUntilItHasEnded) {
   }
 }
 
+TEST(Work, KeepsWhatALateDeviceUsesThoughItHasFailed) {
+  Work work(1);
+  const auto memory = std::make_shared<int>(3);
+  work.keep(memory, {});
+  work.fail(Error(ErrorKind::kAborted, "on purpose"), true);
+  EXPECT_EQ(memory.use_count(), 2);
+  work.keep(memory, {});  // by who has submitted it, late
+  EXPECT_EQ(memory.use_count(), 2);
+  work.release();
+  EXPECT_EQ(memory.use_count(), 1);
+  work.keep(memory, {});
+  EXPECT_EQ(memory.use_count(), 1);
+}
+
 TEST(Work, LetsGoOfMemoryThatIsUsedNextBehindIt) {
   const Stream stream{{DeviceKind::kEmulated, 0}}, other{{DeviceKind::kEmulated, 1}};
   Work work(1);

@@ -395,8 +395,8 @@ TEST(DeviceTurns, AProposalThatMayComeToBeBeforeHoldsUpWhatIsAfter) {
   EXPECT_FALSE(first.has_others());
   const DeviceTurns::Member second(turns);
   EXPECT_TRUE(first.has_others());
-  std::optional<DeviceTurns::Turn> early(std::in_place, turns, "b");
-  DeviceTurns::Turn late(turns, "a");
+  std::optional<DeviceTurns::Turn> early(std::in_place, turns, "b", "group b");
+  DeviceTurns::Turn late(turns, "a", "group a");
   EXPECT_LT(early->number(), late.number());
   late.agree(late.number() + 10);
   EXPECT_FALSE(late.has_come());
@@ -408,7 +408,7 @@ TEST(DeviceTurns, AProposalThatMayComeToBeBeforeHoldsUpWhatIsAfter) {
   EXPECT_FALSE(late.has_come());
   early.reset();
   EXPECT_TRUE(late.has_come());
-  EXPECT_GT(DeviceTurns::Turn(turns, "c").number(), late.number());
+  EXPECT_GT(DeviceTurns::Turn(turns, "c", "group c").number(), late.number());
 }
 
 TEST(DeviceTurns, WhatIsEnqueuedStandsBehindTheTurnBefore) {
@@ -417,20 +417,22 @@ TEST(DeviceTurns, WhatIsEnqueuedStandsBehindTheTurnBefore) {
   const DeviceTurns::Member member(turns);
   std::atomic<bool> has_run{false}, was_behind{false};
   {
-    DeviceTurns::Turn turn(turns, "one");
-    turn.begin(one.stream());
+    DeviceTurns::Turn turn(turns, "one", "group one");
+    EXPECT_EQ(turn.begin(one.stream()).end, nullptr);
     emulated().run(one.stream(), "slow", [&] {
       std::this_thread::sleep_for(20ms);
       has_run = true;
     });
     turn.end(one.stream());
   }
-  DeviceTurns::Turn turn(turns, "other");
-  turn.begin(other.stream());
+  DeviceTurns::Turn turn(turns, "other", "group other");
+  const DeviceTurns::Enqueued before = turn.begin(other.stream());
+  EXPECT_EQ(before.group, "group one");
   emulated().run(other.stream(), "look", [&] { was_behind = has_run.load(); });
   turn.end(other.stream());
   emulated().synchronize(other.stream());
   EXPECT_TRUE(was_behind);
+  EXPECT_TRUE(before.end->is_done());
 }
 
 // ---- who takes it

@@ -136,6 +136,24 @@ def test_a_scaler_skips_a_step(bad_step):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("grad_scale", [None, 4.0])
+def test_gradients_that_autograd_has_expanded(grad_scale):
+    weights = []
+    for fused in (True, False):
+        weight = torch.nn.Parameter(torch.ones(4, 3))
+        optimizer = bagua.optim.QAdam([weight], lr=0.1, warmup_steps=2, fused=fused)
+        for _ in range(3):
+            (weight.grad,) = torch.autograd.grad(weight.sum(), weight)
+            assert weight.grad.stride() == (0, 0)
+            if grad_scale is not None and fused:
+                weight.grad = (weight.grad[0, 0] * grad_scale).expand(4, 3)
+                optimizer.grad_scale, optimizer.found_inf = torch.tensor(grad_scale), torch.tensor(0.0)
+            optimizer.step()
+            assert weight.grad.eq(1).all()  # as the scaler's own unscaling leaves it
+        weights.append(weight.detach())
+    torch.testing.assert_close(*weights)
+
+
 def test_autograd_notices_a_fused_step():
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = bagua.optim.QAdam([weight], fused=True)

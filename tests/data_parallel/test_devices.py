@@ -779,6 +779,30 @@ def test_what_a_hook_that_came_late_makes_of_a_gradient_is_exchanged(pair_on_emu
         pair_on_emulated.run(_in_group, args=[_hooked_after_wrap, (algorithm,)])
 
 
+def _close_after_bad_step(rank, world_size, algorithm):
+    told = []
+    for is_bad in (False, True):
+        bagua.init_process_group(timeout=20)
+        group = bagua.get_default_group()
+        model, optimizer, device = _make(group, accelerator.kind(), algorithm=algorithm)
+        dropped, _, _ = _make(group, accelerator.kind(), algorithm=algorithm)
+        del dropped
+        x = _inputs(rank, 0, device)
+        model(x * float("nan") if is_bad and rank else x).square().mean().backward()
+        optimizer.step()
+        with warned() as lines:
+            bagua.destroy_process_group()
+        told.append(lines)
+        assert len(group.before_close) == 1  # of the model that is there
+    good, (line,) = told
+    assert good == [] and line.startswith("the group 'world' is closed: in the last step a gradient was NaN or Inf on")
+
+
+def test_nor_does_the_end_of_the_group(pair_on_emulated):
+    for algorithm in ("bytegrad", "low_precision_decentralized"):
+        pair_on_emulated.run(_close_after_bad_step, args=[algorithm])
+
+
 def _remove_after_bad_step(group, algorithm):
     model, optimizer, device = _make(group, accelerator.kind(), algorithm=algorithm)
     x = _inputs(group.rank, 0, device)
@@ -832,7 +856,7 @@ def test_nothing_comes_out_of_steps_that_are_given_up(pair_on_emulated):
         pair_on_emulated.run(_in_group, args=[_load_early, (algorithm,)])
 
 
-def _change_gradients(group, kind, algorithm):
+def _change_gradients(group, kind, algorithm, by_data):
     """The program looks for itself and steps with what it has made of the gradients."""
     model, optimizer, device = _make(group, kind, algorithm=algorithm)
     for step in range(4):
@@ -843,7 +867,7 @@ def _change_gradients(group, kind, algorithm):
             optimizer.zero_grad()
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+                (parameter.grad.data if by_data else parameter.grad).nan_to_num_(0.0, 0.0, 0.0)
         optimizer.step()
     model(x)
     weights = _weights(model)
@@ -852,7 +876,8 @@ def _change_gradients(group, kind, algorithm):
 
 
 def _compare_changed_gradients(group, algorithm):
-    assert all(map(torch.equal, *(_change_gradients(group, kind, algorithm) for kind in _BOTH_KINDS)))
+    for by_data in (False, True):
+        assert all(map(torch.equal, *(_change_gradients(group, kind, algorithm, by_data) for kind in _BOTH_KINDS)))
 
 
 def test_gradients_that_the_program_has_mended_are_no_error(pair_on_emulated):

@@ -18,7 +18,7 @@ from bagua.distributed import devices
 from bagua.testing import world as thread_world
 from tests import accelerator
 from tests.distributed.worlds import fast_in, shm, tcp, through_torch
-from tests.meeting import meet
+from tests.meeting import meet, wait_until
 
 SIZE = 2
 
@@ -217,6 +217,38 @@ def _check_that_the_host_goes_on(group):
     group.all_reduce(dropped)  # its Work is dropped, and the memory too: both live until it has ended
     del dropped
     group.barrier().wait()
+
+
+def _drop_what_is_late(rank, world_size):
+    """A device that is late at a deadline writes later, into memory that nobody has taken meanwhile."""
+    bagua.init_process_group(timeout=20)
+    device = accelerator.use_device_of(rank)
+    for _ in range(3):
+        group = bagua.new_group(timeout=0.25)
+        x = torch.full((1000,), rank + 1.0, device=device)
+        bagua.broadcast(x, 0, group=group)
+        torch.accelerator.synchronize()
+        bagua.barrier()
+        with contextlib.ExitStack() as late:
+            if rank == 1:  # 100 copies, for which the host does not wait, take 1.25 s, give or take 0.16
+                here, there = torch.ones(2, 10, device=device)
+                late.enter_context(emulated.delayed(0.05))
+                for _ in range(100):
+                    there.copy_(here)
+            work = bagua.broadcast(x, 0, group=group, async_op=True)
+            wait_until(work.is_completed, "the broadcast ends")
+            is_late = isinstance(work.exception(), bagua.DeadlineExceeded)
+            del work, x
+            bagua.barrier()  # frees what was dropped
+            torch.accelerator.synchronize()  # raises what the device has found
+        assert is_late == (rank == 1)
+        bagua.barrier()
+    bagua.destroy_process_group()
+
+
+@pytest.mark.timed
+def test_what_a_late_device_writes_to_lives_until_then(pair_on_emulated):
+    pair_on_emulated.run(_drop_what_is_late)
 
 
 def _over_threads(rank, world_size, check):

@@ -177,6 +177,39 @@ def test_what_nobody_waits_for_is_aborted_with_its_group(pair):
     assert "destroyed the group 'world' with 1 operation pending; wait for them first" in message
 
 
+def stand_behind(rank, world_size):
+    """An operation of one group behind one of another that hangs, on the device."""
+    nccl.use()
+    bagua.init_process_group("nccl", timeout=20)
+    device = accelerator.use_device_of(rank)
+    hanging, quick = bagua.new_group(timeout=20), bagua.new_group(timeout=0.5)
+    y, z = torch.ones(3000, device=device), torch.ones(3000, device=device)
+    for group, tensor in ((hanging, y), (quick, z)):
+        bagua.all_reduce(tensor, group=group)
+    torch.accelerator.synchronize()
+    bagua.barrier()
+    if rank == 1:
+        nccl.hang(1)
+    num_calls = len(nccl.calls())
+    works = [bagua.all_reduce(y, group=hanging, async_op=True)]
+    wait_until(lambda: len(nccl.calls()) > num_calls, "the operation before is enqueued")
+    begin = time.monotonic()
+    works.append(bagua.all_reduce(z, group=quick, async_op=True))
+    wait_until(works[1].is_completed, "an operation behind another group's has failed")
+    took, error = time.monotonic() - begin, works[1].exception()
+    assert not works[0].is_completed()
+    bagua.destroy_process_group()
+    return took, type(error).__name__, str(error), hanging.name
+
+
+@pytest.mark.timed
+def test_who_stands_behind_another_group_says_so_in_time(pair):
+    for took, kind, message, name in pair.run(stand_behind):
+        assert 0.4 < took < 2.5 and kind in ("DeadlineExceeded", "RemoteError")
+        assert "has not begun all_reduce #2" in message, message
+        assert f"it stands behind an operation of the group '{name}' on that device, which has not ended" in message
+
+
 def until_rank_1_is_named(group, work, x):
     """Seconds until an all_reduce that waits for rank 1, which was killed, has failed; so does what comes after it."""
     begin = time.monotonic()

@@ -5,6 +5,7 @@ the device is emulated; wait() and futures are those of torch's backends for dev
 not.
 """
 
+import time
 import warnings
 from datetime import timedelta
 
@@ -178,6 +179,63 @@ def other_stream(rank, n):
 
 def test_another_stream_may_wait(pair_on_devices):
     run(pair_on_devices, other_stream)
+
+
+def started_alike(rank, n, kind, turn):
+    """An operation whose outcome is copied to where it belongs behind its end, its tensors, and their values then."""
+    device = accelerator.device_of(rank)
+    total = sum(r + turn + 1 for r in range(n))
+    if kind == "all_gather":
+        into = [torch.zeros(1000, device=device) for _ in range(n)]
+        work = dist.all_gather(into, torch.full((1000,), rank + turn + 1.0, device=device), async_op=True)
+        return work, into, [r + turn + 1.0 for r in range(n)]
+    if kind == "all_to_all":
+        into = [torch.zeros(1000, device=device) for _ in range(n)]
+        sources = [torch.full((1000,), 10.0 * rank + r + turn, device=device) for r in range(n)]
+        return dist.all_to_all(into, sources, async_op=True), into, [10.0 * r + rank + turn for r in range(n)]
+    into = torch.full((1000,), rank + turn + 1, device=device)
+    return dist.all_reduce(into, dist.ReduceOp.AVG, async_op=True), [into], [total // n]
+
+
+COPIED_BEHIND = ("all_gather", "all_to_all", "all_reduce of integers")
+
+
+def dropped(rank, n):
+    """Futures, Works and tensors, while their operations are under way."""
+    emulated.set_delay(0.01)
+    try:
+        for turn in range(30):
+            for kind in COPIED_BEHIND:
+                started_alike(rank, n, kind, turn)[0].get_future()
+            if turn % 10 == 9:
+                dist.barrier()
+        time.sleep(0.3)
+    finally:
+        emulated.set_delay(emulated.DEFAULT_DELAY)
+    torch.accelerator.synchronize()  # raises what the device has found
+
+
+def test_outcomes_live_until_they_are_copied(pair_on_emulated):
+    run(pair_on_emulated, dropped)
+
+
+def seen_elsewhere(rank, n):
+    """What has completed every stream finds."""
+    side = torch.Stream(accelerator.device_of(rank))
+    with accelerator.delayed(0.01):
+        for turn in range(8):
+            for kind in COPIED_BEHIND:
+                work, into, expected = started_alike(rank, n, kind, turn)
+                wait_until(work.is_success, f"{kind} has ended well")
+                with side:
+                    found = torch.stack(into)
+                side.synchronize()
+                assert found.cpu().eq(torch.tensor(expected).view(-1, 1)).all(), (kind, turn)
+                torch.accelerator.synchronize()
+
+
+def test_what_has_completed_is_there_for_every_stream(pair_on_emulated):
+    run(pair_on_emulated, seen_elsewhere)
 
 
 def futures(rank, n):
