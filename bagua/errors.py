@@ -3,6 +3,7 @@ the binding layer translates them one to one.
 
 A message carries the value, what was expected and what to do. `rank` is the rank at fault (None if no rank is),
 `ranks` are all of them, `operation` the collective that was running, `bucket` the gradient bucket that it was for.
+Ranks are those of the job, of a group of some ranks too, whose messages count within it and say so.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class BaguaError(Exception):
 
     Args:
         message: the value, what was expected, what to do.
-        rank: the rank (of the group concerned) at fault, if there is one.
+        rank: the rank of the job at fault, if there is one.
         operation: the collective or verb that was running, e.g. "all_reduce".
         bucket: label of the bucket that the operation was for, e.g. "bucket 3".
         ranks: all ranks at fault, by default `rank` alone. After processes have died, the same on all ranks between
@@ -45,6 +46,15 @@ class BaguaError(Exception):
         self.ranks = ranks if ranks is not None else () if rank is None else (rank,)
         self.operation = operation
         self.bucket = bucket
+        self.in_group: BaguaError | None = None  # the same by ranks of a group (distributed/job_ranks.py)
+
+    def reworded(self, message: str, bucket: str | None = None) -> BaguaError:
+        """The same with another message."""
+        error = type(self)(
+            message, rank=self.rank, operation=self.operation, bucket=bucket or self.bucket, ranks=self.ranks
+        )
+        error.in_group = None if self.in_group is None else self.in_group.reworded(message, bucket)
+        return error
 
     @property
     def peer(self) -> int | None:

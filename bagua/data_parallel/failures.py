@@ -38,7 +38,10 @@ class fatal:
 
 
 def ending(group: ProcessGroup, error: BaguaError) -> BaguaError:
-    """Poisons ``group`` with ``error``, which is returned to be raised; a single rank has nobody to tell."""
+    """Poisons ``group`` with ``error``, whose ranks are the group's, and returns it to be raised.
+
+    A single rank has nobody to tell.
+    """
     if group.size > 1:
         group.poison(error)
-    return error
+    return group.job_ranks.told(error)

@@ -103,7 +103,7 @@ class FollowedOptimizers:
         own = [i for i, other in enumerate(self._optimizers) if other is optimizer]
         index = next((i for i in (*own, *range(len(self._steps))) if self._steps[i] == steps), None)
         if index is None:
-            raise self._refusal(optimizer, steps)
+            raise self._group.job_ranks.told(self._refusal(optimizer, steps))
         if self._optimizers[index] is not optimizer:
             changed = [*self._optimizers]
             changed[index] = optimizer
@@ -122,9 +122,8 @@ class FollowedOptimizers:
         try:
             agree(self._group, lambda: (None, describe_optimizer(index, optimizer, self._name_of)), remedy)
         except BaguaError as error:
-            context = {"rank": error.rank, "operation": error.operation, "bucket": error.bucket}
             message = f"an optimizer ({type(optimizer).__name__}) that was made anew makes its first step: {error}"
-            raise type(error)(f"{message}; {remedy}", **context) from error
+            raise error.reworded(f"{message}; {remedy}") from error
         self._agreed.add(optimizer)
 
     def _refusal(self, optimizer: torch.optim.Optimizer, steps: frozenset[int]) -> InvalidArgument:

@@ -189,8 +189,7 @@ class BaguaHandle:
             clock = clock_sync.measure(self.group)
         except BaguaError as error:
             message = f"{error}; model.bagua.timeline().save(path) writes what this rank knows, without the others"
-            context = {"rank": error.rank, "operation": error.operation, "bucket": error.bucket}
-            raise type(error)(message, **context) from error
+            raise error.reworded(message) from error
         path = Path(folder) / f"rank{self.group.rank}.json"
 
         def write() -> tuple[None, dict[str, Any]]:

@@ -69,7 +69,7 @@ def dtype_code(dtype: torch.dtype) -> int:
         return _DTYPE_CODES[dtype]
     except KeyError:
         known = ", ".join(str(d).removeprefix("torch.") for d in _DTYPE_CODES)
-        raise InvalidArgument(f"{dtype} cannot be sent; the types are {known}") from None
+        raise InvalidArgument(f"{dtype} is not supported here; the types are {known}") from None
 
 
 def check_op(op: ReduceOp, dtype: torch.dtype) -> ReduceOp:

@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from bagua import _C, config
+from bagua.distributed.job_ranks import JobRanks
 from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import InvalidArgument
 from bagua.net import rendezvous
@@ -119,6 +120,7 @@ def bootstrap_alone(
     launch = config.launch_environment(rank, world_size, needs_master=False)
     name = f"ranks {format_ranks(ranks)}"
     endpoint, group = bootstrap(store, launch, name, list(ranks).index(rank), len(ranks), timeout, settings)
+    group.job_ranks = JobRanks(name, ranks)
     return group, endpoint.close
 
 

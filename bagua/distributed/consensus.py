@@ -45,10 +45,10 @@ def agree(group: ProcessGroup, prepare: Callable[[], tuple[Prepared, dict[str, A
         raise failure
     for rank, (text, _) in enumerate(everyone):
         if text is not None:
-            raise InvalidArgument(f"rank {rank} raised {text}", rank=rank)
+            raise group.job_ranks.told(InvalidArgument(f"rank {rank} raised {text}", rank=rank))
     if len({digest for _, digest in everyone}) > 1:
         texts = {section: (repr(value), str(value)) for section, value in described.items()}
-        raise _disagreement(group.all_gather_plain(texts), remedy)
+        raise group.job_ranks.told(_disagreement(group.all_gather_plain(texts), remedy))
     return prepared
 
 

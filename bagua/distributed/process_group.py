@@ -22,6 +22,7 @@ from bagua.distributed import plain_data
 from bagua.distributed.arguments import ReduceOp, check_codec, check_op, check_topology, dtype_code
 from bagua.distributed.cores import GroupCores, Network
 from bagua.distributed.devices import StreamKey, check_not_capturing, common_device, current_stream
+from bagua.distributed.job_ranks import JobRanks, in_group
 from bagua.distributed.nodes import Nodes
 from bagua.distributed.tensors import Array, Residuals, check_pair, prepare, segments_of, split_numels
 from bagua.distributed.work import Work, to_seconds
@@ -61,6 +62,7 @@ class ProcessGroup:
         self._network = network
         self._global_rank = global_rank
         self.rank = self.ranks.index(global_rank) if global_rank in self.ranks else -1
+        self.job_ranks = JobRanks(name, self.ranks)
         self._parent: ProcessGroup | None = None
         self.subgroups: dict[ProcessGroup, None] = {}  # in the order in which they were made
         self.before_close: list[Callable[[], None]] = []  # called when it is closed, while it can be used
@@ -144,7 +146,10 @@ class ProcessGroup:
             )
         if self._closed:
             raise InvalidArgument(f"the group '{self.name}' was destroyed; call init_process_group or new_group again")
-        self._cores.check()
+        try:
+            self._cores.check()
+        except BaguaError as error:
+            raise self.job_ranks.told(error) from None
 
     def failure(self) -> BaguaError | None:
         """What ``check`` raises because an operation of the group has failed on any rank; None where none has."""
@@ -153,13 +158,13 @@ class ProcessGroup:
         try:
             self._cores.check()
         except BaguaError as error:
-            return error
+            return self.job_ranks.told(error)
         return None
 
     def poison(self, exception: BaguaError) -> None:
         """Make every later call on every connected rank raise `exception` as the first cause."""
         if self.rank >= 0:
-            self._cores.poison(exception)
+            self._cores.poison(in_group(exception))
 
     @property
     def bytes_sent(self) -> int:
@@ -211,7 +216,8 @@ class ProcessGroup:
         if device is not None and not self._has_told_path:
             self._has_told_path = True
             core_work.add_done_callback(self._tell_device_path)
-        return Work(core_work, 1000.0 * self._timeout_s, label, finish, self._cores.share_failure, device)
+        failed, job_ranks = self._cores.share_failure, self.job_ranks
+        return Work(core_work, 1000.0 * self._timeout_s, label, finish, failed, job_ranks, device)
 
     def _tell_device_path(self) -> None:
         if self.device_path:

@@ -11,6 +11,7 @@ import torch
 
 from bagua import _C
 from bagua.distributed.devices import check_not_capturing, current_stream, current_torch_stream, recorded_event
+from bagua.distributed.job_ranks import JobRanks
 from bagua.errors import BaguaError, DeadlineExceeded, InvalidArgument
 
 __all__ = ["Work", "to_seconds"]
@@ -40,6 +41,7 @@ class Work:
         "_finished",
         "_finishing",
         "_has_failed",
+        "_job_ranks",
         "_limit_s",
         "label",
     )
@@ -51,9 +53,11 @@ class Work:
         label: str,
         finish: Callable[[], None] | None,
         has_failed: Callable[[BaguaError], None],
+        job_ranks: JobRanks,
         device: torch.device | None = None,
     ):
         self._core = core
+        self._job_ranks = job_ranks
         self._has_failed = has_failed  # called with the error that wait() finds
         self._device = device  # None: the CPU
         self._limit_s = limit_s
@@ -95,7 +99,10 @@ class Work:
 
     def is_found_finite(self) -> bool:
         """``is_result_finite`` of an operation on a device that was to look, after ``wait``; waits for its end."""
-        self._core.wait(self._limit_s)
+        try:
+            self._core.wait(self._limit_s)
+        except BaguaError as error:
+            raise self._job_ranks.told(error) from None
         return self._core.is_result_finite is not False
 
     def is_completed(self) -> bool:
@@ -109,7 +116,8 @@ class Work:
     def exception(self) -> BaseException | None:
         """What the operation raised, or what kept wait() from copying its result back; None while it runs and after
         success."""
-        return self._core.error() or self._failure
+        error = self._core.error()
+        return self._failure if error is None else self._job_ranks.told(error)
 
     def wait(self, timeout: timedelta | float | None = None) -> None:
         """Block until the operation has ended; releases the GIL.
@@ -134,14 +142,8 @@ class Work:
         except BaguaError as error:
             self._has_failed(error)
             if self.label and error.bucket is None:
-                raise type(error)(
-                    f"{self.label}: {error}",
-                    rank=error.rank,
-                    operation=error.operation,
-                    bucket=self.label,
-                    ranks=error.ranks,
-                ) from None
-            raise
+                error = error.reworded(f"{self.label}: {error}", self.label)
+            raise self._job_ranks.told(error) from None
         if not ended:
             raise DeadlineExceeded(f"the operation {self.label or self.ticket} is still running after {limit_s:g} s")
         if self._finishing is not None:

@@ -151,7 +151,8 @@ def _modular_sum(values: Tensors, bits: int, fraction_bits: int, placement: str)
             raise failure
         if has_failed.any():
             rank = int(has_failed.argmax())
-            raise InvalidArgument(f"rank {rank} has clients with values out of the range of fixed point", rank=rank)
+            error = InvalidArgument(f"rank {rank} has clients with values out of the range of fixed point", rank=rank)
+            raise error if group is None else group.job_ranks.told(error)
     return coding.decode(sums, values)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from bagua.distributed.job_ranks import in_group
 from bagua.errors import BaguaError
 
 KEPT_STEPS = 4096
@@ -278,7 +279,8 @@ class Recorder:
         if self._failure is None:
             message = f"{type(error).__name__}: {error}"
             times = (begin_ns, wait_ns, time.monotonic_ns())
-            self._failure = Failure(where, self._num_steps, *times, message, error.rank)
+            # By ranks of the group, as files of timelines are named.
+            self._failure = Failure(where, self._num_steps, *times, message, in_group(error).rank)
 
     def steps(self, last: int = KEPT_STEPS) -> tuple[StepRecord, ...]:
         """The last steps, oldest first."""

@@ -23,7 +23,8 @@ import torch.distributed.distributed_c10d as c10d
 
 from .. import config
 from ..distributed import world
-from ..distributed.bootstrap import bootstrap_alone
+from ..distributed.bootstrap import bootstrap_alone, format_ranks
+from ..distributed.job_ranks import JobRanks
 from ..distributed.process_group import ProcessGroup
 from ..errors import BaguaError, InvalidArgument
 from ..torch_version import is_torch_at_least
@@ -113,12 +114,7 @@ def _create_alone(options, ranks: list[int]) -> TorchProcessGroup:
     try:
         group, close = bootstrap_alone(store, ranks, dist.get_rank(), dist.get_world_size(), options.timeout)
     except BaguaError as error:
-        raise type(error)(
-            f"{error} (ranks count within the group of {ranks})",
-            rank=error.rank,
-            operation=error.operation,
-            ranks=error.ranks,
-        ) from error
+        raise JobRanks(f"ranks {format_ranks(ranks)}", ranks).told(error) from error
     made = TorchProcessGroup(group, options.store, options.group_id, _forgetter(close))
     _open_alone.add(made)
     return made

@@ -26,7 +26,7 @@ CORE = CONFIG | {"_C"}
 GROUP = {
     f"distributed.{name}"
     for name in (
-        *("nodes", "memory_overlap", "plain_data", "arguments", "devices", "work", "tensors", "cores"),
+        *("nodes", "memory_overlap", "plain_data", "arguments", "devices", "job_ranks", "work", "tensors", "cores"),
         "process_group",
     )
 }
@@ -86,6 +86,7 @@ ORDER = {
         "plain_data": ERRORS,
         "arguments": CORE,
         "devices": CORE,
+        "job_ranks": ERRORS,
         "work": CORE,
         "tensors": CONFIG,
         "cores": CORE,
@@ -99,7 +100,7 @@ ORDER = {
     },
     "profiler": {
         "stragglers": set(),
-        "recorder": ERRORS,
+        "recorder": ERRORS | {"distributed.job_ranks"},
         "chrome_trace": ERRORS,
         "rank_trace": ERRORS,
         "report": ERRORS,
