@@ -7,7 +7,7 @@ can skip the step; for others at the end of backward.
 
 On a device the host would have to wait for all of backward to know. Late, which is the default there, it looks when the
 next forward or backward begins: a step that should have been refused has changed weights by then, and is an error.
-Where there is no next one, the end of the wrap tells of it.
+Where there is no next one, the end of the wrap tells of it, or that of the group.
 """
 
 from __future__ import annotations
