@@ -1,9 +1,10 @@
 """One rank of `bagua run`: runs the training script as Python would, and says once, with the rank, what it raised.
 
 Python runs this file by its path, so that nothing of bagua or torch is imported before the script imports it. What a
-script raises is told in lines that begin with the rank. An error of bagua that names another rank is told in one line:
-that rank's own traceback is the one that matters. What was raised is also written where torch's agent looks for it
-(TORCHELASTIC_ERROR_FILE), as torch's `record` does, and from there the launcher takes it for its last line.
+script raises is told in lines that begin with the rank. An error of bagua that names another rank, or what was raised
+from it, is told in one line: that rank's own traceback is the one that matters. What was raised is also written where
+torch's agent looks for it (TORCHELASTIC_ERROR_FILE), as torch's `record` does, and from there the launcher takes it for
+its last line.
 """
 
 from __future__ import annotations
@@ -72,6 +73,14 @@ def _without_own_frames(error: BaseException) -> BaseException:
     return error.with_traceback(trace)
 
 
+def _message(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as failure:  # of a __str__ of the program's
+        text = f"<its str() raised {type(failure).__name__}>"
+    return f"{type(error).__name__}: {text}"
+
+
 def _names_another_rank(error: BaseException, rank: str) -> bool:
     """Whether it is one of bagua's errors that tells of another rank's failure."""
     kinds = {(kind.__module__, kind.__name__) for kind in type(error).__mro__}
@@ -81,7 +90,46 @@ def _names_another_rank(error: BaseException, rank: str) -> bool:
     return at_fault is not None and str(at_fault) != rank
 
 
-def _write_down(error: BaseException, follows: bool) -> None:
+def _carried(error: BaseException, rank: str) -> tuple[int, str] | None:
+    """(the other rank that bagua's error names, its text) where C++, as in torch's DDP, has raised anew what a future
+    has failed with: as a RuntimeError that has the text and no cause."""
+    futures = sys.modules.get("bagua.torch_backend.futures")
+    if futures is None or not isinstance(error, RuntimeError):
+        return None
+    said = _message(error)
+    for text, at_fault in tuple(getattr(futures, "carried", ())):
+        if text in said and text.partition(":")[0] in _NAMING_ANOTHER_RANK and str(at_fault) != rank:
+            return at_fault, text
+    return None
+
+
+def _followed(error: BaseException, rank: str) -> tuple[int, str] | None:
+    """(the other rank whose failure has caused `error`, what to say in a line); None if it is this rank's own.
+
+    The error of bagua's that names the other rank may be what `error` was raised from, or while it was handled. The
+    line is empty where the traceback has more to say: what was raised in the handling, or before the error.
+    """
+    texts: list[str] = []
+    is_all = True
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        carried = _carried(one, rank)
+        if carried is not None:
+            at_fault, text = carried
+            return at_fault, ", from ".join([*texts, text]) if is_all else ""
+        is_raised_from = one.__cause__ is not None
+        texts.append(_message(one))
+        if _names_another_rank(one, rank):
+            is_alone = is_raised_from or one.__suppress_context__ or one.__context__ is None
+            return one.rank, ", from ".join(texts) if is_all and is_alone else ""
+        is_all = is_all and is_raised_from
+        one = one.__cause__ if is_raised_from else one.__context__
+    return None
+
+
+def _write_down(error: BaseException, followed: tuple[int, str] | None) -> None:
     """In the format of torch's ErrorHandler.record_exception, with a finer time and what this rank knows of it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -91,9 +139,10 @@ def _write_down(error: BaseException, follows: bool) -> None:
         "py_callstack": "".join(traceback.format_exception(error)),
         "timestamp": str(int(now_s)),
         "time_s": now_s,
-        "names_another_rank": follows,
+        "names_another_rank": followed is not None,
+        "rank_at_fault": None if followed is None else int(followed[0]),
     }
-    message = f"{type(error).__name__}: {error}"
+    message = (followed and followed[1]) or _message(error)
     unfinished = f"{path}.{os.getpid()}"
     try:
         # The launcher may end this rank at any point, and cannot go on from a part of the file.
@@ -104,17 +153,21 @@ def _write_down(error: BaseException, follows: bool) -> None:
         pass
 
 
-def _tell(error: BaseException, rank: str, follows: bool) -> None:
+def _tell(error: BaseException, rank: str, followed: tuple[int, str] | None) -> None:
     hook = sys.excepthook
     # torch.distributed sets one that puts the rank in front, as is done here.
     if hook is not sys.__excepthook__ and not str(getattr(hook, "__module__", "")).startswith("torch."):
         hook(type(error), error, error.__traceback__)
         return
-    if follows:
+    line = ""
+    if followed is not None:
         time.sleep(_FOLLOWS_S)
+        line = followed[1]
+    if line:
         frames = traceback.extract_tb(error.__traceback__)
         where = f" at {frames[0].filename}:{frames[0].lineno}" if frames else ""
-        text = f"{type(error).__name__}{where}: {error}"
+        kind, _, rest = line.partition(":")
+        text = f"{kind}{where}:{rest}"
     else:
         text = "".join(traceback.format_exception(error))
     text = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
@@ -156,9 +209,9 @@ def main() -> None:
             if isinstance(error, KeyboardInterrupt):
                 raise
             rank = os.environ.get("RANK", "?")
-            follows = _names_another_rank(error, rank)
-            _write_down(error, follows)
-            _tell(error, rank, follows)
+            followed = _followed(error, rank)
+            _write_down(error, followed)
+            _tell(error, rank, followed)
             sys.exit(1)
         except KeyboardInterrupt:
             # The launcher tells it. Python ends as it does after each one: by what is registered with atexit, and then

@@ -20,15 +20,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import torch
 
+from ..errors import BaguaError
 from .callback_levels import Level, current_order, in_order, runs_callbacks
 
 __all__ = ["TorchFuture"]
 
 logger = logging.getLogger("bagua")
+
+# Text, and the rank at fault, of the last errors that futures have failed with. What C++ raises of them has only the
+# text: with these bagua/cli/rank.py finds the rank. No exceptions, whose frames would keep the program's tensors.
+carried: deque[tuple[str, int]] = deque(maxlen=64)
 
 
 class _Failure:
@@ -148,6 +154,8 @@ class TorchFuture(torch.futures.Future):
                 self._level.enter_device(self._device)
             value = produce()
         except BaseException as error:  # a waiter must not wait forever
+            if isinstance(error, BaguaError) and error.rank is not None:
+                carried.append((f"{type(error).__name__}: {error}", error.rank))
             if not isinstance(error, RuntimeError):
                 wrapped = RuntimeError(f"{type(error).__name__}: {error}")
                 wrapped.__cause__ = error

@@ -176,6 +176,91 @@ def test_the_names_are_those_of_bagua():
         assert rank._names_another_rank(kind("x", rank=0), "1") and not rank._names_another_rank(kind("x", rank=1), "1")
 
 
+FOLLOWS_IN_A_TRY = """
+class RemoteError(Exception):
+    rank = 2
+
+RemoteError.__module__ = "bagua.errors"
+try:
+    raise RemoteError("rank 2 has exited")
+except RemoteError as error:
+    raise RuntimeError("step 1 failed") from error
+"""
+
+
+def followed_by(script, tmp_path, text):
+    """(what the rank has written down, what it has told)."""
+    done = run(RANK_PY, script(text), error_file=tmp_path / "error.json")
+    assert done.returncode == 1
+    return json.loads((tmp_path / "error.json").read_text())["message"], done.stderr
+
+
+def test_what_is_raised_from_another_ranks_failure_is_one_line(script, tmp_path):
+    written, told = followed_by(script, tmp_path, FOLLOWS_IN_A_TRY)
+    text = "step 1 failed, from RemoteError: rank 2 has exited"
+    assert told == f"[rank 1] RuntimeError at {tmp_path}/train.py:9: {text}\n"
+    assert written["message"] == f"RuntimeError: {text}" and written["extraInfo"]["rank_at_fault"] == 2
+
+
+@pytest.mark.parametrize("raised", ["1 / 0", 'raise KeyError("checkpoint") from None', "undefined"])
+def test_what_goes_wrong_in_the_handling_has_a_traceback(script, tmp_path, raised):
+    """The other rank has failed first, but that is no reason to hide it."""
+    text = FOLLOWS_IN_A_TRY.replace('raise RuntimeError("step 1 failed") from error', raised)
+    written, told = followed_by(script, tmp_path, text)
+    assert told.startswith("[rank 1] Traceback (most recent call last):\n")
+    assert written["extraInfo"]["names_another_rank"] and written["extraInfo"]["rank_at_fault"] == 2
+    assert not written["message"].startswith("RemoteError")
+
+
+def test_what_went_wrong_before_it_has_a_traceback(script, tmp_path):
+    """Such as a failure of this rank, in whose clean-up it communicates once more."""
+    cleaned_up = FOLLOWS.format(name="RemoteError", rank=2).replace("raise", "    raise").strip()
+    first, _, second = cleaned_up.partition("    raise")
+    text = f"{first}try:\n    1 / 0\nfinally:\n    raise{second}\n"
+    written, told = followed_by(script, tmp_path, text)
+    assert (
+        "[rank 1] ZeroDivisionError: division by zero" in told and "[rank 1] bagua.errors.RemoteError: rank 2" in told
+    )
+    assert written["extraInfo"]["names_another_rank"]
+
+
+@pytest.mark.parametrize("raised", ["raise ValueError('label 17')", "raise ValueError('label 17') from KeyError('x')"])
+def test_what_comes_after_the_handling_is_of_this_rank(script, tmp_path, raised):
+    text = FOLLOWS_IN_A_TRY.replace('raise RuntimeError("step 1 failed") from error', f"pass\n{raised}")
+    written, told = followed_by(script, tmp_path, text)
+    assert not written["extraInfo"]["names_another_rank"] and written["extraInfo"]["rank_at_fault"] is None
+    assert "RemoteError" not in told
+
+
+def test_exceptions_that_are_one_anothers_cause(script, tmp_path):
+    text = """
+        one, two = ValueError("one"), ValueError("two")
+        one.__cause__, two.__cause__ = two, one
+        raise one
+    """
+    written, _ = followed_by(script, tmp_path, textwrap.dedent(text))
+    assert written["message"] == "ValueError: one"
+
+
+NO_STR = """
+class Broken(Exception):
+    def __str__(self):
+        raise KeyError("no text")
+
+raise Broken
+"""
+
+
+def test_an_exception_without_a_text(script, tmp_path):
+    written, told = followed_by(script, tmp_path, NO_STR)
+    assert written["message"] == "Broken: <its str() raised KeyError>"
+    lines = told.splitlines()
+    assert (
+        lines[0] == "[rank 1] Traceback (most recent call last):" and "train.py" in lines[1] and "rank.py" not in told
+    )
+    assert all(line.startswith("[rank 1] ") for line in lines) and "Broken" in lines[-1]
+
+
 def test_what_does_not_compile(script):
     done = run(RANK_PY, script("def f(:\n"))
     assert done.returncode == 1 and "rank.py" not in done.stderr

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from bagua.cli import rank as as_rank
 from bagua.torch_backend import lifecycle
 from tests.torch_backend.programs import compare, needs_torch, run, values
 
@@ -235,6 +236,29 @@ def failing(rank, world_size):
 
 def test_the_failure_of_a_callback(pool2):
     run(pool2, failing)
+
+
+def left_alone(rank, world_size):
+    """DDP raises bagua's error anew; who is at fault is found by its text, after the group is destroyed, too."""
+    model = DistributedDataParallel(torch.nn.Linear(3, 3))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="TransportError: rank 1 left the group") as caught:
+            model(torch.ones(1, 3)).sum().backward()
+        assert caught.value.__cause__ is None and caught.value.__context__ is None
+        dist.destroy_process_group()
+        assert as_rank._followed(caught.value, "0") == (
+            1,
+            str(caught.value).partition("RuntimeError: ")[2].split("\n")[0],
+        )
+        assert as_rank._followed(caught.value, "1") is None
+        assert as_rank._followed(RuntimeError("another one"), "0") is None
+    else:
+        dist.destroy_process_group()
+    dist.init_process_group("bagua")
+
+
+def test_the_rank_at_fault_where_torch_raises_it_anew(pool2):
+    run(pool2, left_alone)
 
 
 def destroyed_within(rank, world_size):
