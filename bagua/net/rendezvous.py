@@ -468,7 +468,7 @@ _COMPARED_FIRST = (
 # When all records are known to be the ranks' own.
 _COMPARED = (
     ("version", "bagua version", "install the same version of bagua everywhere"),
-    ("backend", "backend", "pass the same backend= on all ranks"),
+    ("backend", "backend", "pass the same backend= (or BAGUA_BACKEND) on all ranks"),
     ("thresholds", "thresholds", "set the same BAGUA_THRESHOLDS on all ranks"),
     ("heartbeat_timeout_ms", "heartbeat timeout, in ms", "set the same BAGUA_HEARTBEAT_TIMEOUT on all ranks"),
 )

@@ -246,10 +246,8 @@ def left_alone(rank, world_size):
             model(torch.ones(1, 3)).sum().backward()
         assert caught.value.__cause__ is None and caught.value.__context__ is None
         dist.destroy_process_group()
-        assert as_rank._followed(caught.value, "0") == (
-            1,
-            str(caught.value).partition("RuntimeError: ")[2].split("\n")[0],
-        )
+        text = str(caught.value).partition("RuntimeError: ")[2].partition("\n")[0]
+        assert as_rank._followed(caught.value, "0") == (1, text)
         assert as_rank._followed(caught.value, "1") is None
         assert as_rank._followed(RuntimeError("another one"), "0") is None
     else:
