@@ -211,7 +211,8 @@ def disagree(rank, world_size):
 
 def test_ranks_that_disagree_about_the_backend():
     for message in spawn(disagree, 2):
-        assert "rank 0 has 'torch (a gloo group of its own)', rank 1 has 'native'; pass the same backend= (or BAGUA" in message
+        assert "rank 0 has 'torch (a gloo group of its own)', rank 1 has 'native'" in message
+        assert "pass the same backend= (or BAGUA_BACKEND) on all ranks" in message
 
 
 # ---- ends
