@@ -131,6 +131,7 @@ class _Failure:
     text: str
     exit_status: int
     untold: str = ""  # the traceback, where rank.py has not shown it
+    rank_at_fault: int | None = None  # whom it followed
 
 
 # In the order in which one explains another: a rank that crashed, one that raised, one that ended with a status, one
@@ -146,13 +147,22 @@ def who_failed_first(error: ChildFailedError) -> tuple[str, int]:
     first = min(failures, key=lambda one: (one.kind, one.time_s))
     others = [one.rank for one in failures if one.rank != first.rank and one.kind != _TERMINATED]
     lines = [f"[rank {first.rank}] {line}" for line in first.untold.splitlines()]
-    lines.append(f"bagua run: rank {first.rank} failed first, {first.text}")
+    lines.append(f"bagua run: {_beginning(first, {one.rank: one.kind for one in failures})}, {first.text}")
     if others:
         lines.append(f"bagua run: {_ranks(sorted(others))} failed after that")
     log = _log_of(next(failure for rank, failure in by_local_rank.values() if rank == first.rank))
     if log is not None:
         lines.append(f"bagua run: what it wrote is in {log}")
     return "\n".join(lines), first.exit_status
+
+
+def _beginning(first: _Failure, kinds: dict[int, int]) -> str:
+    """How it began, by what is known of the ranks that failed on this host."""
+    cause = first.rank_at_fault
+    if first.kind != _FOLLOWED or cause is None or kinds.get(cause) == _FOLLOWED:
+        return f"rank {first.rank} failed first"
+    where = "was ended before it said why" if cause in kinds else "is not on this host or ended with status 0"
+    return f"rank {first.rank} ended because of rank {cause}, which {where}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -170,7 +180,8 @@ def _failure(rank: int, failure: ProcessFailure, begin_s: float) -> _Failure:
         exit_status = exit_status if failure.exitcode > 0 else 1
         raised = message["message"].partition("\n")[0]
         untold = "" if "names_another_rank" in details else details.get("py_callstack", "")
-        return _Failure(kind, time_s, rank, f"exit status {exit_status}: {raised}", exit_status, untold)
+        text = f"exit status {exit_status}: {raised}"
+        return _Failure(kind, time_s, rank, text, exit_status, untold, details.get("rank_at_fault"))
     if failure.exitcode > 0:
         return _Failure(_EXITED, failure.timestamp, rank, f"exit status {exit_status}", exit_status)
     late = failure.timestamp - begin_s > _KILLED_BY_ITSELF_S

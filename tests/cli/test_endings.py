@@ -141,7 +141,10 @@ def test_a_rank_is_started_again(launched, tmp_path):
 
 @pytest.fixture
 def first_of(tmp_path):
-    """What is said of ranks that ended so: {rank: exit code, or (exit code, message, names another rank, time)}."""
+    """What is said of ranks that ended so: {rank: exit code, or (exit code, message, names another rank, time)}.
+
+    Instead of True, the other rank.
+    """
 
     def first(ends, at=1000):
         failures = {}
@@ -150,7 +153,8 @@ def first_of(tmp_path):
             path = tmp_path / f"{rank}.json"
             if raised:
                 message, follows, time_s = raised
-                details = {"timestamp": str(int(time_s)), "time_s": time_s, "names_another_rank": follows}
+                details = {"timestamp": str(int(time_s)), "time_s": time_s, "names_another_rank": follows is not False}
+                details["rank_at_fault"] = None if isinstance(follows, bool) else follows
                 path.write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
             failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file=str(path))
             if not raised:
@@ -176,6 +180,25 @@ def test_where_all_name_another_rank_the_first_of_them(first_of):
     """As on a host whose ranks have been left alone."""
     text, status = first_of({0: (1, "RemoteError: b", True, 1001.0), 1: (1, "DeadlineExceeded: a", True, 1000.0)})
     assert text.startswith("rank 1 failed first, exit status 1: DeadlineExceeded: a") and status == 1
+
+
+def test_a_rank_of_another_host_is_the_cause(first_of):
+    """Or one that ended with status 0, which leaves no failure either."""
+    assert first_of({2: (1, "TransportError: rank 1 left", 1, 1000.0), 3: (1, "RemoteError: rank 2", 1, 1001.0)}) == (
+        "rank 2 ended because of rank 1, which is not on this host or ended with status 0, exit status 1: "
+        "TransportError: rank 1 left\nbagua run: rank 3 failed after that",
+        1,
+    )
+
+
+def test_a_rank_that_was_ended_in_its_clean_up_is_the_cause(first_of):
+    text, _ = first_of({0: (1, "TransportError: rank 1 left", 1, 1000.0), 1: -signal.SIGTERM})
+    assert text.startswith("rank 0 ended because of rank 1, which was ended before it said why, exit status 1: ")
+
+
+def test_ranks_that_name_one_another(first_of):
+    text, _ = first_of({0: (1, "RemoteError: rank 1", 1, 1000.5), 1: (1, "DeadlineExceeded: rank 0", 0, 1000.0)})
+    assert text.startswith("rank 1 failed first, exit status 1: DeadlineExceeded: rank 0")
 
 
 def test_what_the_agent_ended_is_no_cause(first_of):
