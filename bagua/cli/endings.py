@@ -5,11 +5,13 @@ torch's agent ends all ranks in either case; what it says of that, some forty li
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +20,22 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from bagua.cli.progress import Progress
 
-__all__ = ["Interrupts", "quiet_agent", "who_failed_first"]
+__all__ = ["Interrupts", "quiet_agent", "who_failed_first", "without_rendezvous"]
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
 # Longer after the first failure than this, a rank that died of SIGKILL was ended by the agent, which had waited for it.
 _KILLED_BY_ITSELF_S = 5
-_AGENT_LOGGERS = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
+_AGENT_LOGGERS = (
+    "torch.distributed.elastic.agent.server.api",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+)
 _AGENT_SAYS = ("Received %s death signal", "Sending process %s closing signal", "failed (exitcode: %s)")
+_LOST_RENDEZVOUS = " has failed to shutdown the rendezvous "  # in the middle, behind the name of the host
 
 
 def _children() -> list[int]:
@@ -109,7 +117,8 @@ def quiet_agent() -> Iterator[None]:
     """Drop what torch's agent logs of ranks that end: the launcher says it."""
 
     def keep(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(_AGENT_SAYS)
+        said = str(record.msg)
+        return not said.startswith(_AGENT_SAYS) and _LOST_RENDEZVOUS not in said
 
     loggers = [logging.getLogger(name) for name in _AGENT_LOGGERS]
     for logger in loggers:
@@ -154,6 +163,27 @@ def who_failed_first(error: ChildFailedError) -> tuple[str, int]:
     if log is not None:
         lines.append(f"bagua run: what it wrote is in {log}")
     return "\n".join(lines), first.exit_status
+
+
+def without_rendezvous(error: Exception, args: argparse.Namespace) -> str:
+    """Lines on hosts that did not meet, or lost each other; torch's agent has ended the ranks of this one."""
+    at_endpoint = bool(args.rdzv_endpoint)
+    where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+    option = "--rdzv-endpoint" if at_endpoint else "--master-port"
+    raised = "".join(traceback.format_exception_only(error)).partition("\n")[0]
+    if "EADDRINUSE" in str(error):
+        given = where if at_endpoint else args.master_port
+        what = f"the port of {option} {given} is in use on this host; give another one, on all hosts"
+        if args.nnodes in ("1", "1:1"):
+            what += "; or none: on one host a free one is chosen"
+        return f"bagua run: {what}"
+    if isinstance(error, RendezvousTimeoutError):
+        what = f"--nnodes is {args.nnodes}, and so many hosts did not come to the rendezvous at {where} in time; start"
+        what += " `bagua run` on all of them with the same options"
+    else:
+        what = f"the rendezvous at {where} is lost: the host that holds it has ended, or cannot be reached from here;"
+        what += " see its output. The ranks of this host were ended"
+    return f"bagua run: {what}\nbagua run: what torch says of it: {raised}"
 
 
 def _beginning(first: _Failure, kinds: dict[int, int]) -> str:

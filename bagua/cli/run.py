@@ -177,8 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a training script on several processes; see `bagua run --help`.
 
     Returns:
-        0, or the exit status of the rank that failed first (128 and the number of the signal that it died of), or
-        130 after Ctrl-C and 143 after SIGTERM, when all ranks have ended.
+        0, or the exit status of the rank that failed first (128 and the number of the signal that it died of), 1 where
+        hosts do not meet or lose the rendezvous, or 130 after Ctrl-C and 143 after SIGTERM, when all ranks have ended.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] in (["-h"], ["--help"]):
@@ -193,17 +193,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(args: argparse.Namespace, environ: dict[str, str]) -> int:
+    from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from bagua.cli.endings import Interrupts, quiet_agent, who_failed_first
+    from bagua.cli.endings import Interrupts, quiet_agent, who_failed_first, without_rendezvous
 
     if args.run_path:
         # The script runs in this process's image, where `import bagua` has happened: it may name the backend.
         import bagua.torch_backend  # noqa: F401
     try:
-        torchrun.config_from_args(args)
+        num_ranks = torchrun.config_from_args(args)[0].nproc_per_node
+        if num_ranks < 1:  # which torch's agent finds later, and without a word
+            raise ValueError(f"--nproc-per-node is {num_ranks}, expected 1 or more")
     except (AssertionError, RuntimeError, ValueError) as error:
         _Parser(prog="bagua run").error(f"{error}; bagua run --help-torchrun says what the options take")
     _through_rank_py(args)
@@ -222,6 +226,9 @@ def _launch(args: argparse.Namespace, environ: dict[str, str]) -> int:
             text, status = who_failed_first(error)
             print(text, file=sys.stderr)
             return status
+        except (DistNetworkError, DistStoreError, RendezvousError) as error:
+            print(without_rendezvous(error, args), file=sys.stderr)
+            return 1
     return 0
 
 

@@ -2,14 +2,17 @@
 
 import os
 import re
+import socket
 import textwrap
 
 import pytest
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from bagua.cli import run
 from bagua.cli.run import main, parse
-from bagua.testing import spawn
+from bagua.testing import free_port, spawn
 
 HERE = __file__  # a script that is there
 TOKEN = "5kZ0pW-qk2VQyXn3sE7cUw"
@@ -108,6 +111,15 @@ def test_a_number_of_processes_that_is_none(capsys, monkeypatch):
     assert "bagua run: Unsupported nproc_per_node value: two; bagua run --help-torchrun says" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", ["0", "-3"])
+def test_a_number_of_processes_that_is_too_small(number, capsys, monkeypatch):
+    monkeypatch.setattr(torchrun, "run", lambda args: pytest.fail("started"))
+    with pytest.raises(SystemExit) as caught:
+        main(["--nproc-per-node", number, HERE])
+    assert caught.value.code == 2
+    assert f"bagua run: --nproc-per-node is {number}, expected 1 or more; " in capsys.readouterr().err
+
+
 def test_a_misspelt_setting_in_the_environment_is_found(monkeypatch, capsys):
     monkeypatch.setenv("BAGUA_TCP_STREAM", "4")
     with pytest.raises(SystemExit):
@@ -175,6 +187,71 @@ def test_a_script_that_ends_well(tmp_path):
     path.write_text("import os; print(os.environ['BAGUA_AUTH_TOKEN'])")
     (first, second), status = launched(tmp_path, str(path))
     assert first == second and len(first) == 44 and status == 0  # a token of this job
+
+
+def test_a_port_that_is_taken(script, capfd):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        argv = ["--nproc-per-node", "2", "--master-port", str(port), script]
+        assert spawn(launch, 1, args=argv) == [1]
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("bagua run: ")]
+    assert told == [
+        f"bagua run: the port of --master-port {port} is in use on this host; give another one, on all hosts; or none: "
+        "on one host a free one is chosen"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (DistStoreError("no key"), "the rendezvous at host:29500 is lost: the host that holds it has ended, or cannot"),
+        (
+            DistNetworkError("Connection reset"),
+            "the rendezvous at host:29500 is lost: the host that holds it has ended",
+        ),
+        (RendezvousConnectionError("failed"), "the rendezvous at host:29500 is lost: the host that holds it has ended"),
+        (RendezvousTimeoutError(), "--nnodes is 2, and so many hosts did not come to the rendezvous at host:29500 in"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_hosts_that_do_not_meet_are_told_in_two_lines(error, line, capsys, monkeypatch):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(torchrun, "run", fail)
+    assert main(["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host:29500", HERE]) == 1
+    first, second = [line for line in capsys.readouterr().err.splitlines() if line.startswith("bagua run: ")]
+    assert first.startswith(f"bagua run: {line}")
+    assert second.startswith("bagua run: what torch says of it: ") and type(error).__name__ in second
+
+
+HOLDS_THE_STORE = """
+    import os, sys, time
+    name, other, status = sys.argv[1:]
+    open(name, "w").close()
+    while not os.path.exists(other) or status == "none":
+        time.sleep(0.01)
+    sys.exit(int(status))
+"""
+
+
+def launch_one(rank, world_size, path, port, folder):
+    """One host of two; the first one has the store, and its rank fails when the other's is there."""
+    name, other, status = ("first", "second", "3") if rank == 0 else ("second", "first", "none")
+    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "1"]
+    options += ["--rdzv-conf", f"is_host={1 - rank}", "--monitor-interval", "0.02"]
+    return main([*options, path, f"{folder}/{name}", f"{folder}/{other}", status])
+
+
+@pytest.mark.slow("test_hosts_that_do_not_meet_are_told_in_two_lines")
+def test_a_host_whose_rendezvous_ends(tmp_path, capfd):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(HOLDS_THE_STORE))
+    assert spawn(launch_one, 2, args=(str(path), free_port(), str(tmp_path)), timeout=60) == [3, 1]
+    errors = capfd.readouterr().err
+    assert "failed first, exit status 3" in errors and "Traceback" not in errors
+    assert "failed to shutdown" not in errors
+    assert "bagua run: the rendezvous at localhost:" in errors and "The ranks of this host were ended" in errors
 
 
 def test_own_options_come_first_in_the_help(capsys):
