@@ -40,6 +40,7 @@ class Member:
         name: of the parameter.
         parameter: the parameter.
         view: the part of ``bucket.flat`` that is its gradient, or weight; dense.
+        dtype: of ``view`` as it was made.
         values: ``view`` as the numbers of ``bucket.flat``; of complex ones ``[..., 2]``, as torch.view_as_real.
         num_bytes: size of ``view`` in bytes.
     """
@@ -47,9 +48,9 @@ class Member:
     __slots__ = (
         "_address",
         "_device",
-        "_dtype",
         "_is_complex",
         "_stride",
+        "dtype",
         "index",
         "name",
         "num_bytes",
@@ -61,7 +62,7 @@ class Member:
     def __init__(self, index: int, name: str, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
         self.index, self.name, self.parameter, self.view = index, name, parameter, view
         self.values, self._is_complex, self.num_bytes = as_real(view), view.is_complex(), view.nbytes
-        self._address, self._dtype, self._stride = view.data_ptr(), view.dtype, view.stride()
+        self._address, self.dtype, self._stride = view.data_ptr(), view.dtype, view.stride()
         self._device = None if view.is_cpu else view.device
 
     def is_in_bucket(self) -> bool:
@@ -75,7 +76,7 @@ class Member:
         if self._is_complex and grad.is_conj():
             return False
         is_here = grad.is_cpu if self._device is None else grad.device == self._device
-        return is_here and grad.dtype is self._dtype and grad.stride() == self._stride and not grad.is_neg()
+        return is_here and grad.dtype is self.dtype and grad.stride() == self._stride and not grad.is_neg()
 
     def is_converted(self, grad: torch.Tensor) -> bool:
         """Whether the parameter is no longer what it was when ``view`` was made, by a ``grad`` that is not alike.

@@ -8,6 +8,8 @@ Ranks are those of the job, of a group of some ranks too, whose messages count w
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "Aborted",
     "BaguaError",
@@ -46,15 +48,9 @@ class BaguaError(Exception):
         self.ranks = ranks if ranks is not None else () if rank is None else (rank,)
         self.operation = operation
         self.bucket = bucket
-        self.in_group: BaguaError | None = None  # the same by ranks of a group (distributed/job_ranks.py)
-
-    def reworded(self, message: str, bucket: str | None = None) -> BaguaError:
-        """The same with another message."""
-        error = type(self)(
-            message, rank=self.rank, operation=self.operation, bucket=bucket or self.bucket, ranks=self.ranks
-        )
-        error.in_group = None if self.in_group is None else self.in_group.reworded(message, bucket)
-        return error
+        # The group that it has left for the program, and the same by that group's ranks, if that is another error
+        # (distributed/job_ranks.py).
+        self.left: tuple[Any, BaguaError | None] | None = None
 
     @property
     def peer(self) -> int | None:
@@ -62,7 +58,11 @@ class BaguaError(Exception):
         return self.rank
 
     def __reduce__(self):
-        return _rebuild, (type(self), str(self), self.rank, self.operation, self.bucket, self.ranks)
+        return (
+            _rebuild,
+            (type(self), str(self), self.rank, self.operation, self.bucket, self.ranks),
+            {"left": self.left},
+        )
 
 
 def _rebuild(cls, message, rank, operation, bucket, ranks):

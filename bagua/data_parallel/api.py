@@ -365,7 +365,7 @@ def _num_wraps(earlier: BaguaHandle | None) -> int:
 
 def _make_algorithm(algorithm: str | Algorithm, options: dict[str, Any]) -> Algorithm:
     if isinstance(algorithm, str):
-        own = list(inspect.signature(with_bagua).parameters)
+        own = [name for name in inspect.signature(with_bagua).parameters if name != "options"]
         known = {field.name for field in dataclasses.fields(algorithms.get(algorithm))}
         for option in sorted(options.keys() - known):
             if close := difflib.get_close_matches(option, own, n=1, cutoff=0.8):

@@ -18,6 +18,7 @@ from bagua.algorithms import Algorithm
 from bagua.buckets import BucketStorage
 from bagua.data_parallel.validation import check_steps_all, describe_optimizer
 from bagua.distributed.consensus import agree
+from bagua.distributed.job_ranks import reworded
 from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import BaguaError, InvalidArgument
 
@@ -122,8 +123,8 @@ class FollowedOptimizers:
         try:
             agree(self._group, lambda: (None, describe_optimizer(index, optimizer, self._name_of)), remedy)
         except BaguaError as error:
-            message = f"an optimizer ({type(optimizer).__name__}) that was made anew makes its first step: {error}"
-            raise error.reworded(f"{message}; {remedy}") from error
+            before = f"an optimizer ({type(optimizer).__name__}) that was made anew makes its first step: "
+            raise reworded(error, before, f"; {remedy}") from error
         self._agreed.add(optimizer)
 
     def _refusal(self, optimizer: torch.optim.Optimizer, steps: frozenset[int]) -> InvalidArgument:

@@ -22,6 +22,7 @@ from bagua.data_parallel.failures import fatal
 from bagua.data_parallel.step import Step
 from bagua.data_parallel.takeover import become, successor
 from bagua.distributed.consensus import agree
+from bagua.distributed.job_ranks import reworded
 from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import BaguaError, InvalidArgument
 from bagua.profiler import clock_sync
@@ -188,8 +189,8 @@ class BaguaHandle:
             self.group.check()
             clock = clock_sync.measure(self.group)
         except BaguaError as error:
-            message = f"{error}; model.bagua.timeline().save(path) writes what this rank knows, without the others"
-            raise error.reworded(message) from error
+            after = "; model.bagua.timeline().save(path) writes what this rank knows, without the others"
+            raise reworded(error, after=after) from error
         path = Path(folder) / f"rank{self.group.rank}.json"
 
         def write() -> tuple[None, dict[str, Any]]:
@@ -237,8 +238,13 @@ class BaguaHandle:
 
 def _before_close(handle: weakref.ref[BaguaHandle]) -> None:
     known = handle()
-    if known is not None:
-        known._tell_of_last_step(f"the group {known.group.name!r} is closed")
+    if known is None:
+        return
+    where = f"the group {known.group.name!r} is closed"
+    try:
+        known._tell_of_last_step(where)
+    except Exception as error:  # of a device, or of what is under way there: it is closed all the same
+        logger.error("%s: whether the last step was finite is not known: %s", where, error)
 
 
 class _NoSync:

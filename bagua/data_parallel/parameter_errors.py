@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bagua.buckets import Bucket, BucketStorage
+from bagua.buckets import BucketStorage, Member
 from bagua.errors import InvalidArgument
 
 
@@ -23,14 +23,14 @@ def refused_gradient(name: str, grad: torch.Tensor) -> InvalidArgument:
     )
 
 
-def converted(name: str, grad: torch.Tensor, bucket: Bucket, rank: int) -> InvalidArgument:
-    """Of a parameter that has another dtype, device or memory format than when the model was wrapped."""
-    now, before = f"{grad.dtype} on {grad.device}", f"{bucket.dtype} on {bucket.device}"
+def converted(member: Member, grad: torch.Tensor, device: torch.device, rank: int) -> InvalidArgument:
+    """Of a parameter that has another dtype, device or memory format than when the model was wrapped, on `device`."""
+    now, before = f"{grad.dtype} on {grad.device}", f"{member.dtype} on {device}"
     if now == before:
         now, before = f"of strides {grad.stride()}", "of another memory format"
     return InvalidArgument(
-        f"rank {rank}: the gradient of {name!r} is {now}, but the parameter was {before} when the model was wrapped; "
-        "move or convert the model before with_bagua, or call it again",
+        f"rank {rank}: the gradient of {member.name!r} is {now}, but the parameter was {before} when the model was "
+        "wrapped; move or convert the model before with_bagua, or call it again",
         rank=rank,
     )
 

@@ -92,6 +92,7 @@ class Step:
         self.synchronises = True  # False inside no_sync
         self.sends_gradients = True  # now: an algorithm may begin with gradients and go over to weights
         self.recorder = Recorder()
+        self.recorder.job_ranks = group.job_ranks
         self.states = ParameterStates(algorithm.parameter_state(), group)
         self.unused = UnusedParameters(storage, group) if find_unused_parameters else None
         self._stream = BackwardStream(storage.memory.device)
@@ -266,7 +267,7 @@ class Step:
 
     def _converted(self, member: Member, grad: torch.Tensor) -> InvalidArgument:
         bucket = self.storage.buckets[self.storage.bucket_of[member.index]]
-        return ending(self.group, converted(member.name, grad, bucket, self.group.rank))
+        return ending(self.group, converted(member, grad, bucket.device, self.group.rank))
 
     # --- what the state machine decides
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from bagua.distributed.process_group import ProcessGroup
-from bagua.errors import InvalidArgument
+from bagua.errors import BaguaError, InvalidArgument
 
 __all__ = ["agree"]
 
@@ -42,7 +42,7 @@ def agree(group: ProcessGroup, prepare: Callable[[], tuple[Prepared, dict[str, A
     digest = hashlib.sha256(repr(list(described.items())).encode()).hexdigest()
     everyone = group.all_gather_plain((text, digest))
     if failure is not None:
-        raise failure
+        raise group.job_ranks.told(failure) if isinstance(failure, BaguaError) else failure
     for rank, (text, _) in enumerate(everyone):
         if text is not None:
             raise group.job_ranks.told(InvalidArgument(f"rank {rank} raised {text}", rank=rank))

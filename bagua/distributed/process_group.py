@@ -6,6 +6,7 @@ file checks how they fit together, and the core's Work keeps them alive. cores.p
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -22,7 +23,7 @@ from bagua.distributed import plain_data
 from bagua.distributed.arguments import ReduceOp, check_codec, check_op, check_topology, dtype_code
 from bagua.distributed.cores import GroupCores, Network
 from bagua.distributed.devices import StreamKey, check_not_capturing, common_device, current_stream
-from bagua.distributed.job_ranks import JobRanks, in_group
+from bagua.distributed.job_ranks import JobRanks
 from bagua.distributed.nodes import Nodes
 from bagua.distributed.tensors import Array, Residuals, check_pair, prepare, segments_of, split_numels
 from bagua.distributed.work import Work, to_seconds
@@ -93,8 +94,10 @@ class ProcessGroup:
             ranks: ranks of this group, this process's among them; in the same order on all members.
         """
         self.check()
-        ranks = [self.ranks[rank] for rank in ranks]
-        return self.adopt(ProcessGroup(self._network, f"{self.name}/{name}", ranks, self._global_rank, timeout))
+        name, own = f"{self.name}/{name}", [self.ranks[rank] for rank in ranks]
+        child = self.adopt(ProcessGroup(self._network, name, own, self._global_rank, timeout))
+        child.job_ranks = JobRanks(name, [self.job_ranks.ranks[rank] for rank in ranks])
+        return child
 
     def adopt(self, child: ProcessGroup) -> ProcessGroup:
         """Close `child` with this group at the latest; returns it."""
@@ -105,8 +108,12 @@ class ProcessGroup:
         """End the worker threads and announce the shutdown to the peers. Idempotent; does nothing in a forked child."""
         if self._pid != os.getpid():
             return
-        for call in [] if self._closed else list(self.before_close):
-            call()
+        with contextlib.ExitStack() as stack:  # it is closed, whatever the calls raise
+            stack.callback(self._close)
+            for call in [] if self._closed else list(self.before_close):
+                call()
+
+    def _close(self) -> None:
         for child in reversed(list(self.subgroups)):  # while this one can still report whether it has failed
             child.close()
         self._closed = True
@@ -164,7 +171,7 @@ class ProcessGroup:
     def poison(self, exception: BaguaError) -> None:
         """Make every later call on every connected rank raise `exception` as the first cause."""
         if self.rank >= 0:
-            self._cores.poison(in_group(exception))
+            self._cores.poison(self.job_ranks.own(exception))
 
     @property
     def bytes_sent(self) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from bagua import _C
 from bagua.distributed.devices import check_not_capturing, current_stream, current_torch_stream, recorded_event
-from bagua.distributed.job_ranks import JobRanks
+from bagua.distributed.job_ranks import JobRanks, reworded
 from bagua.errors import BaguaError, DeadlineExceeded, InvalidArgument
 
 __all__ = ["Work", "to_seconds"]
@@ -111,7 +111,10 @@ class Work:
 
     def is_in_place(self) -> bool:
         """Of one that was waited for and has ended: whether a device has done what ``wait`` has left to it, too."""
-        return self._finished is None or self._finished.query()
+        try:
+            return self._finished is None or self._finished.query()
+        except RuntimeError:  # of a device that has failed: nothing more will come
+            return True
 
     def exception(self) -> BaseException | None:
         """What the operation raised, or what kept wait() from copying its result back; None while it runs and after
@@ -142,7 +145,7 @@ class Work:
         except BaguaError as error:
             self._has_failed(error)
             if self.label and error.bucket is None:
-                error = error.reworded(f"{self.label}: {error}", self.label)
+                error = reworded(error, f"{self.label}: ", bucket=self.label)
             raise self._job_ranks.told(error) from None
         if not ended:
             raise DeadlineExceeded(f"the operation {self.label or self.ticket} is still running after {limit_s:g} s")

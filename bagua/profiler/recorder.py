@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from bagua.distributed.job_ranks import in_group
+from bagua.distributed.job_ranks import JobRanks
 from bagua.errors import BaguaError
 
 KEPT_STEPS = 4096
@@ -217,6 +217,7 @@ class Recorder:
         self._compute = _Ring(_COMPUTE_PER_STEP * KEPT_STEPS, 3)
         self._labels = _Ring(KEPT_LABELS, 4)  # names of group and label, ticket, whether it is a bucket's
         self._uncounted: deque[Operation] = deque(maxlen=KEPT_LABELS)  # their bytes are not in a step's record yet
+        self.job_ranks: JobRanks | None = None  # of the group whose ranks the files are named after; None: all
         self._failure: Failure | None = None
         self._num_steps = 0
         self._exposed_ns = 0
@@ -279,8 +280,8 @@ class Recorder:
         if self._failure is None:
             message = f"{type(error).__name__}: {error}"
             times = (begin_ns, wait_ns, time.monotonic_ns())
-            # By ranks of the group, as files of timelines are named.
-            self._failure = Failure(where, self._num_steps, *times, message, in_group(error).rank)
+            own = error if self.job_ranks is None else self.job_ranks.own(error)
+            self._failure = Failure(where, self._num_steps, *times, message, own.rank)
 
     def steps(self, last: int = KEPT_STEPS) -> tuple[StepRecord, ...]:
         """The last steps, oldest first."""

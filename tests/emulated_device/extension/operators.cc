@@ -188,11 +188,11 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
   if (to.is_conj()) return copy_from(at::_conj(self), at::_conj(to), non_blocking), to;
   if (to.is_neg()) return copy_from(at::_neg_view(self), at::_neg_view(to), non_blocking), to;
   if (self.is_conj()) {
-    copy_from(at::_conj(self), to, non_blocking);
+    copy_from(at::_conj(self), to, false);
     at::view_as_real(to).select(-1, 1).neg_();
     return to;
   }
-  if (self.is_neg()) return copy_from(at::_neg_view(self), to, non_blocking).neg_();
+  if (self.is_neg()) return copy_from(at::_neg_view(self), to, false).neg_();
   if (to.numel() == 0 && self.numel() == 0) return to;
   const at::Tensor from = self.sizes() == to.sizes() ? self : self.expand(to.sizes());
   if (is_ours(from) && is_ours(to)) {
