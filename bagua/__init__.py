@@ -20,6 +20,15 @@ def _is_the_command() -> bool:
     return bool(started) and started == arguments[0] and os.path.basename(started) == "bagua"
 
 
+if importlib.util.find_spec(f"{__name__}._C") is None:
+    _folder = os.path.dirname(os.path.abspath(__path__[0]))
+    raise ImportError(
+        f"{_folder} is the source of bagua, which is not built there for this Python (bagua._C is missing). If bagua "
+        "is installed, change to another folder: Python imports what is in the current one first. To build it in "
+        "place: make build, or pip install -e .",
+        name=f"{__name__}._C",
+    )
+
 # A program that imports bagua can name the backend "bagua" of torch.distributed from there on. That must be registered
 # with torch, so torch is imported here and now. The command registers nothing, and its help need not wait for torch:
 # there the names come when they are first used.

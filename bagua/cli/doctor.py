@@ -199,14 +199,23 @@ def _device_path() -> str:
     return group.device_path
 
 
+def _as_script() -> list[str]:
+    """This file, for the launcher. By its path: a rank that runs a module looks in the current folder first, where the
+    source of bagua may be that is not built; but where the one that runs is there, nothing else may lead to it."""
+    here = Path(__file__).resolve()
+    return ["-m", "bagua.cli.doctor"] if here.parents[2] == Path.cwd() else [str(here)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; 0 when everything that was tried worked."""
     parser = argparse.ArgumentParser(prog="bagua doctor", description=__doc__.split("\n\n")[0])
     parser.add_argument("--nproc-per-node", type=int, default=1, help="measure between that many ranks on this host")
     args = parser.parse_args(argv)
     under_launcher = config.is_launched()
+    if args.nproc_per_node < 1:
+        parser.error(f"--nproc-per-node is {args.nproc_per_node}, expected 1 or more")
     if not under_launcher and args.nproc_per_node > 1:
-        return launch(["--nproc-per-node", str(args.nproc_per_node), "-m", "bagua.cli.doctor"])
+        return launch(["--nproc-per-node", str(args.nproc_per_node), *_as_script()])
     is_first = not under_launcher or config.launch_environment().rank == 0
     try:
         if is_first:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import math
 import signal
 import sys
@@ -139,15 +140,27 @@ def run(args: argparse.Namespace) -> None:
         _say(args, everything)
 
 
+def rank_command() -> list[str]:
+    """Starts bagua/replay/__main__.py.
+
+    With this process's sys.path: `python -m` looks in the current folder first, where the source of bagua may be that
+    is not built.
+    """
+    program = (
+        "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+        "runpy.run_module('bagua.replay', run_name='__main__', alter_sys=True)"
+    )
+    return [sys.executable, "-c", program, json.dumps(sys.path)]
+
+
 def play(case: Case, systems: Sequence[str], samples: int, turns: int = 1) -> list[Outcome]:
     """Makes the hosts, starts the ranks, and merges what they measured; compute alone first."""
     control = {"BAGUA_TCP_CONGESTION": "system"} if case.congestion else {}
     env = {"GLOO_SOCKET_IFNAME": "eth0", "BAGUA_SOCKET_IFNAME": "eth0", **control}
-    command = [sys.executable, "-m", "bagua.replay"]
     task = asdict(case.task(systems, samples, turns))
     with (
         hosts.hosts(case.num_hosts, case.rate_mbit, case.congestion) as prefixes,
-        Ranks(command, case.num_hosts * case.ranks_per_host, task, env, hosts.address(0)) as ranks,
+        Ranks(rank_command(), case.num_hosts * case.ranks_per_host, task, env, hosts.address(0)) as ranks,
     ):
         ranks.start(prefixes)
         return outcomes_of(case, ranks.collect(_TIMEOUT_S), hosts.BURST_BYTES)

@@ -4,6 +4,7 @@ import importlib
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -197,6 +198,50 @@ def run_command(*arguments, env=None, timeout=90):
         text=True,
         timeout=timeout,
     )
+
+
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_doctor_refuses_a_number_of_processes(no_launcher, capsys, number):
+    with pytest.raises(SystemExit) as caught:
+        doctor.main(["--nproc-per-node", number])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith(f"bagua doctor: error: --nproc-per-node is {number}, expected 1 or more\n")
+
+
+@pytest.fixture
+def unbuilt(tmp_path):
+    """A folder with the source of bagua, without what is compiled, as after `pip install .`."""
+    (tmp_path / "bagua").mkdir()
+    shutil.copy(ROOT / "bagua/__init__.py", tmp_path / "bagua")
+    return tmp_path
+
+
+def run_in(folder, *command):
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("BAGUA_", "PYTHONSAFE"))}
+    environ = {**environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(list(command), cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("command", [["-c", "import bagua"], ["-m", "bagua", "doctor"]], ids=" ".join)
+def test_a_source_that_is_not_built_says_so(unbuilt, command):
+    # Without site: its hook of an editable install finds the compiled module of another folder.
+    done = run_in(unbuilt, sys.executable, "-S", *command)
+    assert done.returncode == 1 and "circular" not in done.stderr
+    assert f"{unbuilt} is the source of bagua, which is not built there" in done.stderr
+    assert "change to another folder" in done.stderr and "make build" in done.stderr
+
+
+def test_ranks_of_commands_do_not_import_a_source_that_is_not_built(unbuilt, monkeypatch):
+    from bagua.replay import command
+
+    monkeypatch.chdir(unbuilt)
+    done = run_in(unbuilt, *command.rank_command(), "folder", "{}")
+    assert str(ROOT / "bagua/replay/__main__.py") in done.stderr and "RANK" in done.stderr.splitlines()[-1], done.stderr
+    as_rank = [sys.executable, str(ROOT / "bagua/cli/rank.py"), *doctor._as_script()]
+    done = run_in(unbuilt, *as_rank)
+    assert done.returncode == 0 and "peers          none" in done.stdout, done.stderr
+    monkeypatch.chdir(ROOT)
+    assert doctor._as_script() == ["-m", "bagua.cli.doctor"]
 
 
 @pytest.mark.slow("test_doctor_measures_as_a_rank")
