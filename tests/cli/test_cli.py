@@ -235,6 +235,7 @@ def test_ranks_of_commands_do_not_import_a_source_that_is_not_built(unbuilt, mon
     from bagua.replay import command
 
     monkeypatch.chdir(unbuilt)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as the script `bagua` has it
     done = run_in(unbuilt, *command.rank_command(), "folder", "{}")
     assert str(ROOT / "bagua/replay/__main__.py") in done.stderr and "RANK" in done.stderr.splitlines()[-1], done.stderr
     as_rank = [sys.executable, str(ROOT / "bagua/cli/rank.py"), *doctor._as_script()]
