@@ -173,10 +173,10 @@ def without_rendezvous(error: Exception, args: argparse.Namespace) -> str:
     raised = "".join(traceback.format_exception_only(error)).partition("\n")[0]
     if "EADDRINUSE" in str(error):
         given = where if at_endpoint else args.master_port
-        what = f"the port of {option} {given} is in use on this host; give another one, on all hosts"
+        remedy = "give another one, on all hosts"
         if args.nnodes in ("1", "1:1"):
-            what += "; or none: on one host a free one is chosen"
-        return f"bagua run: {what}"
+            remedy = "give another one, or none: then a free one is chosen"
+        return f"bagua run: the port of {option} {given} is in use on this host; {remedy}"
     if isinstance(error, RendezvousTimeoutError):
         what = f"--nnodes is {args.nnodes}, and so many hosts did not come to the rendezvous at {where} in time; start"
         what += " `bagua run` on all of them with the same options"

@@ -196,8 +196,8 @@ def test_a_port_that_is_taken(script, capfd):
         assert spawn(launch, 1, args=argv) == [1]
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("bagua run: ")]
     assert told == [
-        f"bagua run: the port of --master-port {port} is in use on this host; give another one, on all hosts; or none: "
-        "on one host a free one is chosen"
+        f"bagua run: the port of --master-port {port} is in use on this host; give another one, or none: then a free "
+        "one is chosen"
     ]
 
 
