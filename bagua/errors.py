@@ -8,7 +8,7 @@ Ranks are those of the job, of a group of some ranks too, whose messages count w
 
 from __future__ import annotations
 
-from typing import Any
+import typing
 
 __all__ = [
     "Aborted",
@@ -50,7 +50,7 @@ class BaguaError(Exception):
         self.bucket = bucket
         # The group that it has left for the program, and the same by that group's ranks, if that is another error
         # (distributed/job_ranks.py).
-        self.left: tuple[Any, BaguaError | None] | None = None
+        self.left: tuple[typing.Any, BaguaError | None] | None = None
 
     @property
     def peer(self) -> int | None:
