@@ -171,8 +171,8 @@ class NonFiniteGuard:
 
 
 class _Step:
-    """A step whose gradients the host has not looked at, of watched buckets: as they are now, since the program may
-    have changed them since the backward, also by ``.data``, of which no version tells.
+    """A step, and whether its gradients in the watched buckets are finite as they are now: the program may have changed
+    them since the backward, also by ``.data``, of which no version tells.
 
     Args:
         late: of the backward before it.
