@@ -209,9 +209,9 @@ class Bucket:
 
     def _weight_of(self, member: Member) -> torch.Tensor:
         weight = member.parameter.detach()
-        if weight.dtype is not member.view.dtype:  # _foreach_copy_ would round it
+        if weight.dtype is not member.dtype:  # _foreach_copy_ would round it
             raise InvalidArgument(
-                f"the parameter {member.name!r} is {weight.dtype}, but was {member.view.dtype} when the model was "
+                f"the parameter {member.name!r} is {weight.dtype}, but was {member.dtype} when the model was "
                 "wrapped; convert the model before with_bagua, or call it again"
             )
         return weight

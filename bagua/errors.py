@@ -50,7 +50,7 @@ class BaguaError(Exception):
         self.bucket = bucket
         # The group that it has left for the program, and the same by that group's ranks, if that is another error
         # (distributed/job_ranks.py).
-        self.left: tuple[typing.Any, BaguaError | None] | None = None
+        self.left_group: tuple[typing.Any, BaguaError | None] | None = None
 
     @property
     def peer(self) -> int | None:
@@ -61,7 +61,7 @@ class BaguaError(Exception):
         return (
             _rebuild,
             (type(self), str(self), self.rank, self.operation, self.bucket, self.ranks),
-            {"left": self.left},
+            {"left_group": self.left_group},
         )
 
 

@@ -33,10 +33,10 @@ class JobRanks:
 
     def told(self, error: _Error) -> _Error:
         """For the program: an error of this group by ranks of the job. One that has left a group is as it is."""
-        if error.left is not None:
+        if error.left_group is not None:
             return error
         if self._is_all or type(error).__module__ != BaguaError.__module__:  # a class of the program's may be any
-            error.left = (self, None)
+            error.left_group = (self, None)
             return error
         shown = ", ".join(map(str, self.ranks[:_SHOWN])) + (", ..." if self.ranks[_SHOWN:] else "")
         which = "" if error.rank is None else f"; its rank {error.rank} is rank {self._of_job(error.rank)}"
@@ -47,15 +47,15 @@ class JobRanks:
             bucket=error.bucket,
             ranks=tuple(map(self._of_job, error.ranks)),
         )
-        told.left = (self, error)
+        told.left_group = (self, error)
         told.__cause__ = error.__cause__
         return told.with_traceback(error.__traceback__)
 
     def own(self, error: BaguaError) -> BaguaError:
         """For this group: an error by its ranks; those that are none of them are not named, nor who passes it on."""
-        if error.left is None:
+        if error.left_group is None:
             return error
-        of, original = error.left
+        of, original = error.left_group
         if of is self:
             return original or error
         ranks = tuple(self.ranks.index(rank) for rank in error.ranks if rank in self.ranks)
@@ -74,12 +74,12 @@ class JobRanks:
 
 def reworded(error: BaguaError, before: str = "", after: str = "", bucket: str | None = None) -> BaguaError:
     """The same with another message, for the program and for its group."""
-    of, original = error.left or (None, None)
+    of, original = error.left_group or (None, None)
     if original is not None:
         return of.told(reworded(original, before, after, bucket))
     kind, context = _kind_of(error), {"rank": error.rank, "operation": error.operation, "ranks": error.ranks}
     changed = kind(f"{before}{error}{after}", bucket=bucket or error.bucket, **context)
-    changed.left = error.left
+    changed.left_group = error.left_group
     return changed
 
 

@@ -52,9 +52,9 @@ def reduce_sum(value: Tree, *, placement: str | None = None) -> Tree:
         ``[...]`` of the same structure and dtypes, equal on all ranks.
 
     Raises:
-        InvalidArgument: the first axis is not the clients' one, the values are of bools, or, on all ranks, the ranks
-            do not have the same program, names (keys of dictionaries in one order) and shapes, or clients that do not
-            add up.
+        InvalidArgument: the first axis is not the clients' one, the values are of bools or of another dtype without
+            sums (uint16, 8-bit floats, complex32), or, on all ranks, the ranks do not have the same program, names
+            (keys of dictionaries in one order) and shapes, or clients that do not add up.
     """
     clients = current(placement, "reduce_sum")
     return _reduce("reduce_sum", check_summable(check_placed(value, clients, "reduce_sum"), "reduce_sum"), clients)
