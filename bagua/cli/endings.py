@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -61,6 +61,35 @@ def _kill(pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+class _AtFork(threading.local):
+    """Ranks of `--start-method fork` get the launcher's signals late, but none is lost, and have handlers of their own.
+
+    Python forgets a signal that a forked process gets before it has begun in it, so such a rank would outlive SIGTERM.
+    Signals wait meanwhile, and the rank has the handlers which were there before the launcher's.
+    """
+
+    active: ClassVar[Interrupts | None] = None
+    _masked: set[int] | None = None
+
+    def before(self) -> None:
+        if _AtFork.active is not None:
+            self._masked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+    def in_parent(self) -> None:
+        if self._masked is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._masked)
+            self._masked = None
+
+    def in_child(self) -> None:
+        if _AtFork.active is not None:
+            _AtFork.active.restore()
+        self.in_parent()
+
+
+_at_fork = _AtFork()
+os.register_at_fork(before=_at_fork.before, after_in_parent=_at_fork.in_parent, after_in_child=_at_fork.in_child)
+
+
 class Interrupts:
     """SIGINT and SIGTERM while ranks run: the first one asks them to end, the second one kills them.
 
@@ -78,12 +107,18 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._handle) for number in _HANDLED}
+            _AtFork.active = self
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.restore()
+        self._ending.close()
+
+    def restore(self) -> None:
+        """The handlers that were there before."""
+        _AtFork.active = None
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._ending.close()
 
     def left_to_torch(self, signals: str) -> str:
         """Which of the signals of torchrun's --signals-to-handle torch may handle itself."""

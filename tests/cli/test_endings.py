@@ -1,14 +1,16 @@
 """How `bagua run` ends before its time: one line and a status, on a signal and for a rank that fails."""
 
 import json
+import os
 import re
 import signal
 import textwrap
+import time
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from bagua.cli.endings import who_failed_first
+from bagua.cli.endings import Interrupts, who_failed_first
 from bagua.cli.run import main
 from bagua.testing import spawn
 
@@ -237,6 +239,24 @@ def test_a_traceback_that_only_torch_has_written_down_is_shown(launched):
         "[rank 1] ValueError: label 17 is not in 0..9\n"
         "bagua run: rank 1 failed first, exit status 1: ValueError: label 17 is not in 0..9\n"
     )
+
+
+def forks(rank, world_size):
+    def ended():
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(5)
+            os._exit(0)
+        os.kill(pid, signal.SIGTERM)  # before Python has begun in it, mostly
+        return os.waitpid(pid, 0)[1]
+
+    with Interrupts():
+        return [ended() for _ in range(10)]
+
+
+def test_a_rank_that_is_forked_has_not_the_handlers_of_the_launcher_and_loses_no_signal():
+    (ended,) = spawn(forks, 1, timeout=60)
+    assert ended == [signal.SIGTERM] * 10
 
 
 # ---- with bagua itself -----------------------------------------------------------------------------------
