@@ -91,7 +91,8 @@ class CompressedGradients(Algorithm):
         self._num_exchanges = 0
 
     def parameter_state(self) -> dict[str, ParameterState]:
-        return {"residual": ParameterState(STATE_DTYPES[self.state_dtype])} if self.error_feedback else {}
+        state = ParameterState(STATE_DTYPES[self.state_dtype], is_scaled=True)
+        return {"residual": state} if self.error_feedback else {}
 
     def bucket_class(self, parameter: torch.nn.Parameter) -> Hashable:
         if bucket_dtype(parameter) not in self._codec.dtypes:

@@ -154,6 +154,12 @@ class Hooks:
     def after_backward(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
         """A synchronising backward has ended: all Work is complete, ``backward()`` is about to return."""
 
+    def after_change_of_scale(self, ratio: float) -> None:
+        """A backward begins whose gradients a GradScaler makes ``ratio`` times as large as those of the one before.
+
+        What else than ``parameter_state`` is remembered in their unit has to grow alike.
+        """
+
     def after_skipped_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         """A GradScaler has made nothing of a step of ``optimizer``, and the host knows.
 

@@ -35,10 +35,13 @@ class ParameterState:
         dtype: of what is kept.
         shape: None: that of the gradient; kept side by side as the gradients are in their bucket. Otherwise the shape
             for a parameter.
+        is_scaled: whether it counts in the unit of the gradients, so that it has to grow with a GradScaler's scale;
+            what ``feedback`` names does in any case.
     """
 
     dtype: torch.dtype = torch.float32
     shape: Callable[[torch.nn.Parameter], tuple[int, ...]] | None = None
+    is_scaled: bool = False
 
 
 @dataclasses.dataclass(kw_only=True)

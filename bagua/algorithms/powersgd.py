@@ -88,7 +88,7 @@ class PowerSGD(Algorithm):
     def parameter_state(self) -> dict[str, ParameterState]:
         states = {"q": ParameterState(shape=lambda parameter: (_sides(parameter)[1], self._rank_of(parameter)))}
         if self.error_feedback:
-            states["error"] = ParameterState(STATE_DTYPES[self.state_dtype])
+            states["error"] = ParameterState(STATE_DTYPES[self.state_dtype], is_scaled=True)
         return states
 
     def communicate(self, bucket: Bucket, group: BucketGroup) -> Generator[Work, None, None]:

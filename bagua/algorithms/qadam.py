@@ -45,9 +45,9 @@ class QAdam(CompressedGradients):
     A GradScaler makes the gradients in backward larger than those that the optimizer steps with and its m is made of,
     and clipping makes the latter smaller. So what is encoded is b1 R m + (1 - b1) (g_i + R weight_decay x), R the power
     of two next to the largest gradient in backward by the largest one when the optimizer steps, as the step before had
-    them; 1 at first. A GradScaler alone, whose scales are powers of two, then changes no bit of the training. Clipping
-    divides R by its coefficient, so that m and g_i have in the code the proportion that they have in the m that the
-    optimizer will make of them.
+    them; 1 at first. It grows with the scaler's scale, so a GradScaler alone, whose scales are powers of two, changes
+    no bit of the training. Clipping divides R by its coefficient, so that m and g_i have in the code the proportion
+    that they have in the m that the optimizer will make of them.
 
     A parameter that comes late has a warm-up of its own, and its bucket travels at full precision until that ends; with
     ``find_unused_parameters=True`` so does the bucket of a parameter that is never used: freeze it. The declaration
@@ -282,6 +282,10 @@ class QAdam(CompressedGradients):
                 self._largest_gradient(optimizer, buckets),
                 None if grad_scale is None else _Largest([grad_scale]),
             )
+
+    def after_change_of_scale(self, ratio: float) -> None:
+        super().after_change_of_scale(ratio)
+        self._units = [self._unit(index) * ratio for index in range(len(self._units))]
 
     def _unit(self, index: int) -> float:
         """R, by what was measured around the last step."""

@@ -7,8 +7,8 @@ is forgotten when a gradient is NaN or Inf, so that a step that is skipped chang
 Error feedback: what the codes of one step leave out is added to what the next step encodes. Two residuals, as the paper
 has them (C_LP_S, arXiv 2107.01499; arXiv 1901.09847): of what a rank contributes, which is a state of the shape of the
 gradients, and of the stripe of the result that it encodes for everybody. Invariant, but for float rounding: what was
-sent + residual = what was to be sent, added up over all steps. Residuals have the scale of the gradients as they come:
-when a GradScaler changes its scale, the residual of the step before counts by the ratio of the two, once.
+sent + residual = what was to be sent, added up over all steps. Residuals have the scale of the gradients as they come
+and are multiplied when a GradScaler changes it.
 
 Values of the shape of the gradients lie side by side as these do in their bucket. When buckets are laid out anew, or
 from a checkpoint, they wait parameter by parameter until their bucket is first asked for.
@@ -66,6 +66,7 @@ class ParameterStates:
 
     def __init__(self, described: Mapping[str, ParameterState], group: ProcessGroup) -> None:
         self._described, self._group = dict(described), group
+        self._scaled = {name for name, one in described.items() if one.is_scaled}
         self._buckets: tuple[Bucket, ...] = ()
         self._stripe_of: dict[Key, Stripe] = {}  # by bucket, since it was first asked for in this layout
         self._kept, self._next = _Side(), _Side()
@@ -77,6 +78,17 @@ class ParameterStates:
         self._is_in_backward = False
         # Before the backward under way, where it is not the first one since the step.
         self._before: dict[tuple[str, Key], torch.Tensor] = {}
+
+    def multiply(self, ratio: float) -> None:
+        """All that counts in the unit of gradients, which are to be ``ratio`` times as large from now on."""
+        for side in (self._kept, self._next):
+            for values in (side.flats, side.stripes, side.shaped, side.parts, side.whole_parts):
+                for (name, _), value in values.items():
+                    if name in self._scaled:
+                        value.mul_(ratio)
+            for (name, _), (_, value) in side.loaded.items():
+                if name in self._scaled:
+                    value.mul_(ratio)
 
     @property
     def are_described(self) -> bool:
@@ -121,6 +133,7 @@ class ParameterStates:
                 f"parameter_state() describes it as {described}"
             )
         key = (name, bucket.index)
+        self._scaled.add(name)
         stripe = self._stripe(name, bucket, getattr(codec, "spec", codec), hierarchical)
         pairs = []
         for kind in ("flats", "stripes"):

@@ -28,8 +28,8 @@ from bagua.errors import BaguaError, InvalidArgument
 from bagua.profiler import clock_sync
 from bagua.profiler.timeline import Timeline
 
-_STATE_VERSION = 3
-_STATE_KEYS = {"version", "algorithm", "num_steps", "layout", "ready_order", "state", "parameters"}
+_STATE_VERSION = 4
+_STATE_KEYS = {"version", "algorithm", "num_steps", "layout", "ready_order", "loss_scale", "state", "parameters"}
 logger = logging.getLogger("bagua")
 
 _attached: weakref.WeakSet[BaguaHandle] = weakref.WeakSet()
@@ -103,6 +103,7 @@ class BaguaHandle:
         how its sum is rounded; with it a resumed run continues bit for bit.
         """
         self.step.optimizer_steps.settle_states()
+        self.step.follow_loss_scale()  # to that of the next step, which the state of a GradScaler has
         order = self.step.order
         names = self.step.storage.names
         return {
@@ -111,6 +112,7 @@ class BaguaHandle:
             "num_steps": self.step.num_steps,
             "layout": [names[index] for index in self.step.storage.order],
             "ready_order": None if order is None else [names[index] for index in order],
+            "loss_scale": self.step.loss_scale.unit,
             "state": self.algorithm.state_dict(),
             "parameters": self.step.states.state_dict(),
         }
@@ -133,7 +135,8 @@ class BaguaHandle:
                 for names in (state["layout"], state["ready_order"])
             )
             described = {key: state[key] for key in ("num_steps", "layout", "ready_order")}
-            return successor(self.step, state["num_steps"], layout, order, state["parameters"]), described
+            scale = state["loss_scale"]
+            return successor(self.step, state["num_steps"], layout, order, state["parameters"], scale), described
 
         loaded = agree(self.group, prepare, remedy)
         # Each ends on all ranks before the next begins, so a rank that refuses its part leaves nobody waiting.

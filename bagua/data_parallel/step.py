@@ -34,6 +34,7 @@ from bagua.data_parallel.algorithm_state import ParameterStates
 from bagua.data_parallel.backward_stream import BackwardStream
 from bagua.data_parallel.end_of_backward import EndOfBackward
 from bagua.data_parallel.failures import ending, fatal
+from bagua.data_parallel.loss_scale import LossScale
 from bagua.data_parallel.optimizer_steps import OptimizerSteps
 from bagua.data_parallel.parameter_errors import (
     added_parameters,
@@ -98,7 +99,9 @@ class Step:
         self._stream = BackwardStream(storage.memory.device)
         self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))
         self._buffers, self._always_broadcasts, self._frozen = buffers, always_broadcasts, tuple(frozen)
-        steps = (optimizers, storage, algorithm, self._bucket_group, self.states, self.recorder)
+        has_own = type(algorithm).after_change_of_scale is not Algorithm.after_change_of_scale
+        self.loss_scale = LossScale(group.size > 1 and (has_own or self.states.are_described))
+        steps = (optimizers, storage, algorithm, self._bucket_group, self.states, self.loss_scale, self.recorder)
         self.optimizer_steps = OptimizerSteps(*steps, self._enter_next_stage, self._check_new, is_late)
         is_order_known = earlier is not None and earlier.order == storage.order
         self.new_machine(storage.order if is_order_known else None)
@@ -139,6 +142,7 @@ class Step:
             raise InvalidArgument("torch's DistributedDataParallel is around the wrapped model; leave one of them out")
         self.optimizer_steps.settle()
         self._lay_out_if_agreed()
+        self.loss_scale.look()
         self._local_ns = None
         if self.synchronises:
             with self.recorder.hook("before_forward"):
@@ -243,10 +247,19 @@ class Step:
         self._zero_copy.begin()
         if self.sends_gradients:
             self.states.begin_backward()
+        with self._stream.entered():
+            self.follow_loss_scale()
         self._begin_ns = time.monotonic_ns()
         # The one place that asks the engine to tell when backward ends. The engine drops the callback
         # without calling it when backward raises, and EndOfBackward notices.
         torch.autograd.Variable._execution_engine.queue_callback(EndOfBackward(self._finish, self._abort))
+
+    def follow_loss_scale(self) -> None:
+        """What is remembered in the unit of gradients is brought to the scale that the loss has now."""
+        ratio = self.loss_scale.change()
+        if ratio != 1.0:
+            self.states.multiply(ratio)
+            self.algorithm.after_change_of_scale(ratio)
 
     def _fill_with_zeros(self, member: Member) -> None:
         member.view.zero_()

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bagua.data_parallel.algorithm_state import ParameterStates
+from bagua.data_parallel.loss_scale import LossScale
 from bagua.data_parallel.step import Step
 from bagua.data_parallel.unused_parameters import UnusedParameters
 from bagua.distributed.process_group import ProcessGroup
@@ -59,8 +60,9 @@ def successor(
     layout: Sequence[int],
     order: Sequence[int] | None,
     parameters: Mapping[str, Any],
+    loss_scale: float,
 ) -> Step:
-    """A step that goes on where a checkpoint was taken, with its layout, ready order and states of parameters.
+    """A step that goes on where a checkpoint was taken, with its layout, ready order, states of parameters and scale.
 
     Its algorithm is a copy, which is to load its state; ``enter_stage`` and ``become`` are to follow.
     """
@@ -68,7 +70,8 @@ def successor(
     new.algorithm = copy.copy(step.algorithm)
     new.states = ParameterStates(new.algorithm.parameter_state(), step.group)
     new.states.load_state_dict(parameters, new.algorithm.name)
-    new.optimizer_steps = step.optimizer_steps.draft(new.states)
+    new.loss_scale = LossScale(step.loss_scale.is_followed, loss_scale, step.loss_scale)
+    new.optimizer_steps = step.optimizer_steps.draft(new.states, new.loss_scale)
     new.storage = step.storage.anew(layout)
     if step.unused is not None:
         new.unused = UnusedParameters(new.storage, step.group)

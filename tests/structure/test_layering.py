@@ -118,6 +118,7 @@ ORDER = {
         "zero_copy": BUCKETS,
         "unused_parameters": BUCKETS,
         "parameter_errors": BUCKETS,
+        "loss_scale": ERRORS | {"distributed.devices"},
         "algorithm_state": BUCKETS | {"algorithms"},
         "state_sync": BUCKETS | {"distributed.consensus"},
         "followed_optimizers": BUCKETS | {"distributed.consensus", "algorithms"},
