@@ -601,9 +601,8 @@ def _compare_remembered(group):
         for before, behind, expected in zip(of_device[:half], of_device[half:], of_cpu[half:], strict=True):
             assert len(before) == len(behind) == len(expected)
             # In the unit of the scale, which the scaler has halved; the factors of powersgd have none.
-            assert all(torch.equal(x, y) or torch.equal(x / 2, y) for x, y in zip(before, behind, strict=True)), (
-                algorithm
-            )
+            pairs = zip(before, behind, strict=True)
+            assert all(torch.equal(x, y) or torch.equal(x / 2, y) for x, y in pairs), algorithm
             assert all(map(torch.equal, behind, expected)), algorithm
 
 
