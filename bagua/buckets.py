@@ -190,11 +190,18 @@ class Bucket:
         """The names of its parameters."""
         return tuple(member.name for member in self._members)
 
-    def zero_padding(self, flat: torch.Tensor | None = None) -> None:
-        """Clears the elements between gradients: a codec leaves its rounding there, and would widen later blocks."""
+    def zero_padding(self, flat: torch.Tensor | None = None, first: int = 0) -> None:
+        """Clears the elements between gradients: a codec leaves its rounding there, and would widen later blocks.
+
+        Args:
+            flat: instead of the bucket's own, or a part of it.
+            first: which element of the bucket that part begins with.
+        """
         flat = self._flat if flat is None else flat
         for begin, end in self._gaps:
-            flat[begin:end].zero_()
+            begin, end = max(begin - first, 0), end - first
+            if begin < min(end, flat.numel()):
+                flat[begin:end].zero_()
 
     def load(self, tensors: Sequence[torch.Tensor] | None = None, flat: torch.Tensor | None = None) -> None:
         """flat <- the weights.

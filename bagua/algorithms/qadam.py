@@ -177,7 +177,8 @@ class QAdam(CompressedGradients):
                 "steps"
             )
         self._members_of = {bucket.index: bucket.members for bucket in buckets}
-        self._coded = [m for bucket in buckets if not super(QAdam, self).exempt(bucket) for m in bucket.members]
+        coded = {m.index for bucket in buckets if not super(QAdam, self).exempt(bucket) for m in bucket.members}
+        self._coded = [member for member in members if member.index in coded]  # in an order that all layouts have
         super().lay_out(buckets)
 
     def before_forward(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:

@@ -66,6 +66,9 @@ class ParameterStates:
 
     def __init__(self, described: Mapping[str, ParameterState], group: ProcessGroup) -> None:
         self._described, self._group = dict(described), group
+        for name, one in self._described.items():
+            if not isinstance(one, ParameterState):
+                raise InvalidArgument(f"parameter_state() describes {name!r} by {one!r}, expected a ParameterState")
         self._scaled = {name for name, one in described.items() if one.is_scaled}
         self._buckets: tuple[Bucket, ...] = ()
         self._stripe_of: dict[Key, Stripe] = {}  # by bucket, since it was first asked for in this layout
@@ -221,10 +224,11 @@ class ParameterStates:
 
     def end_backward(self, is_finite: bool) -> None:
         """All buckets are exchanged; where one holds NaN or Inf the step will be skipped, so all is as before it."""
-        for kind, (name, index) in self._renewed_now if is_finite else ():
-            if kind == "flats" and self._next.flats[name, index].numel():
+        for kind, key in self._renewed_now if is_finite else ():
+            if kind != "shaped":
                 # Between gradients nothing is sent: what a codec leaves there would widen its blocks from step to step.
-                self._buckets[index].zero_padding(self._next.flats[name, index])
+                first = self._stripe_of[key][0] if kind == "stripes" else 0
+                self._buckets[key[1]].zero_padding(getattr(self._next, kind)[key], first)
         self._renewed = self._renewed | self._renewed_now if is_finite else set()
         self._is_under_way = bool(self._renewed)
         self._renewed_now, self._before, self._is_in_backward = set(), {}, False
@@ -288,6 +292,7 @@ class ParameterStates:
             states[name] = own = {"dtype": str(described.dtype), "parameters": {}, "stripes": {}, "owners": {}}
             for bucket in self._buckets:
                 key, flat = (name, bucket.index), kept.flats.get((name, bucket.index))
+                of_bucket = str(bucket.index)  # formats of checkpoints make strings of other keys
                 for member in bucket.members:
                     of_member = (name, member.index)
                     begin, end = bucket.place_of(member)
@@ -299,10 +304,10 @@ class ParameterStates:
                     if of_member in kept.whole_parts:
                         own["owners"][member.name] = kept.whole_parts[of_member].clone()
                 if key in kept.stripes:
-                    own["stripes"][bucket.index] = (*self._stripe_of[key], bucket.numel, kept.stripes[key].clone())
+                    own["stripes"][of_bucket] = (*self._stripe_of[key], bucket.numel, kept.stripes[key].clone())
                 elif key in kept.loaded:
                     (first, numel), stripe = kept.loaded[key]
-                    own["stripes"][bucket.index] = (first, numel, bucket.numel, stripe.clone())
+                    own["stripes"][of_bucket] = (first, numel, bucket.numel, stripe.clone())
         return {"place": writer_of(self._group), "states": states}
 
     def load_state_dict(self, state: Mapping[str, Any], algorithm_name: str) -> None:
@@ -342,7 +347,8 @@ class ParameterStates:
                         self._kept.shaped[name, member.index] = value.to(member.view.device, copy=True)
                     else:
                         into[name, member.index] = value.reshape(-1).clone()
-            for index, (first, numel, bucket_numel, value) in own["stripes"].items():
+            for of_bucket, (first, numel, bucket_numel, value) in own["stripes"].items():
+                index = int(of_bucket)
                 here = buckets[index].numel if index < len(buckets) else None
                 if here != bucket_numel:
                     raise InvalidArgument(

@@ -124,6 +124,10 @@ def with_bagua(
         if earlier is not None:
             earlier.step.optimizer_steps.settle()  # what its last step has done wrong would be forgotten
         chosen = _make_algorithm(algorithm, options)
+        if chosen.exchanges not in ("gradients", "weights"):
+            raise InvalidArgument(
+                f"algorithm {chosen.name!r} has exchanges = {chosen.exchanges!r}, expected 'gradients' or 'weights'"
+            )
         if earlier is not None and chosen is earlier.algorithm:
             chosen = dataclasses.replace(chosen)  # the object itself goes on until the wrap is certain
         check_unused(chosen, earlier)

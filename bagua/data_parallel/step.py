@@ -307,14 +307,18 @@ class Step:
             bucket.is_result = False  # it may be changed now
             return generator
 
-        self._communicate(bucket, go_on)
+        self._communicate(bucket, go_on, awaited)
 
-    def _communicate(self, bucket: Bucket, start: Callable[[], Any]) -> None:
+    def _communicate(self, bucket: Bucket, start: Callable[[], Any], earlier: Work | None = None) -> None:
         try:
             with self._algorithm("communicate"):
                 started = start()
                 if isinstance(started, types.GeneratorType):
                     for awaited in started:
+                        if awaited is not None and awaited is earlier:
+                            raise InvalidArgument(
+                                "communicate yields a Work again that it has yielded before; yield the next one, or end"
+                            )
                         self._generators[bucket.index] = (started, awaited)
                         self._machine.suspended(bucket.index)
                         started = awaited

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed import checkpoint
 
 import bagua
 from bagua.errors import InvalidArgument
@@ -39,7 +40,7 @@ def _state(model):
     state = model.bagua.state_dict()["parameters"]["states"]["residual"]
     if not state["parameters"] and not state["stripes"]:  # nothing was sent yet, so nothing was left out
         return {"worker": {"parts.0": torch.zeros(())}, "owner": [torch.zeros(())]}
-    return {"worker": state["parameters"], "owner": [stripe[-1] for _, stripe in sorted(state["stripes"].items())]}
+    return {"worker": state["parameters"], "owner": [stripe[-1] for stripe in state["stripes"].values()]}
 
 
 def _residuals(model):
@@ -322,3 +323,63 @@ def test_contractions_need_it():
     for codec in ("onebit", "topk"):
         with pytest.raises(InvalidArgument, match="is of use with error feedback only; pass error_feedback=True"):
             bagua.algorithms.create("bytegrad", {"codec": codec})
+
+
+def _padding(rank, world_size, codec):
+    with process_group():
+        model = Sum(*[(3, 1)] * 300)  # each with a gap behind it
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"codec": codec, "error_feedback": True, "min_compressed_bytes": 0}
+        bagua.with_bagua(model, optimizer, algorithm="bytegrad", **options)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(*(_integers(rank, 300 * step + i, (3, 1)) for i in range(300))).backward()
+            optimizer.step()
+        stripes = model.bagua.state_dict()["parameters"]["states"]["residual"]["stripes"]
+        assert stripes
+        for index, (first, numel, _, stripe) in stripes.items():
+            bucket = model.bagua.buckets[int(index)]
+            is_padding = torch.ones(bucket.numel, dtype=torch.bool)
+            for begin, end in map(bucket.place_of, bucket.members):
+                is_padding[begin:end] = False
+            is_padding = is_padding[first : first + numel]
+            assert is_padding.any() and stripe.any() and not stripe[is_padding].any()
+
+
+@pytest.mark.parametrize("codec", ["onebit", "minmax_uint8"])
+def test_nothing_is_remembered_between_gradients(pool2, codec):
+    """By the rank that encodes the sum either: it would change the scale of the codes."""
+    pool2.run(_padding, args=[codec])
+
+
+def _distributed_checkpoint(rank, world_size, folder):
+    with process_group():
+        model = Sum((4, BLOCK), (5, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"codec": "onebit", "error_feedback": True, "min_compressed_bytes": 0}
+        bagua.with_bagua(model, optimizer, algorithm="bytegrad", **options)
+
+        def step(seed):
+            optimizer.zero_grad()
+            model(_integers(rank, seed, (4, BLOCK)), _integers(rank, seed + 1, (5, 3))).backward()
+            optimizer.step()
+
+        for seed in range(4):
+            step(seed)
+        own = f"{folder}/{rank}"
+        checkpoint.save(
+            {"model": model.state_dict(), "bagua": model.bagua.state_dict()}, checkpoint_id=own, no_dist=True
+        )
+        step(9)
+        expected = [parameter.detach().clone() for parameter in model.parameters()]
+        state = {"model": model.state_dict(), "bagua": model.bagua.state_dict()}
+        checkpoint.load(state, checkpoint_id=own, no_dist=True)
+        model.load_state_dict(state["model"])
+        model.bagua.load_state_dict(state["bagua"])
+        step(9)
+        assert all(map(torch.equal, model.parameters(), expected))
+
+
+def test_a_checkpoint_of_torch_distributed(pool2, tmp_path):
+    """Which makes strings of what keys of other types there are."""
+    pool2.run(_distributed_checkpoint, args=[str(tmp_path)])

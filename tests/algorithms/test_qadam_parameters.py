@@ -332,3 +332,52 @@ def test_a_late_parameter_learns_its_v_at_full_precision(pool2):
         x = [a - LR * b / (1 - BETAS[0] ** t) / c for a, b, c in zip(x, m, scales, strict=True)]
         assert moments[step] == pytest.approx(v, rel=1e-4, abs=1e-9), step
     assert moments[-1] == moments[first_step + 1]
+
+
+class _Experts(torch.nn.Module):
+    """One of three layers at a time, not the same on all ranks, so that each has its warm-up."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(8, 47)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(47, 47) for _ in range(3))
+        self.last = torch.nn.Linear(47, 4)
+
+    def forward(self, x, chosen):
+        return self.last(torch.tanh(self.experts[chosen](torch.tanh(self.first(x)))))
+
+
+def _resumed_late(rank, world_size):
+    def wrapped():
+        torch.manual_seed(0)
+        model = _Experts()
+        optimizer = bagua.optim.QAdam(model.parameters(), lr=1e-3, warmup_steps=3)
+        _wrap(model, optimizer, codec="onebit", find_unused_parameters=True, bucket_bytes=8 << 10)
+        return model, optimizer
+
+    def step(model, optimizer, index):
+        optimizer.zero_grad()
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * index + rank))
+        model(x, (index // 2 + rank * (index % 3 == 0)) % 3 if index > 1 else 0).square().sum().backward()
+        optimizer.step()
+
+    with process_group():
+        whole, of_whole = wrapped()
+        states = []
+        for index in range(11):
+            parts = (whole, of_whole, whole.bagua)
+            states.append([copy.deepcopy(part.state_dict()) for part in parts])
+            step(whole, of_whole, index)
+        for cut in range(3, 9):
+            model, optimizer = wrapped()
+            for part, state in zip((model, optimizer, model.bagua), states[cut], strict=True):
+                part.load_state_dict(copy.deepcopy(state))
+            for index in range(cut, 11):
+                step(model, optimizer, index)
+            assert all(map(torch.equal, model.parameters(), whole.parameters())), cut
+
+
+@pytest.mark.filterwarnings("ignore:algorithm 'qadam'")
+def test_a_run_resumes_while_parameters_are_in_a_warm_up_of_their_own(pool2):
+    """With the stages that it had, whatever the layout is in which they are first asked for."""
+    pool2.run(_resumed_late)

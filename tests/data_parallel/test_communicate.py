@@ -143,17 +143,24 @@ class Gives(Algorithm):
     what: str = "number"
 
     def communicate(self, bucket, group):
-        group.all_reduce(bucket)
-        return {"number": 5, "generator": (value for value in [5]), "none": None}[self.what]
+        work = group.all_reduce(bucket)
+        return {"number": 5, "generator": (value for value in [5]), "again": iter_of(work), "none": None}[self.what]
+
+
+def iter_of(work):
+    while True:
+        yield work
 
 
 def _gives(rank, world_size):
     with process_group():
-        for what in ("number", "generator"):
+        gave = "communicate gave a int; expected a Work, None, or a generator"
+        again = "communicate yields a Work again that it has yielded before"
+        for what, message in {"number": gave, "generator": gave, "again": again}.items():
             group = bagua.new_group(range(world_size))
             model = bagua.with_bagua(torch.nn.Linear(3, 3), algorithm=Gives(what=what), group=group)
             meet()
-            with pytest.raises(BaguaError, match="communicate gave a int; expected a Work, None, or a generator"):
+            with pytest.raises(BaguaError, match=message):
                 model(torch.ones(2, 3)).sum().backward()
         model = bagua.with_bagua(torch.nn.Linear(3, 3, bias=False), algorithm=Gives(what="none"))
         model(torch.full((2, 3), float(rank + 1))).sum().backward()

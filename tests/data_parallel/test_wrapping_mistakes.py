@@ -1,6 +1,7 @@
 """A model that is not the one that was wrapped, or that somebody else synchronises too: told, not trained silently."""
 
 import copy
+import dataclasses
 import functools
 import operator
 import re
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import bagua
+from bagua.algorithms import Algorithm
 from bagua.errors import BaguaError, InvalidArgument
 from tests.conformance.training import process_group
 from tests.distributed.worlds import fast_in
@@ -417,3 +419,41 @@ MAKES = (
 @fast_in("make", [_compile_and_pass, _compile_whole_and_call_what_is_inside, _compile_in_place], MAKES)
 def test_a_model_that_is_compiled_and_run_before_the_wrap(pool2, make):
     pool2.run(_compiled_and_run, args=(make,))
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Misspelt(Algorithm):
+    name = "misspelt"
+    exchanges = "gradient"
+
+    def communicate(self, bucket, group):
+        return group.all_reduce(bucket, bagua.ReduceOp.AVG)
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Misdescribed(Algorithm):
+    name = "misdescribed"
+
+    def parameter_state(self):
+        return {"total": torch.float32}
+
+    def communicate(self, bucket, group):
+        return group.all_reduce(bucket, bagua.ReduceOp.AVG)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (_Misspelt(), "algorithm 'misspelt' has exchanges = 'gradient', expected 'gradients' or 'weights'"),
+        (_Misdescribed(), r"parameter_state\(\) describes 'total' by torch.float32, expected a ParameterState"),
+    ],
+)
+def test_an_algorithm_that_says_wrongly_what_it_does(pool2, algorithm, message):
+    pool2.run(_refused_algorithm, args=[algorithm, message])
+
+
+def _refused_algorithm(rank, world_size, algorithm, message):
+    with process_group():
+        model = _net()
+        with pytest.raises(InvalidArgument, match=message):
+            bagua.with_bagua(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm=algorithm)
