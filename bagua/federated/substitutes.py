@@ -6,6 +6,7 @@ where sequences are long and a gradient is all that is asked for; on devices, wh
 clients, also where they are short. Others torch 2.13 differentiates wrongly. Of norms those are second derivatives:
 under vmap the gradient of the weight is taken for a constant, as if the input did not matter to it, and in forward mode
 a part of the tangent is. Group norm and RMS norm are right; torch.native_batch_norm and the like are left as they are.
+index_fill mixes what clients have.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from bagua.federated.traced import tracing
+from bagua.federated.traced import index_fill, tracing
 
 _fused = functional.scaled_dot_product_attention
 _by_definition = torch.ops.aten._scaled_dot_product_attention_math.default
@@ -99,6 +100,21 @@ def _select_scatter(input: torch.Tensor, src: torch.Tensor, dim: int, index: int
     dim %= input.dim()
     index %= input.shape[dim]
     return torch.slice_scatter(input, src.to(input.dtype).unsqueeze(dim), dim, index, index + 1)
+
+
+def _index_fill(input: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
+    """torch writes all clients' values into one tensor, where that is not the client's own."""
+    is_taken = isinstance(value, torch.Tensor) and not value.dim() and (input.is_complex() or not value.is_complex())
+    num_dims = max(input.dim(), 1)
+    if not is_taken or not -num_dims <= dim < num_dims:
+        return torch.index_fill(input, dim, index, value)
+    return index_fill(input, dim, index, value)
+
+
+def _index_fill_in_place(input: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
+    """torch.compile has no gradient of torch's."""
+    is_number = not isinstance(value, torch.Tensor)
+    return input.index_fill_(dim, index, value) if is_number else input.copy_(_index_fill(input, dim, index, value))
 
 
 def _prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -301,6 +317,9 @@ _SUBSTITUTES: dict[Callable, Callable] = {
     torch.instance_norm: _of_torch_instance_norm,
     functional.prelu: _prelu,
     torch.Tensor.prelu: _prelu,
+    torch.index_fill: _index_fill,
+    torch.Tensor.index_fill: _index_fill,
+    torch.Tensor.index_fill_: _index_fill_in_place,
     torch.select_scatter: _select_scatter,
     torch.Tensor.select_scatter: _select_scatter,
 }

@@ -242,8 +242,19 @@ def _copy(value: torch.Tensor, source: torch.Tensor, non_blocking: bool = False)
     return result.clone(memory_format=torch.contiguous_format if value.is_contiguous() else torch.preserve_format)
 
 
-# What writes become, where torch 2.13 has no derivative (copy), or a wrong one under vmap (select_scatter).
+def index_fill(value: torch.Tensor, dim: int, index: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """torch.index_fill with a tensor ``[]``."""
+    shape = [1] * value.dim()
+    if shape:
+        shape[dim] = value.shape[dim]
+    is_filled = torch.zeros(shape, dtype=torch.bool, device=value.device).index_fill(dim, index, True)
+    return torch.where(is_filled, number.to(value.device, value.dtype), value)
+
+
+# What writes become, where torch 2.13 has no derivative (copy), or what is wrong under vmap: values of index_fill where
+# every batch has its own number and all have one tensor, derivatives of select_scatter.
 _DIFFERENTIABLE = {
+    torch.ops.aten.index_fill.int_Tensor: index_fill,
     torch.ops.aten.select_scatter.default: _select_scatter,
     torch.ops.aten.copy.default: _copy,
 }

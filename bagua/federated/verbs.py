@@ -237,7 +237,7 @@ _EXPLAINED = {
     ),
     "more than one element of the written-to tensor refers to": _WRITES,
     "Batch norm got a batched tensor as input while the running_mean or running_var": _WRITES,
-    "vmap: inplace arithmetic(self, *extra_args) is not possible": (
+    "(self, *extra_args) is not possible because": (
         "writes a client's values into a tensor that is not the client's own, such as torch.zeros or the running "
         "statistics of a module: return new values, or make it with zeros_like of what depends on an argument"
     ),

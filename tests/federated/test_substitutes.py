@@ -1,4 +1,4 @@
-"""What client functions compute instead of torch's, against definitions in plain loops: attention, norms, prelu."""
+"""What client functions compute instead of torch's, against definitions in loops: attention, norms, losses, fills."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import math
 
 import pytest
 import torch
-from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.nn import functional
 
 from bagua import federated
+from bagua.errors import InvalidArgument
+from tests.conformance.training import process_group
 
 CLIENTS, BATCH, HEADS, LENGTH, WIDTH = 3, 2, 2, 4, 6
 
@@ -369,14 +371,15 @@ def test_norms_of_halves_with_weights_of_float32_stay_halves(mode):
         lambda x: functional.instance_norm(x),
         lambda x: functional.embedding(torch.tensor([1]), x[0], padding_idx=0),
         lambda x: torch.select_scatter(x, x[0].bfloat16(), 0, 0),
+        lambda x: torch.index_fill(x, 1, torch.tensor([0]), x[0, 0, 0].double()),
     ],
 )
 def test_dtypes_under_autocast_are_torchs(function, dtype, is_on):
     x = torch.randn(CLIENTS, 2, 4, 3).to(dtype)
     with torch.autocast("cpu", enabled=is_on):
         expected = function(x[0]).dtype
-        found = federated.program(lambda x: federated.map_fn(function, x), clients=CLIENTS)(x)
-    assert found.dtype is expected
+        program = federated.program(lambda x: federated.map_fn(function, x), clients=CLIENTS)
+        assert program(x).dtype is jvp(program, (x,), (x,))[0].dtype is expected
 
 
 def test_graphs_of_batches_have_the_gradients_of_prelu():
@@ -410,6 +413,10 @@ def test_graphs_of_batches_have_the_gradients_of_prelu():
         lambda x: functional.layer_norm(x, 3),
         lambda x: functional.layer_norm(x, (3,), torch.ones(4)),
         lambda x: functional.prelu(x, torch.ones(1, 4)),
+        lambda x: torch.index_fill(x, 3, torch.tensor([0]), x[0, 0, 0]),
+        lambda x: torch.index_fill(x, 2, torch.tensor([3]), x[0, 0, 0]),
+        lambda x: torch.index_fill(x, 2, torch.tensor([0]), x[0, 0, :1]),
+        lambda x: torch.index_fill(x, 2, torch.tensor([0]), x[0, 0, 0] + 1j),
     ],
 )
 def test_what_torch_refuses_is_refused(function):
@@ -418,6 +425,187 @@ def test_what_torch_refuses_is_refused(function):
     for call in (lambda: program(x), lambda: jvp(program, (x,), (x,)), lambda: program(x.clone().requires_grad_())):
         with pytest.raises((RuntimeError, IndexError, AssertionError, TypeError, ValueError)):
             call()
+
+
+# ---- what torch takes for a constant, or mixes between clients: functions of x, which is the server's, and of one's y
+
+FACTORS = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+
+
+def filled(x, y):
+    return torch.zeros(3, dtype=x.dtype).index_fill(0, torch.tensor([0, -1]), (x * y).sum())
+
+
+def filled_in_place(x, y):
+    return (x * y).index_fill_(0, torch.tensor([1]), y[0] * x[0])
+
+
+def filled_columns(x, y):
+    return torch.index_fill(x.expand(2, 3), -1, y.argmax()[None], y.prod())[1]
+
+
+LIKE_SCORES = (SAMPLES, CHANNELS, POINTS)
+# By name: a function, what defines it, and the shape of y.
+FUNCTIONS = {
+    "index_fill": (
+        lambda x, y: (filled(x, y) * FACTORS).square().sum(),
+        lambda x, y: (FACTORS[0] ** 2 + FACTORS[2] ** 2) * sum(x[i] * y[i] for i in range(3)) ** 2,
+        (3,),
+    ),
+    "index_fill_": (
+        lambda x, y: (filled_in_place(x, y) * FACTORS).sum() ** 2,
+        lambda x, y: sum(FACTORS[i] * (y[0] * x[0] if i == 1 else y[i] * x[i]) for i in range(3)) ** 2,
+        (3,),
+    ),
+    "index_fill, columns": (
+        lambda x, y: (filled_columns(x, y) * FACTORS).sum() ** 2,
+        lambda x, y: sum(FACTORS[i] * (y[0] * y[1] * y[2] if y[i] == max(y) else x[i]) for i in range(3)) ** 2,
+        (3,),
+    ),
+    "trace": (
+        lambda x, y: torch.trace(x * y) ** 2,
+        lambda x, y: sum(x[i] * y[i, i] for i in range(3)) ** 2,
+        (3, 3),
+    ),
+}
+
+
+def test_clients_cannot_fill_what_is_not_theirs():
+    def of_client(y):
+        return torch.zeros(2, dtype=y.dtype).index_fill_(0, torch.tensor([0]), y)
+
+    @federated.program(clients=CLIENTS)
+    def program(y):
+        return federated.map_fn(of_client, y)
+
+    with pytest.raises(InvalidArgument, match="not the client's own"):
+        program(draw())
+    torch.testing.assert_close(graph_of(program)(y := draw()), torch.stack([y, torch.zeros_like(y)], 1))
+
+
+def federated_mean(name):
+    """A program, what it is by definition, and its arguments."""
+    of_client, definition, shape = FUNCTIONS[name]
+    torch.manual_seed(0)
+
+    @federated.program(clients=CLIENTS)
+    def program(x, y):
+        return federated.reduce_mean(federated.map_fn(of_client, (federated.broadcast(x), y)))
+
+    x, y = torch.tensor([0.5, 1.25, 0.75], dtype=torch.float64), draw(*shape)
+    return program, lambda x: sum(definition(x, one) for one in y) / CLIENTS, x, y
+
+
+def in_chunks(name):
+    def program(x, y):
+        return federated.map_reduce(FUNCTIONS[name][0], (federated.broadcast(x), y), chunk_size=2)
+
+    return federated.program(program, clients=CLIENTS)
+
+
+def where_clients_are(function):
+    def run(x, y):
+        platform = federated.IsolatedClients([federated.Client(y=one) for one in y])
+        return federated.run_on(platform, federated.trace(function, x, y), x=x)
+
+    return run
+
+
+def graph_of(function):
+    return lambda *arguments: federated.trace(function, *arguments)(*arguments)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_are_their_definition(name):
+    program, definition, x, y = federated_mean(name)
+    for way in (lambda f: f, graph_of, lambda _: in_chunks(name)):
+        torch.testing.assert_close(way(program)(x, y), definition(x))
+    torch.testing.assert_close(where_clients_are(program)(x, y), definition(x), rtol=1e-7, atol=1e-7)
+    models = torch.stack([x, x / 2])
+    expected = torch.stack([definition(one) for one in models])
+    torch.testing.assert_close(vmap(program, (0, None))(models, y), expected)
+
+
+def tangent(function):
+    # A copy, since torch writes tangents where what clients share has no memory of its own.
+    return lambda x, y: jvp(lambda x: function(x, y), (x.clone(),), (FACTORS,))[1]
+
+
+DERIVATIVES = {
+    "grad": grad,
+    "tangent": tangent,
+    "autograd": eager_gradient,
+    "graph of grad": lambda f: graph_of(grad(f)),
+    "graph of a tangent": lambda f: graph_of(tangent(f)),
+    "tangent of a graph": lambda f: lambda x, y: tangent(federated.trace(f, x, y))(x, y),
+    "isolated": lambda f: where_clients_are(grad(f)),
+    "isolated tangent": lambda f: where_clients_are(tangent(f)),
+}
+
+
+@pytest.mark.parametrize("way", DERIVATIVES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_derivatives_are_those_of_the_definition(name, way):
+    program, definition, x, y = federated_mean(name)
+    expected = grad(definition)(x) @ FACTORS if "tangent" in way else grad(definition)(x)
+    derivative = DERIVATIVES[way]
+    torch.testing.assert_close(derivative(program)(x, y), expected, rtol=1e-6, atol=1e-6)
+    if way in ("grad", "tangent", "autograd"):
+        torch.testing.assert_close(derivative(in_chunks(name))(x, y), expected)
+
+
+@pytest.mark.parametrize("way", [grad, tangent])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_derivatives_within_clients_are_those_of_the_definition(name, way):
+    _, definition, x, y = federated_mean(name)
+
+    @federated.program(clients=CLIENTS)
+    def program(x, y):
+        return federated.reduce_mean(federated.map_fn(way(FUNCTIONS[name][0]), (federated.broadcast(x), y)))
+
+    expected = grad(definition)(x) @ FACTORS if way is tangent else grad(definition)(x)
+    torch.testing.assert_close(program(x, y), expected)
+    torch.testing.assert_close(graph_of(program)(x, y), expected)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_second_derivatives_are_those_of_the_definition(name):
+    program, definition, x, y = federated_mean(name)
+    expected = hessian(definition)(x)
+    torch.testing.assert_close(hessian(program)(x, y), expected)
+    torch.testing.assert_close(jacrev(grad(program))(x, y), expected)
+    torch.testing.assert_close(graph_of(hessian(program))(x, y), expected)
+
+
+def on_ranks(rank, world_size):
+    """Two clients on the first rank, one on the other."""
+    found = {}
+    with process_group():
+        for name in FUNCTIONS:
+            program, _, x, y = federated_mean(name)
+            y = y[federated.local_slice(CLIENTS)]
+            found[name] = program(x, y), grad(program)(x, y), tangent(program)(x, y)
+    return found
+
+
+def test_ranks_have_the_values_and_derivatives_of_the_definition(pool2):
+    for found in pool2.run(on_ranks):
+        for name, (value, gradient, along_factors) in found.items():
+            _, definition, x, _ = federated_mean(name)
+            torch.testing.assert_close(value, definition(x))
+            torch.testing.assert_close(gradient, grad(definition)(x))
+            torch.testing.assert_close(along_factors, grad(definition)(x) @ FACTORS)
+
+
+@pytest.mark.slow("test_derivatives_are_those_of_the_definition")
+@pytest.mark.parametrize("way", [lambda f: f, grad, tangent, hessian])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_constants_of_torch_compiled_as_one_graph(name, way):
+    torch.compiler.reset()
+    program, definition, x, y = federated_mean(name)
+    compiled = torch.compile(way(program), backend="aot_eager", fullgraph=True)
+    expected = grad(definition)(x) @ FACTORS if way is tangent else way(definition)(x)
+    torch.testing.assert_close(compiled(x, y), expected)
 
 
 @pytest.mark.slow("test_attention_is_its_definition")
