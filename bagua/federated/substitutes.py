@@ -6,7 +6,7 @@ where sequences are long and a gradient is all that is asked for; on devices, wh
 clients, also where they are short. Others torch 2.13 differentiates wrongly. Of norms those are second derivatives:
 under vmap the gradient of the weight is taken for a constant, as if the input did not matter to it, and in forward mode
 a part of the tangent is. Group norm and RMS norm are right; torch.native_batch_norm and the like are left as they are.
-index_fill mixes what clients have.
+Two functions mix what clients have: index_fill and roll.
 """
 
 from __future__ import annotations
@@ -115,6 +115,13 @@ def _index_fill_in_place(input: torch.Tensor, dim: int, index: torch.Tensor, val
     """torch.compile has no gradient of torch's."""
     is_number = not isinstance(value, torch.Tensor)
     return input.index_fill_(dim, index, value) if is_number else input.copy_(_index_fill(input, dim, index, value))
+
+
+def _roll(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch moves each client's number on to the next client."""
+    if input.dim():
+        return torch.roll(input, *args, **kwargs)
+    return torch.roll(input.reshape(1), *args, **kwargs).reshape(())
 
 
 def _prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -320,6 +327,8 @@ _SUBSTITUTES: dict[Callable, Callable] = {
     torch.index_fill: _index_fill,
     torch.Tensor.index_fill: _index_fill,
     torch.Tensor.index_fill_: _index_fill_in_place,
+    torch.roll: _roll,
+    torch.Tensor.roll: _roll,
     torch.select_scatter: _select_scatter,
     torch.Tensor.select_scatter: _select_scatter,
 }

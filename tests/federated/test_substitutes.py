@@ -417,6 +417,8 @@ def test_graphs_of_batches_have_the_gradients_of_prelu():
         lambda x: torch.index_fill(x, 2, torch.tensor([3]), x[0, 0, 0]),
         lambda x: torch.index_fill(x, 2, torch.tensor([0]), x[0, 0, :1]),
         lambda x: torch.index_fill(x, 2, torch.tensor([0]), x[0, 0, 0] + 1j),
+        lambda x: x[0, 0, 0].roll(1, 1),
+        lambda x: x[0, 0, 0].roll((1, 2), 0),
     ],
 )
 def test_what_torch_refuses_is_refused(function):
@@ -466,6 +468,11 @@ FUNCTIONS = {
         lambda x, y: torch.trace(x * y) ** 2,
         lambda x, y: sum(x[i] * y[i, i] for i in range(3)) ** 2,
         (3, 3),
+    ),
+    "roll": (
+        lambda x, y: (x * y).sum().roll(1).square() * torch.roll(y[0], (2, 1), (0, -1)),
+        lambda x, y: sum(x[i] * y[i] for i in range(3)) ** 2 * y[0],
+        (3,),
     ),
 }
 
