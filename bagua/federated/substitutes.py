@@ -6,7 +6,8 @@ where sequences are long and a gradient is all that is asked for; on devices, wh
 clients, also where they are short. Others torch 2.13 differentiates wrongly. Of norms those are second derivatives:
 under vmap the gradient of the weight is taken for a constant, as if the input did not matter to it, and in forward mode
 a part of the tangent is. Group norm and RMS norm are right; torch.native_batch_norm and the like are left as they are.
-Two functions mix what clients have: index_fill and roll.
+Weights of losses are constants for torch, which a tangent passes in silence: their formulas are computed where a
+derivative may lead to them. Two functions mix what clients have: index_fill and roll.
 """
 
 from __future__ import annotations
@@ -63,6 +64,17 @@ def _has_gradient_alone(*tensors: torch.Tensor) -> bool:
         if tensor.requires_grad:
             return False
     return True
+
+
+def _may_move(tensor: torch.Tensor) -> bool:
+    """Whether a gradient leads to it, or a tangent may."""
+    if _may_have_tangents():
+        return True
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if tensor.requires_grad:
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
 
 
 def _may_have_tangents() -> bool:
@@ -136,11 +148,126 @@ def _prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _as_autocast_casts(value: torch.Tensor) -> torch.Tensor:
     """For an operator that autocast computes in its lower precision."""
+    is_cast = _is_autocast(value) and value.is_floating_point() and value.dtype is not torch.float64
+    return value.to(torch.get_autocast_dtype(value.device.type)) if is_cast else value
+
+
+def _as_autocast_widens(value: torch.Tensor) -> torch.Tensor:
+    """For an operator that autocast computes in float32."""
+    return _wide(value) if _is_autocast(value) else value
+
+
+def _is_autocast(value: torch.Tensor) -> bool:
     kind = value.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return value
-    is_cast = value.is_floating_point() and value.dtype is not torch.float64
-    return value.to(torch.get_autocast_dtype(kind)) if is_cast else value
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+# ---- losses
+
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+def _nll_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """torch.nn.functional.nll_loss."""
+    reduction = _reduction_of(size_average, reduce, reduction)
+    if not _are_weighted(input, target, weight, reduction):
+        return functional.nll_loss(input, target, weight, ignore_index=ignore_index, reduction=reduction)
+    losses = functional.nll_loss(input, target, ignore_index=ignore_index, reduction="none")
+    weights = _weights_of(target, weight, ignore_index)
+    return _reduced(losses * weights, weights, reduction)
+
+
+def _cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """torch.nn.functional.cross_entropy. Where targets are probabilities, torch's is right."""
+    reduction = _reduction_of(size_average, reduce, reduction)
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    if not _are_weighted(input, target, weight, reduction) or not 0 <= label_smoothing <= 1:
+        return functional.cross_entropy(input, target, weight, reduction=reduction, **options)
+    dim = min(1, input.dim() - 1)
+    logs = functional.log_softmax(input, dim)
+    losses = functional.nll_loss(logs, target, ignore_index=ignore_index, reduction="none")
+    weights = _weights_of(target, weight, ignore_index)
+    losses = losses * weights
+    if label_smoothing:
+        of_all = (logs.movedim(dim, -1) * weight).mean(-1).masked_fill(target == ignore_index, 0)
+        losses = (1 - label_smoothing) * losses - label_smoothing * of_all
+    return _reduced(losses, weights, reduction)
+
+
+def _are_weighted(input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: str) -> bool:
+    """Whether a derivative may lead to weights of classes that torch takes; it says what they are else."""
+    if weight is None or target.is_floating_point() or reduction not in _REDUCTIONS or not input.dim():
+        return False
+    return weight.shape == input.shape[:2][-1:] and _may_move(weight)
+
+
+def _weights_of(target: torch.Tensor, weight: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Of the targets' classes, 0 where a target does not count."""
+    is_ignored = target == ignore_index
+    classes = target.masked_fill(is_ignored, 0).long()
+    weights = weight.gather(0, classes.reshape(-1)).reshape(target.shape)
+    return weights.masked_fill(is_ignored, 0)
+
+
+def _reduced(losses: torch.Tensor, weights: torch.Tensor, reduction: str) -> torch.Tensor:
+    if reduction == "none":
+        return losses
+    return losses.sum() / weights.sum() if reduction == "mean" else losses.sum()
+
+
+def _binary_cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """torch.nn.functional.binary_cross_entropy."""
+    reduction = _reduction_of(size_average, reduce, reduction)
+    if weight is None or reduction not in _REDUCTIONS or not _may_move(weight):
+        return functional.binary_cross_entropy(input, target, weight, reduction=reduction)
+    losses = functional.binary_cross_entropy(input, target, reduction="none")
+    losses = (losses * weight.expand(losses.shape)).to(losses.dtype)
+    return _reduced(losses, torch.ones_like(losses), reduction)
+
+
+def _soft_margin_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """torch.nn.functional.soft_margin_loss."""
+    reduction = _reduction_of(size_average, reduce, reduction)
+    if input.shape != target.shape or reduction not in _REDUCTIONS or not _may_move(target):
+        return functional.soft_margin_loss(input, target, reduction=reduction)
+    losses = torch.log1p(torch.exp(-(_as_autocast_widens(target) * _as_autocast_widens(input))))
+    return _reduced(losses, torch.ones_like(losses), reduction)
+
+
+def _reduction_of(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
+    if size_average is None and reduce is None:
+        return reduction
+    return functional._Reduction.legacy_get_string(size_average, reduce)
 
 
 # ---- norms
@@ -324,6 +451,10 @@ _SUBSTITUTES: dict[Callable, Callable] = {
     torch.instance_norm: _of_torch_instance_norm,
     functional.prelu: _prelu,
     torch.Tensor.prelu: _prelu,
+    functional.nll_loss: _nll_loss,
+    functional.cross_entropy: _cross_entropy,
+    functional.binary_cross_entropy: _binary_cross_entropy,
+    functional.soft_margin_loss: _soft_margin_loss,
     torch.index_fill: _index_fill,
     torch.Tensor.index_fill: _index_fill,
     torch.Tensor.index_fill_: _index_fill_in_place,

@@ -371,6 +371,8 @@ def test_norms_of_halves_with_weights_of_float32_stay_halves(mode):
         lambda x: functional.instance_norm(x),
         lambda x: functional.embedding(torch.tensor([1]), x[0], padding_idx=0),
         lambda x: torch.select_scatter(x, x[0].bfloat16(), 0, 0),
+        lambda x: functional.binary_cross_entropy(x.sigmoid(), x.sigmoid(), x[0, 0]),
+        lambda x: functional.soft_margin_loss(x, x),
         lambda x: torch.index_fill(x, 1, torch.tensor([0]), x[0, 0, 0].double()),
     ],
 )
@@ -413,6 +415,13 @@ def test_graphs_of_batches_have_the_gradients_of_prelu():
         lambda x: functional.layer_norm(x, 3),
         lambda x: functional.layer_norm(x, (3,), torch.ones(4)),
         lambda x: functional.prelu(x, torch.ones(1, 4)),
+        lambda x: functional.cross_entropy(x[0], torch.tensor([0, 1]), torch.ones(2)),
+        lambda x: functional.cross_entropy(x[0, :2], torch.tensor([0, 1]), torch.ones(2)),
+        lambda x: functional.cross_entropy(x[0, :2], torch.tensor([0, 1]), torch.ones(3), label_smoothing=2.0),
+        lambda x: functional.nll_loss(x[0, :2], torch.tensor([0, 3]), torch.ones(3)),
+        lambda x: functional.nll_loss(x[0, :2], torch.tensor([0, 1]), torch.ones(3), reduction="all"),
+        lambda x: functional.binary_cross_entropy(x.sigmoid(), x.sigmoid(), torch.ones(2)),
+        lambda x: functional.soft_margin_loss(x, x, reduction="all"),
         lambda x: torch.index_fill(x, 3, torch.tensor([0]), x[0, 0, 0]),
         lambda x: torch.index_fill(x, 2, torch.tensor([3]), x[0, 0, 0]),
         lambda x: torch.index_fill(x, 2, torch.tensor([0]), x[0, 0, :1]),
@@ -431,7 +440,9 @@ def test_what_torch_refuses_is_refused(function):
 
 # ---- what torch takes for a constant, or mixes between clients: functions of x, which is the server's, and of one's y
 
+POINTS_OF_CLASS = torch.tensor([[0, 2, -100, 1], [1, 1, 2, -100]])  # [SAMPLES, POINTS]
 FACTORS = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+SMOOTHING = 0.3
 
 
 def filled(x, y):
@@ -444,6 +455,34 @@ def filled_in_place(x, y):
 
 def filled_columns(x, y):
     return torch.index_fill(x.expand(2, 3), -1, y.argmax()[None], y.prod())[1]
+
+
+def probability(x, y):
+    return torch.sigmoid(y), (y > 0).to(y.dtype)
+
+
+# By definition: the loss of a target that counts, given the logarithms of probabilities, and x as weights.
+OF_A_TARGET = {
+    "plain": lambda x, logs, target: -x[target] * logs[target],
+    "smoothed": lambda x, logs, target: (
+        -(1 - SMOOTHING) * x[target] * logs[target] - SMOOTHING * sum(x[i] * logs[i] for i in range(3)) / 3
+    ),
+}
+
+
+def losses_by_definition(x, y, kind="plain", reduction="mean"):
+    losses, total = [], 0
+    for sample, point in itertools.product(range(SAMPLES), range(POINTS)):
+        target = int(POINTS_OF_CLASS[sample, point])
+        if target != -100:
+            scores = y[sample, :, point]
+            losses.append(OF_A_TARGET[kind](x, scores - sum(scores.exp()).log(), target))
+            total = total + x[target]
+    return sum(losses) / total if reduction == "mean" else sum(loss**2 for loss in losses)
+
+
+def mean_by_definition(x, y, function):
+    return sum(function(x[i], y[n, i]) for n, i in itertools.product(range(2), range(3))) / 6
 
 
 LIKE_SCORES = (SAMPLES, CHANNELS, POINTS)
@@ -473,6 +512,36 @@ FUNCTIONS = {
         lambda x, y: (x * y).sum().roll(1).square() * torch.roll(y[0], (2, 1), (0, -1)),
         lambda x, y: sum(x[i] * y[i] for i in range(3)) ** 2 * y[0],
         (3,),
+    ),
+    "cross entropy, smoothed": (
+        lambda x, y: functional.cross_entropy(y, POINTS_OF_CLASS, x, label_smoothing=SMOOTHING),
+        functools.partial(losses_by_definition, kind="smoothed"),
+        LIKE_SCORES,
+    ),
+    "cross entropy, one sample": (
+        lambda x, y: functional.cross_entropy(y, torch.tensor(2), x, reduction="sum"),
+        lambda x, y: -x[2] * (y[2] - sum(y.exp()).log()),
+        (3,),
+    ),
+    "nll": (
+        lambda x, y: functional.nll_loss(y.movedim(1, 2).flatten(0, 1).log_softmax(1), POINTS_OF_CLASS.flatten(), x),
+        losses_by_definition,
+        LIKE_SCORES,
+    ),
+    "nll, points": (
+        lambda x, y: torch.nn.NLLLoss(x, reduction="none")(y.log_softmax(1), POINTS_OF_CLASS).square().sum(),
+        functools.partial(losses_by_definition, reduction="none"),
+        LIKE_SCORES,
+    ),
+    "binary cross entropy": (
+        lambda x, y: functional.binary_cross_entropy(*probability(x, y), x.exp()),
+        functools.partial(mean_by_definition, function=lambda x, y: x.exp() * (1 + (-y.abs()).exp()).log()),
+        (2, 3),
+    ),
+    "soft margin": (
+        lambda x, y: functional.soft_margin_loss(y, x.expand(2, 3)),
+        functools.partial(mean_by_definition, function=lambda x, y: (1 + (-x * y).exp()).log()),
+        (2, 3),
     ),
 }
 
@@ -613,6 +682,25 @@ def test_constants_of_torch_compiled_as_one_graph(name, way):
     compiled = torch.compile(way(program), backend="aot_eager", fullgraph=True)
     expected = grad(definition)(x) @ FACTORS if way is tangent else way(definition)(x)
     torch.testing.assert_close(compiled(x, y), expected)
+
+
+@pytest.mark.parametrize("target", [0, -100])
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 3, 4), (0, 3)])
+def test_losses_with_weights_are_torchs(shape, target):
+    """Where no target counts, too: of the mean that is NaN."""
+    torch.manual_seed(0)
+    x, y = torch.tensor([1.0, 2.0, 0.0]), torch.randn(CLIENTS, *shape)
+    classes = torch.full(shape[:1] + shape[2:] if len(shape) > 1 else (), target)
+    for reduction, smoothing in itertools.product(("mean", "sum", "none"), (0.0, SMOOTHING)):
+        loss = functools.partial(
+            functional.cross_entropy, target=classes, reduction=reduction, label_smoothing=smoothing
+        )
+
+        def program(x, loss=loss):
+            return federated.map_fn(lambda x, y: loss(y, weight=x), (federated.broadcast(x), y))
+
+        found, _ = jvp(federated.program(program, clients=CLIENTS), (x,), (x,))
+        torch.testing.assert_close(found, torch.stack([loss(one, weight=x) for one in y]), equal_nan=True)
 
 
 @pytest.mark.slow("test_attention_is_its_definition")
