@@ -6,8 +6,8 @@ where sequences are long and a gradient is all that is asked for; on devices, wh
 clients, also where they are short. Others torch 2.13 differentiates wrongly. Of norms those are second derivatives:
 under vmap the gradient of the weight is taken for a constant, as if the input did not matter to it, and in forward mode
 a part of the tangent is. Group norm and RMS norm are right; torch.native_batch_norm and the like are left as they are.
-Weights of losses are constants for torch, which a tangent passes in silence: their formulas are computed where a
-derivative may lead to them. Two functions mix what clients have: index_fill and roll.
+Weights of losses and running statistics are constants for torch, which a tangent passes in silence: their formulas are
+computed where a derivative may lead to them. Two functions mix what clients have: index_fill and roll.
 """
 
 from __future__ import annotations
@@ -386,10 +386,12 @@ def _norm_of_channels(
     )
     dims = [dim for dim in range(first, input.dim()) if dim != 1]
     have_many = all(input.shape) and (not is_of_input or any(input.shape[dim] > 1 for dim in dims))
-    if not (are_taken and have_many) or _has_gradient_alone(*_given(input, running_mean, running_var, weight, bias)):
+    given = _given(input, running_mean, running_var, weight, bias)
+    are_followed = not is_of_input and any(_may_move(x) for x in _given(running_mean, running_var))
+    if not (are_taken and have_many) or (not are_followed and _has_gradient_alone(*given)):
         return norm(input, running_mean, running_var, weight, bias).to(input.dtype)
     wide = _wide(input)
-    if not _may_have_tangents():
+    if not are_followed and not _may_have_tangents():
         are_halves = any(x.dtype in _HALVES for x in _given(running_mean, running_var))
         result = norm(input if are_halves else wide, running_mean, running_var)
     elif is_of_input:
@@ -403,7 +405,7 @@ def _norm_of_channels(
                 now = now.mean(0) if now.dim() > 1 else now
                 running.copy_((1 - momentum) * running + momentum * now)
     else:
-        mean, var = (_along_channels(x.detach(), wide) for x in (running_mean, running_var))
+        mean, var = (_along_channels(x, wide) for x in (running_mean, running_var))
         result = (wide - mean) * torch.rsqrt(var + eps)
     weight, bias = (None if x is None else _along_channels(x, input) for x in (weight, bias))
     return _scaled(result, weight, bias).to(input.dtype)

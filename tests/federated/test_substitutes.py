@@ -485,6 +485,10 @@ def mean_by_definition(x, y, function):
     return sum(function(x[i], y[n, i]) for n, i in itertools.product(range(2), range(3))) / 6
 
 
+def standardized_by_definition(x, y):
+    return sum(((y[n, c, p] - x[c]) / (x[c].exp() + EPS) ** 0.5 * FACTORS[c]) ** 3 for n, c, p in EVERYWHERE)
+
+
 LIKE_SCORES = (SAMPLES, CHANNELS, POINTS)
 # By name: a function, what defines it, and the shape of y.
 FUNCTIONS = {
@@ -542,6 +546,16 @@ FUNCTIONS = {
         lambda x, y: functional.soft_margin_loss(y, x.expand(2, 3)),
         functools.partial(mean_by_definition, function=lambda x, y: (1 + (-x * y).exp()).log()),
         (2, 3),
+    ),
+    "batch norm": (
+        lambda x, y: functional.batch_norm(y, x, x.exp(), FACTORS, eps=EPS).pow(3).sum(),
+        standardized_by_definition,
+        LIKE_SCORES,
+    ),
+    "instance norm": (
+        lambda x, y: functional.instance_norm(y, x, x.exp(), FACTORS, use_input_stats=False, eps=EPS).pow(3).sum(),
+        standardized_by_definition,
+        LIKE_SCORES,
     ),
 }
 
