@@ -31,6 +31,7 @@ from bagua.federated.sampling import seed_of
 from bagua.federated.straight_through import coded, first_client, gathered, modular_sum, noise
 from bagua.federated.traced import tracing
 from bagua.federated.verbs import (
+    HALVES,
     beside,
     broadcast,
     check_floating,
@@ -308,7 +309,7 @@ class Robust(Step):
         positions = torch.arange(ordered.shape[0], device=ordered.device)
         is_kept = (positions >= begin) & (positions < end)
         kept = torch.where(along(is_kept, ordered), ordered, torch.zeros_like(ordered))
-        # In float32 at least: neither a sum nor a number of clients needs to be one of float16.
+        # In float32 at least: neither a sum nor a number of clients needs to be one of float16 or bfloat16.
         wide = torch.promote_types(ordered.dtype, torch.float32)
         return (kept.sum(0, dtype=wide) / (end - begin).to(wide)).to(ordered.dtype)
 
@@ -544,7 +545,7 @@ class Aggregator:
             (total,) = call("check_total", [total], clients.key)
         for index in after:
             value, states[index] = self.steps[index].at_server(value, states[index], total)
-        if torch.float16 in dtypes:
+        if not set(HALVES).isdisjoint(dtypes):
             leaves, structure = pytree.tree_flatten(value)
             value = pytree.tree_unflatten([x.to(d) for x, d in zip(leaves, dtypes, strict=True)], structure)
         return value, tuple(states)

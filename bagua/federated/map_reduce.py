@@ -122,7 +122,7 @@ def map_reduce(
 
     def of_chunk(*chunk: torch.Tensor) -> Tensors:
         mapped = torch.func.vmap(functools.partial(of_one, seen), dims, randomness=randomness)(*chunk)
-        wide = [widened(leaf) if reduce == "mean" else leaf for leaf in mapped]
+        wide = [widened(leaf) for leaf in mapped]
         return tuple(leaf.sum(0, dtype=leaf.dtype) for leaf in wide)
 
     node = Node(_in_autocast_of_now(of_chunk, inputs[0].device), is_shared, None, chunk_size, clients, randomness)
@@ -134,6 +134,8 @@ def map_reduce(
         results = node._replace(is_sum=(True,) * len(results))(*inputs)
     else:
         results = without_writes(lambda: node.compute(inputs), leaves, clients, "map_reduce")
+    if reduce == "sum":  # rounded once on each rank, as by the two verbs
+        results = [leaf.to(dtype) for leaf, dtype in zip(results, seen[1], strict=True)]
     reduced = across(verb, pytree.tree_unflatten(list(results), seen[0]), clients)
     results = [leaf.to(dtype) for leaf, dtype in zip(pytree.tree_leaves(reduced), seen[1], strict=True)]
     return pytree.tree_unflatten(results, seen[0])
@@ -244,7 +246,7 @@ class Node(NamedTuple):
             for index, (result, is_sum) in enumerate(self._with_kind(self.of_chunk(*chunk))):
                 if not begin:
                     dtypes.append(result.dtype)
-                    totals.append(_wide(result) if is_sum else [result])
+                    totals.append(widened(result) if is_sum else [result])  # as torch adds up within a sum
                 elif is_sum:
                     totals[index] = totals[index] + result
                 else:
@@ -273,11 +275,6 @@ class Node(NamedTuple):
 
     def _part(self, inputs: Sequence[torch.Tensor], part_of: Callable) -> list[torch.Tensor]:
         return [x if one else part_of(x) for x, one in zip(inputs, self.is_shared, strict=True)]
-
-
-def _wide(total: torch.Tensor) -> torch.Tensor:
-    """Halves are added up in float32, as torch does within a sum."""
-    return total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
 
 
 class _Function(torch.autograd.Function):

@@ -25,6 +25,7 @@ from bagua.federated.traced import Spec, Trace, tracing
 from bagua.federated.traced import call as traced_call
 
 Tree = Any  # a pytree of tensors
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def broadcast(value: Tree, *, placement: str | None = None) -> Tree:
@@ -61,7 +62,7 @@ def reduce_sum(value: Tree, *, placement: str | None = None) -> Tree:
 
 
 def reduce_mean(value: Tree, *, placement: str | None = None) -> Tree:
-    """The means over the clients of all ranks, as ``reduce_sum``.
+    """The means over the clients of all ranks, as ``reduce_sum``. Halves are sent as float32 and rounded once.
 
     Raises:
         InvalidArgument: as reduce_sum, and for integers, whose mean is none.
@@ -115,14 +116,14 @@ def beside(value: Tree, vector: torch.Tensor) -> torch.Tensor:
 
 
 def divided(value: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """value / total in float32 at least: a total need not be a number of float16."""
+    """value / total in float32 at least: a total need not be a number of float16 or bfloat16."""
     wide = torch.promote_types(value.dtype, torch.float32)
     return (value.to(wide) / total.to(wide)).to(value.dtype)
 
 
 def widened(leaf: torch.Tensor) -> torch.Tensor:
-    """In float32 where it is of float16, whose sums over clients need not be numbers of it where the mean is one."""
-    return leaf.float() if leaf.dtype is torch.float16 else leaf
+    """Halves as float32: their sums over clients need not be numbers of their dtype where the mean is one."""
+    return leaf.float() if leaf.dtype in HALVES else leaf
 
 
 def times_weight(leaf: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ The example is FAX's: least squares of clients with a row each.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import enum
@@ -353,6 +354,57 @@ def means_of_halves(rank, world_size, reduction):
 @pytest.mark.parametrize("reduction", LARGE)
 def test_means_of_halves_whose_sums_are_none(pool2, reduction):
     pool2.run(means_of_halves, args=(reduction,))
+
+
+MEANS = {  # of all clients' models, each of which counts something
+    "mean": federated.reduce_mean,
+    "weighted mean": lambda v: federated.reduce_weighted_mean(v, torch.full(v.shape[:1], 0.5)),
+    "node": lambda v: federated.map_reduce(torch.clone, v, chunk_size=2),
+    "node of a weighted mean": lambda v: federated.map_reduce(
+        lambda x: (x, torch.tensor(0.5)), v, reduce="weighted_mean"
+    ),
+    "aggregator": lambda v: Aggregator(Mean())(v, ((), ()))[0],
+    "secure aggregator": lambda v: Aggregator(SecureSum(), Mean())(v, ((), ()), weights=torch.ones(v.shape[0]))[0],
+}
+
+
+def means_of_bfloat16(rank, world_size, reduction):
+    """Of five clients: of equal models, of others, and their derivatives."""
+    model = torch.linspace(1, 2, 129).bfloat16()
+    others = torch.stack([model, -model.flip(0), model**3, model / 7, model * 5])
+    with process_group() if world_size > 1 else contextlib.nullcontext():
+        mine = federated.local_slice(5)
+        program = federated.program(MEANS[reduction], clients=5)
+        _, along = jvp(program, (others[mine],), (model.expand(5, -1)[mine],))
+        return program(model.expand(5, -1)[mine]), along, program(others[mine])
+
+
+@pytest.mark.parametrize("reduction", MEANS)
+def test_means_of_bfloat16_are_rounded_once(pool2, reduction):
+    model = torch.linspace(1, 2, 129).bfloat16()
+    others = torch.stack([model, -model.flip(0), model**3, model / 7, model * 5])
+    once = (others.double().sum(0) / 5).bfloat16()
+    for equal, along, mean in [means_of_bfloat16(0, 1, reduction), *pool2.run(means_of_bfloat16, args=(reduction,))]:
+        assert equal.dtype is along.dtype is mean.dtype is torch.bfloat16
+        assert torch.equal(equal, model) and torch.equal(along, model) and torch.equal(mean, once)
+
+
+def test_graphs_of_means_of_bfloat16_round_once():
+    model = torch.linspace(1, 2, 129).bfloat16()
+    for reduction in ("mean", "weighted mean", "node", "secure aggregator"):
+        program, values = federated.program(MEANS[reduction], clients=5), model.expand(5, -1).contiguous()
+        graph = federated.trace(program, values)
+        platform = federated.IsolatedClients([federated.Client(**{graph.inputs[0].name: one}) for one in values])
+        assert torch.equal(graph(values), model) and torch.equal(federated.run_on(platform, graph), model)
+
+
+def test_chunks_of_a_sum_of_bfloat16_are_rounded_once():
+    values = torch.tensor([256.0, 1.5] * 3).bfloat16()
+    for chunk_size in (None, 2, 3):
+        program = federated.program(
+            lambda v, size=chunk_size: federated.map_reduce(torch.clone, v, reduce="sum", chunk_size=size), clients=6
+        )
+        assert program(values) == values.double().sum().bfloat16()
 
 
 def test_tangents_outside_of_transforms_reach_through_a_node():
