@@ -87,7 +87,7 @@ def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
     if is_launched and (has_hosts or args.congestion or len(args.rates) > 1):
         parser.error("under a launcher the hosts are those that there are; pass one of --rates, that of their links")
     known = (*DDP_HOOKS, *bagua.algorithms.available())
-    unknown = [system for system in args.systems or () if parse(system)[0] not in known]
+    unknown = [system for system in args.systems or () if not _is_system(parse(system)[0], known)]
     if unknown:
         parser.error(f"--systems has {', '.join(unknown)}; expected {', '.join(known)}, with or without options")
     for system in args.systems or ():
@@ -111,6 +111,16 @@ def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
     args.plotted = args.systems or PLOTTED
     args.systems = args.systems or systems_of(args.scale)
     return args
+
+
+def _is_system(name: str, known: Sequence[str]) -> bool:
+    if name in known:
+        return True
+    try:
+        bagua.algorithms.get(name)
+    except InvalidArgument:
+        return False
+    return True  # short for one, as async is
 
 
 def run(args: argparse.Namespace) -> None:

@@ -258,7 +258,7 @@ def _measure(system: str, model: SleepingModel, ready: dict[int, float], task: T
     step = _step_of(system, model)
     handle = getattr(model, "bagua", None)
     options = handle.algorithm.options() if handle is not None else {}
-    name = parse(system)[0]
+    name = handle.algorithm.name if handle is not None else parse(system)[0]  # not one that is short for it
     exchanges = handle.algorithm.exchanges if handle is not None else "gradients"
     verification = Verification(name, options, model, exchanges) if system != ALONE else None
     period = 1

@@ -78,7 +78,7 @@ PERIODS = {
     "local_sgd": 4,
     "local_sgd:sync_every=3": 3,
     "low_precision_decentralized:interval=2": 2,
-    "async_averaging:sync_interval=0.01": 1,
+    "async:sync_interval=0.01": 1,
 }
 
 
@@ -97,6 +97,7 @@ def test_what_a_rank_measures_of_a_model_of_two_dtypes(tmp_path):
         assert {system: by_name[system]["period"] for system in PERIODS} == PERIODS
         assert [part for _, part in by_name["gradient_allreduce"]["ready"]] == [0.4, 0.6]
         assert not by_name["local_sgd"]["ready"]
+        assert by_name["async:sync_interval=0.01"]["overlap"] == "step"
 
 
 def measured_while_disturbed(rank, world_size, profile):
@@ -222,6 +223,7 @@ def test_systems_that_can_be_played():
         "bytegrad:overlap=False",
         "bytegrad:bucket_bytes=1",
         "gradient_allreduce:hierarchical=True",
+        "async",
     ]
     for system in (*command.systems_of(0.1), *options):
         check(system)
@@ -293,11 +295,11 @@ def test_three_digits():
 def test_options_as_they_come(monkeypatch):
     taken = []
     monkeypatch.setattr(command, "run", taken.append)
-    argv = ["replay", "--profiles", "vgg16", "--systems", "ddp:bucket_cap_mb=2.5", "qsgd:bits=4"]
+    argv = ["replay", "--profiles", "vgg16", "--systems", "ddp:bucket_cap_mb=2.5", "qsgd:bits=4", "async"]
     assert bench.main(argv) == 0
     (args,) = taken
     assert (args.hosts, args.ranks_per_host, args.rates) == ([4], 1, [1000])
-    assert args.systems == args.plotted == ["ddp:bucket_cap_mb=2.5", "qsgd:bits=4"]
+    assert args.systems == args.plotted == ["ddp:bucket_cap_mb=2.5", "qsgd:bits=4", "async"]
 
 
 def test_without_hosts_it_says_what_would_work(monkeypatch, capsys):
