@@ -59,7 +59,8 @@ columns of the table:
 Results are verified on every rank before times count. A system is measured again, at most twice, while a hypervisor
 takes more than 10% of the processors; so is compute alone while it, which only sleeps, takes 5% longer than the profile
 says. With --scale 0.1 tensors are a tenth, so 1 Gbit/s stands for 10; buckets do not shrink with them, so DDP and bagua
-also play with caps that do. What the answers mean: docs/performance.md of the project.
+also play with caps that do. A system whose bytes go by the sides of matrices, as powersgd's do, is refused then: it is
+played at scale 1 alone. What the answers mean: docs/performance.md of the project.
 """
 _MODELS = Path(__file__).parents[1] / "replay" / "models"  # whose profiles are shipped
 

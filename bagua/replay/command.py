@@ -23,7 +23,7 @@ from bagua.replay.cases import PROFILES, Case, Outcome, outcomes_of
 from bagua.replay.plots import PLOTTED, plot
 from bagua.replay.profiles import Profile
 from bagua.replay.ranks import Ranks, RanksFailed
-from bagua.replay.systems import DDP_HOOKS, check, measure_here, parse
+from bagua.replay.systems import DDP_HOOKS, check, check_scaled, measure_here, parse
 
 __all__ = ["RanksFailed", "checked", "run", "systems_of"]
 
@@ -101,8 +101,7 @@ def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot draws with matplotlib, which is not installed: pip install matplotlib")
     try:
-        for profile in args.profiles:
-            Profile.load(Case(profile, 1, 1, 1, 1).path)
+        profiles = [Profile.load(Case(profile, 1, 1, 1, 1).path) for profile in args.profiles]
         for option, path, example in (("--csv", args.csv, "replay.csv"), ("--plot", args.plot, "replay.png")):
             if path is not None:
                 report.check_file(option, path, example)
@@ -110,6 +109,12 @@ def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
         parser.error(str(error))
     args.plotted = args.systems or PLOTTED
     args.systems = args.systems or systems_of(args.scale)
+    for system in args.systems:
+        for name, profile in zip(args.profiles, profiles, strict=True):
+            try:
+                check_scaled(system, profile, args.scale)
+            except InvalidArgument as error:
+                parser.error(f"{system} cannot be played with {name}: {error}, or name other --systems")
     return args
 
 

@@ -91,14 +91,17 @@ class Profile:
     def scaled(self, scale: float) -> Profile:
         """With parameters of ``scale`` times as many elements, at least one each; times stay.
 
-        A matrix becomes one of a single column, since it is the number of elements that counts. On a link whose rate is
-        ``scale`` times another one's it takes as long as this one does on that other.
+        At scale 1 it is this one. At any other a matrix becomes one of a single column, since it is the number of
+        elements that counts: on a link whose rate is ``scale`` times another one's it takes as long as this one does on
+        that other. What an algorithm sends by the sides of a matrix does not scale so (``systems.check_scaled``).
 
         Raises:
             InvalidArgument: ``scale`` is not positive.
         """
         if not scale > 0:
             raise InvalidArgument(f"scale is {scale!r}, expected a positive number, such as 0.1")
+        if scale == 1:
+            return self
         return replace(
             self,
             layers=tuple(

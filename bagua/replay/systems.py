@@ -126,8 +126,7 @@ def check(system: str) -> None:
         _check_values(options, _DDP_OPTIONS)
         return
     _check_values(options, {**_WRAP_OPTIONS, "overlap": _ON})
-    own = {option: value for option, value in options.items() if option not in (*_WRAP_OPTIONS, "overlap")}
-    algorithm = bagua.algorithms.create(name, own)
+    algorithm = _algorithm_of(name, options)
     goes_on = inspect.isgeneratorfunction(algorithm.communicate)
     if "overlap" in options and (algorithm.exchanges != "gradients" or name == "qadam" or goes_on):
         raise bagua.InvalidArgument(
@@ -137,6 +136,34 @@ def check(system: str) -> None:
     if options.get("broadcast_buffers") and not algorithm.is_lockstep:
         raise bagua.InvalidArgument("broadcast_buffers=True is for algorithms whose ranks step together; drop it")
     algorithm.check([_optimizer_of(name, [torch.nn.Parameter(torch.zeros(1))])])
+
+
+def check_scaled(system: str, profile: Profile, scale: float) -> None:
+    """Raises InvalidArgument where an algorithm does something else with the scaled parameters than with the profile's.
+
+    It would be timed for what it does not do: powersgd has no thin factors of a matrix of a single column.
+    """
+    name, options = parse(system)
+    if name in DDP_HOOKS:
+        return
+    algorithm = _algorithm_of(name, options)
+    for layer, scaled in zip(profile.layers, profile.scaled(scale).layers, strict=True):
+        dtype = getattr(torch, layer.dtype)
+        for shapes in zip(layer.parameters, scaled.parameters, strict=True):
+            kinds = [
+                algorithm.bucket_class(torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+                for shape in shapes
+            ]
+            if kinds[0] != kinds[1]:
+                raise bagua.InvalidArgument(
+                    f"at scale {scale:g} it would not play what {name} does: parameters of {shapes[0]} in layer "
+                    f"{layer.name!r} become {shapes[1]}, which it sends in another way; play it at scale 1"
+                )
+
+
+def _algorithm_of(name: str, options: dict[str, Any]) -> bagua.algorithms.Algorithm:
+    own = {option: value for option, value in options.items() if option not in (*_WRAP_OPTIONS, "overlap")}
+    return bagua.algorithms.create(name, own)
 
 
 def _check_values(options: dict[str, Any], known: dict[str, str]) -> None:

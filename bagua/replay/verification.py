@@ -21,6 +21,7 @@ _SAMPLES = 256  # of each tensor, at least, where it has as many
 _ALLOWED = {"ddp": 0.0, "gradient_allreduce": 0.0, "ddp_fp16": 0.01, "ddp_bf16": 0.02, "bytegrad": 0.1}
 _ALLOWED_OF_BITS = {8: 0.1, 4: 0.6, 2: 3.0}  # qsgd: its levels are a whole of the largest value, 1/7, 1/127
 _ANY_CODEC = 3.0
+_PROJECTED = 1.1  # of a projection no more than 1 is left out, of samples of it by chance a little more
 _MOST_MOVED = 0.2  # of the distance that the weights had
 _CLOSER = 0.5
 
@@ -72,9 +73,15 @@ class Verification:
         _zero(self._model)
 
     def _allowed(self) -> float:
+        if self._name == "powersgd":
+            # A projection. With error feedback one of all that the steps before have left out, too.
+            has_feedback = self._options.get("error_feedback", True)
+            return 1.0 + bagua.metrics.values(self._model)["steps"] if has_feedback else _PROJECTED
         if "codec" in self._options or self._options.get("error_feedback"):
             return _ANY_CODEC
-        return _ALLOWED_OF_BITS[self._options.get("bits", 8)] if self._name == "qsgd" else _ALLOWED[self._name]
+        if self._name == "qsgd":
+            return _ALLOWED_OF_BITS[self._options.get("bits", 8)]
+        return _ALLOWED.get(self._name, _ANY_CODEC)  # an installed one may have a codec, too
 
     def _expect_equal(self, tensors: Iterable[torch.Tensor]) -> None:
         checksum = 0

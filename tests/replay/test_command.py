@@ -16,10 +16,12 @@ from bagua.cli import bench
 from bagua.replay import command, disturbance, hosts, report, systems
 from bagua.replay.cases import Case, Outcome, best_ddp, bound_s, is_ddp, outcomes_of
 from bagua.replay.plots import PLOTTED
-from bagua.replay.profiles import Layer, Profile, SleepingModel
-from bagua.replay.systems import ALONE, Result, Task, check, destroy, initialise, measure, parse
+from bagua.replay.profiles import Layer, Profile, SleepingModel, record
+from bagua.replay.systems import ALONE, Result, Task, check, check_scaled, destroy, initialise, measure, parse
 from bagua.replay.verification import Verification
 from bagua.testing import spawn
+
+ROOT = Path(__file__).parents[2]
 
 
 def outcome(system, step_ms):
@@ -133,6 +135,10 @@ VERIFIED = [  # a system, what is not as it should be after its steps, and what 
     ("bytegrad:overlap=False", "", "verified"),
     ("qsgd:bits=4", "", "verified"),
     ("qsgd:bits=4", "gradients are sums", "off the mean"),
+    ("powersgd", "", "verified"),
+    ("powersgd", "one rank's gradient", "the ranks' results differ"),
+    ("powersgd:rank=1", "", "verified"),
+    ("powersgd:error_feedback=False", "", "verified"),
     ("qadam", "", "verified"),
     ("qadam", "one rank's weight", "the ranks' results differ"),
     ("local_sgd", "", "verified"),
@@ -164,7 +170,8 @@ def verify(system, fault, model, rank, world_size):
     handle = getattr(model, "bagua", None)
     name, options = parse(system)
     verification = Verification(name, options, model, handle.algorithm.exchanges if handle else "gradients")
-    for _ in range(0 if fault == "no exchange" else 8):
+    num_steps = 40 if name == "powersgd" else 8  # by then what it has left out is several times a gradient
+    for _ in range(0 if fault == "no exchange" else num_steps):
         step()
     parameter = next(model.parameters())
     with torch.no_grad():
@@ -197,6 +204,81 @@ def test_what_is_timed_is_verified():
         for (system, fault, said), (heard, is_zero) in zip(VERIFIED, found, strict=True):
             assert said in heard, (system, fault)
             assert is_zero or heard != "verified"
+
+
+# ---- what is sent
+
+# Not those of other packages that happen to be installed.
+OWN_ALGORITHMS = [name for name in bagua.algorithms.available() if (ROOT / f"bagua/algorithms/{name}.py").exists()]
+NUM_STEPS = 6
+
+
+def recorded_model():
+    """Two matrices that powersgd sends as factors, one that it does not, and biases."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.Linear(64, 80), torch.nn.Linear(80, 4))
+
+
+def bytes_of_steps(model, step):
+    """Bytes that this rank sends in so many steps of a wrapped model; of `async`, all buckets, which a round sends.
+
+    How many of its rounds end meanwhile depends on time.
+    """
+    group = bagua.get_default_group()
+    step()
+    bagua.barrier()
+    before = group.bytes_sent
+    for _ in range(NUM_STEPS):
+        step()
+    bagua.barrier()
+    sent = group.bytes_sent - before
+    if not model.bagua.algorithm.is_lockstep:
+        sent = bagua.metrics.values(model)["bucket_bytes"]
+    model.bagua.remove()
+    return sent
+
+
+def sent_in_training_and_replay(rank, world_size):
+    """By algorithm, what was sent for a model that is trained, and for what was recorded of it."""
+    bagua.init_process_group()
+    inputs = torch.randn(8, 96)
+    profile = record(recorded_model(), lambda model: model(inputs).square().mean(), repetitions=1)
+    sent = {}
+    for name in OWN_ALGORITHMS:
+        model = recorded_model()
+        optimizer = systems._optimizer_of(name, list(model.parameters()))
+        bagua.with_bagua(model, optimizer, algorithm=name)
+
+        def step(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+        trained = bytes_of_steps(model, step)
+        played = SleepingModel(profile.scaled(1.0))
+        sent[name] = trained, bytes_of_steps(played, systems._step_of(name, played))
+    bagua.destroy_process_group()
+    return sent
+
+
+def test_at_scale_1_every_algorithm_sends_what_it_sends_in_training(pool2):
+    for sent in pool2.run(sent_in_training_and_replay):
+        for name, (trained, replayed) in sent.items():
+            assert replayed == trained > 0, name
+        assert sent["powersgd"][1] < sent["gradient_allreduce"][1] / 2
+
+
+def test_what_a_scaled_model_plays():
+    """A matrix without factors, and an algorithm that does not look at sides, are played at any scale."""
+    profile = Profile("one", "made up", (Layer("a", ((300, 40), (40,)), 1.0, 2.0), Layer("b", ((4, 8),), 1.0, 2.0)))
+    assert profile.scaled(1.0) == profile
+    half = profile.scaled(0.5)
+    assert half.layers[0].parameters == ((6000, 1), (20,)) and half.num_parameters == profile.num_parameters / 2
+    for system in (*command.SYSTEMS, "powersgd:rank=40"):
+        check_scaled(system, profile, 0.5)
+    check_scaled("powersgd", profile, 1.0)
+    with pytest.raises(bagua.InvalidArgument, match=r"\(300, 40\) in layer 'a' become \(6000, 1\)"):
+        check_scaled("powersgd", profile, 0.5)
 
 
 # ---- systems and outcomes
@@ -258,6 +340,8 @@ def test_systems_that_can_be_played():
         ("--systems bytegrad:group=3", "unknown option 'group' for algorithm 'bytegrad'"),
         ("--systems bytegrad:bucket_bytes=0", "option bucket_bytes is 0, expected an integer of at least 1"),
         ("--systems bytegrad:overlap=0", "option overlap is 0, expected True or False"),
+        ("--scale 0.5 --systems powersgd", "at scale 0.5 it would not play what powersgd does: parameters of (64, 3"),
+        ("--scale 2 --systems ddp powersgd:rank=1", "powersgd:rank=1 cannot be played with vgg16: at scale 2 it would"),
         ("--systems qsgd:bits=5", "qsgd:bits=5: "),
         ("--systems qsgd:bits", "bits is '', expected 8, 4 or 2"),
         ("--systems qadam:warmup_steps=7", "qadam:warmup_steps=7: warmup_steps is 7"),
@@ -295,11 +379,11 @@ def test_three_digits():
 def test_options_as_they_come(monkeypatch):
     taken = []
     monkeypatch.setattr(command, "run", taken.append)
-    argv = ["replay", "--profiles", "vgg16", "--systems", "ddp:bucket_cap_mb=2.5", "qsgd:bits=4", "async"]
+    argv = ["replay", "--profiles", "vgg16", "--systems", "ddp:bucket_cap_mb=2.5", "qsgd:bits=4", "powersgd", "async"]
     assert bench.main(argv) == 0
     (args,) = taken
     assert (args.hosts, args.ranks_per_host, args.rates) == ([4], 1, [1000])
-    assert args.systems == args.plotted == ["ddp:bucket_cap_mb=2.5", "qsgd:bits=4", "async"]
+    assert args.systems == args.plotted == ["ddp:bucket_cap_mb=2.5", "qsgd:bits=4", "powersgd", "async"]
 
 
 def test_without_hosts_it_says_what_would_work(monkeypatch, capsys):
@@ -435,7 +519,6 @@ def test_one_rate_is_drawn_as_bars_beside_bounds(played, tmp_path):
 # ---- the whole way
 
 LAYERS = (Layer("first", ((300, 40),), 1.0, 2.0), Layer("second", ((50, 300),), 1.0, 2.0))
-ROOT = Path(__file__).parents[2]
 
 
 def run_command(arguments, folder):
