@@ -7,13 +7,17 @@
 namespace bagua {
 namespace {
 
+// Of a rank that waits: who waits for a message has no operation.
+std::string waiting_text(const Operation& operation) {
+  return operation.kind == OperationKind::kNone ? "a send or recv" : describe(operation);
+}
+
 // "barrier #3 of group 'world'"; empty for who waits nowhere else.
 std::string elsewhere_text(const PeerStatus& theirs) {
   if (theirs.elsewhere_ms == 0) return "";
   const auto& name = theirs.elsewhere_group;
   const std::string group(name.begin(), std::find(name.begin(), name.end(), '\0'));
-  const bool is_message = theirs.elsewhere.kind == OperationKind::kNone;
-  return (is_message ? "a send or recv" : describe(theirs.elsewhere)) + " of group '" + group + "'";
+  return waiting_text(theirs.elsewhere) + " of group '" + group + "'";
 }
 
 }  // namespace
@@ -70,7 +74,7 @@ Verdict judge_answer(const GroupRanks& ranks, const Operation& mine, int peer, c
   if (theirs.waiting_for == ranks.rank) {
     const bool is_same = theirs.operation == mine;
     return {-1, true,
-            who + " waits for this rank in turn" + (is_same ? "" : ", in " + describe(theirs.operation)) +
+            who + " waits for this rank in turn" + (is_same ? "" : ", in " + waiting_text(theirs.operation)) +
                 ": both are there, and what one waits for the other has not sent, or it is still on its way"};
   }
   ChainEnd end = theirs.end;

@@ -82,6 +82,16 @@ TEST(Blame, OneThatWaitsInTurnIsNotAccused) {
   EXPECT_TRUE(contains(verdict.what, "rank 2 waits for this rank in turn")) << verdict.what;
 }
 
+TEST(Blame, OneThatWaitsInTurnForAMessageIsInASendOrRecv) {
+  PeerStatus theirs;
+  theirs.waiting_for = kRanks.rank;
+  const Verdict verdict = judge(theirs);
+  EXPECT_TRUE(verdict.is_final);
+  EXPECT_EQ(verdict.culprit, -1);
+  EXPECT_TRUE(contains(verdict.what, "rank 2 waits for this rank in turn, in a send or recv: both are there"))
+      << verdict.what;
+}
+
 TEST(Blame, TheChainIsTold) {
   PeerStatus theirs;
   theirs.operation = barrier(7);
