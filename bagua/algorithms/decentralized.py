@@ -57,7 +57,8 @@ class Decentralized(ExchangedWeights):
         sends="weights, full precision",
         to="all ranks, or neighbours: two on a ring, or one that changes",
         when="during forward and backward; the optimizer's step waits; with a GradScaler a byte per backward",
-        bytes_per_step="`all` 2 (n-1)/n G, `ring` 2 G (2 ranks: G), the others G; divided by the interval",
+        bytes_per_step="`all` 2 (n-1)/n G, and so `ring` of 2 or 3 ranks; of more 2 G; `exponential` and `shift_one` "
+        "G, `shift_one` of an odd n (n-1)/n G, a mean; divided by the interval",
         memory="G",
         use_when="bandwidth binds and nothing may be rounded: `shift_one` sends half as much, during forward too",
         paper="[1705.09056](https://arxiv.org/abs/1705.09056)",

@@ -159,6 +159,34 @@ def test_bytes_sent():
     thread_world(6, check_bytes)
 
 
+def documented_bytes(topology, n, num_bytes):
+    """Of one rank, a mean over steps, as docs/algorithms.md has it for `decentralized`."""
+    if topology == "all" or (topology == "ring" and n <= 3):
+        return 2 * (n - 1) / n * num_bytes
+    if topology == "shift_one" and n % 2:
+        return (n - 1) / n * num_bytes
+    return 2 * num_bytes if topology == "ring" else num_bytes
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_bytes_of_the_topologies(n):
+    """Over as many steps as every rank takes to have had its turn of resting."""
+    x_bytes = 4 * 60_000
+
+    def run(group):
+        sent = {}
+        for topology in TOPOLOGIES:
+            before = group.bytes_sent
+            for step in range(n):
+                group.neighbor_average(torch.ones(x_bytes // 4), topology, step).wait()
+            sent[topology] = (group.bytes_sent - before) / n
+        return sent
+
+    for sent in thread_world(n, run):
+        for topology, num_bytes in sent.items():
+            assert num_bytes == pytest.approx(documented_bytes(topology, n, x_bytes), rel=1e-3), topology
+
+
 def check_nonfinite(group):
     x = torch.zeros(10_000)
     if group.rank == 0:
