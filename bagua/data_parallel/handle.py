@@ -323,6 +323,9 @@ def _check_state(state: Mapping[str, Any], handle: BaguaHandle) -> None:
             f"the state is of algorithm {state['algorithm']!r}, the model runs {handle.algorithm.name!r}; "
             "wrap it with the algorithm of the checkpoint, load, and then change with with_bagua"
         )
+    num_steps = state["num_steps"]
+    if type(num_steps) is not int or num_steps < 0:
+        raise InvalidArgument(f"num_steps of the state is {num_steps!r}, expected an integer of at least 0")
     names = handle.step.storage.names
     difference = {name for order in (state["layout"], state["ready_order"] or names) for name in {*order} ^ {*names}}
     if difference:

@@ -52,7 +52,7 @@ def agree(group: ProcessGroup, prepare: Callable[[], tuple[Prepared, dict[str, A
     return prepared
 
 
-# Of each section what is compared, and what a message shows.
+# Of each section what is compared, and what a message shows of it where that differs, too.
 _Texts = dict[str, tuple[str, str]]
 
 
@@ -73,7 +73,7 @@ def _first_difference(original: _Texts, other: _Texts) -> tuple[str, str, str] |
     for section in [*original, *other]:
         (ours, shown), (theirs, shown_there) = original.get(section, none), other.get(section, none)
         if ours != theirs:
-            return section, shown, shown_there
+            return (section, shown, shown_there) if shown != shown_there else (section, ours, theirs)
     if list(original) != list(other):  # equal entries in another order: parameters would be matched wrongly
         index = next(i for i, (ours, theirs) in enumerate(zip(original, other, strict=True)) if ours != theirs)
         return f"the order of registration, entry {index}", list(original)[index], list(other)[index]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import bagua
+from bagua.distributed.consensus import agree
 from bagua.errors import BaguaError, InvalidArgument
 from tests.conformance.training import process_group
 
@@ -231,6 +232,9 @@ def _load_errors(rank, world_size):
             "no state of version": {"a": 1},
             "other trainable parameters": {**state, "ready_order": ["weight", "bios"]},
             "ranks disagree about num_steps": {**state, "num_steps": rank},
+            "num_steps of the state is -5, expected an integer of at least 0": {**state, "num_steps": -5},
+            "num_steps of the state is True, expected": {**state, "num_steps": True},
+            "num_steps of the state is '7'": {**state, "num_steps": "7" if rank else 7},
         }
         for pattern, value in bad.items():
             with pytest.raises(InvalidArgument, match=pattern):
@@ -240,6 +244,16 @@ def _load_errors(rank, world_size):
 
 def test_states_that_do_not_fit(pool2):
     pool2.run(_load_errors)
+
+
+def _equal_but_for_their_types(rank, world_size):
+    pattern = "about steps: rank 0 has 7, rank 1 has '7'; x"
+    with process_group(), pytest.raises(InvalidArgument, match=pattern):
+        agree(bagua.get_default_group(), lambda: (None, {"steps": "7" if rank else 7}), "x")
+
+
+def test_values_that_look_alike_are_shown_with_their_types(pool2):
+    pool2.run(_equal_but_for_their_types)
 
 
 def test_without_a_process_group():
