@@ -2,7 +2,8 @@
 
 Tensors are torch tensors or NumPy arrays, of any shape and strides. Ranks in arguments (src, dst) are global ranks, as
 in torch.distributed. Collectives work in place unless an output is named. With `async_op=True` they return a Work at
-once, otherwise they return None when this rank's part is done.
+once, otherwise they return None when this rank's part is done. Until the Work's `wait()` has returned, the tensors keep
+their memory and their values: no `resize_`, and nothing else that frees their storage.
 """
 
 from __future__ import annotations
@@ -256,7 +257,13 @@ def all_to_all(
 
 
 def send(tensor: Array, dst: int, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
-    """Send tensor to rank `dst`, which calls recv with a tensor of the same size and type."""
+    """Send tensor to rank `dst`, which calls recv with a tensor of the same size and type.
+
+    Returns when the tensor may be changed: when the connection has taken all of it. Before `dst` calls recv it takes no
+    more than it buffers: between ranks of one host `BAGUA_SHM_RING_BYTES` (1 MiB, headers too), over TCP what sockets
+    hold. So two ranks that both send more than that to each other, and receive then, wait until the deadline: one of
+    them passes `async_op=True`, or receives first.
+    """
     group = resolve(group)
     return _finish(group.send(tensor, _group_rank(group, dst, "dst")), async_op)
 
