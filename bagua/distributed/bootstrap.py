@@ -59,7 +59,7 @@ def bootstrap(
             pid=os.getpid(),
             heartbeat_timeout_ms=int(1000 * settings.heartbeat_timeout_s),
         )
-        records, credentials = rendezvous.exchange_records(store, mine, settings.auth_token, timeout)
+        records, credentials = rendezvous.exchange_records(store, mine, settings.auth_token, timeout, launch)
         if torch_transport:
             torch_transport.start(store, address.address)
         endpoint.start(records, credentials, timeout.total_seconds())

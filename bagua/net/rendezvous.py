@@ -376,12 +376,26 @@ class _RendezvousStore:
 _ABSENT, _UNPROVED = "rank {} did not come to the rendezvous", "rank {} came to the rendezvous and did not complete it"
 # The end of messages where that may be the reason.
 _FORGED = "another program, or somebody who can reach the store, has written to it"
+# The agents' store outlives the ranks, and open_store tells rounds apart by the agent's own count: one whose ranks fail
+# counts, one that restarts its ranks because others do does not.
+_EARLIER_ROUND = (
+    "; or, as the store is that of torchrun's agents, an earlier round of this job has left the claim there: agents on "
+    "several hosts restart for different reasons, and count differently then (TORCHELASTIC_RESTART_COUNT is {} here); "
+    "let them restart once more (--max-restarts), or start the job anew"
+)
 
 
 def exchange_records(
-    store: dist.Store, mine: RankRecord, auth_token: str | None, timeout: timedelta
+    store: dist.Store,
+    mine: RankRecord,
+    auth_token: str | None,
+    timeout: timedelta,
+    launch: LaunchEnvironment | None = None,
 ) -> tuple[list[RankRecord], Credentials]:
     """Publish this rank's record, return everybody's (by rank) and what this rank authenticates connections with.
+
+    Args:
+        launch: what the launcher has told this process, for messages.
 
     Raises:
         InvalidArgument: on every rank alike, naming the first difference with both sides.
@@ -392,6 +406,8 @@ def exchange_records(
     rendezvous = _RendezvousStore(store, mine.rank, mine.world_size, timeout)
     if rendezvous.add(f"claim/{mine.rank}", 1) != 1:
         message = f"two processes claim to be rank {mine.rank}; give each process its own RANK; or {_FORGED}"
+        if launch is not None and launch.use_agent_store:
+            message += _EARLIER_ROUND.format(launch.restart_count)
         rendezvous.publish_fault(message, mine.rank)
         raise InvalidArgument(message, rank=mine.rank)
     mine = replace(mine, auth="a token" if auth_token else "no token", nonce=secrets.token_hex(16))

@@ -151,12 +151,31 @@ def test_who_is_warned():
     assert spawn(warnings_of_a_job, 2, env=beyond | {"BAGUA_AUTH_TOKEN": TOKENS[0]}) == [[], []]
 
 
-def test_two_processes_with_the_same_rank():
-    results = failures_of(3, {2: {"env": {"RANK": "1"}}})
+@pytest.mark.parametrize("holder", ["rank 0", "the agent"])
+def test_two_processes_with_the_same_rank(holder):
+    own_store = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
+    results = failures_of(3, {2: {"env": {"RANK": "1"}}}, env=own_store if holder == "rank 0" else None)
     for kind, text, seconds in results:
         assert "two processes claim to be rank 1; give each process its own RANK" in text
+        assert ("an earlier round of this job has left the claim there" in text) == (holder == "the agent")
         assert kind in ("InvalidArgument", "RemoteError")
         assert seconds < QUICKLY_S
+
+
+def comes_to_a_later_round(rank, world_size):
+    """Rank 1's agent restarts it for rank 0's failure, and has not counted that; the store has both ranks' claims."""
+    launch = config.launch_environment()
+    earlier = dist.PrefixStore("bagua/init1", rendezvous.open_store(launch, timedelta(seconds=30)))
+    earlier.add(f"claim/{rank}", 1)
+    if rank == 0:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    return attempt(rank, world_size, {}, TIMEOUT_S)
+
+
+def test_agents_that_count_their_restarts_differently():
+    _, (kind, text, _) = spawn(comes_to_a_later_round, 2)
+    assert kind == "InvalidArgument"
+    assert "count differently then (TORCHELASTIC_RESTART_COUNT is 0 here); let them restart once more" in text
 
 
 @pytest.mark.parametrize("missing", [0, 1])
