@@ -14,6 +14,7 @@ from torch.nn import functional
 from bagua import federated
 from bagua.errors import InvalidArgument
 from tests.conformance.training import process_group, slow_but
+from tests.distributed.worlds import SAME_TEST
 
 CLIENTS, BATCH, HEADS, LENGTH, WIDTH = 3, 2, 2, 4, 6
 
@@ -633,8 +634,16 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.parametrize("way", DERIVATIVES)
-@pytest.mark.parametrize("name", FUNCTIONS)
+def those_of(functions, ways, fast):
+    """All pairs, of which those are slow that have neither the one nor the other among ``fast``."""
+    pairs = itertools.product(functions, ways)
+    return [pair if {*pair} & fast else pytest.param(*pair, marks=SAME_TEST) for pair in pairs]
+
+
+FAST = {"index_fill", "nll, points", "batch norm"}
+
+
+@pytest.mark.parametrize(("name", "way"), those_of(FUNCTIONS, DERIVATIVES, FAST | {"grad", "graph of a tangent"}))
 def test_derivatives_are_those_of_the_definition(name, way):
     program, definition, x, y = federated_mean(name)
     expected = grad(definition)(x) @ FACTORS if "tangent" in way else grad(definition)(x)
@@ -645,7 +654,7 @@ def test_derivatives_are_those_of_the_definition(name, way):
 
 
 @pytest.mark.parametrize("way", [grad, tangent])
-@pytest.mark.parametrize("name", slow_but(FUNCTIONS, "index_fill", "nll, points", "batch norm"))
+@pytest.mark.parametrize("name", slow_but(FUNCTIONS, *FAST))
 def test_derivatives_within_clients_are_those_of_the_definition(name, way):
     _, definition, x, y = federated_mean(name)
 
@@ -658,7 +667,7 @@ def test_derivatives_within_clients_are_those_of_the_definition(name, way):
     torch.testing.assert_close(graph_of(program)(x, y), expected)
 
 
-@pytest.mark.parametrize("name", slow_but(FUNCTIONS, "index_fill", "nll, points", "batch norm"))
+@pytest.mark.parametrize("name", slow_but(FUNCTIONS, *FAST))
 def test_second_derivatives_are_those_of_the_definition(name):
     program, definition, x, y = federated_mean(name)
     expected = hessian(definition)(x)
