@@ -35,8 +35,8 @@ class ParameterState:
         dtype: of what is kept.
         shape: None: that of the gradient; kept side by side as the gradients are in their bucket. Otherwise the shape
             for a parameter.
-        is_scaled: whether it counts in the unit of the gradients, so that it has to grow with a GradScaler's scale;
-            what ``feedback`` names does in any case.
+        is_scaled: whether it counts in the unit of the gradients, as what ``feedback`` names does, so that it has to
+            grow with a GradScaler's scale.
     """
 
     dtype: torch.dtype = torch.float32

@@ -69,7 +69,6 @@ class ParameterStates:
         for name, one in self._described.items():
             if not isinstance(one, ParameterState):
                 raise InvalidArgument(f"parameter_state() describes {name!r} by {one!r}, expected a ParameterState")
-        self._scaled = {name for name, one in described.items() if one.is_scaled}
         self._buckets: tuple[Bucket, ...] = ()
         self._stripe_of: dict[Key, Stripe] = {}  # by bucket, since it was first asked for in this layout
         self._kept, self._next = _Side(), _Side()
@@ -85,13 +84,16 @@ class ParameterStates:
     def multiply(self, ratio: float) -> None:
         """All that counts in the unit of gradients, which are to be ``ratio`` times as large from now on."""
         for side in (self._kept, self._next):
-            for values in (side.flats, side.stripes, side.shaped, side.parts, side.whole_parts):
+            waiting = {key: value for key, (_, value) in side.loaded.items()}
+            for values in (side.flats, side.stripes, side.shaped, side.parts, side.whole_parts, waiting):
                 for (name, _), value in values.items():
-                    if name in self._scaled:
+                    if self._described[name].is_scaled:
                         value.mul_(ratio)
-            for (name, _), (_, value) in side.loaded.items():
-                if name in self._scaled:
-                    value.mul_(ratio)
+
+    @property
+    def are_scaled(self) -> bool:
+        """Whether any of them counts in the unit of gradients."""
+        return any(one.is_scaled for one in self._described.values())
 
     @property
     def are_described(self) -> bool:
@@ -130,13 +132,13 @@ class ParameterStates:
             InvalidArgument: ``name`` cannot hold it.
         """
         described = self._look_up(name, f"feedback={name!r}")
-        if described.shape is not None or described.dtype not in (torch.float32, torch.bfloat16):
+        is_alike = described.shape is None and described.dtype in (torch.float32, torch.bfloat16)
+        if not (is_alike and described.is_scaled):
             raise InvalidArgument(
-                f"feedback={name!r} is to be a state of the shape of the gradients, in float32 or bfloat16; "
-                f"parameter_state() describes it as {described}"
+                f"feedback={name!r} is to be a state of the shape of the gradients, in float32 or bfloat16, with "
+                f"is_scaled=True; parameter_state() describes it as {described}"
             )
         key = (name, bucket.index)
-        self._scaled.add(name)
         stripe = self._stripe(name, bucket, getattr(codec, "spec", codec), hierarchical)
         pairs = []
         for kind in ("flats", "stripes"):

@@ -103,7 +103,6 @@ class BaguaHandle:
         how its sum is rounded; with it a resumed run continues bit for bit.
         """
         self.step.optimizer_steps.settle_states()
-        self.step.follow_loss_scale()  # to that of the next step, which the state of a GradScaler has
         order = self.step.order
         names = self.step.storage.names
         return {
@@ -117,6 +116,7 @@ class BaguaHandle:
             "parameters": self.step.states.state_dict(),
         }
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes back what ``state_dict`` returned; collective.
 

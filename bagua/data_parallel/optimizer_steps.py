@@ -19,7 +19,6 @@ from bagua.data_parallel.algorithm_state import ParameterStates
 from bagua.data_parallel.failures import ending, fatal
 from bagua.data_parallel.followed_optimizers import FollowedOptimizers
 from bagua.data_parallel.local_gradients import LocalGradients
-from bagua.data_parallel.loss_scale import LossScale
 from bagua.data_parallel.nonfinite_guard import NonFiniteGuard, is_skipped_by_scaler
 from bagua.data_parallel.optimizer_hooks import Call, Calls
 from bagua.data_parallel.parameter_errors import closure_not_called, stepped_in_backward
@@ -38,7 +37,6 @@ class OptimizerSteps:
         algorithm: whose hooks are called.
         group: the ranks that train together.
         states: of the parameters, which count once an optimizer steps.
-        loss_scale: is shown who makes the steps.
         recorder: gets the times of the hooks.
         after_step: a bound method, not kept alive; called at the end of each step.
         check_new: as ``after_step``; called with an optimizer that is new, or steps other parameters than before.
@@ -58,7 +56,6 @@ class OptimizerSteps:
         algorithm: Algorithm,
         group: BucketGroup,
         states: ParameterStates,
-        loss_scale: LossScale,
         recorder: Recorder,
         after_step: Callable[[], None],
         check_new: Callable[[torch.optim.Optimizer], None],
@@ -71,7 +68,6 @@ class OptimizerSteps:
         self.local_gradients = LocalGradients(storage, group)
         self._buckets: Sequence[Bucket] = storage.buckets
         self._algorithm, self._group, self._states, self._recorder = algorithm, group, states, recorder
-        self._loss_scale = loss_scale
         self._after_step, self._check_new = weakref.WeakMethod(after_step), weakref.WeakMethod(check_new)
         self._optimizers = FollowedOptimizers(optimizers, storage, algorithm, group)
         self._guard = NonFiniteGuard(self._optimizers)
@@ -87,10 +83,10 @@ class OptimizerSteps:
         self._guard.watch(buckets if sends_gradients else (), self._group.size, self._algorithm.refuses_nonfinite)
         self._bucket_group.looks_at_results = self._guard.is_needed
 
-    def draft(self, states: ParameterStates, loss_scale: LossScale) -> OptimizerSteps:
+    def draft(self, states: ParameterStates) -> OptimizerSteps:
         """A copy that can adopt a layout without changing this one, which is to ``become`` it or not."""
         new = copy.copy(self)
-        new._states, new._loss_scale = states, loss_scale
+        new._states = states
         new._guard = copy.copy(self._guard)
         return new
 
@@ -204,7 +200,6 @@ class OptimizerSteps:
         if self._group.size > 1 and torch._C._current_graph_task_id() != -1:
             raise ending(self._group, stepped_in_backward(call.optimizer, self._group.rank))
         self._follow(call.optimizer)
-        self._loss_scale.see_step()
         if not self._sends_gradients:
             self._skipped_steps.begin_step(call.optimizer)
         # With a closure they are those of its first evaluation, of which check_closure hears: before it, exchanged

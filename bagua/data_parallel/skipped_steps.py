@@ -11,19 +11,22 @@ and is an error when the next forward or backward begins, unless the host is ask
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import torch
 
 from bagua.algorithms import Algorithm
 from bagua.buckets import are_finite, finite_flag
 from bagua.data_parallel.failures import ending
 from bagua.data_parallel.followed_optimizers import FollowedOptimizers
-from bagua.data_parallel.loss_scale import scaler_of_step
 from bagua.data_parallel.nonfinite_guard import gradients_of
 from bagua.data_parallel.optimizer_hooks import Call
 from bagua.distributed.devices import HostCopy
 from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
 from bagua.errors import InvalidArgument
 
+_SCALER_FILE = torch.amp.GradScaler.step.__code__.co_filename
 _UNKNOWN, _PLAIN, _SCALED = range(3)  # what is known of the steps: whether a GradScaler makes them
 
 
@@ -61,7 +64,7 @@ class SkippedSteps:
         """
         if self._agreed == _SCALED or self._group.size == 1 or self._algorithm.skips_together() is not None:
             return
-        is_scaled = scaler_of_step() is not None
+        is_scaled = _is_made_by_scaler()
         index = self._optimizers.index_of(optimizer)
         self._are_scaled[index] = is_scaled or self._are_scaled.get(index, False)
         if is_scaled and self._agreed == _PLAIN:
@@ -200,3 +203,14 @@ def _inject_nan(grads: list[torch.Tensor], is_due: torch.Tensor) -> None:
         if values.numel():
             values[(0,) * values.dim()].masked_fill_(is_due.to(values.device), float("nan"))
             return
+
+
+def _is_made_by_scaler() -> bool:
+    """Whether an enabled ``GradScaler.step`` is on the stack: torch tells an optimizer's hooks nothing of it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _SCALER_FILE and frame.f_code.co_name == "step":
+            scaler = frame.f_locals.get("self")
+            return isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
+        frame = frame.f_back
+    return False

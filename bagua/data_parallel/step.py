@@ -99,9 +99,9 @@ class Step:
         self._stream = BackwardStream(storage.memory.device)
         self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))
         self._buffers, self._always_broadcasts, self._frozen = buffers, always_broadcasts, tuple(frozen)
-        has_own = type(algorithm).after_change_of_scale is not Algorithm.after_change_of_scale
-        self.loss_scale = LossScale(group.size > 1 and (has_own or self.states.are_described))
-        steps = (optimizers, storage, algorithm, self._bucket_group, self.states, self.loss_scale, self.recorder)
+        asks_for_it = type(algorithm).after_change_of_scale is not Algorithm.after_change_of_scale
+        self.loss_scale = LossScale(group.size > 1 and (asks_for_it or self.states.are_scaled))
+        steps = (optimizers, storage, algorithm, self._bucket_group, self.states, self.recorder)
         self.optimizer_steps = OptimizerSteps(*steps, self._enter_next_stage, self._check_new, is_late)
         is_order_known = earlier is not None and earlier.order == storage.order
         self.new_machine(storage.order if is_order_known else None)
@@ -142,7 +142,7 @@ class Step:
             raise InvalidArgument("torch's DistributedDataParallel is around the wrapped model; leave one of them out")
         self.optimizer_steps.settle()
         self._lay_out_if_agreed()
-        self.loss_scale.look()
+        self.loss_scale.forward_begins()
         self._local_ns = None
         if self.synchronises:
             with self.recorder.hook("before_forward"):
@@ -247,19 +247,19 @@ class Step:
         self._zero_copy.begin()
         if self.sends_gradients:
             self.states.begin_backward()
-        with self._stream.entered():
-            self.follow_loss_scale()
+        self._follow_loss_scale()
         self._begin_ns = time.monotonic_ns()
         # The one place that asks the engine to tell when backward ends. The engine drops the callback
         # without calling it when backward raises, and EndOfBackward notices.
         torch.autograd.Variable._execution_engine.queue_callback(EndOfBackward(self._finish, self._abort))
 
-    def follow_loss_scale(self) -> None:
-        """What is remembered in the unit of gradients is brought to the scale that the loss has now."""
+    def _follow_loss_scale(self) -> None:
+        """What is remembered in the unit of gradients is brought to the scale of the backward that begins."""
         ratio = self.loss_scale.change()
         if ratio != 1.0:
-            self.states.multiply(ratio)
-            self.algorithm.after_change_of_scale(ratio)
+            with self._stream.entered(), self._algorithm("after_change_of_scale"):
+                self.states.multiply(ratio)
+                self.algorithm.after_change_of_scale(ratio)
 
     def _fill_with_zeros(self, member: Member) -> None:
         member.view.zero_()

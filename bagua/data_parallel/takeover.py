@@ -70,8 +70,8 @@ def successor(
     new.algorithm = copy.copy(step.algorithm)
     new.states = ParameterStates(new.algorithm.parameter_state(), step.group)
     new.states.load_state_dict(parameters, new.algorithm.name)
-    new.loss_scale = LossScale(step.loss_scale.is_followed, loss_scale, step.loss_scale)
-    new.optimizer_steps = step.optimizer_steps.draft(new.states, new.loss_scale)
+    new.loss_scale = LossScale(step.loss_scale.is_followed, loss_scale)
+    new.optimizer_steps = step.optimizer_steps.draft(new.states)
     new.storage = step.storage.anew(layout)
     if step.unused is not None:
         new.unused = UnusedParameters(new.storage, step.group)

@@ -69,7 +69,9 @@ def dtype_code(dtype: torch.dtype) -> int:
         return _DTYPE_CODES[dtype]
     except KeyError:
         known = ", ".join(str(d).removeprefix("torch.") for d in _DTYPE_CODES)
-        remedy = "give torch.view_as_real of it" if dtype.is_complex else "convert it, or move .view(torch.uint8) of it"
+        remedy = "convert it, or move .view(torch.uint8) of it"
+        if dtype.is_complex:
+            remedy = "move or add torch.view_as_real of it"
         raise InvalidArgument(f"{dtype} is not supported here; the types are {known}; {remedy}") from None
 
 

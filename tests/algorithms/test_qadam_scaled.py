@@ -194,7 +194,7 @@ def test_what_the_unit_is_learnt_from(pool2):
 
 
 def _skips(rank, world_size):
-    """A step that the scaler skips teaches nothing but its new scale: m stays equal everywhere."""
+    """A step that the scaler skips teaches nothing, and the next one is in half the unit: m stays equal everywhere."""
     with _training("minmax_uint8") as (model, optimizer):
         scaler = _scaler(2.0**14)
         _steps(model, optimizer, scaler, rank, range(5))
@@ -202,7 +202,7 @@ def _skips(rank, world_size):
         scaler.scale(model(torch.full((8, 64), float("inf") if rank == 1 else 1.0)).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-        assert scaler.get_scale() == 2.0**13 and _unit(model) == 2.0**13
+        assert scaler.get_scale() == 2.0**13 and _unit(model) == 2.0**14
         assert _steps(model, optimizer, scaler, rank, range(5, 7)) == [2.0**13] * 2
         assert_equal_on_all_ranks({str(i): tensor for i, tensor in enumerate(_bits(model, optimizer))})
 

@@ -502,7 +502,11 @@ class Feeds(Algorithm):
     what: str = ""
 
     def parameter_state(self):
-        return {"shaped": ParameterState(shape=lambda p: (1,)), "wide": ParameterState(torch.float64)}
+        return {
+            "shaped": ParameterState(shape=lambda p: (1,), is_scaled=True),
+            "wide": ParameterState(torch.float64, is_scaled=True),
+            "unscaled": ParameterState(),
+        }
 
     def communicate(self, bucket, group):
         if self.what == "part":
@@ -512,9 +516,10 @@ class Feeds(Algorithm):
 
 def _feeds(rank, world_size):
     messages = {
-        "unknown": r"feedback='unknown'.*parameter_state\(\) describes 'shaped', 'wide'",
+        "unknown": r"feedback='unknown'.*parameter_state\(\) describes 'shaped', 'wide', 'unscaled'",
         "shaped": "feedback='shaped' is to be a state of the shape of the gradients",
         "wide": "feedback='wide' is to be a state .* in float32 or bfloat16.*float64",
+        "unscaled": "feedback='unscaled' is to be a state .* with is_scaled=True",
         "part": "feedback='wide' is for a bucket that all ranks reduce",
     }
     with process_group():

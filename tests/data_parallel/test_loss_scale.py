@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 from typing import ClassVar
 
 import pytest
@@ -12,24 +13,32 @@ import torch
 import bagua
 from bagua import ReduceOp
 from bagua.algorithms import Algorithm, ParameterState
-from bagua.errors import InvalidArgument
+from bagua.errors import BaguaError
 from tests.conformance.training import process_group
+from tests.meeting import meet
 
 
 @dataclasses.dataclass(kw_only=True)
 class Delays(Algorithm):
-    """Each step sends half of what is due and keeps the rest, in two states of its own."""
+    """Each step sends half of what is due and keeps the rest, and each parameter's mean, in states of its own."""
 
     name: ClassVar[str] = "delays"
 
     def parameter_state(self):
-        return {"kept": ParameterState(is_scaled=True), "steps": ParameterState(shape=lambda _: (1,))}
+        return {
+            "kept": ParameterState(is_scaled=True),
+            "mean": ParameterState(shape=lambda _: (1,), is_scaled=True),
+            "steps": ParameterState(shape=lambda _: (1,)),
+        }
 
     def communicate(self, bucket, group):
         kept = bucket.state("kept")
         bucket.flat.add_(kept).mul_(0.5)
         kept.copy_(bucket.flat)
         for member in bucket.members:
+            mean = bucket.state("mean", member)
+            member.view.add_(mean)
+            mean.copy_(member.view[0].sum() / 64)
             bucket.state("steps", member).add_(1)
         return group.all_reduce(bucket, ReduceOp.AVG)
 
@@ -49,9 +58,9 @@ NUM_STEPS = 10
 
 
 class Run:
-    """A model under one of them. Its scale, if any, is halved by an overflow and doubles after each two good steps."""
+    """A model under one of them, and a GradScaler or None."""
 
-    def __init__(self, name, scale=None):
+    def __init__(self, name, scaler=None):
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(6, 24), torch.nn.Tanh(), torch.nn.Linear(24, 8))
         algorithm, options = REMEMBERING[name]
@@ -60,19 +69,17 @@ class Run:
         else:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
         bagua.with_bagua(self.model, self.optimizer, algorithm=copy.copy(algorithm), **options)
-        self.scaler = None if scale is None else _scaler(scale)
+        self.scaler = scaler
 
-    def step(self, rank, index, overflows=False):
+    def step(self, rank, index, overflows=False, is_taken=True):
         self.optimizer.zero_grad()
         x = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * rank + index))
         loss = self.model(x).square().sum() * (float("inf") if overflows else 1)
-        if self.scaler is None:
-            loss.backward()
-            self.optimizer.step()
-        else:
-            self.scaler.scale(loss).backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        scaler = self.scaler if self.scaler is not None else torch.amp.GradScaler("cpu", enabled=False)
+        scaler.scale(loss).backward()
+        if is_taken:
+            scaler.step(self.optimizer)
+            scaler.update()
 
     def train(self, rank, steps):
         for index in steps:
@@ -92,22 +99,26 @@ class Run:
             part.load_state_dict(copy.deepcopy(of_part))
 
 
-def _scaler(scale):
+def scaler_of(scale):
+    """It is halved by an overflow and doubles after each two good steps."""
     return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
 
 
-def _are_equal(run, other):
+def are_equal(run, other):
     return all(map(torch.equal, run.weights(), other.weights()))
 
 
 def _grows(rank, world_size, name):
     with process_group():
-        run, plain = Run(name, 2.0**10), Run(name)
+        run, plain = Run(name, scaler_of(2.0**10)), Run(name)
         for index in range(NUM_STEPS):
             run.step(rank, index)
             plain.step(rank, index)
-            assert _are_equal(run, plain), index
+            assert are_equal(run, plain), index
         assert run.scaler.get_scale() == 2.0 ** (10 + NUM_STEPS // 2)
+        if name == "own":
+            counts = run.model.bagua.state_dict()["parameters"]["states"]["steps"]["parameters"].values()
+            assert [float(count) for count in counts] == [NUM_STEPS] * 4
 
 
 @remembering
@@ -117,15 +128,19 @@ def test_a_scale_that_grows_changes_no_bit(pool2, name):
 
 def _falls(rank, world_size, name):
     with process_group():
-        run, plain = Run(name, 2.0**12), Run(name)
+        run, plain = Run(name, scaler_of(2.0**12)), Run(name)
         for index in range(NUM_STEPS):
             if index in (0, 4, 5, 8):
                 before = run.weights()
                 run.step(rank, 99, overflows=True)
                 assert all(map(torch.equal, run.weights(), before))
+            if index == 6:  # the program does without a step, and changes the scale
+                for one in (run, plain):
+                    one.step(rank, 98, is_taken=False)
+                run.scaler.update(new_scale=2.0**7)
             run.step(rank, index)
             plain.step(rank, index)
-            assert _are_equal(run, plain), index
+            assert are_equal(run, plain), index
 
 
 @pytest.mark.parametrize("name", [name for name in REMEMBERING if name != "qsgd"])  # which draws for a skipped step too
@@ -133,74 +148,57 @@ def test_a_scale_that_falls_changes_no_bit(pool2, name):
     pool2.run(_falls, args=[name])
 
 
+def _other_scalers(rank, world_size, name):
+    """One that is new in the middle, larger or smaller; none; one that is not enabled; and a dead one."""
+    with process_group():
+        run, plain = Run(name), Run(name)
+        disabled = torch.amp.GradScaler("cpu", enabled=False)
+        scalers = [scaler_of(2.0**10), scaler_of(2.0**4), None, scaler_of(2.0**20), disabled, scaler_of(2.0**8)]
+        for index in range(2 * len(scalers)):
+            run.scaler = scalers[index // 2]
+            run.step(rank, index)
+            plain.step(rank, index)
+            assert are_equal(run, plain), index
+
+
+@remembering
+def test_another_scaler_or_none_changes_no_bit(pool2, name):
+    pool2.run(_other_scalers, args=[name])
+
+
 def _resumes(rank, world_size, name):
     with process_group():
-        whole = Run(name, 2.0**10)
+        whole = Run(name, scaler_of(2.0**10))
         states = []
         for index in range(NUM_STEPS):
             states.append(whole.state())
             whole.step(rank, index)
-        for cut in (1, 4, 5, 6):  # the scale has just doubled, or is about to
-            resumed = Run(name, 2.0**3)
-            resumed.load(states[cut])
-            resumed.train(rank, range(cut, NUM_STEPS))
-            assert _are_equal(resumed, whole), cut
+        for cut in (0, 1, 4, 5, 6):  # the scale has just doubled, or is about to
+            for scaler, has_state in ((scaler_of(1.0), True), (scaler_of(2.0**3), False), (None, False)):
+                resumed = Run(name, scaler)
+                resumed.load(states[cut], has_scaler=has_state)
+                if scaler is not None and name != "qsgd":
+                    resumed.step(rank, 99, overflows=True)
+                resumed.train(rank, range(cut, NUM_STEPS))
+                assert are_equal(resumed, whole), (cut, has_state, scaler)
 
 
 @remembering
-def test_a_run_resumes_where_the_scale_has_just_grown(pool2, name):
+def test_a_run_resumes_at_any_scale(pool2, name):
+    """With the scaler's state, without it and without a scaler; the first batch may overflow."""
     pool2.run(_resumes, args=[name])
-
-
-def _without_scaler(rank, world_size, name):
-    with process_group():
-        whole = Run(name, 2.0**10)
-        whole.train(rank, range(4))
-        state = whole.state()
-        whole.train(rank, range(4, NUM_STEPS))
-        for scale in (2.0**3, None):
-            resumed = Run(name, scale)
-            resumed.load(state, has_scaler=False)
-            with pytest.raises(InvalidArgument) as caught:
-                resumed.train(rank, [4])
-            assert "a scale of 4096" in str(caught.value) and "init_scale=4096" in str(caught.value)
-            assert ("has a scale of 8" if scale else "no GradScaler makes this step") in str(caught.value)
-            assert all(map(torch.equal, resumed.weights(), state[0].values()))
-            resumed.scaler = _scaler(1.0)
-            resumed.load(state)
-            resumed.train(rank, range(4, NUM_STEPS))
-            assert _are_equal(resumed, whole)
-
-
-@pytest.mark.parametrize("name", ["onebit", "powersgd", "qadam_onebit"])
-def test_a_checkpoint_without_its_scale_is_refused_at_the_first_step(pool2, name):
-    """By all ranks, before a weight has changed, and they go on when they have loaded it."""
-    pool2.run(_without_scaler, args=[name])
-
-
-def _another_scaler(rank, world_size):
-    with process_group():
-        run = Run("onebit", 2.0**10)
-        run.train(rank, range(4))
-        run.scaler = _scaler(2.0**4)
-        with pytest.raises(InvalidArgument, match="has a scale of 16, but .* at a scale of 2048"):
-            run.train(rank, [4])
-        run.scaler = _scaler(2.0**20)  # what is left of one step counts less
-        run.train(rank, range(5, NUM_STEPS))
-
-
-def test_a_new_scaler_with_a_smaller_scale_is_refused(pool2):
-    pool2.run(_another_scaler)
 
 
 def _loads_in_place(rank, world_size):
     with process_group():
-        run = Run("onebit", 2.0**10)
+        run = Run("onebit", scaler_of(2.0**10))
         run.train(rank, range(4))
         state = run.state()
         run.train(rank, range(4, NUM_STEPS))
         expected = run.weights()
-        run.load(state, has_scaler=False)  # the one that is there is known, and its scale is another one
+        run.load(state, has_scaler=False)
+        with torch.inference_mode():
+            run.model.bagua.load_state_dict(copy.deepcopy(state[2]))
         run.train(rank, range(4, NUM_STEPS))
         assert all(map(torch.equal, run.weights(), expected))
 
@@ -209,18 +207,53 @@ def test_a_checkpoint_is_loaded_into_a_run_whose_scale_has_grown(pool2):
     pool2.run(_loads_in_place)
 
 
-def _own_states(rank, world_size):
+def _two_losses(rank, world_size, name):
+    """Of one model: each has a forward of its own, both are scaled before the backwards, and a third is not."""
     with process_group():
-        run = Run("own", 2.0**10)
-        run.train(rank, range(2))
-        before = copy.deepcopy(run.model.bagua.state_dict())
-        run.scaler.update(new_scale=2.0**14)
-        after = run.model.bagua.state_dict()
-        assert (before["loss_scale"], after["loss_scale"]) == (2.0**11, 2.0**14)
-        for name, factor in (("kept", 8), ("steps", 1)):
-            kept, grown = (state["parameters"]["states"][name]["parameters"] for state in (before, after))
-            assert all(torch.equal(value * factor, grown[of]) for of, value in kept.items())
+        run, plain = Run(name, scaler_of(2.0**10)), Run(name)
+        for index in range(NUM_STEPS):
+            for one in (run, plain):
+                one.optimizer.zero_grad()
+                x = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * rank + index))
+                losses = [one.model(x).square().sum(), one.model(2 * x).square().sum()]
+                if one.scaler is not None:
+                    losses = [one.scaler.scale(loss) for loss in losses]
+                one.model(3 * x)
+                for loss in losses:
+                    loss.backward()
+                if one.scaler is not None:
+                    one.scaler.step(one.optimizer)
+                    one.scaler.update()
+                else:
+                    one.optimizer.step()
+            assert are_equal(run, plain), index
 
 
-def test_states_that_are_not_in_the_unit_of_gradients_stay(pool2):
-    pool2.run(_own_states)
+@pytest.mark.parametrize("name", ["onebit", "powersgd", "qadam_onebit", "own"])
+def test_several_losses_of_one_step(pool2, name):
+    pool2.run(_two_losses, args=[name])
+
+
+@dataclasses.dataclass(kw_only=True)
+class Raises(Delays):
+    name: ClassVar[str] = "raises"
+
+    def after_change_of_scale(self, ratio):
+        if self.training.group.rank == 1:
+            raise ValueError(f"by {ratio:g}")
+
+
+def _hook_raises(rank, world_size):
+    with process_group(60.0):
+        model = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, optimizer, algorithm=Raises())
+        meet()
+        begin = time.monotonic()
+        with pytest.raises(ValueError if rank else BaguaError, match="by 8" if rank else "after_change_of_scale"):
+            scaler_of(8.0).scale(model(torch.ones(2, 3)).sum()).backward()
+        assert time.monotonic() - begin < 30  # half of the deadline
+
+
+def test_a_hook_that_raises_on_one_rank_ends_the_backward_of_all(pool2):
+    pool2.run(_hook_raises)

@@ -21,7 +21,7 @@ def mistakes(rank, world_size):
     yield "op 'sum' is not one of SUM, AVG, PRODUCT, MIN, MAX", lambda: bagua.all_reduce(x, "sum")
     yield "op 99 is not one of", lambda: bagua.all_reduce(x, 99)
     yield (
-        "torch.complex64 is not supported here; the types are float32, float64, .*; give torch.view_as_real of it",
+        "torch.complex64 is not supported here; the types are float32, .*; move or add torch.view_as_real of it",
         lambda: bagua.all_reduce(x.to(torch.cfloat)),
     )
     yield (
