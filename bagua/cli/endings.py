@@ -29,6 +29,7 @@ __all__ = ["Interrupts", "quiet_agent", "who_failed_first", "without_rendezvous"
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
 # Longer after the first failure than this, a rank that died of SIGKILL was ended by the agent, which had waited for it.
 _KILLED_BY_ITSELF_S = 5
+_BEHIND_FORK_S = 0.05
 _AGENT_LOGGERS = (
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",
@@ -62,10 +63,11 @@ def _kill(pid: int) -> None:
 
 
 class _AtFork(threading.local):
-    """Ranks of `--start-method fork` get the launcher's signals late, but none is lost, and have handlers of their own.
+    """No signal is lost around a fork, as of ranks of `--start-method fork`, whose handlers are their own.
 
-    Python forgets a signal that a forked process gets before it has begun in it, so such a rank would outlive SIGTERM.
-    Signals wait meanwhile, and the rank has the handlers which were there before the launcher's.
+    Python forgets a signal that a forked process gets before it has begun in it, and what a handler raises around a
+    fork, so such a rank would outlive SIGTERM, and the launcher Ctrl-C. Signals wait meanwhile. The rank has the
+    handlers that were there before the launcher's, and ends of those that came first as if it had none.
     """
 
     active: ClassVar[Interrupts | None] = None
@@ -83,7 +85,15 @@ class _AtFork(threading.local):
     def in_child(self) -> None:
         if _AtFork.active is not None:
             _AtFork.active.restore()
+            for number in signal.sigpending().intersection((*_HANDLED, signal.SIGHUP)):
+                signal.signal(number, signal.SIG_DFL)
         self.in_parent()
+
+    def has_deferred(self, number: int) -> bool:
+        """Whether the signal, which has come around a fork, will come again behind it."""
+        if self._masked is not None:
+            threading.Timer(_BEHIND_FORK_S, os.kill, (os.getpid(), number)).start()
+        return self._masked is not None
 
 
 _at_fork = _AtFork()
@@ -135,6 +145,8 @@ class Interrupts:
         return f"bagua run: {why}, {ranks} ended"
 
     def _handle(self, number: int, _: FrameType | None) -> None:
+        if _at_fork.has_deferred(number):
+            return
         children = _children()
         if self._interrupted:
             for pid in children:
