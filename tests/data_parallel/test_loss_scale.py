@@ -255,5 +255,6 @@ def _hook_raises(rank, world_size):
         assert time.monotonic() - begin < 30  # half of the deadline
 
 
+@pytest.mark.timed
 def test_a_hook_that_raises_on_one_rank_ends_the_backward_of_all(pool2):
     pool2.run(_hook_raises)
