@@ -29,7 +29,7 @@ __all__ = ["Interrupts", "quiet_agent", "who_failed_first", "without_rendezvous"
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
 # Longer after the first failure than this, a rank that died of SIGKILL was ended by the agent, which had waited for it.
 _KILLED_BY_ITSELF_S = 5
-_BEHIND_FORK_S = 0.05
+_BEHIND_FORK_S = 0.05  # after which a signal that has come around a fork comes again
 _AGENT_LOGGERS = (
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",

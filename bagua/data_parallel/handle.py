@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -326,6 +327,9 @@ def _check_state(state: Mapping[str, Any], handle: BaguaHandle) -> None:
     num_steps = state["num_steps"]
     if type(num_steps) is not int or num_steps < 0:
         raise InvalidArgument(f"num_steps of the state is {num_steps!r}, expected an integer of at least 0")
+    scale = state["loss_scale"]
+    if type(scale) is not float or not 0 < scale < math.inf:
+        raise InvalidArgument(f"loss_scale of the state is {scale!r}, expected a number above 0")
     names = handle.step.storage.names
     difference = {name for order in (state["layout"], state["ready_order"] or names) for name in {*order} ^ {*names}}
     if difference:

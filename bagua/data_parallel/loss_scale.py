@@ -4,8 +4,8 @@ What the codes of one step leave out is added to the gradients of the next one, 
 Beside the data path: ``GradScaler.scale`` notes what it has multiplied by -> **here** -> at the beginning of each
 backward what is remembered in the unit of gradients is multiplied by what the scale has grown by
 (``algorithm_state.py``, and ``Algorithm.after_change_of_scale``). torch tells nobody that a loss is scaled, so where
-something is remembered that method of torch's is wrapped, in the whole process. What torch.compile has compiled, and
-scalers that do not call it, are not seen: what is remembered stays as it is then.
+something is remembered that method of torch's is wrapped, in the whole process. Scalers that do not call it are not
+seen: what is remembered stays as it is then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from bagua.distributed.devices import HostCopy
 
-__all__ = ["LossScale", "note_scales"]
+__all__ = ["LossScale"]
 
 
 class _Notes(threading.local):
@@ -37,16 +37,17 @@ class _Note:
 _notes = _Notes()
 
 
-def note_scales() -> None:
-    """From now on the scales of losses are known."""
+def _note_scales() -> None:
+    """From now on ``GradScaler.scale`` says what it has done."""
     scale = torch.amp.GradScaler.scale
     if hasattr(scale, "is_noted"):
         return
 
+    @torch._disable_dynamo  # which leaves torch's own out, too
     @functools.wraps(scale)
     def noted(self: torch.amp.GradScaler, outputs: Any) -> Any:
         scaled = scale(self, outputs)
-        if not torch.compiler.is_compiling() and self.is_enabled():
+        if self.is_enabled():
             note, now = _notes.of_thread, self._scale
             note.count += 1
             note.scale = now if now is not None and not now.is_cpu else self.get_scale()
@@ -58,6 +59,8 @@ def note_scales() -> None:
 
 class LossScale:
     """The scale of one model's losses, from backward to backward.
+
+    A loss may be scaled before further forwards and after them: it counts from the first forward behind a backward on.
 
     Args:
         is_followed: whether anything is remembered in the unit of gradients; otherwise nobody asks.
@@ -74,7 +77,7 @@ class LossScale:
         self._has_begun_backward = False
         self._reading: tuple[torch.Tensor, HostCopy] | None = None  # on its way since then
         if is_followed:
-            note_scales()
+            _note_scales()
 
     def forward_begins(self) -> None:
         """The losses that are scaled from now on are those of the next backward."""

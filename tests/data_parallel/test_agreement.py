@@ -233,6 +233,7 @@ def _load_errors(rank, world_size):
             "other trainable parameters": {**state, "ready_order": ["weight", "bios"]},
             "ranks disagree about num_steps": {**state, "num_steps": rank},
             "num_steps of the state is -5, expected an integer of at least 0": {**state, "num_steps": -5},
+            "loss_scale of the state is nan, expected a number above 0": {**state, "loss_scale": float("nan")},
             "num_steps of the state is True, expected": {**state, "num_steps": True},
             "num_steps of the state is '7'": {**state, "num_steps": "7" if rank else 7},
         }

@@ -258,3 +258,16 @@ def _hook_raises(rank, world_size):
 @pytest.mark.timed
 def test_a_hook_that_raises_on_one_rank_ends_the_backward_of_all(pool2):
     pool2.run(_hook_raises)
+
+
+def _compiled(rank, world_size):
+    with process_group():
+        run, plain = Run("onebit", scaler_of(2.0**10)), Run("onebit")
+        run.step = torch.compile(run.step, backend="eager")
+        run.train(rank, range(NUM_STEPS))
+        plain.train(rank, range(NUM_STEPS))
+        assert are_equal(run, plain)
+
+
+def test_a_scale_that_changes_in_a_compiled_loop(pool2):
+    pool2.run(_compiled)
