@@ -22,16 +22,21 @@ from bagua.distributed.devices import HostCopy
 __all__ = ["LossScale"]
 
 
-class _Notes(threading.local):
-    """Of each thread's scaled losses: how many there were, and the scale of the last one, on a device as a tensor."""
-
-    def __init__(self) -> None:
-        self.of_thread = _Note()
-
-
 class _Note:
+    """Of one thread's scaled losses.
+
+    Attributes:
+        count: how many there were.
+        scale: of the last one; where it is on a device the scaler's tensor, which goes on to change.
+    """
+
     count: int = 0
     scale: float | torch.Tensor = 1.0
+
+
+class _Notes(threading.local):
+    def __init__(self) -> None:
+        self.of_thread = _Note()
 
 
 _notes = _Notes()

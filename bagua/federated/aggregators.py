@@ -27,11 +27,11 @@ from bagua.federated.fixed_point import FixedPoint
 from bagua.federated.names import flatten_named, named
 from bagua.federated.operators import call
 from bagua.federated.placement import Placement, current
+from bagua.federated.reduction import HALVES, widened
 from bagua.federated.sampling import seed_of
 from bagua.federated.straight_through import coded, first_client, gathered, modular_sum, noise
 from bagua.federated.traced import tracing
 from bagua.federated.verbs import (
-    HALVES,
     beside,
     broadcast,
     check_floating,
@@ -41,7 +41,6 @@ from bagua.federated.verbs import (
     map_fn,
     reduce_sum,
     times_weight,
-    widened,
 )
 
 Tree = Any  # a pytree of tensors

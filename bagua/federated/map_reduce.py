@@ -22,6 +22,7 @@ from bagua.federated.closures import check_no_script, current_level
 from bagua.federated.operators import call
 from bagua.federated.placement import Placement, current
 from bagua.federated.randomness import draw_for_rank, rewind
+from bagua.federated.reduction import widened
 from bagua.federated.traced import tracing
 from bagua.federated.verbs import (
     Tree,
@@ -41,7 +42,6 @@ from bagua.federated.verbs import (
     splat,
     stand_in,
     times_weight,
-    widened,
     without_writes,
 )
 

@@ -26,9 +26,9 @@ from bagua.federated import secure_sum
 from bagua.federated.fixed_point import FixedPoint
 from bagua.federated.graph import CHECK_TOTAL, MAP, SERVER, Graph, Node, Value, leaf_name, operator_of
 from bagua.federated.graph_files import from_bytes, to_bytes
+from bagua.federated.reduction import widened
 from bagua.federated.rounds import Turn, client_side, rounds_of
 from bagua.federated.traced import is_drawn
-from bagua.federated.verbs import widened
 
 Tree = Any  # a pytree of tensors
 

@@ -18,6 +18,13 @@ from bagua.distributed.devices import common_device
 from bagua.errors import InvalidArgument
 from bagua.federated.placement import Placement
 
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def widened(value: torch.Tensor) -> torch.Tensor:
+    """Halves as float32: their sums need not be numbers of their dtype where a mean is one."""
+    return value.float() if value.dtype in HALVES else value
+
 
 def sum_over_ranks(
     placement: Placement, values: Sequence[torch.Tensor], names: Sequence[str], verb: str

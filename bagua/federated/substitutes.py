@@ -21,6 +21,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn import functional
 
+from bagua.federated.reduction import HALVES, widened
 from bagua.federated.traced import index_fill, tracing
 
 _fused = functional.scaled_dot_product_attention
@@ -154,7 +155,7 @@ def _as_autocast_casts(value: torch.Tensor) -> torch.Tensor:
 
 def _as_autocast_widens(value: torch.Tensor) -> torch.Tensor:
     """For an operator that autocast computes in float32."""
-    return _wide(value) if _is_autocast(value) else value
+    return widened(value) if _is_autocast(value) else value
 
 
 def _is_autocast(value: torch.Tensor) -> bool:
@@ -272,8 +273,6 @@ def _reduction_of(size_average: bool | None, reduce: bool | None, reduction: str
 
 # ---- norms
 
-_HALVES = (torch.float16, torch.bfloat16)
-
 
 def _layer_norm(
     input: torch.Tensor,
@@ -290,9 +289,9 @@ def _layer_norm(
     if is_torchs:
         result = functional.layer_norm(input, normalized_shape, weight, bias, eps)
     elif _may_have_tangents():
-        result = _standardized(_wide(input), range(-len(shape), 0), eps)
+        result = _standardized(widened(input), range(-len(shape), 0), eps)
     else:
-        result = functional.layer_norm(_wide(input), shape, None, None, eps)
+        result = functional.layer_norm(widened(input), shape, None, None, eps)
     result = result if is_torchs else _scaled(result, weight, bias)
     # What torch gives without vmap, whose rule gives float32 where weights are of it.
     is_widened = input.is_cuda and torch.is_autocast_enabled("cuda")
@@ -390,9 +389,9 @@ def _norm_of_channels(
     are_followed = not is_of_input and any(_may_move(x) for x in _given(running_mean, running_var))
     if not (are_taken and have_many) or (not are_followed and _has_gradient_alone(*given)):
         return norm(input, running_mean, running_var, weight, bias).to(input.dtype)
-    wide = _wide(input)
+    wide = widened(input)
     if not are_followed and not _may_have_tangents():
-        are_halves = any(x.dtype in _HALVES for x in _given(running_mean, running_var))
+        are_halves = any(x.dtype in HALVES for x in _given(running_mean, running_var))
         result = norm(input if are_halves else wide, running_mean, running_var)
     elif is_of_input:
         result = _standardized(wide, dims, eps)
@@ -413,7 +412,7 @@ def _norm_of_channels(
 
 def _fit(input: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
     """Whether they are what torch takes; it says what they are else."""
-    dtypes = (input.dtype, torch.float32) if input.dtype in _HALVES else (input.dtype,)
+    dtypes = (input.dtype, torch.float32) if input.dtype in HALVES else (input.dtype,)
     return all(tuple(x.shape) == tuple(shape) and x.dtype in dtypes for x in _given(weight, bias))
 
 
@@ -423,11 +422,6 @@ def _given(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
 
 def _along_channels(vector: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     return vector.reshape(-1, *[1] * (input.dim() - 2))
-
-
-def _wide(input: torch.Tensor) -> torch.Tensor:
-    """Halves as float32, in which torch computes norms."""
-    return input.float() if input.dtype in _HALVES else input
 
 
 def _standardized(input: torch.Tensor, dims: Iterable[int], eps: float) -> torch.Tensor:

@@ -21,11 +21,11 @@ from bagua.federated.names import flatten_named, named
 from bagua.federated.operators import call
 from bagua.federated.placement import Frame, Placement, current, run_in
 from bagua.federated.randomness import draw_for_rank
+from bagua.federated.reduction import widened
 from bagua.federated.traced import Spec, Trace, tracing
 from bagua.federated.traced import call as traced_call
 
 Tree = Any  # a pytree of tensors
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def broadcast(value: Tree, *, placement: str | None = None) -> Tree:
@@ -119,11 +119,6 @@ def divided(value: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """value / total in float32 at least: a total need not be a number of float16 or bfloat16."""
     wide = torch.promote_types(value.dtype, torch.float32)
     return (value.to(wide) / total.to(wide)).to(value.dtype)
-
-
-def widened(leaf: torch.Tensor) -> torch.Tensor:
-    """Halves as float32: their sums over clients need not be numbers of their dtype where the mean is one."""
-    return leaf.float() if leaf.dtype in HALVES else leaf
 
 
 def times_weight(leaf: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
