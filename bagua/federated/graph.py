@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from bagua.errors import InvalidArgument
-from bagua.federated import operators, verbs
+from bagua.federated import grad_modes, operators, verbs
 from bagua.federated.placement import current, program
 
 SERVER = "server"
@@ -356,7 +356,7 @@ def refusal(operator: Any) -> str:
     is called with: see refusal_of_call.
     """
     target = str(operator)
-    if target in (CHECK_TOTAL, *OF_AGGREGATORS):
+    if target in (CHECK_TOTAL, *OF_AGGREGATORS) or operator in grad_modes.OPERATORS:
         return ""
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace not in ("aten", "prims"):
         return "which is neither of torch's own operators (aten, prims) nor a verb"

@@ -188,30 +188,46 @@ def _methods(name: str) -> dict[str, staticmethod]:
     return {title: staticmethod(method) for title, method in methods.items()}
 
 
-def _install_kernels() -> dict[str, Callable[[Tensors, str], Tensors]]:
-    """Derivatives as kernels of the Autograd key. Raises where torch does not have what that takes."""
+def install_derivatives(
+    library: Any,
+    operator: Any,
+    methods: dict[str, staticmethod],
+    flatten: Callable[..., tuple] = lambda *arguments: arguments,
+    unflatten: Callable[..., tuple] = lambda *arguments: arguments,
+) -> None:
+    """As a kernel of the Autograd key. Raises where torch does not have what that takes.
+
+    Args:
+        library: that has the operator's kernels.
+        methods: setup_context, backward and jvp, as of a torch.autograd.Function over (what forward needs, *arguments).
+        flatten: the operator's arguments as that function's, whose tensors are in no list; `unflatten` is its inverse.
+    """
     from torch._functorch.autograd_function import enable_single_level_autograd_function
     from torch.autograd.forward_ad import _set_fwd_grad_enabled
     from torch.autograd.function import _SingleLevelFunction
 
-    def install(name: str) -> None:
-        operator = _OPERATORS[name]
+    def forward(keyset: Any, *arguments: Any) -> Any:
+        # Enabled, or the levels of nested transforms above this one would see no derivative, only zeros.
+        with torch.enable_grad(), _set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
+            result = operator.redispatch(keyset & torch._C._after_autograd_keyset, *unflatten(*arguments))
+            return result if isinstance(result, torch.Tensor) else tuple(result)
 
-        def forward(keyset: Any, key: str, *values: torch.Tensor) -> tuple:
-            # Enabled, or the levels of nested transforms above this one would see no derivative, only zeros.
-            with torch.enable_grad(), _set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
-                return tuple(operator.redispatch(keyset & torch._C._after_autograd_keyset, list(values), key))
+    name = operator._schema.name.partition("::")[2]
+    function = type(name, (_SingleLevelFunction,), {"forward": staticmethod(forward), **methods})
 
-        function = type(name, (_SingleLevelFunction,), {"forward": staticmethod(forward), **_methods(name)})
+    def kernel(keyset: Any, *arguments: Any) -> Any:
+        with enable_single_level_autograd_function():
+            result = function.apply(keyset, *flatten(*arguments))
+            return result if isinstance(result, torch.Tensor) else list(result)
 
-        def kernel(keyset: Any, values: Tensors, placement: str) -> Tensors:
-            with enable_single_level_autograd_function():
-                return list(function.apply(keyset, placement, *values))
+    library.impl(name, kernel, "Autograd", with_keyset=True)
 
-        _library.impl(name, kernel, "Autograd", with_keyset=True)
 
-    for name in _OPERATORS:
-        install(name)
+def _install_kernels() -> dict[str, Callable[[Tensors, str], Tensors]]:
+    """Derivatives as kernels of the Autograd key."""
+    for name, operator in _OPERATORS.items():
+        flatten, unflatten = lambda values, key: (key, *values), lambda key, *values: (list(values), key)
+        install_derivatives(_library, operator, _methods(name), flatten, unflatten)
     return dict(_OPERATORS)
 
 

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from bagua.federated.reduction import HALVES, widened
-from bagua.federated.traced import index_fill, tracing
+from bagua.federated.traced import index_fill, slice_scatter, tracing
 
 _fused = functional.scaled_dot_product_attention
 _by_definition = torch.ops.aten._scaled_dot_product_attention_math.default
@@ -456,6 +456,8 @@ _SUBSTITUTES: dict[Callable, Callable] = {
     torch.Tensor.index_fill_: _index_fill_in_place,
     torch.roll: _roll,
     torch.Tensor.roll: _roll,
+    torch.slice_scatter: slice_scatter,
+    torch.Tensor.slice_scatter: slice_scatter,
     torch.select_scatter: _select_scatter,
     torch.Tensor.select_scatter: _select_scatter,
 }

@@ -38,6 +38,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from bagua.errors import InternalError, InvalidArgument
+from bagua.federated import grad_modes
 from bagua.federated.placement import Placement, placement_of, trace_in_force
 
 NAMESPACE = "bagua_traced"
@@ -209,7 +210,7 @@ def _graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequenc
     try:
         # With a table, though an empty one: without one torch 2.14 makes an alias of detach, through which the
         # derivatives of the graph would pass.
-        first = _without_dead_nodes(make(lambda *xs: tuple(function(*xs)), decomposition_table={})(*examples))
+        first = _without_dead_nodes(make(_in_grad_modes(function), decomposition_table={})(*examples))
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         _refuse_values(str(getattr(error, "func", "a branch")))
     except NotImplementedError as error:  # of torch 2.9, where later ones trace it
@@ -229,12 +230,37 @@ def _graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequenc
     for node in module.graph.nodes:
         if _writes(node):
             _refuse_write(node)
-    return module
+        if node.target is torch.ops.aten.slice_scatter.default:
+            node.args = (node.args[0], *_plain_slice(node.args[0].meta["val"], *node.args[1:]))
+    return grad_modes.without_needless(module)
+
+
+def _in_grad_modes(function: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., tuple]:
+    def traced(*values: torch.Tensor) -> tuple:
+        with grad_modes.seen(values) as returned:
+            return returned(function(*values))
+
+    return traced
 
 
 def _select_scatter(value: torch.Tensor, source: torch.Tensor, dim: int, index: int) -> torch.Tensor:
     dim, index = dim % value.dim(), index % value.shape[dim]
     return torch.ops.aten.slice_scatter.default(value, source.unsqueeze(dim), dim, index, index + 1)
+
+
+def slice_scatter(input: torch.Tensor, src: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+    """torch.slice_scatter; torch's own, under vmap, takes no index from the end, and none beyond it."""
+    return torch.slice_scatter(input, *_plain_slice(input, src, *arguments, **keywords))
+
+
+def _plain_slice(
+    value: torch.Tensor, source: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> tuple:
+    """What slice_scatter is given after the value, with indices between 0 and the size."""
+    if -value.dim() <= dim < value.dim():
+        start, end, _ = slice(start, end).indices(value.shape[dim])
+        end = max(start, end)
+    return source, dim, start, end, step
 
 
 def _copy(value: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -362,7 +388,8 @@ NAMES = {operator: name for name, operator in OPERATORS.items()}
 
 def call(name: str, values: Tensors, key: str) -> list[torch.Tensor]:
     """The operator of that name, with its derivatives."""
-    return list(_Map.apply(key, *values) if name == "map" else _Verb.apply(name, key, *values))
+    results = list(_Map.apply(key, *values) if name == "map" else _Verb.apply(name, key, *values))
+    return results if torch.is_grad_enabled() else grad_modes.without_cotangents(results)
 
 
 def _function_of(key: str) -> ClientFunction:

@@ -385,6 +385,28 @@ def test_dtypes_under_autocast_are_torchs(function, dtype, is_on):
         assert program(x).dtype is jvp(program, (x,), (x,))[0].dtype is expected
 
 
+@pytest.mark.parametrize("indices", [(1, None), (None, -1), (-3, 2), (1, 99), (2, 1), (-99, None, 2)])
+def test_slices_are_written_with_any_indices(indices):
+    start, end, step = (*indices, 1)[:3]
+    torch.manual_seed(0)
+    x, clients = torch.randn(5, dtype=torch.float64), draw(5)
+
+    def of_client(x, y):
+        part = y[slice(start, end, step)] * 3
+        scattered = torch.slice_scatter(x * y, part, start=start, end=end, step=step)
+        other = x * y
+        other[slice(start, end, step)] = part.sin()
+        return (scattered * y).sum() ** 2 + (x * y).slice_scatter(part, 0, start, end, step).sum() * other.sum()
+
+    @federated.program(clients=CLIENTS)
+    def program(x, y):
+        return federated.reduce_sum(federated.map_fn(of_client, (federated.broadcast(x), y)))
+
+    expected = grad(lambda x: sum(of_client(x, one) for one in clients))(x)
+    for way in (grad, eager_gradient, gradient_of_a_graph, graph_of_a_gradient):
+        torch.testing.assert_close(way(program)(x, clients), expected)
+
+
 def test_graphs_of_batches_have_the_gradients_of_prelu():
     torch.manual_seed(0)
 
