@@ -199,8 +199,8 @@ class _GradModes(TorchDispatchMode):
         result = function(*args, **kwargs)
         self._whole.setdefault(_memory_of(viewed), viewed)
         why = self._views.get(viewed)
-        if function is torch.ops.aten.detach.default:
-            why = why or _DETACHED
+        if function is torch.ops.aten.detach.default and why != _SPOILED:
+            why = _DETACHED
         elif not torch.is_grad_enabled() and not _function_around():
             why = why or _OF_NO_GRAD
         if why:

@@ -165,6 +165,14 @@ def detached_under_no_grad(w, x):
     return (y * y * w).sum()
 
 
+def detached_after_a_view_under_no_grad(w, x):
+    y = w * x
+    with torch.no_grad():
+        d = y[:2].detach()
+        d.mul_(2.0)
+    return (y * y * w).sum() + (d * w[:2]).sum()
+
+
 def renormalised(w, x):
     table = (w * x).view(2, 2)
     rows = functional.embedding(torch.tensor([1, 0, 1]), table, max_norm=1.0)
@@ -217,6 +225,7 @@ CLIENTS = [
     *(constant, by_decorator, enabled_again, inference, a_view, write, write_into_a_view, own_steps, infinite),
     *(write_into_a_view_from_before, writes_twice, write_among_writes, out_argument, made_without, filled_with),
     *(made_of_constants, detached_write, detached_write_of_values, detached_under_no_grad, renormalised, integers),
+    detached_after_a_view_under_no_grad,
     *(inner_derivative, derivative_without, in_forward_mode, with_dropout_off, complex_numbers),
 ]
 NOT_UNDER_VMAP = (out_argument, write_among_writes, own_steps, made_without, filled_with)
