@@ -82,7 +82,7 @@ class GroupCores:
                 core.check()
         except BaguaError as error:
             if self._cause is None:
-                self._cause = raised or error
+                self._cause = copy.copy(raised or error)  # without the frames of the program that it was raised in
             self.poison(self._cause)
 
     def poison(self, exception: BaguaError) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import itertools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, TypeVar, overload
@@ -40,9 +42,12 @@ class Placement:
         agreed: the reductions of which that is known too, and the subject that their collectives say.
         reductions: one object for equal ones of all splits of the clients.
         numbers: how many clients each rank holds, once that is known; see reduction.clients_by_rank.
+        lock: guards the four before, and the reductions' memory.
     """
 
-    def __init__(self, name: str, size: int, num_local: int, program: str, group: ProcessGroup | None, key: str):
+    def __init__(
+        self, name: str, size: int, num_local: int, program: str, group: ProcessGroup | None, key: str, memory: _Memory
+    ):
         self.name = name
         self.size = size
         self.num_local = num_local
@@ -52,11 +57,10 @@ class Placement:
         self.agreed: dict[tuple, int] = {}
         self.reductions: dict[tuple, tuple] = {}
         self.numbers: list[int] | None = [num_local] if group is None else None
-        self.lock = threading.Lock()  # guards is_agreed, agreed, reductions, numbers and the reductions' memory
+        self.lock = memory.lock
         self.is_distributed = group is not None
         self._group = None if group is None else weakref.ref(group)
-        # On a device the operations of one stream follow one another, and those of two need not.
-        self._memory: dict[tuple[torch.dtype, StreamKey | None], torch.Tensor] = {}
+        self._memory = memory.buffers
 
     def __repr__(self) -> str:
         return f"Placement({self.name!r}, {self.size}, {self.num_local} here)"
@@ -83,10 +87,6 @@ class Placement:
             error.raised_over = self.key
             raise
 
-    def share(self, earlier: Placement) -> None:
-        """Reduces in the memory of an earlier one, of the same program: another split of clients takes little."""
-        self.lock, self._memory, self.reductions = earlier.lock, earlier._memory, earlier.reductions
-
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer of that many elements for the reduction that runs, on the CPU shared with the ranks of this host."""
         key = dtype, current_stream(device)
@@ -96,10 +96,28 @@ class Placement:
         return known[:numel]
 
 
+class _Memory:
+    """What the placements of a group reduce in, one after another, and which they are; it ends with the group."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        # On a device the operations of one stream follow one another, and those of two need not.
+        self.buffers: dict[tuple[torch.dtype, StreamKey | None], torch.Tensor] = {}
+        self.by_identity: dict[tuple, Placement] = {}
+        self.reductions: dict[tuple, dict] = {}  # of a program, however its clients are split
+
+
 _lock = threading.Lock()  # guards what follows
-_by_identity: dict[tuple, Placement] = {}
 _by_key: dict[str, Placement] = {}
-_latest: dict[tuple, Placement] = {}  # of a program in a group, however its clients are split
+_memories: weakref.WeakKeyDictionary[ProcessGroup, _Memory] = weakref.WeakKeyDictionary()
+_of_this_process = _Memory()
+_ended: deque[_Memory] = deque()  # of groups that are no more
+_numbers = itertools.count()
+
+
+def _end(memory: _Memory) -> None:
+    memory.buffers.clear()
+    _ended.append(memory)  # the rest under the lock, which may be held here
 
 
 def _intern(
@@ -114,15 +132,20 @@ def _intern(
 
     With the numbers of all ranks, where they are given: one that keeps its number agrees anew with those that do not.
     """
-    identity = (name, size, num_local, program, None if group is None else id(group), by_rank)
+    identity = (name, size, num_local, program, by_rank)
     with _lock:
-        known = _by_identity.get(identity)
-        if known is None or (group is not None and known._group() is not group):  # an id may come again
-            known = Placement(name, size, num_local, program, group, f"{name}:{size}#{len(_by_key)}")
-            earlier = _latest.get((name, size, program, id(group)))
-            if group is not None and earlier is not None and earlier._group() is group:
-                known.share(earlier)
-            _latest[name, size, program, id(group)] = _by_identity[identity] = _by_key[known.key] = known
+        while _ended:
+            for placement in _ended.popleft().by_identity.values():
+                del _by_key[placement.key]
+        memory = _of_this_process if group is None else _memories.get(group)
+        if memory is None:
+            memory = _memories[group] = _Memory()
+            weakref.finalize(group, _end, memory).atexit = False
+        known = memory.by_identity.get(identity)
+        if known is None:
+            known = Placement(name, size, num_local, program, group, f"{name}:{size}#{next(_numbers)}", memory)
+            known.reductions = memory.reductions.setdefault((name, size, program), known.reductions)
+            memory.by_identity[identity] = _by_key[known.key] = known
         return known
 
 

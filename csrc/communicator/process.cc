@@ -13,7 +13,6 @@ namespace {
 
 // Along chains of more ranks nobody asks for a rank that has no group to say how long they can be.
 constexpr uint32_t kMaxHops = 64;
-constexpr size_t kMaxClosedGroups = 1000;
 
 }  // namespace
 
@@ -101,7 +100,7 @@ void Process::add(Communicator* communicator) {
   {
     std::lock_guard lock(mutex_);
     communicators_.push_back(communicator);
-    if (closed_.erase(communicator->key()) != 0) std::erase(closed_order_, communicator->key());
+    closed_.erase(communicator->key());
   }
   for (const auto& [rank, link] : links_) {
     if (!link->has_ended()) communicator->link_made(rank, link);
@@ -112,17 +111,12 @@ void Process::remove(Communicator* communicator, std::optional<std::vector<uint8
   std::lock_guard registry(registry_mutex_);
   std::lock_guard lock(mutex_);
   if (std::erase(communicators_, communicator) == 0) return;
-  if (!closed_.emplace(communicator->key(), std::move(abort)).second) return;
-  closed_order_.push_back(communicator->key());
-  if (closed_order_.size() <= kMaxClosedGroups) return;
-  closed_.erase(closed_order_.front());
-  closed_order_.pop_front();
+  closed_.add(communicator->key(), std::move(abort));
 }
 
 bool Process::has_failed(const std::string& key) {
   std::lock_guard lock(mutex_);
-  const auto found = closed_.find(key);
-  return found != closed_.end() && found->second;
+  return closed_.abort_of(key).has_value();
 }
 
 // A peer that waits hears why there is nobody, or what this process does instead. Whatever else it says of a group that
@@ -133,9 +127,8 @@ void Process::answer_unrouted(ProcessLink& link, FrameType type, const std::stri
   std::optional<std::vector<uint8_t>> abort;
   {
     std::lock_guard lock(mutex_);
-    const auto found = closed_.find(key);
-    has_left = found != closed_.end();
-    if (has_left) abort = found->second;
+    has_left = closed_.contains(key);
+    abort = closed_.abort_of(key);
   }
   if (abort) {
     link.send(FrameType::kAbort, key, abort->data(), abort->size());

@@ -9,7 +9,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -19,6 +18,7 @@
 
 #include "csrc/common/error.h"
 #include "csrc/common/fork_guard.h"
+#include "csrc/communicator/closed_groups.h"
 #include "csrc/communicator/peer_status.h"
 #include "csrc/communicator/process_link.h"
 
@@ -89,9 +89,7 @@ class Process {
   std::mutex mutex_;  // guards what follows, and keeps the communicators alive while they are asked
   std::vector<Communicator*> communicators_;
   std::optional<Error> failure_;
-  // The groups that were closed last, by key, each with the report of its failure if it failed; and their order.
-  std::map<std::string, std::optional<std::vector<uint8_t>>> closed_;
-  std::deque<std::string> closed_order_;
+  ClosedGroups closed_{1000};
 };
 
 }  // namespace bagua

@@ -307,3 +307,31 @@ def _is_freed(rank, world_size):
 
 def test_a_dropped_model_is_freed_with_its_memory(pool2):
     pool2.run(_is_freed)
+
+
+def _is_freed_after_a_failure(rank, world_size, algorithm):
+    import gc
+    import weakref
+
+    def train():
+        model = make_net()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        bagua.with_bagua(model, optimizer, algorithm=algorithm)
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.step()
+        loss = loss_of(model, batch(rank, 1))
+        watched = [weakref.ref(model), weakref.ref(model.wide.weight), weakref.ref(model.bagua.buckets[0].flat)]
+        if rank == 1:
+            with pytest.raises(BaguaError, match="rank 0"):
+                loss.backward()
+        return watched
+
+    with process_group():
+        watched = train()
+    gc.collect()
+    assert [ref() for ref in watched] == [None, None, None]
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+def test_a_model_is_freed_after_a_backward_that_another_rank_has_left(pool2, algorithm):
+    pool2.run(_is_freed_after_a_failure, args=(algorithm,))

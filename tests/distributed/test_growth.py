@@ -52,6 +52,26 @@ def check(results):
         assert after[1:] == before[1:], f"rank {rank}: descriptors and threads {before[1:]}, then {after[1:]}"
 
 
+def come_and_go(rank, world_size, rounds, num_groups):
+    """What is resident after each round of groups that reduce a tensor of 1 MB."""
+    resident = []
+    for _ in range(rounds):
+        for _ in range(num_groups):
+            x = torch.ones(1 << 18)
+            group = bagua.new_group()
+            bagua.all_reduce(x, group=group)
+            bagua.destroy_process_group(group)
+        resident.append(usage()[0])
+    return resident
+
+
+@in_worlds([shm(2), tcp(2)])
+def test_closed_groups_do_not_keep_tensors_from_the_memory_of_earlier_ones(pools, world):
+    """Each would take another 1 or 2 MB where something small stayed behind of the group before."""
+    for resident in pools.run(world, come_and_go, 6, 30):
+        assert resident[-1] - resident[0] < 75 << 20, resident
+
+
 @in_worlds([shm(2), tcp(2)])
 def test_a_minute_of_steps(pools, world):
     check(pools.run(world, run_steps, NUM_STEPS // 600, NUM_STEPS // 60))

@@ -10,7 +10,9 @@ import copy
 import dataclasses
 import enum
 import functools
+import gc
 import itertools
+import os
 import re
 import threading
 from typing import NamedTuple
@@ -286,6 +288,36 @@ def sent_by(run):
     bagua.get_default_group().events(clear=True)
     run()
     return sum(event.kind == "operation" for event in bagua.get_default_group().events(clear=True, parts=False))
+
+
+def _num_held():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(placement._by_key)
+
+
+def many_groups_and_cohorts(rank, world_size):
+    with process_group():
+        held = []
+        for index in range(1, 8):
+            reduce = federated.program(federated.reduce_mean, clients=2 * index)
+            assert reduce(torch.ones(index, 1000))[0] == 1
+            held.append(_num_held())
+        assert [now[0] for now in held[1:]] == [held[0][0]] * 6, held  # one buffer, whatever the number of clients
+        for _ in range(8):
+            group = bagua.new_group([0, 1])
+            reduce = federated.program(federated.reduce_mean, clients=4, group=group)
+            assert reduce(torch.ones(2, 1000))[0] == 1
+            bagua.destroy_process_group(group)
+            del group, reduce
+            held.append(_num_held())
+        assert held[-1] == held[-7], held
+    with process_group():
+        federated.program(federated.reduce_mean, clients=2)(torch.ones(1, 10))
+        assert _num_held()[1] < held[0][1] + 1, "placements of the group before"
+
+
+def test_programs_hold_nothing_of_groups_that_are_no_more(pool2):
+    pool2.run(many_groups_and_cohorts)
 
 
 def counted(rank, world_size):
