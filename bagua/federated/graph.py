@@ -141,6 +141,7 @@ class Graph:
 
     # ---- as a function
 
+    @torch.compiler.disable  # which would compile our interpreter, node by node
     def __call__(self, *args: Any) -> Any:
         """What the traced function returns for such arguments.
 

@@ -390,6 +390,13 @@ def test_what_is_only_evaluated_has_one_node_for_it():
     assert graph.count("bagua_federated.no_grad") == 1
 
 
+def test_code_with_a_graph_in_it_is_compiled_around_it():
+    torch.compiler.reset()
+    graph = federated.trace(_program(write), W, X)
+    compiled = torch.compile(lambda w, x: w - grad(graph)(w * 2, x), backend="eager")
+    _close(compiled(W, X), W - grad(_oracle(write))(W * 2))
+
+
 class Rounded(torch.autograd.Function):
     generate_vmap_rule = True
 
