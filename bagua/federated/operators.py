@@ -213,7 +213,10 @@ def install_derivatives(
             return result if isinstance(result, torch.Tensor) else tuple(result)
 
     name = operator._schema.name.partition("::")[2]
-    function = type(name, (_SingleLevelFunction,), {"forward": staticmethod(forward), **methods})
+    methods = {"forward": staticmethod(forward), **methods}
+    # Torch runs them from C++ wherever code is compiled around a graph break, and would compile them there.
+    plain = {title: staticmethod(torch.compiler.disable(method.__func__)) for title, method in methods.items()}
+    function = type(name, (_SingleLevelFunction,), plain)
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
         with enable_single_level_autograd_function():
