@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <optional>
 #include <utility>
 
@@ -15,6 +16,7 @@
 #include "csrc/bindings/bindings.h"
 #include "csrc/bindings/callbacks.h"
 #include "csrc/bindings/convert.h"
+#include "csrc/common/exhausted.h"
 #include "csrc/communicator/control_link.h"
 #include "csrc/transport/local/local_channel.h"
 #include "csrc/transport/nccl/nccl_library.h"
@@ -42,11 +44,20 @@ collectives::Thresholds thresholds_from(const std::map<std::string, size_t>& cha
   return thresholds;
 }
 
+// What has kept a group from being made: peers that come to it hear the cause.
+Error refused(Error cause, const std::string& key, const std::shared_ptr<Process>& process) {
+  try {
+    if (process) process->refuse(key, abort_bytes(cause, {}));
+  } catch (const std::bad_alloc&) {  // they hear that this rank has not made it
+  }
+  return cause;
+}
+
 }  // namespace
 
 Group::Group(const std::string& name, const std::string& key, int rank, std::vector<int> job_ranks, double spin_us,
              std::vector<bool> same_host, const std::map<std::string, size_t>& thresholds, py::function connector,
-             std::shared_ptr<Process> process, const std::string& device_transport) {
+             std::shared_ptr<Process> process, const std::string& device_transport) try {
   const int size = static_cast<int>(job_ranks.size());
   const bool is_alone = std::count(same_host.begin(), same_host.end(), true) <= 1;  // on its host, with itself
   const std::chrono::microseconds spin(static_cast<int64_t>(spin_us));
@@ -55,8 +66,13 @@ Group::Group(const std::string& name, const std::string& key, int rank, std::vec
   communicator->set_connector(wrap_connector(std::move(connector)));
   communicator->set_device_channels(over_pinned);
   communicator->set_device_transport(nccl_source(), device_choice_from(device_transport));
-  communicator->join_process(std::move(process), std::move(job_ranks), key);
+  communicator->join_process(process, std::move(job_ranks), key);
   engine_ = std::make_unique<Engine>(std::move(communicator), thresholds_from(thresholds));
+} catch (const std::bad_alloc&) {
+  throw refused(out_of_memory(rank), key, process);
+} catch (const Error& error) {
+  if (error.kind() != ErrorKind::kTransport) throw;
+  throw refused(of_rank(error, rank), key, process);
 }
 
 Group::Group(std::unique_ptr<Communicator> communicator, const collectives::Thresholds& thresholds)
@@ -77,7 +93,12 @@ void Group::attach_shm(int peer, int ring_fd, size_t ring_bytes, bool is_dialer,
     for (const int fd : {ring_fd, doorbell_fd}) ::close(fd);
     throw Error(ErrorKind::kTransport, "rank " + std::to_string(peer) + " has no link to this rank", peer);
   }
-  auto channel = std::make_unique<ShmChannel>(peer, ring_fd, ring_bytes, is_dialer, doorbell_fd, std::move(control));
+  std::unique_ptr<ShmChannel> channel;
+  try {
+    channel = std::make_unique<ShmChannel>(peer, ring_fd, ring_bytes, is_dialer, doorbell_fd, std::move(control));
+  } catch (const Error& error) {
+    throw of_rank(error, communicator().rank());
+  }
   communicator().attach(peer, std::move(channel));
 }
 
@@ -105,8 +126,14 @@ Engine::Place place_of(const Group::Submission& submission) {
 
 // Submits with `submit`, which lets go of the GIL. Nothing of Python's runs between that and the keeping.
 template <typename Submit>
-std::shared_ptr<Work> submit_and_keep(const Group::Submission& submission, Submit submit) {
-  std::shared_ptr<Work> work = submit();
+std::shared_ptr<Work> submit_and_keep(Communicator& communicator, const Group::Submission& submission, Submit submit) {
+  std::shared_ptr<Work> work;
+  try {
+    work = submit();
+  } catch (const std::bad_alloc&) {  // the peers wait for this operation, and later ones would be taken for it
+    communicator.poison(out_of_memory(communicator.rank()));
+    throw out_of_memory(communicator.rank());
+  }
   if (!work->is_completed()) work->keep(kept(std::get<3>(submission)), chosen(std::get<2>(submission)));
   free_dropped();
   return work;
@@ -120,14 +147,14 @@ std::shared_ptr<Work> Group::run(const Operation& operation, uint64_t bytes, con
   const auto timeout = seconds(std::get<0>(submission));
   Engine::Place place = place_of(submission);
   if (!std::get<1>(submission) || !place.device.is_cpu()) {
-    return submit_and_keep(submission, [&] {
+    return submit_and_keep(communicator(), submission, [&] {
       py::gil_scoped_release release;
       return engine_->submit(operation, bytes, timeout, std::move(run), std::move(place));
     });
   }
   refuse_inside_handler();
   InlineCall call{communicator().rank(), std::nullopt};
-  auto work = submit_and_keep(submission, [&] {
+  auto work = submit_and_keep(communicator(), submission, [&] {
     py::gil_scoped_release release;
     const InlineCall::Scope scope(&call);
     return engine_->run_inline(operation, bytes, timeout, std::move(run), check_signals);
@@ -140,7 +167,7 @@ std::shared_ptr<Work> Group::send(int peer, const void* data, uint64_t bytes, co
                                   const Submission& submission) {
   refuse_inside_callback();
   Engine::Place place = place_of(submission);
-  return submit_and_keep(submission, [&] {
+  return submit_and_keep(communicator(), submission, [&] {
     py::gil_scoped_release release;
     return engine_->submit_send(peer, data, bytes, operation, seconds(std::get<0>(submission)), std::move(place));
   });
@@ -150,7 +177,7 @@ std::shared_ptr<Work> Group::recv(int peer, void* data, uint64_t bytes, const Op
                                   const Submission& submission) {
   refuse_inside_callback();
   Engine::Place place = place_of(submission);
-  return submit_and_keep(submission, [&] {
+  return submit_and_keep(communicator(), submission, [&] {
     py::gil_scoped_release release;
     return engine_->submit_recv(peer, data, bytes, operation, seconds(std::get<0>(submission)), std::move(place));
   });

@@ -14,7 +14,7 @@ namespace bagua {
 
 enum class ErrorKind {
   kInvalidArgument,   // the caller's mistake; nothing was sent
-  kTransport,         // a connection or a shared segment failed
+  kTransport,         // a connection or a shared segment failed, or descriptors, threads or memory have ended
   kDeadlineExceeded,  // a peer did not do its part in time
   kAborted,           // the group was destroyed or poisoned locally
   kRemote,            // another rank reported the first cause

@@ -1,12 +1,14 @@
 // What the worker thread did when: spans with nanosecond clocks in rings of bounded size, cheap enough to stay on.
 // Written by the group's worker, read from any thread; a reader may miss spans that are older than the ring, never sees
 // a torn one. Operations have a ring of their own, so that the many parts of one under a codec drive no other out.
+// Spans without memory for their ring are not kept, and count as lost: no operation fails for want of it.
 #pragma once
 
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <mutex>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -43,7 +45,7 @@ class EventLog {
   void set_waits_for_some() { waits_for_some_ = true; }
   bool waits_for_some() const { return waits_for_some_; }
 
-  void add(EventKind kind, int64_t begin_ns, int64_t end_ns, uint64_t bytes) {
+  void add(EventKind kind, int64_t begin_ns, int64_t end_ns, uint64_t bytes) noexcept {
     if (is_on_device_ && is_arithmetic(kind)) return;
     const bool is_operation = kind == EventKind::kOperation;
     std::lock_guard lock(mutex_);
@@ -52,7 +54,7 @@ class EventLog {
   }
 
   // A kOperation of a device, which ends while others are under way.
-  void add_operation(uint64_t ticket, bool waits_for_some, int64_t begin_ns, int64_t end_ns, uint64_t bytes) {
+  void add_operation(uint64_t ticket, bool waits_for_some, int64_t begin_ns, int64_t end_ns, uint64_t bytes) noexcept {
     std::lock_guard lock(mutex_);
     operations_.add({ticket, EventKind::kOperation, waits_for_some, begin_ns, end_ns, bytes});
   }
@@ -93,12 +95,12 @@ class EventLog {
     const size_t capacity;
     std::vector<Event> events;
     size_t oldest = 0;
-    int64_t lost_until_ns = 0;  // the end of the last span that was overwritten or cleared
+    int64_t lost_until_ns = 0;  // the end of the last span that was overwritten or cleared, or had no memory
 
     void add(const Event& event) {
-      if (events.capacity() < capacity) {  // all of it with the first span: what grows for hours looks like a leak
-        events.resize(capacity);
-        events.clear();
+      if (!has_memory()) {
+        lost_until_ns = std::max(lost_until_ns, event.end_ns);
+        return;
       }
       if (events.size() < capacity) {
         events.push_back(event);
@@ -107,6 +109,17 @@ class EventLog {
       lost_until_ns = std::max(lost_until_ns, events[oldest].end_ns);
       events[oldest] = event;
       oldest = (oldest + 1) % capacity;
+    }
+    // All of it with the first span: what grows for hours looks like a leak.
+    bool has_memory() {
+      if (events.capacity() >= capacity) return true;
+      try {
+        events.resize(capacity);
+      } catch (const std::bad_alloc&) {
+        return false;
+      }
+      events.clear();
+      return true;
     }
     std::vector<Event> in_order(int64_t after_ns) const {
       std::vector<Event> ordered;

@@ -5,15 +5,15 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <new>
 #include <string>
-#include <vector>
 
-#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include "csrc/common/error.h"
+#include "csrc/common/exhausted.h"
 
 namespace bagua {
 
@@ -48,8 +48,7 @@ Reactor::Reactor() {
     throw Error(ErrorKind::kTransport, std::string("cannot create the epoll instance: ") + std::strerror(errno) +
                                            (errno == EMFILE || errno == ENFILE ? "; raise `ulimit -n`" : ""));
   }
-  thread_ = std::thread([this] { run(); });
-  pthread_setname_np(thread_.native_handle(), "bagua-reactor");
+  thread_ = start_thread("bagua-reactor", [this] { run(); });
 }
 
 Reactor::~Reactor() {
@@ -70,6 +69,7 @@ void Reactor::wake() {
 uint64_t Reactor::add(int fd, Handler* handler, std::chrono::milliseconds tick) {
   std::lock_guard lock(mutex_);
   const uint64_t id = next_id_++;
+  due_.reserve(entries_.size() + 1);
   entries_[id] = {fd, handler, tick, Clock::now() + tick};
   epoll_event event{};
   event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
@@ -106,12 +106,23 @@ void Reactor::run() {
       }
       // One lock per event: an entry that an earlier handler of this batch removed is not found any more.
       std::lock_guard lock(mutex_);
-      const auto found = entries_.find(id);
-      if (found != entries_.end()) found->second.handler->on_ready();
+      call(id, &Handler::on_ready);
     }
     std::lock_guard lock(mutex_);
     if (stopping_) return;
     if (Clock::now() >= next_tick_) tick();
+  }
+}
+
+// The lock is held.
+void Reactor::call(uint64_t id, void (Handler::*what)()) {
+  const auto found = entries_.find(id);
+  if (found == entries_.end()) return;
+  Handler& handler = *found->second.handler;
+  try {
+    (handler.*what)();
+  } catch (const std::bad_alloc&) {  // which would end the process: nobody waits for this thread
+    handler.on_exhausted();
   }
 }
 
@@ -125,20 +136,17 @@ int Reactor::until_tick_ms() {
 // Ticks what is due, and finds out when the next is. The lock is held.
 void Reactor::tick() {
   const auto now = Clock::now();
-  std::vector<uint64_t> due;
+  due_.clear();
   next_tick_ = Clock::time_point::max();
   for (auto& [id, entry] : entries_) {
     if (entry.tick.count() == 0) continue;
     if (entry.next_tick <= now) {
-      due.push_back(id);
+      due_.push_back(id);
       entry.next_tick = now + entry.tick;
     }
     next_tick_ = std::min(next_tick_, entry.next_tick);
   }
-  for (const uint64_t id : due) {  // a handler may remove itself or another
-    const auto found = entries_.find(id);
-    if (found != entries_.end()) found->second.handler->on_tick();
-  }
+  for (size_t i = 0; i < due_.size(); ++i) call(due_[i], &Handler::on_tick);  // which may remove itself or another
 }
 
 }  // namespace bagua

@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "csrc/common/fork_guard.h"
 
@@ -25,6 +26,8 @@ class Reactor {
     virtual void on_ready() = 0;
     // At the intervals that add() was given, or later on a busy machine.
     virtual void on_tick() {}
+    // One of the two has thrown: there was no memory for it. What it has done by then is not known.
+    virtual void on_exhausted() noexcept = 0;
   };
 
   // The process-wide instance, started on first use. Shared by its users: the last one to let go joins the thread.
@@ -34,7 +37,7 @@ class Reactor {
   ~Reactor();
 
   // Watches `fd` for input and output; returns an id for remove(). `handler` must outlive the registration. A `tick` of
-  // 0 is none.
+  // 0 is none. Throws TransportError where the kernel takes no more.
   uint64_t add(int fd, Handler* handler, std::chrono::milliseconds tick = {});
   void remove(uint64_t id);
 
@@ -47,6 +50,7 @@ class Reactor {
     Clock::time_point next_tick;
   };
   void run();
+  void call(uint64_t id, void (Handler::*what)());
   void wake();
   int until_tick_ms();
   void tick();
@@ -55,6 +59,7 @@ class Reactor {
   Descriptor wake_;
   std::recursive_mutex mutex_;  // guards what follows, and the running of handlers, which may remove themselves
   std::map<uint64_t, Entry> entries_;
+  std::vector<uint64_t> due_;  // of tick(); its memory comes from add(), which may throw
   Clock::time_point next_tick_ = Clock::time_point::max();
   uint64_t next_id_ = 1;
   bool stopping_ = false;

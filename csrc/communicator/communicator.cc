@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include <sched.h>
 
+#include "csrc/common/exhausted.h"
 #include "csrc/common/shared_segments.h"
 #include "csrc/communicator/control_link.h"
 
@@ -60,12 +62,23 @@ Communicator::Communicator(int rank, int size, std::string name, std::chrono::mi
 }
 
 Communicator::~Communicator() {
-  if (process_) process_->remove(this, report());
+  leave_process();
   for (auto& peer : peers_) {
     if (peer->control) peer->control->stop();
   }
   peers_.clear();
   release_staging();
+}
+
+// Where there is no memory to tell why, who asks hears that it has left.
+void Communicator::leave_process() {
+  if (!process_) return;
+  std::optional<std::vector<uint8_t>> abort;
+  try {
+    abort = report();
+  } catch (const std::bad_alloc&) {
+  }
+  process_->remove(this, std::move(abort));
 }
 
 void Communicator::release_staging() {
@@ -567,8 +580,8 @@ void* Communicator::staging(size_t bytes) {
   staging_bytes_ = 0;
   try {
     staging_ = SegmentRegistry::instance().create(bytes);
-  } catch (const Error& error) {  // which knows no rank
-    throw Error(error.kind(), error.what(), ranks_.rank, error.operation());
+  } catch (const Error& error) {
+    throw of_rank(error, ranks_.rank);
   }
   staging_bytes_ = bytes;
   return staging_;
@@ -670,14 +683,20 @@ bool Communicator::poison(const Error& cause, bool tell_peers) {
     if (cause_) return false;
     cause_ = cause;
     poisoned_at_ = Deadline::Clock::now();
-    note_cause_locked();
-    agree_if_due_locked();
+    try {
+      note_cause_locked();
+      agree_if_due_locked();
+    } catch (const std::bad_alloc&) {  // then it takes longer to agree
+    }
   }
   poisoned_.store(true, std::memory_order_release);
-  if (tell_peers) tell_all(cause);
-  if (process_) {
-    process_->note_failure(Error(cause.kind(), "in group '" + ranks_.group + "': " + cause.what(),
-                                 cause.rank() >= 0 ? ranks_.job_rank(cause.rank()) : -1, cause.operation()));
+  try {
+    if (tell_peers) tell_all(cause);
+    if (process_) {
+      process_->note_failure(Error(cause.kind(), "in group '" + ranks_.group + "': " + cause.what(),
+                                   cause.rank() >= 0 ? ranks_.job_rank(cause.rank()) : -1, cause.operation()));
+    }
+  } catch (const std::bad_alloc&) {  // it has failed all the same; peers that it did not tell hear it when they ask
   }
   doorbell_->ring();
   return true;
@@ -707,10 +726,8 @@ void Communicator::end_and_isolate() {
 
 void Communicator::close() {
   std::optional<Error> why;
-  if (process_) {
-    process_->remove(this, report());
-    why = process_->failure();
-  }
+  leave_process();
+  if (process_) why = process_->failure();
   if (has_device_transport()) {
     if (!is_poisoned() && !why) device_path_->transport()->close(Deadline::after(kCloseLimit));
     abort_device_transport();

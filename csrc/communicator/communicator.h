@@ -258,6 +258,7 @@ class Communicator {
   void disseminate_notes(uint8_t* notes, size_t note_bytes);
   void pause_for_device(const char* doing);
   void release_staging();
+  void leave_process();
   void conceal(bool isolates);
   void check_interrupt();
   void now_waiting_for(int peer, TimePoint now) {

@@ -74,10 +74,12 @@ DeviceTurns::Enqueued DeviceTurns::Turn::begin(Stream stream) {
 
 void DeviceTurns::Turn::end(Stream stream) noexcept {
   if (!std::exchange(has_begun_, false)) return;
-  Enqueued enqueued{nullptr, group_};
+  Enqueued enqueued;
   try {
+    enqueued.group = group_;
     enqueued.end = device::recorded_event(stream);
-  } catch (const Error&) {  // a device that is lost: nothing runs there
+  } catch (const Error&) {           // a device that is lost: nothing runs there
+  } catch (const std::bad_alloc&) {  // the next one only knows less of what it stands behind
   }
   std::lock_guard lock(turns_.mutex_);
   std::swap(turns_.enqueued_, enqueued);

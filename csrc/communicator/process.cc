@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <utility>
 
+#include "csrc/common/exhausted.h"
 #include "csrc/communicator/communicator.h"
 #include "csrc/communicator/control_link.h"
 
@@ -61,8 +63,10 @@ void Process::attach(int job_rank, int fd) {
   } catch (const std::exception& error) {
     link->stop();
     const auto* known = dynamic_cast<const Error*>(&error);
-    const Error cause = known ? *known : Error(ErrorKind::kTransport, std::string("no link: ") + error.what());
-    for (Communicator* communicator : communicators) communicator->poison(cause);  // they take no other link
+    const Error cause = known ? *known : out_of_memory();
+    for (Communicator* communicator : communicators) {  // they take no other link
+      communicator->poison(of_rank(cause, communicator->rank()));
+    }
     throw;
   }
   links_[job_rank] = link;
@@ -111,7 +115,21 @@ void Process::remove(Communicator* communicator, std::optional<std::vector<uint8
   std::lock_guard registry(registry_mutex_);
   std::lock_guard lock(mutex_);
   if (std::erase(communicators_, communicator) == 0) return;
-  closed_.add(communicator->key(), std::move(abort));
+  try {
+    closed_.add(communicator->key(), std::move(abort));
+  } catch (const std::bad_alloc&) {  // called by destructors; who asks hears that this rank has left, and not why
+  }
+}
+
+void Process::refuse(const std::string& key, const std::vector<uint8_t>& abort) {
+  std::lock_guard registry(registry_mutex_);
+  {
+    std::lock_guard lock(mutex_);
+    closed_.add(key, abort);
+  }
+  for (const auto& [rank, link] : links_) {  // a peer without the group drops it
+    if (!link->has_ended()) link->send(FrameType::kAbort, key, abort.data(), abort.size());
+  }
 }
 
 bool Process::has_failed(const std::string& key) {

@@ -46,6 +46,9 @@ class Process {
   // thread]
   void add(Communicator* communicator);
   void remove(Communicator* communicator, std::optional<std::vector<uint8_t>> abort);
+  // A group that could not be made: its peers that are linked hear the cause now, and those that ask later, as after
+  // remove().
+  void refuse(const std::string& key, const std::vector<uint8_t>& abort);
   // Whether a group of this key was closed after a failure.
   bool has_failed(const std::string& key);
 

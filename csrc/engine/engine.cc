@@ -3,9 +3,10 @@
 
 #include <algorithm>
 #include <exception>
+#include <new>
 #include <utility>
 
-#include <pthread.h>
+#include "csrc/common/exhausted.h"
 
 namespace bagua {
 namespace {
@@ -22,19 +23,31 @@ constexpr nanoseconds kFailureGrace = milliseconds(300);
 // A device rings for nobody, so it is looked at; the longer it takes, the less often.
 constexpr nanoseconds kPollInterval = std::chrono::microseconds(50), kLongestPollInterval = milliseconds(1);
 constexpr int kLooksPerDuration = 16;
+// How soon to try again where there is no memory to tell of a failure.
+constexpr nanoseconds kMemoryPause = milliseconds(10);
 
 }  // namespace
 
 Engine::Engine(std::unique_ptr<Communicator> communicator, const collectives::Thresholds& thresholds)
-    : communicator_(std::move(communicator)), thresholds_(thresholds) {
+    : communicator_(std::move(communicator)),
+      no_memory_(out_of_memory(communicator_->rank())),
+      thresholds_(thresholds) {
   communicator_->set_num_waiters({counts_, &counts_->waiters});
   communicator_->set_wake_worker([this] { wake_worker(); });
-  worker_ = std::thread([this] { loop(); });
-  pthread_setname_np(worker_.native_handle(), ("bagua-" + communicator_->name()).substr(0, 15).c_str());
+  try {
+    worker_ = start_thread("bagua-" + communicator_->name(), [this] { loop(); });
+  } catch (const Error& error) {  // the peers may be there already
+    const Error cause = of_rank(error, communicator_->rank());
+    communicator_->poison(cause);
+    throw cause;
+  }
 }
 
 Engine::~Engine() {
-  close();
+  try {
+    close();
+  } catch (const std::bad_alloc&) {  // the worker has ended, and with the communicator its links do
+  }
   device_sides_.clear();  // which give the devices time to come to an end
   release_late();
   // A device that hangs or has failed may still write there, so it keeps it.
@@ -157,45 +170,70 @@ void Engine::release_token() {
 
 void Engine::loop() {
   Task task;
+  for (;;) {
+    try {
+      if (!advance(task)) return;
+    } catch (const std::bad_alloc&) {
+      if (!task.work && in_flight_.empty()) {  // without the token, which another thread may hold
+        communicator_->poison(no_memory_);
+        continue;
+      }
+      const Error cause = poison_with_current_exception();
+      fail_in_flight(cause);
+      if (task.work && !task.work->is_completed()) fail(task, cause);
+      task = Task{};
+      release_token();
+    }
+  }
+}
+
+// One round of the worker; false once it is to end. `task` is what it has taken and not ended.
+bool Engine::advance(Task& task) {
   const auto advanced = [this] {
     const bool ended = complete_enqueued();
     if (in_flight_.empty() || !complete_in_flight()) return ended;
     release_token();
     return true;
   };
-  for (;;) {
-    dial_probed();
-    if (take(task)) {
-      if (task.run) {
-        execute(task);
-      } else {
-        in_flight_.emplace_back(task, Deadline::after(task.timeout));
-        ++num_unposted_;
-        complete_in_flight();
-      }
-      task = Task{};
-      release_token();
-      continue;
+  dial_probed();
+  if (take(task)) {
+    if (task.run) {
+      execute(task);
+    } else {
+      const Deadline deadline = Deadline::after(task.timeout);
+      in_flight_.emplace_back(std::move(task), deadline);  // where that throws, the task is still here
+      ++num_unposted_;
+      complete_in_flight();
     }
-    if (advanced()) continue;
-    if (!in_flight_.empty()) tell_awaited_message();
-    // With nothing under way it leaves the communicator's doorbell to whom peers have something for: every ring would
-    // wake it, in vain.
-    Doorbell& bell = in_flight_.empty() && enqueued_.empty() ? idle_bell_ : communicator_->doorbell();
-    const uint32_t epoch = bell.prepare();
-    bool finished, has_task;
-    {
-      std::lock_guard lock(mutex_);
-      finished = stopping_ && queue_.empty() && !running_ && enqueued_.empty();
-      has_task = !queue_.empty() && (!running_ || !in_flight_.empty());
-    }
-    if (finished || has_task || advanced()) {
-      bell.cancel();
-      if (finished) return;
-      continue;
-    }
-    bell.sleep(epoch, idle_sleep());
+    task = Task{};
+    release_token();
+    return true;
   }
+  if (advanced()) return true;
+  if (!in_flight_.empty()) tell_awaited_message();
+  // With nothing under way it leaves the communicator's doorbell to whom peers have something for: every ring would
+  // wake it, in vain.
+  Doorbell& bell = in_flight_.empty() && enqueued_.empty() ? idle_bell_ : communicator_->doorbell();
+  const uint32_t epoch = bell.prepare();
+  bool finished, has_task;
+  {
+    std::lock_guard lock(mutex_);
+    finished = stopping_ && queue_.empty() && !running_ && enqueued_.empty();
+    has_task = !queue_.empty() && (!running_ || !in_flight_.empty());
+  }
+  bool again = finished || has_task;
+  try {
+    again = again || advanced();
+  } catch (...) {
+    bell.cancel();
+    throw;
+  }
+  if (again) {
+    bell.cancel();
+    return !finished;
+  }
+  bell.sleep(epoch, idle_sleep());
+  return true;
 }
 
 // A peer that cannot be dialed is not known to be there; that fails nothing.
@@ -203,6 +241,7 @@ void Engine::dial_probed() {
   try {
     communicator_->dial_probed();
   } catch (const Error&) {
+  } catch (const std::bad_alloc&) {
   }
 }
 
@@ -263,7 +302,8 @@ void Engine::execute(Task& task) {
       side->record(interval->end);                 // may throw, as the next,
       auto done = device::recorded_event(stream);  // while the task is still here
       note_enqueued({std::move(task), deadline, std::move(done), std::move(num_nonfinite), std::move(interval),
-                     events_.waits_for_some(), begin_ns, sent, network_sent, std::move(before)});
+                     events_.waits_for_some(), begin_ns, sent, network_sent, std::move(before)},
+                    task);
       return;
     }
     if (context.is_result_finite) task.work->set_result_finite(*context.is_result_finite);
@@ -289,6 +329,8 @@ device::SharedEvent Engine::wait_for_leftovers(Device device) {
     return end;
   } catch (const Error&) {  // a device that is lost, or was never there
     return nullptr;
+  } catch (const std::bad_alloc&) {
+    return nullptr;
   }
 }
 
@@ -298,9 +340,15 @@ uint64_t Engine::device_workspace_bytes() const {
   return bytes;
 }
 
-void Engine::note_enqueued(Enqueued operation) {
+// The task of `operation` was `task`, and is again where this throws.
+void Engine::note_enqueued(Enqueued&& operation, Task& task) {
   operation.task.work->set_enqueued(operation.done);
-  enqueued_.push_back(std::move(operation));
+  try {
+    enqueued_.push_back(std::move(operation));
+  } catch (const std::bad_alloc&) {
+    task = std::move(operation.task);
+    throw;
+  }
 }
 
 // Ends the operations to whose end the device has come, and those that it has not come to in time; true if there was
@@ -431,9 +479,9 @@ void Engine::complete(Task& task, uint64_t nonfinite_blocks, uint64_t bytes_sent
 
 // `done`: the end of what it has enqueued on a device, to which that may be late.
 void Engine::fail(Task& task, const Error& cause, device::SharedEvent done) {
-  num_unended_.fetch_sub(1, std::memory_order_relaxed);
   const bool is_late = done != nullptr && !device::is_done_by(Deadline::after({}), *done);
   if (is_late) late_.push_back({task.work, std::move(done)});
+  num_unended_.fetch_sub(1, std::memory_order_relaxed);
   task.work->fail(cause, is_late);
 }
 
@@ -445,12 +493,26 @@ void Engine::release_late() {
   });
 }
 
-// Poisons the communicator, makes sure that no posted buffer is touched any more, and returns the first cause.
+// Poisons the communicator, makes sure that no posted buffer is touched any more, and returns the first cause. Where
+// there is no memory for that it waits for some: nobody else would end the operation.
 Error Engine::poison_with_current_exception() {
+  for (;;) {
+    try {
+      poison_once_with_current_exception();
+      return first_cause();
+    } catch (const std::bad_alloc&) {
+      std::this_thread::sleep_for(kMemoryPause);
+    }
+  }
+}
+
+void Engine::poison_once_with_current_exception() {
   try {
     throw;
   } catch (const Error& error) {
     communicator_->poison(error);
+  } catch (const std::bad_alloc&) {
+    communicator_->poison(no_memory_);
   } catch (const std::exception& error) {
     communicator_->poison(Error(ErrorKind::kInternal, std::string("unexpected failure in the core: ") + error.what()));
   }
@@ -458,7 +520,6 @@ Error Engine::poison_with_current_exception() {
   communicator_->end_and_isolate();
   // What this operation has enqueued may wait for peers that will not come. Others that are enqueued have their time.
   if (std::this_thread::get_id() == worker_.get_id() && enqueued_.empty()) communicator_->abort_device_transport();
-  return first_cause();
 }
 
 Error Engine::first_cause() const {
@@ -527,7 +588,8 @@ bool Engine::complete_in_flight() {
           complete(it->task);
         } else {
           auto done = device::recorded_event(it->stream);
-          note_enqueued({std::move(it->task), it->deadline, std::move(done), {}, {}, false, it->begin_ns, 0, 0, {}});
+          note_enqueued({std::move(it->task), it->deadline, std::move(done), {}, {}, false, it->begin_ns, 0, 0, {}},
+                        it->task);
         }
         it = in_flight_.erase(it);
         advanced = true;
@@ -560,6 +622,7 @@ void Engine::fail_in_flight(const Error& cause) {
     try {
       if (operation.is_posted && !operation.stream.is_cpu()) done = device::recorded_event(operation.stream);
     } catch (const Error&) {  // a device that is lost
+    } catch (const std::bad_alloc&) {
     }
     fail(operation.task, cause, std::move(done));
   }
@@ -591,7 +654,11 @@ void Engine::close() {
     std::lock_guard lock(mutex_);
     stopping_ = true;
   }
-  abort_pending();
+  try {
+    abort_pending();
+  } catch (const std::bad_alloc&) {
+    communicator_->poison(no_memory_);
+  }
   wake_worker();
   worker_.join();
   communicator_->close();

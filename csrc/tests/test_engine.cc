@@ -288,10 +288,10 @@ TEST_P(EngineOver, MessagesUnderWayFailWithTheCause) {
 TEST(Engine, WhatIsNoErrorOfOursIsAnInternalOne) {
   Engine engine(std::make_unique<Communicator>(0, 1, "alone", 20us));
   const auto error =
-      error_of(engine.submit(collective(), 0, 30s, [](Context&) -> uint64_t { throw std::bad_alloc(); }));
+      error_of(engine.submit(collective(), 0, 30s, [](Context&) -> uint64_t { throw std::out_of_range("9 of 3"); }));
   ASSERT_TRUE(error);
   EXPECT_EQ(error->kind(), ErrorKind::kInternal);
-  EXPECT_CONTAINS(std::string(error->what()), "unexpected failure in the core");
+  EXPECT_CONTAINS(std::string(error->what()), "unexpected failure in the core: 9 of 3");
 }
 
 TEST_P(EngineOver, AnInterruptEndsAnInlineOperation) {

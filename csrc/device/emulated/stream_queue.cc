@@ -4,8 +4,9 @@
 #include <chrono>
 #include <utility>
 
-#include <pthread.h>
 #include <sys/prctl.h>
+
+#include "csrc/common/exhausted.h"
 
 namespace bagua::device {
 
@@ -19,12 +20,9 @@ StreamQueue::~StreamQueue() {
 
 void StreamQueue::enqueue(std::function<void()> command, Start start) {
   std::lock_guard lock(mutex_);
+  if (!thread_.joinable()) thread_ = start_thread(name_, [this] { execute_all(); });
   commands_.push_back({std::move(command), start});
-  if (!thread_.joinable()) {
-    thread_ = std::thread([this] { execute_all(); });
-  } else {
-    changed_.notify_all();
-  }
+  changed_.notify_all();
 }
 
 bool StreamQueue::is_idle() {
@@ -55,8 +53,7 @@ void StreamQueue::abandon(std::shared_ptr<StreamQueue> queue) {
 
 void StreamQueue::execute_all() {
   std::shared_ptr<StreamQueue> self;  // outlives the lock
-  pthread_setname_np(pthread_self(), name_.substr(0, 15).c_str());
-  prctl(PR_SET_TIMERSLACK, 1);  // the default, 50 us, would lengthen every delay
+  prctl(PR_SET_TIMERSLACK, 1);        // the default, 50 us, would lengthen every delay
   std::unique_lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [this] { return !commands_.empty() || is_closed_; });

@@ -34,6 +34,7 @@ class TcpStream : public Reactor::Handler {
   void throw_if_failed();
 
   void on_ready() override;
+  void on_exhausted() noexcept override;
 
  private:
   struct Part {
@@ -58,8 +59,8 @@ class TcpStream : public Reactor::Handler {
   std::mutex mutex_;  // guards everything below; never held while calling the reactor
   Fifo<Part> sends_;
   Fifo<Part> recvs_;
-  MessageHeader incoming_;  // of the part at the front of recvs_
-  std::optional<Error> failure_;
+  MessageHeader incoming_;        // of the part at the front of recvs_
+  std::optional<Error> failure_;  // none where there was no memory for it
   std::atomic<bool> failed_{false};
 };
 
