@@ -74,7 +74,8 @@ class InvalidArgument(BaguaError, ValueError):
 
 
 class TransportError(BaguaError, ConnectionError):
-    """A connection or a shared segment failed, mostly because the process of `peer` died."""
+    """A connection or a shared segment failed, mostly because the process of `peer` died; or this one has no file
+    descriptor, thread or memory left for what it is to do."""
 
 
 class DeadlineExceeded(BaguaError, TimeoutError):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from bagua import _C, config
 from bagua.distributed.job_ranks import JobRanks
 from bagua.distributed.process_group import ProcessGroup
-from bagua.errors import InvalidArgument
+from bagua.errors import InvalidArgument, TransportError
 from bagua.net import rendezvous
 from bagua.net.interfaces import choose_address
 from bagua.net.links import Endpoint
@@ -42,7 +42,11 @@ def bootstrap(
 ) -> tuple[Endpoint, ProcessGroup]:
     """The rendezvous of `size` processes in a store that only they use, and the group of all of them."""
     address = choose_address(settings.interface, launch.single_host, launch.master_addr)
-    endpoint = Endpoint(settings, address, torch_transport)
+    try:
+        endpoint = Endpoint(settings, address, torch_transport)
+    except TransportError as error:  # this rank has nothing left to make it of
+        rendezvous.give_up(store, rank, size, timeout, str(error))
+        raise TransportError(str(error), rank=rank) from error
     try:
         mine = rendezvous.RankRecord(
             rank=rank,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from bagua.distributed.process_group import ProcessGroup
-from bagua.errors import BaguaError, InvalidArgument
+from bagua.errors import BaguaError, InvalidArgument, RemoteError
 
 __all__ = ["agree"]
 
@@ -32,6 +32,7 @@ def agree(group: ProcessGroup, prepare: Callable[[], tuple[Prepared, dict[str, A
     Raises:
         InvalidArgument: on every rank, naming the first difference with both sides, or what another
             rank's ``prepare`` raised. The rank whose ``prepare`` raised sees its own exception.
+        RemoteError: the same where that was an error of bagua's which is no mistake in what was passed.
     """
     prepared, described, failure = None, {}, None
     try:
@@ -39,14 +40,16 @@ def agree(group: ProcessGroup, prepare: Callable[[], tuple[Prepared, dict[str, A
     except Exception as error:  # the others hear of it first; raised below
         failure = error
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
+    is_mistake = not isinstance(failure, BaguaError) or isinstance(failure, InvalidArgument)
     digest = hashlib.sha256(repr(list(described.items())).encode()).hexdigest()
-    everyone = group.all_gather_plain((text, digest))
+    everyone = group.all_gather_plain((text, is_mistake, digest))
     if failure is not None:
         raise group.job_ranks.told(failure) if isinstance(failure, BaguaError) else failure
-    for rank, (text, _) in enumerate(everyone):
+    for rank, (text, is_mistake, _) in enumerate(everyone):
         if text is not None:
-            raise group.job_ranks.told(InvalidArgument(f"rank {rank} raised {text}", rank=rank))
-    if len({digest for _, digest in everyone}) > 1:
+            kind = InvalidArgument if is_mistake else RemoteError
+            raise group.job_ranks.told(kind(f"rank {rank} raised {text}", rank=rank))
+    if len({digest for _, _, digest in everyone}) > 1:
         texts = {section: (repr(value), str(value)) for section, value in described.items()}
         raise group.job_ranks.told(_disagreement(group.all_gather_plain(texts), remedy))
     return prepared

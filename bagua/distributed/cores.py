@@ -60,7 +60,10 @@ class GroupCores:
         # third that waits for one of them.
         try:
             self.p2p = open_core(_P2P) if len(ranks) > 1 else self.collectives
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, BaguaError):  # peers may wait for this rank on the other one
+                self.collectives.poison(error)
+                network.report(self._cores)
             network.close_core(self.collectives)
             raise
 

@@ -72,7 +72,10 @@ class ProcessGroup:
         if self.rank >= 0:
             shares_memory = [peer == global_rank or network.share_memory(global_rank, peer) for peer in self.ranks]
             self.local_ranks = [rank for rank in range(self.size) if shares_memory[rank]]
-            self._cores = GroupCores(network, name, self.ranks, self.rank)
+            try:
+                self._cores = GroupCores(network, name, self.ranks, self.rank)
+            except BaguaError as error:
+                raise self.job_ranks.told(error) from None
             self._core, self._p2p_core = self._cores.collectives, self._cores.p2p
 
     def __repr__(self) -> str:

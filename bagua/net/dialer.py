@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from bagua import _C
 from bagua.errors import BaguaError, TransportError
 from bagua.net.connector import Attempt, HostProbe
+from bagua.net.exhausted import exhausted_error, start_thread
 from bagua.net.rendezvous import RankRecord
 
 __all__ = ["Dialer", "RegisteredGroup", "exited_error"]
 
 _POLL_SECONDS = 0.05
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # which waiting does not mend
 # Of the time that a host may take no connection, after which the others are asked whether they reach it: early enough
 # that they find out within it. As of a link that falls silent (ProcessLink::Pace).
 _DOUBT_AFTER = 0.8
@@ -103,21 +103,22 @@ class Dialer:
             if peer in self._threads or self._is_closing:
                 return
             thread = threading.Thread(target=self._run, args=(peer,), name=f"bagua-dial-{peer}", daemon=True)
+            group = self._groups.get(key)
             try:
                 self._threads[peer] = thread
-                thread.start()
+                start_thread(thread, None if group is None else group.rank_here)
             except BaseException as error:  # Ctrl-C, mostly: it has begun or not, and ends where it is not known
                 self._threads.pop(peer, None)
                 if isinstance(error.__context__, KeyboardInterrupt):  # of which its wait has made a RuntimeError
                     raise KeyboardInterrupt from None
                 raise
 
-    def exhausted(self, error: OSError) -> None:
-        """This process has no descriptor left: fail the groups that wait for a connection."""
+    def exhausted(self, error: Exception) -> None:
+        """This process has no descriptor or no memory left: fail the groups that wait for a connection."""
         with self._lock:
             for peer in list(self._wanted):
                 for group in self._missing(peer, False):
-                    group.core.poison(_exhausted_error(error, group))
+                    group.core.poison(_failed(error, group.rank_here))
 
     def forget(self, key: str) -> None:
         """A group was closed; under the lock."""
@@ -253,9 +254,9 @@ class _PeerState:
     ) -> None:
         """After an attempt that failed."""
         now = time.monotonic()
-        if isinstance(error, OSError) and error.errno in _EXHAUSTED:
+        if exhausted_error(error, None) is not None:
             for group in missing:
-                group.core.poison(_exhausted_error(error, group))
+                group.core.poison(_failed(error, group.rank_here))
             return
         if isinstance(error, ConnectionRefusedError):
             self._heard()
@@ -323,9 +324,6 @@ def _after_a_stall(seconds: float, error: TransportError, rank: int) -> Transpor
     )
 
 
-def _exhausted_error(error: OSError, group: RegisteredGroup) -> TransportError:
-    return TransportError(f"this rank cannot connect to others: {error}; raise `ulimit -n`", rank=group.rank_here)
-
-
-def _failed(error: Exception, rank: int) -> BaguaError:
-    return TransportError(f"a connection could not be made, because of {error!r}", rank=rank)
+def _failed(error: Exception, rank: int) -> TransportError:
+    exhausted = exhausted_error(error, rank, "connect to others")
+    return exhausted or TransportError(f"a connection could not be made, because of {error!r}", rank=rank)

@@ -38,6 +38,7 @@ from bagua.net import congestion, reports
 from bagua.net.auth import Credentials
 from bagua.net.connector import Attempt, dial_link, dial_tcp, dial_unix
 from bagua.net.dialer import Dialer, RegisteredGroup
+from bagua.net.exhausted import exhausted_error
 from bagua.net.fork_guard import close_in_child
 from bagua.net.interfaces import InterfaceAddress
 from bagua.net.listener import IncomingChannel, Listener, close_all
@@ -98,14 +99,20 @@ class Endpoint:
             self._stalled_s,
         )
         self._listener: Listener | None = None
-        self._failure: InternalError | None = None  # of the listener's thread; guarded by the same lock
+        self._failure: Exception | None = None  # of the listener's thread; guarded by the same lock
         self._sockets: list[socket.socket] = []
         tcp = self._listen(address.family, _bindable(address))
         self.port: int = tcp.getsockname()[1]
         self.unix_name = f"bagua-{os.getpid()}-{secrets.token_hex(8)}" if settings.shared_memory else ""
         if self.unix_name:
             self._listen(socket.AF_UNIX, "\0" + self.unix_name)
-        self._stall_watch = StallWatch(settings.heartbeat_timeout_s)
+        try:
+            self._stall_watch = StallWatch(settings.heartbeat_timeout_s)
+        except TransportError:
+            for sock in self._sockets:
+                sock.close()
+            self._process.close()
+            raise
 
     def _listen(self, family: int, address: object) -> socket.socket:
         sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
@@ -174,7 +181,7 @@ class Endpoint:
         with self._lock:
             self._num_opened[name, tuple(ranks)] += 1
             if self._failure is not None:
-                core.poison(self._failure)
+                core.poison(_deaf(self._failure, ranks.index(rank)))
             self._groups[key] = RegisteredGroup(key, core, ranks, rank)
             for group, peer in [known for known in self._incoming if known[0] == key]:
                 self._attach_if_complete(group, peer)
@@ -291,7 +298,7 @@ class Endpoint:
         except BaseException:
             os.close(rings)
             raise
-        with _promised(core):
+        with _promised(group):
             core.attach_shm(group.ranks.index(peer), rings, ring_bytes, True, doorbell)
 
     def _dial_streams(self, group: RegisteredGroup, peer: int, attempt: Attempt) -> None:
@@ -302,7 +309,7 @@ class Endpoint:
             streams = 1
         abouts = [self._about(group.key, peer, channel, index, streams, tag) for index in range(max(1, streams))]
         sockets = dial_tcp(self.records[peer], self.credentials, abouts, attempt)
-        with _promised(group.core):
+        with _promised(group):
             self._attach_streams(group, peer, sockets, tag)
 
     def _attach_streams(self, group: RegisteredGroup, peer: int, sockets: list[socket.socket], tag: int) -> None:
@@ -401,9 +408,9 @@ class Endpoint:
 
     def _listener_failed(self, error: Exception) -> None:
         with self._lock:
-            self._failure = InternalError(f"a rank no longer accepts connections, because of {error!r}; see its log")
+            self._failure = error
             for group in self._groups.values():
-                group.core.poison(self._failure)
+                group.core.poison(_deaf(error, group.rank_here))
 
     def _attach_if_complete(self, key: str, peer: int) -> None:
         """Under the lock. A channel waits for its group, for its other connections and for the link."""
@@ -434,7 +441,7 @@ class Endpoint:
         else:
             first.sendall(b"A")
             passed = []
-        with _promised(core):
+        with _promised(group):
             if passed:
                 rings, doorbell = passed
                 core.attach_shm(group_peer, rings, channel.ring_bytes, False, doorbell)
@@ -443,13 +450,20 @@ class Endpoint:
 
 
 @contextlib.contextmanager
-def _promised(core: _C.Group) -> Iterator[None]:
+def _promised(group: RegisteredGroup) -> Iterator[None]:
     """The peer believes that it is connected: an error of the block fails the group."""
     try:
         yield
-    except BaguaError as error:
-        core.poison(error)
+    except (BaguaError, RuntimeError, MemoryError) as error:
+        exhausted = exhausted_error(error, group.rank_here, "connect to others")
+        if isinstance(error, BaguaError) or exhausted is not None:
+            group.core.poison(exhausted or error)
         raise
+
+
+def _deaf(error: Exception, rank: int) -> BaguaError:
+    exhausted = exhausted_error(error, rank, "accept connections")
+    return exhausted or InternalError(f"a rank no longer accepts connections, because of {error!r}; see its log")
 
 
 def _has_descriptors_to_spare() -> bool:

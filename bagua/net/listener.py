@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from bagua.errors import TransportError
 from bagua.net.auth import Credentials, accept, set_no_delay
+from bagua.net.exhausted import exhausted_error, start_thread
 from bagua.net.fork_guard import close_in_child
 
 __all__ = ["IncomingChannel", "Listener", "close_all"]
@@ -107,7 +108,8 @@ class Listener:
         accepted: called on the thread with the socket, what the dialer says about itself, and (Unix) its two
             descriptors; it owns the socket and the descriptors, also when it raises.
         failed: called on the thread when an error of its own ends it, so that nobody waits for connections in vain.
-        exhausted: called on the thread while no file descriptor is left for a connection; it may come again.
+        exhausted: called on the thread while no file descriptor or no memory is left for a connection; it may come
+            again.
         works: called on the thread: whether this rank is at work, and not about to begin or to end. Only then is a
             connection that the other side ends in the middle of its handshake worth a warning: ranks that are
             interrupted, or that have no time left to tell of a failure, let go of theirs.
@@ -121,7 +123,7 @@ class Listener:
         credentials: Credentials,
         accepted: Callable[[socket.socket, dict, list[int]], None],
         failed: Callable[[Exception], None],
-        exhausted: Callable[[OSError], None],
+        exhausted: Callable[[Exception], None],
         works: Callable[[], bool] = lambda: True,
         tidy: Callable[[], bool] = lambda: False,
     ):
@@ -136,7 +138,7 @@ class Listener:
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="bagua-accept", daemon=True)
         try:
-            self._thread.start()
+            start_thread(self._thread, credentials.rank)
         except BaseException:
             self.close()
             raise
@@ -161,8 +163,10 @@ class Listener:
         try:
             self._serve()
         except Exception as error:
-            logger.exception("the thread that accepts connections has failed")
-            self._failed(error)
+            try:
+                logger.exception("the thread that accepts connections has failed")
+            finally:  # without memory not even that can be said
+                self._failed(error)
 
     def _serve(self) -> None:
         for sock in self._sockets:
@@ -245,7 +249,7 @@ class Listener:
                 self._forget(peer)
                 peer.sock.close()
                 return
-            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            if exhausted_error(error, None) is not None:
                 self._exhausted(error)
             self._refuse(peer, str(error) or type(error).__name__)
             return
@@ -253,6 +257,8 @@ class Listener:
         try:
             self._accepted(peer.sock, peer.about, descriptors)
         except Exception as error:
+            if exhausted_error(error, None) is not None:
+                self._exhausted(error)
             logger.warning("a connection of rank %s failed: %s", peer.about.get("from"), error)
 
     def _read_handshake(self, peer: _UnauthenticatedPeer) -> None:

@@ -34,12 +34,14 @@ import torch.distributed as dist
 from bagua.config import LaunchEnvironment
 from bagua.errors import DeadlineExceeded, InvalidArgument, RemoteError, TransportError
 from bagua.net.auth import Credentials, derive, stretch
+from bagua.net.exhausted import exhausted_error, start_thread
 from bagua.net.stall_watch import StallCount
 
 __all__ = [
     "PROTOCOL",
     "RankRecord",
     "exchange_records",
+    "give_up",
     "host_identity",
     "open_store",
     "rendezvous_name",
@@ -155,7 +157,9 @@ def open_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
 
     where = f"{launch.master_addr}:{launch.master_port}"
     try:
-        store = _call_within(make, timeout.total_seconds() + _STORE_GRACE_SECONDS)
+        store = _call_within(make, timeout.total_seconds() + _STORE_GRACE_SECONDS, rank=launch.rank)
+    except TransportError:
+        raise
     except (RuntimeError, ValueError, OSError) as error:
         if is_server and "EADDRINUSE" in str(error):
             raise TransportError(
@@ -198,7 +202,9 @@ def reopen_store(launch: LaunchEnvironment, init: str, timeout: timedelta) -> di
             time.sleep(_POLL_SECONDS)
 
 
-def _call_within(call: Callable[[], Answer], seconds: float, stalls: StallCount | None = None) -> Answer:
+def _call_within(
+    call: Callable[[], Answer], seconds: float, stalls: StallCount | None = None, rank: int | None = None
+) -> Answer:
     """What `call` returns, or TimeoutError. Time in which this process did not run does not count.
 
     It runs on a thread of its own, because torch waits forever for a server that was stopped, or for another program
@@ -214,12 +220,14 @@ def _call_within(call: Callable[[], Answer], seconds: float, stalls: StallCount 
             ended.put((None, error))
 
     try:
-        threading.Thread(target=run, name="bagua-store", daemon=True).start()
+        start_thread(threading.Thread(target=run, name="bagua-store", daemon=True), rank)
         answer, error = _get_within(ended, seconds, stalls or StallCount(_STALL_SECONDS, _PIECE_SECONDS))
     except queue.Empty:
         raise TimeoutError(
             "no answer: rank 0 or the launcher's agent hangs, or another program listens there"
         ) from None
+    except TransportError:  # there can be no thread
+        raise
     except BaseException as interrupt:
         # Ctrl-C, of which the start of a thread may make a RuntimeError. A process that ends while a thread of it is in
         # torch's store aborts; most stores answer soon. Without a thread there is no answer.
@@ -268,7 +276,7 @@ class _RendezvousStore:
         deadline = self._begin + self._timeout_s + _STORE_GRACE_SECONDS + self._stalls.total_s
         left_s = deadline - time.monotonic()
         try:
-            answer = _call_within(call, max(left_s, _POLL_SECONDS), self._stalls)
+            answer = _call_within(call, max(left_s, _POLL_SECONDS), self._stalls, self._rank)
         except TimeoutError as error:
             raise TransportError(
                 f"the store of the rendezvous has not answered for {time.monotonic() - self._last_answer:.3g} s, of "
@@ -306,8 +314,13 @@ class _RendezvousStore:
 
     def publish_fault(self, message: str, rank: int | None) -> None:
         """Tell the ranks that are still waiting why this rank gives up, and which rank is at fault."""
-        with contextlib.suppress(TransportError):
-            self.set("fault", f"{'-' if rank is None else rank} {message}")
+        fault = f"{'-' if rank is None else rank} {message}"
+        try:
+            self.set("fault", fault)
+        except TransportError as error:
+            if error.__cause__ is not None and exhausted_error(error.__cause__, None) is not None:
+                with contextlib.suppress(RuntimeError):
+                    self._store.set("fault", fault)  # without a thread; it does not wait for an answer
 
     def get(self, key: str, late: str, rank: int) -> bytes:
         """Waits for the key, which that rank sets; `late` says what it has not done where it does not come in time."""
@@ -385,6 +398,11 @@ _EARLIER_ROUND = (
 )
 
 
+def give_up(store: dist.Store, rank: int, world_size: int, timeout: timedelta, message: str) -> None:
+    """Tell the ranks that come to the rendezvous why this one does not."""
+    _RendezvousStore(store, rank, world_size, timeout).publish_fault(message, rank)
+
+
 def exchange_records(
     store: dist.Store,
     mine: RankRecord,
@@ -404,7 +422,12 @@ def exchange_records(
         TransportError: the store has ended, or does not answer, or somebody else has written to it.
     """
     rendezvous = _RendezvousStore(store, mine.rank, mine.world_size, timeout)
-    if rendezvous.add(f"claim/{mine.rank}", 1) != 1:
+    try:
+        num_claims = rendezvous.add(f"claim/{mine.rank}", 1)
+    except TransportError as error:
+        rendezvous.publish_fault(str(error), error.rank)
+        raise
+    if num_claims != 1:
         message = f"two processes claim to be rank {mine.rank}; give each process its own RANK; or {_FORGED}"
         if launch is not None and launch.use_agent_store:
             message += _EARLIER_ROUND.format(launch.restart_count)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 import time
 
+from bagua.net.exhausted import start_thread
+
 __all__ = ["StallCount", "StallWatch"]
 
 _TICKS_PER_LIMIT = 4
@@ -52,7 +54,7 @@ class StallWatch:
         self._stall: tuple[float, float] | None = None  # when the last one ended, and seconds
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bagua-stall-watch", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def recent_s(self) -> float:
         """How long the last stall took, in seconds, if it ended a short while ago; otherwise 0."""

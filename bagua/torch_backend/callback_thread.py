@@ -18,6 +18,7 @@ from collections.abc import Callable
 from bagua import _C
 from bagua.distributed.work import Work
 from bagua.errors import DeadlineExceeded
+from bagua.net.exhausted import start_thread
 
 __all__ = ["CallbackThread"]
 
@@ -89,8 +90,9 @@ class CallbackThread:
             if not self._is_closed:
                 if self._thread is None:
                     # A daemon: a program that exits without closing its groups must reach the code that closes them.
-                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                    self._thread.start()
+                    thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    start_thread(thread)
+                    self._thread = thread
                 token = next(self._tokens)
                 self._steps[token] = step
                 enter(token)

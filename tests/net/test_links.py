@@ -20,7 +20,7 @@ import pytest
 
 from bagua import _C, config
 from bagua.distributed.process_group import ProcessGroup
-from bagua.errors import BaguaError, TransportError
+from bagua.errors import BaguaError, RemoteError, TransportError
 from bagua.net import connector, dialer, links, listener, rendezvous, reports
 from bagua.net.auth import Credentials
 from bagua.net.interfaces import InterfaceAddress
@@ -114,6 +114,32 @@ def test_where_descriptors_end_that_is_said_at_once(end, monkeypatch):
             assert error.rank == rank and "raise `ulimit -n`" in str(error) and seconds < AT_ONCE_S, (error, seconds)
 
 
+@pytest.mark.parametrize("ends", ["threads", "memory", "memory of the call"])
+def test_where_threads_or_memory_end_that_is_said_at_once(ends, monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if not thread.name.startswith("bagua-dial-"):
+            return start(thread)
+        raise MemoryError if ends == "memory" else RuntimeError("can't start new thread")
+
+    def refuse_all(*_):
+        raise MemoryError
+
+    if ends == "memory of the call":
+        monkeypatch.setattr(dialer, "start_thread", refuse_all)
+    else:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(reports, "_REPORT_SECONDS", 0.01)
+    remedy = "raise `ulimit -u`" if ends == "threads" else "raise its memory limit"
+    with two_ranks(SHM) as ranks:
+        failures = barrier(ranks)
+    for rank, (error, seconds) in enumerate(failures):
+        own = error.rank == rank and type(error) is TransportError  # or the other one has reported its own before
+        assert own or (type(error) is RemoteError and error.rank == 1 - rank), failures
+        assert remedy in str(error) and seconds < AT_ONCE_S, failures
+
+
 def test_who_does_not_prove_itself_holds_no_descriptor_that_a_rank_needs(monkeypatch):
     monkeypatch.setattr(listener, "_RANKS_HANDSHAKE_SECONDS", 0.05)
     accept = socket.socket.accept
@@ -170,7 +196,7 @@ def test_a_dialer_whose_thread_does_not_start_has_none(monkeypatch):
         dialer = ranks[1].endpoint._dialer
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", fail)
-            with pytest.raises(RuntimeError, match="can't start"):
+            with pytest.raises(TransportError, match="can't start"):
                 dialer.want(ranks[1].group._cores.collectives.key, 0)
         assert dialer._threads == {}
         assert barrier(ranks) == [None, None], "and may try again"

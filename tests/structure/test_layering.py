@@ -54,7 +54,9 @@ MAY_IMPORT = {
     "cli": CORE | {"net", "distributed", "replay", "profiler.report", "profiler.chrome_trace", "torch_backend"},
     "run": {"cli.run"},
     "__main__": {"cli.__init__"},
-    "torch_backend": CONFIG | GROUP | {"torch_version", *(f"distributed.{name}" for name in ("bootstrap", "world"))},
+    "torch_backend": CONFIG
+    | GROUP
+    | {"net.exhausted", "torch_version", *(f"distributed.{name}" for name in ("bootstrap", "world"))},
     "torch_api": (STEPPING - {"_C"})
     | {"torch_version"}
     | {f"data_parallel.{name}" for name in ("__init__", "step", "handle")},
@@ -66,6 +68,7 @@ MAY_IMPORT = {
 # The files of a package from the ground up: each may import those before it, and beside its package what stands here.
 ORDER = {
     "net": {
+        "exhausted": ERRORS,
         "fork_guard": set(),
         "interfaces": CONFIG,
         "auth": CONFIG,
