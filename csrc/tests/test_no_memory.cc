@@ -35,6 +35,14 @@ void* operator new(size_t bytes) {
   if (data == nullptr) throw std::bad_alloc();
   return data;
 }
+// Without this one the address sanitizer has its own, whose memory the next would free.
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+  try {
+    return operator new(bytes);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
 void operator delete(void* data) noexcept { std::free(data); }
 void operator delete(void* data, size_t) noexcept { std::free(data); }
 

@@ -4,9 +4,8 @@
 #include <chrono>
 #include <utility>
 
+#include <pthread.h>
 #include <sys/prctl.h>
-
-#include "csrc/common/exhausted.h"
 
 namespace bagua::device {
 
@@ -20,9 +19,12 @@ StreamQueue::~StreamQueue() {
 
 void StreamQueue::enqueue(std::function<void()> command, Start start) {
   std::lock_guard lock(mutex_);
-  if (!thread_.joinable()) thread_ = start_thread(name_, [this] { execute_all(); });
   commands_.push_back({std::move(command), start});
-  changed_.notify_all();
+  if (!thread_.joinable()) {
+    thread_ = std::thread([this] { execute_all(); });
+  } else {
+    changed_.notify_all();
+  }
 }
 
 bool StreamQueue::is_idle() {
@@ -53,7 +55,8 @@ void StreamQueue::abandon(std::shared_ptr<StreamQueue> queue) {
 
 void StreamQueue::execute_all() {
   std::shared_ptr<StreamQueue> self;  // outlives the lock
-  prctl(PR_SET_TIMERSLACK, 1);        // the default, 50 us, would lengthen every delay
+  pthread_setname_np(pthread_self(), name_.substr(0, 15).c_str());
+  prctl(PR_SET_TIMERSLACK, 1);  // the default, 50 us, would lengthen every delay
   std::unique_lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [this] { return !commands_.empty() || is_closed_; });
