@@ -4,10 +4,10 @@ All ranks must start the operations of a group in the same order. The program do
 futures run in the order in which its operations end, which is the same; but program and callbacks interleave
 differently on each rank. So what such a callback starts runs on a group of its own, one level below.
 
-Futures that torch makes of ours (torch.futures.collect_all) call back on the thread of whichever group ends last, or at
-once on the thread that adds the callback. A rank cannot know which of these happens on another rank, so what is started
-there takes its place in the order of whoever asked for the futures: the program, or a callback. As on other backends,
-the caller must not start operations of the same group meanwhile.
+Futures that torch makes of ours (torch.futures.collect_all) call back on the thread of whichever group ends last, on
+one that waits for its Work, or at once on the one that adds the callback. A rank cannot know which of these happens on
+another rank, so what is started there takes its place in the order of whoever asked for the futures: the program, or a
+callback. As on other backends, the caller must not start operations of the same group meanwhile.
 
 A callback may start operations and wait for them, or for their futures: these are completed by a thread on which no
 enclosing callback runs. Futures of other operations it completes itself (futures.py).

@@ -10,9 +10,10 @@ Of an operation on a device, a future is completed as soon as all of it has been
 has the current stream wait for the outcome, as with torch's futures of devices. Callbacks run with a stream of their
 own as the current one, which waits for it, too.
 
-A callback may wait for a future whose turn on that thread comes later. Then it computes the value itself, and the
-callbacks of that future keep their turn, so that waiting changes no order. Callbacks that torch itself adds to a future
-(collect_all) run in C++, on the thread that completes the future.
+A callback may wait for a future whose turn on that thread comes later. Then it computes the value itself, as does who
+waits for the Work, whose future has its value from then on. The callbacks of that future keep their turn, so that
+waiting changes no order. Callbacks that torch itself adds to a future (collect_all) run in C++, on the thread that
+completes the future.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _raise(failure: _Failure) -> None:
 
 
 class TorchFuture(torch.futures.Future):
-    """A future whose value is computed in its turn on the level's thread, or by a callback that waits for it earlier.
+    """A future whose value is computed in its turn on the level's thread, or earlier by who waits for it.
 
     Args:
         level: its thread runs the callbacks.
@@ -91,7 +92,7 @@ class TorchFuture(torch.futures.Future):
         """A future of what `callback(self)` returns, called when this one is completed."""
 
         def produce() -> object:
-            self._ensure_completed()
+            self.complete()
             self._let_stream_wait()
             with in_order(self._level.order):  # the thread may be inside a callback that torch runs
                 return callback(self)
@@ -124,7 +125,7 @@ class TorchFuture(torch.futures.Future):
     def take_turn(self) -> None:
         """Complete it, if that has not been done, and run its callbacks. Called on the level's thread, or before there
         are any."""
-        self._ensure_completed()
+        self.complete()
         with self._lock:
             callbacks, self._callbacks = self._callbacks, None
         for step in callbacks:
@@ -137,9 +138,12 @@ class TorchFuture(torch.futures.Future):
             with contextlib.suppress(Exception):
                 super().wait()
 
-    def _ensure_completed(self) -> None:
-        """Complete it, or wait until the thread that has begun to has done so; never raises its failure."""
-        if not self._try_complete():
+    def complete(self) -> None:
+        """Complete it, or wait until the thread that has begun to has done so; never raises its failure.
+
+        Its callbacks keep their turn, except those that torch has added.
+        """
+        if not self.done() and not self._try_complete():
             with contextlib.suppress(Exception):
                 super().wait()
 

@@ -41,6 +41,7 @@ class TorchWork(dist.Work):
 
     level: Level
     span: Span | None = None
+    _was_waited = False  # wait() has returned: the outcome is there, or has been enqueued
 
     def __init__(self, works: Sequence[Work], result: list[torch.Tensor], source: int = -1):
         super().__init__()
@@ -54,7 +55,7 @@ class TorchWork(dist.Work):
         """Block until the outcome is in its tensors; releases the GIL.
 
         Of tensors on a device, block only until all of it has been enqueued there: what the current stream does from
-        then on finds the outcome.
+        then on finds the outcome. The future has its value, too; its callbacks keep their turn.
 
         Args:
             timeout: how long to wait; by default until the operation ends, which the group's timeout limits.
@@ -71,6 +72,9 @@ class TorchWork(dist.Work):
                 work.wait(max(deadline - time.monotonic(), 1e-9))
         if self.span is not None:
             self.span.finalize()
+        self._was_waited = True  # before the next line, as get_future does it the other way round
+        if self._future is not None:
+            self._future.complete()
         return True
 
     def _finish(self) -> None:
@@ -126,7 +130,7 @@ class TorchWork(dist.Work):
         """A future of result(). It fails with a RuntimeError that has our message, as torch's futures do."""
         if self._future is None:
             future = TorchFuture(self.level, self._outcome, self.device)
-            has_ended = all(work.is_completed() for work in self._works)
+            has_ended = self._was_waited or all(work.is_completed() for work in self._works)
             if has_ended:  # complete it before it is returned, while it cannot have callbacks
                 future.take_turn()
             with self._asking:
@@ -134,6 +138,8 @@ class TorchWork(dist.Work):
                     if not has_ended:  # the thread's reference keeps this object alive until then
                         self.level.thread.after_enqueued(self._works[-1], future.take_turn)
                     self._future = future
+        if self._was_waited:  # perhaps meanwhile, on another thread
+            self._future.complete()
         return self._future
 
     def _outcome(self) -> list[torch.Tensor]:

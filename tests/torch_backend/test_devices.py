@@ -292,6 +292,27 @@ def test_a_future_does_not_wait_for_the_device(pair_on_devices):
     run(pair_on_devices, future_while_busy)
 
 
+def futures_after_wait(rank, n):
+    """After wait() a future has its value, while the device is still busy with it: what is enqueued next finds it."""
+    were_busy = []
+    with accelerator.delayed(0.005):
+        for turn in range(12):
+            x = torch.full((100,), rank + turn + 0.0, device=accelerator.kind())
+            work = dist.all_reduce(x, async_op=True)
+            future = work.get_future() if turn % 2 else None
+            work.wait()
+            future = work.get_future() if future is None else future
+            assert future.done()
+            (found,) = future.value()
+            were_busy.append(not work.is_completed())
+            assert (found * 2).eq(2 * sum(r + turn for r in range(n))).all()
+    assert any(were_busy[::2]) and any(were_busy[1::2])
+
+
+def test_after_wait_a_future_has_its_value(pair_on_devices):
+    run(pair_on_devices, futures_after_wait)
+
+
 def deadlines(rank, n):
     group = dist.new_group(timeout=timedelta(seconds=0.2))
     if rank == 0:  # alone
@@ -464,12 +485,17 @@ def ddp_with_a_hook(rank, n, device):
     return [parameter.detach() for parameter in train(model, rank, n, device).parameters()]
 
 
-def uneven(rank, n, device):
+def uneven(rank, n, device, **options):
     """DDP.join: rank 1 has fewer batches."""
     model = DistributedDataParallel(make_model().to(device), device_ids=ids_of(device))
-    with model.join():
+    with model.join(**options):
         train(model, rank, n, device, steps=4 - rank)
     return [parameter.detach() for parameter in model.parameters()]
+
+
+def uneven_by_those_that_are_left(rank, n, device):
+    """The gradients are divided by how many ranks have not joined, which the reducer is told by a future's value."""
+    return uneven(rank, n, device, divide_by_initial_world_size=False)
 
 
 def trains_alike(rank, world_size, program):
@@ -477,7 +503,7 @@ def trains_alike(rank, world_size, program):
     assert accelerator.agree(found, expected)
 
 
-@pytest.mark.parametrize("program", [ddp, ddp_with_a_hook, uneven])
+@pytest.mark.parametrize("program", [ddp, ddp_with_a_hook, uneven, uneven_by_those_that_are_left])
 def test_ddp_trains_as_on_the_cpu(pair_on_devices, program):
     run(pair_on_devices, trains_alike, program)
 

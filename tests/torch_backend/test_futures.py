@@ -322,6 +322,56 @@ def test_a_callback_waits_for_the_futures_of_other_operations(pool2):
     run(pool2, waiting_for_others, timeout=20)
 
 
+def waited_for(rank, world_size):
+    """After wait() a future has its value, even while a callback holds up the level's thread; callbacks keep turns."""
+    has_begun, go, order = threading.Event(), threading.Event(), []
+    first = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    behind = [first.then(lambda _: (has_begun.set(), go.wait(20), order.append(0)))]
+    assert has_begun.wait(20)
+    xs = [values(rank, world_size, 9) + i for i in range(3)]
+    works = [dist.all_reduce(x, async_op=True) for x in xs]
+    asked = [work.get_future() for work in works[:2]]
+    behind += [future.then(lambda _, i=i: order.append(i)) for i, future in enumerate(asked, 1)]
+    collected = torch.futures.collect_all(asked)
+    for work in works:
+        assert work.wait(timedelta(seconds=20))
+    for future, x in zip([*asked, works[2].get_future()], xs, strict=True):
+        assert future.done() and future.value()[0] is x
+    assert collected.done() and not any(future.done() for future in behind) and not order
+    for i, x in enumerate(xs):
+        assert torch.equal(x, sum(values(r, world_size, 9) + i for r in range(world_size)))
+    go.set()
+    torch.futures.wait_all(behind)
+    assert order == [0, 1, 2]
+
+
+def test_after_wait_a_future_has_its_value(pool2):
+    run(pool2, waited_for, timeout=20)
+
+
+def waited_for_by_many(rank, world_size):
+    """The thread of the level, the program and another thread complete the same futures."""
+    for turn in range(200):
+        x = torch.full((50,), rank + turn + 1.0)
+        work = dist.all_reduce(x, async_op=True)
+        other = threading.Thread(target=lambda work=work: (work.wait(), work.get_future().value()))
+        if turn % 2:
+            other.start()
+        future = work.get_future()
+        total = future.then(lambda f: f.value()[0].sum().item())
+        if not turn % 2:
+            other.start()
+        work.wait()
+        expected = float(sum(r + turn + 1 for r in range(world_size)))
+        assert future.done() and future.value()[0].tolist() == [expected] * 50
+        other.join()
+        assert total.wait() == 50 * expected
+
+
+def test_several_threads_wait_for_one_work(pool2):
+    run(pool2, waited_for_by_many)
+
+
 def waiting_crosswise(rank, world_size):
     """Callbacks of two groups wait for one another's futures."""
     groups = [dist.new_group(), dist.new_group()]
