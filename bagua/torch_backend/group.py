@@ -8,7 +8,6 @@ here. Ranks are ranks of the group. An operation that torch will wait for at onc
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
@@ -112,11 +111,6 @@ class TorchProcessGroup(dist.ProcessGroup):
     ):
         super().__init__(group.rank, group.size)
         self.levels = Levels(group)
-        # DDP.join passes the Work of a one-element all_reduce to C++ and drops it. C++ keeps its own half, but waits
-        # through ours, and without it would wait forever. It releases its half in the backward of the same forward, or
-        # in the next forward, which nothing reports. So the last ones are kept, which takes a few kilobytes, since
-        # DDP.join's tensor is not a view of a larger one.
-        self._kept: deque[TorchWork] = deque(maxlen=256)
         self._store = store
         self._torch_name = name
         self._description = ""
@@ -183,11 +177,7 @@ class TorchProcessGroup(dist.ProcessGroup):
     @_operation("all_reduce", 0)
     def allreduce(self, tensors: list[torch.Tensor], opts: c10d.AllreduceOptions = _ALLREDUCE) -> TorchWork:
         tensor = only_element(tensors, "tensors")
-        blocking = _is_blocking(opts)
-        work = TorchWork([self._all_reduce(tensor, opts.reduceOp.op, blocking)], [tensor])
-        if not blocking and tensor.numel() == 1 and tensor.untyped_storage().nbytes() == tensor.element_size():
-            self._kept.append(work)
-        return work
+        return TorchWork([self._all_reduce(tensor, opts.reduceOp.op, _is_blocking(opts))], [tensor])
 
     @_operation("all_reduce", 0)
     def allreduce_coalesced(

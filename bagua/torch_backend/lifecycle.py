@@ -28,6 +28,7 @@ from ..distributed.job_ranks import JobRanks
 from ..distributed.process_group import ProcessGroup
 from ..errors import BaguaError, InvalidArgument
 from ..torch_version import is_torch_at_least
+from .ddp import adapt_ddp
 from .group import TorchProcessGroup
 
 __all__ = ["create"]
@@ -64,6 +65,7 @@ def create(options: Any, backend_options: object | None) -> TorchProcessGroup:
         )
     if backend_options is not None:
         raise InvalidArgument(f"the backend 'bagua' takes no options, but pg_options is {backend_options!r}")
+    adapt_ddp()
     # torch leaves the list empty for the default group.
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if len(ranks) < _world_size(options) and not _is_shared():

@@ -74,6 +74,19 @@ def test_ddp_with_a_communication_hook(pool):
     compare(pool, ddp_with_a_hook, rtol=1e-2, atol=1e-4)  # sums in float16 are rounded in different orders
 
 
+def ddp_with_a_builtin_hook(rank, world_size, name):
+    model = DistributedDataParallel(make_model())
+    model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
+    with pytest.raises(RuntimeError, match="hook"):
+        model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))  # there is one already
+    return [parameter.detach() for parameter in train(model, rank, world_size).parameters()]
+
+
+@pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
+def test_ddp_with_a_builtin_hook(pool2, name):
+    compare(pool2, ddp_with_a_builtin_hook, name, rtol=1e-2, atol=1e-4)
+
+
 def fsdp(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     torch.manual_seed(5)
