@@ -40,9 +40,14 @@ def as_real(tensor: torch.Tensor, op: ReduceOp.RedOpType) -> torch.Tensor:
     """What of a tensor is reduced: a complex one's real and imaginary parts, a view; any other as it is.
 
     Raises:
-        InvalidArgument: `op` is not that of the parts, or the tensor is a lazy conjugate.
+        InvalidArgument: `op` is not that of the parts, or the tensor is a lazy conjugate, or sparse.
     """
-    if not tensor.is_complex() or tensor.layout != torch.strided:
+    if tensor.layout != torch.strided:
+        raise InvalidArgument(
+            f"a tensor that is to be reduced has layout {tensor.layout}; convert it with .to_dense() first, and if it "
+            "is a gradient that DDP reduces, construct its module (nn.Embedding, nn.EmbeddingBag) with sparse=False"
+        )
+    if not tensor.is_complex():
         return tensor
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise InvalidArgument(f"{op.name} has no meaning for {tensor.dtype}; use SUM or AVG")

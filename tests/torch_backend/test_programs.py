@@ -87,6 +87,17 @@ def test_ddp_with_a_builtin_hook(pool2, name):
     compare(pool2, ddp_with_a_builtin_hook, name, rtol=1e-2, atol=1e-4)
 
 
+def sparse_gradients(rank, world_size):
+    model = DistributedDataParallel(torch.nn.Embedding(6, 2, sparse=True))
+    loss = model(torch.tensor([rank, 3])).sum()
+    with pytest.raises(bagua.InvalidArgument, match=r"layout torch\.sparse_coo; .*DDP.*sparse=False"):
+        loss.backward()
+
+
+def test_ddp_with_sparse_gradients_says_what_to_do(pool2):
+    run(pool2, sparse_gradients)
+
+
 def fsdp(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     torch.manual_seed(5)
