@@ -19,8 +19,10 @@ completes the future.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 
@@ -39,23 +41,53 @@ carried: deque[tuple[str, int]] = deque(maxlen=64)
 
 
 class _Failure:
-    """The value of a failed future: the only way to pass an error to C++ from Python is a value that raises."""
+    """The value of a failed future: the only way to pass an error to C++ from Python is a value that raises.
 
-    __slots__ = ("error",)
+    Each time another exception: frames that one has passed through lead to the future, which keeps this value where
+    Python's collector does not look, in C++, so that all would stay for good.
+    """
 
-    def __init__(self, error: Exception):
-        self.error = error
+    __slots__ = ("_error",)
+
+    def __init__(self, error: RuntimeError):
+        self._error = error
 
     @property
     def __class__(self):  # asked by isinstance(value, torch.Tensor)
-        raise self.error
+        raise self.error()
 
     def __reduce_ex__(self, _protocol):  # asked by what looks for tensors in a value
-        raise self.error
+        raise self.error()
+
+    def error(self) -> RuntimeError:
+        error = copy.copy(self._error)
+        error.__cause__ = self._error.__cause__
+        error.__notes__ = list(getattr(self._error, "__notes__", ()))
+        return error
 
 
 def _raise(failure: _Failure) -> None:
-    raise failure.error
+    raise failure.error()
+
+
+def _without_frames(error: BaseException) -> RuntimeError:
+    """The error as a RuntimeError, with the place where it was raised instead of the frames."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    seen: list[BaseException | None] = [None]
+    one = error
+    while one not in seen:
+        one.__traceback__ = one.__context__ = None
+        seen.append(one)
+        one = one.__cause__
+    if hasattr(error, "add_note"):  # Python 3.11 and later
+        error.add_note(f"raised in {place.filename}:{place.lineno}, in {place.name}")
+    if isinstance(error, RuntimeError):
+        with contextlib.suppress(Exception):  # of one that is made of other arguments than it keeps
+            copy.copy(error)
+            return error
+    wrapped = RuntimeError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 class TorchFuture(torch.futures.Future):
@@ -160,12 +192,8 @@ class TorchFuture(torch.futures.Future):
         except BaseException as error:  # a waiter must not wait forever
             if isinstance(error, BaguaError) and error.rank is not None:
                 carried.append((f"{type(error).__name__}: {error}", error.rank))
-            if not isinstance(error, RuntimeError):
-                wrapped = RuntimeError(f"{type(error).__name__}: {error}")
-                wrapped.__cause__ = error
-                error = wrapped
             self._set_unwrap_func(_raise)
-            value = _Failure(error)
+            value = _Failure(_without_frames(error))
         with in_order(self._asked_in):
             self.set_result(value)
         return True

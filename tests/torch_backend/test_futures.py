@@ -1,7 +1,9 @@
 """Futures whose callbacks start operations: communication hooks, in one order on all ranks, on threads of their own."""
 
+import gc
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -12,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.nn.parallel import DistributedDataParallel
 
 from bagua.cli import rank as as_rank
+from bagua.errors import InternalError
 from bagua.torch_backend import lifecycle
 from tests.torch_backend.programs import compare, needs_torch, run, values
 
@@ -236,6 +239,50 @@ def failing(rank, world_size):
 
 def test_the_failure_of_a_callback(pool2):
     run(pool2, failing)
+
+
+class Odd(RuntimeError):
+    """Cannot be copied."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+def freed_after_a_failure(rank, world_size):
+    """What a callback has made, and the caller, is freed; the place where it raised is told."""
+    watched = []
+
+    def fails(error):
+        def callback(future):
+            made = torch.ones(3)
+            watched.append(weakref.ref(made))
+            raise error
+
+        return callback
+
+    def wait(error):
+        own = torch.ones(3)
+        watched.append(weakref.ref(own))
+        future = dist.all_reduce(own, async_op=True).get_future().then(fails(error))
+        try:
+            future.wait()
+        except RuntimeError as raised:
+            notes = "".join(getattr(raised, "__notes__", []) + getattr(raised.__cause__, "__notes__", []))
+            assert not hasattr(raised, "add_note") or ("test_futures.py" in notes and "in callback" in notes), notes
+            with pytest.raises(RuntimeError):
+                future.then(lambda one: one.value()).wait()
+            return type(raised), str(raised)
+
+    assert wait(ValueError("a value")) == (RuntimeError, "ValueError: a value")
+    assert wait(InternalError("a bug", rank=1)) == (InternalError, "a bug")
+    assert wait(Odd("one", "two")) == (RuntimeError, "Odd: one two")
+    dist.barrier()
+    gc.collect()
+    assert [one() for one in watched] == [None] * 6
+
+
+def test_the_failure_of_a_callback_keeps_nothing(pool2):
+    run(pool2, freed_after_a_failure)
 
 
 def left_alone(rank, world_size):
