@@ -194,6 +194,7 @@ def install_derivatives(
     methods: dict[str, staticmethod],
     flatten: Callable[..., tuple] = lambda *arguments: arguments,
     unflatten: Callable[..., tuple] = lambda *arguments: arguments,
+    has_any: Callable[[], bool] = lambda: True,
 ) -> None:
     """As a kernel of the Autograd key. Raises where torch does not have what that takes.
 
@@ -201,6 +202,7 @@ def install_derivatives(
         library: that has the operator's kernels.
         methods: setup_context, backward and jvp, as of a torch.autograd.Function over (what forward needs, *arguments).
         flatten: the operator's arguments as that function's, whose tensors are in no list; `unflatten` is its inverse.
+        has_any: whether results of this call have a derivative, where something requires it.
     """
     from torch._functorch.autograd_function import enable_single_level_autograd_function
     from torch.autograd.forward_ad import _set_fwd_grad_enabled
@@ -219,6 +221,8 @@ def install_derivatives(
     function = type(name, (_SingleLevelFunction,), plain)
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
+        if not has_any():
+            return forward(keyset, *flatten(*arguments))
         with enable_single_level_autograd_function():
             result = function.apply(keyset, *flatten(*arguments))
             return result if isinstance(result, torch.Tensor) else list(result)

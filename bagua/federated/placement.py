@@ -111,8 +111,10 @@ _lock = threading.Lock()  # guards what follows
 _by_key: dict[str, Placement] = {}
 _memories: weakref.WeakKeyDictionary[ProcessGroup, _Memory] = weakref.WeakKeyDictionary()
 _of_this_process = _Memory()
-_ended: deque[_Memory] = deque()  # of groups that are no more
+_ended: deque[_Memory] = deque()  # of groups that are no more; the last ones, of which derivatives may be left
 _numbers = itertools.count()
+
+MAX_ENDED = 1000
 
 
 def _end(memory: _Memory) -> None:
@@ -134,7 +136,7 @@ def _intern(
     """
     identity = (name, size, num_local, program, by_rank)
     with _lock:
-        while _ended:
+        while len(_ended) > MAX_ENDED:
             for placement in _ended.popleft().by_identity.values():
                 del _by_key[placement.key]
         memory = _of_this_process if group is None else _memories.get(group)
@@ -159,7 +161,10 @@ def placement_of(key: str) -> Placement:
     key = without_names(key)
     placement = _by_key.get(key)
     if placement is None:
-        raise InvalidArgument(f"no placement {key!r} in this process: operators run inside the process that made them")
+        raise InvalidArgument(
+            f"no placement {key!r} in this process: its group was destroyed long ago, or another process has made the "
+            "operators; run the program again"
+        )
     return placement
 
 

@@ -18,22 +18,25 @@ namespace bagua {
 // for the next tensor of its size, and the process would grow by a tensor per group.
 class ClosedGroups {
  public:
-  explicit ClosedGroups(size_t capacity) : hashes_(capacity) {}
+  explicit ClosedGroups(size_t capacity) : capacity_(capacity) { hashes_.reserve(capacity); }
 
-  // `abort`: the report of the group's failure, if it has failed.
+  // `abort`: the report of the group's failure, if it has failed. Where there is no memory for that, it is kept
+  // without.
   void add(const std::string& key, std::optional<std::vector<uint8_t>> abort) {
     const uint64_t hash = hash_of(key);
     if (contains(key)) return;
-    aborts_.erase(hashes_[next_]);
-    hashes_[next_] = hash;
-    next_ = (next_ + 1) % hashes_.size();
+    if (hashes_.size() == capacity_) {
+      aborts_.erase(hashes_.front());
+      hashes_.erase(hashes_.begin());
+    }
+    hashes_.push_back(hash);
     if (abort) aborts_.emplace(hash, *std::move(abort));
   }
 
   // Of one that is opened again.
   void erase(const std::string& key) {
     const uint64_t hash = hash_of(key);
-    std::replace(hashes_.begin(), hashes_.end(), hash, kNone);
+    std::erase(hashes_, hash);
     aborts_.erase(hash);
   }
 
@@ -47,14 +50,10 @@ class ClosedGroups {
   }
 
  private:
-  static constexpr uint64_t kNone = 0;
+  static uint64_t hash_of(const std::string& key) { return std::hash<std::string>{}(key); }
 
-  static uint64_t hash_of(const std::string& key) {
-    return std::max<uint64_t>(std::hash<std::string>{}(key), kNone + 1);
-  }
-
-  std::vector<uint64_t> hashes_;  // a ring; kNone where there is none
-  size_t next_ = 0;
+  const size_t capacity_;
+  std::vector<uint64_t> hashes_;  // the oldest first
   std::map<uint64_t, std::vector<uint8_t>> aborts_;
 };
 

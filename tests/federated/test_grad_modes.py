@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from bagua import federated
 from bagua.errors import InvalidArgument
@@ -14,6 +15,62 @@ from bagua.torch_version import is_torch_at_least
 
 W = torch.tensor([0.5, -1.5, 2.0, 0.25], dtype=torch.float64)
 X = torch.tensor([[1.0, -2.0, 0.5, 3.0], [0.25, 1.5, -1.0, 2.0], [-0.75, 0.5, 2.5, 1.0]], dtype=torch.float64)
+
+
+class Rounded(torch.autograd.Function):
+    """Its derivative is 7."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * 7
+
+
+rounded = Rounded.apply
+
+
+class Reversed(Rounded):
+    @staticmethod
+    def forward(x):
+        return x.view_as(x)
+
+
+class Same(Rounded):
+    @staticmethod
+    def forward(x):
+        return x
+
+
+class Dirty(Rounded):
+    @staticmethod
+    def forward(x):
+        return x.mul_(2)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_dirty(inputs[0])
+
+
+class Enabled(Rounded):
+    @staticmethod
+    def forward(x):
+        with torch.enable_grad():
+            return x * 2
+
+
+class Filled(Rounded):
+    @staticmethod
+    def forward(x):
+        return torch.empty_like(x).copy_(x)
 
 
 def constant(w, x):
@@ -174,6 +231,65 @@ def detached_after_a_view_under_no_grad(w, x):
     return (y * y * w).sum() + (d * w[:2]).sum()
 
 
+def detached_buffers(w, x):
+    target = (w * x).detach()
+    target.mul_(torch.tensor([2.0, 0.5, 1.0, -1.0], dtype=torch.float64))
+    target.sub_(target.mean())
+    target /= target.norm()
+    total = torch.zeros_like(w)
+    for part in (w, x, w * x):
+        total += part.detach()
+    return ((w - target) ** 2).sum() + (total * w).sum()
+
+
+def values_with_derivatives_into_what_detach_gave(w, x):
+    y = w * x
+    d, v = y.detach(), y[:2].detach()
+    d[2] = w[0] * 3
+    v.add_(w[2:])
+    e = d.view(2, 2).detach()
+    e[0] *= w[:2]
+    return (y * w).sum() + (d**2).sum() + (v * x[:2]).sum() + (e * w.view(2, 2)).sum()
+
+
+def written_beside_what_detach_gave(w, x):
+    y = w * x
+    d = y.detach()
+    y[1:].mul_(w[1:])
+    e = d.detach()
+    y.add_(1.0)
+    return (y * d).sum() + (e * w).sum()
+
+
+def own_parameter(w, x):
+    p = torch.nn.Parameter(w.detach().clone())
+    with torch.no_grad():
+        p -= 0.1 * w * x
+        p.view(2, 2)[0].mul_(w[:2])
+    return (p.detach() * w).sum() + (p.detach() ** 2).sum()
+
+
+def residuals(w, x):
+    with torch.inference_mode():
+        h = w * x
+        h += x
+        h *= w
+    return (w * h.clone()).sum()
+
+
+def function_without(w, x):
+    with torch.no_grad():
+        y = rounded(w * 1.3)
+    return (y * w * x).sum() + (rounded(w).detach() * w).sum()
+
+
+def as_integers(w, x):
+    y = w * x
+    with torch.no_grad():
+        y.view(torch.int64).bitwise_and_(-(1 << 40))
+    return (y * y).sum()
+
+
 def renormalised(w, x):
     table = (w * x).view(2, 2)
     rows = functional.embedding(torch.tensor([1, 0, 1]), table, max_norm=1.0)
@@ -226,10 +342,15 @@ CLIENTS = [
     *(constant, by_decorator, enabled_again, inference, a_view, write, write_into_a_view, own_steps, infinite),
     *(write_into_a_view_from_before, writes_twice, write_among_writes, out_argument, made_without, filled_with),
     *(made_of_constants, detached_write, detached_write_of_values, detached_under_no_grad, renormalised, integers),
-    detached_after_a_view_under_no_grad,
+    *(detached_after_a_view_under_no_grad, detached_buffers, values_with_derivatives_into_what_detach_gave),
+    *(written_beside_what_detach_gave, own_parameter, residuals, function_without, as_integers),
     *(inner_derivative, derivative_without, in_forward_mode, with_dropout_off, complex_numbers),
 ]
-NOT_UNDER_VMAP = (out_argument, write_among_writes, own_steps, made_without, filled_with)
+NOT_UNDER_VMAP = (
+    *(out_argument, write_among_writes, own_steps, made_without, filled_with, detached_buffers, own_parameter),
+    values_with_derivatives_into_what_detach_gave,
+)
+NOT_IN_FORWARD_MODE = (out_argument, function_without)
 TANGENT = torch.tensor([1.0, -0.5, 0.25, 2.0], dtype=torch.float64)
 
 
@@ -270,8 +391,8 @@ def test_a_graph_has_the_derivatives_of_torch(client):
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.__name__)
 def test_and_those_of_forward_mode(client):
-    if client is out_argument:
-        pytest.skip("torch has no forward mode for out=")
+    if client in NOT_IN_FORWARD_MODE:
+        pytest.skip("torch has no forward mode for out=, nor for a Function without jvp")
     oracle, loss = _oracle(client), _program(client)
     graph = federated.trace(loss, W, X)
     _, expected = jvp(oracle, (W,), (TANGENT,))
@@ -290,7 +411,7 @@ def test_and_the_second_ones(client):
     expected = jacrev(grad(oracle))(W)
     _close(jacrev(lambda w: gradient(w, X))(W), expected)
     _close(jacrev(grad(lambda w: graph(w, X)))(W), expected)
-    if client is not out_argument:
+    if client not in NOT_IN_FORWARD_MODE:
         _close(hessian(lambda w: graph(w, X))(W), hessian(oracle)(W))
 
 
@@ -399,55 +520,73 @@ def test_code_with_a_graph_in_it_is_compiled_around_it():
     _close(compiled(W, X), W - grad(_oracle(write))(W * 2))
 
 
-class Rounded(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x.round()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        return cotangent * 7
-
-
-rounded = Rounded.apply
-
-
-def test_functions_with_derivatives_of_their_own_are_refused_where_they_would_be_wrong():
+@pytest.mark.parametrize("function", [Rounded, Reversed, Same, Dirty, Enabled, Filled])
+def test_functions_with_derivatives_of_their_own_are_refused_where_they_would_be_wrong(function):
     def client(w, x):
-        return (rounded(w * 1.3) * x).sum()
+        return (function.apply(w * x) * x).sum()
 
     loss = _program(client)
-    _close(grad(loss)(W, X), _gradient_by_autograd(_oracle(client)))
     graph = federated.trace(loss, W, X)
     _close(graph(W, X), _oracle(client)(W))
+    of_function = f"a derivative of what {function.__name__}, a torch.autograd.Function, computes"
     for derive in (lambda: grad(graph)(W, X), lambda: federated.trace(grad(loss), W, X)):
-        with pytest.raises(InvalidArgument, match="a derivative of what Rounded, a torch.autograd.Function, computes"):
+        with pytest.raises(InvalidArgument, match=of_function):
             derive()
-    with pytest.raises(InvalidArgument, match="a derivative of what Rounded"):
+    with pytest.raises(InvalidArgument, match=of_function):
         jvp(lambda w: graph(w, X), (W,), (TANGENT,))
 
 
-def test_and_not_where_no_derivative_goes_through_them():
-    def client(w, x):
-        with torch.no_grad():
-            y = rounded(w * 1.3) * 2
-        return (y * w * x).sum() + (rounded(w).detach() * w).sum()
-
-    graph = federated.trace(_program(client), W, X)
-    _close(grad(lambda w: graph(w, X))(W), _gradient_by_autograd(_oracle(client)))
-
-    def at_the_server(w, x):
+def test_the_servers_functions_have_their_derivatives_where_torch_takes_them():
+    def loss(w, x):
         return federated.reduce_sum(x * federated.broadcast(rounded(w * 1.3))).sum()
 
-    program = federated.program(at_the_server, clients=3)
-    expected = X.sum(0) * 7 * 1.3
-    _close(federated.trace(grad(program), W, X)(W, X), expected)
+    program = federated.program(loss, clients=3)
+    _close(federated.trace(grad(program), W, X)(W, X), X.sum(0) * 7 * 1.3)
+
+    def by_autograd(w, x):
+        v = w.detach().requires_grad_()
+        (slope,) = torch.autograd.grad((rounded(v) * w).sum(), v)
+        return (slope * federated.reduce_sum(x)).sum()
+
+    program = federated.program(by_autograd, clients=3)
+    _close(federated.trace(program, W, X)(W, X), (7 * W * X.sum(0)).sum())
+
+
+def test_reentrant_checkpoints_have_the_derivatives_of_their_operators():
+    def client(w, x):
+        return (checkpoint(lambda w: (w * x).tanh() ** 2, w, use_reentrant=True) * w).sum()
+
+    plain = _oracle(lambda w, x: ((w * x).tanh() ** 2 * w).sum())
+    _close(grad(federated.trace(_program(client), W, X))(W, X), _gradient_by_autograd(plain))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_graphs_that_are_traced_under_no_grad_have_derivatives(mode):
+    with mode():
+        graph = federated.trace(_program(write), W, X)
+    _close(grad(lambda w: graph(w, X))(W), _gradient_by_autograd(_oracle(write)))
+
+
+def test_what_has_no_derivative_requires_none():
+    def client(w, x):
+        with torch.no_grad():
+            return (w * x).sum()
+
+    value = federated.trace(_program(client), W, X)(W.clone().requires_grad_(), X)
+    assert not value.requires_grad
+
+
+def test_writes_in_a_row_take_a_node_each():
+    def client(w, x):
+        y = w * x
+        with torch.no_grad():
+            for _ in range(10):
+                y.mul_(0.9)
+        return (y * y).sum()
+
+    graph = str(federated.trace(_program(client), W, X))
+    assert graph.count("bagua_federated.written") == 1 and graph.count("aten.clone") == 0, graph
+    assert graph.count("aten.mul.Tensor") == 12
 
 
 def test_a_helper_under_no_grad_is_no_function_with_a_derivative():
@@ -470,14 +609,7 @@ def test_setting_data_is_refused():
 
     with pytest.raises(InvalidArgument, match=r"sets .data of a tensor of shape \[4\], which graphs do not have"):
         federated.trace(_program(client), W, X)
-
-
-def test_what_detach_gave_is_not_used_after_values_with_derivatives_went_into_it():
-    def client(w, x):
-        y = w * 2
-        d = y.detach()
-        d.add_(w * x)
-        return (y * d).sum()
-
-    with pytest.raises(InvalidArgument, match="what .detach\\(\\) gave after it has written values with derivatives"):
-        federated.trace(_program(client), W, X)
+    with pytest.raises(
+        InvalidArgument, match=r"calls detach_\(\) of a tensor of shape \[4\], which graphs do not have"
+    ):
+        federated.trace(_program(lambda w, x: ((w * x).detach_() * w).sum()), W, X)

@@ -38,6 +38,11 @@ TEST(ClosedGroups, ForgetsOneThatIsOpenedAgain) {
   EXPECT_FALSE(closed.contains("a"));
   EXPECT_EQ(closed.abort_of("a"), std::nullopt);
   closed.erase("never there");
+  for (int i = 0; i < 5; ++i) {  // which leaves the others where they are
+    closed.add("c", std::nullopt);
+    closed.erase("c");
+  }
+  EXPECT_TRUE(closed.contains("b"));
   closed.add("a", std::nullopt);
   closed.add("a", kReport);  // what was told first stays
   EXPECT_TRUE(closed.contains("a"));
