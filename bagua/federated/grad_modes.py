@@ -348,22 +348,22 @@ class _GradModes(TorchDispatchMode):
             result = function(*args, **kwargs)
             for root, before, keeps_tangent in roots:
                 torch.ops.aten.copy_.default(root, _written(root, before, keeps_tangent))
+        self._detached = [one for one in self._detached if one.result() is not None]
         for memory in dict.fromkeys(memories):
             self._repeat(memory, None)
         return result
 
     def _repeat(self, memory: int, origin: _Detached | None) -> None:
         """A write into this memory in what was detached from its tensors, and in what those were detached from."""
-        for one in list(self._detached):
+        for one in self._detached:
             result = one.result()
-            if result is None:
-                self._detached.remove(one)
-            elif one is not origin and _memory_of(one.source) == memory:
-                self._copy(one.source, result)
-                self._repeat(_memory_of(result), one)
-            elif one is not origin and _memory_of(result) == memory:
-                self._copy(result, one.source)
-                self._repeat(_memory_of(one.source), one)
+            if result is None or one is origin:
+                continue
+            pairs = ((one.source, result), (result, one.source))
+            for source, target in pairs:
+                if _memory_of(source) == memory:
+                    self._copy(source, target)
+                    self._repeat(_memory_of(target), one)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """The values alone."""

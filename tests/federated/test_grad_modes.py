@@ -3,6 +3,8 @@
 The oracle is torch itself: the client functions one after another, without any of ours.
 """
 
+import random
+
 import pytest
 import torch
 from torch.func import grad, hessian, jacrev, jvp, vmap
@@ -613,3 +615,97 @@ def test_setting_data_is_refused():
         InvalidArgument, match=r"calls detach_\(\) of a tensor of shape \[4\], which graphs do not have"
     ):
         federated.trace(_program(lambda w, x: ((w * x).detach_() * w).sum()), W, X)
+
+
+MODES = {"followed": torch.enable_grad, "no_grad": torch.no_grad}
+NEW = (
+    lambda a, b: a * b,
+    lambda a, b: (a + b).sin(),
+    lambda a, b: a.exp().clamp(max=3.0) + b,
+    lambda a, b: torch.cat([a, b])[1 : 1 + len(a)],
+    lambda a, b: grad(lambda v: (v**2 * b.detach()).sum())(a),
+    lambda a, b: torch.zeros_like(a),
+    lambda a, b: torch.linspace(0.5, 1.5, len(a), dtype=a.dtype),
+)
+WRITES = (
+    lambda a, b: a.add_(b),
+    lambda a, b: a.mul_(0.5),
+    lambda a, b: a.mul_(b),
+    lambda a, b: a.copy_(b),
+    lambda a, b: a.clamp_(max=1.0),
+    lambda a, b: a.detach().clamp_(max=0.8),
+    lambda a, b: a.detach()[:1].mul_(b[:1]),
+)
+VIEWS = (
+    lambda a, half: a[:half],
+    lambda a, half: a[half - 1 :],
+    lambda a, half: a.view(-1),
+    lambda a, half: a.detach(),
+    lambda a, half: a[:half].detach(),
+)
+
+
+def random_client(seed):
+    """Of steps that make tensors, views of them, and write into them, each with or without derivatives."""
+    draw = random.Random(seed)
+    steps = []
+    for _ in range(draw.randint(3, 10)):
+        step = draw.choice([NEW, NEW, WRITES, WRITES, VIEWS])
+        steps.append(
+            (draw.choice(["followed", "followed", "no_grad"]), draw.choice(step), step, draw.random(), draw.random())
+        )
+
+    def client(w, x):
+        made = [w * 1.0, x * w]
+        for mode, function, kind, first, second in steps:
+            a, b = made[int(first * len(made))], made[int(second * len(made))]
+            with MODES[mode]():
+                if kind is VIEWS:
+                    result = function(a, 1 + len(a) // 2)
+                else:
+                    result = function(a, torch.cat([b] * 4)[: len(a)])
+            if kind is not WRITES:
+                made.append(result)
+        return sum((one * (index + 1) * 0.3).sin().sum() for index, one in enumerate(made)) * w.sum()
+
+    return client
+
+
+def check_random_client(seed):
+    """Whether torch itself takes the program; some write into what a derivative needs."""
+    client = random_client(seed)
+    oracle, loss = _oracle(client), _program(client)
+
+    def of_tangent(function):
+        return grad(lambda w: jvp(function, (w,), (TANGENT,))[1])
+
+    derivatives = {
+        "reverse": lambda function: grad(function)(W),
+        "forward": lambda function: jvp(function, (W,), (TANGENT,))[1],
+        "second": lambda function: jacrev(grad(function))(W),
+        "forward over reverse": lambda function: jvp(grad(function), (W,), (TANGENT,))[1],
+        "reverse over forward": lambda function: of_tangent(function)(W),
+    }
+    graph, num_taken = federated.trace(loss, W, X), 0
+    for name, derivative in derivatives.items():
+        try:
+            expected = derivative(oracle)
+        except RuntimeError:
+            continue
+        found = derivative(lambda w: graph(w, X))
+        assert torch.allclose(found, expected, rtol=1e-9, atol=1e-9), f"seed {seed}, {name}: {found}, not {expected}"
+        num_taken += 1
+        if name == "reverse":
+            _close(federated.trace(grad(loss), W, X)(W, X), expected)
+    _close(graph(W, X), oracle(W))
+    return num_taken > 0
+
+
+def test_some_random_programs():
+    assert sum(map(check_random_client, range(8))) >= 5
+
+
+@pytest.mark.slow("test_some_random_programs")
+@pytest.mark.parametrize("hundred", range(3))
+def test_random_programs(hundred):
+    assert sum(map(check_random_client, range(1000 + 100 * hundred, 1100 + 100 * hundred))) >= 70
