@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
@@ -138,30 +137,36 @@ def seen(given: Sequence[torch.Tensor]) -> Iterator[Callable[[Any], tuple]]:
         What makes, of what the function returns, what its graph has to return.
     """
     modes = _GradModes(given)
-    around, before = getattr(_thread, "modes", None), vars(_SingleLevelFunction).get("apply")
-    _thread.modes = modes
+    before = vars(_SingleLevelFunction).get("apply")
+    _running.append(modes)
     _SingleLevelFunction.apply = classmethod(_apply)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), _NoSetData(), modes:
+        with (
+            torch.inference_mode(False),
+            torch.autograd.set_multithreading_enabled(False),  # as around the trace; the line before enables it
+            torch.enable_grad(),
+            _NoSetData(),
+            modes,
+        ):
             yield modes.returned
     finally:
-        _thread.modes = around
+        _running.pop()
         if before is None:
             del _SingleLevelFunction.apply
         else:
             _SingleLevelFunction.apply = before
 
 
-_thread = threading.local()
+_running: list[_GradModes] = []  # from the outermost trace in
 
 
 def _apply(cls: type, *arguments: Any) -> Any:
     """Function.apply, below all transforms. Torch has no hook there, and programs keep the method itself."""
     plain = super(_SingleLevelFunction, cls).apply
-    modes = getattr(_thread, "modes", None)
-    if modes is None or not issubclass(cls, torch.autograd.Function):
+    is_traced = any(mode is _running[-1] for mode in _get_current_dispatch_mode_stack())  # here, not in another thread
+    if not is_traced or not issubclass(cls, torch.autograd.Function):
         return plain(*arguments)
-    return modes.apply(cls, plain, arguments)
+    return _running[-1].apply(cls, plain, arguments)
 
 
 class _NoSetData(TorchFunctionMode):
@@ -236,7 +241,7 @@ class _GradModes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if _thread.modes is not self:  # of a client function, which is traced within
+        if _running[-1] is not self:  # of a client function, which is traced within
             return function(*args, **kwargs)
         is_followed = self._is_followed()
         if not isinstance(function, torch._ops.OpOverload) or function.namespace not in ("aten", "prims"):
