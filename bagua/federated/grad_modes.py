@@ -117,8 +117,7 @@ _same = torch.ops.bagua_federated.same.default
 _library.impl("same", lambda value: value.clone(), "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::same", lambda value: torch.empty_like(value), lib=_library)
 
-OPERATORS = (_no_grad, _written, _of_function)
-"""That may be in graphs."""
+OPERATORS = (_no_grad, _written, _of_function)  # that may be in graphs
 
 
 def without_cotangents(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -163,10 +162,11 @@ _running: list[_GradModes] = []  # from the outermost trace in
 def _apply(cls: type, *arguments: Any) -> Any:
     """Function.apply, below all transforms. Torch has no hook there, and programs keep the method itself."""
     plain = super(_SingleLevelFunction, cls).apply
-    is_traced = any(mode is _running[-1] for mode in _get_current_dispatch_mode_stack())  # here, not in another thread
+    innermost = _running[-1:]  # none where the trace, of another thread, has just ended
+    is_traced = any(mode is one for mode in _get_current_dispatch_mode_stack() for one in innermost)
     if not is_traced or not issubclass(cls, torch.autograd.Function):
         return plain(*arguments)
-    return _running[-1].apply(cls, plain, arguments)
+    return innermost[0].apply(cls, plain, arguments)
 
 
 class _NoSetData(TorchFunctionMode):
@@ -445,7 +445,7 @@ def without_needless(module: fx.GraphModule) -> fx.GraphModule:
         if node.target is _written and not node.args[2]:
             before = node.args[1]
             while before.target is _written and not before.args[2]:
-                before = before.args[1]
+                before = before.args[1]  # to which a cotangent of that one goes
             node.args = (node.args[0], before, False)
     is_sealed: set[fx.Node] = set()  # what leads to a no_grad wherever it leads
 
