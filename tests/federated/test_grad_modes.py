@@ -348,12 +348,18 @@ CLIENTS = [
     *(written_beside_what_detach_gave, own_parameter, residuals, function_without, as_integers),
     *(inner_derivative, derivative_without, in_forward_mode, with_dropout_off, complex_numbers),
 ]
+# Torch's vmap writes no client's values into what all clients share.
 NOT_UNDER_VMAP = (
     *(out_argument, write_among_writes, own_steps, made_without, filled_with, detached_buffers, own_parameter),
     values_with_derivatives_into_what_detach_gave,
 )
+# Torch has no forward mode for out=, nor for a Function without jvp.
 NOT_IN_FORWARD_MODE = (out_argument, function_without)
 TANGENT = torch.tensor([1.0, -0.5, 0.25, 2.0], dtype=torch.float64)
+
+
+def but_for(some):
+    return [client for client in CLIENTS if client not in some]
 
 
 def _oracle(client):
@@ -391,10 +397,8 @@ def test_a_graph_has_the_derivatives_of_torch(client):
     _close(grad(lambda w: again(w, X))(W), expected)
 
 
-@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.__name__)
+@pytest.mark.parametrize("client", but_for(NOT_IN_FORWARD_MODE), ids=lambda client: client.__name__)
 def test_and_those_of_forward_mode(client):
-    if client in NOT_IN_FORWARD_MODE:
-        pytest.skip("torch has no forward mode for out=, nor for a Function without jvp")
     oracle, loss = _oracle(client), _program(client)
     graph = federated.trace(loss, W, X)
     _, expected = jvp(oracle, (W,), (TANGENT,))
@@ -406,6 +410,7 @@ def test_and_those_of_forward_mode(client):
     _close(grad(lambda w: jvp(lambda w: graph(w, X), (w,), (TANGENT,))[1])(W), of_tangent)
 
 
+@pytest.mark.slow("test_some_random_programs")
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.__name__)
 def test_and_the_second_ones(client):
     oracle, loss = _oracle(client), _program(client)
@@ -417,10 +422,8 @@ def test_and_the_second_ones(client):
         _close(hessian(lambda w: graph(w, X))(W), hessian(oracle)(W))
 
 
-@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.__name__)
+@pytest.mark.parametrize("client", but_for(NOT_UNDER_VMAP), ids=lambda client: client.__name__)
 def test_programs_that_are_run_agree(client):
-    if client in NOT_UNDER_VMAP:
-        pytest.skip("torch's vmap writes no client's values into what all clients share")
     oracle, loss = _oracle(client), _program(client)
     expected = _gradient_by_autograd(oracle)
     _close(grad(loss)(W, X), expected)
@@ -702,7 +705,7 @@ def check_random_client(seed):
 
 
 def test_some_random_programs():
-    assert sum(map(check_random_client, range(8))) >= 5
+    assert sum(map(check_random_client, range(5))) >= 3
 
 
 @pytest.mark.slow("test_some_random_programs")
