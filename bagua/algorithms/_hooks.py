@@ -154,10 +154,14 @@ class Hooks:
     def after_backward(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
         """A synchronising backward has ended: all Work is complete, ``backward()`` is about to return."""
 
-    def after_change_of_scale(self, ratio: float) -> None:
+    def after_change_of_scale(self, ratio: float | torch.Tensor) -> None:
         """A backward begins whose gradients a GradScaler makes ``ratio`` times as large as those of the one before.
 
         What else than ``parameter_state`` is remembered in their unit has to grow alike.
+
+        Args:
+            ratio: a number other than 1; or, where only the device knows it yet, a scalar tensor there in float64,
+                which may be 1. To ask for its value waits for the device.
         """
 
     def after_skipped_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:

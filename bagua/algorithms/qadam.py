@@ -24,7 +24,7 @@ from bagua.algorithms._compressed import CompressedGradients
 from bagua.algorithms._hooks import About, Stage, Training
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket, Member
-from bagua.distributed.devices import HostCopy
+from bagua.distributed.devices import HostCopy, multiplied
 from bagua.distributed.process_group import Work
 from bagua.errors import InvalidArgument
 
@@ -115,7 +115,9 @@ class QAdam(CompressedGradients):
         super().attach(training)
         self._take(training.optimizers)
         self._count_steps()
-        self._units = [1.0] * len(training.optimizers)  # R
+        # R, but for what it has grown by since then where only the device knows that.
+        self._units = [1.0] * len(training.optimizers)
+        self._growths: list[torch.Tensor | None] = [None] * len(training.optimizers)
         # The largest gradient of the last backward, until the optimizer steps; then with that of the step, and by what
         # that divides, until R is asked for.
         self._largest: list[_Largest | None] = [None] * len(training.optimizers)
@@ -158,6 +160,7 @@ class QAdam(CompressedGradients):
             if optimizer is not before[index]:
                 optimizer.set_options(self._adam_options())
                 self._num_steps[index], self._units[index] = optimizer.num_steps(), 1.0
+                self._growths[index] = None
                 self._largest[index] = self._measured[index] = self._looks[index] = None
                 self._num_undone[index] = optimizer.num_undone
 
@@ -234,35 +237,35 @@ class QAdam(CompressedGradients):
         if self.exempt(bucket) or group.size == 1:
             return super().communicate(bucket, group)
         members = self._members_of[bucket.index]
-        terms: list[tuple[torch.Tensor | None, float, float, float]] = []
+        terms: list[_Terms] = []
 
         def form_momentum() -> None:
             terms.extend(map(self._terms, members))
-            for member, (exp_avg, beta, decay, rest) in zip(members, terms, strict=True):
-                if decay:
-                    member.view.add_(member.parameter.detach(), alpha=decay)
-                member.view.mul_(rest)
-                if exp_avg is not None:
-                    member.view.add_(exp_avg, alpha=beta)
+            for member, of_member in zip(members, terms, strict=True):
+                if of_member.decay:
+                    member.view.add_(of_member.grown(member.parameter.detach()), alpha=of_member.decay)
+                member.view.mul_(of_member.rest)
+                if of_member.exp_avg is not None:
+                    member.view.add_(of_member.grown(of_member.exp_avg), alpha=of_member.beta)
 
         def leave_gradients() -> None:
-            for member, (exp_avg, beta, decay, rest) in zip(members, terms, strict=True):
-                if exp_avg is not None:
-                    member.view.sub_(exp_avg, alpha=beta)
-                member.view.div_(rest)
-                if decay:
-                    member.view.sub_(member.parameter.detach(), alpha=decay)
+            for member, of_member in zip(members, terms, strict=True):
+                if of_member.exp_avg is not None:
+                    member.view.sub_(of_member.grown(of_member.exp_avg), alpha=of_member.beta)
+                member.view.div_(of_member.rest)
+                if of_member.decay:
+                    member.view.sub_(of_member.grown(member.parameter.detach()), alpha=of_member.decay)
 
         work = super().communicate(bucket, group, form_momentum)
         work.finish_with(leave_gradients)
         return work
 
-    def _terms(self, member: Member) -> tuple[torch.Tensor | None, float, float, float]:
-        """m, None for a parameter that has not stepped yet; R b1, R times the weight decay, and 1 - b1."""
+    def _terms(self, member: Member) -> _Terms:
         optimizer, options = self._group_of(member)
         exp_avg = optimizer.state.get(member.parameter, {}).get("exp_avg")
-        unit, beta1 = self._unit(self.training.optimizers.index(optimizer)), options["betas"][0]
-        return exp_avg, unit * beta1, unit * options["weight_decay"], 1 - beta1
+        index = self.training.optimizers.index(optimizer)
+        unit, beta1 = self._unit(index), options["betas"][0]
+        return _Terms(exp_avg, unit * beta1, unit * options["weight_decay"], 1 - beta1, self._growths[index])
 
     def after_backward(self, buckets: Sequence[Bucket], group: BucketGroup) -> None:
         super().after_backward(buckets, group)
@@ -284,19 +287,24 @@ class QAdam(CompressedGradients):
                 None if grad_scale is None else _Largest([grad_scale]),
             )
 
-    def after_change_of_scale(self, ratio: float) -> None:
+    def after_change_of_scale(self, ratio: float | torch.Tensor) -> None:
         super().after_change_of_scale(ratio)
-        self._units = [self._unit(index) * ratio for index in range(len(self._units))]
+        for index in range(len(self._units)):
+            unit, growth = self._unit(index), self._growths[index]
+            if isinstance(ratio, float):
+                self._units[index] = unit * ratio
+            else:
+                self._growths[index] = ratio if growth is None else growth * ratio
 
     def _unit(self, index: int) -> float:
-        """R, by what was measured around the last step."""
+        """R but for its growth, by what was measured around the last step."""
         measured, self._measured[index] = self._measured[index], None
         if measured is not None:
             in_backward, in_step, grad_scale = measured
             step, scale = in_step.get(), 1.0 if grad_scale is None else grad_scale.get()
             backward = in_backward.get()
             if backward and step and scale:
-                self._units[index] = _power_of_two(backward / (step / scale))
+                self._units[index], self._growths[index] = _power_of_two(backward / (step / scale)), None
         return self._units[index]
 
     def _largest_gradient(self, optimizer: optim.QAdam, buckets: Sequence[Bucket]) -> _Largest:
@@ -365,14 +373,41 @@ class QAdam(CompressedGradients):
     def state_dict(self) -> dict[str, Any]:
         self._undo_steps()
         units = [self._unit(index) for index in range(len(self._units))]
+        grown = [
+            unit if growth is None else unit * float(growth) for unit, growth in zip(units, self._growths, strict=True)
+        ]
         for index in range(len(self._looks)):
             self._warn(index)
-        return {**super().state_dict(), "num_steps": list(self._num_steps), "units": units}
+        return {**super().state_dict(), "num_steps": list(self._num_steps), "units": grown}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_steps, self._units = list(state["num_steps"]), list(state["units"])
+        self._growths = [None] * len(self._units)
         self._measured, self._looks = [None] * len(self._units), [None] * len(self._units)
         super().load_state_dict(state)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Terms:
+    """What a parameter's momentum is made of, beside its gradient.
+
+    Attributes:
+        exp_avg: m; None where the parameter has not stepped yet.
+        beta: R b1.
+        decay: R times the weight decay.
+        rest: 1 - b1.
+        growth: by what R has to be multiplied in both, where only the device knows it.
+    """
+
+    exp_avg: torch.Tensor | None
+    beta: float
+    decay: float
+    rest: float
+    growth: torch.Tensor | None
+
+    def grown(self, factor: torch.Tensor) -> torch.Tensor:
+        """m or the parameter, so that what R lacks is in it; the bits of the product with R are the same."""
+        return factor if self.growth is None else multiplied(factor, self.growth)
 
 
 class _Look:

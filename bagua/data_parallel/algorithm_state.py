@@ -26,7 +26,7 @@ from bagua.algorithms import ParameterState
 from bagua.buckets import Bucket, Member
 from bagua.distributed.arguments import ReduceOp
 from bagua.distributed.checkpoints import check_writer, writer_of
-from bagua.distributed.devices import keep_for_current_stream
+from bagua.distributed.devices import keep_for_current_stream, multiplied
 from bagua.distributed.process_group import ProcessGroup
 from bagua.distributed.tensors import Residuals
 from bagua.errors import InvalidArgument
@@ -81,13 +81,17 @@ class ParameterStates:
         # Before the backward under way, where it is not the first one since the step.
         self._before: dict[tuple[str, Key], torch.Tensor] = {}
 
-    def multiply(self, ratio: float) -> None:
+    def multiply(self, ratio: float | torch.Tensor) -> None:
         """All that counts in the unit of gradients, which are to be ``ratio`` times as large from now on."""
-        for side in (self._kept, self._next):
+        for side in (self._kept, self._next) if self._is_under_way else (self._kept,):
             waiting = {key: value for key, (_, value) in side.loaded.items()}
             for values in (side.flats, side.stripes, side.shaped, side.parts, side.whole_parts, waiting):
                 for (name, _), value in values.items():
-                    if self._described[name].is_scaled:
+                    if not self._described[name].is_scaled:
+                        continue
+                    if isinstance(ratio, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+                        value.copy_(multiplied(value, ratio))
+                    else:
                         value.mul_(ratio)
 
     @property

@@ -3,7 +3,8 @@
 What the codes of one step leave out is added to the gradients of the next one, so it has to grow with the scale.
 Beside the data path: ``GradScaler.scale`` notes what it has multiplied by -> **here** -> at the beginning of each
 backward what is remembered in the unit of gradients is multiplied by what the scale has grown by
-(``algorithm_state.py``, and ``Algorithm.after_change_of_scale``). torch tells nobody that a loss is scaled, so where
+(``algorithm_state.py``, and ``Algorithm.after_change_of_scale``). The scale is a device's to change, and the host does
+not wait for it: what it has not heard by then stays there, as a tensor. torch tells nobody that a loss is scaled, so where
 something is remembered that method of torch's is wrapped, in the whole process. Scalers that do not call it are not
 seen: what is remembered stays as it is then.
 """
@@ -17,9 +18,30 @@ from typing import Any
 
 import torch
 
-from bagua.distributed.devices import HostCopy
+from bagua.distributed.devices import HostCopy, keep_for_current_stream
 
 __all__ = ["LossScale"]
+
+
+class _Scale:
+    """A scale as a device is about to know it, which nobody waits for.
+
+    Args:
+        tensor: one number, as the current stream of its device finds it.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._on_device = tensor.detach().double()  # a copy: a scaler's own tensor goes on to change
+        self._on_host = HostCopy(self._on_device)
+
+    def known(self) -> float | torch.Tensor:
+        """The number where the host has it by now; else the tensor."""
+        on_host = self._on_host.get_now()
+        return self._on_device if on_host is None else float(on_host)
+
+    def get(self) -> float:
+        """The number; waits for it."""
+        return float(self._on_host.get())
 
 
 class _Note:
@@ -27,11 +49,11 @@ class _Note:
 
     Attributes:
         count: how many there were.
-        scale: of the last one; where it is on a device the scaler's tensor, which goes on to change.
+        scale: of the last one.
     """
 
     count: int = 0
-    scale: float | torch.Tensor = 1.0
+    scale: float | _Scale = 1.0
 
 
 class _Notes(threading.local):
@@ -55,7 +77,7 @@ def _note_scales() -> None:
         if self.is_enabled():
             note, now = _notes.of_thread, self._scale
             note.count += 1
-            note.scale = now if now is not None and not now.is_cpu else self.get_scale()
+            note.scale = self.get_scale() if now is None or now.is_cpu else _Scale(now)
         return scaled
 
     noted.is_noted = True
@@ -70,47 +92,58 @@ class LossScale:
     Args:
         is_followed: whether anything is remembered in the unit of gradients; otherwise nobody asks.
         unit: the scale in which that counts at first.
-
-    Attributes:
-        unit: the scale in which it counts, that of the last backward; 1 without a GradScaler.
     """
 
     def __init__(self, is_followed: bool, unit: float = 1.0) -> None:
-        self.is_followed, self.unit = is_followed, unit
+        self.is_followed = is_followed
+        self._unit: float | _Scale = unit
         self._note: _Note | None = None  # of the thread of the forwards
         self._count = 0  # of its scaled losses, when the first forward since the last backward began
         self._has_begun_backward = False
-        self._reading: tuple[torch.Tensor, HostCopy] | None = None  # on its way since then
         if is_followed:
             _note_scales()
 
+    @property
+    def unit(self) -> float:
+        """The scale in which it counts, that of the last backward; 1 without a GradScaler. Waits for the device."""
+        return self._unit.get() if isinstance(self._unit, _Scale) else self._unit
+
     def forward_begins(self) -> None:
         """The losses that are scaled from now on are those of the next backward."""
-        if not self.is_followed or (self._note is not None and not self._has_begun_backward):
-            return
-        self._note, self._has_begun_backward = _notes.of_thread, False
-        self._count, scale = self._note.count, self._note.scale
-        self._reading = (scale, HostCopy(scale)) if isinstance(scale, torch.Tensor) else None
+        if self.is_followed and (self._note is None or self._has_begun_backward):
+            self._note, self._has_begun_backward = _notes.of_thread, False
+            self._count = self._note.count
 
-    def change(self) -> float:
+    def change(self, device: torch.device) -> float | torch.Tensor:
         """A backward begins: by what its scale is larger than ``unit``, which is its scale from now on.
 
-        On a device the host waits for what was enqueued before the first forward since the last backward.
+        Where the host does not know that yet it does not wait: it is a tensor of the device then, in float64.
         """
         if self._note is None:
             return 1.0
         self._has_begun_backward = True
-        now = self._now(self._note)
-        if not 0 < now < math.inf:
-            return 1.0
-        before, self.unit = self.unit, now
-        return now / before
+        scale = self._note.scale if self._note.count != self._count else 1.0
+        now, before = (_known(one, device) for one in (scale, self._unit))
+        if isinstance(now, float) and isinstance(before, float):
+            if not 0 < now < math.inf:
+                return 1.0
+            self._unit = now
+            return now / before
+        now, before = (_on(device, one) for one in (now, before))
+        is_valid = (now > 0) & (now < math.inf)
+        self._unit = _Scale(torch.where(is_valid, now, before))
+        return torch.where(is_valid, now / before, 1.0)
 
-    def _now(self, note: _Note) -> float:
-        if note.count == self._count:
-            return 1.0
-        if not isinstance(note.scale, torch.Tensor):
-            return note.scale
-        if self._reading is None or self._reading[0] is not note.scale:  # a scaler's first loss
-            self._reading = (note.scale, HostCopy(note.scale))
-        return float(self._reading[1].get())
+
+def _known(scale: float | _Scale, device: torch.device) -> float | torch.Tensor:
+    """What can be said of it without waiting, but on the CPU, which has nothing else to do meanwhile."""
+    if isinstance(scale, float):
+        return scale
+    return scale.get() if device.type == "cpu" else scale.known()
+
+
+def _on(device: torch.device, number: float | torch.Tensor) -> torch.Tensor:
+    if isinstance(number, float):
+        return torch.full((), number, dtype=torch.float64, device=device)
+    keep_for_current_stream(number)
+    return number.to(device, non_blocking=True)

@@ -255,10 +255,14 @@ class Step:
 
     def _follow_loss_scale(self) -> None:
         """What is remembered in the unit of gradients is brought to the scale of the backward that begins."""
-        ratio = self.loss_scale.change()
-        if ratio != 1.0:
-            with self._stream.entered(), self._algorithm("after_change_of_scale"):
-                self.states.multiply(ratio)
+        if not self.loss_scale.is_followed:
+            return
+        with self._stream.entered():
+            ratio = self.loss_scale.change(self.storage.memory.device)
+            if isinstance(ratio, float) and ratio == 1.0:
+                return
+            self.states.multiply(ratio)
+            with self._algorithm("after_change_of_scale"):
                 self.algorithm.after_change_of_scale(ratio)
 
     def _fill_with_zeros(self, member: Member) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "current_torch_stream",
     "is_capturing",
     "keep_for_current_stream",
+    "multiplied",
     "new_stream",
     "on_stream",
     "recorded_event",
@@ -159,6 +160,11 @@ def recorded_event(device: torch.device) -> torch.Event:
     return current_torch_stream(device).record_event()
 
 
+def multiplied(values: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """`values` times a scalar of their device, in float32 at least: halves would round it to theirs, but no number."""
+    return values.to(torch.promote_types(values.dtype, torch.float32)) * number
+
+
 @contextmanager
 def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
     """Within it, what is drawn on the CPU and on these devices starts from the seed; then as if nothing had been."""
@@ -187,6 +193,10 @@ class HostCopy:
         self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
         self._values.copy_(tensor, non_blocking=True)
         self._event = recorded_event(tensor.device)
+
+    def get_now(self) -> torch.Tensor | None:
+        """The values; None where they are not there yet."""
+        return self._values if self._event.query() else None
 
     def get(self) -> torch.Tensor:
         """The values; waits until they are there."""

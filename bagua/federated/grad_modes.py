@@ -1,8 +1,8 @@
 """What torch.no_grad, writes into detached tensors, and functions with their own derivatives mean in graphs.
 
 torch's graphs have operators and nothing of the modes in which they ran, so that their derivatives would go through
-what the program computed without any. While a function is traced, `seen` puts three operators in, whose values are
-those that they are given:
+what the program computed without any. While a function is traced, `kept_in_graph` puts three operators in, whose values
+are those that they are given:
 
     operator                    of a cotangent     of a tangent     stands for
     no_grad(value)              nothing            value's          what ran under torch.no_grad
@@ -126,7 +126,7 @@ def without_cotangents(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def seen(given: Sequence[torch.Tensor]) -> Iterator[Callable[[Any], tuple]]:
+def kept_in_graph(given: Sequence[torch.Tensor]) -> Iterator[Callable[[Any], tuple]]:
     """Puts these operators into the graph of what runs inside, which torch traces, in one thread at a time.
 
     Args:

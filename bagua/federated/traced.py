@@ -237,7 +237,7 @@ def _graph_of(function: Callable[..., Sequence[torch.Tensor]], examples: Sequenc
 
 def _in_grad_modes(function: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., tuple]:
     def traced(*values: torch.Tensor) -> tuple:
-        with grad_modes.seen(values) as returned:
+        with grad_modes.kept_in_graph(values) as returned:
             return returned(function(*values))
 
     return traced

@@ -15,7 +15,9 @@ import torch
 
 import bagua
 import tests.emulated_device as emulated
+from bagua.data_parallel.loss_scale import LossScale
 from bagua.distributed import devices
+from bagua.distributed.devices import HostCopy
 from bagua.distributed.work import Work
 from bagua.testing import world as thread_world
 from tests import accelerator
@@ -59,6 +61,10 @@ def _fused_qadam(parameters, lr):
     return bagua.optim.QAdam(parameters, lr, warmup_steps=2, fused=True)
 
 
+def _decaying_qadam(parameters, lr):
+    return bagua.optim.QAdam(parameters, lr / 50, warmup_steps=2, weight_decay=0.1, fused=True)
+
+
 ALGORITHMS = {
     "gradient_allreduce": {},
     "bytegrad": {},
@@ -67,6 +73,14 @@ ALGORITHMS = {
 OTHERS = {
     "qadam": {"optimizer": _fused_qadam, "min_compressed_bytes": 0},
     "powersgd": {},
+}
+# What they remember of gradients has the scale of a GradScaler.
+REMEMBERING = {
+    "onebit": {"algorithm": "bytegrad", "codec": "onebit", "error_feedback": True, "min_compressed_bytes": 0},
+    "bfloat16": {"algorithm": "bytegrad", "error_feedback": True, "state_dtype": "bfloat16"},
+    "qsgd": {"error_feedback": True},
+    "powersgd": {},
+    "qadam": {"optimizer": _decaying_qadam, "codec": "onebit", "min_compressed_bytes": 0},
 }
 OF_WEIGHTS = {"decentralized": {}, "low_precision_decentralized": {}, "local_sgd": {"sync_every": 2}}
 
@@ -120,18 +134,23 @@ def _count_waits(rank, world_size):
         thread_world(2, _check_waits, "late", (*ALGORITHMS, *OTHERS, *OF_WEIGHTS))
         thread_world(2, _check_waits, "sync", ("bytegrad", "qsgd", "low_precision_decentralized"))
     for optimizer in (torch.optim.SGD, _Fused):
-        thread_world(2, _check_scaled_waits, optimizer)
+        thread_world(2, _check_scaled_waits, OF_WEIGHTS, optimizer, (1, 1, 1))
+    of_gradients = {name: options for name, options in REMEMBERING.items() if name != "qadam"}
+    thread_world(2, _check_scaled_waits, of_gradients, torch.optim.SGD, (1, 1, 1))
+    thread_world(2, _check_scaled_waits, of_gradients, _Fused, (0, 0, 0))
+    with_qadam = {"qadam": REMEMBERING["qadam"]}
+    thread_world(2, _check_scaled_waits, with_qadam, _fused_qadam, (0, 1, 0, 0))  # once, where the warm-up ends
 
 
-def _check_scaled_waits(group, optimizer_class):
-    """Where weights are exchanged: one look in the step, which is torch's own unless the optimizer is fused."""
+def _check_scaled_waits(group, algorithms, optimizer_class, all_looks):
+    """Looks in each step: torch's own unless the optimizer is fused, and one where weights are exchanged."""
     barrier = group.barrier
-    for algorithm, options in OF_WEIGHTS.items():
+    for algorithm, options in algorithms.items():
         model, optimizer, device = _make(
-            group, emulated.NAME, algorithm=algorithm, optimizer=optimizer_class, **options
+            group, emulated.NAME, **{"algorithm": algorithm, **options, "optimizer": optimizer_class}
         )
         scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
-        for step in range(3):
+        for step, num_looks in enumerate(all_looks):
             optimizer.zero_grad()
             loss = model(_inputs(group.rank, step, device)).square().mean()
             counts = []
@@ -144,7 +163,7 @@ def _check_scaled_waits(group, optimizer_class):
                 barrier().wait()
                 counts.append(emulated.counters()["num_host_waits"])
                 barrier().wait()  # before another rank's update() waits
-            assert counts == [0, group.size], (algorithm, step)
+            assert counts == [0, group.size * num_looks], (algorithm, step, counts)
             scaler.update()
         model.bagua.remove()
 
@@ -484,6 +503,56 @@ def _skipped_steps(group, optimizer):
 def test_a_step_that_a_scaler_skips_is_skipped_as_on_the_cpu(pair_on_devices, optimizer):
     """The states of error feedback too: the steps behind it show them."""
     assert pair_on_devices.run(_in_group, args=[_skipped_steps, [optimizer]]) == [[], []]
+
+
+def _train_at_many_scales(group, kind, name, is_known):
+    """Weights after each step, while the scale grows, falls and grows; and whether a backward's change was a tensor."""
+    model, optimizer, device = _make(group, kind, **{"algorithm": name, **REMEMBERING[name]})
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=2)
+    seen, are_tensors = [], []
+
+    def noted(self, device, change=LossScale.change):
+        ratio = change(self, device)
+        are_tensors.append(isinstance(ratio, torch.Tensor))
+        return ratio
+
+    for step in range(9):
+        optimizer.zero_grad()
+        x = _inputs(group.rank, step, device)
+        losses = [model(x).square().mean() * (float("inf") if step in (4, 5) else 1)]
+        if step == 6:
+            losses.append(model(x + 1).square().mean())
+        for loss in losses:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(LossScale, "change", noted)
+                if not is_known:  # as of a host far ahead of its device; the emulated one's operators wait for it
+                    patch.setattr(HostCopy, "get_now", lambda _: None)
+                scaled = scaler.scale(loss)
+                if is_known and kind != "cpu":
+                    torch.accelerator.synchronize()
+                scaled.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(_weights(model))
+    state = model.bagua.state_dict()
+    model.bagua.remove()
+    return seen, are_tensors, state["loss_scale"], state["state"].get("units")
+
+
+def _many_scales(group, name):
+    of_cpu, *of_device = (
+        _train_at_many_scales(group, kind, name, is_known)
+        for kind, is_known in (("cpu", True), (accelerator.kind(), True), (accelerator.kind(), False))
+    )
+    for (seen, are_tensors, *units), is_known in zip(of_device, (True, False), strict=True):
+        assert all(map(accelerator.agree, seen, of_cpu[0])), is_known
+        assert units == list(of_cpu[2:])
+        assert any(are_tensors) == all(are_tensors) == (not is_known)
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_what_is_remembered_follows_a_scale_that_the_host_does_not_know(pair_on_devices, name):
+    pair_on_devices.run(_in_group, args=[_many_scales, [name]])
 
 
 def _train_with_two_optimizers(group, kind, algorithm, options):
