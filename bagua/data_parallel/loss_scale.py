@@ -4,9 +4,9 @@ What the codes of one step leave out is added to the gradients of the next one, 
 Beside the data path: ``GradScaler.scale`` notes what it has multiplied by -> **here** -> at the beginning of each
 backward what is remembered in the unit of gradients is multiplied by what the scale has grown by
 (``algorithm_state.py``, and ``Algorithm.after_change_of_scale``). The scale is a device's to change, and the host does
-not wait for it: what it has not heard by then stays there, as a tensor. torch tells nobody that a loss is scaled, so where
-something is remembered that method of torch's is wrapped, in the whole process. Scalers that do not call it are not
-seen: what is remembered stays as it is then.
+not wait for it: what it has not heard by then stays there, as a tensor. torch tells nobody that a loss is scaled, so
+where something is remembered that method of torch's is wrapped, in the whole process. Scalers that do not call it are
+not seen: what is remembered stays as it is then.
 """
 
 from __future__ import annotations

@@ -464,5 +464,12 @@ def without_needless(module: fx.GraphModule) -> fx.GraphModule:
     for node in module.graph.nodes:
         if node in is_sealed and (node.target is _no_grad or (node.target is _written and not node.args[2])):
             replace(node, node.args[0])
+    kept = [node.target for node in module.graph.nodes if node.target in OPERATORS]
+    if kept and MECHANISM != "kernels":
+        raise InvalidArgument(
+            f"federated.trace: a graph with {kept[0]} has no derivatives with torch {torch.__version__}, whose kernels "
+            "for them cannot be used: leave torch.no_grad, .detach() and torch.autograd.Function out of what is "
+            "traced, or call the program without trace"
+        )
     module.recompile()
     return module

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bagua import federated
 from bagua.errors import InvalidArgument
+from bagua.federated import grad_modes, operators
 from bagua.torch_version import is_torch_at_least
 
 W = torch.tensor([0.5, -1.5, 2.0, 0.25], dtype=torch.float64)
@@ -712,3 +713,10 @@ def test_some_random_programs():
 @pytest.mark.parametrize("hundred", range(3))
 def test_random_programs(hundred):
     assert sum(map(check_random_client, range(1000 + 100 * hundred, 1100 + 100 * hundred))) >= 70
+
+
+def test_without_kernels_for_derivatives_a_graph_says_that_it_has_none(monkeypatch):
+    monkeypatch.setattr(grad_modes, "MECHANISM", "functions")
+    monkeypatch.setattr(operators, "_calls", operators._functions())
+    with pytest.raises(InvalidArgument, match=r"no_grad.* has no derivatives with torch"):
+        federated.trace(by_decorator, W, X[0])
