@@ -314,6 +314,7 @@ class ParameterStates:
                 elif key in kept.loaded:
                     (first, numel), stripe = kept.loaded[key]
                     own["stripes"][of_bucket] = (first, numel, bucket.numel, stripe.clone())
+            own["num_values"] = _num_values(own)
         return {"place": writer_of(self._group), "states": states}
 
     def load_state_dict(self, state: Mapping[str, Any], algorithm_name: str) -> None:
@@ -332,6 +333,14 @@ class ParameterStates:
         if not ours:
             return
         check_writer(state["place"], self._group, "what this rank remembers of each parameter")
+        for name, own in state["states"].items():
+            if _num_values(own) != own["num_values"]:
+                raise InvalidArgument(
+                    f"the checkpoint has {_num_values(own)} of the {own['num_values']} tensors that {name!r} consisted "
+                    "of. torch.distributed.checkpoint fills in the tensors of the state that it is given, and in that "
+                    "of a model before its first step are none: keep model.bagua.state_dict() by torch.save, a file "
+                    "per rank"
+                )
         self._loading = state["states"]
 
     def _load(self, loading: Mapping[str, Any], buckets: Sequence[Bucket]) -> None:
@@ -438,6 +447,10 @@ def _check_stripe(loaded: Stripe, stripe: Stripe) -> None:
             f"the checkpoint has what this rank encodes of a bucket as elements {loaded[0]} to {sum(loaded)}, here it "
             f"encodes {stripe[0]} to {sum(stripe)}; wrap the model with the codec of the checkpoint"
         )
+
+
+def _num_values(own: Mapping[str, Any]) -> int:
+    return sum(len(own[part]) for part in ("parameters", "stripes", "owners"))
 
 
 def _told(states: Mapping[str, str]) -> str:

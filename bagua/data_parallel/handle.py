@@ -29,7 +29,7 @@ from bagua.errors import BaguaError, InvalidArgument
 from bagua.profiler import clock_sync
 from bagua.profiler.timeline import Timeline
 
-_STATE_VERSION = 4
+_STATE_VERSION = 5
 _STATE_KEYS = {"version", "algorithm", "num_steps", "layout", "ready_order", "loss_scale", "state", "parameters"}
 logger = logging.getLogger("bagua")
 

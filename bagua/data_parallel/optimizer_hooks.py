@@ -113,6 +113,7 @@ class Model(Protocol):
 
     parameter_ids: frozenset[int]
     calls: Calls
+    exchanges_weights: bool  # so that each step counts
 
     def is_wrapper(self, optimizer: torch.optim.Optimizer) -> bool: ...
 
@@ -169,9 +170,10 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tupl
     closure = closure if callable(closure) else None
     begun: list[tuple[Model, Call]] = []
     due: list[tuple[Model, Call]] = []
+    is_none = _makes_only_states(optimizer)
     try:
         for model in _models():
-            if not _steps(optimizer, model) or model.is_wrapper(optimizer):
+            if not _steps(optimizer, model) or model.is_wrapper(optimizer) or (is_none and model.exchanges_weights):
                 continue
             call = model.calls.begin(optimizer)
             if call.is_inner:
@@ -190,6 +192,17 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tupl
         return None
     closure = _told(closure, optimizer, begun)
     return (args, {**kwargs, "closure": closure}) if "closure" in kwargs else ((args[0], closure, *args[2:]), kwargs)
+
+
+def _makes_only_states(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is no step of the training: torch.distributed.checkpoint makes one with lr=0 and gradients of zeros,
+    perhaps on one rank only, where an optimizer has no state yet that it could save or load."""
+    module = None if optimizer.state else sys.modules.get("torch.distributed.checkpoint.state_dict")
+    code = getattr(getattr(module, "_init_optim_state", None), "__code__", None)
+    frame: FrameType | None = None if code is None else sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _steps(optimizer: torch.optim.Optimizer, model: Model) -> bool:

@@ -63,6 +63,7 @@ class OptimizerSteps:
     ) -> None:
         self.parameter_ids = frozenset(map(id, storage.parameters))
         self.calls = Calls()
+        self.exchanges_weights = algorithm.exchanges == "weights"
         self.are_known = bool(optimizers)
         self._bucket_group, group = group, group.process_group
         self.local_gradients = LocalGradients(storage, group)

@@ -189,7 +189,7 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     def _all_reduce(self, tensor: torch.Tensor, op, blocking: bool) -> Work:
         group = self.group
-        op, finish = _divide_integers(op, tensor, group)
+        op, finish = _as_by_nccl(op, tensor, group)
         work = group.all_reduce(as_real(tensor, op), op, blocking=blocking)
         if finish is not None:
             work.finish_with(finish)
@@ -198,7 +198,7 @@ class TorchProcessGroup(dist.ProcessGroup):
     @_operation("reduce", 0)
     def reduce(self, tensors: list[torch.Tensor], opts: c10d.ReduceOptions = _REDUCE) -> TorchWork:
         tensor = only_element(tensors, "tensors")
-        op, finish = _divide_integers(opts.reduceOp.op, tensor, self.group)
+        op, finish = _as_by_nccl(opts.reduceOp.op, tensor, self.group)
         work = self.group.reduce(as_real(tensor, op), opts.rootRank, op, blocking=_is_blocking(opts))
         if finish is not None and self.group.rank == opts.rootRank:
             work.finish_with(finish)
@@ -236,7 +236,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         check_disjoint([[output] for output in outputs], inputs)
         works = []
         for output, input in zip(outputs, inputs, strict=True):
-            reduced_by, finish = _divide_integers(op, output, self.group)
+            reduced_by, finish = _as_by_nccl(op, output, self.group)
             parts = as_real(output, op), as_real(input, op)
             works.append(self.group.reduce_scatter(*parts, reduced_by, blocking=blocking))
             if finish is not None:
@@ -424,14 +424,17 @@ class TorchProcessGroup(dist.ProcessGroup):
                 )
 
 
-def _divide_integers(
+def _as_by_nccl(
     op: dist.ReduceOp.RedOpType, tensor: torch.Tensor, group: ProcessGroup
 ) -> tuple[object, Callable[[], None] | None]:
-    """The operator to reduce with, and what to do with the result, so that integers are averaged as NCCL does it.
+    """The operator to reduce with, and what to do with the result, so that integers and bool are reduced as by NCCL.
 
-    That is their sum, which may overflow, divided by the number of ranks and rounded towards zero.
+    The mean of integers is their sum, which may overflow, divided by the number of ranks and rounded towards zero; the
+    sum of bool is whether any is true, as DTensor's ``any`` asks for it.
     """
     dtype = tensor.dtype
+    if dtype is torch.bool and op == dist.ReduceOp.SUM:
+        return ReduceOp.BOR, None
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool or op != dist.ReduceOp.AVG:
         return op, None
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua
@@ -39,6 +40,15 @@ def averages(rank, world_size):
         share = torch.empty(24 // world_size, dtype=dtype)
         dist.reduce_scatter_tensor(share, contribution(rank, dtype), dist.ReduceOp.AVG)
         assert torch.equal(share, expected.chunk(world_size)[rank])
+    is_set = torch.tensor([False, rank == 1, True])
+    dist.all_reduce(is_set)  # as over NCCL: whether any is
+    assert is_set.tolist() == [False, True, True]
+    share = torch.empty(1, dtype=torch.bool)
+    dist.reduce_scatter_tensor(share, (torch.arange(world_size) == 0) & (rank == 1))
+    assert share.item() == (rank == 0)
+    mesh = dist.init_device_mesh("cpu", (world_size,))
+    values = DTensor.from_local(torch.tensor([0.0, float(rank == 1)]), mesh, [Shard(0)])
+    assert values.any().full_tensor().item() and not (values > 1).any().full_tensor().item()
     with pytest.raises(bagua.InvalidArgument, match="AVG has no meaning for torch.bool"):
         dist.all_reduce(torch.ones(3, dtype=torch.bool), dist.ReduceOp.AVG)
 

@@ -94,7 +94,7 @@ def refused(rank, world_size):
     """An operation that is refused leaves no event open, nor a thread."""
     with torch.profiler.profile() as profiled:
         with pytest.raises(ValueError):
-            dist.all_reduce(torch.ones(3, dtype=torch.bool))
+            dist.all_reduce(torch.ones(3, dtype=torch.bool), dist.ReduceOp.AVG)
         dist.barrier()
     assert {event.name for event in profiled.events()} >= {"bagua:all_reduce", "bagua:barrier"}
 
