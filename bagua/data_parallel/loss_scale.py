@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bagua.distributed.devices import HostCopy, keep_for_current_stream
+from bagua.distributed.devices import HostCopy, is_capturing, keep_for_current_stream, supported_types
 
 __all__ = ["LossScale"]
 
@@ -31,17 +31,18 @@ class _Scale:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._on_device = tensor.detach().double()  # a copy: a scaler's own tensor goes on to change
-        self._on_host = HostCopy(self._on_device)
+        self._on_device = tensor.detach().clone()  # a scaler's own tensor goes on to change
+        # Where bagua communicates nothing nobody asks for it, but perhaps for a model on the CPU.
+        self._on_host = HostCopy(self._on_device) if tensor.device.type in supported_types() else None
 
     def known(self) -> float | torch.Tensor:
         """The number where the host has it by now; else the tensor."""
-        on_host = self._on_host.get_now()
+        on_host = None if self._on_host is None else self._on_host.get_now()
         return self._on_device if on_host is None else float(on_host)
 
     def get(self) -> float:
         """The number; waits for it."""
-        return float(self._on_host.get())
+        return float(self._on_device if self._on_host is None else self._on_host.get())
 
 
 class _Note:
@@ -74,8 +75,10 @@ def _note_scales() -> None:
     @functools.wraps(scale)
     def noted(self: torch.amp.GradScaler, outputs: Any) -> Any:
         scaled = scale(self, outputs)
-        if self.is_enabled():
-            note, now = _notes.of_thread, self._scale
+        now = self._scale
+        # A graph that is captured is of other models: the backward of a wrapped one is refused there.
+        if self.is_enabled() and (now is None or not is_capturing(now.device)):
+            note = _notes.of_thread
             note.count += 1
             note.scale = self.get_scale() if now is None or now.is_cpu else _Scale(now)
         return scaled
@@ -124,7 +127,7 @@ class LossScale:
         self._has_begun_backward = True
         scale = self._note.scale if self._note.count != self._count else 1.0
         now, before = (_known(one, device) for one in (scale, self._unit))
-        if isinstance(now, float) and isinstance(before, float):
+        if not (isinstance(now, torch.Tensor) or isinstance(before, torch.Tensor)):
             if not 0 < now < math.inf:
                 return 1.0
             self._unit = now
@@ -137,13 +140,13 @@ class LossScale:
 
 def _known(scale: float | _Scale, device: torch.device) -> float | torch.Tensor:
     """What can be said of it without waiting, but on the CPU, which has nothing else to do meanwhile."""
-    if isinstance(scale, float):
+    if not isinstance(scale, _Scale):
         return scale
     return scale.get() if device.type == "cpu" else scale.known()
 
 
 def _on(device: torch.device, number: float | torch.Tensor) -> torch.Tensor:
-    if isinstance(number, float):
+    if not isinstance(number, torch.Tensor):
         return torch.full((), number, dtype=torch.float64, device=device)
     keep_for_current_stream(number)
-    return number.to(device, non_blocking=True)
+    return number.to(device, torch.float64, non_blocking=True)

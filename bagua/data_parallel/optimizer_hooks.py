@@ -197,7 +197,7 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tupl
 def _makes_only_states(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is no step of the training: torch.distributed.checkpoint makes one with lr=0 and gradients of zeros,
     perhaps on one rank only, where an optimizer has no state yet that it could save or load."""
-    module = None if optimizer.state else sys.modules.get("torch.distributed.checkpoint.state_dict")
+    module = None if getattr(optimizer, "state", None) else sys.modules.get("torch.distributed.checkpoint.state_dict")
     code = getattr(getattr(module, "_init_optim_state", None), "__code__", None)
     frame: FrameType | None = None if code is None else sys._getframe(1)
     while frame is not None and frame.f_code is not code:
