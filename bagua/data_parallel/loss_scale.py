@@ -75,12 +75,11 @@ def _note_scales() -> None:
     @functools.wraps(scale)
     def noted(self: torch.amp.GradScaler, outputs: Any) -> Any:
         scaled = scale(self, outputs)
-        now = self._scale
         # A graph that is captured is of other models: the backward of a wrapped one is refused there.
-        if self.is_enabled() and (now is None or not is_capturing(now.device)):
+        if self.is_enabled() and self._scale is not None and not is_capturing(self._scale.device):
             note = _notes.of_thread
             note.count += 1
-            note.scale = self.get_scale() if now is None or now.is_cpu else _Scale(now)
+            note.scale = self.get_scale() if self._scale.is_cpu else _Scale(self._scale)
         return scaled
 
     noted.is_noted = True
