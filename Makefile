@@ -32,7 +32,7 @@ TWO_PROCESSES := --numprocesses 2 --dist worksteal
 TIMED = -m "not slow and timed" $(TWO_PROCESSES) $$(grep -rl --include='test_*.py' 'mark\.timed' tests)
 TIMES ?= 1
 
-.PHONY: help demo test test-all test-timed test-gpu test-native package lint format bench sanitize build setup-and-native setup setup-build setup-system setup-tests setup-lint clean
+.PHONY: help demo test test-all test-timed test-gpu test-native package lint format bench bench-gpu sanitize build setup-and-native setup setup-build setup-system setup-tests setup-lint clean
 # Whatever -j says: two targets that set up would change .venv at once.
 ifndef IS_BESIDE
 .NOTPARALLEL:
@@ -83,6 +83,10 @@ format: setup-lint ## let the formatters rewrite what they can
 
 bench: build ## every script in benchmarks/ that takes minutes
 	@bash scripts/bench.sh
+
+bench-gpu: setup-tests ## benchmarks/cuda: rates of kernels, ranks that share a GPU, models wrapped and not
+	@$(MAKE) build BAGUA_CUDA=1
+	@bash scripts/bench.sh benchmarks/cuda/kernels.py benchmarks/cuda/one_gpu.py benchmarks/cuda/gpu_step.py
 
 sanitize: setup-tests ## the C++ tests under the thread and the address sanitizer
 	@bash scripts/sanitize.sh

@@ -38,7 +38,7 @@ def describe_model(model: torch.nn.Module, optimizers: Sequence[torch.optim.Opti
         kind = f"{parameter.dtype} on {parameter.device.type} requires_grad={parameter.requires_grad}"
         described[f"parameter {name!r}"] = f"{tuple(parameter.shape)} {kind}{_memory_format_of(parameter)}"
     for name, buffer in model.named_buffers():
-        described[f"buffer {name!r}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+        described[f"buffer {name!r}"] = f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device.type}"
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     for index, optimizer in enumerate(optimizers):
         described.update(describe_optimizer(index, optimizer, name_of))

@@ -505,6 +505,23 @@ def test_a_step_that_a_scaler_skips_is_skipped_as_on_the_cpu(pair_on_devices, op
     assert pair_on_devices.run(_in_group, args=[_skipped_steps, [optimizer]]) == [[], []]
 
 
+def _put_a_buffer_elsewhere(group):
+    """On one rank a buffer is on another type of device: refused on all, who train on as they are wrapped."""
+    model, optimizer, device = _make(group, accelerator.kind(), algorithm="gradient_allreduce")
+    model.register_buffer("late", torch.ones(3, device="cpu" if group.rank == 0 else device))
+    with pytest.raises(bagua.InvalidArgument, match="the ranks disagree about buffer 'late': rank 0 has .* on cpu"):
+        bagua.with_bagua(model, optimizer, algorithm="bytegrad", group=group)
+    model.late = model.late.to(device)
+    model(_inputs(group.rank, 0, device)).square().mean().backward()
+    optimizer.step()
+    first, second = group.all_gather_plain([weight.tolist() for weight in _weights(model)])
+    assert first == second
+
+
+def test_a_buffer_that_one_rank_has_on_another_device(pair_on_devices):
+    pair_on_devices.run(_in_group, args=[_put_a_buffer_elsewhere, ()])
+
+
 def _train_at_many_scales(group, kind, name, is_known):
     """Weights after each step, while the scale grows, falls and grows; and whether a backward's change was a tensor."""
     model, optimizer, device = _make(group, kind, **{"algorithm": name, **REMEMBERING[name]})

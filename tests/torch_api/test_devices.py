@@ -157,7 +157,7 @@ def test_training(pair_on_devices, name):
 
 
 def averaging(rank, n):
-    """Averages in the background while the device trains: all ranks end alike."""
+    """Averages in the background while the device trains, until it is told to end."""
     model = torch.nn.Linear(4, 1).to(accelerator.kind())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     algorithm = async_model_average.AsyncModelAverageAlgorithm(sync_interval_ms=5)
