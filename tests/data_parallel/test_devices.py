@@ -567,7 +567,12 @@ def _many_scales(group, name):
         assert any(are_tensors) == all(are_tensors) == (not is_known)
 
 
-@pytest.mark.parametrize("name", REMEMBERING)
+_SLOW = pytest.mark.slow("test_what_is_remembered_follows_a_scale_that_the_host_does_not_know")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("bfloat16", "qadam") else pytest.param(name, marks=_SLOW) for name in REMEMBERING]
+)
 def test_what_is_remembered_follows_a_scale_that_the_host_does_not_know(pair_on_devices, name):
     pair_on_devices.run(_in_group, args=[_many_scales, [name]])
 

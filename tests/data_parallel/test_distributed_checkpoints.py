@@ -49,7 +49,10 @@ def _ask_for_state(rank, world_size, algorithm, momentum):
         assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("momentum", [0.9, 0])
+@pytest.mark.parametrize(
+    "momentum",
+    [0.9, pytest.param(0, marks=pytest.mark.slow("test_a_step_that_only_makes_an_optimizers_state_is_none"))],
+)
 @pytest.mark.parametrize("algorithm", OF_WEIGHTS)
 def test_a_step_that_only_makes_an_optimizers_state_is_none(pool2, algorithm, momentum):
     pool2.run(_ask_for_state, args=[algorithm, momentum])
@@ -72,7 +75,11 @@ def _resume(rank, world_size, algorithm, is_bagua_first):
         assert torch.equal(_train(model, optimizer, rank, range(3, 7)), expected)
 
 
-@pytest.mark.parametrize("is_bagua_first", [True, False], ids=["bagua_first", "bagua_last"])
+@pytest.mark.parametrize(
+    "is_bagua_first",
+    [True, pytest.param(False, marks=pytest.mark.slow("test_a_run_resumes_by_set_state_dict"))],
+    ids=["bagua_first", "bagua_last"],
+)
 @pytest.mark.parametrize("algorithm", OF_WEIGHTS)
 def test_a_run_resumes_by_set_state_dict(pool2, algorithm, is_bagua_first):
     pool2.run(_resume, args=[algorithm, is_bagua_first])
