@@ -33,6 +33,7 @@ from bagua.federated.aggregators import Aggregator, Mean, Median, SecureSum
 from bagua.testing import spawn
 from tests.conformance.training import process_group
 from tests.distributed.worlds import fast_in
+from tests.meeting import wait_until
 
 X = torch.tensor([2.0, -1.0])
 Y = torch.tensor([[1.0, 2.0], [3.0, -4.0], [-7.0, 6.0]])
@@ -297,20 +298,19 @@ def _num_held():
 
 def many_groups_and_cohorts(rank, world_size):
     with process_group():
-        held = []
         for index in range(1, 8):
             reduce = federated.program(federated.reduce_mean, clients=2 * index)
             assert reduce(torch.ones(index, 1000))[0] == 1
-            held.append(_num_held())
-        assert held[1:] == held[:1] * 6, held  # one buffer, whatever the number of clients
+            num_held = _num_held() if index == 1 else num_held
+        # One buffer, whatever the number of clients. What a group has had open is closed soon after its end, not in it.
+        wait_until(lambda: _num_held() <= num_held, f"no more than {num_held} descriptors after other programs")
         for _ in range(8):
             group = bagua.new_group([0, 1])
             reduce = federated.program(federated.reduce_mean, clients=4, group=group)
             assert reduce(torch.ones(2, 1000))[0] == 1
             bagua.destroy_process_group(group)
             del group, reduce
-            held.append(_num_held())
-        assert held[-1] == held[-7], held
+        wait_until(lambda: _num_held() <= num_held, f"no more than {num_held} descriptors after groups have ended")
 
 
 def after_the_group(rank, world_size):
