@@ -298,10 +298,12 @@ def _num_held():
 
 def many_groups_and_cohorts(rank, world_size):
     with process_group():
+        counts = []
         for index in range(1, 8):
             reduce = federated.program(federated.reduce_mean, clients=2 * index)
             assert reduce(torch.ones(index, 1000))[0] == 1
-            num_held = _num_held() if index == 1 else num_held
+            counts.append(_num_held())
+        num_held = counts[0]
         # One buffer, whatever the number of clients. What a group has had open is closed soon after its end, not in it.
         wait_until(lambda: _num_held() <= num_held, f"no more than {num_held} descriptors after other programs")
         for _ in range(8):
