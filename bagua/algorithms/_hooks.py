@@ -167,6 +167,9 @@ class Hooks:
     def after_skipped_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         """A GradScaler has made nothing of a step of ``optimizer``, and the host knows.
 
+        So is the step with lr=0 by which torch.distributed.checkpoint makes an optimizer's state, where weights are
+        exchanged; perhaps on one rank only.
+
         The weights are what they were, though torch may count a fused optimizer's as changed. Where gradients are
         exchanged on a device the host may hear of it later, and then ``after_optimizer_step`` is called.
         """

@@ -115,9 +115,9 @@ class QAdam(CompressedGradients):
         super().attach(training)
         self._take(training.optimizers)
         self._count_steps()
-        # R, but for what it has grown by since then where only the device knows that.
+        # R when it was measured, and what it has grown by since then, which perhaps only the device knows.
         self._units = [1.0] * len(training.optimizers)
-        self._growths: list[torch.Tensor | None] = [None] * len(training.optimizers)
+        self._growths: list[float | torch.Tensor] = [1.0] * len(training.optimizers)
         # The largest gradient of the last backward, until the optimizer steps; then with that of the step, and by what
         # that divides, until R is asked for.
         self._largest: list[_Largest | None] = [None] * len(training.optimizers)
@@ -160,7 +160,7 @@ class QAdam(CompressedGradients):
             if optimizer is not before[index]:
                 optimizer.set_options(self._adam_options())
                 self._num_steps[index], self._units[index] = optimizer.num_steps(), 1.0
-                self._growths[index] = None
+                self._growths[index] = 1.0
                 self._largest[index] = self._measured[index] = self._looks[index] = None
                 self._num_undone[index] = optimizer.num_undone
 
@@ -290,11 +290,8 @@ class QAdam(CompressedGradients):
     def after_change_of_scale(self, ratio: float | torch.Tensor) -> None:
         super().after_change_of_scale(ratio)
         for index in range(len(self._units)):
-            unit, growth = self._unit(index), self._growths[index]
-            if isinstance(ratio, float):
-                self._units[index] = unit * ratio
-            else:
-                self._growths[index] = ratio if growth is None else growth * ratio
+            self._unit(index)
+            self._growths[index] = self._growths[index] * ratio
 
     def _unit(self, index: int) -> float:
         """R but for its growth, by what was measured around the last step."""
@@ -304,7 +301,7 @@ class QAdam(CompressedGradients):
             step, scale = in_step.get(), 1.0 if grad_scale is None else grad_scale.get()
             backward = in_backward.get()
             if backward and step and scale:
-                self._units[index], self._growths[index] = _power_of_two(backward / (step / scale)), None
+                self._units[index], self._growths[index] = _power_of_two(backward / (step / scale)), 1.0
         return self._units[index]
 
     def _largest_gradient(self, optimizer: optim.QAdam, buckets: Sequence[Bucket]) -> _Largest:
@@ -373,16 +370,14 @@ class QAdam(CompressedGradients):
     def state_dict(self) -> dict[str, Any]:
         self._undo_steps()
         units = [self._unit(index) for index in range(len(self._units))]
-        grown = [
-            unit if growth is None else unit * float(growth) for unit, growth in zip(units, self._growths, strict=True)
-        ]
+        grown = [unit * float(growth) for unit, growth in zip(units, self._growths, strict=True)]
         for index in range(len(self._looks)):
             self._warn(index)
         return {**super().state_dict(), "num_steps": list(self._num_steps), "units": grown}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_steps, self._units = list(state["num_steps"]), list(state["units"])
-        self._growths = [None] * len(self._units)
+        self._growths = [1.0] * len(self._units)
         self._measured, self._looks = [None] * len(self._units), [None] * len(self._units)
         super().load_state_dict(state)
 
@@ -396,18 +391,18 @@ class _Terms:
         beta: R b1.
         decay: R times the weight decay.
         rest: 1 - b1.
-        growth: by what R has to be multiplied in both, where only the device knows it.
+        growth: by what R has to be multiplied in both.
     """
 
     exp_avg: torch.Tensor | None
     beta: float
     decay: float
     rest: float
-    growth: torch.Tensor | None
+    growth: float | torch.Tensor
 
     def grown(self, factor: torch.Tensor) -> torch.Tensor:
-        """m or the parameter, so that what R lacks is in it; the bits of the product with R are the same."""
-        return factor if self.growth is None else multiplied(factor, self.growth)
+        """m or the parameter times what R has grown by: with the same bits on all ranks, whoever of them knows it."""
+        return multiplied(factor, self.growth)
 
 
 class _Look:

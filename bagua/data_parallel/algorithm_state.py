@@ -361,7 +361,7 @@ class ParameterStates:
                     if shape is not None:
                         self._kept.shaped[name, member.index] = value.to(member.view.device, copy=True)
                     else:
-                        into[name, member.index] = value.reshape(-1).clone()
+                        into[name, member.index] = value.reshape(-1).to(member.view.device, copy=True)
             for of_bucket, (first, numel, bucket_numel, value) in own["stripes"].items():
                 index = int(of_bucket)
                 here = buckets[index].numel if index < len(buckets) else None
@@ -373,7 +373,7 @@ class ParameterStates:
                 sent = buckets[index].declaration
                 if sent.codec is not None:
                     _check_stripe((first, numel), self._stripe(name, buckets[index], sent.codec, sent.hierarchical))
-                self._kept.loaded[name, index] = ((first, numel), value.clone())
+                self._kept.loaded[name, index] = ((first, numel), value.to(buckets[index].device, copy=True))
 
     # --- one value
 

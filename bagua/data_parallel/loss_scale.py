@@ -35,10 +35,17 @@ class _Scale:
         # Where bagua communicates nothing nobody asks for it, but perhaps for a model on the CPU.
         self._on_host = HostCopy(self._on_device) if tensor.device.type in supported_types() else None
 
-    def known(self) -> float | torch.Tensor:
-        """The number where the host has it by now; else the tensor."""
+    def known(self) -> float | _Scale:
+        """The number where the host has it by now."""
         on_host = None if self._on_host is None else self._on_host.get_now()
-        return self._on_device if on_host is None else float(on_host)
+        return self if on_host is None else float(on_host)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The number in float64, for the current stream of a device, whichever stream has it first."""
+        if self._on_host is not None:
+            self._on_host.order_behind()
+        keep_for_current_stream(self._on_device)
+        return self._on_device.to(device, torch.float64, non_blocking=True)
 
     def get(self) -> float:
         """The number; waits for it."""
@@ -126,7 +133,7 @@ class LossScale:
         self._has_begun_backward = True
         scale = self._note.scale if self._note.count != self._count else 1.0
         now, before = (_known(one, device) for one in (scale, self._unit))
-        if not (isinstance(now, torch.Tensor) or isinstance(before, torch.Tensor)):
+        if not (isinstance(now, _Scale) or isinstance(before, _Scale)):
             if not 0 < now < math.inf:
                 return 1.0
             self._unit = now
@@ -137,15 +144,14 @@ class LossScale:
         return torch.where(is_valid, now / before, 1.0)
 
 
-def _known(scale: float | _Scale, device: torch.device) -> float | torch.Tensor:
+def _known(scale: float | _Scale, device: torch.device) -> float | _Scale:
     """What can be said of it without waiting, but on the CPU, which has nothing else to do meanwhile."""
     if not isinstance(scale, _Scale):
         return scale
     return scale.get() if device.type == "cpu" else scale.known()
 
 
-def _on(device: torch.device, number: float | torch.Tensor) -> torch.Tensor:
-    if not isinstance(number, torch.Tensor):
-        return torch.full((), number, dtype=torch.float64, device=device)
-    keep_for_current_stream(number)
-    return number.to(device, torch.float64, non_blocking=True)
+def _on(device: torch.device, scale: float | _Scale) -> torch.Tensor:
+    if isinstance(scale, _Scale):
+        return scale.on(device)
+    return torch.full((), scale, dtype=torch.float64, device=device)

@@ -32,7 +32,7 @@ class Call:
         is_inner: it is part of another call: of super().step(), or of the optimizer that wraps this one.
         is_prepared: ``Algorithm.before_optimizer_step`` has been called for it.
         is_evaluating: its closure runs.
-        is_skipped: a GradScaler makes nothing of it, and the host knows.
+        is_skipped: a GradScaler makes nothing of it, and the host knows; or torch.distributed.checkpoint makes it.
         num_forwards, num_backwards: synchronising ones in its closure so far.
     """
 
@@ -117,6 +117,8 @@ class Model(Protocol):
 
     def is_wrapper(self, optimizer: torch.optim.Optimizer) -> bool: ...
 
+    def pass_over(self, call: Call) -> None: ...
+
     def check_optimizer_step(self, call: Call, has_closure: bool) -> bool: ...
 
     def check_closure(self, call: Call) -> None: ...
@@ -170,16 +172,17 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tupl
     closure = closure if callable(closure) else None
     begun: list[tuple[Model, Call]] = []
     due: list[tuple[Model, Call]] = []
-    is_none = _makes_only_states(optimizer)
     try:
         for model in _models():
-            if not _steps(optimizer, model) or model.is_wrapper(optimizer) or (is_none and model.exchanges_weights):
+            if not _steps(optimizer, model) or model.is_wrapper(optimizer):
                 continue
             call = model.calls.begin(optimizer)
             if call.is_inner:
                 continue
             begun.append((model, call))
-            if model.check_optimizer_step(call, closure is not None):
+            if model.exchanges_weights and _makes_only_states(optimizer):
+                model.pass_over(call)
+            elif model.check_optimizer_step(call, closure is not None):
                 due.append((model, call))
         for model, call in due:
             model.before_optimizer_step(call)

@@ -190,6 +190,11 @@ class OptimizerSteps:
         """Whether it wraps an optimizer of this model, of whose step inside its own we hear."""
         return self._optimizers.is_wrapper(optimizer)
 
+    def pass_over(self, call: Call) -> None:
+        """A step begins that is none of the training, perhaps on this rank only."""
+        self._follow(call.optimizer)
+        call.is_skipped = True
+
     def check_optimizer_step(self, call: Call, has_closure: bool) -> bool:
         """An optimizer is about to step parameters of the model; whether with the gradients that are there.
 

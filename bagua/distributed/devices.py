@@ -160,9 +160,10 @@ def recorded_event(device: torch.device) -> torch.Event:
     return current_torch_stream(device).record_event()
 
 
-def multiplied(values: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """`values` times a scalar of their device, in float32 at least: halves would round it to theirs, but no number."""
-    return values.to(torch.promote_types(values.dtype, torch.float32)) * number
+def multiplied(values: torch.Tensor, number: float | torch.Tensor) -> torch.Tensor:
+    """`values`, in float32 at least, times a number, or a scalar of their device: with the same bits."""
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    return wide if isinstance(number, float) and number == 1.0 else wide * number
 
 
 @contextmanager
@@ -187,12 +188,16 @@ class HostCopy:
         tensor: as the current stream finds it there.
     """
 
-    __slots__ = ("_event", "_values")
+    __slots__ = ("_device", "_event", "_values")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
         self._values.copy_(tensor, non_blocking=True)
-        self._event = recorded_event(tensor.device)
+        self._device, self._event = tensor.device, recorded_event(tensor.device)
+
+    def order_behind(self) -> None:
+        """What is enqueued on the device's current stream from here on comes after the copy; the host does not wait."""
+        current_torch_stream(self._device).wait_event(self._event)
 
     def get_now(self) -> torch.Tensor | None:
         """The values; None where they are not there yet."""

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import copy
 import functools
+import io
 import threading
 import weakref
 from typing import NamedTuple
@@ -575,6 +576,109 @@ _SLOW = pytest.mark.slow("test_what_is_remembered_follows_a_scale_that_the_host_
 )
 def test_what_is_remembered_follows_a_scale_that_the_host_does_not_know(pair_on_devices, name):
     pair_on_devices.run(_in_group, args=[_many_scales, [name]])
+
+
+def _know_by_rank(group, dtype):
+    """The host of rank 1 is far ahead of its device, that of rank 0 is not; the scale takes no powers of two."""
+    device = accelerator.use_device_of(group.rank)
+    with _seeding:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 64)
+    model.to(device, dtype)
+    optimizer = bagua.optim.QAdam(model.parameters(), 1e-3, warmup_steps=2, weight_decay=0.1, fused=True)
+    bagua.with_bagua(model, optimizer, group=group, algorithm="qadam", min_compressed_bytes=0)
+    growth = {"init_scale": 2.0**10, "growth_factor": 1.5, "backoff_factor": 0.7, "growth_interval": 1}
+    scaler = torch.amp.GradScaler(device.type, **growth)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = model(_inputs(group.rank, step, device).to(dtype)).square().mean()
+        scaled = scaler.scale(loss * float("inf") if step == 4 else loss)
+        torch.accelerator.synchronize()
+        with pytest.MonkeyPatch.context() as patch:
+            if group.rank == 1:
+                patch.setattr(HostCopy, "get_now", lambda _: None)
+            scaled.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        first, second = group.all_gather_plain([weight.tolist() for weight in _weights(model)])
+        assert first == second, step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_ranks_stay_equal_whichever_of_them_knows_the_scale(pair_on_devices, dtype):
+    pair_on_devices.run(_in_group, args=[_know_by_rank, [dtype]])
+
+
+def _scaled_step(group, model, optimizer, scaler, device, step):
+    optimizer.zero_grad()
+    scaled = scaler.scale(model(_inputs(group.rank, step, device)).square().mean())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostCopy, "get_now", lambda _: None)
+        scaled.backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def _load_from_the_host(group, name):
+    """What was saved on a device and is loaded on the CPU follows a scale that only the device knows."""
+    model, optimizer, device = _make(group, accelerator.kind(), **{"algorithm": name, **REMEMBERING[name]})
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=2)
+    train = functools.partial(_scaled_step, group, device=device)
+    for step in range(4):
+        train(model, optimizer, scaler, step=step)
+    parts = (model, optimizer, model.bagua, scaler)
+    torch.save([part.state_dict() for part in parts], saved := io.BytesIO())
+    for step in range(4, 7):
+        train(model, optimizer, scaler, step=step)
+    expected = _weights(model)
+    model.bagua.remove()
+    saved.seek(0)
+    states = torch.load(saved, map_location="cpu")
+    model, optimizer, _ = _make(group, accelerator.kind(), **{"algorithm": name, **REMEMBERING[name]})
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=2)
+    for part, state in zip((model, optimizer, model.bagua, scaler), states, strict=True):
+        part.load_state_dict(state)
+    for step in range(4, 7):
+        train(model, optimizer, scaler, step=step)
+    assert accelerator.agree(_weights(model), expected)
+
+
+@pytest.mark.parametrize("name", ["onebit", "powersgd"])
+def test_a_state_that_is_loaded_on_the_host_follows_the_scale_of_a_device(pair_on_devices, name):
+    pair_on_devices.run(_in_group, args=[_load_from_the_host, [name]])
+
+
+def _scale_on_two_streams(group):
+    """Another loss is scaled on a stream of its own before the backward, which reads the scale behind its copy."""
+    results = []
+    for is_beside in (False, True):
+        model, optimizer, device = _make(
+            group, accelerator.kind(), **{"algorithm": "bytegrad", **REMEMBERING["onebit"]}
+        )
+        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=2)
+        other, auxiliary = devices.new_stream(device), torch.ones(8, device=device, requires_grad=True)
+        for step in range(6):
+            optimizer.zero_grad()
+            scaled = scaler.scale(model(_inputs(group.rank, step, device)).square().mean())
+            other.wait_stream(devices.current_torch_stream(device))
+            with pytest.MonkeyPatch.context() as patch, accelerator.delayed(0.02, other):
+                patch.setattr(HostCopy, "get_now", lambda _: None)
+                if is_beside:
+                    with devices.on_stream(other):
+                        beside = scaler.scale(auxiliary.sum())
+                scaled.backward()
+            devices.current_torch_stream(device).wait_stream(other)
+            if is_beside:
+                beside.backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(_weights(model))
+        model.bagua.remove()
+    assert accelerator.agree(results[1], results[0])
+
+
+def test_a_scale_that_was_noted_on_another_stream(pair_on_devices):
+    pair_on_devices.run(_in_group, args=[_scale_on_two_streams, ()])
 
 
 def _train_with_two_optimizers(group, kind, algorithm, options):

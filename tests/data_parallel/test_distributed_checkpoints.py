@@ -33,13 +33,16 @@ def _train(model, optimizer, rank, steps):
     return model.weight.detach().clone()
 
 
-def _ask_for_state(rank, world_size, algorithm, momentum):
+def _ask_for_state(rank, world_size, algorithm, momentum, is_late):
     """Of an optimizer without a state torch makes one, by a step, here on one rank only."""
     with process_group():
         found = []
         for is_asked in (False, True):
             model, optimizer = _make(algorithm, momentum, **OF_WEIGHTS[algorithm])
             for step in range(5):
+                if step == 0 and is_late:  # as a validation with gradients
+                    model(torch.ones(1, 64)).sum().backward()
+                    optimizer.zero_grad()
                 if is_asked and rank == 0 and (step == 0 or not momentum):
                     get_optimizer_state_dict(model, optimizer)
                     assert momentum == 0 or optimizer.state  # there has been a step
@@ -55,7 +58,8 @@ def _ask_for_state(rank, world_size, algorithm, momentum):
 )
 @pytest.mark.parametrize("algorithm", OF_WEIGHTS)
 def test_a_step_that_only_makes_an_optimizers_state_is_none(pool2, algorithm, momentum):
-    pool2.run(_ask_for_state, args=[algorithm, momentum])
+    for is_late in (False, True):  # behind a forward, since which an average may be under way
+        pool2.run(_ask_for_state, args=[algorithm, momentum, is_late])
 
 
 def _resume(rank, world_size, algorithm, is_bagua_first):
