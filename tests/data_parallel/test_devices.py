@@ -648,37 +648,30 @@ def test_a_state_that_is_loaded_on_the_host_follows_the_scale_of_a_device(pair_o
     pair_on_devices.run(_in_group, args=[_load_from_the_host, [name]])
 
 
-def _scale_on_two_streams(group):
-    """Another loss is scaled on a stream of its own before the backward, which reads the scale behind its copy."""
-    results = []
-    for is_beside in (False, True):
-        model, optimizer, device = _make(
-            group, accelerator.kind(), **{"algorithm": "bytegrad", **REMEMBERING["onebit"]}
-        )
-        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=2)
-        other, auxiliary = devices.new_stream(device), torch.ones(8, device=device, requires_grad=True)
-        for step in range(6):
-            optimizer.zero_grad()
-            scaled = scaler.scale(model(_inputs(group.rank, step, device)).square().mean())
+def _scale_on_two_streams(rank, world_size):
+    """The last loss is scaled on a stream of its own, which is late; the backward, on another, reads its scale."""
+    device = accelerator.use_device_of(rank)
+    other, loss = devices.new_stream(device), torch.ones((), device=device)
+    follows, scaler = LossScale(True), torch.amp.GradScaler(device.type, init_scale=2.0)
+    scaler.scale(loss)
+    found, expected = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostCopy, "get_now", lambda _: None)
+        for exponent in range(1, 11):
+            scaler.update(new_scale=2.0 ** (exponent * (-1) ** exponent))
+            follows.forward_begins()
             other.wait_stream(devices.current_torch_stream(device))
-            with pytest.MonkeyPatch.context() as patch, accelerator.delayed(0.02, other):
-                patch.setattr(HostCopy, "get_now", lambda _: None)
-                if is_beside:
-                    with devices.on_stream(other):
-                        beside = scaler.scale(auxiliary.sum())
-                scaled.backward()
-            devices.current_torch_stream(device).wait_stream(other)
-            if is_beside:
-                beside.backward()
-            scaler.step(optimizer)
-            scaler.update()
-        results.append(_weights(model))
-        model.bagua.remove()
-    assert accelerator.agree(results[1], results[0])
+            with accelerator.delayed(0.02, other), devices.on_stream(other):
+                scaler.scale(loss)
+            before = follows.unit
+            found.append(follows.change(device))
+            expected.append(scaler.get_scale() / before)
+    assert [float(ratio) for ratio in found] == expected
+    assert all(isinstance(ratio, torch.Tensor) for ratio in found)
 
 
-def test_a_scale_that_was_noted_on_another_stream(pair_on_devices):
-    pair_on_devices.run(_in_group, args=[_scale_on_two_streams, ()])
+def test_a_scale_that_was_noted_on_another_stream(alone_on_devices):
+    alone_on_devices.run(_scale_on_two_streams)
 
 
 def _train_with_two_optimizers(group, kind, algorithm, options):
