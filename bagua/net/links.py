@@ -82,9 +82,10 @@ class Endpoint:
         self._groups: dict[str, RegisteredGroup] = {}
         self._num_opened: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._incoming: dict[tuple[str, int], IncomingChannel] = {}  # (group's key, dialer's global rank)
-        self._incoming_s = 0.0
+        self._incoming_s = self._started_at = 0.0
         self._dialing: set[int] = set()  # peers to which this rank is dialing a link
-        # Guards the four above. Taken by itself, not by the condition's `with`, which is a function in Python: Ctrl-C
+        self._early = reports.EarlyReports()
+        # Guards the five above. Taken by itself, not by the condition's `with`, which is a function in Python: Ctrl-C
         # in the middle of that leaves the lock held, and the threads, for which close() waits, wait for it forever.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # announces what is attached
@@ -130,6 +131,7 @@ class Endpoint:
         self.records = self._dialer.records = records
         self.credentials, self._rank = credentials, credentials.rank
         self._incoming_s = timeout_s
+        self._started_at = time.monotonic()
         self._listener = Listener(
             self._sockets,
             credentials,
@@ -182,9 +184,14 @@ class Endpoint:
             self._num_opened[name, tuple(ranks)] += 1
             if self._failure is not None:
                 core.poison(_deaf(self._failure, ranks.index(rank)))
-            self._groups[key] = RegisteredGroup(key, core, ranks, rank)
-            for group, peer in [known for known in self._incoming if known[0] == key]:
-                self._attach_if_complete(group, peer)
+            group = self._groups[key] = RegisteredGroup(key, core, ranks, rank)
+            if (early := self._early.take(key)) is not None:
+                try:
+                    self._heard(group, *early)
+                except Exception as error:  # nothing that a peer sends may end this rank
+                    logger.warning("the report of rank %d on group '%s' is none: %r", early[1], key, error)
+            for _, peer in [known for known in self._incoming if known[0] == key]:
+                self._attach_if_complete(key, peer)
         return core
 
     def _key(self, name: str, ranks: list[int]) -> str:
@@ -223,7 +230,7 @@ class Endpoint:
             "cause": reports.describe(causes[0]),
         }
         unlinked = [self.records[peer] for peer in peers if not self._process.is_linked(peer)]
-        reports.report(unlinked, self.credentials, about)
+        reports.report(unlinked, self.credentials, about, time.monotonic() - self._started_at)
 
     def share_memory(self, rank: int, peer: int) -> bool:
         """Whether two ranks (global) are on one host and both have shared memory switched on."""
@@ -350,10 +357,16 @@ class Endpoint:
 
     def _accept_report(self, sock: socket.socket, about: dict, descriptors: list[int]) -> None:
         sock.close()
-        for key in about["groups"]:
-            group = self._groups.get(key)
-            if group is not None:
-                group.core.poison(reports.remote_error(about["cause"], group.ranks.index(about["from"])))
+        with self._lock:
+            for key in about["groups"]:
+                group = self._groups.get(key)
+                if group is None:
+                    self._early.add(key, about["cause"], about["from"])
+                else:
+                    self._heard(group, about["cause"], about["from"])
+
+    def _heard(self, group: RegisteredGroup, cause: dict, teller: int) -> None:
+        group.core.poison(reports.remote_error(cause, group.ranks.index(teller)))
 
     def _accept_channel(self, sock: socket.socket, about: dict, descriptors: list[int]) -> None:
         announced = IncomingChannel.announced(about, bool(descriptors))

@@ -1,12 +1,14 @@
 """Why a group has failed, told to ranks that have no link to this one when it closes the group.
 
 Beside the data path. Linked ranks hear of a failure over the link, in the core; one that comes to the group later asks
-when it waits. But a rank that closes a failed group may be about to exit, and nobody could ask it then.
+when it waits. But a rank that closes a failed group may be about to exit, and nobody could ask it then. So the report
+waits where the group is yet to be made.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from bagua import _C
@@ -15,12 +17,14 @@ from bagua.net.auth import Credentials
 from bagua.net.connector import notify
 from bagua.net.rendezvous import RankRecord
 
-__all__ = ["cause_of", "describe", "remote_error", "report", "targets"]
+__all__ = ["EarlyReports", "cause_of", "describe", "remote_error", "report", "targets"]
 
 logger = logging.getLogger("bagua")
 
 _REPORT_SECONDS = 0.3  # for all of them together; a rank that is listening takes it at once
+_BEGINNING_SECONDS = 1.0  # after the rendezvous; until then a rank on a loaded host may not serve its listener yet
 _MAX_REPORTS = 32
+_MAX_EARLY = 256
 # So that it fits the first message of a connection, however JSON escapes the characters.
 _MAX_TEXT, _MAX_RANKS = 1000, 64
 
@@ -59,17 +63,37 @@ def remote_error(cause: dict, group_peer: int) -> BaguaError:
     return RemoteError(text, rank=rank, operation=cause["operation"], ranks=ranks)
 
 
-def report(records: Sequence[RankRecord], credentials: Credentials, about: dict) -> None:
+def report(records: Sequence[RankRecord], credentials: Credentials, about: dict, started_s: float) -> None:
     """Tell ranks, or of many those at distances of powers of two, which tell others when they close the group.
 
     One that cannot be reached at once finds out by asking, or from another rank.
+
+    Args:
+        started_s: for how long this rank has been past the rendezvous.
     """
     try:
-        missed = notify(records, credentials, about, _REPORT_SECONDS)
+        missed = notify(records, credentials, about, max(_REPORT_SECONDS, _BEGINNING_SECONDS - started_s))
     except OSError as error:  # such as no descriptor left: the cause of the failure matters more than this
         logger.warning("other ranks could not be notified why a group failed: %s", error)
     else:
         logger.debug("%d of %d ranks could not be notified why a group failed", missed, len(records))
+
+
+class EarlyReports:
+    """The last of those that came before their group was made here, or after it was closed: no key comes again."""
+
+    def __init__(self) -> None:
+        self._reports: OrderedDict[str, tuple[dict, int]] = OrderedDict()
+
+    def add(self, key: str, cause: dict, teller: int) -> None:
+        """What the rank `teller` (global) has told of the group."""
+        self._reports.setdefault(key, (cause, teller))
+        if len(self._reports) > _MAX_EARLY:
+            self._reports.popitem(last=False)
+
+    def take(self, key: str) -> tuple[dict, int] | None:
+        """The first of the group, which begins here."""
+        return self._reports.pop(key, None)
 
 
 def targets(group_rank: int, size: int) -> list[int]:

@@ -104,9 +104,15 @@ def none_left(*_):
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
+@pytest.fixture
+def no_reports(monkeypatch):
+    """Nobody waits until others have taken one."""
+    monkeypatch.setattr(reports, "_REPORT_SECONDS", 0.01)
+    monkeypatch.setattr(reports, "_BEGINNING_SECONDS", 0)
+
+
 @pytest.mark.parametrize("end", ["dialer", "acceptor"])
-def test_where_descriptors_end_that_is_said_at_once(end, monkeypatch):
-    monkeypatch.setattr(reports, "_REPORT_SECONDS", 0.01)  # nobody can take one
+def test_where_descriptors_end_that_is_said_at_once(end, monkeypatch, no_reports):
     with two_ranks(SHM) as ranks:
         opens = {"dialer": (connector, "_new_socket"), "acceptor": (socket.socket, "accept")}
         monkeypatch.setattr(*opens[end], none_left)
@@ -115,7 +121,7 @@ def test_where_descriptors_end_that_is_said_at_once(end, monkeypatch):
 
 
 @pytest.mark.parametrize("ends", ["threads", "memory", "memory of the call"])
-def test_where_threads_or_memory_end_that_is_said_at_once(ends, monkeypatch):
+def test_where_threads_or_memory_end_that_is_said_at_once(ends, monkeypatch, no_reports):
     start = threading.Thread.start
 
     def refuse(thread):
@@ -130,7 +136,6 @@ def test_where_threads_or_memory_end_that_is_said_at_once(ends, monkeypatch):
         monkeypatch.setattr(dialer, "start_thread", refuse_all)
     else:
         monkeypatch.setattr(threading.Thread, "start", refuse)
-    monkeypatch.setattr(reports, "_REPORT_SECONDS", 0.01)
     remedy = "raise `ulimit -u`" if ends == "threads" else "raise its memory limit"
     with two_ranks(SHM) as ranks:
         failures = barrier(ranks)
@@ -138,6 +143,63 @@ def test_where_threads_or_memory_end_that_is_said_at_once(ends, monkeypatch):
         own = error.rank == rank and type(error) is TransportError  # or the other one has reported its own before
         assert own or (type(error) is RemoteError and error.rank == 1 - rank), failures
         assert remedy in str(error) and seconds < AT_ONCE_S, failures
+
+
+def fail_and_leave(rank):
+    rank.group.poison(TransportError("this rank has no memory left", rank=1))
+    rank.close()
+
+
+def test_a_report_waits_for_its_group():
+    """A rank fails and leaves before the other one has made the group: its failure is heard all the same."""
+    with two_ranks(TCP, with_groups=False) as (early, late):
+        late.make_group()
+        fail_and_leave(late)
+        wait_until(lambda: early.endpoint._early._reports, "the report has come")
+        early.make_group()
+        error, seconds = early.barrier()
+    assert type(error) is RemoteError and error.rank == 1 and "rank 1 reported: this rank has no memory" in str(error)
+    assert seconds < AT_ONCE_S
+
+
+def test_a_report_waits_for_a_rank_that_has_yet_to_listen(monkeypatch):
+    monkeypatch.setattr(reports, "_BEGINNING_SECONDS", LONG.total_seconds())
+    ranks = [Rank(TCP) for _ in range(2)]
+    records = [rank.record(number) for number, rank in enumerate(ranks)]
+
+    def start(number):
+        ranks[number].endpoint.start(records, Credentials(b"a key of this test", number, 2), LONG.total_seconds())
+
+    start(1)
+    ranks[1].make_group()
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        left = threads.submit(fail_and_leave, ranks[1])
+        time.sleep(0.5)  # longer than a report takes later
+        start(0)
+        left.result()
+    ranks[0].make_group()
+    error, _ = ranks[0].barrier()
+    assert type(error) is RemoteError and error.rank == 1, error
+
+
+@pytest.mark.parametrize(
+    "cause", [{"kind": 1}, None, {"kind": "A", "text": 1, "rank": "x", "ranks": [], "operation": 3}]
+)
+def test_a_report_that_is_none_ends_no_group_that_begins(cause):
+    with two_ranks(TCP, with_groups=False) as ranks:
+        key = ranks[0].endpoint._key("world", [0, 1])
+        ranks[0].endpoint._early.add(key, cause, 1)
+        for rank in ranks:
+            rank.make_group()
+        assert barrier(ranks) == [None, None]
+
+
+def test_reports_on_groups_that_never_come_are_bounded():
+    early = reports.EarlyReports()
+    for number in range(1000):
+        early.add(f"group {number}", {"kind": "A"}, 1)
+    assert early.take("group 999") == ({"kind": "A"}, 1) and early.take("group 999") is None
+    assert early.take("group 0") is None and len(early._reports) < 1000
 
 
 def test_who_does_not_prove_itself_holds_no_descriptor_that_a_rank_needs(monkeypatch):
