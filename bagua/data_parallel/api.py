@@ -23,11 +23,12 @@ import torch
 from bagua import algorithms
 from bagua.algorithms import Algorithm
 from bagua.buckets import DEFAULT_BUCKET_BYTES, SMALL_BUCKET_BYTES, BucketStorage
+from bagua.data_parallel.buffer_broadcast import BufferBroadcast
 from bagua.data_parallel.failures import ending, fatal
 from bagua.data_parallel.handle import BaguaHandle, check_names, check_unused, handle_of, other_parameter_ids
 from bagua.data_parallel.optimizer_hooks import Watch
 from bagua.data_parallel.parameter_errors import hook_returned
-from bagua.data_parallel.state_sync import BufferBroadcast, OptimizerStates, broadcast_model
+from bagua.data_parallel.state_sync import OptimizerStates, broadcast_model
 from bagua.data_parallel.step import Step
 from bagua.data_parallel.takeover import begin, begin_gradients, closing_if_refused
 from bagua.data_parallel.validation import (

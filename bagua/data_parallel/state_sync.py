@@ -1,7 +1,7 @@
-"""What makes the ranks' models copies of each other: an equal start and equal buffers. Rank 0 is the original.
+"""What makes the ranks' models copies of each other at the start. Rank 0 is the original.
 
-Data path: before the first step (parameters, buffers, optimizer state) and before each training forward
-(buffers). Invariant: values arrive bit for bit, whatever their dtype; they travel as bytes.
+Data path: before the first step (parameters, buffers, optimizer state). Invariant: values arrive bit for bit, whatever
+their dtype; they travel as bytes.
 """
 
 from __future__ import annotations
@@ -12,14 +12,10 @@ from typing import Any
 import torch
 
 from bagua.buckets import is_dense
-from bagua.data_parallel.failures import ending
 from bagua.data_parallel.validation import is_sharded
 from bagua.distributed import plain_data
-from bagua.distributed.consensus import agree
-from bagua.distributed.process_group import ProcessGroup, Work
+from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import InvalidArgument
-
-_ALIGN_BYTES = 16  # a multiple of every item size, so that a slice of bytes can be viewed as any dtype
 
 
 def broadcast_model(model: torch.nn.Module, group: ProcessGroup) -> None:
@@ -198,95 +194,6 @@ def _mapped(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(_mapped(value, kind, change) for value in tree)
     return tree
-
-
-class BufferBroadcast:
-    """Sends rank 0's buffers to all ranks in one message per device, through memory that is kept.
-
-    Buffers are looked up by owner and name each time, so a buffer that a forward replaces is found. Before them travels
-    a byte that tells whether rank 0 can send its own: if not, all ranks raise, and the group stays whole.
-    """
-
-    def __init__(self, model: torch.nn.Module, group: ProcessGroup) -> None:
-        self._group = group
-        self._slots: list[tuple[torch.nn.Module, str, str, torch.Tensor]] = []  # owner, attribute, full name, slot
-        slots_in_memory = []
-        cpu = torch.device("cpu")
-        ends = {cpu: _ALIGN_BYTES}
-        for name, buffer in model.named_buffers():
-            owner_name, _, attribute = name.rpartition(".")
-            begin = ends.get(buffer.device, 0)
-            end = begin + buffer.numel() * buffer.element_size()
-            slots_in_memory.append((model.get_submodule(owner_name), attribute, name, buffer, begin, end))
-            ends[buffer.device] = end + -end % _ALIGN_BYTES
-        if not slots_in_memory:
-            ends[cpu] = 0
-        # The CPU's comes first: it tells whether the others hold anything.
-        self._memories = {device: group.empty(end, torch.uint8, device) for device, end in ends.items()}
-        self._is_refused = self._memories[cpu][:1]
-        for owner, attribute, name, buffer, begin, stop in slots_in_memory:
-            slot = self._memories[buffer.device][begin:stop].view(buffer.dtype).view(buffer.shape)
-            self._slots.append((owner, attribute, name, slot))
-
-    def run(self) -> list[Work]:
-        """Blocks until every buffer equals rank 0's. Returns the completed messages.
-
-        Raises:
-            InvalidArgument: on all ranks, if on one a buffer has changed its shape or dtype, or has become one that
-                torch cannot write or read. Only where it is rank 0's shapes or dtypes does the group go on.
-        """
-        if self._group.size == 1 or not self._slots:
-            return []
-        buffers = [getattr(owner, attribute, None) for owner, attribute, _, _ in self._slots]
-        error = self._refusal(buffers)
-        if self._group.rank == 0:
-            self._is_refused.fill_(error is not None)
-        if self._group.rank == 0 and error is None:
-            self._copy(buffers, is_sent=True)
-        works = []
-        for memory in self._memories.values():
-            works.append(self._group.broadcast(memory, 0, label="buffers", blocking=True))
-            works[-1].wait()
-        if self._is_refused.item():
-            agree(self._group, lambda: _raised(error), "change the buffers of all ranks alike")
-        if error is not None:
-            raise ending(self._group, error)
-        if self._group.rank != 0:
-            self._copy(buffers, is_sent=False)
-        return works
-
-    def _copy(self, buffers: Sequence[torch.Tensor], is_sent: bool) -> None:
-        for buffer, (_, _, name, slot) in zip(buffers, self._slots, strict=True):
-            try:
-                # .data has its own version counter: a second forward before backward must not look like an
-                # in-place change of what the first one saved (BatchNorm saves its statistics).
-                source, target = (buffer, slot) if is_sent else (slot, buffer.data)
-                target.copy_(source)
-            except Exception as error:  # torch's, of a new buffer that is expanded, sparse or the like
-                rank = self._group.rank
-                told = (
-                    f"rank {rank}: buffer {name!r} cannot be {'read' if is_sent else 'written'}: {error}; put a plain "
-                    "copy in its place, or pass broadcast_buffers=False"
-                )
-                raise ending(self._group, InvalidArgument(told, rank=rank)) from error
-
-    def _refusal(self, buffers: Sequence[Any]) -> InvalidArgument | None:
-        for buffer, (_, _, name, slot) in zip(buffers, self._slots, strict=True):
-            if isinstance(buffer, torch.Tensor) and buffer.shape == slot.shape and buffer.dtype == slot.dtype:
-                continue
-            now = f"{tuple(buffer.shape)} {buffer.dtype}" if isinstance(buffer, torch.Tensor) else repr(buffer)
-            return InvalidArgument(
-                f"rank {self._group.rank}: buffer {name!r} was {tuple(slot.shape)} {slot.dtype} when the model was "
-                f"wrapped and is now {now}; call with_bagua again after such a change, or pass broadcast_buffers=False",
-                rank=self._group.rank,
-            )
-        return None
-
-
-def _raised(error: InvalidArgument | None) -> tuple[None, dict[str, Any]]:
-    if error is not None:
-        raise error
-    return None, {}
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ from bagua.algorithms import Algorithm, BucketGroup, Declaration, Stage, Trainin
 from bagua.buckets import Bucket, BucketStorage, Member
 from bagua.data_parallel.algorithm_state import ParameterStates
 from bagua.data_parallel.backward_stream import BackwardStream
+from bagua.data_parallel.buffer_broadcast import BufferBroadcast
 from bagua.data_parallel.end_of_backward import EndOfBackward
 from bagua.data_parallel.failures import ending, fatal
 from bagua.data_parallel.loss_scale import LossScale
@@ -45,7 +46,6 @@ from bagua.data_parallel.parameter_errors import (
     refused_gradient,
     unfrozen,
 )
-from bagua.data_parallel.state_sync import BufferBroadcast
 from bagua.data_parallel.unused_parameters import UnusedParameters
 from bagua.data_parallel.zero_copy import ZeroCopy
 from bagua.distributed.devices import check_not_capturing

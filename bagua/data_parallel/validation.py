@@ -17,9 +17,11 @@ from bagua.distributed.tensors import address_of
 from bagua.errors import InvalidArgument
 
 __all__ = [
+    "check_buffer",
     "check_model",
     "check_steps_all",
     "check_types",
+    "describe_buffer",
     "describe_model",
     "describe_optimizer",
     "optimizers_of_parameters",
@@ -38,11 +40,18 @@ def describe_model(model: torch.nn.Module, optimizers: Sequence[torch.optim.Opti
         kind = f"{parameter.dtype} on {parameter.device.type} requires_grad={parameter.requires_grad}"
         described[f"parameter {name!r}"] = f"{tuple(parameter.shape)} {kind}{_memory_format_of(parameter)}"
     for name, buffer in model.named_buffers():
-        described[f"buffer {name!r}"] = f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device.type}"
+        described[f"buffer {name!r}"] = describe_buffer(buffer)
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     for index, optimizer in enumerate(optimizers):
         described.update(describe_optimizer(index, optimizer, name_of))
     return described
+
+
+def describe_buffer(buffer: Any) -> str:
+    """What must be equal on all ranks of a buffer; of what is none, the value."""
+    if not isinstance(buffer, torch.Tensor):
+        return "none" if buffer is None else repr(buffer)
+    return f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device.type}"
 
 
 def _memory_format_of(parameter: torch.Tensor) -> str:
@@ -121,13 +130,12 @@ def check_model(
 ) -> None:
     """Raises InvalidArgument for what cannot be synchronised, as far as one rank can see by itself."""
     taken = set(taken_parameter_ids)
-    uninitialized = (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if isinstance(tensor, uninitialized):
-            raise InvalidArgument(f"{name!r} has no shape yet: call the model once before with_bagua (lazy modules)")
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in named:
-            _check_memory(tensor, f"{kind} {name!r}")
+        _check_initialized(name, tensor)
+    for name, parameter in model.named_parameters():
+        _check_memory(parameter, f"parameter {name!r}")
+    for name, buffer in model.named_buffers():
+        check_buffer(name, buffer)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise InvalidArgument(
@@ -156,6 +164,19 @@ def check_model(
         for state in optimizer.state.values():
             for key, value in state.items() if isinstance(state, dict) else ():
                 _check_memory(value, f"the state {key!r} of optimizers[{index}] ({type(optimizer).__name__})")
+
+
+def check_buffer(name: str, buffer: Any) -> None:
+    """Raises InvalidArgument for what cannot hold rank 0's values; None is no buffer yet."""
+    if not (buffer is None or isinstance(buffer, torch.Tensor)):
+        raise InvalidArgument(f"buffer {name!r} is {_kind_of(buffer)}, expected a tensor")
+    _check_initialized(name, buffer)
+    _check_memory(buffer, f"buffer {name!r}")
+
+
+def _check_initialized(name: str, tensor: Any) -> None:
+    if isinstance(tensor, (torch.nn.parameter.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)):
+        raise InvalidArgument(f"{name!r} has no shape yet: call the model once before with_bagua (lazy modules)")
 
 
 def _check_memory(value: Any, what: str) -> None:
