@@ -41,7 +41,8 @@ class Member:
         parameter: the parameter.
         view: the part of ``bucket.flat`` that is its gradient, or weight; dense.
         dtype: of ``view`` as it was made.
-        values: ``view`` as the numbers of ``bucket.flat``; of complex ones ``[..., 2]``, as torch.view_as_real.
+        values: ``view`` as the numbers of ``bucket.flat``, a tensor of its own; of complex ones ``[..., 2]``, as
+            torch.view_as_real.
         num_bytes: size of ``view`` in bytes.
     """
 
@@ -61,13 +62,27 @@ class Member:
 
     def __init__(self, index: int, name: str, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
         self.index, self.name, self.parameter, self.view = index, name, parameter, view
-        self.values, self._is_complex, self.num_bytes = as_real(view), view.is_complex(), view.nbytes
+        self.values, self._is_complex, self.num_bytes = as_real(view.detach()), view.is_complex(), view.nbytes
         self._address, self.dtype, self._stride = view.data_ptr(), view.dtype, view.stride()
         self._device = None if view.is_cpu else view.device
 
     def is_in_bucket(self) -> bool:
         """Whether ``view`` is still there: ``model.to()`` moves gradients, too, inside the tensor that they are."""
         return self.view.data_ptr() == self._address
+
+    def recover(self) -> bool:
+        """Brings a ``view`` that was moved back, with what it holds; False where the memory itself was, as
+        share_memory() does."""
+        if self.values.data_ptr() != self._address:
+            return False
+        values = self.values.detach()
+        place = torch.view_as_complex(values) if self._is_complex else values
+        if self.view.dtype == self.dtype and self.view.device == place.device:
+            place.copy_(self.view.detach())
+            self.view.data = place  # the object stays, which others may have kept
+        else:
+            self.view = place
+        return True
 
     def is_alike(self, grad: torch.Tensor) -> bool:
         """Whether ``grad``, of the parameter's shape, lies in memory byte for byte as ``view`` does."""
@@ -465,7 +480,6 @@ class BucketStorage:
         self.parameters = [parameter for _, parameter in named_parameters]
         self.buckets: tuple[Bucket, ...] = ()
         self.members: list[Member] = []  # by index
-        self.views: list[torch.Tensor] = []
         self.order: list[int] = []
         self.bucket_of: list[int] = []  # by parameter
         self._group, self._caps_bytes = group, (small_bucket_bytes, bucket_bytes)
@@ -495,7 +509,6 @@ class BucketStorage:
         self.bucket_of, offsets, numels = self._plan(self.order)
         self.buckets = self._slice(offsets, numels)
         self.members = sorted((m for bucket in self.buckets for m in bucket.members), key=lambda member: member.index)
-        self.views = [member.view for member in self.members]
         live = [(member, member.parameter.grad) for member in self.members if self._holds(member.parameter.grad)]
         live = [(member, _park(grad, member.view)) for member, grad in live]  # all parked before the first is written
         for member, grad in live:

@@ -24,10 +24,10 @@ from bagua import algorithms
 from bagua.algorithms import Algorithm
 from bagua.buckets import DEFAULT_BUCKET_BYTES, SMALL_BUCKET_BYTES, BucketStorage
 from bagua.data_parallel.buffer_broadcast import BufferBroadcast
-from bagua.data_parallel.failures import ending, fatal
+from bagua.data_parallel.failures import fatal
+from bagua.data_parallel.gradient_hooks import hook_gradient
 from bagua.data_parallel.handle import BaguaHandle, check_names, check_unused, handle_of, other_parameter_ids
 from bagua.data_parallel.optimizer_hooks import Watch
-from bagua.data_parallel.parameter_errors import hook_returned
 from bagua.data_parallel.state_sync import OptimizerStates, broadcast_model
 from bagua.data_parallel.step import Step
 from bagua.data_parallel.takeover import begin, begin_gradients, closing_if_refused
@@ -417,7 +417,7 @@ def _install_hooks(model: torch.nn.Module, step: Step) -> list[Any]:
         hooks.append(called.register_forward_hook(hook(step, _after_forward)))
     step_ref = weakref.ref(step)
     for index, parameter in enumerate(step.storage.parameters):
-        hooks.append(_hook_gradient(step_ref, index, parameter))
+        hooks.append(hook_gradient(step_ref, index, parameter))
     hooks.append(Watch(step.optimizer_steps))
     return hooks
 
@@ -430,42 +430,6 @@ def _called_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, type[
     if is_whole and str(type(inner).forward.__module__).startswith("torch.nn."):
         return [(model, _ModuleHook), (inner, _InnerModuleHook)]
     return [(inner, _ModuleHook)]
-
-
-def _hook_gradient(step_ref: weakref.ref[Step], index: int, parameter: torch.nn.Parameter) -> Any:
-    """Lets the step know when ``parameter.grad`` is complete: behind the hooks of the user's, whenever they came.
-
-    torch calls a parameter's hooks in the order of a dict, as it is when the first one is called.
-    """
-
-    def gradient_is_ready(parameter: torch.Tensor) -> None:
-        step = step_ref()
-        if step is not None:
-            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-            if hooks is None:  # torch gives a hook what the one before has returned
-                raise ending(step.group, hook_returned(step.storage.names[index], parameter))
-            is_last = len(hooks) < 2 or next(reversed(hooks)) == own
-            if not is_last and own in hooks:  # else a hook has just ended the wrap
-                hooks[own] = hooks.pop(own)  # move_to_end changes another order than the one that torch follows
-            step.gradient_ready(index, parameter, is_last)
-
-    handle = parameter.register_post_accumulate_grad_hook(_uncompiled(gradient_is_ready))
-    own = handle.id
-    return handle
-
-
-def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """The hook, which torch.compile does not compile, nor what it calls, where backward runs in what is compiled.
-
-    As torch._disable_dynamo, which would take a microsecond for each gradient.
-    """
-    from torch._dynamo import eval_frame  # takes a second, which the first hook of a forward takes otherwise
-
-    if not hasattr(eval_frame, "FrameExecStrategy"):  # of older torches
-        return torch._disable_dynamo(hook)
-    skip = eval_frame.FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(hook.__code__, eval_frame.FrameExecStrategy(skip, skip))
-    return hook
 
 
 class _ModuleHook:

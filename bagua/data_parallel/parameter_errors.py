@@ -35,6 +35,15 @@ def converted(member: Member, grad: torch.Tensor, device: torch.device, rank: in
     )
 
 
+def moved(name: str, rank: int) -> InvalidArgument:
+    """Of a parameter whose gradient lies in memory of bagua's that was moved as a whole."""
+    return InvalidArgument(
+        f"rank {rank}: the memory of gradients was moved since the model was wrapped, that of {name!r} for one (by "
+        "share_memory()); do that before with_bagua, or call it again",
+        rank=rank,
+    )
+
+
 def ready_twice(name: str) -> InvalidArgument:
     """Of a parameter whose gradient was complete, and was added to again."""
     return InvalidArgument(

@@ -35,12 +35,14 @@ from bagua.data_parallel.backward_stream import BackwardStream
 from bagua.data_parallel.buffer_broadcast import BufferBroadcast
 from bagua.data_parallel.end_of_backward import EndOfBackward
 from bagua.data_parallel.failures import ending, fatal
+from bagua.data_parallel.gradient_hooks import SwappedParameters
 from bagua.data_parallel.loss_scale import LossScale
 from bagua.data_parallel.optimizer_steps import OptimizerSteps
 from bagua.data_parallel.parameter_errors import (
     added_parameters,
     changed_parameters,
     converted,
+    moved,
     never_ready,
     ready_twice,
     refused_gradient,
@@ -96,6 +98,7 @@ class Step:
         self.recorder.job_ranks = group.job_ranks
         self.states = ParameterStates(algorithm.parameter_state(), group)
         self.unused = UnusedParameters(storage, group) if find_unused_parameters else None
+        self._swapped = SwappedParameters(storage.parameters)
         self._stream = BackwardStream(storage.memory.device)
         self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))
         self._buffers, self._always_broadcasts, self._frozen = buffers, always_broadcasts, tuple(frozen)
@@ -134,6 +137,7 @@ class Step:
         if not torch.is_grad_enabled() or self._machine.is_open:
             return
         self._check_not_capturing("forward")
+        self._swapped.revive()
         for name, parameter in self._frozen:
             if parameter.requires_grad:  # before the look at the group: where all have unfrozen it, each says so itself
                 raise ending(self.group, unfrozen(name, self.group.rank))
@@ -207,10 +211,11 @@ class Step:
             if not is_open or self.unused is not None:
                 return  # autograd calls it undefined; as good as unused
             if self.sends_gradients:
+                self._check_place(member)
                 self._fill_with_zeros(member)
         elif self.sends_gradients:
             if not member.is_in_bucket():
-                raise self._converted(member, grad)
+                self._check_place(member)
             if grad is not member.view:
                 self._move_into_bucket(member, grad, may_stay)
         if self.unused is not None:
@@ -281,6 +286,13 @@ class Step:
         if not (is_alike and may_stay and self._zero_copy.keep(member, grad)):
             member.fill(grad, is_alike)
             member.parameter.grad = member.view
+
+    def _check_place(self, member: Member) -> None:
+        """That the parameter has a place in its bucket for its gradient; a conversion and back has moved it away."""
+        if not (member.is_in_bucket() or member.recover()):
+            raise ending(self.group, moved(member.name, self.group.rank))
+        if member.is_converted(member.parameter):
+            raise self._converted(member, member.parameter)
 
     def _converted(self, member: Member, grad: torch.Tensor) -> InvalidArgument:
         bucket = self.storage.buckets[self.storage.bucket_of[member.index]]
@@ -427,7 +439,10 @@ class Step:
 
     def _complete(self) -> None:
         if self.unused is not None and self.sends_gradients:
-            self.unused.fill_in(self._machine.missing())
+            missing = self._machine.missing()
+            for index in missing:
+                self._check_place(self._members[index])
+            self.unused.fill_in(missing)
         with self._algorithm("communicate"):  # its Work may end in code of the algorithm
             self._carry_out()
         if self.sends_gradients:

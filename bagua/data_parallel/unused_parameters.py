@@ -36,7 +36,7 @@ class UnusedParameters:
         """
         self._missing, self._kept = missing, {}
         for index in missing:
-            parameter, view = self._storage.parameters[index], self._storage.views[index]
+            parameter, view = self._storage.parameters[index], self._storage.members[index].view
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad is view:
@@ -57,7 +57,7 @@ class UnusedParameters:
         self._agreeing.wait()
         is_used_anywhere = self._used.tolist()
         for index in self._missing:
-            view = self._storage.views[index]
+            view = self._storage.members[index].view
             if is_used_anywhere[index]:
                 self._storage.parameters[index].grad = view
                 continue

@@ -166,3 +166,72 @@ def _returning(rank, world_size):
 
 def test_a_hook_that_returns_a_tensor_is_named(pool2):
     assert pool2.run(_returning) == [True, True]
+
+
+def _load(model):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+
+
+def _convert_and_back(model):
+    model.double()
+    model.float()
+
+
+def _swap_one(model):
+    first = model[0].weight
+    torch.utils.swap_tensors(first, torch.nn.Parameter(first.detach().clone()))
+
+
+def _wrap_again(model):
+    bagua.with_bagua(model, model.optimizer, algorithm=model.algorithm, find_unused_parameters=model.finds)
+
+
+def _swapped(rank, world_size, algorithm, changes, swaps):
+    """Weights after six steps, with `changes` after every second one; the gradients are those of all ranks."""
+    weights = []
+    for is_changed in (False, True):
+        with process_group():
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+            model.optimizer, model.algorithm, model.finds = (
+                make_optimizer(algorithm, model),
+                algorithm,
+                len(changes) > 1,
+            )
+            called = []
+            model[2].bias.register_post_accumulate_grad_hook(lambda _, called=called: called.append(1))
+            bagua.with_bagua(model, model.optimizer, algorithm=algorithm, find_unused_parameters=model.finds)
+            for step in range(6):
+                model.optimizer.zero_grad()
+                values = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+                model(values).square().mean().backward()
+                model.optimizer.step()
+                if step % 2:
+                    with contextlib.ExitStack() as reset:
+                        torch.__future__.set_swap_module_params_on_conversion(swaps)
+                        reset.callback(torch.__future__.set_swap_module_params_on_conversion, False)
+                        for change in changes:
+                            if is_changed or change is _wrap_again:
+                                change(model)
+            assert len(called) == 6  # the user's hooks, too
+            weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+@pytest.mark.parametrize(
+    "algorithm", slow_but(("gradient_allreduce", "bytegrad", "local_sgd", "decentralized"), "gradient_allreduce")
+)
+@pytest.mark.parametrize(
+    "changes, swaps",
+    [
+        ([_load], True),
+        ([_convert_and_back], True),
+        ([_convert_and_back], False),
+        ([_swap_one], False),
+        ([_swap_one, _wrap_again], False),
+        ([_load, _load], True),
+    ],
+    ids=["load", "convert", "convert_in_place", "one", "wrap_again", "twice"],
+)
+def test_parameters_whose_tensors_torch_swaps(pool2, algorithm, changes, swaps):
+    pool2.run(_swapped, args=(algorithm, changes, swaps))

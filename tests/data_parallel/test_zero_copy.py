@@ -37,7 +37,7 @@ def _train(rank, algorithm, options, bucket_bytes, accumulates):
                 loss_of(model, batch(rank, 10 + step)).backward()
         loss_of(model, batch(rank, step)).backward()
         gradients += [p.grad.clone() for p in parameters]
-        views = model.bagua.step.storage.views
+        views = [member.view for member in model.bagua.step.storage.members]
         assert all(p.grad is view for p, view in zip(model.bagua.step.storage.parameters, views, strict=True))
         optimizer.step()
     return gradients
@@ -122,7 +122,7 @@ def _freed(rank, world_size):
         def look(parameter):
             wait_until(lambda: num_done() >= before + len(looked) - 1, "what was sent before the last has come")
             looked.append(parameter)
-            if parameter.grad.data_ptr() not in {view.data_ptr() for view in model.bagua.step.storage.views}:
+            if parameter.grad.data_ptr() not in {member.view.data_ptr() for member in model.bagua.step.storage.members}:
                 alive.append(weakref.ref(parameter.grad))
 
         counts = []
@@ -217,7 +217,7 @@ def _single_rank_goes_on(rank, world_size):
         model(x).sum().backward()
         expected = [torch.ones(2, 256)]
         assert torch.allclose(layers[1].bias.grad, expected[0].sum(0))
-        views = model.bagua.step.storage.views
+        views = [member.view for member in model.bagua.step.storage.members]
         assert all(p.grad is v for p, v in zip(model.bagua.step.storage.parameters, views, strict=True))
 
 
