@@ -6,7 +6,7 @@ Beside the data path: an ordinary torch optimizer, which algorithm ``qadam`` nee
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -138,14 +138,33 @@ class QAdam(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of any optimizer. ``fused`` stays as it is: a state fits either."""
-        fused = [group["fused"] for group in self.param_groups]
+        """As of any optimizer. ``fused`` stays as it is: a state fits either. That of an Adam is taken over, too: what
+        it does not say (``warmup_steps``, ``variance_floor``) stays.
+
+        Raises:
+            InvalidArgument: the state is of an optimizer that steps in another way (``maximize``, ``amsgrad``, weights
+                that decay apart from the gradient), or of an Adam that has made ``warmup_steps`` steps: v would have no
+                warm-up that ends.
+        """
+        self._check_origin(state_dict)
+        own = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         super().load_state_dict(state_dict)
-        for group, value in zip(self.param_groups, fused, strict=True):
-            group["fused"] = value
+        for group, options in zip(self.param_groups, own, strict=True):
+            group.update({**options, **group, "fused": options["fused"]})
         for state in self.state.values():
             if "step" in state:  # torch moves it to where fused parameters are
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu")
+
+    def _check_origin(self, state_dict: Any) -> None:
+        groups, states = state_dict.get("param_groups", ()), state_dict.get("state", {})
+        for group, own in zip(groups, self.param_groups, strict=False):  # torch refuses another number of them
+            _check_is_adam(group)
+            num_steps = max((int(states.get(key, {}).get("step", 0)) for key in group["params"]), default=0)
+            if "warmup_steps" not in group and num_steps >= own["warmup_steps"]:
+                raise InvalidArgument(
+                    f"the state to load is of an Adam that has made {num_steps} steps, and warmup_steps is "
+                    f"{own['warmup_steps']}; give QAdam a warmup_steps above {num_steps}, by some hundreds"
+                )
 
     def settle(self) -> None:
         """If the last step turns out to be one that a scaler has made nothing of, it does not count.
@@ -478,6 +497,18 @@ def _lie_alike(tensors: tuple[torch.Tensor, ...]) -> bool:
             return False
         numel *= size
     return True
+
+
+def _check_is_adam(group: Mapping[str, Any]) -> None:
+    """Raises InvalidArgument for the options of an optimizer whose steps QAdam does not make."""
+    others = {name: group.get(name) for name in ("maximize", "amsgrad")}
+    others["decoupled_weight_decay"] = group.get("decoupled_weight_decay") and group.get("weight_decay")
+    for name, is_set in others.items():
+        if is_set:
+            raise InvalidArgument(
+                f"the state to load is of an optimizer with {name}=True, which QAdam does not have; load that of an "
+                "Adam without it, or start QAdam anew"
+            )
 
 
 def check_options(options: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ their object is gone by then.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -36,3 +37,8 @@ class EndOfBackward:
         on_abort = None if self._is_called else self._on_abort()
         if on_abort is not None:
             on_abort()
+
+
+def is_never_told() -> bool:
+    """Whether backward runs in a graph of torch's compiled autograd, which drops what is to run at the end."""
+    return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)

@@ -60,6 +60,16 @@ def hook_returned(name: str, value: object) -> InvalidArgument:
     )
 
 
+def under_compiled_autograd(rank: int) -> InvalidArgument:
+    """Of a backward whose end nobody would hear of."""
+    return InvalidArgument(
+        f"rank {rank}: backward of the wrapped model runs under torch's compiled autograd "
+        "(torch._dynamo.config.compiled_autograd), which does not tell when it ends; leave that out: torch.compile of "
+        "the model compiles its backward as well",
+        rank=rank,
+    )
+
+
 def unfrozen(name: str, rank: int) -> InvalidArgument:
     """Of a parameter that has no place in a bucket, and begins to train."""
     return InvalidArgument(

@@ -33,7 +33,7 @@ from bagua.buckets import Bucket, BucketStorage, Member
 from bagua.data_parallel.algorithm_state import ParameterStates
 from bagua.data_parallel.backward_stream import BackwardStream
 from bagua.data_parallel.buffer_broadcast import BufferBroadcast
-from bagua.data_parallel.end_of_backward import EndOfBackward
+from bagua.data_parallel.end_of_backward import EndOfBackward, is_never_told
 from bagua.data_parallel.failures import ending, fatal
 from bagua.data_parallel.gradient_hooks import SwappedParameters
 from bagua.data_parallel.loss_scale import LossScale
@@ -46,6 +46,7 @@ from bagua.data_parallel.parameter_errors import (
     never_ready,
     ready_twice,
     refused_gradient,
+    under_compiled_autograd,
     unfrozen,
 )
 from bagua.data_parallel.unused_parameters import UnusedParameters
@@ -242,6 +243,8 @@ class Step:
 
     def _open(self) -> None:
         self._check_not_capturing("backward")
+        if is_never_told():
+            raise ending(self.group, under_compiled_autograd(self.group.rank))
         self.optimizer_steps.settle()
         self._lay_out_if_agreed()
         self._machine.begin()

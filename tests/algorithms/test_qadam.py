@@ -133,6 +133,41 @@ def test_one_bit_adam_follows_the_oracle(pool4):
         assert float((off > 1e-4).double().mean()) < 0.02, (step, float(off.max()))
 
 
+def _after_adam(kind, num_steps, warmup_steps, **options):
+    """A QAdam that has taken over what an Adam has learnt in `num_steps`, and an Adam that goes on."""
+    parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 8)) for _ in range(2)]
+    first = kind(parameters[:1], lr=LR, betas=BETAS, **options)
+
+    def step(optimizer, parameter, number):
+        parameter.grad = torch.sin(parameter.detach() * 3 + number)
+        optimizer.step()
+
+    for number in range(num_steps):
+        step(first, parameters[0], number)
+    with torch.no_grad():
+        parameters[1].copy_(parameters[0])
+    second = bagua.optim.QAdam(parameters[1:], warmup_steps=warmup_steps)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for number in range(4):
+        step(first, parameters[0], number)
+        step(second, parameters[1], number)
+    assert second.param_groups[0]["warmup_steps"] == warmup_steps and second.param_groups[0]["lr"] == LR
+    return [parameter.detach() for parameter in parameters]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_goes_on_from_the_state_of_an_adam(kind):
+    assert torch.equal(*_after_adam(kind, 5, 20, weight_decay=0.0))
+    with pytest.raises(InvalidArgument, match="an Adam that has made 5 steps, and warmup_steps is 5; .* above 5"):
+        _after_adam(kind, 5, 5, weight_decay=0.0)
+    for options in ({"maximize": True}, {"amsgrad": True}):
+        with pytest.raises(InvalidArgument, match=rf"{next(iter(options))}=True, which QAdam does not have"):
+            _after_adam(kind, 1, 20, weight_decay=0.0, **options)
+    if kind is torch.optim.AdamW:
+        with pytest.raises(InvalidArgument, match="decoupled_weight_decay=True, which QAdam does not have"):
+            _after_adam(kind, 1, 20, weight_decay=0.1)
+
+
 @pytest.mark.parametrize("variance_floor", [None, 0.0, 1e-2])
 def test_the_floor_of_the_second_moment(variance_floor):
     """v <- max(v, floor times its mean) of each tensor once, when its warm-up ends; where v is 0 it stays 0."""
