@@ -404,7 +404,7 @@ class _OpenStep:
     """
 
     def __init__(self, found_inf: torch.Tensor, steps: list[torch.Tensor]) -> None:
-        self.steps, self._found_inf = steps, HostCopy(found_inf)
+        self.steps, self._found_inf = steps, HostCopy.of(found_inf)
 
     def was_skipped(self) -> bool:
         """Waits for the device."""

@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from bagua.buckets import BucketStorage
 from bagua.data_parallel.failures import ending
 from bagua.data_parallel.parameter_errors import hook_returned
-
-if TYPE_CHECKING:
-    from bagua.data_parallel.step import Step
+from bagua.distributed.process_group import ProcessGroup
 
 __all__ = ["SwappedParameters", "hook_gradient"]
 
 
-def hook_gradient(step_ref: weakref.ref[Step], index: int, parameter: torch.nn.Parameter) -> Any:
+class _Step(Protocol):
+    group: ProcessGroup
+    storage: BucketStorage
+
+    def gradient_ready(self, index: int, parameter: torch.nn.Parameter, is_last: bool) -> None: ...
+
+
+def hook_gradient(step_ref: weakref.ref[_Step], index: int, parameter: torch.nn.Parameter) -> Any:
     """Lets the step know when ``parameter.grad`` is complete: behind the hooks of the user's, whenever they came.
 
     torch calls a parameter's hooks in the order of a dict, as it is when the first one is called.

@@ -33,7 +33,7 @@ class _Scale:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._on_device = tensor.detach().clone()  # a scaler's own tensor goes on to change
         # Where bagua communicates nothing nobody asks for it, but perhaps for a model on the CPU.
-        self._on_host = HostCopy(self._on_device) if tensor.device.type in supported_types() else None
+        self._on_host = HostCopy(self._on_device, at_once=True) if tensor.device.type in supported_types() else None
 
     def known(self) -> float | _Scale:
         """The number where the host has it by now."""

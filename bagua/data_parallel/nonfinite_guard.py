@@ -185,7 +185,7 @@ class _Step:
         grads = gradients_of(parameter for parameter in parameters if id(parameter) in ids)
         self._are_finite = HostCopy(finite_flag(grads, late.watched[0].device)) if grads else None
         found_inf = getattr(optimizer, "found_inf", None)
-        self.found_inf = None if found_inf is None or found_inf.is_cpu else HostCopy(found_inf)
+        self.found_inf = None if found_inf is None or found_inf.is_cpu else HostCopy.of(found_inf)
 
     def was_finite(self) -> bool:
         """Whether its own gradients were; waits for the device."""

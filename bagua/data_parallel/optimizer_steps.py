@@ -23,6 +23,7 @@ from bagua.data_parallel.nonfinite_guard import NonFiniteGuard, is_skipped_by_sc
 from bagua.data_parallel.optimizer_hooks import Call, Calls
 from bagua.data_parallel.parameter_errors import closure_not_called, stepped_in_backward
 from bagua.data_parallel.skipped_steps import SkippedSteps
+from bagua.distributed.devices import send_host_copies
 from bagua.distributed.process_group import Work
 from bagua.errors import BaguaError, InvalidArgument
 from bagua.profiler.recorder import Recorder
@@ -237,6 +238,8 @@ class OptimizerSteps:
             hook, algorithm = "before_optimizer_step", self._algorithm
             with self._recorder.hook(hook), fatal(self._group, hook, algorithm.name):
                 algorithm.before_optimizer_step(call.optimizer, self._buckets_of(call.optimizer), self._bucket_group)
+            if not self.exchanges_weights:  # ahead of the step, for whose end the next forward is not to wait
+                send_host_copies()
 
     def after_optimizer_step(self, call: Call) -> None:
         """``optimizer.step`` has returned."""
@@ -254,6 +257,7 @@ class OptimizerSteps:
         with self._recorder.hook(hook), fatal(self._group, hook, algorithm.name):
             self._states.commit()
             algorithm.after_optimizer_step(call.optimizer, self._buckets_of(call.optimizer), self._bucket_group)
+        send_host_copies()
         after_step = self._after_step()
         if after_step is not None:
             after_step()

@@ -7,6 +7,8 @@ torch has for any accelerator (torch.accelerator, torch.Stream). Kinds are those
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -32,6 +34,7 @@ __all__ = [
     "on_stream",
     "recorded_event",
     "seeded",
+    "send_host_copies",
     "supported_types",
     "use_stream",
     "wait_for_current_stream",
@@ -184,26 +187,94 @@ def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
 class HostCopy:
     """A small tensor on its way from a device to the host, which goes on meanwhile.
 
+    All that are on their way from one device travel in one copy, when send_host_copies() is called, or when one of them
+    is asked for.
+
     Args:
-        tensor: as the current stream finds it there.
+        tensor: as the current stream finds it there; nobody writes to it any more.
+        at_once: it travels now, by itself.
     """
 
-    __slots__ = ("_device", "_event", "_values")
+    __slots__ = ("__weakref__", "_device", "_event", "_stream", "_tensor", "_values", "_version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
-        self._values.copy_(tensor, non_blocking=True)
-        self._device, self._event = tensor.device, recorded_event(tensor.device)
+    def __init__(self, tensor: torch.Tensor, at_once: bool = False) -> None:
+        self._tensor, self._device, self._stream = tensor.detach(), tensor.device, current_stream(tensor.device)
+        self._version = tensor._version
+        self._event = recorded_event(tensor.device)  # of the tensor, and once it is sent of its copy
+        self._values: torch.Tensor | None = None
+        with _copies_lock:
+            if at_once:
+                _send(self._device, [self])
+            else:
+                _unsent.setdefault(self._device, weakref.WeakSet()).add(self)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> HostCopy:
+        """The one of this tensor that somebody else has made, if it still has it."""
+        key = tensor.data_ptr(), tensor.dtype
+        with _copies_lock:
+            copy = _shared.get(key)
+        if copy is None or copy._tensor._version != copy._version:
+            _shared[key] = copy = cls(tensor)
+        return copy
 
     def order_behind(self) -> None:
         """What is enqueued on the device's current stream from here on comes after the copy; the host does not wait."""
+        self._sent()
         current_torch_stream(self._device).wait_event(self._event)
 
     def get_now(self) -> torch.Tensor | None:
         """The values; None where they are not there yet."""
-        return self._values if self._event.query() else None
+        values = self._sent()
+        return values if self._event.query() else None
 
     def get(self) -> torch.Tensor:
         """The values; waits until they are there."""
+        values = self._sent()
         self._event.synchronize()
-        return self._values
+        return values
+
+    def _sent(self) -> torch.Tensor:
+        with _copies_lock:
+            if self._values is None:
+                _send_unsent(self._device)
+            assert self._values is not None
+            return self._values
+
+
+_copies_lock = threading.Lock()
+# By device, what is to travel; what nobody holds any more need not.
+_unsent: dict[torch.device, weakref.WeakSet[HostCopy]] = {}
+# By address and dtype, of tensors that these keep.
+_shared: weakref.WeakValueDictionary[tuple[int, torch.dtype], HostCopy] = weakref.WeakValueDictionary()
+
+
+def send_host_copies() -> None:
+    """What HostCopies hold travels now, behind what the current streams have been given."""
+    with _copies_lock:
+        for device in [*_unsent]:
+            _send_unsent(device)
+
+
+def _send_unsent(device: torch.device) -> None:
+    _send(device, [*_unsent[device]])
+    del _unsent[device]
+
+
+def _send(device: torch.device, copies: list[HostCopy]) -> None:
+    """As bytes, the widest numbers first, so that each lies where it may; under the lock."""
+    if not copies:
+        return  # nobody is left who would ask
+    stream, here = current_torch_stream(device), current_stream(device)
+    for copy in copies:
+        if copy._stream != here:
+            stream.wait_event(copy._event)
+            keep_for_current_stream(copy._tensor)
+    copies.sort(key=lambda copy: -copy._tensor.itemsize)
+    parts = [copy._tensor.reshape(-1).view(torch.uint8) for copy in copies]
+    joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+    values = torch.empty(joined.shape, dtype=torch.uint8, pin_memory=True, device="cpu")
+    values.copy_(joined, non_blocking=True)
+    event = recorded_event(device)
+    for copy, part in zip(copies, values.split([part.numel() for part in parts]), strict=True):
+        copy._values, copy._event = part.view(copy._tensor.dtype).view(copy._tensor.shape), event

@@ -43,7 +43,7 @@ def _make(group, kind, **options):
     with _seeding:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 64))
-    model.to(device)
+    model.to(device, options.pop("dtype", None))
     optimizer = options.pop("optimizer", torch.optim.SGD)(model.parameters(), lr=0.05)
     bagua.with_bagua(model, optimizer, group=group, bucket_bytes=64 << 10, **options)
     assert len(model.bagua.buckets) > 1
@@ -197,6 +197,85 @@ def _count_copies(rank, world_size):
 
 def test_all_gradients_of_a_bucket_are_copied_together(pair_on_devices):
     pair_on_devices.run(_count_copies)
+
+
+def _count_reports(rank, world_size, is_scaled):
+    """How often something comes to the host that it hears late: whether gradients, weights and steps were finite."""
+    sent = []
+
+    def count(device, send=devices._send_unsent):
+        sent.append(len(devices._unsent[device]))
+        send(device)
+
+    of_gradients = {"gradient_allreduce": {}, "bytegrad": {}, **REMEMBERING}
+    of_weights = {} if is_scaled else OF_WEIGHTS  # under a scaler they look, and wait
+    for name, options in (of_gradients | of_weights).items():
+        bagua.init_process_group(timeout=20)
+        kinds = {"dtype": torch.float16} if name in ("bytegrad", "bfloat16") and not is_scaled else {}
+        model, optimizer, device = _make(
+            bagua.get_default_group(), accelerator.kind(), **{"algorithm": name, **options}, **kinds
+        )
+        scaler = torch.amp.GradScaler(device.type, init_scale=8.0, enabled=is_scaled)
+        counts = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(devices, "_send_unsent", count)
+            for step in range(5):
+                sent.clear()
+                optimizer.zero_grad()
+                loss = model(_inputs(rank, step, device).to(next(model.parameters()).dtype)).square().mean()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                counts.append(tuple(sent))
+        expected = [int(name not in ("gradient_allreduce", "decentralized", "local_sgd"))] * 5
+        if name == "qadam" and rank == 0:
+            expected[2] += 1  # how far the first step after the warm-up has gone, for its warnings
+        assert [*map(len, counts)] == expected, (name, counts)
+        assert not devices._unsent, name
+        bagua.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_what_the_host_hears_late_is_one_copy_per_step(pair_on_devices, is_scaled):
+    pair_on_devices.run(_count_reports, args=(is_scaled,))
+
+
+def _travel_together(rank, world_size):
+    """Numbers of several widths and shapes, made on two streams while the device is late, and one that is dropped."""
+    device = accelerator.use_device_of(rank)
+    expected = [
+        torch.tensor(True),
+        torch.tensor([1.5, -2.0], dtype=torch.float64),
+        torch.tensor([[3], [5]], dtype=torch.uint8),
+        torch.tensor(float("inf")),
+        torch.empty(0, 3),
+        torch.tensor([7, 9], dtype=torch.int64),
+    ]
+    side = torch.Stream(device)
+    for _ in range(5):
+        with accelerator.delayed(0.01):
+            copies = []
+            for number, values in enumerate(expected):
+                side.wait_stream(devices.current_torch_stream(device))
+                with devices.on_stream(side) if number % 2 else contextlib.nullcontext():
+                    copies.append(HostCopy(values.to(device) + torch.zeros((), dtype=values.dtype, device=device)))
+            del copies[3]
+            early = HostCopy(torch.ones(2, device=device), at_once=True)
+            assert HostCopy.of(copies[0]._tensor) is not copies[0]  # of nobody's
+            devices.send_host_copies()
+        found = [copy.get() for copy in copies]
+        for values, got in zip(expected[:3] + expected[4:], found, strict=True):
+            assert torch.equal(values, got) and values.dtype == got.dtype and values.shape == got.shape
+        assert early.get().tolist() == [1.0, 1.0]
+        shared = torch.ones((), device=device)
+        first = HostCopy.of(shared)
+        assert HostCopy.of(shared) is first and first.get() == 1 and HostCopy.of(shared) is first
+        shared.add_(1)
+        assert HostCopy.of(shared) is not first and HostCopy.of(shared).get() == 2 and first.get() == 1
+
+
+def test_numbers_that_travel_together(pair_on_devices):
+    pair_on_devices.run(_travel_together)
 
 
 # ---- streams
