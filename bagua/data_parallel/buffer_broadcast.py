@@ -10,12 +10,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 
 from bagua.data_parallel.failures import ending
+from bagua.data_parallel.module_tree import ModuleTree
 from bagua.data_parallel.validation import check_buffer, describe_buffer
 from bagua.distributed.consensus import agree
 from bagua.distributed.process_group import ProcessGroup, Work
@@ -70,12 +70,12 @@ class BufferBroadcast:
             return []
         works: list[Work] = []
         while (model := self._model()) is not None:
-            buffers, change = self._buffers(model), None
+            buffers, change = self._buffers(), None
             if buffers is None:
                 change = self._change(model)
                 if change is None:  # others, which are like those before
                     self._lay_out()
-                    buffers = self._buffers(model)
+                    buffers = self._buffers()
             if self._are_any:
                 works += self._send(buffers)
                 if not self._is_other.item():
@@ -92,10 +92,8 @@ class BufferBroadcast:
         """From now on the buffers are those that the model has now."""
         model = self._model()
         assert model is not None
-        # The model itself is none of them: it holds the step, which holds this.
-        self._modules = [module for module in model.modules() if module is not model]
-        self._children = [*_children(model, self._modules)]
-        self._keys = [*_keys(model, self._modules)]
+        self._tree = ModuleTree(model)
+        self._names = self._tree.buffer_names()
         named = [*_named(model)]
         cpu = torch.device("cpu")
         ends = {cpu: _ALIGN_BYTES}
@@ -121,12 +119,11 @@ class BufferBroadcast:
                 slot.shape, slot.dtype = buffer.shape, buffer.dtype
                 slot.memory = self._memories[device][begin:end].view(buffer.dtype).view(buffer.shape)
 
-    def _buffers(self, model: torch.nn.Module) -> list[Any] | None:
+    def _buffers(self) -> list[Any] | None:
         """What is in the slots now; None where the model has others."""
-        modules = self._modules
-        if self._children != [*_children(model, modules)] or self._keys != [*_keys(model, modules)]:
+        if not self._tree.has_same_modules() or self._names != self._tree.buffer_names():
             return None
-        buffers = [*_values(model, modules)]
+        buffers = self._tree.buffers()
         return buffers if all(map(_Slot.fits, self._slots, buffers)) else None
 
     def _change(self, model: torch.nn.Module) -> str | None:
@@ -194,20 +191,8 @@ class BufferBroadcast:
         self._lay_out()
 
 
-def _keys(model: torch.nn.Module, modules: Sequence[torch.nn.Module]) -> Iterable[str]:
-    return chain(model._buffers.keys(), *[module._buffers.keys() for module in modules])
-
-
-def _values(model: torch.nn.Module, modules: Sequence[torch.nn.Module]) -> Iterable[Any]:
-    return chain(model._buffers.values(), *[module._buffers.values() for module in modules])
-
-
-def _children(model: torch.nn.Module, modules: Sequence[torch.nn.Module]) -> Iterable[torch.nn.Module | None]:
-    return chain(model._modules.values(), *[module._modules.values() for module in modules])
-
-
 def _named(model: torch.nn.Module) -> Iterable[tuple[str, Any]]:
-    """Full name and value of all buffers, of a module that is in two places once; in the order of _values."""
+    """Full name and value of all buffers, in the order of ModuleTree.buffers."""
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             yield f"{prefix}.{key}" if prefix else key, buffer

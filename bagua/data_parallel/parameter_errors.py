@@ -120,15 +120,23 @@ _INSIDE_ANOTHER = (
 )
 
 
-def changed_parameters(model: torch.nn.Module, storage: BucketStorage, rank: int) -> InvalidArgument | None:
-    """What to say where the model has no longer the parameters that it was wrapped with, whose gradients are hooked."""
+def changed_parameters(
+    model: torch.nn.Module, storage: BucketStorage, rank: int, may_be_gone: bool
+) -> InvalidArgument | None:
+    """What to say where the model has no longer the parameters that it was wrapped with, whose gradients are hooked.
+
+    Args:
+        may_be_gone: whether it may do without some of them.
+    """
     current = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     known = {id(parameter): name for name, parameter in zip(storage.names, storage.parameters, strict=True)}
     held = {id(parameter) for parameter in model.parameters()}
-    removed = [name for key, name in known.items() if key not in held]
-    new = [name for key, name in current.items() if key not in known and name not in removed]
-    told = [("were replaced", removed), ("were added", new)]
-    return _got_others([(verb, names) for verb, names in told if names], rank) if removed or new else None
+    new = [name for key, name in current.items() if key not in known]
+    gone = [name for key, name in known.items() if key not in held]
+    replaced = [name for name in gone if name in new or not may_be_gone]
+    told = [("were replaced", replaced), ("were added", [name for name in new if name not in replaced])]
+    told = [(verb, names) for verb, names in told if names]
+    return _got_others(told, rank) if told else None
 
 
 def added_parameters(names: Sequence[str], rank: int) -> InvalidArgument:

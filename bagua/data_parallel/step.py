@@ -37,6 +37,7 @@ from bagua.data_parallel.end_of_backward import EndOfBackward, is_never_told
 from bagua.data_parallel.failures import ending, fatal
 from bagua.data_parallel.gradient_hooks import SwappedParameters
 from bagua.data_parallel.loss_scale import LossScale
+from bagua.data_parallel.module_tree import ModuleTree
 from bagua.data_parallel.optimizer_steps import OptimizerSteps
 from bagua.data_parallel.parameter_errors import (
     added_parameters,
@@ -115,7 +116,7 @@ class Step:
         self._begin_ns = self._forward_ns = 0
         self._model = weakref.ref(model)
         self._is_stage_due = False
-        self._is_checked = False  # after the first backward, that the model still has the parameters of the wrap
+        self._tree: ModuleTree | None = None  # of the model when it last had no parameters but those of the wrap
         self._began_at_output = True  # the backward under way; else with the first gradient
         self._local_ns: int | None = None  # when a backward inside no_sync began
 
@@ -421,8 +422,7 @@ class Step:
                 self._abort()
                 raise
         outcome = self._machine.finish()
-        if outcome != _C.StepMachine.COMPLETE or not self._is_checked:
-            self._check_parameters()
+        self._check_parameters(is_complete=outcome == _C.StepMachine.COMPLETE)
         if outcome == _C.StepMachine.UNTOUCHED:
             return  # autograd.grad() passed through the model: no parameter took part
         if outcome == _C.StepMachine.INCOMPLETE:
@@ -526,11 +526,19 @@ class Step:
 
     # --- errors --------------------------------------------------------------------------------
 
-    def _check_parameters(self) -> None:
-        self._is_checked, model = True, self._model()
-        error = None if model is None else changed_parameters(model, self.storage, self.group.rank)
+    def _check_parameters(self, is_complete: bool) -> None:
+        """That all of the model's are in buckets; at the end of a backward, when nothing takes their place for a while,
+        as torch.func.functional_call does."""
+        if is_complete and self._tree is not None and self._tree.has_same_parameters():
+            return
+        model = self._model()
+        if model is None:
+            return
+        may_be_gone = self.unused is not None and self._tree is not None
+        error = changed_parameters(model, self.storage, self.group.rank, may_be_gone)
         if error is not None:
             raise ending(self.group, error)
+        self._tree = ModuleTree(model)
 
     def _check_new(self, optimizer: torch.optim.Optimizer) -> None:
         """That it steps no parameter which the model has got since the wrap; a single rank has nothing to exchange."""

@@ -220,14 +220,16 @@ class ProcessGroup:
 
     # ---- operations
 
-    def _work(self, core_work: _C.Work, label: str = "", finish=None, on: torch.Tensor | None = None) -> Work:
+    def _work(
+        self, core_work: _C.Work, what: str, label: str = "", finish=None, on: torch.Tensor | None = None
+    ) -> Work:
         # The deadline counts from the start of the operation, which may be queued behind others.
         device = None if on is None or on.is_cpu else on.device
         if device is not None and not self._has_told_path:
             self._has_told_path = True
             core_work.add_done_callback(self._tell_device_path)
         failed, job_ranks = self._cores.share_failure, self.job_ranks
-        return Work(core_work, 1000.0 * self._timeout_s, label, finish, failed, job_ranks, device)
+        return Work(core_work, 1000.0 * self._timeout_s, what, label, finish, failed, job_ranks, device)
 
     def _tell_device_path(self) -> None:
         if self.device_path:
@@ -290,7 +292,7 @@ class ProcessGroup:
             work = self._core.hierarchical_all_reduce(*nodes, *arguments, residuals, segments, checks_result)
         else:
             work = self._core.all_reduce(*arguments, residuals, segments, checks_result, subject)
-        return self._work(work, label, copy_back, data)
+        return self._work(work, "all_reduce", label, copy_back, data)
 
     def neighbor_average(
         self,
@@ -323,7 +325,7 @@ class ProcessGroup:
             work = self._core.hierarchical_neighbor_average(*nodes, *arguments)
         else:
             work = self._core.neighbor_average(*arguments)
-        return self._work(work, label, copy_back, data)
+        return self._work(work, "neighbor_average", label, copy_back, data)
 
     def difference_ring_average(
         self, tensor: Array, replicas: Sequence[torch.Tensor], *, codec: str, label: str = ""
@@ -346,7 +348,7 @@ class ProcessGroup:
             spec,
             self._submission(data, False, tensor, replicas),
         )
-        return self._work(work, label, copy_back, data)
+        return self._work(work, "difference_ring_average", label, copy_back, data)
 
     def reduce(self, tensor: Array, dst: int, op: ReduceOp = ReduceOp.SUM, *, blocking: bool = False) -> Work:
         """tensor of rank `dst` <- op over ranks of tensor; the other ranks' tensors are undefined afterwards."""
@@ -356,7 +358,7 @@ class ProcessGroup:
         op = check_op(op, data.dtype)
         memory = (data.data_ptr(), data.numel(), dtype_code(data.dtype))
         work = self._core.reduce(*memory, int(op), dst, self._submission(data, blocking, tensor))
-        return self._work(work, finish=copy_back, on=data)
+        return self._work(work, "reduce", finish=copy_back, on=data)
 
     def reduce_scatter(
         self,
@@ -383,7 +385,7 @@ class ProcessGroup:
             codec,
             self._submission(into, blocking, source),
         )
-        return self._work(work, finish=copy_back, on=into)
+        return self._work(work, "reduce_scatter", finish=copy_back, on=into)
 
     def all_gather(
         self, output: Array, input: Array, *, codec: str | None = None, blocking: bool = False, subject: int = 0
@@ -395,7 +397,7 @@ class ProcessGroup:
         check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input", self.size)
         memory = (source.data_ptr(), into.data_ptr(), source.nbytes, dtype_code(source.dtype))
         work = self._core.all_gather(*memory, codec, self._submission(into, blocking, source), subject)
-        return self._work(work, finish=copy_back, on=into)
+        return self._work(work, "all_gather", finish=copy_back, on=into)
 
     def gather(self, output: Array | None, input: Array, dst: int, *, blocking: bool = False) -> Work:
         """output of rank `dst` [r] <- input of rank r; the other ranks pass output=None."""
@@ -410,7 +412,7 @@ class ProcessGroup:
         work = self._core.gather(
             source.data_ptr(), address, source.nbytes, kind, dst, self._submission(source, blocking, into)
         )
-        return self._work(work, finish=copy_back, on=source)
+        return self._work(work, "gather", finish=copy_back, on=source)
 
     def scatter(self, output: Array, input: Array | None, src: int, *, blocking: bool = False) -> Work:
         """output <- input of rank `src` [rank]; the other ranks pass input=None."""
@@ -425,7 +427,7 @@ class ProcessGroup:
         work = self._core.scatter(
             address, into.data_ptr(), into.nbytes, kind, src, self._submission(into, blocking, source)
         )
-        return self._work(work, finish=copy_back, on=into)
+        return self._work(work, "scatter", finish=copy_back, on=into)
 
     def all_to_all(
         self,
@@ -453,7 +455,7 @@ class ProcessGroup:
             codec,
             self._submission(into, blocking, source),
         )
-        return self._work(work, finish=copy_back, on=into)
+        return self._work(work, "all_to_all", finish=copy_back, on=into)
 
     def broadcast(
         self, tensor: Array, src: int, *, codec: str | None = None, label: str = "", blocking: bool = False
@@ -466,27 +468,27 @@ class ProcessGroup:
         codec = check_codec(codec, data.dtype)
         memory = (data.data_ptr(), data.nbytes, dtype_code(data.dtype))
         work = self._core.broadcast(*memory, src, codec, self._submission(data, blocking, tensor))
-        return self._work(work, label, copy_back, data)
+        return self._work(work, "broadcast", label, copy_back, data)
 
     def barrier(self, *, timeout: timedelta | float | None = None, blocking: bool = False) -> Work:
         """Completes when every rank has called it; `timeout` overrides the group's."""
         self.check()
         timeout_s = self._timeout_s if timeout is None else to_seconds(timeout)
-        return self._work(self._core.barrier((timeout_s, blocking, None, None)))
+        return self._work(self._core.barrier((timeout_s, blocking, None, None)), "barrier")
 
     def send(self, tensor: Array, dst: int, *, tag: int = 0) -> Work:
         """Sends to rank `dst`, which must call recv with the same size, type and tag (which never reorders)."""
         self._check_peer(dst, "dst", tag)
         data = prepare(tensor, "tensor", is_written=False).data
         work = self._p2p_core.send(*_message(data), dst, tag, self._submission(data, False, tensor))
-        return self._work(work, on=data)
+        return self._work(work, f"send to rank {dst}", on=data)
 
     def recv(self, tensor: Array, src: int, *, tag: int = 0) -> Work:
         """tensor <- what rank `src` sends."""
         self._check_peer(src, "src", tag)
         data, copy_back = prepare(tensor, "tensor")
         work = self._p2p_core.recv(*_message(data), src, tag, self._submission(data, False, tensor))
-        return self._work(work, finish=copy_back, on=data)
+        return self._work(work, f"recv from rank {src}", finish=copy_back, on=data)
 
     def _check_peer(self, peer: int, name: str, tag: int) -> None:
         self.check()

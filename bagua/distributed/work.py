@@ -43,6 +43,7 @@ class Work:
         "_has_failed",
         "_job_ranks",
         "_limit_s",
+        "_what",
         "label",
     )
 
@@ -50,6 +51,7 @@ class Work:
         self,
         core: _C.Work,
         limit_s: float,
+        what: str,
         label: str,
         finish: Callable[[], None] | None,
         has_failed: Callable[[BaguaError], None],
@@ -61,7 +63,7 @@ class Work:
         self._has_failed = has_failed  # called with the error that wait() finds
         self._device = device  # None: the CPU
         self._limit_s = limit_s
-        self.label = label
+        self._what, self.label = what, label
         self._finish = finish  # copies a staged result back; None when there is nothing (left) to do
         self._finishing = threading.Lock() if finish is not None else None  # guards the next two and _finish
         self._finished: torch.Event | None = None  # on a device, where _finish was run
@@ -148,7 +150,8 @@ class Work:
                 error = reworded(error, f"{self.label}: ", bucket=self.label)
             raise self._job_ranks.told(error) from None
         if not ended:
-            raise DeadlineExceeded(f"the operation {self.label or self.ticket} is still running after {limit_s:g} s")
+            what = f"{self._what} ({self.label})" if self.label else self._what
+            raise DeadlineExceeded(f"{what} is still running after {limit_s:g} s; wait() again waits on")
         if self._finishing is not None:
             with self._finishing:
                 finish, self._finish = self._finish, None

@@ -95,6 +95,90 @@ def test_parameters_that_are_added_in_training(pool2, algorithm, how):
     pool2.run(_added_in_training, args=(algorithm, how))
 
 
+class _Adapted(torch.nn.Module):
+    """A layer that stands still, and a small one beside it that trains."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.low, self.high = torch.nn.Linear(4, 2, bias=False), torch.nn.Linear(2, 8, bias=False)
+
+    def forward(self, x):
+        return self.layer(x) + self.high(self.low(x))
+
+
+class _Prompted(torch.nn.Sequential):
+    """Adds what it has got after the wrap to its input."""
+
+    def forward(self, x):
+        return super().forward(x + self.prompt if hasattr(self, "prompt") else x)
+
+
+def _adapt(model):
+    model.requires_grad_(False)
+    model[0] = _Adapted(model[0])
+    return [*model[0].low.parameters(), *model[0].high.parameters()], "2 were added, '0.low.weight'"
+
+
+def _new_head(model):
+    model.requires_grad_(False)
+    model[2] = torch.nn.Linear(8, 2)
+    return [*model[2].parameters()], "2 were replaced, '2.weight'"
+
+
+def _assign_all(model):
+    _assign(model)
+    return [*model.parameters()], "4 were replaced, '0.weight'"
+
+
+def _prompt(model):
+    model.prompt = torch.nn.Parameter(torch.zeros(4))
+    return [model.prompt], "1 were added, 'prompt'"
+
+
+def _stepped_by_another(rank, world_size, act, algorithm, find_unused):
+    with process_group():
+        torch.manual_seed(0)
+        model = _Prompted(*_net())
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+        bagua.with_bagua(model, optimizers, algorithm=algorithm, find_unused_parameters=find_unused)
+        for step in range(4):
+            if step == 2:
+                parameters, told = act(model)
+                before = [parameter.detach().clone() for parameter in parameters]
+                optimizers = [torch.optim.SGD(parameters, lr=0.1)]
+                meet()
+                with pytest.raises(BaguaError, match=f"has got other parameters.*: {told} for one; .*call it again"):
+                    model(torch.full((3, 4), 1.0 + rank)).square().sum().backward()
+                    optimizers[0].step()
+                assert all(map(torch.equal, parameters, before))
+                return
+            model(torch.full((3, 4), 1.0 + rank)).square().sum().backward()
+            optimizers[0].step()
+
+
+@pytest.mark.parametrize(("algorithm", "find_unused"), [("qsgd", True), ("qsgd", False), ("local_sgd", True)])
+@pytest.mark.parametrize("act", [_adapt, _new_head, _assign_all, _prompt])
+def test_parameters_that_an_optimizer_of_their_own_steps(pool2, act, algorithm, find_unused):
+    """The model's other parameters take no part, or are stepped by nobody, so that no step of theirs tells."""
+    pool2.run(_stepped_by_another, args=(act, algorithm, find_unused))
+
+
+def _called_by_function(rank, world_size):
+    """Tensors that take the place of parameters for the time of a call are none of the model's."""
+    with process_group():
+        model = bagua.with_bagua(_net(), find_unused_parameters=True)
+        for _ in range(3):
+            others = {name: (2 * value.detach()).requires_grad_() for name, value in model.named_parameters()}
+            torch.func.functional_call(model, others, torch.ones(3, 4)).sum().backward()
+            model(torch.ones(3, 4)).sum().backward()
+            assert all(value.grad is not None for value in others.values())
+
+
+def test_tensors_in_the_place_of_parameters(pool2):
+    pool2.run(_called_by_function)
+
+
 def _no_less_than_before(rank, world_size):
     """A step before the first backward takes nothing away from what that looks at, and parts may go."""
     with process_group():

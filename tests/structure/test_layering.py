@@ -121,6 +121,7 @@ ORDER = {
         "zero_copy": BUCKETS,
         "unused_parameters": BUCKETS,
         "parameter_errors": BUCKETS,
+        "module_tree": set(),
         "gradient_hooks": BUCKETS,
         "loss_scale": ERRORS | {"distributed.devices"},
         "algorithm_state": BUCKETS | {"algorithms"},
