@@ -32,6 +32,7 @@ from bagua.data_parallel.state_sync import OptimizerStates, broadcast_model
 from bagua.data_parallel.step import Step
 from bagua.data_parallel.takeover import begin, begin_gradients, closing_if_refused
 from bagua.data_parallel.validation import (
+    check_exchanges,
     check_is_model,
     check_model,
     check_types,
@@ -125,10 +126,7 @@ def with_bagua(
         if earlier is not None:
             earlier.step.optimizer_steps.settle()  # what its last step has done wrong would be forgotten
         chosen = _make_algorithm(algorithm, options)
-        if chosen.exchanges not in ("gradients", "weights"):
-            raise InvalidArgument(
-                f"algorithm {chosen.name!r} has exchanges = {chosen.exchanges!r}, expected 'gradients' or 'weights'"
-            )
+        check_exchanges(chosen)
         if earlier is not None and chosen is earlier.algorithm:
             chosen = dataclasses.replace(chosen)  # the object itself goes on until the wrap is certain
         check_unused(chosen, earlier)

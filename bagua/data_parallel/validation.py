@@ -6,11 +6,13 @@ are compared between the ranks (distributed/consensus.py).
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from bagua.algorithms import Algorithm
 from bagua.buckets import check_parameter, is_dense
 from bagua.distributed.devices import check_supported
 from bagua.distributed.tensors import address_of
@@ -18,6 +20,7 @@ from bagua.errors import InvalidArgument
 
 __all__ = [
     "check_buffer",
+    "check_exchanges",
     "check_model",
     "check_steps_all",
     "check_types",
@@ -196,6 +199,31 @@ def _check_memory(value: Any, what: str) -> None:
             f"{what} of shape {tuple(value.shape)} is expanded: several of its elements share one memory location, so "
             "it cannot hold rank 0's values; replace it by a copy (.clone())"
         )
+
+
+def check_exchanges(algorithm: Algorithm) -> None:
+    """Raises InvalidArgument for an algorithm that does not say what it exchanges, or has no hook to do it in."""
+    if algorithm.exchanges not in ("gradients", "weights"):
+        raise InvalidArgument(
+            f"algorithm {algorithm.name!r} has exchanges = {algorithm.exchanges!r}, expected 'gradients' or 'weights'"
+        )
+    kind = type(algorithm)
+    if algorithm.exchanges == "weights" and all(getattr(kind, hook) is getattr(Algorithm, hook) for hook in _HOOKS):
+        close = _spelt_like(kind)
+        raise InvalidArgument(
+            f"algorithm {algorithm.name!r} has exchanges = 'weights', but {kind.__name__} defines no hook to exchange "
+            "them in, so the ranks would part; define before_optimizer_step or after_optimizer_step, as in "
+            f"bagua/algorithms/base.py{close and f' ({close})'}"
+        )
+
+
+_HOOKS = ("attach", "before_forward", "after_backward", "before_optimizer_step", "after_optimizer_step")
+
+
+def _spelt_like(kind: type[Algorithm]) -> str:
+    own = [name for name in dir(kind) if not name.startswith("_") and not hasattr(Algorithm, name)]
+    close = [(name, hook) for hook in _HOOKS for name in difflib.get_close_matches(hook, own, n=1, cutoff=0.8)]
+    return "; ".join(f"it has {name}: is {hook} meant?" for name, hook in close)
 
 
 def check_steps_all(optimizers: Sequence[torch.optim.Optimizer], algorithm_name: str) -> None:

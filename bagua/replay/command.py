@@ -20,7 +20,7 @@ from bagua import config
 from bagua.errors import InvalidArgument
 from bagua.replay import hosts, report
 from bagua.replay.cases import PROFILES, Case, Outcome, outcomes_of
-from bagua.replay.plots import PLOTTED, plot
+from bagua.replay.plots import PLOTTED, check_format, plot
 from bagua.replay.profiles import Profile
 from bagua.replay.ranks import Ranks, RanksFailed
 from bagua.replay.systems import DDP_HOOKS, check, check_scaled, measure_here, parse
@@ -105,6 +105,10 @@ def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
         for option, path, example in (("--csv", args.csv, "replay.csv"), ("--plot", args.plot, "replay.png")):
             if path is not None:
                 report.check_file(option, path, example)
+        if args.csv is not None:
+            report.check_csv(args.csv)
+        if args.plot is not None:
+            check_format(args.plot)
     except InvalidArgument as error:
         parser.error(str(error))
     args.plotted = args.systems or PLOTTED

@@ -9,8 +9,10 @@ import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from bagua.errors import InvalidArgument
 from bagua.replay.cases import Case, Outcome
 from bagua.replay.systems import ALONE
 
@@ -90,6 +92,19 @@ def _by_case(cases: Sequence[Sequence[Outcome]]) -> Any:
             axis.legend(fontsize=8)
     figure.tight_layout()
     return figure
+
+
+def check_format(path: Path) -> None:
+    """Raises InvalidArgument for a file whose name ends as no format of matplotlib's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    kind = path.suffix[1:].lower()
+    if kind and kind not in known:
+        raise InvalidArgument(f"--plot is {path}; expected a name that ends in .{', .'.join(sorted(known))}")
 
 
 def subplots(columns: int, rows: int = 1) -> tuple[Any, list[Any]]:

@@ -56,6 +56,22 @@ def append_csv(path: Path, outcomes: Sequence[Outcome]) -> None:
         writer.writerows(_csv_row(one) for one in outcomes)
 
 
+def check_csv(path: Path) -> None:
+    """Raises InvalidArgument for a file to which ``append_csv`` would add rows of other columns."""
+    try:
+        with path.open(newline="") as file:
+            head = next(csv.reader(file), None)
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InvalidArgument(f"--csv is {path}, which cannot be read ({error}); name another file") from error
+    if head is not None and tuple(head) != CSV_COLUMNS:
+        raise InvalidArgument(
+            f"--csv is {path}, whose first line is {','.join(head)[:80]!r}, expected {','.join(CSV_COLUMNS)!r}; name a "
+            "new file, or one of this command's"
+        )
+
+
 def _csv_row(one: Outcome) -> dict[str, Any]:
     case = one.case
     row = {

@@ -515,6 +515,15 @@ class _Misspelt(Algorithm):
 
 
 @dataclasses.dataclass(kw_only=True)
+class _WithoutHook(Algorithm):
+    name = "without_hook"
+    exchanges = "weights"
+
+    def after_optimiser_step(self, optimizer, buckets, group):
+        pytest.fail("nobody calls it")
+
+
+@dataclasses.dataclass(kw_only=True)
 class _Misdescribed(Algorithm):
     name = "misdescribed"
 
@@ -529,6 +538,7 @@ class _Misdescribed(Algorithm):
     ("algorithm", "message"),
     [
         (_Misspelt(), "algorithm 'misspelt' has exchanges = 'gradient', expected 'gradients' or 'weights'"),
+        (_WithoutHook(), "_WithoutHook defines no hook .*it has after_optimiser_step: is after_optimizer_step meant"),
         (_Misdescribed(), r"parameter_state\(\) describes 'total' by torch.float32, expected a ParameterState"),
     ],
 )

@@ -329,6 +329,9 @@ def test_systems_that_can_be_played():
         ("--profiles {}/broken.json", "{}/broken.json cannot be read as a profile"),
         ("--hosts 4 300", "--hosts has 300; expected 254 or fewer, as 10.99.0.0/24 has addresses"),
         ("--csv {}", "--csv is the folder {}, expected a file, such as {}/replay.csv"),
+        ("--csv {}/other.csv", "--csv is {}/other.csv, whose first line is 'a,b', expected 'date,profile,scale,"),
+        ("--csv {}/bytes.csv", "--csv is {}/bytes.csv, which cannot be read ("),
+        ("--plot {}/x.xyz", "--plot is {}/x.xyz; expected a name that ends in ."),
         ("--plot {}/none/x.png", "--plot is {}/none/x.png, but there is no folder {}/none"),
         ("--systems ddp nothing:bits=4", "--systems has nothing:bits=4; expected ddp"),
         ("--systems ddp:overlap=False", "ddp:overlap=False: unknown option 'overlap' for torch's DDP; its options"),
@@ -355,6 +358,8 @@ def test_systems_that_can_be_played():
 )
 def test_options_that_are_refused_before_anything_runs(options, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00\n")
     monkeypatch.setattr(command, "run", lambda args: pytest.fail("it ran"))
     given = options.format(tmp_path).split()
     with pytest.raises(SystemExit):

@@ -116,7 +116,7 @@ ORDER = {
         "end_of_backward": set(),
         "optimizer_hooks": set(),
         "failures": ERRORS | {"distributed.process_group"},
-        "validation": BUCKETS,
+        "validation": BUCKETS | {"algorithms"},
         "local_gradients": BUCKETS,
         "zero_copy": BUCKETS,
         "unused_parameters": BUCKETS,
