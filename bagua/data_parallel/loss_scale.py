@@ -109,6 +109,7 @@ class LossScale:
         self._note: _Note | None = None  # of the thread of the forwards
         self._count = 0  # of its scaled losses, when the first forward since the last backward began
         self._has_begun_backward = False
+        self._applied: float | _Scale = unit  # the last one, by which the unit is what it is
         if is_followed:
             _note_scales()
 
@@ -132,6 +133,9 @@ class LossScale:
             return 1.0
         self._has_begun_backward = True
         scale = self._note.scale if self._note.count != self._count else 1.0
+        if scale is self._applied:  # another backward of the same loss
+            return 1.0
+        self._applied = scale
         now, before = (_known(one, device) for one in (scale, self._unit))
         if not (isinstance(now, _Scale) or isinstance(before, _Scale)):
             if not 0 < now < math.inf:

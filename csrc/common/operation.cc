@@ -83,9 +83,10 @@ void throw_disagreement(const std::string& difference, const Operation& mine, in
 }
 
 void throw_mismatch(const Operation& theirs, const Operation& mine, int peer) {
-  throw_disagreement(
-      "rank " + std::to_string(peer) + " called " + describe(theirs) + " while this rank called " + describe(mine),
-      mine, peer);
+  std::string difference =
+      "rank " + std::to_string(peer) + " called " + describe(theirs) + " while this rank called " + describe(mine);
+  if (theirs.device != mine.device) difference += " (tensors of one rank are on the CPU, the other's are not)";
+  throw_disagreement(difference, mine, peer);
 }
 
 }  // namespace bagua

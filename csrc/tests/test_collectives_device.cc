@@ -266,6 +266,7 @@ TEST_P(OnDevice, ADeviceTensorAndAHostTensorInOneOperationAreRefusedOnBothRanks)
     ASSERT_TRUE(work->wait_for(10s));
     ASSERT_TRUE(work->error());
     EXPECT_CONTAINS(std::string(work->error()->what()), "on emulated");
+    EXPECT_CONTAINS(std::string(work->error()->what()), "one rank are on the CPU");
   }
 }
 

@@ -688,6 +688,33 @@ def test_ranks_stay_equal_whichever_of_them_knows_the_scale(pair_on_devices, dty
     pair_on_devices.run(_in_group, args=[_know_by_rank, [dtype]])
 
 
+def _backward_twice(group):
+    """Of one loss, with a scale that only the device knows: the second one has nothing to multiply."""
+    model, _, device = _make(group, accelerator.kind(), **{"algorithm": "qsgd", **REMEMBERING["qsgd"]})
+    scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
+    ratios = []
+
+    def noted(self, device, change=LossScale.change):
+        ratios.append(change(self, device))
+        return ratios[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LossScale, "change", noted)
+        patch.setattr(HostCopy, "get_now", lambda _: None)
+        for _ in range(2):
+            loss = scaler.scale(model(_inputs(group.rank, 0, device)).square().mean())
+            loss.backward(retain_graph=True)
+            loss.backward()
+    kinds = [isinstance(ratio, torch.Tensor) for ratio in ratios]
+    assert kinds == [True, False, True, False] and ratios[1] == ratios[3] == 1.0
+    assert [float(ratio) for ratio in ratios] == [8.0, 1.0, 1.0, 1.0]
+    assert model.bagua.state_dict()["loss_scale"] == 8.0
+
+
+def test_another_backward_of_a_loss_multiplies_nothing(pair_on_devices):
+    pair_on_devices.run(_in_group, args=[_backward_twice, ()])
+
+
 def _scaled_step(group, model, optimizer, scaler, device, step):
     optimizer.zero_grad()
     scaled = scaler.scale(model(_inputs(group.rank, step, device)).square().mean())
