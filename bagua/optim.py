@@ -147,7 +147,7 @@ class QAdam(torch.optim.Optimizer):
                 warm-up that ends.
         """
         self._check_origin(state_dict)
-        own = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        own = [{name: group[name] for name in (*_DEFAULTS, "given", "fused")} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, options in zip(self.param_groups, own, strict=True):
             group.update({**options, **group, "fused": options["fused"]})

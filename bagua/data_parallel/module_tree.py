@@ -20,11 +20,11 @@ class ModuleTree:
     """The modules of a model as it is now, each once, in the order of model.modules().
 
     Args:
-        model: not held, only its dicts: it may hold who has this.
+        model: not held, only its dicts, nor what is inside of one that torch.compile returned: they hold who has this.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        modules = [*model.modules()]
+        modules = [*getattr(model, "_orig_mod", model).modules()]
         self._modules = [module._modules for module in modules]
         self._parameters = [module._parameters for module in modules]
         self._buffers = [module._buffers for module in modules]
