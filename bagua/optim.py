@@ -158,8 +158,9 @@ class QAdam(torch.optim.Optimizer):
     def _check_origin(self, state_dict: Any) -> None:
         groups, states = state_dict.get("param_groups", ()), state_dict.get("state", {})
         for group, own in zip(groups, self.param_groups, strict=False):  # torch refuses another number of them
-            _check_is_adam(group)
-            num_steps = max((int(states.get(key, {}).get("step", 0)) for key in group["params"]), default=0)
+            of_group = [states.get(key, {}) for key in group["params"]]
+            _check_is_adam(group, of_group)
+            num_steps = max((int(state.get("step", 0)) for state in of_group), default=0)
             if "warmup_steps" not in group and num_steps >= own["warmup_steps"]:
                 raise InvalidArgument(
                     f"the state to load is of an Adam that has made {num_steps} steps, and warmup_steps is "
@@ -404,7 +405,7 @@ class _OpenStep:
     """
 
     def __init__(self, found_inf: torch.Tensor, steps: list[torch.Tensor]) -> None:
-        self.steps, self._found_inf = steps, HostCopy.of(found_inf)
+        self.steps, self._found_inf = steps, HostCopy.of(found_inf, at_once=True)
 
     def was_skipped(self) -> bool:
         """Waits for the device."""
@@ -499,8 +500,14 @@ def _lie_alike(tensors: tuple[torch.Tensor, ...]) -> bool:
     return True
 
 
-def _check_is_adam(group: Mapping[str, Any]) -> None:
-    """Raises InvalidArgument for the options of an optimizer whose steps QAdam does not make."""
+def _check_is_adam(group: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> None:
+    """Raises InvalidArgument for options and states of an optimizer whose steps QAdam does not make."""
+    has_moments = all({"step", "exp_avg", "exp_avg_sq"} <= {*state} for state in states if state)
+    if not (has_moments and ("warmup_steps" in group or "amsgrad" in group)):
+        raise InvalidArgument(
+            "the state to load is of neither a QAdam nor an Adam of torch.optim, so QAdam would not go on as that "
+            "does; start QAdam anew"
+        )
     others = {name: group.get(name) for name in ("maximize", "amsgrad")}
     others["decoupled_weight_decay"] = group.get("decoupled_weight_decay") and group.get("weight_decay")
     for name, is_set in others.items():

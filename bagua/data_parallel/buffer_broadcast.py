@@ -18,8 +18,9 @@ from bagua.data_parallel.failures import ending
 from bagua.data_parallel.module_tree import ModuleTree
 from bagua.data_parallel.validation import check_buffer, describe_buffer
 from bagua.distributed.consensus import agree
+from bagua.distributed.job_ranks import reworded
 from bagua.distributed.process_group import ProcessGroup, Work
-from bagua.errors import InvalidArgument
+from bagua.errors import BaguaError, InvalidArgument
 
 __all__ = ["BufferBroadcast"]
 
@@ -29,7 +30,7 @@ _REMEDY = "change the buffers of all ranks alike, or pass broadcast_buffers=Fals
 
 @dataclass
 class _Slot:
-    """The place of a buffer in a message; of one that the model has registered as None there is none."""
+    """The place of a buffer in a message; of one that is not there yet there is none."""
 
     name: str
     described: str
@@ -38,8 +39,8 @@ class _Slot:
     memory: torch.Tensor | None = None
 
     def fits(self, buffer: Any) -> bool:
-        if not isinstance(buffer, torch.Tensor):
-            return buffer is None and self.shape is None
+        if self.shape is None or not _is_there(buffer):
+            return self.shape is None and not _is_there(buffer)
         return buffer.shape == self.shape and buffer.dtype == self.dtype
 
 
@@ -99,7 +100,7 @@ class BufferBroadcast:
         ends = {cpu: _ALIGN_BYTES}
         places = []
         for _, buffer in named:
-            if not isinstance(buffer, torch.Tensor):
+            if not _is_there(buffer):
                 continue
             begin = ends.get(buffer.device, 0)
             end = begin + buffer.numel() * buffer.element_size()
@@ -111,10 +112,10 @@ class BufferBroadcast:
         # The CPU's comes first: it tells whether the others hold anything.
         self._memories = {device: self._group.empty(end, torch.uint8, device) for device, end in ends.items()}
         self._is_other = self._memories[cpu][:1]
-        self._slots = [_Slot(name, describe_buffer(buffer)) for name, buffer in named]
+        self._slots = [_Slot(name, describe_buffer(buffer) if _is_there(buffer) else "none") for name, buffer in named]
         rest = iter(places)
         for slot, (_, buffer) in zip(self._slots, named, strict=True):
-            if isinstance(buffer, torch.Tensor):
+            if _is_there(buffer):
                 device, begin, end = next(rest)
                 slot.shape, slot.dtype = buffer.shape, buffer.dtype
                 slot.memory = self._memories[device][begin:end].view(buffer.dtype).view(buffer.shape)
@@ -129,7 +130,7 @@ class BufferBroadcast:
     def _change(self, model: torch.nn.Module) -> str | None:
         """What to say of the buffers that the model has now, and of those that it had; None where they are alike."""
         before = {slot.name: slot.described for slot in self._slots if slot.memory is not None}
-        now = {name: describe_buffer(buffer) for name, buffer in _named(model) if buffer is not None}
+        now = {name: describe_buffer(buffer) for name, buffer in _named(model) if _is_there(buffer)}
         if list(before.items()) == list(now.items()):
             return None
         names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
@@ -177,18 +178,29 @@ class BufferBroadcast:
 
     def _agree(self, model: torch.nn.Module, change: str | None) -> None:
         """On the buffers that all ranks have now; collective. Where they are not alike nothing changes."""
-        changes = self._group.all_gather_plain(change)
+        try:
+            changes = self._group.all_gather_plain(change)
+        except BaguaError as error:
+            if self._are_any or change is None:
+                raise
+            raise reworded(error, f"{change}: ") from None  # of whose first buffer the others heard nothing
         if None in changes:
             rank, change = next((rank, change) for rank, change in enumerate(changes) if change is not None)
             raise self._group.job_ranks.told(InvalidArgument(change, rank=rank))
 
         def prepare() -> tuple[None, dict[str, str]]:
-            for name, buffer in _named(model):
+            named = [(name, buffer) for name, buffer in _named(model) if _is_there(buffer)]
+            for name, buffer in named:
                 check_buffer(name, buffer)
-            return None, {f"buffer {name!r}": describe_buffer(buffer) for name, buffer in _named(model)}
+            return None, {f"buffer {name!r}": describe_buffer(buffer) for name, buffer in named}
 
         agree(self._group, prepare, _REMEDY)
         self._lay_out()
+
+
+def _is_there(buffer: Any) -> bool:
+    """Not if it is registered as None, or of a lazy module before its first forward."""
+    return buffer is not None and type(buffer) is not torch.nn.parameter.UninitializedBuffer
 
 
 def _named(model: torch.nn.Module) -> Iterable[tuple[str, Any]]:

@@ -62,12 +62,15 @@ class SwappedParameters:
         self._parameters = tuple(parameters)
         self._dicts = [parameter.__dict__ for parameter in self._parameters]
 
-    def revive(self) -> None:
-        """Before a forward: what was swapped until then is as it was before."""
+    def revive(self) -> list[int]:
+        """Before a forward: what was swapped until then is as it was before. Returns which those are."""
+        swapped = []
         for index, (parameter, known) in enumerate(zip(self._parameters, self._dicts, strict=True)):
             if parameter.__dict__ is not known:
                 self._dicts[index] = parameter.__dict__
                 _revive(parameter)
+                swapped.append(index)
+        return swapped
 
 
 def _revive(parameter: torch.nn.Parameter) -> None:

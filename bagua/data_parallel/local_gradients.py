@@ -1,7 +1,8 @@
 """Gradients of this rank's own, until a backward synchronises them: no optimizer may step them.
 
-A backward inside no_sync has left them, or one while weights are exchanged, or they are older than the wrap. Beside the
-data path: ``optimizer_steps.py`` asks before an optimizer steps. A gradient that was cleared in between is none.
+A backward inside no_sync has left them, or one while weights are exchanged, they are older than the wrap, or no hook
+was called for them (gradient_hooks.py). Beside the data path: ``optimizer_steps.py`` asks before an optimizer steps. A
+gradient that was cleared in between is none.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ class LocalGradients:
         name, more = self._names[held[0]], f" and {len(held) - 1} more" if held[1:] else ""
         return InvalidArgument(
             f"rank {self._group.rank}: {type(optimizer).__name__}.step would use gradients that no_sync() has left "
-            f"unsynchronised, of {name!r}{more}, or a backward before with_bagua; the ranks would part. Have the last "
-            "backward before a step outside no_sync(), or drop these gradients with zero_grad()",
+            f"unsynchronised, of {name!r}{more}, or a backward before with_bagua, or one after torch swapped the "
+            "parameter's tensor (torch.utils.swap_tensors) and before a forward of the model; the ranks would part. "
+            "Have the last backward before a step outside no_sync(), or drop these gradients with zero_grad()",
             rank=self._group.rank,
         )
 

@@ -18,6 +18,7 @@ from bagua.buckets import Bucket, BucketStorage
 from bagua.data_parallel.algorithm_state import ParameterStates
 from bagua.data_parallel.failures import ending, fatal
 from bagua.data_parallel.followed_optimizers import FollowedOptimizers
+from bagua.data_parallel.gradient_hooks import SwappedParameters
 from bagua.data_parallel.local_gradients import LocalGradients
 from bagua.data_parallel.nonfinite_guard import NonFiniteGuard, is_skipped_by_scaler
 from bagua.data_parallel.optimizer_hooks import Call, Calls
@@ -67,7 +68,7 @@ class OptimizerSteps:
         self.exchanges_weights = algorithm.exchanges == "weights"
         self.are_known = bool(optimizers)
         self._bucket_group, group = group, group.process_group
-        self.local_gradients = LocalGradients(storage, group)
+        self.local_gradients, self.swapped = LocalGradients(storage, group), SwappedParameters(storage.parameters)
         self._buckets: Sequence[Bucket] = storage.buckets
         self._algorithm, self._group, self._states, self._recorder = algorithm, group, states, recorder
         self._after_step, self._check_new = weakref.WeakMethod(after_step), weakref.WeakMethod(check_new)
@@ -279,9 +280,12 @@ class OptimizerSteps:
                 self._optimizers.follow(optimizer)
 
     def _check_gradients(self, call: Call, is_certain: bool) -> None:
-        error = self.local_gradients.refusal(call.optimizer) if self._sends_gradients else None
-        if error is not None:
-            raise ending(self._group, error)
+        if self._sends_gradients:
+            for index in self.swapped.revive():  # no forward of the model has come since, but perhaps a backward
+                self.local_gradients.add(index)
+            error = self.local_gradients.refusal(call.optimizer)
+            if error is not None:
+                raise ending(self._group, error)
         self._guard.check_step(call.optimizer, is_certain)
         self._skipped_steps.check_step(call.optimizer, is_certain)
 

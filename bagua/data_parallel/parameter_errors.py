@@ -70,6 +70,15 @@ def under_compiled_autograd(rank: int) -> InvalidArgument:
     )
 
 
+def swapped(name: str, rank: int) -> InvalidArgument:
+    """Of a parameter whose hooks torch has not called in this backward."""
+    return InvalidArgument(
+        f"rank {rank}: torch has swapped the tensor of parameter {name!r} (torch.utils.swap_tensors), and since then "
+        "no forward of the wrapped model itself has come before this backward; call the model, or with_bagua again",
+        rank=rank,
+    )
+
+
 def unfrozen(name: str, rank: int) -> InvalidArgument:
     """Of a parameter that has no place in a bucket, and begins to train."""
     return InvalidArgument(

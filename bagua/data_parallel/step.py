@@ -35,7 +35,6 @@ from bagua.data_parallel.backward_stream import BackwardStream
 from bagua.data_parallel.buffer_broadcast import BufferBroadcast
 from bagua.data_parallel.end_of_backward import EndOfBackward, is_never_told
 from bagua.data_parallel.failures import ending, fatal
-from bagua.data_parallel.gradient_hooks import SwappedParameters
 from bagua.data_parallel.loss_scale import LossScale
 from bagua.data_parallel.module_tree import ModuleTree
 from bagua.data_parallel.optimizer_steps import OptimizerSteps
@@ -47,6 +46,7 @@ from bagua.data_parallel.parameter_errors import (
     never_ready,
     ready_twice,
     refused_gradient,
+    swapped,
     under_compiled_autograd,
     unfrozen,
 )
@@ -100,7 +100,6 @@ class Step:
         self.recorder.job_ranks = group.job_ranks
         self.states = ParameterStates(algorithm.parameter_state(), group)
         self.unused = UnusedParameters(storage, group) if find_unused_parameters else None
-        self._swapped = SwappedParameters(storage.parameters)
         self._stream = BackwardStream(storage.memory.device)
         self._bucket_group = BucketGroup(group, _Record(self.recorder, self.groups))
         self._buffers, self._always_broadcasts, self._frozen = buffers, always_broadcasts, tuple(frozen)
@@ -116,7 +115,9 @@ class Step:
         self._begin_ns = self._forward_ns = 0
         self._model = weakref.ref(model)
         self._is_stage_due = False
-        self._tree: ModuleTree | None = None  # of the model when it last had no parameters but those of the wrap
+        # Of the model when it was last seen to have no parameters but those of the wrap, and others that stand still.
+        self._tree: ModuleTree | None = None
+        self._strangers: list[torch.nn.Parameter] = []
         self._began_at_output = True  # the backward under way; else with the first gradient
         self._local_ns: int | None = None  # when a backward inside no_sync began
 
@@ -139,7 +140,7 @@ class Step:
         if not torch.is_grad_enabled() or self._machine.is_open:
             return
         self._check_not_capturing("forward")
-        self._swapped.revive()
+        self.optimizer_steps.swapped.revive()
         for name, parameter in self._frozen:
             if parameter.requires_grad:  # before the look at the group: where all have unfrozen it, each says so itself
                 raise ending(self.group, unfrozen(name, self.group.rank))
@@ -425,6 +426,8 @@ class Step:
         self._check_parameters(is_complete=outcome == _C.StepMachine.COMPLETE)
         if outcome == _C.StepMachine.UNTOUCHED:
             return  # autograd.grad() passed through the model: no parameter took part
+        if self.sends_gradients and (self.unused is not None or outcome == _C.StepMachine.INCOMPLETE):
+            self._check_unheard()
         if outcome == _C.StepMachine.INCOMPLETE:
             missing = self._machine.missing()
             raise ending(self.group, never_ready(self.storage.names, missing, self.group.rank, self._began_at_output))
@@ -529,7 +532,8 @@ class Step:
     def _check_parameters(self, is_complete: bool) -> None:
         """That all of the model's are in buckets; at the end of a backward, when nothing takes their place for a while,
         as torch.func.functional_call does."""
-        if is_complete and self._tree is not None and self._tree.has_same_parameters():
+        is_same = self._tree is not None and self._tree.has_same_parameters()
+        if is_complete and is_same and not any(parameter.requires_grad for parameter in self._strangers):
             return
         model = self._model()
         if model is None:
@@ -538,7 +542,16 @@ class Step:
         error = changed_parameters(model, self.storage, self.group.rank, may_be_gone)
         if error is not None:
             raise ending(self.group, error)
+        known = {*self.optimizer_steps.parameter_ids, *(id(parameter) for _, parameter in self._frozen)}
+        self._strangers = [parameter for parameter in model.parameters() if id(parameter) not in known]
         self._tree = ModuleTree(model)
+
+    def _check_unheard(self) -> None:
+        """That no parameter has a gradient of which its hook could not tell; a single rank has nothing to exchange."""
+        missing = set(self._machine.missing()) if self.group.size > 1 else ()
+        for index in self.optimizer_steps.swapped.revive() if missing else ():
+            if index in missing and self.storage.parameters[index].grad is not None:
+                raise ending(self.group, swapped(self.storage.names[index], self.group.rank))
 
     def _check_new(self, optimizer: torch.optim.Optimizer) -> None:
         """That it steps no parameter which the model has got since the wrap; a single rank has nothing to exchange."""

@@ -208,7 +208,8 @@ def check_exchanges(algorithm: Algorithm) -> None:
             f"algorithm {algorithm.name!r} has exchanges = {algorithm.exchanges!r}, expected 'gradients' or 'weights'"
         )
     kind = type(algorithm)
-    if algorithm.exchanges == "weights" and all(getattr(kind, hook) is getattr(Algorithm, hook) for hook in _HOOKS):
+    own = [hook for hook in _HOOKS if hook in vars(algorithm) or getattr(kind, hook) is not getattr(Algorithm, hook)]
+    if algorithm.exchanges == "weights" and not own:
         close = _spelt_like(kind)
         raise InvalidArgument(
             f"algorithm {algorithm.name!r} has exchanges = 'weights', but {kind.__name__} defines no hook to exchange "

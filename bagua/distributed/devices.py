@@ -209,13 +209,14 @@ class HostCopy:
                 _unsent.setdefault(self._device, weakref.WeakSet()).add(self)
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> HostCopy:
-        """The one of this tensor that somebody else has made, if it still has it."""
+    def of(cls, tensor: torch.Tensor, at_once: bool = False) -> HostCopy:
+        """The one of this tensor that somebody else has made, if it still has it and the tensor is the same."""
         key = tensor.data_ptr(), tensor.dtype
-        with _copies_lock:
-            copy = _shared.get(key)
+        copy = _shared.get(key)
         if copy is None or copy._tensor._version != copy._version:
-            _shared[key] = copy = cls(tensor)
+            _shared[key] = copy = cls(tensor, at_once)
+        elif at_once:
+            copy._sent()
         return copy
 
     def order_behind(self) -> None:

@@ -168,6 +168,23 @@ def test_goes_on_from_the_state_of_an_adam(kind):
             _after_adam(kind, 1, 20, weight_decay=0.1)
 
 
+OTHERS = ["NAdam", "RAdam", "Adamax", "SGD", "RMSprop", "Adagrad", "Adadelta"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_takes_no_state_of_another_optimizer(name, has_stepped):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    other, own = getattr(torch.optim, name)([parameter], lr=LR), bagua.optim.QAdam([parameter], lr=LR)
+    if has_stepped:
+        parameter.grad = torch.ones(3)
+        other.step()
+    before = own.state_dict()
+    with pytest.raises(InvalidArgument, match="of neither a QAdam nor an Adam"):
+        own.load_state_dict(other.state_dict())
+    assert own.state_dict() == before
+
+
 @pytest.mark.parametrize("variance_floor", [None, 0.0, 1e-2])
 def test_the_floor_of_the_second_moment(variance_floor):
     """v <- max(v, floor times its mean) of each tensor once, when its warm-up ends; where v is 0 it stays 0."""

@@ -318,6 +318,32 @@ def test_a_dropped_model_is_freed_with_its_memory(pool2):
     pool2.run(_is_freed)
 
 
+def _is_freed_without_a_collection(rank, world_size, is_compiled):
+    import gc
+    import weakref
+
+    with process_group():
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        watched = [weakref.ref(model), weakref.ref(model[0])]
+        if is_compiled:
+            model = torch.compile(model, backend="eager")
+        bagua.with_bagua(model)
+        model(torch.randn(3, 4)).sum().backward()
+        torch.compiler.reset()
+        gc.collect()  # what torch has left
+        gc.disable()
+        try:
+            del model
+            assert [ref() for ref in watched] == [None, None]
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_dropped_model_is_in_no_cycle_of_ours(pool2, is_compiled):
+    pool2.run(_is_freed_without_a_collection, args=(is_compiled,))
+
+
 def _is_freed_after_a_failure(rank, world_size, algorithm):
     import gc
     import weakref

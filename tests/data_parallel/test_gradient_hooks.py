@@ -235,3 +235,33 @@ def _swapped(rank, world_size, algorithm, changes, swaps):
 )
 def test_parameters_whose_tensors_torch_swaps(pool2, algorithm, changes, swaps):
     pool2.run(_swapped, args=(algorithm, changes, swaps))
+
+
+def _swapped_and_bypassed(rank, world_size, swaps_all, find_unused):
+    """No forward of the model comes between the swap and a backward, of whose gradients nobody hears."""
+    with process_group():
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, optimizer, find_unused_parameters=find_unused)
+        bypassing = torch.nn.Sequential(*model)
+        values = torch.full((4, 8), 1.0 + rank)
+        for called in (model, bypassing):
+            optimizer.zero_grad()
+            called(values).sum().backward()
+            optimizer.step()
+        meet()
+        optimizer.zero_grad()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        (_load if swaps_all else _swap_one)(model)
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(BaguaError, match="swapped.*(call the model|before a forward of the model)"):
+            bypassing(values).sum().backward()
+            optimizer.step()
+        assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("swaps_all", [False, True])
+def test_a_swap_that_no_forward_follows(pool2, swaps_all, find_unused):
+    pool2.run(_swapped_and_bypassed, args=(swaps_all, find_unused))

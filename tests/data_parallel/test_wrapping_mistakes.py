@@ -164,6 +164,31 @@ def test_parameters_that_an_optimizer_of_their_own_steps(pool2, act, algorithm, 
     pool2.run(_stepped_by_another, args=(act, algorithm, find_unused))
 
 
+def _unfrozen_later(rank, world_size, find_unused):
+    """Added as a parameter that stands still, by an optimizer that steps it once it does not."""
+    with process_group():
+        torch.manual_seed(0)
+        model = _net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, optimizer, find_unused_parameters=find_unused)
+        model.append(torch.nn.Linear(2, 2).requires_grad_(False))
+        optimizer.add_param_group({"params": [*model[3].parameters()]})
+        for step in range(4):
+            if step == 2:
+                meet()
+                model[3].requires_grad_(True)
+                with pytest.raises(BaguaError, match="has got other parameters.*: 2 were added, '3.weight' for one"):
+                    model(torch.full((3, 4), 1.0 + rank)).square().sum().backward()
+                return
+            model(torch.full((3, 4), 1.0 + rank)).square().sum().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_parameters_that_are_added_frozen_and_unfrozen_later(pool2, find_unused):
+    pool2.run(_unfrozen_later, args=(find_unused,))
+
+
 def _called_by_function(rank, world_size):
     """Tensors that take the place of parameters for the time of a call are none of the model's."""
     with process_group():
@@ -532,6 +557,34 @@ class _Misdescribed(Algorithm):
 
     def communicate(self, bucket, group):
         return group.all_reduce(bucket, bagua.ReduceOp.AVG)
+
+
+@dataclasses.dataclass(kw_only=True)
+class _HookOfItsOwn(Algorithm):
+    name = "hook_of_its_own"
+    exchanges = "weights"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.calls = 0
+        self.after_optimizer_step = self._exchange
+
+    def _exchange(self, optimizer, buckets, group):
+        self.calls += 1
+
+
+def _with_a_hook_of_its_own(rank, world_size):
+    with process_group():
+        model = _net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bagua.with_bagua(model, optimizer, algorithm=_HookOfItsOwn())
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        assert model.bagua.algorithm.calls == 1
+
+
+def test_a_hook_may_be_the_object_s_own(pool2):
+    pool2.run(_with_a_hook_of_its_own)
 
 
 @pytest.mark.parametrize(

@@ -63,3 +63,20 @@ def test_scaled_steps_do_not_wait_for_the_device():
         scaler.step(optimizer)
         assert emulated.counters()["num_host_waits"] == 0, step
         scaler.update()
+
+
+@on_the_emulated_device
+def test_a_flag_that_is_used_again_is_seen_as_it_was():
+    """Of a scaler of one's own, which writes what it has found to one tensor; the copy of it is on its way at once."""
+    import bagua
+    from bagua.distributed import devices
+
+    parameters = parameters_of(device="emulated")
+    optimizer = bagua.optim.QAdam(parameters, **OPTIONS)
+    optimizer.grad_scale, optimizer.found_inf = None, torch.zeros((), device="emulated")
+    for number, found in enumerate((1.0, 1.0, 0.0, 1.0, 0.0)):
+        set_gradients(parameters, number)
+        optimizer.found_inf.fill_(found)
+        optimizer.step()
+        assert not devices._unsent
+    assert {float(state["step"]) for state in optimizer.state_dict()["state"].values()} == {2.0}

@@ -126,7 +126,7 @@ ORDER = {
         "loss_scale": ERRORS | {"distributed.devices"},
         "algorithm_state": BUCKETS | {"algorithms"},
         "state_sync": BUCKETS | {"distributed.consensus"},
-        "buffer_broadcast": ERRORS | {"distributed.consensus", "distributed.process_group"},
+        "buffer_broadcast": ERRORS | {"distributed.consensus", "distributed.job_ranks", "distributed.process_group"},
         "followed_optimizers": BUCKETS | {"distributed.consensus", "algorithms"},
         "nonfinite_guard": BUCKETS,
         "skipped_steps": BUCKETS | {"algorithms"},
