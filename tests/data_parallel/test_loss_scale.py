@@ -263,11 +263,11 @@ def test_a_hook_that_raises_on_one_rank_ends_the_backward_of_all(pool2):
 def _compiled(rank, world_size):
     with process_group():
         run, plain = Run("onebit", scaler_of(2.0**10)), Run("onebit")
-        for each in (run, plain):  # torch.compile may round otherwise, as of 2.9 does
-            each.step = torch.compile(each.step, backend="eager")
+        run.step = torch.compile(run.step, backend="eager")
         run.train(rank, range(NUM_STEPS))
         plain.train(rank, range(NUM_STEPS))
-        assert are_equal(run, plain)
+        for found, expected in zip(run.weights(), plain.weights(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # dynamo of 2.9 rounds otherwise
 
 
 def test_a_scale_that_changes_in_a_compiled_loop(pool2):

@@ -247,8 +247,16 @@ def program_with_steps(kind):
     return of_client, program, torch.randn(POINTS, dtype=torch.float64), draw(SAMPLES, CHANNELS, POINTS)
 
 
-@pytest.mark.parametrize("way", [grad, jacfwd, eager_gradient, gradient_of_a_graph, graph_of_a_gradient])
-@pytest.mark.parametrize("kind", NORMS)
+WAYS_TO_GRADIENTS = [grad, jacfwd, eager_gradient, gradient_of_a_graph, graph_of_a_gradient]
+
+
+def those_of(functions, ways, fast):
+    """All pairs, of which those are slow that have neither the one nor the other among ``fast``."""
+    pairs = itertools.product(functions, ways)
+    return [pair if {*pair} & fast else pytest.param(*pair, marks=SAME_TEST) for pair in pairs]
+
+
+@pytest.mark.parametrize(("kind", "way"), those_of(NORMS, WAYS_TO_GRADIENTS, {"batch", grad}))
 def test_steps_on_the_weights_of_norms_can_be_differentiated(kind, way):
     of_client, program, x, y = program_with_steps(kind)
     expected = slopes(lambda x: sum(of_client(x, one) for one in y) / CLIENTS, x)
@@ -656,12 +664,6 @@ DERIVATIVES = {
 }
 
 
-def those_of(functions, ways, fast):
-    """All pairs, of which those are slow that have neither the one nor the other among ``fast``."""
-    pairs = itertools.product(functions, ways)
-    return [pair if {*pair} & fast else pytest.param(*pair, marks=SAME_TEST) for pair in pairs]
-
-
 FAST = {"index_fill", "nll, points", "batch norm"}
 
 
@@ -689,7 +691,7 @@ def test_derivatives_within_clients_are_those_of_the_definition(name, way):
     torch.testing.assert_close(graph_of(program)(x, y), expected)
 
 
-@pytest.mark.parametrize("name", slow_but(FUNCTIONS, *FAST))
+@pytest.mark.parametrize("name", slow_but(FUNCTIONS, "nll, points"))
 def test_second_derivatives_are_those_of_the_definition(name):
     program, definition, x, y = federated_mean(name)
     expected = hessian(definition)(x)
