@@ -27,6 +27,7 @@ from bagua.data_parallel.buffer_broadcast import BufferBroadcast
 from bagua.data_parallel.failures import fatal
 from bagua.data_parallel.gradient_hooks import hook_gradient
 from bagua.data_parallel.handle import BaguaHandle, check_names, check_unused, handle_of, other_parameter_ids
+from bagua.data_parallel.module_tree import compiled_from
 from bagua.data_parallel.optimizer_hooks import Watch
 from bagua.data_parallel.state_sync import OptimizerStates, broadcast_model
 from bagua.data_parallel.step import Step
@@ -422,7 +423,7 @@ def _install_hooks(model: torch.nn.Module, step: Step) -> list[Any]:
 
 def _called_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, type[_ModuleHook]]]:
     """Whose calls are the model's: of what torch.compile returns the module inside, which somebody may call as well."""
-    inner = getattr(model, "_orig_mod", model)
+    inner = compiled_from(model)
     # Dynamo traces through the call of a container of torch's own, and a whole graph has no place for hooks.
     is_whole = getattr(getattr(model, "dynamo_ctx", None), "fullgraph", False)
     if is_whole and str(type(inner).forward.__module__).startswith("torch.nn."):

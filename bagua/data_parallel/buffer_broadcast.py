@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bagua.data_parallel.failures import ending
-from bagua.data_parallel.module_tree import ModuleTree
+from bagua.data_parallel.module_tree import ModuleTree, compiled_from
 from bagua.data_parallel.validation import check_buffer, describe_buffer
 from bagua.distributed.consensus import agree
 from bagua.distributed.job_ranks import reworded
@@ -205,6 +205,6 @@ def _is_there(buffer: Any) -> bool:
 
 def _named(model: torch.nn.Module) -> Iterable[tuple[str, Any]]:
     """Full name and value of all buffers, in the order of ModuleTree.buffers."""
-    for prefix, module in model.named_modules():
+    for prefix, module in compiled_from(model).named_modules():
         for key, buffer in module._buffers.items():
             yield f"{prefix}.{key}" if prefix else key, buffer
