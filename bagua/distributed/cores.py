@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from bagua import _C
-from bagua.errors import BaguaError
+from bagua.errors import BaguaError, RemoteError
 
 __all__ = ["GroupCores", "Network"]
 
@@ -62,10 +62,21 @@ class GroupCores:
             self.p2p = open_core(_P2P) if len(ranks) > 1 else self.collectives
         except BaseException as error:
             if isinstance(error, BaguaError):  # peers may wait for this rank on the other one
-                self.collectives.poison(error)
+                error = self._first_cause(error)
                 network.report(self._cores)
             network.close_core(self.collectives)
-            raise
+            raise error
+
+    def _first_cause(self, error: BaguaError) -> BaguaError:
+        """Fails the core that is open with an error. Returns what this rank has failed with first: one of its
+        connections may have before, of which the peers have heard then."""
+        self.collectives.poison(error)
+        try:
+            self.collectives.check()
+        except BaguaError as cause:
+            is_own = not isinstance(cause, RemoteError) and str(cause) != str(error)
+            return copy.copy(cause) if is_own else error
+        return error
 
     def check(self) -> None:
         """Raise the first cause when an operation has failed on any rank, and fail both cores with it."""

@@ -202,6 +202,28 @@ def test_reports_on_groups_that_never_come_are_bounded():
     assert early.take("group 0") is None and len(early._reports) < 1000
 
 
+def test_a_group_that_a_connection_has_failed_while_it_was_made_raises_that(monkeypatch):
+    """Its peers have heard of the connection, and not of what came after it on this rank."""
+    first, second = (TransportError(f"this rank has no {what} left", rank=1) for what in ("memory", "threads"))
+    open_core, opened = links.Endpoint.open_core, []
+
+    def fail(endpoint, *args):
+        if opened:
+            opened[0].poison(first)
+            raise second
+        opened.append(open_core(endpoint, *args))
+        return opened[0]
+
+    with two_ranks(TCP, with_groups=False) as (other, failing):
+        other.make_group()
+        monkeypatch.setattr(links.Endpoint, "open_core", fail)
+        with pytest.raises(TransportError, match="no memory left") as raised:
+            failing.make_group()
+        assert raised.value.rank == 1
+        error, _ = other.barrier()
+    assert type(error) is RemoteError and error.rank == 1 and "no memory left" in str(error)
+
+
 def test_who_does_not_prove_itself_holds_no_descriptor_that_a_rank_needs(monkeypatch):
     monkeypatch.setattr(listener, "_RANKS_HANDSHAKE_SECONDS", 0.05)
     accept = socket.socket.accept
