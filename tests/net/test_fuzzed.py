@@ -112,7 +112,7 @@ bodies = mutated(bodies).filter(lambda body: len(body) <= auth._MAX_HELLO_BYTES)
 
 RECORD = rendezvous.RankRecord(
     *(1, 4, "1.0", rendezvous.PROTOCOL, "native", "the defaults", "host", 0, "fe80::1%eth0", 4000, "unix-1", 7),
-    *("a token", "0" * 32),
+    *(10_000, "a token", "0" * 32),
 )
 
 
