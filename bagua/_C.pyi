@@ -169,6 +169,7 @@ class Group:
         feedback: tuple[int, int, int, int, int] | None = ...,
         parts: collections.abc.Sequence[tuple[int, int, int]] = ...,
         checks_result: bool = ...,
+        subject: int = ...,
     ) -> Work: ...
     def reduce(
         self,
@@ -322,13 +323,13 @@ class StepMachine:
     WAIT: int
     AGREE_ON_USE: int
     FINALIZE_USE: int
-    AGREE_ON_SKIPS: int
+    SEND_BUFFERS: int
     AGREE_ON_ORDER: int
     UNTOUCHED: int
     INCOMPLETE: int
     COMPLETE: int
     def lay_out(self, bucket_of: collections.abc.Sequence[int], order: collections.abc.Sequence[int]) -> None: ...
-    def set_stage(self, stage: int, launches: bool, agrees_on_skips: bool) -> bool: ...
+    def set_stage(self, stage: int, launches: bool) -> bool: ...
     def begin(self) -> None: ...
     def ready(self, tensor: int) -> bool: ...
     def next(self) -> tuple[int, int] | None: ...

@@ -1,6 +1,6 @@
 """The public names of `bagua`, which bagua/__init__.py hands on: they are listed here, and nowhere else."""
 
-from . import algorithms, codecs, metrics, optim, torch_backend
+from . import algorithms, amp, codecs, metrics, optim, torch_backend
 from ._C import __version__
 from .data_parallel import DistributedDataParallel, with_bagua
 from .distributed.collectives import (
@@ -61,6 +61,7 @@ __all__ = [
     "Work",
     "__version__",
     "algorithms",
+    "amp",
     "all_gather",
     "all_gather_object",
     "all_reduce",

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from bagua import _C, codecs
-from bagua.distributed.devices import HostCopy, check_supported, common_device
+from bagua.distributed.devices import check_supported, common_device
 from bagua.distributed.process_group import ProcessGroup, Work, dtype_code
 from bagua.errors import InvalidArgument
 
@@ -67,22 +67,8 @@ class Member:
         self._device = None if view.is_cpu else view.device
 
     def is_in_bucket(self) -> bool:
-        """Whether ``view`` is still there: ``model.to()`` moves gradients, too, inside the tensor that they are."""
+        """Returns True if ``view`` is still there: ``model.to()`` gives gradients other memory inside their tensors."""
         return self.view.data_ptr() == self._address
-
-    def recover(self) -> bool:
-        """Brings a ``view`` that was moved back, with what it holds; False where the memory itself was, as
-        share_memory() does."""
-        if self.values.data_ptr() != self._address:
-            return False
-        values = self.values.detach()
-        place = torch.view_as_complex(values) if self._is_complex else values
-        if self.view.dtype == self.dtype and self.view.device == place.device:
-            place.copy_(self.view.detach())
-            self.view.data = place  # the object stays, which others may have kept
-        else:
-            self.view = place
-        return True
 
     def is_alike(self, grad: torch.Tensor) -> bool:
         """Whether ``grad``, of the parameter's shape, lies in memory byte for byte as ``view`` does."""
@@ -93,15 +79,6 @@ class Member:
         is_here = grad.is_cpu if self._device is None else grad.device == self._device
         return is_here and grad.dtype is self.dtype and grad.stride() == self._stride and not grad.is_neg()
 
-    def is_converted(self, grad: torch.Tensor) -> bool:
-        """Whether the parameter is no longer what it was when ``view`` was made, by a ``grad`` that is not alike.
-
-        Also in another memory format: a fused optimizer goes through parameter and gradient by their memory.
-        """
-        if grad.dtype != self.view.dtype or grad.device != self.view.device:
-            return True
-        return is_dense(self.parameter) and not lie_alike(self.parameter, self.view)
-
     def fill(self, grad: torch.Tensor, is_alike: bool) -> None:
         """view <- grad, past the caches where it ``is_alike``: what reads the bucket next is communication, later."""
         if is_alike and self._device is None:
@@ -111,7 +88,7 @@ class Member:
 
 
 class States(Protocol):
-    """What an algorithm remembers of parameters: ``data_parallel/algorithm_state.py``."""
+    """The states of parameters that an algorithm remembers: ``data_parallel/states.py``."""
 
     def writable(self, name: str, bucket: Bucket, member: Member | None) -> torch.Tensor: ...
 
@@ -126,7 +103,7 @@ class Bucket:
         label: ``"bucket 3"``, the name in error messages and in the timeline.
         kind: what ``Algorithm.bucket_class`` returned for its parameters.
         optimizer_index: which optimizer steps all its parameters; None where gradients are exchanged.
-        declaration: what was sent for it last, a ``bagua.algorithms.Declaration``.
+        declaration: what was sent for it last, a ``bagua.algorithms.Declaration``; empty before the first exchange.
         works: what was started for it in this backward.
         sent: in this backward, the Declarations of what was started for it so far.
         is_result: ``flat`` is what its one all_reduce leaves: the algorithm has not gone on behind it.
@@ -152,7 +129,7 @@ class Bucket:
         self.label = f"bucket {index}"
         self.kind = kind
         self.optimizer_index = optimizer_index
-        self.declaration: Any = None
+        self.declaration: Any = None  # set by the reducer
         self.works: list[Work] = []
         self.sent: list[Any] = []
         self.is_result = False
@@ -162,8 +139,6 @@ class Bucket:
         self._members = tuple(members)
         self._gaps = gaps
         self._segments: list[tuple[int, torch.Tensor]] | None = None
-        self._is_finite: bool | None = None  # None: nobody has looked since it was communicated
-        self._looking: Work | None = None  # on a device: tells of it once it has ended
         self._states: weakref.ref[States] | None = None  # they know the bucket
 
     @property
@@ -302,7 +277,7 @@ class Bucket:
             before_read: moves them there.
         """
         self.works, self.sent, self._segments = [], [], segments
-        self.is_result, self._is_finite, self._looking = False, None, None
+        self.is_result = False
         self.is_read, self.before_read = False, before_read
 
     def take_segments(self) -> list[tuple[int, torch.Tensor]] | None:
@@ -318,39 +293,22 @@ class Bucket:
         """``flat`` for an operation: its gradients, or memory for its result."""
         return self.flat if with_gradients else self._flat
 
-    def found_finite(self, is_finite: bool) -> None:
-        """What an operation has seen of its result, which ``Work.finish_with`` may have changed since."""
-        if self.dtype != torch.float16 or not is_finite:  # others hardly overflow then
-            self._is_finite = is_finite
-
-    def finds_finite(self, work: Work) -> None:
-        """On a device: an operation will have looked at its result, as ``found_finite`` has it, when it has ended."""
-        if self.dtype != torch.float16:
-            self._looking = work
-
-    def look_later(self) -> Callable[[], bool]:
-        """What ``is_finite`` returns, for later: the host does not wait for the device now."""
-        if self._is_finite is None and self._looking is not None:
-            return self._looking.is_found_finite
-        if self._is_finite is not None or self._flat.is_cpu:
-            is_finite = self.is_finite()
-            return lambda: is_finite
-        flag = HostCopy(self._flat[:: self._stride()].isfinite().all())
-        return lambda: bool(flag.get())
-
     def is_finite(self) -> bool:
-        """Whether it holds no NaN and no Inf. Looked at once per backward; waits for a device.
+        """Returns True if it holds no NaN and no Inf, on the CPU; the same on all ranks where it is their result.
 
-        A codec turns a block with NaN or Inf into NaN on all ranks, so where one was used, which means that the ranks
-        are several, one element of each block tells, and all ranks get the same answer.
+        A codec turns a block with NaN or Inf into NaN on all ranks, so one element of each block is looked at.
         """
-        if self._is_finite is None:
-            looking = self._looking
-            self._is_finite = are_finite([self._flat], self._stride()) if looking is None else looking.is_found_finite()
-        return self._is_finite
+        seen = self.works[0].is_result_finite if self.is_result else None
+        if seen is not None and (seen is False or self.dtype != torch.float16):
+            return seen
+        return are_finite(self._flat, self._stride())
+
+    def finite_flag(self) -> torch.Tensor:
+        """As ``is_finite``, on a device: a bool without dimensions there, for which nothing waits."""
+        return self._flat[:: self._stride()].isfinite().all()
 
     def _stride(self) -> int:
-        """One element of so many tells whether it is finite."""
+        """Returns n where one element in n tells."""
         sent = self.declaration
         if sent.codec is None or not self.is_result or self.dtype == torch.float16:
             return 1  # float16 may overflow where it is decoded, in any element
@@ -360,74 +318,9 @@ class Bucket:
         return f"Bucket({self.label!r}, {self.dtype}, numel={self.numel}, names={list(self.names)})"
 
 
-def are_finite(tensors: Sequence[torch.Tensor], stride: int = 1) -> bool:
-    """Whether floating-point tensors hold no NaN and no Inf; one pass, one call for all that lie in one piece.
-
-    Waits for a device on which some of them are.
-
-    Args:
-        stride: of 1-D tensors: one element of so many is looked at.
-    """
-    on_devices = [tensor for tensor in tensors if not tensor.is_cpu]
-    if on_devices:
-        if not _are_finite_on_device([tensor[::stride] if stride > 1 else tensor for tensor in on_devices]):
-            return False
-        tensors = [tensor for tensor in tensors if tensor.is_cpu]
-    tensors = [as_real(tensor) if tensor.layout is torch.strided else tensor for tensor in tensors]
-    dense = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.is_contiguous()]
-    if len(dense) < len(tensors):
-        others = [tensor for tensor in tensors if tensor.layout is not torch.strided or not tensor.is_contiguous()]
-        if not all(map(_is_finite, others)):
-            return False
-    addresses, numels = [tensor.data_ptr() for tensor in dense], [tensor.numel() for tensor in dense]
-    return _C.all_finite(addresses, numels, [dtype_code(tensor.dtype) for tensor in dense], stride)
-
-
-def finite_flag(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """As ``are_finite``, a bool of no dimensions on the device, for which nobody waits unless that is the CPU."""
-    on_cpu = [tensor for tensor in tensors if tensor.is_cpu]
-    flags = [torch.tensor(are_finite(on_cpu), device="cpu")] if on_cpu else []
-    flags += [torch.stack(of_device).all() for of_device in _flags([t for t in tensors if not t.is_cpu]).values()]
-    # On the CPU no stream orders who reads it.
-    flags = [flag.to(device, non_blocking=device.type != "cpu") for flag in flags]
-    return torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool, device=device)
-
-
-def _are_finite_on_device(tensors: Sequence[torch.Tensor]) -> bool:
-    """One flag per tensor, and one look of the host at all of them."""
-    return all(bool(torch.stack(of_device).all()) for of_device in _flags(tensors).values())
-
-
-def _flags(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
-    """By device, whether what lies there is finite: several flags, each of some of the tensors."""
-    found: dict[torch.device, list[torch.Tensor]] = {}
-    together: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.dtype in GRADIENT_DTYPES and _is_dense(tensor):
-            together.setdefault((tensor.device, tensor.dtype), []).append(tensor.data)
-        else:
-            found.setdefault(tensor.device, []).append(_values(tensor).isfinite().all())
-    for (device, _), of_dtype in together.items():
-        # GradScaler's kernel, one for many tensors; it writes each value times 1, which is that value.
-        found_inf, factor = (fill((), device=device, dtype=torch.float32) for fill in (torch.zeros, torch.ones))
-        torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, found_inf, factor)
-        found.setdefault(device, []).append(found_inf == 0)
-    return found
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it lies in one piece, so that no element is written twice."""
-    if tensor.layout is not torch.strided:
-        return False
-    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(_values(tensor).isfinite().all())
-
-
-def _values(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
+def are_finite(flat: torch.Tensor, stride: int = 1) -> bool:
+    """Returns True if a contiguous 1-D tensor of the CPU holds no NaN and no Inf in every ``stride``-th element."""
+    return _C.all_finite([flat.data_ptr()], [flat.numel()], [dtype_code(flat.dtype)], stride)
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:
@@ -605,9 +498,3 @@ def _shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether it is a permutation of what is contiguous, which ``empty_like`` keeps."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def lie_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the elements of two tensors of one shape have the same order in memory; axes of one element have none."""
-    strides = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
-    return all(stride == of_other for length, stride, of_other in strides if length != 1)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from bagua.data_parallel.handle import BaguaHandle, handle_of
-from bagua.data_parallel.step import Step
+from bagua.data_parallel.reducer import Reducer
 from bagua.errors import InvalidArgument
 
 __all__ = ["FiguresCollector", "PrometheusCollector", "add_figures", "add_scalars", "values"]
@@ -192,28 +192,28 @@ class PrometheusCollector:
 
 
 def _values(handle: BaguaHandle) -> dict[str, float]:
-    totals, buckets = handle.step.recorder.totals(), handle.buckets
+    totals, buckets = handle.reducer.recorder.totals(), handle.buckets
     return {
         "steps": totals["steps"],
         "exposed_communication_seconds": totals["exposed_s"],
         "sent_bytes": totals["bytes_sent"],
         "network_sent_bytes": totals["network_bytes_sent"],
-        **_of_last_step(handle.step),
+        **_of_last_step(handle.reducer),
         "buckets": len(buckets),
         "bucket_bytes": sum(bucket.flat.nbytes for bucket in buckets),
         "world_size": handle.group.size,
     }
 
 
-def _of_last_step(step: Step) -> dict[str, float]:
-    steps = step.recorder.steps(last=2)
+def _of_last_step(reducer: Reducer) -> dict[str, float]:
+    steps = reducer.recorder.steps(last=2)
     if not steps:
         return dict.fromkeys(_OF_LAST_STEP, 0)
     last = steps[-1]
     before_ns = steps[-2].end_ns if len(steps) > 1 else last.begin_ns
     # Weights may travel before the backward of the step, or after it.
-    events = [(group.name, event) for group in step.groups for event in group.events(parts=False, after_ns=before_ns)]
-    spans, _ = step.recorder.spans(events)
+    events = [(group.name, event) for group in reducer.groups for event in group.events(parts=False, after_ns=before_ns)]
+    spans, _ = reducer.recorder.spans(events)
     slowest_ns = max((span.end_ns - span.begin_ns for span in spans if span.kind == "operation"), default=0)
     times = ((last.end_ns - before_ns) / 1e9, last.exposed_ns / 1e9)
     return dict(zip(_OF_LAST_STEP, (*times, last.bytes_sent, last.network_bytes_sent, slowest_ns / 1e9), strict=True))

@@ -1,4 +1,4 @@
-"""QAdam: Adam whose second moment stands still after a warm-up, so that what the ranks must agree on is the first.
+"""QAdam: Adam whose second moment is frozen after a warm-up, so that the ranks need agree on the first one only.
 
 Beside the data path: an ordinary torch optimizer, which algorithm ``qadam`` needs. Source: arXiv 2102.02888.
 """
@@ -6,7 +6,7 @@ Beside the data path: an ordinary torch optimizer, which algorithm ``qadam`` nee
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim.adam import adam
 
 from bagua import _C
 from bagua.distributed.arguments import dtype_code
-from bagua.distributed.devices import HostCopy, current_stream, supported_types
+from bagua.distributed.devices import current_stream, supported_types
 from bagua.errors import InvalidArgument
 
 _FUSED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -38,7 +38,7 @@ class QAdam(torch.optim.Optimizer):
     An element whose v is 0 when the warm-up ends, as behind an input that is always 0 or in a row of an embedding that
     no batch has used, keeps its value for ever, whatever gradients it gets later: there is no scale to divide by, and
     its first gradient, divided by the floor, would be a step of hundreds of learning rates. The warm-up must use what
-    is to be trained; algorithm ``qadam`` warns of what it has not used.
+    is to be trained.
 
     Args:
         params: as for any optimizer; a parameter group may bring options of its own.
@@ -51,9 +51,7 @@ class QAdam(torch.optim.Optimizer):
             for those on the CPU torch's operators, whose bits are torch.optim.Adam's. True: for all. The numbers are
             the same but for what operators round in between: float16 and bfloat16 round once. A state_dict fits either.
 
-    A fused step does not wait for the device. So it is with torch.amp.GradScaler, as for torch's fused optimizers: it
-    unscales, and where the scaler finds an infinity it does nothing, of which the host hears when the next step begins.
-    Until then ``state[parameter]["step"]`` counts that step, too; ``state_dict()`` does not.
+    A fused step does not wait for the device. A GradScaler unscales the gradients, and skips steps, itself.
 
     Raises:
         InvalidArgument: an option out of range; ``fused=True`` and a parameter that no kernel is for.
@@ -91,19 +89,12 @@ class QAdam(torch.optim.Optimizer):
         given = {name: value for name, value in options.items() if value is not None}
         check_options({"lr": lr, **given})
         # "given", here and in each group, says which options the user chose; copies, pickles and checkpoints keep it.
-        self._open: _OpenStep | None = None
-        self._num_undone = 0
         super().__init__(params, {"lr": lr, **_DEFAULTS, **given, "given": given, "fused": fused})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._open, self._num_undone = None, state.get("_num_undone", getattr(self, "_num_undone", 0))
         for group in self.param_groups:
             group.setdefault("fused", None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.settle()
-        return super().__getstate__()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As for any optimizer.
@@ -127,66 +118,27 @@ class QAdam(torch.optim.Optimizer):
             self.param_groups.pop()
             raise InvalidArgument(f"fused=True, but a parameter is {reason}; leave fused out for such parameters")
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Asked by torch.amp.GradScaler: it leaves ``grad_scale`` and ``found_inf`` to ``step``."""
-        return all(_is_fused(parameter, group) for group in self.param_groups for parameter in group["params"])
-
-    def state_dict(self) -> dict[str, Any]:
-        """As of any optimizer; waits for the device where a scaler has looked at the last step."""
-        self.settle()
-        return super().state_dict()
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of any optimizer. ``fused`` stays as it is: a state fits either. That of an Adam is taken over, too: what
-        it does not say (``warmup_steps``, ``variance_floor``) stays.
+        """As of any optimizer. ``fused`` stays as it is: a state fits either. A state of torch.optim.Adam whose warm-up
+        is not over is taken over, too: what it does not say (``warmup_steps``, ``variance_floor``) stays.
 
         Raises:
-            InvalidArgument: the state is of an optimizer that steps in another way (``maximize``, ``amsgrad``, weights
-                that decay apart from the gradient), or of an Adam that has made ``warmup_steps`` steps: v would have no
-                warm-up that ends.
+            InvalidArgument: the state is of an optimizer that steps in another way.
         """
-        self._check_origin(state_dict)
-        own = [{name: group[name] for name in (*_DEFAULTS, "given", "fused")} for group in self.param_groups]
+        _check_is_adam(state_dict, self.param_groups)
+        options = [{name: group[name] for name in (*_DEFAULTS, "given", "fused")} for group in self.param_groups]
         super().load_state_dict(state_dict)
-        for group, options in zip(self.param_groups, own, strict=True):
-            group.update({**options, **group, "fused": options["fused"]})
+        for group, kept in zip(self.param_groups, options, strict=True):
+            group.update({**kept, **group, "fused": kept["fused"]})
         for state in self.state.values():
             if "step" in state:  # torch moves it to where fused parameters are
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu")
-
-    def _check_origin(self, state_dict: Any) -> None:
-        groups, states = state_dict.get("param_groups", ()), state_dict.get("state", {})
-        for group, own in zip(groups, self.param_groups, strict=False):  # torch refuses another number of them
-            of_group = [states.get(key, {}) for key in group["params"]]
-            _check_is_adam(group, of_group)
-            num_steps = max((int(state.get("step", 0)) for state in of_group), default=0)
-            if "warmup_steps" not in group and num_steps >= own["warmup_steps"]:
-                raise InvalidArgument(
-                    f"the state to load is of an Adam that has made {num_steps} steps, and warmup_steps is "
-                    f"{own['warmup_steps']}; give QAdam a warmup_steps above {num_steps}, by some hundreds"
-                )
-
-    def settle(self) -> None:
-        """If the last step turns out to be one that a scaler has made nothing of, it does not count.
-
-        Waits for the device, as far as that step.
-        """
-        if self._open is not None and self._open.was_skipped():
-            torch._foreach_sub_(self._open.steps, 1)
-            self._num_undone += 1
-        self._open = None
-
-    @property
-    def num_undone(self) -> int:
-        """Steps that a scaler has made nothing of without telling the host, as far as is known."""
-        return self._num_undone
 
     def check_given(self, options: dict[str, Any], whose: str, name: str) -> None:
         """Raises InvalidArgument if the constructor or a parameter group was given one of ``options`` otherwise.
 
         Args:
-            whose, name: of whom the options are, and what this optimizer is called there; for the message.
+            whose, name: the owner of the options, and the name of this optimizer there; for the message.
         """
         for index, group in enumerate(self.param_groups):
             for option, value in options.items():
@@ -198,7 +150,7 @@ class QAdam(torch.optim.Optimizer):
                     )
 
     def set_options(self, options: dict[str, Any]) -> None:
-        """Options of all parameter groups, later ones too, for which neither they nor the constructor were given one.
+        """Sets options of all parameter groups, later ones too, that neither they nor the constructor were given.
 
         Raises:
             InvalidArgument: an option out of range.
@@ -208,51 +160,12 @@ class QAdam(torch.optim.Optimizer):
             group.update({name: value for name, value in options.items() if name not in group["given"]})
 
     def num_steps(self) -> int:
-        """Steps of the parameter that has made the most."""
-        self.settle()
+        """Returns the steps of the parameter that has made the most."""
         return max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
 
     def is_warm(self, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Whether ``parameter``, which is of ``group``, has the warm-up behind it."""
-        step = self.state.get(parameter, {}).get("step", 0)
-        if step == group["warmup_steps"]:  # otherwise it is all the same whether the last step counts
-            self.settle()
-        return int(step) >= group["warmup_steps"]
-
-    def still_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """How many elements had a v of 0 when the warm-up ended, and never move.
-
-        Returns:
-            The parameters behind their warm-up, each with that number, on its device.
-        """
-        return [
-            (parameter, parameter.numel() - self.state[parameter]["exp_avg_sq"].count_nonzero())
-            for group in self.param_groups
-            for parameter in group["params"]
-            if self.is_warm(parameter, group)
-        ]
-
-    @torch.no_grad()
-    def steps_beyond(self, limit: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """How many elements the last step moved further than ``limit`` learning rates.
-
-        Returns:
-            The parameters whose last step was after their warm-up, each with two numbers on its device, in float64:
-            how many, and the largest |m| / (1 - b1^t) of these, 0 where there is none.
-        """
-        found = []
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                state = self.state.get(parameter, {})
-                if int(state.get("step", 0)) <= group["warmup_steps"] or not parameter.numel():
-                    continue
-                moments = state["exp_avg"].abs() / (1 - beta1 ** float(state["step"]))
-                scales = (state["exp_avg_sq"] / (1 - beta2 ** group["warmup_steps"])).sqrt_().add_(group["eps"])
-                is_far = moments > limit * scales
-                numbers = is_far.sum().double(), torch.where(is_far, moments, 0).amax().double()
-                found.append((parameter, torch.stack(numbers)))
-        return found
+        """Returns True if the warm-up of ``parameter``, which is of ``group``, is over."""
+        return int(self.state.get(parameter, {}).get("step", 0)) >= group["warmup_steps"]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -268,11 +181,6 @@ class QAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.settle()
-        scaling = _Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        if scaling.is_skipped_on_cpu():
-            return loss
-        fused_steps: list[torch.Tensor] = []
         for group in self.param_groups:
             fused: list[torch.Tensor] = []
             others: list[torch.Tensor] = []
@@ -280,13 +188,10 @@ class QAdam(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._start(parameter)
                     (fused if _is_fused(parameter, group) else others).append(parameter)
-            fused_steps += self._of_all(fused, "step")
-            self._step_fused(fused, group, scaling)
+            self._step_fused(fused, group)
             is_warm = [self.is_warm(parameter, group) for parameter in others]
             self._step_adam([p for p, warm in zip(others, is_warm, strict=True) if not warm], group)
             self._step_frozen([p for p, warm in zip(others, is_warm, strict=True) if warm], group)
-        if fused_steps and scaling.found_inf is not None and not scaling.found_inf.is_cpu:
-            self._open = _OpenStep(scaling.found_inf, fused_steps)
         return loss
 
     def _start(self, parameter: torch.Tensor) -> None:
@@ -320,22 +225,19 @@ class QAdam(torch.optim.Optimizer):
             maximize=False,
         )
         ended = [parameter for parameter in parameters if self.is_warm(parameter, group)]
-        self._raise_variances(ended, group["variance_floor"], _Scaling())
+        self._raise_variances(ended, group["variance_floor"])
 
-    def _raise_variances(self, parameters: list[torch.Tensor], variance_floor: float, scaling: _Scaling) -> None:
-        """v <- max(v, ``variance_floor`` times its mean) where v is not 0; not if a scaler has found an infinity.
+    def _raise_variances(self, parameters: list[torch.Tensor], variance_floor: float) -> None:
+        """v <- max(v, ``variance_floor`` times its mean) where v is not 0.
 
         The mean is taken in float64, where ranks that sum in another order agree. The host does not wait for it.
         """
         for exp_avg_sq in self._of_all(parameters, "exp_avg_sq"):
             least = variance_floor * exp_avg_sq.mean(dtype=torch.float64)
-            found_inf = scaling.found_inf_on(exp_avg_sq.device)
-            if found_inf is not None:
-                least = least * (found_inf.reshape(()) == 0)
             was_met = exp_avg_sq.sign()
             exp_avg_sq.clamp_(min=least.to(exp_avg_sq.dtype)).mul_(was_met)
 
-    def _step_fused(self, parameters: list[torch.Tensor], group: dict[str, Any], scaling: _Scaling) -> None:
+    def _step_fused(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         if not parameters:
             return
         torch._foreach_add_(self._of_all(parameters, "step"), 1)
@@ -357,8 +259,8 @@ class QAdam(torch.optim.Optimizer):
             launches[key].add(parameter, state, factors_of[step])
         options = (beta1, beta2, group["eps"], group["weight_decay"])
         for launch in launches.values():
-            launch.run(options, scaling)
-        self._raise_variances(ended, group["variance_floor"], scaling)
+            launch.run(options)
+        self._raise_variances(ended, group["variance_floor"])
 
     def _step_frozen(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         if not parameters:
@@ -380,38 +282,6 @@ class QAdam(torch.optim.Optimizer):
         torch._foreach_addcdiv_(parameters, exp_avgs, denominators, step_sizes)
 
 
-class _Scaling:
-    """What torch.amp.GradScaler leaves to a fused step: None, or one number in float32 on a device of its choice."""
-
-    def __init__(self, grad_scale: torch.Tensor | None = None, found_inf: torch.Tensor | None = None) -> None:
-        self.grad_scale, self.found_inf = grad_scale, found_inf
-
-    def is_skipped_on_cpu(self) -> bool:
-        """Whether the host knows that there is an infinity."""
-        return self.found_inf is not None and self.found_inf.is_cpu and bool(self.found_inf > 0)
-
-    def grad_scale_on(self, device: torch.device) -> torch.Tensor | None:
-        return None if self.grad_scale is None else self.grad_scale.to(device, torch.float32, non_blocking=True)
-
-    def found_inf_on(self, device: torch.device) -> torch.Tensor | None:
-        return None if self.found_inf is None else self.found_inf.to(device, torch.float32, non_blocking=True)
-
-
-class _OpenStep:
-    """A step of which the host does not know whether the device has made it.
-
-    Attributes:
-        steps: the parameters' counts, this one included.
-    """
-
-    def __init__(self, found_inf: torch.Tensor, steps: list[torch.Tensor]) -> None:
-        self.steps, self._found_inf = steps, HostCopy.of(found_inf, at_once=True)
-
-    def was_skipped(self) -> bool:
-        """Waits for the device."""
-        return bool(self._found_inf.get() > 0)
-
-
 class _Launch:
     """The fused step of parameters of one device and dtype that are all in the warm-up, or all behind it."""
 
@@ -422,14 +292,14 @@ class _Launch:
         self._factors: list[tuple[float, float]] = []
         self._addresses: tuple[list[int], ...] = ([], [], [], [])
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # and what they are copies of
-        self._grads: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies of gradients, and whose they are
+        self._kept: list[tuple[torch.Tensor, ...]] = []  # until the launch
 
     def add(self, parameter: torch.Tensor, state: dict[str, torch.Tensor], factors: tuple[float, float]) -> None:
         tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
         if not _lie_alike(tensors):
-            weight, grad, exp_avg, exp_avg_sq = copies = tuple(map(self._copied, tensors))
+            weight, _, exp_avg, exp_avg_sq = copies = tuple(map(self._copied, tensors))
             self._copies += [(weight, parameter), (exp_avg, tensors[2]), (exp_avg_sq, tensors[3])]
-            self._grads.append((grad, parameter))
+            self._kept.append(copies)
             tensors = copies
         self._parameters.append(parameter)
         self._numels.append(parameter.numel())
@@ -440,9 +310,8 @@ class _Launch:
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=self._dtype, device=self._device).copy_(tensor)
 
-    def run(self, options: tuple[float, float, float, float], scaling: _Scaling) -> None:
+    def run(self, options: tuple[float, float, float, float]) -> None:
         """Enqueues it on the current stream, or on the CPU does it."""
-        grad_scale, found_inf = scaling.grad_scale_on(self._device), scaling.found_inf_on(self._device)
         _C.adam(
             dtype_code(self._dtype),
             self._numels,
@@ -450,17 +319,12 @@ class _Launch:
             self._factors,
             options,
             self._is_frozen,
-            tuple(0 if one is None else one.data_ptr() for one in (grad_scale, found_inf)),
+            (0, 0),  # no scale of a GradScaler, and no flag
             current_stream(self._device),
             torch.get_num_threads(),
         )
         for copy, tensor in self._copies:
             tensor.copy_(copy)
-        for copy, parameter in self._grads if grad_scale is not None else ():  # which has divided them
-            if 0 in parameter.grad.stride():  # what autograd has expanded
-                parameter.grad = copy
-            else:
-                parameter.grad.copy_(copy)
         for parameter in self._parameters:
             increment_version(parameter)
 
@@ -473,7 +337,7 @@ def _is_fused(parameter: torch.Tensor, group: dict[str, Any]) -> bool:
 
 
 def _why_not_fused(parameter: torch.Tensor) -> str | None:
-    """What the parameter is that the kernel is not for; None where it is for it."""
+    """Returns the kind of parameter that the kernel cannot step; None if it can."""
     if type(parameter) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(parameter).__name__}"  # may have no memory of its own
     if parameter.dtype not in _FUSED_DTYPES:
@@ -484,7 +348,7 @@ def _why_not_fused(parameter: torch.Tensor) -> str | None:
 
 
 def _lie_alike(tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether tensors of one shape have one dtype, and their elements the same order in memory, without gaps."""
+    """Returns True if tensors of one shape have one dtype, and their elements the same order in memory, without gaps."""
     first = tensors[0]
     if any(tensor.dtype is not first.dtype or tensor.is_neg() for tensor in tensors):
         return False
@@ -500,21 +364,25 @@ def _lie_alike(tensors: tuple[torch.Tensor, ...]) -> bool:
     return True
 
 
-def _check_is_adam(group: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> None:
+def _check_is_adam(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Raises InvalidArgument for options and states of an optimizer whose steps QAdam does not make."""
-    has_moments = all({"step", "exp_avg", "exp_avg_sq"} <= {*state} for state in states if state)
-    if not (has_moments and ("warmup_steps" in group or "amsgrad" in group)):
-        raise InvalidArgument(
-            "the state to load is of neither a QAdam nor an Adam of torch.optim, so QAdam would not go on as that "
-            "does; start QAdam anew"
-        )
-    others = {name: group.get(name) for name in ("maximize", "amsgrad")}
-    others["decoupled_weight_decay"] = group.get("decoupled_weight_decay") and group.get("weight_decay")
-    for name, is_set in others.items():
-        if is_set:
+    for loaded, group in zip(state_dict["param_groups"], groups, strict=False):  # torch refuses another number of them
+        states = [state_dict["state"].get(key, {}) for key in loaded["params"]]
+        decays_apart = loaded.get("decoupled_weight_decay") and loaded.get("weight_decay")
+        if (
+            not all({"step", "exp_avg", "exp_avg_sq"} <= {*state} for state in states if state)
+            or not ("warmup_steps" in loaded or "amsgrad" in loaded)
+            or any((loaded.get("maximize"), loaded.get("amsgrad"), decays_apart))
+        ):
             raise InvalidArgument(
-                f"the state to load is of an optimizer with {name}=True, which QAdam does not have; load that of an "
-                "Adam without it, or start QAdam anew"
+                "the state to load is of neither a QAdam nor a plain Adam of torch.optim (without maximize, amsgrad and "
+                "decoupled weight decay), whose steps QAdam could continue; start QAdam anew"
+            )
+        num_steps = max((int(state["step"]) for state in states if state), default=0)
+        if "warmup_steps" not in loaded and num_steps >= group["warmup_steps"]:
+            raise InvalidArgument(
+                f"the state to load is of an Adam that has made {num_steps} steps, and warmup_steps is "
+                f"{group['warmup_steps']}; give QAdam a warmup_steps above {num_steps}, by some hundreds"
             )
 
 
@@ -540,5 +408,5 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Also where one is a tuple and the other a list."""
+    """Returns True if the values are equal, also where one is a tuple and the other a list."""
     return (list(value) == list(other)) if isinstance(value, (tuple, list)) else value == other

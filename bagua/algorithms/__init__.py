@@ -6,8 +6,7 @@ The class of each is an attribute: ``bagua.with_bagua(model, algorithm=bagua.alg
 from typing import Any
 
 from bagua.algorithms._bucket_group import BucketGroup, Declaration
-from bagua.algorithms._hooks import About, Stage, Training
-from bagua.algorithms.base import Algorithm, ParameterState
+from bagua.algorithms.base import About, Algorithm, ParameterState, Stage, Training
 from bagua.algorithms.registry import available, class_named, create, get, register
 
 __all__ = [
@@ -26,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The classes of this package's algorithms, whose files are imported when somebody asks for one."""
+    """Imports this package's algorithms when one of their classes is asked for."""
     cls = class_named(name)
     if cls is None:
         raise AttributeError(f"module 'bagua.algorithms' has no attribute {name!r}")

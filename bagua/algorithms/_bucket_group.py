@@ -1,31 +1,25 @@
-"""The ranks, as an algorithm sees them: a ProcessGroup whose operations take buckets, and write down what they send.
+"""The ranks, as an algorithm sees them: a ProcessGroup whose operations take buckets and record what they send.
 
-Data path: policy -> **what is sent for a bucket** -> ProcessGroup -> engine. From what an operation is asked for
-follows all else that belongs to it: the bucket's label in errors and in the timeline, whether gradients are read where
-autograd has put them, cleared padding, error feedback, the guard against NaN, and what ``bucket.declaration`` says. So
-no algorithm declares anything, and what is said of a bucket is what was sent.
+Data path: policy -> **what is sent for a bucket** -> ProcessGroup -> engine. The arguments of an operation determine
+everything else about it: the bucket's label in errors and in the timeline, whether gradients are read where autograd
+has put them, cleared padding, error feedback, and what ``bucket.declaration`` says. So no algorithm declares anything,
+and what is said of a bucket is what was sent.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
-import random
-import types
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from bagua import codecs
 from bagua.buckets import Bucket
-from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
+from bagua.distributed.process_group import COUNTS_FORWARDS, ProcessGroup, ReduceOp, Work
 from bagua.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from bagua.algorithms.base import Algorithm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +27,14 @@ class Declaration:
     """What is sent for one bucket; shown by ``model.bagua.buckets`` and the timeline.
 
     Attributes:
-        operation: the collective, such as ``"all_reduce"``; several in their order, joined by " + "; "" while it is not
-            known, which is until the first exchange at most.
+        operation: the collective, such as ``"all_reduce"``; several in their order, joined by " + "; "" before the
+            first exchange.
         codec: name of the codec of what travels, None for full precision.
         reason: why this bucket is treated differently from what the options ask, or "".
         hierarchical: inside the nodes at full precision first, then between them.
         is_zero_copy: gradients stay where autograd has put them until they are sent: encoded there, or on a device
             copied into the bucket together.
+        is_sum: the result is the sum over ranks, so adding to it and exchanging it again would count it twice.
     """
 
     operation: str = ""
@@ -47,6 +42,7 @@ class Declaration:
     reason: str = ""
     hierarchical: bool = False
     is_zero_copy: bool = False
+    is_sum: bool = False
 
     def __str__(self) -> str:
         if not self.operation:
@@ -56,13 +52,13 @@ class Declaration:
 
 
 def _recorded(name: str) -> Callable[..., Work]:
-    """The operation ``name`` of a ProcessGroup, which takes buckets for what they hold, and is written down."""
+    """The operation ``name`` of a ProcessGroup, which takes a bucket in the place of a tensor and is recorded."""
     run = getattr(ProcessGroup, name)
 
     @functools.wraps(run)
     def operation(self: BucketGroup, *args: Any, **kwargs: Any) -> Work:
         bucket = next((value for value in (*args, *kwargs.values()) if isinstance(value, Bucket)), None)
-        self._begin(bucket, name, getattr(kwargs.get("codec"), "spec", kwargs.get("codec")), "", False)
+        self._begin(bucket, Declaration(name, getattr(kwargs.get("codec"), "spec", kwargs.get("codec"))), False)
         args = tuple(value.flat if isinstance(value, Bucket) else value for value in args)
         kwargs = {key: value.flat if isinstance(value, Bucket) else value for key, value in kwargs.items()}
         work = run(self.process_group, *args, **kwargs)
@@ -77,12 +73,13 @@ class _UnderWay:
     """What runs now, for a group and its subgroups.
 
     Attributes:
-        bucket: whose ``communicate`` runs.
-        is_planning: nothing is to be sent.
+        bucket: the one whose ``communicate`` runs.
+        num_forwards: what the first all_reduce of a backward carries, so that ranks which are in different steps get an
+            error; 0 once it has left.
     """
 
     bucket: Bucket | None = None
-    is_planning: bool = False
+    num_forwards: int = 0
 
 
 class BucketGroup:
@@ -95,7 +92,7 @@ class BucketGroup:
 
     Attributes:
         process_group: the group itself.
-        looks_at_results: whether reductions of buckets note if their result is finite.
+        checks_results: True if reductions of buckets on the CPU note whether their result is finite.
     """
 
     def __init__(
@@ -105,11 +102,11 @@ class BucketGroup:
         parent: BucketGroup | None = None,
     ) -> None:
         self.process_group = group
-        self.looks_at_results = False
+        self.checks_results = False
         self._record, self._is_subgroup = record, parent is not None
         self._now: _UnderWay = _UnderWay() if parent is None else parent._now
 
-    # --- who is there
+    # --- the ranks
 
     @property
     def rank(self) -> int:
@@ -122,7 +119,7 @@ class BucketGroup:
         return self.process_group.size
 
     def __getattr__(self, name: str) -> Any:
-        if name == "process_group":  # of one that copy is making
+        if name == "process_group":  # a copy that is being made has none yet
             raise AttributeError(name)
         return getattr(self.process_group, name)
 
@@ -167,7 +164,8 @@ class BucketGroup:
             codec, spec, reason = None, None, reason or "one node"
         reads_once = codec is not None or (bucket is not None and bucket.device.type != "cpu")
         is_direct = reads_once and not hierarchical and prepare is None and parts is None
-        is_zero_copy = self._begin(bucket, "all_reduce", spec, reason, hierarchical and not is_one_node, is_direct)
+        declaration = Declaration("all_reduce", spec, reason, hierarchical and not is_one_node, is_sum=op == ReduceOp.SUM)
+        is_zero_copy = self._begin(bucket, declaration, is_direct)
         if prepare is not None:
             if bucket is not None:
                 bucket.memory(with_gradients=True)  # they are there before they are changed
@@ -180,6 +178,10 @@ class BucketGroup:
                 bucket.zero_padding()
             if feedback is not None and codec is not None and self.size > 1:
                 residuals = bucket.residuals(feedback, codec, hierarchical)
+        subject = 0
+        if self._now.num_forwards and not self._is_subgroup:
+            subject = COUNTS_FORWARDS + self._now.num_forwards % COUNTS_FORWARDS
+            self._now.num_forwards = 0
         work = self.process_group.all_reduce(
             tensor if bucket is None else bucket.memory(with_gradients=parts is None),
             op,
@@ -189,7 +191,8 @@ class BucketGroup:
             blocking=blocking,
             feedback=residuals,
             parts=parts,
-            checks_result=self.looks_at_results and bucket is not None and bucket is self._now.bucket,
+            checks_result=self.checks_results and bucket is not None and bucket is self._now.bucket,
+            subject=subject,
         )
         return self._end(bucket, work, is_result=True)
 
@@ -214,7 +217,7 @@ class BucketGroup:
             flat: of a bucket, what is averaged instead of its own memory; of its size.
         """
         bucket = self._bucket_in(tensor)
-        self._begin(bucket, f"neighbor_average ({topology})", codec, reason, hierarchical)
+        self._begin(bucket, Declaration(f"neighbor_average ({topology})", codec, reason, hierarchical), False)
         if bucket is not None:
             tensor = bucket.memory(with_gradients=parts is None) if flat is None else flat
         work = self.process_group.neighbor_average(
@@ -238,7 +241,7 @@ class BucketGroup:
         flat: torch.Tensor,
     ) -> Work:
         """As ``ProcessGroup.difference_ring_average``, of the weights of ``bucket`` that are in ``flat``."""
-        self._begin(bucket, "difference_ring_average", getattr(codec, "spec", codec), "", False)
+        self._begin(bucket, Declaration("difference_ring_average", getattr(codec, "spec", codec)), False)
         work = self.process_group.difference_ring_average(flat, replicas, codec=codec, label=bucket.label)
         return self._end(bucket, work)
 
@@ -263,35 +266,19 @@ class BucketGroup:
         bucket = self._now.bucket if bucket is None else bucket
         return "" if bucket is None else bucket.label
 
-    def _begin(
-        self,
-        bucket: Bucket | None,
-        operation: str,
-        codec: str | None,
-        reason: str,
-        hierarchical: bool,
-        is_direct: bool = False,
-    ) -> bool:
-        """Writes down what is to be sent; whether gradients may be read where autograd has put them."""
+    def _begin(self, bucket: Bucket | None, declaration: Declaration, is_direct: bool) -> bool:
+        """Records what is to be sent; returns True if gradients may be read where autograd has put them."""
         current = self._now.bucket
         is_zero_copy = is_direct and bucket is not None and bucket is current and not bucket.is_read
         bucket = current if bucket is None else bucket
         if bucket is None:
             return False
-        sent = bucket.declaration  # mostly what it was in the step before
-        if (sent.operation, sent.codec, sent.reason, sent.hierarchical) != (
-            operation,
-            codec,
-            reason,
-            hierarchical,
-        ) or sent.is_zero_copy != is_zero_copy:
-            sent = Declaration(operation, codec, reason, hierarchical, is_zero_copy)
-        if self._now.is_planning:
-            raise _Planned(sent)
+        if is_zero_copy:
+            declaration = dataclasses.replace(declaration, is_zero_copy=True)
         if bucket is current:
-            bucket.sent.append(sent)
+            bucket.sent.append(declaration)
         else:
-            bucket.declaration = sent
+            bucket.declaration = declaration
         return is_zero_copy
 
     def _end(self, bucket: Bucket | None, work: Work, is_result: bool = False) -> Work:
@@ -302,56 +289,24 @@ class BucketGroup:
             current.is_result = is_result and bucket is current and len(current.works) == 1
         return work
 
-    # --- from the training step
+    # --- from the reducer
+
+    def begin_backward(self, num_forwards: int) -> None:
+        """The first all_reduce from here on carries the number of forwards of this training."""
+        self._now.num_forwards = num_forwards if self.size > 1 else 0
 
     def begin(self, bucket: Bucket) -> None:
-        """What is started until ``pause`` belongs to ``bucket``, whose communication begins or goes on."""
+        """What is started until ``pause`` belongs to ``bucket``, whose communication begins or continues."""
         self._now.bucket = bucket
 
     def pause(self) -> None:
-        """The end of what belongs to a bucket for now."""
+        """Ends what belongs to a bucket for now."""
         bucket, self._now.bucket = self._now.bucket, None
         if bucket is not None and bucket.sent:
             bucket.declaration = bucket.sent[0] if len(bucket.sent) == 1 else _together(bucket.sent)
-
-    def plan(self, algorithm: Algorithm, bucket: Bucket) -> Declaration:
-        """What ``algorithm`` will send for ``bucket`` first, as far as it does not look at the gradients before.
-
-        Known before the first backward in this way, for who looks at ``bucket.declaration``, and so that its gradients
-        need not be copied; not to know it is no error. A shallow copy of the algorithm is asked, which may count its
-        calls, and draw random numbers, which are drawn again then.
-        """
-        algorithm, drawn = copy.copy(algorithm), random.getstate()
-        self._now.bucket, self._now.is_planning = bucket, True
-        bucket.declaration, bucket.before_read = Declaration(), _look
-        try:
-            with torch.random.fork_rng(devices=()):
-                work = type(algorithm).communicate(algorithm, bucket, self)
-                if isinstance(work, types.GeneratorType):
-                    next(work, None)
-        except _Planned as planned:
-            return planned.declaration
-        except Exception:  # it will be raised in training, on all ranks, if it is then
-            return Declaration()
-        finally:
-            self._now.bucket, self._now.is_planning, bucket.before_read = None, False, None
-            random.setstate(drawn)
-        return Declaration()
-
-
-class _Planned(BaseException):
-    """Ends ``communicate`` where it would send, or look at gradients."""
-
-    def __init__(self, declaration: Declaration) -> None:
-        super().__init__()
-        self.declaration = declaration
-
-
-def _look() -> None:
-    raise _Planned(Declaration())
 
 
 def _together(sent: Sequence[Declaration]) -> Declaration:
     operations = " + ".join(declaration.operation for declaration in sent)
     coded = next((declaration for declaration in sent if declaration.codec is not None), sent[0])
-    return dataclasses.replace(coded, operation=operations, is_zero_copy=False)
+    return dataclasses.replace(coded, operation=operations, is_zero_copy=False, is_sum=False)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from bagua import codecs
 from bagua.algorithms._bucket_group import BucketGroup
-from bagua.algorithms._hooks import Training
-from bagua.algorithms.base import Algorithm, ParameterState
+from bagua.algorithms.base import Algorithm, ParameterState, Training
 from bagua.buckets import Bucket, bucket_dtype
 from bagua.distributed.process_group import ReduceOp, Work
 from bagua.errors import InvalidArgument
@@ -35,15 +34,12 @@ class CompressedGradients(Algorithm):
     Args:
         average: divide the sum by the number of ranks, see gradient_allreduce.
         hierarchical: reduce inside each node at full precision first; only what travels between nodes is encoded.
-        error_feedback: what the codes of a step leave out is added to what the next step encodes, at both ends. Several
-            optimizers are then to step together: the step of one counts for what all of them were sent.
+        error_feedback: what the codes of a step leave out is added to what the next step encodes, at both ends.
         state_dtype: "float32" or "bfloat16", of what error feedback remembers.
         seed: what a codec that rounds at random draws from, with the step and the offset of an element.
         min_compressed_bytes: buckets below it cost the latency of a message, which a codec cannot shorten. Measured
             (benchmarks/micro/tcp_hosts.py, 1 Gbit/s between hosts): coded becomes faster between 16 and 32 KB.
     """
-
-    refuses_nonfinite: ClassVar[bool] = True
 
     average: bool = True
     hierarchical: bool = False

@@ -1,4 +1,4 @@
-"""What algorithms share that exchange weights, all ranks in the same optimizer step: counted steps, skipped steps.
+"""The counted steps of algorithms that exchange weights, all ranks in the same optimizer step.
 
 Data path: policy. No algorithm by itself.
 """
@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms._hooks import Training
-from bagua.algorithms.base import Algorithm
+from bagua.algorithms.base import Algorithm, Training
 from bagua.errors import InvalidArgument
 
 
@@ -19,22 +18,10 @@ from bagua.errors import InvalidArgument
 class ExchangedWeights(Algorithm):
     """Counts the steps of every optimizer.
 
-    Args:
-        skip_together: whether a step that one rank's GradScaler skips is skipped by all: they agree at the end of each
-            backward, in a message of a byte per optimizer, which waits for the slowest rank. By default they do while a
-            GradScaler of torch.amp makes the steps, and until every optimizer has made one and a backward has followed,
-            which shows whether one does. True: with another scaler, or one that comes into use later. False: each rank
-            skips its own.
+    A step that a GradScaler skips is none, so ranks must skip alike: ``bagua.amp.GradScaler`` does.
     """
 
     exchanges = "weights"
-
-    skip_together: bool | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.skip_together, (bool, type(None))):
-            raise InvalidArgument(f"skip_together is {self.skip_together!r}, expected True, False or None")
 
     def attach(self, training: Training) -> None:
         super().attach(training)
@@ -43,9 +30,6 @@ class ExchangedWeights(Algorithm):
     def index_of(self, optimizer: torch.optim.Optimizer) -> int:
         """The index of an optimizer among those that were passed to with_bagua."""
         return next(index for index, other in enumerate(self.training.optimizers) if other is optimizer)
-
-    def skips_together(self) -> bool | None:
-        return self.skip_together
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_steps": list(self.num_steps)}

@@ -27,9 +27,8 @@ from typing import Any
 import torch
 
 from bagua.algorithms._bucket_group import BucketGroup
-from bagua.algorithms._hooks import About, Stage, Training
 from bagua.algorithms._weights import loaded_steps
-from bagua.algorithms.base import Algorithm
+from bagua.algorithms.base import About, Algorithm, Stage, Training
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket
 from bagua.distributed.process_group import ProcessGroup, ReduceOp, Work
@@ -228,12 +227,14 @@ class AsyncAveraging(Algorithm):
             self._correct(self._buckets)
 
     def pause(self) -> None:
+        """Stops averaging; collective, idempotent."""
         if not self._is_paused:
             self._stop(_PAUSES)
             self._group.barrier().wait()
             self._is_paused = True
 
     def resume(self) -> None:
+        """Averages again; collective, idempotent."""
         if self._is_paused:
             self._group.barrier().wait()
             self._is_paused = self._is_stopped = False
@@ -245,11 +246,9 @@ class AsyncAveraging(Algorithm):
     def state_dict(self) -> dict[str, Any]:
         return {"num_steps": list(self._num_steps)}
 
-    def check_idle(self) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._round is not None:
             raise InvalidArgument("a round of averaging is under way; call model.bagua.pause() before loading")
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_steps = loaded_steps(state, self.training)
 
 

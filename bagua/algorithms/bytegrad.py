@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from bagua.algorithms._compressed import CompressedGradients
-from bagua.algorithms._hooks import About
+from bagua.algorithms.base import About
 from bagua.algorithms.registry import register
 
 

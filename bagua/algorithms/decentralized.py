@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from bagua.algorithms._bucket_group import BucketGroup
-from bagua.algorithms._hooks import About, Training
 from bagua.algorithms._weights import ExchangedWeights
+from bagua.algorithms.base import About, Training
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket
 from bagua.distributed.arguments import check_topology
@@ -25,10 +25,10 @@ from bagua.errors import InvalidArgument
 
 @dataclasses.dataclass
 class _Exchange:
-    """Of the weights of one optimizer, from its start to the optimizer's step."""
+    """An exchange of the weights of one optimizer, from its start to the optimizer's step."""
 
     works: list[tuple[Bucket, Work]]
-    versions: list[tuple[int, int]]  # of the parameters that were sent: a changed one would be lost
+    versions: list[tuple[int, int]]  # the parameters' when they were sent: a change since would be lost
 
 
 @register
@@ -47,7 +47,6 @@ class Decentralized(ExchangedWeights):
         interval: every so many steps.
         hierarchical: the nodes' means are averaged by the topology of nodes, which count by their ranks. On one node
             that is the mean of all ranks, whatever the topology.
-        skip_together: as in ExchangedWeights.
 
     Example:
         >>> model = bagua.with_bagua(model, optimizer, algorithm="decentralized", topology="ring")
@@ -56,7 +55,7 @@ class Decentralized(ExchangedWeights):
     about = About(
         sends="weights, full precision",
         to="all ranks, or neighbours: two on a ring, or one that changes",
-        when="during forward and backward; the optimizer's step waits; with a GradScaler a byte per backward",
+        when="during forward and backward; the optimizer's step waits",
         bytes_per_step="`all` 2 (n-1)/n G, and so `ring` of 2 or 3 ranks; of more 2 G; `exponential` and `shift_one` "
         "G, `shift_one` of an odd n (n-1)/n G, a mean; divided by the interval",
         memory="G",
@@ -90,7 +89,7 @@ class Decentralized(ExchangedWeights):
         index = self.index_of(optimizer)
         if not self._is_due(index):
             return
-        if index not in self._pending:  # no forward outside the optimizer's closure
+        if index not in self._pending:  # its closure will run the forward
             self._start(index, buckets, group)
         exchange = self._pending[index]
         if exchange.versions != _versions(buckets):
@@ -112,11 +111,6 @@ class Decentralized(ExchangedWeights):
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup
     ) -> None:
         self.num_steps[self.index_of(optimizer)] += 1
-
-    def after_skipped_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        exchange = self._pending.get(self.index_of(optimizer))
-        if exchange is not None:  # which goes on until a step that is made
-            exchange.versions = _versions(buckets)
 
     def _is_due(self, index: int) -> bool:
         return self.training.group.size > 1 and self.num_steps[index] % self.interval == 0
@@ -149,6 +143,6 @@ class Decentralized(ExchangedWeights):
 
 
 def _versions(buckets: Sequence[Bucket]) -> list[tuple[int, int]]:
-    """And where they are: ``parameter.data = ...`` puts others in their place."""
+    """Returns torch's counts of changes, and addresses: ``parameter.data = ...`` gives a parameter other memory."""
     parameters = (member.parameter for bucket in buckets for member in bucket.members)
     return [(parameter._version, parameter.data_ptr()) for parameter in parameters]

@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from bagua.algorithms._bucket_group import BucketGroup
-from bagua.algorithms._hooks import About
-from bagua.algorithms.base import Algorithm
+from bagua.algorithms.base import About, Algorithm
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket
 from bagua.distributed.process_group import ReduceOp, Work

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from bagua.algorithms._bucket_group import BucketGroup
-from bagua.algorithms._hooks import About, Stage, Training
 from bagua.algorithms._weights import ExchangedWeights
+from bagua.algorithms.base import About, Stage, Training
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket
 from bagua.distributed.process_group import ReduceOp, Work
@@ -33,10 +33,9 @@ class LocalSGD(ExchangedWeights):
     Args:
         sync_every: k. With 1 and plain SGD it equals averaging the gradients.
         post_local_after: so many steps of every optimizer are synchronous, before the local ones begin.
-        momentum: what becomes of an optimizer's state when the weights are averaged. "average": tensors of the shape of
+        momentum: the fate of an optimizer's state when the weights are averaged. "average": tensors of the shape of
             their parameter (momentum, Adam's moments) are averaged too, where all ranks have them; as many bytes again
             for each. "reset": it begins anew. "keep": each rank keeps its own.
-        skip_together: as in ExchangedWeights.
 
     Example:
         >>> model = bagua.with_bagua(model, optimizer, algorithm="local_sgd", sync_every=8)
@@ -45,7 +44,7 @@ class LocalSGD(ExchangedWeights):
     about = About(
         sends="weights, and by option the optimizer's moments, full precision",
         to="all ranks",
-        when="after every k-th optimizer step, which waits; with a GradScaler a byte per backward",
+        when="after every k-th optimizer step, which waits",
         bytes_per_step="2 (n-1)/n G / k; with `momentum='average'` times 1 + the number of moments",
         memory="G",
         use_when="bandwidth is far too low for an exchange per step; large batches",
@@ -105,7 +104,7 @@ class LocalSGD(ExchangedWeights):
             bucket.store(tensors)
 
     def _average_moments(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: BucketGroup) -> None:
-        """A rank on which a parameter was never used has no state for it; then nobody's is averaged."""
+        """Averages the moments of the parameters that all ranks have used: a rank has none of others."""
         members = [member for bucket in buckets for member in bucket.members]
         moments = {member.index: _moments_of(optimizer, member.parameter) for member in members}
         num_moments = torch.tensor([len(moments[member.index]) for member in members], dtype=torch.uint8, device="cpu")
@@ -129,7 +128,7 @@ class LocalSGD(ExchangedWeights):
 
 
 def _moments_of(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
-    """What the optimizer remembers element by element of its gradients, in the order of its names."""
+    """Returns the element-wise state of a parameter, in the order of its names."""
     state = optimizer.state.get(parameter, {})
     return [
         value

@@ -1,4 +1,4 @@
-"""low_precision_decentralized: neighbours on a ring tell each other, in few bits, how far their weights have moved.
+"""low_precision_decentralized: neighbours on a ring exchange, in few bits, how far their weights have moved.
 
 Data path: policy. After the optimizer's step one difference_ring_average of the weights per bucket. Every rank keeps
 replicas of its own weights as the neighbours know them, and of both neighbours'; only differences to these travel, so
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from bagua import codecs
 from bagua.algorithms._bucket_group import BucketGroup
-from bagua.algorithms._hooks import About, Training
 from bagua.algorithms._weights import ExchangedWeights
+from bagua.algorithms.base import About, Training
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket, bucket_dtype
 from bagua.distributed.checkpoints import check_writer, writer_of
@@ -40,8 +40,6 @@ class LowPrecisionDecentralized(ExchangedWeights):
         codec: one whose loss is small beside what it encodes: not "onebit" or "topk", since what is lost is not sent
             later, and not "qsgd:bits=2".
         seed: what a codec that rounds at random draws from, with the step and the offset of an element.
-        skip_together: as in ExchangedWeights; but by default the ranks tell one another of NaN and Inf in each step,
-            since no codec can send the weights that come of them.
 
     Example:
         >>> model = bagua.with_bagua(model, optimizer, algorithm="low_precision_decentralized")
@@ -50,14 +48,12 @@ class LowPrecisionDecentralized(ExchangedWeights):
     about = About(
         sends="differences of the weights, 8 bits per element",
         to="both neighbours on a ring",
-        when="after the optimizer's step, which waits, and a byte per backward (`skip_together`)",
+        when="after the optimizer's step, which waits",
         bytes_per_step="2 G / 4 (2 ranks: G / 4), divided by the interval",
         memory="3 G (2 ranks: 2 G), and two buckets",
         use_when="bandwidth binds: few bytes to two others, however many ranks there are; a ring mixes slowly",
         paper="[1803.06443](https://arxiv.org/abs/1803.06443)",
     )
-
-    refuses_nonfinite: ClassVar[bool] = True  # the ranks ask one another at the end of each backward
 
     interval: int = 1
     codec: str = "minmax_uint8"

@@ -13,14 +13,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Generator, Hashable, Sequence
-from typing import ClassVar
 
 import torch
 
 from bagua.algorithms._bucket_group import BucketGroup
 from bagua.algorithms._compressed import STATE_DTYPES
-from bagua.algorithms._hooks import About
-from bagua.algorithms.base import Algorithm, ParameterState
+from bagua.algorithms.base import About, Algorithm, ParameterState
 from bagua.algorithms.registry import register
 from bagua.buckets import Bucket, Member
 from bagua.distributed.process_group import ReduceOp, Work
@@ -59,7 +57,6 @@ class PowerSGD(Algorithm):
         use_when="large matrices and a network that binds even at 2 bits per element",
         paper="[1905.13727](https://arxiv.org/abs/1905.13727)",
     )
-    refuses_nonfinite: ClassVar[bool] = True  # it would be all over the matrix
 
     rank: int = 4
     hierarchical: bool = False

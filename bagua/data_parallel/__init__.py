@@ -1,5 +1,6 @@
-"""One training step of a wrapped model, from the hooks of autograd to the optimizer's step."""
+"""Data-parallel training: with_bagua, and the step of a wrapped model."""
 
-from bagua.data_parallel.api import DistributedDataParallel, with_bagua
+from bagua.data_parallel.ddp import DistributedDataParallel
+from bagua.data_parallel.wrap import with_bagua
 
 __all__ = ["DistributedDataParallel", "with_bagua"]

@@ -7,11 +7,9 @@ the plain model's; a copy or a pickle of the model gets a handle that says that 
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,11 @@ import torch
 
 from bagua.algorithms import Algorithm
 from bagua.buckets import Bucket
-from bagua.data_parallel.failures import fatal
-from bagua.data_parallel.step import Step
-from bagua.data_parallel.takeover import become, successor
+from bagua.data_parallel.buffers import BufferBroadcast
+from bagua.data_parallel.errors import fatal
+from bagua.data_parallel.reducer import Reducer
+from bagua.data_parallel.replica_check import ReplicaCheck
+from bagua.data_parallel.states import ParameterStates
 from bagua.distributed.consensus import agree
 from bagua.distributed.job_ranks import reworded
 from bagua.distributed.process_group import ProcessGroup
@@ -29,15 +29,14 @@ from bagua.errors import BaguaError, InvalidArgument
 from bagua.profiler import clock_sync
 from bagua.profiler.timeline import Timeline
 
-_STATE_VERSION = 5
+_STATE_VERSION = 6
 _STATE_KEYS = {"version", "algorithm", "num_steps", "layout", "ready_order", "loss_scale", "state", "parameters"}
-logger = logging.getLogger("bagua")
 
 _attached: weakref.WeakSet[BaguaHandle] = weakref.WeakSet()
 
 
 class BaguaHandle:
-    """What bagua knows about a model that ``with_bagua`` has wrapped.
+    """The user's handle of a model that ``with_bagua`` has wrapped.
 
     Example:
         >>> model = bagua.with_bagua(model, optimizer, algorithm="bytegrad")
@@ -45,41 +44,35 @@ class BaguaHandle:
         ('bytegrad', 2)
     """
 
-    def __init__(self, model: torch.nn.Module, step: Step, hooks: Sequence[Any], num_wraps: int) -> None:
+    def __init__(self, model: torch.nn.Module, reducer: Reducer, hooks: Sequence[Any], num_wraps: int) -> None:
         self.num_wraps = num_wraps
-        self.step = step
+        self.reducer = reducer
         self._model = weakref.ref(model)
         self._hooks = list(hooks)
         model.bagua, model.no_sync = self, _NoSync(self)  # until ``remove``
         _attached.add(self)
-        tell, calls = functools.partial(_before_close, weakref.ref(self)), self.group.before_close
-        calls.append(tell)
-        self._leave_group = weakref.finalize(self, calls.remove, tell)
-        self._leave_group.atexit = False
 
     @property
     def algorithm(self) -> Algorithm:
         """The algorithm, with its options as attributes."""
-        return self.step.algorithm
+        return self.reducer.algorithm
 
     @property
     def group(self) -> ProcessGroup:
         """The ranks that train together."""
-        return self.step.group
+        return self.reducer.group
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The gradient buckets in launch order. They are laid out anew once, after the first step."""
-        return self.step.storage.buckets
+        return self.reducer.storage.buckets
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside stay local: their gradients add up until the first backward outside.
 
-        It is where ``backward()`` is called that counts; have the forward inside too, which saves the
-        broadcast of the buffers. Where gradients are exchanged, an optimizer that would step what is left local
-        raises InvalidArgument, on all ranks; where weights are, they are exchanged at its step all the same, but a
-        GradScaler's ranks agree on skipped steps in backwards outside only.
+        It is where ``backward()`` is called that counts. A step on gradients that were left local lets the ranks part,
+        as under DDP; ``check_replicas`` finds it.
 
         Example:
             >>> with model.bagua.no_sync():
@@ -88,38 +81,35 @@ class BaguaHandle:
         """
         if not self._hooks:
             raise InvalidArgument("model.bagua.remove() was called: this model is no longer synchronised")
-        before = self.step.synchronises
-        self.step.synchronises = False
+        before = self.reducer.synchronises
+        self.reducer.synchronises = False
         try:
             yield
         finally:
-            self.step.synchronises = before
+            self.reducer.synchronises = before
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs besides the states of model and optimizers: plain data, no communication.
-
-        Waits for a device that has steps before it of which the host does not know whether they count.
+        """Returns what a checkpoint needs besides the states of model and optimizers: plain data, no communication.
 
         The order of the gradients is part of it, because the offset of a gradient in its bucket decides
         how its sum is rounded; with it a resumed run continues bit for bit.
         """
-        self.step.optimizer_steps.settle_states()
-        order = self.step.order
-        names = self.step.storage.names
+        order = self.reducer.order
+        names = self.reducer.storage.names
         return {
             "version": _STATE_VERSION,
             "algorithm": self.algorithm.name,
-            "num_steps": self.step.num_steps,
-            "layout": [names[index] for index in self.step.storage.order],
+            "num_steps": self.reducer.num_steps,
+            "layout": [names[index] for index in self.reducer.storage.order],
             "ready_order": None if order is None else [names[index] for index in order],
-            "loss_scale": self.step.loss_scale.unit,
+            "loss_scale": float(self.reducer.training.loss_scale),
             "state": self.algorithm.state_dict(),
-            "parameters": self.step.states.state_dict(),
+            "parameters": self.reducer.states.state_dict(),
         }
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes back what ``state_dict`` returned; collective.
+        """Restores what ``state_dict`` returned; collective.
 
         Raises:
             InvalidArgument: it belongs to another algorithm or model, or the ranks load different states; on all ranks,
@@ -129,22 +119,21 @@ class BaguaHandle:
 
         def prepare() -> tuple[None, dict[str, Any]]:
             _check_state(state, self)
-            self.algorithm.check_idle()
-            index_of = {name: index for index, name in enumerate(self.step.storage.names)}
+            index_of = {name: index for index, name in enumerate(self.reducer.storage.names)}
             layout, order = (
                 None if names is None else [index_of[name] for name in names]
                 for names in (state["layout"], state["ready_order"])
             )
             described = {key: state[key] for key in ("num_steps", "layout", "ready_order")}
-            scale = state["loss_scale"]
-            return successor(self.step, state["num_steps"], layout, order, state["parameters"], scale), described
+            described["stripes"] = ParameterStates.stripes_in(state["parameters"])
+            return self.reducer.successor(state, layout, order), described
 
         loaded = agree(self.group, prepare, remedy)
         # Each ends on all ranks before the next begins, so a rank that refuses its part leaves nobody waiting.
         agree(self.group, lambda: (loaded.algorithm.load_state_dict(state["state"]), {}), remedy)
         agree(self.group, lambda: (loaded.enter_stage(), {}), remedy)
         with fatal(self.group, "load_state_dict"):
-            become(self.step, loaded)
+            self.reducer.become(loaded, state["loss_scale"])
 
     def pause(self) -> None:
         """Stops what the algorithm does in the background; collective, idempotent.
@@ -153,20 +142,45 @@ class BaguaHandle:
             InvalidArgument: the algorithm does nothing in the background.
         """
         self.group.check()
-        self.algorithm.pause()
+        self._in_background("pause")()
 
     def resume(self) -> None:
-        """Goes on after ``pause``; collective, idempotent."""
+        """Continues after ``pause``; collective, idempotent."""
         self.group.check()
-        self.algorithm.resume()
+        self._in_background("resume")()
+
+    def _in_background(self, method: str) -> Callable[[], None]:
+        if not hasattr(self.algorithm, method):
+            raise InvalidArgument(f"algorithm {self.algorithm.name!r} does nothing in the background to {method}")
+        return getattr(self.algorithm, method)
+
+    def synchronize(self) -> None:
+        """Sends rank 0's buffers to all ranks now; collective."""
+        model = self._model()
+        if model is not None:
+            self.group.check()
+            buffers = BufferBroadcast(model, self.group)
+            buffers.start()
+            buffers.finish(may_write=False)
+
+    def check_replicas(self) -> None:
+        """Compares parameters, buffers and optimizer options of all ranks now; collective.
+
+        Raises:
+            InvalidArgument: naming the first that differs, the ranks, and by how much; on all ranks.
+        """
+        model = self._model()
+        if model is not None:
+            self.group.check()
+            ReplicaCheck.run_now(model, self.reducer.training.optimizers, self.group)
 
     def timeline(self, parts: bool = True) -> Timeline:
-        """What happened when on this rank: steps, spans and a summary. Local, also after a failure of the group.
+        """Returns what happened when on this rank: steps, spans and a summary. Local, also after a failure of the group.
 
         Takes up to half a second where a codec makes many spans, and a tenth of that without ``parts``, what
         operations consist of: encode, wire, decode and reduce.
         """
-        return self.step.timeline(parts)
+        return self.reducer.timeline(parts)
 
     def save_timeline(self, folder: str | Path) -> Path:
         """Writes this rank's trace to ``folder``/rank<rank>.json, its times on rank 0's clock; collective.
@@ -206,9 +220,6 @@ class BaguaHandle:
 
     def remove(self) -> None:
         """Ends the synchronisation on this rank; weights and gradients stay as they are. Idempotent.
-
-        A last step with NaN or Inf of which the next forward would have told (``nonfinite_check`` "late") is told in
-        the log "bagua", here and where the group is closed.
         """
         is_attached = bool(self._hooks)
         try:
@@ -216,13 +227,6 @@ class BaguaHandle:
                 self.algorithm.detach()
         finally:  # of a group that has failed too
             self.remove_hooks()
-        if is_attached:
-            self._tell_of_last_step("model.bagua.remove()")
-
-    def _tell_of_last_step(self, where: str) -> None:
-        error = self.step.optimizer_steps.error_of_last_step()
-        if error is not None:  # not raised: where this is called to clean up, another exception may be under way
-            logger.error("%s: %s", where, error)
 
     def remove_hooks(self) -> None:
         """The part of ``remove`` that is left when the algorithm has been detached already."""
@@ -230,7 +234,6 @@ class BaguaHandle:
             hook.remove()
         self._hooks.clear()
         _attached.discard(self)
-        self._leave_group()
         model = self._model()
         if model is not None and getattr(model, "bagua", None) is self:
             holder = model if "bagua" in vars(model) else model._orig_mod  # what torch.compile returns passes them on
@@ -238,17 +241,6 @@ class BaguaHandle:
 
     def __reduce__(self) -> tuple[type, tuple]:
         return _CopiedHandle, ()
-
-
-def _before_close(handle: weakref.ref[BaguaHandle]) -> None:
-    known = handle()
-    if known is None:
-        return
-    where = f"the group {known.group.name!r} is closed"
-    try:
-        known._tell_of_last_step(where)
-    except Exception as error:  # of a device, or of what is under way there: it is closed all the same
-        logger.error("%s: whether the last step was finite is not known: %s", where, error)
 
 
 class _NoSync:
@@ -311,9 +303,15 @@ def check_unused(algorithm: Algorithm, handle: BaguaHandle | None) -> None:
         )
 
 
+def handles_stepped_by(optimizer: torch.optim.Optimizer) -> list[BaguaHandle]:
+    """Returns the handles of the wrapped models of which ``optimizer`` steps a parameter, in no order."""
+    stepped = {id(parameter) for options in optimizer.param_groups for parameter in options["params"]}
+    return [handle for handle in _attached if not stepped.isdisjoint(map(id, handle.reducer.storage.parameters))]
+
+
 def other_parameter_ids(handle: BaguaHandle | None) -> set[int]:
     """The ids of the parameters that are synchronised by handles other than ``handle``."""
-    return {id(parameter) for other in _attached if other is not handle for parameter in other.step.storage.parameters}
+    return {id(parameter) for other in _attached if other is not handle for parameter in other.reducer.storage.parameters}
 
 
 def _check_state(state: Mapping[str, Any], handle: BaguaHandle) -> None:
@@ -330,7 +328,7 @@ def _check_state(state: Mapping[str, Any], handle: BaguaHandle) -> None:
     scale = state["loss_scale"]
     if type(scale) is not float or not 0 < scale < math.inf:
         raise InvalidArgument(f"loss_scale of the state is {scale!r}, expected a number above 0")
-    names = handle.step.storage.names
+    names = handle.reducer.storage.names
     difference = {name for order in (state["layout"], state["ready_order"] or names) for name in {*order} ^ {*names}}
     if difference:
         raise InvalidArgument(f"the state is of a model with other trainable parameters: {sorted(difference)[:4]}")

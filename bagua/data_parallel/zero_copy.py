@@ -4,8 +4,8 @@ Data path: gradient ready -> **zero-copy** -> encoder -> bucket. A codec reads e
 a bucket first would double what moves through memory, at the time at which the processor is busiest. Until the result
 has come ``parameter.grad`` is autograd's own tensor; then it is the view into the bucket, as for copied gradients. On a
 device those that are sent in full are copied when their bucket is launched, together: launches cost the host more than
-the copies cost the device. Which buckets are treated so is what was seen of them: those that were sent by one such
-all_reduce, before anybody looked at their gradients. Where somebody does look, they are copied at that moment.
+the copies cost the device. The first backward copies all; then a bucket is treated so if the backward before sent it by
+one such all_reduce, before the algorithm read its gradients. Where it does read them, they are copied at that moment.
 Invariant: at any time those that are not copied are at most a quarter of all gradients, or two buckets where that is
 more, so that they do not add up to another copy of all gradients where the network is slow; the others are copied as
 they become ready.
@@ -102,8 +102,8 @@ class ZeroCopy:
         while self._in_flight and _is_read_and_completed(self._in_flight[0]):
             self.release(self._in_flight.popleft())
 
-    def go_on(self, bucket: Bucket) -> None:
-        """The algorithm has waited for what it started, and may look at the parameters' gradients."""
+    def resume(self, bucket: Bucket) -> None:
+        """The algorithm has waited for what it started, and may read the parameters' gradients."""
         if _is_read_and_completed(bucket):
             self.release(bucket)
 

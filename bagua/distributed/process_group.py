@@ -29,9 +29,10 @@ from bagua.distributed.tensors import Array, Residuals, check_pair, prepare, seg
 from bagua.distributed.work import Work, to_seconds
 from bagua.errors import BaguaError, InvalidArgument
 
-__all__ = ["ProcessGroup", "ReduceOp", "Work", "dtype_code"]
+__all__ = ["COUNTS_FORWARDS", "ProcessGroup", "ReduceOp", "Work", "dtype_code"]
 
 logger = logging.getLogger("bagua")
+COUNTS_FORWARDS = 1 << 29  # of the subject of a collective: kCountsForwards of csrc/common/operation.h
 
 
 def _message(data: torch.Tensor) -> tuple[int, int, int]:
@@ -270,8 +271,8 @@ class ProcessGroup:
     ) -> Work:
         """tensor <- op over ranks of tensor, or of parts (segments_of); see bagua.all_reduce, and Residuals.
 
-        ``subject`` is a number, to 2**30 - 1, for what it is about: ranks with different ones raise. A hierarchical
-        one has none.
+        ``subject`` is a number, to 2**30 - 1, for what it is about: ranks with different ones raise. From
+        ``COUNTS_FORWARDS`` on it counts the forwards of a training, and messages say so.
         """
         self.check()
         data, copy_back = prepare(tensor, "tensor")
@@ -289,7 +290,7 @@ class ProcessGroup:
         segments = [] if parts is None else segments_of(parts, data)
         if hierarchical:
             nodes = (self.nodes.node_of(self.rank), self.nodes.leaders)
-            work = self._core.hierarchical_all_reduce(*nodes, *arguments, residuals, segments, checks_result)
+            work = self._core.hierarchical_all_reduce(*nodes, *arguments, residuals, segments, checks_result, subject)
         else:
             work = self._core.all_reduce(*arguments, residuals, segments, checks_result, subject)
         return self._work(work, "all_reduce", label, copy_back, data)

@@ -158,12 +158,13 @@ void bind_reductions(py::class_<Group>& group) {
       "hierarchical_all_reduce",
       [](Group& g, const std::vector<int>& node, const std::vector<int>& leaders, uintptr_t data, size_t numel,
          int dtype_code, int op_code, const CodecChoice& codec, const Submission& submission,
-         const FeedbackChoice& feedback, const SegmentsChoice& segments, bool checks_result) {
+         const FeedbackChoice& feedback, const SegmentsChoice& segments, bool checks_result, uint32_t subject) {
         const DType dtype = dtype_from(dtype_code);
         const auto op = static_cast<ReduceOp>(op_code);
         require_tensor(OperationKind::kAllReduce, data, numel, dtype);
         Operation operation = make_operation(OperationKind::kAllReduce, numel, dtype, op);
         operation.variant = kHierarchical;
+        set_subject(operation, subject);
         const Codec* used = use_codec(operation, codec);
         const auto residuals = use_feedback(operation, feedback);
         return run_coded(g, codec, operation, numel * item_bytes(dtype), submission,
@@ -178,7 +179,7 @@ void bind_reductions(py::class_<Group>& group) {
       },
       py::arg("node"), py::arg("leaders"), py::arg("data"), py::arg("numel"), py::arg("dtype"), py::arg("op"),
       py::arg("codec"), py::arg("submission"), py::arg("feedback") = py::none(), py::arg("parts") = SegmentsChoice{},
-      py::arg("checks_result") = false);
+      py::arg("checks_result") = false, py::arg("subject") = 0);
   group.def("reduce", [](Group& g, uintptr_t data, size_t numel, int dtype_code, int op_code, int root,
                          const Submission& submission) {
     const DType dtype = dtype_from(dtype_code);

@@ -136,7 +136,7 @@ launch order, never at a time of completion. Before the first set_stage gradient
 next() gives (decision, bucket), bucket being 0 where none is meant:
 LAUNCH, RESUME, WAIT          start the bucket's communication, go on with it, wait for it
 AGREE_ON_USE, FINALIZE_USE    start the message about which tensors were used, take in what it brought
-AGREE_ON_SKIPS                agree with the other ranks on whether the step is skipped
+SEND_BUFFERS                  start the message with rank 0's buffers
 AGREE_ON_ORDER                agree with them on rank 0's observed order, and call agree
 finish() gives UNTOUCHED, INCOMPLETE or COMPLETE. Raises InvalidArgument, which leaves all as it was.
 
@@ -150,8 +150,8 @@ finish() gives UNTOUCHED, INCOMPLETE or COMPLETE. Raises InvalidArgument, which 
 (True, None, True)
 >>> step.finish() == step.COMPLETE
 True
->>> [step.next() for _ in range(7)]
-[(1, 2), (2, 0), (3, 0), (3, 1), (3, 2), (7, 0), None]
+>>> [step.next() for _ in range(8)]
+[(1, 2), (6, 0), (2, 0), (3, 0), (3, 1), (3, 2), (7, 0), None]
 >>> step.observed_order()
 [1, 0, 2])";
 
@@ -162,7 +162,7 @@ void bind_step_constants(py::class_<StepMachine>& machine) {
       {"WAIT", BAGUA_WAIT},
       {"AGREE_ON_USE", BAGUA_AGREE_ON_USE},
       {"FINALIZE_USE", BAGUA_FINALIZE_USE},
-      {"AGREE_ON_SKIPS", BAGUA_AGREE_ON_SKIPS},
+      {"SEND_BUFFERS", BAGUA_SEND_BUFFERS},
       {"AGREE_ON_ORDER", BAGUA_AGREE_ON_ORDER},
       {"UNTOUCHED", BAGUA_UNTOUCHED},
       {"INCOMPLETE", BAGUA_INCOMPLETE},
@@ -185,14 +185,13 @@ void bind_step_events(py::class_<StepMachine>& machine) {
           "order is no permutation.")
       .def(
           "set_stage",
-          [](const Step& step, int64_t stage, bool launches, bool agrees_on_skips) {
-            return step.get<bool>("set_stage", bagua_step_set_stage, stage, launches, agrees_on_skips);
+          [](const Step& step, int64_t stage, bool launches) {
+            return step.get<bool>("set_stage", bagua_step_set_stage, stage, launches);
           },
-          py::arg("stage"), py::arg("launches"), py::arg("agrees_on_skips"),
+          py::arg("stage"), py::arg("launches"),
           "The algorithm is in this stage now. launches: gradients are exchanged, in backward; otherwise nothing is\n"
-          "launched, and the ranks agree on skipped steps if agrees_on_skips. Returns whether stage or launches has\n"
-          "changed, or this is the first call: the buckets are to be laid out anew. Raises InvalidArgument: one of\n"
-          "the two has changed while a step is open.")
+          "launched. Returns whether stage or launches has changed, or this is the first call: the buckets are to be\n"
+          "laid out anew. Raises InvalidArgument: one of the two has changed while a step is open.")
       .def(
           "begin", [](const Step& step) { step.call("begin", bagua_step_begin); },
           "Opens a step with no tensor ready; one that is open (its backward raised) is dropped. Raises\n"

@@ -69,7 +69,11 @@ std::string describe(const Operation& operation) {
     return operation.variant == 0 ? text : text + " with tag " + std::to_string(operation.variant);
   }
   const uint32_t subject = operation.variant >> kSubjectShift & kMaxSubject;
-  if (subject != 0) text += " about subject " + std::to_string(subject);
+  if ((subject & kCountsForwards) != 0) {
+    text += " after " + std::to_string(subject & ~kCountsForwards) + " forwards of the model";
+  } else if (subject != 0) {
+    text += " about subject " + std::to_string(subject);
+  }
   if ((operation.variant & kHierarchical) != 0) text += ", hierarchical";
   if ((operation.variant & kWithFeedback) != 0) text += ", with error feedback";
   return text;

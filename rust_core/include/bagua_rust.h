@@ -72,7 +72,7 @@ typedef enum BaguaDecision {
   BAGUA_WAIT = 3,           /* wait until the bucket's communication is complete */
   BAGUA_AGREE_ON_USE = 4,   /* start the message that tells the ranks which tensors were used */
   BAGUA_FINALIZE_USE = 5,   /* take in what that message brought */
-  BAGUA_AGREE_ON_SKIPS = 6, /* agree with the other ranks on whether the step is skipped */
+  BAGUA_SEND_BUFFERS = 6,   /* start the message with rank 0's buffers */
   BAGUA_AGREE_ON_ORDER = 7  /* agree with them on rank 0's observed order, and call bagua_step_agree */
 } BaguaDecision;
 
@@ -116,12 +116,11 @@ int32_t bagua_step_free(BaguaStep* step, BaguaRustError* error);
 int32_t bagua_step_lay_out(BaguaStep* step, const uint64_t* bucket_of, uint64_t bucket_of_len, const uint64_t* order,
                            uint64_t order_len, BaguaRustError* error);
 
-/* The algorithm is in `stage` now. launches: gradients are exchanged, in backward; otherwise nothing is launched, no
- * order is agreed on, and the ranks agree on skipped steps if agrees_on_skips. *out_is_new: whether stage or launches
- * has changed, or this is the first call, so that the buckets are to be laid out anew.
+/* The algorithm is in `stage` now. launches: gradients are exchanged, in backward; otherwise nothing is launched and
+ * no order is agreed on. *out_is_new: whether stage or launches has changed, or this is the first call, so that the
+ * buckets are to be laid out anew.
  * Errors: STEP_OPEN, where one of the two has changed. */
-int32_t bagua_step_set_stage(BaguaStep* step, int64_t stage, bool launches, bool agrees_on_skips, bool* out_is_new,
-                             BaguaRustError* error);
+int32_t bagua_step_set_stage(BaguaStep* step, int64_t stage, bool launches, bool* out_is_new, BaguaRustError* error);
 
 /* Opens a step: no tensor ready, no bucket launched. One that is open (its backward raised), or has decisions left, is
  * dropped. Errors: NOT_LAID_OUT. */
@@ -133,9 +132,9 @@ int32_t bagua_step_ready(BaguaStep* step, uint64_t tensor, bool* out_has_decisio
 
 /* Takes the next decision: *out_decision becomes a BaguaDecision, *out_bucket the bucket that is meant, or 0. Where
  * the stage launches: a bucket is launched once all its tensors are ready and all buckets before it are launched. After
- * finish come the launches that are left, AGREE_ON_USE (if the step finds unused tensors), the resumptions that are
- * left, a WAIT for each bucket, FINALIZE_USE (likewise) and AGREE_ON_ORDER (while no order is agreed). Where the stage
- * does not launch: after finish AGREE_ON_SKIPS, if the stage agrees on them. */
+ * finish come the launches that are left, SEND_BUFFERS, AGREE_ON_USE (if the step finds unused tensors), the
+ * resumptions that are left, a WAIT for each bucket, FINALIZE_USE (likewise) and AGREE_ON_ORDER (while no order is
+ * agreed). Where the stage does not launch: after finish SEND_BUFFERS alone. */
 int32_t bagua_step_next(BaguaStep* step, uint32_t* out_decision, uint64_t* out_bucket, BaguaRustError* error);
 
 /* The communication of the bucket that was launched or resumed last goes on later. It is resumed once two more buckets

@@ -125,11 +125,9 @@ export! {
         unique(step, "step")?.lay_out(bucket_of, input(order, order_len, "order")?)?;
     }
 
-    fn bagua_step_set_stage(
-        step: *mut StepMachine, stage: i64, launches: bool, agrees_on_skips: bool, out_is_new: *mut bool
-    ) {
+    fn bagua_step_set_stage(step: *mut StepMachine, stage: i64, launches: bool, out_is_new: *mut bool) {
         let out_is_new = slot(out_is_new, "out_is_new")?;
-        out_is_new.write(unique(step, "step")?.set_stage(stage, launches, agrees_on_skips)?);
+        out_is_new.write(unique(step, "step")?.set_stage(stage, launches)?);
     }
 
     fn bagua_step_begin(step: *mut StepMachine) {
@@ -150,7 +148,7 @@ export! {
             Some(Decision::Wait(bucket)) => (3, bucket),
             Some(Decision::AgreeOnUse) => (4, 0),
             Some(Decision::FinalizeUse) => (5, 0),
-            Some(Decision::AgreeOnSkips) => (6, 0),
+            Some(Decision::SendBuffers) => (6, 0),
             Some(Decision::AgreeOnOrder) => (7, 0),
         };
         out_decision.write(decision);

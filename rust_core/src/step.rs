@@ -31,8 +31,8 @@ pub enum Decision {
     AgreeOnUse,
     /// Take in what that message brought.
     FinalizeUse,
-    /// Agree with the other ranks on whether the step is skipped.
-    AgreeOnSkips,
+    /// Start the message with rank 0's buffers.
+    SendBuffers,
     /// Agree with the other ranks on a ready order, and tell the machine by [`StepMachine::agree`].
     AgreeOnOrder,
 }
@@ -53,14 +53,14 @@ pub enum Outcome {
 enum Phase {
     Idle,
     Backward,
-    // After `finish`, in this order where gradients are exchanged:
+    // After `finish`, in this order where gradients are exchanged; elsewhere `SendingBuffers` is the only one.
     Launching,
+    SendingBuffers,
+    AgreeingOnUse,
     Resuming,
     Waiting { next: usize },
     FinalizingUse,
     AgreeingOnOrder,
-    // and this alone where they are not:
-    AgreeingOnSkips,
 }
 
 /// The steps of one wrapped model, one after the other.
@@ -79,7 +79,7 @@ enum Phase {
 /// assert_eq!(step.ready(2), Ok(true));
 /// assert_eq!(step.finish(), Ok(Outcome::Complete));
 /// let decisions: Vec<_> = std::iter::from_fn(|| step.next_decision()).collect();
-/// assert_eq!(decisions, [Launch(2), Resume(0), Wait(0), Wait(1), Wait(2), AgreeOnOrder]);
+/// assert_eq!(decisions, [Launch(2), SendBuffers, Resume(0), Wait(0), Wait(1), Wait(2), AgreeOnOrder]);
 /// assert_eq!(step.observed_order(), [1, 0, 2]);
 /// ```
 #[derive(Debug, Clone)]
@@ -88,7 +88,6 @@ pub struct StepMachine {
     // The stage.
     stage: Option<i64>, // None before the first
     launches: bool,
-    agrees_on_skips: bool,
     // The layout.
     is_laid_out: bool,
     layout_order: Vec<usize>, // the ready order that it was made for
@@ -115,7 +114,6 @@ impl StepMachine {
             finds_unused,
             stage: None,
             launches: true,
-            agrees_on_skips: false,
             is_laid_out: false,
             layout_order: (0..num_tensors).collect(),
             bucket_of: vec![0; num_tensors],
@@ -157,19 +155,18 @@ impl StepMachine {
     }
 
     /// The algorithm is in `stage` now. `launches`: gradients are exchanged, in backward; otherwise
-    /// nothing is launched, and the ranks agree on skipped steps if `agrees_on_skips`. Returns whether
-    /// `stage` or `launches` is new, so that the buckets are to be laid out anew.
+    /// nothing is launched. Returns whether `stage` or `launches` is new, so that the buckets are to be
+    /// laid out anew.
     ///
     /// # Errors
     /// One of those two is new while a step is open.
-    pub fn set_stage(&mut self, stage: i64, launches: bool, agrees_on_skips: bool) -> Result<bool, Error> {
+    pub fn set_stage(&mut self, stage: i64, launches: bool) -> Result<bool, Error> {
         let is_new = (self.stage, self.launches) != (Some(stage), launches);
         if is_new && self.is_open() {
             return Err(Error::StepOpen { operation: "set_stage" });
         }
         self.stage = Some(stage);
         self.launches = launches;
-        self.agrees_on_skips = agrees_on_skips;
         Ok(is_new)
     }
 
@@ -256,11 +253,7 @@ impl StepMachine {
         ready.copy_from_slice(&self.arrivals);
         let never_ready = self.layout_order.iter().filter(|&&tensor| !self.is_ready[tensor]);
         unready.iter_mut().zip(never_ready).for_each(|(slot, &tensor)| *slot = tensor);
-        self.phase = match (self.launches, self.agrees_on_skips) {
-            (true, _) => Phase::Launching,
-            (false, true) => Phase::AgreeingOnSkips,
-            (false, false) => Phase::Idle,
-        };
+        self.phase = if self.launches { Phase::Launching } else { Phase::SendingBuffers };
         Ok(Outcome::Complete)
     }
 
@@ -284,7 +277,12 @@ impl StepMachine {
                     return self.last_started.map(Decision::Launch);
                 }
                 Phase::Backward => return None,
-                Phase::Launching => {
+                Phase::Launching => self.phase = Phase::SendingBuffers,
+                Phase::SendingBuffers => {
+                    self.phase = if self.launches { Phase::AgreeingOnUse } else { Phase::Idle };
+                    return Some(Decision::SendBuffers);
+                }
+                Phase::AgreeingOnUse => {
                     self.phase = Phase::Resuming;
                     if self.finds_unused {
                         return Some(Decision::AgreeOnUse);
@@ -309,10 +307,6 @@ impl StepMachine {
                 Phase::AgreeingOnOrder => {
                     self.phase = Phase::Idle;
                     return self.agreed_order.is_none().then_some(Decision::AgreeOnOrder);
-                }
-                Phase::AgreeingOnSkips => {
-                    self.phase = Phase::Idle;
-                    return Some(Decision::AgreeOnSkips);
                 }
             }
         }

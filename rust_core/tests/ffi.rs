@@ -122,7 +122,7 @@ fn a_step_crosses_the_boundary_unchanged() {
     // SAFETY: a live handle, valid pointers, lengths that are the array's.
     unsafe {
         for expected in [true, false] {
-            expect_ok(bagua_step_set_stage(step.0, -3, true, false, &mut is_new, &mut error), &error);
+            expect_ok(bagua_step_set_stage(step.0, -3, true, &mut is_new, &mut error), &error);
             assert_eq!(is_new, expected);
         }
         expect_ok(bagua_step_begin(step.0, &mut error), &error);
@@ -138,7 +138,7 @@ fn a_step_crosses_the_boundary_unchanged() {
         assert!(step.ready(0));
         expect_ok(bagua_step_finish(step.0, &mut outcome, &mut error), &error);
         assert_eq!((outcome, step.state()), (Outcome::Complete as u32, (false, 2)));
-        let decisions = [(1, 2), (2, 0), (3, 0), (3, 1), (3, 2), (7, 0), (0, 0)];
+        let decisions = [(1, 2), (6, 0), (2, 0), (3, 0), (3, 1), (3, 2), (7, 0), (0, 0)];
         assert_eq!(decisions.map(|_| step.next()), decisions);
 
         let observed = step.list(bagua_step_observed_order).unwrap();
@@ -170,9 +170,9 @@ fn decisions_have_their_numbers() {
         expect_ok(bagua_step_lay_out(step.0, buckets.as_ptr(), 5, order, 5, &mut error), &error);
         expect_ok(bagua_step_begin(step.0, &mut error), &error);
         expect_ok(bagua_step_finish(step.0, &mut outcome, &mut error), &error);
-        let decisions = [(1, 0), (4, 0), (3, 0), (5, 0), (7, 0), (0, 0)];
+        let decisions = [(1, 0), (6, 0), (4, 0), (3, 0), (5, 0), (7, 0), (0, 0)];
         assert_eq!(decisions.map(|_| step.next()), decisions);
-        expect_ok(bagua_step_set_stage(step.0, 1, false, true, &mut is_new, &mut error), &error);
+        expect_ok(bagua_step_set_stage(step.0, 1, false, &mut is_new, &mut error), &error);
         expect_ok(bagua_step_begin(step.0, &mut error), &error);
         expect_ok(bagua_step_finish(step.0, &mut outcome, &mut error), &error);
         assert_eq!([step.next(), step.next()], [(6, 0), (0, 0)]);
@@ -212,7 +212,7 @@ fn misuse_of_a_step_has_its_own_codes() {
         assert!(!step.ready(2));
         expect(ErrorCode::AlreadyReady, bagua_step_ready(step.0, 2, &mut has_decision, e), &*e);
         expect(ErrorCode::StepOpen, bagua_step_lay_out(step.0, buckets, 5, order, 5, e), &*e);
-        expect(ErrorCode::StepOpen, bagua_step_set_stage(step.0, 1, true, true, &mut is_new, e), &*e);
+        expect(ErrorCode::StepOpen, bagua_step_set_stage(step.0, 1, true, &mut is_new, e), &*e);
         expect(ErrorCode::NotStartedLast, bagua_step_suspended(step.0, 0, e), &*e);
     }
     assert_eq!((has_decision, is_new, outcome), (true, true, 99), "no output on an error");
@@ -265,8 +265,8 @@ fn null_pointers_are_refused() {
             ("step", bagua_step_lay_out(null_mut(), buckets, 5, order, 5, e), (*e).text()),
             ("bucket_of", bagua_step_lay_out(step, null(), 5, order, 5, e), (*e).text()),
             ("order", bagua_step_lay_out(step, buckets, 5, null(), 5, e), (*e).text()),
-            ("step", bagua_step_set_stage(null_mut(), 0, true, true, &mut flag, e), (*e).text()),
-            ("out_is_new", bagua_step_set_stage(step, 0, true, true, null_mut(), e), (*e).text()),
+            ("step", bagua_step_set_stage(null_mut(), 0, true, &mut flag, e), (*e).text()),
+            ("out_is_new", bagua_step_set_stage(step, 0, true, null_mut(), e), (*e).text()),
             ("step", bagua_step_begin(null_mut(), e), (*e).text()),
             ("step", bagua_step_ready(null_mut(), 0, &mut flag, e), (*e).text()),
             ("out_has_decision", bagua_step_ready(step, 0, null_mut(), e), (*e).text()),
@@ -323,7 +323,7 @@ fn a_null_error_is_refused_by_every_function() {
             bagua_step_new(5, false, &mut no_step, null_mut()),
             bagua_step_free(step, null_mut()),
             bagua_step_lay_out(step, buckets, 5, order, 5, null_mut()),
-            bagua_step_set_stage(step, 0, true, true, &mut flag, null_mut()),
+            bagua_step_set_stage(step, 0, true, &mut flag, null_mut()),
             bagua_step_begin(step, null_mut()),
             bagua_step_ready(step, 0, &mut flag, null_mut()),
             bagua_step_next(step, &mut number, &mut num, null_mut()),

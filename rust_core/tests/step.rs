@@ -135,6 +135,7 @@ fn oracle(layout: &Layout, events: &[u64], finds_unused: bool) -> Decided {
         }
     }
     let moment = events.len() + 1;
+    decided.push((moment, SendBuffers));
     if finds_unused {
         decided.push((moment, AgreeOnUse));
     }
@@ -219,7 +220,7 @@ fn what_is_launched_is_resumed_and_waited_for() {
             for (index, _) in sequence.iter().enumerate().filter(|&(_, &other)| other == Resume(bucket)) {
                 let between = &sequence[last_start + 1..index];
                 let num_launches = between.iter().filter(|other| matches!(other, Launch(_))).count();
-                let is_at_end = index > position_of(AgreeOnUse);
+                let is_at_end = index > position_of(SendBuffers);
                 assert!(is_at_end || num_launches == 2, "seed {seed} bucket {bucket}: {sequence:?}");
                 last_start = index;
                 num_resumes += 1;
@@ -354,10 +355,7 @@ fn refused_events_leave_no_trace() {
             if step.is_open() {
                 refused[0].1 = Error::StepOpen { operation: "lay_out" };
                 refused[1].1 = Error::StepOpen { operation: "lay_out" };
-                refused.push((
-                    step.set_stage(9, true, false).map(drop),
-                    Error::StepOpen { operation: "set_stage" },
-                ));
+                refused.push((step.set_stage(9, true).map(drop), Error::StepOpen { operation: "set_stage" }));
                 let is_missing = |tensor: &usize| step.missing().any(|other| other == *tensor);
                 if let Some(tensor) = (0..num_tensors).find(|tensor| !is_missing(tensor)) {
                     refused.push((step.ready(tensor as u64).map(drop), Error::AlreadyReady { tensor }));
@@ -436,20 +434,16 @@ fn stages_say_what_is_exchanged() {
         let mut step = layout.machine(true);
         let mut previous = None;
         for _ in 0..5 {
-            let (stage, launches, agrees_on_skips) =
-                (random.below(2) as i64, random.below(2) == 0, random.below(2) == 0);
+            let (stage, launches) = (random.below(2) as i64, random.below(2) == 0);
             let is_new = previous != Some((stage, launches));
-            assert_eq!(step.set_stage(stage, launches, agrees_on_skips), Ok(is_new), "seed {seed}");
-            assert_eq!(step.set_stage(stage, launches, agrees_on_skips), Ok(false), "seed {seed}");
+            assert_eq!(step.set_stage(stage, launches), Ok(is_new), "seed {seed}");
+            assert_eq!(step.set_stage(stage, launches), Ok(false), "seed {seed}");
             previous = Some((stage, launches));
 
             let events = random.permutation(layout.num_tensors());
             let (outcome, decided) = play(&mut step, layout, &events);
-            let expected = match (launches, agrees_on_skips) {
-                (true, _) => oracle(layout, &events, true),
-                (false, true) => vec![(events.len() + 1, AgreeOnSkips)],
-                (false, false) => vec![],
-            };
+            let expected =
+                if launches { oracle(layout, &events, true) } else { vec![(events.len() + 1, SendBuffers)] };
             assert_eq!((outcome, decided), (Outcome::Complete, expected), "seed {seed}");
             assert_eq!(step.num_launched(), if launches { layout.num_buckets } else { 0 }, "seed {seed}");
             assert_eq!(step.observed_order(), indices(&events), "seed {seed}: also of such a step");
@@ -457,19 +451,19 @@ fn stages_say_what_is_exchanged() {
     });
 }
 
-/// Whether the ranks agree on skips may change in the middle of a step, and counts when it ends.
+/// A stage does not change in the middle of a step.
 #[test]
-fn agreement_on_skips_is_no_reason_to_lay_out() {
+fn a_stage_stays_until_the_step_ends() {
     let mut step = StepMachine::new(1, false);
     step.lay_out(&[0], &[0]).unwrap();
-    assert_eq!(step.set_stage(4, false, false), Ok(true));
+    assert_eq!(step.set_stage(4, false), Ok(true));
     step.begin().unwrap();
     assert_eq!((step.ready(0), step.next_decision()), (Ok(false), None));
-    assert_eq!(step.set_stage(4, false, true), Ok(false));
-    assert_eq!(step.set_stage(4, true, true), Err(Error::StepOpen { operation: "set_stage" }));
-    assert_eq!(step.set_stage(5, false, true), Err(Error::StepOpen { operation: "set_stage" }));
+    assert_eq!(step.set_stage(4, false), Ok(false));
+    assert_eq!(step.set_stage(4, true), Err(Error::StepOpen { operation: "set_stage" }));
+    assert_eq!(step.set_stage(5, false), Err(Error::StepOpen { operation: "set_stage" }));
     assert_eq!(step.finish(), Ok(Outcome::Complete));
-    assert_eq!((step.next_decision(), step.next_decision()), (Some(AgreeOnSkips), None));
+    assert_eq!((step.next_decision(), step.next_decision()), (Some(SendBuffers), None));
 }
 
 /// Orders that are agreed on, and layouts, in any sequence: a layout is due while the last of either
@@ -534,7 +528,8 @@ fn a_model_without_tensors_has_steps_too() {
         assert_eq!(step.ready(0), Err(Error::TensorOutOfRange { tensor: 0, num_tensors: 0 }));
         assert_eq!(step.finish(), Ok(outcome));
         let decisions: Vec<Decision> = std::iter::from_fn(|| step.next_decision()).collect();
-        let expected: &[Decision] = if finds_unused { &[AgreeOnUse, FinalizeUse, AgreeOnOrder] } else { &[] };
+        let expected: &[Decision] =
+            if finds_unused { &[SendBuffers, AgreeOnUse, FinalizeUse, AgreeOnOrder] } else { &[] };
         assert_eq!(decisions, expected);
         assert!(step.observed_order().is_empty());
     }

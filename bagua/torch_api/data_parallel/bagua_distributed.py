@@ -96,11 +96,11 @@ class BaguaDistributedDataParallel:
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether backwards synchronise; False has the effect of no_sync until it is True again."""
-        return self.bagua.step.synchronises
+        return self.bagua.reducer.synchronises
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self.bagua.step.synchronises = bool(value)
+        self.bagua.reducer.synchronises = bool(value)
 
 
 class _TrainingForwards:

@@ -1,4 +1,4 @@
-"""What with_bagua refuses: models, optimizers and settings that cannot be synchronised, or that differ between ranks.
+"""The checks of with_bagua: models, optimizers and settings that cannot be synchronised, or that differ between ranks.
 
 Beside the data path, before anything is changed. The checks raise for what one rank can see by itself; the descriptions
 are compared between the ranks (distributed/consensus.py).
@@ -6,7 +6,6 @@ are compared between the ranks (distributed/consensus.py).
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,19 +16,6 @@ from bagua.buckets import check_parameter, is_dense
 from bagua.distributed.devices import check_supported
 from bagua.distributed.tensors import address_of
 from bagua.errors import InvalidArgument
-
-__all__ = [
-    "check_buffer",
-    "check_exchanges",
-    "check_model",
-    "check_steps_all",
-    "check_types",
-    "describe_buffer",
-    "describe_model",
-    "describe_optimizer",
-    "optimizers_of_parameters",
-]
-
 
 def describe_model(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
     """What must be equal on all ranks of a model and its optimizers, section to value.
@@ -208,23 +194,15 @@ def check_exchanges(algorithm: Algorithm) -> None:
             f"algorithm {algorithm.name!r} has exchanges = {algorithm.exchanges!r}, expected 'gradients' or 'weights'"
         )
     kind = type(algorithm)
-    own = [hook for hook in _HOOKS if hook in vars(algorithm) or getattr(kind, hook) is not getattr(Algorithm, hook)]
-    if algorithm.exchanges == "weights" and not own:
-        close = _spelt_like(kind)
+    hooks = ("communicate",) if algorithm.exchanges == "gradients" else _WEIGHT_HOOKS
+    if all(getattr(kind, hook) is getattr(Algorithm, hook) and hook not in vars(algorithm) for hook in hooks):
         raise InvalidArgument(
-            f"algorithm {algorithm.name!r} has exchanges = 'weights', but {kind.__name__} defines no hook to exchange "
-            "them in, so the ranks would part; define before_optimizer_step or after_optimizer_step, as in "
-            f"bagua/algorithms/base.py{close and f' ({close})'}"
+            f"algorithm {algorithm.name!r} exchanges {algorithm.exchanges}, but {kind.__name__} defines no "
+            f"{' or '.join(hooks)} to do so, so the ranks would part; see bagua/algorithms/base.py"
         )
 
 
-_HOOKS = ("attach", "before_forward", "after_backward", "before_optimizer_step", "after_optimizer_step")
-
-
-def _spelt_like(kind: type[Algorithm]) -> str:
-    own = [name for name in dir(kind) if not name.startswith("_") and not hasattr(Algorithm, name)]
-    close = [(name, hook) for hook in _HOOKS for name in difflib.get_close_matches(hook, own, n=1, cutoff=0.8)]
-    return "; ".join(f"it has {name}: is {hook} meant?" for name, hook in close)
+_WEIGHT_HOOKS = ("before_forward", "before_optimizer_step", "after_optimizer_step")
 
 
 def check_steps_all(optimizers: Sequence[torch.optim.Optimizer], algorithm_name: str) -> None:

@@ -1,4 +1,4 @@
-"""What makes the ranks' models copies of each other at the start. Rank 0 is the original.
+"""Makes the ranks' models and optimizers equal to rank 0's when a model is wrapped.
 
 Data path: before the first step (parameters, buffers, optimizer state). Invariant: values arrive bit for bit, whatever
 their dtype; they travel as bytes.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bagua.buckets import is_dense
-from bagua.data_parallel.validation import is_sharded
+from bagua.data_parallel.checks import is_sharded
 from bagua.distributed import plain_data
 from bagua.distributed.process_group import ProcessGroup
 from bagua.errors import InvalidArgument
@@ -38,10 +38,9 @@ def broadcast_model(model: torch.nn.Module, group: ProcessGroup) -> None:
 class OptimizerStates:
     """Makes the states and the options (such as lr) of ``optimizers`` equal to rank 0's, in three parts.
 
-    Their ``state_dict`` and their objects may refuse in the first two, which change nothing. ``load_state_dict`` runs
-    in the last, on the ranks whose states are not like rank 0's, when the models are equal already: what an optimizer's
-    own one raises, or a hook of it, is told to all ranks and ends the group. Tensors travel one by one, so that no rank
-    holds a state twice, but for those that ``state_dict`` copies.
+    The first two, the constructor and ``receive``, may refuse and change nothing. ``take_over`` runs ``load_state_dict``
+    on the ranks whose states are not like rank 0's, when the models are equal already; what that raises ends the group.
+    Tensors travel one by one, so that no rank holds a state twice, but for those that ``state_dict`` copies.
 
     Args:
         optimizers: in the same order on all ranks. Those whose states are spread over the ranks keep them.
@@ -65,7 +64,7 @@ class OptimizerStates:
         self._texts = [*map(_text_of, range(len(self._trees)), self._optimizers, self._trees)] if is_original else []
 
     def receive(self) -> None:
-        """All but the tensors comes from rank 0; collective, one message for all optimizers."""
+        """Receives all but the tensors from rank 0; collective, one message for all optimizers."""
         if not self._optimizers:
             return
         texts = self._group.broadcast_plain(self._texts, 0)
@@ -79,7 +78,7 @@ class OptimizerStates:
                 self._trees[index], self._tensors[index] = tree, _empty_tensors(tree, self._devices[index])
 
     def take_over(self) -> None:
-        """The tensors follow, and the optimizers take all of it; collective."""
+        """Receives the tensors, and loads all of it into the optimizers; collective."""
         for optimizer, tree, tensors in zip(self._optimizers, self._trees, self._tensors, strict=True):
             for index, tensor in enumerate(tensors):
                 sent = tensor.detach().contiguous()
@@ -101,7 +100,7 @@ def _text_of(index: int, optimizer: torch.optim.Optimizer, tree: Any) -> bytes:
 
 
 def _are_held(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether these are the tensors that the optimizer steps with, no copies: what is written to them is its state."""
+    """Returns True if these are the tensors that the optimizer steps with, not copies of them."""
     held: list[torch.Tensor] = []
     _take_out_tensors([optimizer.state, optimizer.param_groups], held)
     return {t.data_ptr() for t in tensors if t.numel()} <= {t.data_ptr() for t in held}
@@ -110,15 +109,18 @@ def _are_held(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor])
 def _is_same(tree: Any, other: Any) -> bool:
     try:
         return bool(tree == other)
-    except Exception:  # objects that do not tell, such as NumPy arrays: taking rank 0's is right in any case
+    except Exception:  # NumPy arrays and the like cannot be compared so; rank 0's are right in any case
         return False
 
 
 def _load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """``load_state_dict``, which casts states to the dtype of their parameter; rank 0's have their own."""
+    """Runs ``load_state_dict``, and undoes its casts of states to the dtype of their parameter."""
     sent: list[torch.Tensor] = []
     _take_out_tensors(state_dict, sent)
+    groups = optimizer.param_groups
     optimizer.load_state_dict(state_dict)
+    _write_into(groups, optimizer.param_groups)
+    optimizer.param_groups = groups
     if _dtypes_in(optimizer) == [tensor.dtype for tensor in sent]:
         return
     for group, sent_group in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
@@ -132,6 +134,19 @@ def _load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         )
 
 
+def _write_into(groups: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> None:
+    """Writes the options that were loaded into the dicts and tensors that the program may hold."""
+    for group, new in zip(groups, loaded, strict=True):
+        for key in group.keys() - new.keys():
+            del group[key]
+        for key, value in new.items():
+            held = group.get(key)
+            if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and held.shape == value.shape:
+                held.detach().copy_(value)
+            else:
+                group[key] = value
+
+
 def _dtypes_in(optimizer: torch.optim.Optimizer) -> list[torch.dtype]:
     tensors: list[torch.Tensor] = []
     _take_out_tensors(optimizer.state_dict(), tensors)
@@ -139,7 +154,7 @@ def _dtypes_in(optimizer: torch.optim.Optimizer) -> list[torch.dtype]:
 
 
 def _uncast(loaded: Any, sent: Any) -> Any:
-    """``loaded``, with the tensors of ``sent`` in the place of those whose dtype is another."""
+    """Returns ``loaded``, with the tensors of ``sent`` in place of those with another dtype."""
     if isinstance(loaded, torch.Tensor) and isinstance(sent, torch.Tensor):
         return loaded if loaded.dtype == sent.dtype else sent
     if isinstance(loaded, dict) and isinstance(sent, dict):
@@ -150,10 +165,11 @@ def _uncast(loaded: Any, sent: Any) -> Any:
 
 
 class _TensorSpec(tuple):
-    """Stands for a tensor in a tree: (number, shape, strides, dtype, type of its device).
+    """A stand-in for a tensor in a tree: (number, shape, strides, dtype, type of its device).
 
-    The number is its index among those that travel: trees whose entries are in another order are not the same. Strides,
-    since fused optimizers go through a parameter and its states by their memory; contiguous ones where it is not dense.
+    The number is its index among those that travel: trees whose entries are in another order are not the same. It has
+    strides because fused optimizers go through a parameter and its states by their memory; contiguous ones where the
+    tensor is not dense.
     """
 
     __slots__ = ()
@@ -169,7 +185,7 @@ def _take_out_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _empty_tensors(tree: Any, devices: Mapping[str, torch.device]) -> list[torch.Tensor]:
-    """What the specs of a tree stand for, on this rank's devices of the same types."""
+    """Allocates the tensors of a tree's specs, on this rank's devices of the same types."""
     tensors: list[torch.Tensor] = []
 
     def add(spec: _TensorSpec) -> None:
@@ -181,7 +197,7 @@ def _empty_tensors(tree: Any, devices: Mapping[str, torch.device]) -> list[torch
 
 
 def _devices_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.device]:
-    """Where this rank keeps what the optimizer steps, by the type of the device."""
+    """Returns this rank's devices of what the optimizer steps, by their types."""
     return {p.device.type: p.device for options in optimizer.param_groups for p in options["params"]}
 
 

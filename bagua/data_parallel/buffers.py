@@ -1,0 +1,91 @@
+"""Rank 0's buffers, sent to all ranks at the end of a synchronising backward.
+
+Data path: the last buckets -> **buffers** -> the end of backward. So nothing waits before a forward, and evaluation
+sees equal buffers on all ranks. Invariants: values arrive bit for bit, as bytes, one message per device. The buffers
+are those that the model has at that moment; ranks whose buffers differ in size get the error of the collective. What
+the graph of another forward may have saved is not written to: the buffer gets new memory then.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from bagua.distributed.process_group import ProcessGroup, Work
+
+__all__ = ["BufferBroadcast"]
+
+_ALIGN_BYTES = 16  # a multiple of every item size, so that a slice of bytes can be viewed as any dtype
+
+
+class BufferBroadcast:
+    """Sends rank 0's buffers to all ranks.
+
+    Args:
+        model: held weakly.
+        group: the ranks.
+    """
+
+    def __init__(self, model: torch.nn.Module, group: ProcessGroup) -> None:
+        self._model, self._group = weakref.ref(model), group
+        # By device: the message, its memory, and the buffers in it.
+        self._under_way: list[tuple[Work, torch.Tensor, list[torch.Tensor]]] = []
+
+    def start(self) -> list[Work]:
+        """Starts one broadcast per device, and returns them."""
+        model = self._model()
+        self._under_way = []
+        if model is None or self._group.size == 1:
+            return []
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for buffer in model.buffers():
+            if buffer.numel() and type(buffer) is not torch.nn.parameter.UninitializedBuffer:
+                by_device.setdefault(buffer.device, []).append(buffer)
+        for device, buffers in by_device.items():
+            memory = torch.empty(sum(map(_padded_bytes, buffers)), dtype=torch.uint8, device=device)
+            if self._group.rank == 0:
+                for buffer, place in zip(buffers, _places(memory, buffers), strict=True):
+                    place.copy_(buffer.detach())
+            self._under_way.append((self._group.broadcast(memory, 0, label="buffers"), memory, buffers))
+        return [work for work, _, _ in self._under_way]
+
+    def finish(self, may_write: bool) -> None:
+        """Waits until every buffer equals rank 0's.
+
+        Args:
+            may_write: False if the graph of another forward may be alive, which may have saved a buffer.
+        """
+        under_way, self._under_way = self._under_way, []
+        for work, memory, buffers in under_way:
+            work.wait()
+            if self._group.rank == 0:
+                continue
+            for buffer, value in zip(buffers, _places(memory, buffers), strict=True):
+                if may_write:
+                    buffer.data.copy_(value)  # .data: a version of its own, as BatchNorm saves its statistics
+                else:
+                    self._replace(buffer, value)
+
+    def _replace(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
+        model = self._model()
+        if model is None or (buffer.is_cpu and torch.equal(buffer, value)):
+            return
+        new = torch.empty_like(buffer).copy_(value)
+        for module in model.modules():
+            for name, held in module._buffers.items():
+                if held is buffer:
+                    module._buffers[name] = new
+
+
+def _padded_bytes(buffer: torch.Tensor) -> int:
+    return buffer.nbytes + -buffer.nbytes % _ALIGN_BYTES
+
+
+def _places(memory: torch.Tensor, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of the message, each of the dtype and shape of its buffer."""
+    begin, places = 0, []
+    for buffer in buffers:
+        places.append(memory[begin : begin + buffer.nbytes].view(buffer.dtype).view(buffer.shape))
+        begin += _padded_bytes(buffer)
+    return places
