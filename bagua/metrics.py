@@ -212,7 +212,9 @@ def _of_last_step(reducer: Reducer) -> dict[str, float]:
     last = steps[-1]
     before_ns = steps[-2].end_ns if len(steps) > 1 else last.begin_ns
     # Weights may travel before the backward of the step, or after it.
-    events = [(group.name, event) for group in reducer.groups for event in group.events(parts=False, after_ns=before_ns)]
+    events = [
+        (group.name, event) for group in reducer.groups for event in group.events(parts=False, after_ns=before_ns)
+    ]
     spans, _ = reducer.recorder.spans(events)
     slowest_ns = max((span.end_ns - span.begin_ns for span in spans if span.kind == "operation"), default=0)
     times = ((last.end_ns - before_ns) / 1e9, last.exposed_ns / 1e9)

@@ -404,7 +404,7 @@ class Reducer:
             self.algorithm.after_backward(self.storage.buckets, self._bucket_group)
 
     def _commit(self) -> None:
-        """What the algorithm remembers counts where the result is finite, on all ranks or on none."""
+        """Commits what the algorithm remembers where the result is finite, on all ranks or on none."""
         if self.storage.memory.is_cpu:
             is_finite: bool | torch.Tensor = all(bucket.is_finite() for bucket in self.storage.buckets)
         else:
@@ -565,7 +565,7 @@ class Reducer:
     # --- around it -----------------------------------------------------------------------------
 
     def timeline(self, parts: bool = True) -> Timeline:
-        """What happened when on this rank, in all groups that were used; without `parts` operations as a whole only."""
+        """Returns what happened when on this rank; without ``parts`` operations as a whole only."""
         events = [(group.name, event) for group in self.groups for event in group.events(parts=parts)]
         kept_since_ns = {group.name: group.kept_since_ns() for group in self.groups}  # later: what is lost until then
         context = {"rank": self.group.rank, "world_size": self.group.size, "group": self.group.name}
