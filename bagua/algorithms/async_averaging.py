@@ -43,8 +43,8 @@ _STAYS, _PAUSES, _LEAVES = range(3)
 _MAX_TEXT = 500  # characters of an exception that the other ranks are told
 
 _DROPPED = (
-    "a model was dropped while algorithm 'async' averages its weights: two threads and the connections of its rounds stay "
-    "open until the group closes; call model.bagua.remove() before dropping the model"
+    "a model was dropped while algorithm 'async' averages its weights: two threads and the connections of its rounds "
+    "stay open until the group closes; call model.bagua.remove() before dropping the model"
 )
 
 _numbers: weakref.WeakKeyDictionary[ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()

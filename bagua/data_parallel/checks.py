@@ -176,15 +176,15 @@ def check_exchanges(algorithm: Algorithm) -> None:
             f"algorithm {algorithm.name!r} has exchanges = {algorithm.exchanges!r}, expected 'gradients' or 'weights'"
         )
     kind = type(algorithm)
-    hooks = ("communicate",) if algorithm.exchanges == "gradients" else _WEIGHT_HOOKS
-    if all(getattr(kind, hook) is getattr(Algorithm, hook) and hook not in vars(algorithm) for hook in hooks):
+    hooks = [hook for hook in _WEIGHT_HOOKS if getattr(kind, hook) is not getattr(Algorithm, hook)]
+    if algorithm.exchanges == "weights" and not hooks and not vars(algorithm).keys() & _WEIGHT_HOOKS:
         raise InvalidArgument(
-            f"algorithm {algorithm.name!r} exchanges {algorithm.exchanges}, but {kind.__name__} defines no "
-            f"{' or '.join(hooks)} to do so, so the ranks would part; see bagua/algorithms/base.py"
+            f"algorithm {algorithm.name!r} exchanges weights, but {kind.__name__} defines no hook to do so in, so the "
+            "ranks would part; define before_optimizer_step or after_optimizer_step, as in bagua/algorithms/base.py"
         )
 
 
-_WEIGHT_HOOKS = ("before_forward", "before_optimizer_step", "after_optimizer_step")
+_WEIGHT_HOOKS = {"before_forward", "after_backward", "before_optimizer_step", "after_optimizer_step"}
 
 
 def check_steps_all(optimizers: Sequence[torch.optim.Optimizer], algorithm_name: str) -> None:
