@@ -395,7 +395,7 @@ def test_without_hosts_it_says_what_would_work(monkeypatch, capsys):
     monkeypatch.setattr(hosts, "why_not", lambda: "network namespaces need root")
     assert bench.main(["replay", "--profiles", "vgg16"]) == 1
     said = capsys.readouterr().err
-    assert "network namespaces need root. Under a launcher" in said and "-m bagua bench replay" in said
+    assert "network namespaces need root. A launcher's hosts" in said and "-m bagua bench replay" in said
 
 
 def test_outcomes_are_those_of_the_slowest_rank():

@@ -319,7 +319,7 @@ def test_algorithms_that_exchange_weights_ask_for_optimizers(pool2):
 
 def _ring(rank, world_size):
     """Once per process, where nodes have several ranks, and only for the hierarchy that there is not."""
-    decentralized._warn_of_the_ring.cache_clear()
+    decentralized._warn_about_hierarchy.cache_clear()
     with process_group(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for hierarchical in (False, True, True):
