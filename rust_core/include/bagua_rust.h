@@ -35,7 +35,7 @@ typedef enum BaguaRustCode {
   BAGUA_RUST_RANK_OUT_OF_RANGE = 13,   /* the rank is not below the number of ranks */
   BAGUA_RUST_INVALID_BUCKETS = 14,     /* the tensors' buckets are not 0, 1, ... with at least one tensor each */
   BAGUA_RUST_NOT_LAID_OUT = 15,        /* no buckets are laid out yet */
-  BAGUA_RUST_STEP_OPEN = 16,           /* a step is open, and may not be */
+  BAGUA_RUST_STEP_OPEN = 16,           /* a step is open, but the call needs it closed */
   BAGUA_RUST_NOT_STARTED_LAST = 17,    /* the bucket is not the one that was launched or resumed last */
   BAGUA_RUST_INTERNAL = 100            /* a panic was caught; free the handle */
 } BaguaRustCode;
@@ -52,38 +52,38 @@ typedef struct BaguaTensorSpec {
 } BaguaTensorSpec;
 
 typedef struct BaguaPlanOptions {
-  uint64_t small_bucket_bytes; /* what no bucket's cap goes below; never raises one above bucket_bytes */
-  uint64_t bucket_bytes;       /* what no bucket's cap goes above, padding included */
+  uint64_t small_bucket_bytes; /* the minimum cap of a bucket; if bucket_bytes is smaller, that is the minimum */
+  uint64_t bucket_bytes;       /* the maximum cap of a bucket, padding included */
   uint64_t align_bytes;        /* a power of two and a multiple of every item size */
 } BaguaPlanOptions;
 
 typedef struct BaguaNeighbor {
   uint64_t rank;
   double weight;  /* of its values in this rank's average; 0 if they are not received */
-  bool is_source; /* whether its values are received; false for the own rank */
-  bool is_target; /* whether it is sent this rank's values; false for the own rank */
+  bool is_source; /* true if its values are received; false for the own rank */
+  bool is_target; /* true if this rank's values are sent to it; false for the own rank */
 } BaguaNeighbor;
 
-/* What is to be done next; those up to WAIT mean one bucket. */
+/* The next action for the caller; those up to WAIT concern one bucket. */
 typedef enum BaguaDecision {
-  BAGUA_NOTHING = 0,        /* now: there may be decisions after the next event */
+  BAGUA_NOTHING = 0,        /* no decision now; there may be one after the next event */
   BAGUA_LAUNCH = 1,         /* start the bucket's communication */
-  BAGUA_RESUME = 2,         /* go on with the communication of the bucket, which was suspended */
+  BAGUA_RESUME = 2,         /* continue the communication of the bucket, which was suspended */
   BAGUA_WAIT = 3,           /* wait until the bucket's communication is complete */
-  BAGUA_AGREE_ON_USE = 4,   /* start the message that tells the ranks which tensors were used */
-  BAGUA_FINALIZE_USE = 5,   /* take in what that message brought */
+  BAGUA_AGREE_ON_USE = 4,   /* start the message by which ranks agree on the tensors that were used */
+  BAGUA_FINALIZE_USE = 5,   /* apply the result of that message */
   BAGUA_AGREE_ON_SKIPS = 6, /* agree with the other ranks on whether the step is skipped */
   BAGUA_AGREE_ON_ORDER = 7  /* agree with them on rank 0's observed order, and call bagua_step_agree */
 } BaguaDecision;
 
-/* How backward's computation ended. */
+/* The outcome of a backward's computation. */
 typedef enum BaguaOutcome {
   BAGUA_UNTOUCHED = 0,  /* no tensor became ready, so the backward was not this model's; the step is dropped */
   BAGUA_INCOMPLETE = 1, /* some tensors never became ready, and all must; the step is dropped */
   BAGUA_COMPLETE = 2    /* there are decisions to take */
 } BaguaOutcome;
 
-/* *out_num where there is no list, which is not the same as an empty one. */
+/* The value of *out_num if there is no list, which differs from an empty list. */
 #define BAGUA_NO_LIST UINT64_MAX
 
 typedef struct BaguaStep BaguaStep; /* the steps of one wrapped model, one after the other */
@@ -99,9 +99,9 @@ int32_t bagua_plan(const BaguaTensorSpec* tensors, uint64_t num_tensors, const u
                    const BaguaPlanOptions* options, uint64_t* out_bucket, uint64_t* out_offset_numel,
                    uint64_t* out_bucket_numel, uint64_t* out_num_buckets, BaguaRustError* error);
 
-/* The step, which is told what happens and tells what is to be done next. All that ranks must do together comes in an
- * order that depends on the layout, the stage and on which buckets were suspended at which decision, not on the order
- * of this rank's events. After an error all is as before. From begin to the last decision nothing is allocated. */
+/* The step machine: events in, decisions out. The order of everything that ranks must do together depends on the
+ * layout, the stage and the decisions at which buckets were suspended, not on the order of this rank's events. After an
+ * error the state is unchanged. From begin to the last decision nothing is allocated. */
 
 /* *out_step becomes a new handle, the caller's to free, for num_tensors tensors, without a layout and in a stage that
  * launches. finds_unused: whether a backward may leave tensors out. Errors: OVERFLOW. */

@@ -1,4 +1,4 @@
-//! The step: what happens in a training step in, what is to be done next out.
+//! The step machine: events of a training step in, decisions out.
 //!
 //! Data path: gradient hook -> tensor index -> **step** -> launch, resume, wait, agree -> algorithm and engine.
 //!
@@ -15,29 +15,29 @@ use std::collections::VecDeque;
 use crate::error::Error;
 use crate::planner::check_order;
 
-/// How many buckets are launched between a bucket's suspension and its resumption, unless backward ends.
+/// The number of launches between a bucket's suspension and its resumption, unless backward ends.
 pub const LAUNCHES_UNTIL_RESUME: usize = 2;
 
-/// What is to be done next.
+/// The next action for the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decision {
     /// Start this bucket's communication.
     Launch(usize),
-    /// Go on with the communication of this bucket, which was suspended.
+    /// Continue the communication of this bucket, which was suspended.
     Resume(usize),
     /// Wait until this bucket's communication is complete.
     Wait(usize),
-    /// Start the message that tells the ranks which tensors were used.
+    /// Start the message by which ranks agree on the tensors that were used.
     AgreeOnUse,
-    /// Take in what that message brought.
+    /// Apply the result of that message.
     FinalizeUse,
     /// Agree with the other ranks on whether the step is skipped.
     AgreeOnSkips,
-    /// Agree with the other ranks on a ready order, and tell the machine by [`StepMachine::agree`].
+    /// Agree with the other ranks on a ready order, and pass it to [`StepMachine::agree`].
     AgreeOnOrder,
 }
 
-/// How the computation of a backward ended.
+/// The outcome of a backward's computation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Outcome {
@@ -100,9 +100,9 @@ pub struct StepMachine {
     arrivals: Vec<usize>,    // tensors in the order they became ready; capacity for all
     num_pending: Vec<usize>, // by bucket: tensors that are not ready
     num_launched: usize,     // the buckets below are launched
-    suspended: VecDeque<(usize, usize)>, // bucket and num_launched then, first suspended first; capacity for all
-    last_started: Option<usize>,         // the bucket that may be suspended
-    // What outlives it.
+    suspended: VecDeque<(usize, usize)>, // bucket, num_launched at that time; in order; capacity for all
+    last_started: Option<usize>, // the bucket that may be suspended
+    // These fields outlive a step.
     observed_order: Vec<usize>, // of the last complete step, or the layout's
     agreed_order: Option<Vec<usize>>,
 }
