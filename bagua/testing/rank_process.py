@@ -126,7 +126,7 @@ class _Spawner:
             "if descriptors: worker.rank_main(descriptors)\n"
             "os._exit(0)"  # skips tearing down modules, as a rank does
         )
-        # As under torchrun, numerical libraries get one thread each; they read the variable when they are loaded.
+        # Numerical libraries get one thread each, as under torchrun; they read the variable when they are loaded.
         environ = {"OMP_NUM_THREADS": "1", **os.environ}
         with theirs:
             self._process = subprocess.Popen(
