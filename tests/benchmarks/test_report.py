@@ -1,4 +1,4 @@
-"""What all benchmarks share: ratios, where results go, and how a script says that it was skipped."""
+"""Shared code of the benchmarks: ratios, the files of results, and the message of a skipped script."""
 
 import importlib
 import os
@@ -50,7 +50,7 @@ def test_contenders_take_turns_and_the_first_round_does_not_count():
 
 
 def refused(main, options, monkeypatch, capsys):
-    """What a script says of options that it refuses."""
+    """Returns the message of a script for options that it refuses."""
     monkeypatch.setattr(sys, "argv", ["script.py", *options])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -1,4 +1,4 @@
-"""The bytes that a replay counts are those of the interface that BAGUA_SOCKET_IFNAME chooses, however it says so."""
+"""A replay counts the bytes of the interface BAGUA_SOCKET_IFNAME, given by its name or an address."""
 
 import ipaddress
 import shutil

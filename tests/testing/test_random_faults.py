@@ -1,4 +1,4 @@
-"""bagua.testing.random_faults: what it draws, and what it calls bad."""
+"""bagua.testing.random_faults: its random cases, and its verdicts."""
 
 import dataclasses
 import signal

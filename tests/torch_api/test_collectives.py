@@ -1,4 +1,4 @@
-"""Each collective beside plain loops over ranks, on two ranks and on three; groups; what cannot be done."""
+"""Each collective compared with plain loops over ranks, on two ranks and on three; groups; refusals."""
 
 from __future__ import annotations
 
