@@ -326,7 +326,7 @@ def _step_of(system: str, model: SleepingModel) -> Callable[[], None]:
     optimizer = _optimizer_of(name, parameters)
     forward: torch.nn.Module = model
     if name in DDP_HOOKS:
-        defaults = {"gradient_as_bucket_view": True, "init_sync": False}  # torch 2.4 knows no init_sync
+        defaults = {"gradient_as_bucket_view": True, "init_sync": False}  # torch 2.4 has no init_sync
         options = {name: value for name, value in defaults.items() if name in _DDP_OPTIONS} | options
         forward = torch.nn.parallel.DistributedDataParallel(model, **options)
         if DDP_HOOKS[name] is not None:

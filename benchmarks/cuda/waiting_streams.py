@@ -48,7 +48,7 @@ def main() -> None:
         rows.append([program, *(f"{one:.2f}" if one >= 0 else "stands" for one in times)])
     result.say(*report.aligned(rows))
     num_standing = sum(milliseconds < 0 for _, _, milliseconds in cases)
-    result.say(f"stands: not done before the stream went on, which it did after 0.3 s. {num_standing} of {len(cases)}.")
+    result.say(f"stands: not done before the stream resumed after 0.3 s. {num_standing} of {len(cases)}.")
     result.write()
 
 

@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--algorithms", nargs="+", help="or names of rows; DDP comes with them")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--keep", type=Path, help="a file for what has been trained, to go on from")
+    parser.add_argument("--keep", type=Path, help="a file of finished trainings, from which to resume")
     args = parser.parse_args()
     if args.quick:
         args.tasks, args.seeds = ["digits"], [0]

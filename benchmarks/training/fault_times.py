@@ -122,7 +122,7 @@ def main() -> None:
         f"- {fault}, {way}, rank {errors[0]['rank']}: {errors[0]['type']}: {' '.join(errors[0]['text'].split())}"
         for (fault, way), errors in seen.items()
     ]
-    result.say("What the ranks say:", "", *quotes)
+    result.say("Errors of the ranks:", "", *quotes)
     figure, axes = report.subplots(1)
     report.bars(axes[0], list(rows.values()), "from the fault to the error", "seconds", 1.0)
     axes[0].axvline(2 * args.timeout, color="tab:red", ls=":", label="twice the timeout")

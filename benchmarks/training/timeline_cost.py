@@ -281,7 +281,7 @@ def main() -> None:
     is_allowed = {name: row.p50 < ALLOWED_SHARE * row.baseline.p50 for name, row in shares.items()}
     for name, row in shares.items():
         share, verdict = 100 * row.p50 / row.baseline.p50, "below" if is_allowed[name] else "NOT below"
-        result.say(f"{name}: {share:.2f}% of a step, {verdict} the {100 * ALLOWED_SHARE:.0f}% that are allowed.")
+        result.say(f"{name}: {share:.2f}% of a step, {verdict} the limit of {100 * ALLOWED_SHARE:.0f}%.")
     figure, axes = report.subplots(2)
     report.bars(axes[0], [row for row in rows if row not in shares.values()], "a step", "ms", 1e3)
     report.bars(axes[1], list(shares.values()), "of it recording", "us", 1e6)
