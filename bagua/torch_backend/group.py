@@ -274,14 +274,14 @@ class TorchProcessGroup(dist.ProcessGroup):
         check_disjoint(outputs, inputs, "tensor_list")
         works, results = [], []
         for parts, tensor in zip(outputs, inputs, strict=True):
-            gathered = self._empty_for_all(tensor)
+            gathered = self._room_for_all(tensor)
             work = self.group.all_gather(gathered, as_wire_dtype(tensor), blocking=blocking)
             work.finish_with(copy_out(gathered, parts))
             works.append(work)
             results += parts
         return TorchWork(works, results)
 
-    def _empty_for_all(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _room_for_all(self, tensor: torch.Tensor) -> torch.Tensor:
         view = as_wire_dtype(tensor)
         return torch.empty(self.group.size * view.numel(), dtype=view.dtype, device=view.device)
 
@@ -320,7 +320,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         parts = only_element(outputs, "output_tensors")
         self._check_parts(parts, tensor, "gather_list", "tensor")
         check_disjoint([parts], name="gather_list")
-        gathered = self._empty_for_all(tensor)
+        gathered = self._room_for_all(tensor)
         return self._gather(gathered, tensor, list(parts), opts, copy_out(gathered, parts))
 
     @_operation("gather", 1)

@@ -1,7 +1,6 @@
-"""Converts torch's tensors and lists of tensors to the form that bagua's collectives take.
+"""torch's tensors and lists of tensors in the form that bagua's collectives take.
 
-A tensor of a type that the core cannot reduce is moved as a wire dtype, a supported type of the same size: a view, bit
-for bit.
+A type that the core cannot reduce is moved as a wire dtype, one of the same size that it knows: a view, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _WIRE_DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int6
 
 
 def as_wire_dtype(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of the same memory in a type that the core can move; complex128 gets one more dimension.
+    """A view of the same memory in a type that the core can move; complex128 gets one dimension more.
 
     Raises:
         InvalidArgument: the tensor is a lazy conjugate, whose memory holds other values.
