@@ -67,7 +67,7 @@ def test_scaled_steps_do_not_wait_for_the_device():
 
 @on_the_emulated_device
 def test_a_flag_that_is_used_again_is_seen_as_it_was():
-    """Of a scaler of one's own, which writes what it has found to one tensor; the copy of it is on its way at once."""
+    """A custom scaler writes its flag to one tensor every time; the flag is copied at once."""
     import bagua
     from bagua.distributed import devices
 
