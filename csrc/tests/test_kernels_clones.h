@@ -26,7 +26,8 @@
 
 namespace bagua::testing {
 
-inline bool machine_runs_clone() {
+// Static, because each file that includes this one has another BAGUA_CLONE.
+static bool machine_runs_clone() {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
   return std::string(BAGUA_CLONE) == "baseline" ||
          (std::string(BAGUA_CLONE) == "v3" ? __builtin_cpu_supports("x86-64-v3") : __builtin_cpu_supports("x86-64-v4"));
