@@ -166,13 +166,17 @@ class BaguaHandle:
     def check_replicas(self) -> None:
         """Compares parameters, buffers and optimizer options of all ranks now; collective.
 
+        While weights are exchanged options alone are compared.
+
         Raises:
             InvalidArgument: naming the first that differs, the ranks, and by how much; on all ranks.
         """
         model = self._model()
         if model is not None:
             self.group.check()
-            ReplicaCheck.run_now(model, self.reducer.training.optimizers, self.group)
+            are_equal = self.reducer.sends_gradients
+            check = ReplicaCheck(self._model, self.reducer.training.optimizers, self.group)
+            check.check_now(parameters=are_equal, buffers=are_equal and self.reducer.buffers is not None)
 
     def timeline(self, parts: bool = True) -> Timeline:
         """Returns what happened when on this rank: steps, spans and a summary. Local, after a failure too.

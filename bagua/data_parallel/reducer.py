@@ -56,7 +56,7 @@ class Reducer:
         always_broadcasts: True to broadcast while weights are exchanged as well.
         find_unused_parameters: True if a backward may leave parameters out.
         raises_nonfinite: True if NaN and Inf in the result of a backward are an error.
-        replica_check: compares the ranks now and then, or None.
+        replica_check: compares the ranks now and then, while gradients are exchanged, or None.
         earlier: the reducer of an earlier wrap of the same model, whose step count and ready order continue.
     """
 
@@ -128,11 +128,8 @@ class Reducer:
             self._num_open_forwards += 1
             self._check_unseen_steps()
             if not self._is_stepping:
-                with self.recorder.hook("before_forward"):
-                    if self.replica_check is not None:
-                        self.replica_check.begin(self.num_steps, self.sends_gradients)
-                    with self._algorithm("before_forward"):
-                        self.algorithm.before_forward(self.storage.buckets, self._bucket_group)
+                with self.recorder.hook("before_forward"), self._algorithm("before_forward"):
+                    self.algorithm.before_forward(self.storage.buckets, self._bucket_group)
         self._forward_ns = time.monotonic_ns()
 
     def after_forward(self) -> None:
@@ -381,8 +378,9 @@ class Reducer:
             raise
         self.num_steps += 1
         self.recorder.add_step(self._begin_ns, wait_ns, time.monotonic_ns(), len(self.storage.buckets))
-        if self.replica_check is not None:
+        if self.replica_check is not None and self.sends_gradients:
             self.replica_check.finish()
+            self.replica_check.begin(buffers=self.buffers is not None)
         if self.storage.memory.is_cpu:
             self._raise_if_nonfinite()
 

@@ -44,6 +44,7 @@ HOT = {
     r"^elementwise_kernel<(ReduceSaturating|Reduce)<": LOAD | STORE,
     r"^adam_kernel<Floating<f(32|64)>": LOAD | STORE,
     r"^copy_segments_kernel": LOAD | STORE,
+    r"^digest_kernel": LOAD,
 }
 pytestmark = [
     pytest.mark.slow("nothing: compiles every kernel for a GPU"),

@@ -127,6 +127,7 @@ ORDER = {
         "algorithm_state": BUCKETS | {"algorithms"},
         "state_sync": BUCKETS | {"distributed.consensus"},
         "buffer_broadcast": ERRORS | {"distributed.consensus", "distributed.job_ranks", "distributed.process_group"},
+        "replica_check": CORE | {"distributed.devices", "distributed.process_group"},
         "followed_optimizers": BUCKETS | {"distributed.consensus", "algorithms"},
         "nonfinite_guard": BUCKETS,
         "skipped_steps": BUCKETS | {"algorithms"},
