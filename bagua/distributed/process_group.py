@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from bagua import _C
-from bagua.distributed import plain_data
+from bagua.distributed import objects, plain_data
 from bagua.distributed.arguments import ReduceOp, check_codec, check_op, check_topology, dtype_code
 from bagua.distributed.cores import GroupCores, Network
 from bagua.distributed.devices import StreamKey, check_not_capturing, common_device, current_stream
@@ -32,6 +32,9 @@ from bagua.errors import BaguaError, InvalidArgument
 __all__ = ["ProcessGroup", "ReduceOp", "Work", "dtype_code"]
 
 logger = logging.getLogger("bagua")
+
+_PLAIN = objects.Format(plain_data.dumps, plain_data.loads, can_loads_fail=False)
+_PICKLED = objects.Format(pickle.dumps, pickle.loads, can_loads_fail=True)
 
 
 def _message(data: torch.Tensor) -> tuple[int, int, int]:
@@ -514,6 +517,8 @@ class ProcessGroup:
         sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")
         self.all_gather(sizes, torch.tensor([len(payload)], device="cpu"), blocking=True).wait()
         longest = int(sizes.max())
+        if longest == 0:
+            return [b""] * self.size
         mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         if payload:
             mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
@@ -523,21 +528,19 @@ class ProcessGroup:
         return [rows[rank, : int(sizes[rank])].numpy().tobytes() for rank in range(self.size)]
 
     def broadcast_plain(self, value: object, src: int) -> Any:
-        """The value of rank `src`, on all ranks: what plain_data.dumps takes."""
-        payload = self.broadcast_bytes(plain_data.dumps(value) if self.rank == src else None, src)
-        return value if self.rank == src else plain_data.loads(payload)
+        """The value of rank `src`, on all ranks: what plain_data.dumps takes; else InvalidArgument on all ranks."""
+        return objects.broadcast(self, value, src, _PLAIN)
 
     def all_gather_plain(self, value: object) -> list[Any]:
-        """The values of all ranks, by rank: what plain_data.dumps takes."""
-        return [plain_data.loads(payload) for payload in self.all_gather_bytes(plain_data.dumps(value))]
+        """The values of all ranks, by rank: what plain_data.dumps takes; else InvalidArgument on all ranks."""
+        return objects.all_gather(self, value, _PLAIN)
 
     # For programs, as torch has them. Unpickling runs code, so bagua itself sends none of its own messages with them.
 
     def broadcast_object(self, obj: object, src: int = 0) -> Any:
         """The object of rank `src`, pickled, on all ranks."""
-        payload = self.broadcast_bytes(pickle.dumps(obj) if self.rank == src else None, src)
-        return obj if self.rank == src else pickle.loads(payload)
+        return objects.broadcast(self, obj, src, _PICKLED)
 
     def all_gather_object(self, obj: object) -> list[Any]:
         """The objects of all ranks, pickled, by rank."""
-        return [pickle.loads(payload) for payload in self.all_gather_bytes(pickle.dumps(obj))]
+        return objects.all_gather(self, obj, _PICKLED)

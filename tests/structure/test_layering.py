@@ -27,7 +27,7 @@ GROUP = {
     f"distributed.{name}"
     for name in (
         *("nodes", "memory_overlap", "plain_data", "arguments", "devices", "job_ranks", "work", "tensors", "cores"),
-        "process_group",
+        *("objects", "process_group"),
     )
 }
 BUCKETS = CORE | GROUP | {"distributed.checkpoints", "codecs", "buckets"}
@@ -93,6 +93,7 @@ ORDER = {
         "work": CORE,
         "tensors": CONFIG,
         "cores": CORE,
+        "objects": ERRORS,
         "process_group": CORE,
         "checkpoints": ERRORS,
         "consensus": ERRORS,
