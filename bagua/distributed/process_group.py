@@ -20,7 +20,15 @@ import torch
 
 from bagua import _C
 from bagua.distributed import objects, plain_data
-from bagua.distributed.arguments import ReduceOp, check_codec, check_op, check_topology, dtype_code
+from bagua.distributed.arguments import (
+    ReduceOp,
+    check_codec,
+    check_op,
+    check_topology,
+    dtype_code,
+    moved_dtype_code,
+    moved_per_element,
+)
 from bagua.distributed.cores import GroupCores, Network
 from bagua.distributed.devices import StreamKey, check_not_capturing, common_device, current_stream
 from bagua.distributed.job_ranks import JobRanks
@@ -38,7 +46,7 @@ _PICKLED = objects.Format(pickle.dumps, pickle.loads, can_loads_fail=True)
 
 
 def _message(data: torch.Tensor) -> tuple[int, int, int]:
-    return data.data_ptr(), data.nbytes, dtype_code(data.dtype)
+    return data.data_ptr(), data.nbytes, moved_dtype_code(data.dtype)
 
 
 class ProcessGroup:
@@ -395,10 +403,11 @@ class ProcessGroup:
     ) -> Work:
         """output[r] <- input of rank r; output is `size` blocks of input's size. ``subject``: as of all_reduce."""
         self.check()
-        source, (into, copy_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
+        source = prepare(input, "input", is_written=False, is_moved=True).data
+        into, copy_back = prepare(output, "output", is_moved=True)
         codec = check_codec(codec, source.dtype)
         check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input", self.size)
-        memory = (source.data_ptr(), into.data_ptr(), source.nbytes, dtype_code(source.dtype))
+        memory = (source.data_ptr(), into.data_ptr(), source.nbytes, moved_dtype_code(source.dtype))
         work = self._core.all_gather(*memory, codec, self._submission(into, blocking, source), subject)
         return self._work(work, "all_gather", finish=copy_back, on=into)
 
@@ -406,12 +415,12 @@ class ProcessGroup:
         """output of rank `dst` [r] <- input of rank r; the other ranks pass output=None."""
         self.check()
         self._check_root(dst, "dst")
-        source = prepare(input, "input", is_written=False).data
+        source = prepare(input, "input", is_written=False, is_moved=True).data
         into, copy_back = None, None
         if self.rank == dst:
-            into, copy_back = prepare(output, "output")
+            into, copy_back = prepare(output, "output", is_moved=True)
             check_pair(source, into, into.numel(), source.numel() * self.size, "output", "size * input", self.size)
-        address, kind = 0 if into is None else into.data_ptr(), dtype_code(source.dtype)
+        address, kind = 0 if into is None else into.data_ptr(), moved_dtype_code(source.dtype)
         work = self._core.gather(
             source.data_ptr(), address, source.nbytes, kind, dst, self._submission(source, blocking, into)
         )
@@ -421,12 +430,12 @@ class ProcessGroup:
         """output <- input of rank `src` [rank]; the other ranks pass input=None."""
         self.check()
         self._check_root(src, "src")
-        into, copy_back = prepare(output, "output")
+        into, copy_back = prepare(output, "output", is_moved=True)
         source = None
         if self.rank == src:
-            source = prepare(input, "input", is_written=False).data
+            source = prepare(input, "input", is_written=False, is_moved=True).data
             check_pair(source, into, source.numel(), into.numel() * self.size, "input", "size * output", self.size)
-        address, kind = 0 if source is None else source.data_ptr(), dtype_code(into.dtype)
+        address, kind = 0 if source is None else source.data_ptr(), moved_dtype_code(into.dtype)
         work = self._core.scatter(
             address, into.data_ptr(), into.nbytes, kind, src, self._submission(into, blocking, source)
         )
@@ -444,17 +453,19 @@ class ProcessGroup:
     ) -> Work:
         """Block r of input goes to rank r, block r of output comes from rank r; splits count rows of dimension 0."""
         self.check()
-        source, (into, copy_back) = prepare(input, "input", is_written=False).data, prepare(output, "output")
+        source = prepare(input, "input", is_written=False, is_moved=True).data
+        into, copy_back = prepare(output, "output", is_moved=True)
         codec = check_codec(codec, source.dtype)
         common_device([("input", source), ("output", into)])
         if source.dtype != into.dtype:
             raise InvalidArgument(f"input is {source.dtype} but output is {into.dtype}; give them one type")
+        unit = moved_per_element(source.dtype)
         work = self._core.all_to_all(
             source.data_ptr(),
-            split_numels(source, input_splits, "input", self.size),
+            [unit * numel for numel in split_numels(source, input_splits, "input", self.size)],
             into.data_ptr(),
-            split_numels(into, output_splits, "output", self.size),
-            dtype_code(source.dtype),
+            [unit * numel for numel in split_numels(into, output_splits, "output", self.size)],
+            moved_dtype_code(source.dtype),
             codec,
             self._submission(into, blocking, source),
         )
@@ -467,9 +478,9 @@ class ProcessGroup:
         self.check()
         self._check_root(src, "src")
         # With a codec the source's own values become the decoded ones.
-        data, copy_back = prepare(tensor, "tensor", is_written=src != self.rank or codec is not None)
+        data, copy_back = prepare(tensor, "tensor", is_written=src != self.rank or codec is not None, is_moved=True)
         codec = check_codec(codec, data.dtype)
-        memory = (data.data_ptr(), data.nbytes, dtype_code(data.dtype))
+        memory = (data.data_ptr(), data.nbytes, moved_dtype_code(data.dtype))
         work = self._core.broadcast(*memory, src, codec, self._submission(data, blocking, tensor))
         return self._work(work, "broadcast", label, copy_back, data)
 
@@ -482,14 +493,14 @@ class ProcessGroup:
     def send(self, tensor: Array, dst: int, *, tag: int = 0) -> Work:
         """Sends to rank `dst`, which must call recv with the same size, type and tag (which never reorders)."""
         self._check_peer(dst, "dst", tag)
-        data = prepare(tensor, "tensor", is_written=False).data
+        data = prepare(tensor, "tensor", is_written=False, is_moved=True).data
         work = self._p2p_core.send(*_message(data), dst, tag, self._submission(data, False, tensor))
         return self._work(work, f"send to rank {dst}", on=data)
 
     def recv(self, tensor: Array, src: int, *, tag: int = 0) -> Work:
         """tensor <- what rank `src` sends."""
         self._check_peer(src, "src", tag)
-        data, copy_back = prepare(tensor, "tensor")
+        data, copy_back = prepare(tensor, "tensor", is_moved=True)
         work = self._p2p_core.recv(*_message(data), src, tag, self._submission(data, False, tensor))
         return self._work(work, f"recv from rank {src}", finish=copy_back, on=data)
 
