@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bagua.errors import InvalidArgument
+from bagua.files import replace_file
 from bagua.profiler.recorder import Compute, ExposedHook, Failure, Span, StepRecord
 
 __all__ = ["FORMAT", "TRACKS", "document", "write"]
@@ -77,7 +78,7 @@ def document(
 
 
 def write(path: str | Path, content: dict[str, Any]) -> None:
-    """Writes ``content``, one event per line; creates folders.
+    """Writes ``content``, one event per line; creates folders. A file that is there is replaced as a whole.
 
     Raises:
         InvalidArgument: the path cannot be written to.
@@ -87,7 +88,7 @@ def write(path: str | Path, content: dict[str, Any]) -> None:
     rest = json.dumps({key: value for key, value in content.items() if key != "traceEvents"}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'{{"traceEvents": [\n{events}\n],\n{rest[1:]}\n')
+        replace_file(path, f'{{"traceEvents": [\n{events}\n],\n{rest[1:]}\n'.encode())
     except OSError as error:
         raise InvalidArgument(f"the timeline cannot be written to {path}: {error}; give another path") from error
 
