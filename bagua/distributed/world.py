@@ -19,7 +19,7 @@ from multiprocessing.util import Finalize
 import torch.distributed as dist
 
 from bagua import config
-from bagua.distributed.bootstrap import bootstrap, describe_thresholds, format_ranks
+from bagua.distributed.bootstrap import REPORT_TIMEOUT, bootstrap, describe_thresholds, format_ranks, report_mistake
 from bagua.distributed.process_group import ProcessGroup
 from bagua.distributed.work import to_seconds
 from bagua.errors import BaguaError, InvalidArgument
@@ -110,26 +110,33 @@ def init_process_group(
     if _world is not None:
         raise InvalidArgument("init_process_group was called before; call destroy_process_group first")
     _num_inits += 1  # before anything can fail, so that ranks that try again count alike
-    if backend not in config.BACKENDS:
-        raise InvalidArgument(f"backend {backend!r} is unknown; the backends are {', '.join(config.BACKENDS)}")
     timeout = timedelta(seconds=to_seconds(timeout))
-    settings = config.settings()
-    describe_thresholds(settings.thresholds)  # refuses a mistake before this rank waits for others
-    if auth_token is not None:
-        settings = dataclasses.replace(settings, auth_token=config.checked_token(auth_token, "auth_token"))
-    backend = settings.backend if backend == "auto" else backend
     launch = config.launch_environment(rank, world_size, needs_master=store is None)
-    settings = dataclasses.replace(settings, backend=backend)
-    torch_transport = TorchTransport(launch, timeout) if backend == "torch" else None
     is_served_by_rank_0 = store is None and not launch.use_agent_store
     init = f"bagua/init{_num_inits}"
-    if is_served_by_rank_0 and launch.rank != 0 and _num_inits > 1:
-        store = rendezvous.reopen_store(launch, init, timeout)
-    elif store is None:
-        store = rendezvous.open_store(launch, timeout)
+    mistake = None
     try:
+        settings = _settings(backend, auth_token)
+        torch_transport = TorchTransport(launch, timeout) if settings.backend == "torch" else None
+    except BaguaError as error:
+        mistake = error
+    try:
+        opening = timeout if mistake is None else min(timeout, REPORT_TIMEOUT)
+        if is_served_by_rank_0 and launch.rank != 0 and _num_inits > 1:
+            store = rendezvous.reopen_store(launch, init, opening)
+        elif store is None:
+            store = rendezvous.open_store(launch, opening)
+    except BaguaError:
+        if mistake is not None:
+            raise mistake from None
+        raise
+    store_of_init = dist.PrefixStore(init, store)
+    try:
+        if mistake is not None:
+            report_mistake(store_of_init, launch, launch.rank, launch.world_size, mistake)
+            raise mistake
         endpoint, group = bootstrap(
-            dist.PrefixStore(init, store),
+            store_of_init,
             launch,
             "world",
             launch.rank,
@@ -137,13 +144,24 @@ def init_process_group(
             timeout,
             settings,
             torch_transport,
-            torch_transport.description if torch_transport else backend,
+            torch_transport.description if torch_transport else settings.backend,
         )
-    except BaguaError:
+    except BaseException:
         if is_served_by_rank_0 and launch.rank == 0:
             time.sleep(_FAULT_SECONDS)
         raise
     _world = _World(endpoint, group, launch, store)
+
+
+def _settings(backend: str, auth_token: str | None) -> config.Settings:
+    """The environment's settings, with init_process_group's arguments. Raises InvalidArgument for a mistake in them."""
+    if backend not in config.BACKENDS:
+        raise InvalidArgument(f"backend {backend!r} is unknown; the backends are {', '.join(config.BACKENDS)}")
+    settings = config.settings()
+    describe_thresholds(settings.thresholds)
+    if auth_token is not None:
+        settings = dataclasses.replace(settings, auth_token=config.checked_token(auth_token, "auth_token"))
+    return dataclasses.replace(settings, backend=settings.backend if backend == "auto" else backend)
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:

@@ -40,7 +40,7 @@ from bagua.net.connector import Attempt, dial_link, dial_tcp, dial_unix
 from bagua.net.dialer import Dialer, RegisteredGroup
 from bagua.net.exhausted import exhausted_error
 from bagua.net.fork_guard import close_in_child
-from bagua.net.interfaces import InterfaceAddress
+from bagua.net.interfaces import InterfaceAddress, with_scope
 from bagua.net.listener import IncomingChannel, Listener, close_all
 from bagua.net.rendezvous import RankRecord
 from bagua.net.stall_watch import StallWatch
@@ -128,6 +128,9 @@ class Endpoint:
         Args:
             timeout_s: for how long a channel may wait for its group to be made here.
         """
+        # The scope of a link-local address is each host's own: this one reaches it where it listens itself.
+        scope = self.address.interface
+        records = [replace(record, address=with_scope(record.address, scope)) for record in records]
         self.records = self._dialer.records = records
         self.credentials, self._rank = credentials, credentials.rank
         self._incoming_s = timeout_s
