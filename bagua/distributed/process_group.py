@@ -31,16 +31,17 @@ from bagua.distributed.arguments import (
 )
 from bagua.distributed.cores import GroupCores, Network
 from bagua.distributed.devices import StreamKey, check_not_capturing, common_device, current_stream
-from bagua.distributed.job_ranks import JobRanks
+from bagua.distributed.job_ranks import JobRanks, reworded
 from bagua.distributed.nodes import Nodes
 from bagua.distributed.tensors import Array, Residuals, check_pair, prepare, segments_of, split_numels
 from bagua.distributed.work import Work, to_seconds
-from bagua.errors import BaguaError, InvalidArgument
+from bagua.errors import BaguaError, InvalidArgument, TransportError
 
 __all__ = ["ProcessGroup", "ReduceOp", "Work", "dtype_code"]
 
 logger = logging.getLogger("bagua")
 
+_OPEN_GROUPS = "; groups that are not used any more hold some until they are destroyed: dropping one does not close it"
 _PLAIN = objects.Format(plain_data.dumps, plain_data.loads, can_loads_fail=False)
 _PICKLED = objects.Format(pickle.dumps, pickle.loads, can_loads_fail=True)
 
@@ -85,6 +86,8 @@ class ProcessGroup:
             self.local_ranks = [rank for rank in range(self.size) if shares_memory[rank]]
             try:
                 self._cores = GroupCores(network, name, self.ranks, self.rank)
+            except TransportError as error:  # this process has no descriptor, thread or memory left
+                raise self.job_ranks.told(reworded(error, after=_OPEN_GROUPS)) from None
             except BaguaError as error:
                 raise self.job_ranks.told(error) from None
             self._core, self._p2p_core = self._cores.collectives, self._cores.p2p

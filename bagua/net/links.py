@@ -27,6 +27,7 @@ import secrets
 import socket
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -83,6 +84,7 @@ class Endpoint:
         self._num_opened: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._incoming: dict[tuple[str, int], IncomingChannel] = {}  # (group's key, dialer's global rank)
         self._incoming_s = self._started_at = 0.0
+        self._has_warned = False  # that descriptors run out
         self._dialing: set[int] = set()  # peers to which this rank is dialing a link
         self._early = reports.EarlyReports()
         # Guards the five above. Taken by itself, not by the condition's `with`, which is a function in Python: Ctrl-C
@@ -174,6 +176,15 @@ class Endpoint:
             # Polling pays while every rank of this host can have a CPU core of its own; otherwise it takes the peer's.
             spin_us = 50.0 if sum(same_host) <= len(os.sched_getaffinity(0)) else 2.0
         key = self._key(name, ranks)
+        if not self._has_warned and not _has_descriptors_to_spare():
+            self._has_warned = True
+            warnings.warn(
+                f"more than half of `ulimit -n` is in use, and {len(self._groups)} groups of bagua's are open, which "
+                "hold file descriptors and threads; destroy those that are not used any more "
+                "(destroy_process_group(group)): dropping one does not close it",
+                ResourceWarning,
+                stacklevel=2,
+            )
 
         def connect(peer: int) -> None:
             self._dialer.want(key, ranks[peer])
