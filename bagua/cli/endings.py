@@ -1,4 +1,4 @@
-"""How a launch ends before its time: by a signal to the launcher, or by a rank that fails.
+"""The ends of a launch before its time: by a signal to the launcher, or by a rank that fails.
 
 torch's agent ends all ranks in either case; what it says of that, some forty lines, becomes one line here.
 """
@@ -112,7 +112,7 @@ class _AtFork(threading.local):
         self.in_parent()
 
     def has_deferred(self, number: int) -> bool:
-        """Whether the signal, which has come around a fork, will come again behind it."""
+        """Returns True if the signal has come around a fork and will come again behind it."""
         if self._masked is not None:
             threading.Timer(_BEHIND_FORK_S, os.kill, (os.getpid(), number)).start()
         return self._masked is not None
@@ -242,7 +242,7 @@ def quiet_agent() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What is known of one rank's end; the first in this order is the cause of the others."""
+    """The known facts of one rank's end; the first in this order is the cause of the others."""
 
     kind: int
     time_s: float
@@ -297,7 +297,7 @@ def without_rendezvous(error: Exception, args: argparse.Namespace) -> str:
 
 
 def _beginning(first: _Failure, kinds: dict[int, int]) -> str:
-    """How it began, by what is known of the ranks that failed on this host."""
+    """Returns the beginning of the sentence, by what is known of the ranks that failed on this host."""
     cause = first.rank_at_fault
     if first.kind != _FOLLOWED or cause is None or kinds.get(cause) == _FOLLOWED:
         return f"rank {first.rank} failed first"
@@ -331,6 +331,6 @@ def _failure(rank: int, failure: ProcessFailure, begin_s: float) -> _Failure:
 
 
 def _log_of(failure: ProcessFailure) -> Path | None:
-    """Where the rank's stderr went, if that was not to the terminal."""
+    """Returns the file of the rank's stderr; None if that went to the terminal."""
     log = Path(failure.error_file).with_name("stderr.log")
     return log if log.exists() and log.stat().st_size else None

@@ -129,7 +129,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _refused(message: str, given: dict[str, str]) -> str:
-    """What bagua/config.py says of a setting, with the option that was given instead of it."""
+    """Returns config.py's message on a setting, with the option that was given in its place."""
     for option, value in given.items():
         setting = _SETTINGS[option][0]
         for written in (repr(value), value):

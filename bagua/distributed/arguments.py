@@ -25,7 +25,7 @@ __all__ = [
 
 
 class ReduceOp(enum.IntEnum):
-    """How the values of the ranks are combined; the names of torch.distributed.ReduceOp."""
+    """The operators that combine the values of the ranks, by the names of torch.distributed.ReduceOp."""
 
     SUM = 0
     AVG = 1
@@ -58,7 +58,7 @@ def _has_meaning(op: ReduceOp, dtype: torch.dtype) -> bool:
     return op is not ReduceOp.AVG and (dtype is not torch.bool or op not in (ReduceOp.SUM, ReduceOp.PRODUCT))
 
 
-# By type and operator; of a small message the time is that of its checks.
+# This is a table because a small message takes as long as its checks.
 _MEANINGFUL = {dtype: tuple(_has_meaning(op, dtype) for op in ReduceOp) for dtype in _DTYPE_CODES}
 
 

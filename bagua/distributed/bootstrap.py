@@ -145,7 +145,7 @@ def bootstrap_alone(
 
 
 def describe_thresholds(changes: dict[str, int]) -> str:
-    """How the selector's thresholds differ from the defaults; the ranks compare it.
+    """Returns the selector's thresholds that are not the defaults, as text that the ranks compare.
 
     Raises:
         InvalidArgument: there is no such threshold.

@@ -32,7 +32,7 @@ class JobRanks:
         self._is_all = self.ranks == list(range(len(self.ranks)))
 
     def told(self, error: _Error) -> _Error:
-        """For the program: an error of this group by ranks of the job. One that has left a group is as it is."""
+        """Returns an error of this group for the program, by ranks of the job; one that has left a group as it is."""
         if error.left_group is not None:
             return error
         if self._is_all or type(error).__module__ != BaguaError.__module__:  # a class of the program's may be any
@@ -52,7 +52,7 @@ class JobRanks:
         return told.with_traceback(error.__traceback__)
 
     def own(self, error: BaguaError) -> BaguaError:
-        """For this group: an error by its ranks; those that are none of them are not named, nor who passes it on."""
+        """Returns an error by this group's ranks; other ranks are not named, nor the one that passes it on."""
         if error.left_group is None:
             return error
         of, original = error.left_group

@@ -176,7 +176,7 @@ class ProcessGroup:
             raise self.job_ranks.told(error) from None
 
     def failure(self) -> BaguaError | None:
-        """What ``check`` raises because an operation of the group has failed on any rank; None where none has."""
+        """Returns the error that ``check`` raises after an operation has failed on any rank; None if none has."""
         if self.rank < 0 or self._closed or self._pid != os.getpid():
             return None
         try:
@@ -251,13 +251,13 @@ class ProcessGroup:
 
     @property
     def device_path(self) -> str:
-        """How collectives on tensors of a device move: "NCCL 2.27.3", or "staged: ..." and why; "" before the first."""
+        """The path of tensors of a device: "NCCL 2.27.3", or "staged: ..." and why; "" before the first."""
         return self._core.device_path
 
     def _submission(
         self, data: torch.Tensor, blocking: bool, *others: object
     ) -> tuple[float, bool, StreamKey | None, object]:
-        """How the core is to start an operation on `data`, and what it keeps until the end: that and `others`."""
+        """Returns how the core is to start an operation on `data`, and what it keeps until the end."""
         if data.is_cpu:
             return self._timeout_s, blocking, None, (data, others)
         check_not_capturing(data.device, "a collective was called", "call it outside of torch.cuda.graph()")
@@ -517,7 +517,7 @@ class ProcessGroup:
     # ---- bytes and Python values; all of these block
 
     def broadcast_bytes(self, payload: bytes | None, src: int) -> bytes:
-        """Those of rank `src`, on all ranks; the others pass None."""
+        """Returns the bytes of rank `src` on all ranks; the others pass None."""
         size = torch.tensor([len(payload) if payload is not None else 0], device="cpu")
         self.broadcast(size, src, blocking=True).wait()
         memory = torch.empty(int(size), dtype=torch.uint8, device="cpu")
@@ -527,7 +527,7 @@ class ProcessGroup:
         return memory.numpy().tobytes()
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Those of all ranks, by rank."""
+        """Returns the bytes of all ranks, by rank."""
         sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")
         self.all_gather(sizes, torch.tensor([len(payload)], device="cpu"), blocking=True).wait()
         longest = int(sizes.max())
@@ -549,7 +549,7 @@ class ProcessGroup:
         """The values of all ranks, by rank: what plain_data.dumps takes; else InvalidArgument on all ranks."""
         return objects.all_gather(self, value, _PLAIN)
 
-    # For programs, as torch has them. Unpickling runs code, so bagua itself sends none of its own messages with them.
+    # These are for programs, as torch has them. Unpickling runs code, so bagua sends no messages of its own by them.
 
     def broadcast_object(self, obj: object, src: int = 0) -> Any:
         """The object of rank `src`, pickled, on all ranks."""

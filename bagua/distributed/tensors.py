@@ -264,7 +264,7 @@ def address_of(tensor: torch.Tensor, what: str) -> int:
 
 
 def _kind_without_memory(tensor: torch.Tensor) -> str:
-    """How an error message names a tensor without memory, and what to do about it."""
+    """Returns the name of a tensor without memory in an error message, and the remedy."""
     name = type(tensor).__name__
     if hasattr(tensor, "to_local"):
         return f"{name}, which stands for a tensor that is spread over ranks; pass the local part, .to_local()"

@@ -47,7 +47,7 @@ _FAULT_SECONDS = 1.0
 
 
 class _World:
-    """What init_process_group has set up."""
+    """The state that init_process_group has set up."""
 
     def __init__(self, endpoint: Endpoint, group: ProcessGroup, launch: config.LaunchEnvironment, store: dist.Store):
         self.endpoint = endpoint
@@ -55,7 +55,7 @@ class _World:
         self.launch = launch
         self.store = store  # kept: rank 0's is the server
         self.num_new_groups = 0  # equal on all ranks, since all call new_group alike
-        # By the torch group itself: torch uses a name again when it is initialised again.
+        # The key is the torch group itself: torch uses a name again when it is initialised again.
         self.converted: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
         self.num_converted: Counter[tuple[int, ...]] = Counter()  # by their ranks
         # Processes of multiprocessing end without atexit, or when the exception that ends them is forgotten.
@@ -203,7 +203,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_initialized() -> bool:
-    """Whether init_process_group has been called (and destroy_process_group has not)."""
+    """Returns True between init_process_group and destroy_process_group."""
     return _world is not None
 
 

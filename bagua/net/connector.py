@@ -131,7 +131,7 @@ class HostProbe:
         self._sock.connect_ex(address)
 
     def is_answered(self) -> bool:
-        """Whether it has taken or refused this one."""
+        """Returns True if the host has taken or refused this connection."""
         poller = select.poll()
         poller.register(self._sock, select.POLLOUT)
         return bool(poller.poll(0)) and self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _ANSWERS

@@ -1,4 +1,4 @@
-"""When to dial whom: makes the links to other processes and the channels of their groups as they are first used.
+"""The outgoing connections of a rank: links to other processes and channels of their groups, made on first use.
 
 Beside the data path. Of two ranks of a group the higher one dials the group's channel; the link between their
 processes, which comes first, is dialed by whoever needs it (connector.py knows how, listener.py accepts). Where both
@@ -25,7 +25,7 @@ from bagua.net.rendezvous import RankRecord
 __all__ = ["Dialer", "RegisteredGroup", "exited_error"]
 
 _POLL_SECONDS = 0.05
-# Of the time that a host may take no connection, after which the others are asked whether they reach it: early enough
+# The part of the time without a connection after which the others are asked whether they reach the host: early enough
 # that they find out within it. As of a link that falls silent (ProcessLink::Pace).
 _DOUBT_AFTER = 0.8
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # of a host that took the connection
@@ -49,7 +49,7 @@ class RegisteredGroup:
         return self.ranks.index(self.rank)
 
     def dials(self, peer: int) -> bool:
-        """Whether it is this rank, of the two, that dials the channel."""
+        """Returns True if this rank, of the two, dials the channel."""
         return self.ranks.index(self.rank) > self.ranks.index(peer)
 
 
@@ -201,7 +201,7 @@ class Dialer:
 
 
 class _PeerState:
-    """What the attempts to reach a peer have come to, for the error of those that wait for it."""
+    """The outcome of the attempts to reach a peer, for the error of the groups that wait for it."""
 
     def __init__(self, record: RankRecord, silence_s: float, stalled_s: Callable[[], float]):
         self._record, self._silence_s, self._stalled_s = record, silence_s, stalled_s

@@ -1,4 +1,4 @@
-"""What this process has come to the end of, as errors that say so and what to do: memory, threads, file descriptors.
+"""Errors for resources that this process has used up, with the remedy: memory, threads, file descriptors.
 
 Beside the data path. The core's own are in csrc/common/exhausted.h.
 """

@@ -83,7 +83,7 @@ def choose_address(interface: str | None, single_host: bool, master_addr: str) -
     addresses = interface_addresses()
     if interface is not None:
         is_ipv6 = ":" in master_addr
-        # Of an interface, an address of the family in which the ranks meet, and a link-local one last.
+        # An interface may have several: the family in which the ranks meet comes first, and link-local ones last.
         for candidate in sorted(
             addresses, key=lambda it: (it.is_link_local, (it.family == socket.AF_INET6) != is_ipv6)
         ):

@@ -1,4 +1,4 @@
-"""How other ranks reach this process: the links to their processes, and the channels of their common groups.
+"""The connections of this process: links to the processes of other ranks, and the channels of their common groups.
 
 One Endpoint per process: a TCP socket and an abstract Unix socket that listen (nothing is left behind after kill -9),
 the thread that serves them (listener.py), and the threads that dial (dialer.py). What is made goes to the core:
@@ -55,7 +55,7 @@ logger = logging.getLogger("bagua")
 _PROMISE_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _MAX_INCOMING = 10_000
-# By backend: how collectives on tensors of a device move.
+# The device transport of each backend.
 _DEVICE_TRANSPORTS = {"auto": "auto", "native": "staged", "nccl": "nccl", "torch": "staged"}
 
 
@@ -209,7 +209,7 @@ class Endpoint:
         return core
 
     def _key(self, name: str, ranks: list[int]) -> str:
-        """By which the members know the group: the name may be used again, and by other ranks."""
+        """Returns the members' key of the group: its name may be used again, and by other ranks."""
         members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         with self._lock:
             return f"{name}|{members}|{self._num_opened[name, tuple(ranks)] + 1}"
@@ -247,18 +247,18 @@ class Endpoint:
         reports.report(unlinked, self.credentials, about, time.monotonic() - self._started_at)
 
     def share_memory(self, rank: int, peer: int) -> bool:
-        """Whether two ranks (global) are on one host and both have shared memory switched on."""
+        """Returns True if two ranks (global) are on one host and both have shared memory switched on."""
         mine, theirs = self.records[rank], self.records[peer]
         return mine.host == theirs.host and bool(mine.unix_name) and bool(theirs.unix_name)
 
     def same_node(self, rank: int, peer: int) -> bool:
-        """Whether two ranks (global) are on one host."""
+        """Returns True if two ranks (global) are on one host."""
         return self.records[rank].host == self.records[peer].host
 
     # ---- dialing, on the dialer's threads
 
     def _stalled_s(self, peer: int) -> float:
-        """How long this process did not run, a short while ago, before a peer had a link, which outlasts a stall."""
+        """Returns the seconds of a recent stall of this process, of a peer without a link; a link outlasts a stall."""
         return 0.0 if self._process.had_link(peer) else self._stall_watch.recent_s()
 
     def _dial_link(self, peer: int, attempt: Attempt) -> None:
@@ -494,7 +494,7 @@ def _deaf(error: Exception, rank: int) -> BaguaError:
 
 
 def _has_descriptors_to_spare() -> bool:
-    """Whether less than half of what this process may open is open: the rest is for more groups."""
+    """Returns True if less than half of the descriptors are in use: the rest is for more groups."""
     return 2 * len(os.listdir("/proc/self/fd")) < resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 

@@ -190,7 +190,7 @@ class Listener:
                 is_untidy, tidied_at = self._tidy(), time.monotonic()
 
     def _refuse_older_than(self, seconds: float, why: str) -> bool:
-        """Whether there was any such unauthenticated peer."""
+        """Returns True if there was any such unauthenticated peer."""
         before = time.monotonic() - seconds
         old = [peer for peer in self._unauthenticated.values() if peer.since < before]
         for peer in old:

@@ -1,4 +1,4 @@
-"""How ranks find each other and check that they fit together: the store, the table of ranks and the job's key.
+"""The rendezvous, in which ranks find each other and check that they fit together: store, records, the job's key.
 
 Every rank publishes one record in torch's store (its address, version, world size, a random nonce) and reads
 everybody's. The digest of all of them names the rendezvous; the token, stretched with it, is the key, and with that
@@ -65,7 +65,7 @@ _LAST_ANSWER_SECONDS = 1.0
 _PIECE_SECONDS = 0.1
 # The error of a failed rendezvous mentions that this rank did not run, or the store not answer, for longer than this.
 _STALL_SECONDS = 1.0
-# Of what others can write to the store.
+# These limit what others can write to the store.
 _MAX_RECORD_BYTES, _MAX_PROOF_BYTES, _MAX_FAULT_CHARACTERS = 8192, 256, 2000
 _KEYS_PER_CALL = 64
 # MASTER_ADDR may be a name that is registered only once rank 0 runs.
@@ -91,7 +91,7 @@ class _ClosedRoundError(Exception):
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank tells the others about itself at start."""
+    """The description of itself that a rank publishes at start."""
 
     rank: int
     world_size: int
@@ -110,12 +110,12 @@ class RankRecord:
     nonce: str = ""  # random, so that no two rendezvous have the same records
 
     def to_json(self) -> bytes:
-        """As it is published."""
+        """Returns the record as it is published."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def parse(cls, text: bytes, rank: int) -> RankRecord:
-        """What a rank has published, or somebody in its name.
+        """Parses a record that a rank has published, or an attacker in its name.
 
         Raises:
             TransportError: it is no record of that rank.
@@ -339,7 +339,7 @@ def _call_within(
 
 
 def _get_within(ended: queue.SimpleQueue[Answer], seconds: float, stalls: StallCount) -> Answer:
-    """What comes, or queue.Empty; at a stall's end it may be about to."""
+    """Returns the next entry, or raises queue.Empty; it may be about to come at the end of a stall."""
     deadline, before_s = time.monotonic() + seconds, stalls.total_s
     while True:
         left_s = deadline + stalls.total_s - before_s - time.monotonic()
@@ -612,7 +612,7 @@ def _exchange_in_round(
         rendezvous.set("secret", secrets.token_hex(32))
     records, rows = _exchange(rendezvous, mine)
     name = rendezvous_name(rows)
-    # What is in the store as the secret may be anything, of any length.
+    # The secret in the store may be anything, of any length.
     key = stretch(auth_token, name) if auth_token else derive(rendezvous.get("secret", _UNPROVED, 0), name)
     _prove(rendezvous, mine, name, key)
     for record in records:
@@ -663,7 +663,7 @@ def _prove(rendezvous: _RendezvousStore, mine: RankRecord, name: bytes, key: byt
                 f"rank {rank} has read other records in the store than rank {mine.rank}: {_FORGED}", rank=rank
             )
         if not hmac.compare_digest(proved, proof(rank)):
-            # Where it is rank 0's that differs from this rank's, it is this rank's that differs from rank 0's.
+            # If rank 0's differs from this rank's, this rank is the one that differs from rank 0.
             other = rank or mine.rank
             raise InvalidArgument(
                 f"the ranks disagree about auth_token: rank {other}'s token is not rank 0's; pass the same auth_token= "
@@ -698,6 +698,6 @@ def _compare(first: RankRecord, other: RankRecord, compared: Sequence[tuple[str,
 
 
 def _readable(text: bytes) -> str:
-    """What may be anybody's, for a terminal or a log."""
+    """Returns untrusted text in a form for a terminal or a log."""
     characters = text[: 4 * _MAX_FAULT_CHARACTERS].decode(errors="replace")[:_MAX_FAULT_CHARACTERS]
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in characters)

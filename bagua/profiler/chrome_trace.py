@@ -167,7 +167,7 @@ def _is_backward(record: _Record | None) -> bool:
 
 
 def _begins_anew(record: _Record) -> bool:
-    """Whether this begins another step, if the current one has had its backward."""
+    """Returns True if this begins another step, given that the current one has had its backward."""
     return not isinstance(record, ExposedHook) or record.hook == "before_forward"
 
 
@@ -228,7 +228,7 @@ def _add_coordination(events: _Events, spans: Sequence[Span]) -> None:
 
 
 def _identity(operation: Span) -> dict[str, Any]:
-    """What identifies an operation on all ranks, and what `bagua timeline` needs to know about it."""
+    """Returns the arguments that identify an operation on all ranks, and those that `bagua timeline` needs."""
     some = {"waits_for_some": True} if operation.waits_for_some else {}
     return {"group": operation.group, "ticket": operation.ticket, "bytes": operation.bytes, **some}
 
