@@ -1,8 +1,8 @@
 """One rank of `bagua run`: runs the training script as Python would, and says once, with the rank, what it raised.
 
 Python runs this file by its path, so that nothing of bagua or torch is imported before the script imports it. What a
-script raises is told in lines that begin with the rank. An error of bagua that names another rank, or what was raised
-from it, is told in one line: that rank's own traceback is the one that matters. What was raised is also written where
+script raises is shown in lines that begin with the rank. An error of bagua that names another rank, or what was raised
+from it, is shown in one line: that rank's own traceback is the one that matters. What was raised is also written where
 torch's agent looks for it (TORCHELASTIC_ERROR_FILE), as torch's `record` does, and from there the launcher takes it for
 its last line.
 """

@@ -109,7 +109,7 @@ def _help() -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """torchrun's options and bagua's. Mistakes are told with the option and what to do."""
+    """torchrun's options and bagua's. Mistakes are reported with the option and the remedy."""
 
     def format_help(self) -> str:
         return _help()

@@ -191,7 +191,7 @@ class HostCopy:
     is asked for.
 
     Args:
-        tensor: as the current stream finds it there; nobody writes to it any more.
+        tensor: as the current stream finds it there; it is not written to any more.
         at_once: it travels now, by itself.
     """
 
@@ -210,7 +210,7 @@ class HostCopy:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, at_once: bool = False) -> HostCopy:
-        """The one of this tensor that somebody else has made, if it still has it and the tensor is the same."""
+        """The copy of this tensor that another caller has made, if it is still there and the tensor is the same."""
         key = tensor.data_ptr(), tensor.dtype
         copy = _shared.get(key)
         if copy is None or copy._tensor._version != copy._version:
@@ -265,7 +265,7 @@ def _send_unsent(device: torch.device) -> None:
 def _send(device: torch.device, copies: list[HostCopy]) -> None:
     """Copies the numbers as bytes, the widest first, so that each is aligned; under the lock."""
     if not copies:
-        return  # nobody is left who would ask
+        return  # no caller is left
     stream, here = current_torch_stream(device), current_stream(device)
     for copy in copies:
         if copy._stream != here:

@@ -90,7 +90,7 @@ class Work:
         """Blocks of this rank's input or reduced stripe that held a NaN or an Inf under a codec. Once completed.
 
         In a hierarchical operation only the ranks that lead their nodes encode, and count. None of an operation on a
-        device, where nobody counts: such a block is NaN in the result.
+        device, which does not count: such a block is NaN in the result.
         """
         return self._core.nonfinite_blocks if self._device is None else None
 

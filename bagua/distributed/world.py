@@ -96,7 +96,7 @@ def init_process_group(
         InvalidArgument: a variable is missing, or the ranks disagree (world size, version, token, ...); on every rank
             (RemoteError on a rank that had not read the disputed record yet). With "torch": the default group has
             other ranks, or does not move CPU tensors.
-        TransportError: MASTER_PORT is in use, or rank 0 cannot be reached, or somebody else has written to the store.
+        TransportError: MASTER_PORT is in use, or rank 0 cannot be reached, or another program has written to the store.
         DeadlineExceeded: a rank did not come within the timeout; it is named.
 
     Example:

@@ -58,7 +58,7 @@ class Credentials:
     """The secrets by which this rank proves itself to the others and checks them.
 
     Attributes:
-        key: of this rendezvous; ranks of the job have it, and nobody else.
+        key: of this rendezvous; only ranks of the job have it.
         rank: this one.
         world_size: of the rendezvous.
     """

@@ -3,7 +3,7 @@
 Beside the data path. Of two ranks of a group the higher one dials the group's channel; the link between their
 processes, which comes first, is dialed by whoever needs it (connector.py knows how, listener.py accepts). Where both
 dial at once, the higher rank's connection stands. For each peer to which something is missing there is a thread: a peer
-that does not answer keeps nobody waiting but those that wait for it, and those wait in the core, which hears by the
+that does not answer delays only groups that wait for it, and those wait in the core, which learns by the
 link, or from here, what is the matter.
 """
 
@@ -66,7 +66,7 @@ class Dialer:
         is_linked: whether there is a link to a rank.
         dial_link: makes one, or returns where the peer's own is about to come.
         dial_channel: makes the channel of a group to a peer.
-        silence_s: for how long a host may take no connection before that is a failure: by then the others have told
+        silence_s: for how long a host may take no connection before that is a failure: by then the others have reported
             whether they reach it.
         stalled_s: for how long this process itself did not run, a short while ago, in which a rank may have given it
             up; 0 if it did.
@@ -227,7 +227,7 @@ class _PeerState:
 
     def note(self, attempt: Attempt, missing: list[RegisteredGroup], peer: int, is_asked: bool = False) -> None:
         """While an attempt goes on; has the groups doubt a peer whose host has taken no connection for long. Where they
-        ask, a host that took this one is called again: nothing else would tell soon that it is gone."""
+        ask, a host that took this one is called again: nothing else would show soon that it is down."""
         record = self._record
         if is_asked and attempt.is_connected and self._probe is None:
             self._probe = HostProbe(record)

@@ -159,7 +159,7 @@ def open_store(launch: LaunchEnvironment, timeout: timedelta) -> dist.Store:
     """torch's TCPStore at MASTER_ADDR:MASTER_PORT, shared with torch.distributed whichever comes first.
 
     Raises:
-        TransportError: another program uses the port, or nobody listens there or answers within the timeout.
+        TransportError: another program uses the port, or no process listens there or answers within the timeout.
     """
     is_server = launch.rank == 0 and not launch.use_agent_store
 
@@ -477,7 +477,7 @@ class _RendezvousStore:
                 return value
             if fault is not None and self._is_of_this_round(fault):
                 self._raise_fault(fault)
-            # The clock runs while this process does not: that makes nobody late.
+            # The clock runs while this process does not: that makes no rank late.
             if time.monotonic() > self._begin + self._timeout_s + self._stalls.total_s:
                 self._give_up(late.format(rank), rank)
             time.sleep(pause_s)
@@ -558,7 +558,7 @@ class Meeting:
             InvalidArgument: on every rank alike, naming the first difference with both sides.
             DeadlineExceeded: naming the rank that did not come within the timeout.
             RemoteError: another rank gave up first.
-            TransportError: the store has ended, or does not answer, or somebody else has written to it.
+            TransportError: the store has ended, or does not answer, or another program has written to it.
         """
         while True:
             try:

@@ -1,7 +1,7 @@
 """The detection of stalls of this process itself: it was stopped, or something held its interpreter up.
 
-Beside the data path. Its peers then name this rank and leave. When it runs again and dials them nobody listens, or the
-time for what it waits for is over, and it must not call the one that it happens to dial or to wait for the rank at
+Beside the data path. Its peers then name this rank and leave. When it runs again and dials them, they do not listen, or
+the time for what it waits for is over, and it must not call the one that it happens to dial or to wait for the rank at
 fault.
 """
 
