@@ -85,11 +85,11 @@ def bootstrap(
         address.interface,
     )
     if rank == 0 and settings.auth_token is None:
-        _warn_of_strangers(records)
+        _warn_without_token(records)
     return endpoint, group
 
 
-def _warn_of_strangers(records: Sequence[rendezvous.RankRecord]) -> None:
+def _warn_without_token(records: Sequence[rendezvous.RankRecord]) -> None:
     """Once per process, where other hosts can reach the ranks and no token keeps anybody out."""
     global _has_warned
     if _has_warned or all(ipaddress.ip_address(record.address).is_loopback for record in records):

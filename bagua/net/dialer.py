@@ -206,17 +206,17 @@ class _PeerState:
     def __init__(self, record: RankRecord, silence_s: float, stalled_s: Callable[[], float]):
         self._record, self._silence_s, self._stalled_s = record, silence_s, stalled_s
         self._refused_since: float | None = None
-        self._unheard_since = time.monotonic()
+        self._silent_since = time.monotonic()
         self._is_noted = False
         self._is_doubted = False  # the others are being asked about it
         self._probe: HostProbe | None = None
 
     def succeeded(self) -> None:
         self._refused_since = None
-        self._heard()
+        self._answered()
 
-    def _heard(self) -> None:
-        self._unheard_since = time.monotonic()
+    def _answered(self) -> None:
+        self._silent_since = time.monotonic()
         self._is_doubted = False
 
     def end_probe(self) -> None:
@@ -235,7 +235,7 @@ class _PeerState:
         elif self._probe is not None and self._probe.is_answered():
             self.end_probe()
         if attempt.is_connected and self._probe is None:
-            self._heard()
+            self._answered()
             for group in missing:
                 group_peer = group.ranks.index(peer)
                 what = (
@@ -243,7 +243,7 @@ class _PeerState:
                     f"host accepts connections at {record.address}:{record.port})"
                 )
                 group.core.note_unreachable(group_peer, what, True)
-        elif self._is_doubted or time.monotonic() - self._unheard_since > _DOUBT_AFTER * self._silence_s:
+        elif self._is_doubted or time.monotonic() - self._silent_since > _DOUBT_AFTER * self._silence_s:
             self._doubt(missing, peer, "no answer to the request for a connection")
         elif not self._is_noted:
             self._is_noted = True
@@ -259,7 +259,7 @@ class _PeerState:
                 group.core.poison(_failed(error, group.rank_here))
             return
         if isinstance(error, ConnectionRefusedError):
-            self._heard()
+            self._answered()
             self._refused_since = self._refused_since or now
             if now - self._refused_since > _REFUSED_SECONDS:
                 for group in missing:
@@ -268,13 +268,13 @@ class _PeerState:
             return
         self._refused_since = None
         if isinstance(error, TransportError):  # it listens, but did not accept this connection
-            self._heard()
+            self._answered()
             for group in missing:
                 what = f"cannot connect to rank {group.ranks.index(peer)} at {self._where}: {error}"
                 group.core.note_unreachable(group.ranks.index(peer), what, True)
         elif (
             self._is_doubted
-            or now - self._unheard_since > _DOUBT_AFTER * self._silence_s
+            or now - self._silent_since > _DOUBT_AFTER * self._silence_s
             or (attempt.is_connected and error.errno in _SILENT)
         ):
             self._doubt(missing, peer, str(error))
@@ -299,7 +299,7 @@ class _PeerState:
 
     def _doubt(self, missing: list[RegisteredGroup], peer: int, why: str) -> None:
         self._is_doubted = True
-        silence_s = time.monotonic() - self._unheard_since
+        silence_s = time.monotonic() - self._silent_since
         for group in missing:
             group.core.doubt_unlinked(group.ranks.index(peer), silence_s, self._cut(group, peer, why))
 

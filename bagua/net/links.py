@@ -197,11 +197,11 @@ class Endpoint:
         with self._lock:
             self._num_opened[name, tuple(ranks)] += 1
             if self._failure is not None:
-                core.poison(_deaf(self._failure, ranks.index(rank)))
+                core.poison(_not_accepting(self._failure, ranks.index(rank)))
             group = self._groups[key] = RegisteredGroup(key, core, ranks, rank)
             if (early := self._early.take(key)) is not None:
                 try:
-                    self._heard(group, *early)
+                    self._fail_with_report(group, *early)
                 except Exception as error:  # nothing that a peer sends may end this rank
                     logger.warning("the report of rank %d on group '%s' is none: %r", early[1], key, error)
             for _, peer in [known for known in self._incoming if known[0] == key]:
@@ -377,9 +377,9 @@ class Endpoint:
                 if group is None:
                     self._early.add(key, about["cause"], about["from"])
                 else:
-                    self._heard(group, about["cause"], about["from"])
+                    self._fail_with_report(group, about["cause"], about["from"])
 
-    def _heard(self, group: RegisteredGroup, cause: dict, teller: int) -> None:
+    def _fail_with_report(self, group: RegisteredGroup, cause: dict, teller: int) -> None:
         group.core.poison(reports.remote_error(cause, group.ranks.index(teller)))
 
     def _accept_channel(self, sock: socket.socket, about: dict, descriptors: list[int]) -> None:
@@ -437,7 +437,7 @@ class Endpoint:
         with self._lock:
             self._failure = error
             for group in self._groups.values():
-                group.core.poison(_deaf(error, group.rank_here))
+                group.core.poison(_not_accepting(error, group.rank_here))
 
     def _attach_if_complete(self, key: str, peer: int) -> None:
         """Under the lock. A channel waits for its group, for its other connections and for the link."""
@@ -488,7 +488,7 @@ def _promised(group: RegisteredGroup) -> Iterator[None]:
         raise
 
 
-def _deaf(error: Exception, rank: int) -> BaguaError:
+def _not_accepting(error: Exception, rank: int) -> BaguaError:
     exhausted = exhausted_error(error, rank, "accept connections")
     return exhausted or InternalError(f"a rank no longer accepts connections, because of {error!r}; see its log")
 

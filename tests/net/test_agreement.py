@@ -123,11 +123,11 @@ def test_the_same_token_from_argument_environment_and_file(tmp_path):
 def test_several_hosts_without_a_token_are_warned_of_once(monkeypatch, caplog):
     monkeypatch.setattr(bootstrap, "_has_warned", False)
     on_host = {name: rendezvous.RankRecord(0, 2, *[""] * 4, "", 0, name, 1, "", 1) for name in ("127.0.0.1", "::1")}
-    bootstrap._warn_of_strangers(list(on_host.values()))
+    bootstrap._warn_without_token(list(on_host.values()))
     assert not caplog.records
     beyond = [on_host["::1"], replace(on_host["::1"], address="fe80::1%eth0")]
     for _ in range(3):
-        bootstrap._warn_of_strangers(beyond)
+        bootstrap._warn_without_token(beyond)
     (warning,) = caplog.messages
     assert "whoever reaches the store" in warning and "make a token with `bagua token" in warning
 
